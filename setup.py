@@ -1,0 +1,40 @@
+"Reads settings.ini, the one source of the package's metadata, and hands it to setuptools."
+
+import configparser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+config = configparser.ConfigParser(delimiters=["="])
+config.read(here / "settings.ini", encoding="utf-8")
+settings = config["DEFAULT"]
+
+extras = {
+    key.removesuffix("_requirements"): value.split()
+    for key, value in settings.items()
+    if key.endswith("_requirements")
+}
+
+setup(
+    name=settings["lib_name"],
+    version=settings["version"],
+    description=settings["description"],
+    long_description=(here / "README.md").read_text(encoding="utf-8") if (here / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    author=settings["author"],
+    author_email=settings["author_email"],
+    url=settings["git_url"],
+    keywords=settings["keywords"],
+    license="Apache-2.0",
+    python_requires=f">={settings['min_python']}",
+    packages=find_packages(include=[settings["lib_path"], settings["lib_path"] + ".*"]),
+    package_data={settings["lib_path"]: ["py.typed", "assets/**/*"]},
+    install_requires=settings["requirements"].split(),
+    extras_require=extras,
+    entry_points={
+        "console_scripts": settings["console_scripts"].split(),
+        "nbdev": [f"{settings['lib_path']}={settings['lib_path']}._modidx:d"],
+    },
+    zip_safe=False,
+)
