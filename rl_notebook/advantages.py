@@ -21,7 +21,7 @@ SPREAD_TOLERANCE = 1e-6  # rewards closer together than this are equal
 
 
 def is_dead(
-    rewards: Sequence[float],  # (K,) of one prompt group
+    rewards: Sequence[float] | np.ndarray,  # (K,) of one prompt group
     tolerance: float = SPREAD_TOLERANCE,  # in units of reward
 ) -> bool:
     "Whether the rewards of one group are all the same, or there are none."
@@ -40,7 +40,7 @@ def predicted_dead_fraction(
 SCALES = ("std", "none", "loo", "batch")
 
 
-def _checked(rewards: Sequence[float], scale: str) -> np.ndarray:
+def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
     "The rewards of one group as float64, refused where no advantage can be computed."
     if scale not in SCALES:
         raise LossError("advantage scale", got=repr(scale), expected=", ".join(map(repr, SCALES)))
@@ -60,7 +60,7 @@ def _checked(rewards: Sequence[float], scale: str) -> np.ndarray:
 
 # %% ../nbs/02_advantages.ipynb #bbe4ec4f
 def group_advantages(
-    rewards: Sequence[float],  # (K,) of one prompt group, all finite
+    rewards: Sequence[float] | np.ndarray,  # (K,) of one prompt group, all finite
     *,
     scale: str = "std",  # "std", "none" or "loo"
     ddof: int = 1,  # 1 divides the variance by K-1, 0 by K
@@ -81,7 +81,7 @@ def group_advantages(
 
 # %% ../nbs/02_advantages.ipynb #eef8570a
 def batch_advantages(
-    rewards: Sequence[Sequence[float]],  # one sequence per prompt group
+    rewards: Sequence[Sequence[float] | np.ndarray],  # one sequence per prompt group
     *,
     scale: str = "std",  # any of SCALES
     ddof: int = 1,  # of the spread
