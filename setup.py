@@ -10,22 +10,18 @@ config = configparser.ConfigParser(delimiters=["="])
 config.read(here / "settings.ini", encoding="utf-8")
 settings = config["DEFAULT"]
 
-extras = {
-    key.removesuffix("_requirements"): value.split()
-    for key, value in settings.items()
-    if key.endswith("_requirements")
-}
+suffix = "_requirements"
+extras = {key.removesuffix(suffix): value.split() for key, value in settings.items() if key.endswith(suffix)}
 
 setup(
     name=settings["lib_name"],
     version=settings["version"],
     description=settings["description"],
-    long_description=(here / "README.md").read_text(encoding="utf-8") if (here / "README.md").exists() else "",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author=settings["author"],
-    author_email=settings["author_email"],
     url=settings["git_url"],
-    keywords=settings["keywords"],
+    keywords=settings["keywords"].split(),
     license="Apache-2.0",
     python_requires=f">={settings['min_python']}",
     packages=find_packages(include=[settings["lib_path"], settings["lib_path"] + ".*"]),

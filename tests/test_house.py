@@ -1,0 +1,364 @@
+"""Holds the project to the rules of `house.py`, and proves for each rule that it can fail.
+
+The proof is a small project that keeps every rule, and for each rule one thing done to it that breaks it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from house import PACKAGE, RULES, House, measures
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from pages import readme, relink, write_html, write_readme
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def house() -> House:
+    return House(ROOT)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_project_keeps(name: str, house: House):
+    problems = RULES[name](house)
+    assert not problems, f"{RULES[name].__doc__}\n  " + "\n  ".join(problems)
+
+
+def test_report(house: House, capsys: pytest.CaptureFixture[str]):
+    "Prints how much of each notebook is prose and how much is shown; the floors are two of the rules."
+    rows = measures(house)
+    assert rows[-1].exported == sum(row.exported for row in rows[:-1]) > 0
+    with capsys.disabled():
+        print(f"\n\n{'notebook':<28}{'exported lines':>15}{'words a line':>14}{'shown a hundred':>17}")
+        for row in rows:
+            print(f"{row.name:<28}{row.exported:>15}{row.prose:>14.2f}{row.per_hundred:>17.1f}")
+
+
+# --- a small project that keeps every rule -----------------------------------------------------------------------
+
+
+def module_page(name: str, *imports: str) -> list:
+    "The cells of a notebook that exports one function."
+    cells = [
+        new_markdown_cell(f"# {name}\n\n> Adds two numbers, so that there is something to check.\n\n" + "Prose. " * 60),
+        new_code_cell(f"#| default_exp {name}"),
+        new_code_cell("#| export\n" + "\n".join(imports)) if imports else None,
+        new_code_cell('#| export\ndef add(a: int, b: int) -> int:\n    "The sum."\n    return a + b'),
+        new_code_cell("total = add(1, 2)\nassert total == 3\ntotal", outputs=[text_output("3")]),
+        new_markdown_cell("## What you can change here\n\nThe numbers."),
+    ]
+    return [cell for cell in cells if cell]
+
+
+def text_output(text: str):
+    "A stored result."
+    return new_output("execute_result", data={"text/plain": text}, execution_count=None)
+
+
+def drawn(data: dict):
+    "A stored display."
+    return new_output("display_data", data=data)
+
+
+NAMES = ["00_core", "20_backends.base", "22_backends.local", "30_rollouts", "40_xray", "51_views.charts", "69_cli"]
+NAMES += ["tutorials/101_first"]
+
+PAGES = {
+    "00_core": module_page("core"),
+    "20_backends.base": module_page("backends.base", f"from {PACKAGE}.core import add as core_add"),
+    "22_backends.local": module_page("backends.local", f"from {PACKAGE}.backends import base"),
+    "30_rollouts": module_page("rollouts", f"from {PACKAGE}.backends.base import add as base_add"),
+    "40_xray": module_page("xray"),
+    "51_views.charts": module_page("views.charts", f"import {PACKAGE}.xray"),
+    "69_cli": module_page("cli", f"from {PACKAGE}.views.charts import add as charts_add"),
+    "tutorials/101_first": [new_markdown_cell("# first\n\n> Walks.\n\nSee [core](../00_core.ipynb).")],
+    "index": [
+        new_markdown_cell(
+            "# rl_notebook\n\n> A promise.\n\n| notebook | module |\n|---|---|\n"
+            + "".join(f"| [{name}]({name}.ipynb) | `{name.split('_', 1)[1]}` |\n" for name in NAMES)
+        )
+    ],
+}
+
+
+def save(root: Path, name: str, cells: list, **metadata) -> None:
+    "Writes a notebook; cell ids count up, as nothing here may be random."
+    for i, cell in enumerate(cells):
+        cell["id"] = f"cell{i:04d}"
+    metadata = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}, **metadata}
+    nbformat.write(new_notebook(cells=cells, metadata=metadata), root / "nbs" / f"{name}.ipynb")
+
+
+@pytest.fixture(scope="session")
+def model_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "A project of a few tiny notebooks that keeps every rule."
+    root = tmp_path_factory.mktemp("house") / "project"
+    (root / "nbs" / "tutorials").mkdir(parents=True)
+    (root / PACKAGE).mkdir()
+    for name in ("settings.ini", "pyproject.toml", "_quarto.yml", "constraints.txt", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, root / name)
+    (root / "nbs" / "_quarto.yml").symlink_to("../_quarto.yml")
+    for name, cells in PAGES.items():
+        save(root, name, cells)
+    subprocess.run([Path(sys.executable).parent / "nbdev_export"], cwd=root, check=True, capture_output=True)
+    write_readme(root)
+    return root
+
+
+@pytest.fixture
+def project(model_project: Path, tmp_path: Path) -> Path:
+    "A copy of it to break."
+    return Path(shutil.copytree(model_project, tmp_path / "project", symlinks=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_model_project_keeps(name: str, model_project: Path):
+    assert RULES[name](House(model_project)) == []
+
+
+# --- one thing that breaks each rule -----------------------------------------------------------------------------
+
+Break = Callable[[Path], object]
+
+
+def adds(cell: str, to: str = "00_core", **kwargs) -> Break:
+    "Adds a code cell to a notebook."
+
+    def add(root: Path) -> None:
+        cells = nbformat.read(root / "nbs" / f"{to}.ipynb", as_version=4).cells
+        save(root, to, [*cells[:-1], new_code_cell(cell, **kwargs), cells[-1]])
+
+    return add
+
+
+def many(cell: str, times: int) -> Break:
+    "Adds a code cell to every module several times."
+    return lambda root: [adds(cell, to)(root) for to in NAMES if to[0].isdigit() for _ in range(times)]
+
+
+def replaces(old: str, new: str, file: str) -> Break:
+    "Replaces text in a file, which must hold it."
+
+    def replace(root: Path) -> None:
+        text = (root / file).read_text(encoding="utf-8")
+        assert old in text, f"{file} does not hold {old!r}"
+        (root / file).write_text(text.replace(old, new), encoding="utf-8")
+
+    return replace
+
+
+def writes(file: str, text: str) -> Break:
+    "Writes a file."
+    return lambda root: (root / file).write_text(text, encoding="utf-8")
+
+
+LONG = "#| export\ndef long() -> None:\n    'Long.'\n" + "    print()\n" * 70
+MIDDLING = "#| export\ndef middling() -> None:\n    'Middling.'\n" + "    print()\n" * 20
+CORE = "nbs/00_core.ipynb"
+
+BREAKS: dict[str, list[Break]] = {
+    "a_fresh_export_leaves_no_diff": [
+        replaces("return a + b", "return a - b", f"{PACKAGE}/core.py"),
+        adds("#| export\nx = 1"),
+        writes(f"{PACKAGE}/stray.py", "x = 1\n"),
+        lambda root: (root / PACKAGE / "xray.py").unlink(),
+    ],
+    "no_module_is_an_orphan": [
+        writes(f"{PACKAGE}/stray.py", "x = 1\n"),
+        writes(f"{PACKAGE}/backends/stray.py", "x = 1\n"),
+        lambda root: (root / "nbs" / "40_xray.ipynb").unlink(),
+    ],
+    "a_notebook_is_named_after_its_module": [
+        replaces("default_exp core", "default_exp kernel", CORE),
+        lambda root: (root / CORE).rename(root / "nbs" / "20_core.ipynb"),
+        lambda root: (root / CORE).rename(root / "nbs" / "core.ipynb"),
+        adds("#| export\nx = 1", to="tutorials/101_first"),
+    ],
+    "numbers_only_go_down": [
+        adds(f"#| export\nfrom {PACKAGE}.backends.base import add as base_add"),
+        adds(f"#| export\nfrom {PACKAGE}.backends import base"),
+        adds(f"#| export\nimport {PACKAGE}.cli"),
+        adds(f"#| export\ndef late():\n    import {PACKAGE}.cli"),
+        adds(f"#| export\nimport importlib\nm = importlib.import_module('{PACKAGE}.cli')"),
+    ],
+    "core_is_pure": [
+        adds("#| export\nimport torch.nn.functional as F"),
+        adds("#| export\nfrom urllib.request import urlopen"),
+        adds("#| export\ndef show():\n    from IPython.display import HTML"),
+    ],
+    "the_loop_knows_no_concrete_backend": [
+        adds(f"#| export\nfrom {PACKAGE}.backends.local import add as local_add", to="30_rollouts"),
+        adds(f"#| export\nfrom {PACKAGE}.backends import local", to="30_rollouts"),
+    ],
+    "the_loop_imports_neither_insight_nor_views": [
+        adds(f"#| export\nimport {PACKAGE}.xray", to="30_rollouts"),
+        adds(f"#| export\nfrom {PACKAGE}.views import charts", to="30_rollouts"),
+    ],
+    "views_are_leaves": [adds(f"#| export\nfrom {PACKAGE}.views.charts import add as draw", to="40_xray")],
+    "the_layers_name_every_module_in_order": [
+        replaces(f'    "({PACKAGE}.xray)",\n', "", "pyproject.toml"),
+        replaces(f'    "({PACKAGE}.cli)",\n', f'    "({PACKAGE}.xray)",\n    "({PACKAGE}.cli)",\n', "pyproject.toml"),
+    ],
+    "a_cell_fits_a_glance": [adds(LONG)],
+    "the_median_cell_is_short": [many(MIDDLING, 2)],
+    "a_notebook_reads_as_a_page": [
+        replaces("# core", "core", CORE),
+        replaces("> Adds", "Adds", CORE),
+        replaces("> Walks", "Walks", "nbs/tutorials/101_first.ipynb"),
+        replaces("What you can change here", "The end", CORE),
+        replaces("The numbers.", "The numbers.\\n\\n## One more thing", CORE),
+    ],
+    "little_is_hidden": [lambda root: [adds("#| hide\nx = 1")(root) for _ in range(5)]],
+    "there_is_enough_prose": [
+        lambda root: [replaces("Prose. ", "", CORE)(root), adds(MIDDLING)(root)],
+        many(MIDDLING, 2),
+    ],
+    "enough_is_shown": [replaces("total = add(1, 2)", "#| hide\\nadd(1, 2)", CORE), many(MIDDLING, 1)],
+    "public_names_have_docstrings": [
+        adds("#| export\ndef mute(): return 1"),
+        adds("#| export\nclass Loud:\n    'Says.'\n    def mute(self): return 1"),
+        adds("#| export\nclass Mute:\n    x = 1"),
+    ],
+    "public_names_have_types": [
+        adds("#| export\ndef loose(a) -> int:\n    'One.'\n    return 1"),
+        adds("#| export\nasync def loose(a: int):\n    'One.'\n    return 1"),
+        adds("#| export\nclass C:\n    'C.'\n    def loose(self, *args) -> int:\n        'One.'\n        return 1"),
+    ],
+    "no_bad_habits": [
+        adds("#| export\nfrom math import *"),
+        adds("#| export\nfrom . import xray"),
+        adds("#| export\nhere = __file__"),
+        adds("#| export\n@patch\ndef add(self: int): return 1"),
+        adds("#| export\nimport asyncio\ndef go(): asyncio.run(None)"),
+    ],
+    "readme_is_what_the_index_makes": [
+        replaces("A promise.", "A lie.", "README.md"),
+        replaces("A promise.", "A lie.", "nbs/index.ipynb"),
+        adds("1", to="index", outputs=[drawn({"image/png": "aGVsbG8="})]),
+    ],
+    "the_map_lists_every_notebook": [
+        lambda root: save(root, "tutorials/201_second", [new_markdown_cell("# second\n\n> Runs.")]),
+        lambda root: (root / CORE).unlink(),
+        replaces("`core`", "`kernel`", "nbs/index.ipynb"),
+    ],
+    "links_lead_somewhere": [
+        replaces("../00_core.ipynb", "../00_kernel.ipynb", "nbs/tutorials/101_first.ipynb"),
+        writes("CONTRIBUTING.md", "See [rules](RULES.md)."),
+    ],
+    "no_keys": [
+        adds("key = '" + "sk-" + "a1" * 12 + "'"),
+        adds("1", outputs=[text_output("fw_" + "a1" * 12)]),
+        replaces("The sum.", "hf_" + "a1" * 12, f"{PACKAGE}/core.py"),
+    ],
+    "no_widget_state": [
+        lambda root: save(root, "00_core", PAGES["00_core"], widgets={"state": {}}),
+        adds(
+            "1",
+            outputs=[drawn({"application/vnd.jupyter.widget-view+json": {"model_id": "1"}})],
+        ),
+    ],
+    "outputs_are_stable": [
+        adds("1", outputs=[text_output("<object object at 0x7f0011223344>")]),
+        adds("1", outputs=[text_output("PosixPath('/home/someone/run')")]),
+        adds("1", outputs=[new_output("stream", name="stderr", text="100%| 8/8 [00:01<00:00, 7.62it/s]")]),
+        adds("1", outputs=[new_output("error", ename="E", evalue="e", traceback=[])]),
+    ],
+    "notebooks_are_small": [adds("1", outputs=[text_output("x" * 300_000)])],
+    "one_source_of_name_and_version": [
+        replaces("__version__ = ", "__version__ = '9' + ", f"{PACKAGE}/__init__.py"),
+        replaces("## ", "## 9.", "CHANGELOG.md"),
+        replaces('target-version = "py311"', 'target-version = "py312"', "pyproject.toml"),
+        replaces("[build-system]", '[project]\nname = "x"\n[build-system]', "pyproject.toml"),
+        replaces("website:", 'website:\n  title: "other"', "_quarto.yml"),
+        replaces("# rl_notebook", "# other", "nbs/index.ipynb"),
+        lambda root: (root / "nbs" / "_quarto.yml").unlink(),
+    ],
+    "every_requirement_is_pinned": [
+        replaces("torch==", "torch>=", "constraints.txt"),
+        replaces("torch==2.13.0", "torch==2.13.0+cpu", "constraints.txt"),
+        replaces("torch==2.13.0", "torch==1.0.0", "constraints.txt"),
+        replaces("torch==2.13.0\n", "", "constraints.txt"),
+        replaces("torch==2.13.0\n", "torch==2.13.0\nTorch==2.13.0\n", "constraints.txt"),
+        replaces("torch==2.13.0\n", "torch==2.13.0\n--find-links wheels\n", "constraints.txt"),
+    ],
+}
+
+
+def test_every_rule_has_something_that_breaks_it():
+    assert BREAKS.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [pytest.param(name, how, id=f"{name}-{i}") for name, hows in BREAKS.items() for i, how in enumerate(hows)],
+)
+def test_a_break_is_noticed(name: str, how: Break, project: Path):
+    how(project)
+    assert RULES[name](House(project)), f"{name} did not notice"
+
+
+# --- import-linter, and how pages are made -----------------------------------------------------------------------
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    "Runs lint-imports in a project."
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    env = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1"}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("core", f"from {PACKAGE}.xray import add as other", "A module imports only lower-numbered notebooks"),
+        ("rollouts", f"from {PACKAGE}.backends import local", "Only recipes and the command line know"),
+        ("xray", f"from {PACKAGE}.views import charts", "Views are leaves"),
+    ],
+)
+def test_the_import_contracts_can_break(module: str, line: str, contract: str, project: Path):
+    assert lint_imports(project).returncode == 0
+    path = project / PACKAGE / f"{module}.py"
+    path.write_text(path.read_text() + line + "\n")
+    broken = lint_imports(project)
+    assert broken.returncode == 1
+    assert any(contract in line and "BROKEN" in line for line in broken.stdout.splitlines()), broken.stdout
+
+
+def test_a_page_shows_what_a_reader_sees(project: Path):
+    cells = [
+        new_markdown_cell("# x\n\n> y\n\n[core](00_core.ipynb#nouns) [web](https://x.org) [up](../A.md)"),
+        new_code_cell("#| hide\nsecret = 1", outputs=[text_output("hidden output")]),
+        new_code_cell("#| echo: false\nunseen = 2", outputs=[text_output("seen output")]),
+        new_code_cell("#| output: false\nseen = 3", outputs=[text_output("unseen output")]),
+        new_code_cell("4", outputs=[drawn({"text/html": "<style>x</style>", "text/plain": "four"})]),
+        new_code_cell("5", outputs=[drawn({"image/png": "aGVsbG8=", "text/plain": "five"})]),
+    ]
+    save(project, "index", cells)
+    text, pictures = readme(project)
+    assert "[core](nbs/00_core.ipynb#nouns) [web](https://x.org) [up](A.md)" in text
+    assert [word for word in ("seen = 3", "seen output", "four") if word not in text] == []
+    assert [word for word in ("secret", "hidden output", "unseen", "<style>", "#|", "five") if word in text] == []
+    [(path, data)] = pictures.items()
+    assert data == b"hello"
+    assert path.startswith("nbs/images/")
+    assert f"({path})" in text
+
+
+def test_links_move_with_their_page():
+    assert relink('<img src="images/a.png"> [x](#here) [y](mailto:a@b.c)', "nbs") == (
+        '<img src="nbs/images/a.png"> [x](#here) [y](mailto:a@b.c)'
+    )
+
+
+def test_plain_pages_link_each_other(model_project: Path, tmp_path: Path):
+    write_html(model_project, tmp_path)
+    assert 'href="00_core.html"' in (tmp_path / "index.html").read_text()
+    assert 'href="../00_core.html"' in (tmp_path / "tutorials" / "101_first.html").read_text()
