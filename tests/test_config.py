@@ -1,0 +1,634 @@
+"Settings: the documents' configs, other spellings, types, rules, round trips."
+
+import pickle
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import get_args
+
+import hypothesis
+import numpy as np
+import pytest
+import yaml
+from hypothesis import strategies as st
+
+from rl_notebook import config as m
+from rl_notebook.config import (
+    CISPOConfig,
+    Config,
+    DAPOConfig,
+    DeployConfig,
+    DROConfig,
+    GSPOConfig,
+    HotloadConfig,
+    InfraConfig,
+    ISConfig,
+    ResumeConfig,
+    SAPOConfig,
+    TISConfig,
+    TrainerConfig,
+    WandBConfig,
+    WeightSyncConfig,
+    WeightSyncScope,
+)
+from rl_notebook.core import ConfigError
+
+MODEL = "accounts/fireworks/models/qwen3-8b"
+SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
+
+
+def made(**given):
+    "A Config and the messages that it gave."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cfg = Config(**given)
+    return cfg, [str(w.message) for w in caught]
+
+
+def refused(**given) -> str:
+    with pytest.raises(ConfigError) as e:
+        made(**given)
+    return str(e.value)
+
+
+# ---- the documents' tables and snippets
+
+
+def test_defaults_are_the_documents():
+    cfg, said = made()
+    table = {
+        "learning_rate": 1e-5,
+        "kl_beta": 0.001,
+        "completions_per_prompt": 4,
+        "max_completion_tokens": 1024,
+        "temperature": 1.0,
+        "epochs": 1,
+        "max_rows": 100,
+        "max_seq_len": 4096,
+        "lora_rank": 0,
+        "prompt_groups_per_step": 1,
+        "min_samples_per_fwd_bwd": None,
+        "max_samples_per_fwd_bwd": 256,
+        "max_concurrent": 32,
+        "policy_loss": "grpo",
+        "tis_enabled": False,
+        "router_replay": False,
+        "weight_sync_interval": 1,
+        "dcp_save_interval": 0,
+    }
+    assert {k: getattr(cfg, k) for k in table} == table
+    assert not said
+    assert (cfg.base_model, cfg.dataset, cfg.backend) == ("tiny", "toy", "local")
+
+
+def test_every_row_of_the_earliest_table_can_be_given():
+    cfg, said = made(
+        base_model=MODEL,
+        dataset="https://example.org/gsm8k.jsonl",
+        learning_rate=1e-5,
+        kl_beta=0.001,
+        completions_per_prompt=4,
+        max_completion_tokens=1024,
+        temperature=1.0,
+        epochs=1,
+        max_rows=100,
+        max_seq_len=4096,
+        lora_rank=0,
+        prompt_groups_per_step=1,
+        min_samples_per_fwd_bwd=None,
+        max_samples_per_fwd_bwd=256,
+        max_concurrent=32,
+        policy_loss="grpo",
+        tis_enabled=True,
+        router_replay=False,
+        infra=InfraConfig(),
+        deployment=DeployConfig(deployment_id="grpo-serving", tokenizer_model="Qwen/Qwen3-8B"),
+        hotload=HotloadConfig(hot_load_interval=1, dcp_save_interval=10, hot_load_timeout=300),
+        wandb=WandBConfig(entity="my-team", project="grpo-experiment"),
+        resume=ResumeConfig(resume_from="step-00010", resume_job_id="job-1", step_offset=10),
+        tis=ISConfig(clip_high=2.0),
+    )
+    assert (cfg.weight_sync_interval, cfg.dcp_save_interval) == (1, 10)
+    assert cfg.weight_sync == WeightSyncConfig(weight_sync_timeout=300)
+    assert cfg.tis == TISConfig(cap=2.0, floor=0.0)
+    assert cfg.resume == ResumeConfig("step-00010", "job-1", 10)
+    assert cfg.backend == "fireworks"
+    assert len(said) == 1
+    assert "hotload.hot_load_interval -> weight_sync_interval" in said[0]
+    assert "tis.clip_high -> tis.cap" in said[0]
+
+
+def test_the_recipe_with_infra():
+    cfg, said = made(
+        log_path="./grpo_logs",
+        base_model=MODEL,
+        dataset="/path/to/gsm8k.jsonl",
+        max_rows=200,
+        epochs=1,
+        completions_per_prompt=4,
+        max_completion_tokens=1024,
+        temperature=1.0,
+        max_seq_len=4096,
+        policy_loss="grpo",
+        infra=InfraConfig(training_shape_id=SHAPE, ref_training_shape_id=SHAPE + "-forward"),
+        deployment=DeployConfig(
+            deployment_id="grpo-serving",
+            tokenizer_model="Qwen/Qwen3-8B",
+            weight_sync_scope=WeightSyncScope.PER_TRAINER,
+        ),
+        weight_sync=WeightSyncConfig(weight_sync_interval=1),
+        wandb=WandBConfig(entity="my-team", project="grpo-experiment"),
+    )
+    assert cfg.infra is not None
+    assert cfg.infra.ref_training_shape_id == SHAPE + "-forward"
+    assert cfg.weight_sync is None
+    assert cfg.report_to == ("wandb",)
+    assert said == [
+        "Config: other spellings, stored under one name: weight_sync.weight_sync_interval -> weight_sync_interval"
+    ]
+
+
+def test_the_later_recipe_with_trainer_needs_no_message():
+    cfg, said = made(
+        log_path="./grpo_logs",
+        base_model=MODEL,
+        dataset="/path/to/gsm8k.jsonl",
+        max_rows=200,
+        completions_per_prompt=4,
+        policy_loss="grpo",
+        trainer=TrainerConfig(training_shape_id=SHAPE),
+        deployment=DeployConfig(deployment_id="grpo-serving", tokenizer_model="Qwen/Qwen3-8B"),
+        weight_sync_interval=1,
+    )
+    assert not said
+    assert cfg.trainer is not None
+    assert cfg.trainer.training_shape_id == SHAPE
+
+
+def test_an_async_recipe_adds_its_settings_in_a_subclass():
+    @m.accepts_other_spellings
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class AsyncConfig(Config):
+        max_head_offpolicy_versions: int = 0
+
+    cfg = AsyncConfig(max_head_offpolicy_versions=4.0, learning_rate="1.7e-5", completions_per_prompt=8)
+    assert (cfg.max_head_offpolicy_versions, cfg.learning_rate) == (4, 1.7e-5)
+    assert repr(cfg) == "AsyncConfig(completions_per_prompt=8, learning_rate=1.7e-05, max_head_offpolicy_versions=4)"
+    assert AsyncConfig.from_dict(cfg.to_dict()) == cfg
+    assert "max_head_offpolicy_versions: got 4; expected 0" in refused(max_head_offpolicy_versions=4)
+    with pytest.raises(ConfigError, match="a group of one"):
+        AsyncConfig(completions_per_prompt=1)
+
+
+# ---- other spellings
+
+
+TRL = {
+    "num_generations": (8, "completions_per_prompt", 8),
+    "max_completion_length": (64, "max_completion_tokens", 64),
+    "beta": (0.04, "kl_beta", 0.04),
+    "num_train_epochs": (3.0, "epochs", 3),
+    "max_steps": (-1, "steps", None),
+    "output_dir": ("runs/a", "log_path", "runs/a"),
+    "scale_rewards": (False, "advantage_scale", "none"),
+    "mask_truncated_completions": (True, "overlong", "mask"),
+    "max_grad_norm": (0.2, "grad_clip_norm", 0.2),
+    "shuffle_dataset": (False, "shuffle", False),
+    "bf16": (True, "dtype", "bfloat16"),
+    "adam_epsilon": (1e-6, "adam_eps", 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trl_names(name):
+    value, ours, expected = TRL[name]
+    cfg, said = made(**{name: value})
+    assert getattr(cfg, ours) == expected
+    assert len(said) == 1
+    assert f"{name} -> {ours}" in said[0]
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "temperature", "top_p", "top_k", "seed", "weight_decay"])
+def test_names_shared_with_trl_need_no_message(name):
+    assert made(**{name: getattr(Config(), name)})[1] == []
+
+
+def test_trl_names_exist_in_trl():
+    trl = pytest.importorskip("trl")
+    theirs = {f.name for f in fields(trl.GRPOConfig)}
+    ours = set(list(m.RENAMED)[list(m.RENAMED).index("num_generations") :]) | {
+        "loss_type",
+        "importance_sampling_level",
+        "epsilon",
+        "epsilon_high",
+        "vllm_importance_sampling_mode",
+        "scale_rewards",
+        "mask_truncated_completions",
+        "max_steps",
+        "bf16",
+        "report_to",
+        "num_iterations",
+        "use_vllm",
+        "sync_ref_model",
+        "logging_steps",
+    }
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("loss_type", m.LOSS_TYPES)
+def test_trl_loss_types_are_those_of_the_losses(loss_type):
+    losses = pytest.importorskip("rl_notebook.losses")
+    cfg, said = made(loss_type=loss_type)
+    assert losses.TRL_PRESETS[loss_type] == {"policy_loss": cfg.policy_loss, "aggregation": cfg.aggregation}
+    assert set(losses.TRL_PRESETS) == set(m.LOSS_TYPES)
+    assert "loss_type -> policy_loss, aggregation" in said[0]
+
+
+def test_trl_clip_names_and_cispo():
+    cfg, _ = made(loss_type="dapo", epsilon=0.1, epsilon_high=0.3, delta=2.0)
+    assert (cfg.eps_clip, cfg.eps_clip_high, cfg.eps_clip_c) == (0.1, 0.3, 2.0)
+    cfg, _ = made(loss_type="cispo", epsilon_high=5.0)
+    assert (cfg.eps_clip, cfg.eps_clip_high) == (1.0, 4.0)
+    assert "epsilon_high, TRL's only bound there" in refused(loss_type="cispo", epsilon=0.2)
+    assert made(loss_type="grpo", importance_sampling_level="sequence")[0].policy_loss == "gspo"
+    assert "expected loss_type 'grpo'" in refused(loss_type="bnpo", importance_sampling_level="sequence")
+    assert "'vespo'" in refused(loss_type="vespo")
+    cfg, _ = made(vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="sequence_truncate")
+    assert cfg.loss_options()["tis"] == "sequence"
+    assert "token_truncate" in refused(tis_enabled=True, vllm_importance_sampling_mode="sequence_mask")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("none", ()), (None, ()), ("wandb", ("wandb",)), (["trackio"], ("trackio",))]
+)
+def test_report_to_needs_no_message(given, expected):
+    cfg, said = made(report_to=given)
+    assert cfg.report_to == expected
+    assert not said
+
+
+def test_one_message_for_all():
+    _, said = made(num_generations=8, beta=0.0, hotload={"hot_load_interval": 2})
+    assert len(said) == 1
+    for part in ("num_generations -> completions_per_prompt", "beta -> kl_beta", "hotload.hot_load_interval -> weight"):
+        assert part in said[0]
+
+
+def test_the_message_points_at_the_caller():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Config(num_generations=8)
+    assert caught[0].filename == __file__
+
+
+def test_two_spellings_agree_or_are_refused():
+    assert made(num_generations=8, completions_per_prompt=8)[0].completions_per_prompt == 8
+    said = refused(num_generations=8, completions_per_prompt=4)
+    assert "completions_per_prompt is given twice: got num_generations=8 and completions_per_prompt=4" in said
+    assert "given twice" in refused(weight_sync_interval=2, weight_sync=WeightSyncConfig(weight_sync_interval=3))
+    assert "given twice" in refused(kl_beta=0.1, policy_loss="gspo", gspo=GSPOConfig(kl_beta=0.2))
+    assert made(policy_loss="gspo", gspo=GSPOConfig(kl_beta=0.2))[0].kl_beta == 0.2
+
+
+def test_neutral_settings_pass_only_at_their_value():
+    assert made(num_iterations=1, use_vllm=False)[1] == []
+    assert "num_iterations: got 4; expected 1. Here each batch gets one optimizer step" in refused(num_iterations=4)
+
+
+def test_a_checkpoint_of_another_job():
+    cfg, _ = made(base_model=MODEL, init_from_checkpoint="job-7:step-00010")
+    assert cfg.resume == ResumeConfig("step-00010", "job-7", 0)
+
+
+# ---- unknown names and wrong types
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("learning_rte", "learning_rate"),
+        ("completion_per_prompt", "completions_per_prompt"),
+        ("num_generation", "num_generations"),
+        ("tis.capp", "cap"),
+        ("deployment.tokeniser_model", "tokenizer_model"),
+    ],
+)
+def test_unknown_names_the_nearest(name, near):
+    said = refused(**{name: 1})
+    assert f"unknown setting {name!r}" in said
+    assert f"Did you mean {near!r}?" in said
+
+
+def test_unknown_lists_what_is_known():
+    said = refused(zzzz=1)
+    assert all(f.name in said for f in fields(Config))
+    assert "Did you mean" not in said
+    assert "expected one of cap, level, icepop_threshold, anchor, floor" in refused(tis={"zzzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("epochs", 1.5, "a whole number"),
+        ("epochs", True, "a whole number"),
+        ("epochs", None, "a whole number"),
+        ("learning_rate", "fast", "a finite number"),
+        ("learning_rate", float("nan"), "a finite number"),
+        ("learning_rate", [1e-5], "a finite number"),
+        ("shuffle", "yes", "true or false"),
+        ("shuffle", 1, "true or false"),
+        ("base_model", 3, "text"),
+        ("stop", 3, "tuple"),
+        ("stop", [3], "text"),
+        ("policy_loss", "grp", "'grpo' or 'ppo'"),
+        ("ddof", 2, "0 or 1"),
+        ("ddof", True, "0 or 1"),
+        ("report_to", ["mlflow"], "'wandb' or 'trackio' or 'tensorboard'"),
+        ("tis", 3.0, "a sub-config or a mapping"),
+        ("deployment", {"weight_sync_scope": "per_run"}, "WeightSyncScope"),
+    ],
+)
+def test_wrong_types(name, value, expected):
+    said = refused(**{name: value})
+    assert name.split(".")[0] in said
+    assert expected in said
+
+
+def test_types_that_lose_nothing_are_taken():
+    class Mode(Enum):
+        TOKENS = "num_loss_tokens"
+
+    cfg, _ = made(
+        epochs=np.int64(3),
+        learning_rate=np.float32(0.5),
+        max_rows="20",
+        log_path=Path("runs") / "a",
+        stop="\n",
+        kl_beta=0,
+        aggregation="sum",
+        grad_accumulation_normalization=Mode.TOKENS,
+    )
+    assert (cfg.epochs, cfg.learning_rate, cfg.max_rows, cfg.stop, cfg.kl_beta) == (3, 0.5, 20, ("\n",), 0.0)
+    assert (type(cfg.epochs), type(cfg.kl_beta), cfg.log_path) == (int, float, str(Path("runs") / "a"))
+    assert cfg.grad_accumulation_normalization == "num_loss_tokens"
+    assert made(grad_accumulation_normalization=None)[0].grad_accumulation_normalization == "none"
+
+
+# ---- rules: each with the setting at fault and the way out
+
+IGNORED = [
+    ({"tis": TISConfig()}, "tis: the correction is off. Set tis_enabled=True"),
+    ({"tis_enabled": True, "policy_loss": "reinforce"}, "tis_enabled: policy_loss='reinforce'"),
+    ({"tis_enabled": True, "tis": TISConfig(level="sequence", icepop_threshold=2)}, "Set tis.level='token'"),
+    ({"tis_enabled": True, "tis": TISConfig(floor=6.0)}, "tis.floor: 6.0 is above tis.cap=5.0"),
+    (
+        {"tis_enabled": True, "tis": TISConfig(icepop_threshold=0.5)},
+        "tis.icepop_threshold: got 0.5; expected at",
+    ),
+    ({"eps_clip": 0.2}, "eps_clip: policy_loss='grpo' does not read it"),
+    ({"eps_clip_high": 0.2, "policy_loss": "dro"}, "eps_clip_high: policy_loss='dro'"),
+    ({"eps_clip_c": 3.0, "policy_loss": "cispo"}, "eps_clip_c: policy_loss='cispo' does not read it"),
+    ({"eps_clip_c": 1.0, "policy_loss": "ppo"}, "eps_clip_c: got 1.0; expected above 1"),
+    ({"ratio_log_cap": 5, "policy_loss": "gspo"}, "ratio_log_cap: policy_loss='gspo'"),
+    ({"anchor": "rollout"}, "anchor: policy_loss='grpo' has no ratio"),
+    ({"dapo": DAPOConfig()}, "dapo: it is read with policy_loss='dapo', not 'grpo'"),
+    ({"gspo": GSPOConfig(), "policy_loss": "ppo"}, "gspo: it is read with"),
+    ({"cispo": CISPOConfig()}, "cispo: it is read with"),
+    ({"dro": DROConfig()}, "dro: it is read with"),
+    ({"sapo": SAPOConfig()}, "sapo: it is read with"),
+    ({"policy_loss": "dapo", "dapo": DAPOConfig(), "eps_clip": 0.1}, "dapo: eps_clip would say the same again"),
+    ({"kl_beta": 0, "kl_estimator": "k1"}, "kl_estimator: no KL is computed at kl_beta=0"),
+    ({"kl_beta": 0, "kl_bias_correction": True}, "kl_bias_correction: there is no KL term"),
+    ({"kl_metric": True}, "kl_metric: the KL is measured anyway"),
+    ({"grad_accumulation_normalization": "num_loss_tokens"}, "division happens once"),
+    ({"completions_per_prompt": 1}, "a group of one has nothing to compare with"),
+    ({"ddof": 0, "advantage_scale": "loo"}, "ddof: advantage_scale='loo'"),
+    ({"refill": True, "drop_dead": False}, "refill: with drop_dead=False"),
+    ({"rewards": ["a", "b"], "reward_weights": [1.0]}, "reward_weights: got 1 for 2 rewards"),
+    ({"reward_weights": [1.0]}, "reward_weights: got 1 for 0 rewards"),
+    ({"max_completion_tokens": 4096}, "max_completion_tokens: 4096"),
+    ({"overlong_buffer": 2000}, "overlong_buffer: 2000"),
+    ({"min_samples_per_fwd_bwd": 512}, "min_samples_per_fwd_bwd: above max_samples_per_fwd_bwd=256"),
+    ({"lora_alpha": 16}, "lora_alpha: there is no adapter"),
+    ({"eval_interval": 5}, "eval_interval: there are no held-out rows"),
+    ({"report_to": "tensorboard"}, "report_to: TensorBoard's event files"),
+    ({"dcp_save_interval": 5}, "dcp_save_interval: checkpoints go into the run folder"),
+    ({"temperature": 0}, "temperature: got 0.0; expected above 0"),
+    ({"top_p": 1.5}, "top_p: got 1.5; expected at most 1"),
+    ({"adam_beta2": 1}, "adam_beta2: got 1.0; expected below 1"),
+    ({"learning_rate": -1}, "learning_rate: got -1.0; expected above 0"),
+    ({"steps": 0}, "steps: got 0; expected at least 1"),
+    ({"infra": InfraConfig()}, "infra: backend='local' would ignore it. Set backend='fireworks'"),
+    ({"trainer": TrainerConfig()}, "trainer: backend='local' would ignore it"),
+    ({"deployment": DeployConfig()}, "deployment: backend='local' would ignore it"),
+    ({"weight_sync": WeightSyncConfig(weight_sync_timeout=5)}, "weight_sync: backend='local' would ignore it"),
+    ({"output_model_id": "mine"}, "output_model_id: backend='local' would ignore it"),
+    ({"resume": ResumeConfig(resume_job_id="j")}, "resume.resume_job_id: backend='local'"),
+    ({"router_replay": True}, "router_replay: backend='local'"),
+    ({"base_model": MODEL, "backend": "local"}, "base_model: 'accounts/fireworks/models/qwen3-8b' lives at Fireworks"),
+    ({"base_model": MODEL, "infra": InfraConfig(), "trainer": TrainerConfig()}, "infra: trainer says the same"),
+    ({"base_model": MODEL, "dtype": "bfloat16"}, "dtype: backend='fireworks' decides it"),
+    ({"base_model": MODEL, "output_model_id": "My Model"}, "output_model_id: got 'My Model'"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), IGNORED, ids=lambda x: x[:40] if isinstance(x, str) else "")
+def test_what_would_be_ignored_is_refused(given, said):
+    assert said in refused(**given)
+
+
+def test_every_complaint_is_listed_in_one_error():
+    said = refused(temperature=0, tis=TISConfig(), refill=True, drop_dead=False)
+    assert said.startswith("Config: 3 settings cannot be used:")
+    assert said.count("\n- ") == 3
+
+
+def test_plain_default_sub_configs_are_fine_on_their_backend():
+    cfg, _ = made(backend="fireworks", infra=InfraConfig(), weight_sync=WeightSyncConfig(weight_sync_timeout=5))
+    assert cfg.weight_sync is not None
+    assert cfg.weight_sync.weight_sync_timeout == 5
+
+
+# ---- what the core gets
+
+
+def test_the_names_of_losses_are_those_of_the_losses():
+    losses = pytest.importorskip("rl_notebook.losses")
+    from rl_notebook.advantages import SCALES
+
+    assert set(get_args(m.PolicyLoss)) == set(losses.POLICY_LOSSES)
+    assert set(get_args(m.KLEstimator)) == set(losses.KL_ESTIMATORS)
+    assert set(get_args(m.Aggregation)) == set(losses.AGGREGATIONS)
+    assert set(get_args(m.AdvantageScale)) == set(SCALES)
+    for knob, readers in {
+        "eps_clip": m.CLIPPED,
+        "eps_clip_high": m.CLIPPED,
+        "eps_clip_c": m.DUAL_CLIPPED,
+        "ratio_log_cap": m.CAPPED,
+    }.items():
+        assert {name for name, (_, knobs) in losses.POLICY_LOSSES.items() if knob in knobs} == set(readers)
+
+
+def test_loss_options_are_accepted_by_the_losses():
+    losses = pytest.importorskip("rl_notebook.losses")
+    own = {"dapo": DAPOConfig(), "gspo": GSPOConfig(), "cispo": CISPOConfig(), "dro": DROConfig(), "sapo": SAPOConfig()}
+    for name in get_args(m.PolicyLoss):
+        bare = losses.LossOptions(**Config(policy_loss=name).loss_options())
+        assert bare.policy_loss == name
+        if name in own:
+            full = losses.LossOptions(**Config(policy_loss=name, **{name: own[name]}).loss_options())
+            assert [full.knob(k) for k in losses.KNOBS if k != "eps_clip_high"] == [
+                bare.knob(k) for k in losses.KNOBS if k != "eps_clip_high"
+            ]
+            if name != "dro" and name != "sapo":
+                assert full.clip_range == bare.clip_range
+
+
+def test_loss_options_carry_what_was_set():
+    def options(**given):
+        return made(**given)[0].loss_options()
+
+    assert options()["tis"] == "off"
+    plain = options(tis_enabled=True)
+    assert (plain["tis"], plain["tis_cap"], plain["tis_anchor"]) == ("token", 2.0, "policy")
+    full = options(tis_enabled=True, tis=TISConfig(level="sequence"))
+    assert (full["tis"], full["tis_cap"], full["tis_anchor"]) == ("sequence", 5.0, "old")
+    assert options(policy_loss="ppo", eps_clip=0.1)["eps_clip"] == 0.1
+    assert options(policy_loss="dapo", dapo={"eps_clip_c": 3})["eps_clip_c"] == 3.0
+    gspo = options(policy_loss="gspo", gspo={"clip_ratio": 0.3, "seq_ratio_log_cap": 5})
+    assert (gspo["eps_clip"], gspo["eps_clip_high"], gspo["seq_ratio_log_cap"]) == (0.3, 0.3, 5.0)
+    cispo = options(policy_loss="cispo", cispo={"eps_low": 0.5, "eps_high": 1.0})
+    assert (cispo["eps_clip"], cispo["eps_clip_high"]) == (0.5, 1.0)
+    assert options(policy_loss="dro", dro=DROConfig(beta=0.2))["dro_beta"] == 0.2
+    assert options(loss_type="sapo", sapo_temperature_neg=2.0)["sapo_temperature_neg"] == 2.0
+
+
+def test_sampling_and_optimizer():
+    cfg = Config(temperature=0.7, top_p=0.9, top_k=5, stop=["</a>"], completions_per_prompt=8, grad_clip_norm=0.5)
+    params = cfg.sample_params(seed=3)
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.stop, params.seed) == (
+        8, 0.7, 0.9, 5, ("</a>",), 3,
+    )  # fmt: skip
+    adam = cfg.adam()
+    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm) == (
+        1e-5, 0.9, 0.999, 1e-8, 0.01, 0.5,
+    )  # fmt: skip
+
+
+# ---- in and out
+
+FULL = {
+    "base_model": MODEL,
+    "policy_loss": "gspo",
+    "gspo": GSPOConfig(clip_ratio_low=0.1),
+    "tis_enabled": True,
+    "tis": TISConfig(cap=3.0, level="sequence"),
+    "deployment": DeployConfig(deployment_extra_args=("--a",), extra_values={"k": "v"}),
+    "trainer": TrainerConfig(extra_args=("--b", "--c")),
+    "weight_sync": WeightSyncConfig(first_checkpoint_type="delta"),
+    "wandb": WandBConfig(),
+    "resume": ResumeConfig(resume_from="a"),
+    "rewards": ("accuracy", "format"),
+    "reward_weights": (1.0, 0.5),
+    "stop": ("\n", "é☃"),
+    "learning_rate": 1e-7,
+    "steps": 3,
+    "log_path": "runs/x",
+    "output_model_id": "mine-1",
+}
+
+
+@pytest.mark.parametrize("given", [{}, FULL, {"tis_enabled": True, "tis": {}}, {"report_to": ("wandb", "trackio")}])
+def test_round_trip_is_exact_and_quiet(given, tmp_path):
+    cfg, _ = made(**given)
+    cfg.to_yaml(tmp_path / "config.yaml")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for again in (
+            Config.from_yaml(tmp_path / "config.yaml"),
+            Config.from_dict(cfg.to_dict()),
+            Config(**cfg.flat()),
+            replace(cfg),
+            pickle.loads(pickle.dumps(cfg)),
+        ):
+            assert again == cfg
+            assert not again.diff(cfg)
+    assert Config.from_yaml(tmp_path / "config.yaml").to_yaml() == cfg.to_yaml()
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "learning_rate": st.floats(1e-12, 1e3),
+            "temperature": st.floats(1e-3, 10),
+            "kl_beta": st.floats(0, 1),
+            "seed": st.integers(0, 2**63),
+            "stop": st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
+            "run_name": st.text(max_size=8),
+            "max_rows": st.none() | st.integers(1, 10**9),
+            "rewards": st.lists(st.text(st.characters(categories=["L"]), min_size=1), max_size=3).map(tuple),
+        },
+    )
+)
+def test_any_values_survive_yaml(given):
+    cfg = Config(**given)
+    assert Config.from_dict(yaml.safe_load(cfg.to_yaml())) == cfg
+
+
+def test_yaml_traps(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("learning_rate: 5e-5\nnum_generations: 8\n")
+    with pytest.warns(UserWarning, match="num_generations -> completions_per_prompt"):
+        cfg = Config.from_yaml(path)
+    assert (cfg.learning_rate, cfg.completions_per_prompt) == (5e-5, 8)
+    for text, said in {
+        "epochs: 1\nepochs: 2\n": "epochs given twice",
+        "epochs: [1\n": "expected YAML",
+        "- 1\n": "got list; expected a mapping of settings",
+        "": "got NoneType; expected a mapping",
+        "epochz: 1": "Did you mean 'epochs'?",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said.replace("[", r"\[").replace("?", r"\?")):
+            Config.from_yaml(path)
+    path.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="expected YAML"):
+        Config.from_yaml(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        Config.from_yaml(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="expected a readable YAML file"):
+        Config.from_yaml(tmp_path)
+
+
+def test_overrides_win_under_any_spelling():
+    data = {"completions_per_prompt": 8, "tis_enabled": True, "tis": {"cap": 3.0}}
+    with pytest.warns(UserWarning, match="num_generations"):
+        cfg = Config.from_dict(data, {"num_generations": 16, "tis.level": "sequence"})
+    assert (cfg.completions_per_prompt, cfg.tis) == (16, TISConfig(cap=3.0, level="sequence"))
+    assert Config.from_dict(data, {"tis": None}).tis is None
+    with pytest.warns(UserWarning, match="epsilon_high"):
+        assert Config.from_dict({"loss_type": "cispo"}, {"epsilon_high": 5.0}).eps_clip_high == 4.0
+
+
+def test_diff_and_effective():
+    a, b = Config(seed=1, tis_enabled=True, tis=TISConfig()), Config(seed=2, tis_enabled=True)
+    assert a.diff(b).rows[0] == ("seed", 1, 2)
+    assert ("tis.cap", 5.0, None) in a.diff(b).rows
+    assert not a.diff(a)
+    assert Config().effective().rows == ()
+    assert a.effective().rows == (("seed", 1, 0), ("tis_enabled", True, False), ("tis", {}, None))
+    assert repr(a) == "Config(seed=1, tis_enabled=True, tis={})"
+    assert "<b>seed</b>" in a._repr_html_()
+    hostile = Config(run_name="<script>alert(1)</script>")._repr_html_()
+    assert "<script>" not in hostile
+    assert "&lt;script&gt;" in hostile
+
+
+def test_no_torch():
+    code = "import sys, rl_notebook.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
