@@ -45,7 +45,8 @@ class ActiveTokens:
 # %% ../nbs/03_losses.ipynb #2a473f2f
 def log_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
     "p - o, clamped to ±cap."
-    return torch.clamp(t.policy - t.old, -(cap or 20.0), cap or 20.0)
+    reach = 20.0 if cap is None else cap
+    return torch.clamp(t.policy - t.old, -reach, reach)
 
 # %% ../nbs/03_losses.ipynb #adbcd323
 def grpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
@@ -202,8 +203,11 @@ def _range_checks(o: LossOptions) -> list[tuple[bool, str, str]]:
     "(is wrong, option, what is expected) for every option with a range or a companion."
     h, c, on = o.icepop_threshold, o.eps_clip_c, o.tis != "off"
     no_ratio = o.policy_loss in ("grpo", "reinforce")
+    never_negative = ("kl_beta", "eps_clip", "ratio_log_cap", "seq_ratio_log_cap", "dro_beta")
     return [
-        (o.kl_beta < 0, "kl_beta", "0 or more"),
+        *[((getattr(o, name) or 0) < 0, name, "0 or more") for name in never_negative],
+        *[(getattr(o, n) is not None and getattr(o, n) <= 0, n, "more than 0") for n in KNOBS if "temperature" in n],
+        (o.eps_clip_high is not None and o.eps_clip_high < -o.knob("eps_clip"), "eps_clip_high", "-eps_clip or more"),
         (not 0 <= o.tis_floor <= o.tis_cap, "tis_cap", "at least tis_floor, and both 0 or more"),
         (h is not None and h < 1, "icepop_threshold", "1 or more"),
         (h is not None and o.tis != "token", "icepop_threshold", "tis='token' beside it"),
