@@ -26,7 +26,7 @@ from .core import DataError
 
 # %% auto #0
 __all__ = ['TOKEN_COLUMNS', 'PROMPT_COLUMNS', 'ANSWER_COLUMNS', 'KEY_COLUMNS', 'Row', 'find_answer', 'make_row', 'cache_dir',
-           'file_sha256', 'fetch', 'load_rows', 'check_answer', 'epoch_order', 'Cursor', 'restore_cursor']
+           'file_sha256', 'fetch', 'check_answer', 'load_rows', 'epoch_order', 'Cursor', 'restore_cursor']
 
 # %% ../nbs/10_data.ipynb #56dea10b
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ PROMPT_COLUMNS = ("messages", "prompt", "question")  # a conversation or a text
 ANSWER_COLUMNS = ("answer", "ground_truth", "label", "solution")  # then verl's reward_model.ground_truth
 KEY_COLUMNS = ("key", "id")
 
-# %% ../nbs/10_data.ipynb #49e4630e
+# %% ../nbs/10_data.ipynb #796cf6a8
 def _present(value: Any) -> bool:
     "Whether a cell holds something: not None, NaN or pandas' NA, not blank, not an empty list."
     if (
@@ -71,7 +71,7 @@ def _present(value: Any) -> bool:
         return bool(value.strip())
     return not (isinstance(value, Sequence | np.ndarray) and len(value) == 0)
 
-
+# %% ../nbs/10_data.ipynb #e9774ffc
 def _first(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
     "The first of the columns that holds something."
     return next((n for n in names if _present(record.get(n))), None)
@@ -137,7 +137,7 @@ def _token_ids(value: Any, name: str, where: str) -> tuple[int, ...]:
         raise DataError(name, where=where, got=repr(value)[:80], expected="token ids, integers from 0")
     return tuple(int(t) for t in value)
 
-
+# %% ../nbs/10_data.ipynb #2d2370a8
 def _with_system(form: dict[str, Any], system_prompt: str | None, where: str) -> dict[str, Any]:
     "The prompt with a system message in front, where it has none."
     if system_prompt is None:
@@ -212,7 +212,7 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "rl_notebook"
 
-
+# %% ../nbs/10_data.ipynb #635fec72
 def file_sha256(path: Path) -> str:
     "The SHA-256 of a file, in hexadecimal."
     with path.open("rb") as f:
@@ -224,7 +224,7 @@ def _shown_url(url: str) -> str:
     u = urlsplit(url)
     return f"{u.scheme}://{u.hostname}{f':{u.port}' if u.port else ''}{u.path}"
 
-
+# %% ../nbs/10_data.ipynb #fab2e81a
 def _replace_file(path: Path, chunks: Iterable[bytes]) -> None:
     "Write a file so that its name never points at half of it."
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as part:
@@ -270,7 +270,7 @@ def _recorded_sha256(path: Path) -> str | None:
     beside = path.with_name(path.name + ".sha256")
     return beside.read_text().split(" ")[0] if path.exists() and beside.exists() else None
 
-
+# %% ../nbs/10_data.ipynb #5098b4e6
 def _check_sha256(path: Path, where: str, sha256: str | None) -> None:
     "Raise unless the file has the checksum that the caller wants."
     if sha256 is not None and (found := file_sha256(path)) != sha256.lower():
@@ -319,7 +319,7 @@ def _file_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         )
     return _parquet_records(path) if path.suffix in (".parquet", ".pq") else _jsonl_records(path)
 
-
+# %% ../nbs/10_data.ipynb #ee456bf3
 def _object_records(source: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     "Records of a DataFrame, a list of mappings or a Hugging Face dataset."
     if isinstance(source, Mapping):
@@ -347,6 +347,36 @@ def _records(source: Any, sha256: str | None) -> Iterator[tuple[str, Mapping[str
     if sha256 is not None:
         raise DataError("sha256", where="load_rows", got=f"a {type(source).__name__}", expected="a file or URL")
     return _object_records(source)
+
+# %% ../nbs/10_data.ipynb #02ef64f3
+def check_answer(row: Row, *, where: str | None = None, column: str | None = None) -> None:
+    "Raise `DataError` unless the row says what is right."
+    if row.answer is None:
+        raise DataError(
+            "no answer",
+            where=where or row.where,
+            got=f"columns {', '.join(map(str, row.data)) or '(none)'}",
+            expected=f"something in {column or ', '.join(ANSWER_COLUMNS)}",
+            fix="Name the column with answer_column=, or use a reward that needs no answer.",
+        )
+
+# %% ../nbs/10_data.ipynb #b2884dc0
+def _check_rows(rows: Sequence[Row], source: Any) -> None:
+    "A data set has rows, and no two have the same name."
+    if not rows:
+        name = source if isinstance(source, str | os.PathLike) else type(source).__name__
+        shown = _shown_url(str(name)) if "://" in str(name) else name
+        raise DataError("empty data set", where="load_rows", got=f"0 rows from {shown}", expected="at least 1")
+    seen: dict[str, int] = {}
+    for i, row in enumerate(rows):
+        if (first := seen.setdefault(row.key, i)) != i:
+            raise DataError(
+                "key",
+                where=f"row {i}",
+                got=f"{row.key!r}, as in row {first}",
+                expected="a name of its own",
+                fix=f"Make the {' or '.join(KEY_COLUMNS)} column unique or drop it.",
+            )
 
 # %% ../nbs/10_data.ipynb #3a3bf2d6
 def load_rows(
@@ -377,36 +407,6 @@ def load_rows(
         rows.append(row)
     _check_rows(rows, source)
     return rows
-
-# %% ../nbs/10_data.ipynb #bbc28f4d
-def check_answer(row: Row, *, where: str | None = None, column: str | None = None) -> None:
-    "Raise `DataError` unless the row says what is right."
-    if row.answer is None:
-        raise DataError(
-            "no answer",
-            where=where or row.where,
-            got=f"columns {', '.join(map(str, row.data)) or '(none)'}",
-            expected=f"something in {column or ', '.join(ANSWER_COLUMNS)}",
-            fix="Name the column with answer_column=, or use a reward that needs no answer.",
-        )
-
-
-def _check_rows(rows: Sequence[Row], source: Any) -> None:
-    "A data set has rows, and no two have the same name."
-    if not rows:
-        name = source if isinstance(source, str | os.PathLike) else type(source).__name__
-        shown = _shown_url(str(name)) if "://" in str(name) else name
-        raise DataError("empty data set", where="load_rows", got=f"0 rows from {shown}", expected="at least 1")
-    seen: dict[str, int] = {}
-    for i, row in enumerate(rows):
-        if (first := seen.setdefault(row.key, i)) != i:
-            raise DataError(
-                "key",
-                where=f"row {i}",
-                got=f"{row.key!r}, as in row {first}",
-                expected="a name of its own",
-                fix=f"Make the {' or '.join(KEY_COLUMNS)} column unique or drop it.",
-            )
 
 # %% ../nbs/10_data.ipynb #b6c56e79
 @lru_cache(maxsize=4)
@@ -467,7 +467,7 @@ def _row_at(cursor: Cursor, position: int) -> Row:
     epoch, i = divmod(position, n := len(cursor.rows))
     return cursor.rows[epoch_order(n, cursor.seed, epoch)[i] if cursor.shuffle else i]
 
-
+# %% ../nbs/10_data.ipynb #f5385975
 def _check_cursor(cursor: Cursor) -> None:
     "A cursor has rows to go through and stands among them."
     if not len(cursor.rows):

@@ -1,0 +1,422 @@
+"Reward functions: reading answers, every signature, misbehaviour with its message, and the worker process."
+
+import asyncio
+import functools
+import math
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_notebook.core import Completion, MissingExtra, RewardError, RolloutSample
+from rl_notebook.data import make_row
+from rl_notebook.rewards import (
+    MathVerify,
+    final_answer,
+    graded,
+    gsm8k_reward,
+    last_boxed,
+    make_format_reward,
+    make_length_reward,
+    make_soft_overlong,
+    numeric_equal,
+    parse_number,
+    reward_fn,
+    score,
+    score_blocking,
+    tagged_integer_reward,
+    weighted_total,
+)
+
+CHAT = make_row({"id": "q17", "question": "48/2+48?", "answer": "72", "level": "easy"})
+TEXT = make_row({"id": "q18", "prompt": "48/2+48 =", "answer": "72"})
+
+
+def message(call) -> str:
+    with pytest.raises(RewardError) as e:
+        call()
+    return str(e.value)
+
+
+def values(function, texts=("72", "7"), row=CHAT, **options) -> list[float]:
+    return score_blocking(texts, row, [function], **options).values[0].tolist()
+
+
+# --- reading answers
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_whole_numbers_read_back_with_and_without_separators(n):
+    assert (
+        parse_number(str(n)) == parse_number(f"{n:,}") == parse_number(f"${n:,}") == parse_number(f"{n:,}.00 USD") == n
+    )
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_without_an_exception(text):
+    parse_number(text)
+    for wrapped in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}", f"#### {text}"):
+        assert gsm8k_reward(wrapped, "#### 72") in (0.0, 1.0)
+        assert tagged_integer_reward(wrapped, "<answer>72</answer>") in (0.0, 1.0)
+
+
+@given(st.text(alphabet="ab{}\\", max_size=30))
+def test_a_boxed_answer_has_matched_braces(text):
+    found = last_boxed(text.replace("ab", "\\boxed{"))
+    if found is not None:
+        bare = found.replace("\\{", "").replace("\\}", "")
+        assert bare.count("{") == bare.count("}")
+
+
+def test_hostile_lengths_are_quick():
+    start = time.perf_counter()
+    for piece in ("<answer>", "\\boxed{", "#### ", "1,1,", "9", "</think>", "{", "<answer>9</answer>"):
+        gsm8k_reward(piece * 20_000, "72")
+        tagged_integer_reward(piece * 20_000, "<answer>72</answer>")
+        make_format_reward("think", "answer")(piece * 20_000)
+    assert time.perf_counter() - start < 5
+
+
+def test_numbers_that_are_equal():
+    assert numeric_equal("0.5", r"\frac{1}{2}")
+    assert numeric_equal(r"\dfrac{ 3 }{ 4 }", 0.75)
+    assert numeric_equal("−7", -7)  # a minus sign, not a hyphen
+    assert numeric_equal(np.float64(72), "72")
+    assert numeric_equal("72.0000005", 72)
+    assert numeric_equal("72.000002", 72) is False
+
+
+def test_where_the_answer_stands():
+    assert final_answer("<answer>1</answer><answer>2</answer>") == "1"
+    assert final_answer("\\boxed{1} \\boxed{2}") == "2"
+    assert final_answer("#### 1\n#### 2\nmore") == "2"
+    assert final_answer("<answer>\\boxed{5}</answer>") == "5"
+    assert final_answer("<think><answer>1</answer></think>") is None
+    assert gsm8k_reward("<think>#### 72", "72") == 0.0
+
+
+# --- every signature
+
+
+def test_trl_sync_async_and_columns():
+    seen = {}
+
+    def sync(prompts, completions, completion_ids, level, solution, trainer_state, log_metric, **kwargs):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, level=level, solution=solution)
+        seen.update(step=trainer_state.global_step, rest=kwargs)
+        log_metric("n", 3)
+        return [1, None]
+
+    async def later(completions, **kwargs):
+        await asyncio.sleep(0)
+        return np.array([0.5, 0.25])
+
+    drawn = [Completion([5, 6], [8, 2], [-0.1, -0.2], text=t) for t in ("72", "7")]
+    scores = score_blocking(drawn, CHAT, [sync, later], step=7)
+    assert seen["prompts"] == [[{"role": "user", "content": "48/2+48?"}]] * 2
+    assert seen["completions"] == [[{"role": "assistant", "content": t}] for t in ("72", "7")]
+    assert (seen["ids"], seen["level"], seen["solution"]) == ([[8, 2]] * 2, ["easy"] * 2, ["72"] * 2)
+    assert seen["step"] == 7
+    assert set(seen["rest"]) == {"id", "question", "answer", "log_extra"}
+    assert scores.rewards(1) == {"sync": None, "later": 0.25}
+    assert scores.metrics == {"n": 3.0}
+    score_blocking(["72"], TEXT, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0])
+    assert (seen["p"], seen["c"]) == (["48/2+48 ="], ["72"])
+
+
+def test_trls_own_functions_work_unchanged():
+    rewards = pytest.importorskip("trl.rewards")
+    pytest.importorskip("math_verify")
+    texts = ["<think>\nhm\n</think>\nSo $72$.", "$71$"]
+    functions = [rewards.accuracy_reward, rewards.think_format_reward, rewards.get_soft_overlong_punishment(4, 2)]
+    drawn = [Completion([5], range(n), [-0.1] * n, text=t) for t, n in zip(texts, (3, 9), strict=True)]
+    row = make_row({"prompt": [{"role": "user", "content": "48/2+48?"}], "solution": "$72$"})
+    assert [v.tolist() for v in score_blocking(drawn, row, functions).values] == [[1, 0], [1, 0], [-0.5, -1]]
+
+
+def test_verl_float_and_dict():
+    row = make_row(
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "48/2+48?"}],
+            "reward_model": {"style": "rule", "ground_truth": "72"},
+            "extra_info": {"index": 3},
+        }
+    )
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        assert (data_source, extra_info) == ("openai/gsm8k", {"index": 3})
+        return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
+
+    scores = score_blocking(["72", "7"], row, compute_score)
+    assert (scores.totals.tolist(), scores.metrics) == ([1, 0], {"acc": 0.5})
+    assert values(lambda solution_str, ground_truth: 0.5, row=row) == [0.5, 0.5]
+
+
+def test_verifiers_sync_async_and_conversations():
+    async def correct(completion, answer, **kwargs):
+        assert kwargs["prompt"] == list(CHAT.messages)
+        assert kwargs["state"]["completion"] == completion
+        return float(completion[-1]["content"] == answer)
+
+    def chatty(completion, info):
+        assert info == {}
+        return len(completion)
+
+    assert values(correct) == [1, 0]
+    assert values(chatty, texts=["72"], row=TEXT) == [2]  # text where the row is text
+    turns = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "Sure?"}]
+    turns += [{"role": "assistant", "content": "72"}]
+    sample = RolloutSample([1, 2, 3], [0, -1, -1], [0, 1, 1], None, text="772", info={"messages": turns})
+    assert values(correct, texts=[sample]) == [1]
+
+
+def test_native_gets_what_it_names():
+    assert values(lambda c: len(c)) == [2, 1]
+    assert values(lambda text, row: float(row.key == "q17")) == [1, 1]
+    assert values(lambda text, *, level="none", missing=0.25: missing if level == "easy" else 0) == [0.25, 0.25]
+    assert values(lambda text, **everything: len(everything)) == values(lambda text, **kw: len(kw))
+    drawn = Completion([5], [8, 2, 3], [-0.1] * 3, text="72")
+    assert values(make_soft_overlong(4, 2), texts=[drawn]) == [-0.5]
+    assert values(make_length_reward(3, 2), texts=[drawn]) == [1]
+    assert values(functools.partial(lambda bonus, text, answer: bonus, 0.5)) == [0.5, 0.5]
+    assert values(lambda text: torch.tensor(0.5)) == [0.5, 0.5]
+
+
+def test_style_can_be_said():
+    fn = reward_fn(lambda completion: 1.0 if completion == "72" else 0.0, style="native", name="mine", weight=2)
+    assert score_blocking(["72"], CHAT, fn).totals.tolist() == [2]
+
+
+def test_async_functions_overlap():
+    running = most = 0
+
+    async def slow(text):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 1.0
+
+    assert asyncio.run(score(["a"] * 5, CHAT, [slow])).totals.tolist() == [1] * 5
+    assert most == 5
+
+
+def test_blocking_works_inside_a_running_loop_and_keeps_plain_functions_here():
+    threads = []
+
+    async def outer():
+        plain = score_blocking(["a"], CHAT, lambda text: threads.append(threading.current_thread()) or 1.0)
+
+        async def waits(text):
+            await asyncio.sleep(0)
+            return 0.5
+
+        return plain.totals[0] + score_blocking(["a"], CHAT, waits).totals[0]
+
+    assert asyncio.run(outer()) == 1.5
+    assert threads == [threading.main_thread()]
+
+
+# --- several, weighted, unscorable
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.5, 1.0, -2.0]), st.lists(st.none() | st.floats(-5, 5), min_size=3, max_size=3)
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_weighted_total_against_plain_python(columns):
+    table = [np.array([math.nan if v is None else v for v in cells]) for _, cells in columns]
+    totals = weighted_total(table, [w for w, _ in columns])
+    for i, total in enumerate(totals):
+        said = [w * cells[i] for w, cells in columns if w != 0 and cells[i] is not None]
+        assert math.isnan(total) if not said else total == pytest.approx(sum(said))
+
+
+def test_none_is_unscorable_and_not_zero():
+    samples = [RolloutSample([1, 2], [0, -1], [0, 1], 0.0, text=t) for t in ("ab", "a")]
+    judge, watch = (
+        reward_fn(lambda text: 1.0 if len(text) > 1 else None, name="j"),
+        reward_fn(len, name="w", style="native"),
+    )
+    scores = score_blocking(samples, CHAT, [judge, watch], weights=[1.0, 0.0])
+    assert [s.reward for s in graded(samples, scores)] == [1.0, None]
+    assert graded(samples, scores)[1].rewards == {"j": None, "w": 1.0}
+    assert "scores: got 2; expected 1, one per sample" in message(lambda: graded(samples[:1], scores))
+
+
+# --- misbehaviour: each message names function, group, sample, row, and what was got
+
+
+@pytest.mark.parametrize(
+    ("bad", "got"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        ("1.0", "'1.0'"),
+        ([1.0], "[1.0]"),
+        ({"reward": 1}, "{'reward': 1}"),
+        (1j, "1j"),
+        (np.float32("nan"), "nan"),
+    ],
+)
+def test_a_value_that_is_no_reward(bad, got):
+    def mine(text):
+        return bad if text == "7" else 1.0
+
+    text = message(lambda: values(mine, group=3))
+    where = "group 3, sample 1 (row 'q17'): reward function 'mine'"
+    assert text == f"{where}: got {got} for completion '7'; expected a finite number, or None for unscorable"
+    batch = message(lambda: values(lambda completions: [0, bad], group=3))
+    assert f"sample 1 (row 'q17'): reward function '<lambda>': got {got} for completion '7'" in batch
+
+
+def test_a_function_that_raises_is_never_zero():
+    def mine(text):
+        return float(text)
+
+    text = message(lambda: values(mine, texts=["72", "x" * 200], group=3))
+    assert "group 3, sample 1 (row 'q17'): reward function 'mine' raised: got ValueError: could not convert" in text
+    assert f"for completion '{'x' * 80}'; expected" in text
+    assert "x" * 81 + "'; expected" not in text
+
+    async def later(completion, answer):
+        await asyncio.sleep(0)
+        raise KeyError("tests")
+
+    assert "sample 0 (row 'q17'): reward function 'later' raised: got KeyError: 'tests'" in message(
+        lambda: values(later)
+    )
+    with pytest.raises(RewardError) as e:
+        values(mine, texts=["x"])
+    assert isinstance(e.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [([1.0], "1 values"), ([1.0] * 3, "3 values"), (1.0, "1.0"), ("ab", "'ab'"), (None, "None"), ({}, "{}")],
+)
+def test_a_batch_of_the_wrong_shape(result, got):
+    def mine(completions):
+        return result
+
+    text = message(lambda: values(mine, group=0))
+    assert f"group 0 (row 'q17'): reward function 'mine': got {got} for 2 completions, the first '72'" in text
+    assert text.endswith("expected a list of 2, one per completion")
+
+
+def test_a_row_without_answer_is_an_error_only_for_rewards_that_need_one():
+    bare = make_row({"id": "q19", "question": "?"})
+    text = message(lambda: values(gsm8k_reward, row=bare))
+    assert (
+        "sample 0 (row 'q19'): reward function 'gsm8k_reward' (native style): got no value for its parameter answer"
+        in text
+    )
+    assert "Does the row have an answer?" in text
+    assert "parameter ground_truth" in message(lambda: values(lambda solution_str, ground_truth: 1, row=bare))
+    assert "parameter solution" in message(lambda: values(lambda completions, solution: [1, 1], row=bare))
+    assert "parameter answer" in message(
+        lambda: values(gsm8k_reward, row=make_row({"id": "q20", "prompt": "?", "answer": None}))
+    )
+    assert values(lambda text: 1.0, row=bare) == [1, 1]
+
+
+def test_other_refusals():
+    assert "reward functions: got no reward function" in message(lambda: score_blocking(["a"], CHAT, []))
+    assert "got '<lambda>' twice; expected different ones" in message(
+        lambda: score_blocking(["a"], CHAT, [lambda a: 1, lambda b: 1])
+    )
+    assert "weights: got 2; expected 1" in message(lambda: score_blocking(["a"], CHAT, "gsm8k", [1, 2]))
+    assert "weight: got nan; expected a finite" in message(lambda: score_blocking(["a"], CHAT, "gsm8k", [math.nan]))
+    assert "completions: got none; expected at least 1" in message(lambda: score_blocking([], CHAT, "gsm8k"))
+    assert "got no value for its parameter (it has none)" in message(lambda: values(lambda: 1.0))
+
+    def half(completions, log_extra):
+        log_extra("note", ["only one"])
+        return [1, 1]
+
+    assert "log_extra('note'): got 1; expected 2 values" in message(lambda: values(half))
+    sleeps = lambda text: asyncio.sleep(0)  # an awaitable from a plain function cannot be run without a loop
+    assert "got one that awaits but is no async def" in message(lambda: values(sleeps))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_failure_leaves_no_coroutine_behind():
+    async def fails(text):
+        if text == "0":
+            raise ValueError("first")
+        await asyncio.sleep(60)
+        return 1.0
+
+    start = time.perf_counter()
+    assert "got ValueError: first" in message(lambda: values(fails, texts=["0", "1", "2"]))
+    assert "got ZeroDivisionError" in message(lambda: values(lambda text: 1 / int(text), texts=["0", "1", "2"]))
+    assert time.perf_counter() - start < 10
+
+
+# --- math-verify in its process
+
+
+@pytest.fixture(scope="module")
+def judge():
+    pytest.importorskip("math_verify")
+    return MathVerify(timeout=1.5)
+
+
+def test_math_verify_compares_symbolically(judge):
+    row = make_row({"prompt": "?", "answer": r"\frac{1}{2}"})
+    texts = [r"\boxed{0.5}", r"<answer>\frac{2}{4}</answer>", r"\boxed{2}", "0.5"]
+    assert values(judge, texts=texts, row=row) == [1, 1, 0, 0]
+    assert values(judge, texts=["#### 72"], row=make_row({"prompt": "?", "answer": "so\n#### 72"})) == [1]
+    assert (judge.timeouts, judge.crashes) == (0, 0)
+
+
+def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):
+    before = judge.timeouts
+    start = time.perf_counter()
+    row = make_row({"prompt": "?", "answer": "72"})
+    scores = score_blocking([r"\boxed{9^{9^{9^{9}}}!}", r"\boxed{72}"], row, reward_fn(judge, name="math"))
+    assert [scores.reward(0), scores.reward(1)] == [None, 1.0]  # the next one got a fresh worker
+    assert judge.timeouts == before + 1
+    assert time.perf_counter() - start < 30
+
+
+def test_a_worker_that_dies_is_counted_and_replaced(judge):
+    assert judge.compare("$1$", "$1$") is True
+    before, pid = judge.crashes, judge._worker.pid
+    os.kill(pid, signal.SIGSTOP)  # so that the request finds it alive
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    assert judge.compare("$1$", "$1$") is None
+    assert judge.crashes == before + 1
+    assert judge.compare("$1$", "$1$") is True
+    assert judge._worker.pid != pid
+
+
+def test_the_worker_ends_with_its_owner():
+    pytest.importorskip("math_verify")
+    judge = MathVerify()
+    assert judge.compare("$1$", "$1$") is True
+    worker = judge._worker
+    del judge
+    assert worker.wait(timeout=10) != 0
+
+
+def test_missing_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'rl-notebook\[math\]'"):
+        MathVerify()
