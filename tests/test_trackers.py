@@ -1,0 +1,316 @@
+"Trackers: the three packages really run, offline and in temporary folders, and what they kept is read back."
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_notebook import trackers as m
+from rl_notebook.config import Config, WandBConfig
+from rl_notebook.core import ConfigError, MissingExtra, RecordError
+from rl_notebook.trackers import open_trackers
+
+SECRET = "sk-0123456789abcdef-not-a-real-key"
+CONFIG = Config(learning_rate=5e-5, stop=("\n",), run_name="sums").to_dict() | {
+    "where": f"https://{SECRET}@example.org"
+}
+STEPS = [(1, {"reward": 0.25, "kl/k3": 0.5}), (2, {"reward": math.nan}), (3, {"reward": 0.75}), (2, {"reward": 1.0})]
+
+
+def run(tracker, steps=STEPS):
+    for step, metrics in steps:
+        tracker.log(metrics, step)
+    m.finish_trackers([tracker])
+
+
+def everything(folder: Path) -> bytes:
+    return b"\n".join(p.read_bytes() for p in Path(folder).rglob("*") if p.is_file())
+
+
+# ---- W&B
+
+
+def wandb_records(folder: Path):
+    "Protocol buffers in a W&B run file: 7 bytes of header, then records cut into blocks of 32 kB (LevelDB's log)."
+    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    (path,) = Path(folder).glob("wandb/*run-*/*.wandb")
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield pb.Record.FromString(parts)
+            parts = b""
+
+
+@pytest.fixture
+def wandb_offline(monkeypatch, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # it reads the environment once a process
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    yield tmp_path / "run"
+    wandb.teardown()
+
+
+def test_wandb_offline(wandb_offline, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", SECRET.ljust(40, "0"))
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    options = WandBConfig(entity="my-team", project="sums-project")
+    (tracker,) = open_trackers(["wandb"], run_name="sums", config=CONFIG, log_path=wandb_offline, wandb=options)
+    run(tracker)
+    records = list(wandb_records(wandb_offline))
+    begun = next(r.run for r in records if r.WhichOneof("record_type") == "run")
+    assert (begun.project, begun.display_name, begun.entity) == ("sums-project", "sums", "my-team")
+    settings = {u.key: json.loads(u.value_json) for u in begun.config.update if u.key}
+    assert (settings["learning_rate"], settings["stop"], settings["tis"]) == (5e-5, ["\n"], None)
+    assert settings["where"] == "https://***@example.org"
+    rows = [
+        {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
+        for r in records
+        if r.WhichOneof("record_type") == "history"
+    ]
+    seen = [(row["step"], row["reward"]) for row in rows]
+    assert seen[:1] + seen[2:] == [(1, 0.25), (3, 0.75), (2, 1.0)]
+    assert rows[0]["kl/k3"] == 0.5
+    assert rows[1]["step"] == 2
+    assert math.isnan(float(rows[1]["reward"]))
+    axes = {r.metric.name or r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
+    assert axes.get("*", axes.get("reward")) == "step"
+    assert SECRET.encode() not in everything(wandb_offline)
+
+
+def test_wandb_goes_on_with_the_same_run(wandb_offline):
+    ids = []
+    for _ in range(2):
+        (tracker,) = open_trackers(["wandb"], run_name=None, config={}, log_path=wandb_offline)
+        assert tracker.run.name == "run"
+        ids.append(tracker.run.id)
+        tracker.finish()
+    assert ids[0] == ids[1]
+    (other,) = open_trackers(["wandb"], run_name=None, config={}, log_path=wandb_offline.parent / "other")
+    other.finish()
+    assert other.run.id != ids[0]
+
+
+def test_wandb_without_a_key_says_what_to_do(wandb_offline, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(RecordError, match="report_to='wandb' did not start") as e:
+        open_trackers(["wandb"], run_name="a", config={}, log_path=wandb_offline)
+    assert "WANDB_MODE=offline" in str(e.value)
+
+
+def test_wandb_refusing_a_key_does_not_repeat_it(wandb_offline, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "tooshort-but-secret")
+    with pytest.raises(RecordError) as e:
+        open_trackers(["wandb"], run_name="a", config={}, log_path=wandb_offline)
+    assert "did not start" in str(e.value)
+    assert "tooshort-but-secret" not in str(e.value)
+    assert e.value.__cause__ is None
+
+
+def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb_of_this_test").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtra, match=r"pip install 'rl-notebook\[wandb\]'"):
+        m.extra("wandb", "wandb_of_this_test", "init")
+
+
+# ---- trackio
+
+
+TRACKIO = """
+import json, math, sys, threading
+from rl_notebook.trackers import open_trackers
+from tests_steps import CONFIG, STEPS, run
+before = {t.name for t in threading.enumerate()}
+for part in range(2):
+    (tracker,) = open_trackers(["trackio"], run_name="sums", config=CONFIG, log_path=sys.argv[1])
+    run(tracker, STEPS if part == 0 else [(4, {"reward": 0.5})])
+(other,) = open_trackers(["trackio"], run_name="sums", config={}, log_path=sys.argv[1] + "-other")
+run(other, [(1, {"reward": 9.0})])
+from trackio.sqlite_storage import SQLiteStorage as storage
+logs = storage.get_logs("rl-notebook", "sums", run_id=tracker.run.id)
+config = storage.get_run_config("rl-notebook", "sums", run_id=tracker.run.id)
+threads = sorted({t.name for t in threading.enumerate()} - before)
+found = [logs, config, other.run.id != tracker.run.id, threads, sorted(sys.modules)]
+print("RESULT" + json.dumps(found) + "RESULT")
+"""
+
+
+def test_trackio_local(tmp_path):
+    pytest.importorskip("trackio")
+    (tmp_path / "tests_steps.py").write_text(
+        "import math\nfrom rl_notebook.trackers import finish_trackers\n"
+        f"CONFIG = {CONFIG!r}\nSTEPS = {STEPS!r}\n".replace("nan", "math.nan")
+        + "def run(tracker, steps):\n"
+        "    for step, metrics in steps:\n        tracker.log(metrics, step)\n    finish_trackers([tracker])\n"
+    )
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "MY_TOKEN": SECRET, "HOME": str(tmp_path)}
+    env["PYTHONPATH"] = f"{Path(m.__file__).parents[1]}{os.pathsep}{tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKIO, str(tmp_path / "run")], capture_output=True, text=True, env=env, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    logs, config, separate, threads, modules = json.loads(done.stdout.split("RESULT")[1])
+    seen = [(row["step"], row["reward"]) for row in logs]
+    assert [s for s in seen if s[1] == s[1]] == [(1, 0.25), (3, 0.75), (2, 1.0), (4, 0.5)]
+    assert [step for step, reward in seen if reward != reward] == [2]
+    assert logs[0]["kl/k3"] == 0.5
+    assert (config["learning_rate"], config["where"]) == (5e-5, "https://***@example.org")
+    assert separate
+    assert not threads
+    assert not [name for name in modules if name.split(".")[0] in ("gradio", "torch")]
+    assert SECRET.encode() not in everything(tmp_path / "trackio")
+
+
+def test_trackio_that_cannot_write_says_so(tmp_path):
+    pytest.importorskip("trackio")
+    (tmp_path / "file").write_text("")
+    code = (
+        "from rl_notebook.trackers import open_trackers\n"
+        "try: open_trackers(['trackio'], run_name='a', config={}, log_path=None)\n"
+        "except Exception as e: print(type(e).__name__, e)\n"
+    )
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "file" / "inside"), "HOME": str(tmp_path)}
+    env["PYTHONPATH"] = str(Path(m.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True, cwd=tmp_path
+    )
+    assert "RecordError tracker: report_to='trackio' did not start" in done.stdout
+    assert "TRACKIO_DIR" in done.stdout
+
+
+# ---- TensorBoard
+
+
+def board_of(folder: Path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    return reader.EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    (tracker,) = open_trackers(["tensorboard"], run_name="sums", config=CONFIG, log_path=tmp_path)
+    run(tracker)
+    read = board_of(tmp_path)
+    assert [(e.step, e.value) for e in read.Scalars("reward")] == [(1, 0.25), (2, 1.0)]
+    assert [(e.step, e.value) for e in read.Scalars("kl/k3")] == [(1, 0.5)]
+    assert all(abs(e.wall_time - os.path.getmtime(tmp_path)) < 600 for e in read.Scalars("reward"))
+    (event,) = read.Tensors("config")
+    text = event.tensor_proto.string_val[0].decode()
+    assert all(line.startswith("    ") for line in text.splitlines())
+    assert json.loads(text)["learning_rate"] == 5e-5
+    assert "https://***@example.org" in text
+    assert SECRET.encode() not in everything(tmp_path)
+
+
+def test_tensorboard_nan_is_kept(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tracker,) = open_trackers(["tensorboard"], run_name=None, config={}, log_path=tmp_path)
+    run(tracker, STEPS[:3])
+    values = [e.value for e in board_of(tmp_path).Scalars("reward")]
+    assert math.isnan(values[1])
+    assert [values[0], values[2]] == [0.25, 0.75]
+
+
+def test_tensorboard_after_a_resume_shows_one_line(tmp_path):
+    pytest.importorskip("tensorboard")
+    for steps in ([(1, 0.1), (2, 0.2), (3, 0.3)], [(2, 0.25), (3, 0.35)]):
+        (tracker,) = open_trackers(["tensorboard"], run_name=None, config={}, log_path=tmp_path)
+        run(tracker, [(step, {"reward": reward}) for step, reward in steps])
+    read = board_of(tmp_path)
+    assert [(e.step, round(e.value, 3)) for e in read.Scalars("reward")] == [(1, 0.1), (2, 0.25), (3, 0.35)]
+
+
+def test_tensorboard_in_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="file"):
+        open_trackers(["tensorboard"], run_name=None, config={}, log_path=tmp_path / "file")
+
+
+# ---- opening
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+def test_a_missing_package_names_the_command(name, monkeypatch, tmp_path):
+    for module in [name, *(k for k in sys.modules if k.split(".")[0] == name)]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=rf"pip install 'rl-notebook\[{name}\]'"):
+        open_trackers([name], run_name="a", config={}, log_path=tmp_path)
+
+
+def test_what_was_started_is_finished_when_another_fails(monkeypatch, tmp_path):
+    finished = []
+
+    class Fine:
+        def log(self, metrics, step): ...
+
+        def finish(self):
+            finished.append(True)
+
+    def fails(*_):
+        raise RecordError("report_to='wandb' did not start")
+
+    monkeypatch.setitem(m._OPEN, "trackio", lambda *_: Fine())
+    monkeypatch.setitem(m._OPEN, "wandb", fails)
+    with pytest.raises(RecordError, match="did not start"):
+        open_trackers(["trackio", "wandb"], run_name="a", config={}, log_path=tmp_path)
+    assert finished == [True]
+    opened = open_trackers(["trackio", "trackio"], run_name="a", config={}, log_path=tmp_path)
+    assert len(opened) == 1
+    assert finished == [True]
+    assert isinstance(opened[0], m.Tracker)
+
+
+def test_what_cannot_be_opened():
+    with pytest.raises(ConfigError, match="got 'mlflow'; expected any of wandb, trackio, tensorboard"):
+        open_trackers(["mlflow"], run_name=None, config={}, log_path=None)
+    with pytest.raises(ConfigError, match="got no log_path; expected a run folder"):
+        open_trackers(["tensorboard"], run_name=None, config={}, log_path=None)
+    assert open_trackers([], run_name=None, config={}, log_path=None) == []
+
+
+def test_the_names_are_those_of_the_config():
+    from typing import get_args
+
+    from rl_notebook.config import TrackerName
+
+    assert set(get_args(TrackerName)) == set(m._OPEN)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "{"])
+def test_an_unreadable_run_id_says_what_to_do(tmp_path, content):
+    (tmp_path / "trackers.json").write_text(content)
+    with pytest.raises(RecordError, match="Delete the file"):
+        m.identify(None, tmp_path)
+
+
+def test_numbers():
+    torch = pytest.importorskip("torch")
+    assert m.numbers({"a": torch.tensor(0.5), "b": True}) == {"a": 0.5, "b": 1.0}
+    for value in ("0.5", None, [1.0], {"a": 1}):
+        with pytest.raises(RecordError, match="metric 'x'"):
+            m.numbers({"x": value})
+
+
+def test_short_or_unmarked_values_are_not_secrets(monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "tiny")
+    monkeypatch.setenv("SOME_PATH", "/home/somebody")
+    monkeypatch.setenv("FIREWORKS_API_KEY", SECRET)
+    given = {"base_model": "tiny", "where": ["/home/somebody", f"a{SECRET}b"], "n": 3}
+    assert m.without_secrets(given) == {"base_model": "tiny", "where": ["/home/somebody", "a***b"], "n": 3}
