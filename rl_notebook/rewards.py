@@ -83,7 +83,7 @@ def final_answer(text: str) -> str | None:  # None = no marker
 # %% ../nbs/11_rewards.ipynb #5defea7a
 _NOISE = re.compile(r"\\?[$%]|[€£¥]|\\[,;!: ()\[\]]|~|\\left|\\right")
 _GROUPS = re.compile(r"\{,\}")  # 1{,}234, LaTeX's thousands separator
-_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-\d]+)\s*\}\s*\{\s*(\d+)\s*\}", re.ASCII)
 _NUMBER = re.compile(
     r"(?<![\w.,+\-/])([-+]?)\s?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:\s*/\s*(\d+))?(?![\d,./]*\d)", re.ASCII
@@ -97,7 +97,7 @@ def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not o
     text = str(answer)
     if len(text) > 200:
         return None  # not a number, whatever it is
-    text = _WORDS.sub(r" \1 ", _GROUPS.sub(",", text.replace("−", "-")))
+    text = _WORDS.sub(r" \1\2 ", _GROUPS.sub(",", text.replace("−", "-")))
     text = _FRACTION.sub(r" \1/\2 ", _NOISE.sub("", text)).strip(" *_`")
     if text.count("=") == 1:
         text = text.partition("=")[2]

@@ -54,9 +54,7 @@ def values(function, texts=("72", "7"), row=CHAT, **options) -> list[float]:
 
 @given(st.integers(-(10**12), 10**12))
 def test_whole_numbers_read_back_with_and_without_separators(n):
-    assert (
-        parse_number(str(n)) == parse_number(f"{n:,}") == parse_number(f"${n:,}") == parse_number(f"{n:,}.00 USD") == n
-    )
+    assert {parse_number(t) for t in (str(n), f"{n:,}", f"${n:,}", f"{n:,}.00 USD", f"x = **{n}**")} == {n}
 
 
 @given(st.text(max_size=60))
@@ -134,7 +132,7 @@ def test_trl_sync_async_and_columns():
 def test_trls_own_functions_work_unchanged():
     rewards = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")
-    texts = ["<think>\nhm\n</think>\nSo $72$.", "$71$"]
+    texts = ["<think>\nhm\n</think>\nSo \\boxed{72}.", "\\boxed{71}"]
     functions = [rewards.accuracy_reward, rewards.think_format_reward, rewards.get_soft_overlong_punishment(4, 2)]
     drawn = [Completion([5], range(n), [-0.1] * n, text=t) for t, n in zip(texts, (3, 9), strict=True)]
     row = make_row({"prompt": [{"role": "user", "content": "48/2+48?"}], "solution": "$72$"})
