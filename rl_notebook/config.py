@@ -42,6 +42,7 @@ class TaskSettings:
 
     base_model: str = "tiny"  # name for `load_model`, or an id of the service that trains it
     dataset: str = "toy"  # name for `load_rows`: built-in task, path or URL
+    system_prompt: str | None = None  # goes in front of every prompt that is a conversation
     max_rows: int | None = 100  # rows used, from the top; None = all
     epochs: int = 1  # passes over the rows
     steps: int | None = None  # optimizer steps after which the run ends, if the epochs have not; None = no limit
@@ -742,7 +743,7 @@ def sampling_rules(c: Any) -> Iterator[str]:
     if c.reward_weights is not None and len(c.reward_weights) != len(c.rewards):
         yield f"reward_weights: got {len(c.reward_weights)} for {len(c.rewards)} rewards. Give one per named reward"
     if c.max_completion_tokens >= c.max_seq_len:
-        yield f"max_completion_tokens: {c.max_completion_tokens} leave no prompt room in max_seq_len, {c.max_seq_len}"
+        yield f"max_completion_tokens: {c.max_completion_tokens} leaves no prompt room (max_seq_len={c.max_seq_len})"
     if c.overlong_buffer > c.max_completion_tokens:
         yield f"overlong_buffer: {c.overlong_buffer} is more than max_completion_tokens={c.max_completion_tokens}"
     if (c.min_samples_per_fwd_bwd or 0) > c.max_samples_per_fwd_bwd:
