@@ -335,6 +335,8 @@ def _groups(plain: Sequence[Mapping[str, Any]], tokens: pd.DataFrame) -> list[Pr
 def _datums(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Datum]:
     "Datums from their JSON and the arrays of the step."
     columns = {name: unragged(name, arrays) for name in DATUM_ARRAYS}
+    if len(plain) != (count := len(columns["tokens"])):
+        raise RecordError("datums", got=len(plain), expected=f"{count}, as there are arrays")
     datums = []
     for i, d in enumerate(plain):
         others, series = decode(d), dict[str, Any]((name, values[i]) for name, values in columns.items())
@@ -847,9 +849,9 @@ async def _save_checkpoint(
         fix = "Rewind the run to an earlier step first."
         raise RecordError("a checkpoint that is there already", where=str(path), got=f"step {step}", fix=fix)
     with staged_folder(path) as folder:
-        state = Path(await save_state(str(folder / "trainer")))
-        inside = state.is_relative_to(folder) and state.exists()
-        plain = {"step": step, "state": str(state.relative_to(folder)) if inside else str(state), **facts}
+        state = await save_state(str(folder / "trainer"))
+        inside = Path(state).is_relative_to(folder)
+        plain = {"step": step, "state": str(Path(state).relative_to(folder)) if inside else state, **facts}
         plain |= {"config": dict(run.config)}
         _write_described(folder, "checkpoint.json", {"format": CHECKPOINT_FORMAT, "inside": inside, **encode(plain)})
     return read_checkpoint(path)

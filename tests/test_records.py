@@ -1,0 +1,638 @@
+"""What is on disk is what was in memory, whatever happens to the process, the disk or the files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import hostile_record, synthetic_record
+
+from rl_notebook.config import Config
+from rl_notebook.core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
+from rl_notebook.records import (
+    RunFolder,
+    StepRecord,
+    decode,
+    encode,
+    metrics_frame,
+    read_checkpoint,
+    read_record,
+    staged_folder,
+    write_record,
+)
+
+CONFIG = {"base_model": "tiny", "dataset": "toy", "seed": 0, "kl_beta": 0.001, "tis": {"cap": 5.0}}
+
+
+def same(a, b) -> bool:
+    "Whether two values are the same in type, in every bit of a number, and all the way down."
+    if is_dataclass(a):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, np.ndarray):
+        if not isinstance(b, np.ndarray):
+            return False
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        return alike and np.array_equal(a, b, equal_nan=a.dtype.kind == "f") and (a.dtype.kind != "f" or signs(a, b))
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    return type(a) is type(b) and a == b
+
+
+def signs(a: np.ndarray, b: np.ndarray) -> bool:
+    "Whether zeros have the same sign."
+    return bool((np.signbit(a) == np.signbit(b))[~np.isnan(a)].all())
+
+
+def through_disk(record: StepRecord, folder: Path) -> StepRecord:
+    "A record, written and read."
+    with staged_folder(folder) as inside:
+        write_record(record, inside)
+    return read_record(folder)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    "A run of three steps."
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    for step in (1, 2, 3):
+        run.add(synthetic_record(step, groups=3, completions=3))
+    return run
+
+
+# --- exact ------------------------------------------------------------------------------------------------------
+
+floats = st.floats(width=64)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+text = st.text(st.characters(), max_size=8)  # lone surrogates too
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | floats | text | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(text | st.integers(), inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["$float", "$tuple", "a"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def samples(draw, names=("correct", "format")):
+    "Any rollout sample."
+    n = draw(st.integers(2, 6))
+    mask = [0, *draw(st.lists(st.sampled_from([0, 1]), min_size=n - 1, max_size=n - 1))]
+    mask[-1] = 1
+    series = st.lists(floats, min_size=n, max_size=n)
+    return RolloutSample(
+        draw(st.lists(st.integers(0, 2**40), min_size=n, max_size=n)),
+        draw(series),
+        mask,
+        draw(st.none() | floats),
+        draw(st.sampled_from(["stop", "length", "abort"])),
+        draw(text),
+        draw(st.dictionaries(st.sampled_from(names) | text, st.none() | floats, max_size=2)),
+        draw(st.none() | series),
+        draw(st.integers(0, 9)),
+        draw(floats),
+        draw(st.booleans()),
+        draw(st.dictionaries(text, plain, max_size=2)),
+    )
+
+
+@st.composite
+def groups(draw, index=0):
+    "Any prompt group, empty ones included."
+    inside = draw(st.lists(samples(), max_size=3))
+    advantages = draw(st.none() | st.lists(floats, min_size=len(inside), max_size=len(inside)))
+    dropped = draw(st.lists(text, max_size=2).map(tuple))
+    return PromptGroup(inside, draw(st.dictionaries(text, plain, max_size=3)), draw(text), index, advantages, dropped)
+
+
+@st.composite
+def datums(draw):
+    "Any datum."
+    n = draw(st.integers(2, 6))
+    series = st.none() | st.lists(floats, min_size=n - 1, max_size=n - 1)
+    weights = st.lists(st.sampled_from([0.0, 1.0]), min_size=n - 1, max_size=n - 1)
+    advantage = draw(floats | st.lists(floats, min_size=n - 1, max_size=n - 1).map(np.array))
+    three = (draw(series) for _ in range(3))
+    ids = draw(st.lists(st.integers(0, 2**40), min_size=n, max_size=n))
+    place = (draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(text), draw(st.integers(0, 9)))
+    return Datum(ids, draw(weights), advantage, *three, *place)
+
+
+@st.composite
+def losses(draw):
+    "Any loss output; its series need not fit the datums."
+    lengths = draw(st.lists(st.integers(0, 4), max_size=3))
+    arrays = [np.array(draw(st.lists(floats, min_size=n, max_size=n)), dtype=np.float64) for n in lengths]
+    stamp = (draw(st.sampled_from(["target", "token"])), draw(text), draw(st.none() | st.integers(0, 9)))
+    logprobs = tuple(Logprobs(a, *stamp, draw(floats), draw(st.booleans()), draw(text)) for a in arrays)
+    return LossOutput(draw(floats), draw(st.dictionaries(text, floats, max_size=2)), logprobs, tuple(arrays))
+
+
+@st.composite
+def records(draw):
+    "Any step record."
+    return StepRecord(
+        step=draw(st.integers(0, 10**6)),
+        groups=[draw(groups(i)) for i in range(draw(st.integers(0, 3)))],
+        datums=draw(st.lists(datums(), max_size=3)),
+        loss=draw(st.none() | losses()),
+        metrics=draw(st.dictionaries(text, floats, max_size=3)),
+        options=draw(st.dictionaries(text, plain, max_size=3)),
+        reason=draw(text),
+        policy_version=draw(st.integers(0, 9)),
+        seconds=draw(st.dictionaries(text, finite, max_size=2)),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(record=records())
+def test_any_record_comes_back_as_it_was(record: StepRecord):
+    with tempfile.TemporaryDirectory() as folder:
+        assert same(through_disk(record, Path(folder) / "r"), record)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=plain)
+def test_any_plain_value_comes_back_as_it_was(value):
+    assert same(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
+
+
+def test_arrays_and_numpy_numbers_in_a_row():
+    value = {"a": np.array([[1.5, np.nan], [-0.0, np.inf]]), "b": np.zeros((0, 3), np.int32), "c": np.array([True])}
+    assert same(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
+    assert same(decode(encode({"n": np.int64(3), "x": np.float32(0.1)})), {"n": 3, "x": float(np.float32(0.1))})
+
+
+def test_a_real_step_comes_back_as_it_was(run: RunFolder):
+    assert [same(run.record(s), synthetic_record(s, groups=3, completions=3)) for s in run.steps] == [True] * 3
+    assert not same(run.record(1), run.record(2))  # `same` can tell
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, 1j, np.array(["text"]), np.array([None])])
+def test_what_has_no_exact_form_is_refused_by_name(value, run: RunFolder):
+    record = synthetic_record(4, groups=1, completions=2)
+    group = record.groups[0]
+    odd = replace(group.samples[1], info={"image": [value]})
+    record = replace(record, groups=[replace(group, samples=(group.samples[0], odd))])
+    with pytest.raises(RecordError, match=r"group 0 .*, sample 1: info\['image'\]\[0\]: cannot be recorded: got"):
+        run.add(record)
+    assert run.steps == [1, 2, 3]
+    assert sorted(p.name for p in (run.path / "steps").iterdir()) == ["00001", "00002", "00003"]
+
+
+# --- readable by others -------------------------------------------------------------------------------------------
+
+
+def test_the_files_need_nothing_of_this_package(run: RunFolder):
+    def no_constant(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    for path in [*run.path.rglob("*.json"), *run.path.rglob("*.jsonl")]:
+        for line in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            json.loads(line, parse_constant=no_constant)
+    record = run.record(2)
+    table = pd.read_parquet(run.path / "steps/00002/completions.parquet")
+    assert table["text"].tolist() == [s.text for g in record.groups for s in g.samples]
+    assert table["rewards/correct"].tolist() == [s.rewards["correct"] for g in record.groups for s in g.samples]
+    tokens = pd.read_parquet(run.path / "steps/00002/tokens.parquet")
+    assert tokens["token"].tolist() == [t for g in record.groups for s in g.samples for t in s.tokens]
+    assert yaml.safe_load((run.path / "config.yaml").read_text()) == CONFIG
+    lines = pd.read_json(run.path / "metrics.jsonl", lines=True, precise_float=True)
+    assert lines["reward"].tolist() == [r.metrics["reward"] for r in run]
+    assert lines["seconds/sample"].tolist() == [0.8] * 3
+
+
+def test_metrics_are_a_table_with_one_row_a_step(run: RunFolder):
+    run.log_metrics(0, {"eval/reward": 0.25})
+    run.log_metrics(3, {"eval/reward": 0.5})
+    table = run.metrics()
+    assert table.index.tolist() == [0, 1, 2, 3]
+    assert table["reward"].tolist()[1:] == [r.metrics["reward"] for r in run]
+    assert table["eval/reward"].dropna().to_dict() == {0: 0.25, 3: 0.5}
+    assert table["reason"].tolist() == [""] * 4
+    assert metrics_frame([]).empty
+
+
+def test_a_metric_may_not_hide_the_step(run: RunFolder):
+    with pytest.raises(RecordError, match="names of metrics: got policy_version"):
+        run.add(replace(synthetic_record(4), metrics={"policy_version": 1.0}))
+    assert run.steps == [1, 2, 3]
+
+
+# --- shown --------------------------------------------------------------------------------------------------------
+
+
+def test_everything_shown_is_escaped():
+    record = hostile_record()
+    shown = record._repr_html_()
+    assert "<script" not in shown
+    assert "<img" not in shown
+    assert "&lt;script&gt;" in shown
+    assert "<script" not in record.completions_table().to_html()
+
+
+def test_a_long_record_says_how_much_it_does_not_show():
+    assert "and 48 more" in synthetic_record(1)._repr_html_()
+    assert "more in" not in synthetic_record(1, groups=2)._repr_html_()
+
+
+def test_verdicts():
+    record = synthetic_record(1)
+    live = sum(len(set(g.rewards)) > 1 for g in record.groups)
+    expected = f"step 1  reward {record.metrics['reward']:.3f} (±{record.metrics['reward_std']:.2f})"
+    assert record.verdict == f"{expected}  KL 0.0000  live {live}/8 groups  update 3.1e-04"
+    assert StepRecord(1).verdict == "step 1"
+    assert StepRecord(1, reason="no rows").verdict == "step 1  nothing trained: no rows"
+    assert "nan" not in StepRecord(1, metrics={"reward": math.nan, "reward_std": math.nan}).verdict
+
+
+def test_a_run_shows_itself(run: RunFolder, tmp_path: Path):
+    assert repr(run).startswith("RunFolder run: 3 steps")
+    assert "<table>" in run._repr_html_()
+    empty = RunFolder.create(tmp_path / "<b>", CONFIG)
+    assert repr(empty) == "RunFolder <b>: 0 steps"
+    assert empty._repr_html_() == "<p><b>&lt;b&gt;</b>: 0 steps</p>"
+
+
+# --- refused, with the reason -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["record.json", "completions.parquet", "tokens.parquet", "arrays.safetensors"])
+def test_damage_is_refused(name: str, run: RunFolder):
+    path = run.path / "steps/00002" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RecordError, match=rf"00002/{name}"):
+        run.record(2)
+    path.unlink()
+    with pytest.raises(RecordError, match=rf"00002/{name}.*(missing|No such file)"):
+        run.record(2)
+    path.write_bytes(whole)
+    assert run.record(2).step == 2
+
+
+def rewrite(path: Path, **changes) -> None:
+    "Change fields of a JSON file."
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_another_format_is_refused(run: RunFolder):
+    rewrite(run.path / "steps/00002/record.json", format="rl_notebook.record/2")
+    with pytest.raises(RecordError, match=r"got rl_notebook.record/2; expected rl_notebook.record/1. Read it with"):
+        run.record(2)
+    rewrite(run.path / "run.json", format="rl_notebook.run/9")
+    with pytest.raises(RecordError, match=r"run.json: format: got rl_notebook.run/9"):
+        RunFolder.open(run.path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"later": 1}, "unexpected keyword argument 'later'"),
+        ({"datums": []}, "datums: got 0; expected"),
+        ({"groups": []}, "expected 0, the sum over the samples"),
+        ({"reason": {"$new": 1}}, "unknown tag: got \\$new"),
+        ({"step": 7}, "got step 7; expected step 2"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict, reason: str | None, run: RunFolder):
+    rewrite(run.path / "steps/00002/record.json", **changes)
+    with pytest.raises(RecordError, match=reason):
+        run.record(2)
+
+
+def test_a_damaged_line_is_named(run: RunFolder):
+    path = run.path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 2', '"step" 2'))
+    with pytest.raises(RecordError, match=r"metrics.jsonl, line 2: damaged line"):
+        run.metrics()
+
+
+def test_steps_that_are_there_or_are_not(run: RunFolder, tmp_path: Path):
+    with pytest.raises(RecordError, match="recorded already: got 3"):
+        run.add(synthetic_record(3))
+    with pytest.raises(RecordError, match="no such step: got 9; expected 1 to 3"):
+        run.record(9)
+    with pytest.raises(RecordError, match="no run here"):
+        RunFolder.open(tmp_path)
+
+
+def test_a_folder_holds_one_run(run: RunFolder):
+    with pytest.raises(RecordError) as error:
+        RunFolder.create(run.path, CONFIG | {"kl_beta": 0.1, "tis": {"cap": 2.0}})
+    assert str(error.value) == (
+        f"{run.path}: the run folder holds another run: got 3 steps of a run with other settings: kl_beta (recorded"
+        " 0.001, now 0.1), tis.cap (recorded 5.0, now 2.0); expected none. Choose another log_path, or resume the run"
+        " that is there."
+    )
+    with pytest.raises(RecordError, match="got 3 steps of a run with the same settings"):
+        RunFolder.create(run.path, CONFIG | {"log_path": "elsewhere"})
+    (run.path / "run.json").unlink()
+    with pytest.raises(RecordError, match="got config.yaml, metrics.jsonl, steps; expected a folder without"):
+        RunFolder.create(run.path, CONFIG)
+    assert len(list((run.path / "steps").iterdir())) == 3
+
+
+def test_a_config_object_is_recorded_whole(tmp_path: Path):
+    config = Config(policy_loss="gspo", tis_enabled=True)
+    run = RunFolder.create(tmp_path / "run", config)
+    assert Config.from_dict(run.config) == config
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        {"wandb": {"api_key": "anything"}},
+        {"fireworks_api_key": "anything"},
+        {"token": "anything"},
+        {"deployment": {"client_secret": "x"}},
+        {"dataset": "https://me:pass@host/rows.jsonl"},
+        {"stop": ["sk-" + "a1" * 12]},
+    ],
+)
+def test_keys_never_reach_the_folder(secret: dict, tmp_path: Path):
+    with pytest.raises(RecordError, match="a key in the settings") as error:
+        RunFolder.create(tmp_path / "run", CONFIG | secret)
+    assert "anything" not in str(error.value)
+    assert "a1a1" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_only_sound_like_keys_pass(tmp_path: Path):
+    harmless = {"max_completion_tokens": 8, "deployment": {"tokenizer_model": "x"}, "wandb": {"api_key": None}}
+    RunFolder.create(tmp_path / "run", CONFIG | harmless)
+
+
+# --- a full disk, a read-only folder, a killed process ------------------------------------------------------------
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    "Every file in a folder."
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("limit", [100, 3_000, 8_000])
+def test_a_full_disk_leaves_nothing_half_written(limit: int, run: RunFolder):
+    before = files(run.path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # a real write that really stops in the middle
+    try:
+        with pytest.raises(RecordError, match=r"cannot write: got File too large .*Free some space"):
+            run.add(synthetic_record(4, groups=30, completions=8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files(run.path) == before
+    assert sorted(p.name for p in (run.path / "steps").iterdir()) == ["00001", "00002", "00003"]
+    run.add(synthetic_record(4))
+    assert run.metrics().index.tolist() == [1, 2, 3, 4]
+
+
+def test_a_line_that_cannot_be_written_takes_its_step_along(run: RunFolder):
+    before = files(run.path)
+    record = replace(StepRecord(4), metrics={f"m{i}": 0.1 for i in range(9_000)})
+    sizes = [len(v) for v in files(run.path).values()]
+    limit = max(sizes) + 300_000 - 1  # above record.json, below metrics.jsonl with this line
+    lines = run.path / "metrics.jsonl"
+    lines.write_text(lines.read_text() + json.dumps({"step": 0, "note": 0.5, "pad": [0] * 90_000}) + "\n")
+    before = files(run.path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(RecordError, match=r"metrics.jsonl: cannot write"):
+            run.add(record)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files(run.path) == before
+
+
+@pytest.fixture
+def ordinary_user():
+    "Permissions count: as root, the test goes on as nobody."
+    root = os.geteuid() == 0
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    if root:
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        if root:
+            os.seteuid(0)
+        for path in [p for p in [folder, *folder.rglob("*")] if p.is_dir()]:
+            path.chmod(0o777)
+        shutil.rmtree(folder)
+
+
+def test_a_read_only_folder_says_so(ordinary_user: Path):
+    run = RunFolder.create(ordinary_user / "run", CONFIG)
+    run.add(synthetic_record(1, groups=1))
+    before = files(run.path)
+    for path in [run.path / "steps", run.path]:
+        path.chmod(0o555)
+    with pytest.raises(RecordError, match=r"00002: cannot write: got Permission denied .*correct the permissions"):
+        run.add(synthetic_record(2, groups=1))
+    with pytest.raises(RecordError, match="cannot write: got Permission denied"):
+        RunFolder.create(run.path / "steps/other", CONFIG)
+    assert files(run.path) == before
+    assert len(run.record(1).groups) == 1
+
+
+WRITER = """
+import sys
+sys.path.insert(0, {tests!r})
+from synthetic import synthetic_record
+from rl_notebook.records import RunFolder
+run = RunFolder.open({path!r})
+records = [synthetic_record(s, groups=2, completions=4) for s in range(1, 400)]
+print("go", flush=True)
+for record in records[len(run):]:
+    run.add(record)
+"""
+
+
+def test_kill_9_at_any_moment_loses_no_finished_step(tmp_path: Path):
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    code = WRITER.format(tests=str(Path(__file__).parent), path=str(run.path))
+    rng, seen = np.random.default_rng(0), 0
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "go\n"
+            deadline = time.monotonic() + 60
+            while len(run) < seen + 4 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(0.02 * rng.random())
+            writer.send_signal(signal.SIGKILL)
+        assert len(run) >= seen + 4
+        seen = len(run)
+        assert run.steps == list(range(1, seen + 1))
+        assert all(same(run.record(s), synthetic_record(s, groups=2, completions=4)) for s in (1, seen // 2, seen))
+        assert run.metrics()["reward"].tolist() == [r.metrics["reward"] for r in run]
+    again = RunFolder.resume(run.path, CONFIG)
+    assert not list(run.path.rglob("*.writing"))
+    again.add(synthetic_record(seen + 1))
+    assert again.metrics().index.tolist() == list(range(1, seen + 2))
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_half_written_line_is_reported_and_dropped(cut: int, run: RunFolder):
+    whole = run.metrics()
+    path = run.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.warns(UserWarning, match="the last line was half written and is left out"):
+        opened = RunFolder.open(run.path)
+    assert opened.notes == ("metrics.jsonl: the last line was half written and is left out",)
+    pd.testing.assert_frame_equal(opened.metrics(), whole)
+    opened.add(synthetic_record(4))
+    assert opened.metrics().index.tolist() == [1, 2, 3, 4]
+    assert RunFolder.open(run.path).notes == ()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+async def local_state(name: str) -> str:
+    "A trainer that writes into the folder."
+    Path(name).mkdir()
+    (Path(name) / "model.safetensors").write_bytes(b"weights")
+    return name
+
+
+def save(run: RunFolder, step: int, save_state=local_state, **kwargs):
+    "A checkpoint after a step."
+    extra = {"window": (1, 2)}
+    return asyncio.run(
+        run.save_checkpoint(step, save_state, {"consumed": step}, policy_version=step - 1, extra=extra, **kwargs)
+    )
+
+
+def test_a_checkpoint_holds_what_going_on_needs(run: RunFolder):
+    saved = save(run, 2)
+    found = RunFolder.open(run.path).latest_checkpoint()
+    assert found == saved
+    assert (found.step, found.cursor, found.policy_version) == (2, {"consumed": 2}, 1)
+    assert found.extra == {"window": (1, 2)}
+    assert found.config == CONFIG
+    assert (Path(found.state) / "model.safetensors").read_bytes() == b"weights"
+    assert Path(found.state).parent == run.path / "checkpoints/00002"
+
+
+def test_a_service_keeps_its_own_state(run: RunFolder):
+    async def remote(name: str) -> str:
+        return "tinker://run/state-2"
+
+    assert save(run, 2, remote).state == "tinker://run/state-2"
+
+
+def test_the_last_ones_are_kept(run: RunFolder):
+    for step in (1, 2, 3):
+        save(run, step)
+    assert run.checkpoints == [2, 3]
+    save(run, 4, keep=1)
+    assert run.checkpoints == [4]
+    assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["00004"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("odd")])
+def test_a_failed_checkpoint_leaves_the_one_before(error: BaseException, run: RunFolder):
+    save(run, 1)
+
+    async def failing(name: str) -> str:
+        await local_state(name)
+        raise error
+
+    expected = RecordError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected, match="No space left" if isinstance(error, OSError) else None):
+        save(run, 2, failing)
+    assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["00001"]
+    assert run.latest_checkpoint().step == 1
+
+
+def test_damaged_checkpoints_are_skipped_and_named(run: RunFolder):
+    for step in (1, 2, 3):
+        save(run, step, keep=3)
+    (run.path / "checkpoints/00003/checkpoint.json").unlink()
+    (run.path / "checkpoints/00002/trainer/model.safetensors").write_bytes(b"w")
+    with pytest.warns(UserWarning, match="skipped") as told:
+        found = run.latest_checkpoint()
+    assert found.step == 1
+    assert "checkpoint.json: cannot read" in str(told[0].message)
+    assert "model.safetensors: damaged" in str(told[1].message)
+    with pytest.raises(RecordError, match="damaged"):
+        read_checkpoint(run.path / "checkpoints/00002")
+
+
+def test_a_checkpoint_of_another_model_is_refused(run: RunFolder):
+    other = CONFIG | {"base_model": "smollm2", "kl_beta": 0.5}
+    expected = r"another run's checkpoint: got base_model='smollm2'; expected base_model='tiny'. Resume with"
+    with pytest.raises(RecordError, match=expected):
+        save(run, 1).check(other)
+    with pytest.raises(RecordError, match=expected):
+        RunFolder.resume(run.path, other)
+    resumed = RunFolder.resume(run.path, CONFIG | {"kl_beta": 0.5})
+    assert resumed.config["kl_beta"] == 0.5
+
+
+# --- going back -----------------------------------------------------------------------------------------------------
+
+
+def test_rewinding_puts_aside_what_came_later(run: RunFolder):
+    for step in (1, 2, 3):
+        save(run, step, keep=3)
+    run.log_metrics(3, {"eval/reward": 0.5})
+    everything = {name: data for name, data in files(run.path).items() if name.startswith(("steps", "checkpoints"))}
+    away = run.rewind(1)
+    assert away == run.path / "discarded/001"
+    assert (run.steps, run.checkpoints, run.metrics().index.tolist()) == ([1], [1], [1])
+    kept = {name: data for name, data in files(run.path).items() if name.startswith(("steps", "checkpoints"))}
+    assert kept | {k: v for k, v in files(away).items() if k != "metrics.jsonl"} == everything
+    assert [json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()] == [2, 3, 3]
+    assert run.rewind(1) is None
+    run.add(synthetic_record(2))
+    assert run.rewind(0) == run.path / "discarded/002"
+    assert len(run) == 0
+
+
+def test_a_rewind_that_was_cut_short_is_finished_by_the_next(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    whole = Path.rename
+    moved = []
+
+    def once(self: Path, target: Path) -> Path:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(self.name)
+        return whole(self, target)
+
+    monkeypatch.setattr(Path, "rename", once)
+    with pytest.raises(KeyboardInterrupt):
+        run.rewind(1)
+    monkeypatch.undo()
+    assert moved == ["00003"]
+    run.rewind(1)
+    assert (run.steps, run.metrics().index.tolist()) == ([1], [1])
+    assert sorted(p.name for p in run.path.glob("discarded/*/steps/*")) == ["00002", "00003"]
