@@ -1,0 +1,285 @@
+"Prompts and multi-turn conversations on a real tokenizer built here: what is kept, what is masked, what is refused."
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rl_notebook.chat import (
+    check_fits,
+    check_tokenizer,
+    drawn_logprobs,
+    encode_prompt,
+    render,
+    sample_from_completion,
+    start_conversation,
+)
+from rl_notebook.core import AlignmentError, Completion, ConfigError, DataError, SampleParams
+from rl_notebook.data import make_row
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def build(template=CHATML, post=None, **options) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(
+        ["user assistant system tool hello what is the sum of these numbers think again"] * 9, trainer
+    )
+    if post:
+        bpe.post_processor = processors.TemplateProcessing(single=post, special_tokens=[("<s>", 2), ("<|im_end|>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **{"eos_token": "<|im_end|>", **options})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZER = build()
+ROW = make_row({"id": "q17", "question": "what is 24+48?", "answer": "72"})
+PLAIN = make_row({"id": "q18", "prompt": "24+48 ="})
+
+
+def encode(text, tokenizer=TOKENIZER) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def speak(conversation, *pieces, **fields) -> Completion:
+    tokens = [t for piece in pieces for t in encode(piece)]
+    return Completion(conversation.tokens, tokens, [-0.5 - i for i in range(len(tokens))], **fields)
+
+
+def message(call, exc=DataError) -> str:
+    with pytest.raises(exc) as e:
+        call()
+    return str(e.value)
+
+
+# --- prompts
+
+
+def test_messages_are_rendered_as_the_tokenizer_does():
+    ids = encode_prompt(TOKENIZER, ROW)
+    assert ids == TOKENIZER.apply_chat_template(list(ROW.messages), add_generation_prompt=True, return_dict=False)
+    assert TOKENIZER.decode(ids) == "<|im_start|>user\nwhat is 24+48?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_text_gets_the_special_tokens_of_the_tokenizer_and_no_template():
+    with_bos = build(post="<s> $A", bos_token="<s>")
+    assert encode_prompt(with_bos, PLAIN) == [with_bos.bos_token_id, *encode("24+48 =", with_bos)]
+    assert encode_prompt(TOKENIZER, PLAIN) == encode("24+48 =")
+    assert encode_prompt(build(template=None), PLAIN) == encode("24+48 =")
+    assert encode_prompt(TOKENIZER, make_row({"prompt_token_ids": [5, 6]})) == [5, 6]
+    # a template that writes its own bos does not get a second one
+    assert encode_prompt(build("<s>" + CHATML, post="<s> $A", bos_token="<s>"), ROW).count(with_bos.bos_token_id) == 1
+
+
+def test_template_options_reach_the_template():
+    thinker = build(CHATML + "{% if enable_thinking is false %}<think></think>{% endif %}")
+    assert thinker.decode(encode_prompt(thinker, ROW, enable_thinking=False)).endswith("<think></think>")
+    text = message(lambda: encode_prompt(thinker, ROW, enable_thinkin=False), ConfigError)
+    assert "template option 'enable_thinkin': got a chat template that never reads it" in text
+    assert "as enable_thinking" in text
+    assert "row 'q18': template options: got tools" in message(
+        lambda: encode_prompt(thinker, PLAIN, tools=[]), ConfigError
+    )
+
+
+def test_tokenizers_that_cannot_be_used():
+    text = message(lambda: encode_prompt(build(template=None), ROW))
+    assert "chat_template: got none; expected a template for messages. Use the tokenizer of an instruct model" in text
+    for row in (ROW, PLAIN):
+        text = message(lambda row=row: encode_prompt(build(eos_token=None), row))
+        assert "eos_token: got none; expected the token that ends a completion. Set it, as tokenizer.eos_token" in text
+    check_tokenizer(TOKENIZER)
+
+
+def test_a_template_that_refuses_or_stumbles():
+    strict = build("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}")
+    row = make_row({"id": "q1", "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
+    text = message(lambda: encode_prompt(strict, row))
+    assert text == "row 'q1': chat template: got no system role for roles system, user; expected a rendering"
+    adds = build("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    number = make_row({"id": "q2", "messages": [{"role": "user", "content": 72}]})
+    assert "row 'q2': chat template: got can only concatenate str" in message(lambda: encode_prompt(adds, number))
+
+
+def test_prompts_that_cannot_be_right():
+    assert "row '0': prompt: got no tokens" in message(
+        lambda: encode_prompt(build("{{ '' }}"), make_row({"question": "a"}))
+    )
+    size = len(TOKENIZER)
+    text = message(lambda: encode_prompt(TOKENIZER, make_row({"prompt_tokens": [5, size]})))
+    assert f"got token {size}; expected ids below {size}, the vocabulary" in text
+    adds_eos = build(post="$A <|im_end|>")
+    assert "got eos (<|im_end|>) at its end; expected none" in message(lambda: encode_prompt(adds_eos, PLAIN))
+    with_bos = build(post="<s> $A", bos_token="<s>")
+    twice = make_row({"prompt": "<s>24+48 ="})
+    assert "got two bos (<s>); expected one. The tokenizer adds one" in message(lambda: encode_prompt(with_bos, twice))
+
+
+def test_a_prompt_that_is_too_long_names_row_and_lengths():
+    n = len(encode_prompt(TOKENIZER, ROW))
+    assert len(encode_prompt(TOKENIZER, ROW, max_seq_len=n + 8, room=8)) == n
+    text = message(lambda: encode_prompt(TOKENIZER, ROW, max_seq_len=n + 7, room=8))
+    assert text == (
+        f"row 'q17': prompt too long: got {n} tokens; expected at most {n - 1} (max_seq_len {n + 7} less 8 for the "
+        "completion). Drop the row, or raise max_seq_len."
+    )
+    check_fits(10**9, None)
+
+
+# --- one completion
+
+
+def test_logprobs_of_what_was_really_drawn():
+    c = Completion([5], [6, 7], [-1.0, -2.0], [-0.5, -0.25], params=SampleParams(temperature=0.5, top_k=9))
+    s = sample_from_completion(c, reward=0.5, info={"k": 1})
+    np.testing.assert_array_equal(s.logprobs, [np.nan, -0.5, -0.25])
+    np.testing.assert_array_equal(s.raw_logprobs, [np.nan, -1.0, -2.0])
+    assert (s.temperature, s.processed, s.reward, s.info) == (0.5, True, 0.5, {"k": 1})
+    raw = Completion([5], [6], [-1.0])
+    assert drawn_logprobs(raw).tolist() == [-1.0]
+    hot = Completion([5], [6], [-1.0], params=SampleParams(temperature=2.0))
+    text = message(lambda: sample_from_completion(hot), AlignmentError)
+    assert "sampling logprobs: got none, at temperature 2.0, top_p 1.0, top_k 0; expected one per sampled token" in text
+
+
+# --- conversations
+
+WORDS = st.text(alphabet="abcdefghi 0123456789+=?é☃\n", min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(WORDS, min_size=1, max_size=3), st.booleans(), WORDS), min_size=1, max_size=4),
+)
+def test_conversations_keep_every_token_that_was_sampled(turns):
+    c, sampled, messages = start_conversation(TOKENIZER, ROW), [], []
+    for pieces, ended, reply in turns:
+        completion = speak(c, *pieces, *(["<|im_end|>"] if ended else []), finish_reason="stop" if ended else "length")
+        before = c
+        c = c.add_completion(completion)
+        assert c.tokens == [*before.tokens, *completion.tokens.tolist()]
+        c = c.add_messages({"role": "user", "content": reply})
+        assert c.tokens[: len(before.tokens) + len(completion.tokens)] == [*before.tokens, *completion.tokens.tolist()]
+        sampled += completion.tokens.tolist()
+        messages += [{"role": "assistant", "content": "".join(pieces)}, {"role": "user", "content": reply}]
+    assert list(c.messages) == messages
+    assert c.text == render(TOKENIZER, [*ROW.messages, *messages]) == TOKENIZER.decode(c.tokens)
+    last = speak(c, "72<|im_end|>")
+    s = c.add_completion(last).to_sample(reward=1.0)
+    assert s.tokens[s.loss_mask == 1].tolist() == sampled + last.tokens.tolist()
+    assert np.isnan(s.logprobs[s.loss_mask == 0]).all()
+    assert not np.isnan(s.logprobs[s.loss_mask == 1]).any()
+    assert (s.text, s.reward, s.info["turns"], s.finish_reason) == ("72", 1.0, len(turns) + 1, "stop")
+    assert s.info["messages"][:-1] == messages
+
+
+def test_tokens_cut_another_way_are_kept_and_counted():
+    c = start_conversation(TOKENIZER, ROW)
+    pieces = [*"hello", "<|im_end|>"]
+    c = c.add_completion(speak(c, *pieces)).add_messages({"role": "user", "content": "72?"})
+    assert encode("hello") != [t for p in pieces[:-1] for t in encode(p)]
+    assert c.noncanonical_turns == 1
+    assert c.messages[0]["content"] == "hello"
+    assert encode(c.text) != c.tokens
+    assert TOKENIZER.decode(c.tokens) == c.text
+
+
+def test_half_a_character_at_the_cut():
+    snowman = encode("☃")
+    assert len(snowman) > 1
+    c = start_conversation(TOKENIZER, ROW)
+    c = c.add_completion(Completion(c.tokens, snowman[:1], [-1.0], finish_reason="length"))
+    c = c.add_messages({"role": "user", "content": "go on"})
+    assert c.spans[1].tokens == (snowman[0],)
+    assert c.spans[2].text.startswith("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "got", "expected"),
+    [
+        ("m.content.split('</think>')[-1]", "<think>hm</think>62", "'<' in", "assistant\\n62<|im_end|>"),
+        ("m.content | trim", " 62", "in '>\\n<|im_start|>assistant\\n 62<|im_end|>'", "assistant\\n62<|im_end|>"),
+    ],
+)
+def test_a_template_that_rewrites_earlier_turns(change, said, got, expected):
+    forgetful = build(CHATML.replace("m.content", change))
+    c = start_conversation(forgetful, ROW)
+    at = len(c.tokens)
+    c = c.add_completion(speak(c, said, "<|im_end|>"))
+    text = message(lambda: c.add_messages({"role": "user", "content": "again"}), AlignmentError)
+    assert f"row 'q17', turn 1: token {at} of {len(c.tokens)} differs from the chat template's rendering: got" in text
+    assert got in text
+    assert expected in text
+    assert "make each turn a sample of its own" in text
+
+
+def test_a_turn_that_ends_with_another_token_than_the_templates():
+    other = build(CHATML.replace("<|im_end|>", "<s>"))
+    c = start_conversation(other, ROW)
+    c = c.add_completion(speak(c, "62<|im_end|>"))
+    text = message(lambda: c.add_messages({"role": "user", "content": "again"}), AlignmentError)
+    assert f"token {len(c.tokens) - 1} of {len(c.tokens)} differs" in text
+    assert "got '<|im_end|>' in" in text
+
+
+def test_turns_out_of_order_and_foreign_prompts():
+    c0 = start_conversation(TOKENIZER, ROW)
+    c1 = c0.add_completion(speak(c0, "62<|im_end|>"))
+    assert "two completions in a row" in message(lambda: c1.add_completion(speak(c1, "7")), AlignmentError)
+    assert "the policy is next" in message(lambda: c0.add_messages({"role": "user", "content": "a"}), AlignmentError)
+    assert "messages: got none; expected at least 1" in message(lambda: c1.add_messages())
+    assert "Use add_completion" in message(lambda: c1.add_messages({"role": "assistant", "content": "a"}))
+    assert "row 'q18': messages: got none" in message(lambda: start_conversation(TOKENIZER, PLAIN))
+    assert "turns: got none" in message(lambda: c0.to_sample(), AlignmentError)
+    tokens = c0.tokens
+    for foreign, got in (
+        (tokens[:-1], "got the end at"),
+        ([*tokens, 9], f"at token {len(tokens)} ("),
+        ([9, *tokens[1:]], "at token 0"),
+    ):
+        completion = Completion(foreign, [5], [-1.0])
+        text = message(lambda completion=completion: c0.add_completion(completion), AlignmentError)
+        assert "row 'q17': prompt of turn 0: got" in text
+        assert got in text
+        assert "Sample from conversation.tokens." in text
+
+
+def test_turns_of_several_versions_and_temperatures():
+    c = start_conversation(TOKENIZER, ROW)
+    c = c.add_completion(speak(c, "62<|im_end|>", policy_version=5)).add_messages({"role": "tool", "content": "no"})
+    late = c.add_completion(speak(c, "7", policy_version=6, finish_reason="length")).to_sample()
+    assert (late.policy_version, late.finish_reason, late.truncated, late.reward) == (5, "length", True, None)
+    hot = speak(c, "72", params=SampleParams(temperature=0.5))
+    hot = Completion(hot.prompt_tokens, hot.tokens, hot.logprobs, hot.logprobs, params=hot.params)
+    text = message(lambda: c.add_completion(hot).to_sample(), AlignmentError)
+    assert "temperature: got [0.5, 1.0]; expected one for all turns" in text
+
+
+def test_branches_share_their_beginning():
+    c = start_conversation(TOKENIZER, ROW)
+    a, b = c.add_completion(speak(c, "1<|im_end|>")), c.add_completion(speak(c, "2<|im_end|>"))
+    assert (c.turns, a.turns, b.turns) == (0, 1, 1)
+    assert a.spans[0] is b.spans[0]
+
+
+def test_tools_are_passed_to_a_template_that_reads_them():
+    with_tools = build("{% if tools %}{{ tools | length }} tools\n{% endif %}" + CHATML)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    c = start_conversation(with_tools, ROW, tools=[tool])
+    c = c.add_completion(speak(c, "add(24, 48)<|im_end|>")).add_messages({"role": "tool", "content": "72"})
+    assert c.text.startswith("1 tools\n")
+    assert c.text.endswith("<|im_start|>tool\n72<|im_end|>\n<|im_start|>assistant\n")
