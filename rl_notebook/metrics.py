@@ -110,7 +110,7 @@ def step_metrics(
         datum_metrics(datums),
         staleness_metrics(groups, policy_version),
         loss.metrics if loss else {},
-        optim or {},
+        {f"optim/{k}" if k.startswith("num_") else k: v for k, v in (optim or {}).items()},
     )
 
 # %% ../nbs/05_metrics.ipynb #2f74a76d

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -197,7 +197,7 @@ T = TypeVar("T")
 async def arrivals(
     jobs: Sequence[Callable[[], Awaitable[T]]],  # one per prompt; called when there is room
     max_concurrent: int = 0,  # at a time; 0 = all
-) -> AsyncIterator[list[T]]:  # bursts of results, in order of arrival
+) -> AsyncGenerator[list[T], None]:  # bursts of results, in order of arrival
     "Run jobs side by side and yield their results as they come in."
     room = asyncio.Semaphore(max_concurrent or max(len(jobs), 1))
     done: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
@@ -227,7 +227,7 @@ async def window_batches(
     source: AsyncIterator[list[T]],  # bursts of groups
     keep: Callable[[T], bool],  # whether a group can teach something
     groups_per_step: int,
-) -> AsyncIterator[tuple[list[T], list[T]]]:  # (live, dropped) per optimizer step
+) -> AsyncGenerator[tuple[list[T], list[T]], None]:  # (live, dropped) per optimizer step
     "Cut arriving groups into batches of live ones; dropped groups travel with the batch that follows them."
     live: list[T] = []
     dropped: list[T] = []
@@ -245,7 +245,7 @@ async def greedy_chunks(
     source: AsyncIterator[list[T]],  # bursts of groups
     min_groups: int,  # start a backward pass at so many
     max_groups: int,  # and give it at most so many
-) -> AsyncIterator[list[T]]:  # one list per backward pass
+) -> AsyncGenerator[list[T], None]:  # one list per backward pass
     "Cut arriving groups into backward passes; what is left at the end goes in one pass, however many there are."
     waiting: list[T] = []
     async for burst in source:

@@ -1,0 +1,450 @@
+"The loop object: phases, re-running, undo, overlap, interruption. Everything on the shipped model, really trained."
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError, PhaseError, RewardError, RolloutSample, SampleParams
+from rl_notebook.data import load_rows
+from rl_notebook.loop import PHASES, GRPOLoop
+from rl_notebook.losses import make_loss_fn
+from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
+
+SMALL = dict(
+    prompt_groups_per_step=3,
+    completions_per_prompt=6,
+    max_completion_tokens=16,
+    max_seq_len=96,
+    learning_rate=1e-3,
+    kl_beta=0.05,
+    epochs=1,
+)
+
+
+def make_loop(reward=(toy_reward, toy_format_reward), rows=24, make_loss=None, keep=None, outputs=(), **settings):
+    "A loop over the toy task with a backend of its own."
+    cfg = Config(**SMALL | settings)
+    model, tokenizer = load_model("tiny")
+    backend = open_local(model, tokenizer, temperature=cfg.temperature, lora_rank=cfg.lora_rank, reference=True)
+    reward = list(reward) if isinstance(reward, tuple) else reward
+    options = {"make_loss": make_loss, "dynamic_filter_fn": keep, "outputs": outputs}
+    return GRPOLoop(backend, load_rows(toy_rows(rows, seed=3)), reward, cfg, **options)
+
+
+def weights(loop):
+    "A copy of everything that is trained."
+    return {k: v.detach().clone() for k, v in loop.backend.policy.state.params.items()}
+
+
+def same(a, b, tol=0.0):
+    return all(torch.allclose(a[k], b[k], rtol=0, atol=tol) for k in a)
+
+
+async def up_to(loop, phase):
+    "Run the phases of a fresh step up to and including `phase`."
+    for name in PHASES[: PHASES.index(phase) + 1]:
+        result = getattr(loop, name)()
+        if asyncio.iscoroutine(result):
+            result = await result
+    return result
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+# --- phases ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_phase_out_of_order_says_what_is_missing():
+    loop = make_loop()
+    with pytest.raises(PhaseError, match=r"score in step 1: got no prompts, sample yet. Run loop.prompts\(\)"):
+        loop.score()
+    loop.prompts()
+    with pytest.raises(PhaseError, match=r"got no sample yet. Run await loop.sample\(\)"):
+        loop.score()
+
+
+def test_running_a_phase_again_discards_what_depended_on_it_and_nothing_else():
+    async def main():
+        loop = make_loop()
+        await up_to(loop, "loss")
+        drawn = loop.state.values["sample"]
+        loop.score(lambda text: float(len(text)))
+        assert loop.state.values["sample"] is drawn
+        assert set(loop.state.values) == {"prompts", "sample", "score"}
+        assert loop.state.current == "advantages"
+        groups = loop.advantages()
+        assert [len(s.text) for s in groups[0].samples] == [s.reward for s in groups[0].samples]
+
+    run(main())
+
+
+def test_rescoring_does_not_ask_the_reference_again():
+    async def main():
+        loop = make_loop(reward=lambda text: float(len(text)))
+        asked = Counter()
+        forward = loop.backend.reference.forward
+
+        async def counting(datums):
+            asked["datums"] += len(datums)
+            return await forward(datums)
+
+        loop.backend.reference.forward = counting
+        await up_to(loop, "reference")
+        first = asked["datums"]
+        loop.score(lambda text: -float(len(text)))
+        loop.advantages()
+        loop.datums()
+        again = await loop.reference()
+        assert first > 0
+        assert asked["datums"] == first
+        assert all(np.isfinite(d.ref_logprobs[d.active]).all() for d in again)
+
+    run(main())
+
+
+def test_the_loss_that_is_shown_is_the_loss_that_is_trained():
+    async def main():
+        loop = make_loop()
+        await up_to(loop, "reference")
+        looked = loop.loss(policy_loss="ppo", kl_beta=0.2, kl_estimator="k2")
+        trained = await loop.backward()
+        assert looked.output.loss == pytest.approx(trained.output.loss, abs=1e-5)
+        for a, b in zip(looked.output.dlogprobs, trained.output.dlogprobs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+        assert "clip_ratio/region_mean" in trained.output.metrics
+
+    run(main())
+
+
+def test_backward_again_replaces_the_gradient():
+    async def main():
+        once, twice = make_loop(), make_loop()
+        await up_to(once, "backward")
+        await up_to(twice, "backward")
+        twice.loss(kl_beta=3.0)
+        await twice.backward()
+        twice.loss(kl_beta=once.cfg.kl_beta)
+        await twice.backward()
+        norms = [(await loop.optimize()).metrics["grad_norm"] for loop in (once, twice)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+    run(main())
+
+
+def test_after_the_update_earlier_phases_name_undo():
+    async def main():
+        loop = make_loop()
+        await up_to(loop, "optimize")
+        with pytest.raises(PhaseError, match=r"step 1 has updated the weights. Go back with await loop.undo\(\)"):
+            loop.score()
+
+    run(main())
+
+
+# --- undo -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_undo_restores_weights_optimizer_cursor_and_sampler(finished):
+    async def main():
+        loop = make_loop()
+        await loop.step()
+        before, place = weights(loop), loop.state.cursor.consumed
+        tokens = np.array(loop.records[-1].groups[0].samples[0].tokens)
+        served = await loop.backend.sampler.logprobs(tokens)
+        if finished:
+            first = await loop.step()
+        else:
+            await up_to(loop, "sync")
+            first = loop.finish()
+        assert not same(before, weights(loop))
+        await loop.undo()
+        assert same(before, weights(loop))
+        assert (loop.state.number, loop.cursor.consumed) == (2, place)
+        np.testing.assert_array_equal((await loop.backend.sampler.logprobs(tokens)).values, served.values)
+        again = await loop.step()
+        drop = ("staleness/mean", "staleness/max")
+        for name, value in first.metrics.items():
+            if name not in drop:
+                assert again.metrics[name] == pytest.approx(value, nan_ok=True), name
+
+    run(main())
+
+
+def test_undo_to_a_phase_keeps_what_came_before():
+    async def main():
+        loop = make_loop()
+        await up_to(loop, "finish")
+        before = loop.cursor.consumed
+        await loop.undo(to="loss")
+        assert set(loop.state.values) == {"prompts", "sample", "score", "advantages", "datums", "reference"}
+        assert loop.cursor.consumed == before
+        await loop.reference()
+        loop.loss(policy_loss="gspo")
+        record = await loop.step()
+        assert record.step == 1
+        assert record.trained
+
+    run(main())
+
+
+def test_nothing_to_undo_says_so():
+    with pytest.raises(PhaseError, match="no update to take back"):
+        run(make_loop().undo())
+
+
+# --- steps without signal -------------------------------------------------------------------------------------------
+
+
+def test_a_step_with_nothing_to_learn_is_a_normal_outcome():
+    async def main():
+        loop = make_loop(reward=lambda text: 1.0)
+        before = weights(loop)
+        record = await loop.step()
+        assert not record.trained
+        assert "all 3 groups are dead" in record.reason
+        assert same(before, weights(loop))
+        assert loop.policy_version == 0
+        assert record.metrics["frac_reward_zero_std"] == 1.0
+        assert (await loop.step()).step == 2
+
+    run(main())
+
+
+def test_refill_replaces_dead_groups():
+    async def main():
+        def reward(text, question):
+            return float(len(text)) if "?" in question else 1.0
+
+        plain, refilled = make_loop(reward=reward), make_loop(reward=reward, refill=True)
+        a, b = await plain.step(), await refilled.step()
+        live = [sum(np.ptp(g.rewards) > 0 for g in r.groups) for r in (a, b)]
+        assert live[0] < 3
+        assert live[1] == 3
+        assert len(b.groups) > 3
+        assert refilled.cursor.consumed == len(b.groups)
+        assert [g.index for g in b.groups] == list(range(len(b.groups)))
+
+    run(main())
+
+
+def test_dead_groups_can_be_kept_for_their_kl():
+    async def main():
+        loop = make_loop(reward=lambda text: 1.0, drop_dead=False)
+        record = await loop.step()
+        assert record.trained
+        assert len(record.datums) == 18
+
+    run(main())
+
+
+# --- batching -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sample_mean", "constant", "sum"])
+@pytest.mark.parametrize("how", ["max_samples", "greedy"])
+def test_how_a_step_is_cut_does_not_change_the_update(aggregation, how):
+    async def main():
+        extra = {"max_completion_tokens": 16, "aggregation": aggregation, "grad_clip_norm": 0.0}
+        cut = {"max_samples_per_fwd_bwd": 6} | ({"min_samples_per_fwd_bwd": 6} if how == "greedy" else {})
+        loops = [make_loop(**extra), make_loop(**extra, **cut)]
+        records = [await loop.step() for loop in loops]
+        assert records[0].metrics["num_loss_tokens"] == records[1].metrics["num_loss_tokens"]
+        norms = [r.metrics["grad_norm"] for r in records]
+        assert norms[0] == pytest.approx(norms[1], rel=2e-4)
+        assert same(*map(weights, loops), tol=2e-4)
+
+    run(main())
+
+
+def test_a_custom_loss_is_taken_as_it_is():
+    async def main():
+        seen = []
+
+        def factory(datums, denominator):
+            inner = make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
+
+            def loss_fn(data, policy_logprobs):
+                loss, metrics = inner(data, policy_logprobs)
+                seen.append(len(data))
+                return 2 * loss, metrics | {"mine": 1.0}
+
+            return loss_fn
+
+        record = await make_loop(make_loss=factory).step()
+        assert record.metrics["mine"] == 1.0
+        assert seen == [len(record.datums)]
+
+    run(main())
+
+
+# --- windows --------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_syncs_at_its_end():
+    async def main():
+        loop = make_loop(rows=24, weight_sync_interval=2, reward=lambda text: float(len(text)))
+        records = await loop.run(4, progress=False)
+        assert [r.step for r in records] == [1, 2, 3, 4]
+        versions = [{s.policy_version for g in r.groups for s in g.samples} for r in records]
+        assert versions == [{0}, {0}, {1}, {1}]
+        assert loop.policy_version == 2
+        assert loop.state.cursor.consumed == 12
+
+    run(main())
+
+
+def test_interval_zero_never_syncs():
+    async def main():
+        loop = make_loop(rows=9, weight_sync_interval=0, reward=lambda text: float(len(text)))
+        records = await loop.run(progress=False)
+        assert len(records) == 3
+        assert loop.policy_version == 0
+        assert {s.policy_version for r in records for g in r.groups for s in g.samples} == {0}
+
+    run(main())
+
+
+def test_every_row_is_used_once_whatever_the_window():
+    async def main():
+        for interval in (1, 2, 0):
+            loop = make_loop(rows=8, weight_sync_interval=interval)
+            seen = Counter(g.key for r in await loop.run(progress=False) for g in r.groups)
+            assert len(seen) == 8
+            assert set(seen.values()) == {1}
+
+    run(main())
+
+
+# --- running, stopping ----------------------------------------------------------------------------------------------
+
+
+def test_async_for_goes_on_from_wherever_the_loop_is():
+    async def main():
+        loop = make_loop(rows=12)
+        await up_to(loop, "advantages")
+        drawn = loop.state.values["sample"]
+        records = [r async for r in loop]
+        assert [r.step for r in records] == [1, 2, 3, 4]
+        np.testing.assert_array_equal(records[0].groups[0].samples[0].tokens, drawn[0].samples[0].tokens)
+        assert loop.done
+
+    run(main())
+
+
+def test_a_stop_takes_effect_after_the_phase_and_nothing_is_lost():
+    async def main():
+        loop = make_loop(rows=12)
+        score = loop.score
+
+        def stopping(*args):
+            loop.stop()
+            return score(*args)
+
+        loop.score = stopping
+        records = await loop.run(progress=False)
+        assert records == []
+        assert loop.state.current == "advantages"
+        loop.score = score
+        assert [r.step for r in await loop.run(progress=False)] == [1, 2, 3, 4]
+
+    run(main())
+
+
+def test_an_interrupt_stops_after_the_phase():
+    import os
+    import signal
+
+    async def main():
+        loop = make_loop(rows=12)
+        sample = loop._draw
+
+        async def interrupting(prompt):
+            if loop.state.number == 2 and prompt.index == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(0.01)
+            return await sample(prompt)
+
+        loop._draw = interrupting
+        handler = signal.getsignal(signal.SIGINT)
+        records = await loop.run(progress=False)
+        assert [r.step for r in records] == [1]
+        assert loop.stop_requested
+        assert loop.state.current == "score"
+        assert signal.getsignal(signal.SIGINT) is handler
+
+    run(main())
+
+
+# --- rollouts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_factory_of_the_seed_documents():
+    def make_rollout_fn(setup):
+        async def rollout_fn(sample_prompt):
+            if sample_prompt["sample_index"] == 5:
+                return None
+            params = SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
+            [c] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
+            return RolloutSample(
+                tokens=list(c.full_tokens),
+                logprobs=[0.0] * c.prompt_len + list(c.sampling_logprobs),
+                loss_mask=[0] * c.prompt_len + [1] * len(c.tokens),
+                reward=toy_reward(c.text, sample_prompt["answer"]) + len(c.text),
+                finish_reason=c.finish_reason,
+                text=c.text,
+            )
+
+        return rollout_fn
+
+    record = run(make_loop(reward=make_rollout_fn).step())
+    assert record.trained
+    assert all(len(g.samples) == 5 for g in record.groups)
+    assert record.metrics["rollout/num_dropped"] == 3
+
+
+def test_a_step_in_which_every_rollout_fails_is_a_crash():
+    async def rollout_fn(sample_prompt):
+        raise TimeoutError("no server")
+
+    with pytest.raises(RewardError, match=r"no sample of the step could be used: got group 0 .*no server"):
+        run(make_loop(reward=rollout_fn).step())
+
+
+def test_trainer_and_sampler_agree_on_every_token_of_every_step():
+    async def main():
+        loop = make_loop(rows=12, weight_sync_interval=1)
+        gaps = []
+        while not loop.done:
+            await up_to(loop, "reference")
+            for d in loop.state.values["reference"]:
+                policy = loop.state.cache["policy", d.tokens.tobytes(), d.weights.tobytes()].values
+                gaps.append(np.abs(policy - d.sampler_logprobs)[d.active].max())
+            await loop.step()
+        assert max(gaps) < 1e-4
+
+    run(main())
+
+
+# --- what the backend cannot do -------------------------------------------------------------------------------------
+
+
+def test_a_setting_that_the_backend_would_ignore_is_refused():
+    loop = make_loop()
+    for change, message in [
+        ({"temperature": 0.7}, r"temperature: got 0.7; expected 1.0, at which the policy scores"),
+        ({"lora_rank": 4}, r"lora_rank: got 4; expected 0, as the backend was opened"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            GRPOLoop(loop.backend, loop.rows, toy_reward, replace(loop.cfg, **change))
+    loop.backend.reference = None
+    with pytest.raises(ConfigError, match=r"kl_beta: got 0.05; expected 0 without a reference"):
+        GRPOLoop(loop.backend, loop.rows, toy_reward, loop.cfg)
