@@ -18,6 +18,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+# %% auto #0
+__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'call_text', 'StepState', 'Task', 'as_task', 'with_length_penalty', 'check_backend',
+           'UndoEntry', 'nothing_to_learn', 'stop_on_interrupt', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint']
+
+# %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
 from .config import Config
@@ -63,10 +68,6 @@ from rl_notebook.step import (
     score_group_blocking,
     sync_weights,
 )
-
-# %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'call_text', 'StepState', 'Task', 'as_task', 'with_length_penalty', 'check_backend',
-           'UndoEntry', 'nothing_to_learn', 'stop_on_interrupt', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint']
 
 # %% ../nbs/33_loop.ipynb #b31efaab
 PHASES = (
@@ -276,7 +277,7 @@ class _LoopDisplay(_LoopState):
 
 # %% ../nbs/33_loop.ipynb #13f2c9da
 class _SamplingPhases(_LoopDisplay):
-    "prompts, sample, score, advantages."
+    "prompts, sample."
 
     def _encode(self, rows: Sequence[Row], first_number: int) -> list[Prompt]:
         c = self.cfg
@@ -324,6 +325,10 @@ class _SamplingPhases(_LoopDisplay):
                     bar.update(len(burst))
         return [done[i] for i in range(len(prompts))]
 
+# %% ../nbs/33_loop.ipynb #b009b492
+class _GradingPhases(_SamplingPhases):
+    "score, advantages."
+
     def score(self, reward_fns: Any = None) -> Listing[PromptGroup]:
         "Grade the samples; `reward_fns` replaces the loop's for this step."
         rollouts = self.state.enter("score")
@@ -357,7 +362,7 @@ def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
     return " ".join(parts) + (f"; {empty} of them lost all their samples" if empty else "")
 
 # %% ../nbs/33_loop.ipynb #a85101f9
-class _TrainingPhases(_SamplingPhases):
+class _TrainingPhases(_GradingPhases):
     "datums, reference, loss, backward, optimize, sync."
 
     def datums(self, overlong: str | None = None) -> Listing[Datum]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .backends.base import Sampler
-from .chat import encode_prompt
+from .chat import encode_prompt, sample_from_completion
 from rl_notebook.core import (
     BackendError,
     Completion,
@@ -26,7 +26,7 @@ from rl_notebook.core import (
 from .data import Row
 
 # %% auto #0
-__all__ = ['RolloutFn', 'T', 'Prompt', 'prompt_seed', 'encode_rows', 'sample_of', 'Rollouts', 'draw_completions', 'RolloutSetup',
+__all__ = ['RolloutFn', 'T', 'Prompt', 'prompt_seed', 'encode_rows', 'Rollouts', 'draw_completions', 'RolloutSetup',
            'sample_prompt', 'draw_rollouts', 'assemble', 'require_some', 'arrivals', 'window_batches', 'greedy_chunks',
            'groups_per_pass']
 
@@ -70,24 +70,6 @@ def encode_rows(
     return prompts
 
 # %% ../nbs/30_rollouts.ipynb #69db1104
-def sample_of(completion: Completion) -> RolloutSample:  # ungraded
-    "A completion as a sample in token coordinates, with both of its logprob series."
-    blank = [np.nan] * completion.prompt_len
-    drawn = completion.logprobs if completion.sampling_logprobs is None else completion.sampling_logprobs
-    return RolloutSample(
-        tokens=np.array(completion.full_tokens),
-        logprobs=np.array([*blank, *drawn]),
-        raw_logprobs=np.array([*blank, *completion.logprobs]),
-        loss_mask=np.arange(len(blank) + len(drawn)) >= len(blank),
-        reward=None,
-        finish_reason=completion.finish_reason,
-        text=completion.text,
-        policy_version=completion.policy_version,
-        temperature=completion.params.temperature,
-        processed=completion.params.top_p < 1 or completion.params.top_k > 0,
-    )
-
-# %% ../nbs/30_rollouts.ipynb #01c7e75f
 @dataclass(frozen=True, eq=False)
 class Rollouts:
     "All answers to one prompt, before advantages."
@@ -108,7 +90,7 @@ async def draw_completions(
     empty = [i for i, c in enumerate(completions) if len(c.tokens) == 0]
     if len(completions) != params.n:
         raise BackendError("sampler", where=prompt.where, got=f"{len(completions)} completions", expected=f"{params.n}")
-    kept = tuple(sample_of(c) for c in completions if len(c.tokens))
+    kept = tuple(sample_from_completion(c) for c in completions if len(c.tokens))
     return Rollouts(prompt, kept, dropped=tuple(f"completion {i} is empty" for i in empty))
 
 # %% ../nbs/30_rollouts.ipynb #f75e15eb
