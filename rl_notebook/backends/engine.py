@@ -245,7 +245,7 @@ def reserve(cache: SlotCache, rows: int, columns: int) -> None:
         like = cache.buffers[layer][which] if cache.buffers else cache.fresh[layer][which]
         new = like.new_zeros(slots, capacity, *like.shape[2:])
         if cache.buffers:
-            new[: cache.rows, : cache.capacity] = like[: cache.rows]
+            new[: cache.slots, : cache.capacity] = like
         return new
 
     cache.buffers = {layer: (grown(layer, 0), grown(layer, 1)) for layer in cache.buffers or cache.fresh}

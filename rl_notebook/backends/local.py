@@ -163,7 +163,7 @@ def slope_of(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise LossError("loss", got=type(loss).__name__, expected="a tensor with one element, and a dict of metrics")
     if not loss.isfinite().all():
-        raise not_finite(scoring, datums, series, "loss", float(loss))
+        raise not_finite(scoring, datums, series, "loss", loss.item())
     slopes = torch.autograd.grad(loss, series, allow_unused=True) if loss.requires_grad else [None] * len(datums)
     results = []
     for d, slope in zip(datums, slopes, strict=True):
@@ -174,7 +174,7 @@ def slope_of(
         if not np.isfinite(slope).all():
             raise not_finite(scoring, datums, series, f"dL/dlogprob of {d.where}", "NaN or infinity")
         results.append(slope)
-    return float(loss), dict(metrics), results
+    return loss.item(), dict(metrics), results
 
 # %% ../../nbs/22_backends.local.ipynb #b345551b
 @dataclass(eq=False)
@@ -350,6 +350,7 @@ class Versions:
 
     current: int = 0  # the last published version
     upcoming: int = 1  # what the next sync returns
+    published: bool = True  # whether the policy's weights are those of `current`
 
 
 def describe(state: PolicyState) -> dict[str, Any]:
@@ -369,7 +370,7 @@ def capture(state: PolicyState, versions: Versions) -> tuple[dict[str, Tensor], 
     tensors["rng/cpu"] = torch.get_rng_state()
     if state.scoring.causal.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(state.scoring.causal.device)
-    about = {"steps": state.steps, "current": versions.current, "upcoming": versions.upcoming}
+    about = {"steps": state.steps, "version": versions.current, "published": versions.published}
     return {name: t.detach().clone().contiguous() for name, t in tensors.items()}, describe(state) | about
 
 # %% ../../nbs/22_backends.local.ipynb #9f0820f2
@@ -408,9 +409,10 @@ def restore(
             master.copy_(tensors[f"masters/{name}"] if optimizer else state.params[name])
     state.optimizer = None
     if not optimizer:
-        versions.upcoming = versions.current + 1
+        versions.published, versions.upcoming = False, versions.current + 1
         return
-    state.steps, versions.current, versions.upcoming = meta["steps"], meta["current"], meta["upcoming"]
+    state.steps, versions.current, versions.published = meta["steps"], meta["version"], meta["published"]
+    versions.upcoming = versions.current + (not versions.published)
     if any(name.startswith("adam/") for name in tensors):
         fresh = adamw(state, AdamParams())
         for name, target in zip(state.params, state.targets, strict=True):
@@ -463,11 +465,15 @@ class Worker:
         self.closed = False
 
     async def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if self.closed:
-            raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
+        self.check()
         if self.pool is None:
             return fn(*args)
         return await asyncio.get_running_loop().run_in_executor(self.pool, partial(fn, *args))
+
+    def check(self) -> None:
+        "Raises `BackendError` once it is closed."
+        if self.closed:
+            raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
 
     def close(self) -> None:
         "Wait for what runs, refuse what comes."
@@ -533,7 +539,7 @@ class LocalTrainer:
     ) -> dict[str, float]:
         "One AdamW update; returns gradient norms, the size of the update and what was accumulated."
         metrics = await self.run(update, self.state, adam, grad_accumulation_normalization)
-        self.versions.upcoming = self.versions.current + 1
+        self.versions.published, self.versions.upcoming = False, self.versions.current + 1
         return metrics
 
     async def discard_gradients(self) -> None:
@@ -634,6 +640,7 @@ class LocalSampler:
 
     async def post(self, item: Any) -> Any:
         "Put an item into the inbox and wait for its answer."
+        self.run.check()
         loop = asyncio.get_running_loop()
         if self.pump is not None and self.pump.get_loop() is not loop:
             self.abandon(BackendError("the sampler", got="an event loop that was left", fix="Ask again."))
@@ -730,7 +737,7 @@ class LocalSync:
             for name, p in self.served.items():
                 p.copy_(weights[name])
         version = self.versions.upcoming
-        self.versions.current, self.versions.upcoming = version, version + 1
+        self.versions.current, self.versions.upcoming, self.versions.published = version, version + 1, True
         self.sampler.engine.policy_version = version
         return version
 

@@ -1,0 +1,342 @@
+"What any backend must do, whatever it is made of. A new backend adds itself to `BACKENDS` and passes."
+
+import asyncio
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+
+from rl_notebook.backends.base import Backend, Sampler, Scorer, Trainer, WeightSync
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
+
+__all__ = ["one_thread"]
+
+
+def local(**options) -> Backend:
+    return open_local(tiny_model(), byte_tokenizer(), **options)
+
+
+BACKENDS = {
+    "local": local,
+    "local-inline": lambda: local(inline=True),
+    "local-lora": lambda: local(lora_rank=4),
+    "local-small-batches": lambda: local(tokens_per_batch=12, max_batch=3),
+}
+
+PROMPT = [72, 101, 108, 108, 111]
+ADAM = AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(params=BACKENDS)
+def opened(request):
+    "A function that runs an async test against a fresh backend."
+
+    def run(test):
+        async def inside():
+            async with BACKENDS[request.param]() as backend:
+                return await test(backend)
+
+        return asyncio.run(inside())
+
+    return run
+
+
+def datums_of(completions, advantages=None) -> list[Datum]:
+    "One datum per completion, trained on the sampled tokens."
+    advantages = np.linspace(-1, 1, len(completions)) if advantages is None else advantages
+    make = lambda c, a, i: Datum(
+        c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens), advantage=float(a), sample=i
+    )
+    return [make(c, a, i) for i, (c, a) in enumerate(zip(completions, advantages, strict=True))]
+
+
+def reinforce(datums, policy_logprobs):
+    parts = [-d.advantage * lp[torch.tensor(d.active)].sum() for d, lp in zip(datums, policy_logprobs, strict=True)]
+    return torch.stack(parts).sum(), {"parts": float(len(parts))}
+
+
+async def sampled(backend: Backend, seed: int = 0, n: int = 4, max_tokens: int = 6):
+    return await backend.sampler.sample(PROMPT, SampleParams(n=n, max_tokens=max_tokens, seed=seed))
+
+
+async def publish(backend: Backend, name: str) -> int:
+    return await backend.sync(await backend.policy.save_weights_for_sampler(name))
+
+
+def active(series, datums) -> list[np.ndarray]:
+    return [np.asarray(s)[d.active] for s, d in zip(series, datums, strict=True)]
+
+
+def gap(a, b) -> float:
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
+def test_roles_have_their_protocols(opened):
+    async def test(backend):
+        assert isinstance(backend.policy, Trainer)
+        assert isinstance(backend.reference, Scorer)
+        assert isinstance(backend.sampler, Sampler)
+        assert isinstance(backend.sync, WeightSync)
+        for role, protocol in ((backend.policy, Trainer), (backend.sampler, Sampler), (backend.reference, Scorer)):
+            for name in (n for n in vars(protocol) if not n.startswith("_")):
+                assert inspect.iscoroutinefunction(getattr(role, name)), name
+
+    opened(test)
+
+
+def test_a_reference_cannot_be_trained(opened):
+    async def test(backend):
+        assert not isinstance(backend.reference, Trainer)
+        with pytest.raises(AttributeError):
+            await backend.reference.optim_step(ADAM)
+
+    opened(test)
+
+
+def test_completions(opened):
+    async def test(backend):
+        completions = await sampled(backend, n=5)
+        assert len(completions) == 5
+        for c in completions:
+            assert c.prompt_tokens.tolist() == PROMPT
+            assert 1 <= len(c.tokens) <= 6
+            assert (c.logprobs < 0).all()
+            assert np.isfinite(c.sampling_logprobs).all()
+            assert c.finish_reason in ("stop", "length")
+            assert c.policy_version == 0
+
+    opened(test)
+
+
+def test_policy_reference_and_sampler_agree_at_the_start(opened):
+    async def test(backend):
+        completions = await sampled(backend)
+        datums = datums_of(completions)
+        policy = await backend.policy.forward(datums)
+        reference = await backend.reference.forward(datums)
+        drawn = [c.logprobs for c in completions]
+        assert gap(active(policy, datums), drawn) <= 1e-4
+        assert gap(active(reference, datums), drawn) <= 1e-4
+        for c, d in zip(completions, datums, strict=True):
+            echoed = await backend.sampler.logprobs(c.full_tokens)
+            assert echoed.coordinate == "target"
+            assert len(echoed) == len(d.weights)
+            assert np.isfinite(echoed.values).all()
+            assert np.abs(echoed.values[d.active] - c.logprobs).max() <= 1e-4
+
+    opened(test)
+
+
+def test_scores_are_stamped_and_unscored_positions_are_nan(opened):
+    async def test(backend):
+        datums = datums_of(await sampled(backend))
+        for scorer, source in ((backend.policy, "policy"), (backend.reference, "reference")):
+            for scored, d in zip(await scorer.forward(datums), datums, strict=True):
+                assert (scored.coordinate, scored.source, scored.temperature) == ("target", source, 1.0)
+                assert scored.policy_version == 0
+                assert len(scored) == len(d.weights)
+                assert np.array_equal(np.isnan(scored.values), ~d.active)
+
+    opened(test)
+
+
+def test_same_seed_same_tokens(opened):
+    async def test(backend):
+        if not backend.capabilities.seed:
+            pytest.skip("the backend has no seed")
+        alone = await sampled(backend, seed=3)
+        crowd = await asyncio.gather(*(sampled(backend, seed=s, n=1 + s) for s in range(6)))
+        assert [c.tokens.tolist() for c in crowd[3]] == [c.tokens.tolist() for c in alone]
+
+    opened(test)
+
+
+def test_the_loss_is_called_once_with_everything(opened):
+    async def test(backend):
+        datums, calls = datums_of(await sampled(backend, n=7)), []
+
+        def loss(ds, lps):
+            calls.append((len(ds), [tuple(lp.shape) for lp in lps], all(lp.requires_grad for lp in lps)))
+            return reinforce(ds, lps)
+
+        out = await backend.policy.forward_backward_custom(datums, loss)
+        assert calls == [(7, [(len(d.weights),) for d in datums], True)]
+        assert out.metrics == {"parts": 7.0}
+        want = -sum(d.advantage * np.nansum(s.values) for d, s in zip(datums, out.logprobs, strict=True))
+        assert out.loss == pytest.approx(want, rel=1e-5)
+        for d, slope in zip(datums, out.dlogprobs, strict=True):
+            assert np.allclose(slope, np.where(d.active, -d.advantage, 0.0))
+            assert (slope[~d.active] == 0).all()
+
+    opened(test)
+
+
+def test_training_moves_the_policy_and_nothing_else(opened):
+    async def test(backend):
+        completions = await sampled(backend)
+        datums = datums_of(completions, [1.0] * 4)
+        before = active(await backend.policy.forward(datums), datums)
+        await backend.policy.forward_backward_custom(datums, reinforce)
+        metrics = await backend.policy.optim_step(ADAM)
+        assert metrics["grad_norm"] > 0
+        assert metrics["learning_rate"] == ADAM.learning_rate
+        after = active(await backend.policy.forward(datums), datums)
+        assert sum(a.sum() for a in after) > sum(b.sum() for b in before)
+        assert gap(active(await backend.reference.forward(datums), datums), before) <= 1e-4
+        again = await sampled(backend)
+        assert [c.tokens.tolist() for c in again] == [c.tokens.tolist() for c in completions]
+        assert again[0].policy_version == 0
+
+    opened(test)
+
+
+def test_sync_brings_the_policy_to_the_sampler(opened):
+    async def test(backend):
+        for version in (1, 2):
+            await backend.policy.forward_backward_custom(datums_of(await sampled(backend)), reinforce)
+            await backend.policy.optim_step(ADAM)
+            assert await publish(backend, f"step-{version}") == version
+            completions = await sampled(backend, seed=version)
+            assert {c.policy_version for c in completions} == {version}
+            datums = datums_of(completions)
+            policy = await backend.policy.forward(datums)
+            assert policy[0].policy_version == version
+            assert gap(active(policy, datums), [c.logprobs for c in completions]) <= 1e-4
+
+    opened(test)
+
+
+def test_an_unknown_snapshot_names_the_known_ones(opened):
+    async def test(backend):
+        await publish(backend, "step-1")
+        with pytest.raises(BackendError, match=r"'step-9'.*step-1"):
+            await backend.sync("step-9")
+
+    opened(test)
+
+
+def test_gradients_accumulate_until_the_step(opened):
+    async def test(backend):
+        datums = datums_of(await sampled(backend, n=6))
+        path = await backend.policy.save_state("start")
+        norms = []
+        for groups in ([datums], [datums[:1], datums[1:4], datums[4:]]):
+            await backend.policy.load_state(path)
+            for group in groups:
+                await backend.policy.forward_backward_custom(group, reinforce)
+            metrics = await backend.policy.optim_step(ADAM, grad_accumulation_normalization="num_sequences")
+            norms.append((metrics["grad_norm"], active(await backend.policy.forward(datums), datums)))
+        assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-4)
+        assert gap(norms[0][1], norms[1][1]) < 2e-2
+
+    opened(test)
+
+
+def test_normalizations_divide_once(opened):
+    async def test(backend):
+        datums = datums_of(await sampled(backend, n=5))
+        path, norms = await backend.policy.save_state("start"), {}
+        for kind in backend.capabilities.grad_accumulation_normalization:
+            await backend.policy.load_state(path)
+            for d in datums:
+                await backend.policy.forward_backward_custom([d], reinforce)
+            norms[kind] = (await backend.policy.optim_step(ADAM, grad_accumulation_normalization=kind))["grad_norm"]
+        counts = {"none": 1, "num_sequences": 5, "num_loss_tokens": sum(d.num_loss_tokens for d in datums)}
+        for kind, norm in norms.items():
+            assert norm == pytest.approx(norms["none"] / counts[kind], rel=1e-4)
+        await backend.policy.forward_backward_custom(datums, reinforce)
+        with pytest.raises(BackendError, match="'per_moon'"):
+            await backend.policy.optim_step(ADAM, grad_accumulation_normalization="per_moon")
+
+    opened(test)
+
+
+def test_a_step_needs_gradients_and_uses_them_up(opened):
+    async def test(backend):
+        datums = datums_of(await sampled(backend))
+        with pytest.raises(BackendError, match="no accumulated gradient"):
+            await backend.policy.optim_step(ADAM)
+        await backend.policy.forward_backward_custom(datums, reinforce)
+        await backend.policy.optim_step(ADAM)
+        with pytest.raises(BackendError, match="no accumulated gradient"):
+            await backend.policy.optim_step(ADAM)
+        if backend.capabilities.discard_gradients:
+            await backend.policy.forward_backward_custom(datums, reinforce)
+            await backend.policy.discard_gradients()
+            with pytest.raises(BackendError, match="no accumulated gradient"):
+                await backend.policy.optim_step(ADAM)
+
+    opened(test)
+
+
+def test_states_restore_exactly(opened):
+    async def test(backend):
+        datums = datums_of(await sampled(backend))
+
+        async def step():
+            out = await backend.policy.forward_backward_custom(datums, reinforce)
+            return out.loss, await backend.policy.optim_step(ADAM)
+
+        await step()
+        path = await backend.policy.save_state("middle")
+        first = [await step() for _ in range(2)]
+        await backend.policy.load_state(path)
+        assert [await step() for _ in range(2)] == first
+
+    opened(test)
+
+
+def test_bad_losses_are_refused_and_leave_nothing_behind(opened):
+    async def test(backend):
+        datums = datums_of(await sampled(backend))
+        ignoring = lambda ds, lps: reinforce(ds[:-1], lps[:-1])
+        with pytest.raises(LossError, match="sample 3: gradient: got none"):
+            await backend.policy.forward_backward_custom(datums, ignoring)
+        forgetful = lambda ds, lps: (sum((lp * torch.tensor(d.weights)).sum() for d, lp in zip(ds, lps)), {})
+        if not backend.capabilities.prompt_logprobs:
+            with pytest.raises(LossError, match="index with weights > 0"):
+                await backend.policy.forward_backward_custom(datums, forgetful)
+        with pytest.raises(LossError, match="gradient: got none"):
+            await backend.policy.forward_backward_custom(datums, lambda ds, lps: (torch.tensor(1.0), {}))
+        with pytest.raises(LossError, match="got float; expected a tensor"):
+            await backend.policy.forward_backward_custom(datums, lambda ds, lps: (1.0, {}))
+        with pytest.raises(ZeroDivisionError):
+            await backend.policy.forward_backward_custom(datums, lambda ds, lps: 1 / 0)
+        with pytest.raises(BackendError, match="no accumulated gradient"):
+            await backend.policy.optim_step(ADAM)
+
+    opened(test)
+
+
+def test_bad_prompts_are_refused_and_others_go_on(opened):
+    async def test(backend):
+        limit = backend.capabilities.max_seq_len
+        with pytest.raises(RLNotebookError, match=f"{limit} prompt tokens.*at most {limit}"):
+            await backend.sampler.sample([1] * limit, SampleParams(max_tokens=4))
+        with pytest.raises(RLNotebookError, match="expected at least one"):
+            await backend.sampler.sample([], SampleParams(max_tokens=4))
+        too_long = Datum([1] * (limit + 1), [1] * limit, sample=3, key="q17")
+        with pytest.raises(RLNotebookError, match=rf"sample 3 \(row 'q17'\).*at most {limit}"):
+            await backend.policy.forward([too_long])
+        results = await asyncio.gather(
+            sampled(backend), backend.sampler.sample([], SampleParams()), sampled(backend), return_exceptions=True
+        )
+        assert isinstance(results[1], BackendError)
+        assert [c.tokens.tolist() for c in results[0]] == [c.tokens.tolist() for c in results[2]]
+
+    opened(test)
+
+
+def test_a_closed_backend_says_so(opened):
+    async def test(backend):
+        async with backend:
+            await sampled(backend)
+        with pytest.raises(BackendError, match="closed"):
+            await backend.policy.forward([Datum([1, 2], [1])])
+        with pytest.raises(BackendError, match="closed"):
+            await sampled(backend)
+
+    opened(test)

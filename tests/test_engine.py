@@ -1,0 +1,367 @@
+"The engine: every completion as if it were alone, and logprobs that the model itself would give."
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import EOS, byte_tokenizer, one_thread, tiny_model
+
+from rl_notebook.backends.engine import (
+    CausalModel,
+    Engine,
+    Uniforms,
+    bare_model,
+    context_length,
+    echo,
+    head_logprobs,
+    open_model,
+    pick_logprobs,
+    probe_error,
+)
+from rl_notebook.core import BackendError, SampleParams
+
+__all__ = ["one_thread"]
+
+PROMPTS = ([72, 105], [65, 66, 67, 68, 69, 70], [1], list(range(40, 70)))
+
+
+def engine_of(model, **kwargs) -> Engine:
+    return Engine(open_model(model), byte_tokenizer(), **kwargs)
+
+
+def endless(**kwargs) -> Engine:
+    "An engine whose completions end by their budget only."
+    return engine_of(tiny_model(eos=None, **kwargs.pop("sizes", {})), eos_token_ids=frozenset(), **kwargs)
+
+
+def finish(engine: Engine, steps: int = 16) -> None:
+    while not engine.idle:
+        engine.hop(steps)
+
+
+def drawn(engine: Engine, prompt, params: SampleParams):
+    request = engine.submit(prompt, params)
+    finish(engine)
+    return request.completions
+
+
+def own_logprobs(model, tokens) -> np.ndarray:
+    "The model's own logprobs of each token after the first, from one plain forward pass."
+    ids = torch.tensor([list(tokens)])
+    with torch.no_grad():
+        return pick_logprobs(bare_model(model)(ids).logits[0, :-1].float(), ids[0, 1:]).double().numpy()
+
+
+# Agreement ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15)
+@given(
+    family=st.sampled_from(["qwen3", "llama"]),
+    tied=st.booleans(),
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1), (2, 2)]),
+    vocab=st.sampled_from([17, 258]),
+    prompts=st.lists(st.lists(st.integers(0, 16), min_size=1, max_size=20), min_size=1, max_size=5),
+    n=st.integers(1, 4),
+    max_batch=st.sampled_from([1, 3, 64]),
+    tokens=st.sampled_from([16, 4096]),
+    seed=st.integers(0, 10**6),
+)
+def test_logprobs_are_the_models_own(family, tied, layers, heads, vocab, prompts, n, max_batch, tokens, seed):
+    model = tiny_model(
+        family, tied=tied, layers=layers, heads=heads[0], kv_heads=heads[1], vocab=vocab, seed=seed, eos=3
+    )
+    engine = engine_of(model, max_batch=max_batch, tokens_per_batch=tokens)
+    budgets = [1 + (seed + i) % 12 for i in range(len(prompts))]
+    pairs = zip(prompts, budgets, strict=True)
+    requests = [engine.submit(p, SampleParams(n=n, max_tokens=b, seed=seed)) for p, b in pairs]
+    finish(engine)
+    for c in (c for r in requests for c in r.completions):
+        want = own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]
+        assert np.abs(c.logprobs - want).max() <= 1e-4
+        assert np.array_equal(c.logprobs, c.sampling_logprobs)
+        (again,) = echo(engine, [c.full_tokens])
+        assert np.abs(again.values - own_logprobs(model, c.full_tokens)).max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("route", ["fast", "modules", "full"])
+def test_every_route_gives_the_same(family, route):
+    model = tiny_model(family, scale=1)
+    if family == "gpt2" and route == "fast":
+        with pytest.raises(AttributeError):
+            CausalModel(model, route)
+        assert open_model(model).route == "modules"
+        return
+    assert probe_error(CausalModel(model, route), sampling=True) < 1e-4
+    assert open_model(model, routes=[route]).route == route
+
+
+def test_a_wrong_fast_route_is_not_used():
+    "A decoder that looks Llama-shaped but scales its residual stream."
+    model = tiny_model()
+    down = model.model.layers[0].mlp.down_proj.forward
+    model.model.layers[0].mlp.down_proj.forward = lambda x: 2 * down(x)
+    assert probe_error(CausalModel(model, "fast"), sampling=True) > 1e-2
+    assert open_model(model).route == "modules"
+
+
+def test_bfloat16_logprobs_are_close():
+    model = tiny_model(scale=2).bfloat16()
+    engine = engine_of(model)
+    for c in drawn(engine, [5, 6, 7], SampleParams(n=4, max_tokens=20, seed=1)):
+        assert np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[2:]).max() < 0.25
+
+
+# Dice -----------------------------------------------------------------------------------------------------------
+
+
+def boundary_gap(model, completion, position: int, seed: int, index: int) -> float:
+    "How far the uniform number at a position was from the nearest step of the cumulative distribution."
+    with torch.no_grad():
+        ids = torch.tensor([completion.full_tokens[: completion.prompt_len + position]])
+        cdf = model(ids).logits[0, -1].double().softmax(-1).cumsum(-1)
+    return float((cdf - Uniforms(seed, index)[position]).abs().min())
+
+
+def test_same_seed_same_tokens_in_any_company():
+    model, ties, compared = tiny_model(), 0, 0
+    for seed in range(12):
+        params = SampleParams(n=3, max_tokens=24, seed=seed)
+        alone = drawn(engine_of(model), PROMPTS[1], params)
+        crowd = engine_of(model, max_batch=7)
+        others = [crowd.submit(p, SampleParams(n=2, max_tokens=5 + seed, temperature=0.7)) for p in PROMPTS]
+        crowd.hop(3)
+        request = crowd.submit(PROMPTS[1], params)
+        finish(crowd, steps=1 + seed)
+        assert all(r.done for r in others)
+        for index, (a, b) in enumerate(zip(alone, request.completions, strict=True)):
+            compared += 1
+            if a.tokens.tolist() != b.tokens.tolist():
+                first = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
+                assert boundary_gap(model, a, first, seed, index) < 1e-5, "tokens differ without a tie"
+                ties += 1
+    print(f"\nsame seed alone and in company: {compared} completions, {ties} floating-point ties")
+    assert ties <= 1
+
+
+def test_seeds_and_indices_differ_and_none_is_entropy():
+    engine = engine_of(tiny_model())
+    a = drawn(engine, [5], SampleParams(n=3, max_tokens=30, seed=0))
+    b = drawn(engine, [5], SampleParams(n=1, max_tokens=30, seed=1))
+    assert len({tuple(c.tokens) for c in [*a, *b]}) == 4
+    free = [tuple(drawn(engine, [5], SampleParams(max_tokens=30))[0].tokens) for _ in range(2)]
+    assert free[0] != free[1]
+
+
+def test_frequencies_follow_the_distribution():
+    model = tiny_model(vocab=11, eos=None, scale=3)
+    engine = Engine(open_model(model), max_batch=4000)
+    for params in (SampleParams(), SampleParams(temperature=0.6), SampleParams(top_k=3), SampleParams(top_p=0.7)):
+        params = SampleParams(4000, 1, params.temperature, params.top_p, params.top_k, seed=5)
+        tokens = [int(c.tokens[0]) for c in drawn(engine, [2, 4], params)]
+        with torch.no_grad():
+            p = (model(torch.tensor([[2, 4]])).logits[0, -1].double() / params.temperature).softmax(-1).numpy()
+        order = np.argsort(-p)
+        kept = order[: params.top_k or None]
+        mass = np.cumsum(p[kept] / p[kept].sum())
+        kept = kept[: int(np.searchsorted(mass, params.top_p)) + 1]
+        want = np.zeros_like(p)
+        want[kept] = p[kept] / p[kept].sum()
+        assert np.abs(np.bincount(tokens, minlength=11) / 4000 - want).max() < 0.04
+        c = drawn(engine, [2, 4], params)[0]
+        assert c.sampling_logprobs[0] == pytest.approx(np.log(want[c.tokens[0]]), abs=1e-5)
+
+
+def test_greedy_is_the_models_argmax():
+    model = tiny_model()
+    (c,) = drawn(engine_of(model), PROMPTS[1], SampleParams(max_tokens=10, temperature=0))
+    ids = list(PROMPTS[1])
+    for token in c.tokens:
+        with torch.no_grad():
+            assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
+        ids.append(int(token))
+    assert (c.sampling_logprobs == 0).all()
+    assert np.abs(c.logprobs - own_logprobs(model, ids)[len(PROMPTS[1]) - 1 :]).max() < 1e-4
+
+
+def test_rows_with_different_settings_share_a_batch():
+    model = tiny_model()
+    settings_ = [SampleParams(2, 12, 0), SampleParams(2, 12, 0.5, seed=1), SampleParams(2, 12, 1, 0.5, seed=2)]
+    settings_ += [SampleParams(2, 12, 1.3, 1, 4, seed=3), SampleParams(2, 12, seed=4)]
+    crowd = engine_of(model)
+    requests = [crowd.submit([9, 8, 7], p) for p in settings_]
+    finish(crowd)
+    assert crowd.prefilled_tokens == 3
+    for request, params in zip(requests, settings_, strict=True):
+        alone = drawn(engine_of(model), [9, 8, 7], params)
+        for a, b in zip(alone, request.completions, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert np.abs(a.sampling_logprobs - b.sampling_logprobs).max() < 1e-4
+
+
+# The batch ------------------------------------------------------------------------------------------------------
+
+
+def test_equal_prompts_are_prefilled_once_whoever_asks():
+    engine = engine_of(tiny_model())
+    for seed in range(5):
+        engine.submit(PROMPTS[3], SampleParams(n=3, max_tokens=4, seed=seed))
+    engine.submit(PROMPTS[0], SampleParams(max_tokens=4))
+    finish(engine)
+    assert engine.prefilled_tokens == len(PROMPTS[3]) + len(PROMPTS[0])
+
+
+def test_requests_join_between_steps_and_rows_leave():
+    engine = endless(max_batch=4)
+    first = engine.submit(PROMPTS[0], SampleParams(n=3, max_tokens=30))
+    assert engine.hop(2) == []
+    late = engine.submit(PROMPTS[1], SampleParams(n=3, max_tokens=3))
+    sizes, done = [], []
+    while not engine.idle:
+        done += engine.hop(1)
+        sizes.append(len(engine.rows))
+    assert max(sizes) == 4
+    assert done == [late, first]
+    assert [len(c.tokens) for c in late.completions] == [3, 3, 3]
+    assert engine.cache.rows == 0
+
+
+def test_a_cancelled_request_leaves_the_others_alone():
+    engine = endless(max_batch=4)
+    kept = engine.submit(PROMPTS[1], SampleParams(n=2, max_tokens=20, seed=1))
+    gone = engine.submit(PROMPTS[0], SampleParams(n=5, max_tokens=20))
+    engine.hop(4)
+    gone.cancelled = True
+    finish(engine)
+    alone = drawn(endless(), PROMPTS[1], SampleParams(n=2, max_tokens=20, seed=1))
+    assert [c.tokens.tolist() for c in kept.completions] == [c.tokens.tolist() for c in alone]
+    assert gone.completions.count(None) > 0
+
+
+def test_buffers_grow_past_a_block():
+    engine = endless(sizes={"context": 400})
+    (c,) = drawn(engine, PROMPTS[3], SampleParams(max_tokens=300, seed=0))
+    assert len(c.tokens) == 300
+    assert np.abs(c.logprobs - own_logprobs(engine.causal.model, c.full_tokens)[29:]).max() < 1e-4
+
+
+# Endings --------------------------------------------------------------------------------------------------------
+
+
+def test_eos_ends_a_completion_and_is_part_of_it():
+    engine = engine_of(tiny_model(vocab=258, eos=[3, 4]), eos_token_ids=None)
+    assert engine.eos_token_ids == {3, 4, EOS}
+    completions = drawn(engine, [5, 6], SampleParams(n=200, max_tokens=60, seed=0))
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert stopped
+    for c in completions:
+        ends = [i for i, t in enumerate(c.tokens) if t in engine.eos_token_ids]
+        assert ends == ([len(c.tokens) - 1] if c.finish_reason == "stop" else [])
+        assert c.finish_reason == "stop" or len(c.tokens) == 60
+        assert c.text == byte_tokenizer().decode([t for t in c.tokens if t not in (3, 4)], skip_special_tokens=True)
+
+
+def test_stop_ids():
+    engine = endless()
+    plain = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=3))[0]
+    stop = int(plain.tokens[7])
+    (c,) = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=3, stop_token_ids=(stop,)))
+    first = plain.tokens.tolist().index(stop)
+    assert c.tokens.tolist() == plain.tokens.tolist()[: first + 1]
+    assert c.finish_reason == "stop"
+
+
+def test_stop_strings_span_tokens():
+    "One byte a token, so a stop string of three letters spans three of them."
+    tokenizer, engine = byte_tokenizer(), endless()
+    for seed in range(8):
+        plain = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=seed))[0]
+        text = tokenizer.decode(plain.tokens.tolist())
+        stop = next((text[i : i + 3] for i in range(5, len(text) - 3) if "\ufffd" not in text[i : i + 3]), None)
+        if stop is None:
+            continue
+        (c,) = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=seed, stop=("never there", stop)))
+        assert c.finish_reason == "stop"
+        assert c.text == text[: text.find(stop)]
+        assert c.tokens.tolist() == plain.tokens.tolist()[: len(c.tokens)]
+        assert tokenizer.decode(c.tokens.tolist()).endswith(stop)
+        assert stop not in tokenizer.decode(c.tokens.tolist()[:-1])
+        return
+    pytest.fail("no seed gave three plain letters in a row")
+
+
+def test_completions_carry_their_papers():
+    engine = engine_of(tiny_model(), policy_version=7)
+    params = SampleParams(n=2, max_tokens=5, seed=0)
+    for c in drawn(engine, [5, 6], params):
+        assert (c.policy_version, c.params, c.prompt_tokens.tolist()) == (7, params, [5, 6])
+    (scored,) = echo(engine, [[5, 6, 7]])
+    assert (scored.coordinate, scored.source, scored.policy_version, len(scored)) == ("target", "sampler", 7, 2)
+    assert np.isfinite(scored.values).all()
+
+
+# Refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused():
+    engine = engine_of(tiny_model(context=64))
+    with pytest.raises(BackendError, match="60 prompt tokens \\+ 5 new tokens = 65; expected at most 64"):
+        engine.submit([1] * 60, SampleParams(max_tokens=5))
+    with pytest.raises(BackendError, match="prompt: tokens: got none; expected at least one"):
+        engine.submit([], SampleParams())
+    with pytest.raises(BackendError, match="token id: got 999; expected 0 to 257"):
+        engine.submit([1, 999], SampleParams(max_tokens=5))
+    with pytest.raises(BackendError, match="no empty string"):
+        engine.submit([1], SampleParams(max_tokens=5, stop=("",)))
+    with pytest.raises(BackendError, match="expected at least 2"):
+        echo(engine, [[5]])
+    with pytest.raises(BackendError, match="expected at most 64"):
+        echo(engine, [[5] * 65])
+    with pytest.raises(BackendError, match="expected a tokenizer"):
+        Engine(engine.causal).submit([1], SampleParams(max_tokens=5, stop=("x",)))
+    assert engine.idle
+
+
+def test_context_is_the_smallest_limit():
+    model = tiny_model(context=64)
+    assert context_length(model) == 64
+    assert engine_of(model, max_seq_len=32).max_seq_len == 32
+    assert engine_of(model, max_seq_len=320).max_seq_len == 64
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    model.config.sliding_window = 16
+    assert context_length(model) == 16
+
+
+# The head -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(0, 9),
+    vocab=st.integers(2, 30),
+    chunk=st.integers(1, 200),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    frozen=st.booleans(),
+    bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_chunked_head_is_the_plain_one(rows, vocab, chunk, temperature, frozen, bias, seed):
+    torch.manual_seed(seed)
+    head = torch.nn.Linear(6, vocab, bias=bias).double().requires_grad_(not frozen)
+    hidden, targets = torch.randn(rows, 6, dtype=torch.double), torch.randint(vocab, (rows,))
+    slope = torch.randn(rows, dtype=torch.double)
+
+    def run(make):
+        h = hidden.clone().requires_grad_()
+        values = make(h)
+        inputs = [h, *(p for p in head.parameters() if p.requires_grad)]
+        return [values, *torch.autograd.grad((values * slope).sum(), inputs, allow_unused=rows == 0)]
+
+    chunked = run(lambda h: head_logprobs(h, targets, head, temperature, chunk))
+    plain = run(lambda h: pick_logprobs(head(h), targets, temperature))
+    assert len(chunked) == len(plain)
+    for a, b in zip(chunked, plain, strict=True):
+        assert a is b is None or torch.allclose(a, b, atol=1e-12)

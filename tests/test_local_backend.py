@@ -1,0 +1,624 @@
+"The local backend: exact gradients, exact states, a reference that stays, a sampler that serves the last sync."
+
+import asyncio
+import errno
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+
+import rl_notebook.backends.local as local_module
+from rl_notebook.backends.local import open_local, plan_batches
+from rl_notebook.core import (
+    AdamParams,
+    BackendError,
+    ConfigError,
+    Datum,
+    LossError,
+    MissingExtra,
+    RecordError,
+    SampleParams,
+)
+
+__all__ = ["one_thread"]
+
+ADAM = AdamParams(learning_rate=1e-2)
+
+
+def backend_of(family: str = "qwen3", model: dict | None = None, **options):
+    options = {"inline": True, **options}
+    return open_local(tiny_model(family, **(model or {})), byte_tokenizer(), **options)
+
+
+def random_datums(seed: int, count: int, vocab: int = 200, longest: int = 24) -> list[Datum]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        n = int(rng.integers(2, longest))
+        weights = (rng.random(n - 1) < 0.6).astype(float)
+        made.append(Datum(rng.integers(0, vocab, n), weights, advantage=float(rng.normal()), sample=i))
+    return made
+
+
+def mixing_loss(datums, policy_logprobs):
+    "A loss whose datums depend on each other: a ratio of sums, squared."
+    scored = [lp[torch.tensor(d.active)] for d, lp in zip(datums, policy_logprobs, strict=True)]
+    top = sum(d.advantage * s.sum() for d, s in zip(datums, scored, strict=True))
+    bottom = 1 + sum((s**2).sum() for s in scored)
+    return (top / bottom) ** 2 + top, {}
+
+
+def gradients(backend) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in backend.policy.state.params.items() if p.grad is not None}
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+# Gradients ------------------------------------------------------------------------------------------------------
+
+
+def naive_gradients(backend, datums, loss_fn) -> dict[str, torch.Tensor]:
+    "Sequence by sequence through the model's own logits, all of them, and plain autograd."
+    module, temperature = backend.policy.state.module, backend.policy.state.scoring.temperature
+    series = []
+    for d in datums:
+        logits = module(input_ids=torch.from_numpy(d.input_tokens.copy())[None]).logits[0] / temperature
+        series.append(logits.log_softmax(-1)[torch.arange(len(d.weights)), torch.from_numpy(d.target_tokens.copy())])
+    params = backend.policy.state.params
+    grads = torch.autograd.grad(loss_fn(datums, series)[0], list(params.values()), allow_unused=True)
+    return {name: g for name, g in zip(params, grads, strict=True) if g is not None}
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 7),
+    tokens=st.sampled_from([8, 40, 10**6]),
+    family=st.sampled_from(["qwen3", "llama", "gpt2"]),
+    tied=st.booleans(),
+    lora=st.sampled_from([0, 3]),
+    temperature=st.sampled_from([1.0, 0.7]),
+)
+def test_the_gradient_is_exact_however_it_is_batched(seed, count, tokens, family, tied, lora, temperature):
+    "float64: split into batches, padded, sorted and chunked, it is the naive gradient to 1e-10."
+    lora = 0 if family == "gpt2" else lora
+    shape = {"tied": tied, "seed": seed % 100}
+    options = {"lora_rank": lora, "temperature": temperature, "reference": False}
+    backend = backend_of(family, shape, dtype="float64", tokens_per_batch=tokens, **options)
+    if lora:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in backend.policy.state.params.values():
+                p.normal_(std=0.1)
+    datums = random_datums(seed, count)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    got, want = gradients(backend), naive_gradients(backend, datums, mixing_loss)
+    assert got.keys() == want.keys()
+    scale = max(float(g.abs().max()) for g in want.values()) or 1.0
+    for name, g in want.items():
+        assert float((got[name] - g).abs().max()) <= 1e-10 * max(1.0, scale), name
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_gradient_in_float32_does_not_know_the_batches(order):
+    datums = random_datums(7, 9)[::order]
+    found = []
+    for tokens in (10, 60, 10**6):
+        backend = backend_of(tokens_per_batch=tokens, reference=False)
+        run(backend.policy.forward_backward_custom(datums, mixing_loss))
+        found.append(torch.cat([g.flatten() for g in gradients(backend).values()]))
+    for other in found[1:]:
+        assert float((other - found[0]).norm() / found[0].norm()) < 1e-5
+
+
+def test_chunks_of_the_head_change_nothing(monkeypatch):
+    datums, found = random_datums(3, 4), []
+    for elements in (300, 2**24):
+        monkeypatch.setattr("rl_notebook.backends.engine.head_logprobs.__defaults__", (1.0, elements))
+        backend = backend_of(reference=False)
+        run(backend.policy.forward_backward_custom(datums, mixing_loss))
+        found.append(torch.cat([g.flatten() for g in gradients(backend).values()]))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-5
+
+
+def test_loss_then_backward_is_forward_backward():
+    datums = random_datums(5, 5)
+    for tokens in (20, 10**6):
+        one, two = (backend_of(tokens_per_batch=tokens, reference=False) for _ in range(2))
+        whole = run(one.policy.forward_backward_custom(datums, mixing_loss))
+        looked = run(two.policy.loss(datums, mixing_loss))
+        assert gradients(two) == {}
+        with pytest.raises(BackendError, match="no accumulated gradient"):
+            run(two.policy.optim_step(ADAM))
+        looked = run(two.policy.loss(datums, mixing_loss))
+        run(two.policy.backward(datums, looked.dlogprobs))
+        assert looked.loss == whole.loss
+        for name, g in gradients(one).items():
+            assert torch.allclose(g, gradients(two)[name], rtol=1e-5, atol=1e-7)
+
+
+def test_edited_slopes_are_checked():
+    backend, datums = backend_of(reference=False), [Datum([1, 2, 3], [0, 1])]
+    with pytest.raises(LossError, match="a slope at an unscored position"):
+        run(backend.policy.backward(datums, [np.array([1.0, 1.0])]))
+    with pytest.raises(LossError, match=r"got \(1,\); expected \(2,\)"):
+        run(backend.policy.backward(datums, [np.array([1.0])]))
+    with pytest.raises(LossError, match="expected 1, one per datum"):
+        run(backend.policy.backward(datums, []))
+
+
+def test_masked_positions_get_exactly_nothing():
+    "A loss that reads NaN behind a where() has a NaN slope there; it must not reach the weights."
+    backend, datums = backend_of(reference=False), random_datums(2, 3)
+
+    def loss(ds, lps):
+        masks = [torch.tensor(d.active) for d in ds]
+        return sum(torch.where(m, lp.exp(), 0.0).sum() for m, lp in zip(masks, lps, strict=True)), {}
+
+    out = run(backend.policy.forward_backward_custom(datums, loss))
+    for d, slope in zip(datums, out.dlogprobs, strict=True):
+        assert (slope[~d.active] == 0).all()
+        assert (slope[d.active] > 0).all()
+    assert all(g.isfinite().all() for g in gradients(backend).values())
+
+
+def test_prompt_logprobs_scores_everything():
+    backend, datums = backend_of(prompt_logprobs=True), random_datums(2, 3)
+    for scorer in (backend.policy, backend.reference):
+        assert all(np.isfinite(s.values).all() for s in run(scorer.forward(datums)))
+    multiplied = lambda ds, lps: (sum((lp * torch.tensor(d.weights)).sum() for d, lp in zip(ds, lps)), {})
+    out = run(backend.policy.forward_backward_custom(datums, multiplied))
+    assert all(np.array_equal(slope, d.weights) for slope, d in zip(out.dlogprobs, datums, strict=True))
+
+
+def test_a_datum_without_scored_positions_is_harmless():
+    backend = backend_of(reference=False)
+    datums = [Datum([1, 2, 3], [0, 0]), Datum([4, 5], [1])]
+    out = run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    assert np.isnan(out.logprobs[0].values).all()
+    assert np.isfinite(out.loss)
+
+
+def test_diverged_weights_are_named():
+    backend = backend_of(reference=False)
+    with torch.no_grad():
+        next(iter(backend.policy.state.params.values())).fill_(torch.nan)
+    with pytest.raises(LossError, match=r"policy logprobs: got NaN or infinity.*diverged"):
+        run(backend.policy.forward_backward_custom(random_datums(1, 2), mixing_loss))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 300), st.integers(1, 2000))
+def test_batches_hold_everything_once_and_keep_the_budget(lengths, budget, gain):
+    batches = plan_batches(lengths, budget, gain)
+    assert sorted(i for b in batches for i in b) == list(range(len(lengths)))
+    for b in batches:
+        assert len(b) == 1 or len(b) * max(lengths[i] for i in b) <= budget
+
+
+# Updates --------------------------------------------------------------------------------------------------------
+
+
+def test_clipping_and_the_size_of_an_update():
+    free, tight = backend_of(reference=False), backend_of(reference=False)
+    datums = random_datums(1, 4)
+    for b in (free, tight):
+        run(b.policy.forward_backward_custom(datums, mixing_loss))
+    before = {name: p.detach().clone() for name, p in tight.policy.state.params.items()}
+    raw = torch.cat([g.flatten() for g in gradients(free).values()]).norm()
+    loose = run(free.policy.optim_step(ADAM))
+    metrics = run(tight.policy.optim_step(AdamParams(learning_rate=1e-2, grad_clip_norm=0.1)))
+    assert loose["grad_norm"] == loose["grad_norm_clipped"] == pytest.approx(float(raw), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(raw), rel=1e-5)
+    assert metrics["grad_norm_clipped"] == pytest.approx(0.1)
+    moved = sum(float((p - before[n]).square().sum()) for n, p in tight.policy.state.params.items()) ** 0.5
+    assert metrics["update_norm"] == pytest.approx(moved, rel=1e-4)
+    assert metrics["num_loss_tokens"] == sum(d.num_loss_tokens for d in datums)
+
+
+def test_adamw_is_torchs_with_this_steps_parameters():
+    backend, datums = backend_of(reference=False), random_datums(4, 3)
+    twin = {n: p.detach().clone().requires_grad_() for n, p in backend.policy.state.params.items()}
+    plain = torch.optim.AdamW(twin.values(), foreach=False)
+    steps = [AdamParams(1e-2), AdamParams(3e-3, 0.8, 0.95, 1e-6, 0.1)]
+    for adam in steps:
+        run(backend.policy.forward_backward_custom(datums, mixing_loss))
+        for name, g in gradients(backend).items():
+            twin[name].grad = g
+        betas = (adam.beta1, adam.beta2)
+        plain.param_groups[0].update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
+        plain.step()
+        run(backend.policy.optim_step(adam))
+    for name, p in backend.policy.state.params.items():
+        assert torch.allclose(p, twin[name], atol=1e-6), name
+
+
+def test_infinite_gradients_do_not_reach_the_weights():
+    backend, datums = backend_of(reference=False), random_datums(4, 3)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    before = {n: p.detach().clone() for n, p in backend.policy.state.params.items()}
+    next(p for p in backend.policy.state.params.values() if p.grad is not None).grad[0] = torch.inf
+    with pytest.raises(BackendError, match="gradient norm: got inf"):
+        run(backend.policy.optim_step(ADAM))
+    assert all(torch.equal(p, before[n]) for n, p in backend.policy.state.params.items())
+
+
+def test_small_updates_are_not_lost_in_bfloat16():
+    backend, datums = backend_of(dtype="bfloat16", reference=False), random_datums(4, 3)
+    start = {n: m.clone() for n, m in backend.policy.state.masters.items()}
+    for _ in range(3):
+        run(backend.policy.forward_backward_custom(datums, mixing_loss))
+        metrics = run(backend.policy.optim_step(AdamParams(learning_rate=1e-6, weight_decay=0)))
+    assert metrics["update_norm"] > 0
+    state = backend.policy.state
+    assert all(p.dtype == torch.bfloat16 for p in state.params.values())
+    moved = [float((state.masters[n] - start[n]).abs().max()) for n in start]
+    assert all(1e-6 < m < 4e-6 for m in moved)
+    assert all(torch.equal(state.params[n], m.bfloat16()) for n, m in state.masters.items())
+
+
+# Agreement ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 10**6),
+    family=st.sampled_from(["qwen3", "llama"]),
+    tied=st.booleans(),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    lora=st.sampled_from([0, 2]),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    tokens=st.sampled_from([32, 16384]),
+    temperature=st.sampled_from([1.0, 0.6]),
+)
+def test_sampler_and_policy_agree_on_every_token(seed, family, tied, heads, lora, lengths, tokens, temperature):
+    shape = {"tied": tied, "heads": heads[0], "kv_heads": heads[1], "seed": seed % 1000}
+    options = {"lora_rank": lora, "tokens_per_batch": tokens, "temperature": temperature, "max_batch": 6}
+    backend = backend_of(family, shape, **options)
+    rng = np.random.default_rng(seed)
+
+    async def check():
+        prompts = [rng.integers(0, 256, n) for n in lengths]
+        params = [SampleParams(1 + i % 3, 3 + 4 * i, temperature, seed=seed + i) for i in range(len(prompts))]
+        jobs = (backend.sampler.sample(p, s) for p, s in zip(prompts, params, strict=True))
+        completions = [c for group in await asyncio.gather(*jobs) for c in group]
+        weights = [[0] * (c.prompt_len - 1) + [1] * len(c.tokens) for c in completions]
+        datums = [
+            Datum(c.full_tokens, w, advantage=float(rng.normal()), sample=i)
+            for i, (c, w) in enumerate(zip(completions, weights, strict=True))
+        ]
+        for scorer in (backend.policy, backend.reference) if not backend.policy.state.steps else (backend.policy,):
+            for d, c, scored in zip(datums, completions, await scorer.forward(datums), strict=True):
+                assert scored.temperature == temperature
+                assert np.abs(scored.values[d.active] - c.sampling_logprobs).max() <= 1e-4
+        return datums
+
+    for version in range(1, 3):
+        datums = run(check())
+        run(backend.policy.forward_backward_custom(datums, mixing_loss))
+        run(backend.policy.optim_step(ADAM))
+        assert run(backend.sync(run(backend.policy.save_weights_for_sampler("now")))) == version
+    run(check())
+
+
+# Reference ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [0, 3])
+def test_the_reference_is_where_the_policy_began(lora):
+    backend, plain = backend_of(lora_rank=lora), tiny_model()
+    datums = random_datums(6, 4)
+    want = []
+    for d in datums:
+        with torch.no_grad():
+            logits = plain(torch.from_numpy(d.input_tokens.copy())[None]).logits[0]
+        at = torch.from_numpy(d.target_tokens.copy())
+        want.append(logits.log_softmax(-1)[torch.arange(len(at)), at].numpy())
+    for _ in range(3):
+        for d, w, r in zip(datums, want, run(backend.reference.forward(datums)), strict=True):
+            assert np.abs(r.values - w)[d.active].max(initial=0) < 1e-5
+        run(backend.policy.forward_backward_custom(datums, mixing_loss))
+        run(backend.policy.optim_step(ADAM))
+    policy = run(backend.policy.forward(datums))
+    assert max(np.nanmax(np.abs(p.values - w)) for p, w in zip(policy, want, strict=True)) > 0.05
+
+
+def test_lora_shares_the_base_and_trains_only_the_adapter():
+    backend = backend_of(lora_rank=3)
+    state = backend.policy.state
+    assert all("lora" in name for name in state.params)
+    served = dict(backend.sampler.engine.causal.model.named_parameters())
+    policy = dict(state.scoring.causal.model.named_parameters())
+    for name, p in policy.items():
+        same = served[name].data_ptr() == p.data_ptr()
+        assert same == ("lora" not in name), name
+    assert backend.reference.scoring.causal is state.scoring.causal
+    assert backend.capabilities.lora_rank == 3
+
+
+def test_a_missing_peft_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'rl-notebook\[lora\]'"):
+        backend_of(lora_rank=2)
+
+
+def test_the_same_seed_makes_the_same_adapter():
+    made = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(99)
+        backend = open_local(tiny_model(), byte_tokenizer(), lora_rank=2, seed=seed, inline=True)
+        made.append(torch.cat([p.detach().flatten() for p in backend.policy.state.params.values()]))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+# Sync -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_sync_waits_for_what_is_being_drawn(inline):
+    async def test():
+        async with backend_of(model={"eos": None, "scale": 1}, inline=inline) as backend:
+            backend.sampler.engine.eos_token_ids = frozenset()
+            params = SampleParams(n=2, max_tokens=60, seed=0)
+            want = [c.tokens.tolist() for c in await backend.sampler.sample([5, 6], params)]
+            await backend.policy.forward_backward_custom(random_datums(1, 3), mixing_loss)
+            await backend.policy.optim_step(AdamParams(learning_rate=0.3))
+            name = await backend.policy.save_weights_for_sampler("new")
+            early = asyncio.create_task(backend.sampler.sample([5, 6], params))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            sync = asyncio.create_task(backend.sync(name))
+            await asyncio.sleep(0)
+            late = asyncio.create_task(backend.sampler.sample([5, 6], params))
+            early, version, late = await asyncio.gather(early, sync, late)
+            assert version == 1
+            assert {c.policy_version for c in early} == {0}
+            assert {c.policy_version for c in late} == {1}
+            assert [c.tokens.tolist() for c in early] == want
+            assert [c.tokens.tolist() for c in late] != want
+
+    run(test())
+
+
+def test_a_snapshot_is_a_copy_and_only_the_newest_are_kept():
+    backend, datums = backend_of(), random_datums(1, 3)
+    run(backend.policy.save_weights_for_sampler("start"))
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    run(backend.policy.optim_step(ADAM))
+    before = run(backend.sampler.logprobs([1, 2, 3])).values
+    assert run(backend.sync("start")) == 1
+    assert np.array_equal(run(backend.sampler.logprobs([1, 2, 3])).values, before)
+    for name in ("a", "b", "c"):
+        run(backend.policy.save_weights_for_sampler(name))
+    with pytest.raises(BackendError, match=r"'start'; expected one of \['a', 'b', 'c'\]"):
+        run(backend.sync("start"))
+
+
+def test_concurrent_rollouts_share_batches():
+    async def test():
+        async with backend_of(inline=False) as backend:
+            hops, hop = [], backend.sampler.engine.hop
+            backend.sampler.engine.hop = lambda *a: (hops.append(threading.current_thread()), hop(*a))[1]
+            prompts = [[i, i + 1] for i in range(20)]
+            params = SampleParams(n=2, max_tokens=16, seed=0)
+            alone = [await backend.sampler.sample(p, params) for p in prompts]
+            one_by_one, tokens = len(hops), backend.sampler.engine.prefilled_tokens
+            hops.clear()
+
+            async def two_turns(p):
+                await backend.sampler.sample(p, params)
+                return await backend.sampler.sample(p, params)
+
+            crowd = await asyncio.gather(*(two_turns(p) for p in prompts))
+            assert [[c.tokens.tolist() for c in g] for g in crowd] == [[c.tokens.tolist() for c in g] for g in alone]
+            assert len(hops) < one_by_one / 2
+            assert tokens == 40
+            assert {t.name.startswith("rl-notebook") for t in hops} == {True}
+
+    run(test())
+
+
+def test_inline_computes_on_the_calling_thread():
+    seen = []
+
+    def loss(ds, lps):
+        seen.append(threading.current_thread())
+        return mixing_loss(ds, lps)
+
+    for inline in (True, False):
+        run(backend_of(inline=inline).policy.forward_backward_custom(random_datums(1, 2), loss))
+    assert seen[0] is threading.main_thread()
+    assert seen[1] is not threading.main_thread()
+
+
+def test_cancelled_and_abandoned_requests_do_no_harm():
+    backend = backend_of(inline=False)
+    params = SampleParams(n=3, max_tokens=20, seed=0)
+    want = [c.tokens.tolist() for c in run(backend.sampler.sample([5, 6], params))]
+
+    async def cancel_one():
+        gone = asyncio.create_task(backend.sampler.sample([7] * 9, SampleParams(n=9, max_tokens=200)))
+        kept = asyncio.create_task(backend.sampler.sample([5, 6], params))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        return await kept
+
+    async def leave():
+        asyncio.create_task(backend.sampler.sample([7] * 9, SampleParams(n=9, max_tokens=200)))  # noqa: RUF006
+        await asyncio.sleep(0.01)
+
+    assert [c.tokens.tolist() for c in run(cancel_one())] == want
+    run(leave())
+    assert [c.tokens.tolist() for c in run(backend.sampler.sample([5, 6], params))] == want
+    assert backend.sampler.engine.idle
+
+
+def test_an_engine_that_fails_tells_everybody_and_recovers():
+    async def test():
+        async with backend_of(inline=False) as backend:
+            engine, hop = backend.sampler.engine, backend.sampler.engine.hop
+            engine.hop = lambda *a: 1 / 0
+            jobs = [backend.sampler.sample([5, i], SampleParams(max_tokens=4)) for i in range(3)]
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+            assert [type(r) for r in results] == [ZeroDivisionError] * 3
+            engine.hop = hop
+            assert len(await backend.sampler.sample([5], SampleParams(n=2, max_tokens=4))) == 2
+
+    run(test())
+
+
+# States ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_saved_state_gives_the_same_next_steps(tmp_path, options, on_disk):
+    backend, datums = backend_of(reference=False, **options), random_datums(1, 4)
+
+    def step(b):
+        loss = run(b.policy.forward_backward_custom(datums, mixing_loss)).loss
+        return loss, run(b.policy.optim_step(ADAM)), torch.rand(1).item()
+
+    step(backend)
+    run(backend.sync(run(backend.policy.save_weights_for_sampler("s"))))
+    path = run(backend.policy.save_state(str(tmp_path / "deep" / "state") if on_disk else "state"))
+    first = [step(backend) for _ in range(2)]
+    other = backend_of(reference=False, **options) if on_disk else backend
+    run(other.policy.load_state(path))
+    assert other.policy.state.steps == 1
+    assert other.policy.versions.current == 1
+    assert run(other.sync(run(other.policy.save_weights_for_sampler("s")))) == 1
+    assert [step(other) for _ in range(2)] == first
+    assert run(other.sync(run(other.policy.save_weights_for_sampler("s")))) == 2
+    if on_disk:
+        assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["state"]
+
+
+def test_weights_without_the_optimizer():
+    backend, datums = backend_of(reference=False), random_datums(1, 4)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    run(backend.policy.optim_step(ADAM))
+    want = [s.values for s in run(backend.policy.forward(datums))]
+    path = run(backend.policy.save_state("now"))
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    run(backend.policy.optim_step(ADAM))
+    run(backend.policy.load_state(path, optimizer=False))
+    got = [s.values for s in run(backend.policy.forward(datums))]
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(got, want, strict=True))
+    assert backend.policy.state.optimizer is None
+
+
+def test_a_state_of_another_model_names_what_differs(tmp_path):
+    path = run(backend_of(reference=False).policy.save_state(str(tmp_path / "s")))
+    with pytest.raises(RecordError, match="model of the saved state: got Qwen3ForCausalLM; expected LlamaForCausalLM"):
+        run(backend_of("llama", reference=False).policy.load_state(path))
+    with pytest.raises(RecordError, match=r"weights differ.*embed_tokens\.weight \[\[258, 32\], 'float32'\]"):
+        run(backend_of(model={"vocab": 300}, reference=False).policy.load_state(path))
+    with pytest.raises(RecordError, match=r"weights differ.*absent.*lora_rank"):
+        run(backend_of(lora_rank=2, reference=False).policy.load_state(path))
+    meta = json.loads((tmp_path / "s" / "state.json").read_text())
+    (tmp_path / "s" / "state.json").write_text(json.dumps(meta | {"format": 99}))
+    with pytest.raises(RecordError, match="format of the saved state: got 99; expected 1"):
+        run(backend_of(reference=False).policy.load_state(path))
+
+
+def test_states_that_are_not_there_or_broken(tmp_path):
+    backend = backend_of(reference=False)
+    run(backend.policy.save_state("known"))
+    with pytest.raises(RecordError, match=r"'lost'; expected one of \['known'\]"):
+        run(backend.policy.load_state("lost"))
+    with pytest.raises(RecordError, match="No such file"):
+        run(backend.policy.load_state(str(tmp_path / "lost")))
+    path = run(backend.policy.save_state(str(tmp_path / "cut")))
+    data = (tmp_path / "cut" / "state.safetensors").read_bytes()
+    (tmp_path / "cut" / "state.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(RecordError, match="load_state"):
+        run(backend.policy.load_state(path))
+
+
+def test_a_full_disk_leaves_the_old_state_and_nothing_else(tmp_path, monkeypatch):
+    backend, path = backend_of(reference=False), str(tmp_path / "s")
+    run(backend.policy.save_state(path))
+    before = (tmp_path / "s" / "state.safetensors").read_bytes()
+
+    def full(tensors, target):
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local_module, "save_file", full)
+    with pytest.raises(RecordError, match="No space left on device"):
+        run(backend.policy.save_state(path))
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+    assert (tmp_path / "s" / "state.safetensors").read_bytes() == before
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    backend = backend_of(reference=False)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RecordError, match="Not a directory"):
+        run(backend.policy.save_state(str(tmp_path / "file" / "state")))
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RecordError, match="got something else; expected a free name"):
+        run(backend.policy.save_state(str(tmp_path / "mine")))
+
+
+def test_a_real_full_disk(tmp_path):
+    "The file-size limit of a process stands in for a full disk: the write itself fails."
+    code = f"""
+import asyncio, resource, signal, sys
+sys.path.insert(0, {str(__import__("pathlib").Path(__file__).parent)!r})
+from tiny_models import byte_tokenizer, tiny_model
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import RecordError
+backend = open_local(tiny_model(), byte_tokenizer(), reference=False, inline=True)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+try:
+    asyncio.run(backend.policy.save_state({str(tmp_path / "s")!r}))
+except RecordError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "refused: " in done.stdout, done.stderr
+    assert "File too large" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+# Opening --------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_opened():
+    with pytest.raises(ConfigError, match="'float8'; expected float32 or bfloat16 or float64"):
+        backend_of(dtype="float8")
+    with pytest.raises(BackendError, match="tokenizer: got 258 tokens; expected at most the model's 100"):
+        backend_of(model={"vocab": 100, "eos": None})
+    with pytest.raises(BackendError, match="trainable parameters: got none"):
+        open_local(tiny_model().requires_grad_(False), byte_tokenizer())
+
+
+def test_parameters_that_are_frozen_stay_so_and_are_shared():
+    model = tiny_model()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    backend = open_local(model, byte_tokenizer(), inline=True)
+    assert "model.embed_tokens.weight" not in backend.policy.state.params
+    served = backend.sampler.engine.causal.model
+    assert served.model.embed_tokens.weight is model.model.embed_tokens.weight
+    assert served.lm_head.weight is not model.lm_head.weight
+
+
+def test_ids_outside_the_vocabulary_name_the_datum():
+    backend = backend_of(reference=False)
+    with pytest.raises(BackendError, match=r"group 2, sample 1 \(row 'q17'\): token id: got 999"):
+        run(backend.policy.forward([Datum([1, 999], [1], group=2, sample=1, key="q17")]))
+    with pytest.raises(BackendError, match="datums: got none"):
+        run(backend.policy.forward([]))
