@@ -16,7 +16,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, cast
@@ -33,8 +33,8 @@ from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, Rollout
 __all__ = ['SHOWN', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
            'CHECKPOINT_FORMAT', 'GLANCE', 'prompt_text', 'StepRecord', 'step_verdict', 'html_table', 'encode', 'decode',
            'ragged', 'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record', 'staged_folder',
-           'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing', 'metrics_row', 'metrics_frame',
-           'Run', 'RunFolder', 'Checkpoint', 'read_checkpoint']
+           'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing', 'metrics_row',
+           'metrics_frame', 'Run', 'RunFolder', 'Checkpoint', 'read_checkpoint']
 
 # %% ../nbs/31_records.ipynb #439020ba
 def prompt_text(
@@ -118,14 +118,20 @@ def _completion_columns(groups: Sequence[PromptGroup]) -> list[str]:
     return [*start, *(f"rewards/{n}" for n in _reward_names(groups)), "advantage", "finish_reason", "length"]
 
 
+def _utf8(text: str) -> str:
+    "The text with halves of surrogate pairs, which no table or file can hold, written out as `\\ud83d`."
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
     "The completions table as plain dicts."
     names = _reward_names(groups)
     return [
-        {"group": g.index, "sample": i, "row": g.key, "prompt": prompt_text(g.row), "text": s.text, "reward": s.reward}
+        {"group": g.index, "sample": i, "row": _utf8(g.key), "prompt": _utf8(prompt_text(g.row)), "text": _utf8(s.text)}
+        | {"reward": s.reward}
         | {f"rewards/{n}": s.rewards.get(n) for n in names}
         | {"advantage": None if g.advantages is None else float(g.advantages[i])}
-        | {"finish_reason": s.finish_reason, "length": s.completion_len}
+        | {"finish_reason": _utf8(s.finish_reason), "length": s.completion_len}
         for g in groups
         for i, s in enumerate(g.samples)
     ]
@@ -417,8 +423,8 @@ def staged_folder(
             raise
 
 
-def _replace_text(path: Path, text: str) -> None:
-    "Write a text file so that its name never points at half of it."
+def replace_text(path: Path, text: str) -> None:
+    "Write a text file so that its name never points at half of it; raises RecordError with the reason."
     part = path.with_name(f".{path.name}.writing")
     with _os_errors("cannot write", path):
         try:
@@ -427,7 +433,8 @@ def _replace_text(path: Path, text: str) -> None:
             part.replace(path)
             _sync(path.parent)
         except BaseException:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
             raise
 
 # %% ../nbs/31_records.ipynb #cba86831
@@ -510,10 +517,7 @@ def write_record(
     from safetensors.numpy import save
 
     plain = record_json(record)
-    completions = record.completions_table()
-    texts = ["row", "prompt", "text"]
-    completions[texts] = completions[texts].map(lambda s: s.encode("utf-8", "backslashreplace").decode())
-    for name, table in (("completions", completions), ("tokens", tokens_frame(record))):
+    for name, table in (("completions", record.completions_table()), ("tokens", tokens_frame(record))):
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False, compression="zstd")
         (folder / f"{name}.parquet").write_bytes(buffer.getvalue())
@@ -608,7 +612,8 @@ def metrics_frame(
     "Metrics of many steps as a table; rows of the same step are put together, the later value wins."
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
-        merged.setdefault(row["step"], {}).update({k: decode(v) for k, v in row.items() if k != "step"})
+        values = {k: _utf8(v) if isinstance(v, str) else decode(v) for k, v in row.items() if k != "step"}
+        merged.setdefault(row["step"], {}).update(values)
     table = pd.DataFrame.from_dict({s: merged[s] for s in sorted(merged)}, orient="index")
     table.index.name = "step"
     if "reason" in table:
@@ -735,9 +740,9 @@ def _create(path: Path, config: Config | Mapping[str, Any]) -> None:
     text = _config_yaml(config)
     with _os_errors("cannot write", path):
         (path / "steps").mkdir(parents=True)
-    _replace_text(path / "config.yaml", text)
-    _replace_text(path / "metrics.jsonl", "")
-    _replace_text(path / "run.json", json.dumps({"format": RUN_FORMAT, "files": {}}))
+    replace_text(path / "config.yaml", text)
+    replace_text(path / "metrics.jsonl", "")
+    replace_text(path / "run.json", json.dumps({"format": RUN_FORMAT, "files": {}}))
 
 
 def _open(path: Path) -> tuple[Path, dict[str, Any], tuple[str, ...]]:
@@ -764,7 +769,7 @@ def _resume(run: Run, config: Config | Mapping[str, Any]) -> None:
     with _os_errors("cannot write", run.path):
         for leftover in run.path.glob("**/.*.writing"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    _replace_text(run.path / "config.yaml", _config_yaml(config))
+    replace_text(run.path / "config.yaml", _config_yaml(config))
 
 # %% ../nbs/31_records.ipynb #942ec591
 def _step_path(run: Run, step: int) -> Path:
@@ -887,12 +892,12 @@ def _rewind(run: Run, step: int) -> Path | None:
     away = run.path / "discarded" / f"{max(_numbered(run.path / 'discarded'), default=0) + 1:03d}"
     with _os_errors("cannot move aside", away):
         away.mkdir(parents=True)
-        _replace_text(away / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
+        replace_text(away / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
         for kind, n in reversed(later):
             (away / kind).mkdir(exist_ok=True)
             (run.path / kind / f"{n:05d}").rename(away / kind / f"{n:05d}")
     kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-    _replace_text(run.path / "metrics.jsonl", kept)
+    replace_text(run.path / "metrics.jsonl", kept)
     return away
 
 # %% ../nbs/31_records.ipynb #726ba338

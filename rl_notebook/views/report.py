@@ -25,7 +25,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from ..core import RecordError, RolloutSample
-from ..records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, prompt_text
+from ..records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, prompt_text, replace_text
 
 # %% auto #0
 __all__ = ['SHOWN_GROUPS', 'SHOWN_SAMPLES', 'COLORS', 'FONT', 'Material', 'pick', 'material', 'series', 'reward_payload',
@@ -182,8 +182,8 @@ def _layout(y: str, **options: Any) -> go.Layout:
         hovermode="x unified",
         hoverlabel={"bgcolor": "white", "bordercolor": "#d5dce4"},
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        xaxis={**axis, "title": {"text": "step"}, "tickformat": "d", "showgrid": False},
-        yaxis={**axis, "title": {"text": y}, "rangemode": "tozero"},
+        xaxis={**axis, "title": {"text": "step"}, "tickformat": "d", "showgrid": False, "zeroline": False},
+        yaxis={**axis, "title": {"text": y}, "rangemode": "tozero", "exponentformat": "e"},
         **options,
     )
 
@@ -237,8 +237,9 @@ def kl_figure(payload: Mapping[str, Any]) -> go.Figure:
 
 def length_figure(payload: Mapping[str, Any]) -> go.Figure:
     "Completion length, and the share that was cut."
-    right = {"overlaying": "y", "side": "right", "range": [0, 1.02], "tickformat": ".0%", "showgrid": False}
-    figure = go.Figure(layout=_layout("tokens", yaxis2={**right, "title": {"text": "cut"}, "ticks": ""}))
+    right = {"overlaying": "y", "side": "right", "range": [0, 1.03], "showgrid": False, "zeroline": False}
+    right |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%", "title": {"text": "cut"}, "automargin": True}
+    figure = go.Figure(layout=_layout("tokens", yaxis2=right))
     figure.add_trace(_line(payload["mean"], "mean length", "blue"))
     figure.add_trace(_line(payload["max"], "longest", "grey", line={"color": COLORS["grey"], "width": 1}))
     figure.add_trace(_line(payload["clipped"], "cut at the limit", "orange", yaxis="y2", hovertemplate="%{y:.1%}"))
@@ -247,12 +248,12 @@ def length_figure(payload: Mapping[str, Any]) -> go.Figure:
 
 def dead_figure(payload: Mapping[str, Any]) -> go.Figure:
     "Share of groups in which all answers are equally good."
-    filled = {"stackgroup": "dead", "hovertemplate": "%{y:.1%}"}
-    lines = [
-        _line(payload["right"], "all right", "green", **filled),
-        _line(payload["wrong"], "all wrong", "orange", **filled),
+    about = (("right", "all right", "#8fc4ab"), ("wrong", "all wrong", "#eab48e"))
+    bars = [
+        go.Bar(**payload[which], name=name, marker={"color": color}, hovertemplate="%{y:.1%}")
+        for which, name, color in about
     ]
-    figure = go.Figure(lines, _layout("share of groups"))
+    figure = go.Figure(bars, _layout("share of groups", barmode="stack", bargap=0))
     return figure.update_yaxes(range=[0, 1.02], tickformat=".0%")
 
 # %% ../../nbs/59_views.report.ipynb #caf1b905
@@ -263,18 +264,21 @@ def advantage_map(payload: Mapping[str, Any]) -> go.Figure:
     heat = go.Heatmap(
         z=values,
         customdata=rewards,
+        text=[[html.escape(key)[:80]] * len(row) for key, row in zip(payload["groups"], values, strict=True)],
         zmin=-limit,
         zmax=limit,
         colorscale=[[0, "#c8602c"], [0.5, "#ffffff"], [1, "#2867b2"]],
         xgap=2,
         ygap=2,
         colorbar={"thickness": 10, "outlinewidth": 0, "len": 0.9},
-        hovertemplate="completion %{x}<br>advantage %{z:.3f}<br>reward %{customdata:.3f}<extra></extra>",
+        hovertemplate="%{text}<br>completion %{x}<br>advantage %{z:.3f}<br>reward %{customdata:.3f}<extra></extra>",
     )
     figure = go.Figure(heat, _layout("prompt"))
     figure.update_layout(hovermode="closest", plot_bgcolor="#eef2f6")
     figure.update_xaxes(title_text="completion", tick0=0, dtick=max(1, len(values[0]) // 8) if values else 1)
-    return figure.update_yaxes(autorange="reversed", showgrid=False, dtick=max(1, len(values) // 8), tick0=0)
+    return figure.update_yaxes(
+        autorange="reversed", showgrid=False, zeroline=False, dtick=max(1, len(values) // 8), tick0=0
+    )
 
 
 def advantage_histogram(payload: Mapping[str, Any]) -> go.Figure:
@@ -376,7 +380,7 @@ def completions_html(payload: Mapping[str, Any]) -> str:
     head = tag("thead", tag("tr", *(tag("th", name, kind=kind) for name, kind in heads.items())))
     table = tag("table", head, *map(_group_rows, payload["groups"]))
     shown = f"the first {len(payload['groups'])} of {payload['total_groups']} prompts"
-    line = tag("p", html.escape(payload["verdict"]), " · ", shown, kind="soft")
+    line = tag("p", html.escape(payload["verdict"]), " · ", shown, kind="soft line")
     return tag("h3", f"Step {payload['step']}") + line + tag("div", table, kind="card scroll")
 
 # %% ../../nbs/59_views.report.ipynb #1eb4ee8a
@@ -443,6 +447,13 @@ def figures_json(figures: Mapping[str, go.Figure]) -> str:
     return ("{" + ",\n".join(pairs) + "}").replace("<", "\\u003c")
 
 # %% ../../nbs/59_views.report.ipynb #177a64a7
+def _whole_steps(figure: go.Figure) -> go.Figure:
+    "The figure with one tick a step where there are few, so that no step is written twice."
+    steps = [x for trace in figure.data for x in getattr(trace, "x", None) or ()]
+    few = figure.layout["xaxis"]["title"]["text"] == "step" and max(steps, default=0) - min(steps, default=0) < 8
+    return go.Figure(figure).update_xaxes(dtick=1) if few else figure
+
+
 def _figures_html(shown: Sequence[Chart], start: int) -> str:
     "Charts side by side; the places of the figures are f0, f1, …"
     return tag(
@@ -494,7 +505,7 @@ def _sections(m: Material) -> tuple[str, dict[str, go.Figure]]:
         parts += [tag("h2", "What was said"), tag("p", f"{note} ↵ marks a line end, · a space at an end.", kind="soft")]
         parts += [completions_html(completions_payload(r)) for r in m.samples]
     parts.append(_settings_html(m.settings))
-    return "".join(parts), {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}
+    return "".join(parts), {f"f{i}": _whole_steps(c.figure) for i, c in enumerate([*over_steps, *last_step])}
 
 
 def report_html(
@@ -518,7 +529,7 @@ def report_html(
     data = tag("script", figures_json(figures), type="application/json", id="figures")
     tail = "".join([data, *(tag("script", s) for s in scripts)]) if figures else ""
     html_ = tag("html", tag("head", *head), tag("body", tag("main", body, foot), tail), lang="en")
-    return f"<!doctype html>\n{html_}\n"
+    return f"<!doctype html>\n{html_}\n".encode("utf-8", "backslashreplace").decode()
 
 # %% ../../nbs/59_views.report.ipynb #e042d07a
 def write_report(
@@ -529,14 +540,9 @@ def write_report(
 ) -> Path:
     "Write the report of a run; raises RecordError when the place cannot be written."
     path, page = Path(path), report_html(source, title=title)
-    part = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(page, encoding="utf-8")
-        part.replace(path)
     except OSError as e:
-        part.unlink(missing_ok=True)
-        raise RecordError(
-            "cannot write the report", where=str(path), got=e.strerror, expected="a place to write"
-        ) from e
+        raise RecordError("cannot write", where=str(path), got=e.strerror, expected="a place for the report") from e
+    replace_text(path, page)
     return path

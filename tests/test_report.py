@@ -1,0 +1,335 @@
+"""A report says what the records say, draws it without a network, and runs nothing that a model wrote."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from synthetic import hostile_record, synthetic_record
+
+from rl_notebook.core import RecordError
+from rl_notebook.records import RunFolder, StepRecord, metrics_frame
+from rl_notebook.views.report import (
+    advantages_payload,
+    charts,
+    completions_payload,
+    dead_payload,
+    header_payload,
+    kl_payload,
+    length_payload,
+    material,
+    pick,
+    report_html,
+    reward_payload,
+    series,
+    step_charts,
+    visible,
+    write_report,
+)
+
+CONFIG = {"base_model": "tiny", "dataset": "toy", "policy_loss": "grpo", "kl_beta": 0.001, "note": None}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    "A run of seven steps with held-out rewards."
+    run = RunFolder.create(tmp_path_factory.mktemp("runs") / "sums", CONFIG)
+    run.log_metrics(0, {"eval/reward": 0.25})
+    for step in range(1, 8):
+        run.add(synthetic_record(step, steps=7, groups=4, completions=5))
+    run.log_metrics(7, {"eval/reward": 0.75})
+    return run
+
+
+class Page(HTMLParser):
+    "Elements, attributes and text of a page, as a browser would take them."
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.handlers: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [v or "" for k, v in attrs if k in ("src", "href", "action", "srcset")]
+        self.handlers += [k for k, _ in attrs if k.startswith("on")]
+        self.ids += [v or "" for k, v in attrs if k == "id"]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif "style" not in self.open:
+            self.text += data
+
+    @property
+    def figures(self) -> dict:
+        "What the page draws."
+        return json.loads(self.scripts[0])
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
+
+
+def frame(*rows: dict):
+    "Metrics of steps 1, 2, …"
+    return metrics_frame({"step": i, **row} for i, row in enumerate(rows, start=1))
+
+
+def test_a_series_is_what_was_measured():
+    metrics = frame({"kl": 0.5}, {"reward": 1.0}, {"kl": 0.0, "reward": None})
+    assert series(metrics, "kl") == {"x": [1, 3], "y": [0.5, 0.0]}
+    assert series(metrics, "reward") == {"x": [2], "y": [1.0]}
+    assert series(metrics, "nothing") == {"x": [], "y": []}
+
+
+def test_rewards():
+    metrics = frame(
+        {"reward": 0.5, "reward_std": 0.1, "rewards/a/b/mean": 0.2, "rewards/a/b/std": 9.0, "eval/reward": 0.3},
+        {"reward": 0.6, "reward_std": 0.2, "rewards/a/b/mean": 0.4, "rewards/a/b/std": 9.0},
+    )
+    assert reward_payload(metrics) == {
+        "reward": {"x": [1, 2], "y": [0.5, 0.6]},
+        "spread": {"x": [1, 2], "y": [0.1, 0.2]},
+        "held_out": {"x": [1], "y": [0.3]},
+        "functions": {"a/b": {"x": [1, 2], "y": [0.2, 0.4]}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "lines"),
+    [
+        ({}, []),
+        ({"kl": 0.1}, ["loss"]),
+        ({"kl": 0.1, "kl/k1": 0.2, "kl/k3": 0.1}, ["k1", "k3"]),
+        ({"kl": 0.3, "kl/k1": 0.2, "kl/k3": 0.1}, ["k1", "k3", "loss"]),
+    ],
+)
+def test_kl_lines_are_drawn_once(row: dict, lines: list[str]):
+    payload = kl_payload(frame(row), {"kl_beta": 0.01})
+    assert list(payload["lines"]) == lines
+    assert payload["kl_beta"] == 0.01
+
+
+def test_lengths_and_dead_groups():
+    row = {f"completions/{s}_length": float(i) for i, s in enumerate(("mean", "min", "max"))}
+    metrics = frame(row | {"completions/clipped_ratio": 0.5, "frac_dead_high": 0.25, "frac_dead_low": 0.125})
+    one = lambda y: {"x": [1], "y": [y]}
+    assert length_payload(metrics) == {"mean": one(0.0), "min": one(1.0), "max": one(2.0), "clipped": one(0.5)}
+    assert dead_payload(metrics) == {"right": one(0.25), "wrong": one(0.125)}
+
+
+def test_advantages_of_uneven_groups():
+    record = synthetic_record(1, groups=2, completions=3)
+    first, second = record.groups
+    shorter = replace(second, samples=second.samples[:2], advantages=second.advantages[:2])
+    payload = advantages_payload(replace(record, groups=(first, shorter, replace(first, samples=(), advantages=None))))
+    assert payload == {
+        "step": 1,
+        "groups": [first.key, second.key],
+        "advantages": [first.advantages.tolist(), [*second.advantages[:2].tolist(), None]],
+        "rewards": [first.rewards.tolist(), [*second.rewards[:2].tolist(), None]],
+    }
+
+
+def test_completions_are_the_first_ones():
+    record = synthetic_record(2, groups=3, completions=4)
+    payload = completions_payload(record, groups=1, samples=2)
+    group = record.groups[0]
+    assert payload == {
+        "step": 2,
+        "verdict": record.verdict,
+        "total_groups": 3,
+        "groups": [
+            {
+                "prompt": group.row["question"],
+                "total_samples": 4,
+                "dropped": 0,
+                "samples": [
+                    {
+                        "text": s.text,
+                        "reward": s.reward,
+                        "advantage": a,
+                        "finish_reason": s.finish_reason,
+                        "length": len(s.text),
+                    }
+                    for s, a in zip(group.samples[:2], group.advantages[:2].tolist(), strict=True)
+                ],
+            }
+        ],
+    }
+
+
+def test_the_header(run: RunFolder):
+    first, last = (run.record(s).metrics for s in (1, 7))
+    assert header_payload(material(run)) == {
+        "name": "sums",
+        "facts": {"model": "tiny", "data": "toy", "loss": "grpo"},
+        "numbers": [
+            ("held-out reward", 0.25, 0.75, 0, 7),
+            ("reward in training", first["reward"], last["reward"], 1, 7),
+            ("KL to the reference", first["kl"], last["kl"], 1, 7),
+            ("tokens per completion", first["completions/mean_length"], last["completions/mean_length"], 1, 7),
+        ],
+        "steps": 7,
+        "idle": {},
+    }
+
+
+def test_steps_that_trained_nothing_are_counted_by_reason():
+    idle = [StepRecord(i, reason="all groups had equal rewards") for i in (1, 2)]
+    payload = header_payload(material([*idle, synthetic_record(3)]))
+    assert payload["idle"] == {"all groups had equal rewards": 2}
+    assert payload["steps"] == 3
+    assert "2 × all groups had equal rewards" in Page(report_html([*idle, synthetic_record(3)])).text
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [([], []), ([4], [4]), ([1, 2], [1, 2]), ([1, 2, 3], [1, 2, 3]), ([2, 4, 6, 9], [2, 6, 9])]
+)
+def test_first_middle_and_last(steps: list[int], expected: list[int]):
+    assert pick(steps) == expected
+
+
+def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
+    disk, memory = material(run), material(iter(run))
+    assert [r.step for r in disk.samples] == [r.step for r in memory.samples] == [1, 4, 7]
+    assert [r.step for r in disk.recent] == [3, 4, 5, 6, 7]
+    assert reward_payload(disk.metrics)["reward"] == reward_payload(memory.metrics)["reward"]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_draws_what_the_payloads_say(run: RunFolder):
+    page, m = Page(report_html(run)), material(run)
+    titles = [c.title for c in [*charts(m), *step_charts(m)]]
+    assert titles == [
+        "Reward",
+        "Reward functions",
+        "KL to the reference",
+        "Completion length",
+        "Groups without signal",
+        "Advantages by group",
+        "Advantages, counted",
+    ]
+    assert list(page.figures) == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(7)]
+    mean = next(t for t in page.figures["f0"]["data"] if t.get("name") == "mean in training")
+    assert mean["y"] == reward_payload(m.metrics)["reward"]["y"]
+    assert page.figures["f5"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
+    for words in ("0.25 → 0.75", "kl_beta = 0.001", run.record(7).verdict, "4 of 5 completions", "base_model"):
+        assert words in page.text
+    assert "Settings (4)" in page.text  # `note` says nothing
+
+
+def test_the_page_needs_nothing_from_outside(run: RunFolder):
+    text = report_html(run)
+    page = Page(text)
+    assert page.links == []
+    assert page.tags.count("script") == 3
+    assert {"link", "img", "iframe", "object"} & set(page.tags) == set()
+    assert "default-src 'none'" in text
+    assert page.open == []  # every element is closed
+    body = text[text.index("<body>") : text.index("<script")]
+    assert "http" not in body
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_few_steps(count: int, tmp_path: Path):
+    records = [synthetic_record(s, groups=2, completions=3) for s in range(1, count + 1)]
+    page = Page(report_html(records))
+    assert page.tags.count("figure") == (7 if count else 0)
+    assert ("No step has been recorded yet." in page.text) == (count == 0)
+    assert "nan" not in page.text.replace("nano", "")
+    empty = RunFolder.create(tmp_path / "empty", CONFIG)
+    assert "No step has been recorded yet." in Page(report_html(empty)).text
+
+
+def test_a_step_without_samples_or_advantages():
+    record = synthetic_record(1, groups=1, completions=2)
+    failed = replace(record.groups[0], samples=(), advantages=None, dropped=("timeout", "timeout"))
+    page = Page(report_html([replace(record, groups=(failed,), datums=(), loss=None, reason="every rollout failed")]))
+    assert "no sample was graded" in page.text
+    assert "2 dropped" in page.text
+
+
+def test_everything_from_a_run_is_escaped(tmp_path: Path):
+    bad = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
+    records = [hostile_record(1), replace(hostile_record(2), reason=bad)]
+    run = RunFolder.create(tmp_path / "run", {"base_model": bad, bad: bad})
+    for record in records:
+        run.add(record)
+    for page in (Page(report_html(records, title=bad)), Page(report_html(run, title=bad))):
+        assert page.tags.count("script") == 3
+        assert "img" not in page.tags
+        assert page.handlers == []
+        assert page.text.count(bad) > 20
+        assert "<" not in page.scripts[0]
+
+
+def test_what_cannot_be_seen_gets_a_mark():
+    mark = lambda s: f'<span class="mark">{s}</span>'
+    assert visible("a b") == "a b"
+    assert visible(" a\n") == mark("·") + "a" + mark("↵") + "\n"
+    assert visible("a\t") == "a" + mark("⇥") + "\t"
+    assert visible("\u202e\x1b[31m\ud800") == mark("\\u202e") + mark("\\u001b") + "[31m" + mark("\\ud800")
+    assert visible("") == ""
+    assert visible('<a "b" & c>') == html.escape('<a "b" & c>')
+
+
+def test_writing(run: RunFolder, tmp_path: Path):
+    path = write_report(run, tmp_path / "deep" / "report.html", title="Sums")
+    assert path.read_text(encoding="utf-8") == report_html(run, title="Sums")
+    assert "<title>Sums</title>" in path.read_text(encoding="utf-8")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=r"report\.html: cannot write: got (Not a directory|File exists)"):
+        write_report(run, tmp_path / "file" / "report.html")
+    surrogate = replace(synthetic_record(1), reason="\ud800")
+    assert "nothing trained: \\ud800" in write_report([surrogate], tmp_path / "odd.html").read_text(encoding="utf-8")
+
+
+# --- in a browser -------------------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def browse(path: Path) -> str:
+    "The page after its scripts ran."
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    time = "--virtual-time-budget=10000"
+    command = [str(CHROMIUM), *options, time, f"--user-data-dir={path.parent}/profile", "--dump-dom", path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_draws_the_charts_and_runs_nothing_else(tmp_path: Path):
+    # Even a script that got into the page does not run: the page allows its own two and no other.
+    bad = '<script>document.title="owned"</script><img src=x onerror=document.title="owned">'
+    page = report_html([hostile_record(1), hostile_record(2)], title="Sums").replace("</main>", f"{bad}</main>")
+    path = tmp_path / "report.html"
+    path.write_text(page, encoding="utf-8")
+    dom = browse(path)
+    assert dom.count('class="main-svg"') >= 7
+    assert "<title>Sums</title>" in dom
+    path.write_text(f"<!doctype html><title>Sums</title><main>{bad}</main>")
+    assert "<title>owned</title>" in browse(path)  # without the policy it would have run
