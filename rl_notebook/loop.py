@@ -20,7 +20,8 @@ from tqdm.auto import tqdm
 
 # %% auto #0
 __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'call_text', 'StepState', 'Task', 'as_task', 'with_length_penalty', 'check_backend',
-           'UndoEntry', 'nothing_to_learn', 'stop_on_interrupt', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint']
+           'UndoEntry', 'no_bar', 'nothing_to_learn', 'stop_on_interrupt', 'GRPOLoop', 'save_checkpoint',
+           'restore_checkpoint']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -242,6 +243,12 @@ class UndoEntry:
     path: str  # of the trainer's state
     synced: bool = False  # whether the sampler has got the new weights since
 
+# %% ../nbs/33_loop.ipynb #f0b51039
+def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
+    "Bars are drawn in notebooks and terminals, not into files and pipes."
+    in_notebook = any("notebook" in c.__module__ for c in tqdm.__mro__)
+    return (False if in_notebook else None) if wanted else True
+
 # %% ../nbs/33_loop.ipynb #bd923c3a
 class _LoopDisplay(_LoopState):
     "How the loop shows itself."
@@ -318,8 +325,7 @@ class _SamplingPhases(_LoopDisplay):
             return i
 
         source = arrivals([lambda i=i: one(i) for i in range(len(prompts))], self.cfg.max_concurrent)
-        hidden = self.bar is None
-        with tqdm(total=len(prompts), desc="prompts", leave=False, disable=hidden) as bar:
+        with tqdm(total=len(prompts), desc="prompts", leave=False, disable=no_bar(self.bar is not None)) as bar:
             async with aclosing(source) as bursts:
                 async for burst in bursts:
                     bar.update(len(burst))
@@ -757,12 +763,13 @@ class GRPOLoop(_LoopWindows):
     async def run(self, steps: int | None = None, *, progress: bool = True) -> list[StepRecord]:
         "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
         done = []
-        with tqdm(total=steps or self.cfg.steps, desc="steps", disable=not progress) as self.bar:
+        with tqdm(total=steps or self.cfg.steps, desc="steps", disable=no_bar(progress)) as self.bar:
             async with aclosing(self.records_from_here(steps)) as records:
                 async for record in records:
                     done.append(record)
                     self.bar.update()
-                    self.bar.write(record.verdict)
+                    if progress:
+                        self.bar.write(record.verdict)
         self.bar = None
         return done
 
