@@ -385,10 +385,10 @@ def _os_errors(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         got = f"{e.strerror or e} (errno {e.errno})"
-        fix = (
+        mend = (
             "Free some space, correct the permissions, or choose another log_path; what was recorded before is intact."
         )
-        raise RecordError(what, where=str(path), got=got, fix=fix) from e
+        raise RecordError(what, where=str(path), got=got, fix=None if what == "cannot read" else mend) from e
 
 
 def _sync(path: Path) -> None:
