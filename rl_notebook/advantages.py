@@ -105,18 +105,14 @@ def with_advantages(
     ddof: int = 1,  # of the spread
     eps: float = 1e-8,  # added to the spread
 ) -> list[PromptGroup]:
-    "The same groups with `advantages` filled in; a group that lost all its samples gets none."
+    "The same groups with `advantages` filled in; 0 for a sample that lost all its siblings."
     for g in groups:
-        if len(g.samples) == 1:
-            raise RewardError(
-                "group size",
-                where=g.where,
-                got="1 graded sample",
-                expected="at least 2",
-                fix=f"Dropped: {'; '.join(g.dropped) or 'none'}. Raise completions_per_prompt, or drop the group.",
-            )
-    values = batch_advantages([g.rewards for g in groups], scale=scale, ddof=ddof, eps=eps)
-    return [replace(g, advantages=a) for g, a in zip(groups, values, strict=True)]
+        if len(g.samples) == 1 and not g.dropped:
+            fix = "Set completions_per_prompt >= 2."
+            raise RewardError("group size", where=g.where, got="1 sample", expected="at least 2", fix=fix)
+    compared = [g for g in groups if len(g.samples) > 1]
+    found = iter(batch_advantages([g.rewards for g in compared], scale=scale, ddof=ddof, eps=eps))
+    return [replace(g, advantages=next(found) if len(g.samples) > 1 else [0.0] * len(g.samples)) for g in groups]
 
 
 def keep_signal(

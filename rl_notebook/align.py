@@ -124,7 +124,7 @@ def align_logprobs(
     found = detect_coordinate(len(series), prompt_len, num_tokens)
     claims = {None: {"token", "target", "completion"}, True: {"token", "target"}, False: {"completion"}}[echoed]
     if prompt_len == 1:
-        claims = claims | ({"target"} if "completion" in claims else set())
+        claims = claims | {"target", "completion"}
     if found not in claims:
         sizes = {"token": num_tokens, "target": num_tokens - 1, "completion": num_tokens - prompt_len}
         raise AlignmentError(

@@ -662,7 +662,7 @@ class _LoopWindows(_LoopSteps):
         rows, self.cursor = start.take(size)
         prompts = self._encode(rows, start.consumed)
         source = arrivals([lambda p=p: self._draw_and_score(p) for p in prompts], self.cfg.max_concurrent)
-        trained, self.in_window = False, True
+        trained, self.in_window, seen = False, True, []
         try:
             async with aclosing(source) as bursts:
                 keep = lambda g: bool(g.samples) and (self.keep(g) or not self.cfg.drop_dead)
@@ -671,7 +671,9 @@ class _LoopWindows(_LoopSteps):
                     if record is None:
                         return
                     trained = trained or record.trained
+                    seen += record.groups
                     yield record
+            require_some(seen)
             if trained and self.cfg.weight_sync_interval:
                 await self._sync_now()
                 self.sampled_version = self.policy_version
@@ -686,9 +688,8 @@ class _LoopWindows(_LoopSteps):
 
     async def _window_step(self, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]) -> StepRecord | None:
         "One step on groups that have arrived; they are numbered anew inside it."
-        by_key = {(p.index): p for p in prompts}
-        mine = [by_key[g.index] for g in groups]
-        require_some(groups)
+        by_index = {p.index: p for p in prompts}
+        mine = [by_index[g.index] for g in groups]
         self._adopt(mine, [replace(g, index=i) for i, g in enumerate(groups)])
         return await self.step()
 

@@ -397,10 +397,13 @@ def loss_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
 # %% ../nbs/03_losses.ipynb #ac39984f
 def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     "The ratio before clipping, and how much of it was clipped (TRL's definitions)."
+    by_sampler = o.policy_loss == "reinforce" and t.sampler is not None
+    anchored = replace(t, old=t.sampler) if by_sampler else t
+    by_sequence = o.policy_loss == "gspo"
     r = (
         sequence_ratio(t, o.knob("seq_ratio_log_cap"))
-        if o.policy_loss == "gspo"
-        else torch.exp(log_ratio(t, o.knob("ratio_log_cap")))
+        if by_sequence
+        else torch.exp(log_ratio(anchored, o.knob("ratio_log_cap")))
     )
     out = {"ratio/mean": r.mean().item(), "ratio/min": r.min().item(), "ratio/max": r.max().item()}
     out["ppo_kl"] = KL_ESTIMATORS["k3"](t.old, t.policy).mean().item()
@@ -481,6 +484,8 @@ def _seed_tokens(
     weights = [torch.as_tensor(np.asarray(d.loss_fn_inputs["weights"].data, dtype=np.float64)) for d in data]
     if [len(w) for w in weights] != [len(p) for p in policy]:
         raise AlignmentError("weights", got=[len(w) for w in weights], expected=str([len(p) for p in policy]))
+    if any(bool(((w != 0) & (w != 1)).any()) for w in weights):
+        raise LossError("weights", got="a number between", expected="0 or 1")
     active = [(w > 0.5).to(p.device) for w, p in zip(weights, policy, strict=True)]
     p = torch.cat([lp[a] for lp, a in zip(policy, active, strict=True)])
     lengths = torch.tensor([int(a.sum()) for a in active], device=p.device)
