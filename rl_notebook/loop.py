@@ -273,10 +273,15 @@ class _LoopDisplay(_LoopState):
         last = f"<p>last: {html.escape(self.records[-1].verdict)}</p>" if self.records else ""
         return f"<p><b>GRPOLoop</b> {html.escape(self.place)}</p><p>{row}</p>{last}"
 
+    @property
+    def bar_shown(self) -> bool:
+        "Whether a bar over steps is on the screen."
+        return self.bar is not None and not self.bar.disable
+
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         "Measure a phase, and name it on the progress bar."
-        if self.bar is not None:
+        if self.bar_shown:
             self.bar.set_postfix_str(phase)
         start = time.perf_counter()
         yield
@@ -325,7 +330,7 @@ class _SamplingPhases(_LoopDisplay):
             return i
 
         source = arrivals([lambda i=i: one(i) for i in range(len(prompts))], self.cfg.max_concurrent)
-        with tqdm(total=len(prompts), desc="prompts", leave=False, disable=no_bar(self.bar is not None)) as bar:
+        with tqdm(total=len(prompts), desc="prompts", leave=False, disable=no_bar(self.bar_shown)) as bar:
             async with aclosing(source) as bursts:
                 async for burst in bursts:
                     bar.update(len(burst))
