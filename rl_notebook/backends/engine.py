@@ -221,16 +221,22 @@ class SlotCache(Cache):
         seen = lambda buffer: buffer[: self.rows, : self.longest].transpose(1, 2)
         return seen(keys), seen(values)
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        "What a model's own attention calls, with (B, heads, S, dim)."
         return self.put(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        "Columns before the tokens of this pass."
         return 0 if self.filling else self.longest - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
+        "Position of the first token of this pass, for masks that a model makes itself."
         return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        "Number of columns and where they begin, for masks that a model makes itself."
         return (query_length if self.filling else self.longest), 0
 
 # %% ../../nbs/21_backends.engine.ipynb #6add36e5
@@ -251,7 +257,7 @@ def reserve(cache: SlotCache, rows: int, columns: int) -> None:
     cache.buffers = {layer: (grown(layer, 0), grown(layer, 1)) for layer in cache.buffers or cache.fresh}
     cache.slots, cache.capacity = slots, capacity
 
-
+# %% ../../nbs/21_backends.engine.ipynb #d2218b6f
 def add_rows(cache: SlotCache, source: Tensor, length: int) -> None:
     "Append one row per entry of `source`, which names the prompt of the last prefill that it continues."
     start, cache.rows = cache.rows, cache.rows + len(source)
@@ -261,7 +267,7 @@ def add_rows(cache: SlotCache, source: Tensor, length: int) -> None:
             buffer[start : cache.rows, :length] = new[source]
     cache.fresh = {}
 
-# %% ../../nbs/21_backends.engine.ipynb #eccf58e9
+# %% ../../nbs/21_backends.engine.ipynb #eeadace6
 def begin_step(cache: SlotCache, lengths: Tensor, longest: int) -> None:
     "Prepare to write one token per row at column `lengths` (rows,), of which `longest` is the largest."
     cache.filling, cache.longest = False, longest + 1
@@ -272,7 +278,7 @@ def begin_step(cache: SlotCache, lengths: Tensor, longest: int) -> None:
     cache.mask = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device)
     cache.mask = cache.mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
-
+# %% ../../nbs/21_backends.engine.ipynb #e301a554
 def drop_row(cache: SlotCache, row: int) -> None:
     "Remove a row; the last one moves into its slot."
     cache.rows -= 1
@@ -291,7 +297,7 @@ def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
         return norm
     return lambda x: F.rms_norm(x, weight.shape, weight, eps)
 
-
+# %% ../../nbs/21_backends.engine.ipynb #c2b28305
 def linear_fn(module: nn.Module) -> Callable[[Tensor], Tensor]:
     "A linear layer, bare or under one LoRA adapter, as a function without wrappers; anything else as it is."
     if type(module) is nn.Linear:
@@ -310,7 +316,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     "Rotary embedding of (B, S, heads, dim), the sign of the first half folded into `sin`."
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
-
+# %% ../../nbs/21_backends.engine.ipynb #79e8b2d1
 @dataclass(eq=False)
 class RotaryTable:
     "Cosines and sines of every position, made once by the model's own rotary module."
@@ -389,7 +395,7 @@ def fast_layer(layer: nn.Module) -> FastLayer:
     parts |= {"norm1": norm_fn(layer.input_layernorm), "norm2": norm_fn(layer.post_attention_layernorm)}  # type: ignore
     return FastLayer(**parts, act=mlp.act_fn, head_dim=attention.head_dim, scale=attention.scaling)  # type: ignore
 
-
+# %% ../../nbs/21_backends.engine.ipynb #c3be4f9a
 class FastDecoder:
     "A Llama-shaped decoder as a plain loop over its own weights."
 
@@ -411,7 +417,7 @@ def bare_model(model: nn.Module) -> Any:
     "The Hugging Face causal LM itself, out of a PEFT wrapper if there is one."
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
-
+# %% ../../nbs/21_backends.engine.ipynb #b7f92e75
 class CausalModel:
     "A Hugging Face causal LM as features and logprobs, over one of three routes."
 
@@ -456,7 +462,7 @@ def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device
         row[: len(sequence)] = sequence
     return torch.from_numpy(ids).to(device)
 
-
+# %% ../../nbs/21_backends.engine.ipynb #0a20dc88
 def prefill(model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]]) -> Tensor:
     "(B, D) features of the last token of each prompt; keys and values stay in `cache.fresh`."
     ids, cache.filling = padded(prompts, model.device), True
@@ -464,7 +470,7 @@ def prefill(model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int
     features = model.features(ids, cache=cache, keep=ids.shape[1] - min(map(len, prompts)) + 1)
     return features[torch.arange(len(prompts)), ends - 1 - ids.shape[1] + features.shape[1]]
 
-
+# %% ../../nbs/21_backends.engine.ipynb #7cd0d236
 def decode_step(model: CausalModel, cache: SlotCache, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
     "(B, D) features after one more token per row; `lengths` tokens of each row are already in the cache."
     both = torch.tensor([tokens, lengths], device=model.device)
@@ -479,7 +485,7 @@ def _zero_adapters(model: nn.Module) -> list[nn.Parameter]:
     "The LoRA matrices that are still zero."
     return [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
 
-
+# %% ../../nbs/21_backends.engine.ipynb #a7f274ff
 def _stepwise(causal: CausalModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     "Features by prefill and decode, each with the token index that it belongs to, for two rows of unequal prompts."
     cache, starts, results = SlotCache(), [5, 3], []
@@ -558,7 +564,7 @@ class Request:
         "Whether every completion has arrived."
         return all(c is not None for c in self.completions)
 
-
+# %% ../../nbs/21_backends.engine.ipynb #0529a262
 @dataclass(eq=False)
 class Row:
     "One completion being drawn."
@@ -583,7 +589,7 @@ def stopped_by_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Any) 
         return False
     return len(tail) == len(tokens) or any(s in tokenizer.decode(tokens) for s in stop)
 
-
+# %% ../../nbs/21_backends.engine.ipynb #932be0ad
 def finish_reason(row: Row, tokenizer: Any) -> str | None:
     "Why the row ends with its newest token: 'stop', 'length' or not at all."
     params = row.request.params
@@ -593,7 +599,7 @@ def finish_reason(row: Row, tokenizer: Any) -> str | None:
         return "stop"
     return "length" if len(row.tokens) >= params.max_tokens else None
 
-
+# %% ../../nbs/21_backends.engine.ipynb #f5c95531
 def final_text(row: Row, tokenizer: Any) -> str:
     "The completion as text: special tokens, the stop token and what follows a stop string left out."
     if tokenizer is None:
@@ -614,7 +620,7 @@ def context_length(model: Any) -> int | None:
     known = [limit for limit in limits if limit]
     return min(known) if known else None
 
-
+# %% ../../nbs/21_backends.engine.ipynb #28933cce
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     "Every end-of-sequence id that the generation config, the model config or the tokenizer names."
     sources = (getattr(model, "generation_config", None), model.config, tokenizer)
@@ -622,7 +628,7 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     lists = [ids if isinstance(ids, list | tuple) else [ids] for ids in named]
     return frozenset(int(i) for ids in lists for i in ids if i is not None)
 
-# %% ../../nbs/21_backends.engine.ipynb #28933cce
+# %% ../../nbs/21_backends.engine.ipynb #ebb85761
 def check_tokens(tokens: Iterable[int], vocab_size: int, where: str) -> tuple[int, ...]:
     "The ids as a tuple of ints; raises `BackendError` for an empty sequence or an id outside the vocabulary."
     ids = tuple(map(int, tokens))
@@ -634,7 +640,7 @@ def check_tokens(tokens: Iterable[int], vocab_size: int, where: str) -> tuple[in
         raise BackendError("token id", where=where, got=bad, expected=f"0 to {vocab_size - 1}", fix=fix)
     return ids
 
-
+# %% ../../nbs/21_backends.engine.ipynb #f0a1d681
 def check_length(prompt: int, new: int, limit: int | None, where: str) -> None:
     "Raises `BackendError` when a prompt and its completion do not fit."
     if limit is not None and prompt + new > limit:
@@ -667,6 +673,7 @@ class Engine:
         self.waiting: deque[tuple[Request, int]] = deque()
         self.rows: list[Row] = []
         self.cache = SlotCache()
+        self.plan: DrawPlan | None = None  # of the rows as they are; None = they have changed
         self.prefilled_tokens = 0  # prompt tokens that really went through the model
 
     @property
@@ -695,7 +702,7 @@ class Engine:
         "Drop everything, for example after an error."
         self.waiting.clear()
         self.rows.clear()
-        self.cache = SlotCache()
+        self.cache, self.plan = SlotCache(), None
 
 # %% ../../nbs/21_backends.engine.ipynb #1e99732a
 def check_request(engine: Engine, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> Request:
@@ -719,7 +726,7 @@ def by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
             groups.append([i])
     return groups
 
-
+# %% ../../nbs/21_backends.engine.ipynb #566e2309
 def admit(engine: Engine) -> list[Request]:
     "Move waiting rows into the batch; returns requests that are complete with their first token."
     free = engine.max_batch - len(engine.rows)
@@ -735,7 +742,7 @@ def admit(engine: Engine) -> list[Request]:
         engine.prefilled_tokens += sum(map(len, chosen))
         source = torch.tensor([g for g, p in enumerate(chosen) for _ in new[p]], device=features.device)
         add_rows(engine.cache, source, max(map(len, chosen)))
-        start = len(engine.rows)
+        start, engine.plan = len(engine.rows), None
         engine.rows += [row for p in chosen for row in new[p]]
         done += emit(engine, logits_of(features, engine.causal.head)[source], start)
     return done
@@ -744,7 +751,9 @@ def admit(engine: Engine) -> list[Request]:
 def emit(engine: Engine, logits: Tensor, start: int = 0) -> list[Request]:
     "Draw one token for each row from `start` on; returns the requests that this completed."
     rows = engine.rows[start:]
-    plan = DrawPlan.of([row.request.params for row in rows], logits.device)
+    if engine.plan is None or start:
+        engine.plan = DrawPlan.of([row.request.params for row in rows], logits.device)
+    plan, engine.plan = engine.plan, None if start else engine.plan
     uniforms = torch.tensor([row.uniforms[len(row.tokens)] for row in rows], device=logits.device)
     drawn = torch.stack([series.double() for series in draw(logits, plan, uniforms)]).tolist()
     ended = []
@@ -756,7 +765,7 @@ def emit(engine: Engine, logits: Tensor, start: int = 0) -> list[Request]:
             ended.append((i, reason))
     return [request for i, reason in reversed(ended) if (request := retire(engine, i, reason)).done]
 
-
+# %% ../../nbs/21_backends.engine.ipynb #58f12613
 def retire(engine: Engine, i: int, reason: str) -> Request:
     "Take row `i` out of the batch; its completion goes to its request."
     row = drop(engine, i)
@@ -765,16 +774,16 @@ def retire(engine: Engine, i: int, reason: str) -> Request:
     request.completions[row.index] = Completion(*made)  # type: ignore[arg-type]
     return request
 
-# %% ../../nbs/21_backends.engine.ipynb #58f12613
+# %% ../../nbs/21_backends.engine.ipynb #88224b38
 def drop(engine: Engine, i: int) -> Row:
     "Remove row `i` from batch and cache; the last row takes its place."
-    row, last = engine.rows[i], engine.rows.pop()
+    row, last, engine.plan = engine.rows[i], engine.rows.pop(), None
     if last is not row:
         engine.rows[i] = last
     drop_row(engine.cache, i)
     return row
 
-
+# %% ../../nbs/21_backends.engine.ipynb #ae306e8e
 def forget_cancelled(engine: Engine) -> None:
     "Drop what nobody waits for any more."
     for i in reversed(range(len(engine.rows))):
@@ -783,7 +792,7 @@ def forget_cancelled(engine: Engine) -> None:
     if any(request.cancelled for request, _ in engine.waiting):
         engine.waiting = deque(pair for pair in engine.waiting if not pair[0].cancelled)
 
-
+# %% ../../nbs/21_backends.engine.ipynb #cf40aaaa
 def advance(engine: Engine) -> list[Request]:
     "One decode step for every row; returns the requests that it completed."
     tokens, lengths = [row.tokens[-1] for row in engine.rows], [row.cached for row in engine.rows]

@@ -110,6 +110,9 @@ class Scoring:
             check_length(len(d.tokens), 0, self.max_seq_len, d.where)
 
 # %% ../../nbs/22_backends.local.ipynb #85357e15
+#| export
+
+# %% ../../nbs/22_backends.local.ipynb #5e14f5ae
 def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     "(M,) logprobs of all scored positions of one batch, datum after datum, with gradient if it is enabled."
     device = scoring.causal.device
@@ -121,7 +124,7 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     features = scoring.causal.features(padded([d.input_tokens for d in datums], device))
     return scoring.causal.logprobs(features.flatten(0, 1)[where], targets, scoring.temperature)
 
-
+# %% ../../nbs/22_backends.local.ipynb #0a3f2822
 def spread(scoring: Scoring, datums: Sequence[Datum], batches: list[list[int]], flats: list[Tensor]) -> list[Tensor]:
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat logprobs of each batch."
     series: list[Tensor] = [torch.empty(0)] * len(datums)
@@ -151,7 +154,7 @@ def not_finite(scoring: Scoring, datums: Sequence[Datum], series: Sequence[Tenso
     fix = "Unscored positions are NaN: index with weights > 0, or open the backend with prompt_logprobs=True."
     return LossError(what, got=got, expected="a finite value", fix=fix)
 
-
+# %% ../../nbs/22_backends.local.ipynb #f94c545d
 def slope_of(
     scoring: Scoring,
     datums: Sequence[Datum],
@@ -203,7 +206,7 @@ class PolicyState:
         "What the optimizer moves: the master where there is one, else the parameter."
         return [self.masters.get(name, p) for name, p in self.params.items()]
 
-
+# %% ../../nbs/22_backends.local.ipynb #ca545cf2
 @dataclass(frozen=True, eq=False)
 class Graph:
     "Logprobs of a forward pass, still attached to the weights when there was room for it."
@@ -212,7 +215,7 @@ class Graph:
     batches: list[list[int]]
     flats: list[Tensor]  # per batch (M,)
 
-
+# %% ../../nbs/22_backends.local.ipynb #7df7b978
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     "The parameters that learn, by name."
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -247,7 +250,7 @@ def check_slopes(scoring: Scoring, datums: Sequence[Datum], slopes: Sequence[np.
             fix = "Set it to 0, or open the backend with prompt_logprobs=True."
             raise LossError("dlogprobs", where=d.where, got="a slope at an unscored position", expected="0", fix=fix)
 
-
+# %% ../../nbs/22_backends.local.ipynb #0a724dd7
 def backpropagate(state: PolicyState, datums: Sequence[Datum], slopes: Sequence[np.ndarray]) -> None:
     "Add the gradient of `sum(slope * logprob)` to what is accumulated."
     scoring, graph, state.graph = state.scoring, state.graph, None
@@ -269,7 +272,7 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], slopes: Sequence[
     state.loss_tokens += sum(d.num_loss_tokens for d in datums)
     state.sequences += len(datums)
 
-# %% ../../nbs/22_backends.local.ipynb #1bce5f4d
+# %% ../../nbs/22_backends.local.ipynb #fe109fdc
 def move_to_masters(state: PolicyState) -> None:
     "Add low-precision gradients to their float32 masters."
     for name, master in state.masters.items():
@@ -278,7 +281,7 @@ def move_to_masters(state: PolicyState) -> None:
             master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
             p.grad = None
 
-
+# %% ../../nbs/22_backends.local.ipynb #b4ba1bd0
 def drop_gradients(state: PolicyState) -> None:
     "Forget what was accumulated."
     for target in state.targets:
@@ -302,7 +305,7 @@ def divisor(state: PolicyState, normalization: GradNormalization) -> int:
         raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)
     return max(1, known[normalization])
 
-
+# %% ../../nbs/22_backends.local.ipynb #b0d1fcf7
 def adamw(state: PolicyState, adam: AdamParams) -> torch.optim.AdamW:
     "The optimizer, made on first use, with this step's parameters."
     if state.optimizer is None:
@@ -352,13 +355,13 @@ class Versions:
     upcoming: int = 1  # what the next sync returns
     published: bool = True  # whether the policy's weights are those of `current`
 
-
+# %% ../../nbs/22_backends.local.ipynb #120eb6a4
 def describe(state: PolicyState) -> dict[str, Any]:
     "What a saved state must agree with: the model's kind and its trainable weights."
     weights = {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in state.params.items()}
     return {"format": FORMAT, "model": type(state.scoring.causal.model).__name__, "weights": weights}
 
-
+# %% ../../nbs/22_backends.local.ipynb #1f0c7472
 def capture(state: PolicyState, versions: Versions) -> tuple[dict[str, Tensor], dict[str, Any]]:
     "The state as cloned tensors and a description."
     tensors = {f"weights/{name}": p for name, p in state.params.items()}
@@ -448,7 +451,7 @@ def write_folder(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -
             "save_state", where=str(path), got=str(reason), expected="a writable disk", fix=fix
         ) from reason
 
-
+# %% ../../nbs/22_backends.local.ipynb #53a7adb7
 def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     "Read what `write_folder` wrote; raises `RecordError`."
     try:
@@ -488,7 +491,7 @@ def stamped(values: Sequence[np.ndarray], scoring: Scoring, source: str, version
     stamp = {"source": source, "policy_version": version, "temperature": scoring.temperature, "dtype": dtype}
     return [Logprobs(v, **stamp) for v in values]  # type: ignore[arg-type]
 
-
+# %% ../../nbs/22_backends.local.ipynb #88e9000e
 class LocalReference:
     "A frozen scorer."
 
@@ -571,7 +574,7 @@ def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) 
     backpropagate(state, datums, result[-1])
     return result
 
-
+# %% ../../nbs/22_backends.local.ipynb #21fa222a
 def save_named(state: PolicyState, versions: Versions, name: str) -> str:
     "Capture the state, in memory or on disk; returns the path for `load_named`."
     captured = capture(state, versions)
@@ -581,7 +584,7 @@ def save_named(state: PolicyState, versions: Versions, name: str) -> str:
     state.saved[name.removeprefix("memory:")] = captured
     return f"memory:{name.removeprefix('memory:')}"
 
-
+# %% ../../nbs/22_backends.local.ipynb #ed105849
 def load_named(state: PolicyState, versions: Versions, path: str, optimizer: bool) -> None:
     "Restore what `save_named` saved; raises `RecordError`."
     name = path.removeprefix("memory:")
@@ -594,7 +597,7 @@ def load_named(state: PolicyState, versions: Versions, path: str, optimizer: boo
     check_description(state, meta, path)
     restore(state, versions, tensors, meta, optimizer)
 
-
+# %% ../../nbs/22_backends.local.ipynb #92d14cc8
 def take_snapshot(state: PolicyState, name: str) -> str:
     "Clone what is trainable; old snapshots beyond `KEPT_SNAPSHOTS` are forgotten."
     state.snapshots.pop(name, None)
@@ -616,7 +619,7 @@ class Letter:
         if not self.future.done():
             self.future.set_exception(value) if isinstance(value, BaseException) else self.future.set_result(value)
 
-
+# %% ../../nbs/22_backends.local.ipynb #1076a80b
 class LocalSampler:
     "Concurrent requests, batched by one engine."
 
@@ -664,7 +667,7 @@ class LocalSampler:
             if not letter.future.get_loop().is_closed():
                 letter.answer(reason)
 
-# %% ../../nbs/22_backends.local.ipynb #1076a80b
+# %% ../../nbs/22_backends.local.ipynb #503b17b8
 def take_letters(sampler: LocalSampler) -> list[Letter]:
     "The letters up to the next function; a function alone, once nothing is being drawn."
     taken: list[Letter] = []
@@ -674,7 +677,7 @@ def take_letters(sampler: LocalSampler) -> list[Letter]:
         taken.append(sampler.inbox.popleft())
     return taken
 
-
+# %% ../../nbs/22_backends.local.ipynb #f2297190
 def turn(sampler: LocalSampler, letters: list[Letter]) -> list[tuple[Letter, Any]]:
     "One turn in the worker: hand over, score, hop; returns answered letters."
     engine = sampler.engine
@@ -696,7 +699,7 @@ def turn(sampler: LocalSampler, letters: list[Letter]) -> list[tuple[Letter, Any
         del sampler.open[request]
     return answers
 
-
+# %% ../../nbs/22_backends.local.ipynb #e4c93ace
 async def keep_pumping(sampler: LocalSampler) -> None:
     "Hop and deliver while there is work."
     letters: list[Letter] = []
@@ -753,7 +756,7 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module
         torch.manual_seed(seed)
         return get_peft_model(model, config)  # type: ignore[arg-type, return-value]
 
-
+# %% ../../nbs/22_backends.local.ipynb #15b07c66
 def frozen_copy(module: nn.Module, shared: Sequence[Tensor]) -> nn.Module:
     "A copy that does not learn and shares the given tensors."
     twin = copy.deepcopy(module, {id(t): t for t in shared})
@@ -763,7 +766,7 @@ def frozen_copy(module: nn.Module, shared: Sequence[Tensor]) -> nn.Module:
             p.requires_grad_(False)
     return twin.eval()
 
-
+# %% ../../nbs/22_backends.local.ipynb #ec824bd3
 def torch_dtype(name: str) -> torch.dtype:
     "The torch dtype of that name; raises `ConfigError`."
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -771,7 +774,7 @@ def torch_dtype(name: str) -> torch.dtype:
         raise ConfigError("dtype", where="open_local", got=repr(name), expected=" or ".join(known))
     return known[name]
 
-# %% ../../nbs/22_backends.local.ipynb #15b07c66
+# %% ../../nbs/22_backends.local.ipynb #cb3a1f54
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     "Raises `BackendError` when a tokenizer can make ids that the model does not know."
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
@@ -779,7 +782,7 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
         fix = "Use the model's own tokenizer, or resize the model's embeddings."
         raise BackendError("tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix)
 
-
+# %% ../../nbs/22_backends.local.ipynb #cde8407e
 def open_local(
     model: nn.Module,  # Hugging Face causal LM; becomes the policy, so its weights will change
     tokenizer: Any,  # its tokenizer
@@ -825,12 +828,12 @@ def open_local(
     close = partial(close_local, sampler, run)
     return Backend(LocalTrainer(state, run, versions), judge, sampler, sync, tokenizer, capabilities, close)
 
-# %% ../../nbs/22_backends.local.ipynb #1feb6b67
+# %% ../../nbs/22_backends.local.ipynb #54f194f6
 def scorer_of(module: nn.Module) -> CausalModel:
     "The model for scoring with gradient, over its own modules."
     return open_model(module, routes=("modules", "full"), sampling=False)
 
-
+# %% ../../nbs/22_backends.local.ipynb #5c5549af
 def reference_of(
     state: PolicyState, score_as: Callable[[nn.Module], Scoring], run: Worker, shared: Sequence[Tensor]
 ) -> LocalReference:
@@ -839,7 +842,7 @@ def reference_of(
         return LocalReference(state.scoring, run, state.module.disable_adapter)  # type: ignore[arg-type]
     return LocalReference(score_as(frozen_copy(state.module, shared)), run)
 
-
+# %% ../../nbs/22_backends.local.ipynb #0aa5f132
 async def close_local(sampler: LocalSampler, run: Worker) -> None:
     "Stop the pump and the worker thread, free the sampler's cache."
     if sampler.pump is not None and not sampler.pump.get_loop().is_closed():
