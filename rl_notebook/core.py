@@ -95,7 +95,7 @@ def frozen_array(values: Any, dtype: Any) -> np.ndarray:  # shape (len(values),)
     array.setflags(write=False)
     return array
 
-
+# %% ../nbs/00_core.ipynb #fa7bc945
 def _freeze(obj: Any, **arrays: Any) -> None:
     "Replace fields of a frozen dataclass by read-only arrays: `name=dtype`, `None` stays `None`."
     for name, dtype in arrays.items():
@@ -331,23 +331,7 @@ class Datum:
         )
         if isinstance(self.advantage, Sequence | np.ndarray):
             _freeze(self, advantage=np.float64)
-        if len(self.tokens) < 2:
-            raise DatumError(
-                "tokens",
-                where=self.where,
-                got=len(self.tokens),
-                expected="at least 2",
-                fix="One token has no target to train on.",
-            )
-        for name in ("weights", "sampler_logprobs", "old_logprobs", "ref_logprobs", "advantage"):
-            series = getattr(self, name)
-            if isinstance(series, np.ndarray) and len(series) != len(self.tokens) - 1:
-                raise DatumError(
-                    name,
-                    where=self.where,
-                    got=f"{len(series)} values for {len(self.tokens)} tokens",
-                    expected=f"{len(self.tokens) - 1}, one per target",
-                )
+        _check_datum(self)
 
     @property
     def where(self) -> str:
@@ -379,12 +363,24 @@ class Datum:
         "The seed documents' view, `datum.loss_fn_inputs['weights'].data`, so that their loss functions run unchanged."
         return {"target_tokens": TensorData(self.target_tokens.tolist()), "weights": TensorData(self.weights.tolist())}
 
-
+# %% ../nbs/00_core.ipynb #228ba832
 @dataclass(frozen=True)
 class TensorData:
     "A flat list behind `.data`, as the training SDKs wrap their tensors."
 
     data: list[float] | list[int]  # the values
+
+
+def _check_datum(datum: Datum) -> None:
+    "At least one target, and every series has one entry per target."
+    if len(datum.tokens) < 2:
+        fix = "One token has no target to train on."
+        raise DatumError("tokens", where=datum.where, got=len(datum.tokens), expected="at least 2", fix=fix)
+    for name in ("weights", "sampler_logprobs", "old_logprobs", "ref_logprobs", "advantage"):
+        series = getattr(datum, name)
+        if isinstance(series, np.ndarray) and len(series) != len(datum.tokens) - 1:
+            got = f"{len(series)} values for {len(datum.tokens)} tokens"
+            raise DatumError(name, where=datum.where, got=got, expected=f"{len(datum.tokens) - 1}, one per target")
 
 # %% ../nbs/00_core.ipynb #f2b58656
 @dataclass(frozen=True)
@@ -398,7 +394,7 @@ class AdamParams:
     weight_decay: float = 0.01
     grad_clip_norm: float = 0.0  # 0 = off
 
-
+# %% ../nbs/00_core.ipynb #d81d5372
 @dataclass(frozen=True, eq=False)
 class LossOutput:
     "Result of one pass of a loss over datums."

@@ -27,7 +27,7 @@ def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     rewards = [g.rewards for g in groups if len(g.samples)]
     everything = np.concatenate(rewards) if rewards else np.zeros(0)
     dead = [r for r in rewards if is_dead(r)]
-    middle = (everything.min() + everything.max()) / 2 if len(everything) else 0.0
+    middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
     out = {
         "reward": _mean(everything),
         "reward_std": _mean([r.std(ddof=1) for r in rewards if len(r) > 1]),
