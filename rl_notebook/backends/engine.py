@@ -21,12 +21,13 @@ from transformers import Cache
 from ..core import BackendError, Completion, Logprobs, SampleParams
 
 # %% auto #0
-__all__ = ['CHUNK_ELEMENTS', 'TOLERANCE', 'logits_of', 'pick_logprobs', 'head_logprobs', 'Uniforms', 'draw_tokens', 'DrawPlan',
-           'cut_off', 'draw', 'SlotCache', 'reserve', 'add_rows', 'begin_step', 'drop_row', 'norm_fn', 'linear_fn',
-           'rotate', 'RotaryTable', 'attend', 'FastLayer', 'fast_layer', 'FastDecoder', 'bare_model', 'CausalModel',
-           'padded', 'prefill', 'decode_step', 'probe_error', 'open_model', 'Request', 'Row', 'stopped_by_text',
-           'finish_reason', 'final_text', 'context_length', 'eos_ids', 'check_tokens', 'check_length', 'Engine',
-           'check_request', 'by_budget', 'admit', 'emit', 'retire', 'drop', 'forget_cancelled', 'advance', 'echo']
+__all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'TOLERANCE', 'logits_of', 'pick_logprobs', 'head_logprobs', 'Uniforms', 'draw_tokens',
+           'DrawPlan', 'cut_off', 'draw', 'SlotCache', 'reserve', 'add_rows', 'begin_step', 'drop_row', 'norm_fn',
+           'can_pack', 'packed_fn', 'linear_fn', 'rotate', 'RotaryTable', 'attend', 'FastLayer', 'fast_layer',
+           'FastDecoder', 'bare_model', 'CausalModel', 'padded', 'prefill', 'decode_step', 'probe_error', 'open_model',
+           'Request', 'Row', 'stopped_by_text', 'finish_reason', 'final_text', 'context_length', 'eos_ids',
+           'check_tokens', 'check_length', 'Engine', 'check_request', 'by_budget', 'admit', 'emit', 'retire', 'drop',
+           'forget_cancelled', 'advance', 'echo']
 
 # %% ../../nbs/21_backends.engine.ipynb #6f5c1405
 CHUNK_ELEMENTS = 2**24  # logits that may exist at once: 64 MB in float32
@@ -297,18 +298,44 @@ def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
         return norm
     return lambda x: F.rms_norm(x, weight.shape, weight, eps)
 
+# %% ../../nbs/21_backends.engine.ipynb #3682a79e
+PACK_BYTES = 2**30  # weights up to this size are laid out for oneDNN as well
+
+
+def can_pack(weight: Tensor) -> bool:
+    "Whether oneDNN can multiply with a weight of this kind in its own layout."
+    plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return plain and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def packed_fn(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    "`x W + b` from a copy of the weight in oneDNN's layout, renewed when the weight changes; without gradient."
+    ops, version, packed = torch.ops.mkldnn, -1, weight
+
+    def apply(x: Tensor) -> Tensor:
+        nonlocal version, packed
+        if torch.is_grad_enabled():
+            return F.linear(x, weight, bias)
+        if version != weight._version:
+            version, packed = weight._version, ops._reorder_linear_weight(weight.detach(), 32)
+        return ops._linear_pointwise(x, packed, bias, "none", [], "")
+
+    return apply
+
 # %% ../../nbs/21_backends.engine.ipynb #c2b28305
-def linear_fn(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def linear_fn(module: nn.Module, pack: bool = False) -> Callable[[Tensor], Tensor]:
     "A linear layer, bare or under one LoRA adapter, as a function without wrappers; anything else as it is."
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
+        if pack and can_pack(weight):
+            return packed_fn(weight, bias)
         return lambda x: F.linear(x, weight, bias)
     names = list(getattr(module, "lora_A", ()))
     base = getattr(module, "base_layer", None)
     if len(names) != 1 or type(base) is not nn.Linear or getattr(module, "lora_variant", None):
         return module
     a, b, scale = module.lora_A[names[0]].weight, module.lora_B[names[0]].weight, module.scaling[names[0]]  # type: ignore
-    inner = linear_fn(base)
+    inner = linear_fn(base, pack)
     return lambda x: inner(x) + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(x.dtype)
 
 # %% ../../nbs/21_backends.engine.ipynb #a0a49031
@@ -383,14 +410,14 @@ class FastLayer:
         return x + self.down(self.act(self.gate(y)) * self.up(y))
 
 # %% ../../nbs/21_backends.engine.ipynb #bd2c7efe
-def fast_layer(layer: nn.Module) -> FastLayer:
+def fast_layer(layer: nn.Module, pack: bool = False) -> FastLayer:
     "The functions of one decoder layer; raises `AttributeError` when it is not Llama-shaped."
     attention, mlp = layer.self_attn, layer.mlp
     norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
     if norms != {"input_layernorm", "post_attention_layernorm"}:
         raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
-    parts = {name: linear_fn(getattr(attention, f"{name}_proj")) for name in "qkvo"}
-    parts |= {name: linear_fn(getattr(mlp, f"{name}_proj")) for name in ("gate", "up", "down")}
+    parts = {name: linear_fn(getattr(attention, f"{name}_proj"), pack) for name in "qkvo"}
+    parts |= {name: linear_fn(getattr(mlp, f"{name}_proj"), pack) for name in ("gate", "up", "down")}
     parts |= {name: norm_fn(getattr(attention, name, None)) for name in ("q_norm", "k_norm")}
     parts |= {"norm1": norm_fn(layer.input_layernorm), "norm2": norm_fn(layer.post_attention_layernorm)}  # type: ignore
     return FastLayer(**parts, act=mlp.act_fn, head_dim=attention.head_dim, scale=attention.scaling)  # type: ignore
@@ -401,7 +428,8 @@ class FastDecoder:
 
     def __init__(self, decoder: nn.Module):
         self.embed, self.norm = decoder.embed_tokens, norm_fn(decoder.norm)  # type: ignore[arg-type]
-        self.layers = [fast_layer(layer) for layer in decoder.layers]  # type: ignore[union-attr]
+        pack = sum(p.nbytes for p in decoder.parameters()) <= PACK_BYTES
+        self.layers = [fast_layer(layer, pack) for layer in decoder.layers]  # type: ignore[union-attr]
         self.rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight)  # type: ignore[arg-type]
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: SlotCache | None, highest: int) -> Tensor:
