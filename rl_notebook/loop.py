@@ -16,6 +16,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
@@ -30,7 +31,7 @@ from .config import Config
 from .core import ConfigError, Datum, PhaseError, PromptGroup
 from .data import Cursor, Row, load_rows, restore_cursor
 from .datums import attach, datums_from_groups
-from .losses import LossOptions
+from .losses import LossOptions, natural_denominator
 from .metrics import merge_metrics, step_metrics
 from .records import Checkpoint, RunFolder, StepRecord
 from .rewards import as_reward_fns, make_soft_overlong
@@ -64,6 +65,7 @@ from rl_notebook.step import (
     list_rollouts,
     loss_factory,
     merge_outputs,
+    scale_output,
     score_datums,
     score_group,
     score_group_blocking,
@@ -571,7 +573,10 @@ class _LoopOverlap(_LoopHistory):
             datums.headline = f"nothing to learn: {nothing_to_learn(groups)}"
             return
         self.state.put("reference", datums)
-        merged = merge_outputs([r.output for r in reports])
+        tokens = np.array([d.num_loss_tokens for d in datums])
+        merged = scale_output(
+            merge_outputs([r.output for r in reports]), 1 / natural_denominator(tokens, c.aggregation)
+        )
         self.state.put("backward", LossReport(merged, tuple(datums)))
         self.state.gradient, self.state.normalization = True, NORMALIZATION[c.aggregation]
 

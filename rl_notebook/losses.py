@@ -53,13 +53,13 @@ def grpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-A p T."
     return -t.advantage * t.policy * tis
 
-
+# %% ../nbs/03_losses.ipynb #303e9aa7
 def reinforce(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-exp(p - b) A; the sampler's logprob is its anchor, so no further correction applies."
     assert t.sampler is not None
     return -torch.exp(torch.clamp(t.policy - t.sampler, -20.0, 20.0)) * t.advantage
 
-
+# %% ../nbs/03_losses.ipynb #2cf00f13
 def importance_sampling(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-r A T, without clipping besides the cap of the log ratio."
     return -torch.exp(log_ratio(t, o.knob("ratio_log_cap"))) * t.advantage * tis
@@ -73,7 +73,7 @@ def clipped_surrogate(r: Tensor, t: ActiveTokens, o: LossOptions) -> Tensor:
         loss = torch.where(t.advantage < 0, torch.minimum(-o.eps_clip_c * t.advantage, loss), loss)
     return loss
 
-
+# %% ../nbs/03_losses.ipynb #f16314c8
 def ppo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "The clipped surrogate on the token ratio, times T."
     return clipped_surrogate(torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), t, o) * tis
@@ -84,7 +84,7 @@ def sequence_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
     log_s = t.mean_per_sample((t.policy - t.old).detach())[t.sample]
     return torch.exp(torch.clamp(t.policy - t.policy.detach() + log_s, max=10.0 if cap is None else cap))
 
-
+# %% ../nbs/03_losses.ipynb #e4ce08af
 def gspo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "The clipped surrogate on the sequence ratio, times T."
     return clipped_surrogate(sequence_ratio(t, o.knob("seq_ratio_log_cap")), t, o) * tis
@@ -95,13 +95,13 @@ def cispo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     weight = torch.clamp(torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), *o.clip_range).detach()
     return -weight * t.policy * t.advantage * tis
 
-
+# %% ../nbs/03_losses.ipynb #ab25ddee
 def dro(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-(p A T - beta/2 (p - o)^2), the quadratic term only where the advantage is not zero."
     pull = o.knob("dro_beta") / 2 * (t.policy - t.old) ** 2 * (t.advantage != 0)
     return -(t.policy * t.advantage * tis - pull)
 
-
+# %% ../nbs/03_losses.ipynb #e9862da1
 def sapo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-sigmoid(tau (r - 1)) 4/tau A T with tau by the sign of A (https://arxiv.org/abs/2511.20347)."
     r = torch.exp(log_ratio(t, o.knob("ratio_log_cap")))
@@ -241,7 +241,7 @@ def raw_tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     d = torch.clamp(anchor - t.sampler, -20.0, 20.0)
     return torch.exp(t.mean_per_sample(d)[t.sample] if o.tis == "sequence" else d)
 
-
+# %% ../nbs/03_losses.ipynb #5375f8b6
 def tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     "The correction that multiplies the policy loss; ones when it is off."
     if o.tis == "off":
@@ -286,7 +286,7 @@ def _flat(datums: Sequence[Datum], name: str, required: bool) -> np.ndarray | No
     series = [require_finite(getattr(d, name), d.weights, name=name, where=d.where)[d.active] for d in datums]
     return np.concatenate(series) if series else np.zeros(0)
 
-
+# %% ../nbs/03_losses.ipynb #7a507abe
 def _weights_are_binary(datums: Sequence[Datum]) -> None:
     "A weight is a yes or no; anything between would be read as one of them."
     for d in datums:
@@ -375,18 +375,18 @@ def make_loss_fn(
         t = side.with_policy(policy_logprobs)
         surrogate, kl = loss_terms(t, o)
         loss = aggregate(surrogate + kl, t, o, denominator)
-        return loss, {"loss": loss.item(), **loss_metrics(t, o)}
+        return loss, {"loss": loss.item(), **loss_metrics(t, o, denominator)}
 
     return loss_fn
 
 # %% ../nbs/03_losses.ipynb #1137e724
-def loss_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
+def loss_metrics(t: ActiveTokens, o: LossOptions, denominator: float | None = None) -> dict[str, float]:
     "What the loss saw: counts, ratios, clipping, KL, correction, and who moved the policy."
     leaf = replace(t, policy=t.policy.detach())
     out = {"num_loss_tokens": float(len(t.policy)), "num_datums": float(len(t.lengths))}
     if len(t.policy) == 0:
         return out
-    out |= _ratio_metrics(leaf, o) | _gradient_shares(t, o)
+    out |= _ratio_metrics(leaf, o) | _gradient_shares(t, o, denominator)
     if t.ref is not None:
         for k, name in (("k1", "kl/k1"), ("k3", "kl/k3"), (o.kl_estimator, "kl")):
             out[name] = KL_ESTIMATORS[k](leaf.policy, t.ref).mean().item()
@@ -414,7 +414,7 @@ def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
             out[f"clip_ratio/{name}_mean"] = clipped.double().mean().item()
     return out
 
-
+# %% ../nbs/03_losses.ipynb #11bf108b
 def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     "Trainer against sampler (TRL's names), and the correction before and after its cap."
     assert t.sampler is not None
@@ -430,14 +430,14 @@ def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
             out["tis/icepop_frac"] = (w == 0).double().mean().item()
     return out
 
-
-def _gradient_shares(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
+# %% ../nbs/03_losses.ipynb #5374022f
+def _gradient_shares(t: ActiveTokens, o: LossOptions, denominator: float | None) -> dict[str, float]:
     "Shares of the sum of |dL/dp|: of tokens with positive advantage, and of the KL term."
     with torch.enable_grad():
         leaf = replace(t, policy=t.policy.detach().requires_grad_())
         surrogate, kl = loss_terms(leaf, o)
-        pg = torch.autograd.grad(aggregate(surrogate, leaf, o), leaf.policy, allow_unused=True)[0]
-        pull = torch.autograd.grad(aggregate(kl, leaf, o), leaf.policy)[0] if kl.requires_grad else None
+        pg = torch.autograd.grad(aggregate(surrogate, leaf, o, denominator), leaf.policy, allow_unused=True)[0]
+        pull = torch.autograd.grad(aggregate(kl, leaf, o, denominator), leaf.policy)[0] if kl.requires_grad else None
     pg = torch.zeros_like(t.old) if pg is None else pg
     pull = torch.zeros_like(pg) if pull is None else pull
     total, parts = (pg + pull).abs().sum().item(), (pg.abs().sum() + pull.abs().sum()).item()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,8 +34,8 @@ from rl_notebook.rollouts import (
 # %% auto #0
 __all__ = ['T', 'ScoreCache', 'LossFactory', 'NORMALIZATION', 'Listing', 'on_one_line', 'list_prompts', 'draw', 'list_rollouts',
            'needs_grading', 'score_group', 'score_group_blocking', 'list_groups', 'cache_key', 'score_datums',
-           'list_datums', 'loss_factory', 'evaluate_loss', 'LossReport', 'backward', 'merge_outputs', 'sync_weights',
-           'Measured', 'evaluate']
+           'list_datums', 'loss_factory', 'evaluate_loss', 'LossReport', 'backward', 'merge_outputs', 'scale_output',
+           'sync_weights', 'Measured', 'evaluate']
 
 # %% ../nbs/32_step.ipynb #250bbb3f
 T = TypeVar("T")
@@ -296,6 +296,13 @@ def _merged(name: str, values: np.ndarray, tokens: np.ndarray) -> float:
         return float((np.nanmin if last.endswith("min") else np.nanmax)(values))
     known = ~np.isnan(values) & (tokens > 0)
     return float(np.average(values[known], weights=tokens[known])) if known.any() else float("nan")
+
+
+def scale_output(output: LossOutput, factor: float) -> LossOutput:
+    "A loss that was computed without its division, with it: value, gradient, and the metrics that scale."
+    scaled = {k: v * factor if k in ("loss", "grad/abs_sum") else v for k, v in output.metrics.items()}
+    slopes = tuple(g * factor for g in output.dlogprobs)
+    return replace(output, loss=output.loss * factor, metrics=scaled, dlogprobs=slopes)
 
 # %% ../nbs/32_step.ipynb #b2adaf02
 NORMALIZATION: dict[str, GradNormalization] = {
