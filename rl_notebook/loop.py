@@ -535,7 +535,7 @@ class _LoopHistory(_UpdatePhases):
             self.policy_version = await sync_weights(self.backend, f"undo-{entry.state.number:05d}")
         self._forget_record(entry.state.number)
         self.state = StepState(entry.state.number, entry.state.cursor)
-        self.state.cache = {k: lp for k, lp in entry.state.cache.items() if k[0] == "ref"}
+        self.state.cache = dict(entry.state.cache)  # scored with the weights that are back
         keep = PHASES[: PHASES.index(to)]
         self.state.values = {p: v for p, v in entry.values.items() if p in keep and p != "loss"}
         self.cursor = entry.state.cursor if to == "prompts" else self.cursor

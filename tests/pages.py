@@ -28,7 +28,7 @@ def directives(source: str) -> set[str]:
 
 def visible(nb: NotebookNode) -> NotebookNode:
     "The notebook as a reader sees it: no hidden cells, no directives, nothing that a directive switches off."
-    page = nbformat.from_dict({**nb, "cells": []})
+    page = nbformat.from_dict({**nb, "cells": [], "metadata": {**nb.metadata, "language_info": {"name": "python"}}})
     for cell in nb.cells:
         if cell.cell_type != "code":
             page.cells.append(cell)
