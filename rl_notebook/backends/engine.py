@@ -23,11 +23,11 @@ from ..core import BackendError, Completion, Logprobs, SampleParams
 # %% auto #0
 __all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'TOLERANCE', 'logits_of', 'pick_logprobs', 'head_logprobs', 'Uniforms', 'draw_tokens',
            'DrawPlan', 'cut_off', 'draw', 'SlotCache', 'reserve', 'add_rows', 'begin_step', 'drop_row', 'norm_fn',
-           'can_pack', 'packed_fn', 'linear_fn', 'rotate', 'RotaryTable', 'attend', 'FastLayer', 'fast_layer',
-           'FastDecoder', 'bare_model', 'CausalModel', 'padded', 'prefill', 'decode_step', 'probe_error', 'open_model',
-           'Request', 'Row', 'stopped_by_text', 'finish_reason', 'final_text', 'context_length', 'eos_ids',
-           'check_tokens', 'check_length', 'Engine', 'check_request', 'by_budget', 'admit', 'emit', 'retire', 'drop',
-           'forget_cancelled', 'advance', 'echo']
+           'can_pack', 'packed_fn', 'linear_fn', 'linears_fn', 'rotate', 'RotaryTable', 'attend', 'FastLayer',
+           'fast_layer', 'FastDecoder', 'bare_model', 'CausalModel', 'padded', 'prefill', 'decode_step', 'probe_error',
+           'open_model', 'Request', 'Row', 'stopped_by_text', 'finish_reason', 'final_text', 'context_length',
+           'eos_ids', 'check_tokens', 'check_length', 'Engine', 'check_request', 'by_budget', 'admit', 'emit', 'retire',
+           'drop', 'forget_cancelled', 'advance', 'echo']
 
 # %% ../../nbs/21_backends.engine.ipynb #6f5c1405
 CHUNK_ELEMENTS = 2**24  # logits that may exist at once: 64 MB in float32
@@ -308,35 +308,44 @@ def can_pack(weight: Tensor) -> bool:
     return plain and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def packed_fn(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    "`x W + b` from a copy of the weight in oneDNN's layout, renewed when the weight changes; without gradient."
-    ops, version, packed = torch.ops.mkldnn, -1, weight
+def packed_fn(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    "`x W + b` for several weights at once, from a copy in oneDNN's layout that is renewed when a weight changes."
+    ops, version, packed = torch.ops.mkldnn, -1, weights[0]
+    sizes = [len(w) for w in weights]
 
-    def apply(x: Tensor) -> Tensor:
+    def apply(x: Tensor) -> tuple[Tensor, ...]:
         nonlocal version, packed
         if torch.is_grad_enabled():
-            return F.linear(x, weight, bias)
-        if version != weight._version:
-            version, packed = weight._version, ops._reorder_linear_weight(weight.detach(), 32)
-        return ops._linear_pointwise(x, packed, bias, "none", [], "")
+            return tuple(map(partial(F.linear, x), weights, biases))
+        newest = sum(w._version for w in weights)
+        if version != newest:
+            version, packed = newest, ops._reorder_linear_weight(torch.cat([w.detach() for w in weights]), 32)
+        out = ops._linear_pointwise(x, packed, None, "none", [], "").split(sizes, -1)
+        return tuple(o if b is None else o + b for o, b in zip(out, biases, strict=True))
 
     return apply
 
 # %% ../../nbs/21_backends.engine.ipynb #c2b28305
-def linear_fn(module: nn.Module, pack: bool = False) -> Callable[[Tensor], Tensor]:
+def linear_fn(module: nn.Module) -> Callable[[Tensor], Tensor]:
     "A linear layer, bare or under one LoRA adapter, as a function without wrappers; anything else as it is."
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
-        if pack and can_pack(weight):
-            return packed_fn(weight, bias)
         return lambda x: F.linear(x, weight, bias)
     names = list(getattr(module, "lora_A", ()))
     base = getattr(module, "base_layer", None)
     if len(names) != 1 or type(base) is not nn.Linear or getattr(module, "lora_variant", None):
         return module
     a, b, scale = module.lora_A[names[0]].weight, module.lora_B[names[0]].weight, module.scaling[names[0]]  # type: ignore
-    inner = linear_fn(base, pack)
+    inner = linear_fn(base)
     return lambda x: inner(x) + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(x.dtype)
+
+# %% ../../nbs/21_backends.engine.ipynb #f1476d1c
+def linears_fn(modules: Sequence[nn.Module], pack: bool) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    "Several linear layers over one input, as one function."
+    if pack and all(type(m) is nn.Linear and can_pack(m.weight) for m in modules):
+        return packed_fn([m.weight for m in modules], [m.bias for m in modules])  # type: ignore[misc]
+    functions = [linear_fn(m) for m in modules]
+    return lambda x: tuple(f(x) for f in functions)
 
 # %% ../../nbs/21_backends.engine.ipynb #a0a49031
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -385,16 +394,13 @@ class FastLayer:
     "One decoder layer: norm, attention, norm, gated MLP."
 
     norm1: Callable[[Tensor], Tensor]
-    q: Callable[[Tensor], Tensor]
-    k: Callable[[Tensor], Tensor]
-    v: Callable[[Tensor], Tensor]
-    o: Callable[[Tensor], Tensor]
+    qkv: Callable[[Tensor], tuple[Tensor, ...]]
+    o: Callable[[Tensor], tuple[Tensor, ...]]
     q_norm: Callable[[Tensor], Tensor]
     k_norm: Callable[[Tensor], Tensor]
     norm2: Callable[[Tensor], Tensor]
-    gate: Callable[[Tensor], Tensor]
-    up: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor], Tensor]
+    gate_up: Callable[[Tensor], tuple[Tensor, ...]]
+    down: Callable[[Tensor], tuple[Tensor, ...]]
     act: Callable[[Tensor], Tensor]
     head_dim: int
     scale: float
@@ -402,12 +408,13 @@ class FastLayer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache | None, layer: int) -> Tensor:
         "(B, S, D) to (B, S, D)."
         shape = (*x.shape[:2], -1, self.head_dim)
-        y = self.norm1(x)
-        q = rotate(self.q_norm(self.q(y).view(shape)), cos, sin)
-        k = rotate(self.k_norm(self.k(y).view(shape)), cos, sin)
-        x = x + self.o(attend(q, k, self.v(y).view(shape), self.scale, cache, layer))
-        y = self.norm2(x)
-        return x + self.down(self.act(self.gate(y)) * self.up(y))
+        q, k, v = (part.view(shape) for part in self.qkv(self.norm1(x)))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        (attended,) = self.o(attend(q, k, v, self.scale, cache, layer))
+        x = x + attended
+        gate, up = self.gate_up(self.norm2(x))
+        (moved,) = self.down(self.act(gate) * up)
+        return x + moved
 
 # %% ../../nbs/21_backends.engine.ipynb #bd2c7efe
 def fast_layer(layer: nn.Module, pack: bool = False) -> FastLayer:
@@ -416,8 +423,9 @@ def fast_layer(layer: nn.Module, pack: bool = False) -> FastLayer:
     norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
     if norms != {"input_layernorm", "post_attention_layernorm"}:
         raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
-    parts = {name: linear_fn(getattr(attention, f"{name}_proj"), pack) for name in "qkvo"}
-    parts |= {name: linear_fn(getattr(mlp, f"{name}_proj"), pack) for name in ("gate", "up", "down")}
+    linears = lambda parent, *names: linears_fn([getattr(parent, f"{name}_proj") for name in names], pack)
+    parts: dict[str, Any] = {"qkv": linears(attention, "q", "k", "v"), "o": linears(attention, "o")}
+    parts |= {"gate_up": linears(mlp, "gate", "up"), "down": linears(mlp, "down")}
     parts |= {name: norm_fn(getattr(attention, name, None)) for name in ("q_norm", "k_norm")}
     parts |= {"norm1": norm_fn(layer.input_layernorm), "norm2": norm_fn(layer.post_attention_layernorm)}  # type: ignore
     return FastLayer(**parts, act=mlp.act_fn, head_dim=attention.head_dim, scale=attention.scaling)  # type: ignore
