@@ -370,7 +370,7 @@ class TensorData:
 
     data: list[float] | list[int]  # the values
 
-
+# %% ../nbs/00_core.ipynb #87f94ab9
 def _check_datum(datum: Datum) -> None:
     "At least one target, and every series has one entry per target."
     if len(datum.tokens) < 2:
