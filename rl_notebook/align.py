@@ -24,7 +24,7 @@ def _check_len(series: Series, expected: int, meaning: str, where: str | None, f
     if len(series) != expected:
         raise AlignmentError(meaning, where=where, got=f"{len(series)} values", expected=f"{expected} values", fix=fix)
 
-
+# %% ../nbs/01_align.ipynb #4707fb09
 def _check_prompt_len(prompt_len: int, num_tokens: int, where: str | None) -> None:
     "A prompt holds at least the token that the first sampled one is conditioned on, and not more than everything."
     if not 1 <= prompt_len <= num_tokens:
@@ -48,7 +48,7 @@ def target_from_token(
         _check_len(series, num_tokens, "token series", where, "Token coordinates have one entry per token.")
     return frozen_array(series, np.float64)[1:]
 
-
+# %% ../nbs/01_align.ipynb #f6c9cf37
 def token_from_target(
     series: Series,  # (N-1,) in target coordinates
     *,
@@ -73,7 +73,7 @@ def target_from_completion(
     _check_len(series, num_tokens - prompt_len, "completion logprobs", where, "One value per sampled token is needed.")
     return frozen_array([*[np.nan] * (prompt_len - 1), *frozen_array(series, np.float64)], np.float64)
 
-
+# %% ../nbs/01_align.ipynb #a11b487c
 def completion_from_target(
     series: Series,  # (N-1,) in target coordinates
     prompt_len: int,  # P
@@ -110,7 +110,7 @@ def detect_coordinate(num_values: int, prompt_len: int, num_tokens: int) -> str 
     lengths = {num_tokens - 1: "target", num_tokens: "token", num_tokens - prompt_len: "completion"}
     return lengths.get(num_values)
 
-
+# %% ../nbs/01_align.ipynb #d9c1c2bc
 def align_logprobs(
     series: Series,  # as the sampler returned it
     prompt_len: int,  # P
