@@ -97,7 +97,7 @@ def batch_advantages(
     spread = everything.std(ddof=ddof) + eps
     return [np.zeros_like(r) if is_dead(r) else (r - r.mean()) / spread for r in groups]
 
-# %% ../nbs/02_advantages.ipynb #1f7e6ff1
+# %% ../nbs/02_advantages.ipynb #b98e0cbe
 def with_advantages(
     groups: Sequence[PromptGroup],  # graded groups
     *,
@@ -114,7 +114,7 @@ def with_advantages(
     found = iter(batch_advantages([g.rewards for g in compared], scale=scale, ddof=ddof, eps=eps))
     return [replace(g, advantages=next(found) if len(g.samples) > 1 else [0.0] * len(g.samples)) for g in groups]
 
-
+# %% ../nbs/02_advantages.ipynb #f18389f2
 def keep_signal(
     groups: Sequence[PromptGroup],  # graded groups
     tolerance: float = SPREAD_TOLERANCE,  # in units of reward
