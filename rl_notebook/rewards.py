@@ -37,10 +37,11 @@ from .core import Completion, MissingExtra, RewardError, RolloutSample, frozen_a
 from .data import ANSWER_COLUMNS, Row
 
 # %% auto #0
-__all__ = ['format_reward', 'STYLES', 'REWARDS', 'spoken', 'last_boxed', 'final_answer', 'parse_number', 'numeric_equal',
-           'gsm8k_reward', 'tagged_integer', 'tagged_integer_reward', 'make_format_reward', 'make_pattern_reward',
-           'make_soft_overlong', 'make_length_reward', 'countdown_reward', 'MathVerify', 'reward_style', 'RewardFn',
-           'reward_fn', 'Scores', 'weighted_total', 'as_reward_fns', 'score', 'score_blocking', 'graded']
+__all__ = ['format_reward', 'gsm8k_format_reward', 'STYLES', 'REWARDS', 'spoken', 'last_boxed', 'final_answer', 'parse_number',
+           'numeric_equal', 'gsm8k_reward', 'tagged_integer', 'tagged_integer_reward', 'make_format_reward',
+           'make_pattern_reward', 'make_soft_overlong', 'make_length_reward', 'countdown_reward', 'MathVerify',
+           'reward_style', 'RewardFn', 'reward_fn', 'Scores', 'weighted_total', 'as_reward_fns', 'score',
+           'score_blocking', 'graded']
 
 # %% ../nbs/11_rewards.ipynb #b8e5d71b
 def spoken(text: str) -> str:
@@ -175,6 +176,9 @@ def make_pattern_reward(
         return float(compiled.fullmatch(text) is not None)
 
     return pattern_reward
+
+
+gsm8k_format_reward = make_pattern_reward(r".*####\s*-?[\d,.]+\s*")  # ends with "#### number", as GSM8K's answers do
 
 # %% ../nbs/11_rewards.ipynb #cd57df07
 def make_soft_overlong(
@@ -392,6 +396,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "gsm8k_strict": tagged_integer_reward,
     "math_verify": MathVerify,
     "format": format_reward,
+    "gsm8k_format": gsm8k_format_reward,
     "countdown": countdown_reward,
 }
 
