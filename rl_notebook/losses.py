@@ -259,7 +259,7 @@ def natural_denominator(lengths: Tensor | np.ndarray, aggregation: str) -> float
     count = {"token_mean": float(lengths.sum()), "sum": 1.0}.get(aggregation, float(len(lengths)))
     return max(count, 1.0)
 
-
+# %% ../nbs/03_losses.ipynb #7c147cf0
 def aggregate(
     terms: Tensor,  # (T,) loss terms
     t: ActiveTokens,  # where they belong
@@ -470,7 +470,7 @@ def _seed_series(
     flat = [torch.as_tensor(np.asarray(s, dtype=np.float64))[a.cpu()] for s, a in zip(series, active, strict=True)]
     return torch.cat(flat).to(policy[0])
 
-
+# %% ../nbs/03_losses.ipynb #44f36171
 def _seed_tokens(
     data: Sequence[Any],
     policy: Sequence[Tensor],
