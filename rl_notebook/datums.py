@@ -54,7 +54,7 @@ def _sampler_logprobs(completion: Any, num_tokens: int, where: str) -> np.ndarra
             return align_logprobs(series, completion.prompt_len, num_tokens, echoed=echoed, where=where)
     return None
 
-
+# %% ../nbs/04_datums.ipynb #2ecdf194
 def build_grpo_datums(
     completions: Sequence[Any],  # of one prompt; each with full_tokens and prompt_len
     max_seq_len: int = 8192,  # keep the first tokens only
@@ -83,7 +83,7 @@ def warn_truncated(datums: Sequence[Datum], max_seq_len: int | None) -> None:
             stacklevel=3,
         )
 
-# %% ../nbs/04_datums.ipynb #67e0f19a
+# %% ../nbs/04_datums.ipynb #7365f5b2
 OVERLONG = ("keep", "mask")  # what to do with completions that were cut at their token budget
 
 
@@ -104,7 +104,7 @@ def datum_from_sample(
     series = target_from_token(sample.logprobs, num_tokens=len(sample.tokens), where=datum.where)
     return replace(datum, sampler_logprobs=series[: len(datum.weights)])
 
-
+# %% ../nbs/04_datums.ipynb #d57fd0a8
 def datums_from_groups(
     groups: Sequence[PromptGroup],  # with advantages
     *,
