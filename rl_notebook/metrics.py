@@ -21,7 +21,19 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
     "Mean, or NaN of nothing."
     return float(np.mean(values)) if len(values) else float("nan")
 
+# %% ../nbs/05_metrics.ipynb #64fcba3b
+def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    "`rewards/NAME/mean` and `/std` over samples for which the function had an opinion."
+    names = dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards)
+    out: dict[str, float] = {}
+    for name in names:
+        found = [s.rewards.get(name) for g in groups for s in g.samples]
+        values = np.array([v for v in found if v is not None], dtype=np.float64)
+        out[f"rewards/{name}/mean"] = _mean(values)
+        out[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return out
 
+# %% ../nbs/05_metrics.ipynb #c60411dc
 def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     "Mean, spread and dead share of the rewards of a step, in total and per reward function."
     rewards = [g.rewards for g in groups if len(g.samples)]
@@ -36,18 +48,6 @@ def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         "frac_dead_low": len([r for r in dead if r[0] <= middle]) / max(len(rewards), 1),
     }
     return out | _per_function(groups)
-
-
-def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    "`rewards/NAME/mean` and `/std` over samples for which the function had an opinion."
-    names = dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards)
-    out: dict[str, float] = {}
-    for name in names:
-        found = [s.rewards.get(name) for g in groups for s in g.samples]
-        values = np.array([v for v in found if v is not None], dtype=np.float64)
-        out[f"rewards/{name}/mean"] = _mean(values)
-        out[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-    return out
 
 # %% ../nbs/05_metrics.ipynb #29f2091a
 def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
@@ -77,7 +77,7 @@ def datum_metrics(datums: Sequence[Datum]) -> dict[str, float]:
         "train/num_fully_masked": float(sum(d.num_loss_tokens == 0 for d in datums)),
     }
 
-
+# %% ../nbs/05_metrics.ipynb #b728528c
 def staleness_metrics(groups: Sequence[PromptGroup], policy_version: int) -> dict[str, float]:
     "Weight syncs between drawing a sample and training on it."
     gap = [policy_version - s.policy_version for g in groups for s in g.samples]
@@ -94,7 +94,7 @@ def merge_metrics(*parts: Mapping[str, float]) -> dict[str, float]:
         out |= part
     return out
 
-
+# %% ../nbs/05_metrics.ipynb #d41ffcfa
 def step_metrics(
     groups: Sequence[PromptGroup],  # all groups of the step, dead ones included
     datums: Sequence[Datum],  # those that were trained
@@ -139,7 +139,7 @@ ALIASES: dict[str, dict[str, str]] = {
     },
 }
 
-
+# %% ../nbs/05_metrics.ipynb #7bf7357c
 def with_aliases(metrics: Mapping[str, float], family: str) -> dict[str, float]:
     "The metrics and, beside them, the same values under another family's names."
     if family not in ALIASES:
