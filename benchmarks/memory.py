@@ -1,0 +1,178 @@
+"""Peak memory of one training forward and backward pass: ours, and the naive one that holds all logits.
+
+    python benchmarks/memory.py --json FILE
+
+Both run the same loss on the same small model and sequences, each in a process of its own, and must arrive at the same
+gradients. Memory is what the process holds at its peak, less what it held before the pass (Linux, CPU, float32). Of
+each sequence the last three quarters are trained on, as a completion would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import Datum
+from rl_notebook.losses import make_loss_fn
+
+MB = 1e6
+VOCABULARIES = (50_000, 150_000)
+LENGTHS = (128, 512)
+
+
+@dataclass(frozen=True)
+class Case:
+    "One pass: a batch of sequences through a model with a small body and a large head."
+
+    vocabulary: int
+    length: int  # tokens of a sequence
+    sequences: int = 4
+    hidden: int = 64
+    layers: int = 2
+
+    @property
+    def logits_mb(self) -> float:
+        "Size of the logits of all positions, held once."
+        return self.sequences * (self.length - 1) * self.vocabulary * 4 / MB
+
+
+def model_of(case: Case) -> LlamaForCausalLM:
+    "The model of a case, the same every time."
+    torch.manual_seed(0)
+    sizes = {"hidden_size": case.hidden, "intermediate_size": 3 * case.hidden, "num_hidden_layers": case.layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": case.length}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=case.vocabulary, tie_word_embeddings=False, **sizes, **heads)).eval()
+
+
+def datums_of(case: Case) -> list[Datum]:
+    "Random sequences, a quarter of each a prompt, with advantages of both signs."
+    rng = np.random.default_rng(0)
+    weights = (np.arange(case.length - 1) >= case.length // 4).astype(float)
+    advantages = rng.normal(size=case.sequences)
+    tokens = rng.integers(0, case.vocabulary, (case.sequences, case.length))
+    return [
+        Datum(t, weights, advantage=float(a), sample=i) for i, (t, a) in enumerate(zip(tokens, advantages, strict=True))
+    ]
+
+
+# --- the two passes ----------------------------------------------------------------------------------------------
+
+Pass = Callable[[], object]
+
+
+def ours(model: LlamaForCausalLM, datums: Sequence[Datum]) -> Pass:
+    "`forward_backward_custom` of the local backend."
+    backend = open_local(model, None, reference=False, inline=True, device="cpu")
+    loss_fn = make_loss_fn(datums, policy_loss="ppo")
+    return lambda: asyncio.run(backend.policy.forward_backward_custom(datums, loss_fn))
+
+
+def naive(model: LlamaForCausalLM, datums: Sequence[Datum]) -> Pass:
+    "All logits, their log-softmax, the loss, backward."
+    loss_fn = make_loss_fn(datums, policy_loss="ppo")
+
+    def run() -> None:
+        ids = torch.from_numpy(np.stack([d.tokens for d in datums]))
+        logprobs = model(input_ids=ids[:, :-1], use_cache=False).logits.log_softmax(-1)
+        picked = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
+        loss_fn(datums, list(picked))[0].backward()
+
+    return run
+
+
+VARIANTS = {"ours": ours, "naive": naive}
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def held(what: str) -> float:
+    "Megabytes of this process: 'VmRSS' now, or 'VmHWM' at its peak."
+    found = re.search(rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found, f"/proc/self/status has no {what}"
+    return int(found[1]) * 1024 / MB
+
+
+def peak_growth(run: Pass) -> float:
+    "Megabytes by which the process grows at most while `run` runs."
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = held("VmRSS")
+    run()
+    return held("VmHWM") - before
+
+
+def measure(variant: str, case: Case) -> tuple[float, dict[str, Tensor]]:
+    "Peak growth of one pass in this process, and the gradients that it leaves."
+    model, datums = model_of(case), datums_of(case)
+    growth = peak_growth(VARIANTS[variant](model, datums))
+    return growth, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def measure_apart(variant: str, case: Case, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    "`measure` in a fresh process."
+    file = folder / "measured.pt"
+    given = json.dumps(asdict(case))
+    subprocess.run([sys.executable, __file__, "--one", variant, "--case", given, "--out", str(file)], check=True)
+    growth, gradients = torch.load(file)
+    return growth, gradients
+
+
+def compare(found: dict[str, tuple[float, dict[str, Tensor]]], case: Case) -> dict[str, Any]:
+    "What was measured, as plain values; raises `AssertionError` unless all gradients are the same."
+    (mine, a), (full, b) = found["ours"], found["naive"]
+    assert a.keys() == b.keys() == {name for name, _ in model_of(case).named_parameters()}, "not every weight has one"
+    for name, gradient in b.items():
+        assert gradient.abs().max() > 0, f"the naive gradient of {name} is zero"
+        torch.testing.assert_close(a[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name)
+    weights = sum(g.numel() for g in b.values()) * 4 / MB
+    sizes = {"logits_mb": case.logits_mb, "gradients_mb": weights, "ours_mb": mine, "naive_mb": full}
+    return asdict(case) | sizes | {"ratio": full / mine}
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    "One line per case."
+    lines = [f"{'vocabulary':>10}{'tokens':>9}{'logits':>9}{'gradients':>11}{'ours':>8}{'naive':>8}{'naive/ours':>12}"]
+    for r in results:
+        tokens = f"{r['sequences']}x{r['length']}"
+        sizes = f"{r['logits_mb']:>9.0f}{r['gradients_mb']:>11.0f}{r['ours_mb']:>8.0f}{r['naive_mb']:>8.0f}"
+        lines.append(f"{r['vocabulary']:>10}{tokens:>9}{sizes}{r['ratio']:>12.1f}")
+    return "\n".join([*lines, "megabytes; ours and naive are the growth at the peak, gradients included in both"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        torch.save(measure(args.one, Case(**json.loads(args.case))), args.out)
+        return
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in (Case(v, n) for v in VOCABULARIES for n in LENGTHS):
+            found = {variant: measure_apart(variant, case, Path(folder)) for variant in VARIANTS}
+            results.append(compare(found, case))
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

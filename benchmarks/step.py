@@ -1,0 +1,507 @@
+"""One GRPO step of ours beside one of TRL's `GRPOTrainer`, and both beside what the machine could do at best.
+
+    python benchmarks/step.py --setting tiny --json FILE
+    python benchmarks/step.py --setting smollm2 --json FILE
+
+TRL trains; each time it has finished a step, a callback runs one of ours. Both start from the same weights, are given
+the same prompts in the same order, draw the same number of completions of exactly the same length, grade them with the
+same function and update with the same loss and optimizer. Every figure is the median over the steps after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.records import StepRecord
+from rl_notebook.toy import load_model, toy_rows
+
+PARTS = ("sampling", "scoring", "training", "total")
+MEASURES = (*PARTS, "cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    "What both sides are asked to do."
+
+    model: str  # for `load_model`
+    prompts: int = 4  # in a step
+    completions: int = 8  # of each prompt
+    tokens: int = 64  # of each completion
+    kl_beta: float = 0.001  # 0 = no reference model on either side
+    steps: int = 20  # measured ones; one more comes before them
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.01
+
+    @property
+    def rows(self) -> int:
+        "Completions of one step."
+        return self.prompts * self.completions
+
+
+SETTINGS = {"tiny": Setting("tiny"), "smollm2": Setting("smollm2", tokens=32, steps=3)}
+
+
+def arbitrary_reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    "A grade that differs between any two texts, so that no group is left out; both sides call this function."
+    return [crc32(c[0]["content"].encode()) / 2**32 for c in completions]
+
+
+def conversations(setting: Setting) -> list[list[dict[str, str]]]:
+    "The prompts of all steps, in order."
+    rows = toy_rows(setting.prompts * (setting.steps + 1))
+    return [[{"role": "user", "content": row["question"]}] for row in rows]
+
+
+# --- the model that both sides load ------------------------------------------------------------------------------
+
+
+def save_endless(name: str, folder: str) -> None:
+    "Save a model that ends a sequence with the token it is least likely to draw: completions run to the limit."
+    model, tokenizer = load_model(name)
+    ids = tokenizer.apply_chat_template(conversations(Setting(name))[:4], add_generation_prompt=True, padding=True)
+    with torch.no_grad():
+        likely = model(**ids.convert_to_tensors("pt")).logits.log_softmax(-1).amax((0, 1))
+    likely[tokenizer.pad_token_id] = torch.inf
+    rarest = int(likely[: len(tokenizer)].argmin())
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(rarest)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# --- measured steps ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    "One step of one side."
+
+    total: float  # seconds, like the next three
+    cpu: float  # of all cores together: on a shared machine steadier than the time that passed
+    sampling: float  # prompts to tokens to text; with ours, also the copy of the weights to the sampler
+    scoring: float  # rewards, advantages, reference logprobs, batches
+    prompts: tuple[tuple[int, ...], ...]  # ids
+    lengths: tuple[int, ...]  # tokens of each completion that was trained on
+    passes: int  # through the policy or the reference over whole sequences, one of them with gradient
+    weights: float  # sum of the absolute values of the weights after the step
+
+    @property
+    def training(self) -> float:
+        "Seconds of forward, backward, update and the rest."
+        return self.total - self.sampling - self.scoring
+
+
+def size_of(model: torch.nn.Module) -> float:
+    "Sum of the absolute values of all weights, in float64."
+    with torch.no_grad():
+        return sum(p.abs().sum(dtype=torch.float64).item() for p in model.parameters())
+
+
+class Ours:
+    "Our loop, one step at a time."
+
+    SAMPLING = ("prompts", "sample", "sync")
+    SCORING = ("score", "advantages", "datums", "reference")
+
+    def __init__(self, setting: Setting, folder: str):
+        self.model, tokenizer = load_model(folder)
+        backend = open_local(self.model, tokenizer, reference=setting.kl_beta > 0, device="cpu")
+        rows = [{"messages": messages, "answer": ""} for messages in conversations(setting)]
+        self.loop = GRPOLoop(backend, rows, arbitrary_reward, config_of(setting), keep_undo=0)
+        self.runner = asyncio.Runner()
+
+    def step(self) -> Step:
+        start = now()
+        record = self.runner.run(self.loop.step())
+        total, cpu = (b - a for a, b in zip(start, now(), strict=True))
+        assert isinstance(record, StepRecord)
+        spent = [sum(record.seconds.get(p, 0.0) for p in phases) for phases in (self.SAMPLING, self.SCORING)]
+        prompts = tuple(tuple(s.tokens[: s.prompt_len].tolist()) for s, *_ in (g.samples for g in record.groups))
+        lengths = tuple(d.num_loss_tokens for d in record.datums)
+        passes = 1 + (self.loop.backend.reference is not None)
+        return Step(total, cpu, *spent, prompts, lengths, passes, size_of(self.model))
+
+    def close(self) -> None:
+        self.runner.run(self.loop.backend.close())
+        self.runner.close()
+
+
+def config_of(setting: Setting) -> Config:
+    "Our settings, spelled out where TRL's defaults are others."
+    return Config(
+        completions_per_prompt=setting.completions,
+        prompt_groups_per_step=setting.prompts,
+        max_completion_tokens=setting.tokens,
+        policy_loss="ppo",
+        kl_beta=setting.kl_beta,
+        kl_bias_correction=setting.kl_beta > 0,
+        aggregation="token_mean",
+        learning_rate=setting.learning_rate,
+        weight_decay=setting.weight_decay,
+        grad_clip_norm=1.0,
+        max_rows=None,
+        shuffle=False,
+    )
+
+
+# --- TRL ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stopwatch:
+    "What is noted while TRL works."
+
+    seconds: dict[str, float] = field(default_factory=dict)  # by method
+    passes: int = 0
+    prompts: tuple = ()
+    lengths: tuple = ()
+    started: tuple[float, float] | None = None  # clock and processor time when the step under way began
+
+    def wrap(self, trainer: Any, name: str, note: Callable[[Any], None] = lambda result: None) -> None:
+        "Time a method of `trainer`, and look at its results."
+        method = getattr(trainer, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = method(*args, **kwargs)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            note(result)
+            return result
+
+        setattr(trainer, name, timed)
+
+    def note_generated(self, generated: tuple) -> None:
+        "Keep the prompts and the lengths of the completions, the first two of what `_generate` returns."
+        self.prompts = tuple(map(tuple, generated[0]))
+        self.lengths = tuple(map(len, generated[1]))
+
+    def note_pass(self, _: Any) -> None:
+        "Count a pass over whole sequences."
+        self.passes += 1
+
+
+def trl_config(setting: Setting, folder: str) -> Any:
+    "TRL's settings, spelled out where ours are others; what costs it time and we do not do is off."
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,  # float32, as ours
+        gradient_checkpointing=False,  # on by default: less memory, one more forward pass
+        per_device_train_batch_size=setting.rows,
+        num_generations=setting.completions,
+        max_completion_length=setting.tokens,
+        max_steps=setting.steps + 1,
+        shuffle_dataset=False,
+        temperature=1.0,
+        top_k=0,
+        beta=setting.kl_beta,
+        loss_type="dapo",
+        scale_rewards="group",
+        learning_rate=setting.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=setting.weight_decay,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        save_strategy="no",
+        report_to="none",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+
+
+def alternate(setting: Setting, folder: str, progress: Callable[[str], None]) -> tuple[list[Step], list[Step]]:
+    "All steps of ours and of TRL's, in turn; the first of each is for warming up."
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import GRPOTrainer
+
+    ours, theirs, watch, side = [], [], Stopwatch(), Ours(setting, folder)
+
+    class TakeTurns(TrainerCallback):
+        "Ends TRL's step, runs ours, starts TRL's next one."
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            watch.started = watch.started or now()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            theirs.append(finish_step(watch, now(), trainer.model))
+            ours.append(side.step())
+            progress(f"step {len(ours)}: ours {ours[-1].total:.2f} s, TRL {theirs[-1].total:.2f} s")
+            watch.started = now()
+
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = GRPOTrainer(
+            model=folder,
+            args=trl_config(setting, scratch),
+            reward_funcs=arbitrary_reward,
+            train_dataset=Dataset.from_list([{"prompt": messages} for messages in conversations(setting)]),
+            callbacks=[TakeTurns()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        assert trainer.model.dtype == side.model.dtype == torch.float32
+        watch.wrap(trainer, "_generate", watch.note_generated)
+        watch.wrap(trainer, "_generate_and_score_completions")
+        watch.wrap(trainer, "_get_per_token_logps_and_entropies", watch.note_pass)
+        trainer.train()
+    side.close()
+    return ours, theirs
+
+
+def now() -> tuple[float, float]:
+    "Clock and processor time."
+    return time.perf_counter(), time.process_time()
+
+
+def finish_step(watch: Stopwatch, end: tuple[float, float], model: torch.nn.Module) -> Step:
+    "The step that just ended, and a clean stopwatch."
+    sampling = watch.seconds["_generate"]
+    scoring = watch.seconds["_generate_and_score_completions"] - sampling
+    assert watch.started is not None
+    total, cpu = (b - a for a, b in zip(watch.started, end, strict=True))
+    passes, watch.seconds, watch.passes = watch.passes, {}, 0
+    return Step(total, cpu, sampling, scoring, watch.prompts, watch.lengths, passes, size_of(model))
+
+
+def check_same_work(setting: Setting, ours: list[Step], theirs: list[Step]) -> None:
+    "Raises `AssertionError` unless both sides did what they were asked, and the same."
+    assert len(ours) == len(theirs) == setting.steps + 1, f"{len(ours)} and {len(theirs)} steps"
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True), 1):
+        asked = (setting.tokens,) * setting.rows
+        for side, lengths in (("ours", a.lengths), ("TRL", b.lengths)):
+            assert lengths == asked, (
+                f"step {number}, {side}: {len(lengths)} completions of {sorted(set(lengths))} tokens"
+            )
+        repeated = tuple(p for p in a.prompts for _ in range(setting.completions))
+        assert repeated == b.prompts, f"step {number}: the prompts differ"
+        assert a.passes == b.passes, f"step {number}: {a.passes} passes against {b.passes}"
+    for side, steps in (("ours", ours), ("TRL", theirs)):
+        assert len({s.weights for s in steps}) == len(steps), f"{side}: a step left the weights as they were"
+
+
+# --- floors ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    "What one step has to do, in the plainest form."
+
+    body: int  # weights that every token is multiplied with
+    head: int  # weights of the output embedding
+    prompt_tokens: int  # of the prompts of a step, each counted once per completion
+    completion_tokens: int
+    decode_steps: int  # passes over the weights to draw the completions, all rows together
+
+    def flops(self) -> dict[str, float]:
+        "Multiplications and additions of the matrix products alone: attention and everything elementwise is free."
+        forward = 2.0 * (self.body * (self.prompt_tokens + self.completion_tokens) + self.head * self.completion_tokens)
+        return {"sampling": forward, "scoring": forward, "training": 3 * forward}
+
+    def bytes_read(self) -> float:
+        "Bytes of the float32 weights, read once for each token position."
+        return 4.0 * (self.body + self.head) * self.decode_steps
+
+
+def work_of(setting: Setting, model: torch.nn.Module, steps: list[Step]) -> Work:
+    "The work of the measured steps, on average."
+    head = model.get_output_embeddings().weight.numel()
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    prompts = statistics.mean(sum(map(len, s.prompts)) for s in steps) * setting.completions
+    return Work(linear - head, head, round(prompts), setting.rows * setting.tokens, setting.tokens)
+
+
+def best_of(run: Callable[[], Any], seconds: float = 1.0) -> float:
+    "The shortest time of one call, tried for that many seconds."
+    end, best = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def best_on_any_threads(run: Callable[[], Any], seconds: float = 0.5) -> float:
+    "`best_of` on one thread and on all: small products do not gain from more, and suffer where cores are shared."
+    counts = {1, torch.get_num_threads()}
+    times = []
+    for count in counts:
+        with threads(count):
+            times.append(best_of(run, seconds / len(counts)))
+    return min(times)
+
+
+def gemm_rate(rows: int, shapes: set[tuple[int, int]]) -> float:
+    "The best FLOP/s that torch reaches with so many rows on one of the model's matrices."
+    rates = []
+    for n, k in shapes:
+        a, b, out = torch.randn(rows, k), torch.randn(n, k), torch.empty(rows, n)
+        run = lambda a=a, b=b, out=out: torch.mm(a, b.t(), out=out)
+        rates.append(2.0 * rows * n * k / best_on_any_threads(run))
+    return max(rates)
+
+
+def read_rate(nbytes: int) -> float:
+    "Bytes/s of reading that many bytes again and again; a small model stays in the cache."
+    buffer = torch.ones(nbytes // 4)
+    return nbytes / best_on_any_threads(buffer.sum, 2.0)
+
+
+@dataclass(frozen=True)
+class Floors:
+    "Seconds below which this machine cannot come, by part."
+
+    flops: dict[str, float]  # matrix products at the measured rates
+    weights: float  # reading the weights for every decoded token
+    rates: dict[str, float]  # what was measured
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        "The higher of the two for sampling, the products for the rest, and their sum."
+        parts = self.flops | {"sampling": max(self.flops["sampling"], self.weights)}
+        return parts | {"total": sum(parts.values())}
+
+
+def floors_of(setting: Setting, work: Work, shapes: set[tuple[int, int]]) -> Floors:
+    "Measure the machine and divide."
+    few, many = gemm_rate(setting.rows, shapes), gemm_rate(work.prompt_tokens + work.completion_tokens, shapes)
+    read = read_rate(4 * (work.body + work.head))
+    flops = work.flops() if setting.kl_beta else work.flops() | {"scoring": 0.0}
+    rate = {"sampling": max(few, many), "scoring": many, "training": many}
+    rates = {"gemm_rows": setting.rows, "gemm_few_rows_flops": few, "gemm_many_rows_flops": many, "read_bytes": read}
+    return Floors({part: flops[part] / rate[part] for part in flops}, work.bytes_read() / read, rates)
+
+
+def matrix_shapes(model: torch.nn.Module) -> set[tuple[int, int]]:
+    "Shapes of the model's weight matrices, the head aside."
+    head = model.get_output_embeddings()
+    return {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head}
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    "Median and range."
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def summary(setting: Setting, ours: list[Step], theirs: list[Step], work: Work, floors: Floors) -> dict[str, Any]:
+    "Everything that was measured, as plain values; the first step of each side is left out."
+    sides = {"ours": ours[1:], "trl": theirs[1:]}
+    seconds = {s: {m: spread([getattr(x, m) for x in steps]) for m in MEASURES} for s, steps in sides.items()}
+    ratio = {m: seconds["trl"][m]["median"] / seconds["ours"][m]["median"] for m in MEASURES}
+    floor = floors.seconds
+    return {
+        "setting": asdict(setting),
+        "machine": machine(),
+        "seconds": seconds,
+        "ratio": ratio,  # of medians: how many times as long TRL takes
+        "ratio_of_neighbours": spread([b.total / a.total for a, b in zip(*sides.values(), strict=True)]),
+        "floors": {"seconds": floor, "flops_seconds": floors.flops, "weights_seconds": floors.weights} | floors.rates,
+        "times_floor": {s: {p: seconds[s][p]["median"] / floor[p] for p in PARTS if floor[p]} for s in sides},
+        "work": asdict(work) | {"passes_over_sequences": ours[1].passes},
+        "steps": {s: [{m: getattr(x, m) for m in MEASURES} for x in steps] for s, steps in sides.items()},
+    }
+
+
+def machine() -> dict[str, Any]:
+    "What it ran on, how busy that was, and the most memory that both sides together took."
+    import transformers
+    import trl
+
+    versions = {m.__name__: m.__version__ for m in (torch, transformers, trl)}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    where = {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "machine": platform.machine()}
+    used = {"load": os.getloadavg()[0], "peak_memory_gb": peak / 1e9}
+    return where | used | {"python": platform.python_version()} | versions
+
+
+def table(result: dict[str, Any]) -> str:
+    "Medians, ratio and floor, one line per part."
+    seconds, ratio, floor = result["seconds"], result["ratio"], result["floors"]["seconds"]
+    lines = [f"{'seconds per step':<18}{'ours':>9}{'TRL':>9}{'TRL/ours':>10}{'floor':>10}{'ours/floor':>12}"]
+    for part in PARTS:
+        a, b = (seconds[side][part]["median"] for side in ("ours", "trl"))
+        times = f"{a / floor[part]:>12.1f}" if floor[part] else f"{'':>12}"
+        lines.append(f"{part:<18}{a:>9.3f}{b:>9.3f}{ratio[part]:>10.2f}{floor[part]:>10.4f}{times}")
+    a, b = (seconds[side]["cpu"]["median"] for side in ("ours", "trl"))
+    lines.append(f"{'processor time':<18}{a:>9.3f}{b:>9.3f}{ratio['cpu']:>10.2f}")
+    near, where, made = result["ratio_of_neighbours"], result["machine"], result["setting"]
+    drawn = made["prompts"] * made["completions"] * made["tokens"]
+    return "\n".join(
+        [
+            *lines,
+            f"step by step, TRL/ours is {near['min']:.2f} to {near['max']:.2f}, median {near['median']:.2f}",
+            f"{made['model']}: {drawn} tokens drawn and trained on per step, {made['steps']} steps, "
+            f"KL {made['kl_beta']:g}, float32, {where['threads']} threads, load {where['load']:.1f}, "
+            f"{where['peak_memory_gb']:.1f} GB at the peak",
+        ]
+    )
+
+
+@contextmanager
+def threads(count: int | None):
+    "Torch on so many threads; None leaves it alone."
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(setting: Setting, progress: Callable[[str], None] = print) -> dict[str, Any]:
+    "Measure one setting."
+    with tempfile.TemporaryDirectory() as folder:
+        save_endless(setting.model, folder)
+        ours, theirs = alternate(setting, folder, progress)
+        check_same_work(setting, ours, theirs)
+        model, _ = load_model(folder)
+    work = work_of(setting, model, ours[1:])
+    return summary(setting, ours, theirs, work, floors_of(setting, work, matrix_shapes(model)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--setting", choices=SETTINGS, default="tiny")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--steps", type=int, help="measured steps")
+    parser.add_argument("--tokens", type=int, help="tokens of a completion")
+    parser.add_argument("--kl-beta", type=float, help="0 = no reference model on either side")
+    parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
+    args = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    given = {k: v for k in ("steps", "tokens", "kl_beta") if (v := getattr(args, k)) is not None}
+    with threads(args.threads):
+        result = run(replace(SETTINGS[args.setting], **given))
+    print(table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"The benchmarks measure what they say: equal gradients and equal work. How fast or small is for `make bench` to say."
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tiny_models import one_thread
+
+__all__ = ["one_thread"]
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def script(name: str) -> ModuleType:
+    "A benchmark as a module."
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- memory.py ---------------------------------------------------------------------------------------------------
+
+memory = script("memory")
+SMALL = memory.Case(vocabulary=500, length=24, sequences=3, hidden=16)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    return {variant: memory.measure(variant, SMALL) for variant in memory.VARIANTS}
+
+
+@linux
+def test_both_passes_leave_the_same_gradients(measured):
+    result = memory.compare({variant: (1.0, grads) for variant, (_, grads) in measured.items()}, SMALL)
+    assert result["logits_mb"] == pytest.approx(3 * 23 * 500 * 4 / 1e6)
+    assert "500" in memory.table([result])
+
+
+@linux
+def test_a_wrong_or_missing_gradient_is_noticed(measured):
+    (growth, grads), other = measured["ours"], measured["naive"]
+    name = "lm_head.weight"
+    wrong = grads | {name: grads[name] + 1e-3 * grads[name].abs().max()}
+    with pytest.raises(AssertionError, match=name):
+        memory.compare({"ours": (growth, wrong), "naive": other}, SMALL)
+    with pytest.raises(AssertionError, match="not every weight"):
+        memory.compare({"ours": (growth, {name: grads[name]}), "naive": other}, SMALL)
+
+
+@linux
+def test_growth_is_what_was_held_at_the_peak():
+    def hold_and_let_go():
+        torch.ones(50_000_000)
+        torch.ones(10_000_000)
+
+    assert memory.peak_growth(hold_and_let_go) == pytest.approx(200, abs=20)
+
+
+@linux
+def test_a_large_vocabulary_takes_less_than_all_its_logits():
+    case = memory.Case(vocabulary=60_000, length=256, hidden=8, layers=1)
+    growth, _ = memory.measure("ours", case)
+    full, _ = memory.measure("naive", case)
+    assert growth < case.logits_mb + 100 < full
+
+
+# --- step.py -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def step() -> ModuleType:
+    pytest.importorskip("trl", reason="TRL is in the extra `bench`")
+    return script("step")
+
+
+@pytest.fixture(scope="module")
+def setting(step):
+    return step.Setting("tiny", prompts=2, completions=3, tokens=6, steps=1)
+
+
+@pytest.fixture(scope="module")
+def steps(step, setting, tmp_path_factory) -> tuple[list, list]:
+    folder = str(tmp_path_factory.mktemp("endless"))
+    step.save_endless("tiny", folder)
+    return step.alternate(setting, folder, lambda line: None)
+
+
+def test_both_sides_do_the_same_work(step, setting, steps):
+    ours, theirs = steps
+    step.check_same_work(setting, ours, theirs)
+    assert {sum(s.lengths) for s in [*ours, *theirs]} == {2 * 3 * 6}
+    assert {s.passes for s in [*ours, *theirs]} == {2}
+    for s in [*ours, *theirs]:
+        assert min(s.sampling, s.scoring, s.training) > 0
+
+
+UNEQUAL = [
+    ({"lengths": (6, 6, 6, 6, 6, 5)}, r"\[5, 6\] tokens"),
+    ({"prompts": ((1,), (2,))}, "prompts differ"),
+    ({"passes": 3}, "3 passes"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), UNEQUAL)
+def test_unequal_work_is_noticed(step, setting, steps, change, message):
+    ours, theirs = steps
+    with pytest.raises(AssertionError, match=message):
+        step.check_same_work(setting, [ours[0], replace(ours[1], **change)], theirs)
+
+
+def test_a_step_that_changes_nothing_is_noticed(step, setting, steps):
+    ours, theirs = steps
+    with pytest.raises(AssertionError, match="TRL"):
+        step.check_same_work(setting, ours, [theirs[0], replace(theirs[1], weights=theirs[0].weights)])
+
+
+def test_floors_count_products_and_bytes(step):
+    work = step.Work(body=1000, head=100, prompt_tokens=30, completion_tokens=20, decode_steps=5)
+    forward = 2 * (1000 * 50 + 100 * 20)
+    assert work.flops() == {"sampling": forward, "scoring": forward, "training": 3 * forward}
+    assert work.bytes_read() == 4 * 1100 * 5
+    floors = step.Floors({"sampling": 1.0, "scoring": 1.0, "training": 3.0}, weights=2.5, rates={})
+    assert floors.seconds == {"sampling": 2.5, "scoring": 1.0, "training": 3.0, "total": 6.5}
+
+
+def test_the_summary_is_of_the_steps_after_the_first(step, setting, steps):
+    at = lambda side, times: [replace(s, total=t) for s, t in zip(side, times, strict=True)]
+    ours, theirs = at(steps[0], (9.0, 2.0)), at(steps[1], (9.0, 5.0))
+    work = step.Work(1000, 100, 30, 20, 5)
+    floors = step.Floors({"sampling": 0.1, "scoring": 0.1, "training": 0.3}, 0.1, {})
+    result = step.summary(setting, ours, theirs, work, floors)
+    assert result["ratio"]["total"] == 2.5
+    assert result["seconds"]["trl"]["total"] == {"median": 5.0, "min": 5.0, "max": 5.0}
+    assert result["times_floor"]["ours"]["total"] == pytest.approx(4)
+    assert "2.50" in step.table(result)
