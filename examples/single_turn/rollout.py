@@ -1,0 +1,31 @@
+"""A rollout: one prompt answered once, and graded. The recipe calls it for every sample of every group.
+
+This one asks the model, looks at its answer, and does what a reward function alone could not do: it keeps what it saw
+(`info`), and it drops answers that ran out of room instead of grading them (`return None`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rl_notebook.chat import sample_from_completion
+from rl_notebook.core import RolloutSample, SampleParams
+from rl_notebook.rollouts import RolloutSetup
+from rl_notebook.toy import toy_format_reward, toy_reward
+
+
+def make_rollout_fn(setup: RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]:
+    "Called once; `setup` has the sampler, the tokenizer and how to draw."
+
+    async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample | None:
+        "Called once per sample; `sample_prompt` has the row's columns and the prompt's tokens."
+        params = SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
+        [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
+        if completion.finish_reason == "length":
+            return None
+        right = toy_reward(completion.text, sample_prompt["answer"])
+        tidy = toy_format_reward(completion.text)
+        return sample_from_completion(completion, reward=right + 0.1 * tidy, info={"right": right, "tidy": tidy})
+
+    return rollout_fn
