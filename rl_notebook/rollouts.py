@@ -48,7 +48,7 @@ class Prompt:
         "The prompt as a place in a message."
         return f"group {self.index} (row {self.row.key!r})"
 
-
+# %% ../nbs/30_rollouts.ipynb #9ee07c87
 def prompt_seed(seed: int, number: int) -> int:
     "The seed of a prompt's completions, from the run's seed and the prompt's position in the run."
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
@@ -78,7 +78,7 @@ class Rollouts:
     samples: tuple[RolloutSample, ...] = ()  # graded already, if they come from a rollout function
     dropped: tuple[str, ...] = ()  # reasons of those that failed
 
-
+# %% ../nbs/30_rollouts.ipynb #bee9a8d6
 async def draw_completions(
     sampler: Sampler,
     prompt: Prompt,
@@ -113,7 +113,7 @@ class RolloutSetup:
         p = self.params
         return {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k}
 
-# %% ../nbs/30_rollouts.ipynb #4d23f386
+# %% ../nbs/30_rollouts.ipynb #3b8c5a02
 def sample_prompt(prompt: Prompt, index: int, seed: int) -> dict[str, Any]:
     "What a rollout function is called with: the row's columns, the prompt's tokens, and which sample of it this is."
     row = prompt.row
@@ -126,7 +126,7 @@ def sample_prompt(prompt: Prompt, index: int, seed: int) -> dict[str, Any]:
         "seed": prompt_seed(seed, prompt.number) + index,
     }
 
-
+# %% ../nbs/30_rollouts.ipynb #4e13b034
 async def _one_rollout(rollout_fn: RolloutFn, called_with: dict[str, Any], i: int) -> RolloutSample | str:
     "A sample, or the reason why there is none."
     try:
@@ -137,7 +137,7 @@ async def _one_rollout(rollout_fn: RolloutFn, called_with: dict[str, Any], i: in
         raise RewardError("rollout_fn", got=type(sample).__name__, expected="RolloutSample or None")
     return f"rollout {i} returned None" if sample is None else sample
 
-
+# %% ../nbs/30_rollouts.ipynb #8cb5a596
 async def draw_rollouts(rollout_fn: RolloutFn, prompt: Prompt, n: int, seed: int = 0) -> Rollouts:
     "Call a rollout function n times at once for one prompt; failures become reasons."
     calls = [_one_rollout(rollout_fn, sample_prompt(prompt, i, seed), i) for i in range(n)]
@@ -238,7 +238,7 @@ async def greedy_chunks(
     if waiting:
         yield waiting
 
-
+# %% ../nbs/30_rollouts.ipynb #bb021e91
 def groups_per_pass(
     completions_per_prompt: int,
     min_samples: int | None,  # None = the maximum
