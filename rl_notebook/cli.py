@@ -8,64 +8,111 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import traceback
+import typing
 import webbrowser
 from collections.abc import Callable, Sequence
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 import yaml
 
-from .config import Config
-from .core import ConfigError, RLNotebookError
+from .config import RENAMED, Config, leaf_types, sub_configs
+from .core import ConfigError, RewardError, RLNotebookError
 
 # %% auto #0
-__all__ = ['DEMO', 'STORY', 'COMMANDS', 'USAGE', 'option_values', 'parse_train', 'run_train', 'free_folder', 'show_answers',
-           'demo_config', 'run_demo', 'run_view', 'main']
+__all__ = ['TRAIN', 'DEMO', 'STORY', 'COMMANDS', 'USAGE', 'option_values', 'show_options', 'parse_train', 'run_train',
+           'free_folder', 'show_answers', 'demo_config', 'run_demo', 'run_view', 'main']
 
 # %% ../nbs/69_cli.ipynb #a60fd03c
 def option_values(args: Sequence[str]) -> dict[str, Any]:  # by field, dotted for sub-configs
     "`--name value`, `--name=value`, `--flag` and `--no-flag` as a mapping; several values make a list."
-    found: dict[str, Any] = {}
+    found: dict[str, list[str]] = {}
     name = None
     for arg in args:
-        if arg.startswith("--"):
+        if arg.startswith("--") and len(arg) > 2:
             name, equals, value = arg[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = [yaml.safe_load(value)] if equals else []
+            found[name] = [value] if equals else []
         elif name is None:
             raise ConfigError("option", got=repr(arg), expected="--name before its value")
         else:
-            found[name].append(yaml.safe_load(arg))
+            found[name].append(arg)
     return dict(_option(name, values) for name, values in found.items())
 
-
-def _option(name: str, values: list[Any]) -> tuple[str, Any]:
-    "A name with no value is a flag, with one value that value, with several a list."
-    if not values:
+# %% ../nbs/69_cli.ipynb #67253d31
+def _option(name: str, texts: list[str]) -> tuple[str, Any]:
+    "A name with no value is a flag, with one value that value, with several a list; lists are lists of one, too."
+    if not texts:
         return (name[3:], False) if name.startswith("no_") else (name, True)
-    return name, values[0] if len(values) == 1 else values
+    kind, optional = leaf_types(Config).get(RENAMED.get(name, name)), False
+    if type(None) in typing.get_args(kind):
+        kind, optional = next(a for a in typing.get_args(kind) if a is not type(None)), True
+    listed = typing.get_origin(kind) is tuple
+    is_text = (typing.get_args(kind)[0] if listed else kind) is str
+    values = [_value(name, text, is_text, optional) for text in texts]
+    one = len(values) == 1 and (not listed or isinstance(values[0], list | None))
+    return name, values[0] if one else values
+
+
+def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
+    "Text for a setting that is text, else what YAML makes of it."
+    if optional and text in ("null", "None"):
+        return None
+    if is_text:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"--{name}", got=repr(text), expected=f"a value ({' '.join(str(e).split())})") from e
 
 # %% ../nbs/69_cli.ipynb #00efd37a
+def show_options() -> None:
+    "Print every option of `train`, those of the sub-configs as `--tis.cap`, and leave."
+    top = typing.Annotated[Config, tyro.conf.arg(name="")]
+    made = [(n, typing.Annotated[c, tyro.conf.arg(help=c.__doc__)], c()) for n, c in sub_configs(Config).items()]
+    options = make_dataclass(
+        "Options",
+        [("config", top, field(default=Config())), *((n, t, field(default=c)) for n, t, c in made)],
+        frozen=True,
+    )
+    prog = "rl-notebook train [--config FILE] [--resume]"
+    tyro.cli(options, args=["--help"], prog=prog, description=TRAIN, config=(tyro.conf.AvoidSubcommands,))
+
+
+TRAIN = (
+    "Run a config. --config names a YAML file, any option wins over it; --resume goes on with the run in --log-path."
+)
+
+# %% ../nbs/69_cli.ipynb #48a1becd
 def parse_train(args: Sequence[str]) -> tuple[Config, bool]:  # (config, resume)
     "The config that a command line stands for, and whether to go on with an earlier run."
+    from rl_notebook.records import Run
+
     if {"-h", "--help"} & set(args):
-        tyro.cli(Config, default=Config(), args=["--help"], prog="rl-notebook train [--config FILE] [--resume]")
+        show_options()
     parser = argparse.ArgumentParser(prog="rl-notebook train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", action="store_true")
     given, rest = parser.parse_known_args(args)
     options = option_values(rest)
-    return Config.from_yaml(given.config, options) if given.config else Config.from_dict({}, options), given.resume
+    if given.config is not None:
+        return Config.from_yaml(given.config, options), given.resume
+    recorded = Run.open(options["log_path"]).config if given.resume and options.get("log_path") else {}
+    return Config.from_dict(recorded, options), given.resume
 
 
-def run_train(args: Sequence[str]) -> None:
+def run_train(args: Sequence[str]) -> int:  # exit code
     "Train as the command line says."
     from rl_notebook.recipes.rl_loop import train
 
     cfg, resume = parse_train(args)
     print(cfg.effective())
-    print(asyncio.run(train(cfg, resume=resume)))
+    result = asyncio.run(train(cfg, resume=resume))
+    print(result)
+    return 130 if result.stopped else 0
 
 # %% ../nbs/69_cli.ipynb #0cd83e81
 DEMO: dict[str, Any] = {
@@ -73,10 +120,11 @@ DEMO: dict[str, Any] = {
     "completions_per_prompt": 8,
     "max_completion_tokens": 24,
     "max_seq_len": 96,
-    "learning_rate": 3e-4,
-    "kl_beta": 0.001,
+    "learning_rate": 1e-4,
+    "kl_beta": 0.01,
     "max_rows": 4096,
     "eval_rows": 200,
+    "eval_interval": 10,
 }
 
 
@@ -111,7 +159,7 @@ def demo_config(steps: int, log_path: Path) -> Config:
     return Config(**DEMO, steps=steps, log_path=str(log_path))
 
 
-def run_demo(args: Sequence[str]) -> None:
+def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
     from rl_notebook.recipes.rl_loop import train
 
@@ -129,9 +177,10 @@ def run_demo(args: Sequence[str]) -> None:
         show_answers(seen[-1], f"Answers drawn in step {seen[-1].step}:")
     print(f"run folder: {cfg.log_path}  (config.yaml, metrics.jsonl, steps/, report.html)")
     print(result)
+    return 130 if result.stopped else 0
 
 # %% ../nbs/69_cli.ipynb #3288c9ba
-def run_view(args: Sequence[str]) -> None:
+def run_view(args: Sequence[str]) -> int:  # exit code
     "Write the report of a run and say where it is."
     from rl_notebook.records import RunFolder
     from rl_notebook.views.report import write_report
@@ -145,9 +194,10 @@ def run_view(args: Sequence[str]) -> None:
     print(path)
     if given.open:
         webbrowser.open(Path(path).resolve().as_uri())
+    return 0
 
 # %% ../nbs/69_cli.ipynb #119d402e
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"demo": run_demo, "train": run_train, "view": run_view}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demo": run_demo, "train": run_train, "view": run_view}
 
 USAGE = """\
 usage: rl-notebook COMMAND [options]
@@ -166,8 +216,12 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code
         print(USAGE, file=sys.stdout if args[:1] in ([], ["-h"], ["--help"]) else sys.stderr)
         return 0 if args[:1] in (["-h"], ["--help"]) else 2
     try:
-        COMMANDS[args[0]](args[1:])
+        return COMMANDS[args[0]](args[1:])
     except RLNotebookError as error:
+        if isinstance(error, RewardError) and error.__cause__ is not None:  # raised in somebody's own function
+            traceback.print_exception(error.__cause__)
         print(f"rl-notebook {args[0]}: {error}", file=sys.stderr)
         return 2
-    return 0
+    except KeyboardInterrupt:
+        print(f"rl-notebook {args[0]}: interrupted; what was recorded and saved before is whole", file=sys.stderr)
+        return 130

