@@ -68,7 +68,7 @@ def on_one_line(text: str, width: int = 60) -> str:
     flat = text.replace("\n", "⏎")
     return flat if len(flat) <= width else f"{flat[: width // 2]} … {flat[-width // 2 :]}"
 
-
+# %% ../nbs/32_step.ipynb #8533790f
 def list_prompts(
     prompts: Sequence[Prompt],
     tokenizer: Any,  # decodes what the model will read
@@ -94,7 +94,7 @@ async def draw(
         return await draw_completions(sampler, prompt, params)
     return await draw_rollouts(rollout_fn, prompt, params.n, seed=params.seed or 0)
 
-# %% ../nbs/32_step.ipynb #d6d01f64
+# %% ../nbs/32_step.ipynb #16386d5a
 def _rollouts_row(r: Rollouts) -> dict[str, Any]:
     "One prompt's answers as a table row."
     return {
@@ -106,7 +106,7 @@ def _rollouts_row(r: Rollouts) -> dict[str, Any]:
         "first": on_one_line(r.samples[0].text, 48) if r.samples else r.dropped[0],
     }
 
-
+# %% ../nbs/32_step.ipynb #67fb0b44
 def list_rollouts(rollouts: Sequence[Rollouts]) -> Listing[Rollouts]:
     "Answers per prompt: how many, how long, how many ran out of room, and the first of them."
     samples = [s for r in rollouts for s in r.samples]
@@ -117,10 +117,15 @@ def list_rollouts(rollouts: Sequence[Rollouts]) -> Listing[Rollouts]:
 
 # %% ../nbs/32_step.ipynb #b0bd82f6
 def needs_grading(rollouts: Rollouts, reward_fns: Any) -> bool:
-    "Whether reward functions have to be asked; an error if nobody can grade."
+    "Whether reward functions have to be asked: there are samples, and the rollout has not graded them itself."
     return bool(rollouts.samples) and reward_fns is not None
 
 
+def _put(rollouts: Rollouts, scores: Scores) -> PromptGroup:
+    "The group with its grades on."
+    return assemble(rollouts, graded(rollouts.samples, scores))
+
+# %% ../nbs/32_step.ipynb #f1f16241
 async def score_group(
     rollouts: Rollouts,
     reward_fns: Any = None,  # as for `rewards.score`; None = the rollout graded itself
@@ -132,7 +137,7 @@ async def score_group(
     prompt = rollouts.prompt
     return _put(rollouts, await score(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options))
 
-
+# %% ../nbs/32_step.ipynb #9a5fffd7
 def score_group_blocking(rollouts: Rollouts, reward_fns: Any = None, **options: Any) -> PromptGroup:
     "`score_group` for a method that cannot await."
     if not needs_grading(rollouts, reward_fns):
@@ -140,12 +145,7 @@ def score_group_blocking(rollouts: Rollouts, reward_fns: Any = None, **options: 
     prompt = rollouts.prompt
     return _put(rollouts, score_blocking(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options))
 
-
-def _put(rollouts: Rollouts, scores: Scores) -> PromptGroup:
-    "The group with its grades on."
-    return assemble(rollouts, graded(rollouts.samples, scores))
-
-# %% ../nbs/32_step.ipynb #f1f16241
+# %% ../nbs/32_step.ipynb #e0184ca8
 def _group_row(g: PromptGroup) -> dict[str, Any]:
     "One group as a table row."
     out = {
@@ -159,7 +159,7 @@ def _group_row(g: PromptGroup) -> dict[str, Any]:
         out["advantages"] = " ".join(f"{a:+.2f}" for a in g.advantages)
     return out
 
-
+# %% ../nbs/32_step.ipynb #f29c89da
 def list_groups(groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
     "Rewards, and advantages once there are any, group by group."
     rewards = [r for g in groups for r in g.rewards]
@@ -176,7 +176,7 @@ def cache_key(name: str, datum: Datum) -> tuple[str, bytes, bytes]:
     "Same tokens, same mask, same series: same logprobs."
     return name, datum.tokens.tobytes(), datum.weights.tobytes()
 
-
+# %% ../nbs/32_step.ipynb #87281fdf
 async def score_datums(
     scorer: Scorer,  # reference or policy
     datums: Sequence[Datum],
@@ -207,7 +207,7 @@ def loss_factory(options: LossOptions) -> LossFactory:
     "Makes loss functions with these options; pass one of your own wherever a `LossFactory` is taken."
     return lambda datums, denominator: make_loss_fn(datums, options, denominator=denominator)
 
-
+# %% ../nbs/32_step.ipynb #560223cc
 def evaluate_loss(
     datums: Sequence[Datum],
     policy_logprobs: Sequence[Logprobs],  # one per datum
@@ -286,7 +286,7 @@ def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
         dlogprobs=tuple(g for o in outputs for g in o.dlogprobs),
     )
 
-
+# %% ../nbs/32_step.ipynb #592ee47b
 def _merged(name: str, values: np.ndarray, tokens: np.ndarray) -> float:
     "One metric of several calls."
     if name == "loss" or name.startswith("num_") or name == "grad/abs_sum":
@@ -297,7 +297,7 @@ def _merged(name: str, values: np.ndarray, tokens: np.ndarray) -> float:
     known = ~np.isnan(values) & (tokens > 0)
     return float(np.average(values[known], weights=tokens[known])) if known.any() else float("nan")
 
-
+# %% ../nbs/32_step.ipynb #43a1476c
 def scale_output(output: LossOutput, factor: float) -> LossOutput:
     "A loss that was computed without its division, with it: value, gradient, and the metrics that scale."
     scaled = {k: v * factor if k in ("loss", "grad/abs_sum") else v for k, v in output.metrics.items()}
@@ -313,7 +313,7 @@ NORMALIZATION: dict[str, GradNormalization] = {
     "sum": "none",
 }
 
-
+# %% ../nbs/32_step.ipynb #a73ada0f
 async def sync_weights(backend: Backend, name: str) -> int:  # the new policy version
     "Snapshot the policy and make the sampler serve it."
     return await backend.sync(await backend.policy.save_weights_for_sampler(name))
