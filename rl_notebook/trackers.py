@@ -102,7 +102,7 @@ class RunIdentity:
     id: str  # what the tracker keys it by
     resumed: bool = False  # whether the run folder knew the id already
 
-
+# %% ../nbs/36_trackers.ipynb #83c78a9a
 def identify(
     run_name: str | None,  # None = the run folder's name
     log_path: str | os.PathLike[str] | None,  # run folder; made if missing
@@ -246,7 +246,7 @@ _OPEN: dict[str, Callable[..., Tracker]] = {
     "tensorboard": lambda run, config, log_path, wandb: TensorBoardTracker(log_path, config),
 }
 
-
+# %% ../nbs/36_trackers.ipynb #56709749
 def open_trackers(
     report_to: Sequence[str],  # names: "wandb", "trackio", "tensorboard"
     *,
