@@ -158,7 +158,7 @@ def demo_config(steps: int, log_path: Path) -> Config:
     "The settings of the demonstration."
     return Config(**DEMO, steps=steps, log_path=str(log_path))
 
-
+# %% ../nbs/69_cli.ipynb #cbe14abc
 def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
     from rl_notebook.recipes.rl_loop import train
