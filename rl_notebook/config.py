@@ -154,7 +154,7 @@ class TISConfig:
     anchor: Literal["old", "policy"] = "old"  # corrects from the sampler to the policy before this update, or to itself
     floor: float = 0.0  # smallest weight
 
-
+# %% ../nbs/06_config.ipynb #e071ed06
 @dataclass(frozen=True)
 class ISConfig:
     "The earliest spelling of `TISConfig`, with its cap of 2."
@@ -172,7 +172,7 @@ class DAPOConfig:
     eps_clip_c: float | None = None  # dual clip for negative advantages, above 1
     ratio_log_cap: float = 20.0  # cut of the log ratio
 
-
+# %% ../nbs/06_config.ipynb #7c476114
 @dataclass(frozen=True)
 class GSPOConfig:
     "Knobs of `policy_loss='gspo'`: one ratio per sequence (arXiv:2507.18071)."
@@ -192,7 +192,7 @@ class CISPOConfig:
     eps_high: float = 0.28  # upper bound 1 + eps_high
     ratio_log_cap: float = 20.0  # cut of the log ratio
 
-
+# %% ../nbs/06_config.ipynb #e33d9571
 @dataclass(frozen=True)
 class DROConfig:
     "Knobs of `policy_loss='dro'`: a quadratic penalty on the log ratio (arXiv:2405.19107)."
@@ -216,7 +216,7 @@ class WandBConfig:
     project: str | None = None  # None = "rl-notebook"
     run_name: str | None = None  # None = the run's name
 
-
+# %% ../nbs/06_config.ipynb #31ff0bbc
 @dataclass(frozen=True)
 class ResumeConfig:
     "Where to go on from."
@@ -237,7 +237,7 @@ class WeightSyncConfig:
     weight_sync_before_training: bool = False  # sync once before the first step
     weight_sync_timeout: int = 600  # seconds for one sync
 
-
+# %% ../nbs/06_config.ipynb #138addd1
 @dataclass(frozen=True)
 class HotloadConfig:
     "The earlier spelling of `WeightSyncConfig`."
@@ -295,7 +295,7 @@ class WeightSyncScope(Enum):
     PER_TRAINER = "per_trainer"
     PER_DEPLOYMENT = "per_deployment"
 
-
+# %% ../nbs/06_config.ipynb #7b9acdb9
 @dataclass(frozen=True)
 class DeployConfig:
     "The Fireworks deployment that samples."
@@ -343,7 +343,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else ""
 
-
+# %% ../nbs/06_config.ipynb #c6688079
 def _number(value: Any, kind: type) -> int | float | None:
     "`value` as int or float if nothing is lost, else None."
     if isinstance(value, bool) or (not isinstance(value, int | float | str) and not hasattr(value, "__float__")):
@@ -387,7 +387,7 @@ def _choice(value: Any, choices: tuple, name: str) -> Any:
         name, where="Config", got=repr(value), expected=expected, fix=_nearest(value, [str(c) for c in choices])
     )
 
-
+# %% ../nbs/06_config.ipynb #7d17ff07
 def _scalar(value: Any, hint: Any, name: str) -> Any:
     "A plain value, an enum member or the settings of a sub-config."
     if isinstance(hint, type) and issubclass(hint, Enum) and value in [*hint, *(m.value for m in hint)]:
@@ -484,14 +484,14 @@ def _epsilon(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {"eps_clip": value}
 
-
+# %% ../nbs/06_config.ipynb #f067f977
 def _epsilon_high(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     "TRL's upper clip; for its `cispo` the bound itself."
     if value is not None and given.get("loss_type") == "cispo":
         return {"eps_clip": 1.0, "eps_clip_high": coerce(value, float, "epsilon_high") - 1}
     return {"eps_clip_high": value}
 
-
+# %% ../nbs/06_config.ipynb #8a5856f6
 def _sequence_level(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     "TRL's `importance_sampling_level` where no `loss_type` says more."
     level = _choice(value, ("token", "sequence"), "importance_sampling_level")
@@ -506,7 +506,7 @@ def _tis_mode(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         )[0]
     }
 
-
+# %% ../nbs/06_config.ipynb #f12a6645
 def _scale_rewards(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     "TRL's `scale_rewards`, a word or a truth value."
     words = {True: "std", False: "none", "group": "std", "none": "none", "batch": "batch"}
@@ -514,7 +514,7 @@ def _scale_rewards(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("scale_rewards", where="Config", got=repr(value), expected="'group', 'batch' or 'none'")
     return {"advantage_scale": words[value]}
 
-
+# %% ../nbs/06_config.ipynb #5bce9718
 def _checkpoint(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     'The cookbook\'s `init_from_checkpoint`: weights and optimizer of "job:name" or "name", counting from step 0.'
     job, _, name = str(value).rpartition(":")
@@ -555,7 +555,7 @@ NEUTRAL: dict[str, tuple[Any, str]] = {  # setting: (the only value accepted, wh
     "logging_steps": (1, "every step leaves a record"),
 }
 
-
+# %% ../nbs/06_config.ipynb #59d0b057
 def _only(value: Any, accepted: Any, name: str, why: str = "") -> dict[str, Any]:
     "Nothing to set if `value` is the one that is accepted."
     if value != accepted:
@@ -572,7 +572,7 @@ def leaf_types(cls: type) -> dict[str, Any]:  # dotted name: annotation
         leaves |= {f"{name}.{k}": v for k, v in leaf_types(sub).items()} if sub else {name: hint}
     return leaves
 
-
+# %% ../nbs/06_config.ipynb #7b709c14
 @functools.cache
 def sub_configs(cls: type) -> dict[str, Any]:  # name: dataclass
     "The sub-configs of a config class."
@@ -619,7 +619,7 @@ def canonical(
         notes += [f"{name} -> {', '.join(ours)}"] if [*ours] not in ([], [name]) else []
     return settings, notes
 
-
+# %% ../nbs/06_config.ipynb #802154ea
 def _our_names(cls: type, name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     "One given setting under our names."
     if name in RENAMED:
@@ -648,7 +648,7 @@ def _unknown(cls: type, name: str) -> ConfigError:
         fix=_nearest(tail if inside else name, [*known, *others]),
     )
 
-
+# %% ../nbs/06_config.ipynb #ae08ba61
 def _announce(notes: Sequence[str]) -> None:
     "One message for all other spellings of one config."
     if notes:
@@ -666,7 +666,7 @@ ABOVE: dict[int, str] = {
     0: "learning_rate temperature top_p ratio_log_cap tis.cap lora_alpha sapo.temperature_pos sapo.temperature_neg",
 }
 
-
+# %% ../nbs/06_config.ipynb #765a1257
 def range_rules(leaves: Mapping[str, Any]) -> Iterator[str]:
     "A sentence for each number that is out of its range."
     for table, word, ok in ((AT_LEAST, "at least", float.__ge__), (ABOVE, "above", float.__gt__)):
@@ -687,7 +687,7 @@ CAPPED = ("ppo", "importance_sampling", "dapo", "cispo", "sapo")  # read ratio_l
 UNANCHORED = ("grpo", "reinforce")  # have no ratio to `anchor`
 OWN_KNOBS = ("dapo", "gspo", "cispo", "dro", "sapo")  # have a sub-config
 
-
+# %% ../nbs/06_config.ipynb #48ddae3e
 def loss_rules(c: Any) -> Iterator[str]:
     "Knobs that the chosen surrogate does not read."
     loss = c.policy_loss
@@ -749,7 +749,7 @@ def sampling_rules(c: Any) -> Iterator[str]:
     if (c.min_samples_per_fwd_bwd or 0) > c.max_samples_per_fwd_bwd:
         yield f"min_samples_per_fwd_bwd: above max_samples_per_fwd_bwd={c.max_samples_per_fwd_bwd}. Make it smaller"
 
-
+# %% ../nbs/06_config.ipynb #d7261944
 def run_rules(c: Any) -> Iterator[str]:
     "What cannot be left behind, or would not be looked at."
     if c.lora_alpha != 32 and c.lora_rank == 0:
@@ -785,7 +785,7 @@ def backend_rules(c: Any) -> Iterator[str]:
     if c.output_model_id is not None and not re.fullmatch(r"[a-z0-9-]{1,63}", c.output_model_id):
         yield f"output_model_id: got {c.output_model_id!r}; expected 1 to 63 of a-z, 0-9 and '-'"
 
-
+# %% ../nbs/06_config.ipynb #c5255803
 RULES: tuple[Callable[[Any], Iterator[str]], ...] = (
     loss_rules, correction_rules, sampling_rules, run_rules, backend_rules,
 )  # fmt: skip
@@ -800,7 +800,7 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=f"{', '.join(twice)} given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
-
+# %% ../nbs/06_config.ipynb #3f60ac5e
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     "The mapping in a YAML file; raises ConfigError naming file and line."
     try:
@@ -838,7 +838,7 @@ def nested(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
             built[name] = sub(**inside)
     return built
 
-
+# %% ../nbs/06_config.ipynb #206089d8
 def accepts_other_spellings(cls: type[T]) -> type[T]:
     "Class decorator: the constructor takes every known spelling, dotted names and mappings, and checks types."
     init = cls.__init__
@@ -914,7 +914,7 @@ class SettingsTable:
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-
+# %% ../nbs/06_config.ipynb #a11fee6a
 def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any], columns: tuple[str, str]) -> SettingsTable:
     "The settings in which two flat configs differ; a sub-config that one lacks counts as None."
     names = [*ours, *(k for k in theirs if k not in ours)]
@@ -931,7 +931,7 @@ def _settle(cfg: Config) -> None:
     if cfg.weight_sync == WeightSyncConfig():
         object.__setattr__(cfg, "weight_sync", None)
 
-
+# %% ../nbs/06_config.ipynb #36bb2e4f
 def _check(cfg: Config) -> None:
     "Raise one ConfigError that lists every range and rule that is broken."
     complaints = [*range_rules(cfg.flat()), *(complaint for rules in RULES for complaint in rules(cfg))]
@@ -940,7 +940,7 @@ def _check(cfg: Config) -> None:
     if complaints:
         raise ConfigError(f"{len(complaints)} settings cannot be used:\n- " + "\n- ".join(complaints), where="Config")
 
-
+# %% ../nbs/06_config.ipynb #21dad352
 def changed_settings(cfg: Config) -> SettingsTable:
     "Settings that differ from the defaults, sub-configs from theirs; one that is used as it comes shows as `{}`."
     used = {name: sub() for name, sub in sub_configs(type(cfg)).items() if getattr(cfg, name) is not None}
