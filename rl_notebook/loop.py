@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import html
 import inspect
+import math
 import signal
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'call_text', 'StepState', 'Task', 'as_task', 'with_length_penalty', 'check_backend',
-           'UndoEntry', 'no_bar', 'nothing_to_learn', 'stop_on_interrupt', 'GRPOLoop', 'save_checkpoint',
-           'restore_checkpoint']
+__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'HELD_OUT', 'call_text', 'StepState', 'enter', 'Task',
+           'as_task', 'configured', 'check_backend', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text',
+           'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'timed', 'encode', 'prompts_phase',
+           'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase', 'advantages_phase', 'trains_on',
+           'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped',
+           'with_reference', 'reference_phase', 'chosen_loss', 'loss_phase', 'fresh_gradient', 'backward_phase',
+           'UndoEntry', 'remember', 'optimize_phase', 'sync_waits', 'sync_sampler', 'sync_phase', 'record_of',
+           'next_state', 'finish_phase', 'reopened', 'forget_record', 'undo_step', 'Answered', 'answer', 'take_in',
+           'refill_step', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
+           'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts',
+           'reach_boundary', 'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt',
+           'steps_left', 'records_from', 'run_steps', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -35,42 +46,12 @@ from .losses import LossOptions, natural_denominator
 from .metrics import merge_metrics, step_metrics
 from .records import Checkpoint, RunFolder, StepRecord
 from .rewards import as_reward_fns, make_soft_overlong
-from rl_notebook.rollouts import (
-    Prompt,
-    RolloutFn,
-    Rollouts,
-    RolloutSetup,
-    arrivals,
-    encode_rows,
-    greedy_chunks,
-    groups_per_pass,
-    require_some,
-    window_batches,
-)
-from rl_notebook.step import (
-    NORMALIZATION,
-    Listing,
-    LossFactory,
-    LossReport,
-    Measured,
-    ScoreCache,
-    backward,
-    cache_key,
-    draw,
-    evaluate,
-    evaluate_loss,
-    list_datums,
-    list_groups,
-    list_prompts,
-    list_rollouts,
-    loss_factory,
-    merge_outputs,
-    scale_output,
-    score_datums,
-    score_group,
-    score_group_blocking,
-    sync_weights,
-)
+from .rollouts import Prompt, RolloutFn, Rollouts, RolloutSetup
+from .rollouts import arrivals, encode_rows, greedy_chunks, groups_per_pass, require_some, window_batches
+from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
+from .step import backward, cache_key, draw, evaluate, evaluate_loss, loss_factory, merge_outputs
+from .step import list_datums, list_groups, list_prompts, list_rollouts
+from .step import scale_output, score_datums, score_group, score_group_blocking, sync_weights
 
 # %% ../nbs/33_loop.ipynb #b31efaab
 PHASES = (
@@ -84,34 +65,21 @@ def call_text(phase: str) -> str:
     "How a phase is called."
     return f"await loop.{phase}()" if phase in AWAITED else f"loop.{phase}()"
 
-# %% ../nbs/33_loop.ipynb #76995025
+# %% ../nbs/33_loop.ipynb #8ef83d9c
+@dataclass(eq=False)
 class StepState:
-    "Values of the phases of the step under way."
+    "The step under way: what its phases have returned, and what they need to know of each other."
 
-    def __init__(self, number: int, cursor: Cursor):
-        self.number = number  # from 1
-        self.cursor = cursor  # before the step
-        self.values: dict[str, Any] = {}  # by phase
-        self.seconds: dict[str, float] = {}  # by phase
-        self.cache: ScoreCache = {}  # logprobs scored in this step
-        self.make: LossFactory | None = None  # the loss that `loss()` was last asked for
-        self.gradient = False  # whether the trainer holds a gradient of this step
-        self.normalization: GradNormalization | None = None  # by which the optimizer divides; None = as configured
-
-    def enter(self, phase: str) -> Any:
-        "The value that a phase starts from; an error that says what is missing, or that it is too late."
-        if "optimize" in self.values and PHASES.index(phase) <= PHASES.index("optimize"):
-            raise PhaseError(
-                f"{phase}: step {self.number} has updated the weights", fix="Go back with await loop.undo()."
-            )
-        before = [p for p in PHASES[: PHASES.index(phase)] if p not in LOOK_ONLY]
-        missing = [p for p in before if p not in self.values]
-        if missing:
-            names = ", ".join(missing)
-            raise PhaseError(
-                f"{phase} in step {self.number}", got=f"no {names} yet", fix=f"Run {call_text(missing[0])}."
-            )
-        return self.values[before[-1]] if before else None
+    number: int  # from 1
+    cursor: Cursor  # before the step
+    untrained: int = 0  # prompts before the cursor that no finished step has had
+    taken: int = 0  # prompts that the step has taken from the cursor
+    values: dict[str, Any] = field(default_factory=dict)  # by phase
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    cache: ScoreCache = field(default_factory=dict)  # logprobs scored in this step
+    policy_version: int = 0  # that the sampler served when the step's samples were drawn
+    make_loss: LossFactory | None = None  # the loss that `loss()` was last asked for
+    normalization: GradNormalization = "none"  # by which the optimizer has to divide the gradient
 
     def put(self, phase: str, value: Any) -> Any:
         "Keep a value and discard what depended on the previous one."
@@ -125,6 +93,24 @@ class StepState:
         "The first phase that is still open."
         return next(p for p in PHASES if p not in self.values and p not in LOOK_ONLY)
 
+    @property
+    def after(self) -> Cursor:
+        "The cursor behind the prompts that were taken."
+        return replace(self.cursor, consumed=self.cursor.consumed + self.taken)
+
+# %% ../nbs/33_loop.ipynb #46e2262e
+def enter(state: StepState, phase: str) -> Any:
+    "The value that a phase starts from; an error that says what is missing, or that it is too late."
+    place = PHASES.index(phase)
+    if "optimize" in state.values and place <= PHASES.index("optimize"):
+        raise PhaseError(f"{phase}: step {state.number} has updated the weights", fix="Go back with await loop.undo().")
+    before = [p for p in PHASES[:place] if p not in LOOK_ONLY]
+    missing = [p for p in before if p not in state.values]
+    if missing:
+        names, fix = ", ".join(missing), f"Run {call_text(missing[0])}."
+        raise PhaseError(f"{phase} in step {state.number}", got=f"no {names} yet", fix=fix)
+    return state.values[before[-1]] if before else None
+
 # %% ../nbs/33_loop.ipynb #78c939e0
 @dataclass(frozen=True)
 class Task:
@@ -132,6 +118,7 @@ class Task:
 
     reward_fns: Any = None  # None = rollouts grade themselves
     rollout_fn: RolloutFn | None = None  # None = completions straight from the sampler
+    weights: tuple[float, ...] | None = None  # one per reward function; None = their own
 
 
 def as_task(given: Any, setup: RolloutSetup) -> Task:
@@ -147,18 +134,21 @@ def _parameters(given: Any) -> list[str]:
     "Names of a function's parameters; none for what is not a function."
     return list(inspect.signature(given).parameters) if callable(given) else []
 
-
-def with_length_penalty(task: Task, cfg: Config) -> Task:
-    "The task with DAPO's soft length penalty as one more reward, where the config asks for it."
-    if not cfg.overlong_buffer:
-        return task
-    if task.reward_fns is None:
-        fix = "Add `rewards.make_soft_overlong` in your rollout."
-        raise ConfigError("overlong_buffer", got=cfg.overlong_buffer, expected="0 with a rollout function", fix=fix)
-    penalty = make_soft_overlong(cfg.max_completion_tokens, cfg.overlong_buffer)
-    return replace(task, reward_fns=(*as_reward_fns(task.reward_fns), *as_reward_fns(penalty)))
-
 # %% ../nbs/33_loop.ipynb #0e4044de
+def configured(task: Task, cfg: Config) -> Task:
+    "The task with the reward weights and the length penalty that the config asks for."
+    for name in ("overlong_buffer", "reward_weights"):
+        if task.reward_fns is None and getattr(cfg, name):
+            fix = "Weigh rewards, and call `rewards.make_soft_overlong`, inside your rollout."
+            raise ConfigError(name, got=getattr(cfg, name), expected="unset with a rollout function", fix=fix)
+    weights = cfg.reward_weights
+    if not cfg.overlong_buffer:
+        return replace(task, weights=weights)
+    penalty = make_soft_overlong(cfg.max_completion_tokens, cfg.overlong_buffer)
+    reward_fns = (*as_reward_fns(task.reward_fns), *as_reward_fns(penalty))
+    return replace(task, reward_fns=reward_fns, weights=None if weights is None else (*weights, 1.0))
+
+# %% ../nbs/33_loop.ipynb #b4f27b7b
 def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, str]]:
     "(setting, value, what is expected, fix) for every setting that backend and loop could not honour together."
     can, reference = backend.capabilities, backend.reference
@@ -170,12 +160,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
         yield "kl_beta", cfg.kl_beta, "0 without a reference", "Open the backend with reference=True, or set kl_beta=0."
     if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale == "batch":
-        yield (
-            "advantage_scale",
-            "batch",
-            "'std', 'none' or 'loo' with min_samples_per_fwd_bwd",
-            "The batch is not known yet.",
-        )
+        expected = "'std', 'none' or 'loo' with min_samples_per_fwd_bwd"
+        yield "advantage_scale", "batch", expected, "The batch is not known yet."
     if cfg.refill and cfg.weight_sync_interval != 1:
         yield "refill", True, "False with windows", "Set weight_sync_interval=1."
     if (cfg.top_p < 1 and not can.top_p) or (cfg.top_k and not can.top_k):
@@ -187,9 +173,9 @@ def check_backend(cfg: Config, backend: Backend) -> None:
     for what, got, expected, fix in _mismatches(cfg, backend):
         raise ConfigError(what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix)
 
-# %% ../nbs/33_loop.ipynb #b4f27b7b
-class _LoopState:
-    "State of the loop: the step under way, the cursor, the records, and what can be undone."
+# %% ../nbs/33_loop.ipynb #1c6a9b39
+class Loop:
+    "What a loop remembers, and how it shows itself."
 
     def __init__(
         self,
@@ -208,161 +194,194 @@ class _LoopState:
     ):
         self.backend, self.cfg = backend, cfg or Config()
         check_backend(self.cfg, backend)
-        self.rows = _as_rows(rows)
-        self.eval_rows = _as_rows(eval_rows) if len(eval_rows) else []
-        params = self.cfg.sample_params(n=1, seed=self.cfg.seed)
-        setup = RolloutSetup(backend.sampler, backend.tokenizer, params, self.cfg.completions_per_prompt, extras or {})
-        self.task = with_length_penalty(as_task(reward, setup), self.cfg)
+        self.rows, self.eval_rows = as_rows(rows), as_rows(eval_rows) if len(eval_rows) else []
+        self.task = configured(as_task(reward, rollout_setup(backend, self.cfg, extras)), self.cfg)
         self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
         self.make_loss, self.keep_undo = make_loss, keep_undo
         self.outputs, self.on_undo = list(outputs), list(on_undo)
-        cursor = Cursor(self.rows, seed=self.cfg.seed, epochs=self.cfg.epochs, shuffle=self.cfg.shuffle)
-        self.state = StepState(1, cursor)
-        self.cursor, self.policy_version = cursor, 0
+        self.state = StepState(1, first_cursor(self.rows, self.cfg))
+        self.policy_version = 0  # that the sampler serves
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
         self.undo_entries: deque[UndoEntry] = deque(maxlen=max(keep_undo, 1))
+        self.eval_metrics: dict[str, float] = {}  # for the record of the step under way
+        self.holds_gradient = False  # whether the trainer has a gradient that no update has used up
+        self.in_window = False  # whether syncs wait for the end of a window
         self.stop_requested = False
-        self.eval_metrics: dict[str, float] = {}  # of the step under way
-        self.sampled_version = 0  # weights that the sampler served when the step began
-        self.in_window = False  # syncs wait for the end of the window
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
-        self.bar: Any = None
+        self.bar: Any = None  # over steps
 
+    @property
+    def cursor(self) -> Cursor:
+        "Behind the prompts that were taken so far."
+        return self.state.after
 
-def _as_rows(rows: Any) -> list[Row]:
+    @property
+    def place(self) -> str:
+        "Where the loop is, in one line."
+        return place_text(self)
+
+    @property
+    def done(self) -> bool:
+        "Whether the rows, or the configured number of steps, are used up and no step is half done."
+        return is_done(self)
+
+    @property
+    def planned_steps(self) -> int | None:
+        "Steps of the whole run as far as they can be known; None without end."
+        return steps_planned(self)
+
+    def __repr__(self) -> str:
+        return loop_text(self)
+
+    def _repr_html_(self) -> str:
+        return loop_html(self)
+
+# %% ../nbs/33_loop.ipynb #f0b51039
+def as_rows(rows: Any) -> list[Row]:
     "Rows as they are, or loaded."
     if isinstance(rows, Sequence) and len(rows) and all(isinstance(r, Row) for r in rows):
         return list(rows)
     return load_rows(rows)
 
-# %% ../nbs/33_loop.ipynb #1c6a9b39
-@dataclass(frozen=True)
-class UndoEntry:
-    "A step that can be taken back."
 
-    state: StepState  # as it was right before the update
-    values: Mapping[str, Any]  # of its phases
-    path: str  # of the trainer's state
-    synced: bool = False  # whether the sampler has got the new weights since
+def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
+    "The place before the first row."
+    return Cursor(rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle)
 
-# %% ../nbs/33_loop.ipynb #f0b51039
+
+def rollout_setup(backend: Backend, cfg: Config, extras: Mapping[str, Any] | None = None) -> RolloutSetup:
+    "What a rollout factory is given."
+    params = cfg.sample_params(n=1, seed=cfg.seed)
+    return RolloutSetup(backend.sampler, backend.tokenizer, params, cfg.completions_per_prompt, extras or {})
+
+# %% ../nbs/33_loop.ipynb #fc80a6e4
+def place_text(loop: Loop) -> str:
+    "Where a loop is, in one line."
+    total = loop.cursor.total
+    of = "" if math.isinf(total) else f" of {int(total)}"
+    return f"step {loop.state.number}, next: {loop.state.current}; {loop.cursor.consumed}{of} prompts taken"
+
+
+def phase_marks(state: StepState) -> list[tuple[str, str]]:
+    "(mark, phase): ✓ done, ▶ next, ○ open."
+    return [("✓" if p in state.values else "▶" if p == state.current else "○", p) for p in PHASES]
+
+
+def loop_text(loop: Loop) -> str:
+    "A loop as text."
+    last = [f"last: {loop.records[-1].verdict}"] if loop.records else []
+    marks = "  ".join(f"{mark} {phase}" for mark, phase in phase_marks(loop.state))
+    return "\n".join([f"{type(loop).__name__}  {loop.place}", marks, *last])
+
+# %% ../nbs/33_loop.ipynb #e6697dd4
+MARK_STYLE = {"✓": "color:#1a7f37", "▶": "font-weight:bold", "○": "color:#8c959f"}
+
+
+def loop_html(loop: Loop) -> str:
+    "A loop as HTML, escaped."
+    marks = [f'<span style="{MARK_STYLE[m]};margin-right:.8em">{m} {p}</span>' for m, p in phase_marks(loop.state)]
+    last = f"<p>last: {html.escape(loop.records[-1].verdict)}</p>" if loop.records else ""
+    return f"<p><b>{type(loop).__name__}</b> {html.escape(loop.place)}</p><p>{' '.join(marks)}</p>{last}"
+
+# %% ../nbs/33_loop.ipynb #13f2c9da
 def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
     "Bars are drawn in notebooks and terminals, not into files and pipes."
     in_notebook = any("notebook" in c.__module__ for c in tqdm.__mro__)
     return (False if in_notebook else None) if wanted else True
 
-# %% ../nbs/33_loop.ipynb #bd923c3a
-class _LoopDisplay(_LoopState):
-    "How the loop shows itself."
 
-    @property
-    def place(self) -> str:
-        "Where the loop is, in one line."
-        left = "" if self.cursor.total == float("inf") else f" of {int(self.cursor.total)}"
-        return f"step {self.state.number}, next: {self.state.current}; {self.cursor.consumed}{left} prompts taken"
+def bar_shown(loop: Loop) -> bool:
+    "Whether a bar over steps is on the screen."
+    return loop.bar is not None and not loop.bar.disable
 
-    def _marks(self) -> list[tuple[str, str]]:
-        current, values = self.state.current, self.state.values
-        return [("✓" if p in values else "▶" if p == current else "○", p) for p in PHASES]
 
-    def __repr__(self) -> str:
-        last = f"\nlast: {self.records[-1].verdict}" if self.records else ""
-        return f"GRPOLoop  {self.place}\n" + "  ".join(f"{m} {p}" for m, p in self._marks()) + last
+@contextmanager
+def timed(loop: Loop, phase: str) -> Iterator[None]:
+    "Measure a phase, and name it on the progress bar."
+    if bar_shown(loop):
+        loop.bar.set_postfix_str(phase)
+    start = time.perf_counter()
+    yield
+    loop.state.seconds[phase] = time.perf_counter() - start
 
-    def _repr_html_(self) -> str:
-        style = {"✓": "color:#1a7f37", "▶": "font-weight:bold", "○": "color:#8c959f"}
-        row = " ".join(f'<span style="{style[m]};margin-right:.8em">{m} {p}</span>' for m, p in self._marks())
-        last = f"<p>last: {html.escape(self.records[-1].verdict)}</p>" if self.records else ""
-        return f"<p><b>GRPOLoop</b> {html.escape(self.place)}</p><p>{row}</p>{last}"
+# %% ../nbs/33_loop.ipynb #09a93b38
+def encode(
+    loop: Loop,
+    rows: Sequence[Row],
+    first_number: int,  # position of the first row in the run
+    first_index: int = 0,  # and in the step
+) -> list[Prompt]:
+    "Rows as prompts, with the loop's tokenizer and lengths."
+    c = loop.cfg
+    room = {"max_seq_len": c.max_seq_len, "max_completion_tokens": c.max_completion_tokens}
+    prompts = encode_rows(rows, loop.backend.tokenizer, first_number=first_number, **room)
+    return [replace(p, index=first_index + p.index) for p in prompts]
 
-    @property
-    def bar_shown(self) -> bool:
-        "Whether a bar over steps is on the screen."
-        return self.bar is not None and not self.bar.disable
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        "Measure a phase, and name it on the progress bar."
-        if self.bar_shown:
-            self.bar.set_postfix_str(phase)
-        start = time.perf_counter()
-        yield
-        self.state.seconds[phase] = time.perf_counter() - start
-
-# %% ../nbs/33_loop.ipynb #13f2c9da
-class _SamplingPhases(_LoopDisplay):
-    "prompts, sample."
-
-    def _encode(self, rows: Sequence[Row], first_number: int) -> list[Prompt]:
-        c = self.cfg
-        room = {"max_seq_len": c.max_seq_len, "max_completion_tokens": c.max_completion_tokens}
-        return encode_rows(rows, self.backend.tokenizer, first_number=first_number, **room)
-
-    def prompts(self) -> Listing[Prompt]:
-        "Take the next rows and encode them."
-        self.state.enter("prompts")
-        start = self.state.cursor
-        rows, after = start.take(self.cfg.prompt_groups_per_step)
-        if not rows:
-            raise PhaseError(
-                "prompts", got=f"all {start.consumed} prompts done", fix="Raise epochs, or pass more rows."
-            )
-        with self._timed("prompts"):
-            prompts = self._encode(rows, start.consumed)
-        self.cursor = after
-        return self.state.put("prompts", list_prompts(prompts, self.backend.tokenizer))
-
-    def _draw(self, prompt: Prompt) -> Any:
-        params = self.cfg.sample_params(seed=self.cfg.seed)
-        return draw(prompt, self.backend.sampler, params, self.task.rollout_fn)
-
-    async def sample(self) -> Listing[Rollouts]:
-        "Draw all completions of the step."
-        prompts = self.state.enter("sample")
-        with self._timed("sample"):
-            drawn = await self._all(prompts, self._draw)
-        return self.state.put("sample", list_rollouts(drawn))
-
-    async def _all(self, prompts: Sequence[Prompt], job: Callable[[Prompt], Any]) -> list[Any]:
-        "A job for every prompt, side by side; results in the order of the prompts, progress on a bar."
-        done: dict[int, Any] = {}
-
-        async def one(i: int) -> int:
-            done[i] = await job(prompts[i])
-            return i
-
-        source = arrivals([lambda i=i: one(i) for i in range(len(prompts))], self.cfg.max_concurrent)
-        with tqdm(total=len(prompts), desc="prompts", leave=False, disable=no_bar(self.bar_shown)) as bar:
-            async with aclosing(source) as bursts:
-                async for burst in bursts:
-                    bar.update(len(burst))
-        return [done[i] for i in range(len(prompts))]
+def prompts_phase(loop: Loop) -> Listing[Prompt]:
+    "Take the next rows and encode them."
+    enter(loop.state, "prompts")
+    start = loop.state.cursor
+    rows = start.peek(loop.cfg.prompt_groups_per_step)
+    if not rows:
+        raise PhaseError("prompts", got=f"all {start.consumed} prompts done", fix="Raise epochs, or pass more rows.")
+    with timed(loop, "prompts"):
+        prompts = encode(loop, rows, start.consumed)
+    loop.state.taken = len(rows)
+    return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
 
 # %% ../nbs/33_loop.ipynb #b009b492
-class _GradingPhases(_SamplingPhases):
-    "score, advantages."
+async def side_by_side(loop: Loop, prompts: Sequence[Prompt], job: Callable[[Prompt], Awaitable[Any]]) -> list[Any]:
+    "A job for every prompt, all at once; results in the order of the prompts, progress on a bar."
+    done: dict[int, Any] = {}
 
-    def score(self, reward_fns: Any = None) -> Listing[PromptGroup]:
-        "Grade the samples; `reward_fns` replaces the loop's for this step."
-        rollouts = self.state.enter("score")
-        with self._timed("score"):
-            groups = [score_group_blocking(r, *self._grading(reward_fns), **self._weights()) for r in rollouts]
-        require_some(groups)
-        return self.state.put("score", list_groups(groups))
+    async def one(i: int) -> None:
+        done[i] = await job(prompts[i])
 
-    def _grading(self, reward_fns: Any = None) -> tuple[Any]:
-        return (reward_fns if reward_fns is not None else self.task.reward_fns,)
+    source = arrivals([lambda i=i: one(i) for i in range(len(prompts))], loop.cfg.max_concurrent)
+    with tqdm(total=len(prompts), desc="prompts", leave=False, disable=no_bar(bar_shown(loop))) as bar:
+        async with aclosing(source) as bursts:
+            async for burst in bursts:
+                bar.update(len(burst))
+    return [done[i] for i in range(len(prompts))]
 
-    def _weights(self) -> dict[str, Any]:
-        given, penalty = self.cfg.reward_weights, (1.0,) if self.cfg.overlong_buffer else ()
-        return {} if given is None or self.task.reward_fns is None else {"weights": (*given, *penalty)}
+# %% ../nbs/33_loop.ipynb #211a209c
+async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
+    "All answers to one prompt, with the loop's settings."
+    params = loop.cfg.sample_params(seed=loop.cfg.seed)
+    return await draw(prompt, loop.backend.sampler, params, loop.task.rollout_fn)
 
-    def advantages(self, scale: str | None = None) -> Listing[PromptGroup]:
-        "Compare the samples of each group; `scale` replaces the config's for this step."
-        groups = self.state.enter("advantages")
-        with self._timed("advantages"):
-            found = with_advantages(groups, scale=scale or self.cfg.advantage_scale, ddof=self.cfg.ddof)
-        return self.state.put("advantages", list_groups(found))
+
+async def sample_phase(loop: Loop) -> Listing[Rollouts]:
+    "Draw all completions of the step."
+    prompts = enter(loop.state, "sample")
+    loop.state.policy_version = loop.policy_version
+    with timed(loop, "sample"):
+        drawn = await side_by_side(loop, prompts, lambda p: draw_prompt(loop, p))
+    return loop.state.put("sample", list_rollouts(drawn))
+
+# %% ../nbs/33_loop.ipynb #3dd46d17
+def score_phase(loop: Loop, reward_fns: Any = None) -> Listing[PromptGroup]:
+    "Grade the samples; `reward_fns` replaces the loop's for this step."
+    rollouts, task = enter(loop.state, "score"), loop.task
+    fns = task.reward_fns if reward_fns is None else reward_fns
+    with timed(loop, "score"):
+        groups = [score_group_blocking(r, fns, weights=task.weights) for r in rollouts]
+    require_some(groups)
+    return loop.state.put("score", list_groups(groups))
+
+# %% ../nbs/33_loop.ipynb #cb0bfd85
+def advantages_phase(loop: Loop, scale: str | None = None) -> Listing[PromptGroup]:
+    "Compare the samples of each group; `scale` replaces the config's for this step."
+    groups = enter(loop.state, "advantages")
+    with timed(loop, "advantages"):
+        found = with_advantages(groups, scale=scale or loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
+    return loop.state.put("advantages", list_groups(found))
+
+# %% ../nbs/33_loop.ipynb #d41fadcd
+def trains_on(loop: Loop, group: PromptGroup) -> bool:
+    "Whether a group becomes training sequences."
+    return bool(group.samples) and (loop.keep(group) or not loop.cfg.drop_dead)
 
 # %% ../nbs/33_loop.ipynb #7ea6ae0c
 def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
@@ -375,337 +394,448 @@ def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
     return " ".join(parts) + (f"; {empty} of them lost all their samples" if empty else "")
 
 # %% ../nbs/33_loop.ipynb #a85101f9
-class _TrainingPhases(_GradingPhases):
-    "datums, reference, loss, backward, optimize, sync."
+def have_tokens(datums: Sequence[Datum]) -> bool:
+    "Whether there is anything to train on."
+    return any(d.num_loss_tokens for d in datums)
 
-    def datums(self, overlong: str | None = None) -> Listing[Datum]:
-        "Training sequences of the groups that can teach something."
-        groups = self.state.enter("datums")
-        kept = [g for g in groups if len(g.samples) and (self.keep(g) or not self.cfg.drop_dead)]
-        with self._timed("datums"):
-            made = datums_from_groups(kept, max_seq_len=self.cfg.max_seq_len, overlong=overlong or self.cfg.overlong)
-        listing = list_datums(made)
-        if not any(d.num_loss_tokens for d in made):
-            listing.headline = f"nothing to learn: {nothing_to_learn(groups)}" if not made else "every datum is masked"
-        return self.state.put("datums", listing)
 
-    def _skip(self, phase: str) -> Measured | None:
-        "What a phase returns when there is nothing to train on."
-        datums = self.state.values["datums"]
-        if any(d.num_loss_tokens for d in datums):
-            return None
-        return self.state.put(phase, Measured(f"{phase} skipped: {datums.headline}", {}))
+def list_training(datums: Sequence[Datum], groups: Sequence[PromptGroup]) -> Listing[Datum]:
+    "Training sequences, with a headline that gives the reason if there is nothing to learn."
+    listing = list_datums(datums)
+    if not have_tokens(datums):
+        listing.headline = "every datum is masked" if datums else f"nothing to learn: {nothing_to_learn(groups)}"
+    return listing
 
-    async def reference(self, policy: bool = True) -> Listing[Datum] | Measured:
-        "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
-        datums = self.state.enter("reference")
-        if skipped := self._skip("reference"):
-            return skipped
-        with self._timed("reference"):
-            attached = await self._with_reference(datums)
-            if policy:
-                await score_datums(self.backend.policy, attached, "policy", self.state.cache)
-        return self.state.put("reference", list_datums(attached))
+# %% ../nbs/33_loop.ipynb #642f0813
+def group_datums(loop: Loop, groups: Sequence[PromptGroup], overlong: str | None = None) -> list[Datum]:
+    "Training sequences of groups, as the config wants them."
+    return datums_from_groups(groups, max_seq_len=loop.cfg.max_seq_len, overlong=overlong or loop.cfg.overlong)
 
-    async def _with_reference(self, datums: Sequence[Datum]) -> list[Datum]:
-        reference = self.backend.reference
-        if reference is None or not (self.cfg.kl_beta > 0 or self.cfg.kl_metric):
-            return list(datums)
-        return attach(datums, "ref_logprobs", await score_datums(reference, datums, "ref", self.state.cache))
 
-    def _factory(self) -> LossFactory:
-        "The loss of this step: what `loss()` was last asked for, a custom one, or the config's."
-        return self.state.make or self.make_loss or loss_factory(LossOptions(**self.cfg.loss_options()))
+def datums_phase(loop: Loop, overlong: str | None = None) -> Listing[Datum]:
+    "Training sequences of the groups that can teach something."
+    groups = enter(loop.state, "datums")
+    with timed(loop, "datums"):
+        made = group_datums(loop, [g for g in groups if trains_on(loop, g)], overlong)
+    return loop.state.put("datums", list_training(made, groups))
 
-    def loss(self, **changes: Any) -> LossReport | Measured:
-        "Look at the loss without an update; `changes` (fields of LossOptions) stay for the rest of the step."
-        datums = self.state.enter("loss")
-        if skipped := self._skip("loss"):
-            return skipped
-        if changes:
-            self.state.make = loss_factory(LossOptions(**self.cfg.loss_options() | changes))
-        scored = [self.state.cache.get(cache_key("policy", d)) for d in datums]
-        if any(s is None for s in scored):
-            raise PhaseError("loss", got="no policy logprobs in this step", fix="Run await loop.reference().")
-        with self._timed("loss"):
-            output = evaluate_loss(datums, [s for s in scored if s is not None], self._factory())
-        return self.state.put("loss", LossReport(output, tuple(datums)))
+# %% ../nbs/33_loop.ipynb #884fc605
+def skipped(loop: Loop, phase: str) -> Measured | None:
+    "What a phase puts when there is nothing to train on; None when there is."
+    datums = loop.state.values["datums"]
+    if have_tokens(datums):
+        return None
+    return loop.state.put(phase, Measured(f"{phase} skipped: {datums.headline}", {}))
 
-# %% ../nbs/33_loop.ipynb #d72021ae
-class _UpdatePhases(_TrainingPhases):
-    "backward, optimize, sync."
+# %% ../nbs/33_loop.ipynb #fe67c45e
+async def with_reference(loop: Loop, datums: Sequence[Datum]) -> list[Datum]:
+    "Datums with the reference's logprobs, where the loss or a metric needs them."
+    reference = loop.backend.reference
+    if reference is None or not (loop.cfg.kl_beta > 0 or loop.cfg.kl_metric):
+        return list(datums)
+    return attach(datums, "ref_logprobs", await score_datums(reference, datums, "ref", loop.state.cache))
 
-    async def backward(self) -> LossReport | Measured:
-        "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
-        datums = self.state.enter("backward")
-        if skipped := self._skip("backward"):
-            return skipped
-        if "backward" in self.state.values or self.state.gradient:
-            await self.backend.policy.discard_gradients()
-        self.state.gradient = True
-        c = self.cfg
-        with self._timed("backward"):
-            batch = {"aggregation": c.aggregation, "max_samples": c.max_samples_per_fwd_bwd}
-            output = await backward(self.backend.policy, datums, self._factory(), **batch)
-        return self.state.put("backward", LossReport(output, tuple(datums)))
+# %% ../nbs/33_loop.ipynb #b451233d
+async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | Measured:
+    "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
+    datums = enter(loop.state, "reference")
+    if nothing := skipped(loop, "reference"):
+        return nothing
+    with timed(loop, "reference"):
+        attached = await with_reference(loop, datums)
+        if policy:
+            await score_datums(loop.backend.policy, attached, "policy", loop.state.cache)
+    return loop.state.put("reference", list_datums(attached))
 
-    async def optimize(self) -> Measured:
-        "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
-        self.state.enter("optimize")
-        policy, number = self.backend.policy, self.state.number
-        with self._timed("optimize"):
-            if self.keep_undo:
-                path = await policy.save_state(f"undo-{number % self.keep_undo}")
-                self.undo_entries.append(UndoEntry(self.state, dict(self.state.values), path))
-            if skipped := self._skip("optimize"):
-                return skipped
-            divided_by = self.state.normalization or self.cfg.grad_accumulation_normalization
-            metrics = await policy.optim_step(self.cfg.adam(), grad_accumulation_normalization=divided_by)
-        self.state.gradient = False
-        return self.state.put("optimize", Measured(f"weights updated in step {number}", metrics))
+# %% ../nbs/33_loop.ipynb #5183ae73
+def chosen_loss(loop: Loop) -> LossFactory:
+    "The loss of this step: what `loss()` was last asked for, a custom one, or the config's."
+    return loop.state.make_loss or loop.make_loss or loss_factory(LossOptions(**loop.cfg.loss_options()))
 
-    async def sync(self) -> Measured:
-        "Hand the new weights to the sampler, if this step is due for it."
-        self.state.enter("sync")
-        interval, number = self.cfg.weight_sync_interval, self.state.number
-        if skipped := self._skip("sync"):
-            return skipped
-        if interval == 0 or self.in_window or number % interval:
-            when = (
-                "never"
-                if interval == 0
-                else "at the end of the window"
-                if self.in_window
-                else f"every {interval} steps"
-            )
-            return self.state.put("sync", Measured(f"weights stay where they are: synced {when}", {}))
-        with self._timed("sync"):
-            await self._sync_now()
-        return self.state.put("sync", Measured("sampler has the new weights", {"policy_version": self.policy_version}))
 
-    async def _sync_now(self) -> None:
-        "Sync, and remember that it happened."
-        self.policy_version = await sync_weights(self.backend, f"step-{self.state.number:05d}")
-        if self.undo_entries:
-            self.undo_entries[-1] = replace(self.undo_entries[-1], synced=True)
+def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
+    "Look at the loss without an update; `changes` (fields of LossOptions) stay for the rest of the step."
+    datums = enter(loop.state, "loss")
+    if nothing := skipped(loop, "loss"):
+        return nothing
+    scored = [s for d in datums if (s := loop.state.cache.get(cache_key("policy", d))) is not None]
+    if len(scored) < len(datums):
+        raise PhaseError("loss", got="no policy logprobs in this step", fix="Run await loop.reference().")
+    if changes:
+        loop.state.make_loss = loss_factory(LossOptions(**loop.cfg.loss_options() | changes))
+    with timed(loop, "loss"):
+        output = evaluate_loss(datums, scored, chosen_loss(loop))
+    return loop.state.put("loss", LossReport(output, tuple(datums)))
+
+# %% ../nbs/33_loop.ipynb #e89bf00d
+async def fresh_gradient(loop: Loop) -> None:
+    "Drop what an earlier pass left on the trainer."
+    if loop.holds_gradient:
+        await loop.backend.policy.discard_gradients()
+    loop.holds_gradient = True
+
+
+async def backward_phase(loop: Loop) -> LossReport | Measured:
+    "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
+    datums, c = enter(loop.state, "backward"), loop.cfg
+    if nothing := skipped(loop, "backward"):
+        return nothing
+    with timed(loop, "backward"):
+        await fresh_gradient(loop)
+        batch = {"aggregation": c.aggregation, "max_samples": c.max_samples_per_fwd_bwd}
+        output = await backward(loop.backend.policy, datums, chosen_loss(loop), **batch)
+    loop.state.normalization = c.grad_accumulation_normalization
+    return loop.state.put("backward", LossReport(output, tuple(datums)))
+
+# %% ../nbs/33_loop.ipynb #df3e362d
+@dataclass(frozen=True)
+class UndoEntry:
+    "A step that can be taken back."
+
+    state: StepState  # as it was right before the update
+    path: str  # of the trainer's state
+    policy_version: int  # that the sampler served
+
+
+async def remember(loop: Loop) -> None:
+    "Put aside what `undo` needs."
+    if loop.keep_undo:
+        state = replace(loop.state, values=dict(loop.state.values), seconds=dict(loop.state.seconds))
+        path = await loop.backend.policy.save_state(f"undo-{state.number % loop.keep_undo}")
+        loop.undo_entries.append(UndoEntry(state, path, loop.policy_version))
+
+# %% ../nbs/33_loop.ipynb #ef2353d4
+async def optimize_phase(loop: Loop) -> Measured:
+    "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
+    enter(loop.state, "optimize")
+    with timed(loop, "optimize"):
+        await remember(loop)
+        if nothing := skipped(loop, "optimize"):
+            return nothing
+        divided_by = loop.state.normalization
+        metrics = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
+    loop.holds_gradient = False
+    return loop.state.put("optimize", Measured(f"weights updated in step {loop.state.number}", metrics))
 
 # %% ../nbs/33_loop.ipynb #4c996a2e
-class _LoopHistory(_UpdatePhases):
-    "finish, undo."
+def sync_waits(loop: Loop) -> str:
+    "Why the weights are not synced now; empty when they are due."
+    interval = loop.cfg.weight_sync_interval
+    if interval == 0:
+        return "never"
+    if loop.in_window:
+        return "at the end of the window"
+    return f"every {interval} steps" if loop.state.number % interval else ""
 
-    def _record(self) -> StepRecord:
-        "What this step's phases returned, as one value."
-        v, state = self.state.values, self.state
-        report = v["backward"] if isinstance(v["backward"], LossReport) else None
-        datums = report.datums if report else ()
-        output, measured = (report.output if report else None), v["optimize"].metrics
-        metrics = step_metrics(v["advantages"], datums, output, measured, policy_version=self.sampled_version)
-        extra = {"kl_beta": self.cfg.kl_beta, "epoch": self.cursor.consumed / len(self.rows)}
-        return StepRecord(
-            step=state.number,
-            groups=tuple(v["advantages"]),
-            datums=datums,
-            loss=output,
-            metrics=merge_metrics(metrics, extra, self.eval_metrics),
-            options=self.cfg.loss_options(),
-            reason="" if report else v["datums"].headline,
-            policy_version=self.policy_version,
-            seconds=dict(state.seconds),
-        )
+# %% ../nbs/33_loop.ipynb #08418c06
+async def sync_sampler(loop: Loop) -> None:
+    "Make the sampler serve the trainer's weights."
+    loop.policy_version = await sync_weights(loop.backend, f"step-{loop.state.number:05d}")
 
-    def finish(self) -> StepRecord:
-        "Close the step: make its record, hand it to the outputs, open the next step."
-        self.state.enter("finish")
-        record = self._record()
-        for output in self.outputs:
-            output(record)
-        self.records.append(record)
-        self.state, self.eval_metrics = StepState(self.state.number + 1, self.cursor), {}
-        self.sampled_version = self.policy_version
-        return record
 
-    async def undo(self, to: str = "prompts") -> None:
-        "Take back the last update; `to` is the phase to go on from, and earlier phases keep their values."
-        if not self.undo_entries:
-            why = "keep_undo=0" if not self.keep_undo else "no update to take back"
-            raise PhaseError("undo", got=why, fix="Open the loop with keep_undo=1 or more.")
-        entry = self.undo_entries.pop()
-        await self.backend.policy.load_state(entry.path)
-        if entry.synced:
-            self.policy_version = await sync_weights(self.backend, f"undo-{entry.state.number:05d}")
-        self._forget_record(entry.state.number)
-        self.state = StepState(entry.state.number, entry.state.cursor)
-        self.state.cache = dict(entry.state.cache)  # scored with the weights that are back
-        keep = PHASES[: PHASES.index(to)]
-        self.state.values = {p: v for p, v in entry.values.items() if p in keep and p != "loss"}
-        self.cursor = entry.state.cursor if to == "prompts" else self.cursor
+async def sync_phase(loop: Loop) -> Measured:
+    "Hand the new weights to the sampler, if this step is due for it."
+    enter(loop.state, "sync")
+    if nothing := skipped(loop, "sync"):
+        return nothing
+    if when := sync_waits(loop):
+        return loop.state.put("sync", Measured(f"weights stay where they are: synced {when}", {}))
+    with timed(loop, "sync"):
+        await sync_sampler(loop)
+    return loop.state.put("sync", Measured("sampler has the new weights", {"policy_version": loop.policy_version}))
 
-    def _forget_record(self, number: int) -> None:
-        "Take the record of a step back, if it was written."
-        if self.records and self.records[-1].step == number:
-            self.records.pop()
-            for callback in self.on_undo:
-                callback(number - 1)
+# %% ../nbs/33_loop.ipynb #7963238f
+def record_of(loop: Loop) -> StepRecord:
+    "What this step's phases returned, as one value."
+    state, v = loop.state, loop.state.values
+    report = v["backward"] if isinstance(v["backward"], LossReport) else None
+    datums, output = (report.datums, report.output) if report else ((), None)
+    metrics = step_metrics(v["advantages"], datums, output, v["optimize"].metrics, policy_version=state.policy_version)
+    extra = {"kl_beta": loop.cfg.kl_beta, "epoch": loop.cursor.consumed / len(loop.rows)}
+    return StepRecord(
+        step=state.number,
+        groups=tuple(v["advantages"]),
+        datums=datums,
+        loss=output,
+        metrics=merge_metrics(metrics, extra, loop.eval_metrics),
+        options=loop.cfg.loss_options(),
+        reason="" if report else v["datums"].headline,
+        policy_version=loop.policy_version,
+        seconds=dict(state.seconds),
+    )
+
+# %% ../nbs/33_loop.ipynb #3690d083
+def next_state(state: StepState) -> StepState:
+    "The step after a finished one."
+    untrained = state.untrained + state.taken - len(state.values["prompts"])
+    return StepState(state.number + 1, state.after, untrained=max(0, untrained))
+
+
+def finish_phase(loop: Loop) -> StepRecord:
+    "Close the step: make its record, hand it to the outputs, open the next step."
+    enter(loop.state, "finish")
+    record = record_of(loop)
+    for output in loop.outputs:
+        output(record)
+    loop.records.append(record)
+    loop.state, loop.eval_metrics = next_state(loop.state), {}
+    return record
 
 # %% ../nbs/33_loop.ipynb #378b7d5e
-class _LoopOverlap(_LoopHistory):
-    "Sampling and training side by side inside one step."
+UNDO_TO = PHASES[: PHASES.index("optimize")]  # where `undo` can go on from
 
-    async def _draw_and_score(self, prompt: Prompt) -> PromptGroup:
-        return await score_group(await self._draw(prompt), *self._grading(), **self._weights())
 
-    async def _greedy_half(self) -> None:
-        "prompts to backward, with a backward pass as soon as enough groups have arrived."
-        prompts = self.prompts()
-        c = self.cfg
-        limits = groups_per_pass(c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd)
-        jobs = [lambda p=p: self._draw_and_score(p) for p in prompts]
-        reports: list[LossReport] = []
-        groups: list[PromptGroup] = []
-        with self._timed("sample"):
-            async with aclosing(arrivals(jobs, c.max_concurrent)) as source:
-                async for chunk in greedy_chunks(self._with_signal(source, groups), *limits):
-                    reports += [await self._train_chunk(chunk)]
-        require_some(groups)
-        self._adopt(prompts, sorted(groups, key=lambda g: g.index))
-        datums = self.state.put("datums", list_datums([d for r in reports for d in r.datums]))
-        if not datums:
-            datums.headline = f"nothing to learn: {nothing_to_learn(groups)}"
-            return
-        self.state.put("reference", datums)
-        tokens = np.array([d.num_loss_tokens for d in datums])
-        merged = scale_output(
-            merge_outputs([r.output for r in reports]), 1 / natural_denominator(tokens, c.aggregation)
-        )
-        self.state.put("backward", LossReport(merged, tuple(datums)))
-        self.state.gradient, self.state.normalization = True, NORMALIZATION[c.aggregation]
+def reopened(state: StepState, to: str) -> StepState:
+    "A state to go on from at a phase, with the values of the phases before it."
+    if to == "prompts" and state.taken == 0:  # drawn ahead: the cursor would not bring its prompts again
+        to = "advantages"
+    kept = [p for p in UNDO_TO[: UNDO_TO.index(to)] if p in state.values and p not in LOOK_ONLY]
+    values = {p: state.values[p] for p in kept}
+    seconds = {p: s for p, s in state.seconds.items() if p in kept}
+    return replace(state, values=values, seconds=seconds, make_loss=None, taken=state.taken if kept else 0)
 
-    async def _with_signal(self, source: Any, seen: list[PromptGroup]) -> AsyncGenerator[list[PromptGroup], None]:
-        "Bursts of groups with advantages, dead ones left out of training but seen."
-        async for burst in source:
-            found = [g if not g.samples else self._compared(g) for g in burst]
-            seen += found
-            yield [g for g in found if g.samples and (self.keep(g) or not self.cfg.drop_dead)]
+# %% ../nbs/33_loop.ipynb #96585608
+def forget_record(loop: Loop, number: int) -> None:
+    "Take the record of a step back, if it was written."
+    if loop.records and loop.records[-1].step == number:
+        loop.records.pop()
+        for callback in loop.on_undo:
+            callback(number - 1)
 
-    def _compared(self, group: PromptGroup) -> PromptGroup:
-        return with_advantages([group], scale=self.cfg.advantage_scale, ddof=self.cfg.ddof)[0]
 
-    async def _train_chunk(self, groups: Sequence[PromptGroup]) -> LossReport:
-        "One backward pass that divides by nothing."
-        made = datums_from_groups(groups, max_seq_len=self.cfg.max_seq_len, overlong=self.cfg.overlong)
-        datums = await self._with_reference(made)
-        output = await backward(self.backend.policy, datums, self._factory(), denominator=1.0)
-        return LossReport(output, tuple(datums))
-
-    def _adopt(self, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]) -> None:
-        "Take groups that were drawn and graded elsewhere as this step's."
-        self.state.values = {
-            "prompts": list_prompts(prompts, self.backend.tokenizer),
-            "sample": list_groups(groups),
-            "score": list_groups(groups),
-        }
-        self.advantages()
-
-# %% ../nbs/33_loop.ipynb #04a2da12
-class _LoopSteps(_LoopOverlap):
-    "step, evaluate."
-
-    async def step(self) -> StepRecord | None:
-        "Run what is left of this step; None if a stop was requested before it was finished."
-        if self.cfg.min_samples_per_fwd_bwd is not None and not self.state.values:
-            await self._greedy_half()
-        while self.state.current != "finish":
-            if self.stop_requested and "optimize" not in self.state.values:
-                return None
-            phase = self.state.current
-            if phase == "datums" and self.cfg.refill:
-                await self.refill()
-            result = self.reference(policy=False) if phase == "reference" else getattr(self, phase)()
-            if inspect.isawaitable(result):
-                await result
-        if self._evaluation_due():
-            await self.evaluate()
-        return self.finish()
-
-    def _evaluation_due(self) -> bool:
-        every = self.cfg.eval_interval
-        return bool(self.eval_rows) and every > 0 and self.state.number % every == 0
-
-    async def evaluate(self, rows: Any = None) -> dict[str, float]:
-        "Held-out reward with the sampler's weights; goes into the record of the step under way."
-        held_out = self.eval_rows if rows is None else _as_rows(rows)
-        if not held_out:
-            raise PhaseError("evaluate", got="no held-out rows", fix="Pass eval_rows to the loop, or rows to evaluate.")
-        prompts = self._encode(held_out, first_number=10**9)
-        params = self.cfg.sample_params(n=1, seed=self.cfg.seed)
-        task, weights = self.task, self._weights()
-        metrics = await evaluate(prompts, self.backend.sampler, params, task.reward_fns, task.rollout_fn, **weights)
-        self.eval_metrics = metrics
-        return metrics
-
-    async def refill(self, attempts: int = 10) -> int:  # groups added
-        "Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out."
-        added = 0
-        for _ in range(attempts):
-            groups = self.state.enter("datums")
-            short = self.cfg.prompt_groups_per_step - sum(self.keep(g) for g in groups)
-            rows, after = self.cursor.take(short) if short > 0 else ([], self.cursor)
-            if not rows:
-                break
-            more = self._encode(rows, self.cursor.consumed)
-            self.cursor, start = after, len(groups)
-            more = [replace(p, index=start + i) for i, p in enumerate(more)]
-            found = await self._all(more, self._draw_and_score)
-            self.state.values["prompts"] = list_prompts([*self.state.values["prompts"], *more], self.backend.tokenizer)
-            self.state.values["score"] = list_groups([*self.state.values["score"], *found])
-            self.advantages()
-            added += len(found)
-        return added
+async def undo_step(loop: Loop, to: str = "prompts") -> None:
+    "Take back the last update and go on from a phase; see `reopened` for a step that was drawn ahead."
+    if to not in UNDO_TO:
+        raise PhaseError("undo", got=f"to={to!r}", expected=", ".join(UNDO_TO))
+    if not loop.undo_entries:
+        why = "no update to take back" if loop.keep_undo else "keep_undo=0"
+        raise PhaseError("undo", got=why, fix="Open the loop with keep_undo=N to take back the last N steps.")
+    entry = loop.undo_entries[-1]
+    await loop.backend.policy.load_state(entry.path)
+    if loop.policy_version != entry.policy_version:
+        loop.policy_version = await sync_weights(loop.backend, f"undo-{entry.state.number:05d}")
+    forget_record(loop, entry.state.number)
+    loop.undo_entries.pop()
+    loop.state = reopened(entry.state, to)
+    loop.holds_gradient, loop.eval_metrics = False, {}
 
 # %% ../nbs/33_loop.ipynb #ead7b438
-class _LoopWindows(_LoopSteps):
-    "Windows of several steps between two weight syncs."
+@dataclass(frozen=True)
+class Answered:
+    "One prompt, answered and graded."
 
-    async def _window(self, steps: int) -> AsyncGenerator[StepRecord, None]:
-        "Sample the prompts of so many steps together; train on full batches as they arrive; sync at the end."
-        start, size = self.state.cursor, steps * self.cfg.prompt_groups_per_step
-        rows, self.cursor = start.take(size)
-        prompts = self._encode(rows, start.consumed)
-        source = arrivals([lambda p=p: self._draw_and_score(p) for p in prompts], self.cfg.max_concurrent)
-        trained, self.in_window, seen = False, True, []
-        try:
-            async with aclosing(source) as bursts:
-                keep = lambda g: bool(g.samples) and (self.keep(g) or not self.cfg.drop_dead)
-                async for live, dropped in window_batches(bursts, keep, self.cfg.prompt_groups_per_step):
-                    record = await self._window_step(prompts, [*live, *dropped])
-                    if record is None:
-                        return
-                    trained = trained or record.trained
-                    seen += record.groups
-                    yield record
-            require_some(seen)
-            if trained and self.cfg.weight_sync_interval:
-                await self._sync_now()
-                self.sampled_version = self.policy_version
-        finally:
-            self.in_window = False
-        await self._boundary()
+    rollouts: Rollouts
+    group: PromptGroup
 
-    async def _boundary(self) -> None:
-        "Tell whoever saves checkpoints that this is a place to go on from."
-        for hook in self.at_boundary:
-            await hook()
+    def at(self, index: int) -> Answered:
+        "The same at another place in the step."
+        prompt = replace(self.rollouts.prompt, index=index)
+        return Answered(replace(self.rollouts, prompt=prompt), replace(self.group, index=index))
 
-    async def _window_step(self, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]) -> StepRecord | None:
-        "One step on groups that have arrived; they are numbered anew inside it."
-        by_index = {p.index: p for p in prompts}
-        mine = [by_index[g.index] for g in groups]
-        self._adopt(mine, [replace(g, index=i) for i, g in enumerate(groups)])
-        return await self.step()
+
+async def answer(loop: Loop, prompt: Prompt) -> Answered:
+    "Draw and grade one prompt."
+    rollouts = await draw_prompt(loop, prompt)
+    return Answered(rollouts, await score_group(rollouts, loop.task.reward_fns, weights=loop.task.weights))
+
+# %% ../nbs/33_loop.ipynb #ecc0a273
+def take_in(loop: Loop, answered: Sequence[Answered]) -> Listing[PromptGroup]:
+    "Add answered prompts to the step, and compare all its groups."
+    values = loop.state.values
+    start = len(values.get("prompts", ()))
+    new = [a.at(start + i) for i, a in enumerate(answered)]
+    prompts = [*values.get("prompts", ()), *(a.rollouts.prompt for a in new)]
+    values["prompts"] = list_prompts(prompts, loop.backend.tokenizer)
+    values["sample"] = list_rollouts([*values.get("sample", ()), *(a.rollouts for a in new)])
+    values["score"] = list_groups([*values.get("score", ()), *(a.group for a in new)])
+    loop.state.policy_version = loop.policy_version
+    return advantages_phase(loop)
+
+# %% ../nbs/33_loop.ipynb #33353a13
+async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
+    "Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out."
+    added = 0
+    for _ in range(attempts):
+        groups = enter(loop.state, "datums")
+        short = loop.cfg.prompt_groups_per_step - sum(map(loop.keep, groups))
+        rows = loop.cursor.peek(max(0, short))
+        if not rows:
+            break
+        prompts = encode(loop, rows, loop.cursor.consumed, len(groups))
+        answered = await side_by_side(loop, prompts, lambda p: answer(loop, p))
+        take_in(loop, answered)
+        loop.state.taken += len(rows)
+        added += len(rows)
+    return added
+
+# %% ../nbs/33_loop.ipynb #dd743c59
+HELD_OUT = 10**9  # position of the first held-out prompt
+
+
+async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
+    "Held-out reward with the sampler's weights; goes into the record of the step under way."
+    held_out = loop.eval_rows if rows is None else as_rows(rows)
+    if not held_out:
+        raise PhaseError("evaluate", got="no held-out rows", fix="Pass eval_rows to the loop, or rows to evaluate.")
+    prompts, params = encode(loop, held_out, HELD_OUT), loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
+    task, sampler = loop.task, loop.backend.sampler
+    loop.eval_metrics = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, weights=task.weights)
+    return loop.eval_metrics
+
+# %% ../nbs/33_loop.ipynb #4794fddf
+async def with_signal(
+    loop: Loop, source: AsyncIterator[list[Answered]], seen: list[Answered]
+) -> AsyncGenerator[list[PromptGroup], None]:
+    "Bursts of groups with advantages, without those that teach nothing; everything that came is added to `seen`."
+    async for burst in source:
+        seen += burst
+        answered = [a.group for a in burst if a.group.samples]
+        compared = with_advantages(answered, scale=loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
+        yield [g for g in compared if trains_on(loop, g)]
+
+# %% ../nbs/33_loop.ipynb #250d82f2
+async def train_chunk(loop: Loop, groups: Sequence[PromptGroup]) -> LossReport:
+    "One backward pass that divides by nothing."
+    datums = await with_reference(loop, group_datums(loop, groups))
+    output = await backward(loop.backend.policy, datums, chosen_loss(loop), denominator=1.0)
+    return LossReport(output, tuple(datums))
+
+
+async def train_arrivals(loop: Loop, prompts: Sequence[Prompt]) -> tuple[list[Answered], list[LossReport]]:
+    "Answer prompts, with a backward pass as soon as enough groups have arrived."
+    c, seen = loop.cfg, list[Answered]()
+    limits = groups_per_pass(c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd)
+    jobs = [lambda p=p: answer(loop, p) for p in prompts]
+    await fresh_gradient(loop)
+    async with aclosing(arrivals(jobs, c.max_concurrent)) as source:
+        chunks = greedy_chunks(with_signal(loop, source, seen), *limits)
+        reports = [await train_chunk(loop, chunk) async for chunk in chunks]
+    return sorted(seen, key=lambda a: a.group.index), reports
+
+# %% ../nbs/33_loop.ipynb #d822c467
+def merged_report(reports: Sequence[LossReport], aggregation: str) -> LossReport:
+    "Several passes that divided by nothing as one that did."
+    datums = tuple(d for r in reports for d in r.datums)
+    tokens = np.array([d.num_loss_tokens for d in datums])
+    merged = merge_outputs([r.output for r in reports])
+    return LossReport(scale_output(merged, 1 / natural_denominator(tokens, aggregation)), datums)
+
+
+async def greedy_half(loop: Loop) -> None:
+    "The phases from `prompts` to `backward`, overlapped."
+    prompts = prompts_phase(loop)
+    with timed(loop, "sample"):
+        answered, reports = await train_arrivals(loop, prompts)
+    groups = [a.group for a in answered]
+    require_some(groups)
+    loop.state.values.clear()
+    take_in(loop, answered)
+    datums = loop.state.put("datums", list_training([d for r in reports for d in r.datums], groups))
+    if have_tokens(datums):
+        loop.state.put("reference", datums)
+        loop.state.put("backward", merged_report(reports, loop.cfg.aggregation))
+        loop.state.normalization = NORMALIZATION[loop.cfg.aggregation]
+
+# %% ../nbs/33_loop.ipynb #63a5f23c
+async def run_phase(loop: GRPOLoop, phase: str) -> None:
+    "One phase, as a step runs it."
+    if phase == "datums" and loop.cfg.refill:
+        await loop.refill()
+    result = loop.reference(policy=False) if phase == "reference" else getattr(loop, phase)()
+    if inspect.isawaitable(result):
+        await result
+
+
+def evaluation_due(loop: Loop) -> bool:
+    "Whether the step under way ends with an evaluation."
+    every = loop.cfg.eval_interval
+    return bool(loop.eval_rows) and every > 0 and loop.state.number % every == 0
+
+
+async def rest_of_step(loop: GRPOLoop) -> StepRecord | None:
+    "Run what is left of this step; None if a stop was requested before it was finished."
+    if loop.cfg.min_samples_per_fwd_bwd is not None and not loop.state.values:
+        await greedy_half(loop)
+    while loop.state.current != "finish":
+        if loop.stop_requested and "optimize" not in loop.state.values:
+            return None
+        await run_phase(loop, loop.state.current)
+    if evaluation_due(loop):
+        await loop.evaluate()
+    return loop.finish()
+
+# %% ../nbs/33_loop.ipynb #6ef749e2
+def window_length(loop: Loop, left: float = math.inf) -> int:
+    "Steps of the next window, of which at most so many are left."
+    c, cursor = loop.cfg, loop.state.cursor
+    planned = c.weight_sync_interval or c.dcp_save_interval
+    return int(min(planned or math.ceil((cursor.total - cursor.consumed) / c.prompt_groups_per_step), left))
+
+
+def window_prompts(loop: Loop, steps: int) -> list[Prompt]:
+    "The prompts of a window, taken."
+    start = loop.state.cursor
+    prompts = encode(loop, start.peek(steps * loop.cfg.prompt_groups_per_step), start.consumed)
+    loop.state.taken = len(prompts)
+    return prompts
+
+# %% ../nbs/33_loop.ipynb #43711c17
+async def reach_boundary(loop: Loop) -> None:
+    "Tell whoever saves checkpoints that this is a place to go on from."
+    for hook in loop.at_boundary:
+        await hook()
+
+
+async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord, None]:
+    "Sample the prompts of so many steps together; train on full batches as they arrive; sync at the end."
+    jobs = [lambda p=p: answer(loop, p) for p in window_prompts(loop, steps)]
+    useful = lambda a: trains_on(loop, a.group)
+    trained, groups, loop.in_window = False, list[PromptGroup](), True
+    try:
+        async with aclosing(arrivals(jobs, loop.cfg.max_concurrent)) as source:
+            async for live, others in window_batches(source, useful, loop.cfg.prompt_groups_per_step):
+                take_in(loop, [*live, *others])
+                if (record := await loop.step()) is None:
+                    return
+                trained, upcoming = trained or record.trained, loop.state
+                groups += record.groups
+                yield record
+                if loop.state is not upcoming or upcoming.values:
+                    return
+        require_some(groups)
+        if trained and loop.cfg.weight_sync_interval:
+            await sync_sampler(loop)
+    finally:
+        loop.in_window = False
+    await reach_boundary(loop)
+
+# %% ../nbs/33_loop.ipynb #9b3a720c
+async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
+    "The rest of the step under way, one step, or one window of at most so many steps."
+    if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
+        async with aclosing(window_steps(loop, window_length(loop, left))) as records:
+            async for record in records:
+                yield record
+    elif (record := await loop.step()) is not None:
+        await reach_boundary(loop)
+        yield record
+
+# %% ../nbs/33_loop.ipynb #0c9c758a
+def is_done(loop: Loop) -> bool:
+    "Whether the rows, or the configured number of steps, are used up and no step is half done."
+    over = loop.cfg.steps is not None and loop.state.number > loop.cfg.steps
+    return not loop.state.values and (over or loop.state.cursor.exhausted)
+
+
+def steps_planned(loop: Loop) -> int | None:
+    "Steps of the whole run as far as they can be known; None without end."
+    by_rows = loop.cursor.total / loop.cfg.prompt_groups_per_step
+    known = [n for n in (by_rows, loop.cfg.steps) if n is not None and math.isfinite(n)]
+    return math.ceil(min(known)) if known else None
 
 # %% ../nbs/33_loop.ipynb #7b37a73d
 @contextmanager
-def stop_on_interrupt(loop: GRPOLoop) -> Iterator[None]:
+def stop_on_interrupt(loop: Loop) -> Iterator[None]:
     "While inside, the first interrupt requests a stop; only the main thread can listen for it."
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -715,7 +845,7 @@ def stop_on_interrupt(loop: GRPOLoop) -> Iterator[None]:
     def request(signum: int, frame: Any) -> None:
         if loop.stop_requested and callable(before):
             before(signum, frame)
-        loop.stop()
+        loop.stop_requested = True
 
     signal.signal(signal.SIGINT, request)
     try:
@@ -723,84 +853,138 @@ def stop_on_interrupt(loop: GRPOLoop) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
 
-# %% ../nbs/33_loop.ipynb #2e90cbb7
-class GRPOLoop(_LoopWindows):
+# %% ../nbs/33_loop.ipynb #439438d1
+def steps_left(loop: Loop, end: int | None) -> float:
+    "Steps before a given one, or before the configured number is over; infinite without end."
+    ends = (end, None if loop.cfg.steps is None else loop.cfg.steps + 1)
+    return min((n - loop.state.number for n in ends if n is not None), default=math.inf)
+
+
+async def records_from(loop: GRPOLoop, steps: int | None = None) -> AsyncGenerator[StepRecord, None]:
+    "Records as steps finish: at most so many, until the rows end or a stop is requested."
+    loop.stop_requested, end = False, None if steps is None else loop.state.number + steps
+    with stop_on_interrupt(loop):
+        while not (is_done(loop) or loop.stop_requested or loop.state.number == end):
+            async with aclosing(next_records(loop, steps_left(loop, end))) as records:
+                async for record in records:
+                    yield record
+
+# %% ../nbs/33_loop.ipynb #f16dba4c
+async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool = True) -> list[StepRecord]:
+    "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
+    done = []
+    with tqdm(total=steps or loop.cfg.steps, desc="steps", disable=no_bar(progress)) as loop.bar:
+        async with aclosing(records_from(loop, steps)) as records:
+            async for record in records:
+                done.append(record)
+                loop.bar.update()
+                if progress:
+                    loop.bar.write(record.verdict)
+    loop.bar = None
+    return done
+
+# %% ../nbs/33_loop.ipynb #bee785a1
+class GRPOLoop(Loop):
     "GRPO, one phase at a time."
+
+    def prompts(self) -> Listing[Prompt]:
+        "Take the next rows and encode them."
+        return prompts_phase(self)
+
+    async def sample(self) -> Listing[Rollouts]:
+        "Draw all completions of the step."
+        return await sample_phase(self)
+
+    def score(self, reward_fns: Any = None) -> Listing[PromptGroup]:
+        "Grade the samples; `reward_fns` replaces the loop's for this step."
+        return score_phase(self, reward_fns)
+
+    def advantages(self, scale: str | None = None) -> Listing[PromptGroup]:
+        "Compare the samples of each group; `scale` replaces the config's for this step."
+        return advantages_phase(self, scale)
+
+    def datums(self, overlong: str | None = None) -> Listing[Datum]:
+        "Training sequences of the groups that can teach something."
+        return datums_phase(self, overlong)
+
+    async def reference(self, policy: bool = True) -> Listing[Datum] | Measured:
+        "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
+        return await reference_phase(self, policy)
+
+    def loss(self, **changes: Any) -> LossReport | Measured:
+        "Look at the loss without an update; `changes` (fields of LossOptions) stay for the rest of the step."
+        return loss_phase(self, **changes)
+
+    async def backward(self) -> LossReport | Measured:
+        "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
+        return await backward_phase(self)
+
+    async def optimize(self) -> Measured:
+        "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
+        return await optimize_phase(self)
+
+    async def sync(self) -> Measured:
+        "Hand the new weights to the sampler, if this step is due for it."
+        return await sync_phase(self)
+
+    def finish(self) -> StepRecord:
+        "Close the step: make its record, hand it to the outputs, open the next step."
+        return finish_phase(self)
+
+    async def undo(self, to: str = "prompts") -> None:
+        """Take back the last update; `to` is the phase to go on from, and earlier phases keep their values.
+
+        The prompts of a step that was drawn ahead in a window cannot be taken again, so instead of from `prompts` it
+        goes on from `advantages`, with the groups that it had."""
+        return await undo_step(self, to)
+
+    async def refill(self, attempts: int = 10) -> int:  # groups added
+        "Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out."
+        return await refill_step(self, attempts)
+
+    async def evaluate(self, rows: Any = None) -> dict[str, float]:
+        "Held-out reward with the sampler's weights; goes into the record of the step under way."
+        return await evaluate_rows(self, rows)
+
+    async def step(self) -> StepRecord | None:
+        "Run what is left of this step; None if a stop was requested before it was finished."
+        return await rest_of_step(self)
 
     def stop(self) -> None:
         "Stop after the phase under way; `step` and `run` go on from there."
         self.stop_requested = True
 
-    @property
-    def done(self) -> bool:
-        "Whether the rows, or the configured number of steps, are used up and no step is half done."
-        over = self.cfg.steps is not None and self.state.number > self.cfg.steps
-        return not self.state.values and (over or self.state.cursor.exhausted)
-
-    @property
-    def planned_steps(self) -> int | None:
-        "Steps of the whole run as far as they can be known; None without end."
-        rows = self.cursor.total
-        by_rows = None if rows == float("inf") else int(-(-rows // self.cfg.prompt_groups_per_step))
-        return min((n for n in (by_rows, self.cfg.steps) if n is not None), default=None)
-
-    async def records_from_here(self, steps: int | None = None) -> AsyncGenerator[StepRecord, None]:
+    def records_from_here(self, steps: int | None = None) -> AsyncGenerator[StepRecord, None]:
         "Records as steps finish: at most so many, until the rows end or a stop is requested."
-        self.stop_requested, last = False, None if steps is None else self.state.number + steps
-        with stop_on_interrupt(self):
-            while not (self.done or self.stop_requested or self.state.number == last):
-                left = [n - self.state.number for n in (last, self.cfg.steps and self.cfg.steps + 1) if n]
-                async with aclosing(self._next_records(min(left, default=None))) as records:
-                    async for record in records:
-                        yield record
-
-    async def _next_records(self, left: int | None) -> AsyncGenerator[StepRecord, None]:
-        "The rest of the step under way, one step, or one window."
-        interval = self.cfg.weight_sync_interval
-        if interval != 1 and not self.state.values:
-            waiting = self.state.cursor.total - self.state.cursor.consumed
-            every = self.cfg.prompt_groups_per_step
-            window = interval or self.cfg.dcp_save_interval or int(-(-waiting // every))
-            async with aclosing(self._window(window if left is None else min(window, left))) as records:
-                async for record in records:
-                    yield record
-        elif (record := await self.step()) is not None:
-            await self._boundary()
-            yield record
+        return records_from(self, steps)
 
     def __aiter__(self) -> AsyncGenerator[StepRecord, None]:
         return self.records_from_here()
 
     async def run(self, steps: int | None = None, *, progress: bool = True) -> list[StepRecord]:
         "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
-        done = []
-        with tqdm(total=steps or self.cfg.steps, desc="steps", disable=no_bar(progress)) as self.bar:
-            async with aclosing(self.records_from_here(steps)) as records:
-                async for record in records:
-                    done.append(record)
-                    self.bar.update()
-                    if progress:
-                        self.bar.write(record.verdict)
-        self.bar = None
-        return done
+        return await run_steps(self, steps, progress=progress)
 
-# %% ../nbs/33_loop.ipynb #732a50ee
+# %% ../nbs/33_loop.ipynb #2cb543c8
 async def save_checkpoint(
     loop: GRPOLoop,
     run: RunFolder,
     every: int = 1,  # steps since the last checkpoint that make a new one due
 ) -> int | None:  # the step after which was saved; None if it was not due
-    "Save what is needed to go on from the last finished step."
-    step = loop.state.number - 1
-    if "optimize" in loop.state.values:
-        raise PhaseError("save_checkpoint", got=f"step {loop.state.number} half done", fix="Run loop.finish() first.")
+    "Save what is needed to go on from the last finished step; warns if prompts of a window will be skipped."
+    state, step = loop.state, loop.state.number - 1
+    if "optimize" in state.values:
+        raise PhaseError("save_checkpoint", got=f"step {state.number} half done", fix="Run loop.finish() first.")
     if step - max([0, *run.checkpoints]) < every:
         return None
-    cursor, version = loop.state.cursor.state(), loop.policy_version
-    await run.save_checkpoint(step, loop.backend.policy.save_state, cursor, policy_version=version)
+    if state.untrained:
+        lost = f"{state.untrained} prompts that were drawn in a window and not trained on"
+        warnings.warn(f"the checkpoint after step {step} skips {lost}", stacklevel=2)
+    version = loop.policy_version
+    await run.save_checkpoint(step, loop.backend.policy.save_state, state.cursor.state(), policy_version=version)
     return step
 
-
+# %% ../nbs/33_loop.ipynb #d2637499
 async def restore_checkpoint(
     loop: GRPOLoop,  # fresh
     found: Checkpoint,  # of `RunFolder.latest_checkpoint` or `read_checkpoint`
@@ -808,10 +992,8 @@ async def restore_checkpoint(
 ) -> int:  # the step after which the loop goes on
     "Put a fresh loop where a checkpoint stands."
     await loop.backend.policy.load_state(found.state)
-    loop.cursor = restore_cursor(loop.cursor, found.cursor)
     last = found.step if step is None else step
-    loop.state = StepState(last + 1, loop.cursor)
+    loop.state = StepState(last + 1, restore_cursor(loop.cursor, found.cursor))
     if loop.cfg.weight_sync_interval:
         loop.policy_version = await sync_weights(loop.backend, f"resume-{last:05d}")
-    loop.sampled_version = loop.policy_version
     return last

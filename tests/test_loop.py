@@ -1,6 +1,7 @@
 "The loop object: phases, re-running, undo, overlap, interruption. Everything on the shipped model, really trained."
 
 import asyncio
+import warnings
 from collections import Counter
 from dataclasses import replace
 
@@ -12,29 +13,36 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, PhaseError, RewardError, RolloutSample, SampleParams
 from rl_notebook.data import load_rows
-from rl_notebook.loop import PHASES, GRPOLoop
+from rl_notebook.loop import PHASES, GRPOLoop, save_checkpoint
 from rl_notebook.losses import make_loss_fn
+from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
-SMALL = dict(
-    prompt_groups_per_step=3,
-    completions_per_prompt=6,
-    max_completion_tokens=16,
-    max_seq_len=96,
-    learning_rate=1e-3,
-    kl_beta=0.05,
-    epochs=1,
-)
+SMALL = {
+    "prompt_groups_per_step": 3,
+    "completions_per_prompt": 6,
+    "max_completion_tokens": 16,
+    "max_seq_len": 96,
+    "learning_rate": 1e-3,
+    "kl_beta": 0.05,
+    "epochs": 1,
+}
 
 
-def make_loop(reward=(toy_reward, toy_format_reward), rows=24, make_loss=None, keep=None, outputs=(), **settings):
+def make_loop(
+    reward=(toy_reward, toy_format_reward), rows=24, make_loss=None, keep=None, outputs=(), keep_undo=1, **settings
+):
     "A loop over the toy task with a backend of its own."
     cfg = Config(**SMALL | settings)
     model, tokenizer = load_model("tiny")
     backend = open_local(model, tokenizer, temperature=cfg.temperature, lora_rank=cfg.lora_rank, reference=True)
     reward = list(reward) if isinstance(reward, tuple) else reward
-    options = {"make_loss": make_loss, "dynamic_filter_fn": keep, "outputs": outputs}
+    options = {"make_loss": make_loss, "dynamic_filter_fn": keep, "outputs": outputs, "keep_undo": keep_undo}
     return GRPOLoop(backend, load_rows(toy_rows(rows, seed=3)), reward, cfg, **options)
+
+
+LENGTH = lambda text: float(len(text))  # differs inside nearly every group
+ALL = lambda group: True  # every group is trained on, so that every step has its full number
 
 
 def weights(loop):
@@ -171,10 +179,8 @@ def test_undo_restores_weights_optimizer_cursor_and_sampler(finished):
         assert (loop.state.number, loop.cursor.consumed) == (2, place)
         np.testing.assert_array_equal((await loop.backend.sampler.logprobs(tokens)).values, served.values)
         again = await loop.step()
-        drop = ("staleness/mean", "staleness/max")
         for name, value in first.metrics.items():
-            if name not in drop:
-                assert again.metrics[name] == pytest.approx(value, nan_ok=True), name
+            assert again.metrics[name] == pytest.approx(value, nan_ok=True), name
 
     run(main())
 
@@ -199,6 +205,60 @@ def test_undo_to_a_phase_keeps_what_came_before():
 def test_nothing_to_undo_says_so():
     with pytest.raises(PhaseError, match="no update to take back"):
         run(make_loop().undo())
+
+
+@pytest.mark.parametrize("to", ["optimize", "sync", "finish", "nonsense"])
+def test_undo_goes_to_a_phase_before_the_update(to):
+    async def main():
+        loop = make_loop()
+        record = await loop.step()
+        with pytest.raises(PhaseError, match=rf"undo: got to='{to}'; expected prompts, .*, backward"):
+            await loop.undo(to=to)
+        assert list(loop.records) == [record]
+        await loop.undo()
+
+    run(main())
+
+
+def test_undo_gives_back_the_prompts_of_a_step_that_was_only_begun():
+    async def main():
+        loop = make_loop()
+        await loop.step()
+        begun = [p.number for p in loop.prompts()]
+        await loop.undo(to="loss")
+        await loop.step()
+        assert [p.number for p in loop.prompts()] == begun
+
+    run(main())
+
+
+@pytest.mark.parametrize("to", ["score", "loss"])
+def test_samples_that_undo_keeps_are_as_fresh_as_they_were(to):
+    async def main():
+        loop = make_loop()
+        await loop.step()
+        await loop.step()
+        await loop.undo(to=to)
+        assert (await loop.step()).metrics["staleness/max"] == 0
+
+    run(main())
+
+
+def test_several_steps_are_undone_one_by_one():
+    async def main():
+        loop = make_loop(keep_undo=3, weight_sync_interval=2, reward=LENGTH)
+        tokens = loop.prompts()[0].tokens
+        states, served = [], (await loop.backend.sampler.logprobs(tokens)).values
+        for _ in range(2):
+            states.append((weights(loop), loop.state.cursor.consumed))
+            await up_to(loop, "finish")
+        for before, consumed in reversed(states):
+            await loop.undo()
+            assert same(before, weights(loop))
+            assert loop.cursor.consumed == consumed
+        np.testing.assert_array_equal((await loop.backend.sampler.logprobs(tokens)).values, served)
+
+    run(main())
 
 
 # --- steps without signal -------------------------------------------------------------------------------------------
@@ -232,6 +292,35 @@ def test_refill_replaces_dead_groups():
         assert len(b.groups) > 3
         assert refilled.cursor.consumed == len(b.groups)
         assert [g.index for g in b.groups] == list(range(len(b.groups)))
+
+    run(main())
+
+
+def test_groups_of_a_refill_can_be_scored_again():
+    async def main():
+        loop = make_loop(reward=lambda text, question: float(len(text)) if "?" in question else 1.0)
+        await up_to(loop, "advantages")
+        added = await loop.refill()
+        assert added > 0
+        groups = loop.score(LENGTH)
+        assert len(groups) == 3 + added == loop.cursor.consumed
+        assert [g.index for g in groups] == list(range(3 + added))
+
+    run(main())
+
+
+def test_a_refill_that_fails_costs_no_prompts():
+    async def main():
+        loop = make_loop(reward=lambda text: 1.0)
+        await up_to(loop, "advantages")
+
+        async def failing(tokens, params):
+            raise TimeoutError("no sampler")
+
+        loop.backend.sampler.sample = failing
+        with pytest.raises(TimeoutError):
+            await loop.refill()
+        assert loop.cursor.consumed == 3
 
     run(main())
 
@@ -286,6 +375,60 @@ def test_a_custom_loss_is_taken_as_it_is():
     run(main())
 
 
+@pytest.mark.parametrize("to", ["prompts", "sample", "score", "advantages", "loss"])
+def test_a_greedy_step_can_be_undone_to_any_phase(to):
+    async def main():
+        loop = make_loop(reward=LENGTH, min_samples_per_fwd_bwd=6, max_samples_per_fwd_bwd=6)
+        first = await loop.step()
+        await loop.undo(to=to)
+        if to == "loss":
+            await loop.reference()
+        again = await loop.step()
+        assert again.metrics["grad_norm"] == pytest.approx(first.metrics["grad_norm"], rel=2e-4)
+        assert again.metrics["reward"] == first.metrics["reward"]
+
+    run(main())
+
+
+def test_a_greedy_step_is_trained_again_by_hand_with_the_same_division():
+    async def main():
+        cut = {"min_samples_per_fwd_bwd": 6, "max_samples_per_fwd_bwd": 6}
+        whole, greedy = make_loop(reward=LENGTH), make_loop(reward=LENGTH, **cut)
+        optimize, greedy.optimize = greedy.optimize, None
+        with pytest.raises(TypeError):
+            await greedy.step()
+        greedy.optimize = optimize
+        await greedy.reference()
+        await greedy.backward()
+        records = [await loop.step() for loop in (whole, greedy)]
+        assert records[0].metrics["grad_norm"] == pytest.approx(records[1].metrics["grad_norm"], rel=2e-4)
+
+    run(main())
+
+
+def test_a_greedy_step_that_failed_leaves_no_gradient_behind():
+    async def main():
+        cut = {"min_samples_per_fwd_bwd": 6, "max_samples_per_fwd_bwd": 6}
+        whole, greedy = make_loop(reward=LENGTH), make_loop(reward=LENGTH, **cut)
+        trainer, calls = greedy.backend.policy, Counter()
+        pass_through = trainer.forward_backward_custom
+
+        async def failing(datums, loss_fn):
+            calls["passes"] += 1
+            if calls["passes"] == 2:
+                raise TimeoutError("no trainer")
+            return await pass_through(datums, loss_fn)
+
+        trainer.forward_backward_custom = failing
+        with pytest.raises(TimeoutError):
+            await greedy.step()
+        records = [await loop.step() for loop in (whole, greedy)]
+        assert calls["passes"] > 2
+        assert records[0].metrics["grad_norm"] == pytest.approx(records[1].metrics["grad_norm"], rel=2e-4)
+
+    run(main())
+
+
 # --- windows --------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +463,143 @@ def test_every_row_is_used_once_whatever_the_window():
             seen = Counter(g.key for r in await loop.run(progress=False) for g in r.groups)
             assert len(seen) == 8
             assert set(seen.values()) == {1}
+
+    run(main())
+
+
+def stop_in(loop, step, phase="backward"):
+    "Request a stop during a phase of a step."
+    method = getattr(loop, phase)
+
+    def stopping(*args, **kwargs):
+        if loop.state.number == step:
+            loop.stop()
+        return method(*args, **kwargs)
+
+    setattr(loop, phase, stopping)
+
+
+def texts(record):
+    "What a step was trained on, in order."
+    return [(g.key, s.text) for g in record.groups for s in g.samples]
+
+
+def test_a_step_that_was_drawn_ahead_keeps_its_groups():
+    async def main():
+        loop = make_loop(weight_sync_interval=2, reward=LENGTH, keep=ALL)
+        _, second = await loop.run(2, progress=False)
+        await loop.undo()
+        assert loop.state.current == "advantages"
+        assert (loop.state.number, loop.cursor.consumed) == (2, 6)
+        again = await loop.step()
+        assert texts(again) == texts(second)
+        assert again.metrics["grad_norm"] == pytest.approx(second.metrics["grad_norm"])
+        assert [p.number for p in loop.prompts()] == [6, 7, 8]
+
+    run(main())
+
+
+@pytest.mark.parametrize("to", ["sample", "score"])
+def test_a_step_that_was_drawn_ahead_can_be_drawn_and_scored_again(to):
+    async def main():
+        loop = make_loop(weight_sync_interval=2, reward=LENGTH, keep=ALL)
+        _, second = await loop.run(2, progress=False)
+        await loop.undo(to=to)
+        assert (loop.state.current, loop.cursor.consumed) == (to, 6)
+        if to == "sample":
+            await loop.sample()
+        groups = loop.score(lambda text: -float(len(text)))
+        assert [g.key for g in groups] == [g.key for g in second.groups]
+        assert to == "sample" or [-g.rewards for g in groups] == [pytest.approx(g.rewards) for g in second.groups]
+        assert (await loop.step()).trained
+
+    run(main())
+
+
+def test_the_first_step_of_a_window_is_undone_with_the_whole_window():
+    async def main():
+        loop = make_loop(weight_sync_interval=2, reward=LENGTH, keep=ALL)
+        stop_in(loop, 2)
+        first = await loop.run(progress=False)
+        assert [r.step for r in first] == [1]
+        await loop.undo()
+        assert (loop.state.number, loop.state.values, loop.cursor.consumed) == (1, {}, 0)
+        del loop.backward
+        records = await loop.run(2, progress=False)
+        assert [r.step for r in records] == [1, 2]
+        assert {g.key for r in records for g in r.groups} == {r.key for r in replace(loop.cursor, consumed=0).peek(6)}
+        assert loop.state.untrained == 0
+
+    run(main())
+
+
+def test_undo_inside_a_window_ends_it_and_trains_nothing_twice():
+    async def main():
+        loop = make_loop(rows=12, weight_sync_interval=2, reward=LENGTH, keep=ALL)
+        numbers = []
+        async for record in loop:
+            numbers.append(record.step)
+            if numbers == [1] or numbers == [1, 1, 2]:
+                await loop.undo()
+        assert numbers == [1, 1, 2, 2, 3, 4]
+        keys = Counter(g.key for r in loop.records for g in r.groups)
+        assert (len(keys), set(keys.values())) == (12, {1})
+
+    run(main())
+
+
+def test_a_stop_inside_a_window_takes_effect_after_the_phase():
+    async def main():
+        loop = make_loop(weight_sync_interval=3, reward=LENGTH, keep=ALL)
+        stop_in(loop, 2)
+        assert [r.step for r in await loop.run(progress=False)] == [1]
+        assert (loop.state.number, loop.state.current) == (2, "optimize")
+        assert not loop.in_window
+        del loop.backward
+        rest = await loop.run(progress=False)
+        assert [r.step for r in rest] == [2, 3, 4, 5, 6, 7]
+        used = Counter(g.key for r in loop.records for g in r.groups)
+        assert set(used.values()) == {1}
+        assert len(used) + loop.state.untrained == 24
+        assert loop.state.untrained == 3
+
+    run(main())
+
+
+def test_a_checkpoint_inside_a_window_says_how_many_prompts_it_skips(tmp_path):
+    async def main():
+        loop = make_loop(weight_sync_interval=3, reward=LENGTH, keep=ALL)
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        stop_in(loop, 1)
+        await loop.run(progress=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert await save_checkpoint(loop, folder, every=0) == 0  # before the window: nothing is skipped
+        del loop.backward
+        await loop.run(1, progress=False)
+        with pytest.warns(UserWarning, match=r"after step 1 skips 6 prompts that were drawn in a window and not train"):
+            assert await save_checkpoint(loop, folder) == 1
+        assert folder.latest_checkpoint().cursor["consumed"] == 9
+
+    run(main())
+
+
+def test_a_checkpoint_at_the_end_of_a_window_skips_nothing(tmp_path):
+    async def main():
+        loop = make_loop(rows=12, weight_sync_interval=2, reward=LENGTH, keep=ALL)
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        saved = []
+
+        async def save():
+            saved.append(await save_checkpoint(loop, folder))
+
+        loop.at_boundary.append(save)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            await loop.run(progress=False)
+        assert saved == [2, 4]
 
     run(main())
 
@@ -365,15 +645,15 @@ def test_an_interrupt_stops_after_the_phase():
 
     async def main():
         loop = make_loop(rows=12)
-        sample = loop._draw
+        sample = loop.backend.sampler.sample
 
-        async def interrupting(prompt):
-            if loop.state.number == 2 and prompt.index == 0:
+        async def interrupting(tokens, params):
+            if loop.state.number == 2 and not loop.stop_requested:
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.sleep(0.01)
-            return await sample(prompt)
+            return await sample(tokens, params)
 
-        loop._draw = interrupting
+        loop.backend.sampler.sample = interrupting
         handler = signal.getsignal(signal.SIGINT)
         records = await loop.run(progress=False)
         assert [r.step for r in records] == [1]
@@ -435,6 +715,17 @@ def test_trainer_and_sampler_agree_on_every_token_of_every_step():
 
 
 # --- what the backend cannot do -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting", [{"overlong_buffer": 4}, {"rewards": ["gsm8k"], "reward_weights": [0.5]}], ids=["penalty", "weights"]
+)
+def test_a_setting_that_a_rollout_function_would_ignore_is_refused(setting):
+    async def rollout_fn(sample_prompt):
+        return None
+
+    with pytest.raises(ConfigError, match=f"{list(setting)[-1]}: got .*; expected unset with a rollout function"):
+        make_loop(reward=rollout_fn, **setting)
 
 
 def test_a_setting_that_the_backend_would_ignore_is_refused():
