@@ -21,13 +21,13 @@ from transformers import Cache
 from ..core import BackendError, Completion, Logprobs, SampleParams
 
 # %% auto #0
-__all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'TOLERANCE', 'logits_of', 'pick_logprobs', 'head_logprobs', 'Uniforms', 'draw_tokens',
-           'DrawPlan', 'cut_off', 'draw', 'SlotCache', 'reserve', 'add_rows', 'begin_step', 'drop_row', 'norm_fn',
-           'can_pack', 'packed_fn', 'linear_fn', 'linears_fn', 'rotate', 'RotaryTable', 'attend', 'FastLayer',
-           'fast_layer', 'FastDecoder', 'bare_model', 'CausalModel', 'padded', 'prefill', 'decode_step', 'probe_error',
-           'open_model', 'Request', 'Row', 'stopped_by_text', 'finish_reason', 'final_text', 'context_length',
-           'eos_ids', 'check_tokens', 'check_length', 'Engine', 'check_request', 'by_budget', 'admit', 'emit', 'retire',
-           'drop', 'forget_cancelled', 'advance', 'echo']
+__all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'PACK_ELEMENTS', 'TOLERANCE', 'logits_of', 'pick_logprobs', 'head_logprobs',
+           'Uniforms', 'draw_tokens', 'DrawPlan', 'cut_off', 'draw', 'SlotCache', 'reserve', 'add_rows', 'begin_step',
+           'drop_row', 'norm_fn', 'can_pack', 'packed_fn', 'linear_fn', 'linears_fn', 'rotate', 'RotaryTable', 'attend',
+           'FastLayer', 'fast_layer', 'FastDecoder', 'bare_model', 'CausalModel', 'padded', 'prefill', 'decode_step',
+           'probe_error', 'open_model', 'Request', 'Row', 'stopped_by_text', 'finish_reason', 'final_text',
+           'context_length', 'eos_ids', 'check_tokens', 'check_length', 'Engine', 'check_request', 'by_budget', 'admit',
+           'emit', 'retire', 'drop', 'forget_cancelled', 'advance', 'echo']
 
 # %% ../../nbs/21_backends.engine.ipynb #6f5c1405
 CHUNK_ELEMENTS = 2**24  # logits that may exist at once: 64 MB in float32
@@ -299,13 +299,15 @@ def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
     return lambda x: F.rms_norm(x, weight.shape, weight, eps)
 
 # %% ../../nbs/21_backends.engine.ipynb #3682a79e
-PACK_BYTES = 2**30  # weights up to this size are laid out for oneDNN as well
+PACK_BYTES = 2**30  # weights of a model up to this size are laid out for oneDNN as well
+PACK_ELEMENTS = 2**17  # smaller matrices are not: the call costs more than it gains
 
 
-def can_pack(weight: Tensor) -> bool:
-    "Whether oneDNN can multiply with a weight of this kind in its own layout."
-    plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return plain and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def can_pack(weights: Sequence[Tensor]) -> bool:
+    "Whether oneDNN can multiply with these weights in its own layout, and gains by it."
+    kinds = {(w.device.type, w.dtype) for w in weights}
+    has_op = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_op and kinds == {("cpu", torch.float32)} and sum(w.numel() for w in weights) >= PACK_ELEMENTS
 
 
 def packed_fn(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -342,7 +344,7 @@ def linear_fn(module: nn.Module) -> Callable[[Tensor], Tensor]:
 # %% ../../nbs/21_backends.engine.ipynb #f1476d1c
 def linears_fn(modules: Sequence[nn.Module], pack: bool) -> Callable[[Tensor], tuple[Tensor, ...]]:
     "Several linear layers over one input, as one function."
-    if pack and all(type(m) is nn.Linear and can_pack(m.weight) for m in modules):
+    if pack and all(type(m) is nn.Linear for m in modules) and can_pack([m.weight for m in modules]):  # type: ignore
         return packed_fn([m.weight for m in modules], [m.bias for m in modules])  # type: ignore[misc]
     functions = [linear_fn(m) for m in modules]
     return lambda x: tuple(f(x) for f in functions)
@@ -535,7 +537,7 @@ def _stepwise(causal: CausalModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 # %% ../../nbs/21_backends.engine.ipynb #5601d21e
 def probe_error(causal: CausalModel, sampling: bool) -> float:
-    "Largest difference between the route's logprobs and the model's own, on random tokens."
+    "Largest difference between the route's logprobs and the model's own, on random tokens, per 20 nats of their range."
     rng = np.random.default_rng(0)
     ids = torch.from_numpy(rng.integers(0, causal.vocab_size, (2, 12))).to(causal.device)
     asleep = _zero_adapters(causal.model)
@@ -552,7 +554,8 @@ def probe_error(causal: CausalModel, sampling: bool) -> float:
         finally:
             for p in asleep:
                 p.zero_()
-    return float(torch.stack(errors).max().nan_to_num(torch.inf))
+    scale = (want.abs().max() / 20).clamp(min=1)
+    return float((torch.stack(errors).max() / scale).nan_to_num(torch.inf))
 
 # %% ../../nbs/21_backends.engine.ipynb #174b27b3
 def open_model(
