@@ -187,7 +187,7 @@ class Completion:
 
     @property
     def full_tokens(self) -> list[int]:
-        "Prompt and completion ids, as the seed's `build_grpo_datums` reads them."
+        "Prompt and completion ids, as `build_grpo_datums` of the Fireworks guides reads them."
         return [*self.prompt_tokens.tolist(), *self.tokens.tolist()]
 
     @property
@@ -360,7 +360,7 @@ class Datum:
 
     @property
     def loss_fn_inputs(self) -> dict[str, TensorData]:
-        "The seed documents' view, `datum.loss_fn_inputs['weights'].data`, so that their loss functions run unchanged."
+        "The Fireworks guides' view, `datum.loss_fn_inputs['weights'].data`, so that their loss functions run unchanged."
         return {"target_tokens": TensorData(self.target_tokens.tolist()), "weights": TensorData(self.weights.tolist())}
 
 # %% ../nbs/00_core.ipynb #228ba832
@@ -385,7 +385,7 @@ def _check_datum(datum: Datum) -> None:
 # %% ../nbs/00_core.ipynb #f2b58656
 @dataclass(frozen=True)
 class AdamParams:
-    "AdamW hyperparameters of one optimizer step (the seed documents' values)."
+    "AdamW hyperparameters of one optimizer step (the Fireworks guides' values)."
 
     learning_rate: float = 1e-5
     beta1: float = 0.9
