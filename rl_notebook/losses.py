@@ -477,7 +477,7 @@ def _seed_tokens(
     series: Mapping[str, Sequence[Sequence[float]]],
     advantages: np.ndarray,
 ) -> ActiveTokens:
-    "The flat view of a seed-style call: weights from the datums, the rest from the closure."
+    "The flat view of a call in the guides' style: weights from the datums, the rest from the closure."
     if not len(data) == len(policy) == len(advantages):
         got = f"{len(data)} datums, {len(policy)} logprob series"
         raise LossError("datums", got=got, expected=f"{len(advantages)}, one per reward")
@@ -501,7 +501,7 @@ def make_grpo_loss_fn(
     kl_beta: float = 0.001,  # weight of the k1 term
     eps: float = 1e-8,  # added to the spread
 ) -> LossFn:
-    "The seed documents' on-policy GRPO loss: REINFORCE with group-normalised rewards and a k1 term."
+    "The Fireworks guides' on-policy GRPO loss: REINFORCE with group-normalised rewards and a k1 term."
     advantages = group_advantages(rewards, eps=eps)
 
     def loss_fn(data: Sequence[Any], policy_logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -523,7 +523,7 @@ def make_offpolicy_grpo_loss_fn(
     eps: float = 1e-8,  # added to the spread
     detach_rho: bool = False,  # treat rho as a constant
 ) -> LossFn:
-    "The seed documents' off-policy GRPO loss."
+    "The Fireworks guides' off-policy GRPO loss."
     advantages = group_advantages(rewards, eps=eps)
     series = {"ref_logprobs": ref_logprobs, "behavior_logprobs": behavior_logprobs}
 
