@@ -109,7 +109,7 @@ class RolloutSetup:
 
     @property
     def sample_kwargs(self) -> dict[str, Any]:
-        "The sampling settings as keywords, as the seed documents pass them on."
+        "The sampling settings as keywords, as the Fireworks guides pass them on."
         p = self.params
         return {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k}
 
