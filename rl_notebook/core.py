@@ -360,7 +360,7 @@ class Datum:
 
     @property
     def loss_fn_inputs(self) -> dict[str, TensorData]:
-        "The Fireworks guides' view, `datum.loss_fn_inputs['weights'].data`, so that their loss functions run unchanged."
+        "The Fireworks guides' view, `datum.loss_fn_inputs['weights'].data`, so that their losses run unchanged."
         return {"target_tokens": TensorData(self.target_tokens.tolist()), "weights": TensorData(self.weights.tolist())}
 
 # %% ../nbs/00_core.ipynb #228ba832
