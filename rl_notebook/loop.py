@@ -155,6 +155,10 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     if cfg.temperature not in (can.policy_temperature, 0.0):
         fix = "Open the backend with the same temperature, so that policy and sampler logprobs mean the same."
         yield "temperature", cfg.temperature, f"{can.policy_temperature}, at which the policy scores", fix
+    sizes = [getattr(scorer, "vocab_size", None) for scorer in (backend.policy, reference)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        fix = "Policy and reference must be the same model, or share a tokenizer."
+        yield "reference vocabulary", f"{sizes[1]} tokens", f"{sizes[0]}, as the policy", fix
     if cfg.lora_rank != can.lora_rank:
         yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:

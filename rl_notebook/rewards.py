@@ -178,7 +178,9 @@ def make_pattern_reward(
     return pattern_reward
 
 
-gsm8k_format_reward = make_pattern_reward(r".*####\s*-?[\d,.]+\s*")  # ends with "#### number", as GSM8K's answers do
+gsm8k_format_reward = make_pattern_reward(
+    r".*####\s*-?\d[\d,]*(\.\d+)?\s*"
+)  # ends with "#### number", as GSM8K's answers do
 
 # %% ../nbs/11_rewards.ipynb #cd57df07
 def make_soft_overlong(

@@ -241,7 +241,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model():
         open_local(tiny_model(), load_model("tiny")[1])
 
 
-@pytest.mark.xfail(strict=True, reason="the loop does not compare the vocabularies of policy and reference yet")
 @pytest.mark.parametrize("vocab", [258, 300])
 def test_a_reference_with_another_vocabulary(vocab, tmp_path):
     other = open_local(tiny_model(vocab=vocab, context=512), byte_tokenizer())

@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import shutil
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -503,6 +504,11 @@ class LocalReference:
     ):
         self.scoring, self.run, self.switched_off = scoring, run, switched_off
 
+    @property
+    def vocab_size(self) -> int:
+        "Tokens that the reference knows; it must be the policy's number."
+        return self.scoring.causal.vocab_size
+
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Reference logprobs, target coordinates (N-1,), NaN where not scored."
         return stamped(await self.run(self._score, list(datums)), self.scoring, "reference", 0)
@@ -520,6 +526,11 @@ class LocalTrainer:
 
     def __init__(self, state: PolicyState, run: Worker, versions: Versions):
         self.state, self.run, self.versions = state, run, versions
+
+    @property
+    def vocab_size(self) -> int:
+        "Tokens that the policy knows."
+        return self.state.scoring.causal.vocab_size
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Policy logprobs, target coordinates (N-1,), NaN where not scored."
@@ -752,7 +763,8 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module
     except ImportError as reason:
         raise MissingExtra("LoRA", got="no peft", fix="pip install 'rl-notebook[lora]'") from reason
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")  # type: ignore[arg-type]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)
         return get_peft_model(model, config)  # type: ignore[arg-type, return-value]
 
