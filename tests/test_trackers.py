@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,19 @@ def everything(folder: Path) -> bytes:
 # ---- W&B
 
 
-def wandb_records(folder: Path):
+def wandb_records(folder: Path, patience: float = 30.0):
+    "The records of a W&B run file, once its writer, a process of its own, has written the last one."
+    deadline = time.monotonic() + patience
+    while True:
+        found = list(read_wandb(folder))
+        kinds = [r.WhichOneof("record_type") for r in found]
+        if "exit" in kinds:
+            return found
+        assert time.monotonic() < deadline, kinds
+        time.sleep(0.1)
+
+
+def read_wandb(folder: Path):
     "Protocol buffers in a W&B run file: 7 bytes of header, then records cut into blocks of 32 kB (LevelDB's log)."
     pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     (path,) = Path(folder).glob("wandb/*run-*/*.wandb")
