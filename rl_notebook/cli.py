@@ -161,6 +161,8 @@ def demo_config(steps: int, log_path: Path) -> Config:
 # %% ../nbs/69_cli.ipynb #cbe14abc
 def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
+    import torch
+
     from rl_notebook.recipes.rl_loop import train
 
     parser = argparse.ArgumentParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
@@ -170,6 +172,7 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
     cfg = demo_config(given.steps, given.log_path or free_folder(Path("runs/demo")))
     print(STORY.format(k=cfg.completions_per_prompt))
     print(cfg.effective(), "\n")
+    torch.set_num_threads(1)  # matrices this small take longer when they are shared out
     seen: list[Any] = []
     result = asyncio.run(train(cfg, on_record=[seen.append]))
     if seen:

@@ -686,7 +686,7 @@ def trl_loss(case: Case) -> Outcome:
     return Outcome(tuple(differs))
 
 
-# -- the seed documents' losses ----------------------------------------------------------------------------------
+# -- the Fireworks guides' losses ----------------------------------------------------------------------------------
 
 ONE_SAMPLE = "a group of one has no spread and is refused; it makes NaN"
 NOT_FINITE = "rewards that are not finite are refused; it makes NaN"

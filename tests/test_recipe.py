@@ -1,4 +1,4 @@
-"""The recipe as the seed documents import it, and what `train` does around the loop."""
+"""The recipe as the Fireworks guides import it, and what `train` does around the loop."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def run(cfg: Config, **options: Any) -> RunResult:
     return main(cfg, say=lambda line: None, progress=False, **options)
 
 
-# --- as in the seed documents ---------------------------------------------------------------------------------------
+# --- as in the Fireworks guides ---------------------------------------------------------------------------------------
 
 
 SEED = """
