@@ -734,15 +734,22 @@ def _create(path: Path, config: Config | Mapping[str, Any]) -> None:
         got = f"{len(there)} steps of a run " + (f"with other settings: {differ}" if rows else "with the same settings")
         fix = "Choose another log_path, or resume the run that is there."
         raise RecordError("the run folder holds another run", where=str(path), got=got, expected="none", fix=fix)
-    if taken:
+    if taken and not _cut_off(path, taken):
         expected = "a folder without files of these names"
         raise RecordError("run folder", where=str(path), got=", ".join(taken), expected=expected)
     text = _config_yaml(config)
     with _os_errors("cannot write", path):
-        (path / "steps").mkdir(parents=True)
+        (path / "steps").mkdir(parents=True, exist_ok=True)
     replace_text(path / "config.yaml", text)
     replace_text(path / "metrics.jsonl", "")
     replace_text(path / "run.json", json.dumps({"format": RUN_FORMAT, "files": {}}))
+
+
+def _cut_off(path: Path, taken: Sequence[str]) -> bool:
+    "Whether a process was killed while it made this folder: the empty `steps` comes first, `run.json` last."
+    steps, lines = path / "steps", path / "metrics.jsonl"
+    empty = steps.is_dir() and not any(steps.iterdir()) and not (lines.exists() and lines.stat().st_size)
+    return empty and set(taken) <= {"steps", "config.yaml", "metrics.jsonl"}
 
 
 def _open(path: Path) -> tuple[Path, dict[str, Any], tuple[str, ...]]:

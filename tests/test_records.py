@@ -637,3 +637,21 @@ def test_a_rewind_that_was_cut_short_is_finished_by_the_next(run: RunFolder, mon
     run.rewind(1)
     assert (run.steps, run.metrics().index.tolist()) == ([1], [1])
     assert sorted(p.name for p in run.path.glob("discarded/*/steps/*")) == ["00002", "00003"]
+
+
+def test_a_creation_that_was_cut_off_is_begun_again(tmp_path):
+    whole = RunFolder.create(tmp_path / "run", {"seed": 1})
+    (whole.path / "run.json").unlink()
+    again = RunFolder.create(tmp_path / "run", {"seed": 2})
+    assert again.config == {"seed": 2}
+    (again.path / "run.json").unlink()
+    (again.path / "steps" / "00001").mkdir()
+    with pytest.raises(RecordError, match="expected a folder without files of these names"):
+        RunFolder.create(tmp_path / "run", {"seed": 3})
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "config.yaml").write_text("mine: true")
+    with pytest.raises(RecordError, match="config.yaml"):
+        RunFolder.create(tmp_path, {"seed": 1})
+    assert (tmp_path / "config.yaml").read_text() == "mine: true"
