@@ -27,10 +27,10 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'HELD_OUT'
            'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'timed', 'encode', 'prompts_phase',
            'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase', 'advantages_phase', 'trains_on',
            'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped',
-           'with_reference', 'reference_phase', 'chosen_loss', 'loss_phase', 'fresh_gradient', 'backward_phase',
-           'UndoEntry', 'remember', 'optimize_phase', 'sync_waits', 'sync_sampler', 'sync_phase', 'record_of',
-           'next_state', 'finish_phase', 'reopened', 'forget_record', 'undo_step', 'Answered', 'answer', 'take_in',
-           'refill_step', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
+           'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss', 'loss_phase', 'fresh_gradient',
+           'backward_phase', 'UndoEntry', 'remember', 'optimize_phase', 'sync_waits', 'sync_sampler', 'sync_phase',
+           'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'undo_step', 'Answered', 'answer',
+           'take_in', 'refill_step', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
            'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts',
            'reach_boundary', 'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt',
            'steps_left', 'records_from', 'run_steps', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint']
@@ -78,7 +78,7 @@ class StepState:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     cache: ScoreCache = field(default_factory=dict)  # logprobs scored in this step
     policy_version: int = 0  # that the sampler served when the step's samples were drawn
-    make_loss: LossFactory | None = None  # the loss that `loss()` was last asked for
+    changes: Mapping[str, Any] = field(default_factory=dict)  # fields of LossOptions that `loss()` was last asked for
     normalization: GradNormalization = "none"  # by which the optimizer has to divide the gradient
 
     def put(self, phase: str, value: Any) -> Any:
@@ -452,13 +452,20 @@ async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | M
     return loop.state.put("reference", list_datums(attached))
 
 # %% ../nbs/33_loop.ipynb #5183ae73
+def chosen_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
+    "The loss options of this step: the config's, with what `loss()` was last asked for."
+    return loop.cfg.loss_options() | dict(loop.state.changes)
+
+
 def chosen_loss(loop: Loop) -> LossFactory:
     "The loss of this step: what `loss()` was last asked for, a custom one, or the config's."
-    return loop.state.make_loss or loop.make_loss or loss_factory(LossOptions(**loop.cfg.loss_options()))
+    if loop.make_loss is not None and not loop.state.changes:
+        return loop.make_loss
+    return loss_factory(LossOptions(**chosen_options(loop)))
 
-
+# %% ../nbs/33_loop.ipynb #1c29cb41
 def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
-    "Look at the loss without an update; `changes` (fields of LossOptions) stay for the rest of the step."
+    "Look at the loss without an update; `changes` to the config's options stay until the step ends or others come."
     datums = enter(loop.state, "loss")
     if nothing := skipped(loop, "loss"):
         return nothing
@@ -466,7 +473,8 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
     if len(scored) < len(datums):
         raise PhaseError("loss", got="no policy logprobs in this step", fix="Run await loop.reference().")
     if changes:
-        loop.state.make_loss = loss_factory(LossOptions(**loop.cfg.loss_options() | changes))
+        LossOptions(**loop.cfg.loss_options() | changes)  # refuses what makes no sense, before anything has changed
+        loop.state.changes = changes
     with timed(loop, "loss"):
         output = evaluate_loss(datums, scored, chosen_loss(loop))
     return loop.state.put("loss", LossReport(output, tuple(datums)))
@@ -484,11 +492,12 @@ async def backward_phase(loop: Loop) -> LossReport | Measured:
     datums, c = enter(loop.state, "backward"), loop.cfg
     if nothing := skipped(loop, "backward"):
         return nothing
+    aggregation = chosen_options(loop)["aggregation"]
     with timed(loop, "backward"):
         await fresh_gradient(loop)
-        batch = {"aggregation": c.aggregation, "max_samples": c.max_samples_per_fwd_bwd}
+        batch = {"aggregation": aggregation, "max_samples": c.max_samples_per_fwd_bwd}
         output = await backward(loop.backend.policy, datums, chosen_loss(loop), **batch)
-    loop.state.normalization = c.grad_accumulation_normalization
+    loop.state.normalization = c.grad_accumulation_normalization if aggregation == "sum" else "none"
     return loop.state.put("backward", LossReport(output, tuple(datums)))
 
 # %% ../nbs/33_loop.ipynb #df3e362d
@@ -555,14 +564,15 @@ def record_of(loop: Loop) -> StepRecord:
     report = v["backward"] if isinstance(v["backward"], LossReport) else None
     datums, output = (report.datums, report.output) if report else ((), None)
     metrics = step_metrics(v["advantages"], datums, output, v["optimize"].metrics, policy_version=state.policy_version)
-    extra = {"kl_beta": loop.cfg.kl_beta, "epoch": loop.cursor.consumed / len(loop.rows)}
+    options = chosen_options(loop)
+    extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)}
     return StepRecord(
         step=state.number,
         groups=tuple(v["advantages"]),
         datums=datums,
         loss=output,
         metrics=merge_metrics(metrics, extra, loop.eval_metrics),
-        options=loop.cfg.loss_options(),
+        options=options,
         reason="" if report else v["datums"].headline,
         policy_version=loop.policy_version,
         seconds=dict(state.seconds),
@@ -596,7 +606,7 @@ def reopened(state: StepState, to: str) -> StepState:
     kept = [p for p in UNDO_TO[: UNDO_TO.index(to)] if p in state.values and p not in LOOK_ONLY]
     values = {p: state.values[p] for p in kept}
     seconds = {p: s for p, s in state.seconds.items() if p in kept}
-    return replace(state, values=values, seconds=seconds, make_loss=None, taken=state.taken if kept else 0)
+    return replace(state, values=values, seconds=seconds, changes={}, taken=state.taken if kept else 0)
 
 # %% ../nbs/33_loop.ipynb #96585608
 def forget_record(loop: Loop, number: int) -> None:
@@ -916,7 +926,7 @@ class GRPOLoop(Loop):
         return await reference_phase(self, policy)
 
     def loss(self, **changes: Any) -> LossReport | Measured:
-        "Look at the loss without an update; `changes` (fields of LossOptions) stay for the rest of the step."
+        "Look at the loss without an update; `changes` to the config's options stay until the step ends or others come."
         return loss_phase(self, **changes)
 
     async def backward(self) -> LossReport | Measured:

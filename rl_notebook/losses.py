@@ -459,7 +459,7 @@ TRL_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 # %% ../nbs/03_losses.ipynb #102f2b01
-def _seed_series(
+def _guide_series(
     name: str, series: Sequence[Sequence[float]], policy: Sequence[Tensor], active: Sequence[Tensor]
 ) -> Tensor:
     "A logprob series handed over as lists, checked against the policy's lengths and selected at active positions."
@@ -471,7 +471,7 @@ def _seed_series(
     return torch.cat(flat).to(policy[0])
 
 # %% ../nbs/03_losses.ipynb #44f36171
-def _seed_tokens(
+def _guide_tokens(
     data: Sequence[Any],
     policy: Sequence[Tensor],
     series: Mapping[str, Sequence[Sequence[float]]],
@@ -490,7 +490,7 @@ def _seed_tokens(
     p = torch.cat([lp[a] for lp, a in zip(policy, active, strict=True)])
     lengths = torch.tensor([int(a.sum()) for a in active], device=p.device)
     sample = torch.repeat_interleave(torch.arange(len(data), device=p.device), lengths)
-    found = {name: _seed_series(name, s, policy, active) for name, s in series.items()}
+    found = {name: _guide_series(name, s, policy, active) for name, s in series.items()}
     a = torch.as_tensor(advantages).to(p)[sample]
     return ActiveTokens(p, p.detach(), found.get("behavior_logprobs"), found["ref_logprobs"], a, sample, lengths)
 
@@ -505,7 +505,7 @@ def make_grpo_loss_fn(
     advantages = group_advantages(rewards, eps=eps)
 
     def loss_fn(data: Sequence[Any], policy_logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        t = _seed_tokens(data, policy_logprobs, {"ref_logprobs": ref_logprobs}, advantages)
+        t = _guide_tokens(data, policy_logprobs, {"ref_logprobs": ref_logprobs}, advantages)
         assert t.ref is not None
         loss = (-t.advantage * t.policy + kl_beta * (t.policy - t.ref)).sum() / len(data)
         mean_kl = (t.policy - t.ref).sum().item() / len(data)
@@ -528,7 +528,7 @@ def make_offpolicy_grpo_loss_fn(
     series = {"ref_logprobs": ref_logprobs, "behavior_logprobs": behavior_logprobs}
 
     def loss_fn(data: Sequence[Any], policy_logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        t = _seed_tokens(data, policy_logprobs, series, advantages)
+        t = _guide_tokens(data, policy_logprobs, series, advantages)
         assert t.ref is not None
         assert t.sampler is not None
         rho = torch.clamp(torch.exp(t.mean_per_sample(t.policy - t.sampler)), max=clip_rho)

@@ -271,14 +271,14 @@ async def backward(
 
 # %% ../nbs/32_step.ipynb #81b28791
 def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
-    "One output from several calls: losses and counts add up, extremes stay extreme, the rest is averaged by tokens."
+    "One output from several calls: losses and counts add up, extremes stay extreme, the rest is averaged."
     if len(outputs) == 1:
         return outputs[0]
-    tokens = np.array([o.metrics.get("num_loss_tokens", 1.0) for o in outputs])
+    tokens, push = (np.array([o.metrics.get(k, 1.0) for o in outputs]) for k in ("num_loss_tokens", "grad/abs_sum"))
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(n for o in outputs for n in o.metrics):
         values = np.array([o.metrics.get(name, np.nan) for o in outputs])
-        metrics[name] = _merged(name, values, tokens)
+        metrics[name] = _merged(name, values, push if name.endswith("_share") else tokens)
     return LossOutput(
         loss=sum(o.loss for o in outputs),
         metrics=metrics,
@@ -287,15 +287,15 @@ def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
     )
 
 # %% ../nbs/32_step.ipynb #592ee47b
-def _merged(name: str, values: np.ndarray, tokens: np.ndarray) -> float:
-    "One metric of several calls."
+def _merged(name: str, values: np.ndarray, weights: np.ndarray) -> float:
+    "One metric of several calls; `weights` are tokens, or sums of |dL/dp| for shares of the gradient."
     if name == "loss" or name.startswith("num_") or name == "grad/abs_sum":
         return float(np.nansum(values))
     last = name.rsplit("/", 1)[-1]
     if last in ("min", "max") or last.endswith(("_min", "_max")):
         return float((np.nanmin if last.endswith("min") else np.nanmax)(values))
-    known = ~np.isnan(values) & (tokens > 0)
-    return float(np.average(values[known], weights=tokens[known])) if known.any() else float("nan")
+    known = ~np.isnan(values) & (weights > 0)
+    return float(np.average(values[known], weights=weights[known])) if known.any() else float("nan")
 
 # %% ../nbs/32_step.ipynb #43a1476c
 def scale_output(output: LossOutput, factor: float) -> LossOutput:

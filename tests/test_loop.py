@@ -132,6 +132,24 @@ def test_the_loss_that_is_shown_is_the_loss_that_is_trained():
     run(main())
 
 
+@pytest.mark.parametrize("change", [{"aggregation": "sequence_mean"}, {"aggregation": "sum"}, {"policy_loss": "gspo"}])
+def test_what_loss_was_asked_for_is_trained_and_recorded(change):
+    async def main():
+        loop = make_loop()
+        await up_to(loop, "reference")
+        looked = loop.loss(kl_beta=0.5, **change)
+        trained = await loop.backward()
+        assert looked.output.loss == pytest.approx(trained.output.loss, rel=1e-4, abs=1e-6)
+        for a, b in zip(looked.output.dlogprobs, trained.output.dlogprobs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        record = await loop.step()
+        assert {**record.options, **change, "kl_beta": 0.5} == record.options
+        assert record.metrics["kl_beta"] == 0.5
+        assert (await loop.step()).options["policy_loss"] == "grpo"
+
+    run(main())
+
+
 def test_backward_again_replaces_the_gradient():
     async def main():
         once, twice = make_loop(), make_loop()
