@@ -652,6 +652,6 @@ def test_a_creation_that_was_cut_off_is_begun_again(tmp_path):
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     (tmp_path / "config.yaml").write_text("mine: true")
-    with pytest.raises(RecordError, match="config.yaml"):
+    with pytest.raises(RecordError, match=r"config\.yaml"):
         RunFolder.create(tmp_path, {"seed": 1})
     assert (tmp_path / "config.yaml").read_text() == "mine: true"
