@@ -315,6 +315,7 @@ def test_a_folder_that_holds_another_run(finished, capsys):
 
 def test_a_folder_that_holds_something_else(tmp_path):
     (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "notes.txt").write_text("mine")
     with pytest.raises(RecordError, match=r"run folder: got steps; expected a folder without files of these names"):
         run(Config(**SMALL, log_path=str(tmp_path)), problem=toy())
     (tmp_path / "file").write_text("in the way")
