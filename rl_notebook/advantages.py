@@ -131,6 +131,6 @@ def soft_overlong_penalty(
 ) -> float:  # 0 down to -1, to be added to the reward
     "DAPO's length penalty: free until the buffer begins, -1 at the limit."
     if not 0 < buffer <= max_completion_tokens:
-        raise LossError("overlong buffer", got=buffer, expected=f"1 to {max_completion_tokens} tokens")
+        raise RewardError("overlong buffer", got=buffer, expected=f"1 to {max_completion_tokens} tokens")
     over = completion_len - (max_completion_tokens - buffer)
     return -min(max(over / buffer, 0.0), 1.0)

@@ -457,11 +457,11 @@ def chosen_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
     return loop.cfg.loss_options() | dict(loop.state.changes)
 
 
-def chosen_loss(loop: Loop) -> LossFactory:
-    "The loss of this step: what `loss()` was last asked for, a custom one, or the config's."
-    if loop.make_loss is not None and not loop.state.changes:
+def chosen_loss(loop: Loop, changes: Mapping[str, Any]) -> LossFactory:
+    "A custom loss unless something else was asked for; else the config's options with changes."
+    if loop.make_loss is not None and not changes:
         return loop.make_loss
-    return loss_factory(LossOptions(**chosen_options(loop)))
+    return loss_factory(LossOptions(**loop.cfg.loss_options() | dict(changes)))
 
 # %% ../nbs/33_loop.ipynb #1c29cb41
 def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
@@ -472,11 +472,10 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
     scored = [s for d in datums if (s := loop.state.cache.get(cache_key("policy", d))) is not None]
     if len(scored) < len(datums):
         raise PhaseError("loss", got="no policy logprobs in this step", fix="Run await loop.reference().")
-    if changes:
-        LossOptions(**loop.cfg.loss_options() | changes)  # refuses what makes no sense, before anything has changed
-        loop.state.changes = changes
+    asked = changes or loop.state.changes
     with timed(loop, "loss"):
-        output = evaluate_loss(datums, scored, chosen_loss(loop))
+        output = evaluate_loss(datums, scored, chosen_loss(loop, asked))
+    loop.state.changes = asked  # only what could be computed is kept
     return loop.state.put("loss", LossReport(output, tuple(datums)))
 
 # %% ../nbs/33_loop.ipynb #e89bf00d
@@ -496,7 +495,7 @@ async def backward_phase(loop: Loop) -> LossReport | Measured:
     with timed(loop, "backward"):
         await fresh_gradient(loop)
         batch = {"aggregation": aggregation, "max_samples": c.max_samples_per_fwd_bwd}
-        output = await backward(loop.backend.policy, datums, chosen_loss(loop), **batch)
+        output = await backward(loop.backend.policy, datums, chosen_loss(loop, loop.state.changes), **batch)
     loop.state.normalization = c.grad_accumulation_normalization if aggregation == "sum" else "none"
     return loop.state.put("backward", LossReport(output, tuple(datums)))
 
@@ -565,6 +564,8 @@ def record_of(loop: Loop) -> StepRecord:
     datums, output = (report.datums, report.output) if report else ((), None)
     metrics = step_metrics(v["advantages"], datums, output, v["optimize"].metrics, policy_version=state.policy_version)
     options = chosen_options(loop)
+    if loop.make_loss is not None and not state.changes:
+        options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
     extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)}
     return StepRecord(
         step=state.number,
@@ -711,7 +712,7 @@ async def with_signal(
 async def train_chunk(loop: Loop, groups: Sequence[PromptGroup]) -> LossReport:
     "One backward pass that divides by nothing."
     datums = await with_reference(loop, group_datums(loop, groups))
-    output = await backward(loop.backend.policy, datums, chosen_loss(loop), denominator=1.0)
+    output = await backward(loop.backend.policy, datums, chosen_loss(loop, loop.state.changes), denominator=1.0)
     return LossReport(output, tuple(datums))
 
 
@@ -887,14 +888,16 @@ async def records_from(loop: GRPOLoop, steps: int | None = None) -> AsyncGenerat
 async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool = True) -> list[StepRecord]:
     "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
     done = []
-    with tqdm(total=steps or loop.cfg.steps, desc="steps", disable=no_bar(progress)) as loop.bar:
-        async with aclosing(records_from(loop, steps)) as records:
-            async for record in records:
-                done.append(record)
-                loop.bar.update()
-                if progress:
-                    loop.bar.write(record.verdict)
-    loop.bar = None
+    try:
+        with tqdm(total=steps or loop.cfg.steps, desc="steps", disable=no_bar(progress)) as loop.bar:
+            async with aclosing(records_from(loop, steps)) as records:
+                async for record in records:
+                    done.append(record)
+                    loop.bar.update()
+                    if progress:
+                        loop.bar.write(record.verdict)
+    finally:
+        loop.bar = None
     return done
 
 # %% ../nbs/33_loop.ipynb #bee785a1

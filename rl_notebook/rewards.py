@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from .advantages import soft_overlong_penalty
 from .core import Completion, MissingExtra, RewardError, RolloutSample, frozen_array
 from .data import ANSWER_COLUMNS, Row
 
@@ -188,12 +189,11 @@ def make_soft_overlong(
     buffer: int,  # tokens before that where the slope begins
 ) -> Callable[[str, Sequence[int]], float]:
     "A penalty from 0 to -1 over the last `buffer` tokens (DAPO, eq. 13)."
-    if not 0 < buffer <= max_tokens:
-        raise RewardError("buffer", where="make_soft_overlong", got=buffer, expected=f"1 to {max_tokens}, max_tokens")
+    soft_overlong_penalty(0, max_tokens, buffer)  # refuses a buffer that does not fit, before anything is drawn
 
     def soft_overlong(text: str, tokens: Sequence[int]) -> float:
         "0 for a short completion, -1 for one that fills its budget."
-        return -min(max((len(tokens) - (max_tokens - buffer)) / buffer, 0.0), 1.0)
+        return soft_overlong_penalty(len(tokens), max_tokens, buffer)
 
     return soft_overlong
 

@@ -11,7 +11,7 @@ import torch
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, PhaseError, RewardError, RolloutSample, SampleParams
+from rl_notebook.core import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
 from rl_notebook.data import load_rows
 from rl_notebook.loop import PHASES, GRPOLoop, save_checkpoint
 from rl_notebook.losses import make_loss_fn
@@ -146,6 +146,19 @@ def test_what_loss_was_asked_for_is_trained_and_recorded(change):
         assert {**record.options, **change, "kl_beta": 0.5} == record.options
         assert record.metrics["kl_beta"] == 0.5
         assert (await loop.step()).options["policy_loss"] == "grpo"
+
+    run(main())
+
+
+def test_a_loss_that_cannot_be_computed_is_not_kept():
+    async def main():
+        loop = make_loop(kl_beta=0.0)
+        await up_to(loop, "reference")
+        with pytest.raises(LossError, match="ref_logprobs: got none"):
+            loop.loss(kl_beta=0.5)
+        with pytest.raises(LossError, match="does not read eps_clip"):
+            loop.loss(eps_clip=0.1)
+        assert (await loop.step()).options == loop.cfg.loss_options()
 
     run(main())
 
@@ -388,6 +401,7 @@ def test_a_custom_loss_is_taken_as_it_is():
 
         record = await make_loop(make_loss=factory).step()
         assert record.metrics["mine"] == 1.0
+        assert record.options["make_loss"].endswith("factory")
         assert seen == [len(record.datums)]
 
     run(main())

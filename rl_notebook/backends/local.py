@@ -110,9 +110,6 @@ class Scoring:
             check_tokens(d.tokens, self.causal.vocab_size, d.where)
             check_length(len(d.tokens), 0, self.max_seq_len, d.where)
 
-# %% ../../nbs/22_backends.local.ipynb #85357e15
-#| export
-
 # %% ../../nbs/22_backends.local.ipynb #5e14f5ae
 def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     "(M,) logprobs of all scored positions of one batch, datum after datum, with gradient if it is enabled."
