@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 # %% auto #0
-__all__ = ['LossFn', 'GradNormalization', 'Sampler', 'Scorer', 'Trainer', 'WeightSync', 'Capabilities', 'Backend']
+__all__ = ['LossFn', 'GradNormalization', 'Sampler', 'Scorer', 'Trainer', 'WeightSync', 'Capabilities', 'Meter', 'Backend']
 
 # %% ../../nbs/20_backends.base.ipynb #1598f3a6
 LossFn: TypeAlias = "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
@@ -108,9 +108,19 @@ class Capabilities:
     top_p: bool = True  # sampler honours it and reports logprobs of the distribution drawn from
     top_k: bool = True  # likewise
     seed: bool = True  # same seed, same tokens
+    state_snapshots: bool = True  # `save_state` and `load_state`: without them no undo, branch or seek
     policy_temperature: float = 1.0  # the policy's logits are divided by it
     lora_rank: int = 0  # 0 = every parameter is trained
     max_seq_len: int | None = None  # longest prompt plus completion; None = unknown
+
+# %% ../../nbs/20_backends.base.ipynb #cb36d019
+@dataclass
+class Meter:
+    "Counts of the work done since the backend was opened; they only grow."
+
+    tokens_sampled: int = 0  # completion tokens drawn
+    datums_scored: int = 0  # sequences through a forward pass
+    datums_trained: int = 0  # sequences through a backward pass
 
 # %% ../../nbs/20_backends.base.ipynb #f1643e39
 @dataclass
@@ -124,6 +134,7 @@ class Backend:
     tokenizer: Any  # with `encode`, `decode` and a chat template
     capabilities: Capabilities  # what is supported
     close: Callable[[], Awaitable[None]] | None = None  # gives back what the backend holds
+    meter: Meter = field(default_factory=Meter)  # how much work was done
 
     async def __aenter__(self) -> Backend:
         return self

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
+from .base import Meter
 from ..core import BackendError, Completion, Logprobs, SampleParams
 
 # %% auto #0
@@ -714,6 +715,7 @@ class Engine:
         self.cache = SlotCache()
         self.plan: DrawPlan | None = None  # of the rows as they are; None = they have changed
         self.prefilled_tokens = 0  # prompt tokens that really went through the model
+        self.meter = Meter()  # counts what is drawn
 
     @property
     def idle(self) -> bool:
@@ -795,6 +797,7 @@ def emit(engine: Engine, logits: Tensor, start: int = 0) -> list[Request]:
     plan, engine.plan = engine.plan, None if start else engine.plan
     uniforms = torch.tensor([row.uniforms[len(row.tokens)] for row in rows], device=logits.device)
     drawn = torch.stack([series.double() for series in draw(logits, plan, uniforms)]).tolist()
+    engine.meter.tokens_sampled += len(rows)
     ended = []
     for i, (row, token, raw, used) in enumerate(zip(rows, *drawn, strict=True), start):
         row.tokens.append(int(token))

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from .base import Backend, Capabilities, GradNormalization, LossFn
+from .base import Backend, Capabilities, GradNormalization, LossFn, Meter
 from rl_notebook.backends.engine import (
     CausalModel,
     Engine,
@@ -92,6 +92,7 @@ class Scoring:
     tokens_per_batch: int = 16384  # padded tokens of one batch
     prompt_logprobs: bool = False  # also score positions of weight 0
     max_seq_len: int | None = None  # longest sequence
+    meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
 
     def scored(self, datum: Datum) -> np.ndarray:
         "(N-1,) bool: the positions that get a logprob."
@@ -120,6 +121,7 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     where = torch.from_numpy(picked.reshape(-1).nonzero()[0]).to(device)
     targets = padded([d.target_tokens for d in datums], device).flatten()[where]
     features = scoring.causal.features(padded([d.input_tokens for d in datums], device))
+    scoring.meter.datums_scored += len(datums)
     return scoring.causal.logprobs(features.flatten(0, 1)[where], targets, scoring.temperature)
 
 # %% ../../nbs/22_backends.local.ipynb #0a3f2822
@@ -266,6 +268,7 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], slopes: Sequence[
             flat = score_batch(scoring, [datums[i] for i in batch]) if flat is None else flat
         slope = np.concatenate([np.asarray(slopes[i])[scoring.scored(datums[i])] for i in batch])
         torch.autograd.backward(flat, torch.from_numpy(slope).to(flat))
+        scoring.meter.datums_trained += len(batch)
         move_to_masters(state)
     state.loss_tokens += sum(d.num_loss_tokens for d in datums)
     state.sequences += len(datums)
@@ -821,7 +824,8 @@ def open_local(
     served = frozen_copy(module, shared)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     check_tokenizer(tokenizer, engine.causal.vocab_size)
-    score_as = lambda m: Scoring(scorer_of(m), temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len)
+    limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len)
+    score_as = lambda m: Scoring(scorer_of(m), *limits, engine.meter)
     state = PolicyState(module, score_as(module), params)
     judge = reference_of(state, score_as, run, shared) if reference else None
     sampler = LocalSampler(engine, run)
@@ -835,7 +839,8 @@ def open_local(
     served_params = {name: p for name, p in served.named_parameters() if name in params}
     sync = LocalSync(state, sampler, served_params, versions)
     close = partial(close_local, sampler, run)
-    return Backend(LocalTrainer(state, run, versions), judge, sampler, sync, tokenizer, capabilities, close)
+    policy = LocalTrainer(state, run, versions)
+    return Backend(policy, judge, sampler, sync, tokenizer, capabilities, close, engine.meter)
 
 # %% ../../nbs/22_backends.local.ipynb #54f194f6
 def scorer_of(module: nn.Module) -> CausalModel:
