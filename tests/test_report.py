@@ -15,24 +15,18 @@ import pytest
 from synthetic import hostile_record, synthetic_record
 
 from rl_notebook.core import RecordError
-from rl_notebook.records import RunFolder, StepRecord, metrics_frame
-from rl_notebook.views.report import (
+from rl_notebook.records import RunFolder, StepRecord, flat_settings, metrics_frame, metrics_row
+from rl_notebook.views.payloads import (
     advantages_payload,
-    charts,
     completions_payload,
     dead_payload,
     header_payload,
     kl_payload,
     length_payload,
-    material,
-    pick,
-    report_html,
     reward_payload,
     series,
-    step_charts,
-    visible,
-    write_report,
 )
+from rl_notebook.views.report import charts, material, pick, report_html, step_charts, visible, write_report
 
 CONFIG = {"base_model": "tiny", "dataset": "toy", "policy_loss": "grpo", "kl_beta": 0.001, "note": None}
 
@@ -182,7 +176,7 @@ def test_completions_are_the_first_ones():
 
 def test_the_header(run: RunFolder):
     first, last = (run.record(s).metrics for s in (1, 7))
-    assert header_payload(material(run)) == {
+    assert header_payload(run.metrics(), flat_settings(run.config), "sums") == {
         "name": "sums",
         "facts": {"model": "tiny", "data": "toy", "loss": "grpo"},
         "numbers": [
@@ -198,7 +192,7 @@ def test_the_header(run: RunFolder):
 
 def test_steps_that_trained_nothing_are_counted_by_reason():
     idle = [StepRecord(i, reason="all groups had equal rewards") for i in (1, 2)]
-    payload = header_payload(material([*idle, synthetic_record(3)]))
+    payload = header_payload(metrics_frame(map(metrics_row, [*idle, synthetic_record(3)])), {})
     assert payload["idle"] == {"all groups had equal rewards": 2}
     assert payload["steps"] == 3
     assert "2 × all groups had equal rewards" in Page(report_html([*idle, synthetic_record(3)])).text

@@ -10,29 +10,27 @@ import hashlib
 import html
 import math
 import os
-import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from ..core import RecordError, RolloutSample
-from ..records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, prompt_text, replace_text
+from ..core import RecordError
+from ..records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, replace_text
+from .charts import advantage_histogram, advantage_map
+from .charts import dead_figure, functions_figure, kl_figure, length_figure, reward_figure
+from .payloads import advantages_payload, completions_payload, dead_payload, header_payload
+from .payloads import kl_payload, length_payload, reward_payload
 
 # %% auto #0
-__all__ = ['SHOWN_GROUPS', 'SHOWN_SAMPLES', 'COLORS', 'FONT', 'Material', 'pick', 'material', 'series', 'reward_payload',
-           'kl_payload', 'length_payload', 'dead_payload', 'advantages_payload', 'completions_payload',
-           'header_payload', 'reward_figure', 'functions_figure', 'kl_figure', 'length_figure', 'dead_figure',
-           'advantage_map', 'advantage_histogram', 'visible', 'tag', 'header_html', 'completions_html', 'Chart',
-           'charts', 'step_charts', 'content_policy', 'figures_json', 'report_html', 'write_report']
+__all__ = ['Material', 'pick', 'material', 'visible', 'tag', 'header_html', 'completions_html', 'Chart', 'charts', 'step_charts',
+           'content_policy', 'figures_json', 'report_html', 'write_report']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
 @dataclass(frozen=True, eq=False)
@@ -66,229 +64,6 @@ def material(
         settings = dict(read[steps[0]].options) if steps else {}
     samples, recent = tuple(read[s] for s in pick(steps)), tuple(read[s] for s in steps[-5:])
     return Material(name, settings, metrics, samples, recent)
-
-# %% ../../nbs/59_views.report.ipynb #5279642e
-def series(metrics: pd.DataFrame, name: str) -> dict[str, list]:  # {"x": steps, "y": values}
-    "A metric over the steps at which it was measured."
-    if name not in metrics:
-        return {"x": [], "y": []}
-    found = metrics[name].dropna()
-    return {"x": [int(s) for s in found.index], "y": [float(v) for v in found]}
-
-
-def reward_payload(metrics: pd.DataFrame) -> dict[str, Any]:
-    "Mean reward, its spread inside groups, each reward function, and held-out reward."
-    names = [c.split("/", 1)[1].removesuffix("/mean") for c in metrics if re.fullmatch(r"rewards/.*/mean", c)]
-    return {
-        "reward": series(metrics, "reward"),
-        "spread": series(metrics, "reward_std"),
-        "held_out": series(metrics, "eval/reward"),
-        "functions": {name: series(metrics, f"rewards/{name}/mean") for name in names},
-    }
-
-# %% ../../nbs/59_views.report.ipynb #3d1da2e6
-def kl_payload(metrics: pd.DataFrame, settings: Mapping[str, Any]) -> dict[str, Any]:
-    "KL estimates over the steps, and the weight of the KL term."
-    found = {name: series(metrics, column) for name, column in (("k1", "kl/k1"), ("k3", "kl/k3"), ("loss", "kl"))}
-    lines = {name: s for name, s in found.items() if s["x"]}
-    if any(lines.get("loss") == lines.get(name) for name in ("k1", "k3")):
-        lines.pop("loss", None)
-    return {"lines": lines, "kl_beta": settings.get("kl_beta")}
-
-
-def length_payload(metrics: pd.DataFrame) -> dict[str, Any]:
-    "Completion lengths in tokens, and the share that was cut at the limit."
-    names = {stat: f"completions/{stat}_length" for stat in ("mean", "min", "max")}
-    lengths = {stat: series(metrics, name) for stat, name in names.items()}
-    return {**lengths, "clipped": series(metrics, "completions/clipped_ratio")}
-
-
-def dead_payload(metrics: pd.DataFrame) -> dict[str, Any]:
-    "Shares of groups without signal: all answers right, and all wrong."
-    return {"right": series(metrics, "frac_dead_high"), "wrong": series(metrics, "frac_dead_low")}
-
-# %% ../../nbs/59_views.report.ipynb #5f374bf9
-def advantages_payload(record: StepRecord) -> dict[str, Any]:
-    "Advantages and rewards of a step: groups x completions; None where there is no such sample."
-    groups = [g for g in record.groups if g.samples and g.advantages is not None]
-    width = max((len(g.samples) for g in groups), default=0)
-    padded = lambda values: [*(float(v) for v in values), *[None] * (width - len(values))]
-    return {
-        "step": record.step,
-        "groups": [g.key or str(g.index) for g in groups],
-        "advantages": [padded(g.advantages) for g in groups if g.advantages is not None],
-        "rewards": [padded(g.rewards) for g in groups],
-    }
-
-# %% ../../nbs/59_views.report.ipynb #e5908c1d
-SHOWN_GROUPS, SHOWN_SAMPLES = 3, 4  # per step
-
-
-def completions_payload(record: StepRecord, groups: int = SHOWN_GROUPS, samples: int = SHOWN_SAMPLES) -> dict[str, Any]:
-    "The first samples of the first groups of a step, and how many there are."
-    return {
-        "step": record.step,
-        "verdict": record.verdict,
-        "total_groups": len(record.groups),
-        "groups": [
-            {
-                "prompt": prompt_text(g.row) or g.key,
-                "total_samples": len(g.samples),
-                "dropped": len(g.dropped),
-                "samples": [_sample(s, g.advantages, i) for i, s in enumerate(g.samples[:samples])],
-            }
-            for g in record.groups[:groups]
-        ],
-    }
-
-
-def _sample(sample: RolloutSample, advantages: np.ndarray | None, i: int) -> dict[str, Any]:
-    "One row of the table of completions."
-    advantage = None if advantages is None else float(advantages[i])
-    kept = {"text": sample.text, "reward": sample.reward, "advantage": advantage}
-    return kept | {"finish_reason": sample.finish_reason, "length": sample.completion_len}
-
-# %% ../../nbs/59_views.report.ipynb #37fd4947
-def header_payload(m: Material) -> dict[str, Any]:
-    "Name, facts and numbers at the top of a report; numbers are (label, first, last, step of first, step of last)."
-    names = {"model": "base_model", "data": "dataset", "loss": "policy_loss", "learning rate": "learning_rate"}
-    facts = {label: m.settings[name] for label, name in names.items() if m.settings.get(name) is not None}
-    tiles = {
-        "held-out reward": "eval/reward",
-        "reward in training": "reward",
-        "KL to the reference": "kl",
-        "tokens per completion": "completions/mean_length",
-    }
-    found = {label: series(m.metrics, name) for label, name in tiles.items()}
-    numbers = [(label, s["y"][0], s["y"][-1], s["x"][0], s["x"][-1]) for label, s in found.items() if s["x"]]
-    column = lambda name: m.metrics[name].tolist() if name in m.metrics else []
-    idle = dict(Counter(reason for reason in column("reason") if reason))
-    recorded = sum(not math.isnan(v) for v in column("policy_version"))
-    return {"name": m.name, "facts": facts, "numbers": numbers, "steps": recorded, "idle": idle}
-
-# %% ../../nbs/59_views.report.ipynb #e0da8e77
-COLORS = {"blue": "#2867b2", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
-FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
-
-
-def _layout(y: str, **options: Any) -> go.Layout:
-    "The look of a chart."
-    axis = {"gridcolor": "#edf1f5", "zerolinecolor": "#d5dce4", "linecolor": "#d5dce4", "ticks": "", "automargin": True}
-    return go.Layout(
-        font={"family": FONT, "size": 12, "color": "#5f6c7b"},
-        margin={"l": 8, "r": 12, "t": 8, "b": 8},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        hovermode="x unified",
-        hoverlabel={"bgcolor": "white", "bordercolor": "#d5dce4"},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        xaxis={**axis, "title": {"text": "step"}, "tickformat": "d", "showgrid": False, "zeroline": False},
-        yaxis={**axis, "title": {"text": y}, "rangemode": "tozero", "exponentformat": "e"},
-        **options,
-    )
-
-
-def _line(s: Mapping[str, list], name: str, color: str, **options: Any) -> go.Scatter:
-    "A series as a line, with marks when it is short."
-    style = {
-        "mode": "lines+markers" if len(s["x"]) <= 12 else "lines",
-        "line": {"color": COLORS[color], "width": 2},
-        "marker": {"size": 6, "color": COLORS[color]},
-        "hovertemplate": "%{y:.4g}",
-    }
-    return go.Scatter(x=s["x"], y=s["y"], name=html.escape(name), **style | options)
-
-# %% ../../nbs/59_views.report.ipynb #31dcbfb3
-def reward_figure(payload: Mapping[str, Any]) -> go.Figure:
-    "Mean reward with the spread of groups, and held-out reward."
-    r, spread = payload["reward"], payload["spread"]
-    std = dict(zip(spread["x"], spread["y"], strict=True))
-    at = [(x, y, std[x]) for x, y in zip(r["x"], r["y"], strict=True) if x in std]
-    edges = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": "spread"}
-    steps = [x for x, _, _ in at]
-    fill = {"fill": "tonexty", "fillcolor": "rgba(40,103,178,0.13)", "name": "± spread inside a group"}
-    figure = go.Figure(layout=_layout("reward"))
-    figure.add_trace(go.Scatter(x=steps, y=[y - s for _, y, s in at], showlegend=False, **edges))
-    figure.add_trace(go.Scatter(x=steps, y=[y + s for _, y, s in at], **fill, **edges))
-    figure.add_trace(_line(r, "mean in training", "blue"))
-    if payload["held_out"]["x"]:
-        marker = {"symbol": "diamond", "size": 11, "color": COLORS["orange"], "line": {"color": "white", "width": 1}}
-        line = {"color": COLORS["orange"], "width": 1, "dash": "dot"}
-        figure.add_trace(
-            _line(payload["held_out"], "held out", "orange", mode="lines+markers", marker=marker, line=line)
-        )
-    return figure
-
-
-def functions_figure(payload: Mapping[str, Any]) -> go.Figure:
-    "Mean of each reward function."
-    colors = ["blue", "orange", "green", "violet", "grey"]
-    lines = [_line(s, name, colors[i % len(colors)]) for i, (name, s) in enumerate(payload["functions"].items())]
-    return go.Figure(lines, _layout("mean reward"))
-
-# %% ../../nbs/59_views.report.ipynb #7d5ca910
-def kl_figure(payload: Mapping[str, Any]) -> go.Figure:
-    "KL to the reference."
-    colors = {"k3": "blue", "k1": "orange", "loss": "green"}
-    names = {"k3": "k3", "k1": "k1", "loss": "as the loss estimates it"}
-    lines = [_line(s, names[name], colors[name]) for name, s in payload["lines"].items()]
-    return go.Figure(lines, _layout("nats per token"))
-
-
-def length_figure(payload: Mapping[str, Any]) -> go.Figure:
-    "Completion length, and the share that was cut."
-    right = {"overlaying": "y", "side": "right", "range": [0, 1.03], "showgrid": False, "zeroline": False}
-    right |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%", "title": {"text": "cut"}, "automargin": True}
-    figure = go.Figure(layout=_layout("tokens", yaxis2=right))
-    figure.add_trace(_line(payload["mean"], "mean length", "blue"))
-    figure.add_trace(_line(payload["max"], "longest", "grey", line={"color": COLORS["grey"], "width": 1}))
-    figure.add_trace(_line(payload["clipped"], "cut at the limit", "orange", yaxis="y2", hovertemplate="%{y:.1%}"))
-    return figure
-
-
-def dead_figure(payload: Mapping[str, Any]) -> go.Figure:
-    "Share of groups in which all answers are equally good."
-    about = (("right", "all right", "#8fc4ab"), ("wrong", "all wrong", "#eab48e"))
-    bars = [
-        go.Bar(**payload[which], name=name, marker={"color": color}, hovertemplate="%{y:.1%}")
-        for which, name, color in about
-    ]
-    figure = go.Figure(bars, _layout("share of groups", barmode="stack", bargap=0))
-    return figure.update_yaxes(range=[0, 1.02], tickformat=".0%")
-
-# %% ../../nbs/59_views.report.ipynb #caf1b905
-def advantage_map(payload: Mapping[str, Any]) -> go.Figure:
-    "Advantages of a step: groups x completions."
-    values, rewards = payload["advantages"], payload["rewards"]
-    limit = max((abs(v) for row in values for v in row if v is not None), default=0) or 1.0
-    heat = go.Heatmap(
-        z=values,
-        customdata=rewards,
-        text=[[html.escape(key)[:80]] * len(row) for key, row in zip(payload["groups"], values, strict=True)],
-        zmin=-limit,
-        zmax=limit,
-        colorscale=[[0, "#c8602c"], [0.5, "#ffffff"], [1, "#2867b2"]],
-        xgap=2,
-        ygap=2,
-        colorbar={"thickness": 10, "outlinewidth": 0, "len": 0.9},
-        hovertemplate="%{text}<br>completion %{x}<br>advantage %{z:.3f}<br>reward %{customdata:.3f}<extra></extra>",
-    )
-    figure = go.Figure(heat, _layout("prompt"))
-    figure.update_layout(hovermode="closest", plot_bgcolor="#eef2f6")
-    figure.update_xaxes(title_text="completion", tick0=0, dtick=max(1, len(values[0]) // 8) if values else 1)
-    return figure.update_yaxes(
-        autorange="reversed", showgrid=False, zeroline=False, dtick=max(1, len(values) // 8), tick0=0
-    )
-
-
-def advantage_histogram(payload: Mapping[str, Any]) -> go.Figure:
-    "Advantages of a step, counted."
-    values = [v for row in payload["advantages"] for v in row if v is not None]
-    bars = go.Histogram(
-        x=values, marker={"color": COLORS["blue"]}, nbinsx=24, hovertemplate="%{x}: %{y}<extra></extra>"
-    )
-    figure = go.Figure(bars, _layout("samples", bargap=0.06))
-    return figure.update_xaxes(title_text="advantage", tickformat=None).update_layout(hovermode="closest")
 
 # %% ../../nbs/59_views.report.ipynb #66af6862
 def _mark(shown: str) -> str:
@@ -492,7 +267,7 @@ def _idle_html(idle: Mapping[str, int]) -> str:
 def _sections(m: Material) -> tuple[str, dict[str, go.Figure]]:
     "The body of the page, and its figures by place."
     over_steps, last_step = charts(m), step_charts(m)
-    header = header_payload(m)
+    header = header_payload(m.metrics, m.settings, m.name)
     parts = [header_html(header)]
     if not header["steps"]:
         parts.append(tag("p", "No step has been recorded yet.", kind="soft"))
