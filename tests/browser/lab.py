@@ -1,0 +1,340 @@
+"A JupyterLab of its own, and notebooks in it that a test can run, read and press."
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, Request, TimeoutError, WebSocket
+
+TESTS = Path(__file__).resolve().parents[1]
+SHOTS = Path(__file__).parent / "shots"
+PATIENCE = 120  # seconds that anything may take on a busy machine
+MILLIS = PATIENCE * 1000
+
+SETTINGS = {
+    "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},  # tests save when they mean to
+}
+START = "from offline import stay_here; stay_here(); "  # of the server and of each kernel
+
+# What JupyterLab itself writes to the console, and why it does no harm.
+HARMLESS: dict[str, str] = {}
+
+
+# --- what must not happen --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watch:
+    "Collects what no page may do: log an error, raise one, or ask another machine for anything."
+
+    complaints: list[str] = field(default_factory=list)
+
+    def follow(self, context: BrowserContext) -> None:
+        "Listen to every page of a context, present and future."
+        context.on("console", self._console)
+        context.on("weberror", lambda e: self.complaints.append(f"page error: {e.error}"))
+        context.on("request", self._request)
+        context.on("page", lambda page: page.on("websocket", self._socket))
+
+    def take(self, context: BrowserContext) -> list[str]:
+        "The complaints since the last call."
+        for page in context.pages:
+            page.evaluate("0")  # what was said until now has arrived once this has
+        found, self.complaints[:] = self.complaints[:], []
+        return found
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type == "error" and not any(re.search(sign, message.text) for sign in HARMLESS):
+            self.complaints.append(f"console error: {message.text} ({message.location.get('url', '')})")
+
+    def _request(self, request: Request) -> None:
+        page_itself = request.url.startswith("file:") and request.is_navigation_request()
+        if not page_itself and not request.url.startswith(("http://127.0.0.1:", "data:", "blob:", "about:")):
+            self.complaints.append(f"request leaves this machine: {request.method} {request.url[:200]}")
+
+    def _socket(self, socket: WebSocket) -> None:
+        if not socket.url.startswith("ws://127.0.0.1:"):
+            self.complaints.append(f"socket leaves this machine: {socket.url[:200]}")
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    "A port of 127.0.0.1 that nobody listens on."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def own_folders(home: Path) -> dict[str, str]:
+    "Environment of a Jupyter that shares nothing with the user's: folders, settings, start-up of kernels."
+    for plugin, values in SETTINGS.items():
+        file = home / "settings" / f"{plugin}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(values))
+    startup = home / "ipython" / "profile_default" / "startup" / "00-offline.py"
+    startup.parent.mkdir(parents=True)
+    startup.write_text(START)
+    folders = ("config", "data", "runtime")
+    return {f"JUPYTER_{name.upper()}_DIR": str(home / name) for name in folders} | {
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+        "IPYTHONDIR": str(home / "ipython"),
+    }
+
+
+@contextmanager
+def jupyter_lab(home: Path, context: BrowserContext) -> Iterator[Lab]:
+    "A JupyterLab on a free port of 127.0.0.1 whose kernels are the python that runs the tests."
+    root, port, token = home / "notebooks", free_port(), secrets.token_hex(16)
+    root.mkdir(parents=True)
+    keys = re.compile(r"JUPYTER|.*(_API_KEY|_TOKEN)$")
+    env = {name: value for name, value in os.environ.items() if not keys.match(name)} | own_folders(home)
+    env |= {"JUPYTER_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-c", START + "from jupyterlab.labapp import main; main()"]
+    options = {
+        "ServerApp.ip": "127.0.0.1",
+        "ServerApp.port": port,
+        "ServerApp.port_retries": 0,
+        "ServerApp.root_dir": root,
+        "ServerApp.open_browser": False,
+        "ServerApp.allow_root": True,
+        "LabApp.news_url": None,
+        "LabApp.check_for_updates_class": "jupyterlab.NeverCheckForUpdate",
+        "LabApp.extension_manager": "readonly",
+        "LabApp.expose_app_in_browser": True,
+    }
+    log = home / "lab.log"
+    with log.open("w") as out:
+        command += [f"--{name}={value}" for name, value in options.items()]
+        server = subprocess.Popen(command, cwd=root, env=env, stdout=out, stderr=out)
+    try:
+        lab = Lab(f"http://127.0.0.1:{port}", token, root, context)
+        deadline = time.monotonic() + PATIENCE
+        while not lab.answers():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()[-4000:]}")
+            time.sleep(0.2)
+        yield lab
+        lab.close()
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+@dataclass(eq=False)
+class Lab:
+    "A running JupyterLab and the browser that looks at it."
+
+    url: str
+    token: str
+    root: Path  # where its notebooks are
+    context: BrowserContext
+    opened: list[Notebook] = field(default_factory=list)
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        "An answer of the server's REST interface."
+        headers = {"Authorization": f"token {self.token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/{path}", data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+            text = reply.read()
+        return json.loads(text) if text else None
+
+    def answers(self) -> bool:
+        "Whether the server is up."
+        try:
+            return bool(self.request("GET", "api"))
+        except OSError:
+            return False
+
+    def open(self, source: Path | Sequence[str], name: str = "") -> Notebook:
+        "Copy a notebook, or make one of cells of code, and open it with a live kernel."
+        name = name or (source.name if isinstance(source, Path) else f"notebook_{len(self.opened)}.ipynb")
+        if isinstance(source, Path):
+            shutil.copy(source, self.root / name)
+        else:
+            kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+            made = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
+            made.cells = [nbformat.v4.new_code_cell(text) for text in source]
+            nbformat.write(made, self.root / name)
+        # A session made beforehand: else Lab now and then asks which kernel to take.
+        body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
+        session = self.request("POST", "api/sessions", body)
+        notebook = Notebook(self, name, session["id"], self.context.new_page())
+        self.opened.append(notebook)
+        notebook.load()
+        return notebook
+
+    def close(self) -> None:
+        "Close what is open."
+        for notebook in list(self.opened):
+            notebook.close()
+
+
+# --- a notebook -------------------------------------------------------------------------------------------------------
+
+PANEL = "window.jupyterapp.shell.currentWidget"
+# The execution indicator says idle too early: ask the session itself.
+CONNECTED = """async () => {
+    const session = window.jupyterapp?.shell?.currentWidget?.sessionContext;
+    if (!session) return false;
+    await session.ready;
+    const kernel = session.session?.kernel;
+    if (!kernel) return false;
+    await kernel.info;
+    return kernel.connectionStatus === 'connected' && kernel.status === 'idle';
+}"""
+# All cells have run, or one has failed; and the kernel is idle.
+FINISHED = f"""() => {{
+    const panel = {PANEL};
+    const cells = panel.content.widgets.filter(c => c.model.type === 'code' && c.model.sharedModel.getSource().trim());
+    const failed = cells.some(c => c.model.outputs.toJSON().some(o => o.output_type === 'error'));
+    const waiting = cells.some(c => c.model.executionState === 'running' || c.prompt === '*');
+    return panel.sessionContext.session?.kernel?.status === 'idle' && !waiting
+        && (failed || cells.every(c => c.model.executionCount !== null));
+}}"""
+ASK = f"""async (expression) => {{
+    const kernel = {PANEL}.sessionContext.session.kernel;
+    const user_expressions = {{asked: `__import__('json').dumps(${{expression}})`}};
+    const reply = await kernel.requestExecute({{code: '', store_history: false, user_expressions}}).done;
+    const asked = reply.content.user_expressions?.asked ?? reply.content;
+    return asked.status === 'ok' ? asked.data['text/plain'] : `raise ${{asked.ename}}: ${{asked.evalue}}`;
+}}"""
+
+
+@dataclass(eq=False)
+class Notebook:
+    "A notebook that is open in the browser."
+
+    lab: Lab
+    name: str
+    session: str  # id of its session; "" once its kernel is shut down
+    page: Page
+
+    @property
+    def path(self) -> Path:
+        "Its file."
+        return self.lab.root / self.name
+
+    def load(self) -> None:
+        "Open it, or open it again, and wait for its cells, and for its kernel if it has one."
+        page, workspace = self.page, Path(self.name).stem
+        page.set_default_timeout(MILLIS)
+        address = f"{self.lab.url}/lab/workspaces/{workspace}/tree/{self.name}?reset&token={self.lab.token}"
+        page.goto(address, wait_until="domcontentloaded")
+        page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for()
+        if self.session:
+            page.wait_for_function(CONNECTED)
+        page.evaluate("() => { const s = window.jupyterapp.shell; s.collapseLeft(); s.collapseRight(); }")
+
+    def menu(self, *labels: str) -> None:
+        "Choose from the menu bar, as a hand would."
+        self.page.locator(".lm-MenuBar-itemLabel").get_by_text(labels[0], exact=True).click()
+        for label in labels[1:]:
+            self.page.locator(".lm-Menu-itemLabel").get_by_text(label, exact=True).click()
+
+    def start_all(self) -> None:
+        "Run > Run All Cells; returns as soon as the kernel has been asked."
+        started = self.page.locator(".jp-InputPrompt").filter(has_text=re.compile(r"\[[0-9*]+\]")).first
+        for _ in range(5):  # a menu can be clicked before it is wired up
+            self.menu("Run", "Run All Cells")
+            try:
+                return started.wait_for(timeout=8000)
+            except TimeoutError:
+                continue
+        raise AssertionError(f"{self.name}: Run All Cells had no effect")
+
+    def wait(self) -> None:
+        "Until every cell has run, or one has failed, and the kernel is idle."
+        self.page.wait_for_function(FINISHED)
+
+    def run_all(self) -> None:
+        "Run all cells through the menu and wait for the end."
+        self.start_all()
+        self.wait()
+
+    def start_cell(self, index: int) -> None:
+        "Select a cell and press Shift+Enter."
+        self.page.evaluate(f"i => {{ const n = {PANEL}.content; n.activeCellIndex = i; n.mode = 'command'; }}", index)
+        self.cell(index).locator(".jp-InputPrompt").click()
+        self.page.keyboard.press("Shift+Enter")
+
+    def cell(self, index: int) -> Locator:
+        "A cell by its position."
+        return self.page.locator(".jp-NotebookPanel:visible .jp-Notebook .jp-Cell").nth(index)
+
+    def output(self, index: int) -> Locator:
+        "The outputs of a cell."
+        return self.cell(index).locator(".jp-Cell-outputArea")
+
+    def outputs(self) -> list[list[dict[str, Any]]]:
+        "The outputs of each cell, as the notebook's file would hold them."
+        return self.page.evaluate(f"() => {PANEL}.content.widgets.map(c => c.model.outputs?.toJSON() ?? [])")
+
+    def failures(self) -> list[str]:
+        "What its cells raised."
+        errors = (o for outs in self.outputs() for o in outs if o["output_type"] == "error")
+        return [f"{o['ename']}: {o['evalue']}" for o in errors]
+
+    def ask(self, expression: str) -> Any:
+        "The value of an expression in the kernel, through JSON."
+        text = self.page.evaluate(ASK, expression)
+        assert not text.startswith("raise "), text
+        return json.loads(ast.literal_eval(text))
+
+    def save(self) -> dict[str, Any]:
+        "Save it through the menu; what its file now holds."
+        self.menu("File", "Save Notebook")
+        self.page.wait_for_function(f"() => !{PANEL}.context.model.dirty && {PANEL}.context.contentsModel !== null")
+        return json.loads(self.path.read_text(encoding="utf-8"))
+
+    def shut_down(self) -> None:
+        "End its kernel."
+        if self.session:
+            self.lab.request("DELETE", f"api/sessions/{self.session}")
+            self.session = ""
+
+    def theme(self, name: str) -> None:
+        "light or dark, for every notebook that is open."
+        theme = f"JupyterLab {name.title()}"
+        self.page.evaluate("t => window.jupyterapp.commands.execute('apputils:change-theme', {theme: t})", theme)
+        self.page.wait_for_function("t => document.body.dataset.jpThemeName === t", arg=theme)
+
+    def width(self, width: int, height: int = 900) -> None:
+        "Resize the window."
+        self.page.set_viewport_size({"width": width, "height": height})
+
+    def shot(self, name: str, index: int | None = None) -> Path:
+        "A picture of the window, or of the outputs of one cell."
+        path = SHOTS / f"{name}.png"
+        (self.page if index is None else self.output(index)).screenshot(path=path)
+        return path
+
+    def close(self) -> None:
+        "Close the page and end the kernel."
+        if self in self.lab.opened:
+            self.lab.opened.remove(self)
+            self.page.close()
+            self.shut_down()
