@@ -24,8 +24,8 @@ from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, R
 
 TESTS = Path(__file__).resolve().parents[1]
 SHOTS = Path(__file__).parent / "shots"
-PATIENCE = 120  # seconds that anything may take on a busy machine
-MILLIS = PATIENCE * 1000
+PATIENCE = 180  # seconds that cells, or the start of a server, may take on a busy machine
+MILLIS = 60_000  # that a page may take to show something
 
 SETTINGS = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -181,8 +181,8 @@ class Lab:
             nbformat.write(made, self.root / name)
         # A session made beforehand: else Lab now and then asks which kernel to take.
         body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
-        session = self.request("POST", "api/sessions", body)
-        notebook = Notebook(self, name, session["id"], self.context.new_page())
+        self.request("POST", "api/sessions", body)
+        notebook = Notebook(self, name, self.context.new_page())
         self.opened.append(notebook)
         notebook.load()
         return notebook
@@ -230,7 +230,6 @@ class Notebook:
 
     lab: Lab
     name: str
-    session: str  # id of its session; "" once its kernel is shut down
     page: Page
 
     @property
@@ -239,14 +238,12 @@ class Notebook:
         return self.lab.root / self.name
 
     def load(self) -> None:
-        "Open it, or open it again, and wait for its cells, and for its kernel if it has one."
+        "Open it, or open it again, and wait for its kernel; JupyterLab starts one where there is none."
         page, workspace = self.page, Path(self.name).stem
-        page.set_default_timeout(MILLIS)
         address = f"{self.lab.url}/lab/workspaces/{workspace}/tree/{self.name}?reset&token={self.lab.token}"
         page.goto(address, wait_until="domcontentloaded")
         page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for()
-        if self.session:
-            page.wait_for_function(CONNECTED)
+        page.wait_for_function(CONNECTED, timeout=PATIENCE * 1000)
         page.evaluate("() => { const s = window.jupyterapp.shell; s.collapseLeft(); s.collapseRight(); }")
 
     def menu(self, *labels: str) -> None:
@@ -268,7 +265,7 @@ class Notebook:
 
     def wait(self) -> None:
         "Until every cell has run, or one has failed, and the kernel is idle."
-        self.page.wait_for_function(FINISHED)
+        self.page.wait_for_function(FINISHED, timeout=PATIENCE * 1000)
 
     def run_all(self) -> None:
         "Run all cells through the menu and wait for the end."
@@ -288,6 +285,12 @@ class Notebook:
     def output(self, index: int) -> Locator:
         "The outputs of a cell."
         return self.cell(index).locator(".jp-Cell-outputArea")
+
+    def show(self, index: int) -> Locator:
+        "Scroll to a cell (JupyterLab draws only what is near) and return its outputs."
+        self.page.evaluate(f"i => {PANEL}.content.scrollToItem(i, 'start')", index)
+        self.output(index).scroll_into_view_if_needed()
+        return self.output(index)
 
     def outputs(self) -> list[list[dict[str, Any]]]:
         "The outputs of each cell, as the notebook's file would hold them."
@@ -312,9 +315,9 @@ class Notebook:
 
     def shut_down(self) -> None:
         "End its kernel."
-        if self.session:
-            self.lab.request("DELETE", f"api/sessions/{self.session}")
-            self.session = ""
+        for session in self.lab.request("GET", "api/sessions"):
+            if session["path"] == self.name:
+                self.lab.request("DELETE", f"api/sessions/{session['id']}")
 
     def theme(self, name: str) -> None:
         "light or dark, for every notebook that is open."
@@ -329,7 +332,7 @@ class Notebook:
     def shot(self, name: str, index: int | None = None) -> Path:
         "A picture of the window, or of the outputs of one cell."
         path = SHOTS / f"{name}.png"
-        (self.page if index is None else self.output(index)).screenshot(path=path)
+        (self.page if index is None else self.show(index)).screenshot(path=path)
         return path
 
     def close(self) -> None:
