@@ -1,0 +1,483 @@
+"What-if, reward lab and attribution: against formulas written out here, and against what trained steps recorded."
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from synthetic import hostile_record, prompt_group, synthetic_record
+from tiny_models import one_thread
+
+from rl_notebook.advantages import group_advantages, with_advantages
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config, TISConfig
+from rl_notebook.core import AlignmentError, Datum, Logprobs, LossError, LossOutput, PromptGroup, RewardError
+from rl_notebook.data import load_rows
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
+from rl_notebook.records import StepRecord, read_record, write_record
+from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.whatif import (
+    RECORDED,
+    REPRODUCED,
+    FrozenBatch,
+    attribution,
+    flat,
+    reproduction_error,
+    reward_lab,
+    what_if,
+)
+
+__all__ = ["one_thread"]
+
+SMALL = {
+    "prompt_groups_per_step": 3,
+    "completions_per_prompt": 6,
+    "max_completion_tokens": 16,
+    "max_seq_len": 96,
+    "learning_rate": 5e-4,
+    "kl_beta": 0.05,
+    "epochs": 1,
+}
+REWARDS = [toy_reward, toy_format_reward]
+
+
+def open_loop(make_loss=None, **settings) -> GRPOLoop:
+    "A loop over the toy task with the shipped model."
+    cfg = Config(**SMALL | settings)
+    backend = open_local(*load_model("tiny"), inline=True, lora_rank=cfg.lora_rank)
+    return GRPOLoop(backend, load_rows(toy_rows(24, seed=3)), REWARDS, cfg, make_loss=make_loss)
+
+
+def trained(steps: int = 2, make_loss=None, **settings) -> StepRecord:
+    "The last record of a few really trained steps."
+
+    async def run():
+        loop = open_loop(make_loss, **settings)
+        return [await loop.step() for _ in range(steps)][-1]
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def record() -> StepRecord:
+    return trained()
+
+
+def made_up(seed: int = 0, samples: int = 6, length: int = 9) -> tuple[StepRecord, dict[str, np.ndarray]]:
+    "A record with every series set apart from the others, and the same numbers end to end."
+    rng = np.random.default_rng(seed)
+    datums, policy, active = [], [], []
+    for i in range(samples):
+        w = (rng.random(length) < 0.7).astype(float)
+        w[-1] = 1.0
+        on = w > 0
+        series = {k: np.where(on, -rng.exponential(0.6, length), np.nan) for k in ("sampler", "old", "ref")}
+        fields = {f"{k}_logprobs": v for k, v in series.items()}
+        a = float(rng.normal())
+        datums.append(Datum(rng.integers(0, 50, length + 1), w, a, **fields, group=i // 3, sample=i % 3))
+        policy.append(np.where(on, series["old"] + rng.normal(0, 0.4, length), np.nan))
+        active.append(on)
+    cat = lambda arrays: np.concatenate([np.asarray(x)[on] for x, on in zip(arrays, active, strict=True)])
+    numbers = {k: cat([getattr(d, f"{k}_logprobs") for d in datums]) for k in ("sampler", "old", "ref")}
+    numbers |= {"policy": cat(policy), "A": cat([np.full(length, d.advantage) for d in datums])}
+    numbers["n"] = np.array([int(on.sum()) for on in active])
+    loss = LossOutput(0.0, {}, tuple(map(Logprobs, policy)), tuple(np.zeros(length) for _ in datums))
+    return StepRecord(7, (), datums, loss, options={"policy_loss": "grpo"}), numbers
+
+
+# --- what_if against formulas -------------------------------------------------------------------------------------
+
+
+def test_ppo_with_kl_and_correction_is_the_formula():
+    record, x = made_up()
+    settings = {"policy_loss": "ppo", "eps_clip": 0.2, "kl_beta": 0.3, "tis": "token", "tis_cap": 1.5}
+    result = what_if(record, {"v": settings})
+    r, tis = np.exp(x["policy"] - x["old"]), np.minimum(np.exp(x["old"] - x["sampler"]), 1.5)
+    stopped = ((r > 1.2) & (x["A"] > 0)) | ((r < 0.8) & (x["A"] < 0))
+    surrogate = np.where(stopped, 0.0, -x["A"] * r * tis) / len(r)
+    kl = 0.3 * (1 - np.exp(x["ref"] - x["policy"])) / len(r)
+    g, row = surrogate + kl, result.table.loc["v"]
+    assert stopped.any()
+    assert not stopped.all()
+    np.testing.assert_allclose(flat(record.datums, result.dlogprobs["v"]), g, rtol=1e-12, atol=1e-15)
+    mass = np.abs(g).sum()
+    own = -x["A"] / len(r)
+    expected = {
+        "grad_norm": np.sqrt((g**2).sum()),
+        "clipped": stopped.mean(),
+        "positive": np.abs(g)[x["A"] > 0].sum() / mass,
+        "negative": np.abs(g)[x["A"] < 0].sum() / mass,
+        "kl": np.abs(kl).sum() / (np.abs(kl).sum() + np.abs(surrogate).sum()),
+        "cosine": g @ own / np.sqrt((g @ g) * (own @ own)),
+    }
+    np.testing.assert_allclose([row[k] for k in expected], list(expected.values()), rtol=1e-10)
+    k3 = np.exp(x["ref"] - x["policy"]) - (x["ref"] - x["policy"]) - 1
+    value = np.maximum(-r * x["A"], -np.clip(r, 0.8, 1.2) * x["A"]) * tis + 0.3 * k3
+    assert row["loss"] == pytest.approx(value.mean(), rel=1e-12)
+
+
+def test_aggregations_are_the_formula():
+    record, x = made_up(1)
+    names = {a: {"aggregation": a, "max_completion_tokens": 16} for a in AGGREGATIONS}
+    result = what_if(record, names)
+    per_token, n, s = np.repeat(x["n"], x["n"]), x["n"].sum(), len(x["n"])
+    divisor = {
+        "token_mean": n,
+        "sequence_mean": s * per_token,
+        "sample_mean": s,
+        "constant": 16 * s,
+        "sum": 1,
+    }
+    for a in AGGREGATIONS:
+        np.testing.assert_allclose(flat(record.datums, result.dlogprobs[a]), -x["A"] / divisor[a], rtol=1e-12)
+    longer = n / (16 * s)
+    assert result.table.note["constant"] == f"direction of recorded, {longer:.3g} times as long"
+    assert result.table.note["token_mean"] == "same gradient as recorded"
+    assert result.table.cosine["sample_mean"] == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+def test_every_loss_agrees_with_differences(policy_loss):
+    record, _ = made_up(2)
+    settings = {"policy_loss": policy_loss, "kl_beta": 0.2, "kl_estimator": "k2"}
+    result = what_if(record, {"v": settings})
+    found = result.dlogprobs["v"][0]
+    batch, h = FrozenBatch.of(record), 1e-6
+    if policy_loss in ("gspo", "cispo"):  # their gradient is, on purpose, not that of their value
+        weight = make_loss_fn(batch.datums, **settings)
+        leaves = [torch.tensor(p.values, requires_grad=True) for p in batch.policy_logprobs]
+        weight(batch.datums, leaves)[0].backward()
+        np.testing.assert_allclose(found, leaves[0].grad.nan_to_num().numpy())
+        return
+    for t in np.flatnonzero(record.datums[0].active):
+        value = {}
+        for sign in (1, -1):
+            moved = [p.values.copy() for p in batch.policy_logprobs]
+            moved[0][t] += sign * h
+            value[sign] = what_if(batch.moved(moved), {"v": settings}).table.loss["v"]
+        assert found[t] == pytest.approx((value[1] - value[-1]) / (2 * h), abs=1e-6)
+
+
+ADVANTAGES = {
+    "loo": ({"advantage_scale": "loo"}, lambda r, everything: (r - r.mean()) * len(r) / (len(r) - 1)),
+    "none": ({"advantage_scale": "none"}, lambda r, everything: r - r.mean()),
+    "population": ({"ddof": 0}, lambda r, everything: (r - r.mean()) / (r.std() + 1e-8)),
+    "batch": ({"advantage_scale": "batch"}, lambda r, everything: (r - r.mean()) / (everything.std(ddof=1) + 1e-8)),
+}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantage_variants_use_the_rewards_of_all_groups(name):
+    record, (changes, formula) = synthetic_record(20, seed=4), ADVANTAGES[name]
+    everything = np.concatenate([g.rewards for g in record.groups])
+    wanted = {g.index: formula(g.rewards, everything) for g in record.groups}
+    n = sum(d.num_loss_tokens for d in record.datums)
+    want = np.concatenate([np.full(d.num_loss_tokens, -wanted[d.group][d.sample] / n) for d in record.datums])
+    got = what_if(record, {"v": {**changes, "kl_beta": 0.0}}).dlogprobs["v"]
+    np.testing.assert_allclose(flat(record.datums, got), want, rtol=1e-9, atol=1e-18)
+
+
+# --- what_if against really trained steps -------------------------------------------------------------------------
+
+TRAINED = {
+    "grpo": {},
+    "ppo, tis, in parts": {
+        "policy_loss": "ppo",
+        "tis_enabled": True,
+        "tis": TISConfig(cap=2.0),
+        "max_samples_per_fwd_bwd": 5,
+    },
+    "gspo by sequence": {
+        "policy_loss": "gspo",
+        "aggregation": "sequence_mean",
+        "tis_enabled": True,
+        "tis": TISConfig(level="sequence"),
+    },
+    "dr. grpo": {"aggregation": "constant", "advantage_scale": "none"},
+    "as groups arrive": {"min_samples_per_fwd_bwd": 6, "aggregation": "sample_mean"},
+    "k1, no kl term": {"kl_beta": 0.0, "kl_metric": True, "kl_estimator": "k1"},
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_recorded_loss_and_gradient_come_out_again(name):
+    record = trained(**TRAINED[name])
+    result = what_if(record, {})
+    output = result.outputs[RECORDED]
+    assert output.loss == pytest.approx(record.loss.loss, rel=1e-4, abs=1e-6)
+    assert reproduction_error(result.batch, output) < REPRODUCED
+    assert "NOT" not in result.headline
+    for ours, theirs in zip(output.dlogprobs, record.loss.dlogprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(np.abs(g).max() for g in record.loss.dlogprobs))
+
+
+def test_a_record_that_lies_is_noticed():
+    assert "NOT reproduced" in what_if(synthetic_record(20), {}).headline
+
+
+def test_on_a_fresh_batch_losses_of_the_ratio_are_one(record):
+    names = ("ppo", "gspo", "cispo", "dapo", "sapo", "importance_sampling", "dro")
+    table = what_if(record, {n: {"policy_loss": n} for n in names}).table
+    assert set(table.note[list(names)]) == {"same gradient as recorded"}
+
+
+def test_moved_logprobs_count_the_ratio_from_the_start(record):
+    batch = FrozenBatch.of(record)
+    later = [p.values + 0.5 for p in batch.policy_logprobs]
+    result = what_if(record, {"ppo": {"policy_loss": "ppo", "kl_beta": 0.0}}, policy_logprobs=later)
+    positive = np.concatenate([np.full(d.num_loss_tokens, d.advantage > 0) for d in batch.datums])
+    assert result.table.clipped["ppo"] == pytest.approx(positive.mean())  # a ratio of 1.65 is above every clip
+    assert result.table.positive["ppo"] == 0
+    assert "ratio 1.65 to 1.65" in result.headline
+
+
+def test_a_custom_loss_is_compared_by_its_recorded_gradient():
+    mine = lambda datums, denominator: make_loss_fn(datums, policy_loss="grpo", aggregation="sum")
+    record = trained(1, make_loss=mine, kl_beta=0.0)
+    result = what_if(record, {"sum": {"aggregation": "sum"}, "mean": {}})
+    assert result.table.note["sum"] == "same gradient as recorded"
+    assert result.table.cosine["mean"] == pytest.approx(1, abs=1e-6)
+    with pytest.raises(LossError, match="custom loss"):
+        what_if(record, {}, policy_logprobs=record.loss.logprobs)
+
+
+def test_a_record_from_disk_is_as_good(record, tmp_path):
+    write_record(record, tmp_path)
+    again = read_record(tmp_path)
+    variants = {"v": {"policy_loss": "dro", "kl_beta": 0.5, "advantage_scale": "loo"}}
+    assert what_if(record, variants).table.equals(what_if(again, variants).table)
+    assert attribution(record).by_token.equals(attribution(again).by_token)
+
+
+# --- reward lab ---------------------------------------------------------------------------------------------------
+
+
+def length_reward(text: str) -> float:
+    return -float(len(text))
+
+
+def test_the_steps_own_rewards_change_nothing(record):
+    lab = reward_lab(record, REWARDS)
+    np.testing.assert_array_equal(lab.samples.new_reward, lab.samples.reward)
+    np.testing.assert_allclose(lab.samples.new_advantage, lab.samples.advantage, atol=1e-12)
+    assert (
+        lab.summary["sign_flips"]
+        == lab.summary["swapped_pairs"]
+        == lab.summary["come_alive"]
+        == lab.summary["die"]
+        == 0
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"advantage_scale": "none"}, {"ddof": 0}])
+def test_another_reward_is_compared_by_the_steps_own_rule(settings):
+    record = trained(1, **settings)
+    lab = reward_lab(record, length_reward)
+    for g in record.groups:
+        r = np.array([-float(len(s.text)) for s in g.samples])
+        want = group_advantages(r, scale=settings.get("advantage_scale", "std"), ddof=settings.get("ddof", 1))
+        rows = lab.samples[lab.samples.group == g.index]
+        np.testing.assert_allclose(rows.new_advantage, want)
+        swapped = sum((g.rewards[i] - g.rewards[j]) * (r[i] - r[j]) < 0 for i in range(len(r)) for j in range(i))
+        assert lab.groups.set_index("group").swapped_pairs[g.index] == swapped
+    flips = (np.sign(lab.samples.advantage) * np.sign(lab.samples.new_advantage) < 0).sum()
+    assert lab.summary["sign_flips"] == flips
+
+
+def test_groups_come_alive_and_die():
+    rng = np.random.default_rng(1)
+    dead = prompt_group(rng, 0, 1.0, 4)
+    dead = replace(dead, samples=tuple(replace(s, reward=1.0) for s in dead.samples))
+    live = prompt_group(rng, 1, 0.5, 4)
+    live = replace(live, samples=tuple(replace(s, reward=float(i), text="x" * 3) for i, s in enumerate(live.samples)))
+    dead = replace(dead, samples=tuple(replace(s, text="x" * i) for i, s in enumerate(dead.samples)))
+    record = StepRecord(1, with_advantages([dead, live]))
+    lab = reward_lab(record, length_reward)
+    assert list(lab.groups.signal) == ["comes alive", "dies"]
+    assert (lab.summary["dead_before"], lab.summary["dead_after"]) == (0.5, 0.5)
+    assert lab.samples.sign.tolist()[:4] == ["0 → +", "0 → +", "0 → −", "0 → −"]
+
+
+def test_unscorable_answers_leave_their_group(record):
+    lab = reward_lab(record, lambda text: None if "####" not in text else float(len(text)))
+    gone = ["####" not in s.text for g in record.groups for s in g.samples]
+    assert any(gone)
+    assert lab.samples.new_reward.isna().tolist() == gone
+    assert lab.samples.new_advantage.isna().tolist() == gone
+    assert lab.summary["unscorable"] == sum(gone)
+    everything = reward_lab(record, lambda text: None)
+    assert everything.summary["unscorable"] == len(gone)
+    assert everything.summary["dead_after"] == 1.0
+
+
+def test_async_rewards_columns_and_weights(record):
+    async def judge(text: str, answer: str) -> float:
+        await asyncio.sleep(0)
+        return float(text.endswith(answer))
+
+    lab = reward_lab(record, [judge, toy_format_reward], weights=[2.0, 0.0])
+    want = [2.0 * s.text.endswith(g.row["answer"]) for g in record.groups for s in g.samples]
+    assert lab.samples.new_reward.tolist() == want
+    assert "new/judge" in lab.samples
+
+
+def test_a_misbehaving_reward_is_named(record):
+    with pytest.raises(RewardError, match=r"group 0, sample 0 .*ZeroDivisionError"):
+        reward_lab(record, lambda text: 1 / 0)
+    with pytest.raises(RewardError, match="weights"):
+        reward_lab(record, REWARDS, weights=[1.0])
+    odd = [replace(g, advantages=np.arange(len(g.samples)) - 7.0) for g in record.groups]
+    with pytest.raises(RewardError, match="no known rule"):
+        reward_lab(replace(record, groups=odd), length_reward)
+    assert len(reward_lab(replace(record, groups=odd), length_reward, advantage_scale="none").groups) == 3
+
+
+# --- attribution --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo, tis, in parts", "as groups arrive"])
+def test_attribution_adds_up_to_the_metric(name):
+    record = trained(**TRAINED[name])
+    a = attribution(record)
+    assert a.total == pytest.approx(record.metrics["grad/abs_sum"], rel=1e-4)
+    assert a.total == pytest.approx(sum(float(np.abs(g).sum()) for g in record.loss.dlogprobs), rel=1e-12)
+    for table in (a.by_sample, a.by_group, a.by_token):
+        assert table.mass.sum() == pytest.approx(a.total)
+        assert table.share.sum() == pytest.approx(1)
+    positive = a.by_token.mass[a.by_token.advantage > 0].sum() / a.total
+    assert positive == pytest.approx(record.metrics["grad/positive_share"], rel=1e-3)
+
+
+def test_each_token_is_at_its_place(record):
+    a, batch = attribution(record), FrozenBatch.of(record)
+    assert len(a.by_token) == sum(d.num_loss_tokens for d in record.datums)
+    for row in a.top_tokens(20).itertuples():
+        d = batch.datums[row.datum]
+        assert (d.group, d.sample) == (row.group, row.sample)
+        assert d.tokens[row.target + 1] == row.token
+        assert record.loss.dlogprobs[row.datum][row.target] == row.dlogprob
+    assert a.top_tokens(5).mass.is_monotonic_decreasing
+
+
+def test_attribution_of_a_variant_and_of_nothing(record):
+    result = what_if(record, {"none": {"kl_beta": 0.0, "advantage_scale": "std"}})
+    a = attribution(record, result.dlogprobs["none"])
+    assert set(a.by_sample.push[a.by_sample.advantage > 0]) == {"up"}
+    zero = attribution(record, [np.zeros(len(d.weights)) for d in record.datums])
+    assert zero.total == 0
+    assert "no token was pushed" in repr(zero)
+    with pytest.raises(AlignmentError, match="dlogprobs"):
+        attribution(record, result.dlogprobs["none"][:1])
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_training_is_refused():
+    empty = StepRecord(3, reason="all 4 groups had equal rewards")
+    for function in (attribution, lambda r: what_if(r, {})):
+        with pytest.raises(LossError, match=r"step 3: .*all 4 groups had equal rewards.*trained"):
+            function(empty)
+    with pytest.raises(RewardError, match="no saved answers"):
+        reward_lab(empty, length_reward)
+    none_left = StepRecord(3, [PromptGroup((), key="a", dropped=("rollout 0 raised",))])
+    with pytest.raises(RewardError, match="no saved answers"):
+        reward_lab(none_left, length_reward)
+
+
+def test_masked_datums(record):
+    masked = [replace(d, weights=np.zeros_like(d.weights)) for d in record.datums]
+    with pytest.raises(LossError, match="no token in the loss"):
+        FrozenBatch.of(replace(record, datums=masked))
+    some = replace(record, datums=[masked[0], *record.datums[1:]], groups=record.groups)
+    result = what_if(some, {"v": {"policy_loss": "ppo"}})
+    assert not result.dlogprobs["v"][0].any()
+    assert len(attribution(some, result.dlogprobs["v"]).by_sample) == len(record.datums) - 1
+
+
+def test_series_that_are_not_numbers(record):
+    d = record.datums[2]
+    first = int(np.flatnonzero(d.active)[0])
+    holes = np.array(record.loss.logprobs[2].values)
+    holes[first] = np.nan
+    logprobs = (*record.loss.logprobs[:2], Logprobs(holes), *record.loss.logprobs[3:])
+    with pytest.raises(AlignmentError, match=rf"step 2, {d.where.split(' (')[0]}.*nan at target {first}"):
+        FrozenBatch.of(replace(record, loss=replace(record.loss, logprobs=logprobs)))
+    with pytest.raises(AlignmentError, match="series"):
+        FrozenBatch.of(replace(record, datums=record.datums[1:]))
+    infinite = np.where(d.active, np.inf, 0.0)
+    broken = [*record.datums[:2], replace(d, ref_logprobs=infinite), *record.datums[3:]]
+    with pytest.raises(AlignmentError, match="ref_logprobs"):
+        what_if(replace(record, datums=broken), {})
+
+
+WRONG = [
+    ({"learning_rate": 1.0}, "'learning_rate'"),
+    ({"policy_loss": "grp"}, "'grp'"),
+    ({"policy_loss": "grpo", "eps_clip": 0.2}, "does not read eps_clip"),
+    ({"kl_beta": -1.0}, "kl_beta"),
+    ({"tis_cap": -1.0, "tis": "token"}, "tis_cap"),
+    ({"advantage_scale": "mean"}, "'mean'"),
+    ({"ddof": 2}, "ddof"),
+    ({"advantage_scale": "none", "ddof": 0}, "ddof"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_settings_that_mean_nothing_are_refused(record, changes, message):
+    with pytest.raises(LossError, match="variant 'x'") as raised:
+        what_if(record, {"x": changes})
+    assert message in str(raised.value)
+
+
+def test_what_the_record_lacks_is_named(record):
+    bare = [replace(d, sampler_logprobs=None, ref_logprobs=None) for d in record.datums]
+    without = replace(record, datums=bare, options={"policy_loss": "grpo"})
+    assert len(what_if(without, {"ppo": {"policy_loss": "ppo"}}).table) == 2
+    for changes, reader in (
+        ({"tis": "token"}, "tis='token'"),
+        ({"policy_loss": "reinforce"}, "policy_loss='reinforce'"),
+        ({"policy_loss": "ppo", "anchor": "rollout"}, "anchor='rollout'"),
+        ({"kl_beta": 0.1}, "kl_beta=0.1"),
+    ):
+        with pytest.raises(LossError, match=f"variant 'x'.*{reader}.*{len(bare)} of {len(bare)} datums without"):
+            what_if(without, {"x": changes})
+    with pytest.raises(LossError, match="without rewards"):
+        what_if(replace(record, groups=()), {"x": {"advantage_scale": "none"}})
+    with pytest.raises(LossError, match="'recorded'"):
+        what_if(record, {RECORDED: {}})
+
+
+def test_per_token_advantages_are_not_overwritten(record):
+    spread = [replace(d, advantage=np.full(len(d.weights), d.advantage)) for d in record.datums]
+    whole = replace(record, datums=spread)
+    assert what_if(whole, {"ppo": {"policy_loss": "ppo"}}).table.note["ppo"] == "same gradient as recorded"
+    with pytest.raises(LossError, match="one per token"):
+        what_if(whole, {"x": {"advantage_scale": "none"}})
+
+
+@pytest.mark.parametrize(("groups", "completions"), [(1, 8), (512, 3)])
+def test_one_group_and_many(groups, completions):
+    record = synthetic_record(20, groups=groups, completions=completions, seed=3)
+    assert record.trained
+    result = what_if(record, {"x": {"advantage_scale": "batch", "policy_loss": "ppo"}})
+    assert len(result.table) == 2
+    assert len(reward_lab(record, length_reward).groups) == groups
+    assert len(attribution(record).by_group) == len({d.group for d in record.datums})
+
+
+def test_options_of_a_later_version_are_refused(record):
+    with pytest.raises(LossError, match="entropy_bonus"):
+        FrozenBatch.of(replace(record, options={**record.options, "entropy_bonus": 0.1}))
+
+
+def test_hostile_text_stays_text():
+    record = hostile_record()
+    bad = "<script>"
+    name = "<img src=x onerror=alert(1)>"
+    shown = [what_if(record, {name: {}}), attribution(record), reward_lab(record, length_reward)]
+    for thing in shown:
+        assert bad not in thing._repr_html_()
+        assert "<img" not in thing._repr_html_()
