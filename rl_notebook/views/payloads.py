@@ -7,74 +7,397 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ..core import RolloutSample
-from ..records import StepRecord, prompt_text
+from ..advantages import is_dead
+from ..core import PromptGroup, RecordError, RolloutSample
+from ..records import StepRecord, metrics_row, prompt_text
 
 # %% auto #0
-__all__ = ['SHOWN_GROUPS', 'SHOWN_SAMPLES', 'series', 'reward_payload', 'kl_payload', 'length_payload', 'dead_payload',
-           'advantages_payload', 'completions_payload', 'header_payload']
+__all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'BARS', 'ROWS', 'SHOWN_GROUPS', 'SHOWN_SAMPLES', 'LONGEST_TEXT', 'TRAINERS',
+           'FLOORS', 'LABELS', 'WORST', 'downsample', 'History', 'column', 'series', 'last_value', 'five_numbers',
+           'spread_row', 'history_row', 'reward_payload', 'kl_payload', 'bar_means', 'length_payload', 'dead_payload',
+           'advantage_spread_payload', 'token_share_payload', 'run_payloads', 'dead_marks', 'advantages_payload',
+           'counts_payload', 'step_payloads', 'completion_rows', 'completions_payload', 'header_payload', 'TokenRow',
+           'token_rows', 'shown_text', 'token_text', 'token_texts', 'trainer_of', 'turns', 'all_series',
+           'series_payload', 'shift_payload', 'token_payload', 'keep_extremes', 'gap_quantiles', 'gap_histogram',
+           'overview_payload', 'menu_payload']
 
 # %% ../../nbs/50_views.payloads.ipynb #f6b296ea
-def series(metrics: pd.DataFrame, name: str) -> dict[str, list]:  # {"x": steps, "y": values}
-    "A metric over the steps at which it was measured."
+Series = dict[str, list]  # {"x": steps, "y": values}
+DRAWN = 1000  # points of a line on a screen
+
+
+def _kept(y: np.ndarray, limit: int) -> np.ndarray:
+    "Places of the first, the last, and the lowest and highest value (and one gap) of each stretch."
+    gaps = ~np.isfinite(y)
+    per_stretch = 3 if gaps.any() else 2
+    width = -(-len(y) // max((limit - 2) // per_stretch, 1))
+    padded = np.concatenate([y, np.full(-len(y) % width, np.nan)]).reshape(-1, width)
+    missing = ~np.isfinite(padded)
+    start = np.arange(len(padded)) * width
+    low = start + np.where(missing, np.inf, padded).argmin(axis=1)
+    high = start + np.where(missing, -np.inf, padded).argmax(axis=1)
+    gap = start + missing.argmax(axis=1)
+    keep = np.unique(np.concatenate([[0, len(y) - 1], low, high, gap[gap < len(y)] if gaps.any() else []]))
+    return keep.astype(np.int64)
+
+
+def _series(x: np.ndarray, y: np.ndarray, limit: int | None) -> Series:
+    "Steps and values as plain lists, at most `limit` of them."
+    if limit is not None and len(x) > limit:
+        keep = _kept(y, limit)
+        x, y = x[keep], y[keep]
+    values = y.tolist()
+    return {"x": x.tolist(), "y": values if np.isfinite(y).all() else [v if math.isfinite(v) else None for v in values]}
+
+
+def downsample(
+    series: Series,
+    limit: int = DRAWN,  # points, at least 4
+) -> Series:
+    "A series of at most `limit` points with the first, the last and all extremes of the whole, for drawing only."
+    if limit < 4:
+        raise RecordError("downsample: limit", got=limit, expected="at least 4", fix="Draw fewer lines instead.")
+    return _series(np.asarray(series["x"]), np.array(series["y"], dtype=np.float64), limit)
+
+# %% ../../nbs/50_views.payloads.ipynb #4e132720
+class History:
+    "Metrics column by column; adding a row costs the same however many there are."
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}  # steps and values
+        self.step = 0  # of the last row
+        for row in rows:
+            self.add(row)
+
+    def add(
+        self,
+        row: Mapping[str, Any],  # of `history_row` or `metrics_row`; what is not a number is left out
+    ) -> None:
+        "Add what was measured at a step, later than or as late as the last one; the later value wins."
+        if (step := int(row["step"])) < self.step:
+            fix = "Call rewind(step) first."
+            raise RecordError("history", got=f"step {step} after step {self.step}", expected="a later one", fix=fix)
+        self.step = step
+        for name, value in row.items():
+            if name == "step" or not isinstance(value, int | float) or math.isnan(value):
+                continue
+            x, y = self._columns.setdefault(name, (array("q"), array("d")))
+            if x and x[-1] == step:
+                y[-1] = value
+            else:
+                x.append(step)
+                y.append(value)
+
+    def rewind(self, step: int) -> None:
+        "Forget everything after a step."
+        self.step = min(self.step, step)
+        for x, y in self._columns.values():
+            while x and x[-1] > step:
+                x.pop()
+                y.pop()
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        "Steps and values of a metric, empty if it was never measured."
+        x, y = self._columns.get(name, ((), ()))
+        return np.array(x, dtype=np.int64), np.array(y, dtype=np.float64)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+
+Metrics = pd.DataFrame | History  # one row a step, or one row added a step
+
+# %% ../../nbs/50_views.payloads.ipynb #41fd7a44
+def column(metrics: Metrics, name: str) -> tuple[np.ndarray, np.ndarray]:  # steps, values
+    "A metric where it was measured."
+    if isinstance(metrics, History):
+        return metrics.column(name)
     if name not in metrics:
-        return {"x": [], "y": []}
-    found = metrics[name].dropna()
-    return {"x": [int(s) for s in found.index], "y": [float(v) for v in found]}
+        return np.zeros(0, np.int64), np.zeros(0)
+    values = metrics[name].to_numpy(dtype=np.float64)
+    there = ~np.isnan(values)
+    return metrics.index.to_numpy(dtype=np.int64)[there], values[there]
 
 
-def reward_payload(metrics: pd.DataFrame) -> dict[str, Any]:
-    "Mean reward, its spread inside groups, each reward function, and held-out reward."
+def series(
+    metrics: Metrics,
+    name: str,
+    limit: int | None = None,  # points, for drawing; None = all
+) -> Series:
+    "A metric over the steps at which it was measured."
+    return _series(*column(metrics, name), limit)
+
+
+def last_value(metrics: Metrics, name: str) -> float | None:
+    "The last value of a metric, or None."
+    y = column(metrics, name)[1]
+    return float(y[-1]) if len(y) and math.isfinite(y[-1]) else None
+
+# %% ../../nbs/50_views.payloads.ipynb #393d9c0c
+FIVE = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
+
+
+def five_numbers(values: np.ndarray, name: str) -> dict[str, float]:
+    "Ends, quartiles and median of what is finite, as `name/min` and so on; nothing of nothing."
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return {}
+    return {f"{name}/{stat}": float(v) for stat, v in zip(FIVE, np.quantile(finite, [*FIVE.values()]), strict=True)}
+
+
+def spread_row(
+    rewards: Sequence[np.ndarray],  # (samples,) of each group
+    advantages: Sequence[np.ndarray],  # (samples,) of each group
+    lengths: Sequence[np.ndarray],  # (samples,) tokens sampled
+) -> dict[str, float]:
+    "Spread of the groups' mean rewards and of the advantages; share of sampled tokens by sign of advantage."
+    means = np.array([r.mean() for r in rewards if len(r)])
+    a, tokens = (np.concatenate([*part, np.zeros(0)]) for part in (advantages, lengths))
+    total = tokens.sum()
+    signs = {"plus": a > 0, "minus": a < 0, "zero": a == 0} if total else {}
+    shares = {f"advantages/tokens_{sign}": float(tokens[which].sum() / total) for sign, which in signs.items()}
+    return five_numbers(means, "groups/reward") | five_numbers(a, "advantages") | shares
+
+
+def history_row(record: StepRecord) -> dict[str, Any]:
+    "What a record adds to a history: its metrics and its spreads."
+    groups = [g for g in record.groups if g.samples and g.advantages is not None]
+    lengths = [np.array([s.completion_len for s in g.samples]) for g in groups]
+    spread = spread_row(
+        [g.rewards for g in groups], [g.advantages for g in groups if g.advantages is not None], lengths
+    )
+    return metrics_row(record) | spread
+
+# %% ../../nbs/50_views.payloads.ipynb #5bc4988a
+def _around(metrics: Metrics, limit: int | None) -> dict[str, Series]:
+    "Mean reward less and plus the spread inside a group."
+    (x, mean), (at, std) = column(metrics, "reward"), column(metrics, "reward_std")
+    both, i, j = np.intersect1d(x, at, assume_unique=True, return_indices=True)
+    edges = {"low": mean[i] - std[j], "high": mean[i] + std[j]}
+    return {edge: _series(both, y, limit) for edge, y in edges.items()}
+
+
+def _five(metrics: Metrics, name: str, limit: int | None) -> dict[str, Series]:
+    "Five numbers over the steps."
+    return {stat: series(metrics, f"{name}/{stat}", limit) for stat in FIVE}
+
+
+def reward_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+    "Mean reward, its spread inside groups and between them, each reward function, and held-out reward."
     names = [c.split("/", 1)[1].removesuffix("/mean") for c in metrics if re.fullmatch(r"rewards/.*/mean", c)]
     return {
-        "reward": series(metrics, "reward"),
-        "spread": series(metrics, "reward_std"),
-        "held_out": series(metrics, "eval/reward"),
-        "functions": {name: series(metrics, f"rewards/{name}/mean") for name in names},
+        "reward": series(metrics, "reward", limit),
+        "inside": _around(metrics, limit),
+        "groups": _five(metrics, "groups/reward", limit),
+        "held_out": series(metrics, "eval/reward", limit),
+        "functions": {name: series(metrics, f"rewards/{name}/mean", limit) for name in names},
     }
 
-# %% ../../nbs/50_views.payloads.ipynb #6354bd3d
-def kl_payload(metrics: pd.DataFrame, settings: Mapping[str, Any]) -> dict[str, Any]:
-    "KL estimates over the steps, and the weight of the KL term."
-    found = {name: series(metrics, column) for name, column in (("k1", "kl/k1"), ("k3", "kl/k3"), ("loss", "kl"))}
-    lines = {name: s for name, s in found.items() if s["x"]}
-    if any(lines.get("loss") == lines.get(name) for name in ("k1", "k3")):
-        lines.pop("loss", None)
-    return {"lines": lines, "kl_beta": settings.get("kl_beta")}
+# %% ../../nbs/50_views.payloads.ipynb #b6fdb974
+_GAP = "sampling/sampling_logp_difference"
+_PANELS = (  # name, unit, lines and their metrics, power of the noise floor
+    ("policy to reference", "nats per token", {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"}, 2),
+    ("policy to old", "nats per token", {"k3": "ppo_kl"}, 2),
+    ("trainer to sampler, mean", "nats", {"mean": f"{_GAP}/mean"}, 1),
+    ("trainer to sampler, largest", "nats", {"max": f"{_GAP}/max"}, 1),
+)
 
 
-def length_payload(metrics: pd.DataFrame) -> dict[str, Any]:
+def kl_payload(
+    metrics: Metrics,
+    settings: Mapping[str, Any],  # dotted names
+    noise_floor: float | None = None,  # nats; None = the metric of that name, if there is one
+    limit: int | None = None,
+) -> dict[str, Any]:
+    "Panels of what was measured, each with its lines and the noise floor in its unit, and the weight of the KL term."
+    floor = last_value(metrics, "noise_floor") if noise_floor is None else noise_floor
+    beta = last_value(metrics, "kl_beta")
+    panels = []
+    for name, unit, columns, power in _PANELS:
+        found = {line: series(metrics, metric, limit) for line, metric in columns.items()}
+        lines = {line: s for line, s in found.items() if s["x"]}
+        if any(lines.get("loss") == lines.get(line) for line in ("k1", "k3")):
+            lines.pop("loss", None)
+        band = None if floor is None else floor if power == 1 else floor**2 / 2
+        panels += [{"name": name, "unit": unit, "lines": lines, "floor": band}] if lines else []
+    return {"panels": panels, "kl_beta": settings.get("kl_beta") if beta is None else beta}
+
+# %% ../../nbs/50_views.payloads.ipynb #ca3e34a0
+BARS = 200  # of a chart of shares
+
+
+def bar_means(s: Series, limit: int | None = BARS) -> Series:
+    "Values as bars: at most `limit` of them, each the mean over equally many steps, at the first of them."
+    if limit is None or len(s["x"]) <= limit:
+        return s
+    width = -(-len(s["x"]) // limit)
+    starts = np.arange(0, len(s["x"]), width)
+    y = np.array(s["y"], dtype=np.float64)
+    sums, counts = np.add.reduceat(y, starts), np.diff(np.append(starts, len(y)))
+    return _series(np.asarray(s["x"])[starts], sums / counts, None)
+
+
+def length_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
     "Completion lengths in tokens, and the share that was cut at the limit."
     names = {stat: f"completions/{stat}_length" for stat in ("mean", "min", "max")}
-    lengths = {stat: series(metrics, name) for stat, name in names.items()}
-    return {**lengths, "clipped": series(metrics, "completions/clipped_ratio")}
+    lengths = {stat: series(metrics, name, limit) for stat, name in names.items()}
+    return {**lengths, "clipped": series(metrics, "completions/clipped_ratio", limit)}
 
 
-def dead_payload(metrics: pd.DataFrame) -> dict[str, Any]:
+def dead_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
     "Shares of groups without signal: all answers right, and all wrong."
-    return {"right": series(metrics, "frac_dead_high"), "wrong": series(metrics, "frac_dead_low")}
+    names = {"right": "frac_dead_high", "wrong": "frac_dead_low"}
+    return {which: bar_means(series(metrics, name), limit and BARS) for which, name in names.items()}
 
 # %% ../../nbs/50_views.payloads.ipynb #72d92742
-def advantages_payload(record: StepRecord) -> dict[str, Any]:
+def advantage_spread_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+    "Ends, quartiles and median of the advantages of each step."
+    return _five(metrics, "advantages", limit)
+
+
+def token_share_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+    "Share of sampled tokens with positive, negative and zero advantage."
+    signs = ("plus", "minus", "zero")
+    return {sign: bar_means(series(metrics, f"advantages/tokens_{sign}"), limit and BARS) for sign in signs}
+
+# %% ../../nbs/50_views.payloads.ipynb #9c82c4cf
+def run_payloads(
+    metrics: Metrics,
+    settings: Mapping[str, Any],  # dotted names
+    noise_floor: float | None = None,  # nats
+    limit: int | None = DRAWN,  # points of a line; None = all
+) -> dict[str, dict[str, Any]]:
+    "What is drawn over the steps, by chart."
+    reward = reward_payload(metrics, limit)
+    return {
+        "reward": reward,
+        "functions": reward,
+        "kl": kl_payload(metrics, settings, noise_floor, limit),
+        "length": length_payload(metrics, limit),
+        "dead": dead_payload(metrics, limit),
+        "advantage spread": advantage_spread_payload(metrics, limit),
+        "token share": token_share_payload(metrics, limit),
+    }
+
+# %% ../../nbs/50_views.payloads.ipynb #3f7b6539
+ROWS = 64  # groups that a map shows
+
+
+def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
+    "For each group `right` or `wrong` if all its answers earned the same, much or little; `` if it has signal."
+    rewards = [g.rewards for g in groups]
+    everything = np.concatenate([*rewards, np.zeros(0)])
+    middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
+    kind = lambda r: "" if not len(r) or not is_dead(r) else "right" if r[0] > middle else "wrong"
+    return [kind(r) for r in rewards]
+
+
+def advantages_payload(record: StepRecord, start: int = 0, rows: int | None = None) -> dict[str, Any]:
     "Advantages and rewards of a step: groups x completions; None where there is no such sample."
     groups = [g for g in record.groups if g.samples and g.advantages is not None]
-    width = max((len(g.samples) for g in groups), default=0)
-    padded = lambda values: [*(float(v) for v in values), *[None] * (width - len(values))]
+    shown = groups[start : None if rows is None else start + rows]
+    width = max((len(g.samples) for g in shown), default=0)
+    finite = lambda values: [float(v) if math.isfinite(v) else None for v in values]
+    padded = lambda values: [*finite(values), *[None] * (width - len(values))]
     return {
         "step": record.step,
-        "groups": [g.key or str(g.index) for g in groups],
-        "advantages": [padded(g.advantages) for g in groups if g.advantages is not None],
-        "rewards": [padded(g.rewards) for g in groups],
+        "groups": [g.key or str(g.index) for g in shown],
+        "index": [g.index for g in shown],
+        "dead": dead_marks(groups)[start : start + len(shown)],
+        "advantages": [padded(g.advantages) for g in shown if g.advantages is not None],
+        "rewards": [padded(g.rewards) for g in shown],
+        "start": start,
+        "total": len(groups),
     }
 
 # %% ../../nbs/50_views.payloads.ipynb #84738bac
+def counts_payload(
+    record: StepRecord,
+    what: str = "reward",  # or "advantage"
+    bins: int = 20,  # at most
+) -> dict[str, Any]:
+    "Rewards or advantages of a step, counted: middles and width of the bars, and counts by kind of group."
+    none = np.zeros(0)
+    of = (lambda g: g.rewards) if what == "reward" else (lambda g: none if g.advantages is None else g.advantages)
+    marked = list(zip(record.groups, dead_marks(record.groups), strict=True))
+    kinds = {"live": "", "right": "right", "wrong": "wrong"}
+    values = {k: np.concatenate([*(of(g) for g, m in marked if m == mark), none]) for k, mark in kinds.items()}
+    values = {k: v[np.isfinite(v)].round(9) for k, v in values.items()}
+    x, width = _bars(np.unique(np.concatenate([*values.values()])), bins)
+    edges = np.append(x - width / 2, x[-1:] + width / 2)[1:-1]
+    counts = {k: np.bincount(np.searchsorted(edges, v, "right"), minlength=len(x)).tolist() for k, v in values.items()}
+    return {"step": record.step, "what": what, "x": x.tolist(), "width": width, **counts}
+
+
+def _bars(found: np.ndarray, bins: int) -> tuple[np.ndarray, float]:
+    "Middles and common width of bars for these values, which are sorted and different."
+    if len(found) < 2:
+        return found, 1.0
+    gap, span = float(np.diff(found).min()), float(found[-1] - found[0])
+    if span / gap <= bins:  # an even grid may hold every value
+        grid = found[0] + gap * np.arange(round(span / gap) + 1)
+        if np.abs(grid[:, None] - found).min(axis=0).max() < gap / 4:
+            return grid.round(9), gap
+    return found[0] + span * (np.arange(bins) + 0.5) / bins, span / bins
+
+# %% ../../nbs/50_views.payloads.ipynb #d35489fb
+def step_payloads(record: StepRecord, start: int = 0) -> dict[str, dict[str, Any]]:
+    "What is drawn of one step, by chart."
+    return {
+        "advantages": advantages_payload(record, start, ROWS),
+        "rewards counted": counts_payload(record, "reward"),
+        "advantages counted": counts_payload(record, "advantage"),
+    }
+
+# %% ../../nbs/50_views.payloads.ipynb #96a32bb2
+def _prompt(sample: RolloutSample | None, row: Mapping[str, Any], tokenizer: Any) -> str:
+    "The prompt as the model saw it, or as the data row has it."
+    if tokenizer is None or sample is None:
+        return prompt_text(row)
+    return tokenizer.decode(sample.tokens[: sample.prompt_len].tolist(), skip_special_tokens=False)
+
+
+def _number(value: float | None) -> float | None:
+    "A number that JSON can hold."
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def completion_rows(
+    record: StepRecord,
+    tokenizer: Any = None,  # with `decode(ids, skip_special_tokens=...)`; None = prompts as in the data
+) -> list[dict[str, Any]]:
+    "Every sample of a step as a row of a table."
+    marks = dead_marks(record.groups)
+    return [
+        {
+            "group": g.index,
+            "sample": i,
+            "row": g.key,
+            "prompt": _prompt(s, g.row, tokenizer),
+            "text": s.text,
+            "rewards": {name: _number(value) for name, value in s.rewards.items()},
+            "reward": _number(s.reward),
+            "advantage": None if g.advantages is None else _number(g.advantages[i]),
+            "length": s.completion_len,
+            "finish_reason": s.finish_reason,
+            "dead": mark,
+        }
+        for g, mark in zip(record.groups, marks, strict=True)
+        for i, s in enumerate(g.samples)
+    ]
+
+# %% ../../nbs/50_views.payloads.ipynb #0bf1d64a
 SHOWN_GROUPS, SHOWN_SAMPLES = 3, 4  # per step
 
 
@@ -97,9 +420,9 @@ def completions_payload(record: StepRecord, groups: int = SHOWN_GROUPS, samples:
 
 
 def _sample(sample: RolloutSample, advantages: np.ndarray | None, i: int) -> dict[str, Any]:
-    "One row of the table of completions."
-    advantage = None if advantages is None else float(advantages[i])
-    kept = {"text": sample.text, "reward": sample.reward, "advantage": advantage}
+    "One row of a report's completions."
+    advantage = None if advantages is None else _number(advantages[i])
+    kept = {"text": sample.text, "reward": _number(sample.reward), "advantage": advantage}
     return kept | {"finish_reason": sample.finish_reason, "length": sample.completion_len}
 
 # %% ../../nbs/50_views.payloads.ipynb #91f5f229
@@ -123,3 +446,464 @@ def header_payload(
     idle = dict(Counter(reason for reason in column("reason") if reason))
     recorded = sum(not math.isnan(v) for v in column("policy_version"))
     return {"name": name, "facts": facts, "numbers": numbers, "steps": recorded, "idle": idle}
+
+# %% ../../nbs/50_views.payloads.ipynb #710c5f41
+import unicodedata
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+
+from ..core import AlignmentError, Datum, DatumError, frozen_array
+from ..losses import KL_ESTIMATORS, ActiveTokens, LossOptions, log_ratio, sequence_ratio
+
+# %% ../../nbs/50_views.payloads.ipynb #d8d9e673
+@dataclass(frozen=True, eq=False)
+class TokenRow:
+    "One sequence and everything that is known about its tokens; series are target-aligned, length N-1."
+
+    tokens: np.ndarray  # (N,) ids
+    scored: np.ndarray  # (N-1,) bool: the positions that enter the loss
+    series: Mapping[str, np.ndarray]  # policy, old, sampler, sampler_raw, ref, dlogprob, and others by name
+    prompt_len: int  # tokens before the first sampled one; 0 = not known
+    group: int = 0  # index of the prompt group in the step
+    sample: int = 0  # index in the group
+    key: str = ""  # names the data row
+    cut: int = 0  # tokens that were cut off to fit
+    facts: Mapping[str, Any] = field(default_factory=dict)  # reward, advantage, finish reason
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the loss
+    notes: tuple[str, ...] = ()  # what is not known, and why
+
+    @property
+    def where(self) -> str:
+        "The row as a place in a message."
+        return f"group {self.group}, sample {self.sample}" + (f" (row {self.key!r})" if self.key else "")
+
+# %% ../../nbs/50_views.payloads.ipynb #7907e476
+def _fitting(name: str, values: Any, datum: Datum) -> np.ndarray:  # (N-1,)
+    "A series as an array with one entry per target."
+    coordinate = getattr(values, "coordinate", "target")
+    array = frozen_array(np.asarray(getattr(values, "values", values), np.float64), np.float64)
+    if coordinate != "target" or len(array) != len(datum.weights):
+        got = f"{len(array)} values in {coordinate} coordinates for {len(datum.tokens)} tokens"
+        expected = f"{len(datum.weights)}, one per target"
+        raise AlignmentError(name, where=datum.where, got=got, expected=expected, fix="See rl_notebook.align.")
+    return array
+
+
+def _per_datum(name: str, series: Sequence[Any] | None, datums: Sequence[Datum]) -> list[np.ndarray | None]:
+    "One array per datum; None where nobody has the series."
+    if series is None:
+        return [None] * len(datums)
+    if len(series) != len(datums):
+        raise AlignmentError(name, got=f"{len(series)} series for {len(datums)} datums", expected="one per datum")
+    return [_fitting(name, s, d) for s, d in zip(series, datums, strict=True)]
+
+# %% ../../nbs/50_views.payloads.ipynb #0bf26409
+def _about(sample: RolloutSample | None) -> dict[str, Any]:
+    "What a sample says about itself in a line."
+    if sample is None:
+        return {}
+    return {"reward": sample.reward, "ended": sample.finish_reason, "policy version": sample.policy_version}
+
+
+def _raw(sample: RolloutSample | None, size: int) -> dict[str, np.ndarray]:
+    "The sampler's raw logprobs where they are not those that it drew from."
+    if sample is None or sample.raw_logprobs is None:
+        return {}
+    raw, drawn = sample.raw_logprobs[1:][:size], sample.logprobs[1:][:size]
+    return {} if np.array_equal(raw, drawn, equal_nan=True) else {"sampler_raw": raw}
+
+
+def _datum_row(datum: Datum, others: Mapping[str, np.ndarray | None], sample: RolloutSample | None) -> TokenRow:
+    "A row from a datum, series about it, and its sample if there is a record."
+    names = {"policy": None, "old": "old_logprobs", "sampler": "sampler_logprobs", "ref": "ref_logprobs"}
+    found = {name: getattr(datum, attr) if attr else others.get(name) for name, attr in names.items()}
+    found |= _raw(sample, len(datum.weights)) | dict(others)
+    scalar = not isinstance(datum.advantage, np.ndarray)
+    found |= {} if scalar else {"advantage": datum.advantage}
+    first = int(np.argmax(datum.active)) + 1 if datum.active.any() else 0
+    return TokenRow(
+        tokens=datum.tokens,
+        scored=datum.active,
+        series={name: values for name, values in found.items() if values is not None},
+        prompt_len=min(sample.prompt_len, len(datum.tokens)) if sample else first,
+        group=datum.group,
+        sample=datum.sample,
+        key=datum.key,
+        cut=datum.truncated_tokens,
+        facts=_about(sample) | ({"advantage": float(datum.advantage)} if scalar else {}),
+        notes=() if datum.active.any() else ("no token of it is scored",),
+    )
+
+# %% ../../nbs/50_views.payloads.ipynb #1b088b66
+def _sample_row(group: PromptGroup, i: int, why: str) -> TokenRow:
+    "A row from a sample that was not trained."
+    sample = group.samples[i]
+    facts = _about(sample) | ({} if group.advantages is None else {"advantage": float(group.advantages[i])})
+    return TokenRow(
+        tokens=sample.tokens,
+        scored=sample.loss_mask[1:] > 0,
+        series={"sampler": sample.logprobs[1:], **_raw(sample, len(sample.tokens) - 1)},
+        prompt_len=sample.prompt_len,
+        group=group.index,
+        sample=i,
+        key=group.key,
+        facts=facts,
+        notes=(f"not trained: {why}",),
+    )
+
+
+def _record_rows(record: StepRecord, extra: Mapping[str, Sequence[Any]]) -> list[TokenRow]:
+    "The rows of a record: its datums, and the samples that have none."
+    loss, datums = record.loss, record.datums
+    given = {"policy": loss and loss.logprobs, "dlogprob": loss and loss.dlogprobs, **extra}
+    series = {name: _per_datum(name, values, datums) for name, values in given.items()}
+    samples = {(g.index, i): (g, s) for g in record.groups for i, s in enumerate(g.samples)}
+    rows = [
+        _datum_row(
+            d, {name: values[i] for name, values in series.items()}, samples.get((d.group, d.sample), (0, None))[1]
+        )
+        for i, d in enumerate(datums)
+    ]
+    there = {(row.group, row.sample) for row in rows}
+    why = record.reason or "its group carries no signal"
+    rows += [_sample_row(g, i, why) for (_, i), (g, _) in samples.items() if (g.index, i) not in there]
+    rows = [replace(row, options=record.options) for row in rows]
+    return sorted(rows, key=lambda row: (row.group, row.sample))
+
+# %% ../../nbs/50_views.payloads.ipynb #7726010e
+def token_rows(
+    source: StepRecord | Sequence[Datum],  # a step, or datums of one
+    *,
+    policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
+    extra: Mapping[str, Sequence[Any]] | None = None,  # further series by name, one array per datum, (N-1,)
+) -> list[TokenRow]:  # ordered by group and sample
+    "Every sequence of a step with all its series; raises AlignmentError where one does not fit its tokens."
+    more = dict(extra or {}) | ({} if policy_logprobs is None else {"policy": policy_logprobs})
+    if isinstance(source, StepRecord):
+        return _record_rows(source, more)
+    datums = list(source)
+    if wrong := [type(d).__name__ for d in datums if not isinstance(d, Datum)]:
+        raise DatumError("tokens to look at", got=wrong[0], expected="a StepRecord, or a list of Datum")
+    series = {name: _per_datum(name, values, datums) for name, values in more.items()}
+    rows = [_datum_row(d, {name: values[i] for name, values in series.items()}, None) for i, d in enumerate(datums)]
+    return sorted(rows, key=lambda row: (row.group, row.sample))
+
+# %% ../../nbs/50_views.payloads.ipynb #d9baa01a
+_SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥"}
+_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")  # categories of Unicode
+LONGEST_TEXT = 120  # signs of a token that are shown
+
+
+def _sign(c: str) -> str:
+    "One sign, or its number where it cannot be seen or would be mistaken."
+    if c in _SHOWN:
+        return _SHOWN[c]
+    plain = unicodedata.category(c) not in _UNSEEN and c not in _SHOWN.values()
+    return c if plain else f"\\u{ord(c):04x}"
+
+
+def shown_text(text: str, limit: int = LONGEST_TEXT) -> str:
+    "A text in which every sign can be seen; what goes beyond the limit is counted."
+    more = f"… (+{len(text) - limit:,} signs)" if len(text) > limit else ""
+    return "".join(map(_sign, text[:limit])) + more
+
+# %% ../../nbs/50_views.payloads.ipynb #dfc9bdca
+def _byte_of() -> dict[str, int]:
+    "The alphabet of byte-level tokenizers (GPT-2's): printable bytes stand for themselves, the others are moved up."
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in own]
+    return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def token_text(token: int, tokenizer: Any) -> str:
+    "What one token says, special tokens included; bytes that are no text as `\\xe2`."
+    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    to_piece = getattr(tokenizer, "convert_ids_to_tokens", None)
+    piece = str(to_piece(token)) if to_piece else ""
+    if "▁" in piece:
+        return piece.replace("▁", " ")
+    if "\ufffd" in text and piece and all(c in (table := _byte_of()) for c in piece):
+        return "".join(f"\\x{table[c]:02x}" for c in piece)
+    return text
+
+
+def token_texts(
+    tokens: np.ndarray,  # (N,) ids
+    tokenizer: Any = None,  # with `decode`; None = ids are shown
+) -> tuple[list[str], list[int]]:  # (N,) texts, and positions of special tokens
+    "What each token says, made visible, and which are special."
+    ids = [int(t) for t in tokens]
+    if tokenizer is None:
+        return [str(t) for t in ids], []
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*getattr(tokenizer, "all_special_ids", ()), *(t for t, about in added.items() if about.special)}
+    shown = {t: shown_text(token_text(t, tokenizer)) for t in set(ids)}
+    return [shown[t] for t in ids], [i for i, t in enumerate(ids) if t in special]
+
+# %% ../../nbs/50_views.payloads.ipynb #8a0c3e32
+TRAINERS = ("policy", "old", "ref")  # the first that a row has stands for the trainer
+
+
+def trainer_of(row: TokenRow) -> str | None:
+    "The series that stands for the trainer, None without any."
+    return next((name for name in TRAINERS if name in row.series), None)
+
+
+def _options(row: TokenRow) -> LossOptions | None:
+    "The loss options of a row; None if it was trained with a loss of somebody else's."
+    known = {f.name: row.options[f.name] for f in fields(LossOptions) if f.name in row.options}
+    return LossOptions(**known) if known and "make_loss" not in row.options else None
+
+
+def _ratios(row: TokenRow) -> dict[str, np.ndarray]:
+    "The policy's ratio to its anchor as the loss took it, before and after clipping."
+    o = _options(row) or LossOptions()
+    anchor = "sampler" if o.anchor == "rollout" or o.policy_loss == "reinforce" else "old"
+    if not {"policy", anchor} <= row.series.keys():
+        return {}
+    p, a = (torch.from_numpy(np.array(row.series[name])[row.scored]) for name in ("policy", anchor))
+    zero, whole = torch.zeros(len(p), dtype=torch.long), torch.tensor([len(p)])
+    t = ActiveTokens(policy=p, old=a, sampler=None, ref=None, advantage=torch.zeros_like(p), sample=zero, lengths=whole)
+    by_sequence = o.policy_loss == "gspo"
+    ratio = (
+        sequence_ratio(t, o.knob("seq_ratio_log_cap")) if by_sequence else log_ratio(t, o.knob("ratio_log_cap")).exp()
+    )
+    raw = np.full(len(row.scored), np.nan)
+    raw[row.scored] = ratio.numpy()
+    return {"ratio": raw} | ({} if o.knob("eps_clip") is None else {"ratio_clipped": np.clip(raw, *o.clip_range)})
+
+# %% ../../nbs/50_views.payloads.ipynb #9c2b3d78
+def turns(scored: np.ndarray) -> np.ndarray:  # (N-1,) int
+    "The number of the run of scored positions, from 1; 0 between the runs."
+    starts = np.diff(scored.astype(int), prepend=0) == 1
+    return np.cumsum(starts) * scored
+
+
+def _differences(row: TokenRow) -> dict[str, np.ndarray]:
+    "What trainer, sampler and reference disagree about, and the KL to the reference."
+    found, trainer = row.series, trainer_of(row)
+    pairs = [(trainer, other) for other in ("sampler", "old", "ref") if trainer and other != trainer]
+    out = {f"{a}-{b}": found[a] - found[b] for a, b in pairs if b in found and (a, b) != ("old", "ref")}
+    if {"policy", "ref"} <= found.keys():
+        p, f = (torch.from_numpy(np.array(found[name])) for name in ("policy", "ref"))
+        out["kl"] = KL_ESTIMATORS["k3"](p, f).numpy()
+    return out
+
+
+def all_series(row: TokenRow) -> dict[str, np.ndarray]:  # (N-1,) each
+    "Every series of a row, given and derived, by name."
+    given = ["policy", "old", "sampler", "sampler_raw", "ref"]
+    out = {name: row.series[name] for name in given if name in row.series}
+    out |= _differences(row) | _ratios(row)
+    out |= {name: values for name, values in row.series.items() if name not in out}
+    out["mask"] = row.scored.astype(np.float64)
+    turn = turns(row.scored)
+    return out | ({"turn": turn.astype(np.float64)} if turn.max(initial=0) > 1 else {})
+
+# %% ../../nbs/50_views.payloads.ipynb #1ee69416
+FLOORS = {"logprob": 1.0, "difference": 1e-3, "ratio": 1e-3, "kl": 1e-3, "gradient": 0.0}  # smallest scale of a kind
+LABELS = {
+    "policy": ("policy logprob", "logprob"),
+    "old": ("old logprob", "logprob"),
+    "sampler": ("sampler logprob", "logprob"),
+    "sampler_raw": ("sampler logprob, raw", "logprob"),
+    "ref": ("reference logprob", "logprob"),
+    "ratio": ("ratio", "ratio"),
+    "ratio_clipped": ("ratio, clipped", "ratio"),
+    "kl": ("KL to the reference (k3)", "kl"),
+    "dlogprob": ("dL/dlogprob", "gradient"),
+    "mask": ("mask", "class"),
+    "turn": ("turn", "class"),
+}
+WORST = 12  # tokens in a list of the worst
+
+
+def _label(name: str) -> tuple[str, str]:
+    "Name for readers, and kind of scale, of a series."
+    if name in LABELS:
+        return LABELS[name]
+    a, dash, b = name.partition("-")
+    pair = bool(dash) and {a, b} <= {*TRAINERS, "sampler"}
+    return (f"{a} − {b}", "difference") if pair else (shown_text(name).replace("·", " "), "gradient")
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    "Seven digits of each value; None where it is not finite."
+    return [float(f"{v:.7g}") if math.isfinite(v) else None for v in values.tolist()]
+
+
+def series_payload(name: str, values: np.ndarray, scored: np.ndarray) -> dict[str, Any]:
+    "One series with its scale, its worst positions, and those where it should be a number and is none."
+    label, kind = _label(name)
+    center = 1.0 if kind == "ratio" else 0.0
+    finite = np.isfinite(values)
+    off = np.where(finite & scored, np.abs(values - center), -1.0)
+    worst = [int(i) for i in np.argsort(-off, kind="stable")[:WORST] if off[i] > 0] if kind != "class" else []
+    inside = off[off >= 0] if kind != "class" else np.zeros(0)
+    limit = float(np.quantile(inside, 0.99)) if len(inside) else 0.0
+    return {
+        "name": name,
+        "label": label,
+        "kind": kind,
+        "values": _plain(values),
+        "center": center,
+        "limit": float(f"{max(limit, FLOORS.get(kind, 0.0)) or 1.0:.4g}"),
+        "worst": worst,
+        "bad": np.flatnonzero(scored & ~finite).tolist(),
+    }
+
+# %% ../../nbs/50_views.payloads.ipynb #f1d33e38
+def shift_payload(
+    trainer: np.ndarray,  # (N-1,)
+    sampler: np.ndarray,  # (N-1,)
+    scored: np.ndarray,  # (N-1,) bool
+    reach: int = 2,  # largest shift
+) -> dict[str, Any]:
+    "Mean |trainer[i] - sampler[i + shift]| for every shift, over the pairs that exist."
+    size, shifts = len(scored), range(-reach, reach + 1)
+    means, counts = [], []
+    for s in shifts:
+        here = np.flatnonzero(scored & (np.arange(size) + s >= 0) & (np.arange(size) + s < size))
+        gap = np.abs(trainer[here] - sampler[here + s])
+        gap = gap[np.isfinite(gap)]
+        means.append(float(gap.mean()) if len(gap) else None)
+        counts.append(len(gap))
+    measured = [(m, abs(s), s) for m, s in zip(means, shifts, strict=True) if m is not None]
+    out = {"shifts": [*shifts], "means": means, "counts": counts, "best": min(measured)[2] if measured else None}
+    return out | {"text": _shift_text(out)}
+
+
+def _shift_text(shift: Mapping[str, Any]) -> str:
+    "What the means say, or that they say nothing."
+    best, at = shift["best"], dict(zip(shift["shifts"], shift["means"], strict=True))
+    if best is None or max(shift["counts"]) < 4:
+        return "Too few tokens to tell."
+    if best == 0:
+        return "The rows fit best as they are."
+    if at[0] is not None and at[best] > at[0] / 2:
+        return f"Shift {best:+d} fits a little better, which may be chance."
+    late = "late" if best > 0 else "early"
+    steps = f"{abs(best)} {'entry' if abs(best) == 1 else 'entries'}"
+    return f"The rows fit at shift {best:+d}: one of them is off, the sampler's is {steps} {late} beside the trainer's."
+
+# %% ../../nbs/50_views.payloads.ipynb #0afc65e5
+def _roles(row: TokenRow) -> str:  # N letters
+    "p, m or s for each token."
+    own = np.concatenate([[False], row.scored])
+    return "".join("s" if own[i] else "p" if i < row.prompt_len else "m" for i in range(len(row.tokens)))
+
+
+def _first_look(series: Sequence[Mapping[str, Any]], row: TokenRow) -> str:
+    "The series to begin with: a difference that is more than noise, else the trainer's logprobs, else any."
+    gaps = [s for s in series if s["kind"] == "difference" and (s["bad"] or s["limit"] > FLOORS["difference"])]
+    return gaps[0]["name"] if gaps and gaps[0]["name"].endswith("-sampler") else trainer_of(row) or series[0]["name"]
+
+
+def token_payload(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
+    "One sample as plain values: tokens, roles, every series with its scale, and the shift of its rows."
+    texts, special = token_texts(row.tokens, tokenizer)
+    roles = _roles(row)
+    series = [series_payload(name, np.asarray(v), row.scored) for name, v in all_series(row).items()]
+    trainer, options, found = trainer_of(row), _options(row), row.series
+    both = trainer is not None and "sampler" in found
+    clip = options is not None and options.knob("eps_clip") is not None
+    return {
+        "where": row.where,
+        "facts": {k: v if isinstance(v, str) else _plain(np.array([v], float))[0] for k, v in row.facts.items()},
+        "tokens": row.tokens.tolist(),
+        "texts": texts,
+        "special": special,
+        "ids_only": tokenizer is None,
+        "roles": roles,
+        "regions": {"prompt": roles.count("p"), "masked": roles.count("m"), "scored": roles.count("s"), "cut": row.cut},
+        "series": series,
+        "first": _first_look(series, row),
+        "clip": [*options.clip_range] if clip and options else None,
+        "pair": [trainer, "sampler"] if both else None,
+        "shift": shift_payload(found[trainer], found["sampler"], row.scored) if trainer and both else None,
+        "notes": [*row.notes],
+    }
+
+# %% ../../nbs/50_views.payloads.ipynb #9149f176
+def keep_extremes(size: np.ndarray, limit: int) -> np.ndarray:  # sorted indices, at most `limit`
+    "The largest fifth of what may be kept, and an even choice of the rest."
+    if len(size) <= limit:
+        return np.arange(len(size))
+    order = np.argsort(-size, kind="stable")
+    top, rest = order[: limit // 5], np.sort(order[limit // 5 :])
+    even = np.linspace(0, len(rest) - 1, limit - len(top)).round().astype(int)
+    return np.sort(np.concatenate([top, rest[even]]))
+
+
+def gap_quantiles(gap: np.ndarray) -> dict[str, float | None]:
+    "p50, p90, p99 and max of |difference|."
+    gap = np.abs(gap[np.isfinite(gap)])
+    cuts = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {name: float(np.quantile(gap, q)) if len(gap) else None for name, q in cuts.items()}
+
+
+def gap_histogram(gap: np.ndarray, limit: float, bins: int = 41) -> dict[str, Any]:
+    "Counts of a difference between -limit and limit."
+    counts, edges = np.histogram(gap[np.isfinite(gap)], bins=bins, range=(-limit, limit))
+    return {"low": float(edges[0]), "high": float(edges[-1]), "counts": counts.tolist()}
+
+# %% ../../nbs/50_views.payloads.ipynb #77aa19c2
+def _scope(name: str, group: int | None, gap: np.ndarray, limit: float) -> dict[str, Any]:
+    "Quantiles and histogram of some of the tokens."
+    out = {"name": name, "group": group, "tokens": len(gap), "quantiles": gap_quantiles(gap)}
+    return out | {"histogram": gap_histogram(gap, limit)}
+
+
+def overview_payload(rows: Sequence[TokenRow], limit: int = 5000) -> dict[str, Any] | None:
+    "Trainer against sampler over all scored tokens; None when no sample has both."
+    trainer = next((t for t in TRAINERS for r in rows if t in r.series and "sampler" in r.series), None)
+    here = [i for i, r in enumerate(rows) if trainer in r.series and "sampler" in r.series]
+    if trainer is None:
+        return None
+    at = [np.flatnonzero(rows[i].scored) for i in here]
+    x, y = (
+        np.concatenate([rows[i].series[name][t] for i, t in zip(here, at, strict=True)])
+        for name in ("sampler", trainer)
+    )
+    item, target = np.repeat(here, [len(t) for t in at]), np.concatenate(at)
+    gap, group = y - x, np.array([r.group for r in rows])[item]
+    finite = np.flatnonzero(np.isfinite(gap))
+    drawn = finite[keep_extremes(np.abs(gap[finite]), limit)]
+    reach = float(np.abs(gap[finite]).max(initial=0.0)) or 1e-6
+    scopes = [_scope(f"all {len(here)} samples", None, gap, reach)]
+    scopes += [_scope(f"group {g}", int(g), gap[group == g], reach) for g in np.unique(group)]
+    return {
+        "pair": [trainer, "sampler"],
+        "points": {
+            "x": _plain(x[drawn]),
+            "y": _plain(y[drawn]),
+            "item": item[drawn].tolist(),
+            "target": target[drawn].tolist(),
+        },
+        "tokens": len(gap),
+        "undefined": len(gap) - len(finite),
+        "scopes": scopes,
+    }
+
+# %% ../../nbs/50_views.payloads.ipynb #04f6c42a
+def _form(name: str, value: Any) -> str:
+    "A fact as a word or two; nothing if it is not known."
+    if value is None or isinstance(value, str):
+        return ""
+    return f"{name} {value:+.2f}" if name == "advantage" else f"{name} {value:.3g}" if name == "reward" else ""
+
+
+def menu_payload(rows: Sequence[TokenRow]) -> list[dict[str, Any]]:
+    "One entry per sample for a menu."
+    out = []
+    for r in rows:
+        trainer, parts = trainer_of(r), [f"group {r.group}, sample {r.sample}"]
+        parts += [text for name, value in r.facts.items() if (text := _form(name, value))]
+        parts += [f"{int(r.scored.sum())} scored"]
+        if trainer and "sampler" in r.series:
+            worst = gap_quantiles((r.series[trainer] - r.series["sampler"])[r.scored])["max"]
+            parts += [f"max |{trainer} − sampler| {worst:.2g}"] if worst is not None else []
+        parts += ["not trained"] if any(n.startswith("not trained") for n in r.notes) else []
+        out.append({"group": r.group, "sample": r.sample, "label": " · ".join(parts)})
+    return out
