@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,16 +24,17 @@ from tqdm.auto import tqdm
 # %% auto #0
 __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'HELD_OUT', 'call_text', 'StepState', 'enter', 'Task',
            'as_task', 'configured', 'check_backend', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text',
-           'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'timed', 'encode', 'prompts_phase',
-           'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase', 'advantages_phase', 'trains_on',
-           'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped',
+           'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'encode',
+           'prompts_phase', 'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase', 'advantages_phase',
+           'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped',
            'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss', 'loss_phase', 'fresh_gradient',
            'backward_phase', 'UndoEntry', 'remember', 'optimize_phase', 'sync_waits', 'sync_sampler', 'sync_phase',
            'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'undo_step', 'Answered', 'answer',
            'take_in', 'refill_step', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
            'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts',
-           'reach_boundary', 'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt',
-           'steps_left', 'records_from', 'run_steps', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint']
+           'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
+           'stop_on_interrupt', 'steps_left', 'records_from', 'run_steps', 'GRPOLoop', 'save_checkpoint',
+           'restore_checkpoint']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -210,6 +211,7 @@ class Loop:
         self.eval_metrics: dict[str, float] = {}  # for the record of the step under way
         self.holds_gradient = False  # whether the trainer has a gradient that no update has used up
         self.in_window = False  # whether syncs wait for the end of a window
+        self.running = ""  # the phase under way
         self.stop_requested = False
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
         self.bar: Any = None  # over steps
@@ -300,13 +302,24 @@ def bar_shown(loop: Loop) -> bool:
 
 
 @contextmanager
-def timed(loop: Loop, phase: str) -> Iterator[None]:
-    "Measure a phase, and name it on the progress bar."
+def under_way(loop: Loop, phase: str) -> Iterator[None]:
+    "Say what the loop is doing, in `loop.running` and on the progress bar."
     if bar_shown(loop):
         loop.bar.set_postfix_str(phase)
-    start = time.perf_counter()
-    yield
-    loop.state.seconds[phase] = time.perf_counter() - start
+    before, loop.running = loop.running, phase
+    try:
+        yield
+    finally:
+        loop.running = before
+
+
+@contextmanager
+def timed(loop: Loop, phase: str) -> Iterator[None]:
+    "Measure a phase, and say meanwhile that it is under way."
+    with under_way(loop, phase):
+        start = time.perf_counter()
+        yield
+        loop.state.seconds[phase] = time.perf_counter() - start
 
 # %% ../nbs/33_loop.ipynb #09a93b38
 def encode(
@@ -359,9 +372,9 @@ async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
 async def sample_phase(loop: Loop) -> Listing[Rollouts]:
     "Draw all completions of the step."
     prompts = enter(loop.state, "sample")
-    loop.state.policy_version = loop.policy_version
     with timed(loop, "sample"):
         drawn = await side_by_side(loop, prompts, lambda p: draw_prompt(loop, p))
+    loop.state.policy_version = loop.policy_version
     return loop.state.put("sample", list_rollouts(drawn))
 
 # %% ../nbs/33_loop.ipynb #3dd46d17
@@ -483,6 +496,7 @@ async def fresh_gradient(loop: Loop) -> None:
     "Drop what an earlier pass left on the trainer."
     if loop.holds_gradient:
         await loop.backend.policy.discard_gradients()
+        loop.state.values.pop("backward", None)
     loop.holds_gradient = True
 
 
@@ -677,7 +691,8 @@ async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
         if not rows:
             break
         prompts = encode(loop, rows, loop.cursor.consumed, len(groups))
-        answered = await side_by_side(loop, prompts, lambda p: answer(loop, p))
+        with timed(loop, "refill"):
+            answered = await side_by_side(loop, prompts, lambda p: answer(loop, p))
         take_in(loop, answered)
         loop.state.taken += len(rows)
         added += len(rows)
@@ -694,8 +709,10 @@ async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
         raise PhaseError("evaluate", got="no held-out rows", fix="Pass eval_rows to the loop, or rows to evaluate.")
     prompts, params = encode(loop, held_out, HELD_OUT), loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
     task, sampler = loop.task, loop.backend.sampler
-    loop.eval_metrics = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, weights=task.weights)
-    return loop.eval_metrics
+    with under_way(loop, "evaluate"):
+        found = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, weights=task.weights)
+    loop.eval_metrics = found
+    return found
 
 # %% ../nbs/33_loop.ipynb #4794fddf
 async def with_signal(
@@ -801,15 +818,25 @@ async def reach_boundary(loop: Loop) -> None:
         await hook()
 
 
+async def next_batch(
+    loop: Loop, batches: AsyncGenerator[tuple[list[Answered], list[Answered]], None]
+) -> list[Answered]:
+    "Wait for the groups of the next step of a window, the live ones first; none at the end."
+    with timed(loop, "sample"):
+        batch = await anext(batches, None)
+    return [] if batch is None else [*batch[0], *batch[1]]
+
+
 async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord, None]:
     "Sample the prompts of so many steps together; train on full batches as they arrive; sync at the end."
-    jobs = [lambda p=p: answer(loop, p) for p in window_prompts(loop, steps)]
+    first, jobs = loop.state, [lambda p=p: answer(loop, p) for p in window_prompts(loop, steps)]
     useful = lambda a: trains_on(loop, a.group)
     trained, groups, loop.in_window = False, list[PromptGroup](), True
     try:
         async with aclosing(arrivals(jobs, loop.cfg.max_concurrent)) as source:
-            async for live, others in window_batches(source, useful, loop.cfg.prompt_groups_per_step):
-                take_in(loop, [*live, *others])
+            batches = window_batches(source, useful, loop.cfg.prompt_groups_per_step)
+            while batch := await next_batch(loop, batches):
+                take_in(loop, batch)
                 if (record := await loop.step()) is None:
                     return
                 trained, upcoming = trained or record.trained, loop.state
@@ -819,9 +846,12 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
                     return
         require_some(groups)
         if trained and loop.cfg.weight_sync_interval:
-            await sync_sampler(loop)
+            with under_way(loop, "sync"):
+                await sync_sampler(loop)
     finally:
         loop.in_window = False
+        if not first.values:  # nothing came of it
+            first.taken = 0
     await reach_boundary(loop)
 
 # %% ../nbs/33_loop.ipynb #9b3a720c
