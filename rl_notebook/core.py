@@ -282,6 +282,7 @@ class PromptGroup:
     index: int = 0  # position in the step
     advantages: np.ndarray | None = None  # (len(samples),)
     dropped: tuple[str, ...] = ()  # reasons of rollouts that failed or were unscorable
+    number: int = 0  # position of the prompt in the run, which decides its draws
 
     def __post_init__(self):
         object.__setattr__(self, "samples", tuple(self.samples))

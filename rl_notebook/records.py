@@ -34,7 +34,7 @@ __all__ = ['SHOWN', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATC
            'CHECKPOINT_FORMAT', 'GLANCE', 'prompt_text', 'StepRecord', 'step_verdict', 'html_table', 'encode', 'decode',
            'ragged', 'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record', 'staged_folder',
            'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing', 'metrics_row',
-           'metrics_frame', 'Run', 'RunFolder', 'Checkpoint', 'read_checkpoint']
+           'metrics_frame', 'Run', 'RunFolder', 'spans', 'Checkpoint', 'read_checkpoint']
 
 # %% ../nbs/31_records.ipynb #439020ba
 def prompt_text(
@@ -61,10 +61,13 @@ class StepRecord:
     reason: str = ""  # why nothing was trained; empty when something was
     policy_version: int = 0  # weight syncs so far, at the end of the step
     seconds: Mapping[str, float] = field(default_factory=dict)  # wall-clock time per phase
+    consumed: int = 0  # prompts taken from the data so far, at the end of the step
+    passes: tuple[int, ...] = ()  # datums of each backward pass, in order
+    divided_by: str = "none"  # what the optimizer divided the gradient by: "none", "num_loss_tokens", "num_sequences"
 
     def __post_init__(self):
-        object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "datums", tuple(self.datums))
+        for name in ("groups", "datums", "passes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def trained(self) -> bool:
@@ -265,7 +268,7 @@ def _loss_json(loss: LossOutput) -> dict[str, Any]:
     return _plain_fields(loss, ("logprobs", "dlogprobs"), "loss") | {"logprobs": stamps}
 
 # %% ../nbs/31_records.ipynb #fa36c250
-RECORD_FORMAT = "rl_notebook.record/1"  # raised when an older reader would misread a record
+RECORD_FORMAT = "rl_notebook.record/2"  # raised when an older reader would misread a record
 
 
 def record_json(record: StepRecord) -> dict[str, Any]:
@@ -663,9 +666,16 @@ class Run:
         "The record of a step; raises RecordError with the reason when it cannot be read."
         return _record(self, step)
 
-    def latest_checkpoint(self) -> Checkpoint | None:
+    def latest_checkpoint(
+        self,
+        at_most: float = math.inf,  # of those after this step or an earlier one
+    ) -> Checkpoint | None:
         "The newest checkpoint that is whole, or None; damaged ones are skipped with a warning."
-        return _latest_checkpoint(self)
+        return _latest_checkpoint(self, at_most)
+
+    def check(self, config: Config | Mapping[str, Any]) -> None:
+        "Raise RecordError unless these settings mean the same past: see `MUST_MATCH`."
+        _refuse_other_past(self.config, config, str(self.path))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -779,6 +789,14 @@ def _resume(run: Run, config: Config | Mapping[str, Any]) -> None:
     replace_text(run.path / "config.yaml", _config_yaml(config))
 
 # %% ../nbs/31_records.ipynb #942ec591
+def spans(numbers: Sequence[int]) -> str:
+    "Rising numbers in words: '1 to 3, 7'."
+    starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
+    ends = [*(i - 1 for i in starts[1:]), len(numbers) - 1]
+    pairs = [(numbers[a], numbers[b]) for a, b in zip(starts, ends, strict=False)]
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in pairs)
+
+# %% ../nbs/31_records.ipynb #fa56e577
 def _step_path(run: Run, step: int) -> Path:
     "The folder of a step."
     return run.path / "steps" / f"{step:05d}"
@@ -805,8 +823,7 @@ def _record(run: Run, step: int) -> StepRecord:
     "Read the record of a step."
     path = _step_path(run, step)
     if not path.is_dir():
-        steps = run.steps
-        expected = f"{steps[0]} to {steps[-1]}" if steps else "nothing, for no step is recorded yet"
+        expected = spans(run.steps) or "nothing, for no step is recorded yet"
         raise RecordError("no such step", where=str(run.path), got=step, expected=expected)
     record = read_record(path)
     if record.step != step:
@@ -879,9 +896,9 @@ def _keep_last(run: Run, keep: int) -> None:
             shutil.rmtree(gone)
 
 
-def _latest_checkpoint(run: Run) -> Checkpoint | None:
-    "The newest checkpoint that can be read."
-    for step in reversed(run.checkpoints):
+def _latest_checkpoint(run: Run, at_most: float = math.inf) -> Checkpoint | None:
+    "The newest checkpoint that can be read, of those after a step or before it."
+    for step in reversed([n for n in run.checkpoints if n <= at_most]):
         try:
             return read_checkpoint(run.path / "checkpoints" / f"{step:05d}")
         except RecordError as e:

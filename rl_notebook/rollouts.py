@@ -158,6 +158,7 @@ def assemble(rollouts: Rollouts, graded: Sequence[RolloutSample]) -> PromptGroup
         key=rollouts.prompt.row.key,
         index=rollouts.prompt.index,
         dropped=(*rollouts.dropped, *unscorable),
+        number=rollouts.prompt.number,
     )
 
 # %% ../nbs/30_rollouts.ipynb #f1c1f7b8

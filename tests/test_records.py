@@ -128,7 +128,8 @@ def groups(draw, index=0):
     inside = draw(st.lists(samples(), max_size=3))
     advantages = draw(st.none() | st.lists(floats, min_size=len(inside), max_size=len(inside)))
     dropped = draw(st.lists(text, max_size=2).map(tuple))
-    return PromptGroup(inside, draw(st.dictionaries(text, plain, max_size=3)), draw(text), index, advantages, dropped)
+    row, number = draw(st.dictionaries(text, plain, max_size=3)), draw(st.integers(0, 10**9))
+    return PromptGroup(inside, row, draw(text), index, advantages, dropped, number)
 
 
 @st.composite
@@ -167,6 +168,9 @@ def records(draw):
         reason=draw(text),
         policy_version=draw(st.integers(0, 9)),
         seconds=draw(st.dictionaries(text, finite, max_size=2)),
+        consumed=draw(st.integers(0, 10**6)),
+        passes=draw(st.lists(st.integers(1, 9), max_size=3)),
+        divided_by=draw(text),
     )
 
 
@@ -303,8 +307,8 @@ def rewrite(path: Path, **changes) -> None:
 
 
 def test_another_format_is_refused(run: RunFolder):
-    rewrite(run.path / "steps/00002/record.json", format="rl_notebook.record/2")
-    with pytest.raises(RecordError, match=r"got rl_notebook.record/2; expected rl_notebook.record/1. Read it with"):
+    rewrite(run.path / "steps/00002/record.json", format="rl_notebook.record/1")
+    with pytest.raises(RecordError, match=r"got rl_notebook.record/1; expected rl_notebook.record/2. Read it with"):
         run.record(2)
     rewrite(run.path / "run.json", format="rl_notebook.run/9")
     with pytest.raises(RecordError, match=r"run.json: format: got rl_notebook.run/9"):
