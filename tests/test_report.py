@@ -24,9 +24,19 @@ from rl_notebook.views.payloads import (
     kl_payload,
     length_payload,
     reward_payload,
+    run_payloads,
     series,
 )
-from rl_notebook.views.report import charts, material, pick, report_html, step_charts, visible, write_report
+from rl_notebook.views.report import (
+    charts_of_last_step,
+    charts_over_steps,
+    material,
+    pick,
+    report_html,
+    visible,
+    write_report,
+)
+from rl_notebook.xray import sentence
 
 CONFIG = {"base_model": "tiny", "dataset": "toy", "policy_loss": "grpo", "kl_beta": 0.001, "note": None}
 
@@ -99,12 +109,13 @@ def test_a_series_is_what_was_measured():
 
 def test_rewards():
     metrics = frame(
-        {"reward": 0.5, "reward_std": 0.1, "rewards/a/b/mean": 0.2, "rewards/a/b/std": 9.0, "eval/reward": 0.3},
-        {"reward": 0.6, "reward_std": 0.2, "rewards/a/b/mean": 0.4, "rewards/a/b/std": 9.0},
+        {"reward": 0.5, "reward_std": 0.125, "rewards/a/b/mean": 0.2, "rewards/a/b/std": 9.0, "eval/reward": 0.3},
+        {"reward": 0.625, "reward_std": 0.25, "rewards/a/b/mean": 0.4, "rewards/a/b/std": 9.0},
     )
     assert reward_payload(metrics) == {
-        "reward": {"x": [1, 2], "y": [0.5, 0.6]},
-        "spread": {"x": [1, 2], "y": [0.1, 0.2]},
+        "reward": {"x": [1, 2], "y": [0.5, 0.625]},
+        "inside": {"low": {"x": [1, 2], "y": [0.375, 0.375]}, "high": {"x": [1, 2], "y": [0.625, 0.875]}},
+        "groups": {stat: {"x": [], "y": []} for stat in ("min", "q25", "median", "q75", "max")},
         "held_out": {"x": [1], "y": [0.3]},
         "functions": {"a/b": {"x": [1, 2], "y": [0.2, 0.4]}},
     }
@@ -121,7 +132,7 @@ def test_rewards():
 )
 def test_kl_lines_are_drawn_once(row: dict, lines: list[str]):
     payload = kl_payload(frame(row), {"kl_beta": 0.01})
-    assert list(payload["lines"]) == lines
+    assert [list(panel["lines"]) for panel in payload["panels"]] == ([lines] if lines else [])
     assert payload["kl_beta"] == 0.01
 
 
@@ -141,6 +152,10 @@ def test_advantages_of_uneven_groups():
     assert payload == {
         "step": 1,
         "groups": [first.key, second.key],
+        "index": [0, 1],
+        "dead": ["", ""],
+        "start": 0,
+        "total": 2,
         "advantages": [first.advantages.tolist(), [*second.advantages[:2].tolist(), None]],
         "rewards": [first.rewards.tolist(), [*second.rewards[:2].tolist(), None]],
     }
@@ -208,8 +223,14 @@ def test_first_middle_and_last(steps: list[int], expected: list[int]):
 def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
     disk, memory = material(run), material(iter(run))
     assert [r.step for r in disk.samples] == [r.step for r in memory.samples] == [1, 4, 7]
-    assert [r.step for r in disk.recent] == [3, 4, 5, 6, 7]
-    assert reward_payload(disk.metrics)["reward"] == reward_payload(memory.metrics)["reward"]
+    assert [step for step, _ in disk.recent] == [3, 4, 5, 6, 7]
+    assert disk.recent == memory.recent
+    held_out = {"reward", "functions"}  # was logged beside the records
+    drawn = [run_payloads(m.metrics, {"kl_beta": 0.001}) for m in (disk, memory)]
+    assert drawn[0].keys() == drawn[1].keys()
+    for name in drawn[0].keys() - held_out:
+        assert drawn[0][name] == drawn[1][name]
+    assert drawn[0]["reward"]["groups"] == drawn[1]["reward"]["groups"]
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -217,21 +238,27 @@ def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
 
 def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     page, m = Page(report_html(run)), material(run)
-    titles = [c.title for c in [*charts(m), *step_charts(m)]]
+    titles = [c.title for c in [*charts_over_steps(m), *charts_of_last_step(m)]]
     assert titles == [
         "Reward",
         "Reward functions",
-        "KL to the reference",
+        "KL and logprob differences",
         "Completion length",
         "Groups without signal",
+        "Advantages over the steps",
+        "Tokens by sign of advantage",
         "Advantages by group",
+        "Rewards, counted",
         "Advantages, counted",
     ]
-    assert list(page.figures) == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(7)]
+    assert (
+        list(page.figures) == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(len(titles))]
+    )
     mean = next(t for t in page.figures["f0"]["data"] if t.get("name") == "mean in training")
     assert mean["y"] == reward_payload(m.metrics)["reward"]["y"]
-    assert page.figures["f5"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
-    for words in ("0.25 → 0.75", "kl_beta = 0.001", run.record(7).verdict, "4 of 5 completions", "base_model"):
+    assert page.figures["f7"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
+    assert page.figures["f2"]["layout"]["annotations"][0]["text"] == "policy to reference · kl_beta = 0.001"
+    for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "4 of 5 completions", "base_model"):
         assert words in page.text
     assert "Settings (4)" in page.text  # `note` says nothing
 
@@ -252,7 +279,7 @@ def test_the_page_needs_nothing_from_outside(run: RunFolder):
 def test_few_steps(count: int, tmp_path: Path):
     records = [synthetic_record(s, groups=2, completions=3) for s in range(1, count + 1)]
     page = Page(report_html(records))
-    assert page.tags.count("figure") == (7 if count else 0)
+    assert page.tags.count("figure") == (10 if count else 0)
     assert ("No step has been recorded yet." in page.text) == (count == 0)
     assert "nan" not in page.text.replace("nano", "")
     empty = RunFolder.create(tmp_path / "empty", CONFIG)

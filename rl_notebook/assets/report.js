@@ -1,5 +1,33 @@
-// Draws the figures of a report from the JSON that the page carries.
-const figures = JSON.parse(document.getElementById("figures").textContent);
-for (const [id, figure] of Object.entries(figures)) {
+// Draws the figures of a report from the JSON that the page carries, and reads the page again if it asks for that.
+const carried = document.getElementById("figures");
+for (const [id, figure] of Object.entries(carried ? JSON.parse(carried.textContent) : {})) {
   Plotly.newPlot(id, figure.data, figure.layout, { displayModeBar: false, responsive: true });
+}
+
+const seconds = Number(document.querySelector("main").dataset.refresh);
+const kept = "rl-notebook " + location.pathname;
+const boxes = () => [document.scrollingElement, ...document.querySelectorAll(".scroll")];
+
+function store() {
+  const place = { tops: boxes().map((box) => box.scrollTop), open: document.querySelector("details")?.open };
+  sessionStorage.setItem(kept, JSON.stringify(place));
+}
+
+function restore() {
+  const place = JSON.parse(sessionStorage.getItem(kept) || "null");
+  if (!place) return;
+  sessionStorage.removeItem(kept);
+  const details = document.querySelector("details");
+  if (details) details.open = Boolean(place.open);
+  boxes().forEach((box, i) => (box.scrollTop = place.tops[i] || 0));
+}
+
+if (seconds > 0) {
+  history.scrollRestoration = "manual";
+  restore();
+  setInterval(() => {
+    if (document.hidden || String(getSelection())) return; // nobody looks, or somebody is about to copy
+    store();
+    location.reload();
+  }, seconds * 1000);
 }

@@ -5,136 +5,649 @@
 # %% ../../nbs/51_views.charts.ipynb #daca4bfc
 from __future__ import annotations
 
+import base64
 import html
-from collections.abc import Mapping
+import math
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 # %% auto #0
-__all__ = ['COLORS', 'FONT', 'reward_figure', 'functions_figure', 'kl_figure', 'length_figure', 'dead_figure', 'advantage_map',
-           'advantage_histogram']
+__all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'Look', 'LOOKS', 'label', 'tint', 'reward_figure',
+           'functions_figure', 'kl_figure', 'length_figure', 'dead_figure', 'advantage_spread_figure',
+           'token_share_figure', 'counts_figure', 'advantage_map', 'Axis', 'svg', 'picture_html', 'Chart', 'chart',
+           'charts', 'LiveChart']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
-COLORS = {"blue": "#2867b2", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
+COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+INK, GRID = "#7a8896", "rgba(128,140,155,0.2)"  # legible on white and on black
+Figure = dict[str, Any]  # plotly's JSON: `data`, a list of traces, and `layout`
 
 
-def _layout(y: str, **options: Any) -> go.Layout:
-    "The look of a chart."
-    axis = {"gridcolor": "#edf1f5", "zerolinecolor": "#d5dce4", "linecolor": "#d5dce4", "ticks": "", "automargin": True}
-    return go.Layout(
-        font={"family": FONT, "size": 12, "color": "#5f6c7b"},
-        margin={"l": 8, "r": 12, "t": 8, "b": 8},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        hovermode="x unified",
-        hoverlabel={"bgcolor": "white", "bordercolor": "#d5dce4"},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        xaxis={**axis, "title": {"text": "step"}, "tickformat": "d", "showgrid": False, "zeroline": False},
-        yaxis={**axis, "title": {"text": y}, "rangemode": "tozero", "exponentformat": "e"},
-        **options,
-    )
+def label(text: str, limit: int = 60) -> str:
+    "Any text as one line that plotly and HTML show as it is."
+    cut = text if len(text) <= limit else text[: limit - 1] + "…"
+    unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return html.escape("".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in unseen else c for c in cut))
 
 
-def _line(s: Mapping[str, list], name: str, color: str, **options: Any) -> go.Scatter:
-    "A series as a line, with marks when it is short."
+def tint(color: str, share: float) -> str:
+    "A colour of `COLORS`, translucent."
+    r, g, b = (int(COLORS[color][i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({r},{g},{b},{share})"
+
+# %% ../../nbs/51_views.charts.ipynb #6892bbf9
+_AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "ticks": "", "automargin": True}
+_X = {**_AXIS, "title": {"text": "step"}, "tickformat": "d", "showgrid": False, "zeroline": False}
+
+
+def _y(title: str, **options: Any) -> dict[str, Any]:
+    "A vertical axis."
+    return {**_AXIS, "title": {"text": title}, "rangemode": "tozero", "exponentformat": "e", "nticks": 6, **options}
+
+
+def _figure(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
+    "Traces with the common look; a note where there is nothing to draw."
+    drawn = any(len(t.get("x", ())) or len(t.get("z", ())) for t in data)
+    note = {"text": "nothing measured yet", "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
+    look = {
+        "font": {"family": FONT, "size": 12, "color": INK},
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": "#d5dce4", "font": {"color": "#1f2933"}},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "uirevision": "keep",
+        "xaxis": _X | _step_ticks(data),
+        "yaxis": _y(y),
+        "annotations": [] if drawn else [note],
+    }
+    return {"data": data, "layout": look | layout}
+
+
+def _step_ticks(data: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    "One tick a step where there are few, so that no step is written twice."
+    ends = [(t["x"][0], t["x"][-1]) for t in data if t.get("x")]
+    few = ends and max(e for _, e in ends) - min(s for s, _ in ends) < 8
+    return {"dtick": 1} if few else {}
+
+# %% ../../nbs/51_views.charts.ipynb #953c7880
+def _line(s: Mapping[str, list], name: str, color: str, width: float = 2, **options: Any) -> dict[str, Any]:
+    "A series as a line, with marks when it is short, so that a run of one step is a point and not an empty frame."
     style = {
+        "type": "scatter",
         "mode": "lines+markers" if len(s["x"]) <= 12 else "lines",
-        "line": {"color": COLORS[color], "width": 2},
+        "line": {"color": COLORS[color], "width": width},
         "marker": {"size": 6, "color": COLORS[color]},
         "hovertemplate": "%{y:.4g}",
     }
-    return go.Scatter(x=s["x"], y=s["y"], name=html.escape(name), **style | options)
+    return {"x": s["x"], "y": s["y"], "name": label(name)} | style | options
+
+
+def _band(low: Mapping[str, list], high: Mapping[str, list], name: str, fill: str) -> list[dict[str, Any]]:
+    "The area between two series."
+    edge = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
+    lower = {"x": low["x"], "y": low["y"], "showlegend": False, **edge}
+    return [lower, {"x": high["x"], "y": high["y"], "fill": "tonexty", "fillcolor": fill, "name": name, **edge}]
 
 # %% ../../nbs/51_views.charts.ipynb #ea0ec6e3
-def reward_figure(payload: Mapping[str, Any]) -> go.Figure:
-    "Mean reward with the spread of groups, and held-out reward."
-    r, spread = payload["reward"], payload["spread"]
-    std = dict(zip(spread["x"], spread["y"], strict=True))
-    at = [(x, y, std[x]) for x, y in zip(r["x"], r["y"], strict=True) if x in std]
-    edges = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": "spread"}
-    steps = [x for x, _, _ in at]
-    fill = {"fill": "tonexty", "fillcolor": "rgba(40,103,178,0.13)", "name": "± spread inside a group"}
-    figure = go.Figure(layout=_layout("reward"))
-    figure.add_trace(go.Scatter(x=steps, y=[y - s for _, y, s in at], showlegend=False, **edges))
-    figure.add_trace(go.Scatter(x=steps, y=[y + s for _, y, s in at], **fill, **edges))
-    figure.add_trace(_line(r, "mean in training", "blue"))
+def reward_figure(payload: Mapping[str, Any]) -> Figure:
+    "Mean reward with the spread inside groups and between them, and held-out reward."
+    inside, groups = payload["inside"], payload["groups"]
+    data = _band(inside["low"], inside["high"], "± spread inside a group", tint("blue", 0.15))
+    if groups["q25"]["x"]:
+        thin: dict[str, Any] = {"mode": "lines", "legendgroup": "quartiles"}
+        data.append(_line(groups["q75"], "quartiles of the groups", "grey", 1, **thin))
+        data.append(_line(groups["q25"], "lower quartile", "grey", 1, **thin, showlegend=False))
+    data.append(_line(payload["reward"], "mean in training", "blue"))
     if payload["held_out"]["x"]:
         marker = {"symbol": "diamond", "size": 11, "color": COLORS["orange"], "line": {"color": "white", "width": 1}}
-        line = {"color": COLORS["orange"], "width": 1, "dash": "dot"}
-        figure.add_trace(
-            _line(payload["held_out"], "held out", "orange", mode="lines+markers", marker=marker, line=line)
-        )
-    return figure
+        style: dict[str, Any] = {"mode": "lines+markers", "marker": marker}
+        dotted = {"color": COLORS["orange"], "width": 1, "dash": "dot"}
+        data.append(_line(payload["held_out"], "held out", "orange", **style, line=dotted))
+    return _figure(data, "reward")
 
 
-def functions_figure(payload: Mapping[str, Any]) -> go.Figure:
+def functions_figure(payload: Mapping[str, Any]) -> Figure:
     "Mean of each reward function."
     colors = ["blue", "orange", "green", "violet", "grey"]
     lines = [_line(s, name, colors[i % len(colors)]) for i, (name, s) in enumerate(payload["functions"].items())]
-    return go.Figure(lines, _layout("mean reward"))
+    return _figure(lines, "mean reward")
 
 # %% ../../nbs/51_views.charts.ipynb #c28b2311
-def kl_figure(payload: Mapping[str, Any]) -> go.Figure:
-    "KL to the reference."
-    colors = {"k3": "blue", "k1": "orange", "loss": "green"}
-    names = {"k3": "k3", "k1": "k1", "loss": "as the loss estimates it"}
-    lines = [_line(s, names[name], colors[name]) for name, s in payload["lines"].items()]
-    return go.Figure(lines, _layout("nats per token"))
+def _panel_title(panel: Mapping[str, Any], beta: float | None) -> str:
+    "What a panel shows, with the weight of the KL or the noise floor."
+    weight = f" · kl_beta = {beta:g}" if panel["name"] == "policy to reference" and beta is not None else ""
+    floor = f" · noise floor {panel['floor']:.1e}" if panel["floor"] is not None else ""
+    return f"{panel['name']}{weight}{floor}"
 
 
-def length_figure(payload: Mapping[str, Any]) -> go.Figure:
+def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> tuple[list[dict], dict[str, Any], list]:
+    "Traces, axes and title of one of several panels, two in a row."
+    rows, n = (count + 1) // 2, "" if i == 0 else str(i + 1)
+    left, right = (0.0, 1.0) if count == 1 else ((0.0, 0.45), (0.55, 1.0))[i % 2]
+    height = (1 - 0.3 * (rows - 1)) / rows if rows > 1 else 0.9
+    bottom = (rows - 1 - i // 2) * (height + 0.3) if rows > 1 else 0.0
+    color = {"k1": "orange", "loss": "green"}
+    names = {"loss": "as the loss estimates it", "mean": "mean difference", "max": "largest difference"}
+    place: dict[str, Any] = {"xaxis": f"x{n}", "yaxis": f"y{n}"}
+    data = [_line(s, str(names.get(k, k)), color.get(k, "blue"), **place) for k, s in panel["lines"].items()]
+    top = max((y for s in panel["lines"].values() for y in s["y"] if y is not None), default=0.0)
+    if panel["floor"] is not None and top > 0:
+        xs = [min(s["x"][0] for s in panel["lines"].values()), max(s["x"][-1] for s in panel["lines"].values())]
+        flat = lambda y: {"x": xs, "y": [y, y]}
+        up = min(panel["floor"], 3 * top)
+        data += [
+            t | place | {"showlegend": i == 0 and "name" in t} for t in _band(flat(0.0), flat(up), "noise floor", GRID)
+        ]
+    axes = {f"xaxis{n}": _X | _step_ticks(data) | {"domain": [left, right], "anchor": f"y{n}"}}
+    axes[f"yaxis{n}"] = _y(panel["unit"], domain=[bottom, bottom + height], anchor=f"x{n}", nticks=5)
+    title = {"text": label(_panel_title(panel, beta), 90), "x": left, "y": bottom + height, "showarrow": False}
+    title |= {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    return data, axes, [title]
+
+
+def kl_figure(payload: Mapping[str, Any]) -> Figure:
+    "KL and logprob differences, each kind on its own scale."
+    panels = payload["panels"]
+    parts = [_panel(p, i, len(panels), payload["kl_beta"]) for i, p in enumerate(panels)]
+    data, titles = [t for d, _, _ in parts for t in d], [a for _, _, title in parts for a in title]
+    axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
+    legend = {"orientation": "h", "x": 0, "y": 1.1, "yanchor": "bottom"}
+    return _figure(data, "nats", **axes, **({"annotations": titles, "legend": legend} if panels else {}))
+
+# %% ../../nbs/51_views.charts.ipynb #cd677848
+def length_figure(payload: Mapping[str, Any]) -> Figure:
     "Completion length, and the share that was cut."
     right = {"overlaying": "y", "side": "right", "range": [0, 1.03], "showgrid": False, "zeroline": False}
-    right |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%", "title": {"text": "cut"}, "automargin": True}
-    figure = go.Figure(layout=_layout("tokens", yaxis2=right))
-    figure.add_trace(_line(payload["mean"], "mean length", "blue"))
-    figure.add_trace(_line(payload["max"], "longest", "grey", line={"color": COLORS["grey"], "width": 1}))
-    figure.add_trace(_line(payload["clipped"], "cut at the limit", "orange", yaxis="y2", hovertemplate="%{y:.1%}"))
-    return figure
-
-
-def dead_figure(payload: Mapping[str, Any]) -> go.Figure:
-    "Share of groups in which all answers are equally good."
-    about = (("right", "all right", "#8fc4ab"), ("wrong", "all wrong", "#eab48e"))
-    bars = [
-        go.Bar(**payload[which], name=name, marker={"color": color}, hovertemplate="%{y:.1%}")
-        for which, name, color in about
+    right |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%", "title": {"text": "cut"}}
+    data = [
+        _line(payload["mean"], "mean length", "blue"),
+        _line(payload["max"], "longest", "grey", 1),
+        _line(payload["clipped"], "cut at the limit", "orange", yaxis="y2", hovertemplate="%{y:.1%}"),
     ]
-    figure = go.Figure(bars, _layout("share of groups", barmode="stack", bargap=0))
-    return figure.update_yaxes(range=[0, 1.02], tickformat=".0%")
+    return _figure(data, "tokens", yaxis2={**_AXIS, **right})
+
+
+def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[str, str]], y: str) -> Figure:
+    "Shares of a step as bars on each other."
+    bars = [
+        {"type": "bar", **series[key], "name": name, "marker": {"color": color}, "hovertemplate": "%{y:.1%}"}
+        for key, (name, color) in about.items()
+    ]
+    return _figure(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat=".0%"), barmode="stack", bargap=0)
+
+
+def dead_figure(payload: Mapping[str, Any]) -> Figure:
+    "Share of groups in which all answers are equally good."
+    about = {"right": ("all right", tint("blue", 0.55)), "wrong": ("all wrong", tint("orange", 0.6))}
+    return _shares(payload, about, "share of groups")
+
+# %% ../../nbs/51_views.charts.ipynb #b174912f
+def advantage_spread_figure(payload: Mapping[str, Any]) -> Figure:
+    "Spread of the advantages of each step."
+    data = _band(payload["min"], payload["max"], "smallest to largest", tint("violet", 0.12))
+    data += _band(payload["q25"], payload["q75"], "middle half", tint("violet", 0.3))
+    return _figure([*data, _line(payload["median"], "median", "violet")], "advantage")
+
+
+def token_share_figure(payload: Mapping[str, Any]) -> Figure:
+    "Share of sampled tokens by sign of their advantage."
+    about = {
+        "plus": ("pushed up", COLORS["blue"]),
+        "minus": ("pushed down", COLORS["orange"]),
+        "zero": ("no signal", GRID),
+    }
+    return _shares(payload, about, "share of tokens")
+
+
+def counts_figure(payload: Mapping[str, Any]) -> Figure:
+    "Rewards or advantages of a step, counted by kind of group."
+    kinds = {"live": "groups with signal", "right": "all right", "wrong": "all wrong"}
+    colors = {"live": COLORS["violet"], "right": tint("blue", 0.55), "wrong": tint("orange", 0.6)}
+    bars = [
+        {"type": "bar", "x": payload["x"], "y": payload[k], "name": name, "marker": {"color": colors[k]}}
+        | {"width": 0.9 * payload["width"], "hovertemplate": "%{y}"}
+        for k, name in kinds.items()
+    ]
+    x = {**_AXIS, "title": {"text": f"{payload['what']}, step {payload['step']}"}, "showgrid": False, "zeroline": False}
+    return _figure(bars, "samples", xaxis=x, barmode="stack")
+
+# %% ../../nbs/51_views.charts.ipynb #18f43013
+DIVERGING = [[0, "#c8602c"], [0.5, "#ffffff"], [1, "#2867b2"]]  # minus, none, plus
+
+
+def advantage_map(payload: Mapping[str, Any]) -> Figure:
+    "Advantages of a step: groups x completions; the only trace is always the map."
+    values, total = payload["advantages"], payload["total"]
+    limit = max((abs(v) for row in values for v in row if v is not None), default=0) or 1.0
+    names = [
+        f"{label(key, 80)} {'all ' + dead if dead else ''}"
+        for key, dead in zip(payload["groups"], payload["dead"], strict=True)
+    ]
+    signs = [{"right": "✓", "wrong": "✗"}.get(dead, "") if len(values) <= 24 else "" for dead in payload["dead"]]
+    heat = {
+        "type": "heatmap",
+        "z": values,
+        "y": payload["index"],
+        "customdata": [[[name, r] for r in row] for name, row in zip(names, payload["rewards"], strict=True)],
+        "text": [[sign if v is not None else "" for v in row] for sign, row in zip(signs, values, strict=True)],
+        "texttemplate": "%{text}",
+        "textfont": {"color": COLORS["grey"]},
+        "zmin": -limit,
+        "zmax": limit,
+        "colorscale": DIVERGING,
+        "xgap": 2 if len(values) <= 32 else 1,
+        "ygap": 2 if len(values) <= 32 else 1,
+        "colorbar": {"thickness": 10, "outlinewidth": 0, "len": 0.9},
+        "hovertemplate": "group %{y} %{customdata[0]}<br>completion %{x}<br>advantage %{z:.3f}"
+        "<br>reward %{customdata[1]:.3f}<extra></extra>",
+    }
+    part = f"{payload['start']}-{payload['start'] + len(values) - 1} of {total}" if len(values) < total else ""
+    y = {
+        "autorange": "reversed",
+        "showgrid": False,
+        "zeroline": False,
+        "tickformat": "d",
+        "dtick": max(1, len(values) // 8),
+    }
+    x = {
+        **_X,
+        "title": {"text": f"completion, step {payload['step']}"},
+        "dtick": max(1, len(values[0]) // 8) if values else 1,
+    }
+    return _figure(
+        [heat], "", xaxis=x, yaxis={**_AXIS, **y, "title": {"text": f"group {part}".strip()}}, hovermode="closest"
+    )
 
 # %% ../../nbs/51_views.charts.ipynb #9b4a8a67
-def advantage_map(payload: Mapping[str, Any]) -> go.Figure:
-    "Advantages of a step: groups x completions."
-    values, rewards = payload["advantages"], payload["rewards"]
-    limit = max((abs(v) for row in values for v in row if v is not None), default=0) or 1.0
-    heat = go.Heatmap(
-        z=values,
-        customdata=rewards,
-        text=[[html.escape(key)[:80]] * len(row) for key, row in zip(payload["groups"], values, strict=True)],
-        zmin=-limit,
-        zmax=limit,
-        colorscale=[[0, "#c8602c"], [0.5, "#ffffff"], [1, "#2867b2"]],
-        xgap=2,
-        ygap=2,
-        colorbar={"thickness": 10, "outlinewidth": 0, "len": 0.9},
-        hovertemplate="%{text}<br>completion %{x}<br>advantage %{z:.3f}<br>reward %{customdata:.3f}<extra></extra>",
-    )
-    figure = go.Figure(heat, _layout("prompt"))
-    figure.update_layout(hovermode="closest", plot_bgcolor="#eef2f6")
-    figure.update_xaxes(title_text="completion", tick0=0, dtick=max(1, len(values[0]) // 8) if values else 1)
-    return figure.update_yaxes(
-        autorange="reversed", showgrid=False, zeroline=False, dtick=max(1, len(values) // 8), tick0=0
-    )
+@dataclass(frozen=True)
+class Axis:
+    "A range of values and the pixels that it covers."
+
+    low: float
+    high: float
+    start: float  # pixel of `low`
+    end: float  # pixel of `high`
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        "Round numbers in the range, about so many."
+        rough = (self.high - self.low) / count
+        power = 10.0 ** math.floor(math.log10(rough))
+        width = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+        first = math.ceil(self.low / width - 1e-9)
+        return [k * width for k in range(first, math.floor(self.high / width + 1e-9) + 1)]
 
 
-def advantage_histogram(payload: Mapping[str, Any]) -> go.Figure:
-    "Advantages of a step, counted."
-    values = [v for row in payload["advantages"] for v in row if v is not None]
-    bars = go.Histogram(
-        x=values, marker={"color": COLORS["blue"]}, nbinsx=24, hovertemplate="%{x}: %{y}<extra></extra>"
+def _tick_text(value: float, form: str) -> str:
+    "A tick as text."
+    return (
+        f"{value:.0%}" if form.endswith("%") else f"{value:g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.0e}"
     )
-    figure = go.Figure(bars, _layout("samples", bargap=0.06))
-    return figure.update_xaxes(title_text="advantage", tickformat=None).update_layout(hovermode="closest")
+
+# %% ../../nbs/51_views.charts.ipynb #ebc4faf4
+def _numbers(values: Sequence[Any]) -> np.ndarray:
+    "Finite numbers of a list."
+    found = np.array([v for v in values if v is not None], dtype=np.float64)
+    return found[np.isfinite(found)]
+
+
+def _extent(traces: Sequence[Mapping[str, Any]], which: str, axis: Mapping[str, Any]) -> tuple[float, float]:
+    "The range that an axis shows: as told, or what its traces need."
+    if "range" in axis:
+        return axis["range"][0], axis["range"][1]
+    parts = [_numbers(t[which]) for t in traces if which in t]
+    bars = [t for t in traces if t["type"] == "bar"]
+    if bars and which == "y":
+        parts = [np.sum([[v or 0.0 for v in t["y"]] for t in bars], axis=0)]
+    if bars and which == "x" and "width" in bars[0]:
+        parts += [p + side * bars[0]["width"] / 2 for p in parts for side in (-1, 1)]
+    if heat := [t for t in traces if t["type"] == "heatmap"]:
+        z, rows = heat[0]["z"], heat[0]["y"]
+        size = len(z[0]) if which == "x" and z else len(rows)
+        first = rows[0] if which == "y" and rows else 0
+        return first - 0.5, first + max(size, 1) - 0.5
+    found = np.concatenate([*parts, np.zeros(1) if axis.get("rangemode") == "tozero" else np.zeros(0)])
+    low, high = (float(found.min()), float(found.max())) if len(found) else (0.0, 1.0)
+    pad = (0.04 * (high - low) or 0.5 * abs(high) or 0.5) if which == "y" else (0.02 * (high - low) or 1.0)
+    return (low if low == 0 and which == "y" else low - pad), high + pad
+
+
+def _frame(axis: Mapping[str, Any], layout: Mapping[str, Any], box: tuple[float, float]) -> tuple[float, float]:
+    "The pixels that an axis covers inside those of the picture."
+    over = axis.get("overlaying")
+    low, high = (layout[f"yaxis{over[1:]}"] if over else axis).get("domain", (0.0, 1.0))
+    return box[0] + low * (box[1] - box[0]), box[0] + high * (box[1] - box[0])
+
+# %% ../../nbs/51_views.charts.ipynb #595ccffc
+def _runs(t: Mapping[str, Any], x: Axis, y: Axis) -> list[list[str]]:
+    "The points of a line as `x,y`, in unbroken runs."
+    runs: list[list[str]] = [[]]
+    every = max(1, len(t["x"]) // 600)
+    for i, (a, b) in enumerate(zip(t["x"], t["y"], strict=True)):
+        if b is None:
+            runs.append([])
+        elif i % every == 0 or i == len(t["x"]) - 1:
+            runs[-1].append(f"{x(a):.1f},{y(b):.1f}")
+    return [run for run in runs if run]
+
+
+def _svg_line(t: Mapping[str, Any], before: Mapping[str, Any], x: Axis, y: Axis) -> str:
+    "A line, its marks, and the area down to the trace before it."
+    runs, line, mark = _runs(t, x, y), t["line"], t.get("marker", {})
+    out = []
+    if "fill" in t and runs:
+        edge = [p for run in _runs(before, x, y) for p in run]
+        points = " ".join([*(p for run in runs for p in run), *reversed(edge)])
+        out.append(f'<polygon points="{points}" fill="{t["fillcolor"]}"/>')
+    if "lines" in t["mode"] and line["width"]:
+        dash = ' stroke-dasharray="2 3"' if "dash" in line else ""
+        style = f'fill="none" stroke="{line["color"]}" stroke-width="{line["width"]}" stroke-linejoin="round"{dash}'
+        out += [f'<polyline points="{" ".join(run)}" {style}/>' for run in runs if len(run) > 1]
+    if "markers" in t["mode"]:
+        points = [p.split(",") for run in runs for p in run]
+        out += [f'<circle cx="{a}" cy="{b}" r="{mark["size"] / 2:g}" fill="{mark["color"]}"/>' for a, b in points]
+    return "".join(out)
+
+
+def _svg_bars(bars: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
+    "Bars on each other."
+    steps = bars[0]["x"]
+    gap = min((b - a for a, b in pairwise(steps)), default=1)
+    width, base, out = bars[0].get("width", gap), [0.0] * len(steps), []
+    for t in bars:
+        for i, (a, b) in enumerate(zip(t["x"], t["y"], strict=True)):
+            left, right, top = x(a - width / 2), x(a + width / 2), y(base[i] + (b or 0.0))
+            size = f'width="{right - left:.1f}" height="{y(base[i]) - top:.1f}"'
+            out += [f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="{t["marker"]["color"]}"/>'] if b else []
+            base[i] += b or 0.0
+    return "".join(out)
+
+# %% ../../nbs/51_views.charts.ipynb #1544f507
+def _shade(value: float, limit: float) -> str:
+    "A colour of the diverging scale."
+    share = min(abs(value) / limit, 1.0)
+    end = DIVERGING[2 if value > 0 else 0][1]
+    mixed = (round(255 + share * (int(str(end)[i : i + 2], 16) - 255)) for i in (1, 3, 5))
+    return "#" + "".join(f"{c:02x}" for c in mixed)
+
+
+def _svg_map(t: Mapping[str, Any], x: Axis, y: Axis) -> str:
+    "A map of cells."
+    gap = 1.0 if len(t["z"]) <= 32 else 0.4
+    width, height = abs(x(1) - x(0)) - gap, abs(y(1) - y(0)) - gap
+    out = []
+    for row, values, texts in zip(t["y"], t["z"], t["text"], strict=True):
+        for i, value in enumerate(values):
+            if value is None:
+                continue
+            place = f'x="{x(i - 0.5):.1f}" y="{min(y(row - 0.5), y(row + 0.5)):.1f}"'
+            out.append(f'<rect {place} width="{width:.1f}" height="{height:.1f}" fill="{_shade(value, t["zmax"])}"/>')
+            out += [_text(x(i), y(row) + 4, texts[i], "middle")] if texts[i] else []
+    return "".join(out)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
+    "A text that may or may not be escaped already."
+    safe = html.escape(html.unescape(text))
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{INK}"{more}>{safe}</text>'
+
+# %% ../../nbs/51_views.charts.ipynb #1e5c4927
+def _svg_axes(x: Axis, y: Axis, xs: Mapping[str, Any], ys: Mapping[str, Any]) -> str:
+    "Grid, ticks and titles of a pair of axes."
+    right = ys.get("side") == "right"
+    at, anchor = (x.end + 4, "start") if right else (x.start - 5, "end")
+    out = []
+    for v in ys.get("tickvals") or y.ticks(4 if ys.get("nticks", 6) > 5 else 3):
+        grid = f'<line x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{y(v):.1f}" y2="{y(v):.1f}" stroke="{GRID}"/>'
+        out.append("" if ys.get("showgrid") is False else grid)
+        out.append(_text(at, y(v) + 4, _tick_text(v, ys.get("tickformat", "")), anchor))
+    if not right:
+        whole = xs.get("tickformat") == "d"
+        ticks = [v for v in x.ticks(6) if not whole or v == round(v)]
+        out += [_text(x(v), y.start + 15, _tick_text(v, "") if not whole else f"{v:.0f}", "middle") for v in ticks]
+        out.append(_text((x.start + x.end) / 2, y.start + 29, xs["title"]["text"], "middle"))
+    turned = x.end + 34 if right else x.start - 40
+    middle = (y.start + y.end) / 2
+    out.append(
+        _text(turned, middle, ys["title"]["text"], "middle", f' transform="rotate(-90 {turned:.1f} {middle:.1f})"')
+    )
+    return "".join(out)
+
+
+def _svg_legend(data: Sequence[Mapping[str, Any]], x: float, y: float) -> str:
+    "Names and colours, one after the other; nothing where there is one name."
+    named = {t["name"]: t for t in data if t.get("showlegend", True) and t.get("name")}
+    out = []
+    for name, t in named.items() if len(named) > 1 else ():
+        color = t.get("fillcolor") or (t["marker"] if t["type"] == "bar" else t["line"])["color"]
+        out.append(f'<rect x="{x:.0f}" y="{y - 9:.0f}" width="12" height="9" fill="{color}"/>')
+        out.append(_text(x + 16, y, name))
+        x += 16 + 6.4 * len(html.unescape(name)) + 14
+    return "".join(out)
+
+# %% ../../nbs/51_views.charts.ipynb #d3e6f2a5
+def _subplots(figure: Figure) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    "Traces by pair of axes."
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for t in figure["data"]:
+        found.setdefault((t.get("xaxis", "x"), t.get("yaxis", "y")), []).append(t)
+    return found or {("x", "y"): []}
+
+
+def _svg_plot(traces: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
+    "The traces of a pair of axes."
+    bars = [t for t in traces if t["type"] == "bar"]
+    out = [_svg_bars(bars, x, y)] if bars else []
+    for i, t in enumerate(traces):
+        if t["type"] == "scatter":
+            out.append(_svg_line(t, traces[i - 1], x, y))
+        elif t["type"] == "heatmap":
+            out.append(_svg_map(t, x, y))
+    return "".join(out)
+
+
+def svg(
+    figure: Figure,
+    title: str = "",  # read out, and written above the chart
+    width: int = 640,  # pixels
+    height: int = 260,
+) -> str:
+    "A figure as a small self-contained picture."
+    layout, top = figure["layout"], 46 if title else 26
+    right = 46 if "yaxis2" in layout and "overlaying" in layout["yaxis2"] else 12
+    box = ((56.0, float(width - right)), (float(height - 36), float(top)))
+    out = [_text(4, 16, title, more=' font-weight="600"')] if title else []
+    for (xa, ya), traces in _subplots(figure).items():
+        xs, ys = layout[f"xaxis{xa[1:]}"], layout[f"yaxis{ya[1:]}"]
+        same_x = [t for t in figure["data"] if t.get("xaxis", "x") == xa]
+        x = Axis(*_extent(same_x, "x", xs), *_frame(xs, layout, box[0]))
+        low, high = _extent(traces, "y", ys)
+        y = Axis(low, high, *(reversed if ys.get("autorange") == "reversed" else list)(_frame(ys, layout, box[1])))
+        edge = Axis(low, high, *_frame(ys, layout, box[1]))
+        out.append(_svg_axes(x, edge if y.start == edge.start else y, xs, ys) + _svg_plot(traces, x, y))
+    for a in layout["annotations"]:
+        place = [low + a[k] * (high - low) for k, (low, high) in zip("xy", box, strict=True)]
+        out.append(_text(place[0], place[1] - 4, a["text"], "middle" if a["x"] == 0.5 else "start"))
+    out.append(_svg_legend(figure["data"], 56, top - 14 if title else 12))
+    head = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    font = 'font-family="system-ui, \'Segoe UI\', Roboto, Arial, sans-serif" font-size="11"'
+    name = html.escape(html.unescape(title)) or "chart"
+    return f'<svg {head} role="img" aria-label="{name}" {font}><title>{name}</title>{"".join(out)}</svg>'
+
+# %% ../../nbs/51_views.charts.ipynb #a50131fd
+def picture_html(figure: Figure, title: str, height: int = 260) -> str:
+    "A figure as an image element that carries its picture."
+    data = base64.b64encode(svg(figure, title, height=height).encode("utf-8", "backslashreplace")).decode()
+    name = html.escape(html.unescape(label(title)))
+    return f'<img alt="{name}" width="640" height="{height}" src="data:image/svg+xml;base64,{data}">'
+
+
+@dataclass(frozen=True, eq=False)
+class Chart:
+    "A payload, how it is drawn, its title and how to read it."
+
+    title: str  # heading
+    caption: str  # one sentence
+    draw: Callable[[Mapping[str, Any]], Figure]  # payload -> figure
+    payload: Mapping[str, Any]
+    wide: bool = False  # over the whole width
+
+    @property
+    def figure(self) -> Figure:
+        "As plotly draws it."
+        return self.draw(self.payload)
+
+    @property
+    def height(self) -> int:
+        "Pixels of the still picture."
+        panels = sum(
+            name.startswith("yaxis") and "overlaying" not in axis for name, axis in self.figure["layout"].items()
+        )
+        return 260 if panels <= 2 else 380
+
+    def live(self) -> LiveChart:
+        "The chart as a widget that can be updated."
+        return LiveChart(self.draw, self.payload)
+
+    def static_html(self) -> str:
+        "The chart as HTML without script."
+        text = f'<div style="opacity:.75">{html.escape(self.caption)}</div>'
+        return f"<div>{picture_html(self.figure, self.title, self.height)}{text}</div>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {
+            "text/markdown": self.static_html(),  # where HTML is filtered, an image in Markdown is not
+            "image/svg+xml": svg(self.figure, self.title, height=self.height),
+            "text/plain": f"{self.title}: {self.caption}",
+        }
+
+# %% ../../nbs/51_views.charts.ipynb #6b90058a
+Look = tuple[str, str, Callable[[Mapping[str, Any]], Figure], bool]  # title, caption, figure, wide
+LOOKS: dict[str, Look] = {
+    "reward": (
+        "Reward",
+        "Mean over all samples of a step. Where the band closes, the answers to a prompt are equally good.",
+        reward_figure,
+        True,
+    ),
+    "functions": ("Reward functions", "Each reward function on its own, before weights.", functions_figure, False),
+    "kl": (
+        "KL and logprob differences",
+        "How far the policy has moved, and how far trainer and sampler disagree, each on its own scale.",
+        kl_figure,
+        True,
+    ),
+    "length": (
+        "Completion length",
+        "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
+        length_figure,
+        False,
+    ),
+    "dead": (
+        "Groups without signal",
+        "Groups whose answers are all equally good teach nothing: the prompts are too easy, or too hard.",
+        dead_figure,
+        False,
+    ),
+    "advantage spread": (
+        "Advantages over the steps",
+        "Ends, middle half and median. An end that runs away is a single sample that outweighs the others.",
+        advantage_spread_figure,
+        False,
+    ),
+    "token share": (
+        "Tokens by sign of advantage",
+        "Long wrong answers make the blue part small: then most of the gradient says what not to do.",
+        token_share_figure,
+        False,
+    ),
+    "advantages": (
+        "Advantages by group",
+        "One cell a completion, one row a prompt. A white row is a group without signal: ✓ all right, ✗ all wrong.",
+        advantage_map,
+        False,
+    ),
+    "rewards counted": ("Rewards, counted", "How many samples earned what.", counts_figure, False),
+    "advantages counted": ("Advantages, counted", "The same numbers without the groups.", counts_figure, False),
+}
+
+
+def chart(name: str, payload: Mapping[str, Any]) -> Chart:
+    "A chart of `LOOKS` with its payload."
+    title, caption, draw, wide = LOOKS[name]
+    return Chart(title, caption, draw, payload, wide)
+
+
+def charts(
+    payloads: Mapping[str, Mapping[str, Any]],  # of `run_payloads` or `step_payloads`
+) -> dict[str, Chart]:
+    "The charts that have something to show."
+    found = {name: chart(name, payload) for name, payload in payloads.items()}
+    alone = len(payloads.get("functions", {}).get("functions", ())) < 2  # the same line as the reward
+    return {
+        name: c
+        for name, c in found.items()
+        if any(len(t.get("x", ())) or len(t.get("z", ())) for t in c.figure["data"])
+        and not (name == "functions" and alone)
+    }
+
+# %% ../../nbs/51_views.charts.ipynb #823e7c21
+def _leaves(layout: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    "A layout as dotted names."
+    out: dict[str, Any] = {}
+    for name, value in layout.items():
+        out |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return out
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    "What changed; None for what is gone."
+    return {k: new.get(k) for k in [*new, *(old.keys() - new.keys())] if k not in old or old[k] != new.get(k)}
+
+
+def _kinds(figure: Figure) -> list[tuple[Any, ...]]:
+    "What may not change while traces are reused."
+    return [tuple(t.get(k) for k in ("type", "name", "xaxis", "yaxis")) for t in figure["data"]]
+
+
+def _compact(name: str, value: Any) -> Any:
+    "Long lists of numbers as arrays, which travel without being written out."
+    return np.array(value, dtype=np.float64) if name in ("x", "y") and isinstance(value, list) else value
+
+
+class LiveChart:
+    "A plotly widget that shows the last payload it was given."
+
+    def __init__(self, draw: Callable[[Mapping[str, Any]], Figure], payload: Mapping[str, Any]):
+        self.draw, self.figure = draw, draw(payload)
+        self.widget = go.FigureWidget(self.figure)
+        self.widget._config = {"displaylogo": False, "displayModeBar": False, "responsive": True}
+
+    def update(self, payload: Mapping[str, Any]) -> None:
+        "Show another payload, in one message."
+        old, new = self.figure, self.draw(payload)
+        same = _kinds(old) == _kinds(new)
+        with self.widget.batch_update():
+            for name, value in _differing(_leaves(old["layout"]), _leaves(new["layout"])).items():
+                self.widget.layout[name] = value
+            for trace, a, b in zip(self.widget.data, old["data"], new["data"], strict=True) if same else ():
+                for name, value in _differing(a, b).items():
+                    trace[name] = _compact(name, value)
+        if not same:
+            self.widget.data = ()
+            self.widget.add_traces(new["data"])
+        self.figure = new
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self.widget._repr_mimebundle_(include=include, exclude=exclude)

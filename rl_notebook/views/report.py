@@ -5,11 +5,14 @@
 # %% ../../nbs/59_views.report.ipynb #f03c832e
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import html
+import json
 import math
 import os
+import time
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from ..core import RecordError
-from ..records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, replace_text
-from .charts import advantage_histogram, advantage_map
-from .charts import dead_figure, functions_figure, kl_figure, length_figure, reward_figure
-from .payloads import advantages_payload, completions_payload, dead_payload, header_payload
-from .payloads import kl_payload, length_payload, reward_payload
+from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
+from .charts import Chart, Figure, charts
+from .payloads import completions_payload, header_payload, history_row
+from .payloads import run_payloads, spread_row, step_payloads
+from ..xray import sentence
 
 # %% auto #0
-__all__ = ['Material', 'pick', 'material', 'visible', 'tag', 'header_html', 'completions_html', 'Chart', 'charts', 'step_charts',
-           'content_policy', 'figures_json', 'report_html', 'write_report']
+__all__ = ['SPREAD_STEPS', 'Spreads', 'QUIET', 'Material', 'pick', 'sentences', 'read_spreads', 'material', 'visible', 'tag',
+           'header_html', 'completions_html', 'charts_over_steps', 'charts_of_last_step', 'content_policy',
+           'figures_json', 'Status', 'report_html', 'write_report', 'run_status', 'follow']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
 @dataclass(frozen=True, eq=False)
@@ -39,9 +42,10 @@ class Material:
 
     name: str  # of the run
     settings: Mapping[str, Any]  # dotted names
-    metrics: pd.DataFrame  # one row a step, see the records notebook
+    metrics: pd.DataFrame  # one row a step, with the spreads of some
     samples: tuple[StepRecord, ...] = ()  # first, middle and last
-    recent: tuple[StepRecord, ...] = ()  # the last five
+    recent: tuple[tuple[int, str], ...] = ()  # (step, sentence) of the last five
+    notes: tuple[str, ...] = ()  # what was found damaged
 
 
 def pick(steps: Sequence[int]) -> list[int]:  # at most three
@@ -49,21 +53,61 @@ def pick(steps: Sequence[int]) -> list[int]:  # at most three
     return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
 
 
+def sentences(records: Sequence[StepRecord]) -> tuple[tuple[int, str], ...]:
+    "What each step says about itself; the first of several is there for the second."
+    pairs = list(zip([None, *records], records, strict=False))
+    return tuple((r.step, sentence(r, before)) for before, r in pairs)[-5:]
+
+# %% ../../nbs/59_views.report.ipynb #58b35294
+SPREAD_STEPS = 200  # whose completions are read at most
+Spreads = dict[int, dict[str, float]]  # by step
+
+
+def _completions(run: Run, step: int) -> pd.DataFrame:
+    "Group, reward, advantage and length of the samples of a step that have an advantage."
+    path = run.path / "steps" / f"{step:05d}" / "completions.parquet"
+    try:
+        table = pd.read_parquet(path, columns=["group", "reward", "advantage", "length"])
+    except (OSError, ValueError) as e:
+        raise RecordError("not readable", where=str(path), got=" ".join(str(e).split())[:120]) from e
+    return table.dropna(subset=["advantage"])
+
+
+def read_spreads(run: Run, known: Spreads | None = None) -> Spreads:
+    "Spreads of at most `SPREAD_STEPS` recorded steps, and of the last one; `known` ones are not read again."
+    steps, known, every = run.steps, {} if known is None else known, 1
+    while len(steps) > every * SPREAD_STEPS:
+        every *= 2
+    for step in {*(s for s in steps if s % every == 0), *steps[:1], *steps[-1:]} - known.keys():
+        groups = [g for _, g in _completions(run, step).groupby("group")]
+        known[step] = spread_row(*([g[name].to_numpy() for g in groups] for name in ("reward", "advantage", "length")))
+    return {step: known[step] for step in sorted(known.keys() & set(steps))}
+
+# %% ../../nbs/59_views.report.ipynb #ec02616f
 def material(
     source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
+    known: Spreads | None = None,  # of earlier readings of this run; filled
 ) -> Material:
     "Read what a report needs."
-    if isinstance(source, Run):
-        steps = source.steps
-        read = {step: source.record(step) for step in {*pick(steps), *steps[-5:]}}
-        name, settings, metrics = source.path.resolve().name, flat_settings(source.config), source.metrics()
-    else:
+    if not isinstance(source, Run):
         read = {record.step: record for record in source}
         steps = sorted(read)
-        name, metrics = "run", metrics_frame(metrics_row(read[s]) for s in steps)
+        metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
-    samples, recent = tuple(read[s] for s in pick(steps)), tuple(read[s] for s in steps[-5:])
-    return Material(name, settings, metrics, samples, recent)
+        return Material("run", settings, metrics, *_told(read, steps))
+    steps, metrics = source.steps, source.metrics()
+    read = {step: source.record(step) for step in {*pick(steps), *steps[-6:]}}
+    if spreads := read_spreads(source, known):
+        metrics = metrics.join(pd.DataFrame.from_dict(spreads, orient="index"))
+    name, settings = source.path.resolve().name, flat_settings(source.config)
+    return Material(name, settings, metrics, *_told(read, steps), source.notes)
+
+
+def _told(
+    read: Mapping[int, StepRecord], steps: Sequence[int]
+) -> tuple[tuple[StepRecord, ...], tuple[tuple[int, str], ...]]:
+    "The records whose completions are shown, and the sentences of the last ones."
+    return tuple(read[s] for s in pick(steps)), sentences([read[s] for s in steps[-6:]])
 
 # %% ../../nbs/59_views.report.ipynb #66af6862
 def _mark(shown: str) -> str:
@@ -159,49 +203,14 @@ def completions_html(payload: Mapping[str, Any]) -> str:
     return tag("h3", f"Step {payload['step']}") + line + tag("div", table, kind="card scroll")
 
 # %% ../../nbs/59_views.report.ipynb #1eb4ee8a
-@dataclass(frozen=True)
-class Chart:
-    "A figure, its title and how to read it."
-
-    title: str  # heading
-    caption: str  # one sentence
-    figure: go.Figure  # as plotly draws it
-    wide: bool = False  # over the whole width
-
-
-def charts(m: Material) -> list[Chart]:
+def charts_over_steps(m: Material) -> list[Chart]:
     "The charts over the steps of a run, those that have data."
-    rewards, lengths = reward_payload(m.metrics), length_payload(m.metrics)
-    kl, dead = kl_payload(m.metrics, m.settings), dead_payload(m.metrics)
-    weight = f", weight kl_beta = {kl['kl_beta']:g}" if isinstance(kl["kl_beta"], int | float) else ""
-    about = {
-        "reward": "Mean over all samples of a step. Where the band closes, the answers to a prompt are equally good.",
-        "functions": "Each reward function on its own, before weights.",
-        "kl": f"How far the policy has moved from the reference, estimated from sampled tokens{weight}.",
-        "length": "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
-        "dead": "Groups whose answers are all equally good teach nothing: the prompts are too easy, or too hard.",
-    }
-    found = [
-        (rewards["reward"]["x"], Chart("Reward", about["reward"], reward_figure(rewards), wide=True)),
-        (len(rewards["functions"]) > 1, Chart("Reward functions", about["functions"], functions_figure(rewards))),
-        (kl["lines"], Chart("KL to the reference", about["kl"], kl_figure(kl))),
-        (lengths["mean"]["x"], Chart("Completion length", about["length"], length_figure(lengths))),
-        (dead["right"]["x"], Chart("Groups without signal", about["dead"], dead_figure(dead))),
-    ]
-    return [chart for there, chart in found if there]
+    return list(charts(run_payloads(m.metrics, m.settings)).values())
 
-# %% ../../nbs/59_views.report.ipynb #22678819
-def step_charts(m: Material) -> list[Chart]:
+
+def charts_of_last_step(m: Material) -> list[Chart]:
     "The charts of the last step."
-    payload = advantages_payload(m.samples[-1]) if m.samples else {"advantages": []}
-    if not payload["advantages"]:
-        return []
-    which = f"step {payload['step']}"
-    cells = f"One cell a completion, one row a prompt, {which}. A white row is a group without signal."
-    return [
-        Chart("Advantages by group", cells, advantage_map(payload)),
-        Chart("Advantages, counted", f"The same numbers without the groups, {which}.", advantage_histogram(payload)),
-    ]
+    return list(charts(step_payloads(m.samples[-1])).values()) if m.samples else []
 
 # %% ../../nbs/59_views.report.ipynb #7ed5d85c
 def _asset(name: str) -> str:
@@ -216,19 +225,11 @@ def content_policy(scripts: Iterable[str]) -> str:
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; font-src data:"
 
 
-def figures_json(figures: Mapping[str, go.Figure]) -> str:
+def figures_json(figures: Mapping[str, Figure]) -> str:
     "Figures by element id as JSON that may stand inside a script element."
-    pairs = (f'"{name}": {figure.to_json()}' for name, figure in figures.items())
-    return ("{" + ",\n".join(pairs) + "}").replace("<", "\\u003c")
+    return json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 # %% ../../nbs/59_views.report.ipynb #177a64a7
-def _whole_steps(figure: go.Figure) -> go.Figure:
-    "The figure with one tick a step where there are few, so that no step is written twice."
-    steps = [x for trace in figure.data for x in getattr(trace, "x", None) or ()]
-    few = figure.layout["xaxis"]["title"]["text"] == "step" and max(steps, default=0) - min(steps, default=0) < 8
-    return go.Figure(figure).update_xaxes(dtick=1) if few else figure
-
-
 def _figures_html(shown: Sequence[Chart], start: int) -> str:
     "Charts side by side; the places of the figures are f0, f1, …"
     return tag(
@@ -238,7 +239,7 @@ def _figures_html(shown: Sequence[Chart], start: int) -> str:
                 "figure",
                 tag("h3", html.escape(c.title)),
                 tag("figcaption", html.escape(c.caption)),
-                tag("div", id=f"f{start + i}", kind="plot"),
+                tag("div", id=f"f{start + i}", kind="plot tall" if c.height > 260 else "plot"),
                 kind="card wide" if c.wide else "card",
             )
             for i, c in enumerate(shown)
@@ -264,35 +265,53 @@ def _idle_html(idle: Mapping[str, int]) -> str:
     return tag("p", "Steps that trained nothing:") + tag("ul", *items) if items else ""
 
 # %% ../../nbs/59_views.report.ipynb #79431629
-def _sections(m: Material) -> tuple[str, dict[str, go.Figure]]:
-    "The body of the page, and its figures by place."
-    over_steps, last_step = charts(m), step_charts(m)
+@dataclass(frozen=True)
+class Status:
+    "Whether a run goes on, as far as its folder tells."
+
+    state: str  # "running", "quiet" or "finished"
+    text: str  # one sentence
+
+
+def _recent_html(recent: Iterable[tuple[int, str]]) -> str:
+    "What the last steps say about themselves, the newest first."
+    items = [
+        tag("li", tag("b", f"Step {n}"), tag("span", html.escape(text), kind="said-of"))
+        for n, text in reversed([*recent])
+    ]
+    return tag("ol", *items, kind="card recent") if items else ""
+
+
+def _top_html(m: Material, status: Status | None) -> str:
+    "Head of the page: name and numbers, whether the run goes on, what is damaged."
     header = header_payload(m.metrics, m.settings, m.name)
-    parts = [header_html(header)]
-    if not header["steps"]:
-        parts.append(tag("p", "No step has been recorded yet.", kind="soft"))
-    parts += [_figures_html(over_steps, 0), _idle_html(header["idle"])] if over_steps else []
+    notes = [tag("p", html.escape(f"Note: {note}"), kind="soft") for note in m.notes]
+    where = tag("p", html.escape(status.text), kind=f"status {status.state}") if status else ""
+    none = "" if header["steps"] else tag("p", "No step has been recorded yet.", kind="soft")
+    return header_html(header) + where + "".join(notes) + none
+
+
+def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure]]:
+    "The body of the page, and its figures by place."
+    over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
+    idle = header_payload(m.metrics, m.settings)["idle"]
+    parts = [_top_html(m, status)]
+    parts += [_figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
+    parts += [tag("h2", "The last steps, in words"), _recent_html(m.recent)] if m.recent else []
     parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
-    if m.recent:
-        parts.append(tag("pre", "\n".join(html.escape(r.verdict) for r in m.recent)))
     if m.samples:
         note = "Completions as they came: the first prompts of a step, the first completions of a prompt."
         parts += [tag("h2", "What was said"), tag("p", f"{note} ↵ marks a line end, · a space at an end.", kind="soft")]
         parts += [completions_html(completions_payload(r)) for r in m.samples]
     parts.append(_settings_html(m.settings))
-    return "".join(parts), {f"f{i}": _whole_steps(c.figure) for i, c in enumerate([*over_steps, *last_step])}
+    return "".join(parts), {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}
 
-
-def report_html(
-    source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
-    *,
-    title: str | None = None,  # None = the name of the run folder
-) -> str:  # one page, about 5 MB, most of it plotly's script
-    "A run as one self-contained HTML page."
-    m = material(source)
-    m = m if title is None else replace(m, name=title)
-    body, figures = _sections(m)
-    scripts = [get_plotlyjs().replace("\r\n", "\n"), _asset("report.js")] if figures else []
+# %% ../../nbs/59_views.report.ipynb #09ec8d2c
+def _page(m: Material, status: Status | None, refresh: float | None) -> str:
+    "The page of a material."
+    body, figures = _sections(m, status)
+    scripts = [get_plotlyjs().replace("\r\n", "\n")] if figures else []
+    scripts += [_asset("report.js")] if figures or refresh else []
     foot = tag("footer", "Made by rl_notebook. This page needs no network and lets nothing in it run but its charts.")
     head = [
         '<meta charset="utf-8">',
@@ -301,23 +320,108 @@ def report_html(
         tag("title", html.escape(m.name)),
         tag("style", _asset("report.css")),
     ]
-    data = tag("script", figures_json(figures), type="application/json", id="figures")
-    tail = "".join([data, *(tag("script", s) for s in scripts)]) if figures else ""
-    html_ = tag("html", tag("head", *head), tag("body", tag("main", body, foot), tail), lang="en")
+    data = tag("script", figures_json(figures), type="application/json", id="figures") if figures else ""
+    tail = "".join([data, *(tag("script", s) for s in scripts)])
+    main = tag("main", body, foot, **({"data-refresh": refresh} if refresh else {}))
+    html_ = tag("html", tag("head", *head), tag("body", main, tail), lang="en")
     return f"<!doctype html>\n{html_}\n".encode("utf-8", "backslashreplace").decode()
+
+
+def report_html(
+    source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
+    *,
+    title: str | None = None,  # None = the name of the run folder
+    status: Status | None = None,  # said at the top
+    refresh: float | None = None,  # seconds after which the page reads itself again; None = never
+    known: Spreads | None = None,  # of earlier pages of this run; filled
+) -> str:  # one page, about 5 MB, most of it plotly's script
+    "A run as one self-contained HTML page."
+    m = material(source, known)
+    return _page(m if title is None else replace(m, name=title), status, refresh)
 
 # %% ../../nbs/59_views.report.ipynb #e042d07a
 def write_report(
     source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
     path: str | os.PathLike[str],  # of the page, such as runs/first/report.html
-    *,
-    title: str | None = None,  # None = the name of the run folder
+    **options: Any,  # of `report_html`
 ) -> Path:
     "Write the report of a run; raises RecordError when the place cannot be written."
-    path, page = Path(path), report_html(source, title=title)
+    path, page = Path(path), report_html(source, **options)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise RecordError("cannot write", where=str(path), got=e.strerror, expected="a place for the report") from e
     replace_text(path, page)
     return path
+
+# %% ../../nbs/59_views.report.ipynb #82ae54c9
+QUIET = 60.0  # seconds without a line before a run is called quiet, at least
+
+
+def _planned(run: Run, metrics: pd.DataFrame) -> tuple[bool, str]:
+    "Whether all that the settings ask for is done, and the step in words."
+    last, config = (run.steps or [0])[-1], run.config
+    epoch = metrics["epoch"].max() if "epoch" in metrics else 0.0
+    steps, epochs = config.get("steps"), config.get("epochs")
+    done = (steps is not None and last >= steps) or (epochs is not None and epoch >= epochs - 1e-9)
+    return done, f"step {last}" + (f" of at most {steps}" if steps is not None and not done else "")
+
+
+def run_status(
+    run: Run,
+    now: float | None = None,  # seconds since the epoch; None = now
+) -> Status:
+    "Whether a run goes on, as far as its folder tells."
+    metrics = run.metrics()
+    done, where = _planned(run, metrics)
+    if done:
+        return Status("finished", f"Finished after {where}.")
+    age = (time.time() if now is None else now) - (run.path / "metrics.jsonl").stat().st_mtime
+    seconds = [c for c in metrics.columns if c.startswith("seconds/")]
+    pace = float(metrics[seconds].tail(5).sum(axis=1).mean()) if seconds and len(metrics) else 0.0
+    if age > max(QUIET, 5 * pace):
+        return Status("quiet", f"Quiet since {where}, for {_duration(age)}: paused, stopped or slow.")
+    return Status("running", f"Running: {where}.")
+
+
+def _duration(seconds: float) -> str:
+    "A time in the largest unit that fits."
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'' if count == 1 else 's'}"
+    return f"{int(seconds)} seconds"
+
+# %% ../../nbs/59_views.report.ipynb #fce22e74
+def _stamp(run: Run) -> tuple[int, int]:
+    "What changes when the run writes a line."
+    stat = (run.path / "metrics.jsonl").stat()
+    return stat.st_mtime_ns, stat.st_size
+
+
+async def follow(
+    run: str | os.PathLike[str],  # the run folder
+    path: str | os.PathLike[str],  # of the page
+    every: float = 5.0,  # seconds between two looks
+    title: str | None = None,  # None = the name of the run folder
+) -> Path:
+    "Keep the page of a run up to date until the run is finished; raises RecordError when the run cannot be read."
+    opened, known, seen, failed = Run.open(run), {}, None, 0
+    write = lambda status, refresh: write_report(opened, path, title=title, status=status, refresh=refresh, known=known)
+    try:
+        while True:
+            try:
+                now = (_stamp(opened), await asyncio.to_thread(run_status, opened))
+                if now == seen and now[1].state == "finished":
+                    break
+                if now != seen:
+                    await asyncio.to_thread(write, now[1], every)
+                seen, failed = now, 0
+            except RecordError:  # a run that is being rewound is whole again a moment later
+                if (failed := failed + 1) == 3:
+                    raise
+            await asyncio.sleep(every)
+    finally:
+        if seen is not None:
+            write(run_status(opened), None)
+    return Path(path)
