@@ -5,14 +5,25 @@
 # %% ../../nbs/52_views.tokens.ipynb #16b4dfa0
 from __future__ import annotations
 
+import html
+import math
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
 
 import anywidget
 import ipywidgets
 import traitlets
 from IPython.display import display
 
+from ..core import Datum, DatumError
+from ..records import StepRecord
+from .payloads import TokenRow, all_series, menu_payload, overview_payload, token_payload, token_rows
+
 # %% auto #0
-__all__ = ['FALLBACK_CSS', 'HideStatic', 'WithFallback', 'with_fallback']
+__all__ = ['FALLBACK_CSS', 'HUES', 'STRONGEST', 'SOFT', 'HideStatic', 'WithFallback', 'with_fallback', 'hue_of', 'css_colour',
+           'styled', 'strip_html', 'chart_svg', 'coordinates_html', 'tokens_html', 'payload_of', 'first_target',
+           'place_of', 'TokenInspector', 'inspect_tokens']
 
 # %% ../../nbs/52_views.tokens.ipynb #f5a82cad
 _NEXT = ".jp-OutputArea-child:has([data-rln-static]) + .jp-OutputArea-child"
@@ -65,3 +76,313 @@ def with_fallback(
 ) -> WithFallback:
     "Show a widget where there is a kernel, and its static HTML in a reopened notebook, on GitHub and in nbconvert."
     return WithFallback(widget, static_html, text)
+
+# %% ../../nbs/52_views.tokens.ipynb #dbfa51d3
+HUES = {"blue": "40,103,178", "orange": "204,98,40", "violet": "116,84,168", "green": "47,143,99"}
+STRONGEST = 0.62  # opacity at the ends of a scale, so that text stays legible on it
+
+
+def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
+    "Hue, and strength from 0 to 1, of a value on the scale of its series."
+    if value is None or (series["kind"] == "class" and value == 0):
+        return "blue", 0.0
+    if series["kind"] == "class":
+        return [*HUES][int(value - 1) % len(HUES)], 0.45
+    t = max(-1.0, min(1.0, (value - series["center"]) / series["limit"]))
+    one_sided = series["kind"] in ("logprob", "kl")
+    return "violet" if one_sided else "orange" if t < 0 else "blue", abs(t)
+
+
+def css_colour(series: Mapping[str, Any], value: float | None) -> str:
+    "The background of a value; empty where it would be invisible."
+    hue, strength = hue_of(series, value)
+    return f"rgba({HUES[hue]},{STRONGEST * strength:.2f})" if strength >= 0.02 else ""
+
+# %% ../../nbs/52_views.tokens.ipynb #27b925ea
+SOFT = "opacity:.62"  # instead of a grey, which would suit one theme only
+
+
+def styled(name: str, *inside: str, style: str = "", title: str = "") -> str:
+    "An HTML element around safe HTML."
+    about = "".join(f' {k}="{html.escape(v)}"' for k, v in (("style", style), ("title", title)) if v)
+    return f"<{name}{about}>{''.join(inside)}</{name}>"
+
+
+def _digits(value: float | None) -> str:
+    "Four digits, or a dash."
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _by_name(payload: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    "The series of a payload by name."
+    return {s["name"]: s for s in payload["series"]}
+
+
+def _tooltip(payload: Mapping[str, Any], t: int, names: Sequence[str]) -> str:
+    "The numbers of a target in a line."
+    series = _by_name(payload)
+    parts = [f"{name} {_digits(series[name]['values'][t])}" for name in names if series[name]["values"][t] is not None]
+    return f"target {t}: " + ", ".join(parts) if parts else f"target {t}"
+
+# %% ../../nbs/52_views.tokens.ipynb #143739fe
+def _token_html(payload: Mapping[str, Any], j: int, series: Mapping[str, Any], names: Sequence[str]) -> str:
+    "One token of the strip."
+    t, role = j - 1, payload["roles"][j]
+    colour = css_colour(series, series["values"][t]) if t >= 0 else ""
+    style = [f"background:{colour}"] if colour else []
+    style += [SOFT] if role != "s" else []
+    style += ["border:1px solid #8593a3;border-radius:8px;padding:0 4px"] if j in payload["special"] else []
+    style += ["outline:2px dashed #a3178c"] if t in series["bad"] else []
+    text = html.escape(payload["texts"][j])
+    end = "<br>" if payload["texts"][j].endswith("⏎") else "<wbr>"
+    return styled("bdi", text, style=";".join(style), title=_tooltip(payload, t, names) if t >= 0 else "") + end
+
+
+def _tooltip_names(payload: Mapping[str, Any], series: Mapping[str, Any]) -> list[str]:
+    "The series that a tooltip names: the chosen one and the logprobs."
+    logprobs = [s["name"] for s in payload["series"] if s["kind"] == "logprob"][:3]
+    return list(dict.fromkeys([*logprobs, *([series["name"]] if series["kind"] != "class" else [])]))
+
+
+def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any], budget: int = 30_000) -> str:
+    "The tokens of a sample, coloured by a series; stops at `budget` bytes and says how many are left."
+    names, size = _tooltip_names(payload, series), len(payload["tokens"])
+    start = max(0, payload["regions"]["prompt"] - 40)
+    parts = [styled("i", f"{start} prompt tokens before… ", style=SOFT)] if start else []
+    for j in range(start, size):
+        part = _token_html(payload, j, series, names)
+        budget -= len(part.encode())
+        if budget < 0:
+            parts.append(styled("i", f" …and {size - j} tokens more, which only the live view shows", style=SOFT))
+            break
+        parts.append(part)
+    cut = payload["regions"]["cut"]
+    parts += [styled("i", f" ✂ {cut} tokens cut off here", style=SOFT)] if cut else []
+    box = "font-family:monospace;line-height:1.75;overflow-wrap:anywhere;border:1px solid rgba(130,140,150,.4);"
+    return styled("div", *parts, style=box + "border-radius:6px;padding:6px 8px;max-height:320px;overflow:auto")
+
+# %% ../../nbs/52_views.tokens.ipynb #e2a62dc3
+def _columns(values: Sequence[float | None], most: int) -> list[tuple[float, float]]:
+    "(position, value) of what is drawn: all values, or the lowest and highest of each column."
+    size = max(1, math.ceil(len(values) / most))
+    out = []
+    for start in range(0, len(values), size):
+        here = [v for v in values[start : start + size] if v is not None]
+        out += [(start / size, v) for v in sorted({min(here), max(here)})] if here else []
+    return out
+
+
+def chart_svg(series: Mapping[str, Any], targets: int, width: int = 760, height: int = 120) -> str:
+    "A series by target position as an SVG picture."
+    most, left, center = 360, 64, series["center"]
+    points = _columns(series["values"], most)
+    low, high = min([center, *(v for _, v in points)]), max([center, *(v for _, v in points)])
+    low, high = (low, high) if high > low else (center - series["limit"], center + series["limit"])
+    step = (width - left - 8) / min(most, max(targets, 1))
+    y = lambda v: 8 + (height - 30) * (high - v) / (high - low)
+    bars: dict[str, list[str]] = {}
+    for at, v in points:
+        bars.setdefault(hue_of(series, v)[0], []).append(f"M{left + (at + 0.5) * step:.1f} {y(center):.1f}V{y(v):.1f}")
+    wide = max(1.0, min(6.0, step * 0.6))
+    paths = [f'<path d="{"".join(d)}" stroke="rgb({HUES[hue]})" stroke-width="{wide:.1f}"/>' for hue, d in bars.items()]
+    text = lambda x, y, s, anchor: f'<text x="{x}" y="{y:.0f}" text-anchor="{anchor}">{s}</text>'
+    ends = [text(left - 6, y(v) + 4, _digits(v), "end") for v in sorted({low, center, high})]
+    ends += [text(left, height - 6, "target 0", "start"), text(width - 8, height - 6, str(targets - 1), "end")]
+    line = f'<path d="M{left} {y(center):.1f}H{width - 8}" stroke="currentColor" opacity=".4"/>'
+    words = f'<g fill="currentColor" font-size="11" font-family="sans-serif" opacity=".75">{"".join(ends)}</g>'
+    box = f'<svg viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px">'
+    return f"{box}{line}{''.join(paths)}{words}</svg>"
+
+# %% ../../nbs/52_views.tokens.ipynb #a8a61b7b
+def _middle(payload: Mapping[str, Any], series: Mapping[str, Any]) -> int:
+    "The target to look at first: the worst of the series, else the first scored one."
+    first = payload["roles"].find("s") - 1
+    return next(iter([*series["bad"], *series["worst"]]), max(first, 0))
+
+
+def coordinates_html(payload: Mapping[str, Any], middle: int, side: int = 3) -> str:
+    "A window of targets: what is read, what it is scored on, and which entry of each series is about it."
+    targets, series = len(payload["tokens"]) - 1, _by_name(payload)
+    start = max(0, min(middle - side, targets - 2 * side - 1))
+    window = range(start, min(targets, start + 2 * side + 1))
+    token = lambda j: (
+        styled("bdi", html.escape(payload["texts"][j][:12])) + styled("small", f"<br>token {j}", style=SOFT)
+    )
+    pair = payload["pair"] or [s["name"] for s in payload["series"] if s["kind"] == "logprob"]
+    rows = [("target", [str(t) for t in window], None)]
+    rows += [("has read", [token(t) for t in window], None), ("is scored on", [token(t + 1) for t in window], None)]
+    rows += [(name, [_digits(series[name]["values"][t]) for t in window], series[name]) for name in pair]
+    cell = "text-align:center;padding:2px 7px;white-space:nowrap"
+    body = ""
+    for name, cells, scale in rows:
+        colours = [css_colour(scale, scale["values"][t]) if scale else "" for t in window]
+        marked = [cell + (";font-weight:bold" if t == middle else "") for t in window]
+        styles = [m + (f";background:{c}" if c else "") for m, c in zip(marked, colours, strict=True)]
+        drawn = "".join(styled("td", text, style=s) for text, s in zip(cells, styles, strict=True))
+        body += styled("tr", styled("td", html.escape(name), style=f"text-align:right;padding-right:8px;{SOFT}"), drawn)
+    return styled("table", styled("tbody", body), style="font-size:12px;border-collapse:collapse")
+
+# %% ../../nbs/52_views.tokens.ipynb #b09e7dd3
+def _facts_html(payload: Mapping[str, Any]) -> str:
+    "Place and numbers of a sample."
+    r = payload["regions"]
+    facts = [f"{k} {v if isinstance(v, str) else _digits(v)}" for k, v in payload["facts"].items() if v is not None]
+    facts.append(f"prompt {r['prompt']} tokens, scored {r['scored']}, masked {r['masked']}, cut {r['cut']}")
+    facts += ["no tokenizer: ids are shown"] if payload["ids_only"] else []
+    facts += payload["notes"]
+    return styled("div", styled("b", html.escape(payload["where"])), *(" · " + html.escape(f) for f in facts))
+
+
+def _legend_html(series: Mapping[str, Any]) -> str:
+    "The scale of a series."
+    if series["kind"] == "class":
+        return styled("div", "colour: " + html.escape(series["label"]), style=SOFT)
+    center, limit = series["center"], series["limit"]
+    ends = {"logprob": (-limit, 0.0), "kl": (0.0, limit)}.get(series["kind"], (center - limit, center + limit))
+    steps = [ends[0] + k / 4 * (ends[1] - ends[0]) for k in range(5)]
+    swatches = [
+        styled("span", "&nbsp;" * 4, style=f"background:{css_colour(series, v) or 'transparent'}") for v in steps
+    ]
+    bad = f", {len(series['bad'])} not a number" if series["bad"] else ""
+    label = styled("b", html.escape(series["label"]))
+    return styled(
+        "div", f"colour: {label} {_digits(ends[0])} ", *swatches, f" {_digits(ends[1])}{bad}", style="margin:4px 0"
+    )
+
+
+def _shift_html(payload: Mapping[str, Any], overview: Mapping[str, Any] | None) -> str:
+    "Means by shift, and the quantiles of the whole step."
+    lines = []
+    if shift := payload["shift"]:
+        means = [f"{by:+d}: {_digits(m)}" for by, m in zip(shift["shifts"], shift["means"], strict=True)]
+        lines.append(f"Mean |difference| by shift {', '.join(means)}. {styled('b', html.escape(shift['text']))}")
+    if overview:
+        pair, scope = overview["pair"], overview["scopes"][0]
+        quantiles = ", ".join(f"{name} {_digits(v)}" for name, v in scope["quantiles"].items())
+        lines.append(f"|{pair[0]} − {pair[1]}| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}.")
+    return "".join(styled("div", line, style="margin:4px 0") for line in lines)
+
+
+def tokens_html(
+    payload: Mapping[str, Any],  # of `token_payload`
+    overview: Mapping[str, Any] | None = None,  # of `overview_payload`
+    series: str | None = None,  # name of the series that colours; None = the payload's choice
+) -> str:  # safe HTML without script, below 60 kB
+    "One sample as a still picture."
+    if not payload.get("tokens"):
+        return styled("p", html.escape(payload.get("message", "There are no tokens to show.")))
+    named = _by_name(payload)
+    chosen = named[series if series in named else payload["first"]]
+    parts = [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen)]
+    parts.append(chart_svg(chosen, len(payload["tokens"]) - 1))
+    parts += [coordinates_html(payload, _middle(payload, chosen)), _shift_html(payload, overview)]
+    return styled("div", *parts, style="font-size:13px;max-width:1000px")
+
+# %% ../../nbs/52_views.tokens.ipynb #46b4f235
+def payload_of(rows: Sequence[TokenRow], item: int, tokenizer: Any, message: str) -> dict[str, Any]:
+    "The payload of one of the rows, or a message where there is no such row."
+    if not 0 <= item < len(rows):
+        return {"item": item, "message": message}
+    return {"item": item, **token_payload(rows[item], tokenizer)}
+
+
+def first_target(payload: Mapping[str, Any], series: str = "") -> int:  # -1 without tokens
+    "The target that is selected at first: the worst of the series that colours."
+    if not payload.get("tokens"):
+        return -1
+    named = _by_name(payload)
+    return _middle(payload, named.get(series, named[payload["first"]]))
+
+
+def place_of(rows: Sequence[TokenRow], group: int, sample: int, target: int | None = None) -> int:
+    "Which row this sample is; raises DatumError when there is no such sample, or no such target in it."
+    places = [(r.group, r.sample) for r in rows]
+    if (group, sample) not in places:
+        known = ", ".join(f"({g}, {s})" for g, s in places[:6]) + (", …" if len(places) > 6 else "")
+        raise DatumError("no such sample", got=f"group {group}, sample {sample}", expected=f"one of {known}")
+    row = rows[item := places.index((group, sample))]
+    if target is not None and not 0 <= target < len(row.scored):
+        raise DatumError("target", where=row.where, got=target, expected=f"0 to {len(row.scored) - 1}")
+    return item
+
+# %% ../../nbs/52_views.tokens.ipynb #a5c09f05
+def _asset(name: str) -> str:
+    "A text file that ships with the package."
+    return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
+
+
+class TokenInspector(anywidget.AnyWidget):
+    "Tokens of a step with all their series: hover, zoom, arrow keys, the worst tokens, coordinates, all samples."
+
+    _esm = _asset("tokens.js")
+    _css = _asset("tokens.css")
+    items = traitlets.List().tag(sync=True)  # of `menu_payload`
+    payload = traitlets.Dict().tag(sync=True)  # of `payload_of`
+    overview = traitlets.Dict(allow_none=True).tag(sync=True)  # of `overview_payload`
+    item = traitlets.Int(0).tag(sync=True)  # which sample is shown
+    target = traitlets.Int(-1).tag(sync=True)  # the selected target, -1 = none
+    series = traitlets.Unicode("").tag(sync=True)  # name of the series that colours, "" = the payload's choice
+    shift = traitlets.Int(0).tag(sync=True)  # by which the sampler's row is slid
+
+    def __init__(
+        self,
+        rows: Sequence[TokenRow],  # of `token_rows`
+        tokenizer: Any = None,  # with `decode`; None = ids are shown
+        *,
+        message: str = "There are no tokens to show.",  # shown when there are no rows
+        series: str = "",  # name of the series that colours
+    ):
+        self.rows, self.tokenizer, self.message = list(rows), tokenizer, message
+        payload = payload_of(self.rows, 0, tokenizer, message)
+        made = {"items": menu_payload(self.rows), "overview": overview_payload(self.rows), "payload": payload}
+        super().__init__(**made, series=series, target=first_target(payload, series))
+
+    @traitlets.observe("item")
+    def _fetch(self, change: Any) -> None:
+        "Another sample was chosen, here or in the browser."
+        self.payload = payload_of(self.rows, change["new"], self.tokenizer, self.message)
+        if self.target < 0:
+            self.target = first_target(self.payload, self.series)
+
+    def select(self, group: int, sample: int, target: int | None = None) -> None:
+        "Show a sample and select a token of it, the worst by default; raises DatumError when there is none such."
+        item = place_of(self.rows, group, sample, target)
+        with self.hold_sync():
+            self.target = -1
+            self.item = item
+            self.target = first_target(self.payload, self.series) if target is None else target
+
+    def static_html(self) -> str:
+        "What is shown now, as a still picture."
+        return tokens_html(self.payload, self.overview, self.series or None)
+
+    def _ipython_display_(self) -> None:
+        "Live where there is a kernel, still where there is none."
+        with_fallback(self, self.static_html(), text=repr(self))._ipython_display_()
+
+    def __repr__(self) -> str:
+        place = self.items[self.item]["label"] if 0 <= self.item < len(self.items) else self.message
+        return f"TokenInspector({len(self.rows)} samples, shown: {place})"
+
+# %% ../../nbs/52_views.tokens.ipynb #e5106339
+def inspect_tokens(
+    source: StepRecord | Sequence[Datum],  # a step, or datums of one
+    tokenizer: Any = None,  # with `decode`; None = ids are shown
+    *,
+    group: int | None = None,  # index of the prompt group to show first; None = the first sample
+    sample: int = 0,  # index in the group
+    target: int | None = None,  # token to select; None = the worst
+    policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
+    extra: Mapping[str, Sequence[Any]] | None = None,  # further series by name, one array per datum, (N-1,)
+    series: str = "",  # name of the series that colours; "" = chosen by what there is
+) -> TokenInspector:
+    "Look at the tokens of a step; raises DatumError or AlignmentError where sample or series do not fit."
+    rows = token_rows(source, policy_logprobs=policy_logprobs, extra=extra)
+    reason = source.reason if isinstance(source, StepRecord) else ""
+    message = "There is no sample in this step" + (f": {reason}." if reason else ".")
+    if series and rows and series not in (names := {n for r in rows for n in all_series(r)}):
+        raise DatumError("series", got=repr(series), expected=" or ".join(map(repr, sorted(names))))
+    inspector = TokenInspector(rows, tokenizer, message=message, series=series)
+    if group is not None:
+        inspector.select(group, sample, target)
+    return inspector
