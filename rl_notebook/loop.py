@@ -5,47 +5,64 @@
 # %% ../nbs/33_loop.ipynb #587e1eaf
 from __future__ import annotations
 
+import asyncio
+import functools
 import html
 import inspect
+import itertools
 import math
 import signal
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'HELD_OUT', 'call_text', 'StepState', 'enter', 'Task',
-           'as_task', 'configured', 'check_backend', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text',
-           'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'encode',
+__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 'AnyLoop', 'NOT_FOR_BRANCHES', 'GRADING',
+           'HELD_OUT', 'LISTENING', 'BEFORE', 'GAP', 'call_text', 'StepState', 'enter', 'Task', 'as_task', 'configured',
+           'check_backend', 'Stage', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text',
+           'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'measured', 'encode',
            'prompts_phase', 'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase', 'advantages_phase',
            'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped',
            'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss', 'loss_phase', 'fresh_gradient',
-           'backward_phase', 'UndoEntry', 'remember', 'optimize_phase', 'sync_waits', 'sync_sampler', 'sync_phase',
-           'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'undo_step', 'Answered', 'answer',
-           'take_in', 'refill_step', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
-           'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts',
-           'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
-           'stop_on_interrupt', 'steps_left', 'records_from', 'run_steps', 'GRPOLoop', 'save_checkpoint',
-           'restore_checkpoint']
+           'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo',
+           'size_of', 'optimize_phase', 'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'record_of',
+           'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step',
+           'park', 'take_over', 'claim', 'on_stage', 'staged', 'branch_config', 'branch_name', 'branch_place',
+           'branch_state', 'branch_off', 'Answered', 'answer', 'take_in', 'refill_step', 'evaluate_rows', 'with_signal',
+           'train_chunk', 'train_arrivals', 'merged_report', 'greedy_half', 'run_phase', 'evaluation_due',
+           'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps',
+           'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left',
+           'records_from', 'run_steps', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'recorded_loss',
+           'repeat_backward', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild', 'Arrival',
+           'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
 from .config import Config
-from .core import ConfigError, Datum, PhaseError, PromptGroup
+from rl_notebook.core import (
+    AdamParams,
+    BackendError,
+    ConfigError,
+    Datum,
+    LossOutput,
+    PhaseError,
+    PromptGroup,
+    RecordError,
+)
 from .data import Cursor, Row, load_rows, restore_cursor
 from .datums import attach, datums_from_groups
 from .losses import LossOptions, natural_denominator
 from .metrics import merge_metrics, step_metrics
-from .records import Checkpoint, RunFolder, StepRecord
+from .records import MUST_MATCH, Checkpoint, Run, RunFolder, StepRecord, spans
 from .rewards import as_reward_fns, make_soft_overlong
 from .rollouts import Prompt, RolloutFn, Rollouts, RolloutSetup
 from .rollouts import arrivals, encode_rows, greedy_chunks, groups_per_pass, require_some, window_batches
@@ -81,6 +98,7 @@ class StepState:
     policy_version: int = 0  # that the sampler served when the step's samples were drawn
     changes: Mapping[str, Any] = field(default_factory=dict)  # fields of LossOptions that `loss()` was last asked for
     normalization: GradNormalization = "none"  # by which the optimizer has to divide the gradient
+    passes: tuple[int, ...] = ()  # datums of each backward pass
 
     def put(self, phase: str, value: Any) -> Any:
         "Keep a value and discard what depended on the previous one."
@@ -179,6 +197,31 @@ def check_backend(cfg: Config, backend: Backend) -> None:
         raise ConfigError(what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix)
 
 # %% ../nbs/33_loop.ipynb #1c6a9b39
+class Stage:
+    "Whose weights a backend holds, and whose turn it is."
+
+    def __init__(self, actor: Loop | None = None):
+        self.actor = actor  # whose weights the backend holds; None = nobody's, after a change that failed
+        self.names: list[str] = []  # of the loops that share it
+        self.holder: Loop | None = None  # at work now
+        self.depth = 0  # how many calls of the holder lie inside each other
+        self.task: asyncio.Task[Any] | None = None  # that the holder began in
+        self.lock = asyncio.Lock()
+        self.event_loop: asyncio.AbstractEventLoop | None = None  # that the lock belongs to
+
+    @property
+    def shared(self) -> bool:
+        "Whether more than one loop was ever here."
+        return len(self.names) > 1
+
+    def join(self, loop: Loop) -> int:  # the number of its seat
+        "Let a loop in, under a name of its own."
+        taken = [name for name in self.names if name == loop.name or name.startswith(f"{loop.name} (")]
+        loop.name = f"{loop.name} ({len(taken) + 1})" if loop.name in self.names else loop.name
+        self.names.append(loop.name)
+        return len(self.names) - 1
+
+# %% ../nbs/33_loop.ipynb #4ce0a3d5
 class Loop:
     "What a loop remembers, and how it shows itself."
 
@@ -194,11 +237,15 @@ class Loop:
         make_loss: LossFactory | None = None,  # None = the config's loss
         outputs: Sequence[Callable[[StepRecord], Any]] = (),  # called with each record: `run.add`, `print`, ...
         on_undo: Sequence[Callable[[int], Any]] = (),  # called with the last step that still holds: `run.rewind`
-        keep_undo: int = 1,  # steps that can be undone
+        keep_undo: int = 1,  # steps that can be undone; 0 = none, at no cost
         extras: Mapping[str, Any] | None = None,  # handed to a rollout factory
+        name: str = "main",  # told apart by it from its branches
+        stage: Stage | None = None,  # None = the backend is this loop's alone
     ):
-        self.backend, self.cfg = backend, cfg or Config()
+        self.backend, self.cfg, self.name = backend, cfg or Config(), name
         check_backend(self.cfg, backend)
+        self.given = {"reward": reward, "dynamic_filter_fn": dynamic_filter_fn, "make_loss": make_loss}
+        self.given |= {"extras": extras, "keep_undo": keep_undo}  # for branches
         self.rows, self.eval_rows = as_rows(rows), as_rows(eval_rows) if len(eval_rows) else []
         self.task = configured(as_task(reward, rollout_setup(backend, self.cfg, extras)), self.cfg)
         self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
@@ -207,14 +254,24 @@ class Loop:
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
         self.policy_version = 0  # that the sampler serves
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
-        self.undo_entries: deque[UndoEntry] = deque(maxlen=max(keep_undo, 1))
+        self.undo_entries: deque[UndoEntry] = deque(maxlen=keep_undo)
+        self.remembering: tuple[int, float] = (
+            0,
+            0.0,
+        )  # how often `undo` put a state aside, and how many seconds that took
         self.eval_metrics: dict[str, float] = {}  # for the record of the step under way
         self.holds_gradient = False  # whether the trainer has a gradient that no update has used up
+        self.moved = False  # whether the weights were updated since the sampler got them
+        self.served: Saved | None = None  # if so, the state whose weights the sampler serves, where it was put aside
+        self.parked: Saved | None = None  # its state while another loop has the backend
+        self.beginning: UndoEntry | None = None  # where its run begins, once `seek` has left it
         self.in_window = False  # whether syncs wait for the end of a window
         self.running = ""  # the phase under way
         self.stop_requested = False
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
         self.bar: Any = None  # over steps
+        self.stage = stage or Stage(self)
+        self.seat = self.stage.join(self)  # its number among the loops that share the backend
 
     @property
     def cursor(self) -> Cursor:
@@ -235,6 +292,11 @@ class Loop:
     def planned_steps(self) -> int | None:
         "Steps of the whole run as far as they can be known; None without end."
         return steps_planned(self)
+
+    @property
+    def undo_cost(self) -> UndoCost:
+        "What being able to undo costs: states kept, their bytes, seconds spent on them."
+        return cost_of_undo(self)
 
     def __repr__(self) -> str:
         return loop_text(self)
@@ -268,6 +330,11 @@ def place_text(loop: Loop) -> str:
     return f"step {loop.state.number}, next: {loop.state.current}; {loop.cursor.consumed}{of} prompts taken"
 
 
+def title_text(loop: Loop) -> str:
+    "What a loop is, with its name if it shares its backend."
+    return f"{type(loop).__name__} {loop.name!r}" if loop.stage.shared else type(loop).__name__
+
+
 def phase_marks(state: StepState) -> list[tuple[str, str]]:
     "(mark, phase): ✓ done, ▶ next, ○ open."
     return [("✓" if p in state.values else "▶" if p == state.current else "○", p) for p in PHASES]
@@ -277,7 +344,7 @@ def loop_text(loop: Loop) -> str:
     "A loop as text."
     last = [f"last: {loop.records[-1].verdict}"] if loop.records else []
     marks = "  ".join(f"{mark} {phase}" for mark, phase in phase_marks(loop.state))
-    return "\n".join([f"{type(loop).__name__}  {loop.place}", marks, *last])
+    return "\n".join([f"{title_text(loop)}  {loop.place}", marks, *last])
 
 # %% ../nbs/33_loop.ipynb #e6697dd4
 MARK_STYLE = {"✓": "color:#1a7f37", "▶": "font-weight:bold", "○": "color:#8c959f"}
@@ -287,7 +354,8 @@ def loop_html(loop: Loop) -> str:
     "A loop as HTML, escaped."
     marks = [f'<span style="{MARK_STYLE[m]};margin-right:.8em">{m} {p}</span>' for m, p in phase_marks(loop.state)]
     last = f"<p>last: {html.escape(loop.records[-1].verdict)}</p>" if loop.records else ""
-    return f"<p><b>{type(loop).__name__}</b> {html.escape(loop.place)}</p><p>{' '.join(marks)}</p>{last}"
+    title = html.escape(title_text(loop))
+    return f"<p><b>{title}</b> {html.escape(loop.place)}</p><p>{' '.join(marks)}</p>{last}"
 
 # %% ../nbs/33_loop.ipynb #13f2c9da
 def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
@@ -316,10 +384,16 @@ def under_way(loop: Loop, phase: str) -> Iterator[None]:
 @contextmanager
 def timed(loop: Loop, phase: str) -> Iterator[None]:
     "Measure a phase, and say meanwhile that it is under way."
-    with under_way(loop, phase):
-        start = time.perf_counter()
+    with under_way(loop, phase), measured(loop.state, phase):
         yield
-        loop.state.seconds[phase] = time.perf_counter() - start
+
+
+@contextmanager
+def measured(state: StepState, what: str) -> Iterator[None]:
+    "Put the time of a block that ends well into the seconds of a step."
+    start = time.perf_counter()
+    yield
+    state.seconds[what] = time.perf_counter() - start
 
 # %% ../nbs/33_loop.ipynb #09a93b38
 def encode(
@@ -510,38 +584,109 @@ async def backward_phase(loop: Loop) -> LossReport | Measured:
         await fresh_gradient(loop)
         batch = {"aggregation": aggregation, "max_samples": c.max_samples_per_fwd_bwd}
         output = await backward(loop.backend.policy, datums, chosen_loss(loop, loop.state.changes), **batch)
+    size = c.max_samples_per_fwd_bwd or len(datums)
+    loop.state.passes = tuple(len(datums[i : i + size]) for i in range(0, len(datums), size))
     loop.state.normalization = c.grad_accumulation_normalization if aggregation == "sum" else "none"
     return loop.state.put("backward", LossReport(output, tuple(datums)))
 
 # %% ../nbs/33_loop.ipynb #df3e362d
 @dataclass(frozen=True)
+class Saved:
+    "A state of the trainer that was put aside."
+
+    path: str  # for `load_state`
+    slot: int = -1  # of the names that are used in turn
+
+
+@dataclass(frozen=True)
 class UndoEntry:
-    "A step that can be taken back."
+    "A step that can be taken back, or a place to go back to."
 
     state: StepState  # as it was right before the update
-    path: str  # of the trainer's state
+    saved: Saved  # the trainer's state then
     policy_version: int  # that the sampler served
+    moved: bool = False  # whether the sampler served older weights than the trainer had
+    served: Saved | None = None  # if so, the state that has them, where it is known
 
 
-async def remember(loop: Loop) -> None:
+def entry_at(loop: Loop, saved: Saved) -> UndoEntry:
+    "Where a loop stands now."
+    state = replace(loop.state, values=dict(loop.state.values), seconds=dict(loop.state.seconds))
+    return UndoEntry(state, saved, loop.policy_version, loop.moved, loop.served)
+
+
+def slots_in_use(loop: Loop) -> set[int]:
+    "Slots whose states the loop may need again."
+    kept = [loop.served, *(s for e in loop.undo_entries for s in (e.saved, e.served))]
+    return {s.slot for s in kept if s is not None}
+
+# %% ../nbs/33_loop.ipynb #40d4f59f
+async def remember(loop: Loop) -> UndoEntry | None:  # None = nothing was put aside
     "Put aside what `undo` needs."
-    if loop.keep_undo:
-        state = replace(loop.state, values=dict(loop.state.values), seconds=dict(loop.state.seconds))
-        path = await loop.backend.policy.save_state(f"undo-{state.number % loop.keep_undo}")
-        loop.undo_entries.append(UndoEntry(state, path, loop.policy_version))
+    if not loop.backend.capabilities.state_snapshots or not (loop.keep_undo or loop.stage.shared):
+        return None
+    if len(loop.undo_entries) == loop.undo_entries.maxlen and loop.undo_entries:
+        loop.undo_entries.popleft()
+    free = next(slot for slot in itertools.count() if slot not in slots_in_use(loop))
+    with measured(loop.state, "remember"):
+        saved = Saved(await loop.backend.policy.save_state(f"undo-{loop.seat}-{free}"), free)
+    times, seconds = loop.remembering
+    loop.remembering = times + 1, seconds + loop.state.seconds["remember"]
+    return entry_at(loop, saved)
 
-# %% ../nbs/33_loop.ipynb #ef2353d4
+# %% ../nbs/33_loop.ipynb #6c043409
+@dataclass(frozen=True)
+class UndoCost:
+    "What being able to undo costs."
+
+    steps: int  # that can be taken back now
+    states: int  # of the trainer that are kept for it
+    bytes: int | None  # of these states; None = the backend does not say
+    saves: int  # states put aside so far
+    seconds: float  # that this took, all together
+
+    def __repr__(self) -> str:
+        if not self.saves:
+            return "undo costs nothing: no state was put aside"
+        size = "of unknown size" if self.bytes is None else f"{self.bytes / 1e6:.1f} MB"
+        each = f"{1e3 * self.seconds / self.saves:.1f} ms a step"
+        return f"{self.steps} steps can be undone: {self.states} states, {size}; {each}"
+
+
+def cost_of_undo(loop: Loop) -> UndoCost:
+    "What being able to undo has cost a loop."
+    kept = {e.saved.path for e in loop.undo_entries} | {e.served.path for e in loop.undo_entries if e.served}
+    sizes = [size_of(loop.backend.policy, path) for path in kept]
+    known = None if None in sizes else sum(size for size in sizes if size is not None)
+    return UndoCost(len(loop.undo_entries), len(kept), known, *loop.remembering)
+
+
+def size_of(trainer: Any, path: str) -> int | None:
+    "Bytes of a saved state, where the trainer can tell."
+    measure = getattr(trainer, "saved_bytes", None)
+    return None if measure is None else measure(path)
+
+# %% ../nbs/33_loop.ipynb #c4561ae5
 async def optimize_phase(loop: Loop) -> Measured:
     "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
     enter(loop.state, "optimize")
-    with timed(loop, "optimize"):
-        await remember(loop)
-        if nothing := skipped(loop, "optimize"):
-            return nothing
+    with under_way(loop, "optimize"):
+        entry = await remember(loop)
+    if (done := skipped(loop, "optimize")) is None:
         divided_by = loop.state.normalization
-        metrics = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
+        with timed(loop, "optimize"):
+            metrics = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
+        weights_moved(loop, entry.saved if entry else None)
+        done = loop.state.put("optimize", Measured(f"weights updated in step {loop.state.number}", metrics))
+    if entry is not None and loop.keep_undo:
+        loop.undo_entries.append(entry)
+    return done
+
+
+def weights_moved(loop: Loop, before: Saved | None = None) -> None:
+    "Note an update: the gradient is used up, and the sampler serves what was before it."
+    loop.served, loop.moved = loop.served if loop.moved else before, True
     loop.holds_gradient = False
-    return loop.state.put("optimize", Measured(f"weights updated in step {loop.state.number}", metrics))
 
 # %% ../nbs/33_loop.ipynb #4c996a2e
 def sync_waits(loop: Loop) -> str:
@@ -556,7 +701,8 @@ def sync_waits(loop: Loop) -> str:
 # %% ../nbs/33_loop.ipynb #08418c06
 async def sync_sampler(loop: Loop) -> None:
     "Make the sampler serve the trainer's weights."
-    loop.policy_version = await sync_weights(loop.backend, f"step-{loop.state.number:05d}")
+    loop.policy_version = await sync_weights(loop.backend, f"step-{loop.seat}-{loop.state.number:05d}")
+    loop.moved, loop.served = False, None
 
 
 async def sync_phase(loop: Loop) -> Measured:
@@ -591,6 +737,9 @@ def record_of(loop: Loop) -> StepRecord:
         reason="" if report else v["datums"].headline,
         policy_version=loop.policy_version,
         seconds=dict(state.seconds),
+        consumed=loop.cursor.consumed,
+        passes=state.passes if report else (),
+        divided_by=state.normalization if report else "none",
     )
 
 # %% ../nbs/33_loop.ipynb #3690d083
@@ -632,21 +781,191 @@ def forget_record(loop: Loop, number: int) -> None:
             callback(number - 1)
 
 
+def need_snapshots(loop: Loop, what: str) -> None:
+    "Refuse what a backend without state snapshots cannot do."
+    if not loop.backend.capabilities.state_snapshots:
+        where = f"backend {loop.backend.capabilities.name}"
+        raise BackendError(
+            what, where=where, got="no state snapshots", expected="a trainer that saves and loads states"
+        )
+
+
+async def bring_back(loop: Loop, entry: UndoEntry, name: str, *, sampler: bool = True) -> None:
+    "Put weights and optimizer back, and, if it has changed, what the sampler serves."
+    saved, served = entry.saved.path, entry.served.path if entry.served else None
+    if sampler and entry.moved and served is not None:  # two states: that of the sampler first
+        await loop.backend.policy.load_state(served)
+        loop.policy_version = await sync_weights(loop.backend, name)
+    await loop.backend.policy.load_state(saved)
+    if sampler and not (entry.moved and served is not None):
+        loop.policy_version = await sync_weights(loop.backend, name)
+    loop.moved, loop.served, loop.holds_gradient = entry.moved, entry.served, False
+
+
 async def undo_step(loop: Loop, to: str = "prompts") -> None:
     "Take back the last update and go on from a phase; see `reopened` for a step that was drawn ahead."
     if to not in UNDO_TO:
         raise PhaseError("undo", got=f"to={to!r}", expected=", ".join(UNDO_TO))
+    need_snapshots(loop, "undo")
     if not loop.undo_entries:
         why = "no update to take back" if loop.keep_undo else "keep_undo=0"
         raise PhaseError("undo", got=why, fix="Open the loop with keep_undo=N to take back the last N steps.")
     entry = loop.undo_entries[-1]
-    await loop.backend.policy.load_state(entry.path)
-    if loop.policy_version != entry.policy_version:
-        loop.policy_version = await sync_weights(loop.backend, f"undo-{entry.state.number:05d}")
+    name, synced_since = f"undo-{loop.seat}-{entry.state.number:05d}", loop.policy_version != entry.policy_version
+    await bring_back(loop, entry, name, sampler=synced_since)
     forget_record(loop, entry.state.number)
     loop.undo_entries.pop()
-    loop.state = reopened(entry.state, to)
-    loop.holds_gradient, loop.eval_metrics = False, {}
+    loop.state, loop.eval_metrics = reopened(entry.state, to), {}
+
+# %% ../nbs/33_loop.ipynb #f6d7c6d5
+async def park(loop: Loop) -> None:
+    "Put a loop's weights aside, because another loop needs the backend."
+    if loop.moved and loop.served is None:
+        got, fix = "weights that its sampler has not got", "Sync the loop first."
+        raise PhaseError(f"{loop.name!r} cannot leave the backend", got=got, fix=fix)
+    loop.parked = Saved(await loop.backend.policy.save_state(f"branch-{loop.seat}"))
+    if loop.holds_gradient:
+        await loop.backend.policy.discard_gradients()
+        loop.state.values.pop("backward", None)
+        loop.holds_gradient = False
+
+
+async def take_over(loop: Loop) -> None:
+    "Put a loop's weights on the backend, if others are there."
+    stage = loop.stage
+    if stage.actor is loop:
+        return
+    with measured(loop.state, "swap"):
+        if stage.actor is not None:
+            await park(stage.actor)
+        stage.actor, parked = None, loop.parked  # until all of it is done
+        if parked is None:
+            raise PhaseError("a loop without weights", where=loop.name, fix="Make it with await loop.branch().")
+        await bring_back(loop, entry_at(loop, parked), f"turn-{loop.seat}")
+    stage.actor = loop
+
+# %% ../nbs/33_loop.ipynb #8b01f09b
+def claim(stage: Stage, loop: Loop) -> asyncio.Lock:
+    "The lock to wait for; raises PhaseError where waiting would never end."
+    if stage.event_loop is not asyncio.get_running_loop():  # the one before has ended, and everything in it
+        stage.lock, stage.event_loop = asyncio.Lock(), asyncio.get_running_loop()
+        stage.holder, stage.task, stage.depth = None, None, 0
+    if stage.holder not in (None, loop) and stage.task is asyncio.current_task():
+        got = f"a window of {stage.holder.name!r} that waits for this"
+        fix = "Let the window end first, or put the two loops into tasks of their own."
+        raise PhaseError(f"a turn for {loop.name!r}", got=got, expected="the backend to be free", fix=fix)
+    return stage.lock
+
+
+@asynccontextmanager
+async def on_stage(loop: Loop) -> AsyncIterator[None]:
+    "Hold the backend, with this loop's weights on it."
+    stage = loop.stage
+    lock = claim(stage, loop)
+    if stage.holder is not loop:
+        await lock.acquire()
+        stage.holder, stage.task = loop, asyncio.current_task()
+    stage.depth += 1
+    try:
+        await take_over(loop)
+        yield
+    finally:
+        stage.depth -= 1
+        if not stage.depth:
+            stage.holder = stage.task = None
+            lock.release()
+
+# %% ../nbs/33_loop.ipynb #987b8f94
+P = ParamSpec("P")
+R = TypeVar("R")
+AnyLoop = TypeVar("AnyLoop", bound="Loop")
+
+
+def staged(
+    method: Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]]:
+    "The method in a turn of its own, or in the turn that is under way."
+
+    @functools.wraps(method)
+    async def in_turn(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
+        async with on_stage(loop):
+            return await method(loop, *args, **kwargs)
+
+    return in_turn
+
+# %% ../nbs/33_loop.ipynb #47012cac
+NOT_FOR_BRANCHES = (
+    *MUST_MATCH, "backend", "device", "dtype", "system_prompt", "eval_rows",
+    "log_path", "run_name", "report_to", "wandb", "resume", "dcp_save_interval",
+    "infra", "trainer", "deployment", "weight_sync", "output_model_id", "router_replay",
+)  # fmt: skip
+
+
+def branch_config(cfg: Config, changes: Mapping[str, Any]) -> Config:
+    "The config of a branch; raises ConfigError for what a branch cannot change."
+    new = Config.from_dict(cfg.to_dict(), changes)
+    for name, old, asked in cfg.diff(new).rows:
+        if name.partition(".")[0] in NOT_FOR_BRANCHES:
+            fix = "It belongs to the backend, the data or the run folder: open another loop for it."
+            raise ConfigError(name, where="branch", got=asked, expected=f"{old!r}, as the loop it leaves", fix=fix)
+    return new
+
+
+def branch_name(cfg: Config, new: Config, others: Sequence[str] = ()) -> str:
+    "What a branch does differently."
+    return ", ".join([*(f"{name}={value}" for name, _, value in cfg.diff(new).rows), *others]) or "branch"
+
+# %% ../nbs/33_loop.ipynb #dbdca5c2
+def branch_place(loop: Loop, at: str | None) -> str:
+    "Where a branch leaves the step under way; raises PhaseError where it cannot."
+    state, where = loop.state, f"step {loop.state.number}"
+    place = at or ("batch" if "sample" in state.values else "start")
+    if place not in ("batch", "start"):
+        raise PhaseError("branch", got=f"at={at!r}", expected="'batch' or 'start'")
+    if loop.in_window:
+        fix = "Let the window end, or stop the loop."
+        raise PhaseError("branch", where=where, got="a window under way", expected="a step of its own", fix=fix)
+    if "optimize" in state.values:
+        fix = "Go back with await loop.undo(), or go on with await loop.step()."
+        raise PhaseError("branch", where=where, got="updated weights", expected="a step before its update", fix=fix)
+    if loop.moved:
+        expected = f"a sync first (weight_sync_interval={loop.cfg.weight_sync_interval})"
+        raise PhaseError("branch", where=where, got="weights that the sampler has not got yet", expected=expected)
+    if place == "batch" and "sample" not in state.values:
+        fix = "Run await loop.sample(), or branch with at='start'."
+        raise PhaseError("branch", where=where, got="no samples yet", expected="a batch", fix=fix)
+    return place
+
+
+def branch_state(loop: Loop, cfg: Config, place: str, regrade: bool) -> StepState:
+    "The step under way as a branch begins it, with nothing in it that other settings would have made otherwise."
+    to = "prompts" if place == "start" else "score" if regrade else "advantages"
+    state = reopened(loop.state, to)
+    return replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
+
+# %% ../nbs/33_loop.ipynb #f8ea38f6
+GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grades may depend on
+
+
+async def branch_off(
+    loop: AnyLoop,
+    changes: Mapping[str, Any],  # fields of Config
+    at: str | None = None,  # "batch", "start"; None = "batch" if there is one
+    **given: Any,  # arguments of the loop that replace its own: reward, make_loss, name, outputs, ...
+) -> AnyLoop:
+    "Another loop at the same place, with other settings, on the same backend."
+    need_snapshots(loop, "branch")
+    place, cfg = branch_place(loop, at), branch_config(loop.cfg, changes)
+    changed = {name.partition(".")[0] for name, *_ in loop.cfg.diff(cfg).rows}
+    if "rewards" in changed and "reward" not in given:
+        given["reward"] = list(cfg.rewards)
+    regrade = "reward" in given or any(name in changed for name in GRADING)
+    given.setdefault("name", branch_name(loop.cfg, cfg, [n for n in ("reward", "make_loss") if n in given]))
+    options = {"eval_rows": loop.eval_rows, "stage": loop.stage} | loop.given | given
+    other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
+    other.state, other.policy_version = branch_state(loop, cfg, place, regrade), loop.policy_version
+    other.parked = Saved(await loop.backend.policy.save_state(f"branch-{other.seat}"))
+    return other
 
 # %% ../nbs/33_loop.ipynb #ead7b438
 @dataclass(frozen=True)
@@ -858,7 +1177,7 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
 async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
     "The rest of the step under way, one step, or one window of at most so many steps."
     if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
-        async with aclosing(window_steps(loop, window_length(loop, left))) as records:
+        async with on_stage(loop), aclosing(window_steps(loop, window_length(loop, left))) as records:
             async for record in records:
                 yield record
     elif (record := await loop.step()) is not None:
@@ -879,24 +1198,33 @@ def steps_planned(loop: Loop) -> int | None:
     return math.ceil(min(known)) if known else None
 
 # %% ../nbs/33_loop.ipynb #7b37a73d
+LISTENING: list[Loop] = []  # loops that run now
+BEFORE: list[Any] = []  # the handler that the first of them found
+
+
 @contextmanager
 def stop_on_interrupt(loop: Loop) -> Iterator[None]:
     "While inside, the first interrupt requests a stop; only the main thread can listen for it."
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
-
-    def request(signum: int, frame: Any) -> None:
-        if loop.stop_requested and callable(before):
-            before(signum, frame)
-        loop.stop_requested = True
-
-    signal.signal(signal.SIGINT, request)
+    LISTENING.append(loop)
+    if len(LISTENING) == 1:
+        BEFORE.append(signal.signal(signal.SIGINT, request_stops))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        LISTENING.remove(loop)
+        if not LISTENING:
+            signal.signal(signal.SIGINT, BEFORE.pop())
+
+
+def request_stops(signum: int, frame: Any) -> None:
+    "Ask all loops that run to stop; if they were asked before, do what an interrupt does without them."
+    if all(loop.stop_requested for loop in LISTENING) and callable(BEFORE[-1]):
+        BEFORE[-1](signum, frame)
+    for loop in LISTENING:
+        loop.stop_requested = True
 
 # %% ../nbs/33_loop.ipynb #439438d1
 def steps_left(loop: Loop, end: int | None) -> float:
@@ -932,12 +1260,13 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
 
 # %% ../nbs/33_loop.ipynb #bee785a1
 class GRPOLoop(Loop):
-    "GRPO, one phase at a time."
+    "GRPO, one phase at a time. What uses the backend is done in a turn of its own: see `Stage`."
 
     def prompts(self) -> Listing[Prompt]:
         "Take the next rows and encode them."
         return prompts_phase(self)
 
+    @staged
     async def sample(self) -> Listing[Rollouts]:
         "Draw all completions of the step."
         return await sample_phase(self)
@@ -954,6 +1283,7 @@ class GRPOLoop(Loop):
         "Training sequences of the groups that can teach something."
         return datums_phase(self, overlong)
 
+    @staged
     async def reference(self, policy: bool = True) -> Listing[Datum] | Measured:
         "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
         return await reference_phase(self, policy)
@@ -962,14 +1292,17 @@ class GRPOLoop(Loop):
         "Look at the loss without an update; `changes` to the config's options stay until the step ends or others come."
         return loss_phase(self, **changes)
 
+    @staged
     async def backward(self) -> LossReport | Measured:
         "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
         return await backward_phase(self)
 
+    @staged
     async def optimize(self) -> Measured:
         "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
         return await optimize_phase(self)
 
+    @staged
     async def sync(self) -> Measured:
         "Hand the new weights to the sampler, if this step is due for it."
         return await sync_phase(self)
@@ -978,6 +1311,7 @@ class GRPOLoop(Loop):
         "Close the step: make its record, hand it to the outputs, open the next step."
         return finish_phase(self)
 
+    @staged
     async def undo(self, to: str = "prompts") -> None:
         """Take back the last update; `to` is the phase to go on from, and earlier phases keep their values.
 
@@ -985,14 +1319,41 @@ class GRPOLoop(Loop):
         goes on from `advantages`, with the groups that it had."""
         return await undo_step(self, to)
 
+    @staged
+    async def branch(
+        self,
+        *,
+        at: str | None = None,  # "batch": keep the samples; "start": from before the step; None = what there is
+        name: str = "",  # in charts; "" = what is different
+        reward: Any = None,  # None = this loop's
+        make_loss: LossFactory | None = None,  # None = this loop's
+        outputs: Sequence[Callable[[StepRecord], Any]] = (),  # its own
+        **changes: Any,  # fields of Config
+    ) -> Self:
+        "A loop at the same place with other settings, on the same backend; both can go on, in turn or side by side."
+        given = {"name": name, "reward": reward, "make_loss": make_loss}
+        return await branch_off(
+            self, changes, at, outputs=outputs, **{k: v for k, v in given.items() if v not in (None, "")}
+        )
+
+    @staged
+    async def seek(self, step: int, run: Run) -> Arrival:
+        """Go to where a recorded run was after a step: weights, optimizer, cursor, sampler.
+
+        The run folder is not touched. To record there what comes next, put later steps aside: `run.rewind(step)`."""
+        return await seek_step(self, step, run)
+
+    @staged
     async def refill(self, attempts: int = 10) -> int:  # groups added
         "Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out."
         return await refill_step(self, attempts)
 
+    @staged
     async def evaluate(self, rows: Any = None) -> dict[str, float]:
         "Held-out reward with the sampler's weights; goes into the record of the step under way."
         return await evaluate_rows(self, rows)
 
+    @staged
     async def step(self) -> StepRecord | None:
         "Run what is left of this step; None if a stop was requested before it was finished."
         return await rest_of_step(self)
@@ -1027,20 +1388,161 @@ async def save_checkpoint(
     if state.untrained:
         lost = f"{state.untrained} prompts that were drawn in a window and not trained on"
         warnings.warn(f"the checkpoint after step {step} skips {lost}", stacklevel=2)
-    version = loop.policy_version
-    await run.save_checkpoint(step, loop.backend.policy.save_state, state.cursor.state(), policy_version=version)
+    save, version = loop.backend.policy.save_state, loop.policy_version
+    async with on_stage(loop):
+        await run.save_checkpoint(step, save, state.cursor.state(), policy_version=version)
     return step
 
 # %% ../nbs/33_loop.ipynb #d2637499
 async def restore_checkpoint(
-    loop: GRPOLoop,  # fresh
+    loop: Loop,  # fresh
     found: Checkpoint,  # of `RunFolder.latest_checkpoint` or `read_checkpoint`
     step: int | None = None,  # number of the last finished step; None = what the checkpoint says
 ) -> int:  # the step after which the loop goes on
     "Put a fresh loop where a checkpoint stands."
-    await loop.backend.policy.load_state(found.state)
-    last = found.step if step is None else step
-    loop.state = StepState(last + 1, restore_cursor(loop.cursor, found.cursor))
-    if loop.cfg.weight_sync_interval:
-        loop.policy_version = await sync_weights(loop.backend, f"resume-{last:05d}")
+    last, cursor = found.step if step is None else step, restore_cursor(loop.cursor, found.cursor)
+    async with on_stage(loop):
+        await loop.backend.policy.load_state(found.state)
+        loop.state, loop.moved, loop.served = StepState(last + 1, cursor), True, None
+        if loop.cfg.weight_sync_interval:
+            await sync_sampler(loop)
     return last
+
+# %% ../nbs/33_loop.ipynb #81df7e56
+def recorded_loss(loop: Loop, record: StepRecord) -> LossFactory:
+    "The loss that a step was trained with; raises RecordError for one that only code can tell."
+    custom = record.options.get("make_loss")
+    if custom is None:
+        return loss_factory(LossOptions(**record.options))
+    if loop.make_loss is None:
+        expected, fix = f"a loop with this loss: {custom}", "Open the loop with make_loss=."
+        raise RecordError(
+            "a loss of its own", where=f"step {record.step}", got="no make_loss", expected=expected, fix=fix
+        )
+    return loop.make_loss
+
+
+async def repeat_backward(loop: Loop, record: StepRecord) -> LossReport:
+    "Accumulate the gradient of a recorded step again, pass by pass."
+    make, aggregation = recorded_loss(loop, record), record.options["aggregation"]
+    natural = natural_denominator(np.array([d.num_loss_tokens for d in record.datums]), aggregation)
+    whole = natural if record.divided_by == "none" else 1.0
+    ends = np.cumsum(record.passes).tolist()
+    chunks = [record.datums[end - n : end] for n, end in zip(record.passes, ends, strict=True)]
+    await fresh_gradient(loop)
+    outputs = [await loop.backend.policy.forward_backward_custom(c, make(c, whole)) for c in chunks]
+    merged = merge_outputs(outputs)
+    return LossReport(merged if whole == natural else scale_output(merged, whole / natural), record.datums)
+
+
+async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float:  # gap of the logprobs, nats
+    "Make the update of a recorded step again, and sync where the run did."
+    gap = 0.0
+    if max((s.policy_version for g in record.groups for s in g.samples), default=0) > loop.policy_version:
+        await sync_sampler(loop)  # at the end of the window before
+    if record.trained:
+        report = await repeat_backward(loop, record)
+        gap = logprob_gap(report.output, record.loss)
+        learned = replace(adam, learning_rate=record.metrics.get("learning_rate", adam.learning_rate))
+        await loop.backend.policy.optim_step(learned, grad_accumulation_normalization=record.divided_by)
+        weights_moved(loop)
+    if record.policy_version > loop.policy_version:
+        await sync_sampler(loop)
+    loop.state = StepState(record.step + 1, replace(loop.state.cursor, consumed=record.consumed))
+    return gap
+
+
+def logprob_gap(ours: LossOutput, theirs: LossOutput | None) -> float:  # nats
+    "The largest difference between two passes over the same datums."
+    pairs = zip(ours.logprobs, theirs.logprobs if theirs else (), strict=True)
+    return float(max((np.nanmax(np.abs(a.values - b.values), initial=0.0) for a, b in pairs), default=0.0))
+
+# %% ../nbs/33_loop.ipynb #f9cefaf1
+@dataclass(frozen=True)
+class Way:
+    "How to get to a step."
+
+    base: int  # finished steps where it begins
+    found: Checkpoint | None  # to load there; None = the beginning of the run
+    records: tuple[StepRecord, ...]  # whose updates come next
+
+
+def way_to(loop: Loop, step: int, run: Run) -> Way:
+    "The shortest way to a step; raises RecordError where there is none."
+    begun = (run.steps[0] if run.steps else loop.state.number) - 1
+    if step != begun:
+        run.record(step)  # says which there are
+    found = run.latest_checkpoint(at_most=step)
+    known = loop.beginning.state.number if loop.beginning else loop.state.number if at_rest(loop) else None
+    if found is None and known != begun + 1:
+        expected = f"a checkpoint at or before step {step}, or a loop that has not left step {begun + 1}"
+        fix = "Open a fresh backend and a fresh loop; or save checkpoints (dcp_save_interval)."
+        got = f"checkpoints after {spans(run.checkpoints) or 'no step'}, and a loop in step {loop.state.number}"
+        raise RecordError(f"no way to step {step}", where=str(run.path), got=got, expected=expected, fix=fix)
+    base = begun if found is None else found.step
+    return Way(base, found, tuple(run.record(n) for n in range(base + 1, step + 1)))
+
+
+def at_rest(loop: Loop) -> bool:
+    "Whether the weights are those with which the step under way began."
+    return "optimize" not in loop.state.values
+
+# %% ../nbs/33_loop.ipynb #0773aab3
+async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logprobs, nats
+    "Go a way: weights, optimizer, cursor and sampler as they were at its end."
+    if loop.holds_gradient:
+        await loop.backend.policy.discard_gradients()
+        loop.holds_gradient = False
+    if way.found is not None:
+        await restore_checkpoint(loop, way.found)
+    elif loop.beginning is None:
+        loop.state = reopened(loop.state, "prompts")
+        loop.beginning = entry_at(loop, Saved(await loop.backend.policy.save_state(f"beginning-{loop.seat}")))
+    else:
+        await bring_back(loop, loop.beginning, f"beginning-{loop.seat}")
+        loop.state = replace(loop.beginning.state)
+    loop.undo_entries.clear()
+    adam = Config.from_dict(run.config).adam()
+    gaps = [await repeat_step(loop, record, adam) for record in way.records]
+    loop.eval_metrics, before = {}, [r for r in loop.records if r.step <= way.base]
+    loop.records.clear()
+    loop.records.extend([*before, *way.records])
+    return max(gaps, default=0.0)
+
+# %% ../nbs/33_loop.ipynb #77fddab6
+GAP = 1e-3  # nats; more than another machine or batch shape makes of the same weights in float32
+
+
+@dataclass(frozen=True)
+class Arrival:
+    "Where `seek` came out."
+
+    step: int  # finished
+    base: int  # finished steps where it began: a checkpoint, or the beginning
+    gap: float  # nats: largest difference between policy logprobs on the way and in the records; 0 = the same weights
+
+    def __repr__(self) -> str:
+        again = f" and {self.step - self.base} steps made again" if self.step > self.base else ""
+        return (
+            f"after step {self.step}, from step {self.base}{again}; logprobs within {self.gap:.3g} nats of the records"
+        )
+
+
+async def seek_step(loop: Loop, step: int, run: Run) -> Arrival:
+    "Go to where a recorded run was after a step; warns if the weights on the way are not those of the run."
+    need_snapshots(loop, "seek")
+    if loop.in_window:
+        raise PhaseError("seek", got="a window under way", fix="Let the window end, or stop the loop.")
+    run.check(loop.cfg)
+    way = way_to(loop, step, run)
+    if way.records and loop.cfg.weight_sync_interval != 1:
+        expected = f"a step with a checkpoint ({spans(run.checkpoints) or 'there is none'})"
+        raise RecordError(
+            f"step {step} of a run in windows", where=str(run.path), got="no checkpoint", expected=expected
+        )
+    gap = await rebuild(loop, way, run)
+    if gap > GAP:
+        warnings.warn(
+            f"not the weights of {run.path}: logprobs differ from its records by {gap:.3g} nats", stacklevel=2
+        )
+    return Arrival(step, way.base, gap)

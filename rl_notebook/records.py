@@ -26,6 +26,7 @@ import pandas as pd
 import yaml
 
 from .advantages import is_dead
+from .backends.base import GradNormalization
 from .config import Config, SettingsTable, compared
 from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 
@@ -63,7 +64,7 @@ class StepRecord:
     seconds: Mapping[str, float] = field(default_factory=dict)  # wall-clock time per phase
     consumed: int = 0  # prompts taken from the data so far, at the end of the step
     passes: tuple[int, ...] = ()  # datums of each backward pass, in order
-    divided_by: str = "none"  # what the optimizer divided the gradient by: "none", "num_loss_tokens", "num_sequences"
+    divided_by: GradNormalization = "none"  # what the optimizer divided the gradient by
 
     def __post_init__(self):
         for name in ("groups", "datums", "passes"):
