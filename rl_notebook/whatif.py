@@ -8,24 +8,34 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
 
 # %% auto #0
-__all__ = ['ON_POLICY', 'LOSS_SETTINGS', 'ADVANTAGE_SETTINGS', 'SAME', 'RECORDED', 'REPRODUCED', 'FrozenBatch', 'flat',
-           'advantages_of', 'ratio_text', 'check_logprobs', 'freeze', 'own_options', 'inherited', 'Variant',
+__all__ = ['ON_POLICY', 'LOSS_SETTINGS', 'ADVANTAGE_SETTINGS', 'SAME', 'RECORDED', 'REPRODUCED', 'AT_THE_STEP', 'FrozenBatch',
+           'flat', 'advantages_of', 'ratio_text', 'check_logprobs', 'freeze', 'own_options', 'inherited', 'Variant',
            'make_variant', 'recorded_scale', 'variant_scale', 'with_scale', 'check_series', 'gradient_row', 'cosine',
            'likeness', 'WhatIf', 'reproduction_error', 'what_if_headline', 'own_output', 'evaluate_variant', 'what_if',
            'RewardLab', 'saved_row', 'regrade', 'swapped_pairs', 'compare_group', 'group_row', 'lab_summary',
            'reward_lab', 'Attribution', 'column', 'token_table', 'mass_by', 'attribution', 'check_slopes',
-           'attribution_headline']
+           'attribution_headline', 'GradientTrainer', 'check_trainer', 'check_place', 'true_gradients', 'LogprobChange',
+           'change_summary', 'predicted_change']
 
 # %% ../nbs/42_whatif.ipynb #e0631220
 from .advantages import SCALES, is_dead, with_advantages
 from .align import require_finite
-from .core import AlignmentError, DataError, Datum, Logprobs, LossError, LossOutput, PromptGroup
+from rl_notebook.core import (
+    AlignmentError,
+    BackendError,
+    DataError,
+    Datum,
+    Logprobs,
+    LossError,
+    LossOutput,
+    PromptGroup,
+)
 from .core import RewardError, RolloutSample
 from .data import Row, make_row
 from .losses import KNOBS, LossOptions
@@ -523,8 +533,13 @@ class Attribution:
     by_sample: pd.DataFrame  # mass, share, sum up and down
     by_group: pd.DataFrame  # likewise
     by_token: pd.DataFrame  # one row per token in the loss
-    total: float  # sum of |dL/dlogprob|
-    where: str = "step"  # which step
+    batch: FrozenBatch
+    dlogprobs: tuple[np.ndarray, ...]  # (N-1,) per datum
+
+    @property
+    def total(self) -> float:
+        "The sum of |dL/dlogprob|."
+        return float(column(self.by_token, "mass").sum())
 
     def top_tokens(self, n: int = 10) -> pd.DataFrame:
         "The tokens that were pushed hardest."
@@ -595,7 +610,7 @@ def attribution(
     samples = mass_by(tokens, place)
     samples.insert(3, "row", [batch.datums[i].key for i in samples["datum"]])
     samples.insert(4, "advantage", [float(np.mean(batch.datums[i].advantage)) for i in samples["datum"]])
-    return Attribution(samples, mass_by(tokens, ["group"]), tokens, float(column(tokens, "mass").sum()), batch.where)
+    return Attribution(samples, mass_by(tokens, ["group"]), tokens, batch, tuple(slopes))
 
 
 def check_slopes(batch: FrozenBatch, slopes: Sequence[np.ndarray]) -> None:
@@ -609,10 +624,150 @@ def check_slopes(batch: FrozenBatch, slopes: Sequence[np.ndarray]) -> None:
 # %% ../nbs/42_whatif.ipynb #27a35299
 def attribution_headline(a: Attribution) -> str:
     "How many samples hold half of the mass, and which way the push goes."
+    where = a.batch.where
     if not a.total:
-        return f"{a.where}: no token was pushed"
+        return f"{where}: no token was pushed"
     shares = np.sort(column(a.by_sample, "share"))[::-1]
     half = int(np.searchsorted(np.cumsum(shares), 0.5)) + 1
     up = float(column(a.by_sample, "up").sum()) / a.total
     samples = f"half of the push is in {half} of {len(shares)} samples"
-    return f"{a.where}: {samples}; {up:.0%} raises tokens, {1 - up:.0%} lowers them"
+    against = int((column(a.by_sample, "contribution") < 0).sum()) if "contribution" in a.by_sample else 0
+    parts = [f"{up:.0%} raises tokens, {1 - up:.0%} lowers them"]
+    parts += [f"{against} of {len(shares)} samples pull against the step"] if against else []
+    return f"{where}: {samples}; {'; '.join(parts)}"
+
+# %% ../nbs/42_whatif.ipynb #43f40d6e
+@runtime_checkable
+class GradientTrainer(Protocol):
+    "A trainer that can be asked what a gradient does to its weights."
+
+    async def sample_gradients(
+        self,
+        datums: Sequence[Datum],
+        dlogprobs: Sequence[np.ndarray],  # (N-1,) per datum
+        before: str | None = None,  # a saved state to look from; None = the present weights
+    ) -> tuple[list[Logprobs], np.ndarray, np.ndarray]:
+        "Logprobs; (S,) norm of each gradient; (S,) its product with the gradient of all."
+        ...
+
+    async def linear_change(
+        self,
+        datums: Sequence[Datum],
+        before: str,  # a saved state
+    ) -> tuple[list[Logprobs], list[Logprobs], list[np.ndarray]]:
+        "Logprobs then and now, and the first-order change between them."
+        ...
+
+
+def check_trainer(trainer: Any) -> GradientTrainer:
+    "The trainer, if it can answer; raises `BackendError`."
+    if not isinstance(trainer, GradientTrainer):
+        fix = "Open the step's model on the local backend and pass its policy."
+        expected = "sample_gradients and linear_change"
+        raise BackendError("gradients of the weights", got=type(trainer).__name__, expected=expected, fix=fix)
+    return trainer
+
+# %% ../nbs/42_whatif.ipynb #1c863f27
+AT_THE_STEP = 1e-3  # nats; more than rounding, less than an update
+
+
+def check_place(batch: FrozenBatch, found: Sequence[Logprobs], tolerance: float = AT_THE_STEP) -> None:
+    "Raises `BackendError` when logprobs are not those that the batch was trained from."
+    gap = flat(batch.datums, [f.values - p.values for f, p in zip(found, batch.policy_logprobs, strict=True)])
+    if not np.abs(gap).max() <= tolerance:
+        raise BackendError(
+            "the trainer's weights are not those of the step",
+            where=batch.where,
+            got=f"logprobs up to {np.abs(gap).max():.3g} nats from the record's",
+            expected=f"at most {tolerance:g}",
+            fix="Pass a state that was saved before the update: path = await trainer.save_state(name).",
+        )
+
+# %% ../nbs/42_whatif.ipynb #09717842
+async def true_gradients(
+    trainer: Any,  # a GradientTrainer
+    source: StepRecord | FrozenBatch,
+    before: str | None = None,  # the state before the update; None = the trainer still is there
+    dlogprobs: Sequence[np.ndarray] | None = None,  # (N-1,) per datum, as of a variant; None = as recorded
+    *,
+    tokenizer: Any = None,  # adds the text of each token
+) -> Attribution:
+    "`attribution` with the true gradient norm of each sample, its cosine with the batch gradient, and its part in it."
+    a = attribution(source, dlogprobs, tokenizer=tokenizer)
+    found, norms, products = await check_trainer(trainer).sample_gradients(a.batch.datums, a.dlogprobs, before)
+    check_place(a.batch, found)
+    size = float(np.sqrt(max(products.sum(), 0.0)))
+    rows = np.asarray(a.by_sample["datum"], dtype=int)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        new = {"grad_norm": norms, "cosine": products / norms / size, "contribution": products / size**2}
+    samples = a.by_sample.assign(**{name: values[rows] for name, values in new.items()})
+    summed: Any = samples.groupby("group", sort=False)["contribution"]
+    groups = a.by_group.assign(contribution=np.asarray(summed.sum(), dtype=np.float64))
+    return replace(a, by_sample=samples, by_group=groups)
+
+# %% ../nbs/42_whatif.ipynb #ca0c6de7
+@dataclass(frozen=True, eq=False, repr=False)
+class LogprobChange:
+    "What an update did to the logprobs that it was made from."
+
+    tokens: pd.DataFrame  # one row per token in the loss: before, after, realised, predicted
+    by_sample: pd.DataFrame  # sums over the tokens of each sample
+    summary: Mapping[str, float]  # sizes, correlation, and who went where
+    where: str = "step"  # which step
+
+    @property
+    def headline(self) -> str:
+        "Size of the change, quality of the prediction, and whether the step got its way."
+        s = self.summary
+        moved = f"{self.where}: {len(self.tokens)} logprobs moved by {s['rms_change']:.3g} nats (rms)"
+        guess = f"first order misses {s['rms_error']:.3g} of it (correlation {s['correlation']:.4f})"
+        up = f"{s['better_up']:.0f} of {s['better']:.0f} answers with positive advantage became more likely"
+        return f"{moved}; {guess}; {up}, {s['worse_down']:.0f} of {s['worse']:.0f} with negative less likely"
+
+    def __repr__(self) -> str:
+        return f"{self.headline}\n{self.by_sample.to_string(index=False, float_format='%.4g', max_rows=16)}"
+
+    def _repr_html_(self) -> str:
+        table = self.by_sample.to_html(index=False, border=0, float_format="%.4g", max_rows=16)
+        return f"<p>{html.escape(self.headline)}</p>{table}"
+
+# %% ../nbs/42_whatif.ipynb #f9464133
+def change_summary(tokens: pd.DataFrame, by_sample: pd.DataFrame) -> dict[str, float]:
+    "How large the change was, how well predicted, and how many answers went where their advantage wanted them."
+    realised, predicted = column(tokens, "realised"), column(tokens, "predicted")
+    advantage, moved = column(by_sample, "advantage"), column(by_sample, "realised")
+    rms = lambda x: float(np.sqrt(np.mean(x**2)))
+    varies = min(np.ptp(realised), np.ptp(predicted)) > 0
+    return {
+        "rms_change": rms(realised),
+        "rms_error": rms(realised - predicted),
+        "correlation": float(np.corrcoef(realised, predicted)[0, 1]) if varies else float("nan"),
+        "better": float((advantage > 0).sum()),
+        "better_up": float((moved[advantage > 0] > 0).sum()),
+        "worse": float((advantage < 0).sum()),
+        "worse_down": float((moved[advantage < 0] < 0).sum()),
+    }
+
+# %% ../nbs/42_whatif.ipynb #44fef9c3
+async def predicted_change(
+    trainer: Any,  # a GradientTrainer, after the update
+    source: StepRecord | FrozenBatch,
+    before: str,  # the state before the update
+    *,
+    tokenizer: Any = None,  # adds the text of each token
+) -> LogprobChange:
+    "The change of every logprob of a step since a saved state, predicted to first order and realised."
+    batch = FrozenBatch.of(source)
+    then, now, change = await check_trainer(trainer).linear_change(batch.datums, before)
+    check_place(batch, then)
+    none = [np.zeros(len(d.weights)) for d in batch.datums]
+    places = token_table(batch.datums, then, none, tokenizer).drop(columns=["dlogprob", "mass", "share"])
+    ends = flat(batch.datums, [lp.values for lp in now])
+    realised = ends - column(places, "logprob")
+    tokens = places.rename(columns={"logprob": "before"})
+    tokens = tokens.assign(after=ends, realised=realised, predicted=flat(batch.datums, change))
+    summed: Any = tokens.assign(tokens=1).groupby(["datum", "group", "sample"], sort=False, as_index=False)
+    samples: pd.DataFrame = summed[["tokens", "realised", "predicted"]].sum()
+    at = np.asarray(samples["datum"], dtype=int)
+    samples.insert(3, "advantage", [float(np.mean(batch.datums[i].advantage)) for i in at])
+    return LogprobChange(tokens, samples, change_summary(tokens, samples), batch.where)

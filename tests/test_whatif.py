@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from synthetic import hostile_record, prompt_group, synthetic_record
-from tiny_models import one_thread
+from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.advantages import group_advantages, with_advantages
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config, TISConfig
-from rl_notebook.core import AlignmentError, Datum, Logprobs, LossError, LossOutput, PromptGroup, RewardError
+from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, Logprobs, LossError, LossOutput
+from rl_notebook.core import PromptGroup, RecordError, RewardError
 from rl_notebook.data import load_rows
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
@@ -24,8 +25,10 @@ from rl_notebook.whatif import (
     FrozenBatch,
     attribution,
     flat,
+    predicted_change,
     reproduction_error,
     reward_lab,
+    true_gradients,
     what_if,
 )
 
@@ -481,3 +484,244 @@ def test_hostile_text_stays_text():
     for thing in shown:
         assert bad not in thing._repr_html_()
         assert "<img" not in thing._repr_html_()
+
+
+# --- what the weights make of it ----------------------------------------------------------------------------------
+
+KINDS = {
+    "qwen3": {},
+    "tied llama": {"family": "llama", "tied": True},
+    "gpt2": {"family": "gpt2"},
+    "lora": {"lora_rank": 4},
+    "bfloat16": {"dtype": "bfloat16"},
+    "small batches": {"tokens_per_batch": 30},
+}
+
+
+def tiny_backend(family: str = "qwen3", tied: bool = False, **options):
+    "A random model on the local backend."
+    return open_local(tiny_model(family, tied=tied), byte_tokenizer(), inline=True, **options)
+
+
+def random_datums(seed: int, count: int = 5) -> tuple[list[Datum], list[np.ndarray]]:
+    "Sequences of several lengths with slopes, one of them all zero, one of them masked."
+    rng = np.random.default_rng(seed)
+    datums, slopes = [], []
+    for i in range(count):
+        n = int(rng.integers(4, 24))
+        w = (rng.random(n - 1) < 0.7).astype(float) * (i != 3)
+        datums.append(Datum(rng.integers(0, 200, n), w, advantage=1.0, sample=i))
+        slopes.append(np.where(w > 0, rng.normal(size=n - 1), 0.0) * (i != 2))
+    return datums, slopes
+
+
+def everything(state) -> dict[str, torch.Tensor]:
+    "A copy of all that a trainer holds: weights, masters, moments, accumulated gradients and their counts."
+    held = {f"weight/{n}": p for n, p in state.params.items()} | {f"master/{n}": m for n, m in state.masters.items()}
+    grads = {f"grad/{n}": t.grad for n, t in held.items() if t.grad is not None}
+    moments = state.optimizer.state.values() if state.optimizer else ()
+    moved = {f"adam/{i}/{k}": v for i, m in enumerate(moments) for k, v in m.items()}
+    counts = {"counts": torch.tensor([state.loss_tokens, state.sequences, state.steps])}
+    return {n: t.detach().clone() for n, t in (held | grads | moved | counts).items()}
+
+
+async def look_at_gradients(policy, start: str, datums, slopes) -> None:
+    "Everything that must leave no trace, mistakes included; raises if it leaves one."
+    before, graph = everything(policy.state), policy.state.graph
+    await policy.sample_gradients(datums, slopes)
+    await policy.sample_gradients(datums, slopes, start)
+    await policy.linear_change(datums, start)
+    for at in (None, start):
+        with pytest.raises(LossError):
+            await policy.sample_gradients(datums, slopes[1:], at)
+    after = everything(policy.state)
+    assert before.keys() == after.keys()
+    assert any(n.startswith("grad/") for n in before)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert policy.state.graph is graph is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_looking_at_gradients_leaves_no_trace(kind):
+    async def steps(look: bool):
+        policy, (datums, slopes) = tiny_backend(**KINDS[kind]).policy, random_datums(0)
+        others, pushes = [replace(d, weights=d.weights) for d in datums], [2 * s for s in slopes]
+        loss = lambda ds, lps: (sum(lp[torch.tensor(d.active)].sum() for d, lp in zip(ds, lps, strict=True)), {})
+        start = await policy.save_state("start")
+        await policy.backward(datums, slopes)
+        await policy.optim_step(AdamParams(learning_rate=1e-3))
+        await policy.backward(datums, slopes)
+        await policy.forward_backward_custom(others, loss)
+        short = others[:2]
+        await policy.loss(short, loss)  # its graph is kept, for the backward pass below
+        if look and kind != "small batches":
+            await look_at_gradients(policy, start, others, pushes)
+        elif look:
+            await policy.sample_gradients(others, pushes, start)
+            await policy.linear_change(others, start)
+        await policy.backward(short, slopes[:2])
+        await policy.optim_step(AdamParams(learning_rate=1e-3))
+        return everything(policy.state)
+
+    seen, unseen = asyncio.run(steps(True)), asyncio.run(steps(False))
+    assert seen.keys() == unseen.keys()
+    assert all(torch.equal(seen[n], unseen[n]) for n in seen)
+
+
+def by_hand(module: torch.nn.Module, datum: Datum, slope: np.ndarray) -> torch.Tensor:
+    "The gradient of sum(slope * logprob) through the model's own logits, as one long vector."
+    params = [p for p in module.parameters() if p.requires_grad]
+    ids = torch.from_numpy(datum.tokens.copy())
+    logprobs = module(ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+    grads = torch.autograd.grad((logprobs * torch.from_numpy(slope)).sum(), params, allow_unused=True)
+    parts = zip(grads, params, strict=True)
+    return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in parts])
+
+
+@pytest.mark.parametrize("options", [{}, {"family": "llama", "tied": True}, {"lora_rank": 4}])
+def test_norms_and_products_are_those_of_autograd(options):
+    backend = tiny_backend(dtype="float64", **options)
+    datums, slopes = random_datums(2)
+    own = torch.stack([by_hand(backend.policy.state.module, d, s) for d, s in zip(datums, slopes, strict=True)])
+    logprobs, norms, products = asyncio.run(backend.policy.sample_gradients(datums, slopes))
+    np.testing.assert_allclose(norms, own.norm(dim=1).numpy(), rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(products, (own @ own.sum(0)).numpy(), rtol=1e-5, atol=1e-6)
+    assert norms[2] == norms[3] == 0
+    for lp, again in zip(logprobs, asyncio.run(backend.policy.forward(datums)), strict=True):
+        np.testing.assert_array_equal(lp.values, again.values)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "bfloat16"])
+def test_the_first_order_change_is_the_limit_of_small_steps(kind):
+    backend = tiny_backend(dtype="float64", **KINDS[kind])
+    policy, (datums, slopes) = backend.policy, random_datums(3)
+
+    async def measure():
+        start = await policy.save_state("start")
+        begin = {n: p.detach().clone() for n, p in policy.state.params.items()}
+        await policy.backward(datums, slopes)
+        await policy.optim_step(AdamParams(learning_rate=1e-3))
+        then, now, predicted = await policy.linear_change(datums, start)
+        way = {n: p.detach() - begin[n] for n, p in policy.state.params.items()}
+        at = []
+        for h in (1e-3, -1e-3):
+            with torch.no_grad():
+                for n, p in policy.state.params.items():
+                    p.copy_(begin[n] + h * way[n])
+            at.append(await policy.forward(datums))
+        await policy.load_state(start)
+        return then, now, predicted, at, await policy.forward(datums)
+
+    then, now, predicted, at, begin = asyncio.run(measure())
+    on = [d.active for d in datums]
+    cat = lambda series: np.concatenate([np.asarray(s)[o] for s, o in zip(series, on, strict=True)])
+    quotient = (cat(at[0]) - cat(at[1])) / 2e-3
+    np.testing.assert_allclose(cat(predicted), quotient, rtol=1e-3, atol=2e-3 * np.abs(quotient).max())
+    np.testing.assert_array_equal(cat(then), cat(begin))
+    assert np.abs(cat(now) - cat(then)).max() > 1e-3
+    assert all(np.isnan(p[~o]).all() for p, o in zip(predicted, on, strict=True))
+
+
+@pytest.fixture(scope="module")
+def stepped() -> tuple[GRPOLoop, StepRecord, str]:
+    "A loop after two steps, the record of the second, and the state before it."
+
+    async def run():
+        loop = open_loop()
+        await loop.step()
+        before = await loop.backend.policy.save_state("before")
+        return loop, await loop.step(), before
+
+    return asyncio.run(run())
+
+
+def test_attribution_with_true_gradients(stepped):
+    loop, record, before = stepped
+    policy = loop.backend.policy
+    a = asyncio.run(true_gradients(policy, record, before))
+    assert a.by_sample.contribution.sum() == pytest.approx(1)
+    assert a.by_group.contribution.sum() == pytest.approx(1)
+    first = a.by_sample[a.by_sample.group == a.by_group.group[0]].contribution.sum()
+    assert a.by_group.contribution[0] == pytest.approx(first)
+    _, norms, products = asyncio.run(policy.sample_gradients(record.datums, record.loss.dlogprobs, before))
+    assert products.sum() ** 0.5 == pytest.approx(record.metrics["grad_norm"], rel=1e-5)
+    np.testing.assert_allclose(a.by_sample.grad_norm, norms[a.by_sample.datum])
+    np.testing.assert_allclose(a.by_sample.cosine, (products / norms)[a.by_sample.datum] / products.sum() ** 0.5)
+
+
+def test_the_change_of_a_step_and_its_prediction(stepped):
+    loop, record, before = stepped
+    policy = loop.backend.policy
+    held = everything(policy.state)
+    change = asyncio.run(predicted_change(policy, record, before))
+    assert all(torch.equal(t, held[n]) for n, t in everything(policy.state).items())
+    now = asyncio.run(policy.forward(record.datums))
+    want = [n.values - lp.values for n, lp in zip(now, record.loss.logprobs, strict=True)]
+    np.testing.assert_allclose(change.tokens.realised, flat(record.datums, want), atol=1e-5)
+    assert change.summary["correlation"] > 0.9
+    assert change.summary["rms_error"] < change.summary["rms_change"] / 2
+    assert (flat(record.datums, record.loss.dlogprobs) * change.tokens.realised).sum() < 0  # what the loss wanted
+    up = [change.tokens.realised[change.tokens.datum == i].sum() > 0 for i in change.by_sample.datum]
+    better = [record.datums[i].advantage > 0 for i in change.by_sample.datum]
+    assert change.summary["better"] == sum(better) > 0
+    assert change.summary["better_up"] == sum(u and b for u, b in zip(up, better, strict=True))
+    assert change.by_sample.realised.sum() == pytest.approx(change.tokens.realised.sum())
+
+
+def test_a_smaller_step_is_predicted_better():
+    async def miss(lr: float) -> float:
+        loop = open_loop(learning_rate=lr)
+        before = await loop.backend.policy.save_state("before")
+        s = (await predicted_change(loop.backend.policy, await loop.step(), before)).summary
+        return s["rms_error"] / s["rms_change"]
+
+    misses = [asyncio.run(miss(lr)) for lr in (1e-3, 1e-4, 1e-5)]
+    assert misses[0] > 3 * misses[1] > 9 * misses[2]
+
+
+def test_gradients_asked_at_the_wrong_place(stepped):
+    loop, record, before = stepped
+    policy = loop.backend.policy
+    with pytest.raises(BackendError, match=r"step 2: .*not those of the step.*save_state"):
+        asyncio.run(true_gradients(policy, record))
+    with pytest.raises(RecordError, match="'nowhere'"):
+        asyncio.run(predicted_change(policy, record, "nowhere"))
+    with pytest.raises(BackendError, match="sample_gradients"):
+        asyncio.run(true_gradients(loop.backend.reference, record, before))
+
+
+def test_the_state_of_another_model_is_refused(stepped, tmp_path):
+    loop, record, _ = stepped
+    other = asyncio.run(tiny_backend().policy.save_state(str(tmp_path / "other")))
+    with pytest.raises(RecordError, match="saved state"):
+        asyncio.run(predicted_change(loop.backend.policy, record, other))
+
+
+def test_a_state_on_disk_is_as_good(stepped, tmp_path):
+    loop, record, before = stepped
+
+    async def both():
+        policy = loop.backend.policy
+        here = await policy.save_state("here")
+        await policy.load_state(before)
+        path = await policy.save_state(str(tmp_path / "before"))
+        await policy.load_state(here)
+        return [await predicted_change(policy, record, at) for at in (before, path)]
+
+    memory, disk = asyncio.run(both())
+    assert memory.tokens.equals(disk.tokens)
+
+
+def test_a_step_that_did_not_move(stepped):
+    loop, record, _ = stepped
+
+    async def still():
+        here = await loop.backend.policy.save_state("here")
+        now = await loop.backend.policy.forward(record.datums)
+        return await predicted_change(loop.backend.policy, FrozenBatch.of(record).moved(now), here)
+
+    change = asyncio.run(still())
+    assert not change.tokens.realised.any()
+    assert not change.tokens.predicted.any()
+    assert np.isnan(change.summary["correlation"])
+    assert "nan" in repr(change)

@@ -12,9 +12,9 @@ import os
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
 from .base import Backend, Capabilities, GradNormalization, LossFn, Meter
@@ -58,9 +61,10 @@ __all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 
            'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes', 'backpropagate',
            'move_to_masters', 'drop_gradients', 'divisor', 'adamw', 'update', 'Versions', 'describe', 'capture',
            'check_description', 'restore', 'write_folder', 'read_folder', 'Worker', 'stamped', 'LocalReference',
-           'LocalTrainer', 'loss_and_backward', 'save_named', 'load_named', 'take_snapshot', 'Letter', 'LocalSampler',
-           'take_letters', 'turn', 'keep_pumping', 'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype',
-           'check_tokenizer', 'open_local', 'scorer_of', 'reference_of', 'close_local']
+           'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named', 'take_snapshot', 'set_aside',
+           'saved_weights', 'lent', 'inner', 'sample_gradients', 'directional', 'linear_change', 'Letter',
+           'LocalSampler', 'take_letters', 'turn', 'keep_pumping', 'LocalSync', 'with_lora', 'frozen_copy',
+           'torch_dtype', 'check_tokenizer', 'open_local', 'scorer_of', 'reference_of', 'close_local']
 
 # %% ../../nbs/22_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -572,6 +576,21 @@ class LocalTrainer:
         "Clone the trainable weights under a name."
         return await self.run(take_snapshot, self.state, name)
 
+    async def sample_gradients(
+        self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], before: str | None = None
+    ) -> tuple[list[Logprobs], np.ndarray, np.ndarray]:
+        "Logprobs, the norm of each datum's gradient, and its product with that of all; leaves no trace."
+        args = (list(datums), list(dlogprobs), before)
+        logprobs, norms, products = await self.run(sample_gradients, self.state, *args)
+        return self._stamp(logprobs), norms, products
+
+    async def linear_change(
+        self, datums: Sequence[Datum], before: str
+    ) -> tuple[list[Logprobs], list[Logprobs], list[np.ndarray]]:
+        "Logprobs at a saved state, those of now, and the change from one to the other to first order."
+        then, now, change = await self.run(linear_change, self.state, list(datums), before)
+        return self._stamp(then), self._stamp(now), change
+
     def _stamp(self, values: Sequence[np.ndarray]) -> list[Logprobs]:
         return stamped(values, self.state.scoring, "policy", self.versions.current)
 
@@ -596,8 +615,8 @@ def save_named(state: PolicyState, versions: Versions, name: str) -> str:
     return f"memory:{name.removeprefix('memory:')}"
 
 # %% ../../nbs/22_backends.local.ipynb #ed105849
-def load_named(state: PolicyState, versions: Versions, path: str, optimizer: bool) -> None:
-    "Restore what `save_named` saved; raises `RecordError`."
+def find_saved(state: PolicyState, path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    "What `save_named` saved, if it belongs to this model; raises `RecordError`."
     name = path.removeprefix("memory:")
     if "/" in path or os.sep in path:
         tensors, meta = read_folder(Path(path))
@@ -606,7 +625,12 @@ def load_named(state: PolicyState, versions: Versions, path: str, optimizer: boo
     else:
         raise RecordError("load_state", got=repr(path), expected=f"one of {sorted(state.saved)} or a folder")
     check_description(state, meta, path)
-    restore(state, versions, tensors, meta, optimizer)
+    return tensors, meta
+
+
+def load_named(state: PolicyState, versions: Versions, path: str, optimizer: bool) -> None:
+    "Restore what `save_named` saved; raises `RecordError`."
+    restore(state, versions, *find_saved(state, path), optimizer)
 
 # %% ../../nbs/22_backends.local.ipynb #92d14cc8
 def take_snapshot(state: PolicyState, name: str) -> str:
@@ -616,6 +640,108 @@ def take_snapshot(state: PolicyState, name: str) -> str:
     for old in list(state.snapshots)[:-KEPT_SNAPSHOTS]:
         del state.snapshots[old]
     return name
+
+# %% ../../nbs/22_backends.local.ipynb #7efe6ddd
+@contextmanager
+def set_aside(state: PolicyState) -> Iterator[None]:
+    "Put aside what is accumulated, and give it back unchanged."
+    holders = [*state.params.values(), *state.masters.values()]
+    grads, counts, graph = [t.grad for t in holders], (state.loss_tokens, state.sequences), state.graph
+    try:
+        drop_gradients(state)
+        yield
+    finally:
+        drop_gradients(state)
+        for holder, grad in zip(holders, grads, strict=True):
+            holder.grad = grad
+        (state.loss_tokens, state.sequences), state.graph = counts, graph
+
+# %% ../../nbs/22_backends.local.ipynb #2ad8b01a
+def saved_weights(state: PolicyState, path: str) -> dict[str, Tensor]:
+    "The trainable weights of a saved state, where the policy is; raises `RecordError`."
+    saved, _ = find_saved(state, path)
+    return {name: saved[f"weights/{name}"].to(p.device) for name, p in state.params.items()}
+
+
+@contextmanager
+def lent(state: PolicyState, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    "The policy under other weights; its own return at the end."
+    own = {name: p.data for name, p in state.params.items()}
+    try:
+        for name, weight in weights.items():
+            state.params[name].data = weight
+        yield
+    finally:
+        for name, p in state.params.items():
+            p.data = own[name]
+
+# %% ../../nbs/22_backends.local.ipynb #a722410f
+def inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
+    "Scalar product of two gradients; None is zero."
+    both = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    return float(sum((x.double() * y.double()).sum() for x, y in both))
+
+
+def sample_gradients(
+    state: PolicyState,
+    datums: Sequence[Datum],
+    slopes: Sequence[np.ndarray],  # dL/dlogprob, (N-1,) per datum
+    before: str | None = None,  # a saved state to look from; None = the present weights
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:  # logprobs; (S,) norms; (S,) products, which sum to |G|^2
+    "How long the gradient of each datum's `sum(slope * logprob)` is, and how it lies to that of all datums."
+    norms, products = np.zeros(len(datums)), np.zeros(len(datums))
+    with set_aside(state), lent(state, saved_weights(state, before) if before else {}):
+        logprobs = score(state.scoring, datums)
+        backpropagate(state, datums, slopes)
+        whole = [t.grad for t in state.targets]
+        for i in [i for i, slope in enumerate(slopes) if np.any(slope)]:
+            drop_gradients(state)
+            backpropagate(state, [datums[i]], [slopes[i]])
+            own = [t.grad for t in state.targets]
+            norms[i], products[i] = inner(own, own) ** 0.5, inner(own, whole)
+    return logprobs, norms, products
+
+# %% ../../nbs/22_backends.local.ipynb #6eaac993
+class _Called(nn.Module):
+    "A function of a module, as a module, so that `functional_call` can lend it weights that carry a direction."
+
+    def __init__(self, module: nn.Module, fn: Callable[[], Any]):
+        super().__init__()
+        self.module, self.fn = module, fn
+
+    def forward(self) -> Any:
+        return self.fn()
+
+# %% ../../nbs/22_backends.local.ipynb #2d2e81ee
+def directional(
+    state: PolicyState,
+    datums: Sequence[Datum],
+    weights: Mapping[str, Tensor],  # the point
+    direction: Mapping[str, Tensor],  # of the same names, shapes and dtypes
+) -> list[np.ndarray]:  # (N-1,) per datum, NaN where not scored
+    "Derivative of every logprob in a direction of the weights."
+    scoring = state.scoring
+    scoring.check(datums)
+    batches, flats = scoring.batches(datums), []
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        for batch in batches:
+            call = _Called(state.module, lambda batch=batch: score_batch(scoring, [datums[i] for i in batch]))
+            with forward_ad.dual_level():
+                pairs = {f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()}
+                flat, tangent = forward_ad.unpack_dual(functional_call(call, pairs, ()))
+                flats.append(torch.zeros_like(flat) if tangent is None else tangent)
+    return [series.double().numpy() for series in spread(scoring, datums, batches, flats)]
+
+# %% ../../nbs/22_backends.local.ipynb #f3a9051b
+def linear_change(
+    state: PolicyState, datums: Sequence[Datum], before: str
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:  # (N-1,) per datum: then, now, first-order change
+    "Logprobs at a saved state and now, and the derivative at the saved state in the direction of the change."
+    then = saved_weights(state, before)
+    moved = {name: (p.detach().double() - then[name].double()).to(p.dtype) for name, p in state.params.items()}
+    with lent(state, then):
+        was = score(state.scoring, datums)
+    return was, score(state.scoring, datums), directional(state, datums, then, moved)
 
 # %% ../../nbs/22_backends.local.ipynb #d2618769
 @dataclass(eq=False)
