@@ -242,9 +242,9 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     assert titles == [
         "Reward",
         "Reward functions",
-        "KL and logprob differences",
         "Completion length",
         "Groups without signal",
+        "KL and logprob differences",
         "Advantages over the steps",
         "Tokens by sign of advantage",
         "Advantages by group",
@@ -257,7 +257,7 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     mean = next(t for t in page.figures["f0"]["data"] if t.get("name") == "mean in training")
     assert mean["y"] == reward_payload(m.metrics)["reward"]["y"]
     assert page.figures["f7"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
-    assert page.figures["f2"]["layout"]["annotations"][0]["text"] == "policy to reference · kl_beta = 0.001"
+    assert page.figures["f4"]["layout"]["annotations"][0]["text"] == "policy to reference, nats per token · kl_beta = 0.001"
     for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "4 of 5 completions", "base_model"):
         assert words in page.text
     assert "Settings (4)" in page.text  # `note` says nothing

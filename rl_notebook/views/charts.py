@@ -126,19 +126,23 @@ def _panel_title(panel: Mapping[str, Any], beta: float | None) -> str:
     "What a panel shows, with the weight of the KL or the noise floor."
     weight = f" · kl_beta = {beta:g}" if panel["name"] == "policy to reference" and beta is not None else ""
     floor = f" · noise floor {panel['floor']:.1e}" if panel["floor"] is not None else ""
-    return f"{panel['name']}{weight}{floor}"
+    return f"{panel['name']}, {panel['unit']}{weight}{floor}"
 
 
 def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> tuple[list[dict], dict[str, Any], list]:
     "Traces, axes and title of one of several panels, two in a row."
     rows, n = (count + 1) // 2, "" if i == 0 else str(i + 1)
     left, right = (0.0, 1.0) if count == 1 else ((0.0, 0.45), (0.55, 1.0))[i % 2]
-    height = (1 - 0.3 * (rows - 1)) / rows if rows > 1 else 0.9
-    bottom = (rows - 1 - i // 2) * (height + 0.3) if rows > 1 else 0.0
+    height = (1 - 0.26 * (rows - 1)) / rows
+    bottom = (rows - 1 - i // 2) * (height + 0.26)
     color = {"k1": "orange", "loss": "green"}
     names = {"loss": "as the loss estimates it", "mean": "mean difference", "max": "largest difference"}
     place: dict[str, Any] = {"xaxis": f"x{n}", "yaxis": f"y{n}"}
-    data = [_line(s, str(names.get(k, k)), color.get(k, "blue"), **place) for k, s in panel["lines"].items()]
+    several = len(panel["lines"]) > 1  # one line is named by the title
+    data = [
+        _line(s, str(names.get(k, k)), color.get(k, "blue"), **place, showlegend=several)
+        for k, s in panel["lines"].items()
+    ]
     top = max((y for s in panel["lines"].values() for y in s["y"] if y is not None), default=0.0)
     if panel["floor"] is not None and top > 0:
         xs = [min(s["x"][0] for s in panel["lines"].values()), max(s["x"][-1] for s in panel["lines"].values())]
@@ -147,8 +151,9 @@ def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> 
         data += [
             t | place | {"showlegend": i == 0 and "name" in t} for t in _band(flat(0.0), flat(up), "noise floor", GRID)
         ]
-    axes = {f"xaxis{n}": _X | _step_ticks(data) | {"domain": [left, right], "anchor": f"y{n}"}}
-    axes[f"yaxis{n}"] = _y(panel["unit"], domain=[bottom, bottom + height], anchor=f"x{n}", nticks=5)
+    x = {"domain": [left, right], "anchor": f"y{n}", "title": {"text": "step" if i + 2 >= count else ""}}
+    axes = {f"xaxis{n}": _X | _step_ticks(data) | x}
+    axes[f"yaxis{n}"] = _y("", domain=[bottom, bottom + height], anchor=f"x{n}", nticks=5)
     title = {"text": label(_panel_title(panel, beta), 90), "x": left, "y": bottom + height, "showarrow": False}
     title |= {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     return data, axes, [title]
@@ -160,8 +165,11 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     parts = [_panel(p, i, len(panels), payload["kl_beta"]) for i, p in enumerate(panels)]
     data, titles = [t for d, _, _ in parts for t in d], [a for _, _, title in parts for a in title]
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
-    legend = {"orientation": "h", "x": 0, "y": 1.1, "yanchor": "bottom"}
-    return _figure(data, "nats", **axes, **({"annotations": titles, "legend": legend} if panels else {}))
+    legend = {"orientation": "h", "x": 0.45, "xanchor": "right", "y": 1, "yanchor": "bottom"}
+    margin = {"l": 8, "r": 12, "t": 36, "b": 8}
+    return _figure(
+        data, "nats", **axes, **({"annotations": titles, "legend": legend, "margin": margin} if panels else {})
+    )
 
 # %% ../../nbs/51_views.charts.ipynb #cd677848
 def length_figure(payload: Mapping[str, Any]) -> Figure:
@@ -169,11 +177,17 @@ def length_figure(payload: Mapping[str, Any]) -> Figure:
     right = {"overlaying": "y", "side": "right", "range": [0, 1.03], "showgrid": False, "zeroline": False}
     right |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%", "title": {"text": "cut"}}
     data = [
-        _line(payload["mean"], "mean length", "blue"),
+        _line(payload["mean"], "mean", "blue"),
         _line(payload["max"], "longest", "grey", 1),
-        _line(payload["clipped"], "cut at the limit", "orange", yaxis="y2", hovertemplate="%{y:.1%}"),
+        _line(payload["clipped"], "cut", "orange", yaxis="y2", hovertemplate="%{y:.1%}"),
     ]
     return _figure(data, "tokens", yaxis2={**_AXIS, **right})
+
+
+_STACKED: dict[str, Any] = {
+    "barmode": "stack",
+    "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+}
 
 
 def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[str, str]], y: str) -> Figure:
@@ -182,7 +196,7 @@ def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[
         {"type": "bar", **series[key], "name": name, "marker": {"color": color}, "hovertemplate": "%{y:.1%}"}
         for key, (name, color) in about.items()
     ]
-    return _figure(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat=".0%"), barmode="stack", bargap=0)
+    return _figure(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat=".0%"), **_STACKED, bargap=0)
 
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
@@ -210,15 +224,15 @@ def token_share_figure(payload: Mapping[str, Any]) -> Figure:
 
 def counts_figure(payload: Mapping[str, Any]) -> Figure:
     "Rewards or advantages of a step, counted by kind of group."
-    kinds = {"live": "groups with signal", "right": "all right", "wrong": "all wrong"}
+    kinds = {"live": "with signal", "right": "all right", "wrong": "all wrong"}
     colors = {"live": COLORS["violet"], "right": tint("blue", 0.55), "wrong": tint("orange", 0.6)}
     bars = [
         {"type": "bar", "x": payload["x"], "y": payload[k], "name": name, "marker": {"color": colors[k]}}
-        | {"width": 0.9 * payload["width"], "hovertemplate": "%{y}"}
+        | {"width": 0.9 * payload["width"], "hovertemplate": "%{y}", "showlegend": any(payload[k])}
         for k, name in kinds.items()
     ]
     x = {**_AXIS, "title": {"text": f"{payload['what']}, step {payload['step']}"}, "showgrid": False, "zeroline": False}
-    return _figure(bars, "samples", xaxis=x, barmode="stack")
+    return _figure(bars, "samples", xaxis=x, **_STACKED)
 
 # %% ../../nbs/51_views.charts.ipynb #18f43013
 DIVERGING = [[0, "#c8602c"], [0.5, "#ffffff"], [1, "#2867b2"]]  # minus, none, plus
@@ -264,7 +278,12 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         "dtick": max(1, len(values[0]) // 8) if values else 1,
     }
     return _figure(
-        [heat], "", xaxis=x, yaxis={**_AXIS, **y, "title": {"text": f"group {part}".strip()}}, hovermode="closest"
+        [heat],
+        "",
+        xaxis=x,
+        yaxis={**_AXIS, **y, "title": {"text": f"group {part}".strip()}},
+        hovermode="closest",
+        plot_bgcolor=GRID,
     )
 
 # %% ../../nbs/51_views.charts.ipynb #9b4a8a67
@@ -302,6 +321,11 @@ def _numbers(values: Sequence[Any]) -> np.ndarray:
     return found[np.isfinite(found)]
 
 
+def _bar_width(bar: Mapping[str, Any]) -> float:
+    "As told, or up to the next one."
+    return bar.get("width") or min((b - a for a, b in pairwise(bar["x"])), default=1)
+
+
 def _extent(traces: Sequence[Mapping[str, Any]], which: str, axis: Mapping[str, Any]) -> tuple[float, float]:
     "The range that an axis shows: as told, or what its traces need."
     if "range" in axis:
@@ -310,8 +334,8 @@ def _extent(traces: Sequence[Mapping[str, Any]], which: str, axis: Mapping[str, 
     bars = [t for t in traces if t["type"] == "bar"]
     if bars and which == "y":
         parts = [np.sum([[v or 0.0 for v in t["y"]] for t in bars], axis=0)]
-    if bars and which == "x" and "width" in bars[0]:
-        parts += [p + side * bars[0]["width"] / 2 for p in parts for side in (-1, 1)]
+    if bars and which == "x":
+        parts += [p + side * _bar_width(bars[0]) / 2 for p in parts for side in (-1, 1)]
     if heat := [t for t in traces if t["type"] == "heatmap"]:
         z, rows = heat[0]["z"], heat[0]["y"]
         size = len(z[0]) if which == "x" and z else len(rows)
@@ -363,8 +387,7 @@ def _svg_line(t: Mapping[str, Any], before: Mapping[str, Any], x: Axis, y: Axis)
 def _svg_bars(bars: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
     "Bars on each other."
     steps = bars[0]["x"]
-    gap = min((b - a for a, b in pairwise(steps)), default=1)
-    width, base, out = bars[0].get("width", gap), [0.0] * len(steps), []
+    width, base, out = _bar_width(bars[0]), [0.0] * len(steps), []
     for t in bars:
         for i, (a, b) in enumerate(zip(t["x"], t["y"], strict=True)):
             left, right, top = x(a - width / 2), x(a + width / 2), y(base[i] + (b or 0.0))
@@ -386,7 +409,8 @@ def _svg_map(t: Mapping[str, Any], x: Axis, y: Axis) -> str:
     "A map of cells."
     gap = 1.0 if len(t["z"]) <= 32 else 0.4
     width, height = abs(x(1) - x(0)) - gap, abs(y(1) - y(0)) - gap
-    out = []
+    size = f'width="{x.end - x.start:.1f}" height="{abs(y.end - y.start):.1f}"'
+    out = [f'<rect x="{x.start:.1f}" y="{min(y.start, y.end):.1f}" {size} fill="{GRID}"/>'] if t["z"] else []
     for row, values, texts in zip(t["y"], t["z"], t["text"], strict=True):
         for i, value in enumerate(values):
             if value is None:
@@ -417,7 +441,7 @@ def _svg_axes(x: Axis, y: Axis, xs: Mapping[str, Any], ys: Mapping[str, Any]) ->
         ticks = [v for v in x.ticks(6) if not whole or v == round(v)]
         out += [_text(x(v), y.start + 15, _tick_text(v, "") if not whole else f"{v:.0f}", "middle") for v in ticks]
         out.append(_text((x.start + x.end) / 2, y.start + 29, xs["title"]["text"], "middle"))
-    turned = x.end + 34 if right else x.start - 40
+    turned = x.end + 42 if right else x.start - 42
     middle = (y.start + y.end) / 2
     out.append(
         _text(turned, middle, ys["title"]["text"], "middle", f' transform="rotate(-90 {turned:.1f} {middle:.1f})"')
@@ -464,8 +488,9 @@ def svg(
     height: int = 260,
 ) -> str:
     "A figure as a small self-contained picture."
-    layout, top = figure["layout"], 46 if title else 26
-    right = 46 if "yaxis2" in layout and "overlaying" in layout["yaxis2"] else 12
+    layout = figure["layout"]
+    top = (46 if title else 26) + (18 if "xaxis2" in layout else 0)
+    right = 52 if "overlaying" in layout.get("yaxis2", ()) else 12
     box = ((56.0, float(width - right)), (float(height - 36), float(top)))
     out = [_text(4, 16, title, more=' font-weight="600"')] if title else []
     for (xa, ya), traces in _subplots(figure).items():
@@ -479,7 +504,7 @@ def svg(
     for a in layout["annotations"]:
         place = [low + a[k] * (high - low) for k, (low, high) in zip("xy", box, strict=True)]
         out.append(_text(place[0], place[1] - 4, a["text"], "middle" if a["x"] == 0.5 else "start"))
-    out.append(_svg_legend(figure["data"], 56, top - 14 if title else 12))
+    out.append(_svg_legend(figure["data"], 56, 32 if title else 12))
     head = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = 'font-family="system-ui, \'Segoe UI\', Roboto, Arial, sans-serif" font-size="11"'
     name = html.escape(html.unescape(title)) or "chart"
@@ -578,8 +603,13 @@ LOOKS: dict[str, Look] = {
         advantage_map,
         False,
     ),
-    "rewards counted": ("Rewards, counted", "How many samples earned what.", counts_figure, False),
-    "advantages counted": ("Advantages, counted", "The same numbers without the groups.", counts_figure, False),
+    "rewards counted": ("Rewards, counted", "How many samples earned what, by kind of group.", counts_figure, False),
+    "advantages counted": (
+        "Advantages, counted",
+        "How many samples have what, by kind of group.",
+        counts_figure,
+        False,
+    ),
 }
 
 

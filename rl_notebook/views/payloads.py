@@ -31,22 +31,21 @@ __all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'BARS', 'ROWS', 'SHOWN_GROUPS',
 
 # %% ../../nbs/50_views.payloads.ipynb #f6b296ea
 Series = dict[str, list]  # {"x": steps, "y": values}
-DRAWN = 1000  # points of a line on a screen
+DRAWN = 500  # points of a line on a screen
 
 
 def _kept(y: np.ndarray, limit: int) -> np.ndarray:
     "Places of the first, the last, and the lowest and highest value (and one gap) of each stretch."
     gaps = ~np.isfinite(y)
-    per_stretch = 3 if gaps.any() else 2
-    width = -(-len(y) // max((limit - 2) // per_stretch, 1))
-    padded = np.concatenate([y, np.full(-len(y) % width, np.nan)]).reshape(-1, width)
-    missing = ~np.isfinite(padded)
-    start = np.arange(len(padded)) * width
-    low = start + np.where(missing, np.inf, padded).argmin(axis=1)
-    high = start + np.where(missing, -np.inf, padded).argmax(axis=1)
-    gap = start + missing.argmax(axis=1)
-    keep = np.unique(np.concatenate([[0, len(y) - 1], low, high, gap[gap < len(y)] if gaps.any() else []]))
-    return keep.astype(np.int64)
+    width = -(-len(y) // max((limit - 2) // (3 if gaps.any() else 2), 1))
+    start = np.arange(0, len(y), width)
+    filled = np.empty((2, len(start) * width))
+    filled[0, len(y) :], filled[1, len(y) :] = np.inf, -np.inf
+    filled[:, : len(y)] = y if not gaps.any() else np.where(gaps, [[np.inf], [-np.inf]], y)
+    low, high = filled.reshape(2, len(start), width)
+    gap = np.flatnonzero(gaps)
+    gap = gap[np.unique(gap // width, return_index=True)[1]]
+    return np.unique(np.concatenate([[0, len(y) - 1], start + low.argmin(1), start + high.argmax(1), gap]).astype(int))
 
 
 def _series(x: np.ndarray, y: np.ndarray, limit: int | None) -> Series:
@@ -237,15 +236,18 @@ def kl_payload(
 BARS = 200  # of a chart of shares
 
 
-def bar_means(s: Series, limit: int | None = BARS) -> Series:
-    "Values as bars: at most `limit` of them, each the mean over equally many steps, at the first of them."
-    if limit is None or len(s["x"]) <= limit:
-        return s
-    width = -(-len(s["x"]) // limit)
-    starts = np.arange(0, len(s["x"]), width)
-    y = np.array(s["y"], dtype=np.float64)
-    sums, counts = np.add.reduceat(y, starts), np.diff(np.append(starts, len(y)))
-    return _series(np.asarray(s["x"])[starts], sums / counts, None)
+def bar_means(
+    metrics: Metrics,
+    name: str,
+    limit: int | None = BARS,  # bars; None = one a step
+) -> Series:
+    "A metric as bars: at most `limit` of them, each the mean over equally many steps, at the first of them."
+    x, y = column(metrics, name)
+    width = 1 if limit is None else max(1, -(-len(x) // limit))
+    if width == 1:
+        return _series(x, y, None)
+    starts = np.arange(0, len(x), width)
+    return _series(x[starts], np.add.reduceat(y, starts) / np.diff(np.append(starts, len(y))), None)
 
 
 def length_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def length_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]
 def dead_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
     "Shares of groups without signal: all answers right, and all wrong."
     names = {"right": "frac_dead_high", "wrong": "frac_dead_low"}
-    return {which: bar_means(series(metrics, name), limit and BARS) for which, name in names.items()}
+    return {which: bar_means(metrics, name, limit and BARS) for which, name in names.items()}
 
 # %% ../../nbs/50_views.payloads.ipynb #72d92742
 def advantage_spread_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
@@ -269,7 +271,7 @@ def advantage_spread_payload(metrics: Metrics, limit: int | None = None) -> dict
 def token_share_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
     "Share of sampled tokens with positive, negative and zero advantage."
     signs = ("plus", "minus", "zero")
-    return {sign: bar_means(series(metrics, f"advantages/tokens_{sign}"), limit and BARS) for sign in signs}
+    return {sign: bar_means(metrics, f"advantages/tokens_{sign}", limit and BARS) for sign in signs}
 
 # %% ../../nbs/50_views.payloads.ipynb #9c82c4cf
 def run_payloads(
@@ -283,9 +285,9 @@ def run_payloads(
     return {
         "reward": reward,
         "functions": reward,
-        "kl": kl_payload(metrics, settings, noise_floor, limit),
         "length": length_payload(metrics, limit),
         "dead": dead_payload(metrics, limit),
+        "kl": kl_payload(metrics, settings, noise_floor, limit),
         "advantage spread": advantage_spread_payload(metrics, limit),
         "token share": token_share_payload(metrics, limit),
     }
@@ -748,7 +750,7 @@ def series_payload(name: str, values: np.ndarray, scored: np.ndarray) -> dict[st
         "kind": kind,
         "values": _plain(values),
         "center": center,
-        "limit": float(f"{max(limit, FLOORS.get(kind, 0.0)) or 1.0:.4g}"),
+        "limit": float(f"{max(limit, FLOORS.get(kind, 0.0)) or 1.0:.3g}"),
         "worst": worst,
         "bad": np.flatnonzero(scored & ~finite).tolist(),
     }

@@ -275,11 +275,8 @@ class Status:
 
 def _recent_html(recent: Iterable[tuple[int, str]]) -> str:
     "What the last steps say about themselves, the newest first."
-    items = [
-        tag("li", tag("b", f"Step {n}"), tag("span", html.escape(text), kind="said-of"))
-        for n, text in reversed([*recent])
-    ]
-    return tag("ol", *items, kind="card recent") if items else ""
+    items = [tag("li", tag("b", f"Step {n}"), tag("p", html.escape(text))) for n, text in reversed([*recent])]
+    return tag("ul", *items, kind="card recent") if items else ""
 
 
 def _top_html(m: Material, status: Status | None) -> str:
