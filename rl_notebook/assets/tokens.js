@@ -10,12 +10,12 @@ const STRONGEST = 0.62; // opacity at the end of a scale; text stays legible on 
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 const known = (v) => v !== null && v !== undefined;
 
-function form(v) {
+function form(v, digits = 4) {
   if (!known(v)) return "–";
   const size = Math.abs(v);
   if (v === 0) return "0";
-  if (size >= 1e4 || size < 1e-3) return v.toExponential(2);
-  return String(Number(v.toPrecision(4)));
+  if (size >= 1e4 || size < 1e-3) return v.toExponential(digits < 4 ? 1 : 2);
+  return String(Number(v.toPrecision(digits)));
 }
 
 // [name of a colour, strength from 0 to 1] of a value on the scale of its series.
@@ -33,7 +33,7 @@ const paint = (palette, [name, strength], most = STRONGEST) =>
 function ticks(low, high, count) {
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw) ?? raw;
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= 0.75 * raw) ?? raw;
   const out = [];
   for (let k = Math.ceil(low / step); k * step <= high + step * 1e-9; k++) out.push(k * step);
   return out;
@@ -198,7 +198,7 @@ function head(state) {
     if (s.kind === "class") {
       const values = [...new Set(s.values)].filter(known).sort((a, b) => a - b);
       for (const v of values) {
-        const chip = make("span", "rlt-chip", s.name === "mask" ? (v ? "1 scored" : "0 not scored") : `${s.label} ${v}`);
+        const chip = make("span", "rlt-chip", s.name === "mask" ? (v ? "1 scored" : "0 not scored") : v ? `${s.label} ${v}` : "none");
         chip.style.backgroundColor = paint(state.palette, tint(s, v));
         legend.append(chip);
       }
@@ -344,6 +344,7 @@ function strip(state, id) {
     let t = here;
     while (t + step >= 0 && t + step < state.targets && Math.abs(box(t).top - start.top) < 4) t += step;
     const top = box(t).top;
+    if (Math.abs(top - start.top) < 4) return here;
     let best = t;
     for (let u = t; u >= 0 && u < state.targets && Math.abs(box(u).top - top) < 4; u += step) {
       if (Math.abs(box(u).left - start.left) < Math.abs(box(best).left - start.left)) best = u;
@@ -614,7 +615,7 @@ function chart(state, stops) {
 
 // --- coordinates and shift -------------------------------------------------------------------------------------------------
 
-const SIDE = 4; // columns on each side of the selected one
+const SIDES = [[520, 2], [700, 3], [Infinity, 4]]; // up to this width: columns on each side of the selected one
 
 function coordinates(state) {
   const { model } = state;
@@ -660,16 +661,18 @@ function coordinates(state) {
     const p = state.payload;
     rows.replaceChildren();
     if (!state.targets) return;
-    const side = node.clientWidth && node.clientWidth < 560 ? 2 : SIDE;
+    const side = SIDES.find(([width]) => node.clientWidth < width)[1];
     const count = Math.min(2 * side + 1, state.targets);
     const start = clamp((state.current ?? 0) - side, 0, state.targets - count);
     const window = Array.from({ length: count }, (_, k) => start + k);
     const [a, b] = (p.pair ?? []).map((name) => state.one(name));
     const shift = b ? model.get("shift") : 0;
     const kind = (t) => `${t === state.current ? "rlt-here" : ""} ${p.roles[t + 1] === "s" ? "" : "rlt-dim"}`;
-    const value = (s, t, extra = "") => {
-      const node = cell(`${kind(t)} ${extra}`, t < 0 || t >= state.targets ? "" : form(s.values[t]));
-      if (t >= 0 && t < state.targets) node.style.backgroundColor = paint(state.palette, tint(s, s.values[t]), 0.4);
+    const value = (s, t) => {
+      if (t < 0 || t >= state.targets) return cell("", "");
+      const node = cell(kind(t), form(s.values[t], 3));
+      node.append(make("small", "", `entry ${t}`));
+      node.style.backgroundColor = paint(state.palette, tint(s, s.values[t]), 0.4);
       return node;
     };
     rows.style.setProperty("--rlt-columns", String(count));
@@ -688,8 +691,7 @@ function coordinates(state) {
       b.label,
       window.map((t) => {
         const from = t + shift;
-        const node = value(b, from, "rlt-moved");
-        if (shift && from >= 0 && from < state.targets) node.append(make("small", "", `entry ${from}`));
+        const node = value(b, from);
         node.classList.toggle("rlt-here", t === state.current);
         return node;
       }),
@@ -697,7 +699,7 @@ function coordinates(state) {
     const gaps = window.map((t) => {
       const other = t + shift >= 0 ? b.values[t + shift] : null;
       const gap = known(a.values[t]) && known(other) ? Math.abs(a.values[t] - other) : null;
-      const node = cell(kind(t), form(gap));
+      const node = cell(kind(t), form(gap, 3));
       const like = state.one(`${a.name}-${b.name}`);
       if (like && gap !== null) node.style.backgroundColor = paint(state.palette, ["orange", clamp(gap / like.limit, 0, 1)], 0.5);
       return node;
@@ -731,7 +733,7 @@ function coordinates(state) {
       bar.style.height = `${Math.max(2, (34 * (s.means[k] ?? 0)) / top)}px`;
       const room = make("span", "rlt-room");
       room.append(bar);
-      button.append(room, make("b", "", form(s.means[k])), make("small", "", `shift ${by > 0 ? "+" : ""}${by}`));
+      button.append(room, make("b", "", form(s.means[k], 3)), make("small", "", `shift ${by > 0 ? "+" : ""}${by}`));
       button.onclick = () => {
         model.set("shift", by);
         model.save_changes();
@@ -755,10 +757,11 @@ function worst(state) {
   const draw = () => {
     const s = state.series;
     list.replaceChildren();
-    title.textContent = s ? `Farthest from ${form(s.center)}: ${s.label}` : "";
+    title.textContent = s && s.kind !== "class" ? `Farthest from ${form(s.center)}: ${s.label}` : "Worst tokens";
     if (!s) return;
     const shown = [...s.bad.slice(0, 6), ...s.worst];
-    if (!shown.length) list.append(make("li", "rlt-soft", s.kind === "class" ? "not a scale" : "no value"));
+    const none = s.kind === "class" ? "Choose a series with a scale." : `Every value is ${form(s.center)}, or there is none.`;
+    if (!shown.length) list.append(make("li", "rlt-soft", none));
     for (const t of shown) {
       const button = make("button", "rlt-jump");
       button.dataset.target = t;
@@ -952,7 +955,7 @@ function render({ model, el }) {
   // Keys that the inspector uses itself are not commands of the notebook, as long as the focus is in here.
   const keys = (e) => {
     const own = !(e.ctrlKey || e.metaKey || e.altKey) && e.key !== "Escape" && !(e.shiftKey && e.key === "Enter");
-    root.toggleAttribute("data-lm-suppress-shortcuts", own);
+    if (root.contains(e.target)) e.target.toggleAttribute("data-lm-suppress-shortcuts", own);
   };
   window.addEventListener("keydown", keys, true);
   const theme = () => {

@@ -59,11 +59,11 @@ def _series(x: np.ndarray, y: np.ndarray, limit: int | None) -> Series:
 
 def downsample(
     series: Series,
-    limit: int = DRAWN,  # points, at least 4
+    limit: int = DRAWN,  # points, at least 5
 ) -> Series:
     "A series of at most `limit` points with the first, the last and all extremes of the whole, for drawing only."
-    if limit < 4:
-        raise RecordError("downsample: limit", got=limit, expected="at least 4", fix="Draw fewer lines instead.")
+    if limit < 5:
+        raise RecordError("downsample: limit", got=limit, expected="at least 5", fix="Draw fewer lines instead.")
     return _series(np.asarray(series["x"]), np.array(series["y"], dtype=np.float64), limit)
 
 # %% ../../nbs/50_views.payloads.ipynb #4e132720
@@ -233,7 +233,7 @@ def kl_payload(
     return {"panels": panels, "kl_beta": settings.get("kl_beta") if beta is None else beta}
 
 # %% ../../nbs/50_views.payloads.ipynb #ca3e34a0
-BARS = 200  # of a chart of shares
+BARS = 100  # of a chart of shares
 
 
 def bar_means(

@@ -210,8 +210,9 @@ def coordinates_html(payload: Mapping[str, Any], middle: int, side: int = 3) -> 
     )
     pair = payload["pair"] or [s["name"] for s in payload["series"] if s["kind"] == "logprob"]
     rows = [("target", [str(t) for t in window], None)]
-    rows += [("has read", [token(t) for t in window], None), ("is scored on", [token(t + 1) for t in window], None)]
-    rows += [(name, [_digits(series[name]["values"][t]) for t in window], series[name]) for name in pair]
+    rows += [("reads up to", [token(t) for t in window], None), ("is scored on", [token(t + 1) for t in window], None)]
+    between = [f"{pair[0]}-{pair[1]}"] if payload["pair"] else []
+    rows += [(n, [_digits(series[n]["values"][t]) for t in window], series[n]) for n in [*pair, *between]]
     cell = "text-align:center;padding:2px 7px;white-space:nowrap"
     body = ""
     for name, cells, scale in rows:
@@ -219,7 +220,11 @@ def coordinates_html(payload: Mapping[str, Any], middle: int, side: int = 3) -> 
         marked = [cell + (";font-weight:bold" if t == middle else "") for t in window]
         styles = [m + (f";background:{c}" if c else "") for m, c in zip(marked, colours, strict=True)]
         drawn = "".join(styled("td", text, style=s) for text, s in zip(cells, styles, strict=True))
-        body += styled("tr", styled("td", html.escape(name), style=f"text-align:right;padding-right:8px;{SOFT}"), drawn)
+        body += styled(
+            "tr",
+            styled("td", html.escape(name.replace("-", " − ")), style=f"text-align:right;padding-right:8px;{SOFT}"),
+            drawn,
+        )
     return styled("table", styled("tbody", body), style="font-size:12px;border-collapse:collapse")
 
 # %% ../../nbs/52_views.tokens.ipynb #b09e7dd3
@@ -254,13 +259,23 @@ def _shift_html(payload: Mapping[str, Any], overview: Mapping[str, Any] | None) 
     "Means by shift, and the quantiles of the whole step."
     lines = []
     if shift := payload["shift"]:
-        means = [f"{by:+d}: {_digits(m)}" for by, m in zip(shift["shifts"], shift["means"], strict=True)]
+        means = [
+            f"{f'{by:+d}' if by else '0'}: {_digits(m)}" for by, m in zip(shift["shifts"], shift["means"], strict=True)
+        ]
         lines.append(f"Mean |difference| by shift {', '.join(means)}. {styled('b', html.escape(shift['text']))}")
     if overview:
         pair, scope = overview["pair"], overview["scopes"][0]
         quantiles = ", ".join(f"{name} {_digits(v)}" for name, v in scope["quantiles"].items())
         lines.append(f"|{pair[0]} − {pair[1]}| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}.")
     return "".join(styled("div", line, style="margin:4px 0") for line in lines)
+
+
+def _worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
+    "The targets farthest from the middle of the scale, in a line."
+    text = lambda t: styled("bdi", html.escape(payload["texts"][t + 1][:20]))
+    parts = [f"target {t} {text(t)} {_digits(series['values'][t])}" for t in [*series["bad"], *series["worst"]][:most]]
+    line = f"Farthest from {_digits(series['center'])}: " + " · ".join(parts)
+    return styled("div", line, style="margin:4px 0") if parts else ""
 
 
 def tokens_html(
@@ -275,7 +290,11 @@ def tokens_html(
     chosen = named[series if series in named else payload["first"]]
     parts = [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen)]
     parts.append(chart_svg(chosen, len(payload["tokens"]) - 1))
-    parts += [coordinates_html(payload, _middle(payload, chosen)), _shift_html(payload, overview)]
+    parts += [
+        _worst_html(payload, chosen),
+        coordinates_html(payload, _middle(payload, chosen)),
+        _shift_html(payload, overview),
+    ]
     return styled("div", *parts, style="font-size:13px;max-width:1000px")
 
 # %% ../../nbs/52_views.tokens.ipynb #46b4f235
