@@ -6,30 +6,52 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from .advantages import is_dead
+from .advantages import is_dead, predicted_dead_fraction, with_advantages
 from .align import require_finite
-from .backends.base import Scorer
-from .core import Datum, DatumError, Logprobs, PromptGroup, RLNotebookError, RolloutSample
+from .backends.base import Backend, Capabilities, Scorer
+from .config import Config
+from rl_notebook.core import (
+    ConfigError,
+    Datum,
+    DatumError,
+    Logprobs,
+    LossError,
+    PromptGroup,
+    RLNotebookError,
+    RolloutSample,
+)
+from .datums import attach, datums_from_groups
+from .loop import as_rows, as_task, check_backend, configured, first_cursor, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .records import StepRecord
+from .rollouts import Prompt, arrivals, encode_rows, require_some
+from .step import backward, draw, loss_factory, score_group
 
 # %% auto #0
-__all__ = ['MARKS', 'INK', 'MUTED', 'EDGE', 'PALE', 'ALLOWANCE', 'VALUES', 'SUMS', 'SERIES', 'TOO_MANY', 'Check', 'checks_html',
-           'measure_noise_floor', 'Gap', 'gap_between', 'sample_of', 'comparable_sampler', 'sampler_gap', 'tolerance',
-           'version_at_start', 'on_policy', 'LossParts', 'loss_parts', 'moved_since_sampling', 'short', 'dead_kinds',
-           'signal_words', 'cancelling', 'lengths_words', 'made_of', 'loss_words', 'tensors_in_order',
-           'first_not_finite', 'gradient_size', 'gradient_words', 'corrects', 'update_words', 'nothing_words',
-           'left_out_words', 'sentence', 'check_finite', 'check_completions', 'check_signal', 'check_duplicates',
-           'check_advantages', 'mask_fault', 'check_mask', 'check_ratio', 'check_reference', 'check_correction',
-           'check_gradient', 'check_version', 'invariants', 'XRay', 'xray']
+__all__ = ['MARKS', 'INK', 'MUTED', 'EDGE', 'PALE', 'ALLOWANCE', 'VALUES', 'SUMS', 'SERIES', 'TOO_MANY', 'GROUP_SIZES', 'Check',
+           'checks_html', 'measure_noise_floor', 'Gap', 'gap_between', 'sample_of', 'comparable_sampler', 'sampler_gap',
+           'tolerance', 'version_at_start', 'on_policy', 'LossParts', 'loss_parts', 'short', 'moved_since_sampling',
+           'dead_kinds', 'signal_words', 'cancelling', 'lengths_words', 'made_of', 'loss_words', 'tensors_in_order',
+           'first_not_finite', 'gradient_size', 'gradient_words', 'reads_sampler', 'corrects', 'update_words',
+           'nothing_words', 'left_out_words', 'sentence', 'check_finite', 'check_completions', 'check_signal',
+           'check_duplicates', 'check_advantages', 'mask_fault', 'check_mask', 'check_ratio', 'check_reference',
+           'check_correction', 'check_gradient', 'check_version', 'invariants', 'XRay', 'xray', 'two_values',
+           'dead_share', 'dead_shares', 'percent', 'bars_text', 'bars_svg', 'round_trip', 'check_budget',
+           'check_reward', 'check_functions', 'check_dead', 'check_tokens', 'check_agreement', 'peak_memory', 'Cost',
+           'Preflight', 'first_answers', 'stopwatch', 'rehearse', 'preflight']
 
 # %% ../nbs/40_xray.ipynb #62e2da8b
 MARKS = {True: "✓", False: "✗", None: "–"}
@@ -133,7 +155,7 @@ def sample_of(record_groups: Sequence[PromptGroup]) -> dict[tuple[int, int], Rol
     "Samples by (group, sample), as datums name their place."
     return {(g.index, i): s for g in record_groups for i, s in enumerate(g.samples)}
 
-
+# %% ../nbs/40_xray.ipynb #62baedf0
 def comparable_sampler(datum: Datum, sample: RolloutSample | None, policy: Logprobs) -> np.ndarray | None:
     "The sampler's logprobs (N-1,) on the scale of the policy's; None if it did not report such."
     if sample is None:
@@ -144,7 +166,7 @@ def comparable_sampler(datum: Datum, sample: RolloutSample | None, policy: Logpr
         return sample.raw_logprobs[1 : len(datum.tokens)]
     return None
 
-
+# %% ../nbs/40_xray.ipynb #90ec7828
 def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]) -> Gap | None:
     "Policy against sampler; None where no sample can be compared."
     samples = sample_of(groups)
@@ -155,10 +177,12 @@ def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: 
 ALLOWANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.1}  # nats, largest difference; anything else: 0.5
 
 
-def tolerance(record: StepRecord, noise_floor: float | None = None) -> float:
+def tolerance(
+    logprobs: Sequence[Logprobs],  # of the policy
+    noise_floor: float | None = None,  # as measured
+) -> float:
     "Largest difference of two logprobs that rounding may explain."
-    kinds = {lp.dtype for lp in record.loss.logprobs} if record.loss else {"float32"}
-    wide = max((ALLOWANCE.get(kind, 0.5) for kind in kinds), default=ALLOWANCE["float32"])
+    wide = max((ALLOWANCE.get(lp.dtype, 0.5) for lp in logprobs), default=ALLOWANCE["float32"])
     return wide if noise_floor is None else max(10 * noise_floor, wide / 10)
 
 # %% ../nbs/40_xray.ipynb #1b48634b
@@ -171,7 +195,7 @@ def version_at_start(record: StepRecord) -> int | None:
     stamps = {lp.policy_version for lp in record.loss.logprobs} if record.loss else set()
     return stamps.pop() if len(stamps) == 1 else None
 
-
+# %% ../nbs/40_xray.ipynb #1bac0128
 def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | None:
     "Whether the samples were drawn from the very weights that the step trained; None = the versions do not tell."
     start = version_at_start(record)
@@ -207,74 +231,67 @@ class LossParts:
     @property
     def policy(self) -> float:
         "The part that is not KL."
-        return self.total - self.kl
-
-    def vanishes(self, x: float) -> bool:
-        "Whether a part is 0 up to rounding."
-        return abs(x) <= 1e-4 * self.scale
-
-    @property
-    def anchor(self) -> torch.Tensor:
-        "(T,) what the ratio is taken against."
-        t = self.tokens
-        return t.sampler if self.options.policy_loss == "reinforce" and t.sampler is not None else t.old
+        return self.positive + self.negative
 
     @property
     def ratio(self) -> tuple[float, float]:
-        "Smallest and largest token ratio; (1, 1) without tokens."
-        r = torch.exp((self.tokens.policy - self.anchor).double())
+        "Smallest and largest token ratio, against the sampler for `reinforce`; (1, 1) without tokens."
+        t = self.tokens
+        anchor = t.old if t.sampler is None or self.options.policy_loss != "reinforce" else t.sampler
+        r = torch.exp((t.policy - anchor).double())
         return (float(r.min()), float(r.max())) if len(r) else (1.0, 1.0)
+
+    @property
+    def steady(self) -> bool:
+        "Whether every ratio is 1."
+        return max(abs(r - 1) for r in self.ratio) <= 1e-3
+
+    @property
+    def plain(self) -> bool:
+        "Whether every correction weight is 1."
+        return bool((np.abs(self.tis - 1) <= 1e-3).all())
+
+    def vanishes(self, x: float) -> bool:
+        "Whether a part is 0 up to rounding."
+        return abs(x) <= max(1e-4 * self.scale, 1e-7)
 
 # %% ../nbs/40_xray.ipynb #808388c3
 def loss_parts(record: StepRecord) -> LossParts:
     "The loss of a record, taken apart; raises the error of the losses notebook where that cannot be done."
-    if record.loss is None or "make_loss" in record.options:
-        raise RLNotebookError(
-            "loss", got=record.options.get("make_loss", "none"), expected="one of the built-in losses"
-        )
     try:
-        options = LossOptions(**record.options)
+        o = LossOptions(**record.options)
     except TypeError as e:
-        raise RLNotebookError("options of the record", got=sorted(record.options), expected="LossOptions") from e
-    policy = [torch.tensor(lp.values) for lp in record.loss.logprobs]
-    t = SideData(record.datums, options).with_policy(policy)
-    terms, kl = loss_terms(t, options)
-    whole = lambda x: float(aggregate(x, t, options))
+        raise LossError("options of the record", got=sorted(record.options), expected="those of LossOptions") from e
+    policy = [torch.tensor(lp.values) for lp in record.loss.logprobs] if record.loss else []
+    t = SideData(record.datums, o).with_policy(policy)
+    terms, kl = loss_terms(t, o)
+    whole = lambda x: float(aggregate(x, t, o))
     up, down = (torch.where(mine, terms, torch.zeros_like(terms)) for mine in (t.advantage > 0, t.advantage < 0))
-    sizes = {"scale": whole(terms.abs() + kl.abs()), "kl": whole(kl), "positive": whole(up), "negative": whole(down)}
-    return LossParts(whole(terms + kl), **sizes, tokens=t, tis=tis_weights(t, options).numpy(), options=options)
+    shares = {"positive": whole(up), "negative": whole(down), "kl": whole(kl), "scale": whole(terms.abs() + kl.abs())}
+    return LossParts(whole(terms + kl), **shares, tokens=t, tis=tis_weights(t, o).numpy(), options=o)
+
+# %% ../nbs/40_xray.ipynb #fda4cfac
+def short(x: float) -> str:
+    "A number as it reads well in a sentence."
+    if not math.isfinite(x):
+        return str(x)
+    return f"{x:.3f}" if x == 0 or 0.0005 <= abs(x) < 100 else f"{x:.3g}" if abs(x) >= 100 else f"{x:.1e}"
 
 # %% ../nbs/40_xray.ipynb #9f383532
 def moved_since_sampling(
     record: StepRecord, previous: StepRecord | None = None, noise_floor: float | None = None
 ) -> tuple[bool | None, str]:  # (None = not known, in words)
     "Whether the policy has moved since it drew the samples of a step."
-    known = on_policy(record, previous)
-    gap = sampler_gap(record.groups, record.datums, record.loss.logprobs) if record.loss else None
-    if gap is None:
-        words = {
-            True: "the policy has not moved since sampling",
-            False: "the policy has moved since sampling",
-            None: "",
-        }
-        return (None if known is None else not known), words[known]
-    if gap.largest <= tolerance(record, noise_floor):
-        return (
-            (False, "the policy has not moved since sampling")
-            if known is not False
-            else (True, "the policy has hardly moved since sampling")
-        )
-    apart = f"{short(gap.mean)} nats a token on average"
+    known, policy = on_policy(record, previous), record.loss.logprobs if record.loss else ()
+    gap = sampler_gap(record.groups, record.datums, policy) if policy else None
+    agree = known is True if gap is None else gap.largest <= tolerance(policy, noise_floor)
+    if agree and known is not False:
+        return False, "the policy has not moved since sampling"
+    by = f"{short(gap.mean)} nats a token on average" if gap else ""
     if known is False:
-        return True, f"the policy has moved since sampling, by {apart}"
-    return None, f"policy and sampler differ by {apart}"
-
-
-def short(x: float) -> str:
-    "A number as it reads well in a sentence."
-    if not math.isfinite(x):
-        return str(x)
-    return f"{x:.3f}" if x == 0 or 0.0005 <= abs(x) < 100 else f"{x:.3g}" if abs(x) >= 100 else f"{x:.1e}"
+        hardly, far = "hardly " if agree else "", f", by {by}" if gap and not agree else ""
+        return True, f"the policy has {hardly}moved since sampling{far}"
+    return None, f"policy and sampler differ by {by}" if gap else ""
 
 # %% ../nbs/40_xray.ipynb #849c1ba8
 def dead_kinds(groups: Sequence[PromptGroup]) -> list[str]:
@@ -292,7 +309,7 @@ def dead_kinds(groups: Sequence[PromptGroup]) -> list[str]:
         return [f"{sum(kinds.values())} with equal rewards"]
     return [f"{n} {kind}" for kind, n in kinds.items()]
 
-
+# %% ../nbs/40_xray.ipynb #38e76ddb
 def signal_words(groups: Sequence[PromptGroup]) -> str:
     "How many groups carry signal, as a sentence."
     live = sum(not is_dead(g.rewards) for g in groups)
@@ -317,17 +334,15 @@ SUMS = {
 }
 
 
-def cancelling(parts: LossParts, own_anchor: bool, moved: tuple[bool | None, str], allowed: float) -> str:
+def cancelling(parts: LossParts, own_anchor: bool, moved: tuple[bool | None, str]) -> str:
     "Why the policy's part of a loss is 0, in words that follow 'because'."
-    t, o = parts.tokens, parts.options
-    if len(t.policy) == 0:
+    if len(parts.tis) == 0:
         return "every target is masked"
-    if not t.advantage.any():
+    if not parts.tokens.advantage.any():
         return "every advantage is 0"
     if not parts.tis.any():
         return "the correction leaves out every token"
-    steady = max(abs(r - 1) for r in (*parts.ratio, *parts.tis)) <= 2 * allowed
-    if o.policy_loss in VALUES or not steady:
+    if parts.options.policy_loss in VALUES or not (parts.steady and parts.plain):
         return f"positive and negative advantages cancel ({short(parts.positive)} and {short(parts.negative)})"
     if moved[0] is False:
         return f"{moved[1]} (ratio 1), so the advantages cancel"
@@ -345,19 +360,18 @@ def lengths_words(parts: LossParts) -> str:
         return f"the advantages that were trained sum to {short(total)}"
     return f"longer answers had the {'higher' if parts.policy < 0 else 'lower'} advantages"
 
-
-def made_of(parts: LossParts, allowed: float) -> str:
+# %% ../nbs/40_xray.ipynb #afeeef51
+def made_of(parts: LossParts) -> str:
     "What a loss that is not 0 consists of."
     o, (low, high) = parts.options, parts.ratio
-    steady = max(abs(r - 1) for r in (low, high, *parts.tis)) <= 2 * allowed
     corrected = "" if o.tis == "off" else ", times the correction"
     if o.policy_loss in VALUES:
         words = f"{VALUES[o.policy_loss]}{corrected}, {SUMS[o.aggregation]}: no measure of progress"
-    elif steady and o.policy_loss != "sapo":
+    elif parts.steady and parts.plain and o.policy_loss != "sapo":
         words = f"minus the advantages, {SUMS[o.aggregation]}, as the ratio is 1: {lengths_words(parts)}"
     else:
         shares = f"{short(parts.positive)} from positive and {short(parts.negative)} from negative advantages"
-        words = f"{shares}{corrected}, {'ratio 1' if steady else f'ratio {low:.2f} to {high:.2f}'}"
+        words = f"{shares}{corrected}, {'ratio 1' if parts.steady else f'ratio {low:.3f} to {high:.3f}'}"
     return words + ("" if parts.vanishes(parts.kl) else f"; the KL term adds {short(parts.kl)}")
 
 # %% ../nbs/40_xray.ipynb #c78557dc
@@ -365,26 +379,27 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None, noise_flo
     "The loss and its cause, without the full stop."
     if record.loss is None:
         return "The record says that it trained, but holds no loss"
-    value = record.loss.loss
+    value, custom = record.loss.loss, record.options.get("make_loss")
     if not math.isfinite(value):
-        return f"Loss is {value}; first value that is not finite: {first_not_finite(record) or 'the loss itself'}"
-    if "make_loss" in record.options:
-        return f"Loss is {short(value)}, from the custom loss {record.options['make_loss']}, which is not taken apart"
+        return f"Loss is {value}; first value that is not finite: {first_not_finite(record)}"
+    if custom:
+        return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
     try:
         parts = loss_parts(record)
     except RLNotebookError as e:
         return f"Loss is {short(value)}; its cause is not known, as it cannot be recomputed ({e})"
     if abs(parts.total - value) > 1e-3 * parts.scale + 1e-6:
         return f"Loss is {short(value)}, but the record's options give {short(parts.total)}, so its cause is not known"
-    allowed, o = tolerance(record, noise_floor), parts.options
+    if not parts.vanishes(parts.policy):
+        clipped = record.loss.metrics.get("clip_ratio/region_mean", 0.0)
+        return f"Loss is {short(value)}: {made_of(parts)}" + (f"; {clipped:.1%} of tokens clipped" if clipped else "")
+    o = parts.options
     own = o.anchor == "old" and o.policy_loss != "reinforce" and all(d.old_logprobs is None for d in record.datums)
-    why = cancelling(parts, own, moved_since_sampling(record, previous, noise_floor), allowed)
-    if parts.vanishes(parts.total) and parts.vanishes(parts.policy):
-        still = ", and the KL term is 0 as the policy equals the reference" if o.kl_beta and not parts.scale else ""
-        return f"Loss is 0.000 because {why}{still}"
-    if parts.vanishes(parts.policy):
+    why = cancelling(parts, own, moved_since_sampling(record, previous, noise_floor))
+    if not parts.vanishes(parts.kl):
         return f"Loss is {short(value)}, all of it the KL term (kl_beta {o.kl_beta:g}): the rest is 0 because {why}"
-    return f"Loss is {short(value)}: {made_of(parts, allowed)}"
+    equal = o.kl_beta > 0 and len(parts.tis) > 0 and parts.scale <= 1e-7
+    return f"Loss is 0.000 because {why}" + (", and the policy equals the reference, so KL is 0" if equal else "")
 
 # %% ../nbs/40_xray.ipynb #c614dc39
 SERIES = ("sampler_logprobs", "old_logprobs", "ref_logprobs")
@@ -411,7 +426,7 @@ def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]
     for name in sorted(measured):
         yield f"metric {name}", "", np.array([record.metrics[name]])
 
-
+# %% ../nbs/40_xray.ipynb #a3bf1cb9
 def first_not_finite(record: StepRecord) -> str:
     "The first value of a record that is NaN or infinite, with its place; empty if there is none."
     for name, place, values in tensors_in_order(record):
@@ -433,7 +448,7 @@ def gradient_size(record: StepRecord) -> tuple[float, str]:
     total = float(sum(np.abs(g).sum() for g in record.loss.dlogprobs))
     return total, f"sum of |dL/dlogprob| {short(total)}"
 
-
+# %% ../nbs/40_xray.ipynb #b87dd6f2
 def gradient_words(record: StepRecord, zero_loss: bool) -> str:
     "The gradient, as the end of the first sentence."
     size, measured = gradient_size(record)
@@ -446,14 +461,18 @@ def gradient_words(record: StepRecord, zero_loss: bool) -> str:
     return f"; the gradient is not 0 ({measured}{clipped})" if zero_loss else f"; gradient {measured}{clipped}"
 
 # %% ../nbs/40_xray.ipynb #a3ed9d98
+def reads_sampler(record: StepRecord) -> bool:
+    "Whether the loss reads the sampler's logprobs."
+    o = record.options
+    return o.get("tis", "off") != "off" or o.get("anchor") == "rollout" or o.get("policy_loss") == "reinforce"
+
+
 def corrects(record: StepRecord) -> bool:
     "Whether the loss takes into account that samples may come from other weights."
-    o = record.options
-    policy_loss = o.get("policy_loss", "grpo")
-    anchored = policy_loss not in ("grpo", "reinforce") and any(d.old_logprobs is not None for d in record.datums)
-    return o.get("tis", "off") != "off" or o.get("anchor") == "rollout" or policy_loss == "reinforce" or anchored
+    has_ratio = record.options.get("policy_loss", "grpo") not in ("grpo", "reinforce")
+    return reads_sampler(record) or (has_ratio and any(d.old_logprobs is not None for d in record.datums))
 
-
+# %% ../nbs/40_xray.ipynb #24581320
 def update_words(record: StepRecord) -> list[str]:
     "What the weights did, where that is worth a sentence."
     m, size = record.metrics, gradient_size(record)[0]
@@ -471,27 +490,22 @@ def update_words(record: StepRecord) -> list[str]:
 def nothing_words(record: StepRecord) -> str:
     "Why a step trained nothing."
     groups = record.groups
-    if groups and all(is_dead(g.rewards) for g in groups):
-        of = f"all {len(groups)} groups are dead" if len(groups) > 1 else "the one group is dead"
-        return (
-            f"Nothing was trained: {of} ({', '.join(dead_kinds(groups))}), so no answer was better than its siblings."
-        )
-    return f"Nothing was trained: {record.reason}. {signal_words(groups)}"
+    if not groups or any(not is_dead(g.rewards) for g in groups):
+        return f"Nothing was trained: {record.reason}. {signal_words(groups)}"
+    of = f"all {len(groups)} groups are dead" if len(groups) > 1 else "the one group is dead"
+    kinds = ", ".join(dead_kinds(groups))
+    return f"Nothing was trained: {of} ({kinds}), so no answer was better than its siblings."
 
-
+# %% ../nbs/40_xray.ipynb #765b039f
 def left_out_words(record: StepRecord) -> list[str]:
     "Groups that had signal and were not trained, and the reverse."
     trained = {d.group for d in record.datums}
     live = {g.index for g in record.groups if not is_dead(g.rewards)}
     lost, dead = len(live - trained), len(trained & {g.index for g in record.groups} - live)
-    out = [f"{lost} of them {'was' if lost == 1 else 'were'} left out by the filter."] if lost else []
-    return (
-        [*out, f"{dead} dead {'group was' if dead == 1 else 'groups were'} trained too, with the KL term only."]
-        if dead
-        else out
-    )
+    out = [f"{lost} of them left out by the filter."] if lost else []
+    return out + ([f"{dead} without signal trained all the same, with advantage 0."] if dead else [])
 
-
+# %% ../nbs/40_xray.ipynb #b452d513
 def sentence(
     record: StepRecord,
     previous: StepRecord | None = None,  # the record of the step before, if there is one
@@ -521,27 +535,24 @@ def check_finite(record: StepRecord) -> Check:
         return Check("finite", False, "a value is not a number", got=bad, expected="finite numbers", fix=fix)
     return Check("finite", True, "every reward, advantage, logprob and gradient is a finite number")
 
-
+# %% ../nbs/40_xray.ipynb #09b21203
 def check_completions(record: StepRecord) -> Check:
     "Answers are there, end by themselves, and few are lost."
-    samples = [s for g in record.groups for s in g.samples]
+    check, samples = partial(Check, "completions"), [s for g in record.groups for s in g.samples]
     reasons = [f"{g.where}: {r}" for g in record.groups for r in g.dropped]
-    drawn = len(samples) + len(reasons)
+    drawn, cut = len(samples) + len(reasons), sum(s.truncated for s in samples)
     if not drawn:
-        return Check("completions", None, "the record holds no samples")
-    cut, empty = sum(s.truncated for s in samples), sum("is empty" in r for r in reasons)
-    lost = f", {len(reasons)} lost ({empty} empty)" if reasons else ""
-    text = f"{cut} of {drawn} answers cut at the limit{lost}"
+        return check(None, "the record holds no samples")
+    empty = sum("is empty" in r for r in reasons)
+    text = f"{cut} of {drawn} answers cut at the limit" + (f", {len(reasons)} lost ({empty} empty)" if reasons else "")
     if len(reasons) >= TOO_MANY * drawn:
-        return Check(
-            "completions", False, text, reasons[0], fix="Call the rollout or reward function by hand on this row."
-        )
+        return check(False, text, got=reasons[0], fix="Call the rollout or reward function by hand on this row.")
     if cut >= TOO_MANY * drawn:
         fix = "Raise max_completion_tokens, or see whether the prompt's template lets an answer end."
-        return Check("completions", False, text, expected=f"fewer than {TOO_MANY:.0%}", fix=fix)
-    return Check("completions", True, text)
+        return check(False, text, expected=f"fewer than {TOO_MANY:.0%}", fix=fix)
+    return check(True, text)
 
-# %% ../nbs/40_xray.ipynb #09b21203
+# %% ../nbs/40_xray.ipynb #7fe66515
 def check_signal(record: StepRecord) -> Check:
     "Some group has answers that differ in reward."
     dead = sum(is_dead(g.rewards) for g in record.groups)
@@ -553,7 +564,7 @@ def check_signal(record: StepRecord) -> Check:
     fix = "More completions_per_prompt, prompts of another difficulty, or refill=True."
     return Check("signal", False, words, expected="at least half of the groups", fix=fix)
 
-
+# %% ../nbs/40_xray.ipynb #56c4de3c
 def check_duplicates(record: StepRecord) -> Check:
     "The answers of a group are not all the same."
     answers = [[s.tokens[s.loss_mask > 0].tobytes() for s in g.samples] for g in record.groups if len(g.samples) > 1]
@@ -570,31 +581,21 @@ def check_duplicates(record: StepRecord) -> Check:
 # %% ../nbs/40_xray.ipynb #2686b5ba
 def check_advantages(record: StepRecord) -> Check:
     "Advantages sum to 0 in each group, and each datum carries its own sample's."
+    check, off = partial(Check, "advantages"), lambda x, size: not abs(x) <= 1e-6 * max(size, 1.0)
     found = {g.index: g.advantages for g in record.groups if g.advantages is not None}
     for g in record.groups:
-        total, size = (float(f(found.get(g.index, np.zeros(0)))) for f in (np.sum, lambda a: np.abs(a).sum()))
-        if not abs(total) <= 1e-6 * max(size, 1.0):
+        own = found.get(g.index, np.zeros(0))
+        if off(own.sum(), np.abs(own).sum()):
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
-            return Check("advantages", False, "a group does not sum to 0", g.where, short(total), "0", fix)
+            return check(False, "a group does not sum to 0", g.where, short(float(own.sum())), "0", fix)
     for d in record.datums:
-        own = found.get(d.group)
-        if own is None or d.sample >= len(own) or (np.ndim(d.advantage) and np.ptp(d.advantage) > 0):
+        own, carried = found.get(d.group), np.asarray(d.advantage)
+        if own is None or d.sample >= len(own) or np.ptp(carried) > 0:
             continue
-        carried, theirs = float(np.mean(d.advantage)), float(own[d.sample])
-        if not abs(carried - theirs) <= 1e-6 * max(abs(theirs), 1.0):
-            fix = "Datums and samples are out of order, or the advantages were changed after the datums were made."
-            return Check(
-                "advantages",
-                False,
-                "a datum carries another advantage than its sample",
-                d.where,
-                carried,
-                short(theirs),
-                fix,
-            )
-    if not found:
-        return Check("advantages", None, "no group has advantages")
-    return Check("advantages", True, f"they sum to 0 in each of {len(found)} groups")
+        if off(carried.mean() - own[d.sample], abs(own[d.sample])):
+            text, fix = "a datum carries another advantage than its sample", "Are datums and samples in the same order?"
+            return check(False, text, d.where, short(float(carried.mean())), short(float(own[d.sample])), fix)
+    return check(True, f"they sum to 0 in each of {len(found)} groups") if found else check(None, "there are none")
 
 # %% ../nbs/40_xray.ipynb #ff9dc379
 def mask_fault(d: Datum, sample: RolloutSample | None, slope: np.ndarray | None) -> tuple[str, Any, str]:
@@ -613,134 +614,113 @@ def mask_fault(d: Datum, sample: RolloutSample | None, slope: np.ndarray | None)
         return "a masked token has a gradient", f"{slope[push[0]]:g} at target {push[0]}", "0"
     return "", "", ""
 
-
+# %% ../nbs/40_xray.ipynb #311e95a0
 def check_mask(record: StepRecord) -> Check:
     "The loss covers exactly the sampled tokens; a datum may be masked as a whole."
+    check, samples = partial(Check, "mask"), sample_of(record.groups)
     if not record.datums:
-        return Check("mask", None, "nothing was trained")
-    samples = sample_of(record.groups)
+        return check(None, "nothing was trained")
     slopes = record.loss.dlogprobs if record.loss else (None,) * len(record.datums)
     for d, slope in zip(record.datums, slopes, strict=True):
         what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), slope)
         if what:
-            return Check("mask", False, what, d.where, got, expected, "Make datums with datums_from_groups.")
+            return check(False, what, d.where, got, expected, "Make datums with datums_from_groups.")
     active = sum(d.num_loss_tokens for d in record.datums)
     hidden = sum(d.num_loss_tokens == 0 for d in record.datums)
-    text = f"the loss covers exactly the {active} sampled tokens" + (
-        f"; {hidden} datums are masked as a whole" if hidden else ""
-    )
-    return Check(
-        "mask",
-        active > 0,
-        text if active else "every datum is masked",
-        fix="" if active else "See overlong and max_seq_len.",
-    )
+    if not active:
+        return check(False, "every datum is masked", fix="See overlong and max_seq_len.")
+    also = f"; {hidden} datums are masked as a whole" if hidden else ""
+    return check(True, f"the loss covers exactly the {active} sampled tokens{also}")
 
 # %% ../nbs/40_xray.ipynb #2a8b916c
 def check_ratio(record: StepRecord, previous: StepRecord | None = None, noise_floor: float | None = None) -> Check:
     "On-policy, policy and sampler give each token the same logprob."
+    check = partial(Check, "on-policy")
     if record.loss is None:
-        return Check("on-policy", None, "nothing was trained")
+        return check(None, "nothing was trained")
     gap, known = sampler_gap(record.groups, record.datums, record.loss.logprobs), on_policy(record, previous)
-    allowed = tolerance(record, noise_floor)
     if gap is None:
-        why = "the sampler drew from another distribution (temperature, top-p or top-k) or reported no logprobs"
-        return Check("on-policy", None, f"policy and sampler cannot be compared: {why}")
+        return check(None, "the sampler's logprobs are of another distribution (temperature, top-p, top-k) or absent")
+    allowed = tolerance(record.loss.logprobs, noise_floor)
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if gap.largest <= allowed:
-        return Check("on-policy", True, f"ratio 1: {text}")
-    if known is True:
-        fix = "The weights are the same: ask the alignment doctor (rl_notebook.doctor) which cause explains it."
-        return Check("on-policy", False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
+        return check(True, f"ratio 1: {text}")
     if known is False:
-        return Check("on-policy", None, f"{text}; the samples come from older weights, so nothing else is expected")
-    return Check("on-policy", None, f"{text}; whether the weights are the same needs the record of the step before")
+        return check(None, f"{text}; the samples come from older weights, so nothing else is expected")
+    if known is None:
+        return check(None, f"{text}; whether the weights are the same needs the record of the step before")
+    fix = "The weights are the same: ask the alignment doctor (rl_notebook.doctor) which cause explains it."
+    return check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
 
 # %% ../nbs/40_xray.ipynb #858ed6a9
 def check_reference(record: StepRecord, noise_floor: float | None = None) -> Check:
     "Before any update the policy is the reference, and their KL is 0."
+    check = partial(Check, "reference")
     if record.loss is None:
-        return Check("reference", None, "nothing was trained")
+        return check(None, "nothing was trained")
     gap = gap_between(record.datums, record.loss.logprobs, [d.ref_logprobs for d in record.datums])
     if gap is None:
-        return Check("reference", None, "no reference logprobs (kl_beta is 0)")
+        return check(None, "no reference logprobs were attached")
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if record.step != 1 or version_at_start(record):
-        return Check("reference", None, f"{text}; only before the first update it has to be 0")
-    allowed = tolerance(record, noise_floor)
+        return check(None, f"{text}; only before the first update it has to be 0")
+    allowed = tolerance(record.loss.logprobs, noise_floor)
     if gap.largest <= allowed:
-        return Check("reference", True, f"KL 0 before the first update: {text}")
+        return check(True, f"KL 0 before the first update: {text}")
     fix = "Is the reference the model that training starts from, scored at the same temperature and without dropout?"
-    return Check("reference", False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
+    return check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
 
 # %% ../nbs/40_xray.ipynb #ec28e5ec
 def check_correction(record: StepRecord, previous: StepRecord | None = None, noise_floor: float | None = None) -> Check:
     "A correction has what it needs, and stale samples have a correction."
-    if record.loss is None:
-        return Check("correction", None, "nothing was trained")
-    o, without = record.options, [d.where for d in record.datums if d.sampler_logprobs is None]
-    if "make_loss" in o:
-        return Check("correction", None, f"the loss is a custom one, {o['make_loss']}")
-    if without and (
-        o.get("tis", "off") != "off" or o.get("anchor") == "rollout" or o.get("policy_loss") == "reinforce"
-    ):
-        text, fix = "the loss needs sampler logprobs", "Use a sampler that reports them, or switch the correction off."
-        return Check("correction", False, text, without[0], f"none in {len(without)} datums", "one per target", fix)
+    check, without = partial(Check, "correction"), [d.where for d in record.datums if d.sampler_logprobs is None]
+    if record.loss is None or "make_loss" in record.options:
+        return check(None, "nothing was trained" if record.loss is None else "the loss is a custom one")
+    if without and reads_sampler(record):
+        fix = "Use a sampler that reports them, or switch the correction off."
+        got = f"none in {len(without)} datums"
+        return check(False, "the loss needs sampler logprobs", without[0], got, "one per target", fix)
     moved, words = moved_since_sampling(record, previous, noise_floor)
     age = record.metrics.get("staleness/max", 0.0)
     old = f"samples are up to {age:g} syncs old" if age > 0 else words
     if corrects(record):
-        return Check(
-            "correction", True, f"the loss takes older samples into account ({old})" if old else "the loss corrects"
-        )
+        return check(True, f"the loss makes up for samples from other weights ({old or 'age unknown'})")
     if age > 0 or (moved and "hardly" not in words):
         fix = "Set tis_enabled=True or anchor='rollout', or sync after every step."
-        return Check("correction", False, f"{old}, and the loss does not know", expected="a correction", fix=fix)
-    ok = True if moved is False else None
-    return Check(
-        "correction",
-        ok,
-        "the samples are fresh, no correction is needed" if ok else f"{words or 'age of the samples unknown'}",
-    )
+        return check(False, f"{old}, and the loss does not know", expected="a correction", fix=fix)
+    if moved is False:
+        return check(True, "the samples are fresh, no correction is needed")
+    return check(None, words or "the age of the samples is not known")
 
 # %% ../nbs/40_xray.ipynb #e9e90d60
 def check_gradient(record: StepRecord) -> Check:
     "There is a gradient, and the update moved the weights."
-    size, measured = gradient_size(record)
-    moved = record.metrics.get("update_norm", math.nan)
+    (size, measured), moved = gradient_size(record), record.metrics.get("update_norm", math.nan)
+    check = partial(Check, "update")
     if record.reason or math.isnan(size):
-        return Check("update", None, "nothing was trained" if record.reason else "the record does not tell")
+        return check(None, "nothing was trained" if record.reason else "the record does not tell")
     if size == 0:
-        return Check(
-            "update", False, "the gradient is 0", got=measured, fix="The first sentence says why, if it can be known."
-        )
+        return check(False, "the gradient is 0", got=measured, fix="The first sentence says why, if it is known.")
     if moved == 0:
         rate = record.metrics.get("learning_rate")
-        return Check(
-            "update", False, "the weights did not move", got="update norm 0", fix=f"The learning rate is {rate}."
-        )
-    text = f"gradient {measured}" + (
-        f", update norm {short(moved)}" if moved > 0 else "; the size of the update is not reported"
-    )
-    return Check("update", True, text)
+        return check(False, "the weights did not move", got="update norm 0", fix=f"The learning rate is {rate}.")
+    return check(True, f"gradient {measured}" + (f", update norm {short(moved)}" if moved > 0 else ""))
 
-
+# %% ../nbs/40_xray.ipynb #126c135b
 def check_version(record: StepRecord, weight_sync_interval: int | None = None) -> Check:
     "The sampler got the new weights when it should have."
-    start, end = version_at_start(record), record.policy_version
+    check, start, end = partial(Check, "weights"), version_at_start(record), record.policy_version
     if start is None or record.reason:
-        return Check(
-            "weights", None, "nothing was trained" if record.reason else "the record does not tell its first version"
-        )
+        return check(None, "nothing was trained" if record.reason else "the record does not tell its first version")
     if end > start:
-        return Check("weights", True, f"synced: version {start} to {end}")
+        return check(True, f"synced: version {start} to {end}")
     text = f"not synced: the sampler keeps version {start}"
     if end < start or weight_sync_interval == 1:
         fix = "Was loop.sync() left out, or did the sampler refuse the snapshot?"
-        return Check("weights", False, text, got=end, expected=f"{start + 1}", fix=fix)
-    if weight_sync_interval is not None:
-        return Check("weights", True, f"{text}, as weight_sync_interval is {weight_sync_interval}")
-    return Check("weights", None, f"{text}; right only if weight_sync_interval is not 1")
+        return check(False, text, got=end, expected=f"{start + 1}", fix=fix)
+    if weight_sync_interval is None:
+        return check(None, f"{text}; right only if weight_sync_interval is not 1")
+    return check(True, f"{text}, as weight_sync_interval is {weight_sync_interval}")
 
 # %% ../nbs/40_xray.ipynb #1eace189
 def invariants(
@@ -789,3 +769,328 @@ def xray(record: StepRecord, previous: StepRecord | None = None, **known: Any) -
     "A step in plain sentences and its invariants; `known` are the keyword arguments of `invariants`."
     floor = known.get("noise_floor")
     return XRay(sentence(record, previous, noise_floor=floor), invariants(record, previous, **known))
+
+# %% ../nbs/40_xray.ipynb #62286bd8
+GROUP_SIZES = (2, 4, 8, 16)
+
+
+def two_values(rewards: np.ndarray) -> tuple[float, float] | None:
+    "The two values that rewards take; None if they take one, or more."
+    values = np.unique(rewards.round(6))
+    return (float(values[0]), float(values[1])) if len(values) == 2 else None
+
+# %% ../nbs/40_xray.ipynb #6f68f16e
+def dead_share(
+    rewards: Sequence[float] | np.ndarray,  # (n,) of one prompt
+    size: int,  # G, at least 2
+    values: tuple[float, float] | None = None,  # of a two-valued reward: lets more answers be foreseen than were drawn
+) -> float | None:  # None = more answers than were drawn, of a reward with many values
+    "Chance that a group of this size is dead."
+    r = np.asarray(rewards, dtype=np.float64).round(6)
+    if size <= len(r):
+        return sum(math.comb(int(n), size) for n in np.unique(r, return_counts=True)[1]) / math.comb(len(r), size)
+    return predicted_dead_fraction(float((r == values[1]).mean()), size) if values and len(r) else None
+
+
+def dead_shares(groups: Sequence[PromptGroup], sizes: Iterable[int]) -> dict[int, float | None]:
+    "Expected share of dead groups by group size, averaged over prompts."
+    values = two_values(np.concatenate([g.rewards for g in groups]))
+    each = {size: [dead_share(g.rewards, size, values) for g in groups] for size in sizes}
+    known = {size: [share for share in found if share is not None] for size, found in each.items()}
+    return {size: float(np.mean(found)) if len(found) == len(groups) else None for size, found in known.items()}
+
+# %% ../nbs/40_xray.ipynb #c3852601
+def percent(share: float | None) -> str:
+    "A share as text; a dash if it is not known."
+    return "–" if share is None else f"{share:.0%}"
+
+
+def bars_text(dead: Mapping[int, float | None], planned: int, width: int = 20) -> str:
+    "Dead share by group size as bars of text; an arrow marks the planned size."
+    lines = ["share of groups without signal, by answers per prompt"]
+    for size, share in dead.items():
+        mark = " ◄" if size == planned else ""
+        lines.append(f"  G ={size:3} {'█' * round((share or 0) * width):<{width}} {percent(share):>4}{mark}")
+    return "\n".join(lines)
+
+# %% ../nbs/40_xray.ipynb #2949eb49
+def bars_svg(dead: Mapping[int, float | None], planned: int) -> str:
+    "The same as a small picture."
+    parts = []
+    for i, (size, share) in enumerate(dead.items()):
+        x, high = 10 + 48 * i, 60 * (share or 0)
+        fill, weight = ("#0072b2", "bold") if size == planned else ("#9aa5b1", "normal")
+        text = f'text-anchor="middle" font-size="11" font-weight="{weight}" fill="{INK}"'
+        parts.append(f'<rect x="{x}" y="{78 - high:.1f}" width="32" height="{high:.1f}" fill="{fill}"/>')
+        parts.append(f'<text x="{x + 16}" y="{73 - high:.1f}" {text}>{percent(share)}</text>')
+        parts.append(f'<text x="{x + 16}" y="93" {text}>G={size}</text>')
+    label = "share of groups without signal, by answers per prompt"
+    size = f'width="{20 + 48 * len(dead)}" height="98"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" {size}>'
+    return f"{head}<title>{label}</title>{''.join(parts)}</svg>"
+
+# %% ../nbs/40_xray.ipynb #084fea18
+def round_trip(
+    tokenizer: Any, sequences: Sequence[np.ndarray]
+) -> list[str]:  # one per sequence that comes back otherwise
+    "Sequences whose text encodes to other tokens, with the first difference."
+    changed = []
+    for tokens in sequences:
+        ids = [int(t) for t in tokens]
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        back = list(tokenizer.encode(text, add_special_tokens=False))
+        if back != ids:
+            at = next((i for i, (a, b) in enumerate(zip(ids, back, strict=False)) if a != b), min(len(ids), len(back)))
+            changed.append(f"tokens {ids[at : at + 3]} at position {at} come back as {back[at : at + 3]}")
+    return changed
+
+# %% ../nbs/40_xray.ipynb #ffa6c3cb
+def check_budget(groups: Sequence[PromptGroup], limit: int) -> Check:
+    "Answers reach their end within the token budget."
+    samples = [s for g in groups for s in g.samples]
+    ended = [s.completion_len for s in samples if not s.truncated]
+    text = f"{len(ended)} of {len(samples)} answers ended by themselves within {limit} tokens"
+    if not ended:
+        fix = "Raise max_completion_tokens, or read the prompt above: does its form let an answer end?"
+        return Check("budget", False, text, expected="most of them", fix=fix)
+    text += f", the longest after {max(ended)}"
+    if len(samples) - len(ended) >= TOO_MANY * len(samples):
+        return Check(
+            "budget", False, text, expected=f"more than {1 - TOO_MANY:.0%}", fix="Raise max_completion_tokens."
+        )
+    return Check("budget", True, text)
+
+# %% ../nbs/40_xray.ipynb #2df711cb
+def check_reward(rewards: np.ndarray) -> Check:
+    "The reward is not the same for all answers."
+    check, values = partial(Check, "reward"), two_values(rewards)
+    if is_dead(rewards):
+        fix = "Grade a right and a wrong answer by hand; if that works, the prompts are all too hard or all too easy."
+        return check(False, f"every answer earned {rewards[0]:g}", fix=fix)
+    p = f"so p = {(rewards.round(6) == values[1]).mean():.2f}" if values else "and as it takes many values, no p"
+    return check(True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {p}")
+
+# %% ../nbs/40_xray.ipynb #85262995
+def check_functions(groups: Sequence[PromptGroup]) -> list[Check]:
+    "Reward functions that told nothing, and answers that could not be graded."
+    samples = [s for g in groups for s in g.samples]
+    checks, lost = list[Check](), [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
+    for name in dict.fromkeys(name for s in samples for name in s.rewards):
+        given = [v for s in samples if (v := s.rewards.get(name)) is not None]
+        if is_dead(given):
+            said = f"gave {given[0]:g} to every answer" if given else "had no opinion on any answer"
+            checks.append(Check(f"reward {name}", None, f"whether it works could not be seen: it {said}"))
+    if lost:
+        many, drawn = len(lost) >= TOO_MANY * (len(lost) + len(samples)), len(lost) + len(samples)
+        text, fix = f"{len(lost)} of {drawn} answers were lost", "Call the rollout or reward function by hand on it."
+        checks.append(Check("lost", False if many else None, text, got=lost[0], fix=fix))
+    return checks
+
+# %% ../nbs/40_xray.ipynb #752bf9b3
+def check_dead(dead: Mapping[int, float | None], planned: int) -> Check:
+    "At the planned group size, at least half of the groups carry signal."
+    check, share = partial(Check, "dead groups"), dead[planned]
+    if share is None:
+        return check(None, f"fewer than {planned} answers were drawn", fix="Raise samples.")
+    text = f"with {planned} answers per prompt, {share:.0%} of the groups are expected to be dead"
+    enough = [size for size, s in dead.items() if s is not None and s <= 0.5]
+    other = "More answers do not help: use prompts of another difficulty."
+    fix = f"Set completions_per_prompt={min(enough)}." if enough else other
+    return check(True, text) if share <= 0.5 else check(False, text, expected="at most half", fix=fix)
+
+# %% ../nbs/40_xray.ipynb #dbc89cdd
+def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]) -> Check:
+    "Prompts and answers survive being decoded and encoded again."
+    answers = [s.tokens for g in groups for s in g.samples]
+    asked, said = round_trip(tokenizer, [p.tokens for p in prompts]), round_trip(tokenizer, answers)
+    changed = f"{len(asked)} of {len(prompts)} prompts and {len(said)} of {len(answers)} answers"
+    if not asked and not said:
+        return Check(
+            "tokens", True, f"{len(prompts)} prompts and {len(answers)} answers encode to the same tokens again"
+        )
+    fix = "No harm while tokens are handed on; a rollout of your own must not pass text."
+    return Check("tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix)
+
+# %% ../nbs/40_xray.ipynb #00066beb
+def check_agreement(gap: Gap | None, noise_floor: float, allowed: float) -> list[Check]:
+    "Policy and sampler agree on identical weights, as far as noise lets them."
+    noise = f"the same weights in another batch shape differ by {short(noise_floor)} nats at most"
+    checks, check = [Check("noise floor", True, noise)], partial(Check, "sampler")
+    if gap is None:
+        return [*checks, check(None, "policy and sampler report logprobs of different distributions")]
+    text = f"policy and sampler differ by {short(gap.largest)} nats at most"
+    fix = "Sync first if the policy was trained already; else ask the alignment doctor (rl_notebook.doctor)."
+    bad = check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
+    return [*checks, check(True, text) if gap.largest <= allowed else bad]
+
+# %% ../nbs/40_xray.ipynb #cd815bef
+def peak_memory() -> dict[str, float]:  # MiB
+    "The highest memory use so far: of this process, where the system tells, and of the GPU, where there is one."
+    found = {}
+    if importlib.util.find_spec("resource"):
+        import resource
+
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        found["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    if torch.cuda.is_available():
+        found["GPU"] = torch.cuda.max_memory_allocated() / 2**20
+    return found
+
+# %% ../nbs/40_xray.ipynb #177f1d34
+@dataclass(frozen=True, repr=False)
+class Cost:
+    "What pre-flight took, and what follows for a step."
+
+    seconds: Mapping[str, float]  # measured, by phase
+    answers: int  # measured
+    step_answers: int  # of a step
+    memory: Mapping[str, tuple[float, float]]  # MiB at the peak, and how much of it came during pre-flight
+    guessed: str = ""  # a phase that was not measured
+
+    @property
+    def step_seconds(self) -> dict[str, float]:
+        "Estimated seconds of a step by phase."
+        return {phase: s * self.step_answers / max(self.answers, 1) for phase, s in self.seconds.items()}
+
+    def __repr__(self) -> str:
+        step, times = self.step_seconds, self.step_answers / max(self.answers, 1)
+        each = [f"{phase} {s:.2g} s{' (a guess)' if phase == self.guessed else ''}" for phase, s in step.items()]
+        text = f"about {sum(step.values()):.2g} s a step, before update and sync: {', '.join(each)}"
+        peaks = [f"{k} {peak:.0f} MiB at its peak, {new:.0f} of it new" for k, (peak, new) in self.memory.items()]
+        text += f"; {times:.2g} times what {self.answers} answers took. Memory: "
+        return text + ("; ".join(peaks) or "not known here")
+
+# %% ../nbs/40_xray.ipynb #45262234
+@dataclass(frozen=True, eq=False, repr=False)
+class Preflight:
+    "What is known before a run."
+
+    rendered: str  # the first prompt as the model reads it, special tokens included
+    groups: tuple[PromptGroup, ...]  # the answers that were drawn, graded
+    dead: Mapping[int, float | None]  # expected share of dead groups by group size
+    planned: int  # completions_per_prompt of the config
+    noise_floor: float  # nats
+    checks: tuple[Check, ...]
+    capabilities: Capabilities  # of the backend
+    cost: Cost | None = None  # differs from machine to machine
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        "The checks that do not hold."
+        return tuple(c for c in self.checks if c.ok is False)
+
+    @property
+    def prompt(self) -> str:
+        "The first prompt, its middle left out if it is very long."
+        left_out = len(self.rendered) - 2000
+        if left_out <= 0:
+            return self.rendered
+        return f"{self.rendered[:1000]}\n… {left_out} characters left out …\n{self.rendered[-1000:]}"
+
+    @property
+    def verdict(self) -> str:
+        "What to change before starting."
+        if not self.failed:
+            return "Ready: nothing has to be changed before starting."
+        return "Before starting: " + " ".join(f"({i}) {c.text}. {c.fix}" for i, c in enumerate(self.failed, 1))
+
+    def __repr__(self) -> str:
+        bars = bars_text(self.dead, self.planned)
+        lines = [self.verdict, f"first prompt: {self.prompt!r}", *map(repr, self.checks), bars]
+        return "\n".join([*lines, *([f"cost: {self.cost}"] if self.cost else [])])
+
+    def _repr_html_(self) -> str:
+        pre = (
+            f"white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid {MUTED};padding-left:8px;margin:.3em 0"
+        )
+        cost = f'<p style="color:{MUTED}">cost: {html.escape(repr(self.cost))}</p>' if self.cost else ""
+        head = f'<p style="color:{INK}"><b>{html.escape(self.verdict)}</b></p>'
+        prompt = f'<pre style="{pre};color:{INK}">{html.escape(self.prompt)}</pre>'
+        return f"{head}{prompt}{checks_html(self.checks)}{bars_svg(self.dead, self.planned)}{cost}"
+
+# %% ../nbs/40_xray.ipynb #b90fbb48
+async def first_answers(
+    backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, seconds: dict[str, float]
+) -> tuple[list[Prompt], list[PromptGroup]]:
+    "The first prompts of a run and their graded answers."
+    task = configured(as_task(reward, rollout_setup(backend, cfg)), cfg)
+    room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
+    asked = encode_rows(first_cursor(as_rows(rows), cfg).peek(prompts), backend.tokenizer, **room)
+    params = cfg.sample_params(n=samples, seed=cfg.seed)
+    jobs = [lambda p=p: draw(p, backend.sampler, params, task.rollout_fn) for p in asked]
+    with stopwatch(seconds, "sample"):
+        drawn = [r async for burst in arrivals(jobs, cfg.max_concurrent) for r in burst]
+    with stopwatch(seconds, "score"):
+        drawn.sort(key=lambda r: r.prompt.index)
+        groups = [await score_group(r, task.reward_fns, weights=task.weights) for r in drawn]
+    require_some(groups)
+    return asked, with_advantages(groups, scale=cfg.advantage_scale, ddof=cfg.ddof)
+
+
+@contextmanager
+def stopwatch(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    "Measure a phase."
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start
+
+# %% ../nbs/40_xray.ipynb #75da3604
+async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, seconds: dict[str, float]) -> None:
+    "Reference and backward pass of the configured loss, with the gradient dropped."
+    if backend.reference is not None and (cfg.kl_beta > 0 or cfg.kl_metric):
+        with stopwatch(seconds, "reference"):
+            datums = attach(datums, "ref_logprobs", await backend.reference.forward(datums))
+    if not backend.capabilities.discard_gradients:
+        seconds["backward"] = 3 * seconds["policy"]
+        return
+    make, batch = loss_factory(LossOptions(**cfg.loss_options())), cfg.max_samples_per_fwd_bwd
+    with stopwatch(seconds, "backward"):
+        await backward(backend.policy, datums, make, aggregation=cfg.aggregation, max_samples=batch)
+    await backend.policy.discard_gradients()
+
+# %% ../nbs/40_xray.ipynb #3c8ad25b
+async def preflight(
+    backend: Backend,
+    rows: Any,  # as for `GRPOLoop`
+    reward: Any,  # likewise
+    cfg: Config,
+    *,
+    prompts: int = 4,  # the first ones of the run
+    samples: int = 16,  # answers to each
+) -> Preflight:
+    "Try a run out on a few prompts: writes nothing, changes no weights. Raises what the run itself would raise."
+    for name, value, least in (("prompts", prompts, 1), ("samples", samples, 2)):
+        if value < least:
+            raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
+    check_backend(cfg, backend)
+    seconds, before = dict[str, float](), peak_memory()
+    asked, groups = await first_answers(backend, rows, reward, cfg, prompts, samples, seconds)
+    datums = datums_from_groups(groups, max_seq_len=cfg.max_seq_len)
+    with stopwatch(seconds, "policy"):
+        policy = await backend.policy.forward(datums)
+    await rehearse(backend, datums, cfg, seconds)
+    del seconds["policy"]  # a step scores the policy in its backward pass
+    floor = await measure_noise_floor(backend.policy, datums[:: max(1, len(datums) // 8)][:8])
+    allowed = tolerance(policy, floor)
+    live = [g for g in groups if len(g.samples)]
+    dead = dead_shares(live, sorted({*GROUP_SIZES, cfg.completions_per_prompt}))
+    can = backend.capabilities
+    known = f"{can.name}: {'seeded' if can.seed else 'no seeds'}, {'can' if can.state_snapshots else 'cannot'} undo"
+    known += f", up to {can.max_seq_len} tokens" if can.max_seq_len else ""
+    lengths = [len(p.tokens) for p in asked]
+    checks = (
+        Check("prompts", True, f"{len(asked)} prompts of {min(lengths)} to {max(lengths)} tokens"),
+        check_budget(live, cfg.max_completion_tokens),
+        check_reward(np.concatenate([g.rewards for g in live])),
+        *check_functions(groups),
+        check_dead(dead, cfg.completions_per_prompt),
+        check_tokens(backend.tokenizer, asked, live),
+        *check_agreement(sampler_gap(groups, datums, policy), floor, allowed),
+        Check("backend", True, known),
+    )
+    step = cfg.prompt_groups_per_step * cfg.completions_per_prompt
+    memory = {name: (peak, peak - before.get(name, peak)) for name, peak in peak_memory().items()}
+    guessed = "" if can.discard_gradients else "backward"
+    cost = Cost(seconds, sum(len(g.samples) for g in live), step, memory, guessed)
+    rendered = backend.tokenizer.decode(asked[0].tokens.tolist(), skip_special_tokens=False)
+    return Preflight(rendered, tuple(groups), dead, cfg.completions_per_prompt, floor, checks, can, cost)

@@ -1,0 +1,779 @@
+"""What a step says about itself is true: every claim is checked against its own computation.
+
+Every fault that is put into a real step is found, and a clean step raises no alarm.
+"""
+
+import asyncio
+import itertools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_notebook.advantages import is_dead
+from rl_notebook.backends.base import Backend
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError, DataError, Datum, PromptGroup, RewardError, RolloutSample
+from rl_notebook.datums import attach
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn
+from rl_notebook.metrics import step_metrics
+from rl_notebook.records import StepRecord, read_record, write_record
+from rl_notebook.step import evaluate_loss, loss_factory
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.xray import (
+    Check,
+    check_mask,
+    dead_share,
+    dead_shares,
+    first_not_finite,
+    invariants,
+    measure_noise_floor,
+    preflight,
+    round_trip,
+    sentence,
+    xray,
+)
+from synthetic import hostile_record, synthetic_record
+from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)
+
+SMALL: dict[str, Any] = {
+    "prompt_groups_per_step": 4,
+    "completions_per_prompt": 6,
+    "max_completion_tokens": 24,
+    "max_seq_len": 96,
+    "learning_rate": 5e-4,
+}
+
+
+def tiny(**options: Any) -> Backend:
+    "The tiny model, as it ships."
+    return open_local(*load_model("tiny"), **options)
+
+
+def steps(n: int = 1, reward: Any = toy_reward, *, make_loss: Any = None, **settings: Any) -> list[StepRecord]:
+    "The first steps of a run on sums."
+    loop = GRPOLoop(tiny(), toy_rows(40), reward, Config(**SMALL | settings), make_loss=make_loss)
+    return asyncio.run(loop.run(n, progress=False))
+
+
+def failed(record: StepRecord, previous: StepRecord | None = None, **known: Any) -> list[str]:
+    "Names of the checks that do not hold."
+    return [c.name for c in invariants(record, previous, **known) if c.ok is False]
+
+
+@pytest.fixture(scope="module")
+def fresh() -> StepRecord:
+    "One real step with a reference: the raw material of the constructed ones."
+    return steps(policy_loss="ppo", kl_beta=0.01)[0]
+
+
+# --- situations and what is said about them -------------------------------------------------------------------------
+
+
+def uneven(text: str) -> float:
+    "A reward that nearly always differs inside a group."
+    return float(sum(map(ord, text)) % 7)
+
+
+def always(value: float) -> Callable[[str], float]:
+    "A reward that tells nothing."
+    return lambda text: value
+
+
+def bold(datums: Any, denominator: float | None) -> Any:
+    "A loss of the user's own."
+    return make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
+
+
+UNMOVED = (
+    r"because the policy has not moved since sampling \(ratio 1\), so the advantages cancel; the gradient is not 0"
+)
+NO_MEASURE = r"no measure of progress"
+SITUATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "clipped, averaged by answer": (
+        {"policy_loss": "ppo", "aggregation": "sequence_mean", "kl_beta": 0.0},
+        rf"^Loss is 0\.000 {UNMOVED} \(norm \d\.\d+",
+    ),
+    "clipped, averaged by token": (
+        {"policy_loss": "ppo", "kl_beta": 0.0},
+        r"^Loss is -?0\.\d+: minus the advantages, averaged over tokens, as the ratio is 1: longer answers had the",
+    ),
+    "gspo": ({"policy_loss": "gspo", "aggregation": "sequence_mean", "kl_beta": 0.0}, rf"^Loss is 0\.000 {UNMOVED}"),
+    "importance sampling": (
+        {"policy_loss": "importance_sampling", "aggregation": "sequence_mean", "kl_beta": 0.0},
+        rf"^Loss is 0\.000 {UNMOVED}",
+    ),
+    "reinforce": (
+        {"policy_loss": "reinforce", "aggregation": "sequence_mean", "kl_beta": 0.0},
+        rf"^Loss is 0\.000 {UNMOVED}",
+    ),
+    "anchored on the sampler": (
+        {"policy_loss": "ppo", "anchor": "rollout", "aggregation": "sequence_mean", "kl_beta": 0.0},
+        rf"^Loss is 0\.000 {UNMOVED}",
+    ),
+    "grpo": (
+        {"kl_beta": 0.0},
+        rf"^Loss is -?\d\.\d+: −advantage × logprob, averaged over tokens: {NO_MEASURE}; gradient",
+    ),
+    "grpo, summed": ({"kl_beta": 0.0, "aggregation": "sum"}, rf"× logprob, summed over all tokens: {NO_MEASURE}"),
+    "cispo": ({"policy_loss": "cispo", "kl_beta": 0.0}, rf"−clipped ratio × advantage × logprob.*{NO_MEASURE}"),
+    "dro": ({"policy_loss": "dro", "kl_beta": 0.0}, rf"plus a pull to the old policy.*{NO_MEASURE}"),
+    "sapo": (
+        {"policy_loss": "sapo", "kl_beta": 0.0},
+        r"from positive and .* from negative advantages, ratio 1; gradient",
+    ),
+    "corrected": (
+        {"tis_enabled": True, "kl_beta": 0.0, "policy_loss": "ppo", "aggregation": "sequence_mean"},
+        rf"^Loss is 0\.000 {UNMOVED}",
+    ),
+    "custom": (
+        {"make_loss": bold},
+        r"^Loss is -?\d\.\d+, from the custom loss bold, which is not taken apart; gradient",
+    ),
+    "dead groups kept": (
+        {"reward": always(1.0), "drop_dead": False, "kl_beta": 0.0},
+        r"^Loss is 0\.000 because every advantage is 0; the gradient is 0 too\. The weights moved all the same "
+        r"\(by .*\): momentum or weight decay\. 0 of 4 groups carry signal, 4 all right\. "
+        r"4 without signal trained all the same, with advantage 0",
+    ),
+    "dead groups kept, with KL": (
+        {"reward": always(0.0), "drop_dead": False, "kl_beta": 0.1},
+        r"^Loss is 0\.000 because every advantage is 0, and the policy equals the reference, so KL is 0; "
+        r"the gradient is 0 too",
+    ),
+    "all right": (
+        {"reward": always(1.0)},
+        r"^Nothing was trained: all 4 groups are dead \(4 all right\), so no answer was better than its siblings\.$",
+    ),
+    "all the same, neither right nor wrong": ({"reward": always(0.3)}, r"all 4 groups are dead \(4 all at 0\.3\)"),
+    "everything cut and masked": (
+        {"reward": uneven, "max_completion_tokens": 3, "overlong": "mask"},
+        r"^Nothing was trained: every datum is masked\. \d of 4 groups carry signal",
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_first_steps(situation: str):
+    settings, said = SITUATIONS[situation]
+    (record,) = steps(**settings)
+    assert re.search(said, sentence(record)), sentence(record)
+
+
+def test_later_steps_of_a_window_know_that_the_policy_moved():
+    first, second = steps(2, weight_sync_interval=2, policy_loss="ppo", aggregation="sequence_mean", kl_beta=0.0)
+    text = sentence(second, first)
+    assert "Loss is 0.000 because the ratio is taken against the policy itself, hence 1" in text
+    assert re.search(
+        r"The policy has moved since sampling, by 0\.\d+ nats a token on average\. The loss does not", text
+    )
+    assert "No weight sync in this step: the sampler keeps version 0." in text
+    assert failed(second, first, weight_sync_interval=2) == ["correction"]
+    assert "whether the weights are the same needs the record of the step before" in str(invariants(second))
+
+
+def test_a_correction_in_a_window_is_credited():
+    first, second = steps(2, weight_sync_interval=2, tis_enabled=True, kl_beta=0.0)
+    assert "The loss corrects for it." in sentence(second, first)
+    assert failed(second, first, weight_sync_interval=2) == []
+
+
+def test_a_ratio_against_the_sampler_shows_how_far_the_policy_moved():
+    first, second = steps(2, weight_sync_interval=2, policy_loss="ppo", anchor="rollout", kl_beta=0.0)
+    found = re.search(r"ratio (\d+\.\d+) to (\d+\.\d+); (\d+\.\d)% of tokens clipped", sentence(second, first))
+    assert found
+    said = [float(x) for x in found.groups()]
+    told = [second.metrics[name] for name in ("ratio/min", "ratio/max", "clip_ratio/region_mean")]
+    assert said[:2] == pytest.approx(told[:2], abs=6e-4)
+    assert said[2] == pytest.approx(100 * told[2], abs=0.06)
+    assert said[2] > 0
+
+
+def test_a_step_with_kl_says_how_much_of_the_loss_it_is():
+    first, second = steps(2, policy_loss="ppo", aggregation="sequence_mean", kl_beta=0.05)
+    assert "all of it the KL term (kl_beta 0.05): the rest is 0 because the policy has not moved" in sentence(
+        second, first
+    )
+    assert failed(first) == failed(second, first) == []
+
+
+def test_the_groups_are_counted():
+    (record,) = steps(prompt_groups_per_step=8)
+    live = sum(not is_dead(g.rewards) for g in record.groups)
+    rights = sum(is_dead(g.rewards) and g.rewards[0] == 1 for g in record.groups)
+    assert (f"{live} of 8 groups" in sentence(record)) == (live < 8)
+    assert (f"{rights} all right" in sentence(record)) == (rights > 0)
+
+
+def test_groups_that_a_filter_left_out_are_told():
+    loop = GRPOLoop(tiny(), toy_rows(40), uneven, Config(**SMALL), dynamic_filter_fn=lambda group: group.index != 2)
+    (record,) = asyncio.run(loop.run(1, progress=False))
+    assert "All 4 groups carry signal. 1 of them left out by the filter." in sentence(record)
+
+
+# --- every claim, against its own computation -----------------------------------------------------------------------
+
+
+def constructed(fresh: StepRecord, shift: float = 0.0, batch: str = "own", **options: Any) -> StepRecord:
+    "The real batch under other options, its policy moved by noise of this size."
+    rng = np.random.default_rng(0)
+    noise = lambda lp: np.where(np.isfinite(lp.values), rng.normal(0, shift, len(lp)), 0) if shift else 0.0
+    datums = [d for d in fresh.datums if d.group < 2]
+    before = fresh.loss.logprobs[: len(datums)]
+    policy = [replace(lp, values=lp.values + noise(lp)) for lp in before]
+    if batch == "no advantages":
+        datums = [replace(d, advantage=0.0) for d in datums]
+    if batch == "one lost":  # after the comparison
+        datums, policy = datums[1:], policy[1:]
+    if batch == "old":  # a pass of its own for the ratio's anchor
+        datums = attach(datums, "old_logprobs", before)
+    output = evaluate_loss(datums, policy, loss_factory(LossOptions(**options)))
+    metrics = step_metrics(fresh.groups[:2], datums, output, policy_version=0)
+    return replace(fresh, groups=fresh.groups[:2], datums=datums, loss=output, options=options, metrics=metrics)
+
+
+def value(record: StepRecord, datums: Any = None, **changes: Any) -> float:
+    "The loss of a record under changed options or datums."
+    datums = record.datums if datums is None else datums
+    fn = make_loss_fn(datums, **dict(record.options) | changes)
+    return float(fn(datums, [torch.tensor(lp.values) for lp in record.loss.logprobs])[0])
+
+
+def only(record: StepRecord, sign: int) -> list[Datum]:
+    "Datums with the advantages of one sign."
+    return [replace(d, advantage=d.advantage if d.advantage * sign > 0 else 0.0) for d in record.datums]
+
+
+def deny(record: StepRecord, text: str) -> list[str]:
+    "Claims of a sentence that are not true of its record."
+    o, wrong = LossOptions(**record.options), []
+    active = lambda name: np.concatenate([np.asarray(getattr(d, name))[d.active] for d in record.datums])
+    p = np.concatenate([lp.values[d.active] for lp, d in zip(record.loss.logprobs, record.datums, strict=True)])
+    to_sampler = np.abs(p - active("sampler_logprobs")).max()
+    a, n = (np.array([f(d) for d in record.datums]) for f in (lambda d: d.advantage, lambda d: d.num_loss_tokens))
+    push = sum(np.abs(g).sum() for g in record.loss.dlogprobs)
+    to_anchor = 0.0
+    if o.anchor == "rollout" or o.policy_loss == "reinforce":
+        to_anchor = to_sampler
+    elif record.datums[0].old_logprobs is not None:
+        to_anchor = np.abs(p - active("old_logprobs")).max()
+
+    def claim(pattern: str, truth: Callable[..., bool]) -> None:
+        wrong.extend(repr(found[0]) for found in re.finditer(pattern, text) if not truth(*found.groups()))
+
+    close = lambda said, real: math.isclose(float(said), real, rel_tol=0.06, abs_tol=6e-4)
+    without_kl = value(record, kl_beta=0.0)
+    claim(r"^Loss is (-?[\d.e+-]+\d)", lambda x: close(x, record.loss.loss))
+    claim(r"^Loss is 0\.000", lambda: abs(record.loss.loss) <= 2e-4 * push * max(1, np.abs(p).max()) + 1e-9)
+    claim(r"ratio 1\b|ratio is 1\b|hence 1", lambda: to_anchor <= 2e-3)
+    claim(r"against the policy itself", lambda: to_anchor == 0.0)
+    claim(r"ratio \d+\.\d+ to", lambda: to_anchor > 1e-3)
+    claim(r"not moved since sampling", lambda: to_sampler <= 1e-3)
+    claim(r"differ by|(?<!not )moved since", lambda: to_sampler > 1e-3)
+    claim(
+        r"advantages cancel", lambda: np.any(a > 0) and np.any(a < 0) and abs(without_kl) <= 2e-4 * np.abs(a * n).sum()
+    )
+    claim(r"longer answers had the higher", lambda: np.dot(a, n) > 0 and abs(a.sum()) < 1e-6)
+    claim(r"longer answers had the lower", lambda: np.dot(a, n) < 0 and abs(a.sum()) < 1e-6)
+    claim(r"were trained sum to (-?[\d.e+-]+\d)", lambda x: close(x, a.sum()) and abs(a.sum()) > 1e-6)
+    claim(r"minus the advantages", lambda: close(without_kl, _minus_advantages(a, n, o)))
+    claim(r"every advantage is 0", lambda: not a.any())
+    claim(r"all of it the KL term", lambda: abs(without_kl) < 1e-3 * max(np.abs(a * n).sum(), 1e-9) + 1e-9)
+    claim(r"KL term adds (-?[\d.e+-]+\d)", lambda x: close(x, record.loss.loss - without_kl))
+    claim(r"(-?[\d.e+-]+\d) from positive", lambda x: close(x, value(record, only(record, 1), kl_beta=0.0)))
+    claim(r"(-?[\d.e+-]+\d) from negative", lambda x: close(x, value(record, only(record, -1), kl_beta=0.0)))
+    claim(r"the gradient is 0\b", lambda: push == 0)
+    claim(r"the gradient is not 0|; gradient", lambda: push > 0)
+    aware = o.tis != "off" or o.anchor == "rollout" or o.policy_loss == "reinforce"
+    claim(r"The loss corrects", lambda: aware or record.datums[0].old_logprobs is not None)
+    claim(r"The loss does not correct", lambda: not aware)
+    return wrong
+
+
+def _minus_advantages(a: np.ndarray, n: np.ndarray, o: LossOptions) -> float:
+    "Minus the advantages, aggregated by the definition of each aggregation."
+    by = {
+        "token_mean": (a * n).sum() / n.sum(),
+        "sequence_mean": a.mean(),
+        "sample_mean": (a * n).sum() / len(n),
+        "constant": (a * n).sum() / len(n) / (o.max_completion_tokens or 1),
+        "sum": (a * n).sum(),
+    }
+    return -by[o.aggregation]
+
+
+def combinations(batch: str = "own") -> list[dict[str, Any]]:
+    "Every loss and aggregation, with and without KL, correction and another anchor."
+    corners = ((0.0, "off"), (0.05, "off"), (0.0, "token"), (0.05, "sequence"))
+    out = []
+    for loss, how, (kl, tis) in itertools.product(POLICY_LOSSES, AGGREGATIONS, corners):
+        if loss == "reinforce" and tis != "off":
+            continue
+        constant = {"max_completion_tokens": 24} if how == "constant" else {}
+        out.append({"policy_loss": loss, "aggregation": how, "kl_beta": kl, "tis": tis} | constant)
+        if how in ("token_mean", "sequence_mean") and loss not in ("grpo", "reinforce"):
+            out.append(out[-1] | {"anchor": "rollout"})
+    return out if batch == "own" else [o for o in out if o.get("aggregation") in ("token_mean", "sequence_mean")]
+
+
+@pytest.mark.parametrize("batch", ["own", "no advantages", "one lost", "old"])
+@pytest.mark.parametrize("shift", [0.0, 0.2])
+def test_no_sentence_claims_what_is_not_so(fresh: StepRecord, shift: float, batch: str):
+    lies = {}
+    for options in combinations(batch):
+        record = constructed(fresh, shift, batch, **options)
+        text = sentence(record)
+        if wrong := deny(record, text):
+            lies[str(options)] = (wrong, text)
+    assert not lies, f"{len(lies)} of {len(combinations(batch))}: {next(iter(lies.items()))}"
+
+
+def test_the_judge_of_claims_is_awake(fresh: StepRecord):
+    record = constructed(fresh, policy_loss="ppo", aggregation="token_mean", kl_beta=0.0)
+    lies = [
+        "Loss is 0.000 because every advantage is 0",
+        "Loss is 7.300: minus the advantages",
+        "the gradient is 0 too",
+        "all of it the KL term",
+        "0.123 from positive and 0.1 from negative advantages",
+        "policy and sampler differ by 0.2",
+    ]
+    assert [bool(deny(record, lie)) for lie in lies] == [True] * len(lies)
+    moved = constructed(fresh, 0.2, policy_loss="ppo", anchor="rollout", kl_beta=0.0)
+    assert len(deny(moved, "the policy has not moved since sampling (ratio 1)")) == 2
+
+
+def test_a_loss_that_cannot_be_recomputed_is_not_explained(fresh: StepRecord):
+    other = replace(fresh, loss=replace(fresh.loss, loss=0.7))
+    assert re.search(
+        r"Loss is 0\.700, but the record's options give -?[\d.]+, so its cause is not known", sentence(other)
+    )
+    strange = replace(fresh, options={"temper": 1})
+    assert "its cause is not known, as it cannot be recomputed (options of the record" in sentence(strange)
+    without = replace(fresh, options={"tis": "token"}, datums=[replace(d, sampler_logprobs=None) for d in fresh.datums])
+    assert "its cause is not known" in sentence(without)
+    assert "holds no loss" in sentence(replace(fresh, loss=None))
+
+
+def test_a_gradient_that_clipping_removed_is_named(fresh: StepRecord):
+    gone = replace(fresh.loss, dlogprobs=[np.zeros_like(g) for g in fresh.loss.dlogprobs])
+    record = replace(fresh, loss=gone, metrics={k: v for k, v in fresh.metrics.items() if "norm" not in k})
+    assert "; the gradient is 0" in sentence(record)
+    assert "update" in failed(record)
+
+
+def test_icepop_that_drops_everything_is_named(fresh: StepRecord):
+    far = [replace(d, sampler_logprobs=d.sampler_logprobs - 3) for d in fresh.datums]
+    options = {"policy_loss": "ppo", "tis": "token", "icepop_threshold": 1.5}
+    output = evaluate_loss(far, fresh.loss.logprobs, loss_factory(LossOptions(**options)))
+    record = replace(fresh, datums=far, loss=output, options=options, metrics=step_metrics(fresh.groups, far, output))
+    assert sentence(record).startswith(
+        "Loss is 0.000 because the correction leaves out every token; the gradient is 0 too"
+    )
+
+
+# --- invariants -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"policy_loss": "ppo", "kl_beta": 0.0},
+        {"advantage_scale": "none"},
+        {"advantage_scale": "loo", "temperature": 1.0, "top_k": 5},
+        {"advantage_scale": "batch", "tis_enabled": True},
+        {"max_samples_per_fwd_bwd": 7},
+        {"min_samples_per_fwd_bwd": 6},
+        {"overlong": "mask", "overlong_buffer": 4},
+        {"refill": True},
+    ],
+    ids=str,
+)
+def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
+    records = steps(3, **settings)
+    found = {r.step: failed(r, p, weight_sync_interval=1) for r, p in zip(records, [None, *records], strict=False)}
+    dead_or_narrow = {"signal", "variety"}  # true of some of these steps
+    assert {n for names in found.values() for n in names} <= dead_or_narrow
+    for r, p in zip(records, [None, *records], strict=False):
+        assert r.reason or "cause is not known" not in sentence(r, p)
+
+
+def first_target(d: Datum) -> int:
+    return int(d.active.argmax())
+
+
+def with_value(series: np.ndarray, at: int, bad: float) -> np.ndarray:
+    out = np.array(series)
+    out[at] = bad
+    return out
+
+
+def in_datum(name: str, bad: float) -> Callable[[StepRecord], StepRecord]:
+    def spoil(r: StepRecord) -> StepRecord:
+        d = r.datums[2]
+        spoilt = replace(d, **{name: with_value(getattr(d, name), first_target(d), bad)})
+        return replace(r, datums=[*r.datums[:2], spoilt, *r.datums[3:]])
+
+    return spoil
+
+
+def in_loss(name: str, bad: float) -> Callable[[StepRecord], StepRecord]:
+    def spoil(r: StepRecord) -> StepRecord:
+        series, at = list(getattr(r.loss, name)), first_target(r.datums[2])
+        one = series[2]
+        series[2] = (
+            replace(one, values=with_value(one.values, at, bad)) if name == "logprobs" else with_value(one, at, bad)
+        )
+        return replace(r, loss=replace(r.loss, **{name: tuple(series)}))
+
+    return spoil
+
+
+def in_reward(bad: float) -> Callable[[StepRecord], StepRecord]:
+    def spoil(r: StepRecord) -> StepRecord:
+        g = r.groups[1]
+        samples = [replace(s, reward=bad) if i == 3 else s for i, s in enumerate(g.samples)]
+        return replace(r, groups=[r.groups[0], replace(g, samples=samples), *r.groups[2:]])
+
+    return spoil
+
+
+BAD_TENSORS = {
+    "rewards": (in_reward(math.nan), "rewards is nan at group 1 .*sample 3"),
+    "sampler_logprobs": (
+        in_datum("sampler_logprobs", -math.inf),
+        r"sampler_logprobs is -inf at group .*target \d+ \(token",
+    ),
+    "ref_logprobs": (in_datum("ref_logprobs", math.nan), "ref_logprobs is nan at group"),
+    "policy_logprobs": (in_loss("logprobs", math.nan), "policy_logprobs is nan at group"),
+    "dlogprobs": (in_loss("dlogprobs", math.inf), "dlogprobs is inf at group"),
+    "metric": (lambda r: replace(r, metrics=dict(r.metrics) | {"grad_norm": math.nan}), "metric grad_norm is nan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_the_first_bad_tensor_is_named(fresh: StepRecord, name: str):
+    spoil, said = BAD_TENSORS[name]
+    assert first_not_finite(fresh) == ""
+    record = spoil(fresh)
+    assert re.match(said, first_not_finite(record)), first_not_finite(record)
+    assert "finite" in failed(record)
+    sentence(record)  # says something, whatever was spoilt
+
+
+def test_the_cause_comes_before_its_consequences(fresh: StepRecord):
+    record = fresh
+    for spoil, _ in reversed(BAD_TENSORS.values()):
+        record = spoil(record)
+    assert first_not_finite(record).startswith("rewards is nan")
+    late = in_loss("logprobs", math.nan)(replace(fresh, loss=replace(fresh.loss, loss=math.nan)))
+    assert sentence(late).startswith("Loss is nan; first value that is not finite: policy_logprobs is nan at group")
+
+
+def hole(r: StepRecord) -> StepRecord:
+    first, slope = r.datums[0], r.loss.dlogprobs[0]
+    at = first_target(first)
+    without = replace(first, weights=with_value(first.weights, at, 0.0))
+    slopes = (with_value(slope, at, 0.0), *r.loss.dlogprobs[1:])
+    return replace(r, datums=[without, *r.datums[1:]], loss=replace(r.loss, dlogprobs=slopes))
+
+
+def metric(name: str, number: float) -> Callable[[StepRecord], StepRecord]:
+    return lambda r: replace(r, metrics=dict(r.metrics) | {name: number})
+
+
+def datums(change: Callable[[Datum], Datum], **fields: Any) -> Callable[[StepRecord], StepRecord]:
+    return lambda r: replace(r, datums=[change(d) for d in r.datums], **fields)
+
+
+def groups(change: Callable[[PromptGroup], PromptGroup]) -> Callable[[StepRecord], StepRecord]:
+    return lambda r: replace(r, groups=[change(g) for g in r.groups])
+
+
+def samples(change: Callable[[RolloutSample, PromptGroup], RolloutSample]) -> Callable[[StepRecord], StepRecord]:
+    return groups(lambda g: replace(g, samples=[change(s, g) for s in g.samples]))
+
+
+def neighbours(r: StepRecord) -> StepRecord:
+    turned = [*r.datums[5:], *r.datums[:5]]
+    return replace(r, datums=[replace(d, advantage=e.advantage) for d, e in zip(r.datums, turned, strict=True)])
+
+
+FAULTS: dict[str, tuple[Callable[[StepRecord], StepRecord], str]] = {
+    "shifted sampler logprobs": (
+        datums(lambda d: replace(d, sampler_logprobs=np.roll(d.sampler_logprobs, 1))),
+        "on-policy",
+    ),
+    "wrong reference": (datums(lambda d: replace(d, ref_logprobs=d.ref_logprobs - 0.3)), "reference"),
+    "advantages over the batch": (groups(lambda g: replace(g, advantages=g.rewards - 0.4)), "advantages"),
+    "advantages of the neighbour": (neighbours, "advantages"),
+    "prompt in the loss": (datums(lambda d: replace(d, weights=np.ones(len(d.weights)))), "mask"),
+    "a sampled token left out": (hole, "mask"),
+    "datums of other samples": (datums(lambda d: replace(d, sample=(d.sample + 1) % 6)), "mask"),
+    "no sampler logprobs for TIS": (
+        datums(lambda d: replace(d, sampler_logprobs=None), options={"tis": "token"}),
+        "correction",
+    ),
+    "stale without correction": (metric("staleness/max", 3.0), "correction"),
+    "no gradient": (metric("grad_norm", 0.0), "update"),
+    "no update": (metric("update_norm", 0.0), "update"),
+    "no sync": (lambda r: replace(r, policy_version=0), "weights"),
+    "version goes back": (lambda r: replace(r, policy_version=-1), "weights"),
+    "all answers cut": (samples(lambda s, g: replace(s, finish_reason="length")), "completions"),
+    "answers lost": (groups(lambda g: replace(g, dropped=("rollout 0 returned None",) * 6)), "completions"),
+    "one answer repeated": (samples(lambda s, g: replace(g.samples[0], reward=s.reward)), "variety"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_fails_its_check(fresh: StepRecord, fault: str):
+    spoil, name = FAULTS[fault]
+    assert name not in failed(fresh, weight_sync_interval=1)
+    record = spoil(fresh)
+    assert name in failed(record, weight_sync_interval=1)
+    check = next(c for c in invariants(record, weight_sync_interval=1) if c.name == name)
+    assert check.fix
+    assert check.text
+
+
+def test_what_cannot_be_checked_is_not_passed(fresh: StepRecord):
+    cool = replace(
+        fresh,
+        groups=[
+            replace(g, samples=[replace(s, temperature=0.7, raw_logprobs=None) for s in g.samples])
+            for g in fresh.groups
+        ],
+    )
+    (check,) = [c for c in invariants(cool) if c.name == "on-policy"]
+    assert check.ok is None
+    assert "another distribution" in check.text
+
+
+def test_processed_sampler_logprobs_are_compared_raw():
+    (record,) = steps(top_k=3)
+    assert all(s.processed for g in record.groups for s in g.samples)
+    far = np.nanmax(
+        np.abs(
+            np.concatenate(
+                [d.sampler_logprobs - p.values for d, p in zip(record.datums, record.loss.logprobs, strict=True)]
+            )
+        )
+    )
+    assert far > 0.01
+    assert next(c for c in invariants(record) if c.name == "on-policy").ok is True
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_without_groups():
+    ray = xray(StepRecord(1, reason="nobody answered"))
+    assert ray.sentence == "Nothing was trained: nobody answered. The record holds no groups."
+    assert ray.failed == ()
+    assert all(c.ok is None for c in ray.checks if c.name != "finite")
+
+
+def test_one_group_and_512_groups():
+    one = synthetic_record(30, groups=1, seed=3)
+    assert re.search("The one group carries signal|the one group is dead", sentence(one))
+    many = synthetic_record(30, groups=512, completions=4)
+    ray = xray(many)
+    assert re.search(r"\d+ of 512 groups carry signal", ray.sentence)
+    assert "advantages" not in [c.name for c in ray.failed]
+    assert len(repr(ray)) < 4000
+
+
+def test_all_masked_datums(fresh: StepRecord):
+    datums = [replace(d, weights=np.zeros(len(d.weights))) for d in fresh.datums]
+    output = evaluate_loss(datums, fresh.loss.logprobs, loss_factory(LossOptions()))
+    record = replace(fresh, datums=datums, loss=output, options={}, metrics=step_metrics(fresh.groups, datums, output))
+    assert sentence(record).startswith("Loss is 0.000 because every target is masked; the gradient is 0 too")
+    assert check_mask(record).text == "every datum is masked"
+
+
+def test_samples_of_a_group_that_lost_its_answers(fresh: StepRecord):
+    lost = replace(fresh.groups[0], samples=(), advantages=None, dropped=("completion 0 is empty",) * 6)
+    record = replace(
+        fresh, groups=[lost, *fresh.groups[1:]], datums=[d for d in fresh.datums if d.group], loss=None, reason="x"
+    )
+    assert "1 without a graded answer" in sentence(record)
+    assert "6 lost (6 empty)" in next(c for c in invariants(record) if c.name == "completions").text
+
+
+def test_hostile_text_is_text():
+    record = hostile_record()
+    record = replace(
+        record,
+        options={"make_loss": "</script><script>alert(1)</script>"},
+        groups=[replace(g, advantages=g.advantages + 1) for g in record.groups],
+    )
+    page = xray(record)._repr_html_()
+    assert "<script" not in page
+    assert "&lt;script" in page
+    assert "<b>x" not in Check("a", False, "<b>x", "<b>x", "<b>x", "<b>x", "<b>x")._repr_html_()
+
+
+def test_an_x_ray_of_a_record_on_disk_is_the_same(fresh: StepRecord, tmp_path):
+    write_record(fresh, tmp_path)
+    assert repr(xray(read_record(tmp_path))) == repr(xray(fresh))
+
+
+# --- noise floor ----------------------------------------------------------------------------------------------------
+
+
+def test_the_noise_floor_grows_with_the_coarseness_of_numbers(fresh: StepRecord):
+    floors = {}
+    for dtype in ("float64", "float32", "bfloat16"):
+        backend = tiny(dtype=dtype)
+        floors[dtype] = asyncio.run(measure_noise_floor(backend.policy, fresh.datums[:12]))
+    assert floors["float64"] < 1e-9 < floors["float32"] < 1e-4 < 1e-3 < floors["bfloat16"] < 1
+
+
+# --- pre-flight -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=9), st.integers(2, 9))
+def test_dead_share_counts_the_picks(rewards: list[float], size: int):
+    found = dead_share(rewards, size)
+    picks = list(itertools.combinations(rewards, size))
+    assert found == (pytest.approx(np.mean([len(set(p)) == 1 for p in picks])) if picks else None)
+
+
+def test_dead_shares_look_at_each_prompt():
+    (record,) = steps(prompt_groups_per_step=8, completions_per_prompt=8, drop_dead=False)
+    by_hand = np.mean([is_dead(g.rewards) for g in record.groups])
+    assert dead_shares(record.groups, [8])[8] == by_hand
+
+
+def test_preflight_changes_nothing():
+    cfg = Config(**SMALL | {"kl_beta": 0.01})
+
+    def run(first_look: bool) -> tuple[list[float], list[str]]:
+        async def go() -> list[StepRecord]:
+            backend = tiny()
+            if first_look:
+                await preflight(backend, toy_rows(40), toy_reward, cfg)
+            return await GRPOLoop(backend, toy_rows(40), toy_reward, cfg).run(2, progress=False)
+
+        records = asyncio.run(go())
+        return [r.loss.loss for r in records], [s.text for r in records for g in r.groups for s in g.samples]
+
+    assert run(True) == run(False)
+
+
+def look(reward: Any = toy_reward, backend: Backend | None = None, rows: Any = None, **settings: Any) -> Any:
+    "A small pre-flight."
+    looked = preflight(
+        backend or tiny(), rows or toy_rows(10), reward, Config(**SMALL | settings), prompts=2, samples=8
+    )
+    return asyncio.run(looked)
+
+
+def named(flight: Any, name: str) -> Check:
+    return next(c for c in flight.checks if c.name == name)
+
+
+def test_preflight_finds_a_constant_reward():
+    flight = look(always(0.0))
+    assert named(flight, "reward").text == "every answer earned 0"
+    assert "reward" in [c.name for c in flight.failed]
+    assert flight.dead[8] == 1.0
+
+
+def test_preflight_of_a_reward_with_many_values():
+    flight = look(uneven)
+    assert "many values, no p" in named(flight, "reward").text
+    assert flight.dead[16] is None  # eight answers tell nothing about sixteen
+    assert "–" in repr(flight)
+
+
+def test_preflight_counts_what_cannot_be_graded():
+    half = lambda text: None if sum(map(ord, text)) % 2 else float("1" in text)
+    check = named(look(half), "lost")
+    assert check.ok is False
+    assert re.search(r"sample \d is unscorable", check.got)
+
+
+def test_preflight_with_a_rollout_function():
+    async def rollout(sample_prompt: dict[str, Any]) -> RolloutSample | None:
+        if sample_prompt["sample_index"] == 0:
+            return None
+        ids = sample_prompt["prompt_token_ids"]
+        said = [20 + sample_prompt["sample_index"], 2]
+        return RolloutSample(
+            [*ids, *said], [0.0] * len(ids) + [-1.0, -2.0], [0] * len(ids) + [1, 1], reward=said[0] % 2
+        )
+
+    flight = look(rollout)
+    assert "2 of 16 answers were lost" in named(flight, "lost").text
+    assert named(flight, "sampler").ok is False  # the logprobs are made up
+
+
+def test_preflight_shows_the_prompt_as_the_model_reads_it():
+    flight = look(rows=[{"question": "<img src=x onerror=alert(1)>", "answer": "1"}] * 2)
+    assert flight.rendered == "<|bos|><|user|><img src=x onerror=alert(1)><|end|><|assistant|>"
+    assert "<img" not in flight._repr_html_()
+    assert "<svg" in flight._repr_html_()
+
+
+def test_preflight_without_a_way_to_drop_gradients_guesses():
+    backend = tiny()
+    backend.capabilities = replace(backend.capabilities, discard_gradients=False)
+    flight = look(backend=backend)
+    assert flight.cost.guessed == "backward"
+    assert "(a guess)" in repr(flight.cost)
+    assert backend.meter.datums_trained == 0
+
+
+def test_preflight_knows_stale_weights():
+    backend = tiny()
+
+    async def train_without_sync() -> None:
+        loop = GRPOLoop(
+            backend, toy_rows(40), toy_reward, Config(**SMALL | {"weight_sync_interval": 0, "learning_rate": 1e-2})
+        )
+        await loop.run(1, progress=False)
+
+    asyncio.run(train_without_sync())
+    check = named(look(backend=backend), "sampler")
+    assert check.ok is False
+    assert "Sync first" in check.fix
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no rows": ({"rows": [{}][:0] or "nowhere.jsonl"}, DataError, "nowhere.jsonl"),
+    "a prompt too long": ({"rows": [{"question": "1+" * 90 + "1", "answer": "91"}]}, DataError, "max_seq_len|tokens"),
+    "a reward that gives up": ({"reward": lambda text: None}, RewardError, "no sample of the step could be used"),
+    "another temperature": ({"temperature": 0.5}, ConfigError, "temperature"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_preflight_refuses_what_the_run_would_refuse(case: str):
+    settings, error, said = REFUSED[case]
+    with pytest.raises(error, match=said):
+        look(**settings)
+
+
+@pytest.mark.parametrize("bad", [{"prompts": 0}, {"samples": 1}])
+def test_preflight_needs_something_to_compare(bad: dict[str, int]):
+    with pytest.raises(ConfigError, match=f"{next(iter(bad))}: got {next(iter(bad.values()))}; expected"):
+        asyncio.run(preflight(tiny(), toy_rows(4), toy_reward, Config(**SMALL), **bad))
+
+
+def test_the_re_tokenisation_trap_is_shown():
+    tokenizer = byte_tokenizer()
+    whole = np.array(tokenizer.encode("é", add_special_tokens=False))  # two bytes
+    assert round_trip(tokenizer, [whole]) == []
+    (said,) = round_trip(tokenizer, [whole[:1]])
+    assert re.match(rf"tokens \[{whole[0]}\] at position 0 come back as", said)
