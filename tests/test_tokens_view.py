@@ -1,0 +1,488 @@
+"""The token inspector says what the record says, shows an off-by-one, and runs nothing that a model wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib import resources
+
+import ipywidgets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import hostile_record, synthetic_record
+
+from rl_notebook.core import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
+from rl_notebook.records import StepRecord
+from rl_notebook.views import tokens as views
+from rl_notebook.views.payloads import (
+    all_series,
+    keep_extremes,
+    menu_payload,
+    overview_payload,
+    series_payload,
+    shift_payload,
+    shown_text,
+    token_payload,
+    token_rows,
+    token_text,
+)
+from rl_notebook.views.tokens import HUES, STRONGEST, inspect_tokens, tokens_html, with_fallback
+
+NAN = float("nan")
+BAD = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
+
+
+class Words:
+    "A tokenizer whose tokens are the words of a list."
+
+    def __init__(self, *words: str, special: tuple[int, ...] = ()):
+        self.words, self.all_special_ids = words, special
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        return "".join(self.words[i % len(self.words)] for i in ids)
+
+
+def small_datum(**changes) -> Datum:
+    "Three prompt tokens, two scored ones."
+    about = {"sampler_logprobs": [NAN, NAN, -1.0, -0.5], "old_logprobs": [NAN, NAN, -1.0, -0.25], "advantage": 0.5}
+    return Datum(tokens=[5, 6, 7, 8, 9], weights=[0, 0, 1, 1], **about | changes)
+
+
+POLICY = [[NAN, NAN, -1.5, -0.25]]
+
+
+def long_datum(size: int, seed: int = 0, **changes) -> Datum:
+    "A long sample in two turns."
+    rng = np.random.default_rng(seed)
+    weights = np.ones(size - 1)
+    weights[: size // 4] = weights[size // 2 : size // 2 + size // 8] = 0
+    logprobs = np.where(weights > 0, -rng.exponential(0.5, size - 1), NAN)
+    return Datum(tokens=rng.integers(0, 200, size), weights=weights, sampler_logprobs=logprobs, **changes)
+
+
+class Page(HTMLParser):
+    "Elements and attributes of a page, as a browser would take them; every element must be closed."
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag not in ("br", "wbr", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "path":
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_sample_as_plain_values():
+    (row,) = token_rows([small_datum(key="q", truncated_tokens=4)], policy_logprobs=POLICY)
+    payload = token_payload(row, Words("a", " b", "\n", special=(6,)))
+    series = {s["name"]: s for s in payload.pop("series")}
+    assert payload == {
+        "where": "group 0, sample 0 (row 'q')",
+        "facts": {"advantage": 0.5},
+        "tokens": [5, 6, 7, 8, 9],
+        "texts": ["⏎", "a", "·b", "⏎", "a"],
+        "special": [1],
+        "ids_only": False,
+        "roles": "pppss",
+        "regions": {"prompt": 3, "masked": 0, "scored": 2, "cut": 4},
+        "first": "policy-sampler",
+        "clip": None,
+        "pair": ["policy", "sampler"],
+        "shift": {
+            "shifts": [-2, -1, 0, 1, 2],
+            "means": [None, 0.75, 0.375, 1.0, None],
+            "counts": [0, 1, 2, 1, 0],
+            "best": 0,
+            "text": "Too few tokens to tell.",
+        },
+        "notes": [],
+    }
+    assert list(series) == ["policy", "old", "sampler", "policy-sampler", "policy-old", "ratio", "mask"]
+    assert series["policy-sampler"] == {
+        "name": "policy-sampler",
+        "label": "policy − sampler",
+        "kind": "difference",
+        "values": [None, None, -0.5, 0.25],
+        "center": 0.0,
+        "limit": 0.497,
+        "worst": [2, 3],
+        "bad": [],
+    }
+    assert series["mask"]["values"] == [0.0, 0.0, 1.0, 1.0]
+    assert series["ratio"]["values"] == [None, None, float(f"{np.exp(-0.5):.7g}"), 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "ratio", "clipped"),
+    [
+        ({"policy_loss": "ppo", "eps_clip": 0.1}, [np.exp(-0.5), 1.0], [0.9, 1.0]),
+        ({"policy_loss": "grpo"}, [np.exp(-0.5), 1.0], None),
+        ({"policy_loss": "reinforce"}, [np.exp(-0.5), np.exp(0.25)], None),
+        ({"policy_loss": "importance_sampling", "anchor": "rollout"}, [np.exp(-0.5), np.exp(0.25)], None),
+        ({"policy_loss": "gspo", "eps_clip": 0.1}, [np.exp(-0.25)] * 2, [0.9, 0.9]),
+        ({"policy_loss": "ppo", "ratio_log_cap": 0.1}, [np.exp(-0.1), 1.0], [np.exp(-0.1), 1.0]),
+    ],
+)
+def test_the_ratio_is_the_one_of_the_loss(options: dict, ratio: list[float], clipped: list[float] | None):
+    (row,) = token_rows([small_datum()], policy_logprobs=POLICY)
+    found = all_series(replace(row, options=options))
+    assert found["ratio"][2:] == pytest.approx(ratio)
+    assert ("ratio_clipped" in found) == (clipped is not None)
+    if clipped is not None:
+        assert found["ratio_clipped"][2:] == pytest.approx(clipped)
+
+
+def test_a_loss_of_ones_own_has_a_ratio_and_no_clipping():
+    (row,) = token_rows([small_datum()], policy_logprobs=POLICY)
+    row = replace(row, options={"policy_loss": "ppo", "eps_clip": 0.1, "make_loss": "mine"})
+    assert "ratio_clipped" not in all_series(row)
+    assert token_payload(row)["clip"] is None
+
+
+def test_the_kl_is_k3():
+    (row,) = token_rows([small_datum(ref_logprobs=[NAN, NAN, -1.0, -0.25])], policy_logprobs=POLICY)
+    assert all_series(row)["kl"][2:] == pytest.approx([np.exp(0.5) - 0.5 - 1, 0.0])
+
+
+def test_a_record_gives_every_sample_trained_or_not():
+    record = synthetic_record(1, groups=6, completions=4)
+    rows = token_rows(record)
+    assert [(r.group, r.sample) for r in rows] == [(g.index, i) for g in record.groups for i in range(len(g.samples))]
+    trained = {(d.group, d.sample): i for i, d in enumerate(record.datums)}
+    for r in rows:
+        sample = record.groups[r.group].samples[r.sample]
+        assert r.tokens.tolist() == sample.tokens.tolist()
+        assert r.prompt_len == sample.prompt_len
+        assert r.facts["reward"] == sample.reward
+        i = trained.get((r.group, r.sample))
+        assert bool(r.notes) == (i is None)
+        if i is not None:
+            assert np.array_equal(r.series["policy"], record.loss.logprobs[i].values, equal_nan=True)
+            assert np.array_equal(r.series["dlogprob"], record.loss.dlogprobs[i])
+    assert len(trained) < len(rows)  # else the test shows half of it
+
+
+def test_turns_and_raw_logprobs_of_a_sample():
+    mask = [0, 0, 1, 1, 0, 1]
+    lp = np.array([-1.0] * 6)
+    sample = RolloutSample(tokens=range(6), logprobs=lp, raw_logprobs=lp * 2, loss_mask=mask, reward=1.0)
+    (row,) = token_rows(StepRecord(1, [PromptGroup((sample,), index=3)], reason="a test"))
+    payload = token_payload(row)
+    named = {s["name"]: s["values"] for s in payload["series"]}
+    assert payload["roles"] == "ppssms"
+    assert named["turn"] == [0, 1, 1, 0, 2]
+    assert named["sampler_raw"] == [None, -2.0, -2.0, None, -2.0]
+    assert payload["pair"] is None
+    assert payload["notes"] == ["not trained: a test"]
+
+
+def test_series_that_do_not_fit_are_refused():
+    short = [[-1.0] * 3]
+    for changes in (
+        {"policy_logprobs": short},
+        {"extra": {"mine": short}},
+        {"policy_logprobs": [Logprobs([1.0] * 5, "token")]},
+    ):
+        with pytest.raises(AlignmentError, match="group 0, sample 0"):
+            token_rows([small_datum()], **changes)
+    with pytest.raises(AlignmentError, match="2 series for 1 datums"):
+        token_rows([small_datum()], policy_logprobs=POLICY * 2)
+    with pytest.raises(DatumError, match="got str"):
+        token_rows("text")
+
+
+# --- the shift --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shift=st.integers(-2, 2),
+    seed=st.integers(0, 10**6),
+    size=st.integers(12, 60),
+    noise=st.sampled_from([0.0, 1e-4, 0.02]),
+)
+def test_the_smallest_difference_is_at_the_shift_that_was_made(shift: int, seed: int, size: int, noise: float):
+    rng = np.random.default_rng(seed)
+    policy = -rng.exponential(1.0, size)
+    sampler = np.full(size, NAN)
+    for i in range(size):
+        if 0 <= i + shift < size:
+            sampler[i + shift] = policy[i] + noise * rng.normal()
+    found = shift_payload(policy, sampler, np.ones(size, bool))
+    assert found["best"] == shift
+    assert ("shift" in found["text"]) == (shift != 0)
+
+
+def test_the_shift_of_nothing():
+    nothing = np.full(3, NAN)
+    found = shift_payload(nothing, nothing, np.ones(3, bool))
+    assert found["best"] is None
+    assert found["means"] == [None] * 5
+    assert found["text"] == "Too few tokens to tell."
+
+
+# --- scales and the overview ------------------------------------------------------------------------------------------
+
+
+def test_noise_is_not_stretched_to_full_colour():
+    noise = np.random.default_rng(0).normal(0, 1e-7, 50)
+    assert series_payload("policy-sampler", noise, np.ones(50, bool))["limit"] == 1e-3
+    assert series_payload("dlogprob", noise, np.ones(50, bool))["limit"] < 1e-6
+
+
+def test_values_that_should_be_numbers_are_named():
+    values = np.array([NAN, np.inf, -1.0, -np.inf])
+    found = series_payload("sampler", values, np.array([False, True, True, True]))
+    assert found["values"] == [None, None, -1.0, None]
+    assert found["bad"] == [1, 3]
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_overview_counts_all_and_draws_some():
+    datums = [long_datum(4001, seed=i, group=i // 2, sample=i % 2) for i in range(4)]
+    policy = [d.sampler_logprobs + np.random.default_rng(i).normal(0, 0.01, 4000) for i, d in enumerate(datums)]
+    policy[3][1500] += 7.0
+    rows = token_rows(datums, policy_logprobs=policy)
+    found = overview_payload(rows)
+    gap = np.concatenate([(p - d.sampler_logprobs)[d.active] for p, d in zip(policy, datums, strict=True)])
+    assert len(found["points"]["x"]) == 5000 < found["tokens"] == len(gap)
+    assert found["scopes"][0]["quantiles"]["max"] == pytest.approx(7.0, abs=0.1)
+    assert found["scopes"][0]["quantiles"]["p90"] == pytest.approx(np.quantile(np.abs(gap), 0.9))
+    assert [s["name"] for s in found["scopes"]] == ["all 4 samples", "group 0", "group 1"]
+    assert sum(sum(s["histogram"]["counts"]) for s in found["scopes"][1:]) == len(gap)
+    assert (3, 1500) in zip(found["points"]["item"], found["points"]["target"], strict=True)
+    json.dumps(found, allow_nan=False)
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(0, 200), limit=st.integers(5, 60), seed=st.integers(0, 999))
+def test_extremes_are_kept(size: int, limit: int, seed: int):
+    values = np.random.default_rng(seed).random(size)
+    kept = keep_extremes(values, limit)
+    assert len(set(kept.tolist())) == len(kept) == min(size, limit)
+    assert (np.diff(kept) > 0).all()
+    assert set(np.argsort(-values)[: limit // 5].tolist()) <= set(kept.tolist())
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+BAD_INPUT = {
+    "all masked": Datum(tokens=[1, 2, 3], weights=[0, 0], sampler_logprobs=[NAN, NAN]),
+    "no number": small_datum(sampler_logprobs=[NAN] * 4, old_logprobs=[NAN] * 4),
+    "infinite": small_datum(sampler_logprobs=[NAN, NAN, -np.inf, -1.0]),
+    "two tokens": Datum(tokens=[1, 2], weights=[1], sampler_logprobs=[-0.1]),
+    "nothing but tokens": Datum(tokens=[1, 2], weights=[1]),
+    "advantage per token": small_datum(advantage=np.array([0.0, 0.0, 1.0, -1.0])),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+@pytest.mark.parametrize("policy", [False, True])
+def test_bad_input_is_drawn_as_it_is(name: str, policy: bool):
+    datum = BAD_INPUT[name]
+    given_ = [np.full(len(datum.weights), NAN)] if policy else None
+    inspector = inspect_tokens([datum], policy_logprobs=given_)
+    json.dumps([inspector.payload, inspector.overview, inspector.items], allow_nan=False)
+    page = Page(inspector.static_html())
+    assert "group 0, sample 0" in page.text
+    assert ("no token of it is scored" in page.text) == (name == "all masked")
+    if name in ("no number", "infinite"):
+        inspector = inspect_tokens([datum], series="sampler")
+        assert "not a number" in inspector.static_html()
+
+
+def test_a_step_without_datums_shows_its_samples_and_one_without_samples_says_so():
+    record = replace(synthetic_record(1), datums=(), loss=None, reason="all groups had equal rewards")
+    inspector = inspect_tokens(record)
+    assert len(inspector.items) == 64
+    assert inspector.overview is None
+    assert "not trained: all groups had equal rewards" in Page(inspector.static_html()).text
+    for groups in ((), tuple(replace(g, samples=(), advantages=None) for g in record.groups)):
+        empty = inspect_tokens(replace(record, groups=groups))
+        assert empty.payload["message"] == "There is no sample in this step: all groups had equal rewards."
+        assert empty.target == -1
+        assert empty.payload["message"] in empty.static_html()
+
+
+def test_many_groups():
+    record = synthetic_record(1, groups=512, completions=2)
+    rows = token_rows(record)
+    assert len(rows) == len(menu_payload(rows)) == 1024
+    assert len(overview_payload(rows)["scopes"]) == 1 + len({d.group for d in record.datums})
+
+
+# --- hostile text -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60))
+def test_every_sign_is_seen(text: str):
+    shown = shown_text(text)
+    assert not re.search(r"[\x00-\x20\x7f-\xa0\u200b-\u200f\u2028-\u202e\ud800-\udfff]", shown)
+    shown.encode()
+
+
+def test_white_space_cannot_be_forged():
+    assert shown_text(" \n\t·⏎⇥") == "·⏎⇥\\u00b7\\u23ce\\u21e5"
+    assert shown_text("\u202eabc\u200b\x1b[31m") == "\\u202eabc\\u200b\\u001b[31m"
+    assert len(shown_text("x" * 100_000)) < 150
+
+
+def test_tokens_of_two_kinds_of_tokenizers():
+    class Pieces(Words):
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return ("▁the", "âĤ", "Ġa")[token]
+
+    tokenizer = Pieces("the", "\ufffd", " a")
+    assert [token_text(t, tokenizer) for t in range(3)] == [" the", "\\xe2\\x82", " a"]
+
+
+def test_nothing_that_a_model_wrote_becomes_markup():
+    words = Words(BAD, "\u202e", "\x1b[31m", "x" * 100_000, "שלום", "\n", "&lt;", special=(3,))
+    record = hostile_record()
+    for source in (record, [long_datum(300, key=BAD)]):
+        inspector = inspect_tokens(
+            source, words, extra={BAD: [np.ones(len(d.weights)) for d in getattr(source, "datums", source)]}
+        )
+        inspector.series = BAD
+        page = Page(inspector.static_html())
+        assert page.tags <= {
+            "div",
+            "b",
+            "bdi",
+            "span",
+            "i",
+            "wbr",
+            "br",
+            "svg",
+            "path",
+            "g",
+            "text",
+            "table",
+            "tbody",
+            "tr",
+            "td",
+            "small",
+        }
+        assert not {a for a in page.attributes if a.startswith("on") or a in ("src", "href")}
+        assert BAD in page.text.replace("·", " ")
+
+
+def test_a_still_picture_is_small_and_honest():
+    d = long_datum(8192)
+    policy = [d.sampler_logprobs + 0.01]
+    still = inspect_tokens([d], Words(" some", BAD, "\n"), policy_logprobs=policy).static_html()
+    Page(still)
+    assert len(still.encode()) < 60_000
+    left = int(re.search(r"…and (\d+) tokens more", still)[1])
+    before = int(re.search(r">(\d+) prompt tokens before", still)[1])
+    shown = len(re.findall(r"<bdi", still.split("<svg")[0]))
+    assert before + shown + left == 8192
+
+
+# --- the widget -------------------------------------------------------------------------------------------------------
+
+
+def test_another_sample_is_fetched_when_it_is_asked_for():
+    record = synthetic_record(1, groups=3, completions=4)
+    inspector = inspect_tokens(record, series="policy")
+    assert inspector.payload["where"].startswith("group 0, sample 0")
+    inspector.set_state({"item": 5, "target": 2})  # as the browser does it
+    assert inspector.payload["where"].startswith("group 1, sample 1")
+    assert (inspector.payload["item"], inspector.target) == (5, 2)
+    inspector.select(2, 3)
+    policy = next(s for s in inspector.payload["series"] if s["name"] == inspector.payload["first"])
+    assert inspector.target in (policy["worst"] or [inspector.target])
+    inspector.select(0, 1, target=3)
+    assert (inspector.item, inspector.target) == (1, 3)
+    assert "group 0, sample 1" in repr(inspector)
+    for group, sample, target, what in ((9, 0, None, "no such sample"), (0, 0, 10**6, "target")):
+        with pytest.raises(DatumError, match=what):
+            inspector.select(group, sample, target)
+    assert (inspector.item, inspector.target) == (1, 3)
+    inspector.set_state({"item": 99})
+    assert "message" in inspector.payload
+
+
+def test_a_series_that_is_not_there_is_refused():
+    with pytest.raises(DatumError, match="got 'ref'; expected"):
+        inspect_tokens([small_datum()], series="ref")
+
+
+def test_live_and_still_are_two_outputs(monkeypatch: pytest.MonkeyPatch):
+    shown: list[dict] = []
+    monkeypatch.setattr(views, "display", lambda data, raw: shown.append(data))
+    with_fallback(ipywidgets.Button(), "<p>still</p>", text="in words")._ipython_display_()
+    still, live = shown
+    assert "<p>still</p>" in still["text/html"]
+    assert still["text/plain"] == "in words"
+    assert "application/vnd.jupyter.widget-view+json" not in still
+    assert live.keys() == {"application/vnd.jupyter.widget-view+json", "text/plain"}
+    assert live["text/plain"] == ""
+    shown.clear()
+    inspector = inspect_tokens([small_datum()])
+    inspector._ipython_display_()
+    assert inspector.static_html() in shown[0]["text/html"]
+
+
+# --- the module in the browser ----------------------------------------------------------------------------------------
+
+
+def asset(name: str) -> str:
+    return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
+
+
+def test_the_module_asks_for_nothing_and_writes_no_markup():
+    code = asset("tokens.js")
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\s*\(|srcdoc", code
+    )
+    assert set(re.findall(r"https?://[^\"']+", code + asset("tokens.css"))) == {"http://www.w3.org/2000/svg"}
+    assert "url(" not in asset("tokens.css")
+
+
+def test_both_pictures_use_the_same_colours():
+    light = re.search(r"const LIGHT = \{(.*?)\};", asset("tokens.js"))[1]
+    assert {k: v.replace(" ", "") for k, v in re.findall(r"(\w+): \[([\d, ]+)\]", light)} == HUES
+    assert float(re.search(r"const STRONGEST = ([\d.]+)", asset("tokens.js"))[1]) == STRONGEST
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_module_is_a_module(tmp_path):
+    (tmp_path / "tokens.mjs").write_text(asset("tokens.js"), encoding="utf-8")
+    run = subprocess.run(
+        ["node", "-e", f"import('{tmp_path / 'tokens.mjs'}').then(m => console.log(typeof m.default.render))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == "function"
+
+
+def test_a_payload_without_tokens():
+    assert tokens_html({"message": "<b>"}) == "<p>&lt;b&gt;</p>"
