@@ -41,8 +41,8 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 
            'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps',
            'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left',
            'records_from', 'run_steps', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'recorded_loss',
-           'repeat_backward', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild', 'Arrival',
-           'seek_step']
+           'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild',
+           'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -1435,11 +1435,16 @@ async def repeat_backward(loop: Loop, record: StepRecord) -> LossReport:
     return LossReport(merged if whole == natural else scale_output(merged, whole / natural), record.datums)
 
 
+async def sync_as_drawn(loop: Loop, record: StepRecord) -> None:
+    "Sync if a recorded step was drawn from newer weights than the sampler serves: a window ended before it."
+    if max((s.policy_version for g in record.groups for s in g.samples), default=0) > loop.policy_version:
+        await sync_sampler(loop)
+
+
 async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float:  # gap of the logprobs, nats
     "Make the update of a recorded step again, and sync where the run did."
     gap = 0.0
-    if max((s.policy_version for g in record.groups for s in g.samples), default=0) > loop.policy_version:
-        await sync_sampler(loop)  # at the end of the window before
+    await sync_as_drawn(loop, record)
     if record.trained:
         report = await repeat_backward(loop, record)
         gap = logprob_gap(report.output, record.loss)
@@ -1497,7 +1502,8 @@ async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logpro
         await restore_checkpoint(loop, way.found)
     elif loop.beginning is None:
         loop.state = reopened(loop.state, "prompts")
-        loop.beginning = entry_at(loop, Saved(await loop.backend.policy.save_state(f"beginning-{loop.seat}")))
+        if loop.backend.capabilities.state_snapshots:
+            loop.beginning = entry_at(loop, Saved(await loop.backend.policy.save_state(f"beginning-{loop.seat}")))
     else:
         await bring_back(loop, loop.beginning, f"beginning-{loop.seat}")
         loop.state = replace(loop.beginning.state)
