@@ -278,6 +278,17 @@ class Notebook:
         self.cell(index).locator(".jp-InputPrompt").click()
         self.page.keyboard.press("Shift+Enter")
 
+    def runs(self, index: int) -> bool:
+        "Whether a cell is running, or waits for its turn."
+        return self.page.evaluate(f"i => {PANEL}.content.widgets[i].model.executionState === 'running'", index)
+
+    def wait_for_cell(self, index: int) -> None:
+        "Until a cell that was started has run."
+        done = (
+            f"i => (m => m.executionState !== 'running' && m.executionCount !== null)({PANEL}.content.widgets[i].model)"
+        )
+        self.page.wait_for_function(done, arg=index, timeout=PATIENCE * 1000)
+
     def cell(self, index: int) -> Locator:
         "A cell by its position."
         return self.page.locator(".jp-NotebookPanel:visible .jp-Notebook .jp-Cell").nth(index)
@@ -307,6 +318,11 @@ class Notebook:
         assert not text.startswith("raise "), text
         return json.loads(ast.literal_eval(text))
 
+    def until(self, expression: str) -> None:
+        "Wait until an expression is true in the kernel, which has by then done all that it was sent before."
+        true = f"async e => (await ({ASK})(e)) === `'true'`"
+        self.page.wait_for_function(true, arg=f"bool({expression})", polling=100, timeout=PATIENCE * 1000)
+
     def save(self) -> dict[str, Any]:
         "Save it through the menu; what its file now holds."
         self.menu("File", "Save Notebook")
@@ -330,9 +346,16 @@ class Notebook:
         self.page.set_viewport_size({"width": width, "height": height})
 
     def shot(self, name: str, index: int | None = None) -> Path:
-        "A picture of the window, or of the outputs of one cell."
-        path = SHOTS / f"{name}.png"
-        (self.page if index is None else self.show(index)).screenshot(path=path)
+        "A picture of the window, or of the outputs of one cell in a window that is high enough for them."
+        path, size = SHOTS / f"{name}.png", self.page.viewport_size
+        if index is None:
+            self.page.screenshot(path=path)
+            return path
+        try:
+            self.width(size["width"], min(4000, 150 + int(self.show(index).bounding_box()["height"])))
+            self.show(index).screenshot(path=path)
+        finally:
+            self.page.set_viewport_size(size)
         return path
 
     def close(self) -> None:
