@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import html
 import json
 import re
@@ -21,6 +23,7 @@ from rl_notebook.views.payloads import (
     completions_payload,
     dead_payload,
     header_payload,
+    history_row,
     kl_payload,
     length_payload,
     reward_payload,
@@ -28,11 +31,15 @@ from rl_notebook.views.payloads import (
     series,
 )
 from rl_notebook.views.report import (
+    Status,
     charts_of_last_step,
     charts_over_steps,
+    follow,
     material,
     pick,
+    read_spreads,
     report_html,
+    run_status,
     visible,
     write_report,
 )
@@ -257,7 +264,8 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     mean = next(t for t in page.figures["f0"]["data"] if t.get("name") == "mean in training")
     assert mean["y"] == reward_payload(m.metrics)["reward"]["y"]
     assert page.figures["f7"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
-    assert page.figures["f4"]["layout"]["annotations"][0]["text"] == "policy to reference, nats per token · kl_beta = 0.001"
+    title = page.figures["f4"]["layout"]["annotations"][0]["text"]
+    assert title == "policy to reference, nats per token · kl_beta = 0.001"
     for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "4 of 5 completions", "base_model"):
         assert words in page.text
     assert "Settings (4)" in page.text  # `note` says nothing
@@ -327,6 +335,118 @@ def test_writing(run: RunFolder, tmp_path: Path):
         write_report(run, tmp_path / "file" / "report.html")
     surrogate = replace(synthetic_record(1), reason="\ud800")
     assert "nothing trained: \\ud800" in write_report([surrogate], tmp_path / "odd.html").read_text(encoding="utf-8")
+
+
+# --- a run that goes on -----------------------------------------------------------------------------------------------
+
+
+def growing(path: Path, **config: object) -> RunFolder:
+    "A run of two steps that may get more."
+    run = RunFolder.create(path, {**CONFIG, **config})
+    for step in (1, 2):
+        run.add(synthetic_record(step, groups=2, completions=3))
+    return run
+
+
+def age(run: RunFolder, seconds: float) -> float:
+    "The time so long after the last line."
+    return (run.path / "metrics.jsonl").stat().st_mtime + seconds
+
+
+def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
+    run = growing(tmp_path / "a", steps=3, epochs=1)
+    assert run_status(run, age(run, 5)) == Status("running", "Running: step 2 of at most 3.")
+    assert run_status(run, age(run, 150)) == Status(
+        "quiet", "Quiet since step 2 of at most 3, for 2 minutes: paused, stopped or slow."
+    )
+    run.add(synthetic_record(3, groups=2, completions=3))
+    assert run_status(run, age(run, 9000)) == Status("finished", "Finished after step 3.")
+    endless = growing(tmp_path / "b", epochs=2)
+    assert run_status(endless, age(endless, 0)).text == "Running: step 2."
+    endless.log_metrics(2, {"epoch": 2.0})
+    assert run_status(endless).state == "finished"
+    new = RunFolder.create(tmp_path / "c", CONFIG)
+    assert run_status(new, age(new, 0)) == Status("running", "Running: step 0.")
+    slow = growing(tmp_path / "d")
+    slow.add(replace(synthetic_record(3), seconds={"sample": 1000.0}))
+    assert run_status(slow, age(slow, 600)).state == "running"
+
+
+def test_a_page_that_reads_itself_again(run: RunFolder):
+    page = Page(report_html(run, status=Status("running", "Running: <b>step</b> 7."), refresh=2.5))
+    assert "Running: <b>step</b> 7." in page.text
+    assert page.tags.count("script") == 3
+    assert 'data-refresh="2.5"' in report_html(run, refresh=2.5)
+    assert "data-refresh" not in report_html(run)
+    waiting = Page(report_html([], refresh=2.5))
+    assert waiting.tags.count("script") == 1  # a page without charts reads itself again as well
+    assert "default-src 'none'; script-src 'sha256-" in report_html([], refresh=2.5)
+
+
+def test_following_a_run(tmp_path: Path):
+    run, out = growing(tmp_path / "run", steps=4), tmp_path / "page.html"
+    seen: list[str] = []
+
+    async def train() -> None:
+        for step in (3, 4):
+            while not out.exists() or f"Running: step {step - 1}" not in out.read_text(encoding="utf-8"):
+                await asyncio.sleep(0.05)
+            seen.append(out.read_text(encoding="utf-8"))
+            run.add(synthetic_record(step, groups=2, completions=3))
+
+    async def both() -> None:
+        await asyncio.wait_for(asyncio.gather(follow(run.path, out, every=0.05), train()), 60)
+
+    asyncio.run(both())
+    assert "Running: step 2 of at most 4." in seen[0]
+    assert 'data-refresh="0.05"' in seen[0]
+    assert "Running: step 3 of at most 4." in seen[1]
+    last = out.read_text(encoding="utf-8")
+    assert "Finished after step 4." in last
+    assert "data-refresh" not in last
+
+
+def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):
+    run, out = growing(tmp_path / "run"), tmp_path / "page.html"
+
+    async def stop_early() -> None:
+        task = asyncio.create_task(follow(run.path, out, every=0.05))
+        while not out.exists():
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(stop_early())
+    assert "data-refresh" not in out.read_text(encoding="utf-8")
+    with pytest.raises(RecordError, match="no run here"):
+        asyncio.run(follow(tmp_path / "nothing", out))
+
+
+def test_a_half_written_line_is_said(tmp_path: Path):
+    run = growing(tmp_path / "run")
+    with (run.path / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 3, "rew')
+    with pytest.warns(UserWarning, match="half written"):
+        opened = RunFolder.open(run.path)
+    assert "Note: metrics.jsonl: the last line was half written and is left out" in Page(report_html(opened)).text
+
+
+def test_damaged_completions_are_refused(tmp_path: Path):
+    run = growing(tmp_path / "run")
+    (run.path / "steps" / "00001" / "completions.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(RecordError, match=r"completions\.parquet"):
+        read_spreads(run)
+
+
+def test_of_a_long_run_some_steps_are_read(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rl_notebook.views.report.SPREAD_STEPS", 3)
+    known: dict = {}
+    assert list(read_spreads(run, known)) == [1, 4, 7]
+    spreads = read_spreads(run, known)
+    assert all(spreads[s] is known[s] for s in spreads)
+    row = history_row(run.record(4))
+    assert spreads[4] == {name: row[name] for name in spreads[4]}
 
 
 # --- in a browser -------------------------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from .payloads import downsample
+
 # %% auto #0
-__all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'Look', 'LOOKS', 'label', 'tint', 'reward_figure',
+__all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'PICTURED', 'Look', 'LOOKS', 'label', 'tint', 'reward_figure',
            'functions_figure', 'kl_figure', 'length_figure', 'dead_figure', 'advantage_spread_figure',
            'token_share_figure', 'counts_figure', 'advantage_map', 'Axis', 'svg', 'picture_html', 'Chart', 'chart',
            'charts', 'LiveChart']
@@ -354,14 +356,17 @@ def _frame(axis: Mapping[str, Any], layout: Mapping[str, Any], box: tuple[float,
     return box[0] + low * (box[1] - box[0]), box[0] + high * (box[1] - box[0])
 
 # %% ../../nbs/51_views.charts.ipynb #595ccffc
+PICTURED = 200  # points of a line in a picture
+
+
 def _runs(t: Mapping[str, Any], x: Axis, y: Axis) -> list[list[str]]:
     "The points of a line as `x,y`, in unbroken runs."
     runs: list[list[str]] = [[]]
-    every = max(1, len(t["x"]) // 600)
-    for i, (a, b) in enumerate(zip(t["x"], t["y"], strict=True)):
+    thin = downsample({"x": t["x"], "y": t["y"]}, PICTURED)
+    for a, b in zip(thin["x"], thin["y"], strict=True):
         if b is None:
             runs.append([])
-        elif i % every == 0 or i == len(t["x"]) - 1:
+        else:
             runs[-1].append(f"{x(a):.1f},{y(b):.1f}")
     return [run for run in runs if run]
 
@@ -384,16 +389,21 @@ def _svg_line(t: Mapping[str, Any], before: Mapping[str, Any], x: Axis, y: Axis)
     return "".join(out)
 
 
+def _box(left: float, top: float, width: float, height: float) -> str:
+    "A rectangle as a piece of a path."
+    return f"M{left:.1f} {top:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"
+
+
 def _svg_bars(bars: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
     "Bars on each other."
-    steps = bars[0]["x"]
-    width, base, out = _bar_width(bars[0]), [0.0] * len(steps), []
+    half, base, out = _bar_width(bars[0]) / 2, [0.0] * len(bars[0]["x"]), []
     for t in bars:
+        boxes = []
         for i, (a, b) in enumerate(zip(t["x"], t["y"], strict=True)):
-            left, right, top = x(a - width / 2), x(a + width / 2), y(base[i] + (b or 0.0))
-            size = f'width="{right - left:.1f}" height="{y(base[i]) - top:.1f}"'
-            out += [f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="{t["marker"]["color"]}"/>'] if b else []
+            left, top = x(a - half), y(base[i] + (b or 0.0))
+            boxes += [_box(left, top, x(a + half) - left, y(base[i]) - top)] if b else []
             base[i] += b or 0.0
+        out += [f'<path d="{"".join(boxes)}" fill="{t["marker"]["color"]}"/>'] if boxes else []
     return "".join(out)
 
 # %% ../../nbs/51_views.charts.ipynb #1544f507
@@ -409,16 +419,15 @@ def _svg_map(t: Mapping[str, Any], x: Axis, y: Axis) -> str:
     "A map of cells."
     gap = 1.0 if len(t["z"]) <= 32 else 0.4
     width, height = abs(x(1) - x(0)) - gap, abs(y(1) - y(0)) - gap
-    size = f'width="{x.end - x.start:.1f}" height="{abs(y.end - y.start):.1f}"'
-    out = [f'<rect x="{x.start:.1f}" y="{min(y.start, y.end):.1f}" {size} fill="{GRID}"/>'] if t["z"] else []
+    cells: dict[str, list[str]] = {GRID: [_box(x.start, min(y.start, y.end), x.end - x.start, abs(y.end - y.start))]}
+    signs = []
     for row, values, texts in zip(t["y"], t["z"], t["text"], strict=True):
         for i, value in enumerate(values):
-            if value is None:
-                continue
-            place = f'x="{x(i - 0.5):.1f}" y="{min(y(row - 0.5), y(row + 0.5)):.1f}"'
-            out.append(f'<rect {place} width="{width:.1f}" height="{height:.1f}" fill="{_shade(value, t["zmax"])}"/>')
-            out += [_text(x(i), y(row) + 4, texts[i], "middle")] if texts[i] else []
-    return "".join(out)
+            if value is not None:
+                box = _box(x(i - 0.5), min(y(row - 0.5), y(row + 0.5)), width, height)
+                cells.setdefault(_shade(value, t["zmax"]), []).append(box)
+                signs += [_text(x(i), y(row) + 4, texts[i], "middle")] if texts[i] else []
+    return "".join(f'<path d="{"".join(boxes)}" fill="{fill}"/>' for fill, boxes in cells.items()) + "".join(signs)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:

@@ -1,0 +1,436 @@
+"""What is drawn is what was measured: payloads compared with ==, figures that plotly takes, pictures that hold text."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import hostile_record, synthetic_record
+
+from rl_notebook.core import RecordError
+from rl_notebook.metrics import reward_metrics
+from rl_notebook.records import StepRecord, metrics_frame, metrics_row
+from rl_notebook.views.charts import LOOKS, Axis, Chart, chart, charts, label, svg
+from rl_notebook.views.payloads import (
+    BARS,
+    DRAWN,
+    ROWS,
+    History,
+    advantages_payload,
+    bar_means,
+    completion_rows,
+    counts_payload,
+    dead_marks,
+    downsample,
+    history_row,
+    kl_payload,
+    reward_payload,
+    run_payloads,
+    series,
+    step_payloads,
+)
+
+HOSTILE = {
+    "script": '</script><script>document.title="owned"</script>',
+    "image": '<img src=x onerror="alert(1)">',
+    "svg": "</text></svg><svg onload=alert(1)>",
+    "link": '<a href="javascript:alert(1)">click</a><br><b>bold</b>',
+    "ansi": "\x1b[31mred\x1b[0m\x00\x07",
+    "rtl": "\u202eevil\u202c\u2066x",
+    "entities": "&lt;b&gt; &amp;amp; &#60;script&#62;",
+    "surrogate": "\ud800 half",
+    "long": "x<" * 50_000,
+}
+
+
+def drawn(record: StepRecord, steps: int = 5) -> dict[str, Chart]:
+    "All charts of a run that repeats a record."
+    history = History({**history_row(record), "step": s, "eval/reward": 0.5} for s in range(1, steps + 1))
+    return charts(run_payloads(history, {"kl_beta": 0.1}, noise_floor=1e-6) | step_payloads(record))
+
+
+# --- long lines -------------------------------------------------------------------------------------------------------
+
+values = st.lists(st.floats(-1e6, 1e6) | st.none(), min_size=1, max_size=400)
+
+
+@settings(max_examples=200, deadline=None)
+@given(y=values, limit=st.integers(5, 60))
+def test_a_thin_line_keeps_ends_and_extremes(y: list[float | None], limit: int):
+    whole = {"x": [*range(10, 10 + len(y))], "y": y}
+    thin = downsample(whole, limit)
+    points = dict(zip(whole["x"], y, strict=True))
+    assert len(thin["x"]) <= limit
+    assert thin["x"] == sorted(set(thin["x"]))
+    assert all(points[x] == v for x, v in zip(thin["x"], thin["y"], strict=True))
+    assert (thin["x"][0], thin["x"][-1]) == (10, 9 + len(y))
+    if found := [v for v in y if v is not None]:
+        kept = [v for v in thin["y"] if v is not None]
+        assert (min(kept), max(kept)) == (min(found), max(found))
+    assert (None in thin["y"]) == (None in y)  # a gap stays a gap
+
+
+@settings(max_examples=50, deadline=None)
+@given(y=values)
+def test_a_short_line_is_left_alone(y: list[float | None]):
+    whole = {"x": [*range(len(y))], "y": y}
+    assert downsample(whole, 400) == whole
+
+
+def test_every_stretch_of_a_thin_line_keeps_its_own_extremes():
+    y = np.random.default_rng(0).normal(size=10_000)
+    thin = downsample({"x": [*range(10_000)], "y": y.tolist()}, 100)
+    width = math.ceil(10_000 / 49)
+    for start in range(0, 10_000, width):
+        kept = [v for x, v in zip(thin["x"], thin["y"], strict=True) if start <= x < start + width]
+        assert {y[start : start + width].min(), y[start : start + width].max()} <= set(kept)
+    assert len(thin["x"]) <= 100
+
+
+def test_bad_limits_are_refused():
+    with pytest.raises(RecordError, match="limit: got 4; expected at least 5"):
+        downsample({"x": [1], "y": [1.0]}, 4)
+
+
+def test_only_drawing_is_thin():
+    rows = [{"step": s, "reward": float(s % 7), "reward_std": 0.5, "frac_dead_high": 0.25} for s in range(1, 10_001)]
+    history = History(rows)
+    assert len(series(history, "reward")["x"]) == 10_000
+    payloads = run_payloads(history, {})
+    assert len(payloads["reward"]["reward"]["x"]) <= DRAWN
+    assert len(payloads["reward"]["inside"]["low"]["x"]) <= DRAWN
+    assert payloads["dead"]["right"] == {"x": [*range(1, 10_001, 100)], "y": [0.25] * BARS}
+    assert run_payloads(history, {}, limit=None)["reward"]["reward"] == series(history, "reward")
+    assert all(len(svg(c.figure, c.title)) < 12_000 for c in charts(payloads).values())
+
+
+def test_bars_are_means_of_the_steps_that_they_stand_for():
+    history = History({"step": s, "a": float(v)} for s, v in enumerate([1, 3, 5, 7, 2], start=1))
+    assert bar_means(history, "a", 2) == {"x": [1, 4], "y": [3.0, 4.5]}
+    assert bar_means(history, "a", None) == bar_means(history, "a", 5) == series(history, "a")
+
+
+# --- metrics that grow ------------------------------------------------------------------------------------------------
+
+
+def test_a_history_and_the_table_say_the_same():
+    rows = [metrics_row(synthetic_record(s)) for s in range(1, 6)] + [{"step": 5, "eval/reward": 0.5}]
+    table, history = metrics_frame(rows), History(rows)
+    names = [c for c in table if c != "reason"]
+    assert {n: series(table, n) for n in names} == {n: series(history, n) for n in names}
+    assert "reason" not in history
+    assert run_payloads(table, {}) == run_payloads(history, {})
+
+
+def test_a_history_goes_back():
+    history = History({"step": s, "a": float(s), "b": 1.0} for s in range(1, 6))
+    history.rewind(2)
+    assert series(history, "a") == {"x": [1, 2], "y": [1.0, 2.0]}
+    with pytest.raises(RecordError, match="got step 1 after step 2"):
+        history.add({"step": 1, "a": 0.0})
+    history.add({"step": 3, "a": 9.0})
+    history.add({"step": 3, "a": 8.0})  # the later value of a step wins
+    assert series(history, "a")["y"] == [1.0, 2.0, 8.0]
+    history.rewind(0)
+    assert series(history, "a") == {"x": [], "y": []}
+
+
+def test_what_is_no_number_is_no_point():
+    history = History(
+        [{"step": 1, "a": math.nan, "b": math.inf, "c": None, "d": "text"}, {"step": 2, "a": 1, "b": 2.0}]
+    )
+    assert series(history, "a") == {"x": [2], "y": [1.0]}
+    assert series(history, "b") == {"x": [1, 2], "y": [None, 2.0]}
+    assert [*history] == ["b", "a"]
+    frame = metrics_frame([{"step": 1, "a": math.nan}, {"step": 2, "a": math.inf}])
+    assert series(frame, "a") == {"x": [2], "y": [None]}
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
+
+
+def test_spreads_of_a_record():
+    record = synthetic_record(1, groups=3, completions=4)
+    row = history_row(record)
+    means = [g.rewards.mean() for g in record.groups]
+    everything = np.concatenate([g.advantages for g in record.groups])
+    assert (row["groups/reward/min"], row["groups/reward/max"]) == (min(means), max(means))
+    assert row["advantages/median"] == np.median(everything)
+    lengths = np.array([s.completion_len for g in record.groups for s in g.samples])
+    assert row["advantages/tokens_plus"] == pytest.approx(lengths[everything > 0].sum() / lengths.sum())
+    assert sum(row[f"advantages/tokens_{sign}"] for sign in ("plus", "minus", "zero")) == pytest.approx(1.0)
+    assert {k: row[k] for k in record.metrics} == dict(record.metrics)
+
+
+@pytest.mark.parametrize("step", range(1, 60, 6))
+def test_dead_groups_are_those_that_the_metrics_count(step: int):
+    record = synthetic_record(step)
+    marks, metrics = dead_marks(record.groups), reward_metrics(record.groups)
+    assert marks.count("right") / len(marks) == metrics["frac_dead_high"]
+    assert marks.count("wrong") / len(marks) == metrics["frac_dead_low"]
+
+
+def test_counts_add_up_to_the_samples():
+    record = synthetic_record(20)
+    marks = dead_marks(record.groups)
+    for what in ("reward", "advantage"):
+        counted = counts_payload(record, what)
+        for kind, mark in (("live", ""), ("right", "right"), ("wrong", "wrong")):
+            assert sum(counted[kind]) == sum(
+                len(g.samples) for g, m in zip(record.groups, marks, strict=True) if m == mark
+            )
+        assert len(counted["x"]) == len(counted["live"]) <= 21
+    few = counts_payload(record)  # rewards are 0, 0.2, 1 and 1.2, so each has its own bar
+    values, counts = np.unique(np.concatenate([g.rewards for g in record.groups]).round(9), return_counts=True)
+    bars = {x: sum(few[k][i] for k in ("live", "right", "wrong")) for i, x in enumerate(few["x"])}
+    assert {x: n for x, n in bars.items() if n} == dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def test_panels_of_kl():
+    floats = {"kl/k1": 0.5, "kl/k3": 0.25, "kl": 0.25, "ppo_kl": 0.125, "kl_beta": 0.04, "noise_floor": 0.5}
+    gaps = {f"sampling/sampling_logp_difference/{k}": v for k, v in (("mean", 0.0625), ("max", 2.0))}
+    one = lambda y: {"x": [3], "y": [y]}
+    panel = lambda name, unit, lines, floor: {"name": name, "unit": unit, "lines": lines, "floor": floor}
+    assert kl_payload(History([{"step": 3} | floats | gaps]), {"kl_beta": 9}) == {
+        "panels": [
+            panel("policy to reference", "nats per token", {"k1": one(0.5), "k3": one(0.25)}, 0.125),
+            panel("policy to old", "nats per token", {"k3": one(0.125)}, 0.125),
+            panel("trainer to sampler, mean", "nats", {"mean": one(0.0625)}, 0.5),
+            panel("trainer to sampler, largest", "nats", {"max": one(2.0)}, 0.5),
+        ],
+        "kl_beta": 0.04,
+    }
+    assert kl_payload(History([{"step": 3} | gaps]), {}, noise_floor=0.25)["panels"][0]["floor"] == 0.25
+    assert kl_payload(History(), {}) == {"panels": [], "kl_beta": None}
+
+
+def test_completions_as_the_model_saw_them():
+    class Letters:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return "".join(map(chr, ids)) + ("" if skip_special_tokens else "<s>")
+
+    record = synthetic_record(3, groups=2, completions=3)
+    first = record.groups[0]
+    rows = completion_rows(record, Letters())
+    assert len(rows) == 6
+    s = first.samples[0]
+    assert rows[0] == {
+        "group": 0,
+        "sample": 0,
+        "row": first.key,
+        "prompt": first.row["question"] + "<s>",
+        "text": s.text,
+        "rewards": dict(s.rewards),
+        "reward": s.reward,
+        "advantage": float(first.advantages[0]),
+        "length": s.completion_len,
+        "finish_reason": s.finish_reason,
+        "dead": dead_marks(record.groups)[0],
+    }
+    assert completion_rows(record)[0]["prompt"] == first.row["question"]
+    bad = replace(record, groups=(replace(first, advantages=[math.nan, 1.0, 2.0]),))
+    assert completion_rows(bad)[0]["advantage"] is None
+
+
+# --- figures and pictures ---------------------------------------------------------------------------------------------
+
+
+def elements(picture: str) -> list[str]:
+    "Names of the elements of a picture, which must be well-formed."
+    return [e.tag.split("}")[1] for e in ElementTree.fromstring(picture).iter()]
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_plotly_takes_every_figure(name: str):
+    found = drawn(synthetic_record(20))
+    go.Figure(found[name].figure)  # raises for what plotly does not know
+    payload = found[name].payload
+    assert json.loads(json.dumps(payload, allow_nan=False)) == payload
+    assert json.loads(json.dumps(found[name].figure, allow_nan=False)) == found[name].figure
+    assert set(elements(svg(found[name].figure, name))) <= {
+        "svg", "title", "text", "line", "polyline", "polygon", "circle", "rect", "path",
+    }  # fmt: skip
+
+
+def test_the_picture_draws_the_numbers():
+    one = {"x": [0, 10], "y": [0.0, 1.0]}
+    empty = {"x": [], "y": []}
+    payload = {"reward": one, "inside": {"low": empty, "high": empty}, "held_out": empty, "functions": {}}
+    figure = chart("reward", payload | {"groups": dict.fromkeys(("q25", "q75"), empty)}).figure
+    points = re.search(r'<polyline points="(\S+) (\S+)"', svg(figure))
+    (x0, y0), (x1, y1) = ([float(v) for v in p.split(",")] for p in points.groups())
+    assert x0 < x1
+    assert y0 > y1  # up is more
+    x, y = Axis(-0.2, 10.2, 56, 628), Axis(0.0, 1.04, 224, 26)
+    assert (x0, x1) == (round(x(0), 1), round(x(10), 1))
+    assert (y0, y1) == (round(y(0), 1), round(y(1), 1))
+
+
+def test_a_map_has_a_cell_for_each_sample_and_a_colour_for_each_sign():
+    record = synthetic_record(5, groups=2, completions=4)
+    first = replace(record.groups[0], advantages=[-1.0, 0.0, 0.5, 1.0])
+    short = replace(record.groups[1], samples=record.groups[1].samples[:2], advantages=[0.0, 0.0])
+    picture = svg(chart("advantages", advantages_payload(replace(record, groups=(first, short)))).figure)
+    cells = {fill: path.count("M") for path, fill in re.findall(r'<path d="([^"]+)" fill="(#\w+)"', picture)}
+    assert cells == {"#c8602c": 1, "#ffffff": 3, "#94b3d8": 1, "#2867b2": 1}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_text_is_text(kind: str):
+    bad = HOSTILE[kind]
+    record = hostile_record()
+    named = lambda s: replace(s, text=bad, finish_reason=bad, rewards={bad: 0.5, bad + "2": 1.0})
+    groups = [replace(g, samples=[named(s) for s in g.samples], key=bad) for g in record.groups]
+    record = replace(record, groups=groups, metrics={**record.metrics, **reward_metrics(groups)})
+    found = drawn(record)
+    assert {"functions", "advantages"} <= found.keys()
+    for c in found.values():
+        picture, shown = svg(c.figure, label(bad)), json.dumps(c.figure)
+        assert {"script", "img", "a", "b", "br"}.isdisjoint(elements(picture))
+        assert len(picture) < 25_000
+        assert not re.search(r"<(?!br>|extra></extra>|/extra>)", shown)  # what is left is our own hover text
+        assert not re.search("[\x00-\x08\x1b\u202e\u2066]", picture)
+    texts = [e.text for e in ElementTree.fromstring(svg(found["functions"].figure)).iter() if e.text]
+    unseen = {
+        "ansi": "\\u001b[31mred\\u001b[0m\\u0000\\u0007",
+        "rtl": "\\u202eevil\\u202c\\u2066x",
+        "surrogate": "\\ud800 half",
+    }
+    expected = unseen.get(kind, bad)
+    assert any(t[:59] == expected[:59] for t in texts)
+
+
+def test_a_chart_shows_itself_without_script():
+    c = drawn(synthetic_record(20))["reward"]
+    bundle = c._repr_mimebundle_()
+    data = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', bundle["text/markdown"])[1]
+    assert base64.b64decode(data).decode() == bundle["image/svg+xml"] == svg(c.figure, c.title)
+    assert 'aria-label="Reward"' in bundle["image/svg+xml"]
+    assert "<script" not in bundle["text/markdown"]
+    sly = replace(c, title=HOSTILE["image"], caption=HOSTILE["script"])
+    assert "<img src=x" not in sly.static_html()
+    assert "<script" not in sly.static_html()
+
+
+# --- odd runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_steps():
+    payloads = run_payloads(History(), {}) | step_payloads(StepRecord(1))
+    assert charts(payloads) == {}
+    for name, payload in payloads.items():
+        figure = chart(name, payload).figure
+        go.Figure(figure)
+        assert "nothing measured yet" in svg(figure)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 8), (2, 2), (512, 2)])
+def test_few_and_many_groups(shape: tuple[int, int]):
+    record = synthetic_record(3, groups=shape[0], completions=shape[1])
+    found = drawn(record, steps=1)
+    heat = found["advantages"].figure
+    assert len(heat["data"][0]["z"]) == min(shape[0], ROWS)
+    assert ("0-63 of 512" in heat["layout"]["yaxis"]["title"]["text"]) == (shape[0] == 512)
+    assert len(svg(heat)) < 45_000
+    for c in found.values():
+        go.Figure(c.figure)
+        elements(svg(c.figure, c.title))
+    rest = advantages_payload(record, start=shape[0] - 1, rows=ROWS)
+    assert (rest["index"], rest["total"]) == ([shape[0] - 1], shape[0])
+
+
+def test_a_run_of_dead_steps():
+    record = synthetic_record(1, groups=2, completions=2)
+    alike = lambda g, r: replace(g, samples=[replace(s, reward=r) for s in g.samples], advantages=[0.0, 0.0])
+    groups = [alike(record.groups[0], 1.0), alike(record.groups[1], 0.0)]
+    dead = StepRecord(1, groups, metrics=reward_metrics(groups), reason="all dead")
+    found = drawn(dead)
+    assert found["advantages"].figure["data"][0]["text"] == [["✓", "✓"], ["✗", "✗"]]
+    assert [t["y"] for t in found["dead"].figure["data"]] == [[0.5] * 5, [0.5] * 5]
+    assert counts_payload(dead, "advantage")["live"] == [0]
+    for c in found.values():
+        elements(svg(c.figure))
+
+
+def test_numbers_that_are_none():
+    rows = [
+        {"step": s, "reward": math.inf if s == 2 else 0.5, "reward_std": 0.1, "kl/k1": -math.inf} for s in (1, 2, 3)
+    ]
+    found = charts(run_payloads(History(rows), {}))
+    assert "kl" not in found or "NaN" not in svg(found["kl"].figure)
+    for c in found.values():
+        picture = svg(c.figure)
+        assert not re.search(r"\b(nan|inf)\b", picture)
+
+
+# --- live -------------------------------------------------------------------------------------------------------------
+
+
+def history(steps: int) -> History:
+    return History({**history_row(synthetic_record(s, groups=3, completions=4))} for s in range(1, steps + 1))
+
+
+@pytest.mark.parametrize("name", ["reward", "functions", "kl", "length", "dead", "advantage spread", "token share"])
+def test_a_live_chart_shows_its_last_payload(name: str):
+    first, then = (run_payloads(history(n), {"kl_beta": 0.1})[name] for n in (11, 14))
+    live = chart(name, first).live()
+    traces = live.widget.data
+    live.update(then)
+    fresh = go.Figure(chart(name, then).figure)
+    assert live.widget.data == traces  # the same ones, with other data
+    for a, b in zip(live.widget.data, fresh.data, strict=True):
+        assert list(a.x) == list(b.x)
+        assert list(a.y) == list(b.y)
+        assert a.mode == b.mode if a.type == "scatter" else True
+    assert live.widget.layout.xaxis.dtick == fresh.layout.xaxis.dtick
+
+
+def test_an_update_leaves_the_zoom_alone():
+    live = chart("reward", run_payloads(history(5), {})["reward"]).live()
+    live.widget.layout.xaxis.range = [2, 4]
+    live.update(run_payloads(history(20), {})["reward"])
+    assert live.widget.layout.xaxis.range == (2, 4)
+    assert live.widget.layout.xaxis.dtick is None
+    assert live.widget.layout.uirevision == "keep"
+
+
+def test_an_update_is_one_message(monkeypatch: pytest.MonkeyPatch):
+    live = chart("reward", run_payloads(history(13), {})["reward"]).live()
+    calls: list[tuple] = []
+    monkeypatch.setattr(live.widget, "_send_update_msg", lambda *a, **k: calls.append(("update", a, k)))
+    monkeypatch.setattr(live.widget, "_send_restyle_msg", lambda *a, **k: calls.append(("restyle", a, k)))
+    monkeypatch.setattr(live.widget, "_send_relayout_msg", lambda *a, **k: calls.append(("relayout", a, k)))
+    live.update(run_payloads(history(20), {})["reward"])
+    assert len(calls) == 1
+    live.update(run_payloads(history(20), {})["reward"])
+    assert len(calls) == 1  # nothing new, nothing sent
+
+
+def test_lines_that_come_and_go():
+    payload = reward_payload(history(5))
+    live = chart("functions", payload | {"functions": {}}).live()
+    assert len(live.widget.data) == 0
+    live.update(payload)
+    assert [t.name for t in live.widget.data] == ["correct", "format"]
+    assert not live.widget.layout.annotations
+    live.update(payload | {"functions": {"other": {"x": [1], "y": [0.5]}}})
+    assert [(t.name, list(t.y)) for t in live.widget.data] == [("other", [0.5])]
+
+
+def test_the_map_keeps_its_trace_and_its_click():
+    clicked: list = []
+    live = chart("advantages", step_payloads(StepRecord(1))["advantages"]).live()
+    live.widget.data[0].on_click(lambda *a: clicked.append(a))
+    trace = live.widget.data[0]
+    live.update(step_payloads(synthetic_record(4))["advantages"])
+    assert live.widget.data[0] is trace
+    assert len(trace.z) == 8
