@@ -61,8 +61,8 @@ __all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 
            'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes', 'backpropagate',
            'move_to_masters', 'drop_gradients', 'divisor', 'adamw', 'update', 'Versions', 'describe', 'capture',
            'check_description', 'restore', 'write_folder', 'read_folder', 'Worker', 'stamped', 'LocalReference',
-           'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named', 'take_snapshot', 'set_aside',
-           'saved_weights', 'lent', 'inner', 'sample_gradients', 'directional', 'linear_change', 'Letter',
+           'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named', 'saved_size', 'take_snapshot',
+           'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients', 'directional', 'linear_change', 'Letter',
            'LocalSampler', 'take_letters', 'turn', 'keep_pumping', 'LocalSync', 'with_lora', 'frozen_copy',
            'torch_dtype', 'check_tokenizer', 'open_local', 'scorer_of', 'reference_of', 'close_local']
 
@@ -568,6 +568,10 @@ class LocalTrainer:
         "Save under a name in memory, or in a folder if the name has a slash; returns the path to load."
         return await self.run(save_named, self.state, self.versions, name)
 
+    def saved_bytes(self, path: str) -> int:
+        "How much memory, or disk, a saved state takes."
+        return saved_size(self.state, path)
+
     async def load_state(self, path: str, *, optimizer: bool = True) -> None:
         "Go back to a saved state; the sampler follows with the next sync."
         await self.run(load_named, self.state, self.versions, path, optimizer)
@@ -631,6 +635,13 @@ def find_saved(state: PolicyState, path: str) -> tuple[dict[str, Tensor], dict[s
 def load_named(state: PolicyState, versions: Versions, path: str, optimizer: bool) -> None:
     "Restore what `save_named` saved; raises `RecordError`."
     restore(state, versions, *find_saved(state, path), optimizer)
+
+# %% ../../nbs/22_backends.local.ipynb #1f0e0436
+def saved_size(state: PolicyState, path: str) -> int:
+    "Bytes of what `save_named` saved; raises `RecordError`."
+    if "/" in path or os.sep in path:
+        return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+    return sum(tensor.nbytes for tensor in find_saved(state, path)[0].values())
 
 # %% ../../nbs/22_backends.local.ipynb #92d14cc8
 def take_snapshot(state: PolicyState, name: str) -> str:

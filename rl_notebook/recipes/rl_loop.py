@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +30,12 @@ from ..rewards import as_reward_fns
 from ..rollouts import encode_rows
 from ..toy import load_model, toy_format_reward, toy_reward, toy_rows
 from ..trackers import Tracker, finish_trackers, open_trackers
+from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
 __all__ = ['Problem', 'load_problem', 'local_backend', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult',
-           'train', 'check_prompts', 'Saver', 'main']
+           'train', 'check_prompts', 'Saver', 'main', 'replay_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -274,3 +276,23 @@ def main(cfg: Config, **options: Any) -> RunResult:
     except RuntimeError:
         return asyncio.run(train(cfg, **options))
     raise PhaseError("main", got="a running event loop", fix="In a notebook use: await train(cfg)")
+
+# %% ../../nbs/60_recipes.rl_loop.ipynb #0a0368a3
+async def replay_step(
+    path: str | os.PathLike[str],  # the `log_path` of a run
+    step: int,  # a recorded step
+    *,
+    problem: Problem | None = None,  # None = what the config names
+    backend: Backend | None = None,  # fresh; None = the embedded one; one that is passed stays open
+) -> Replay:
+    "Take a step of a recorded run again, and say which phase is the first that comes out otherwise."
+    run = Run.open(path)
+    run.record(step)  # is it there? asked before a model is loaded
+    cfg = Config.from_dict(run.config)
+    problem = problem or load_problem(cfg)
+    async with contextlib.AsyncExitStack() as stack:
+        own = backend or await stack.enter_async_context(local_backend(cfg))
+        loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
+        if run.latest_checkpoint(at_most=step - 1) is None and (named := find_checkpoint(cfg)):
+            await restore_checkpoint(loop, named)
+        return await replay(run, step, loop)
