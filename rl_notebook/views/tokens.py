@@ -5,6 +5,7 @@
 # %% ../../nbs/52_views.tokens.ipynb #16b4dfa0
 from __future__ import annotations
 
+import base64
 import html
 import math
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,12 @@ from .payloads import TokenRow, all_series, menu_payload, overview_payload, toke
 
 # %% auto #0
 __all__ = ['FALLBACK_CSS', 'HUES', 'STRONGEST', 'SOFT', 'HideStatic', 'WithFallback', 'with_fallback', 'hue_of', 'css_colour',
-           'styled', 'strip_html', 'chart_svg', 'coordinates_html', 'tokens_html', 'payload_of', 'first_target',
-           'place_of', 'TokenInspector', 'inspect_tokens']
+           'styled', 'strip_html', 'chart_svg', 'picture', 'coordinates_html', 'tokens_html', 'payload_of',
+           'first_target', 'place_of', 'TokenInspector', 'inspect_tokens']
 
 # %% ../../nbs/52_views.tokens.ipynb #f5a82cad
 _NEXT = ".jp-OutputArea-child:has([data-rln-static]) + .jp-OutputArea-child"
-_LIVE = ".jp-OutputArea-output > *"
+_LIVE = ".jp-OutputArea-output > .lm-Widget"
 FALLBACK_CSS = f"""{_NEXT}:not(:has({_LIVE})) {{ display: none; }}
 .jp-OutputArea-child:has([data-rln-static]):has(+ .jp-OutputArea-child {_LIVE}) {{ display: none; }}"""
 
@@ -188,10 +189,16 @@ def chart_svg(series: Mapping[str, Any], targets: int, width: int = 760, height:
     text = lambda x, y, s, anchor: f'<text x="{x}" y="{y:.0f}" text-anchor="{anchor}">{s}</text>'
     ends = [text(left - 6, y(v) + 4, _digits(v), "end") for v in sorted({low, center, high})]
     ends += [text(left, height - 6, "target 0", "start"), text(width - 8, height - 6, str(targets - 1), "end")]
-    line = f'<path d="M{left} {y(center):.1f}H{width - 8}" stroke="currentColor" opacity=".4"/>'
-    words = f'<g fill="currentColor" font-size="11" font-family="sans-serif" opacity=".75">{"".join(ends)}</g>'
-    box = f'<svg viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px">'
+    line = f'<path d="M{left} {y(center):.1f}H{width - 8}" stroke="#7a8896" opacity=".5"/>'
+    words = f'<g fill="#7a8896" font-size="11" font-family="sans-serif">{"".join(ends)}</g>'
+    box = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
     return f"{box}{line}{''.join(paths)}{words}</svg>"
+
+
+def picture(svg: str, alt: str) -> str:
+    "An SVG picture as an image: where pictures are taken away, no stray words of it remain."
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(alt)}" style="max-width:100%">'
 
 # %% ../../nbs/52_views.tokens.ipynb #a8a61b7b
 def _middle(payload: Mapping[str, Any], series: Mapping[str, Any]) -> int:
@@ -205,9 +212,8 @@ def coordinates_html(payload: Mapping[str, Any], middle: int, side: int = 3) -> 
     targets, series = len(payload["tokens"]) - 1, _by_name(payload)
     start = max(0, min(middle - side, targets - 2 * side - 1))
     window = range(start, min(targets, start + 2 * side + 1))
-    token = lambda j: (
-        styled("bdi", html.escape(payload["texts"][j][:12])) + styled("small", f"<br>token {j}", style=SOFT)
-    )
+    short = lambda text: text if len(text) <= 13 else text[:12] + "…"
+    token = lambda j: styled("bdi", html.escape(short(payload["texts"][j]))) + f"<br>{styled('small', f'token {j}')}"
     pair = payload["pair"] or [s["name"] for s in payload["series"] if s["kind"] == "logprob"]
     rows = [("target", [str(t) for t in window], None)]
     rows += [("reads up to", [token(t) for t in window], None), ("is scored on", [token(t + 1) for t in window], None)]
@@ -273,8 +279,9 @@ def _shift_html(payload: Mapping[str, Any], overview: Mapping[str, Any] | None) 
 def _worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
     "The targets farthest from the middle of the scale, in a line."
     text = lambda t: styled("bdi", html.escape(payload["texts"][t + 1][:20]))
-    parts = [f"target {t} {text(t)} {_digits(series['values'][t])}" for t in [*series["bad"], *series["worst"]][:most]]
-    line = f"Farthest from {_digits(series['center'])}: " + " · ".join(parts)
+    value = lambda t: "not a number" if t in series["bad"] else _digits(series["values"][t])
+    parts = [f"target {t} “{text(t)}” {value(t)}" for t in [*series["bad"], *series["worst"]][:most]]
+    line = f"Farthest from {_digits(series['center'])}: " + "; ".join(parts)
     return styled("div", line, style="margin:4px 0") if parts else ""
 
 
@@ -289,7 +296,7 @@ def tokens_html(
     named = _by_name(payload)
     chosen = named[series if series in named else payload["first"]]
     parts = [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen)]
-    parts.append(chart_svg(chosen, len(payload["tokens"]) - 1))
+    parts.append(picture(chart_svg(chosen, len(payload["tokens"]) - 1), f"{chosen['label']} by target"))
     parts += [
         _worst_html(payload, chosen),
         coordinates_html(payload, _middle(payload, chosen)),
