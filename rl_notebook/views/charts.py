@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -20,10 +20,10 @@ import plotly.graph_objects as go
 from .payloads import downsample
 
 # %% auto #0
-__all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'PICTURED', 'Look', 'LOOKS', 'label', 'tint', 'reward_figure',
-           'functions_figure', 'kl_figure', 'length_figure', 'dead_figure', 'advantage_spread_figure',
-           'token_share_figure', 'counts_figure', 'advantage_map', 'Axis', 'svg', 'picture_html', 'Chart', 'chart',
-           'charts', 'LiveChart']
+__all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'PICTURED', 'CAPTIONS', 'LOOKS', 'label', 'tint',
+           'reward_figure', 'functions_figure', 'kl_figure', 'length_figure', 'dead_figure', 'advantage_spread_figure',
+           'token_share_figure', 'counts_figure', 'advantage_map', 'Axis', 'svg', 'picture_html', 'Chart', 'Look',
+           'chart', 'charts', 'LiveChart']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
 COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
@@ -131,41 +131,50 @@ def _panel_title(panel: Mapping[str, Any], beta: float | None) -> str:
     return f"{panel['name']}, {panel['unit']}{weight}{floor}"
 
 
-def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> tuple[list[dict], dict[str, Any], list]:
-    "Traces, axes and title of one of several panels, two in a row."
-    rows, n = (count + 1) // 2, "" if i == 0 else str(i + 1)
-    left, right = (0.0, 1.0) if count == 1 else ((0.0, 0.45), (0.55, 1.0))[i % 2]
+def _place(i: int, count: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    "Left and right, bottom and top of one of several panels, two in a row, as shares of the paper."
+    rows = (count + 1) // 2
     height = (1 - 0.26 * (rows - 1)) / rows
     bottom = (rows - 1 - i // 2) * (height + 0.26)
-    color = {"k1": "orange", "loss": "green"}
-    names = {"loss": "as the loss estimates it", "mean": "mean difference", "max": "largest difference"}
-    place: dict[str, Any] = {"xaxis": f"x{n}", "yaxis": f"y{n}"}
-    several = len(panel["lines"]) > 1  # one line is named by the title
-    data = [
-        _line(s, str(names.get(k, k)), color.get(k, "blue"), **place, showlegend=several)
-        for k, s in panel["lines"].items()
-    ]
-    top = max((y for s in panel["lines"].values() for y in s["y"] if y is not None), default=0.0)
-    if panel["floor"] is not None and top > 0:
-        xs = [min(s["x"][0] for s in panel["lines"].values()), max(s["x"][-1] for s in panel["lines"].values())]
-        flat = lambda y: {"x": xs, "y": [y, y]}
-        up = min(panel["floor"], 3 * top)
-        data += [
-            t | place | {"showlegend": i == 0 and "name" in t} for t in _band(flat(0.0), flat(up), "noise floor", GRID)
-        ]
-    x = {"domain": [left, right], "anchor": f"y{n}", "title": {"text": "step" if i + 2 >= count else ""}}
+    return (0.0, 1.0) if count == 1 else ((0.0, 0.45), (0.55, 1.0))[i % 2], (bottom, bottom + height)
+
+# %% ../../nbs/51_views.charts.ipynb #149308dd
+_PANEL_COLOR = {"k1": "orange", "loss": "green"}
+_PANEL_NAME = {"loss": "as the loss estimates it", "mean": "mean difference", "max": "largest difference"}
+
+
+def _noise(panel: Mapping[str, Any]) -> list[dict[str, Any]]:
+    "The band of the noise floor."
+    series = panel["lines"].values()
+    top = max((abs(y) for s in series for y in s["y"] if y is not None), default=0.0)
+    if panel["floor"] is None or not top:
+        return []
+    ends = [min(s["x"][0] for s in series), max(s["x"][-1] for s in series)]
+    high = min(panel["floor"], 3 * top)
+    return _band({"x": ends, "y": [0.0, 0.0]}, {"x": ends, "y": [high, high]}, "noise floor", GRID)
+
+
+def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> tuple[list[dict], dict[str, Any], Any]:
+    "Traces, axes and title of one of several panels."
+    n, (across, up) = "" if i == 0 else str(i + 1), _place(i, count)
+    on: dict[str, Any] = {"xaxis": f"x{n}", "yaxis": f"y{n}"}
+    named = len(panel["lines"]) > 1  # one line is named by the title
+    data = [t | on | {"showlegend": named and "name" in t} for t in _noise(panel)]
+    for k, s in panel["lines"].items():
+        name, color = str(_PANEL_NAME.get(k, k)), _PANEL_COLOR.get(k, "blue")
+        data.append(_line(s, name, color, **on, showlegend=named))
+    x = {"domain": [*across], "anchor": f"y{n}", "title": {"text": "step" if i + 2 >= count else ""}}
     axes = {f"xaxis{n}": _X | _step_ticks(data) | x}
-    axes[f"yaxis{n}"] = _y("", domain=[bottom, bottom + height], anchor=f"x{n}", nticks=5)
-    title = {"text": label(_panel_title(panel, beta), 90), "x": left, "y": bottom + height, "showarrow": False}
-    title |= {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-    return data, axes, [title]
+    axes[f"yaxis{n}"] = _y("", domain=[*up], anchor=f"x{n}", nticks=5)
+    title = {"text": label(_panel_title(panel, beta), 90), "x": across[0], "y": up[1], "showarrow": False}
+    return data, axes, title | {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
 
 
 def kl_figure(payload: Mapping[str, Any]) -> Figure:
     "KL and logprob differences, each kind on its own scale."
     panels = payload["panels"]
     parts = [_panel(p, i, len(panels), payload["kl_beta"]) for i, p in enumerate(panels)]
-    data, titles = [t for d, _, _ in parts for t in d], [a for _, _, title in parts for a in title]
+    data, titles = [t for d, _, _ in parts for t in d], [title for _, _, title in parts]
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
     legend = {"orientation": "h", "x": 0.45, "xanchor": "right", "y": 1, "yanchor": "bottom"}
     margin = {"l": 8, "r": 12, "t": 36, "b": 8}
@@ -388,7 +397,7 @@ def _svg_line(t: Mapping[str, Any], before: Mapping[str, Any], x: Axis, y: Axis)
         out += [f'<circle cx="{a}" cy="{b}" r="{mark["size"] / 2:g}" fill="{mark["color"]}"/>' for a, b in points]
     return "".join(out)
 
-
+# %% ../../nbs/51_views.charts.ipynb #ff2d89d7
 def _box(left: float, top: float, width: float, height: float) -> str:
     "A rectangle as a piece of a path."
     return f"M{left:.1f} {top:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"
@@ -489,7 +498,7 @@ def _svg_plot(traces: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
             out.append(_svg_map(t, x, y))
     return "".join(out)
 
-
+# %% ../../nbs/51_views.charts.ipynb #b8dfa4f9
 def svg(
     figure: Figure,
     title: str = "",  # read out, and written above the chart
@@ -526,7 +535,7 @@ def picture_html(figure: Figure, title: str, height: int = 260) -> str:
     name = html.escape(html.unescape(label(title)))
     return f'<img alt="{name}" width="640" height="{height}" src="data:image/svg+xml;base64,{data}">'
 
-
+# %% ../../nbs/51_views.charts.ipynb #91c7499d
 @dataclass(frozen=True, eq=False)
 class Chart:
     "A payload, how it is drawn, its title and how to read it."
@@ -567,61 +576,43 @@ class Chart:
         }
 
 # %% ../../nbs/51_views.charts.ipynb #6b90058a
-Look = tuple[str, str, Callable[[Mapping[str, Any]], Figure], bool]  # title, caption, figure, wide
-LOOKS: dict[str, Look] = {
-    "reward": (
-        "Reward",
-        "Mean over all samples of a step. Where the band closes, the answers to a prompt are equally good.",
-        reward_figure,
-        True,
-    ),
-    "functions": ("Reward functions", "Each reward function on its own, before weights.", functions_figure, False),
-    "kl": (
-        "KL and logprob differences",
-        "How far the policy has moved, and how far trainer and sampler disagree, each on its own scale.",
-        kl_figure,
-        True,
-    ),
-    "length": (
-        "Completion length",
-        "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
-        length_figure,
-        False,
-    ),
-    "dead": (
-        "Groups without signal",
-        "Groups whose answers are all equally good teach nothing: the prompts are too easy, or too hard.",
-        dead_figure,
-        False,
-    ),
-    "advantage spread": (
-        "Advantages over the steps",
-        "Ends, middle half and median. An end that runs away is a single sample that outweighs the others.",
-        advantage_spread_figure,
-        False,
-    ),
-    "token share": (
-        "Tokens by sign of advantage",
-        "Long wrong answers make the blue part small: then most of the gradient says what not to do.",
-        token_share_figure,
-        False,
-    ),
-    "advantages": (
-        "Advantages by group",
-        "One cell a completion, one row a prompt. A white row is a group without signal: ✓ all right, ✗ all wrong.",
-        advantage_map,
-        False,
-    ),
-    "rewards counted": ("Rewards, counted", "How many samples earned what, by kind of group.", counts_figure, False),
-    "advantages counted": (
-        "Advantages, counted",
-        "How many samples have what, by kind of group.",
-        counts_figure,
-        False,
-    ),
+CAPTIONS = {
+    "reward": "Mean over all samples of a step. Where the band closes, the answers to a prompt are equally good.",
+    "functions": "Each reward function on its own, before weights.",
+    "length": "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
+    "dead": "Groups whose answers are all equally good teach nothing: the prompts are too easy, or too hard.",
+    "kl": "How far the policy has moved, and how far trainer and sampler disagree, each on its own scale.",
+    "advantage spread": "Ends, middle half and median. An end that runs away is one sample that outweighs the others.",
+    "token share": "Long wrong answers make the blue part small: then most of the gradient says what not to do.",
+    "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ✓ all right, ✗ all wrong.",
+    "rewards counted": "How many samples earned what, by kind of group.",
+    "advantages counted": "How many samples have what, by kind of group.",
 }
 
 
+class Look(NamedTuple):
+    "How a payload is drawn."
+
+    title: str
+    caption: str  # how to read it
+    draw: Callable[[Mapping[str, Any]], Figure]
+    wide: bool = False
+
+
+LOOKS = {
+    "reward": Look("Reward", CAPTIONS["reward"], reward_figure, wide=True),
+    "functions": Look("Reward functions", CAPTIONS["functions"], functions_figure),
+    "length": Look("Completion length", CAPTIONS["length"], length_figure),
+    "dead": Look("Groups without signal", CAPTIONS["dead"], dead_figure),
+    "kl": Look("KL and logprob differences", CAPTIONS["kl"], kl_figure, wide=True),
+    "advantage spread": Look("Advantages over the steps", CAPTIONS["advantage spread"], advantage_spread_figure),
+    "token share": Look("Tokens by sign of advantage", CAPTIONS["token share"], token_share_figure),
+    "advantages": Look("Advantages by group", CAPTIONS["advantages"], advantage_map),
+    "rewards counted": Look("Rewards, counted", CAPTIONS["rewards counted"], counts_figure),
+    "advantages counted": Look("Advantages, counted", CAPTIONS["advantages counted"], counts_figure),
+}
+
+# %% ../../nbs/51_views.charts.ipynb #d85acc15
 def chart(name: str, payload: Mapping[str, Any]) -> Chart:
     "A chart of `LOOKS` with its payload."
     title, caption, draw, wide = LOOKS[name]
@@ -659,7 +650,7 @@ def _kinds(figure: Figure) -> list[tuple[Any, ...]]:
     "What may not change while traces are reused."
     return [tuple(t.get(k) for k in ("type", "name", "xaxis", "yaxis")) for t in figure["data"]]
 
-
+# %% ../../nbs/51_views.charts.ipynb #68edfa17
 def _compact(name: str, value: Any) -> Any:
     "Long lists of numbers as arrays, which travel without being written out."
     return np.array(value, dtype=np.float64) if name in ("x", "y") and isinstance(value, list) else value

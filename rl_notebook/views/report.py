@@ -16,6 +16,7 @@ import time
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,12 @@ def _asset(name: str) -> str:
     return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
 
 
+@cache
+def _plotly() -> str:
+    "Plotly's script, with the line ends that a browser reads and a checksum is taken of."
+    return get_plotlyjs().replace("\r\n", "\n")
+
+
 def content_policy(scripts: Iterable[str]) -> str:
     "A Content-Security-Policy that allows these scripts and no request."
     sums = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
@@ -307,7 +314,7 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure
 def _page(m: Material, status: Status | None, refresh: float | None) -> str:
     "The page of a material."
     body, figures = _sections(m, status)
-    scripts = [get_plotlyjs().replace("\r\n", "\n")] if figures else []
+    scripts = [_plotly()] if figures else []
     scripts += [_asset("report.js")] if figures or refresh else []
     foot = tag("footer", "Made by rl_notebook. This page needs no network and lets nothing in it run but its charts.")
     head = [
