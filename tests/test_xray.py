@@ -4,6 +4,8 @@ Every fault that is put into a real step is found, and a clean step raises no al
 """
 
 import asyncio
+import copy
+import functools
 import itertools
 import math
 import re
@@ -54,9 +56,13 @@ SMALL: dict[str, Any] = {
 }
 
 
+shipped = functools.cache(load_model)
+
+
 def tiny(**options: Any) -> Backend:
     "The tiny model, as it ships."
-    return open_local(*load_model("tiny"), **options)
+    model, tokenizer = shipped("tiny")
+    return open_local(copy.deepcopy(model), tokenizer, **options)
 
 
 def steps(n: int = 1, reward: Any = toy_reward, *, make_loss: Any = None, **settings: Any) -> list[StepRecord]:
@@ -400,7 +406,7 @@ def test_icepop_that_drops_everything_is_named(fresh: StepRecord):
     ids=str,
 )
 def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
-    records = steps(3, **settings)
+    records = steps(2, **settings)
     found = {r.step: failed(r, p, weight_sync_interval=1) for r, p in zip(records, [None, *records], strict=False)}
     dead_or_narrow = {"signal", "variety"}  # true of some of these steps
     assert {n for names in found.values() for n in names} <= dead_or_narrow
@@ -637,6 +643,16 @@ def test_the_noise_floor_grows_with_the_coarseness_of_numbers(fresh: StepRecord)
         backend = tiny(dtype=dtype)
         floors[dtype] = asyncio.run(measure_noise_floor(backend.policy, fresh.datums[:12]))
     assert floors["float64"] < 1e-9 < floors["float32"] < 1e-4 < 1e-3 < floors["bfloat16"] < 1
+
+
+def test_coarse_numbers_are_no_fault_and_hide_none(fresh: StepRecord):
+    backend = tiny(dtype="bfloat16")
+    loop = GRPOLoop(backend, toy_rows(40), toy_reward, Config(**SMALL))
+    (record,) = asyncio.run(loop.run(1, progress=False))
+    floor = asyncio.run(measure_noise_floor(backend.policy, record.datums[:8]))
+    assert "on-policy" not in failed(record, noise_floor=floor)
+    cooled = [replace(d, sampler_logprobs=d.sampler_logprobs / 0.7) for d in record.datums]
+    assert "on-policy" in failed(replace(record, datums=cooled), noise_floor=floor)
 
 
 # --- pre-flight -----------------------------------------------------------------------------------------------------
