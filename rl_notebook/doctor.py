@@ -20,18 +20,17 @@ from .records import StepRecord, html_table
 from .xray import sample_of
 
 # %% auto #0
-__all__ = ['FIXES', 'YARDSTICK', 'FLOORS', 'GUESS', 'SHARPNESS', 'HYPOTHESES', 'SURE', 'TOKEN_COLUMNS', 'Control', 'CONTROLS',
-           'NEEDS', 'SETTLED', 'Stamps', 'Evidence', 'noise_floor', 'tolerance', 'excess', 'explained', 'Finding',
-           'strongest', 'unshifted', 'shift', 'RowMatch', 'by_row', 'match_rows', 'one_to_one', 'rows_permuted',
-           'group_sources', 'wrong_group', 'context_fit', 'best_context', 'scatter', 'bos_or_template',
-           'at_temperature', 'fit_temperature', 'rank_correlation', 'Probe', 'probed', 'fit_probes', 'one_sided',
-           'top_p_or_top_k', 'temperature', 'twins', 'dropout', 'padding_side', 'padding_by_length', 'stale_weights',
-           'dtype_or_batching', 'vocabulary', 'unspoken_starts', 'mask_leak', 'non_finite', 'wrong_reference',
-           'all_well', 'TokenGap', 'shown_tokens', 'Diagnosis', 'measured_words', 'finding_rows', 'token_rows',
-           'diagnosis_text', 'diagnosis_html', 'weigh', 'values_of', 'check_comparable', 'claims', 'from_samples',
-           'gather', 'arrays', 'worst_rows', 'spread_out', 'echo_all', 'rescore', 'echo', 'sync', 'prompt_of', 'behind',
-           'template_prompts', 'paddings', 'other_prompts', 'contexts', 'context', 'probe', 'check_controls',
-           'rows_for_controls', 'diagnose']
+__all__ = ['FIXES', 'YARDSTICK', 'FLOORS', 'GUESS', 'SHARPNESS', 'HYPOTHESES', 'SURE', 'TOKEN_COLUMNS', 'CONTROLS', 'SETTLED',
+           'Stamps', 'Evidence', 'noise_floor', 'tolerance', 'excess', 'explained', 'Finding', 'strongest', 'unshifted',
+           'shift', 'RowMatch', 'by_row', 'match_rows', 'one_to_one', 'rows_permuted', 'group_sources', 'wrong_group',
+           'context_fit', 'best_context', 'scatter', 'bos_or_template', 'at_temperature', 'fit_temperature',
+           'rank_correlation', 'Probe', 'probed', 'fit_probes', 'one_sided', 'top_p_or_top_k', 'temperature', 'twins',
+           'dropout', 'padding_side', 'padding_by_length', 'stale_weights', 'dtype_or_batching', 'vocabulary',
+           'unspoken_starts', 'mask_leak', 'non_finite', 'wrong_reference', 'all_well', 'TokenGap', 'shown_tokens',
+           'Diagnosis', 'measured_words', 'finding_rows', 'token_rows', 'diagnosis_text', 'diagnosis_html', 'weigh',
+           'values_of', 'check_comparable', 'claims', 'from_samples', 'gather', 'worst_rows', 'placed', 'echo_all',
+           'rescore', 'echo', 'sync', 'prompt_of', 'behind', 'template_prompts', 'paddings', 'other_prompts',
+           'contexts', 'context', 'probe', 'chosen_controls', 'settled', 'rows_for_controls', 'diagnose']
 
 # %% ../nbs/41_doctor.ipynb #d4ead6bc
 FIXES: dict[str, str] = {
@@ -495,16 +494,14 @@ def padding_by_length(e: Evidence) -> Finding:
 def stale_weights(e: Evidence) -> Finding:
     "The sampler drew from older weights than the trainer scored with."
     tol = tolerance(e)
-    if "sampler" in e.controls:
-        before = max(explained(e.gap, x - e.flat("sampler"), tol) for x in (e.s, e.flat(e.raw)))
-        if "sampler synced" not in e.controls:
-            differ = explained(e.gap, e.flat("sampler") - e.s, tol) * (excess(e.flat("policy") - e.p, tol) == 0)
-            return Finding("stale weights", 0.5 * differ, f"the sampler still says it: {before:.0%}; sync to be sure")
-        agree = explained(e.gap, e.flat("sampler synced") - e.p, tol)
-        moved = excess(e.flat("sampler synced") - e.flat("sampler"), tol) / max(excess(e.gap, tol), 1e-300)
-        score = min(before, max(agree, min(0.9, 0.9 * moved)))
+    if "sampler synced" in e.controls:
+        asked, synced = e.flat("sampler"), e.flat("sampler synced")
+        before, by_raw = (explained(e.gap, x - asked, tol) for x in (e.s, e.flat(e.raw)))
+        agree = explained(e.gap, synced - e.p, tol)
+        moved = min(0.9, excess(synced - asked, tol) / max(excess(e.gap, tol), 1e-300))
         text = f"before a sync the sampler still says it ({before:.0%}), after it what the trainer says ({agree:.0%})"
-        return Finding("stale weights", score, text, {"before": before, "after": agree})
+        numbers = {"before": before, "after": agree, "moved": moved}
+        return Finding("stale weights", max(min(before, agree), min(by_raw, moved)), text, numbers)
     ours, theirs = e.stamps.trainer_version, e.stamps.sampler_version
     if ours is not None and theirs is not None and theirs < ours and excess(e.gap, tol) > 0:
         return Finding("stale weights", 0.7, f"drawn by version {theirs}, scored by version {ours}")
@@ -811,21 +808,16 @@ def gather(
     return e
 
 # %% ../nbs/41_doctor.ipynb #2683ea0d
-def arrays(found: Iterable[Logprobs | None]) -> tuple[np.ndarray | None, ...]:
-    "Values of logprobs, None where there are none."
-    return tuple(None if lp is None else lp.values for lp in found)
-
-
 def worst_rows(e: Evidence, limit: int) -> list[int]:
     "Rows with the largest summed gaps."
     gap = np.bincount(e.row, weights=np.nan_to_num(np.abs(e.gap)), minlength=len(e.datums))
     return np.argsort(-gap, kind="stable")[:limit].tolist()
 
 
-def spread_out(e: Evidence, rows: Sequence[int], found: Sequence[Logprobs]) -> list[Logprobs | None]:
-    "One entry per datum, None for those that were not scored."
+def placed(e: Evidence, rows: Sequence[int], found: Sequence[Logprobs]) -> tuple[np.ndarray | None, ...]:
+    "One array per datum, None for those that were not scored."
     made = dict(zip(rows, found, strict=True))
-    return [made.get(r) for r in range(len(e.datums))]
+    return tuple(made[r].values if r in made else None for r in range(len(e.datums)))
 
 
 async def echo_all(backend: Backend, tokens: Iterable[np.ndarray]) -> list[Logprobs]:
@@ -840,8 +832,8 @@ async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     longest = max(rows, key=lambda r: len(e.datums[r].tokens))
     few = sorted({longest, *[r for r in worst_rows(e, len(e.datums)) if r in set(rows)][:3]})
     alone = [(await score([e.datums[r]]))[0] for r in few]
-    made = {"policy": (rows, once), "policy again": (rows, again), "policy alone": (few, alone)}
-    series = {name: arrays(spread_out(e, *found)) for name, found in made.items()}
+    series = {"policy": placed(e, rows, once), "policy again": placed(e, rows, again)}
+    series |= {"policy alone": placed(e, few, alone)}
     stamps = replace(e.stamps, trainer_dtype=once[0].dtype, vocab_size=len(backend.tokenizer))
     return replace(e, controls={**e.controls, **series}, stamps=stamps)
 
@@ -850,7 +842,7 @@ async def echo(e: Evidence, backend: Backend, rows: Sequence[int], name: str = "
     "The sampler scores the same tokens."
     found = await echo_all(backend, [e.datums[r].tokens for r in rows])
     stamps = replace(e.stamps, sampler_dtype=found[0].dtype)
-    return replace(e, controls={**e.controls, name: arrays(spread_out(e, rows, found))}, stamps=stamps)
+    return replace(e, controls={**e.controls, name: placed(e, rows, found)}, stamps=stamps)
 
 
 async def sync(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
@@ -944,27 +936,22 @@ async def probe(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     return replace(e, probes=tuple(probes))
 
 # %% ../nbs/41_doctor.ipynb #2ac28ff5
-Control = Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]
-CONTROLS: dict[str, Control] = {
-    "rescore": rescore,
-    "echo": echo,
-    "sync": sync,
-    "context": context,
-    "probe": probe,
-}
-NEEDS = {"sync": "echo", "context": "echo", "probe": "echo"}  # and all of them "rescore"
+CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
+CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, probe)}
 SETTLED = 0.95  # a score after which no further control is run
 
 
-def check_controls(controls: Sequence[str]) -> list[str]:
-    "The chosen controls in the order in which they run; raises ConfigError."
-    unknown = [c for c in controls if c not in CONTROLS]
-    needed = {"rescore", *(NEEDS[c] for c in controls if c in NEEDS)} if controls else set()
-    missing = sorted(needed - set(controls))
-    if unknown or missing:
-        got = f"{unknown[0]!r}" if unknown else f"{', '.join(controls)} without {', '.join(missing)}"
-        raise ConfigError("controls", where="diagnose", got=got, expected=f"of {', '.join(CONTROLS)}, in this order")
-    return [c for c in CONTROLS if c in controls]
+def chosen_controls(names: Sequence[str]) -> list[str]:
+    "Controls in the order in which they run; the later ones need the first two. Raises ConfigError."
+    if unknown := [name for name in names if name not in CONTROLS]:
+        raise ConfigError("controls", where="diagnose", got=repr(unknown[0]), expected=f"some of {', '.join(CONTROLS)}")
+    return [c for c in CONTROLS if c in names or (names and c in ("rescore", "echo"))]
+
+
+def settled(e: Evidence) -> bool:
+    "Whether one cause explains nearly everything; a coarse precision waits until the sampler's is known, too."
+    coarse = e.stamps.trainer_dtype in ("bfloat16", "float16") and e.stamps.sampler_dtype is None
+    return weigh(e).score >= SETTLED and not coarse
 
 
 def rows_for_controls(e: Evidence, limit: int) -> list[int]:
@@ -985,7 +972,7 @@ async def diagnose(
     max_datums: int = 16,  # that controls look at
 ) -> Diagnosis:
     "Why trainer and sampler disagree; raises DatumError, AlignmentError or ConfigError for what cannot be compared."
-    chosen = check_controls(controls)
+    chosen = chosen_controls(controls)
     recorded = isinstance(source, StepRecord) and source.loss is not None
     if trainer_logprobs is None and backend is not None and not recorded:
         trainer_logprobs = await backend.policy.forward(source.datums if isinstance(source, StepRecord) else source)
@@ -993,9 +980,9 @@ async def diagnose(
     rows = rows_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():
         assert backend is not None
-        if name not in ("rescore", "echo") and weigh(e).score >= SETTLED:
+        if name != "rescore" and settled(e):
             break
-        if name in NEEDS and "sampler" not in e.controls:
+        if name in ("sync", "context", "probe") and "sampler" not in e.controls:
             continue
         try:
             e = await CONTROLS[name](e, backend, rows)
