@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ..backends.local import open_local
 from ..config import Config
 from ..core import ConfigError, PhaseError, RecordError
 from ..data import Row, load_rows
+from ..doctor import Diagnosis, diagnose
 from ..loop import GRPOLoop, no_bar, restore_checkpoint, save_checkpoint
 from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, read_checkpoint
 from ..rewards import reward_fn
@@ -35,7 +36,7 @@ from ..views.report import write_report
 
 # %% auto #0
 __all__ = ['Problem', 'load_problem', 'local_backend', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult',
-           'train', 'check_prompts', 'Saver', 'main', 'replay_step']
+           'train', 'check_prompts', 'Saver', 'main', 'loop_for', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -278,15 +279,14 @@ def main(cfg: Config, **options: Any) -> RunResult:
     raise PhaseError("main", got="a running event loop", fix="In a notebook use: await train(cfg)")
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #0a0368a3
-async def replay_step(
-    path: str | os.PathLike[str],  # the `log_path` of a run
+@contextlib.asynccontextmanager
+async def loop_for(
+    run: Run,
     step: int,  # a recorded step
-    *,
     problem: Problem | None = None,  # None = what the config names
     backend: Backend | None = None,  # fresh; None = the embedded one; one that is passed stays open
-) -> Replay:
-    "Take a step of a recorded run again, and say which phase is the first that comes out otherwise."
-    run = Run.open(path)
+) -> AsyncIterator[GRPOLoop]:
+    "A fresh loop over what a run names, from which a step of it can be reached."
     run.record(step)  # is it there? asked before a model is loaded
     cfg = Config.from_dict(run.config)
     problem = problem or load_problem(cfg)
@@ -295,4 +295,27 @@ async def replay_step(
         loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
         if run.latest_checkpoint(at_most=step - 1) is None and (named := find_checkpoint(cfg)):
             await restore_checkpoint(loop, named)
+        yield loop
+
+
+async def replay_step(
+    path: str | os.PathLike[str],  # the `log_path` of a run
+    step: int,  # a recorded step
+    **given: Any,  # `problem` and `backend` of `loop_for`
+) -> Replay:
+    "Take a step of a recorded run again, and say which phase is the first that comes out otherwise."
+    run = Run.open(path)
+    async with loop_for(run, step, **given) as loop:
         return await replay(run, step, loop)
+
+# %% ../../nbs/60_recipes.rl_loop.ipynb #0fe5f131
+async def diagnose_step(
+    path: str | os.PathLike[str],  # the `log_path` of a run
+    step: int,  # a recorded step
+    **given: Any,  # `problem` and `backend` of `loop_for`
+) -> Diagnosis:
+    "Rebuild the weights before a recorded step, and let the doctor compare trainer and sampler on them."
+    run = Run.open(path)
+    async with loop_for(run, step, **given) as loop:
+        await loop.seek(step - 1, run)
+        return await diagnose(run.record(step), backend=loop.backend)
