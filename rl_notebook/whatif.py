@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -54,7 +54,12 @@ class FrozenBatch:
     groups: tuple[PromptGroup, ...] = ()  # with rewards, for other advantages
     recorded: LossOutput | None = None  # what the step itself computed; None once the policy has moved
     custom: str = ""  # name of the step's loss when it is not one of ours
-    where: str = "batch"  # in messages
+    step: int = 0  # of the record
+
+    @property
+    def where(self) -> str:
+        "The batch as a place in a message."
+        return f"step {self.step}"
 
     @classmethod
     def of(cls, source: StepRecord | FrozenBatch) -> FrozenBatch:
@@ -121,7 +126,8 @@ def freeze(record: StepRecord) -> FrozenBatch:
     both = zip(record.datums, record.loss.logprobs, strict=True)
     anchored = [d if d.old_logprobs is not None else replace(d, old_logprobs=lp.values) for d, lp in both]
     options, custom = own_options(record.options, where)
-    return FrozenBatch(tuple(anchored), record.loss.logprobs, options, record.groups, record.loss, custom, where)
+    series, groups = record.loss.logprobs, record.groups
+    return FrozenBatch(tuple(anchored), series, options, groups, record.loss, custom, record.step)
 
 # %% ../nbs/42_whatif.ipynb #733256fb
 LOSS_SETTINGS = tuple(f.name for f in fields(LossOptions))
@@ -288,6 +294,7 @@ class WhatIf:
 
     batch: FrozenBatch
     variants: Mapping[str, Variant]  # by name; a custom loss of the step has none
+    datums: Mapping[str, tuple[Datum, ...]]  # by name, with the advantages of the variant
     outputs: Mapping[str, LossOutput]  # by name; the step's own first
     table: pd.DataFrame  # one row per name
 
@@ -295,6 +302,13 @@ class WhatIf:
     def dlogprobs(self) -> dict[str, tuple[np.ndarray, ...]]:
         "dL/dlogprob by name, one (N-1,) array per datum."
         return {name: output.dlogprobs for name, output in self.outputs.items()}
+
+    def as_record(self, name: str) -> StepRecord:
+        "The step as it would have been recorded under a variant, for whatever draws records."
+        output, options = self.outputs[name], dict(self.batch.options)
+        options = asdict(self.variants[name].options) if name in self.variants else options
+        metrics = dict(output.metrics)
+        return StepRecord(self.batch.step, self.batch.groups, self.datums[name], output, metrics, options)
 
     @property
     def headline(self) -> str:
@@ -363,17 +377,17 @@ def what_if(
             "name of a variant", got=repr(RECORDED), expected="another one", fix="It is the step's own row."
         )
     own, output = own_output(batch)
-    used, outputs = {RECORDED: own} if own else {}, {RECORDED: output}
+    used, outputs, datums = {RECORDED: own} if own else {}, {RECORDED: output}, {RECORDED: batch.datums}
     rows = {RECORDED: gradient_row(batch.datums, output)}
     for name, changes in variants.items():
         used[name] = make_variant(batch, name, changes)
-        datums, outputs[name] = evaluate_variant(batch, used[name])
-        rows[name] = gradient_row(datums, outputs[name])
+        datums[name], outputs[name] = evaluate_variant(batch, used[name])
+        rows[name] = gradient_row(datums[name], outputs[name])
     gradients = {name: flat(batch.datums, o.dlogprobs) for name, o in outputs.items()}
     for name, row in rows.items():
         row["cosine"] = cosine(gradients[name], gradients[RECORDED])
     table = pd.DataFrame.from_dict(rows, orient="index").assign(note=[likeness(name, gradients) for name in rows])
-    return WhatIf(batch, used, outputs, table)
+    return WhatIf(batch, used, datums, outputs, table)
 
 # %% ../nbs/42_whatif.ipynb #cde3c3e1
 @dataclass(frozen=True, eq=False, repr=False)
