@@ -4,14 +4,18 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import typing
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -20,7 +24,7 @@ from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config import Config, canonical, coerce, leaf_types
 from rl_notebook.core import ConfigError
 from rl_notebook.records import RunFolder
-from rl_notebook.views.report import write_report
+from rl_notebook.views.report import run_status, write_report
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 HERE = Path(__file__).parent
@@ -97,8 +101,76 @@ def test_view_writes_the_report_again(demo, tmp_path, capsys):
     folder, _ = demo
     assert main(["view", str(folder), "--out", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
-    write_report(RunFolder.open(folder), tmp_path / "direct.html")
+    run = RunFolder.open(folder)
+    write_report(run, tmp_path / "direct.html", status=run_status(run))
     assert (tmp_path / "page.html").read_text() == (tmp_path / "direct.html").read_text()
+
+
+def test_view_follows_a_run_until_it_is_finished(demo, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(demo[0], run)
+    whole = (run / "metrics.jsonl").read_text()
+    recorded = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": 3}))  # so one step is missing
+    threading.Timer(1.5, add_a_step, [run]).start()
+    assert main(["view", str(run), "--every", "0.2"]) == 0
+    said = capsys.readouterr().out
+    assert "The page follows the run" in said
+    page = (run / "report.html").read_text()
+    assert "Finished after step 3" in page
+    assert (run / "metrics.jsonl").read_text().startswith(whole)
+
+
+def add_a_step(run: Path) -> None:
+    "What a running process does at the end of a step."
+    folder = RunFolder.open(run)
+    folder.add(replace(folder.record(2), step=3))
+
+
+def test_the_doctor_finds_nothing_in_the_demo(demo, capsys):
+    assert main(["doctor", str(demo[0])]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^step +(\d+)  all well", said, flags=re.M) == ["1", "2"]
+
+
+def test_the_doctor_names_the_step_and_the_cause(demo, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(demo[0], run)
+    record = RunFolder.open(run).record(2)
+    RunFolder.open(run).rewind(1)
+    moved = [replace(d, sampler_logprobs=np.roll(d.sampler_logprobs, 1)) for d in record.datums]
+    kept = [np.where(np.isnan(d.sampler_logprobs) & (d.weights > 0), -0.1, d.sampler_logprobs) for d in moved]
+    broken = replace(record, datums=[replace(d, sampler_logprobs=s) for d, s in zip(moved, kept, strict=True)])
+    RunFolder.open(run).add(broken)
+    assert main(["doctor", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^step +1  all well", said, flags=re.M)
+    assert re.search(r"^step +2  shift", said, flags=re.M)
+    assert main(["doctor", str(run), "--step", "1", "--rescore"]) == 0
+
+
+def test_replay_finds_every_phase_the_same(demo, capsys):
+    assert main(["replay", str(demo[0]), "2"]) == 0
+    assert "step 2: every phase is the same, to the last bit" in capsys.readouterr().out
+
+
+def test_replay_names_the_phase_that_differs(demo, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(demo[0], run)
+    record = RunFolder.open(run).record(2)
+    RunFolder.open(run).rewind(1)
+    first = record.groups[0].samples[0]
+    samples = (replace(first, reward=first.reward + 0.5), *record.groups[0].samples[1:])
+    RunFolder.open(run).add(replace(record, groups=(replace(record.groups[0], samples=samples), *record.groups[1:])))
+    assert main(["replay", str(run), "2"]) == 1
+    assert "score is the first phase that is not the same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["replay", "1"]])
+def test_what_looks_at_a_run_wants_one_with_steps(command, tmp_path, capsys):
+    RunFolder.create(tmp_path / "empty", Config())
+    assert main([command[0], str(tmp_path / "empty"), *command[1:]]) == 2
+    assert "no step" in capsys.readouterr().err
 
 
 def test_view_opens_a_browser_only_when_asked(demo, monkeypatch, capsys):
