@@ -1,6 +1,7 @@
 "What-if, reward lab and attribution: against formulas written out here, and against what trained steps recorded."
 
 import asyncio
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -204,9 +205,15 @@ TRAINED = {
 }
 
 
+@functools.cache
+def trained_like(name: str) -> StepRecord:
+    "The record of a trained step, made once."
+    return trained(**TRAINED[name])
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_recorded_loss_and_gradient_come_out_again(name):
-    record = trained(**TRAINED[name])
+    record = trained_like(name)
     result = what_if(record, {})
     output = result.outputs[RECORDED]
     assert output.loss == pytest.approx(record.loss.loss, rel=1e-4, abs=1e-6)
@@ -342,7 +349,7 @@ def test_a_misbehaving_reward_is_named(record):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo, tis, in parts", "as groups arrive"])
 def test_attribution_adds_up_to_the_metric(name):
-    record = trained(**TRAINED[name])
+    record = trained_like(name)
     a = attribution(record)
     assert a.total == pytest.approx(record.metrics["grad/abs_sum"], rel=1e-4)
     assert a.total == pytest.approx(sum(float(np.abs(g).sum()) for g in record.loss.dlogprobs), rel=1e-12)
