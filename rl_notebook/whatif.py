@@ -536,7 +536,8 @@ def reward_lab(
     new = with_advantages([g for g, _ in regraded], **rule)
     samples = [compare_group(o, n, s) for o, n, (_, s) in zip(record.groups, new, regraded, strict=True)]
     rows = [group_row(o, n, c) for o, n, c in zip(record.groups, new, samples, strict=True)]
-    table = pd.concat([pd.DataFrame(c) for c in samples if c["sample"]], ignore_index=True)
+    filled = [c for c in samples if c["sample"]]
+    table = pd.DataFrame({name: [v for c in filled for v in c[name]] for name in filled[0]})
     return RewardLab(table, pd.DataFrame(rows), lab_summary(rows, samples), tuple(new))
 
 # %% ../nbs/42_whatif.ipynb #8517cf56
@@ -584,13 +585,15 @@ def token_table(
     tokenizer: Any = None,  # decodes single ids; None = no column `text`
 ) -> pd.DataFrame:
     "One row per token in the loss: place, id, advantage, logprob, slope and its share."
-    parts = []
-    for i, (d, lp, g) in enumerate(zip(datums, logprobs, dlogprobs, strict=True)):
-        at = np.flatnonzero(d.active)
-        place = {"datum": i, "group": d.group, "sample": d.sample, "target": at, "token": d.target_tokens[at]}
-        advantage = np.broadcast_to(d.advantage, d.weights.shape)[at]
-        parts.append(pd.DataFrame(place | {"advantage": advantage, "logprob": lp.values[at], "dlogprob": g[at]}))
-    table = pd.concat(parts, ignore_index=True)
+    repeated = lambda values: np.repeat(values, [d.num_loss_tokens for d in datums])
+    places = {"datum": range(len(datums)), "group": [d.group for d in datums], "sample": [d.sample for d in datums]}
+    columns = {name: repeated(values) for name, values in places.items()}
+    columns["target"] = flat(datums, [np.arange(len(d.weights)) for d in datums])
+    columns["token"] = flat(datums, [d.target_tokens for d in datums])
+    columns["advantage"] = advantages_of(datums)
+    columns["logprob"] = flat(datums, [lp.values for lp in logprobs])
+    columns["dlogprob"] = flat(datums, dlogprobs)
+    table = pd.DataFrame(columns)
     if tokenizer is not None:
         table.insert(5, "text", [tokenizer.decode([int(t)]) for t in column(table, "token")])
     mass = np.abs(column(table, "dlogprob"))
