@@ -74,6 +74,8 @@ function word(text, into) {
   return into;
 }
 
+const FONT = '11px system-ui, "Segoe UI", Roboto, Arial, sans-serif';
+
 // A canvas that is redrawn when its box changes; `draw(context, width, height)` works in CSS pixels.
 function surface(kind, height, label, draw) {
   const canvas = make("canvas", kind);
@@ -90,8 +92,8 @@ function surface(kind, height, label, draw) {
     canvas.height = Math.round(height * ratio);
     const context = canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.font = '11px system-ui, "Segoe UI", Roboto, Arial, sans-serif';
-    draw(context, width, height);
+    context.font = FONT;
+    draw(context, width, height, ratio);
   };
   const ask = () => {
     pending = pending || requestAnimationFrame(redraw);
@@ -109,6 +111,7 @@ function makeState(model) {
     model,
     payload: model.get("payload"),
     hovered: null,
+    frame: 0,
     dark: false,
     get palette() {
       return this.dark ? DARK : LIGHT;
@@ -136,11 +139,12 @@ function makeState(model) {
     tell(...whats) {
       for (const [what, run] of listeners) if (whats.includes(what)) run();
     },
+    // At most once a frame, however fast the pointer moves.
     hover(target, from) {
       if (target === this.hovered) return;
       this.hovered = target;
       this.from = from;
-      this.tell("hover");
+      this.frame = this.frame || requestAnimationFrame(() => ((this.frame = 0), this.tell("hover")));
     },
     select(target, item) {
       if (item !== undefined) model.set("item", item);
@@ -236,6 +240,8 @@ function head(state) {
 // --- the strip -----------------------------------------------------------------------------------------------------------
 
 const BLOCK = 160; // tokens in a block at most; a block ends at a line end, too
+const CHUNK = 800; // tokens after which a new chunk begins; chunks out of view are not laid out
+const LINE = 23; // pixels, for the height of a chunk that was never laid out
 
 function strip(state, id) {
   const node = make("div", "rlt-strip");
@@ -262,12 +268,17 @@ function strip(state, id) {
     const page = document.createDocumentFragment();
     spans = new Array(size);
     let line = null;
+    let chunk = null;
     for (let j = 0; j < size; j++) {
       if (line === null || line.childElementCount >= BLOCK) {
+        if (chunk === null || j - chunk.start >= CHUNK) {
+          chunk = { node: make("div", "rlt-chunk"), start: j };
+          page.append(chunk.node);
+        }
         const block = make("div", "rlt-block");
         line = make("div", "rlt-line");
         block.append(make("span", "rlt-gutter", String(j)), line);
-        page.append(block);
+        chunk.node.append(block);
       }
       if (j === 0 || p.roles[j] !== p.roles[j - 1]) {
         let end = j;
@@ -280,6 +291,7 @@ function strip(state, id) {
     }
     if (p.regions?.cut) (line ?? page).append(make("span", "rlt-region rlt-cut", `✂ ${p.regions.cut} tokens cut off here`));
     if (p.message) page.append(make("p", "rlt-message", p.message));
+    for (const part of page.children) part.style.containIntrinsicHeight = `auto ${part.childElementCount * LINE}px`;
     node.replaceChildren(page);
     node.scrollTop = 0;
     marked = {};
@@ -501,11 +513,15 @@ function chart(state, stops) {
     }
   };
 
-  const draw = (g, width, height) => {
+  // Everything but the markers, drawn once and copied under them while the pointer moves.
+  const still = document.createElement("canvas");
+  let stale = true;
+  const drawStill = (ratio, width, height, ink) => {
     const s = state.series;
-    g.clearRect(0, 0, width, height);
-    if (!s || !state.targets) return;
-    const ink = state.dark ? "#d5dbe3" : "#3b4754";
+    [still.width, still.height] = [Math.round(width * ratio), Math.round(height * ratio)];
+    const g = still.getContext("2d");
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    g.font = FONT;
     const [low, high] = reach(s);
     const yOf = (v) => PAD.top + ((high - v) / (high - low)) * (height - PAD.top - PAD.bottom);
     regions(g, width, height, ink);
@@ -520,8 +536,16 @@ function chart(state, stops) {
         g.lineTo(width - PAD.right, yOf(v));
         g.stroke();
       }
-      g.setLineDash([]);
     }
+    stale = false;
+  };
+
+  const draw = (g, width, height, ratio) => {
+    g.clearRect(0, 0, width, height);
+    if (!state.series || !state.targets) return;
+    const ink = state.dark ? "#d5dbe3" : "#3b4754";
+    if (stale || still.width !== Math.round(width * ratio)) drawStill(ratio, width, height, ink);
+    g.drawImage(still, 0, 0, width, height);
     for (const [t, strength] of [[state.selected, "ff"], [state.hovered, "88"]]) {
       if (t === null || t < view[0] - 1 || t >= view[1]) continue;
       const x = xOf(t, width);
@@ -549,6 +573,7 @@ function chart(state, stops) {
     view = [start, start + size];
     canvas.dataset.from = String(Math.round(view[0]));
     canvas.dataset.to = String(Math.round(view[1]));
+    stale = true;
     ask();
   };
   const place = (e) => e.clientX - canvas.getBoundingClientRect().left;
@@ -608,7 +633,8 @@ function chart(state, stops) {
     ask();
   };
   state.on("payload", () => look(0, state.targets));
-  for (const what of ["series", "theme", "hover"]) state.on(what, ask);
+  for (const what of ["series", "theme"]) state.on(what, () => ((stale = true), ask()));
+  state.on("hover", ask);
   state.on("target", follow);
   return canvas;
 }
@@ -1002,6 +1028,7 @@ function render({ model, el }) {
     for (const [name, run] of Object.entries(events)) model.off(name, run);
     window.removeEventListener("keydown", keys, true);
     clearTimeout(timer);
+    cancelAnimationFrame(state.frame);
     themes.disconnect();
     sizes.disconnect();
     for (const stop of stops) stop();

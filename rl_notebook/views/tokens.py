@@ -27,10 +27,10 @@ __all__ = ['FALLBACK_CSS', 'HUES', 'STRONGEST', 'SOFT', 'HideStatic', 'WithFallb
            'first_target', 'place_of', 'TokenInspector', 'inspect_tokens']
 
 # %% ../../nbs/52_views.tokens.ipynb #f5a82cad
-_NEXT = ".jp-OutputArea-child:has([data-rln-static]) + .jp-OutputArea-child"
-_LIVE = ".jp-OutputArea-output > .lm-Widget"
-FALLBACK_CSS = f"""{_NEXT}:not(:has({_LIVE})) {{ display: none; }}
-.jp-OutputArea-child:has([data-rln-static]):has(+ .jp-OutputArea-child {_LIVE}) {{ display: none; }}"""
+_STILL = ".jp-OutputArea-child:has(> .jp-OutputArea-output > [data-rln-static])"
+_LIVE = "> .jp-OutputArea-output > .lm-Widget"
+FALLBACK_CSS = f"""{_STILL} + .jp-OutputArea-child:not(:has({_LIVE})) {{ display: none; }}
+{_STILL}:has(+ .jp-OutputArea-child {_LIVE}) {{ display: none; }}"""
 
 # %% ../../nbs/52_views.tokens.ipynb #361e7aaa
 class HideStatic(anywidget.AnyWidget):
