@@ -9,7 +9,7 @@ import asyncio
 import html
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,7 @@ def noise_floor(e: Evidence) -> float | None:
     return float(np.nanmax(moved)) if np.isfinite(moved).any() else None
 
 
+@lru_cache(maxsize=4)
 def tolerance(e: Evidence) -> float:
     "Differences up to so many nats mean nothing; the finer of the two precisions decides."
     named = [d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
@@ -183,12 +184,9 @@ def unshifted(e: Evidence, by: int) -> tuple[np.ndarray, np.ndarray]:
     i = np.arange(max(0, -by), len(e.row) - max(0, by))
     i = i[(e.row[i] == e.row[i + by]) & (e.target[i] + by == e.target[i + by])]
     before, moved = e.gap[i], e.s[i + by] - e.p[i]
-    after = before.copy()
-    for row in np.unique(e.row[i]):
-        at = e.row[i] == row
-        if excess(moved[at], tol) < excess(before[at], tol):
-            after[at] = moved[at]
-    return before, after
+    known = np.isfinite(before) & np.isfinite(moved)
+    left = lambda x: np.bincount(e.row[i], np.where(known, np.maximum(np.abs(x) - tol, 0), 0), len(e.datums))
+    return before, np.where((left(moved) < left(before))[e.row[i]], moved, before)
 
 
 def shift(e: Evidence) -> Finding:
@@ -385,16 +383,15 @@ def probed(probes: Sequence[Probe], tail: int) -> np.ndarray:  # (len(SHARPNESS)
 
 
 def fit_probes(e: Evidence) -> Finding:
-    "The temperature of either side that explains most of its distance from the raw logprobs."
-    tol, at = tolerance(e), [q.at for q in e.probes]
-    raw, found = np.array([q.chosen for q in e.probes]), [Finding("temperature", 0.0, "no temperature fits")]
-    for tail in (1, 8, 64, 512):
+    "The temperatures of both sides, each against the raw logprobs, and how much of the gap they leave."
+    tol, at, found = tolerance(e), [q.at for q in e.probes], [Finding("temperature", 0.0, "no position to probe")]
+    for tail in (1, 8, 64, 512) if at else ():
         curves = probed(e.probes, tail)
-        for side, series in (("sampler", e.s[at]), ("trainer", e.p[at])):
-            scores = [explained(series - raw, series - curve, tol) for curve in curves]
-            t = float(1 / SHARPNESS[int(np.argmax(scores))])
-            text = f"the {side}'s are at temperature {t:.2f}: {max(scores):.0%} gone"
-            found.append(Finding("temperature", max(scores), text, {"temperature": t}))
+        s, p = (int(np.argmin([excess(x[at] - curve, tol) for curve in curves])) for x in (e.s, e.p))
+        score = explained(e.gap[at], e.gap[at] - (curves[s] - curves[p]), tol)
+        ours, theirs = float(1 / SHARPNESS[p]), float(1 / SHARPNESS[s])
+        text = f"the sampler's are at temperature {theirs:.2f}, the trainer's at {ours:.2f}: {score:.0%} gone"
+        found.append(Finding("temperature", score, text, {"sampler": theirs, "trainer": ours}))
     return strongest(found)
 
 # %% ../nbs/41_doctor.ipynb #5c435ef7
@@ -434,11 +431,15 @@ def temperature(e: Evidence) -> Finding:
     return Finding("temperature", max(0.95 * order * score, 0.9 * order * by_raw, stamped), text, {"temperature": t})
 
 # %% ../nbs/41_doctor.ipynb #d0389fdd
-def twins(e: Evidence) -> tuple[tuple[float, float], tuple[float, float]]:
+def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[float, float]]:
     "Largest (trainer, sampler) difference over one past: in rows of the same length, and of different length."
-    places: dict[bytes, list[int]] = {}
-    for k, (row, target) in enumerate(zip(e.row, e.target, strict=True)):
-        places.setdefault(e.datums[row].tokens[: target + 2].tobytes(), []).append(k)
+    places: dict[int, list[int]] = {}
+    key, last, read, seen = 0, -1, 0, 0
+    for k, (row, target) in enumerate(zip(e.row.tolist(), e.target.tolist(), strict=True)):
+        key, last, read, seen = (key, last, read, seen + 1) if row == last else (0, row, 0, 0)
+        if seen < limit:
+            key, read = hash((key, e.datums[row].tokens[read : target + 2].tobytes())), target + 2
+            places.setdefault(key, []).append(k)
     length = [len(e.datums[row].tokens) for row in e.row]
     found = np.zeros((2, 2))
     for first, *others in places.values():
@@ -483,12 +484,10 @@ def padding_by_length(e: Evidence) -> Finding:
     if max(same) <= tol < max(different) and min(different) <= tol:
         text = f"the same past differs by up to {max(different):.2g} nats, only between rows of different length"
         return Finding("padding side", 0.6, text)
-    off = {bool(long): [] for long in (True, False)}
-    for row in np.unique(e.row):
-        off[bool(lengths[row] == lengths.max())].append(excess(e.gap[e.row == row], tol) > 0)
-    fits = len(off[False]) > 2 and not any(off[True])
-    score = 0.8 * float(np.mean(off[False])) if fits else 0.0
-    return Finding("padding side", score, f"longest rows off: {sum(off[True])}; shorter ones off: {sum(off[False])}")
+    rows, off = np.unique(e.row), np.bincount(e.row, np.abs(e.gap) > tol, len(lengths)) > 0
+    long, short = (off[rows[at]] for at in (lengths[rows] == lengths[rows].max(), lengths[rows] < lengths[rows].max()))
+    score = 0.8 * float(short.mean()) if len(short) > 2 and not long.any() else 0.0
+    return Finding("padding side", score, f"longest rows off: {long.sum()}; shorter ones off: {short.sum()}")
 
 # %% ../nbs/41_doctor.ipynb #346fb6f3
 def stale_weights(e: Evidence) -> Finding:
@@ -502,6 +501,11 @@ def stale_weights(e: Evidence) -> Finding:
         text = f"before a sync the sampler still says it ({before:.0%}), after it what the trainer says ({agree:.0%})"
         numbers = {"before": before, "after": agree, "moved": moved}
         return Finding("stale weights", max(min(before, agree), min(by_raw, moved)), text, numbers)
+    if "sampler" in e.controls:
+        before = explained(e.gap, e.s - e.flat("sampler"), tol)
+        return Finding(
+            "stale weights", 0.5 * before, f"the sampler still says it ({before:.0%}); only a sync can prove it"
+        )
     ours, theirs = e.stamps.trainer_version, e.stamps.sampler_version
     if ours is not None and theirs is not None and theirs < ours and excess(e.gap, tol) > 0:
         return Finding("stale weights", 0.7, f"drawn by version {theirs}, scored by version {ours}")
@@ -544,9 +548,11 @@ def vocabulary(e: Evidence) -> Finding:
 def unspoken_starts(e: Evidence) -> tuple[np.ndarray, float]:
     "For each row with compared positions, how many at its start the sampler has no value for; share of such elsewhere."
     empty = (~np.isfinite(e.s) | (e.s == 0)) & (e.p < -1e-3)
-    rows = [empty[e.row == row] for row in np.unique(e.row)]
-    led = np.array([int(np.argmin(np.r_[at, False])) for at in rows])
-    later = np.concatenate([at[n:] for at, n in zip(rows, led, strict=True)])
+    starts = np.flatnonzero(np.diff(e.row, prepend=-1))
+    column = np.arange(len(e.row)) - np.repeat(starts, np.diff(starts, append=len(e.row)))
+    led = np.minimum.reduceat(np.where(empty, len(e.row), column), starts)
+    led = np.minimum(led, np.diff(starts, append=len(e.row)))
+    later = empty[column >= np.repeat(led, np.diff(starts, append=len(e.row)))]
     return led, float(later.mean()) if len(later) else 0.0
 
 
@@ -619,8 +625,8 @@ class TokenGap:
 def shown_tokens(e: Evidence, positions: Sequence[int], limit: int = 5) -> tuple[TokenGap, ...]:
     "The tokens at these compared positions, or, without any, those with the largest gaps beyond the tolerance."
     if not len(positions):
-        gap = np.nan_to_num(np.abs(e.gap))
-        positions = [int(k) for k in np.argsort(-gap, kind="stable") if gap[k] > tolerance(e)]
+        gap, tol = np.nan_to_num(np.abs(e.gap)), tolerance(e)
+        positions = [int(k) for k in np.argsort(-gap, kind="stable")[:limit] if gap[k] > tol]
     place = lambda k: (e.datums[e.row[k]].group, e.datums[e.row[k]].sample, int(e.target[k]), int(e.token[k]))
     return tuple(TokenGap(*place(k), float(e.p[k]), float(e.s[k])) for k in list(positions)[:limit])
 
@@ -830,7 +836,7 @@ async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     datums, score = [e.datums[r] for r in rows], backend.policy.forward
     once, again = await score(datums), await score(datums)
     longest = max(rows, key=lambda r: len(e.datums[r].tokens))
-    few = sorted({longest, *[r for r in worst_rows(e, len(e.datums)) if r in set(rows)][:3]})
+    few = sorted({longest, *[r for r in worst_rows(e, len(e.datums)) if r in set(rows)][:2]})
     alone = [(await score([e.datums[r]]))[0] for r in few]
     series = {"policy": placed(e, rows, once), "policy again": placed(e, rows, again)}
     series |= {"policy alone": placed(e, few, alone)}
