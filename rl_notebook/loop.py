@@ -907,7 +907,9 @@ def branch_config(cfg: Config, changes: Mapping[str, Any]) -> Config:
     for name, old, asked in cfg.diff(new).rows:
         if name.partition(".")[0] in NOT_FOR_BRANCHES:
             fix = "It belongs to the backend, the data or the run folder: open another loop for it."
-            raise ConfigError(name, where="branch", got=asked, expected=f"{old!r}, as the loop it leaves", fix=fix)
+            raise ConfigError(
+                name, where="branch", got=repr(asked), expected=f"{old!r}, as the loop it leaves", fix=fix
+            )
     return new
 
 
@@ -1086,6 +1088,7 @@ async def greedy_half(loop: Loop) -> None:
         loop.state.put("reference", datums)
         loop.state.put("backward", merged_report(reports, loop.cfg.aggregation))
         loop.state.normalization = NORMALIZATION[loop.cfg.aggregation]
+        loop.state.passes = tuple(len(r.datums) for r in reports)
 
 # %% ../nbs/33_loop.ipynb #63a5f23c
 async def run_phase(loop: GRPOLoop, phase: str) -> None:

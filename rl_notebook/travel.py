@@ -23,7 +23,7 @@ __all__ = ['MARKS', 'UNSCORABLE', 'PhaseComparison', 'Piece', 'differs', 'compar
 
 # %% ../nbs/37_travel.ipynb #c54bab8c
 from .advantages import with_advantages
-from .core import Datum, LossOutput, PromptGroup, RecordError
+from .core import DataError, Datum, LossOutput, PromptGroup, RecordError
 from .data import Row
 from .loop import GRPOLoop, Loop, StepState
 from .loop import draw_prompt, encode, group_datums, have_tokens, list_training, on_stage, rebuild, record_of
@@ -158,21 +158,29 @@ def row_at(loop: Loop, number: int) -> list[Row]:
     return replace(loop.state.cursor, consumed=int(min(number, loop.cursor.total))).peek(1)
 
 
-def encoded_again(loop: Loop, record: StepRecord) -> list[Prompt]:
-    "The prompts of a recorded step, where the data still have rows for them."
-    rows = [(g, row) for g in record.groups for row in row_at(loop, g.number)]
-    return [encode(loop, [row], g.number, g.index)[0] for g, row in rows]
+def encoded_again(loop: Loop, record: StepRecord) -> tuple[list[Prompt], dict[int, str]]:
+    "The prompts of a recorded step that can be encoded, and by position why others cannot."
+    prompts, reasons = list[Prompt](), dict[int, str]()
+    for g in record.groups:
+        try:
+            prompts += [encode(loop, [row], g.number, g.index)[0] for row in row_at(loop, g.number)]
+        except DataError as error:
+            reasons[g.number] = str(error)
+    return prompts, reasons
 
 
-def prompt_pieces(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> Iterator[Piece]:
+def prompt_pieces(
+    loop: Loop, record: StepRecord, prompts: Sequence[Prompt], reasons: Mapping[int, str]
+) -> Iterator[Piece]:
     "Rows, positions and tokens of a step's prompts."
     by_number, start = {p.number: p for p in prompts}, loop.state.cursor.consumed
     for i, g in enumerate(record.groups):
         prompt = by_number.get(g.number)
         name = None if prompt is None else prompt.row.key
-        yield Piece(
-            "row", "rows", g.where, float(name != g.key), 0.0, f"row {name!r} at position {g.number} of the data"
+        note = reasons.get(
+            g.number, f"{'no row' if name is None else f'row {name!r}'} at position {g.number} of the data"
         )
+        yield Piece("row", "rows", g.where, float(name != g.key), 0.0, note)
         if loop.cfg.weight_sync_interval == 1:  # in windows groups come in the order of their answers
             yield Piece("position", "rows", g.where, start + i, g.number)
         if prompt is not None and g.samples and loop.task.rollout_fn is None:
@@ -283,7 +291,7 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
     if loop.cfg.refill and len(record.groups) > loop.cfg.prompt_groups_per_step:
         return "drawn in several rounds (refill)"
     if len(prompts) < len(record.groups):
-        return "the data have no row at some of its positions"
+        return "not all of its prompts could be encoded again"
     return other_grading(loop, record) if not reward_names(record) else ""
 
 
@@ -372,12 +380,12 @@ def metric_pieces(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Ite
 
 async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> PhaseComparison:
     "The pass over the policy again, its gradient kept."
+    if blocked:
+        return PhaseComparison("backward", None, note=blocked)
     if not record.trained or record.loss is None:
         loop.state.values["backward"] = Measured(f"backward skipped: {record.reason}", {})
         return PhaseComparison("backward", True, note="nothing to train")
     try:
-        if blocked:
-            raise RecordError(blocked)
         report = await repeat_backward(loop, record)
     except RecordError as error:  # a loss that only code can tell
         return PhaseComparison("backward", None, note=str(error))
@@ -419,8 +427,8 @@ async def replay(
     run.check(loop.cfg)
     async with on_stage(loop):
         phases, blocked, base = await stand_before(loop, record, run)
-        prompts = encoded_again(loop, record)
-        phases.append(compare("prompts", prompt_pieces(loop, record, prompts)))
+        prompts, reasons = encoded_again(loop, record)
+        phases.append(compare("prompts", prompt_pieces(loop, record, prompts, reasons)))
         drawn, sampled = await replay_sample(loop, record, prompts, blocked)
         phases += [sampled, replay_score(loop, record, prompts, drawn)]
         phases += [replay_advantages(loop, record), replay_datums(loop, record)]

@@ -1,21 +1,58 @@
 "Going back, branching off, rebuilding, replaying: everything on the shipped model, compared bit for bit."
 
 import asyncio
+import html
+import json
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
-from test_loop import LENGTH, make_loop, same, up_to, weights
+import torch
+from test_loop import ALL, LENGTH, SMALL, make_loop, same, texts, up_to, weights
 
-from rl_notebook.core import RewardError
-from rl_notebook.loop import PHASES
+from rl_notebook.config import Config
+from rl_notebook.core import (
+    BackendError,
+    ConfigError,
+    PhaseError,
+    RecordError,
+    RewardError,
+    RolloutSample,
+    SampleParams,
+)
+from rl_notebook.loop import PHASES, StepState, on_stage, save_checkpoint
+from rl_notebook.losses import make_loss_fn
+from rl_notebook.recipes.rl_loop import replay_step, train
+from rl_notebook.records import RunFolder, write_record
+from rl_notebook.toy import load_model
+from rl_notebook.travel import PhaseComparison, Replay, compare_loops, replay
 
 
 def run(coroutine):
     return asyncio.run(coroutine)
 
 
+def length(text: str) -> float:
+    "A reward that differs inside nearly every group, by name."
+    return float(len(text))
+
+
 def numbers(record):
     "Everything measured in a step, but the clock."
-    return {**record.metrics, "version": record.policy_version, "loss": record.loss and record.loss.loss}
+    loss = float("nan") if record.loss is None else record.loss.loss
+    return {**record.metrics, "version": record.policy_version, "loss of the record": loss}
+
+
+def assert_equal(ours, theirs, rel=0.0):
+    "The same names and, to the last bit unless said otherwise, the same numbers."
+    assert ours.keys() == theirs.keys()
+    different = {
+        k: (ours[k], theirs[k]) for k in ours if ours[k] != pytest.approx(theirs[k], rel=rel, abs=0, nan_ok=True)
+    }
+    assert different == {}
 
 
 # --- the phase under way --------------------------------------------------------------------------------------------
@@ -113,7 +150,7 @@ def test_a_phase_that_fails_leaves_the_loop_where_it_stood(phase, again, monkeyp
         assert after == (before[0], before[1] - gone, *before[2:])
         assert loop.running == ""
         assert same(kept, weights(loop))
-        assert numbers(await loop.step()) == pytest.approx(numbers(whole), nan_ok=True)
+        assert_equal(numbers(await loop.step()), numbers(whole), rel=1e-6)
 
     run(main())
 
@@ -131,5 +168,1010 @@ def test_a_window_of_which_nothing_came_costs_no_prompts(monkeypatch):
         assert (loop.cursor.consumed, loop.state.untrained, loop.running) == (0, 0, "")
         assert [r.step for r in await loop.run(2, progress=False)] == [1, 2]
         assert loop.state.untrained == 0
+
+    run(main())
+
+
+# --- undo: exceptions, backends that cannot, what it costs ----------------------------------------------------------
+
+
+def bare(loop):
+    "The loop's backend, as one that cannot save states."
+    loop.backend.capabilities = replace(loop.backend.capabilities, name="bare", state_snapshots=False)
+    loop.backend.policy.save_state = loop.backend.policy.load_state = None  # must not be called
+    return loop
+
+
+@pytest.mark.parametrize("what", ["undo", "branch", "seek"])
+def test_a_backend_without_snapshots_trains_and_says_what_it_cannot(what, tmp_path):
+    async def main():
+        loop = bare(make_loop())
+        folder = recorded(loop, tmp_path)
+        assert (await loop.step()).trained
+        assert "remember" not in loop.records[-1].seconds
+        calls = {"undo": loop.undo, "branch": lambda: loop.branch(kl_beta=0.5), "seek": lambda: loop.seek(1, folder)}
+        with pytest.raises(
+            BackendError, match=rf"backend bare: {what}: got no state snapshots; expected a trainer that"
+        ):
+            await calls[what]()
+        assert loop.state.number == 2
+
+    run(main())
+
+
+def test_undo_after_a_sync_gives_the_sampler_what_it_served_not_what_the_trainer_had():
+    async def main():
+        loop = make_loop(keep_undo=2, weight_sync_interval=2, reward=LENGTH)
+        tokens = loop.prompts()[0].tokens
+        served = (await loop.backend.sampler.logprobs(tokens)).values
+        for _ in range(2):
+            await up_to(loop, "finish")
+        assert loop.policy_version == 1
+        await loop.undo()  # step 2, after whose update the weights were synced
+        np.testing.assert_array_equal((await loop.backend.sampler.logprobs(tokens)).values, served)
+        assert loop.policy_version == 0
+        assert not same(weights(loop), load_weights(loop))
+
+    run(main())
+
+
+def load_weights(loop):
+    "The weights that the shipped model came with."
+    return dict(load_model("tiny")[0].named_parameters())
+
+
+def test_what_undo_costs_is_measured():
+    async def main():
+        loop, free = make_loop(keep_undo=2), make_loop(keep_undo=0)
+        for _ in range(3):
+            for one in (loop, free):
+                await one.step()
+        cost, params = loop.undo_cost, sum(p.nbytes for p in weights(loop).values())
+        assert (cost.steps, cost.states, cost.saves) == (2, 2, 3)
+        assert cost.bytes == pytest.approx(6 * params, rel=0.02)  # weights and two moments, twice
+        assert cost.seconds == pytest.approx(sum(r.seconds["remember"] for r in loop.records))
+        assert 0 < cost.seconds < sum(sum(r.seconds.values()) for r in loop.records)
+        assert repr(free.undo_cost) == "undo costs nothing: no state was put aside"
+        assert not free.backend.policy.state.saved
+        assert all("remember" not in r.seconds for r in free.records)
+        assert_same_records(loop.records, free.records)
+        loop.backend.policy.saved_bytes = None  # as on a backend that cannot tell
+        assert loop.undo_cost.bytes is None
+        assert "of unknown size" in repr(loop.undo_cost)
+
+    run(main())
+
+
+# --- branches -------------------------------------------------------------------------------------------------------
+
+
+async def begun(**settings):
+    "A loop with one step behind it and a batch in hand."
+    loop = make_loop(reward=LENGTH, **settings)
+    await loop.step()
+    await up_to(loop, "score")
+    return loop
+
+
+async def alone(changes, at, steps, **settings):
+    "The records of a loop that does the same as a branch, with a backend to itself."
+    loop = await begun(**settings)
+    loop.cfg = replace(loop.cfg, **changes)
+    if at == "start":
+        loop.state = StepState(loop.state.number, loop.state.cursor)
+    else:
+        loop.state.values = {k: v for k, v in loop.state.values.items() if k in ("prompts", "sample", "score")}
+    return [await loop.step() for _ in range(steps)], weights(loop)
+
+
+def assert_same_records(ours, theirs):
+    "The same numbers, tokens and logprobs to the last bit."
+    assert [r.step for r in ours] == [r.step for r in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert_equal(numbers(a), numbers(b))
+        assert (a.policy_version, a.consumed, a.options) == (b.policy_version, b.consumed, b.options)
+        for g, h in zip(a.groups, b.groups, strict=True):
+            for s, t in zip(g.samples, h.samples, strict=True):
+                np.testing.assert_array_equal(s.tokens, t.tokens)
+                np.testing.assert_array_equal(s.logprobs, t.logprobs)
+        assert (a.loss is None) == (b.loss is None)
+        for x, y in zip(a.loss.logprobs if a.loss else (), b.loss.logprobs if b.loss else (), strict=True):
+            np.testing.assert_array_equal(x.values, y.values)
+
+
+CHANGES = {"kl_beta": 0.5, "learning_rate": 3e-3, "policy_loss": "reinforce"}
+
+
+@pytest.mark.parametrize(
+    ("at", "how", "settings"),
+    [("batch", "side by side", {}), ("start", "in turn", {}), ("batch", "in turn", {"lora_rank": 4})],
+    ids=["batch, side by side", "start, in turn", "lora"],
+)
+def test_two_branches_give_what_each_gives_alone(at, how, settings):
+    async def main():
+        loop = await begun(**settings)
+        branch = await loop.branch(at=at, **CHANGES)
+        assert branch.state.current == ("advantages" if at == "batch" else "prompts")
+        if how == "side by side":
+            ours, theirs = await asyncio.gather(loop.run(2, progress=False), branch.run(2, progress=False))
+        else:
+            ours, theirs = [], []
+            for _ in range(2):
+                theirs.append(await branch.step())
+                ours.append(await loop.step())
+        assert_same_records(ours, (expected := await alone({}, "batch", 2, **settings))[0])
+        async with on_stage(loop):
+            assert same(weights(loop), expected[1])
+        assert_same_records(theirs, (expected := await alone(CHANGES, at, 2, **settings))[0])
+        async with on_stage(branch):
+            assert same(weights(branch), expected[1])
+
+    run(main())
+
+
+def test_branches_of_branches_by_hand_with_the_sampler_behind():
+    "Phase by phase, so that turns fall between update and sync; one of them never syncs."
+
+    async def main():
+        loop = await begun()
+        never = await loop.branch(weight_sync_interval=0)
+        third = await never.branch(kl_beta=0.5)
+        done = {id(one): [] for one in (loop, never, third)}
+        for _ in range(2 * len(PHASES) + 5):
+            for one in (loop, never, third):
+                if len(done[id(one)]) < 2 and (record := await next_phase(one)):
+                    done[id(one)].append(record)
+        for one, changes in [(loop, {}), (never, never_synced := {"weight_sync_interval": 0}), (third, never_synced)]:
+            other = {"kl_beta": 0.5} if one is third else {}
+            steps = len(done[id(one)])
+            assert steps == 2
+            assert_same_records(done[id(one)], (await by_hand(changes | other, steps)))
+
+    async def by_hand(changes, steps):
+        loop = await begun()
+        loop.cfg = replace(loop.cfg, **changes)
+        return [await up_to_end(loop) for _ in range(steps)]
+
+    async def next_phase(loop):  # the record of a step that it ends; a gradient does not outlive a turn
+        phase = loop.state.current
+        result = getattr(loop, phase)()
+        result = await result if asyncio.iscoroutine(result) else result
+        if phase == "backward":
+            await loop.optimize()
+        return result if phase == "finish" else None
+
+    async def up_to_end(loop):
+        while (record := await next_phase(loop)) is None:
+            pass
+        return record
+
+    run(main())
+
+
+def test_windows_of_two_branches_do_not_mix():
+    async def main():
+        settings = {"weight_sync_interval": 2, "rows": 18}
+        loop = make_loop(reward=LENGTH, keep=ALL, **settings)
+        branch = await loop.branch(kl_beta=0.5)
+        ours, theirs = await asyncio.gather(loop.run(progress=False), branch.run(progress=False))
+        for records, kl_beta in ((ours, 0.05), (theirs, 0.5)):
+            other = make_loop(reward=LENGTH, keep=ALL, kl_beta=kl_beta, **settings)
+            assert_same_records(records, await other.run(progress=False))
+
+    run(main())
+
+
+def test_undo_in_a_branch_is_its_own():
+    async def main():
+        loop = await begun()
+        branch = await loop.branch(**CHANGES)
+        first = await branch.step()
+        ours = await loop.step()
+        await branch.undo(to="advantages")
+        await loop.undo(to="advantages")
+        assert_same_records([await loop.step(), await branch.step()], [ours, first])
+        with pytest.raises(PhaseError, match="no update to take back"):
+            await (await loop.branch(at="start")).undo()
+
+    run(main())
+
+
+def test_a_gradient_that_waits_is_computed_again():
+    async def main():
+        loop = await begun()
+        await loop.branch(kl_beta=0.5)
+        other = await loop.branch(kl_beta=0.7)
+        loop.advantages(), loop.datums()
+        await loop.reference()
+        await loop.backward()
+        await other.step()
+        with pytest.raises(PhaseError, match=r"got no backward yet. Run await loop.backward\(\)"):
+            await loop.optimize()
+        [expected], _ = await alone({}, "batch", 1)
+        assert_same_records([await loop.step()], [expected])
+
+    run(main())
+
+
+def test_a_branch_keeps_the_batch_and_grades_it_anew_with_another_reward():
+    async def main():
+        loop = await begun()
+        branch = await loop.branch(reward=lambda text: -float(len(text)))
+        assert branch.state.current == "score"
+        ours, theirs = await loop.step(), await branch.step()
+        assert texts(ours) == texts(theirs)
+        assert [g.rewards.tolist() for g in ours.groups] == [(-g.rewards).tolist() for g in theirs.groups]
+        weighted = await (await begun(rewards=["length"])).branch(reward_weights=[0.5])
+        assert weighted.state.current == "score"
+
+    run(main())
+
+
+def test_the_name_of_a_branch_says_what_is_different_and_is_its_own():
+    async def main():
+        loop = await begun()
+        names = [(await loop.branch(**c)).name for c in ({"kl_beta": 0.5}, {"kl_beta": 0.5}, {}, {"name": "mine"})]
+        assert [loop.name, *names] == ["main", "kl_beta=0.5", "kl_beta=0.5 (2)", "branch", "mine"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model": "smollm2"}, r"base_model: got 'smollm2'; expected 'tiny', as the loop it leaves"),
+        ({"dtype": "bfloat16"}, r"dtype: got 'bfloat16'; expected 'float32'"),
+        ({"lora_rank": 4}, r"lora_rank: got 4; expected 0"),
+        ({"seed": 9}, r"seed: got 9; expected 0"),
+        ({"log_path": "runs/x"}, r"log_path: got 'runs/x'.*open another loop for it"),
+        ({"temperature": 0.7}, r"temperature: got 0.7; expected 1.0, at which the policy scores"),
+        ({"kl_betta": 0.7}, r"unknown setting 'kl_betta'"),
+        ({"kl_beta": -1.0}, r"kl_beta"),
+    ],
+)
+def test_what_a_branch_cannot_change_is_refused(changes, message):
+    async def main():
+        loop = await begun()
+        with pytest.raises(ConfigError, match=message):
+            await loop.branch(**changes)
+        assert loop.stage.names == ["main"]
+        assert (await loop.step()).trained
+
+    run(main())
+
+
+def test_places_from_which_no_branch_leaves_say_why():
+    async def main():
+        loop = make_loop(reward=LENGTH, keep=ALL)
+        with pytest.raises(
+            PhaseError, match=r"step 1: branch: got no samples yet; expected a batch. Run await loop.sample"
+        ):
+            await loop.branch(at="batch")
+        with pytest.raises(PhaseError, match=r"branch: got at='end'; expected 'batch' or 'start'"):
+            await loop.branch(at="end")
+        await up_to(loop, "optimize")
+        with pytest.raises(
+            PhaseError, match=r"branch: got updated weights; expected a step before its update. Go back"
+        ):
+            await loop.branch()
+        windows = make_loop(reward=LENGTH, keep=ALL, weight_sync_interval=2)
+        async for _ in windows:
+            with pytest.raises(PhaseError, match=r"branch: got a window under way; .* Let the window end"):
+                await windows.branch(kl_beta=0.5)
+            break
+        never = make_loop(reward=LENGTH, weight_sync_interval=0)
+        await up_to(never, "finish")
+        with pytest.raises(PhaseError, match=r"weights that the sampler has not got yet; .*weight_sync_interval=0"):
+            await never.branch(kl_beta=0.5)
+
+    run(main())
+
+
+def test_a_turn_that_could_never_come_is_refused_and_costs_nothing():
+    async def main():
+        loop = make_loop(reward=LENGTH, keep=ALL, weight_sync_interval=2, rows=12)
+        branch = await loop.branch(kl_beta=0.5)
+        numbers = []
+        async for record in loop:
+            numbers.append(record.step)
+            with pytest.raises(
+                PhaseError, match="a turn for 'kl_beta=0.5': got a window of 'main' that waits for this"
+            ):
+                await branch.step()
+        assert numbers == [1, 2, 3, 4]
+        assert [r.step for r in await branch.run(progress=False)] == [1, 2, 3, 4]
+
+    run(main())
+
+
+def test_a_step_that_fails_in_a_branch_frees_the_backend():
+    async def main():
+        loop = await begun()
+        branch = await loop.branch(reward=lambda text: 1 / 0)
+        with pytest.raises(RewardError, match="ZeroDivisionError"):
+            await branch.step()
+        assert (loop.stage.holder, loop.stage.depth, branch.running) == (None, 0, "")
+        [expected], _ = await alone({}, "batch", 1)
+        assert_same_records([await loop.step()], [expected])
+
+    run(main())
+
+
+def test_a_swap_that_fails_loses_neither_loop():
+    async def main():
+        loop = await begun()
+        branch = await loop.branch(**CHANGES)
+        load, calls = loop.backend.policy.load_state, []
+
+        async def failing(path, **options):
+            calls.append(path)
+            if len(calls) == 1:
+                raise TimeoutError("no trainer")
+            await load(path, **options)
+
+        loop.backend.policy.load_state = failing
+        with pytest.raises(TimeoutError):
+            await branch.step()
+        expected = [(await alone({}, "batch", 1))[0], (await alone(CHANGES, "batch", 1))[0]]
+        assert_same_records([await loop.step()], expected[0])
+        assert_same_records([await branch.step()], expected[1])
+
+    run(main())
+
+
+def test_an_interrupt_stops_all_loops_that_run_and_the_handler_comes_back():
+    async def main():
+        handler = signal.getsignal(signal.SIGINT)
+        loop = await begun()
+        branch = await loop.branch(kl_beta=0.5)
+        loop.outputs.append(lambda record: signal.raise_signal(signal.SIGINT))
+        ours, theirs = await asyncio.gather(loop.run(progress=False), branch.run(progress=False))
+        assert (len(ours), loop.stop_requested, branch.stop_requested) == (1, True, True)
+        assert len(theirs) <= 1
+        assert signal.getsignal(signal.SIGINT) is handler
+
+    run(main())
+
+
+def test_a_stage_works_in_one_event_loop_after_the_other():
+    loop = run(begun())
+    branch = run(loop.branch(kl_beta=0.5))
+
+    async def both():
+        return await asyncio.gather(loop.step(), branch.step())
+
+    first, second = run(both()), run(both())
+    assert [r.step for r in (*first, *second)] == [2, 2, 3, 3]
+
+
+def test_loops_are_compared_by_name_and_step():
+    async def main():
+        loop = await begun()
+        branch = await loop.branch(kl_beta=0.5)
+        await asyncio.gather(loop.step(), branch.step())
+        table = compare_loops(loop, branch)
+        assert list(table.index) == [("main", 1), ("main", 2), ("kl_beta=0.5", 2)]
+        assert table.index.names == ["loop", "step"]
+        assert table.loc[("kl_beta=0.5", 2), "kl_beta"] == 0.5
+        assert table["reward"].unstack("loop").loc[2].nunique() == 1  # the same batch
+        assert len(compare_loops()) == 0
+
+    run(main())
+
+
+# --- seek -----------------------------------------------------------------------------------------------------------
+
+
+def recorded(loop, tmp_path, name="run"):
+    "A run folder that the loop writes to."
+    folder = RunFolder.create(tmp_path / name, loop.cfg)
+    loop.outputs.append(folder.add)
+    return folder
+
+
+STEPS = 5
+VARIANTS = {
+    "plain": {},
+    "lora": {"lora_rank": 4, "policy_loss": "ppo", "tis_enabled": True},
+    "passes": {"max_samples_per_fwd_bwd": 6},
+    "greedy": {"min_samples_per_fwd_bwd": 6, "max_samples_per_fwd_bwd": 6, "aggregation": "sequence_mean"},
+    "divided": {
+        "aggregation": "sum",
+        "grad_accumulation_normalization": "num_loss_tokens",
+        "max_samples_per_fwd_bwd": 12,
+    },
+    "refill": {"refill": True},
+}
+
+
+def reward_of(variant):
+    "A reward with dead groups now and then where that matters."
+    dull = lambda text, question: float(len(text)) if "?" in question else 1.0
+    return dull if variant == "refill" else LENGTH
+
+
+class Recorded:
+    "A run in a folder, with the weights after each of its steps."
+
+    def __init__(self, path, variant="plain", every=0):
+        self.variant, self.every = variant, every
+        self.loop = self.fresh()
+        self.folder = RunFolder.create(path / "run", self.loop.cfg)
+        self.loop.outputs.append(self.folder.add)
+        self.weights = [weights(self.loop)]
+        run(self.all())
+
+    def fresh(self, **settings):
+        gentle = {"learning_rate": 2e-4, "rows": 48}
+        return make_loop(reward=reward_of(self.variant), **gentle | VARIANTS[self.variant] | settings)
+
+    async def all(self):
+        for _ in range(STEPS):
+            assert (await self.loop.step()).trained
+            self.weights.append(weights(self.loop))
+            if self.every:
+                await save_checkpoint(self.loop, self.folder, every=self.every)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    "Runs by variant and checkpoint interval, made when asked for."
+
+    class Runs(dict):
+        def __missing__(self, key):
+            self[key] = Recorded(tmp_path_factory.mktemp("runs"), *key)
+            return self[key]
+
+    return Runs()
+
+
+@pytest.mark.parametrize("every", [0, 2], ids=["without", "with"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_seek_comes_to_the_weights_of_the_run_and_goes_on_as_it_did(variant, every, runs):
+    found = runs[variant, every]
+
+    async def main():
+        assert found.folder.checkpoints == ([2, 4] if every else [])
+        loop = found.fresh()
+        for step in (3, 5, 4):
+            arrival = await loop.seek(step, found.folder)
+            assert (arrival.step, arrival.gap) == (step, 0.0)
+            assert arrival.base == (max(n for n in (0, 2, 4) if n <= step) if every else 0)
+            assert same(weights(loop), found.weights[step])
+            record = found.folder.record(step)
+            assert (loop.state.number, loop.cursor.consumed) == (step + 1, record.consumed)
+            assert (loop.policy_version, loop.state.values) == (record.policy_version, {})
+        last = await loop.step()
+        if variant == "greedy":  # what arrives together is for the clock to say
+            assert texts(last) == texts(found.folder.record(5))
+        else:
+            assert_same_records([last], [found.folder.record(5)])
+            assert same(weights(loop), found.weights[5])
+
+    run(main())
+
+
+def test_seek_goes_back_in_a_running_loop_and_forward_again(runs):
+    found = runs["plain", 2]
+
+    async def main():
+        loop = found.loop
+        records = [found.folder.record(n) for n in range(1, STEPS + 1)]
+        assert [r.step for r in loop.records] == [1, 2, 3, 4, 5]
+        outputs, loop.outputs = loop.outputs, []
+        await loop.seek(3, found.folder)
+        assert [r.step for r in loop.records] == [1, 2, 3]
+        assert_same_records([await loop.step(), await loop.step()], records[3:])
+        await up_to(loop, "optimize")
+        await loop.seek(5, found.folder)
+        assert same(weights(loop), found.weights[5])
+        assert [r.step for r in loop.records] == [1, 2, 3, 4, 5]
+        with pytest.raises(PhaseError, match="no update to take back"):
+            await loop.undo()
+        with pytest.raises(
+            RecordError, match=r"no way to step 1: got checkpoints after 2, 4, and a loop in step 6; exp"
+        ):
+            await loop.seek(1, found.folder)
+        assert found.folder.steps == [1, 2, 3, 4, 5]
+        loop.outputs = outputs
+
+    run(main())
+
+
+def test_seek_leaves_the_folder_alone_until_it_is_rewound(runs, tmp_path):
+    found = runs["plain", 0]
+
+    async def main():
+        shutil.copytree(found.folder.path, tmp_path / "copy")
+        folder, loop = RunFolder.open(tmp_path / "copy"), found.fresh()
+        loop.outputs.append(folder.add)
+        await loop.seek(2, folder)
+        with pytest.raises(RecordError, match="recorded already.*Rewind the run to an earlier step first"):
+            await loop.step()
+        folder.rewind(2)
+        loop.finish()
+        assert_same_records([folder.record(3)], [found.folder.record(3)])
+
+    run(main())
+
+
+def test_seek_from_another_model_is_noticed(runs):
+    found = runs["plain", 0]
+
+    async def main():
+        loop = found.fresh()
+        with torch.no_grad():
+            next(iter(loop.backend.policy.state.params.values())).mul_(1.05)
+        with pytest.warns(UserWarning, match=r"not the weights of .*: logprobs differ from its records by"):
+            arrival = await loop.seek(2, found.folder)
+        assert arrival.gap > 1e-3
+
+    run(main())
+
+
+def test_a_run_in_windows_is_sought_where_a_checkpoint_is(tmp_path):
+    async def main():
+        settings = {"weight_sync_interval": 2, "rows": 18}
+        loop = make_loop(reward=LENGTH, keep=ALL, **settings)
+        folder = recorded(loop, tmp_path)
+        loop.at_boundary.append(lambda: save_checkpoint(loop, folder))
+        records = await loop.run(progress=False)
+        other = make_loop(reward=LENGTH, keep=ALL, **settings)
+        await other.seek(4, folder)
+        assert_same_records(await other.run(progress=False), records[4:])
+        with pytest.raises(RecordError, match=r"step 5 of a run in windows: got no checkpoint; expected a step with a"):
+            await other.seek(5, folder)
+        assert other.done
+
+    run(main())
+
+
+# --- replay ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [0, 2], ids=["without", "with"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_step_is_replayed_to_the_last_bit(variant, every, runs):
+    found = runs[variant, every]
+
+    async def main():
+        loop = found.fresh()
+        for step in (1, 3, 4) if not every else (3, 5):
+            if step == 4:
+                loop = found.fresh()
+            result = await replay(found.folder, step, loop)
+            assert result.first_difference is None, result
+            left = {p.phase: p.note for p in result.phases if p.same is None}
+            refilled = len(found.folder.record(step).groups) > 3
+            assert left == ({"sample": "drawn in several rounds (refill)"} if refilled else {})
+            assert result.same is (None if refilled else True)
+            assert same(weights(loop), found.weights[step])
+            assert (loop.state.number, loop.state.current) == (step, "finish")
+            assert_same_records([loop.finish()], [found.folder.record(step)])
+
+    run(main())
+
+
+def tampered(found, path, step, change):
+    "A copy of a run with another record of a step, as if it had been written so."
+    shutil.copytree(found.folder.path, path / "tampered")
+    folder = RunFolder.open(path / "tampered")
+    place = folder.path / "steps" / f"{step:05d}"
+    record = change(folder.record(step))
+    shutil.rmtree(place)
+    place.mkdir()
+    write_record(record, place)
+    return folder
+
+
+def with_sample(record, **changes):
+    "A record whose sample 1 of group 2 has other series."
+    groups = list(record.groups)
+    samples = list(groups[2].samples)
+    samples[1] = replace(samples[1], **{k: v(samples[1]) for k, v in changes.items()})
+    groups[2] = replace(groups[2], samples=samples)
+    return replace(record, groups=groups)
+
+
+def changed(values, i, by):
+    "An array with one entry moved."
+    out = np.array(values)
+    out[i] += by
+    return out
+
+
+def with_loss(record, **changes):
+    "A record whose second datum has other logprobs."
+    return replace(record, loss=replace(record.loss, **{k: v(record.loss) for k, v in changes.items()}))
+
+
+def second(series, by):
+    "A tuple of series, the second of which is moved at its last place."
+    return tuple(changed(s, -1, by) if i == 1 else s for i, s in enumerate(series))
+
+
+TAMPERED = {  # what was changed: (how, phase, difference, unit, part of the place)
+    "a sampled token": (
+        lambda r: with_sample(r, tokens=lambda s: changed(s.tokens, s.prompt_len, 1)),
+        "sample", 1.0, "tokens", "group 2 (row '{row}'), sample 1, tokens[{first}]",
+    ),
+    "a token of a prompt": (
+        lambda r: replace(r, groups=[r.groups[0], *(replace(g, samples=[replace(g.samples[0], tokens=changed(g.samples[0].tokens, 1, 1)), *g.samples[1:]]) for g in r.groups[1:])]),
+        "prompts", 1.0, "tokens", "group 1",
+    ),
+    "a sampler logprob": (
+        lambda r: with_sample(r, logprobs=lambda s: changed(s.logprobs, -1, -0.25)),
+        "sample", 0.25, "nats", "group 2 (row '{row}'), sample 1, logprobs[",
+    ),
+    "a reward": (
+        lambda r: with_sample(r, reward=lambda s: s.reward + 1),
+        "score", 1.0, "", "group 2 (row '{row}'), sample 1, reward total",
+    ),
+    "an advantage": (
+        lambda r: replace(r, groups=[*r.groups[:2], replace(r.groups[2], advantages=changed(r.groups[2].advantages, 1, 0.5))]),
+        "advantages", 0.5, "", "group 2 (row '{row}'), advantages[1]",
+    ),
+    "a weight": (
+        lambda r: replace(r, datums=[replace(r.datums[0], weights=changed(r.datums[0].weights, -1, -1.0)), *r.datums[1:]]),
+        "datums", 1.0, "", "weights[",
+    ),
+    "a reference logprob": (
+        lambda r: replace(r, datums=[replace(r.datums[0], ref_logprobs=changed(r.datums[0].ref_logprobs, -1, 0.125)), *r.datums[1:]]),
+        "reference", 0.125, "nats", "logprobs[",
+    ),
+    "a policy logprob": (
+        lambda r: with_loss(r, logprobs=lambda x: tuple(replace(lp, values=v) for lp, v in zip(x.logprobs, second([lp.values for lp in x.logprobs], 0.5), strict=True))),
+        "backward", 0.5, "nats", "policy logprobs[",
+    ),
+    "a slope": (
+        lambda r: with_loss(r, dlogprobs=lambda x: second(x.dlogprobs, 0.5)),
+        "backward", 0.5, "", "dL/dlogprob[",
+    ),
+    "the loss": (lambda r: with_loss(r, loss=lambda x: x.loss + 0.5), "backward", 0.5, "", "the step, loss"),
+    "the gradient norm": (
+        lambda r: replace(r, metrics={**r.metrics, "grad_norm": r.metrics["grad_norm"] + 1}),
+        "optimize", 1.0, "", "metrics, grad_norm",
+    ),
+    "the version": (lambda r: replace(r, policy_version=9), "sync", 6.0, "syncs", "the sampler"),
+    "a mean": (lambda r: replace(r, metrics={**r.metrics, "reward": 99.0}), "finish", None, "", "metrics, reward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_the_first_phase_that_differs_is_named(what, runs, tmp_path):
+    found, (change, phase, size, unit, place) = runs["plain", 2], TAMPERED[what]
+
+    async def main():
+        folder = tampered(found, tmp_path, 3, change)
+        result = await replay(folder, 3, found.fresh())
+        first = result.first_difference
+        sample = found.folder.record(3).groups[2].samples[1]
+        assert first is not None
+        assert (first.phase, first.unit) == (phase, unit), result
+        assert size is None or first.difference == pytest.approx(size, rel=1e-6)
+        assert place.format(row=found.folder.record(3).groups[2].key, first=sample.prompt_len) in first.where
+        assert phase in result.sentence
+        later = [p.phase for p in result.phases if p.same is False][1:]
+        assert set(later) <= AFTER.get(what, {"finish"}), result
+
+    run(main())
+
+
+AFTER = {  # phases that start from what was changed
+    "a sampled token": {"score", "datums", "finish"},
+    "a token of a prompt": {"sample", "datums", "finish"},
+    "a sampler logprob": {"datums", "finish"},
+    "a reward": {"advantages", "finish"},
+    "an advantage": {"datums", "finish"},
+    "a weight": {"reference", "backward", "optimize", "finish"},
+    "a reference logprob": {"backward", "optimize", "finish"},
+}
+
+
+def test_weights_that_are_not_those_of_the_run_are_named_first(runs, tmp_path):
+    found = runs["plain", 0]
+
+    async def main():
+        lower = lambda r: replace(r, metrics={**r.metrics, "learning_rate": 5e-4})
+        folder = tampered(found, tmp_path, 1, lower)
+        result = await replay(folder, 3, found.fresh())
+        assert result.first_difference.phase == "weights"
+        assert result.first_difference.unit == "nats"
+        assert "steps 1 to 2" in result.first_difference.where
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("setting", "phase"),
+    [
+        ({"learning_rate": 2e-3}, "optimize"),
+        ({"advantage_scale": "none"}, "advantages"),
+        ({"completions_per_prompt": 4}, "sample"),
+        ({"max_completion_tokens": 8}, "sample"),
+        ({"prompt_groups_per_step": 2}, None),
+        ({"max_seq_len": 40}, "prompts"),
+    ],
+)
+def test_another_setting_shows_in_its_phase(setting, phase, runs):
+    found = runs["plain", 2]
+
+    async def main():
+        result = await replay(found.folder, 3, found.fresh(**setting))
+        first = result.first_difference
+        assert (first and first.phase) == phase, result
+
+    run(main())
+
+
+def test_other_data_show_in_the_prompts(runs):
+    found = runs["plain", 0]
+
+    async def main():
+        loop = found.fresh()
+        loop.rows[:] = loop.rows[::-1]
+        result = await replay(found.folder, 1, loop)
+        assert result.first_difference.phase == "prompts"
+        assert result.first_difference.unit == "rows"
+        assert "at position" in result.first_difference.note
+
+    run(main())
+
+
+def test_what_cannot_be_computed_again_is_said(tmp_path):
+    async def main():
+        def doubled(datums, denominator):
+            inner = make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
+            return lambda data, logprobs: (2 * inner(data, logprobs)[0], inner(data, logprobs)[1])
+
+        def better(text):
+            return float(len(text))
+
+        loop = make_loop(reward=better, make_loss=doubled)
+        folder = recorded(loop, tmp_path)
+        await loop.run(2, progress=False)
+
+        def notes(result):
+            assert result.first_difference is None, result
+            return {p.phase: p.note for p in result.phases if p.same is None}
+
+        assert (await replay(folder, 2, make_loop(reward=better, make_loss=doubled))).same
+        without = notes(await replay(folder, 1, make_loop(reward=better)))
+        assert set(without) == {"backward", "optimize", "sync", "finish"}
+        assert "a loss of its own: got no make_loss; expected a loop with this loss: " in without["backward"]
+        later = notes(await replay(folder, 2, make_loop(reward=better)))
+        assert set(later) == {"sample", "backward", "optimize", "sync", "finish"}
+        assert later["sample"].startswith("the weights before the step are not known: step 1: a loss of its own")
+        other = notes(await replay(folder, 1, make_loop(reward=LENGTH, make_loss=doubled)))
+        assert other == {"score": "graded by better, and the loop has <lambda>"}
+
+    run(main())
+
+
+def test_windows_are_replayed_as_far_as_they_can_be(tmp_path):
+    async def main():
+        settings = {"weight_sync_interval": 2, "rows": 18}
+        loop = make_loop(reward=LENGTH, keep=ALL, **settings)
+        folder = recorded(loop, tmp_path)
+        await loop.run(progress=False)
+        for step in (1, 2, 3, 6):
+            result = await replay(folder, step, make_loop(reward=LENGTH, keep=ALL, **settings))
+            assert result.first_difference is None, result
+            assert [p.phase for p in result.phases if p.same is None] == ["sample", "sync"]
+
+    run(main())
+
+
+def rollout_with(reward):
+    "A rollout function that grades itself."
+
+    def make_rollout_fn(setup):
+        async def rollout_fn(sample_prompt):
+            if sample_prompt["sample_index"] == 5:
+                return None
+            params = SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
+            [c] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
+            return RolloutSample(
+                tokens=list(c.full_tokens),
+                logprobs=[0.0] * c.prompt_len + list(c.sampling_logprobs),
+                loss_mask=[0] * c.prompt_len + [1] * len(c.tokens),
+                reward=reward(c.text),
+                text=c.text,
+            )
+
+        return rollout_fn
+
+    return make_rollout_fn
+
+
+def test_a_rollout_function_is_called_again_if_it_is_there(tmp_path):
+    async def main():
+        loop = make_loop(reward=rollout_with(LENGTH))
+        folder = recorded(loop, tmp_path)
+        await loop.run(2, progress=False)
+        assert (await replay(folder, 2, make_loop(reward=rollout_with(LENGTH)))).same
+        other = await replay(folder, 2, make_loop(reward=rollout_with(lambda text: float(len(text)) + 1)))
+        assert other.first_difference.phase == "score"
+        without = await replay(folder, 2, make_loop())
+        assert {p.phase for p in without.phases if p.same is None} == {"sample", "score"}
+        assert without.first_difference is None
+
+    run(main())
+
+
+def test_samples_that_nobody_could_grade_are_drawn_again_and_left_out(tmp_path):
+    async def main():
+        def some(text):
+            return None if sum(map(ord, text)) % 3 == 0 else float(len(text))
+
+        loop = make_loop(reward=some)
+        folder = recorded(loop, tmp_path)
+        record = await loop.step()
+        assert any(g.dropped for g in record.groups)
+        assert (await replay(folder, 1, make_loop(reward=some))).same
+
+    run(main())
+
+
+def test_a_step_that_trained_nothing_is_replayed_too(tmp_path):
+    async def main():
+        loop = make_loop(reward=lambda text: 1.0)
+        folder = recorded(loop, tmp_path)
+        await loop.run(2, progress=False)
+        result = await replay(folder, 2, make_loop(reward=lambda text: 1.0))
+        assert result.same
+        assert (await replay(folder, 2, make_loop(reward=LENGTH))).first_difference.phase == "score"
+
+    run(main())
+
+
+def test_a_loss_that_was_asked_for_by_hand_is_replayed_and_said(tmp_path):
+    async def main():
+        loop = make_loop(reward=LENGTH)
+        folder = recorded(loop, tmp_path)
+        await up_to(loop, "reference")
+        loop.loss(kl_beta=0.5)
+        await loop.step()
+        fresh = make_loop(reward=LENGTH)
+        result = await replay(folder, 1, fresh)
+        assert result.same
+        [note] = [p.note for p in result.phases if p.phase == "backward"]
+        assert note == "trained with kl_beta=0.5, config 0.05"
+        assert_same_records([fresh.finish()], [folder.record(1)])
+
+    run(main())
+
+
+def test_replay_works_on_a_backend_without_snapshots_from_the_beginning(runs):
+    found = runs["plain", 0]
+
+    async def main():
+        assert (await replay(found.folder, 3, bare(found.fresh()))).same
+
+    run(main())
+
+
+def test_a_replay_shows_itself_escaped():
+    hostile = "row '<img onerror=alert(1)>'"
+    result = Replay(1, (PhaseComparison("score", False, 1.0, "", hostile, "</script>"),), base="<b>")
+    assert "<img" not in result._repr_html_()
+    assert "</script>" not in result._repr_html_()
+    assert "<b>" not in result._repr_html_().replace(f"<b>{html.escape(result.sentence)}</b>", "")
+    assert hostile in repr(result)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_there(runs):
+    found = runs["plain", 0]
+
+    async def main():
+        loop = found.fresh()
+        for call in (lambda: replay(found.folder, 9, loop), lambda: loop.seek(9, found.folder)):
+            with pytest.raises(RecordError, match=r"no such step: got 9; expected 1 to 5"):
+                await call()
+        with pytest.raises(RecordError, match=r"no such step: got -1; expected 1 to 5"):
+            await loop.seek(-1, found.folder)
+        assert (loop.state.number, loop.state.values) == (1, {})
+        assert same(weights(loop), found.weights[0])
+
+    run(main())
+
+
+def test_a_run_without_steps(tmp_path):
+    async def main():
+        loop = make_loop()
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        with pytest.raises(RecordError, match=r"no such step: got 1; expected nothing, for no step is recorded yet"):
+            await replay(folder, 1, loop)
+        with pytest.raises(RecordError, match=r"nothing, for no step is recorded yet"):
+            await loop.seek(1, folder)
+        assert (await loop.seek(0, folder)).step == 0
+
+    run(main())
+
+
+def spoil(folder, step, how):
+    "Damage the record of a step."
+    path = folder.path / "steps" / f"{step:05d}"
+    if how == "gone":
+        shutil.rmtree(path)
+    elif how == "half written":
+        (path / "arrays.safetensors").write_bytes((path / "arrays.safetensors").read_bytes()[:100])
+    elif how == "never finished":
+        path.rename(path.with_name(f".{path.name}.writing"))
+    else:
+        plain = json.loads((path / "record.json").read_text())
+        (path / "record.json").write_text(json.dumps(plain | {"format": "rl_notebook.record/1"}))
+
+
+SPOILED = {
+    "gone": r"no such step: got 2; expected 1, 3 to 5",
+    "never finished": r"no such step: got 2; expected 1, 3 to 5",
+    "half written": r"arrays.safetensors: damaged: got 100 bytes of other content",
+    "old": r"format: got rl_notebook.record/1; expected rl_notebook.record/2. Read it with the version",
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_spoiled_record_is_refused_and_the_loop_stands_where_it_stood(how, runs, tmp_path):
+    found = runs["plain", 0]
+
+    async def main():
+        shutil.copytree(found.folder.path, tmp_path / "copy")
+        folder, loop = RunFolder.open(tmp_path / "copy"), found.fresh()
+        spoil(folder, 2, how)
+        with pytest.raises(RecordError, match=SPOILED[how]):
+            await replay(folder, 2, loop)
+        with pytest.raises(RecordError, match=SPOILED[how]):
+            await loop.seek(3, folder)
+        assert (loop.state.number, loop.state.values) == (1, {})
+        assert same(weights(loop), found.weights[0])
+        result = await replay(folder, 4, loop)  # the updates before it cannot be made again
+        assert result.first_difference is None
+        left = [p.phase for p in result.phases if p.same is None]
+        assert left == ["sample", "backward", "optimize", "sync", "finish"]
+        assert "the weights before the step are not known" in repr(result)
+
+    run(main())
+
+
+def test_a_loop_with_another_past_is_refused(runs):
+    found = runs["plain", 0]
+
+    async def main():
+        loop = found.fresh(seed=9)
+        for call in (lambda: replay(found.folder, 2, loop), lambda: loop.seek(2, found.folder)):
+            with pytest.raises(RecordError, match=r"got seed=9; expected seed=0"):
+                await call()
+
+    run(main())
+
+
+# --- from a folder alone --------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_replayed_from_its_folder(tmp_path):
+    async def main():
+        small = {k: v for k, v in SMALL.items() if k != "epochs"} | {
+            "max_rows": 12,
+            "rewards": ["test_time_travel:length"],
+        }
+        cfg = Config(log_path=str(tmp_path / "run"), dcp_save_interval=2, **small)
+        quiet = {"say": lambda line: None, "progress": False}
+        await train(cfg, **quiet)
+        assert (await replay_step(cfg.log_path, 3)).same
+        later = replace(
+            cfg, log_path=str(tmp_path / "later"), dcp_save_interval=0, resume={"resume_from": checkpoint(cfg, 2)}
+        )
+        await train(later, **quiet)
+        result = await replay_step(later.log_path, 4)
+        assert result.same, result
+        with pytest.raises(RecordError, match="no such step: got 1; expected 3 to 4"):
+            await replay_step(later.log_path, 1)
+
+    def checkpoint(cfg, step):
+        return str(Path(cfg.log_path) / "checkpoints" / f"{step:05d}")
 
     run(main())
