@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
+import comm
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -434,3 +435,28 @@ def test_the_map_keeps_its_trace_and_its_click():
     live.update(step_payloads(synthetic_record(4))["advantages"])
     assert live.widget.data[0] is trace
     assert len(trace.z) == 8
+
+
+def test_a_widget_is_never_announced_empty(monkeypatch: pytest.MonkeyPatch):
+    opened: list[dict] = []
+    create = comm.create_comm
+    monkeypatch.setattr(
+        comm, "create_comm", lambda **facts: (opened.append(facts["data"]["state"]), create(**facts))[1]
+    )
+    live = chart("reward", run_payloads(history(3), {})["reward"]).live()
+    (figure,) = [state for state in opened if "_widget_data" in state]
+    assert len(figure["_widget_data"]) == len(live.widget.data) > 3
+    assert figure["_widget_layout"]["uirevision"] == "keep"
+    assert len(figure["_esm"]) < 5_000  # the script of plotly travels once, with the carrier
+    assert live.widget.carrier is chart("reward", run_payloads(history(3), {})["reward"]).live().widget.carrier
+    assert len(live.widget.carrier.script) > 1_000_000
+
+
+def test_until_a_view_listens_the_whole_state_is_replaced():
+    live = chart("reward", run_payloads(history(3), {})["reward"]).live()
+    live.update(run_payloads(history(5), {})["reward"])
+    assert list(live.widget._widget_data[-1]["x"]) == [1, 2, 3, 4, 5]
+    live.widget.listening = True
+    live.update(run_payloads(history(6), {})["reward"])
+    assert list(live.widget._widget_data[-1]["x"]) == [1, 2, 3, 4, 5]
+    assert list(live.widget.data[-1].x) == [1, 2, 3, 4, 5, 6]

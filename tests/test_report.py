@@ -265,7 +265,7 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     assert mean["y"] == reward_payload(m.metrics)["reward"]["y"]
     assert page.figures["f7"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
     title = page.figures["f4"]["layout"]["annotations"][0]["text"]
-    assert title == "policy to reference, nats per token · kl_beta = 0.001"
+    assert title == "policy to reference · kl_beta = 0.001"
     for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "4 of 5 completions", "base_model"):
         assert words in page.text
     assert "Settings (4)" in page.text  # `note` says nothing

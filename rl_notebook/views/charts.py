@@ -10,12 +10,18 @@ import html
 import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import anywidget
+import ipywidgets
 import numpy as np
 import plotly.graph_objects as go
+import traitlets
 
 from .payloads import downsample
 
@@ -23,7 +29,7 @@ from .payloads import downsample
 __all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'PICTURED', 'CAPTIONS', 'LOOKS', 'label', 'tint',
            'reward_figure', 'functions_figure', 'kl_figure', 'length_figure', 'dead_figure', 'advantage_spread_figure',
            'token_share_figure', 'counts_figure', 'advantage_map', 'Axis', 'svg', 'picture_html', 'Chart', 'Look',
-           'chart', 'charts', 'LiveChart']
+           'chart', 'charts', 'PlotlyCarrier', 'plotly_carrier', 'FigureView', 'LiveChart']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
 COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
@@ -127,8 +133,8 @@ def functions_figure(payload: Mapping[str, Any]) -> Figure:
 def _panel_title(panel: Mapping[str, Any], beta: float | None) -> str:
     "What a panel shows, with the weight of the KL or the noise floor."
     weight = f" · kl_beta = {beta:g}" if panel["name"] == "policy to reference" and beta is not None else ""
-    floor = f" · noise floor {panel['floor']:.1e}" if panel["floor"] is not None else ""
-    return f"{panel['name']}, {panel['unit']}{weight}{floor}"
+    floor = f" · noise {panel['floor']:.0e}" if panel["floor"] is not None else ""
+    return f"{panel['name']}{weight}{floor}"
 
 
 def _place(i: int, count: int) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -655,28 +661,66 @@ def _compact(name: str, value: Any) -> Any:
     "Long lists of numbers as arrays, which travel without being written out."
     return np.array(value, dtype=np.float64) if name in ("x", "y") and isinstance(value, list) else value
 
+# %% ../../nbs/51_views.charts.ipynb #79d67c9d
+class PlotlyCarrier(anywidget.AnyWidget):
+    "Carries plotly's script to the page, once."
 
+    _esm = "export default {};"
+    script = traitlets.Unicode().tag(sync=True)
+
+
+@cache
+def plotly_carrier() -> PlotlyCarrier:
+    "The carrier of this kernel."
+    return PlotlyCarrier(script=str(go.FigureWidget._esm))
+
+
+class FigureView(go.FigureWidget):
+    "A plotly widget that is never empty and misses nothing; `data` and `layout` as in plotly."
+
+    _esm = (resources.files("rl_notebook") / "assets" / "figure.js").read_text(encoding="utf-8")
+    carrier = traitlets.Instance(PlotlyCarrier, allow_none=True).tag(sync=True, **ipywidgets.widget_serialization)
+    listening = traitlets.Bool(False).tag(sync=True)  # whether a view has been drawn
+
+    def __init__(self, figure: Figure):
+        self._filled = False
+        super().__init__(figure)
+        self._config = {"displaylogo": False, "displayModeBar": False, "responsive": True}
+        self.carrier, self._filled = plotly_carrier(), True
+        self.open()
+
+    def open(self) -> None:
+        "Tell the front end, once there is something to show."
+        if self._filled:
+            super().open()
+
+    def settle(self) -> None:
+        "Give views that do not listen yet the state of now."
+        if not self.listening:
+            self._widget_layout, self._widget_data = deepcopy(self._layout_obj._props), deepcopy(self._data)
+
+# %% ../../nbs/51_views.charts.ipynb #f9504cac
 class LiveChart:
     "A plotly widget that shows the last payload it was given."
 
     def __init__(self, draw: Callable[[Mapping[str, Any]], Figure], payload: Mapping[str, Any]):
         self.draw, self.figure = draw, draw(payload)
-        self.widget = go.FigureWidget(self.figure)
-        self.widget._config = {"displaylogo": False, "displayModeBar": False, "responsive": True}
+        self.widget = FigureView(self.figure)
 
     def update(self, payload: Mapping[str, Any]) -> None:
         "Show another payload, in one message."
         old, new = self.figure, self.draw(payload)
-        same = _kinds(old) == _kinds(new)
+        same, traces = _kinds(old) == _kinds(new), cast(Sequence[Any], self.widget.data)
         with self.widget.batch_update():
             for name, value in _differing(_leaves(old["layout"]), _leaves(new["layout"])).items():
                 self.widget.layout[name] = value
-            for trace, a, b in zip(self.widget.data, old["data"], new["data"], strict=True) if same else ():
+            for trace, a, b in zip(traces, old["data"], new["data"], strict=True) if same else ():
                 for name, value in _differing(a, b).items():
                     trace[name] = _compact(name, value)
         if not same:
             self.widget.data = ()
             self.widget.add_traces(new["data"])
+        self.widget.settle()
         self.figure = new
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
