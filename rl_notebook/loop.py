@@ -650,7 +650,7 @@ class UndoCost:
             return "undo costs nothing: no state was put aside"
         size = "of unknown size" if self.bytes is None else f"{self.bytes / 1e6:.1f} MB"
         each = f"{1e3 * self.seconds / self.saves:.1f} ms a step"
-        return f"{self.steps} steps can be undone: {self.states} states, {size}; {each}"
+        return f"steps that can be undone: {self.steps}; states kept: {self.states}, {size}; {each}"
 
 
 def cost_of_undo(loop: Loop) -> UndoCost:

@@ -16,10 +16,10 @@ import pandas as pd
 
 # %% auto #0
 __all__ = ['MARKS', 'UNSCORABLE', 'PhaseComparison', 'Piece', 'differs', 'compare', 'Replay', 'row_at', 'encoded_again',
-           'prompt_pieces', 'reward_names', 'other_grading', 'ungraded', 'reward_pieces', 'replay_score',
-           'replay_advantages', 'datum_pieces', 'replay_datums', 'stand_before', 'cannot_draw', 'sample_pieces',
-           'replay_sample', 'lay_out', 'replay_reference', 'scored_together', 'output_pieces', 'metric_pieces',
-           'replay_backward', 'replay_update', 'replay', 'compare_loops']
+           'prompt_pieces', 'reward_names', 'other_grading', 'ungraded', 'sample_place', 'reward_pieces',
+           'replay_score', 'replay_advantages', 'datum_pieces', 'replay_datums', 'stand_before', 'cannot_draw',
+           'sample_pieces', 'replay_sample', 'lay_out', 'replay_reference', 'scored_together', 'output_pieces',
+           'metric_pieces', 'replay_backward', 'replay_update', 'replay', 'compare_loops']
 
 # %% ../nbs/37_travel.ipynb #c54bab8c
 from .advantages import with_advantages
@@ -210,6 +210,11 @@ def ungraded(record: StepRecord, prompts: Sequence[Prompt]) -> list[Rollouts]:
     return [Rollouts(by_number[g.number], tuple(map(bare, g.samples))) for g in record.groups if g.number in by_number]
 
 
+def sample_place(group: PromptGroup, i: int) -> str:
+    "A sample of a group as a place in a message."
+    return f"group {group.index}, sample {i}" + (f" (row {group.key!r})" if group.key else "")
+
+
 def reward_pieces(ours: Sequence[PromptGroup], theirs: Sequence[PromptGroup]) -> Iterator[Piece]:
     "Rewards of all samples: those of each function, and the total."
     by_index = {g.index: g for g in ours}
@@ -220,7 +225,7 @@ def reward_pieces(ours: Sequence[PromptGroup], theirs: Sequence[PromptGroup]) ->
             grades = [{**s.rewards, "total": s.reward} for s in (a, b)]
             for name in dict.fromkeys(n for one in grades for n in one):
                 pair = [np.nan if one.get(name) is None else one[name] for one in grades]
-                yield Piece(f"reward {name}", "", f"{g.where}, sample {i}", pair[0], pair[1])
+                yield Piece(f"reward {name}", "", sample_place(g, i), pair[0], pair[1])
 
 
 def replay_score(
@@ -302,7 +307,7 @@ def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> I
         again = [s for i, s in enumerate(r.samples) if i not in lost]
         yield Piece("samples", "samples", g.where, float(len(again)), float(len(g.samples)))
         for i, (a, b) in enumerate(zip(again, g.samples, strict=False)):
-            place = f"{g.where}, sample {i}"
+            place = sample_place(g, i)
             yield Piece("tokens", "tokens", place, a.tokens, b.tokens)
             for name in ("logprobs", "raw_logprobs"):
                 pair = [[] if getattr(s, name) is None else getattr(s, name) for s in (a, b)]
