@@ -165,7 +165,7 @@ def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> 
     n, (across, up) = "" if i == 0 else str(i + 1), _place(i, count)
     on: dict[str, Any] = {"xaxis": f"x{n}", "yaxis": f"y{n}"}
     named = len(panel["lines"]) > 1  # one line is named by the title
-    data = [t | on | {"showlegend": named and "name" in t} for t in _noise(panel)]
+    data = [t | on | {"showlegend": False} for t in _noise(panel)]
     for k, s in panel["lines"].items():
         name, color = str(_PANEL_NAME.get(k, k)), _PANEL_COLOR.get(k, "blue")
         data.append(_line(s, name, color, **on, showlegend=named))
@@ -182,8 +182,8 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     parts = [_panel(p, i, len(panels), payload["kl_beta"]) for i, p in enumerate(panels)]
     data, titles = [t for d, _, _ in parts for t in d], [title for _, _, title in parts]
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
-    legend = {"orientation": "h", "x": 0.45, "xanchor": "right", "y": 1, "yanchor": "bottom"}
-    margin = {"l": 8, "r": 12, "t": 36, "b": 8}
+    legend = {"x": 0.01, "y": 0.99, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"}  # lines rise to the right
+    margin = {"l": 8, "r": 12, "t": 28, "b": 8}
     return _figure(
         data, "nats", **axes, **({"annotations": titles, "legend": legend, "margin": margin} if panels else {})
     )
@@ -587,7 +587,7 @@ CAPTIONS = {
     "functions": "Each reward function on its own, before weights.",
     "length": "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
     "dead": "Groups whose answers are all equally good teach nothing: the prompts are too easy, or too hard.",
-    "kl": "How far the policy has moved, and how far trainer and sampler disagree, each on its own scale.",
+    "kl": "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding alone makes.",
     "advantage spread": "Ends, middle half and median. An end that runs away is one sample that outweighs the others.",
     "token share": "Long wrong answers make the blue part small: then most of the gradient says what not to do.",
     "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ✓ all right, ✗ all wrong.",
