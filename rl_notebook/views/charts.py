@@ -587,7 +587,7 @@ CAPTIONS = {
     "functions": "Each reward function on its own, before weights.",
     "length": "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
     "dead": "Groups whose answers are all equally good teach nothing: the prompts are too easy, or too hard.",
-    "kl": "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding alone makes.",
+    "kl": "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding makes.",
     "advantage spread": "Ends, middle half and median. An end that runs away is one sample that outweighs the others.",
     "token share": "Long wrong answers make the blue part small: then most of the gradient says what not to do.",
     "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ✓ all right, ✗ all wrong.",
