@@ -131,35 +131,6 @@ function completion(open, send) {
   return parts;
 }
 
-// A plotly chart takes its width when the window changes, not when its place on the page does: say so when one does not fit.
-function keepCharts(el) {
-  let timer;
-  const misfit = (plot) => {
-    const drawn = plot.querySelector(".main-svg");
-    return drawn && plot.clientWidth > 0 && Math.abs(drawn.clientWidth - plot.clientWidth) > 1;
-  };
-  const look = () => {
-    const root = el.closest(".rld");
-    if (root && [...root.querySelectorAll(".js-plotly-plot")].some(misfit)) window.dispatchEvent(new Event("resize"));
-  };
-  const soon = () => {
-    clearTimeout(timer);
-    timer = setTimeout(look, 60);
-  };
-  const observer = new ResizeObserver(soon);
-  const begin = () => {
-    const root = el.closest(".rld");
-    if (root) observer.observe(root);
-    else timer = setTimeout(begin, 50);
-  };
-  begin();
-  const end = () => {
-    clearTimeout(timer);
-    observer.disconnect();
-  };
-  return { soon, end };
-}
-
 function render({ model, el }) {
   const send = (message) => model.send(message);
   const holder = make("div", "rld-holder");
@@ -176,7 +147,6 @@ function render({ model, el }) {
   holder.append(pane);
   el.append(holder);
   let thead = null;
-  const charts = keepCharts(el);
 
   function drawPage() {
     const page = model.get("page");
@@ -190,7 +160,6 @@ function render({ model, el }) {
     marks(thead, page);
     rows.replaceChildren(...body(page, model.get("completion"), send));
     foot.replaceChildren(...pager(page, send));
-    charts.soon();
     if (focused) rows.querySelector(`tr[data-place="${focused}"] button`)?.focus();
   }
   function drawCompletion() {
@@ -201,7 +170,6 @@ function render({ model, el }) {
   model.on("change:completion", drawCompletion);
   drawCompletion();
   return () => {
-    charts.end();
     model.off("change:page", drawPage);
     model.off("change:completion", drawCompletion);
   };

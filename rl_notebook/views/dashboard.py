@@ -13,10 +13,10 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
@@ -25,19 +25,22 @@ import ipywidgets
 import numpy as np
 import traitlets
 from IPython.display import display, update_display
+from plotly.offline import get_plotlyjs
 
 # %% auto #0
-__all__ = ['ACTIONS', 'UNDER_WAY', 'COUNTED', 'STATES', 'NUMERIC', 'PREVIEW', 'ABOUT', 'COLUMNS', 'ICONS', 'SPEEDS', 'MAIN',
-           'MORE', 'HEIGHTS', 'HEIGHT', 'OVER_STEPS', 'POINTS', 'TICK', 'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS',
-           'one_phase', 'by_windows', 'run_elsewhere', 'refusal', 'strangers', 'quiet', 'Player', 'upper_bound',
+__all__ = ['ACTIONS', 'UNDER_WAY', 'WORK', 'COUNTED', 'STATES', 'NUMERIC', 'PREVIEW', 'ABOUT', 'COLUMNS', 'ICONS', 'SPEEDS',
+           'MAIN', 'MORE', 'HEIGHTS', 'HEIGHT', 'OVER_STEPS', 'POINTS', 'TICK', 'STILL_POINTS', 'STILL_ROWS',
+           'STILL_SECONDS', 'one_phase', 'by_windows', 'run_elsewhere', 'refusal', 'strangers', 'quiet', 'Player',
+           'advance', 'rest', 'release', 'is_over', 'play_on', 'to_end_of_step', 'take_back', 'act', 'upper_bound',
            'Watch', 'progress_of', 'strip_html', 'progress_html', 'clean', 'samples_of', 'matching', 'View',
-           'chosen_rows', 'page_of', 'moved', 'find_sample', 'completion_of', 'asset', 'CompletionsPane', 'words_html',
-           'error_html', 'surfaced', 'make_buttons', 'refresh_buttons', 'payload_of', 'box_of', 'Board', 'axes',
-           'sized', 'card', 'Screen', 'make_screen', 'widgets_in', 'close_all', 'deliver_to_main', 'running_loop',
-           'at_home', 'press', 'slow_down', 'asked', 'draw_table', 'open_completion', 'open_inspector',
-           'close_inspector', 'offer_rows', 'draw_charts', 'clicked', 'standing', 'refresh_head', 'show_error',
-           'remember_record', 'draw_record', 'tick', 'follow', 'follow_loop', 'still_html', 'Still', 'show_dashboard',
-           'refresh_still', 'dashboards_of', 'close_dashboard', 'Dashboard']
+           'chosen_rows', 'page_of', 'moved', 'find_sample', 'completion_of', 'asset', 'plotly_script',
+           'CompletionsPane', 'words_html', 'error_html', 'surfaced', 'make_buttons', 'refresh_buttons', 'payload_of',
+           'box_of', 'packed', 'Board', 'about_chart', 'Screen', 'make_screen', 'widgets_in', 'close_all',
+           'deliver_to_main', 'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'draw_table', 'open_completion',
+           'open_inspector', 'close_inspector', 'offer_rows', 'draw_charts', 'standing', 'refresh_head', 'show_error',
+           'stumble', 'find_words', 'say', 'remember_record', 'forget_records', 'draw_record', 'tick', 'follow',
+           'follow_loop', 'still_html', 'Still', 'show_dashboard', 'refresh_still', 'dashboards_of', 'make_room',
+           'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..backends.base import Meter
@@ -45,7 +48,7 @@ from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
 from ..loop import GRPOLoop, Loop, evaluation_due, greedy_half, next_records, phase_marks
 from ..loop import on_stage, reach_boundary, run_phase, stop_on_interrupt
 from ..records import StepRecord, html_table
-from .charts import LOOKS, Figure, LiveChart, chart, charts
+from .charts import LOOKS, Figure, chart, charts
 from .payloads import ROWS, History, advantage_spread_payload, advantages_payload, counts_payload
 from .payloads import dead_payload, history_row, kl_payload, length_payload, reward_payload
 from .payloads import token_share_payload
@@ -90,12 +93,12 @@ ACTIONS = {
 
 def refusal(player: Player, action: str) -> str:  # a sentence; empty when the action makes sense
     "Why an action makes no sense now."
-    loop, mine = player.loop, player.doing or player.holds_window
+    loop, mine = player.loop, player.doing or (player.window is not None)
     elsewhere = "" if mine else run_elsewhere(loop)
     if player.closed:
         return "This dashboard is closed; another one may have taken its place."
     if action in ("pause", "stop"):
-        held = action == "stop" and player.holds_window
+        held = action == "stop" and player.window is not None
         return "" if player.doing or elsewhere or held else "Nothing is running."
     if player.doing or elsewhere:
         return f"Busy: {player.doing}." if player.doing else f"The loop is being run elsewhere ({elsewhere})."
@@ -103,7 +106,7 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
         return "" if loop.undo_entries else "There is no update to take back."
     if action == "phase" and by_windows(loop):
         return "Single phases are not available with windows: the prompts of several steps are drawn together."
-    return "All steps are done." if loop.done and not player.holds_window else ""
+    return "All steps are done." if loop.done and player.window is None else ""
 
 # %% ../../nbs/53_views.dashboard.ipynb #0f30b7d6
 UNDER_WAY: weakref.WeakSet[Player] = weakref.WeakSet()
@@ -128,132 +131,140 @@ class Player:
     def __init__(
         self,
         loop: GRPOLoop,
-        changed: Callable[[], Any] = lambda: None,  # called on the main thread before and after each phase
+        changed: Callable[[], Any] = lambda: None,  # called before and after each phase
     ):
         self.loop, self.changed = loop, changed
         self.delay = 0.0  # seconds between two phases
         self.doing = ""  # the action under way
         self.at = ""  # the phase that it runs now; "" between two
         self.pausing = False  # whether it ends after this phase
-        self.error: Exception | None = None  # of the last action
         self.closed = False
         self.left = math.inf  # steps still to play
-        self.task: asyncio.Task[None] | None = None
-        self._wake: asyncio.Event | None = None  # of the rest between two phases
-        self._window: AsyncGenerator[StepRecord, None] | None = None
-
-    @property
-    def _over(self) -> bool:
-        asked = self.pausing or self.loop.stop_requested
-        return asked or (self.loop.done and not self.holds_window)
-
-    @property
-    def holds_window(self) -> bool:
-        "Whether it is held in the middle of a window."
-        return self._window is not None
+        self.error: Exception | None = None  # of the last action
+        self.task: asyncio.Task[None] | None = None  # of the last action
+        self.resting: asyncio.Event | None = None  # set to end the rest between two phases
+        self.window: AsyncGenerator[StepRecord, None] | None = None  # that it is in the middle of
 
     def start(self, action: str, steps: int | None = None) -> asyncio.Task[None]:
         "Begin an action; raises PhaseError with the reason when it makes no sense now."
         if why := refusal(self, action):
             raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix="Wait for it, or press stop.")
-        work = {"play": self._play, "phase": self._phase, "step": self._step, "undo": self._undo, "stop": self._release}
         if action == "play" and (steps is not None or self.left <= 0):
             self.left = math.inf if steps is None else steps
-        self.task = asyncio.get_running_loop().create_task(self._run(work[action]))
+        self.task = asyncio.get_running_loop().create_task(act(self, action))
         self.doing, self.pausing, self.error, self.loop.stop_requested = action, False, None, False
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `error` has it
+        self.changed()
         return self.task
 
     def pause(self) -> None:
         "Hold after the phase under way; a run of somebody else is asked to stop."
-        if self.doing:
-            self.pausing = True
-            self.wake()
-        else:
+        if not self.doing:
             self.loop.stop()
+        self.pausing = True
+        self.wake()
         self.changed()
 
-    def wake(self) -> None:
-        "End the rest between two phases."
-        if self._wake is not None:
-            self._wake.set()
-
     def stop(self) -> None:
-        "End the run after the phase under way."
+        "End the run after the phase under way, and forget how many steps were left."
         self.left = math.inf
-        if not self.doing and self.holds_window:
+        if self.window is not None and not self.doing:
             self.start("stop")
-            return
-        self.loop.stop()
-        self.pause()
+        else:
+            self.loop.stop()
+            self.pause()
 
     def close(self) -> None:
         "End for good, after the phase under way."
-        self.closed, self.pausing = True, True
+        if self.window is not None and not self.doing:
+            self.start("stop")
+        self.closed = self.pausing = True
         self.wake()
 
-    async def _run(self, work: Callable[[], Awaitable[Any]]) -> None:
-        UNDER_WAY.add(self)
-        try:
-            await quiet(self.loop)
-            await work()
-        except Exception as e:  # kept for the dashboard; raised again for whoever awaits
-            self.error = e
-            raise
-        finally:
-            if self.closed:
-                await self._release()
-            UNDER_WAY.discard(self)
-            self.doing = self.at = ""
-            self.changed()
+    def wake(self) -> None:
+        "End the rest between two phases."
+        if self.resting is not None:
+            self.resting.set()
 
-    async def _play(self) -> None:
-        while self.left > 0 and not self._over:
-            if await self._advance() is not None:
-                self.left -= 1
-            await self._rest()
-        self.left = self.left if self.pausing and not self.loop.stop_requested else math.inf
+# %% ../../nbs/53_views.dashboard.ipynb #7f82cd4e
+async def advance(player: Player) -> StepRecord | None:  # the record, when a step was finished
+    "Go forward by one phase, or by one step of a window."
+    loop = player.loop
+    player.at = loop.state.current
+    player.changed()
+    if player.window is None and not by_windows(loop):
+        return await one_phase(loop)
+    window = player.window = player.window or next_records(loop, player.left)
+    record = None
+    try:
+        record = await anext(window, None)
+    finally:
+        player.window = None if record is None else window
+    return record
 
-    async def _phase(self) -> None:
-        await self._advance()
 
-    async def _step(self) -> None:
-        while not self._over and await self._advance() is None:
-            await self._rest()
+async def rest(player: Player) -> None:
+    "Wait as long as the speed limit says, or until somebody wakes the player."
+    player.at, player.resting = "", asyncio.Event()
+    player.changed()
+    if not player.pausing:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(player.resting.wait(), max(player.delay, 0.001))
 
-    async def _undo(self) -> None:
-        self.at = "undo"
-        self.changed()
-        await self._release()
-        await self.loop.undo()
 
-    async def _release(self) -> None:
-        window, self._window = self._window, None
-        if window is not None:
-            await window.aclose()
+async def release(player: Player) -> None:
+    "Let go of a window; what it has drawn and not trained on is lost."
+    window, player.window = player.window, None
+    if window is not None:
+        await window.aclose()
 
-    async def _advance(self) -> StepRecord | None:
-        self.at = self.loop.state.current
-        self.changed()
-        if self._window is None and not by_windows(self.loop):
-            return await one_phase(self.loop)
-        if self._window is None:
-            self._window = next_records(self.loop, self.left)
-        record = None
-        try:
-            record = await anext(self._window, None)
-        finally:
-            if record is None:
-                self._window = None
-        return record
+# %% ../../nbs/53_views.dashboard.ipynb #abc895ea
+def is_over(player: Player) -> bool:
+    "Whether there is a reason not to go on."
+    asked = player.pausing or player.loop.stop_requested
+    return asked or (player.loop.done and player.window is None)
 
-    async def _rest(self) -> None:
-        self.at = ""
-        self.changed()
-        self._wake = asyncio.Event()
-        if not self.pausing:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), max(self.delay, 0.001))
+
+async def play_on(player: Player) -> None:
+    "Phase after phase, until paused, stopped or done."
+    while player.left > 0 and not is_over(player):
+        player.left -= await advance(player) is not None
+        await rest(player)
+    player.left = player.left if player.pausing and not player.loop.stop_requested else math.inf
+
+
+async def to_end_of_step(player: Player) -> None:
+    "What is left of the step."
+    while not is_over(player) and await advance(player) is None:
+        await rest(player)
+
+
+async def take_back(player: Player) -> None:
+    "The last update taken back."
+    player.at = "undo"
+    player.changed()
+    await release(player)
+    await player.loop.undo()
+
+
+WORK = {"play": play_on, "phase": advance, "step": to_end_of_step, "undo": take_back, "stop": release}
+
+# %% ../../nbs/53_views.dashboard.ipynb #abc320f5
+async def act(player: Player, action: str) -> None:
+    "One action from beginning to end."
+    UNDER_WAY.add(player)
+    try:
+        await quiet(player.loop)
+        await WORK[action](player)
+    except Exception as e:  # any at all: kept for the dashboard, and raised again for whoever awaits
+        player.error = e
+        raise
+    finally:
+        if player.closed:
+            await release(player)
+        UNDER_WAY.discard(player)
+        player.doing, player.at, player.loop.stop_requested = "", "", False
+        player.changed()
 
 # %% ../../nbs/53_views.dashboard.ipynb #e7160be4
 COUNTED = {
@@ -482,9 +493,16 @@ def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -
     }
 
 # %% ../../nbs/53_views.dashboard.ipynb #f9eeb1ad
+@cache
 def asset(name: str) -> str:
     "A text file that ships with the package."
     return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def plotly_script() -> str:
+    "The script that draws the charts."
+    return get_plotlyjs()
 
 
 class CompletionsPane(anywidget.AnyWidget):
@@ -603,51 +621,39 @@ def box_of(children: Sequence[ipywidgets.Widget], *kinds: str, **layout: str) ->
     return box
 
 # %% ../../nbs/53_views.dashboard.ipynb #457c0ca8
-class Board:
-    "Live charts in a grid."
-
-    def __init__(self, names: Sequence[str]):
-        self.names = names
-        self.live: dict[str, LiveChart] = {}  # made when they are drawn for the first time
-        self.grid = box_of([], "rld-charts", display="grid")
-
-    def draw(self, payload: Callable[[str], Mapping[str, Any]]) -> None:
-        "Bring every chart up to date; `payload` gives what a chart of a name draws."
-        for name in self.names:
-            drawn, figure = payload(name), sized(name)
-            old = self.live.get(name)
-            if old is not None and axes(figure(drawn)) == axes(old.figure):
-                old.update(drawn)
-                continue
-            self.live[name] = LiveChart(figure, drawn)
-            if old is None:
-                self.grid.children = [*self.grid.children, card(name, self.live[name].widget)]
-            else:
-                place: Any = self.grid.children[[*self.live].index(name)]
-                place.children = [place.children[0], self.live[name].widget]
-                old.widget.close()
+def packed(figure: Figure) -> Figure:
+    "A figure whose series of numbers are bytes, as a widget sends them; NaN where there is none."
+    numbers = lambda v: isinstance(v, list) and len(v) > 0 and not isinstance(v[0], str)
+    as_bytes = lambda v: {"f8": memoryview(np.array(v, dtype=np.float64).tobytes())}
+    series = lambda trace: {n: as_bytes(trace[n]) for n in ("x", "y") if numbers(trace.get(n))}
+    return {**figure, "data": [trace | series(trace) for trace in figure["data"]]}
 
 
-def axes(figure: Figure) -> list[str]:
-    "The axes that a figure has; a live chart cannot be given others."
-    return sorted(name for name in figure["layout"] if name.startswith(("xaxis", "yaxis")))
+class Board(anywidget.AnyWidget):
+    "Charts in a grid, drawn by one plotly."
+
+    _esm = f"{plotly_script()}\n{asset('dashboard.charts.js')}"
+    _css = asset("dashboard.css")
+    shown = traitlets.List().tag(sync=True)  # of `about_chart`
+    figures = traitlets.Dict().tag(sync=True)  # packed, by name
+
+    def draw(self, payloads: Mapping[str, Mapping[str, Any]]) -> None:
+        "Show the charts of these payloads, and no others."
+        with self.hold_sync():
+            self.shown = [about_chart(name) for name in payloads]
+            self.figures = {name: packed(LOOKS[name][2](payload)) for name, payload in payloads.items()}
 
 
-def sized(name: str) -> Callable[[Mapping[str, Any]], Figure]:
-    "The figure function of a chart, at the height of the dashboard."
-
-    def draw(payload: Mapping[str, Any]) -> Figure:
-        figure = LOOKS[name][2](payload)
-        return {**figure, "layout": {**figure["layout"], "height": HEIGHTS.get(name, HEIGHT)}}
-
-    return draw
-
-
-def card(name: str, widget: ipywidgets.DOMWidget) -> ipywidgets.Box:
-    "A chart under its title; how to read it appears when the mouse rests on the title."
-    title, caption = (html.escape(text) for text in LOOKS[name][:2])
-    kinds = ("rld-chart", f"rld-chart-{name.replace(' ', '-')}", *(("rld-wide",) if name in HEIGHTS else ()))
-    return box_of([ipywidgets.HTML(f'<h4 title="{caption}">{title}</h4>'), widget], *kinds)
+def about_chart(name: str) -> dict[str, Any]:
+    "Title of a chart, how to read it, its height, and whether it is as wide as the page."
+    title, caption = LOOKS[name][:2]
+    return {
+        "name": name,
+        "title": title,
+        "caption": caption,
+        "height": HEIGHTS.get(name, HEIGHT),
+        "wide": name in HEIGHTS,
+    }
 
 # %% ../../nbs/53_views.dashboard.ipynb #ad538ee0
 @dataclass(eq=False)
@@ -659,8 +665,7 @@ class Screen:
     more: ipywidgets.ToggleButton  # whether more charts are shown
     rows: ipywidgets.Dropdown  # which groups the map shows, where there are too many for one
     pane: CompletionsPane  # completions
-    charts: Board = field(default_factory=lambda: Board(MAIN))
-    more_charts: Board = field(default_factory=lambda: Board(MORE))
+    charts: Board
     head: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the row of phases, progress
     trouble: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the error, if there is one
     words: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the sentence and the warnings
@@ -670,8 +675,7 @@ class Screen:
     def root(self) -> ipywidgets.Box:
         "All of them in a box."
         controls = box_of([*self.buttons.values(), self.speed, self.more, self.rows], "rld-controls")
-        charts = [self.charts.grid, self.more_charts.grid]
-        return box_of([controls, self.head, self.trouble, self.words, *charts, self.pane, self.inspector], "rld")
+        return box_of([controls, self.head, self.trouble, self.words, self.charts, self.pane, self.inspector], "rld")
 
 
 def make_screen(dashboard: Dashboard) -> Screen:
@@ -688,9 +692,12 @@ def make_screen(dashboard: Dashboard) -> Screen:
     rows.add_class("rld-groups")
     for control in (more, rows):
         control.observe(lambda change: at_home(dashboard, draw_charts, dashboard), "value")
-    pane = CompletionsPane()
-    pane.on_msg(lambda _, message, buffers: at_home(dashboard, asked, dashboard, message))
-    return Screen(make_buttons(lambda action: at_home(dashboard, press, dashboard, action)), speed, more, rows, pane)
+    pane, charts = CompletionsPane(), Board()
+    for widget in (pane, charts):
+        widget.on_msg(lambda _, message, buffers: at_home(dashboard, asked, dashboard, message))
+    return Screen(
+        make_buttons(lambda action: at_home(dashboard, press, dashboard, action)), speed, more, rows, pane, charts
+    )
 
 # %% ../../nbs/53_views.dashboard.ipynb #78b0e840
 def widgets_in(widget: ipywidgets.Widget) -> list[ipywidgets.Widget]:
@@ -753,6 +760,8 @@ def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
         case {"open": [int(group), int(sample)]}:
             with suppress(PhaseError):  # a click on a step that has just gone
                 open_completion(dashboard, group, sample)
+        case {"clicked": "advantages", "x": int(sample), "y": int(group)}:
+            asked(dashboard, {"open": [group, sample]})
         case {"inspect": bool(wanted)}:
             (open_inspector if wanted else close_inspector)(dashboard)
         case _:
@@ -802,25 +811,11 @@ def offer_rows(dashboard: Dashboard) -> None:
 
 
 def draw_charts(dashboard: Dashboard) -> None:
-    "Bring the charts that are shown up to date."
-    d, screen = dashboard, dashboard.screen
-    record = d.record or StepRecord(0)
-    payload = lambda name: payload_of(name, d.history, record, start=screen.rows.value or 0, floor=d.noise_floor)
-    screen.charts.draw(payload)
-    screen.more_charts.grid.layout.display = "grid" if screen.more.value else "none"
-    if screen.more.value:
-        screen.more_charts.draw(payload)
-    deliver_to_main(screen.root)
-    if not d.listens:
-        d.listens = True
-        cells: Any = screen.charts.live["advantages"].widget.data[0]
-        cells.on_click(lambda _, points, state: at_home(d, clicked, d, points))
-
-
-def clicked(dashboard: Dashboard, points: Any) -> None:
-    "A cell of the map was clicked: show its completion."
-    if points.xs and points.ys:
-        open_completion(dashboard, int(points.ys[0]), int(points.xs[0]))
+    "Bring the charts up to date; before the first step there are none."
+    d, record = dashboard, dashboard.record
+    names = () if record is None else (*MAIN, *MORE) if d.screen.more.value else MAIN
+    about = {"start": d.screen.rows.value or 0, "floor": d.noise_floor}
+    d.screen.charts.draw({name: payload_of(name, d.history, record or StepRecord(0), **about) for name in names})
 
 # %% ../../nbs/53_views.dashboard.ipynb #076888ca
 TICK = 0.25  # seconds
@@ -840,7 +835,8 @@ def refresh_head(dashboard: Dashboard) -> None:
     refresh_buttons(dashboard.screen.buttons, player)
     shown = progress_of(loop, dashboard.watch)
     dashboard.screen.head.value = strip_html(loop, phase) + progress_html(shown, standing(loop, player))
-    if player.error is not dashboard.error and (player.error or player.doing):
+    old = player.doing and dashboard.error not in (None, player.error, dashboard.stumbled)
+    if old or player.error not in (None, dashboard.error):
         show_error(dashboard, player.error)
 
 
@@ -850,6 +846,35 @@ def show_error(dashboard: Dashboard, error: BaseException | None) -> None:
     dashboard.screen.trouble.value = error_html(error, dashboard.loop.place) if error else ""
 
 # %% ../../nbs/53_views.dashboard.ipynb #17a57bf7
+def stumble(dashboard: Dashboard, error: Exception) -> None:
+    "Show what went wrong in drawing; the step itself is finished and sound."
+    dashboard.stumbled = error
+    show_error(dashboard, error)
+
+
+async def find_words(dashboard: Dashboard) -> None:
+    "Find the words for the newest step, until there is no newer one."
+    d = dashboard
+    while d.said is not d.record and not d.player.closed:
+        record, previous = d.record, d.previous
+        try:
+            words = await asyncio.to_thread(words_html, record, previous, d.noise_floor)
+        except Exception as e:  # whatever the x-ray stumbles over is shown
+            stumble(d, e)
+            return
+        if record is d.record and not d.player.closed:
+            d.said, d.screen.words.value, d.stale = record, words, True
+
+
+def say(dashboard: Dashboard) -> None:
+    "Show the words for the last step: at once where nobody waits, else when they are found."
+    d, home = dashboard, running_loop()
+    if home is None or d.record is None:
+        d.said, d.screen.words.value = d.record, words_html(d.record, d.previous, d.noise_floor)
+    elif d.finding is None or d.finding.done():
+        d.finding = home.create_task(find_words(d))
+
+# %% ../../nbs/53_views.dashboard.ipynb #4c324996
 def remember_record(dashboard: Dashboard, record: StepRecord) -> None:
     "Take a record into the history; what was there from its step on is replaced."
     dashboard.history.rewind(record.step - 1)
@@ -859,11 +884,18 @@ def remember_record(dashboard: Dashboard, record: StepRecord) -> None:
     dashboard.record = record
 
 
+def forget_records(dashboard: Dashboard, last: int) -> None:
+    "Take back every step after the last one that holds."
+    d = dashboard
+    d.history.rewind(last)
+    d.record, d.previous = [None, None, *(r for r in d.loop.records if r.step <= last)][:-3:-1]
+    draw_record(d)
+
+
 def draw_record(dashboard: Dashboard) -> None:
     "Draw the last record: words, table, charts."
     d, record = dashboard, dashboard.record
     d.columns = samples_of(record.groups if record else ())
-    d.screen.words.value = words_html(record, d.previous, d.noise_floor)
     if d.opened is not None and (record is None or d.opened[0].step > record.step):  # it was undone
         close_inspector(d)
         d.screen.pane.completion, d.opened = {}, None
@@ -871,6 +903,7 @@ def draw_record(dashboard: Dashboard) -> None:
     draw_table(d)
     offer_rows(d)
     draw_charts(d)
+    say(d)
     refresh_head(d)
     d.stale = True
 
@@ -878,7 +911,7 @@ def draw_record(dashboard: Dashboard) -> None:
 def tick(dashboard: Dashboard) -> None:
     "Look what the loop is doing, and whether a run that somebody else started has just ended badly."
     d = dashboard
-    mine = d.player.doing or d.player.holds_window
+    mine = d.player.doing or d.player.window is not None
     was, elsewhere = d.elsewhere, "" if mine else run_elsewhere(d.loop)
     d.elsewhere = elsewhere
     if elsewhere and not was:
@@ -898,10 +931,10 @@ async def follow(dashboard: Dashboard) -> None:
         await asyncio.sleep(TICK)
 
 
-def follow_loop(dashboard: Dashboard) -> asyncio.Task[None] | None:
-    "Begin to keep up, if there is an event loop to do it in."
-    home = running_loop()  # none in a script that calls `update` itself
-    return home.create_task(follow(dashboard)) if home is not None else None
+def follow_loop(dashboard: Dashboard) -> None:
+    "Begin to keep up, if there is an event loop to do it in; a script that calls `update` itself has none."
+    if dashboard.home is not None:
+        dashboard.following = dashboard.home.create_task(follow(dashboard))
 
 # %% ../../nbs/53_views.dashboard.ipynb #2ab1f396
 STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the table; between two pictures of a run
@@ -910,7 +943,8 @@ STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the tabl
 def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
     d, record = dashboard, dashboard.record
-    words = f"<p>{html.escape(d.loop.place)}</p>" + words_html(record, d.previous, d.noise_floor)
+    said = d.screen.words.value if d.said is record else words_html(record, d.previous, d.noise_floor)
+    words = f"<p>{html.escape(d.loop.place)}</p>{said}"
     if record is None:
         return words
     found = {
@@ -962,6 +996,26 @@ def dashboards_of(loop: Loop) -> list[Dashboard]:
     return [owner for owner in owners if isinstance(owner, Dashboard)]
 
 
+def make_room(loop: GRPOLoop) -> None:
+    "Close the dashboard that the loop has, and pause strangers on its backend."
+    for other in dashboards_of(loop):
+        other.close()
+    for stranger in strangers(loop):
+        stranger.pause()
+
+
+def attach_dashboard(dashboard: Dashboard) -> None:
+    "Listen to the loop, and draw what it has done so far."
+    d = dashboard
+    deliver_to_main(d.screen.root)
+    d.loop.outputs.append(d.take)
+    d.loop.on_undo.append(d.forget)
+    for record in d.loop.records:
+        remember_record(d, record)
+    draw_record(d)
+    follow_loop(d)
+
+
 def close_dashboard(dashboard: Dashboard) -> None:
     "Let go of the loop and of the screen."
     d = dashboard
@@ -973,7 +1027,39 @@ def close_dashboard(dashboard: Dashboard) -> None:
     close_all(d.still.both if d.still else d.screen.root)
 
 # %% ../../nbs/53_views.dashboard.ipynb #eaf045cd
-class Dashboard:
+class Played:
+    "The actions of a player as methods that a cell can await; they work without a screen, too."
+
+    loop: GRPOLoop
+    player: Player
+
+    async def play(self, steps: int | None = None) -> None:
+        "Play so many steps (None = to the end, or what a pause left of the last number); an interrupt pauses."
+        with stop_on_interrupt(self.loop):
+            await self.player.start("play", steps)
+
+    async def phase(self) -> None:
+        "Run the next phase."
+        await self.player.start("phase")
+
+    async def step(self) -> None:
+        "Run what is left of this step."
+        await self.player.start("step")
+
+    async def undo(self) -> None:
+        "Take back the last update."
+        await self.player.start("undo")
+
+    def pause(self) -> None:
+        "Hold after the phase under way."
+        self.player.pause()
+
+    def stop(self) -> None:
+        "End the run after the phase under way."
+        self.player.stop()
+
+# %% ../../nbs/53_views.dashboard.ipynb #ef98adbf
+class Dashboard(Played):
     "A loop with buttons, progress, charts and completions; show it as the last value of a cell."
 
     def __init__(
@@ -981,34 +1067,28 @@ class Dashboard:
         loop: GRPOLoop,
         noise_floor: float | None = None,  # of `xray.measure_noise_floor`, nats; a band in the KL charts
         *,
-        rows: int = 12,  # of the table of completions
+        rows: int = 12,  # of a page of the table of completions
     ):
-        for other in dashboards_of(loop):
-            other.close()
-        for stranger in strangers(loop):
-            stranger.pause()
+        make_room(loop)
         self.loop, self.noise_floor = loop, noise_floor
         self.player, self.watch = Player(loop, self.refresh), Watch()
         self.history, self.view = History(), View(size=rows)
         self.record: StepRecord | None = None  # the last one
         self.previous: StepRecord | None = None  # the one before it
-        self.error: BaseException | None = None  # what is shown in the error box
         self.columns: dict[str, np.ndarray] = {}  # of the table of completions
         self.opened: tuple[StepRecord, int, int] | None = None  # the completion that is shown: record, group, sample
-        self.still: Still | None = None  # where it is displayed
-        self.pictured = 0.0  # when it was drawn, on the clock of `time.monotonic`
-        self.stale = True  # whether the still picture is older than the last record
-        self.listens = False  # whether a click on the map reaches us
+        self.error: BaseException | None = None  # what is shown in the error box
+        self.said: StepRecord | None = None  # what the words on the screen are about
+        self.finding: asyncio.Task[None] | None = None  # finds words
+        self.stumbled: BaseException | None = None  # the last error of drawing
         self.elsewhere = ""  # what somebody else runs
         self.seen: BaseException | None = None  # what had surfaced before that
+        self.still: Still | None = None  # the output that it is displayed in
+        self.stale, self.pictured = True, 0.0  # whether its picture is old, and when it was drawn
         self.home = running_loop()  # whose thread draws
+        self.following: asyncio.Task[None] | None = None  # keeps up with the loop
         self.screen = make_screen(self)
-        loop.outputs.append(self.take)
-        loop.on_undo.append(self.forget)
-        for record in loop.records:
-            remember_record(self, record)
-        draw_record(self)
-        self.following = follow_loop(self)
+        attach_dashboard(self)
 
     def update(self, record: StepRecord) -> None:
         "Add a finished step and draw it; a step that was there is replaced."
@@ -1021,51 +1101,18 @@ class Dashboard:
         try:
             self.update(record)
         except Exception as e:  # whatever a view stumbles over, the step itself is finished and sound
-            show_error(self, e)
+            stumble(self, e)
 
     def forget(self, last: int) -> None:
         "Take back every step after the last one that holds; for `loop.on_undo`."
-        self.history.rewind(last)
-        records = [r for r in self.loop.records if r.step <= last]
-        self.record, self.previous = [None, None, *records][:-3:-1]
-        draw_record(self)
-
-    async def play(self, steps: int | None = None) -> None:
-        "Play so many steps (None = to the end, or what a pause left of the last number); an interrupt pauses."
-        with stop_on_interrupt(self.loop):
-            await self.act("play", steps)
-
-    async def phase(self) -> None:
-        "Run the next phase."
-        await self.act("phase")
-
-    async def step(self) -> None:
-        "Run what is left of this step."
-        await self.act("step")
-
-    async def undo(self) -> None:
-        "Take back the last update."
-        await self.act("undo")
-
-    async def act(self, action: str, steps: int | None = None) -> None:
-        "Start an action and wait for its end."
-        try:
-            await self.player.start(action, steps)
-        finally:
-            refresh_still(self)
-
-    def pause(self) -> None:
-        "Hold after the phase under way."
-        self.player.pause()
-
-    def stop(self) -> None:
-        "End the run after the phase under way."
-        self.player.stop()
+        forget_records(self, last)
 
     def refresh(self) -> None:
         "Draw what changes with every phase: buttons, the row of phases, progress."
         if not self.player.closed:
             refresh_head(self)
+            if not self.player.doing:
+                refresh_still(self)
 
     def close(self) -> None:
         "Let go of the loop and of the screen; a phase under way is finished."

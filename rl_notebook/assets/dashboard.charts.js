@@ -1,0 +1,96 @@
+// The charts of the dashboard. plotly.js stands above this in the same module, so it is loaded once for all of them.
+// The kernel sends whole figures; plotly keeps what the reader did to a chart, such as zooming in.
+
+const Plotly = globalThis.Plotly;
+const CONFIG = { displaylogo: false, displayModeBar: false };
+
+// Series of numbers travel as bytes: {f8: DataView}.
+function unpacked(trace) {
+  const out = { ...trace };
+  for (const [name, value] of Object.entries(trace)) {
+    if (!value || !value.f8) continue;
+    const { buffer, byteOffset, byteLength } = value.f8;
+    out[name] = new Float64Array(buffer.slice(byteOffset, byteOffset + byteLength));
+  }
+  return out;
+}
+
+function makeCard(about, send) {
+  const card = document.createElement("section");
+  card.className = `rld-chart rld-chart-${about.name.replaceAll(" ", "-")}${about.wide ? " rld-wide" : ""}`;
+  const title = document.createElement("h4");
+  title.textContent = about.title;
+  title.title = about.caption;
+  const plot = document.createElement("div");
+  plot.style.height = `${about.height}px`;
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", `${about.title}. ${about.caption}`);
+  card.append(title, plot);
+  return { card, plot };
+}
+
+function render({ model, el }) {
+  const grid = document.createElement("div");
+  grid.className = "rld-charts";
+  el.append(grid);
+  const cards = new Map();
+
+  function place(about) {
+    if (!cards.has(about.name)) {
+      const made = makeCard(about);
+      cards.set(about.name, made);
+      grid.append(made.card);
+    }
+    return cards.get(about.name).plot;
+  }
+  async function draw() {
+    const shown = model.get("shown");
+    const figures = model.get("figures");
+    const names = new Set(shown.map((about) => about.name));
+    for (const [name, { card }] of cards) card.hidden = !names.has(name);
+    for (const about of shown) {
+      const figure = figures[about.name];
+      if (!figure) continue;
+      const plot = place(about);
+      const fresh = !plot.data;
+      const layout = { ...structuredClone(figure.layout), height: about.height, autosize: true };
+      await Plotly.react(plot, figure.data.map(unpacked), layout, CONFIG);
+      if (fresh) {
+        plot.on("plotly_click", ({ points: [p] }) => model.send({ clicked: about.name, x: Number(p.x), y: Number(p.y) }));
+      }
+    }
+    fit();
+  }
+  function fit() {
+    for (const { plot } of cards.values()) {
+      const wrong = plot.data && plot.clientWidth > 0 && Math.abs(plot.clientWidth - plot._fullLayout.width) > 1;
+      if (wrong) Plotly.Plots.resize(plot);
+    }
+  }
+  // One drawing at a time; what comes meanwhile is drawn afterwards, and only the last of it.
+  let busy = false;
+  let again = false;
+  async function update() {
+    again = true;
+    if (busy) return;
+    busy = true;
+    while (again) {
+      again = false;
+      await draw();
+    }
+    busy = false;
+  }
+  const observer = new ResizeObserver(fit);
+  observer.observe(grid);
+  model.on("change:figures", update);
+  model.on("change:shown", update);
+  update();
+  return () => {
+    observer.disconnect();
+    model.off("change:figures", update);
+    model.off("change:shown", update);
+    for (const { plot } of cards.values()) Plotly.purge(plot);
+  };
+}
+
+export default { render };

@@ -1,0 +1,551 @@
+"The dashboard without a screen: its player, its table, what it draws, what it leaves behind."
+
+import asyncio
+import json
+import math
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import ipywidgets
+import numpy as np
+import pytest
+from synthetic import hostile_record, synthetic_record
+from test_loop import make_loop
+from tiny_models import one_thread
+
+from rl_notebook.core import PhaseError, PromptGroup
+from rl_notebook.loop import PHASES
+from rl_notebook.records import StepRecord
+from rl_notebook.views.dashboard import (
+    COLUMNS,
+    MAIN,
+    MORE,
+    UNDER_WAY,
+    Dashboard,
+    View,
+    chosen_rows,
+    completion_of,
+    dashboards_of,
+    deliver_to_main,
+    matching,
+    moved,
+    page_of,
+    samples_of,
+    still_html,
+    tick,
+)
+
+__all__ = ["one_thread"]
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def until(true, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        await asyncio.sleep(0.005)
+
+
+def press(dashboard, action):
+    dashboard.screen.buttons[action].click()
+
+
+def enabled(dashboard):
+    return {action for action, button in dashboard.screen.buttons.items() if not button.disabled}
+
+
+# --- playing ------------------------------------------------------------------------------------------------------
+
+
+def test_play_runs_to_the_end_and_draws_every_step():
+    async def main():
+        loop = make_loop(rows=9)
+        dashboard = Dashboard(loop)
+        assert enabled(dashboard) == {"play", "phase", "step"}
+        await dashboard.play()
+        assert loop.done
+        assert [r.step for r in loop.records] == [1, 2, 3]
+        assert dashboard.history.column("reward")[0].tolist() == [1, 2, 3]
+        assert dashboard.record is loop.records[-1]
+        assert enabled(dashboard) == {"undo"}
+        await until(lambda: "Step 3." in dashboard.screen.words.value)
+        assert dashboard.screen.buttons["play"].tooltip == "All steps are done."
+
+    run(main())
+
+
+def test_played_and_run_are_the_same_training():
+    async def main():
+        played, plain = make_loop(rows=9), make_loop(rows=9)
+        await Dashboard(played).play(2)
+        await plain.run(2, progress=False)
+        for a, b in zip(played.records, plain.records, strict=True):
+            assert a.metrics["update_norm"] == b.metrics["update_norm"]
+            assert a.loss.loss == b.loss.loss
+
+    run(main())
+
+
+@pytest.mark.parametrize("phase", ["sample", "backward", "sync"])
+def test_a_pause_takes_effect_within_one_phase(phase):
+    following = PHASES[PHASES.index(phase) + 1]
+
+    async def main():
+        loop = make_loop(rows=24)
+        dashboard, at = Dashboard(loop), []
+        ask = getattr(loop, phase)
+
+        async def pausing():
+            result = await ask()
+            press(dashboard, "pause")
+            at.append(loop.state.number)
+            return result
+
+        setattr(loop, phase, pausing)
+        press(dashboard, "play")
+        await until(lambda: at and not dashboard.player.doing)
+        assert (loop.state.number, phase in loop.state.values) == (1, True)
+        assert loop.state.current == following
+        setattr(loop, phase, ask)
+        await dashboard.play(1)
+        assert [r.step for r in loop.records] == [1]
+
+    run(main())
+
+
+def test_play_goes_on_to_the_number_of_steps_that_a_pause_left_and_a_stop_forgets_it():
+    async def main():
+        loop = make_loop(rows=30)
+        dashboard = Dashboard(loop)
+        loop.outputs.append(lambda r: dashboard.pause() if r.step == 1 else None)
+        await dashboard.play(3)
+        assert (len(loop.records), dashboard.player.left) == (1, 2)
+        await dashboard.play()
+        assert [r.step for r in loop.records] == [1, 2, 3]
+        loop.outputs[-1] = lambda r: dashboard.stop()
+        await dashboard.play(3)
+        assert (len(loop.records), dashboard.player.left) == (4, math.inf)
+        assert not loop.stop_requested
+
+    run(main())
+
+
+def test_phase_step_and_undo():
+    async def main():
+        loop = make_loop(rows=24)
+        dashboard = Dashboard(loop)
+        await dashboard.phase()
+        await dashboard.phase()
+        assert loop.state.current == "score"
+        await dashboard.step()
+        assert (loop.state.number, loop.state.current) == (2, "prompts")
+        assert "undo" in enabled(dashboard)
+        await dashboard.undo()
+        assert (loop.state.number, len(loop.records), dashboard.record) == (1, 0, None)
+        assert dashboard.history.column("reward")[0].tolist() == []
+        assert "No step is finished" in dashboard.screen.words.value
+        with pytest.raises(PhaseError, match="dashboard: undo: got There is no update to take back"):
+            await dashboard.undo()
+
+    run(main())
+
+
+def test_two_things_are_never_run_at_once():
+    async def main():
+        dashboard = Dashboard(make_loop(rows=24))
+        playing = dashboard.player.start("play", 1)
+        for action in ("play", "phase", "step", "undo"):
+            with pytest.raises(PhaseError, match="Busy: play"):
+                dashboard.player.start(action)
+        press(dashboard, "play")  # a click that was on its way when the button was disabled
+        await playing
+        assert len(dashboard.loop.records) == 1
+
+    run(main())
+
+
+def test_the_speed_limit_waits_between_phases_and_a_pause_does_not_wait_for_it():
+    async def main():
+        dashboard = Dashboard(make_loop(rows=24))
+        dashboard.screen.speed.value = 5.0
+        press(dashboard, "play")
+        await until(lambda: "prompts" in dashboard.loop.state.values and not dashboard.player.at)
+        start = time.monotonic()
+        press(dashboard, "pause")
+        await until(lambda: not dashboard.player.doing)
+        assert time.monotonic() - start < 2
+        assert dashboard.loop.state.current == "sample"
+
+    run(main())
+
+
+def test_min_samples_per_fwd_bwd_has_a_first_phase_up_to_the_gradient():
+    async def main():
+        loop = make_loop(rows=24, min_samples_per_fwd_bwd=6, keep=lambda g: True)
+        dashboard = Dashboard(loop)
+        await dashboard.phase()
+        assert loop.state.current == "optimize"
+        await dashboard.step()
+        assert len(loop.records) == 1
+
+    run(main())
+
+
+def test_with_windows_steps_are_played_and_single_phases_are_refused_with_the_reason():
+    async def main():
+        loop = make_loop(rows=24, weight_sync_interval=2, keep=lambda g: True)
+        dashboard = Dashboard(loop)
+        assert "Single phases are not available with windows" in dashboard.screen.buttons["phase"].tooltip
+        await dashboard.step()
+        assert [r.step for r in loop.records] == [1]
+        assert dashboard.player.window is not None
+        assert loop.in_window
+        await dashboard.play(2)
+        assert [r.step for r in loop.records] == [1, 2, 3]
+        assert loop.policy_version == 1
+        assert "stop" in enabled(dashboard)
+        press(dashboard, "stop")
+        await until(lambda: not dashboard.player.doing)
+        assert (dashboard.player.window, loop.in_window, loop.stage.holder) == (None, False, None)
+        await loop.step()
+        assert len(loop.records) == 4
+
+    run(main())
+
+
+# --- somebody else runs the loop ----------------------------------------------------------------------------------
+
+
+def test_a_run_of_a_cell_is_shown_can_be_stopped_and_is_not_run_twice():
+    async def main():
+        loop = make_loop(rows=60)
+        dashboard = Dashboard(loop)
+        running = asyncio.ensure_future(loop.run(progress=False))
+        await until(lambda: dashboard.elsewhere)
+        assert enabled(dashboard) == {"pause", "stop"}
+        assert "The loop is being run elsewhere" in dashboard.screen.buttons["play"].tooltip
+        await until(lambda: dashboard.record is not None)
+        press(dashboard, "stop")
+        records = await running
+        assert 1 <= len(records) < 20
+        await until(lambda: "play" in enabled(dashboard))
+        assert dashboard.history.column("reward")[0].tolist() == [r.step for r in records]
+        await dashboard.step()
+
+    run(main())
+
+
+def test_progress_counts_what_the_phase_does():
+    async def main():
+        loop = make_loop(rows=24)
+        dashboard = Dashboard(loop)
+        seen, sample = [], loop.backend.sampler.sample
+
+        async def looking(tokens, params):
+            result = await sample(tokens, params)
+            tick(dashboard)
+            seen.append(dashboard.screen.head.value)
+            return result
+
+        loop.backend.sampler.sample = looking
+        await dashboard.step()
+        drawn = loop.records[0].metrics["rollout/num_samples"] * loop.records[0].metrics["completions/mean_length"]
+        assert f"{round(drawn):,} of at most {3 * 6 * 16:,} tokens sampled" in seen[-1]
+        assert 'class="rld-running" title="running">sample<' in seen[-1]
+        assert "next: prompts" in dashboard.screen.head.value
+
+    run(main())
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def broken_at(step):
+    def reward(completion_text, step_number=None):
+        if loop_of[0].state.number == step and not mended:
+            raise ValueError("<b>cannot</b> grade")
+        return float(len(completion_text))
+
+    loop_of, mended = [None], []
+    return reward, loop_of, mended
+
+
+def test_an_error_is_shown_and_raised_and_play_can_be_pressed_again():
+    async def main():
+        reward, loop_of, mended = broken_at(2)
+        loop = loop_of[0] = make_loop(rows=24, reward=lambda completion_text: reward(completion_text))
+        dashboard = Dashboard(loop)
+        with pytest.raises(Exception, match="cannot") as raised:
+            await dashboard.play(3)
+        assert dashboard.error is raised.value
+        said = dashboard.screen.trouble.value
+        assert "rld-error" in said
+        assert "&lt;b&gt;cannot&lt;/b&gt; grade" in said
+        assert "<b>cannot" not in said
+        assert "step 2, next: score" in said
+        assert (loop.state.number, loop.state.current, len(loop.records)) == (2, "score", 1)
+        press(dashboard, "step")  # again, and nobody awaits it
+        await until(lambda: not dashboard.player.doing)
+        assert "cannot" in str(dashboard.error)
+        mended.append(True)
+        press(dashboard, "step")
+        await until(lambda: len(loop.records) == 2 and not dashboard.player.doing)
+        assert (dashboard.error, dashboard.screen.trouble.value) == (None, "")
+
+    run(main())
+
+
+def test_an_error_of_a_run_in_a_cell_is_shown_too(monkeypatch):
+    async def main():
+        reward, loop_of, _ = broken_at(1)
+        loop = loop_of[0] = make_loop(rows=24, reward=lambda completion_text: reward(completion_text))
+        dashboard = Dashboard(loop)
+        tick(dashboard)
+        dashboard.elsewhere = "score"  # as a tick finds it while the cell runs
+        with pytest.raises(Exception, match="cannot") as raised:
+            await loop.run(progress=False)
+        monkeypatch.setattr(sys, "last_value", raised.value, raising=False)  # as IPython leaves it
+        tick(dashboard)
+        assert "cannot" in dashboard.screen.trouble.value
+        assert "step 1, next: score" in dashboard.screen.trouble.value
+
+    run(main())
+
+
+def test_what_a_view_stumbles_over_does_not_stop_the_training(monkeypatch):
+    async def main():
+        loop = make_loop(rows=24)
+        dashboard = Dashboard(loop)
+        monkeypatch.setattr("rl_notebook.views.dashboard.words_html", lambda *args: 1 / 0)
+        await dashboard.play(2)
+        assert len(loop.records) == 2
+        await until(lambda: dashboard.error)
+        assert "ZeroDivisionError" in dashboard.screen.trouble.value
+
+    run(main())
+
+
+# --- one dashboard ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_has_one_dashboard_and_nothing_grows():
+    from ipywidgets.widgets.widget import _instances
+
+    async def main():
+        loop = make_loop(rows=60)
+        await loop.step()
+        counts = []
+        for _ in range(3):
+            dashboard = Dashboard(loop)
+            assert dashboards_of(loop) == [dashboard]
+            press(dashboard, "play")
+            await asyncio.sleep(0.05)
+            counts.append((len(_instances), len(loop.outputs), len(loop.on_undo)))
+        assert len(set(counts)) == 1
+        await until(lambda: len(UNDER_WAY) <= 1)
+        dashboard.close()
+        await until(lambda: not dashboard.player.doing)
+        await asyncio.sleep(0.3)
+        assert (loop.outputs, loop.on_undo, len(UNDER_WAY)) == ([], [], 0)
+        assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task() and "follow" in repr(t)]
+        at = loop.state.number, loop.state.current
+        await asyncio.sleep(0.3)
+        assert (loop.state.number, loop.state.current) == at  # the old ones play no more
+        with pytest.raises(PhaseError, match="This dashboard is closed"):
+            await dashboard.play()
+
+    run(main())
+
+
+def test_a_new_loop_on_the_same_backend_pauses_the_old_one():
+    async def main():
+        from rl_notebook.loop import GRPOLoop
+
+        old = make_loop(rows=60)
+        first = Dashboard(old)
+        press(first, "play")
+        await until(lambda: old.state.values)
+        new = GRPOLoop(old.backend, old.rows, lambda completion_text: float(len(completion_text)), old.cfg)
+        second = Dashboard(new)
+        await second.step()
+        assert not first.player.doing
+        assert len(new.records) == 1
+
+    run(main())
+
+
+def test_an_event_of_another_thread_is_handled_at_home():
+    async def main():
+        dashboard = Dashboard(make_loop(rows=24))
+        threads = []
+        dashboard.player.changed = lambda: threads.append(threading.current_thread())
+        threading.Thread(target=press, args=(dashboard, "phase")).start()
+        await until(lambda: dashboard.loop.state.current == "sample" and not dashboard.player.doing)
+        assert set(threads) == {threading.current_thread()}
+
+    run(main())
+
+
+def test_widgets_are_told_to_answer_on_the_main_thread():
+    button = ipywidgets.Button()
+    box = ipywidgets.VBox([button])
+    button.comm._reply_subshell_for = lambda data, default: "some thread"  # as ipykernel's comms have
+    deliver_to_main(box)
+    assert button.comm._reply_subshell_for({}, "another") is None
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dashboard():
+    dashboard = Dashboard(make_loop(rows=24))
+    dashboard.screen.more.value = True
+    yield dashboard
+    dashboard.close()
+
+
+def odd_records():
+    nothing = synthetic_record(1)
+    groups = [replace(g, samples=tuple(replace(s, reward=0.0) for s in g.samples)) for g in nothing.groups]
+    dead = [replace(g, advantages=np.zeros(len(g.samples))) for g in groups]
+    yield "one step", synthetic_record(1)
+    yield "NaN metrics", replace(synthetic_record(1), metrics=dict.fromkeys(synthetic_record(1).metrics, math.nan))
+    yield "infinite metrics", replace(synthetic_record(1), metrics=dict.fromkeys(("reward", "kl", "kl/k3"), math.inf))
+    yield "one group", synthetic_record(1, groups=1)
+    yield "512 groups", synthetic_record(1, groups=512, completions=4)
+    yield "nothing trained", StepRecord(1, tuple(dead), reason="all groups are dead")
+    yield "no groups", StepRecord(1, reason="nothing came")
+    yield "a group without samples", StepRecord(1, (PromptGroup((), key="q"),), reason="all lost")
+    yield "no metrics", StepRecord(1, synthetic_record(1).groups[:1])
+    yield "hostile", hostile_record()
+
+
+ODD = dict(odd_records())
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_records_are_drawn(dashboard, name):
+    record = ODD[name]
+    dashboard.update(record)
+    assert f"Step {record.step}" in dashboard.screen.words.value
+    assert dashboard.screen.pane.page["total"] == sum(len(g.samples) for g in record.groups)
+    json.dumps(dashboard.screen.pane.page, allow_nan=False)
+    assert list(dashboard.screen.charts.figures) == [*MAIN, *MORE]
+    still = still_html(dashboard)
+    assert "<script" not in still
+    assert "<img src=x" not in still
+    assert len(still) < 300_000
+
+
+def test_many_groups_are_mapped_in_parts(dashboard):
+    dashboard.update(synthetic_record(1, groups=150, completions=4))
+    menu = dashboard.screen.rows
+    assert [start for _, start in menu.options] == [0, 64, 128]
+    menu.value = 128
+    assert dashboard.screen.charts.figures["advantages"]["data"][0]["y"]["f8"].nbytes == 22 * 8
+
+
+def test_the_same_step_counts_once_and_an_earlier_one_takes_back(dashboard):
+    for step in (1, 2, 3, 3, 2):
+        dashboard.update(synthetic_record(step))
+    assert dashboard.history.column("reward")[0].tolist() == [1, 2]
+
+
+def test_without_more_charts_only_the_main_ones_are_drawn():
+    dashboard = Dashboard(make_loop(rows=24))
+    assert dashboard.screen.charts.figures == {}
+    dashboard.update(synthetic_record(1))
+    assert list(dashboard.screen.charts.figures) == [*MAIN]
+    dashboard.close()
+
+
+# --- completions --------------------------------------------------------------------------------------------------
+
+
+def test_a_click_on_the_map_or_a_row_opens_that_completion(dashboard):
+    record = synthetic_record(1)
+    dashboard.update(record)
+    pane, charts = dashboard.screen.pane, dashboard.screen.charts
+    charts._handle_custom_msg({"clicked": "advantages", "x": 5, "y": 3}, [])
+    assert pane.completion["text"] == record.groups[3].samples[5].text
+    pane._handle_custom_msg({"open": [0, 2]}, [])
+    assert (pane.completion["group"], pane.completion["sample"]) == (0, 2)
+    pane._handle_custom_msg({"open": [99, 0]}, [])  # a step that has gone
+    pane._handle_custom_msg({"open": "nonsense"}, [])
+    assert pane.completion["group"] == 0
+    dashboard.forget(0)
+    assert pane.completion == {}
+
+
+def test_tokens_are_inspected_when_asked_for(dashboard):
+    dashboard.update(synthetic_record(1))
+    pane, inspector = dashboard.screen.pane, dashboard.screen.inspector
+    pane._handle_custom_msg({"inspect": True}, [])
+    assert inspector.children == ()
+    pane._handle_custom_msg({"open": [1, 2]}, [])
+    pane._handle_custom_msg({"inspect": True}, [])
+    assert "group 1, sample 2" in repr(inspector.children[0])
+    pane._handle_custom_msg({"inspect": False}, [])
+    assert inspector.children == ()
+
+
+def test_the_completion_shows_the_prompt_as_the_model_saw_it():
+    async def main():
+        loop = make_loop(rows=24)
+        record = await loop.step()
+        shown = completion_of(record, 1, 0, loop.backend.tokenizer)
+        assert shown["prompt"].startswith("<|bos|><|user|>")
+        assert dict(map(tuple, shown["facts"]))["reward"] == record.groups[1].samples[0].reward
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", [c["name"] for c in COLUMNS])
+@pytest.mark.parametrize("descending", [False, True])
+def test_every_column_sorts(name, descending):
+    columns = samples_of(synthetic_record(1, groups=6, completions=5).groups)
+    rows, _ = chosen_rows(columns, View(sort=name, descending=descending))
+    values = [columns[name][i] for i in rows]
+    assert values == sorted(values, reverse=descending)
+    assert sorted(rows) == list(range(30))
+
+
+def test_what_is_no_number_comes_last_and_a_filter_leaves_it_out():
+    columns = samples_of(synthetic_record(1, groups=1, completions=4).groups)
+    columns["reward"] = np.array([0.5, np.nan, 1.0, 0.0])
+    for descending in (False, True):
+        assert chosen_rows(columns, View("reward", descending))[0][-1] == 1
+    assert chosen_rows(columns, View(filters={"reward": ">=0"}))[0].tolist() == [0, 2, 3]
+    rows, problems = chosen_rows(columns, View(filters={"reward": "much"}))
+    assert (len(rows), list(problems)) == (4, ["reward"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [("2", [2]), ("=2", [2]), (" >2 ", [3, 4]), ("<= 1", [0, 1]), ("1..3", [1, 2, 3]), ("-1", []), ("2e0", [2])],
+)
+def test_filters_read_what_one_types(wanted, expected):
+    assert np.flatnonzero(matching(np.arange(5.0), wanted)).tolist() == expected
+
+
+def test_pages_of_many_completions_stay_small_and_quick():
+    columns = samples_of(synthetic_record(1, groups=512, completions=16).groups)
+    page = page_of(columns, View("reward", descending=True, page=10**6), 1)
+    assert (page["total"], page["page"]) == (8192, page["pages"] - 1)
+    assert len(json.dumps(page)) < 8_000
+    start = time.process_time()
+    page_of(columns, View("text", filters={"text": "1", "reward": ">0"}), 1)
+    assert time.process_time() - start < 0.5
+
+
+def test_messages_that_make_no_sense_change_nothing():
+    view = View("reward")
+    for message in ({}, {"sort": 3}, {"sort": "no"}, {"filter": "x"}, {"filter": ["no", "1"]}, {"page": "2"}, {"a": 1}):
+        assert moved(view, message) == view
+    assert moved(view, {"filter": ["text", "  "]}).filters == {}
