@@ -42,16 +42,17 @@ from .step import backward, draw, loss_factory, score_group
 
 # %% auto #0
 __all__ = ['MARKS', 'MUTED', 'EDGE', 'LOOKS', 'ALLOWANCE', 'VALUES', 'SUMS', 'SERIES', 'TOO_MANY', 'GROUP_SIZES', 'BARS_TITLE',
-           'Check', 'checks_html', 'measure_noise_floor', 'Gap', 'gap_between', 'sample_of', 'comparable_sampler',
-           'sampler_gap', 'tolerance', 'version_at_start', 'on_policy', 'LossParts', 'loss_parts', 'short',
-           'moved_since_sampling', 'dead_kinds', 'signal_words', 'cancelling', 'lengths_words', 'made_of', 'loss_words',
-           'tensors_in_order', 'first_not_finite', 'gradient_size', 'gradient_words', 'reads_sampler', 'corrects',
-           'update_words', 'nothing_words', 'left_out_words', 'sentence', 'check_finite', 'check_completions',
-           'check_signal', 'check_duplicates', 'check_advantages', 'mask_fault', 'check_mask', 'check_ratio',
-           'check_reference', 'check_correction', 'check_gradient', 'check_version', 'invariants', 'XRay', 'xray',
-           'two_values', 'dead_share', 'dead_shares', 'percent', 'bars_text', 'bars_svg', 'round_trip', 'check_budget',
-           'check_reward', 'check_functions', 'check_dead', 'check_tokens', 'check_agreement', 'peak_memory', 'Cost',
-           'Preflight', 'first_answers', 'stopwatch', 'rehearse', 'preflight']
+           'Check', 'checks_html', 'measure_noise_floor', 'Gap', 'gap_between', 'why_no_gap', 'sample_of',
+           'comparable_sampler', 'sampler_side', 'sampler_gap', 'tolerance', 'version_at_start', 'on_policy',
+           'LossParts', 'loss_parts', 'short', 'moved_since_sampling', 'dead_kinds', 'signal_words', 'cancelling',
+           'lengths_words', 'made_of', 'loss_words', 'tensors_in_order', 'first_not_finite', 'gradient_size',
+           'gradient_words', 'reads_sampler', 'corrects', 'update_words', 'nothing_words', 'left_out_words', 'sentence',
+           'check_finite', 'check_completions', 'check_signal', 'check_duplicates', 'check_advantages', 'mask_fault',
+           'check_mask', 'without_loss', 'check_ratio', 'check_reference', 'check_correction', 'check_gradient',
+           'check_version', 'invariants', 'XRay', 'xray', 'two_values', 'dead_share', 'dead_shares', 'percent',
+           'bars_text', 'bars_svg', 'round_trip', 'check_budget', 'check_reward', 'check_functions', 'check_dead',
+           'check_tokens', 'check_agreement', 'peak_memory', 'Cost', 'Preflight', 'first_answers', 'stopwatch',
+           'rehearse', 'preflight']
 
 # %% ../nbs/40_xray.ipynb #62e2da8b
 MARKS = {True: "✓", False: "✗", None: "–"}
@@ -141,18 +142,29 @@ def gap_between(
     theirs: Sequence[Any],  # likewise
 ) -> Gap | None:  # None = no position where both are known
     "How far two series are apart."
-    found, worst, where = [], -1.0, ""
-    for d, a, b in zip(datums, ours, theirs, strict=True):
-        if a is None or b is None or not d.num_loss_tokens:
-            continue
-        apart = np.where(d.active, np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), np.nan)
-        known = apart[np.isfinite(apart)]
-        found.append(known)
-        if len(known) and known.max() > worst:
-            worst, place = float(known.max()), int(np.nanargmax(np.where(np.isfinite(apart), apart, -1)))
-            where = f"{d.where}, target {place}"
-    flat = np.concatenate(found) if found else np.zeros(0)
-    return Gap(float(flat.mean()), worst, where) if len(flat) else None
+    both = [(d, *pair) for d, *pair in zip(datums, ours, theirs, strict=True) if all(s is not None for s in pair)]
+    if not both:
+        return None
+    a, b = (np.concatenate([np.asarray(row[k], np.float64) for row in both]) for k in (1, 2))
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b)
+    known = np.flatnonzero(np.isfinite(apart) & np.concatenate([d.active for d, *_ in both]))
+    if not len(known):
+        return None
+    worst = int(known[np.argmax(apart[known])])
+    ends = np.cumsum([len(d.weights) for d, *_ in both])
+    row = int(np.searchsorted(ends, worst, side="right"))
+    datum = both[row][0]
+    place = worst - int(ends[row]) + len(datum.weights)
+    return Gap(float(apart[known].mean()), float(apart[worst]), f"{datum.where}, target {place}")
+
+# %% ../nbs/40_xray.ipynb #be4dae2e
+def why_no_gap(datums: Sequence[Datum], ours: Sequence[Any], theirs: Sequence[Any], absent: str) -> str:
+    "Why no target has a number in both series; `absent` is said where one of them is None."
+    if datums and not any(d.num_loss_tokens for d in datums):
+        return "every target is masked"
+    both = any(a is not None and b is not None for a, b in zip(ours, theirs, strict=True))
+    return "no target has a finite number on both sides" if both else absent
 
 # %% ../nbs/40_xray.ipynb #33015272
 def sample_of(record_groups: Sequence[PromptGroup]) -> dict[tuple[int, int], RolloutSample]:
@@ -171,11 +183,17 @@ def comparable_sampler(datum: Datum, sample: RolloutSample | None, policy: Logpr
     return None
 
 # %% ../nbs/40_xray.ipynb #90ec7828
+def sampler_side(
+    groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]
+) -> list[np.ndarray | None]:  # (N-1,) per datum
+    "What the sampler reported, where it can be compared."
+    samples = sample_of(groups)
+    return [comparable_sampler(d, samples.get((d.group, d.sample)), p) for d, p in zip(datums, policy, strict=True)]
+
+
 def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]) -> Gap | None:
     "Policy against sampler; None where no sample can be compared."
-    samples = sample_of(groups)
-    theirs = [comparable_sampler(d, samples.get((d.group, d.sample)), p) for d, p in zip(datums, policy, strict=True)]
-    return gap_between(datums, policy, theirs)
+    return gap_between(datums, policy, sampler_side(groups, datums, policy))
 
 # %% ../nbs/40_xray.ipynb #562acdb1
 ALLOWANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.1}  # nats, largest difference; anything else: 0.5
@@ -416,15 +434,15 @@ def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]
     for g in record.groups:
         if g.advantages is not None:
             yield "advantages", f"{g.where}, sample", g.advantages
-    on = lambda d, values: np.where(d.active, np.asarray(values, np.float64), 0.0)
+    scored = [(d, d.active, f"{d.where}, target") for d in record.datums]
     for name in SERIES:
-        for d in record.datums:
-            if getattr(d, name) is not None:
-                yield name, f"{d.where}, target", on(d, getattr(d, name))
+        for d, active, place in scored:
+            if (series := getattr(d, name)) is not None:
+                yield name, place, np.where(active, series, 0.0)
     if record.loss is not None:
         for name, all_series in (("policy_logprobs", record.loss.logprobs), ("dlogprobs", record.loss.dlogprobs)):
-            for d, series in zip(record.datums, all_series, strict=True):
-                yield name, f"{d.where}, target", on(d, series)
+            for (_, active, place), series in zip(scored, all_series, strict=True):
+                yield name, place, np.where(active, getattr(series, "values", series), 0.0)
         yield "loss", "", np.array([record.loss.loss])
     measured = {"grad_norm", "update_norm", *(record.loss.metrics if record.loss else ())} & record.metrics.keys()
     for name in sorted(measured):
@@ -434,8 +452,8 @@ def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]
 def first_not_finite(record: StepRecord) -> str:
     "The first value of a record that is NaN or infinite, with its place; empty if there is none."
     for name, place, values in tensors_in_order(record):
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
+        if not np.isfinite(values).all():
+            bad = np.flatnonzero(~np.isfinite(values))
             i, more = int(bad[0]), f", and {len(bad) - 1} more there" if len(bad) > 1 else ""
             token = f" (token {i + 1})" if place.endswith("target") else ""
             return f"{name} is {values[i]}" + (f" at {place} {i}{token}" if place else "") + more
@@ -493,8 +511,8 @@ def update_words(record: StepRecord) -> list[str]:
 # %% ../nbs/40_xray.ipynb #3bba6143
 def nothing_words(record: StepRecord) -> str:
     "Why a step trained nothing."
-    groups = record.groups
-    if not groups or any(not is_dead(g.rewards) for g in groups):
+    groups, answered = record.groups, any(g.samples for g in record.groups)
+    if not answered or any(not is_dead(g.rewards) for g in groups):
         return f"Nothing was trained: {record.reason}. {signal_words(groups)}"
     of = f"all {len(groups)} groups are dead" if len(groups) > 1 else "the one group is dead"
     kinds = ", ".join(dead_kinds(groups))
@@ -636,15 +654,23 @@ def check_mask(record: StepRecord) -> Check:
     also = f"; {hidden} datums are masked as a whole" if hidden else ""
     return check(True, f"the loss covers exactly the {active} sampled tokens{also}")
 
+# %% ../nbs/40_xray.ipynb #7a215848
+def without_loss(record: StepRecord) -> str:
+    "Why a record has no loss to look at."
+    return "nothing was trained" if record.reason else "the record holds no loss"
+
 # %% ../nbs/40_xray.ipynb #2a8b916c
 def check_ratio(record: StepRecord, previous: StepRecord | None = None, noise_floor: float | None = None) -> Check:
     "On-policy, policy and sampler give each token the same logprob."
     check = partial(Check, "on-policy")
     if record.loss is None:
-        return check(None, "nothing was trained")
+        return check(None, without_loss(record))
     gap, known = sampler_gap(record.groups, record.datums, record.loss.logprobs), on_policy(record, previous)
     if gap is None:
-        return check(None, "the sampler's logprobs are of another distribution (temperature, top-p, top-k) or absent")
+        absent = "the sampler's logprobs are of another distribution (temperature, top-p, top-k) or absent"
+        policy = record.loss.logprobs
+        theirs = sampler_side(record.groups, record.datums, policy)
+        return check(None, why_no_gap(record.datums, policy, theirs, absent))
     allowed = tolerance(record.loss.logprobs, noise_floor)
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if gap.within(allowed):
@@ -661,10 +687,12 @@ def check_reference(record: StepRecord, noise_floor: float | None = None) -> Che
     "Before any update the policy is the reference, and their KL is 0."
     check = partial(Check, "reference")
     if record.loss is None:
-        return check(None, "nothing was trained")
-    gap = gap_between(record.datums, record.loss.logprobs, [d.ref_logprobs for d in record.datums])
+        return check(None, without_loss(record))
+    theirs = [d.ref_logprobs for d in record.datums]
+    gap = gap_between(record.datums, record.loss.logprobs, theirs)
     if gap is None:
-        return check(None, "no reference logprobs were attached")
+        absent = "no reference logprobs were attached"
+        return check(None, why_no_gap(record.datums, record.loss.logprobs, theirs, absent))
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if record.step != 1 or version_at_start(record):
         return check(None, f"{text}; only before the first update it has to be 0")
@@ -679,7 +707,7 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None, noi
     "A correction has what it needs, and stale samples have a correction."
     check, without = partial(Check, "correction"), [d.where for d in record.datums if d.sampler_logprobs is None]
     if record.loss is None or "make_loss" in record.options:
-        return check(None, "nothing was trained" if record.loss is None else "the loss is a custom one")
+        return check(None, without_loss(record) if record.loss is None else "the loss is a custom one")
     if without and reads_sampler(record):
         fix = "Use a sampler that reports them, or switch the correction off."
         got = f"none in {len(without)} datums"
