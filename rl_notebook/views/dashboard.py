@@ -950,7 +950,7 @@ def still_html(dashboard: Dashboard) -> str:
     found = {
         n: payload_of(n, d.history, record, floor=d.noise_floor, points=STILL_POINTS) for n in (*MAIN, "functions")
     }
-    pictures = "".join(f"<h4>{html.escape(c.title)}</h4>{c.static_html()}" for c in charts(found).values())
+    pictures = "".join(c.static_html() for c in charts(found).values())
     page = page_of(d.columns, replace(d.view, page=0, size=STILL_ROWS), record.step)
     table = html_table([c["label"] for c in COLUMNS], ([row[c["name"]] for c in COLUMNS] for row in page["rows"]))
     return f"{words}{pictures}<p>{len(page['rows'])} of {page['total']} completions of step {record.step}</p>{table}"
