@@ -27,22 +27,22 @@ from tqdm.auto import tqdm
 # %% auto #0
 __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 'AnyLoop', 'NOT_FOR_BRANCHES', 'GRADING',
            'HELD_OUT', 'LISTENING', 'BEFORE', 'GAP', 'call_text', 'StepState', 'enter', 'Task', 'as_task', 'configured',
-           'check_backend', 'Stage', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text',
-           'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'measured', 'encode',
-           'prompts_phase', 'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase', 'advantages_phase',
-           'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped',
-           'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss', 'loss_phase', 'fresh_gradient',
-           'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo',
-           'size_of', 'optimize_phase', 'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'record_of',
-           'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step',
-           'park', 'take_over', 'claim', 'on_stage', 'staged', 'branch_config', 'branch_name', 'branch_place',
-           'branch_state', 'branch_off', 'Answered', 'answer', 'take_in', 'refill_step', 'evaluate_rows', 'with_signal',
-           'train_chunk', 'train_arrivals', 'merged_report', 'greedy_half', 'run_phase', 'evaluation_due',
-           'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps',
-           'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left',
-           'records_from', 'run_steps', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'recorded_loss',
-           'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild',
-           'Arrival', 'seek_step']
+           'check_backend', 'Stage', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text',
+           'title_text', 'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed',
+           'measured', 'encode', 'prompts_phase', 'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase',
+           'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums',
+           'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
+           'loss_phase', 'fresh_gradient', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use',
+           'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'optimize_phase', 'weights_moved', 'sync_waits',
+           'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record',
+           'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'claim', 'on_stage', 'staged',
+           'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer',
+           'take_in', 'refill_step', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
+           'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts',
+           'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
+           'stop_on_interrupt', 'request_stops', 'steps_left', 'records_from', 'run_steps', 'LoopPhases', 'GRPOLoop',
+           'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'repeat_backward', 'sync_as_drawn', 'repeat_step',
+           'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild', 'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -200,10 +200,10 @@ def check_backend(cfg: Config, backend: Backend) -> None:
 class Stage:
     "Whose weights a backend holds, and whose turn it is."
 
-    def __init__(self, actor: Loop | None = None):
+    def __init__(self, actor: LoopMemory | None = None):
         self.actor = actor  # whose weights the backend holds; None = nobody's, after a change that failed
         self.names: list[str] = []  # of the loops that share it
-        self.holder: Loop | None = None  # at work now
+        self.holder: LoopMemory | None = None  # at work now
         self.depth = 0  # how many calls of the holder lie inside each other
         self.task: asyncio.Task[Any] | None = None  # that the holder began in
         self.lock = asyncio.Lock()
@@ -214,7 +214,7 @@ class Stage:
         "Whether more than one loop was ever here."
         return len(self.names) > 1
 
-    def join(self, loop: Loop) -> int:  # the number of its seat
+    def join(self, loop: LoopMemory) -> int:  # the number of its seat
         "Let a loop in, under a name of its own."
         taken = [name for name in self.names if name == loop.name or name.startswith(f"{loop.name} (")]
         loop.name = f"{loop.name} ({len(taken) + 1})" if loop.name in self.names else loop.name
@@ -222,8 +222,8 @@ class Stage:
         return len(self.names) - 1
 
 # %% ../nbs/33_loop.ipynb #4ce0a3d5
-class Loop:
-    "What a loop remembers, and how it shows itself."
+class LoopMemory:
+    "What a loop remembers."
 
     def __init__(
         self,
@@ -272,6 +272,10 @@ class Loop:
         self.bar: Any = None  # over steps
         self.stage = stage or Stage(self)
         self.seat = self.stage.join(self)  # its number among the loops that share the backend
+
+# %% ../nbs/33_loop.ipynb #09356d34
+class Loop(LoopMemory):
+    "What a loop remembers, what follows from it, and how it shows itself."
 
     @property
     def cursor(self) -> Cursor:
@@ -818,7 +822,7 @@ async def undo_step(loop: Loop, to: str = "prompts") -> None:
     loop.state, loop.eval_metrics = reopened(entry.state, to), {}
 
 # %% ../nbs/33_loop.ipynb #f6d7c6d5
-async def park(loop: Loop) -> None:
+async def park(loop: LoopMemory) -> None:
     "Put a loop's weights aside, because another loop needs the backend."
     if loop.moved and loop.served is None:
         got, fix = "weights that its sampler has not got", "Sync the loop first."
@@ -1262,8 +1266,8 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
     return done
 
 # %% ../nbs/33_loop.ipynb #bee785a1
-class GRPOLoop(Loop):
-    "GRPO, one phase at a time. What uses the backend is done in a turn of its own: see `Stage`."
+class LoopPhases(Loop):
+    "The phases of a step, by name. What uses the backend is done in a turn of its own: see `Stage`."
 
     def prompts(self) -> Listing[Prompt]:
         "Take the next rows and encode them."
@@ -1313,6 +1317,10 @@ class GRPOLoop(Loop):
     def finish(self) -> StepRecord:
         "Close the step: make its record, hand it to the outputs, open the next step."
         return finish_phase(self)
+
+# %% ../nbs/33_loop.ipynb #6b7338b6
+class GRPOLoop(LoopPhases):
+    "GRPO, one phase at a time."
 
     @staged
     async def undo(self, to: str = "prompts") -> None:
