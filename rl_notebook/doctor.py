@@ -20,17 +20,18 @@ from .records import StepRecord, html_table
 from .xray import sample_of
 
 # %% auto #0
-__all__ = ['FIXES', 'YARDSTICK', 'FLOORS', 'GUESS', 'SHARPNESS', 'HYPOTHESES', 'SURE', 'TOKEN_COLUMNS', 'CONTROLS', 'SETTLED',
-           'Stamps', 'Evidence', 'noise_floor', 'tolerance', 'excess', 'explained', 'Finding', 'strongest', 'unshifted',
-           'shift', 'RowMatch', 'by_row', 'match_rows', 'one_to_one', 'rows_permuted', 'group_sources', 'wrong_group',
-           'context_fit', 'best_context', 'scatter', 'bos_or_template', 'at_temperature', 'fit_temperature',
-           'rank_correlation', 'Probe', 'probed', 'fit_probes', 'one_sided', 'top_p_or_top_k', 'temperature', 'twins',
-           'dropout', 'padding_side', 'padding_by_length', 'stale_weights', 'dtype_or_batching', 'vocabulary',
-           'unspoken_starts', 'mask_leak', 'non_finite', 'wrong_reference', 'all_well', 'TokenGap', 'shown_tokens',
-           'Diagnosis', 'measured_words', 'finding_rows', 'token_rows', 'diagnosis_text', 'diagnosis_html', 'weigh',
-           'values_of', 'check_comparable', 'claims', 'from_samples', 'gather', 'worst_rows', 'placed', 'echo_all',
-           'rescore', 'echo', 'sync', 'prompt_of', 'behind', 'template_prompts', 'paddings', 'other_prompts',
-           'contexts', 'context', 'probe', 'chosen_controls', 'settled', 'rows_for_controls', 'diagnose']
+__all__ = ['FIXES', 'YARDSTICK', 'FLOORS', 'GUESS', 'SHARPNESS', 'DICE', 'HYPOTHESES', 'SURE', 'TOKEN_COLUMNS', 'CONTROLS',
+           'SETTLED', 'Stamps', 'Evidence', 'noise_floor', 'tolerance', 'excess', 'explained', 'Finding', 'strongest',
+           'unshifted', 'shift', 'RowMatch', 'by_row', 'match_rows', 'one_to_one', 'rows_permuted', 'group_sources',
+           'wrong_group', 'context_fit', 'best_context', 'scatter', 'bos_or_template', 'at_temperature',
+           'fit_temperature', 'rank_correlation', 'Probe', 'probed', 'fit_probes', 'one_sided', 'top_p_or_top_k',
+           'temperature', 'twins', 'dropout', 'padding_side', 'padding_by_length', 'stale_weights', 'dtype_or_batching',
+           'vocabulary', 'unspoken_starts', 'mask_leak', 'non_finite', 'wrong_reference', 'all_well', 'TokenGap',
+           'shown_tokens', 'Diagnosis', 'measured_words', 'finding_rows', 'token_rows', 'diagnosis_text',
+           'diagnosis_html', 'weigh', 'values_of', 'check_comparable', 'claims', 'from_samples', 'gather', 'worst_rows',
+           'placed', 'echo_all', 'rescore', 'echo', 'sync', 'prompt_of', 'behind', 'template_prompts', 'paddings',
+           'other_prompts', 'contexts', 'context', 'probe', 'chosen_controls', 'settled', 'rows_for_controls',
+           'diagnose']
 
 # %% ../nbs/41_doctor.ipynb #d4ead6bc
 FIXES: dict[str, str] = {
@@ -146,7 +147,7 @@ def tolerance(e: Evidence) -> float:
     named = [d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
     widest = min([YARDSTICK.get(d, YARDSTICK["float32"]) for d in named], default=YARDSTICK["float32"])
     floor = noise_floor(e)
-    return widest if floor is None else min(widest, max(FLOORS * floor, widest / 5))
+    return widest if floor is None else min(widest, max(FLOORS * floor, widest / 2))
 
 # %% ../nbs/41_doctor.ipynb #2bafb04f
 def excess(gap: np.ndarray, tol: float) -> float:
@@ -451,12 +452,15 @@ def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[flo
     return (same[0], same[1]), (different[0], different[1])
 
 
+DICE = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
+
+
 def dropout(e: Evidence) -> Finding:
     "The trainer's forward pass throws dice."
     tol, there = tolerance(e), excess(e.gap, tolerance(e))
     if "policy again" in e.controls:
         twice = np.abs(e.flat("policy again") - e.flat("policy"))
-        score = min(1.0, 2 * excess(twice, tol) / there) if there else 0.0
+        score = min(1.0, DICE * excess(twice, tol) / there) if there else 0.0
         text = f"scored twice, the same datums differ by up to {np.nanmax(twice, initial=0):.2g} nats"
         return Finding("dropout", score, text, {"twice": float(np.nanmax(twice, initial=0))})
     ours, theirs = twins(e)[0]
@@ -547,13 +551,16 @@ def vocabulary(e: Evidence) -> Finding:
 # %% ../nbs/41_doctor.ipynb #19fef9e0
 def unspoken_starts(e: Evidence) -> tuple[np.ndarray, float]:
     "For each row with compared positions, how many at its start the sampler has no value for; share of such elsewhere."
-    empty = (~np.isfinite(e.s) | (e.s == 0)) & (e.p < -1e-3)
+    undefined = ~np.isfinite(e.s)
+    empty = (undefined | (e.s == 0)) & (e.p < -1e-3)
+    sure = undefined | (e.p < np.log(0.1))  # a cut that leaves one token leaves a likely one
     starts = np.flatnonzero(np.diff(e.row, prepend=-1))
-    column = np.arange(len(e.row)) - np.repeat(starts, np.diff(starts, append=len(e.row)))
-    led = np.minimum.reduceat(np.where(empty, len(e.row), column), starts)
-    led = np.minimum(led, np.diff(starts, append=len(e.row)))
-    later = empty[column >= np.repeat(led, np.diff(starts, append=len(e.row)))]
-    return led, float(later.mean()) if len(later) else 0.0
+    count = np.diff(starts, append=len(e.row))
+    column = np.arange(len(e.row)) - np.repeat(starts, count)
+    led = np.minimum(np.minimum.reduceat(np.where(empty, len(e.row), column), starts), count)
+    leading = column < np.repeat(led, count)
+    led = led * np.logical_or.reduceat(sure & leading, starts)
+    return led, float(empty[~leading].mean()) if not leading.all() else 0.0
 
 
 def mask_leak(e: Evidence) -> Finding:
@@ -911,7 +918,7 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
 
 async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     "Both sides score the worst rows behind other prompts."
-    few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][:4]
+    few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][:3]
     jobs = [(name, r, datum) for r in few for name, datum in contexts(e, backend, r).items()]
     scored = {
         "policy": await backend.policy.forward([d for _, _, d in jobs]),
