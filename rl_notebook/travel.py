@@ -281,7 +281,7 @@ async def stand_before(loop: GRPOLoop, record: StepRecord, run: Run) -> tuple[li
     base = f"checkpoint after step {way.base}" if way.found else "the beginning"
     if not way.records:
         return [], "", base
-    steps = f"steps {spans([r.step for r in way.records])}"
+    steps = f"step{'s' if len(way.records) > 1 else ''} {spans([r.step for r in way.records])}"
     piece = Piece("policy logprobs", "nats", steps, gap, 0.0, "another model, or other settings, on the way")
     return [compare("weights", [piece])], "", f"{base}, {steps} made again"
 
