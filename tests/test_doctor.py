@@ -1,10 +1,14 @@
 """The alignment doctor against faults that are really there.
 
 Every fault is put into real samples of the tiny model: the wrong side is computed wrongly, with the wrong temperature,
-prompt, weights, ids, padding or precision, at three strengths and with ten seeds. The seeds 0 to 9 (faults) and 0 to
-199 (clean batches) are for this test alone: the thresholds of the notebook were chosen on seeds from 100 on, and on
-clean batches from 5,000 on. A fault counts when it moves what it acts on by more than twice the measured noise floor;
-no case is left out for another reason.
+prompt, weights, ids, padding or precision, at three strengths and with ten seeds. A fault counts when it moves what it
+acts on by more than twice the measured noise floor; no case is left out for another reason.
+
+Thresholds were chosen on seeds 100 to 109 and on clean batches from 5,000 on. The seeds of this test, 0 to 9 and clean
+batches 0 to 199, are not wholly unseen: the first run over them named 418 of 420 causes and raised one false alarm, and
+three rules were changed after it (the smallest tolerance, which zeros count as filled in, how much dice may explain).
+Seeds 200 to 209 and clean batches 20,000 to 20,199 were run once, after the last change: 420 of 420, no alarm in 200,
+and 351 of 420 from the record alone.
 """
 
 import asyncio
@@ -508,7 +512,7 @@ def test_the_right_cause_and_no_false_alarm(capsys: pytest.CaptureFixture[str]) 
     assert set(FAULTS) == set(FIXES) - {"all well"}
     assert hits >= 0.95 * total
     assert alarms == 0
-    assert alone >= 0.75 * total
+    assert alone >= 0.8 * total
     assert alone_alarms == 0
 
 
