@@ -85,6 +85,7 @@ outputs: $(STAMP) ## run notebooks in place and store their outputs (NB="nbs/10_
 	$(BIN)/jupyter nbconvert --log-level=WARN --to notebook --execute --inplace \
 		--ExecutePreprocessor.store_widget_state=False --ExecutePreprocessor.record_timing=False \
 		--ExecutePreprocessor.timeout=900 $(NB)
+	$(BIN)/python tests/pages.py stills $(NB)
 	$(BIN)/nbdev_clean
 
 docs: $(STAMP) ## the site with Quarto; without it, plain HTML pages

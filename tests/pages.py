@@ -2,10 +2,12 @@
 
 python tests/pages.py readme        # writes README.md and the pictures that its cells drew
 python tests/pages.py html _docs    # writes one HTML page a notebook
+python tests/pages.py stills NB...  # takes live widgets out of stored outputs; their still pictures stay
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import sys
@@ -18,6 +20,7 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parent.parent
 BANNER = "<!-- Made from nbs/index.ipynb by `make prep`: edit the notebook. -->\n\n"
 LINK = re.compile(r'(\]\(|src="|href=")([^)"\s]+)')  # [text](target), ![alt](target), <img src="target">
+WIDGET = "application/vnd.jupyter.widget-view+json"  # the type of a live widget's output
 LOCAL = re.compile(r"(?!#|/|[a-z][a-z+.-]*:)")  # neither an anchor nor an absolute address
 
 
@@ -99,8 +102,21 @@ def write_html(root: Path, target: Path) -> None:
         out.write_text(page, encoding="utf-8")
 
 
+def keep_stills(path: Path) -> None:
+    "Takes live widgets out of a notebook's outputs; the still pictures beside them stay."
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    for cell in raw["cells"]:
+        if "outputs" in cell:
+            cell["outputs"] = [o for o in cell["outputs"] if WIDGET not in o.get("data", {})]
+    raw["metadata"].pop("widgets", None)
+    path.write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
+        case ["stills", *paths]:
+            for path in paths:
+                keep_stills(Path(path))
         case ["readme"]:
             write_readme(ROOT)
         case ["html", folder]:
