@@ -119,7 +119,8 @@ def freeze(record: StepRecord) -> FrozenBatch:
     "See `FrozenBatch.of`."
     where = f"step {record.step}"
     if record.loss is None or not any(d.num_loss_tokens for d in record.datums):
-        got = f"nothing that was trained: {record.reason}" if record.reason else "no token in the loss"
+        got = "no loss" if record.loss is None else "no token in the loss"
+        got = f"nothing that was trained: {record.reason}" if record.reason else got
         fix = "Choose a record whose `trained` is true."
         raise LossError("frozen batch", where=where, got=got, expected="a step with datums and logprobs", fix=fix)
     check_logprobs(record.datums, record.loss.logprobs, where)
@@ -181,7 +182,12 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
 
 # %% ../nbs/42_whatif.ipynb #51a71096
 def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int] | None:  # (scale, ddof); None = none of ours
-    "The rule by which the recorded advantages were made from the recorded rewards."
+    "The rule by which the recorded advantages were made from the recorded rewards; raises `RewardError` for NaN."
+    for g in groups:
+        if len(bad := np.flatnonzero(~np.isfinite(g.rewards))):
+            where, got = f"{g.where}, sample {bad[0]}", g.rewards[bad[0]]
+            fix = "A reward function that cannot tell returns None: such an answer leaves its group and is counted."
+            raise RewardError("recorded reward", where=where, got=got, expected="a finite number", fix=fix)
     whole = [g for g in groups if g.advantages is not None]
     joined = lambda gs: np.concatenate([g.advantages for g in gs] or [np.zeros(0)])
     for scale, ddof in (("std", 1), ("none", 1), ("loo", 1), ("std", 0), ("batch", 1), ("batch", 0)):

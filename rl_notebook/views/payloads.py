@@ -802,6 +802,21 @@ def _first_look(series: Sequence[Mapping[str, Any]], row: TokenRow) -> str:
     return gaps[0]["name"] if gaps and gaps[0]["name"].endswith("-sampler") else trainer_of(row) or series[0]["name"]
 
 
+def _fact(value: Any) -> float | str | None:
+    "A fact as JSON holds it; None is not known, while NaN is known to be wrong."
+    if isinstance(value, str):
+        return shown_text(value).replace("·", " ")
+    if value is None:
+        return None
+    return _plain(np.array([value], float))[0] if math.isfinite(value) else str(value)
+
+
+def _holes(series: Sequence[Mapping[str, Any]]) -> list[str]:
+    "The given series with values that should be numbers and are none, in words; those derived from them say it again."
+    given = [s for s in series if s["bad"] and s["kind"] in ("logprob", "gradient")]
+    return [f"{s['label']}: {len(s['bad'])} not a number" for s in given]
+
+
 def token_payload(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
     "One sample as plain values: tokens, roles, every series with its scale, and the shift of its rows."
     texts, special = token_texts(row.tokens, tokenizer)
@@ -812,7 +827,7 @@ def token_payload(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
     clip = options is not None and options.knob("eps_clip") is not None
     return {
         "where": row.where,
-        "facts": {k: v if isinstance(v, str) else _plain(np.array([v], float))[0] for k, v in row.facts.items()},
+        "facts": {name: _fact(value) for name, value in row.facts.items()},
         "tokens": row.tokens.tolist(),
         "texts": texts,
         "special": special,
@@ -824,7 +839,7 @@ def token_payload(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
         "clip": [*options.clip_range] if clip and options else None,
         "pair": [trainer, "sampler"] if both else None,
         "shift": shift_payload(found[trainer], found["sampler"], row.scored) if trainer and both else None,
-        "notes": [*row.notes],
+        "notes": [*row.notes, *_holes(series)],
     }
 
 # %% ../../nbs/50_views.payloads.ipynb #9149f176
@@ -842,7 +857,7 @@ def gap_quantiles(gap: np.ndarray) -> dict[str, float | None]:
     "p50, p90, p99 and max of |difference|."
     gap = np.abs(gap[np.isfinite(gap)])
     cuts = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-    return {name: float(np.quantile(gap, q)) if len(gap) else None for name, q in cuts.items()}
+    return dict(zip(cuts, np.quantile(gap, [*cuts.values()]).tolist() if len(gap) else [None] * len(cuts), strict=True))
 
 
 def gap_histogram(gap: np.ndarray, limit: float, bins: int = 41) -> dict[str, Any]:
@@ -904,8 +919,10 @@ def menu_payload(rows: Sequence[TokenRow]) -> list[dict[str, Any]]:
         parts += [text for name, value in r.facts.items() if (text := _form(name, value))]
         parts += [f"{int(r.scored.sum())} scored"]
         if trainer and "sampler" in r.series:
-            worst = gap_quantiles((r.series[trainer] - r.series["sampler"])[r.scored])["max"]
-            parts += [f"max |{trainer} − sampler| {worst:.2g}"] if worst is not None else []
+            gap = np.abs(r.series[trainer] - r.series["sampler"])[r.scored]
+            known = gap[np.isfinite(gap)]
+            parts += [f"max |{trainer} − sampler| {known.max():.2g}"] if len(known) else []
+            parts += [f"{len(gap) - len(known)} not a number"] if len(known) < len(gap) else []
         parts += ["not trained"] if any(n.startswith("not trained") for n in r.notes) else []
         out.append({"group": r.group, "sample": r.sample, "label": " · ".join(parts)})
     return out
