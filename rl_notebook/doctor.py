@@ -502,9 +502,12 @@ def stale_weights(e: Evidence) -> Finding:
         before, by_raw = (explained(e.gap, x - asked, tol) for x in (e.s, e.flat(e.raw)))
         agree = explained(e.gap, synced - e.p, tol)
         moved = min(0.9, excess(synced - asked, tol) / max(excess(e.gap, tol), 1e-300))
+        since = 0.7 * explained(e.gap, asked - e.p, tol) * (1 - max(before, by_raw))
         text = f"before a sync the sampler still says it ({before:.0%}), after it what the trainer says ({agree:.0%})"
+        if since > max(min(before, agree), min(by_raw, moved)):
+            text = f"the sampler says today what the trainer says, and no longer what it drew with ({before:.0%})"
         numbers = {"before": before, "after": agree, "moved": moved}
-        return Finding("stale weights", max(min(before, agree), min(by_raw, moved)), text, numbers)
+        return Finding("stale weights", max(min(before, agree), min(by_raw, moved), since), text, numbers)
     if "sampler" in e.controls:
         before = explained(e.gap, e.s - e.flat("sampler"), tol)
         return Finding(
