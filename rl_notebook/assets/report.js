@@ -22,9 +22,9 @@ function restore() {
   boxes().forEach((box, i) => (box.scrollTop = place.tops[i] || 0));
 }
 
+history.scrollRestoration = "manual";
+restore(); // also after the last reading, when the run has ended
 if (seconds > 0) {
-  history.scrollRestoration = "manual";
-  restore();
   setInterval(() => {
     if (document.hidden || String(getSelection())) return; // nobody looks, or somebody is about to copy
     store();

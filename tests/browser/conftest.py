@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from . import chromium
 from .lab import MILLIS, SHOTS, Lab, Watch, jupyter_lab
@@ -51,6 +51,7 @@ def context(browser: Browser, watch: Watch) -> Iterator[BrowserContext]:
     SHOTS.mkdir(exist_ok=True)
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(MILLIS)
+    expect.set_options(timeout=MILLIS)
     watch.follow(context)
     yield context
     context.close()
@@ -64,12 +65,13 @@ def lab(context: BrowserContext, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture
-def open_page(context: BrowserContext) -> Iterator[Callable[[Path], Page]]:
+def open_page(context: BrowserContext) -> Iterator[Callable[..., Page]]:
     "Open HTML files as a reader does, from disk."
     pages = []
 
-    def open_file(path: Path) -> Page:
+    def open_file(path: Path, width: int = 1280) -> Page:
         pages.append(page := context.new_page())
+        page.set_viewport_size({"width": width, "height": 900})
         page.goto(path.resolve().as_uri())
         return page
 

@@ -10,6 +10,7 @@ from rl_notebook.records import StepRecord
 
 OPENING, CLOSING = "first words", "last words"
 BAD = (
+    "\x1b[1m\u202e"
     "</script><script>window.pwned = 'script'</script>"
     "<img src=x onerror=\"window.pwned = 'image'\">"
     "<svg onload=\"window.pwned = 'svg'\"></svg>"
@@ -39,6 +40,13 @@ HARM = """() => {
 HARMLESS = {"pwned": "undefined", "elements": [], "hidden": False}
 
 
+class HostileTokenizer:
+    "Says something hostile for every sign that is no digit."
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return "".join(chr(i) if chr(i).isdigit() else BAD for i in ids)
+
+
 def hostile_record(step: int = 1, text: str = SHORT) -> StepRecord:
     "A step whose every text, name and reason is hostile."
     record = synthetic_record(step, groups=2, completions=4)
@@ -51,4 +59,5 @@ def hostile_record(step: int = 1, text: str = SHORT) -> StepRecord:
         )
         for group in record.groups
     ]
-    return replace(record, groups=groups, options={**record.options, "note": BAD})
+    named = {f"rewards/{name}/{part}": 0.5 for name in (BAD, "other") for part in ("mean", "std")}
+    return replace(record, groups=groups, options={**record.options, "note": BAD}, metrics={**record.metrics, **named})

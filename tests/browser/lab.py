@@ -222,6 +222,12 @@ ASK = f"""async (expression) => {{
     const asked = reply.content.user_expressions?.asked ?? reply.content;
     return asked.status === 'ok' ? asked.data['text/plain'] : `raise ${{asked.ename}}: ${{asked.evalue}}`;
 }}"""
+# The middle of a cell of a heat map, in the window.
+HEAT = """(plot, [group, sample]) => {
+    plot.scrollIntoView({block: 'center'});
+    const box = plot.querySelector('.nsewdrag').getBoundingClientRect();
+    return [box.x + plot._fullLayout.xaxis.d2p(sample), box.y + plot._fullLayout.yaxis.d2p(group)];
+}"""
 
 
 @dataclass(eq=False)

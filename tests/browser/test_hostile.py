@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import BrowserContext, Page
+from playwright.sync_api import BrowserContext, Locator, Page, expect
 from rl_notebook.views.report import write_report
 
 from .hostile import CLOSING, HARM, HARMLESS, LONG, OPENING, SHORT, hostile_record
-from .lab import Lab, Notebook, Watch
+from .lab import HEAT, Lab, Notebook, Watch
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["short", "100 kB"])
-def test_in_a_report(open_page: Callable[[Path], Page], tmp_path: Path, text: str):
+def test_in_a_report(open_page: Callable[..., Page], tmp_path: Path, text: str):
     records = [hostile_record(step, text) for step in (1, 2)]
     page = open_page(write_report(records, tmp_path / "report.html", title=SHORT))
     page.locator(".js-plotly-plot").first.wait_for()
@@ -26,7 +26,7 @@ def test_in_a_report(open_page: Callable[[Path], Page], tmp_path: Path, text: st
     assert said.rstrip().endswith(CLOSING)
 
 
-def test_harm_is_seen(open_page: Callable[[Path], Page], tmp_path: Path, watch: Watch, context: BrowserContext):
+def test_harm_is_seen(open_page: Callable[..., Page], tmp_path: Path, watch: Watch, context: BrowserContext):
     (tmp_path / "page.html").write_text(f"<!doctype html><title>unescaped</title><p>{SHORT}")
     page = open_page(tmp_path / "page.html")
     page.wait_for_function("window.pwned !== undefined && window.pwned !== 'script'")  # an image fails a moment later
@@ -44,28 +44,76 @@ def test_harm_is_seen(open_page: Callable[[Path], Page], tmp_path: Path, watch: 
     assert watch.take(context)
 
 
-CELLS = [
-    "from browser.hostile import LONG, hostile_record\nfrom rl_notebook.step import list_groups",
-    "record = hostile_record()\nrecord",
-    "hostile_record(text=LONG)",
-    "list_groups(record.groups)",
-    "print(record)\nprint(record.groups[0].samples[0].text)",
-    "record.completions_table()",
-]
+CELLS = {
+    "record": """
+from IPython.display import display
+from browser.hostile import LONG, HostileTokenizer, hostile_record
+from rl_notebook.step import list_groups
+from rl_notebook.views.charts import charts
+from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
+from rl_notebook.views.tokens import inspect_tokens, with_fallback
+from rl_notebook.xray import xray
+
+records = [hostile_record(1), hostile_record(2, LONG)]
+records[0]""",
+    "long record": "records[1]",
+    "groups": "list_groups(records[0].groups)",
+    "printed": "print(records[0])\nprint(records[0].groups[0].samples[0].text)",
+    "table": "records[0].completions_table()",
+    "xray": "display(*map(xray, records))",
+    "charts": """
+drawn = charts(run_payloads(History(map(history_row, records)), records[0].options)) | charts(step_payloads(records[1]))
+display(*drawn.values())""",
+    "live charts": """
+shown = [drawn["functions"], drawn["advantages"]]
+display(*(with_fallback(c.live().widget, c.static_html()) for c in shown))""",
+    "inspector": "inspect_tokens(records[0], HostileTokenizer())",
+}
 
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab):
     "Records of hostile text, displayed in every way."
-    notebook = lab.open(CELLS, "hostile.ipynb")
+    notebook = lab.open(list(CELLS.values()), "hostile.ipynb")
     notebook.run_all()
     yield notebook
     notebook.close()
 
 
+def view(notebook: Notebook, name: str) -> Locator:
+    "The output of a cell of CELLS, in view."
+    return notebook.show(list(CELLS).index(name))
+
+
 def test_in_a_notebook(notebook: Notebook):
     assert notebook.failures() == []
-    assert notebook.page.evaluate(HARM) == HARMLESS
-    for index in (1, 2):
-        assert OPENING in notebook.show(index).inner_text()
+    for name in CELLS:
+        output = view(notebook, name)
+        output.locator(":scope > :visible").first.wait_for()
+        assert notebook.page.evaluate(HARM) == HARMLESS, name
+    for name in ("record", "long record"):
+        assert OPENING in view(notebook, name).inner_text()
     notebook.shot("hostile_notebook")
+
+
+def test_in_live_charts(notebook: Notebook):
+    plots = view(notebook, "live charts").locator(".js-plotly-plot")
+    plots.last.locator(".main-svg").first.wait_for()
+    plots.first.locator(".legendtext").filter(has_text="<script>window.pwned").wait_for()
+    notebook.page.mouse.move(*plots.last.evaluate(HEAT, [1, 2]))
+    expect(plots.last.locator(".hoverlayer .hovertext")).to_contain_text("<script>window.pwned")
+    assert notebook.page.evaluate(HARM) == HARMLESS
+    notebook.shot("hostile_charts", list(CELLS).index("live charts"))
+
+
+def test_in_the_inspector(notebook: Notebook):
+    inspector = view(notebook, "inspector").locator(".rlt[data-ready]")
+    inspector.wait_for()
+    inspector.locator(".rlt-strip [data-target]").last.hover()
+    said = inspector.locator(".rlt-strip").inner_text()
+    assert "<script>window.pwned" in said
+    assert "\u202e" not in said
+    inspector.locator(".rlt-sample").select_option(index=1)
+    inspector.locator(".rlt-jump").first.click()
+    assert notebook.page.evaluate(HARM) == HARMLESS
+    notebook.shot("hostile_inspector", list(CELLS).index("inspector"))

@@ -11,7 +11,7 @@ from .lab import Lab
 TUTORIALS = Path(__file__).parents[2] / "nbs" / "tutorials"
 
 
-@pytest.mark.parametrize("name", ["101_one_step_by_hand"])
+@pytest.mark.parametrize("name", ["101_one_step_by_hand", "102_reading_logprobs"])
 def test_a_tutorial_runs_through_the_menu(lab: Lab, name: str):
     notebook = lab.open(TUTORIALS / f"{name}.ipynb")
     notebook.run_all()

@@ -20,7 +20,7 @@ fetch("https://example.com/asked").catch(() => document.title = "refused");
 
 
 def test_errors_and_requests_are_seen(
-    context: BrowserContext, watch: Watch, open_page: Callable[[Path], Page], tmp_path: Path
+    context: BrowserContext, watch: Watch, open_page: Callable[..., Page], tmp_path: Path
 ):
     (tmp_path / "bad.html").write_text(BAD)
     page = open_page(tmp_path / "bad.html")

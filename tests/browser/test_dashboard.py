@@ -1,0 +1,270 @@
+"The dashboard in JupyterLab: it draws while the loop runs, its buttons act while it runs, and it shows what was said."
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from .lab import HEAT, Lab, Notebook
+
+CELLS = [
+    """
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.loop import PHASES, GRPOLoop
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.views.dashboard import Dashboard, dashboards_of
+
+refuse = []
+
+
+def reward(text: str, answer: str) -> float:
+    if refuse:
+        raise ValueError("no reward today")
+    return toy_reward(text, answer=answer)
+
+
+cfg = Config(prompt_groups_per_step=3, completions_per_prompt=4, max_completion_tokens=16, learning_rate=1e-4)
+loop = GRPOLoop(open_local(*load_model("tiny")), toy_rows(6000), reward, cfg)
+pressed = []
+
+
+def place() -> list[int]:
+    return [loop.state.number - 1, loop.state.number * len(PHASES) + PHASES.index(loop.state.current)]""",
+    """
+dashboard = Dashboard(loop)
+for name, button in dashboard.screen.buttons.items():
+    button.on_click(lambda _, name=name: pressed.append([name, *place()]))
+dashboard""",
+    "records = await loop.run(400, progress=False)",
+    "6 * 7",
+    "await loop.run(1, progress=False)",
+    """
+import asyncio
+import time
+from synthetic import synthetic_record
+
+fed = Dashboard(GRPOLoop(loop.backend, toy_rows(4), toy_reward, cfg))
+fed""",
+    """
+feeding = time.monotonic()
+for step in range(1, 301):
+    fed.update(synthetic_record(step, groups=2, completions=2))
+    await asyncio.sleep(0)
+feeding = time.monotonic() - feeding""",
+]
+LOOP, SHOW, RUN, SCRATCH, FAIL, FED, FEED = range(len(CELLS))
+
+# Points of the longest line that is drawn, noted whenever it changes.
+RECORD = """() => {
+    const lines = p => (p.data ?? []).filter(t => t.type === 'scatter' && t.y).map(t => t.y.length);
+    const points = () => Math.max(0, ...[...document.querySelectorAll('.js-plotly-plot')].flatMap(lines));
+    clearInterval(window.recorder);
+    window.points = [];
+    window.recorder = setInterval(() => points() !== window.points.at(-1) && window.points.push(points()), 20);
+}"""
+GREW = "n => window.points.length && window.points.at(-1) >= window.points[0] + n"
+
+
+DRAWN = """step => [...document.querySelectorAll('.js-plotly-plot')].some(
+    plot => plot.data.some(trace => trace.type === 'scatter' && [...(trace.x ?? [])].includes(step)))"""
+
+# What the focus is on.
+FOCUSED = """() => {
+    const e = document.activeElement;
+    return [...e.classList].find(c => /^rld-(play|pause|phase|step|stop|undo)$/.test(c))
+        ?? (e.closest('.rld-speed') && 'speed') ?? (e.closest('.rld-filters') && 'filter')
+        ?? (e.closest('.rld-table tbody') && 'row') ?? (e.closest('.rld-table thead') && 'sort') ?? e.tagName;
+}"""
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: Lab) -> Iterator[Notebook]:
+    "A dashboard on a loop of the model that ships. Only its first two cells have run."
+    notebook = lab.open(CELLS, "dashboard.ipynb")
+    for index in (LOOP, SHOW):
+        notebook.start_cell(index)
+        notebook.wait_for_cell(index)
+    assert notebook.failures() == []
+    notebook.show(SHOW).locator(".rld").first.wait_for()
+    yield notebook
+    notebook.close()
+
+
+@pytest.fixture
+def board(notebook: Notebook) -> Iterator[Locator]:
+    "The dashboard, at rest before and after; nobody is refused a reward."
+    notebook.ask("refuse.clear()")
+    board = notebook.show(SHOW)
+    yield board
+    notebook.ask("dashboard.stop() if dashboard.player.doing else None")
+    at_rest(notebook, board)
+
+
+def control(board: Locator, name: str) -> Locator:
+    "A button."
+    return board.locator(f"button.rld-{name}")
+
+
+def press(board: Locator, name: str) -> None:
+    "Press a button as soon as it can be pressed."
+    control(board, name).click()
+
+
+def at_rest(notebook: Notebook, board: Locator) -> None:
+    "Wait until nothing runs, and until the buttons say so."
+    notebook.until("not (dashboard.player.doing or loop.running)")
+    expect(control(board, "pause")).to_be_disabled()
+    expect(control(board, "play")).to_be_enabled()
+
+
+def test_points_appear_while_it_plays_and_the_kernel_is_free(notebook: Notebook, board: Locator):
+    notebook.page.evaluate(RECORD)
+    press(board, "play")
+    notebook.page.wait_for_function(GREW, arg=2)
+    notebook.start_cell(SCRATCH)
+    expect(notebook.output(SCRATCH)).to_contain_text("42")
+    assert control(board, "pause").is_enabled(), "it played on while the cell ran"
+    before = notebook.page.evaluate("window.points.length")
+    notebook.page.wait_for_function("n => window.points.length >= n + 2", arg=before)
+    notebook.shot("dashboard_plays")
+    press(board, "stop")
+    at_rest(notebook, board)
+    points = notebook.page.evaluate("window.points")
+    assert points == sorted(points)
+    assert points[-1] == notebook.ask("place()[0]")
+
+
+def test_a_pause_takes_effect_within_one_phase(notebook: Notebook, board: Locator):
+    press(board, "play")
+    press(board, "pause")
+    at_rest(notebook, board)
+    name, _, then = notebook.ask("pressed[-1]")
+    assert name == "pause"
+    assert 0 <= notebook.ask("place()[1]") - then <= 1
+    rested = notebook.ask("place()")
+    notebook.start_cell(SCRATCH)
+    notebook.wait_for_cell(SCRATCH)
+    assert notebook.ask("place()") == rested
+    press(board, "phase")  # and on from where it was held
+    at_rest(notebook, board)
+    assert notebook.ask("place()[1]") == rested[1] + 1
+
+
+def test_one_phase_one_step_and_back(notebook: Notebook, board: Locator):
+    press(board, "step")
+    at_rest(notebook, board)
+    steps, place = notebook.ask("place()")
+    press(board, "phase")
+    at_rest(notebook, board)
+    assert notebook.ask("place()[1]") == place + 1
+    press(board, "step")
+    at_rest(notebook, board)
+    assert notebook.ask("[place()[0], loop.state.current]") == [steps + 1, "prompts"]
+    press(board, "undo")
+    at_rest(notebook, board)
+    assert notebook.ask("place()[0]") == steps
+
+
+def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board: Locator):
+    if not notebook.ask("place()[0]"):
+        press(board, "step")
+        at_rest(notebook, board)
+    pane = board.locator(".rld-completion")
+    heat_map = board.locator(".js-plotly-plot").filter(has=notebook.page.locator(".heatmaplayer image"))
+    for group, sample in ((0, 0), (2, 3), (1, 2)):
+        notebook.page.mouse.click(*heat_map.evaluate(HEAT, [group, sample]))
+        expect(pane.locator("h4").first).to_contain_text(f"group {group}, completion {sample}")
+        said = notebook.ask(f"loop.records[-1].groups[{group}].samples[{sample}].text")
+        assert pane.locator("pre").last.text_content() == said
+    notebook.shot("dashboard_completion")
+
+
+def test_it_works_while_a_cell_awaits_the_loop(notebook: Notebook, board: Locator):
+    notebook.page.evaluate(RECORD)
+    before = notebook.ask("place()[0]")
+    notebook.start_cell(RUN)
+    notebook.show(SHOW)
+    notebook.page.wait_for_function(GREW, arg=2)
+    assert notebook.runs(RUN)
+    press(board, "pause")
+    notebook.wait_for_cell(RUN)
+    assert notebook.failures() == []
+    assert before + 2 <= notebook.ask("place()[0]") < before + 400
+
+
+def test_an_error_is_shown_and_the_loop_stands_where_it_stood(notebook: Notebook, board: Locator):
+    notebook.ask("refuse.append(1)")
+    press(board, "play")
+    error = board.locator(".rld-error")
+    expect(error).to_contain_text("no reward today")
+    at_rest(notebook, board)
+    assert notebook.ask("loop.state.current") == "score"
+    notebook.shot("dashboard_error")
+
+    notebook.ask("refuse.clear()")
+    press(board, "step")
+    at_rest(notebook, board)
+    expect(error).to_have_count(0)
+
+
+def test_an_error_of_a_cell_is_shown_in_both(notebook: Notebook, board: Locator):
+    error = board.locator(".rld-error")
+    expect(error).to_have_count(0)
+    while notebook.ask("loop.state.current") != "score":  # so that the cell fails at once
+        press(board, "phase")
+        at_rest(notebook, board)
+    notebook.ask("refuse.append(1)")
+    notebook.start_cell(FAIL)
+    notebook.wait_for_cell(FAIL)
+    assert "no reward today" in notebook.failures()[0]
+    notebook.show(SHOW)
+    expect(error).to_contain_text("no reward today")
+    assert notebook.ask("loop.state.current") == "score"
+
+
+def test_every_control_is_reached_by_keyboard(notebook: Notebook, board: Locator):
+    place = notebook.ask("place()[1]")
+    reached, page = [], notebook.page
+    control(board, "play").focus()
+    for _ in range(60):
+        reached.append(page.evaluate(FOCUSED))
+        page.keyboard.press("Tab")
+    assert {"rld-play", "rld-phase", "rld-step", "rld-undo", "speed", "filter", "row", "sort"} - set(reached) == set()
+
+    control(board, "phase").focus()
+    page.keyboard.press("Enter")
+    at_rest(notebook, board)
+    assert notebook.ask("place()[1]") == place + 1
+
+
+def test_running_the_cell_again_leaves_one_dashboard(notebook: Notebook, board: Locator):
+    press(board, "play")
+    notebook.start_cell(SHOW)
+    notebook.wait_for_cell(SHOW)
+    board = notebook.show(SHOW)
+    expect(board.locator(".rld-controls")).to_have_count(1)
+    at_rest(notebook, board)  # closing the first held its loop
+    assert notebook.ask("len(dashboards_of(loop))") == 1
+    steps = notebook.ask("place()[0]")
+    press(board, "step")
+    at_rest(notebook, board)
+    assert notebook.ask("place()[0]") == steps + 1
+
+
+def test_updates_do_not_pile_up_in_the_browser(notebook: Notebook, board: Locator):
+    "A page that draws slower than a loop trains must not fall behind without end: buttons would answer minutes late."
+    notebook.start_cell(FED)
+    notebook.wait_for_cell(FED)
+    notebook.show(FED).locator(".rld").first.wait_for()
+    start = time.monotonic()
+    notebook.start_cell(FEED)
+    notebook.show(FED)
+    expect(notebook.output(FED)).to_contain_text("Step 300.")
+    notebook.page.wait_for_function(DRAWN, arg=300)
+    notebook.wait_for_cell(FEED)
+    late = time.monotonic() - start - notebook.ask("feeding")
+    assert late < 10, f"the page was {late:.0f} s behind the kernel after 300 updates"
