@@ -46,7 +46,7 @@ from rl_notebook.metrics import step_metrics
 from rl_notebook.recipes.rl_loop import loop_for, main
 from rl_notebook.records import Run, StepRecord, metrics_frame, write_record
 from rl_notebook.step import evaluate_loss, loss_factory
-from rl_notebook.views.charts import LiveChart, chart, charts, svg
+from rl_notebook.views.charts import LiveCharts, chart, charts, svg
 from rl_notebook.views.dashboard import Dashboard
 from rl_notebook.views.dashboard import still_html as dashboard_html
 from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
@@ -248,44 +248,48 @@ def words(page: str) -> str:
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", body)))
 
 
-LIVE: dict[str, LiveChart] = {}  # one widget a chart, given one payload after the other
+@functools.cache
+def live() -> LiveCharts:
+    "One widget for all charts, which draws one record after the other."
+    return LiveCharts()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _tidy() -> Iterator[None]:
     "Nothing stays open after these tests."
     yield
-    if dashboard.cache_info().currsize:
-        dashboard().close()
-    while LIVE:
-        LIVE.popitem()[1].widget.close()
+    for made, cached in ((dashboard, dashboard.cache_info()), (live, live.cache_info())):
+        if cached.currsize:
+            made().close()
+
+
+def sent(value: Any) -> np.ndarray:
+    "Numbers as they travel to the page, None as NaN."
+    return np.frombuffer(value["f8"]) if isinstance(value, dict) else np.array(value, float).ravel()
 
 
 def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
-    "Every chart of the payloads as a figure, a picture, still HTML and a live widget; the lines of those with data."
+    "Every chart of the payloads as a figure, a picture, still HTML and live; the lines of those with data."
     json.dumps(payloads, allow_nan=False)
-    for name, payload in payloads.items():
-        c = chart(name, payload)
-        words(svg(c.figure, c.title, height=c.height))
+    made = {name: chart(name, payload) for name, payload in payloads.items()}
+    pictures = {name: svg(c.figure, c.title, height=c.height) for name, c in made.items()}
+    for c, picture in zip(made.values(), pictures.values(), strict=True):
+        words(picture)
         words(c.static_html())
-        if name in LIVE:
-            LIVE[name].update(payload)
-        else:
-            LIVE[name] = c.live()
-        traces = LIVE[name].widget.data
-        assert [t.type for t in traces] == [t["type"] for t in c.figure["data"]]
-        for shown, t in zip(traces, c.figure["data"], strict=True):
-            if t["type"] != "heatmap":
-                np.testing.assert_array_equal(np.array(shown.y, float), np.array(t["y"], float))
+    live().draw(*made.values())
+    for c, figure in zip(made.values(), live().figures.values(), strict=True):
+        for trace, shown in zip(c.figure["data"], figure["data"], strict=True):
+            for axis in {"x", "y"} & trace.keys():
+                np.testing.assert_array_equal(sent(shown[axis]), np.array(trace[axis], float))
+    found = charts(payloads)
     lines = [
         f"{name} | {trace.get('name', '')} {json.dumps(trace.get('z', trace.get('y')))[:400]}"
-        for name, c in charts(payloads).items()
+        for name, c in found.items()
         for trace in c.figure["data"]
     ]
-    empty = [n for n, p in payloads.items() if "nothing measured yet" in svg(chart(n, p).figure)]
-    heat = charts(payloads).get("advantages")
-    lines += [heat.figure["layout"]["yaxis"]["title"]["text"]] if heat else []
-    return "\n".join([f"charts: {', '.join(charts(payloads)) or 'none'}", f"empty: {', '.join(empty)}", *lines])
+    lines += [c.figure["layout"]["yaxis"]["title"]["text"] for name, c in found.items() if name == "advantages"]
+    empty = [name for name, picture in pictures.items() if "nothing measured yet" in picture]
+    return "\n".join([f"charts: {', '.join(found) or 'none'}", f"empty: {', '.join(empty)}", *lines])
 
 
 def run_charts(record: StepRecord) -> str:
