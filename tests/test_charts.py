@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from typing import ClassVar
 from xml.etree import ElementTree
 
 import comm
@@ -20,7 +21,20 @@ from synthetic import hostile_record, synthetic_record
 from rl_notebook.core import RecordError
 from rl_notebook.metrics import reward_metrics
 from rl_notebook.records import StepRecord, metrics_frame, metrics_row
-from rl_notebook.views.charts import LOOKS, Axis, Chart, chart, charts, label, svg
+from rl_notebook.views.charts import (
+    GRID,
+    LOOKS,
+    Axis,
+    Chart,
+    LiveCharts,
+    advantage_map,
+    asset,
+    chart,
+    charts,
+    label,
+    plotly_script,
+    svg,
+)
 from rl_notebook.views.payloads import (
     BARS,
     DRAWN,
@@ -380,83 +394,104 @@ def history(steps: int) -> History:
     return History({**history_row(synthetic_record(s, groups=3, completions=4))} for s in range(1, steps + 1))
 
 
+def read(values) -> np.ndarray:
+    "A series as the browser reads it."
+    return np.frombuffer(values["f8"]) if isinstance(values, dict) else np.array(values, dtype=float)
+
+
+def measured(values) -> np.ndarray:
+    "A series of a figure; NaN where there is no number."
+    return np.array(values, dtype=float)
+
+
 @pytest.mark.parametrize("name", ["reward", "functions", "kl", "length", "dead", "advantage spread", "token share"])
 def test_a_live_chart_shows_its_last_payload(name: str):
     first, then = (run_payloads(history(n), {"kl_beta": 0.1})[name] for n in (11, 14))
     live = chart(name, first).live()
-    traces = live.widget.data
-    live.update(then)
-    fresh = go.Figure(chart(name, then).figure)
-    assert live.widget.data == traces  # the same ones, with other data
-    for a, b in zip(live.widget.data, fresh.data, strict=True):
-        assert list(a.x) == list(b.x)
-        assert list(a.y) == list(b.y)
-        assert a.mode == b.mode if a.type == "scatter" else True
-    assert live.widget.layout.xaxis.dtick == fresh.layout.xaxis.dtick
+    live.draw(chart(name, then))
+    (figure,), fresh = live.figures.values(), chart(name, then).figure
+    assert figure["layout"] == fresh["layout"]
+    for a, b in zip(figure["data"], fresh["data"], strict=True):
+        np.testing.assert_array_equal(read(a["x"]), measured(b["x"]))
+        np.testing.assert_array_equal(read(a["y"]), measured(b["y"]))
+        assert {k: v for k, v in a.items() if k not in "xy"} == {k: v for k, v in b.items() if k not in "xy"}
 
 
-def test_an_update_leaves_the_zoom_alone():
-    live = chart("reward", run_payloads(history(5), {})["reward"]).live()
-    live.widget.layout.xaxis.range = [2, 4]
-    live.update(run_payloads(history(20), {})["reward"])
-    assert live.widget.layout.xaxis.range == (2, 4)
-    assert live.widget.layout.xaxis.dtick is None
-    assert live.widget.layout.uirevision == "keep"
+def test_every_figure_asks_plotly_to_keep_the_zoom():
+    payloads = run_payloads(history(5), {}) | step_payloads(synthetic_record(4))
+    live = LiveCharts(*charts(payloads).values())
+    assert len(live.figures) > 8
+    assert {figure["layout"]["uirevision"] for figure in live.figures.values()} == {"keep"}
+
+
+class Wire(comm.DummyComm):
+    "A comm that keeps the state it sends."
+
+    sent: ClassVar[list[dict]] = []
+
+    def publish_msg(self, msg_type: str, data=None, metadata=None, buffers=None, **keys) -> None:
+        Wire.sent.append({"state": (data or {}).get("state", {}), "buffers": buffers or []})
 
 
 def test_an_update_is_one_message(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(comm, "create_comm", Wire)
     live = chart("reward", run_payloads(history(13), {})["reward"]).live()
-    calls: list[tuple] = []
-    monkeypatch.setattr(live.widget, "_send_update_msg", lambda *a, **k: calls.append(("update", a, k)))
-    monkeypatch.setattr(live.widget, "_send_restyle_msg", lambda *a, **k: calls.append(("restyle", a, k)))
-    monkeypatch.setattr(live.widget, "_send_relayout_msg", lambda *a, **k: calls.append(("relayout", a, k)))
-    live.update(run_payloads(history(20), {})["reward"])
-    assert len(calls) == 1
-    live.update(run_payloads(history(20), {})["reward"])
-    assert len(calls) == 1  # nothing new, nothing sent
+    assert any("figures" in m["state"] for m in Wire.sent)  # announced with its charts, never empty
+    Wire.sent.clear()
+    later = run_payloads(history(20), {})
+    live.draw(chart("reward", later["reward"]), chart("kl", later["kl"]))
+    (message,) = Wire.sent
+    assert message["state"].keys() == {"shown", "figures"}
+    assert any(b.nbytes == 20 * 8 for b in map(memoryview, message["buffers"]))  # numbers travel as bytes
+    live.draw(chart("reward", later["reward"]), chart("kl", later["kl"]))
+    assert len(Wire.sent) == 1  # nothing new, nothing sent
 
 
-def test_lines_that_come_and_go():
+def test_charts_and_lines_that_come_and_go():
     payload = reward_payload(history(5))
     live = chart("functions", payload | {"functions": {}}).live()
-    assert len(live.widget.data) == 0
-    live.update(payload)
-    assert [t.name for t in live.widget.data] == ["correct", "format"]
-    assert not live.widget.layout.annotations
-    live.update(payload | {"functions": {"other": {"x": [1], "y": [0.5]}}})
-    assert [(t.name, list(t.y)) for t in live.widget.data] == [("other", [0.5])]
+    assert live.figures["functions"]["data"] == []
+    live.draw(chart("functions", payload))
+    assert [t["name"] for t in live.figures["functions"]["data"]] == ["correct", "format"]
+    assert not live.figures["functions"]["layout"]["annotations"]
+    live.draw(chart("reward", payload))
+    assert [about["name"] for about in live.shown] == list(live.figures) == ["reward"]
+    live.draw()
+    assert (live.shown, live.figures) == ([], {})
 
 
-def test_the_map_keeps_its_trace_and_its_click():
-    clicked: list = []
-    live = chart("advantages", step_payloads(StepRecord(1))["advantages"]).live()
-    live.widget.data[0].on_click(lambda *a: clicked.append(a))
-    trace = live.widget.data[0]
-    live.update(step_payloads(synthetic_record(4))["advantages"])
-    assert live.widget.data[0] is trace
-    assert len(trace.z) == 8
+def test_a_chart_of_ones_own_is_known_by_its_title():
+    own = Chart("Mine", "Read it so.", advantage_map, step_payloads(synthetic_record(4))["advantages"], wide=True)
+    (about,) = own.live().shown
+    assert {k: about[k] for k in ("name", "title", "caption", "wide")} == {
+        "name": "Mine",
+        "title": "Mine",
+        "caption": "Read it so.",
+        "wide": True,
+    }
 
 
-def test_a_widget_is_never_announced_empty(monkeypatch: pytest.MonkeyPatch):
-    opened: list[dict] = []
-    create = comm.create_comm
-    monkeypatch.setattr(
-        comm, "create_comm", lambda **facts: (opened.append(facts["data"]["state"]), create(**facts))[1]
+def test_the_script_is_one_module_that_asks_for_nothing():
+    code = asset("charts.js")
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\s*\(|http", code
     )
-    live = chart("reward", run_payloads(history(3), {})["reward"]).live()
-    (figure,) = [state for state in opened if "_widget_data" in state]
-    assert len(figure["_widget_data"]) == len(live.widget.data) > 3
-    assert figure["_widget_layout"]["uirevision"] == "keep"
-    assert len(figure["_esm"]) < 5_000  # the script of plotly travels once, with the carrier
-    assert live.widget.carrier is chart("reward", run_payloads(history(3), {})["reward"]).live().widget.carrier
-    assert len(live.widget.carrier.script) > 1_000_000
+    assert str(LiveCharts._esm).endswith(code)
+    assert str(LiveCharts._esm).startswith(plotly_script())
+    assert "url(" not in asset("charts.css")
 
 
-def test_until_a_view_listens_the_whole_state_is_replaced():
-    live = chart("reward", run_payloads(history(3), {})["reward"]).live()
-    live.update(run_payloads(history(5), {})["reward"])
-    assert list(live.widget._widget_data[-1]["x"]) == [1, 2, 3, 4, 5]
-    live.widget.listening = True
-    live.update(run_payloads(history(6), {})["reward"])
-    assert list(live.widget._widget_data[-1]["x"]) == [1, 2, 3, 4, 5]
-    assert list(live.widget.data[-1].x) == [1, 2, 3, 4, 5, 6]
+def test_in_the_picture_of_a_map_nothing_is_written_behind_the_cells():
+    payload = step_payloads(synthetic_record(4, groups=2))["advantages"]
+    root = ElementTree.fromstring(svg(chart("advantages", payload).figure))
+    name = "{http://www.w3.org/2000/svg}"
+    paper = next(p for p in root.iter(f"{name}path") if p.get("fill") == GRID)
+    left, top, width, height = map(float, re.findall(r"[\d.]+", str(paper.get("d")))[:4])
+    texts = [t for t in root.iter(f"{name}text") if t.text not in ("✓", "✗")]
+    inside = [
+        t.text
+        for t in texts
+        if left < float(t.get("x", 0)) < left + width and top < float(t.get("y", 0)) < top + height + 8
+    ]
+    assert inside == []
+    assert [t.text for t in texts if t.text and t.text.isdigit()] == ["0", "1", *map(str, range(0, 8, 2))]

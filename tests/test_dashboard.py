@@ -8,7 +8,6 @@ import threading
 import time
 from dataclasses import replace
 
-import ipywidgets
 import numpy as np
 import pytest
 from synthetic import hostile_record, synthetic_record
@@ -28,7 +27,6 @@ from rl_notebook.views.dashboard import (
     chosen_rows,
     completion_of,
     dashboards_of,
-    deliver_to_main,
     matching,
     moved,
     page_of,
@@ -391,14 +389,6 @@ def test_an_event_of_another_thread_is_handled_at_home():
     run(main())
 
 
-def test_widgets_are_told_to_answer_on_the_main_thread():
-    button = ipywidgets.Button()
-    box = ipywidgets.VBox([button])
-    button.comm._reply_subshell_for = lambda data, default: "some thread"  # as ipykernel's comms have
-    deliver_to_main(box)
-    assert button.comm._reply_subshell_for({}, "another") is None
-
-
 # --- drawing ------------------------------------------------------------------------------------------------------
 
 
@@ -491,8 +481,10 @@ def test_tokens_are_inspected_when_asked_for(dashboard):
     pane._handle_custom_msg({"open": [1, 2]}, [])
     pane._handle_custom_msg({"inspect": True}, [])
     assert "group 1, sample 2" in repr(inspector.children[0])
+    assert pane.inspecting  # only then can it be closed
     pane._handle_custom_msg({"inspect": False}, [])
     assert inspector.children == ()
+    assert not pane.inspecting
 
 
 def test_the_completion_shows_the_prompt_as_the_model_saw_it():

@@ -10,11 +10,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
 
+import comm
 import ipywidgets
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ipykernel.comm.comm import BaseComm
 from synthetic import hostile_record, synthetic_record
 
 from rl_notebook.core import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
@@ -32,7 +34,8 @@ from rl_notebook.views.payloads import (
     token_rows,
     token_text,
 )
-from rl_notebook.views.tokens import HUES, STRONGEST, inspect_tokens, tokens_html, with_fallback
+from rl_notebook.views.tokens import HUES, STRONGEST, deliver_to_main, inspect_tokens, tokens_html, with_fallback
+from rl_notebook.views.whatif import WhatIfPanel
 
 NAN = float("nan")
 BAD = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
@@ -422,18 +425,43 @@ def test_a_series_that_is_not_there_is_refused():
 
 def test_live_and_still_are_two_outputs(monkeypatch: pytest.MonkeyPatch):
     shown: list[dict] = []
-    monkeypatch.setattr(views, "display", lambda data, raw: shown.append(data))
-    with_fallback(ipywidgets.Button(), "<p>still</p>", text="in words")._ipython_display_()
+    monkeypatch.setattr(views, "display", lambda data, raw, display_id=None: shown.append(data))
+    both = with_fallback(ipywidgets.Button(), "<p>still</p>", text="in words")
+    both._ipython_display_()
     still, live = shown
     assert "<p>still</p>" in still["text/html"]
     assert still["text/plain"] == "in words"
     assert "application/vnd.jupyter.widget-view+json" not in still
     assert live.keys() == {"application/vnd.jupyter.widget-view+json", "text/plain"}
     assert live["text/plain"] == ""
+    replaced: list[tuple[dict, str]] = []
+    monkeypatch.setattr(views, "update_display", lambda data, raw, display_id: replaced.append((data, display_id)))
+    both.update("<p>later</p>", "in other words")
+    ((later, place),) = replaced
+    assert (place, later["text/plain"]) == (both.place, "in other words")
+    assert later["text/html"] == still["text/html"].replace("still</p>", "later</p>")
     shown.clear()
     inspector = inspect_tokens([small_datum()])
     inspector._ipython_display_()
     assert inspector.static_html() in shown[0]["text/html"]
+
+
+def test_messages_for_our_widgets_go_to_the_main_thread(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(comm, "create_comm", BaseComm)  # what a kernel makes
+    asked_by_a_subshell = {}, "subshell"
+    if not hasattr(BaseComm, "_reply_subshell_for"):
+        pytest.skip("this ipykernel has one thread for all messages")
+    assert ipywidgets.Button().comm._reply_subshell_for(*asked_by_a_subshell) == "subshell"
+    panel = WhatIfPanel(synthetic_record(1))
+    for widget in (inspect_tokens([small_datum()]), panel.controls["policy_loss"], panel.widget):
+        assert widget.comm._reply_subshell_for(*asked_by_a_subshell) is None
+
+
+def test_a_kernel_without_a_second_channel_is_left_alone():
+    box = ipywidgets.VBox([ipywidgets.Button()])  # its comm is not a kernel's
+    before = vars(box.comm).copy()
+    deliver_to_main(box)
+    assert vars(box.comm) == before
 
 
 # --- the module in the browser ----------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ function pager(page, send) {
   return [make("span", "", `${left} completions${which}`), ...(page.pages > 1 ? [back, on] : [])];
 }
 
-function completion(open, send) {
+function completion(open, inspecting, send) {
   if (!open.facts) return [make("p", "rld-hint", "Click a row, or a cell of the heat map, to read that completion.")];
   const facts = make("dl");
   for (const [name, value] of open.facts) {
@@ -127,8 +127,10 @@ function completion(open, send) {
   const parts = [title, facts, make("h4", "", "Prompt, as the model saw it"), visible(make("pre"), open.prompt)];
   parts.push(make("h4", "", "Completion"), visible(make("pre"), open.text));
   parts.push(button("Inspect tokens", "Every token with its logprobs, below", () => send({ inspect: true })), " ");
-  parts.push(button("Close tokens", "Put the tokens away", () => send({ inspect: false })));
-  return parts;
+  const close = button("Close tokens", "Put the tokens away", () => send({ inspect: false }));
+  close.className = "rld-close";
+  close.hidden = !inspecting;
+  return [...parts, close];
 }
 
 function render({ model, el }) {
@@ -163,15 +165,23 @@ function render({ model, el }) {
     if (focused) rows.querySelector(`tr[data-place="${focused}"] button`)?.focus();
   }
   function drawCompletion() {
-    right.replaceChildren(...completion(model.get("completion"), send));
+    right.replaceChildren(...completion(model.get("completion"), model.get("inspecting"), send));
     drawPage();
+  }
+  function drawClose() {
+    const close = right.querySelector(".rld-close");
+    if (!close) return;
+    if (close === document.activeElement) close.previousElementSibling.focus();
+    close.hidden = !model.get("inspecting");
   }
   model.on("change:page", drawPage);
   model.on("change:completion", drawCompletion);
+  model.on("change:inspecting", drawClose);
   drawCompletion();
   return () => {
     model.off("change:page", drawPage);
     model.off("change:completion", drawCompletion);
+    model.off("change:inspecting", drawClose);
   };
 }
 

@@ -10,18 +10,16 @@ import html
 import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import anywidget
-import ipywidgets
 import numpy as np
-import plotly.graph_objects as go
 import traitlets
+from plotly.offline import get_plotlyjs
 
 from .payloads import downsample
 
@@ -29,7 +27,7 @@ from .payloads import downsample
 __all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'PICTURED', 'CAPTIONS', 'LOOKS', 'label', 'tint',
            'reward_figure', 'functions_figure', 'kl_figure', 'length_figure', 'dead_figure', 'advantage_spread_figure',
            'token_share_figure', 'counts_figure', 'advantage_map', 'Axis', 'svg', 'picture_html', 'Chart', 'Look',
-           'chart', 'charts', 'PlotlyCarrier', 'plotly_carrier', 'FigureView', 'LiveChart']
+           'chart', 'charts', 'asset', 'plotly_script', 'packed', 'LiveCharts', 'about_chart', 'drawing_of']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
 COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
@@ -327,9 +325,9 @@ class Axis:
 
 def _tick_text(value: float, form: str) -> str:
     "A tick as text."
-    return (
-        f"{value:.0%}" if form.endswith("%") else f"{value:g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.0e}"
-    )
+    if form.endswith("%"):
+        return f"{value:.0%}"
+    return f"{value:.0f}" if form == "d" else f"{value:g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.0e}"
 
 # %% ../../nbs/51_views.charts.ipynb #ebc4faf4
 def _numbers(values: Sequence[Any]) -> np.ndarray:
@@ -451,20 +449,25 @@ def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") 
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{INK}"{more}>{safe}</text>'
 
 # %% ../../nbs/51_views.charts.ipynb #1e5c4927
+def _whole(ticks: Sequence[float], axis: Mapping[str, Any]) -> list[float]:
+    "The ticks that an axis can have: of steps, groups and completions only whole ones."
+    return [v for v in ticks if axis.get("tickformat") != "d" or v == round(v)]
+
+
 def _svg_axes(x: Axis, y: Axis, xs: Mapping[str, Any], ys: Mapping[str, Any]) -> str:
     "Grid, ticks and titles of a pair of axes."
     right = ys.get("side") == "right"
     at, anchor = (x.end + 4, "start") if right else (x.start - 5, "end")
     out = []
-    for v in ys.get("tickvals") or y.ticks(4 if ys.get("nticks", 6) > 5 else 3):
+    for v in ys.get("tickvals") or _whole(y.ticks(4 if ys.get("nticks", 6) > 5 else 3), ys):
         grid = f'<line x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{y(v):.1f}" y2="{y(v):.1f}" stroke="{GRID}"/>'
         out.append("" if ys.get("showgrid") is False else grid)
         out.append(_text(at, y(v) + 4, _tick_text(v, ys.get("tickformat", "")), anchor))
     if not right:
-        whole = xs.get("tickformat") == "d"
-        ticks = [v for v in x.ticks(6) if not whole or v == round(v)]
-        out += [_text(x(v), y.start + 15, _tick_text(v, "") if not whole else f"{v:.0f}", "middle") for v in ticks]
-        out.append(_text((x.start + x.end) / 2, y.start + 29, xs["title"]["text"], "middle"))
+        bottom = max(y.start, y.end)  # the first row of a map is above
+        ticks = _whole(x.ticks(6), xs)
+        out += [_text(x(v), bottom + 15, _tick_text(v, xs.get("tickformat", "")), "middle") for v in ticks]
+        out.append(_text((x.start + x.end) / 2, bottom + 29, xs["title"]["text"], "middle"))
     turned = x.end + 42 if right else x.start - 42
     middle = (y.start + y.end) / 2
     out.append(
@@ -523,8 +526,7 @@ def svg(
         x = Axis(*_extent(same_x, "x", xs), *_frame(xs, layout, box[0]))
         low, high = _extent(traces, "y", ys)
         y = Axis(low, high, *(reversed if ys.get("autorange") == "reversed" else list)(_frame(ys, layout, box[1])))
-        edge = Axis(low, high, *_frame(ys, layout, box[1]))
-        out.append(_svg_axes(x, edge if y.start == edge.start else y, xs, ys) + _svg_plot(traces, x, y))
+        out.append(_svg_axes(x, y, xs, ys) + _svg_plot(traces, x, y))
     for a in layout["annotations"]:
         place = [low + a[k] * (high - low) for k, (low, high) in zip("xy", box, strict=True)]
         out.append(_text(place[0], place[1] - 4, a["text"], "middle" if a["x"] == 0.5 else "start"))
@@ -551,6 +553,7 @@ class Chart:
     draw: Callable[[Mapping[str, Any]], Figure]  # payload -> figure
     payload: Mapping[str, Any]
     wide: bool = False  # over the whole width
+    name: str = ""  # what a page calls it; "" = its title
 
     @property
     def figure(self) -> Figure:
@@ -565,9 +568,9 @@ class Chart:
         )
         return 260 if panels <= 2 else 380
 
-    def live(self) -> LiveChart:
-        "The chart as a widget that can be updated."
-        return LiveChart(self.draw, self.payload)
+    def live(self) -> LiveCharts:
+        "The chart as a widget that can be brought up to date."
+        return LiveCharts(self)
 
     def static_html(self) -> str:
         "The chart as HTML without script."
@@ -622,7 +625,7 @@ LOOKS = {
 def chart(name: str, payload: Mapping[str, Any]) -> Chart:
     "A chart of `LOOKS` with its payload."
     title, caption, draw, wide = LOOKS[name]
-    return Chart(title, caption, draw, payload, wide)
+    return Chart(title, caption, draw, payload, wide, name)
 
 
 def charts(
@@ -639,89 +642,51 @@ def charts(
     }
 
 # %% ../../nbs/51_views.charts.ipynb #823e7c21
-def _leaves(layout: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    "A layout as dotted names."
-    out: dict[str, Any] = {}
-    for name, value in layout.items():
-        out |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return out
-
-
-def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    "What changed; None for what is gone."
-    return {k: new.get(k) for k in [*new, *(old.keys() - new.keys())] if k not in old or old[k] != new.get(k)}
-
-
-def _kinds(figure: Figure) -> list[tuple[Any, ...]]:
-    "What may not change while traces are reused."
-    return [tuple(t.get(k) for k in ("type", "name", "xaxis", "yaxis")) for t in figure["data"]]
-
-# %% ../../nbs/51_views.charts.ipynb #68edfa17
-def _compact(name: str, value: Any) -> Any:
-    "Long lists of numbers as arrays, which travel without being written out."
-    return np.array(value, dtype=np.float64) if name in ("x", "y") and isinstance(value, list) else value
-
-# %% ../../nbs/51_views.charts.ipynb #79d67c9d
-class PlotlyCarrier(anywidget.AnyWidget):
-    "Carries plotly's script to the page, once."
-
-    _esm = "export default {};"
-    script = traitlets.Unicode().tag(sync=True)
+@cache
+def asset(name: str) -> str:
+    "A text file that ships with the package."
+    return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
 
 
 @cache
-def plotly_carrier() -> PlotlyCarrier:
-    "The carrier of this kernel."
-    return PlotlyCarrier(script=str(go.FigureWidget._esm))
+def plotly_script() -> str:
+    "The script that draws the charts."
+    return get_plotlyjs()
 
 
-class FigureView(go.FigureWidget):
-    "A plotly widget that is never empty and misses nothing; `data` and `layout` as in plotly."
+def packed(figure: Figure) -> Figure:
+    "A figure whose series of numbers are bytes, as a widget sends them; NaN where there is none."
+    numbers = lambda v: isinstance(v, list) and len(v) > 0 and not isinstance(v[0], str)
+    as_bytes = lambda v: {"f8": memoryview(np.array(v, dtype=np.float64).tobytes())}
+    series = lambda trace: {n: as_bytes(trace[n]) for n in ("x", "y") if numbers(trace.get(n))}
+    return {**figure, "data": [trace | series(trace) for trace in figure["data"]]}
 
-    _esm = (resources.files("rl_notebook") / "assets" / "figure.js").read_text(encoding="utf-8")
-    carrier = traitlets.Instance(PlotlyCarrier, allow_none=True).tag(sync=True, **ipywidgets.widget_serialization)
-    listening = traitlets.Bool(False).tag(sync=True)  # whether a view has been drawn
+# %% ../../nbs/51_views.charts.ipynb #68edfa17
+class LiveCharts(anywidget.AnyWidget):
+    "Charts in a grid, drawn by one plotly."
 
-    def __init__(self, figure: Figure):
-        self._filled = False
-        super().__init__(figure)
-        self._config = {"displaylogo": False, "displayModeBar": False, "responsive": True}
-        self.carrier, self._filled = plotly_carrier(), True
-        self.open()
+    _esm = f"{plotly_script()}\n{asset('charts.js')}"
+    _css = asset("charts.css")
+    shown = traitlets.List().tag(sync=True)  # of `about_chart`
+    figures = traitlets.Dict().tag(sync=True)  # packed, by name
 
-    def open(self) -> None:
-        "Tell the front end, once there is something to show."
-        if self._filled:
-            super().open()
+    def __init__(self, *charts: Chart):
+        super().__init__(**drawing_of(charts))
 
-    def settle(self) -> None:
-        "Give views that do not listen yet the state of now."
-        if not self.listening:
-            self._widget_layout, self._widget_data = deepcopy(self._layout_obj._props), deepcopy(self._data)
+    def draw(self, *charts: Chart) -> None:
+        "Show these charts, and no others, in one message."
+        with self.hold_sync():
+            for name, value in drawing_of(charts).items():
+                self.set_trait(name, value)
 
-# %% ../../nbs/51_views.charts.ipynb #f9504cac
-class LiveChart:
-    "A plotly widget that shows the last payload it was given."
 
-    def __init__(self, draw: Callable[[Mapping[str, Any]], Figure], payload: Mapping[str, Any]):
-        self.draw, self.figure = draw, draw(payload)
-        self.widget = FigureView(self.figure)
+def about_chart(chart: Chart) -> dict[str, Any]:
+    "Name and title of a chart, how to read it, its height without the title, and whether it is as wide as the page."
+    about = {"name": chart.name or chart.title, "title": chart.title, "caption": chart.caption}
+    return {**about, "height": chart.height - 20, "wide": chart.wide}
 
-    def update(self, payload: Mapping[str, Any]) -> None:
-        "Show another payload, in one message."
-        old, new = self.figure, self.draw(payload)
-        same, traces = _kinds(old) == _kinds(new), cast(Sequence[Any], self.widget.data)
-        with self.widget.batch_update():
-            for name, value in _differing(_leaves(old["layout"]), _leaves(new["layout"])).items():
-                self.widget.layout[name] = value
-            for trace, a, b in zip(traces, old["data"], new["data"], strict=True) if same else ():
-                for name, value in _differing(a, b).items():
-                    trace[name] = _compact(name, value)
-        if not same:
-            self.widget.data = ()
-            self.widget.add_traces(new["data"])
-        self.widget.settle()
-        self.figure = new
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        return self.widget._repr_mimebundle_(include=include, exclude=exclude)
+def drawing_of(charts: Sequence[Chart]) -> dict[str, Any]:
+    "The state of a widget that shows these charts."
+    shown = [about_chart(c) for c in charts]
+    return {"shown": shown, "figures": {a["name"]: packed(c.figure) for a, c in zip(shown, charts, strict=True)}}

@@ -16,31 +16,26 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 from typing import Any
 
 import anywidget
 import ipywidgets
 import numpy as np
 import traitlets
-from IPython.display import display, update_display
-from plotly.offline import get_plotlyjs
 
 # %% auto #0
 __all__ = ['ACTIONS', 'UNDER_WAY', 'WORK', 'COUNTED', 'STATES', 'NUMERIC', 'PREVIEW', 'ABOUT', 'COLUMNS', 'ICONS', 'SPEEDS',
-           'MAIN', 'MORE', 'HEIGHTS', 'HEIGHT', 'OVER_STEPS', 'POINTS', 'TICK', 'STILL_POINTS', 'STILL_ROWS',
-           'STILL_SECONDS', 'one_phase', 'by_windows', 'run_elsewhere', 'refusal', 'strangers', 'quiet', 'Player',
-           'advance', 'rest', 'release', 'is_over', 'play_on', 'to_end_of_step', 'take_back', 'act', 'upper_bound',
-           'Watch', 'progress_of', 'strip_html', 'progress_html', 'clean', 'samples_of', 'matching', 'View',
-           'chosen_rows', 'page_of', 'moved', 'find_sample', 'completion_of', 'asset', 'plotly_script',
-           'CompletionsPane', 'words_html', 'error_html', 'surfaced', 'make_buttons', 'refresh_buttons', 'payload_of',
-           'box_of', 'packed', 'Board', 'about_chart', 'Screen', 'make_screen', 'widgets_in', 'close_all',
-           'deliver_to_main', 'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'draw_table', 'open_completion',
-           'open_inspector', 'close_inspector', 'offer_rows', 'draw_charts', 'standing', 'refresh_head', 'show_error',
-           'stumble', 'find_words', 'say', 'remember_record', 'forget_records', 'draw_record', 'tick', 'follow',
-           'follow_loop', 'still_html', 'Still', 'show_dashboard', 'refresh_still', 'dashboards_of', 'make_room',
-           'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
+           'MAIN', 'MORE', 'WIDE', 'OVER_STEPS', 'POINTS', 'TICK', 'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS',
+           'one_phase', 'by_windows', 'run_elsewhere', 'refusal', 'strangers', 'quiet', 'Player', 'advance', 'rest',
+           'release', 'is_over', 'play_on', 'to_end_of_step', 'take_back', 'act', 'upper_bound', 'Watch', 'progress_of',
+           'strip_html', 'progress_html', 'clean', 'samples_of', 'matching', 'View', 'chosen_rows', 'page_of', 'moved',
+           'find_sample', 'completion_of', 'CompletionsPane', 'words_html', 'error_html', 'surfaced', 'make_buttons',
+           'refresh_buttons', 'payload_of', 'box_of', 'Screen', 'make_screen', 'running_loop', 'at_home', 'press',
+           'slow_down', 'asked', 'draw_table', 'open_completion', 'open_inspector', 'close_inspector', 'offer_rows',
+           'draw_charts', 'standing', 'refresh_head', 'show_error', 'stumble', 'find_words', 'say', 'remember_record',
+           'forget_records', 'draw_record', 'tick', 'follow', 'follow_loop', 'still_html', 'show_dashboard',
+           'refresh_still', 'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..backends.base import Meter
@@ -48,11 +43,11 @@ from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
 from ..loop import GRPOLoop, Loop, evaluation_due, greedy_half, next_records, phase_marks
 from ..loop import on_stage, reach_boundary, run_phase, stop_on_interrupt
 from ..records import StepRecord, html_table
-from .charts import LOOKS, Figure, chart, charts
+from .charts import LiveCharts, asset, chart, charts
 from .payloads import ROWS, History, advantage_spread_payload, advantages_payload, counts_payload
 from .payloads import dead_payload, history_row, kl_payload, length_payload, reward_payload
 from .payloads import token_share_payload
-from .tokens import FALLBACK_CSS, HideStatic, WithFallback, inspect_tokens
+from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens, with_fallback
 from ..xray import invariants, sentence
 
 # %% ../../nbs/53_views.dashboard.ipynb #5d56a09c
@@ -493,18 +488,6 @@ def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -
     }
 
 # %% ../../nbs/53_views.dashboard.ipynb #f9eeb1ad
-@cache
-def asset(name: str) -> str:
-    "A text file that ships with the package."
-    return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
-
-
-@cache
-def plotly_script() -> str:
-    "The script that draws the charts."
-    return get_plotlyjs()
-
-
 class CompletionsPane(anywidget.AnyWidget):
     "The table of completions and the one that is open."
 
@@ -512,6 +495,7 @@ class CompletionsPane(anywidget.AnyWidget):
     _css = asset("dashboard.css")
     page = traitlets.Dict().tag(sync=True)  # of `page_of`
     completion = traitlets.Dict().tag(sync=True)  # of `completion_of`; empty when none is open
+    inspecting = traitlets.Bool(False).tag(sync=True)  # whether tokens are shown below
 
 # %% ../../nbs/53_views.dashboard.ipynb #074f46f1
 def words_html(record: StepRecord | None, previous: StepRecord | None, noise_floor: float | None = None) -> str:
@@ -578,8 +562,7 @@ def refresh_buttons(buttons: Mapping[str, ipywidgets.Button], player: Player) ->
 # %% ../../nbs/53_views.dashboard.ipynb #05112e07
 MAIN = ("reward", "advantages", "kl", "rewards counted", "dead")
 MORE = ("functions", "token share", "advantage spread", "advantages counted", "length")
-HEIGHTS = {"kl": 330}  # pixels
-HEIGHT = 240  # of the other charts
+WIDE = ("kl",)  # over the whole width
 OVER_STEPS: dict[str, Callable[[History, int], dict[str, Any]]] = {
     "reward": reward_payload,
     "functions": reward_payload,
@@ -620,41 +603,6 @@ def box_of(children: Sequence[ipywidgets.Widget], *kinds: str, **layout: str) ->
         box.add_class(kind)
     return box
 
-# %% ../../nbs/53_views.dashboard.ipynb #457c0ca8
-def packed(figure: Figure) -> Figure:
-    "A figure whose series of numbers are bytes, as a widget sends them; NaN where there is none."
-    numbers = lambda v: isinstance(v, list) and len(v) > 0 and not isinstance(v[0], str)
-    as_bytes = lambda v: {"f8": memoryview(np.array(v, dtype=np.float64).tobytes())}
-    series = lambda trace: {n: as_bytes(trace[n]) for n in ("x", "y") if numbers(trace.get(n))}
-    return {**figure, "data": [trace | series(trace) for trace in figure["data"]]}
-
-
-class Board(anywidget.AnyWidget):
-    "Charts in a grid, drawn by one plotly."
-
-    _esm = f"{plotly_script()}\n{asset('dashboard.charts.js')}"
-    _css = asset("dashboard.css")
-    shown = traitlets.List().tag(sync=True)  # of `about_chart`
-    figures = traitlets.Dict().tag(sync=True)  # packed, by name
-
-    def draw(self, payloads: Mapping[str, Mapping[str, Any]]) -> None:
-        "Show the charts of these payloads, and no others."
-        with self.hold_sync():
-            self.shown = [about_chart(name) for name in payloads]
-            self.figures = {name: packed(LOOKS[name][2](payload)) for name, payload in payloads.items()}
-
-
-def about_chart(name: str) -> dict[str, Any]:
-    "Title of a chart, how to read it, its height, and whether it is as wide as the page."
-    title, caption = LOOKS[name][:2]
-    return {
-        "name": name,
-        "title": title,
-        "caption": caption,
-        "height": HEIGHTS.get(name, HEIGHT),
-        "wide": name in HEIGHTS,
-    }
-
 # %% ../../nbs/53_views.dashboard.ipynb #ad538ee0
 @dataclass(eq=False)
 class Screen:
@@ -665,7 +613,7 @@ class Screen:
     more: ipywidgets.ToggleButton  # whether more charts are shown
     rows: ipywidgets.Dropdown  # which groups the map shows, where there are too many for one
     pane: CompletionsPane  # completions
-    charts: Board
+    charts: LiveCharts
     head: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the row of phases, progress
     trouble: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the error, if there is one
     words: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the sentence and the warnings
@@ -692,7 +640,7 @@ def make_screen(dashboard: Dashboard) -> Screen:
     rows.add_class("rld-groups")
     for control in (more, rows):
         control.observe(lambda change: at_home(dashboard, draw_charts, dashboard), "value")
-    pane, charts = CompletionsPane(), Board()
+    pane, charts = CompletionsPane(), LiveCharts()
     for widget in (pane, charts):
         widget.on_msg(lambda _, message, buffers: at_home(dashboard, asked, dashboard, message))
     return Screen(
@@ -700,27 +648,6 @@ def make_screen(dashboard: Dashboard) -> Screen:
     )
 
 # %% ../../nbs/53_views.dashboard.ipynb #78b0e840
-def widgets_in(widget: ipywidgets.Widget) -> list[ipywidgets.Widget]:
-    "A widget and everything in it, styles and layouts too."
-    own = [getattr(widget, name, None) for name in ("layout", "style")]
-    inner = [w for child in getattr(widget, "children", ()) for w in widgets_in(child)]
-    return [*inner, *(w for w in own if isinstance(w, ipywidgets.Widget)), widget]
-
-
-def close_all(widget: ipywidgets.Widget) -> None:
-    "Close a widget and everything in it."
-    for inner in widgets_in(widget):
-        inner.close()
-
-# %% ../../nbs/53_views.dashboard.ipynb #16c338dd
-def deliver_to_main(widget: ipywidgets.Widget) -> None:
-    "Have the kernel deliver messages for a widget, and for everything in it, to its main thread."
-    for inner in widgets_in(widget):
-        comm: Any = getattr(inner, "comm", None)
-        if hasattr(comm, "_reply_subshell_for"):  # ipykernel's choice of a thread; None is the main one
-            comm._reply_subshell_for = lambda data, subshell: None
-
-
 def running_loop() -> asyncio.AbstractEventLoop | None:
     "The event loop of this thread, if it is running."
     with suppress(RuntimeError):
@@ -788,15 +715,14 @@ def open_inspector(dashboard: Dashboard) -> None:
         close_inspector(dashboard)
         record, group, sample = dashboard.opened
         inspector = inspect_tokens(record, dashboard.loop.backend.tokenizer, group=group, sample=sample)
-        deliver_to_main(inspector)
-        dashboard.screen.inspector.children = [inspector]
+        dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [inspector], True
 
 
 def close_inspector(dashboard: Dashboard) -> None:
     "Put the inspector away."
     for child in dashboard.screen.inspector.children:
         close_all(child)
-    dashboard.screen.inspector.children = []
+    dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [], False
 
 # %% ../../nbs/53_views.dashboard.ipynb #a3b495d7
 def offer_rows(dashboard: Dashboard) -> None:
@@ -815,7 +741,8 @@ def draw_charts(dashboard: Dashboard) -> None:
     d, record = dashboard, dashboard.record
     names = () if record is None else (*MAIN, *MORE) if d.screen.more.value else MAIN
     about = {"start": d.screen.rows.value or 0, "floor": d.noise_floor}
-    d.screen.charts.draw({name: payload_of(name, d.history, record or StepRecord(0), **about) for name in names})
+    drawn = (chart(name, payload_of(name, d.history, record or StepRecord(0), **about)) for name in names)
+    d.screen.charts.draw(*(replace(c, wide=c.name in WIDE) for c in drawn))
 
 # %% ../../nbs/53_views.dashboard.ipynb #076888ca
 TICK = 0.25  # seconds
@@ -956,29 +883,9 @@ def still_html(dashboard: Dashboard) -> str:
     return f"{words}{pictures}<p>{len(page['rows'])} of {page['total']} completions of step {record.step}</p>{table}"
 
 # %% ../../nbs/53_views.dashboard.ipynb #ffd05fc9
-class Still(WithFallback):
-    "A widget and its still picture, which can be replaced later."
-
-    def bundle(self) -> dict[str, str]:
-        "The output that holds the picture."
-        still = f'<div data-rln-static="{self.place}">{self.static_html}</div>'
-        return {"text/html": f"<style>{FALLBACK_CSS}</style>{still}", "text/plain": self.text}
-
-    def _ipython_display_(self) -> None:
-        display(self.bundle(), raw=True, display_id=self.place)
-        self.both = ipywidgets.VBox([self.widget, HideStatic(place=self.place)])
-        view = {"version_major": 2, "version_minor": 0, "model_id": self.both.model_id}
-        display({"application/vnd.jupyter.widget-view+json": view, "text/plain": ""}, raw=True)
-
-    def update(self, static_html: str, text: str) -> None:
-        "Replace the picture."
-        self.static_html, self.text = static_html, text
-        update_display(self.bundle(), raw=True, display_id=self.place)
-
-
 def show_dashboard(dashboard: Dashboard) -> None:
     "Display the widgets, and the picture that stands for them."
-    dashboard.still = Still(dashboard.screen.root, still_html(dashboard), repr(dashboard))
+    dashboard.still = with_fallback(dashboard.screen.root, still_html(dashboard), repr(dashboard))
     dashboard.still._ipython_display_()
     dashboard.stale = False
 
@@ -1083,7 +990,7 @@ class Dashboard(Played):
         self.stumbled: BaseException | None = None  # the last error of drawing
         self.elsewhere = ""  # what somebody else runs
         self.seen: BaseException | None = None  # what had surfaced before that
-        self.still: Still | None = None  # the output that it is displayed in
+        self.still: WithFallback | None = None  # the output that it is displayed in
         self.stale, self.pictured = True, 0.0  # whether its picture is old, and when it was drawn
         self.home = running_loop()  # whose thread draws
         self.following: asyncio.Task[None] | None = None  # keeps up with the loop

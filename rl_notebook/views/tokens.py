@@ -9,22 +9,24 @@ import base64
 import html
 import math
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from functools import cached_property
 from typing import Any
 
 import anywidget
 import ipywidgets
 import traitlets
-from IPython.display import display
+from IPython.display import display, update_display
 
 from ..core import Datum, DatumError
 from ..records import StepRecord
+from .charts import asset
 from .payloads import TokenRow, all_series, menu_payload, overview_payload, token_payload, token_rows
 
 # %% auto #0
-__all__ = ['FALLBACK_CSS', 'HUES', 'STRONGEST', 'SOFT', 'HideStatic', 'WithFallback', 'with_fallback', 'hue_of', 'css_colour',
-           'styled', 'strip_html', 'chart_svg', 'picture', 'coordinates_html', 'tokens_html', 'payload_of',
-           'first_target', 'place_of', 'TokenInspector', 'inspect_tokens']
+__all__ = ['FALLBACK_CSS', 'HUES', 'STRONGEST', 'SOFT', 'HideStatic', 'WithFallback', 'with_fallback', 'widgets_in', 'close_all',
+           'deliver_to_main', 'hue_of', 'css_colour', 'styled', 'strip_html', 'chart_svg', 'picture',
+           'coordinates_html', 'tokens_html', 'payload_of', 'first_target', 'place_of', 'TokenInspector',
+           'inspect_tokens']
 
 # %% ../../nbs/52_views.tokens.ipynb #f5a82cad
 _STILL = ".jp-OutputArea-child:has(> .jp-OutputArea-output > [data-rln-static])"
@@ -58,13 +60,26 @@ class WithFallback:
         self.widget, self.static_html, self.text = widget, static_html, text
         self.place = f"static-{widget.model_id}"
 
+    @cached_property
+    def both(self) -> ipywidgets.VBox:
+        "The widget, and the one that hides the picture."
+        return ipywidgets.VBox([self.widget, HideStatic(place=self.place)])
+
+    def picture(self) -> dict[str, str]:
+        "The output that holds the static HTML."
+        still = f'<style>{FALLBACK_CSS}</style><div data-rln-static="{self.place}">{self.static_html}</div>'
+        return {"text/html": still, "text/plain": self.text}
+
     def _ipython_display_(self) -> None:
         "Two outputs, of which one is always hidden."
-        still = f'<style>{FALLBACK_CSS}</style><div data-rln-static="{self.place}">{self.static_html}</div>'
-        display({"text/html": still, "text/plain": self.text}, raw=True)
-        both = ipywidgets.VBox([self.widget, HideStatic(place=self.place)])
-        view = {"version_major": 2, "version_minor": 0, "model_id": both.model_id}
+        display(self.picture(), raw=True, display_id=self.place)
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.both.model_id}
         display({"application/vnd.jupyter.widget-view+json": view, "text/plain": ""}, raw=True)
+
+    def update(self, static_html: str, text: str = "") -> None:
+        "Replace the static HTML, where it has been displayed too; the widget is not drawn again."
+        self.static_html, self.text = static_html, text
+        update_display(self.picture(), raw=True, display_id=self.place)
 
     def __repr__(self) -> str:
         return f"WithFallback({type(self.widget).__name__})"
@@ -77,6 +92,27 @@ def with_fallback(
 ) -> WithFallback:
     "Show a widget where there is a kernel, and its static HTML in a reopened notebook, on GitHub and in nbconvert."
     return WithFallback(widget, static_html, text)
+
+# %% ../../nbs/52_views.tokens.ipynb #5f0cf6c5
+def widgets_in(widget: ipywidgets.Widget) -> list[ipywidgets.Widget]:
+    "A widget and everything in it, styles and layouts too."
+    own = [getattr(widget, name, None) for name in ("layout", "style")]
+    inner = [w for child in getattr(widget, "children", ()) for w in widgets_in(child)]
+    return [*inner, *(w for w in own if isinstance(w, ipywidgets.Widget)), widget]
+
+
+def close_all(widget: ipywidgets.Widget) -> None:
+    "Close a widget and everything in it."
+    for inner in widgets_in(widget):
+        inner.close()
+
+
+def deliver_to_main(widget: ipywidgets.Widget) -> None:
+    "Have the kernel deliver messages for a widget, and for everything in it, to its main thread."
+    for inner in widgets_in(widget):
+        comm: Any = getattr(inner, "comm", None)
+        if hasattr(comm, "_reply_subshell_for"):  # ipykernel's choice of a thread; None is the main one
+            comm._reply_subshell_for = lambda data, subshell: None
 
 # %% ../../nbs/52_views.tokens.ipynb #dbfa51d3
 HUES = {"blue": "40,103,178", "orange": "204,98,40", "violet": "116,84,168", "green": "47,143,99"}
@@ -260,7 +296,7 @@ def _legend_html(series: Mapping[str, Any]) -> str:
         "div", f"colour: {label} {_digits(ends[0])} ", *swatches, f" {_digits(ends[1])}{bad}", style="margin:4px 0"
     )
 
-
+# %% ../../nbs/52_views.tokens.ipynb #608dba58
 def _shift_html(payload: Mapping[str, Any], overview: Mapping[str, Any] | None) -> str:
     "Means by shift, and the quantiles of the whole step."
     lines = []
@@ -332,16 +368,11 @@ def place_of(rows: Sequence[TokenRow], group: int, sample: int, target: int | No
     return item
 
 # %% ../../nbs/52_views.tokens.ipynb #a5c09f05
-def _asset(name: str) -> str:
-    "A text file that ships with the package."
-    return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
-
-
 class TokenInspector(anywidget.AnyWidget):
     "Tokens of a step with all their series: hover, zoom, arrow keys, the worst tokens, coordinates, all samples."
 
-    _esm = _asset("tokens.js")
-    _css = _asset("tokens.css")
+    _esm = asset("tokens.js")
+    _css = asset("tokens.css")
     items = traitlets.List().tag(sync=True)  # of `menu_payload`
     payload = traitlets.Dict().tag(sync=True)  # of `payload_of`
     overview = traitlets.Dict(allow_none=True).tag(sync=True)  # of `overview_payload`
@@ -362,6 +393,7 @@ class TokenInspector(anywidget.AnyWidget):
         payload = payload_of(self.rows, 0, tokenizer, message)
         made = {"items": menu_payload(self.rows), "overview": overview_payload(self.rows), "payload": payload}
         super().__init__(**made, series=series, target=first_target(payload, series))
+        deliver_to_main(self)
 
     @traitlets.observe("item")
     def _fetch(self, change: Any) -> None:

@@ -25,7 +25,7 @@ from ..losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, LossOptions
 from ..records import StepRecord
 from .charts import COLORS
 from .payloads import token_rows
-from .tokens import TokenInspector, with_fallback
+from .tokens import TokenInspector, deliver_to_main, with_fallback
 from ..whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
 
 # %% ../../nbs/54_views.whatif.ipynb #46a8e870
@@ -221,7 +221,9 @@ def make_panel(panel: WhatIfPanel) -> ipywidgets.Box:
     column = {"display": "flex", "flex_flow": "column", "flex": "0 0 auto"}
     left = ipywidgets.Box(controls, layout=column)
     right = ipywidgets.Box([panel.shown], layout={"flex": "1 1 420px", "min_width": "0"})
-    return ipywidgets.Box([left, right], layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "20px"})
+    both = ipywidgets.Box([left, right], layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "20px"})
+    deliver_to_main(both)
+    return both
 
 # %% ../../nbs/54_views.whatif.ipynb #82753b84
 def refresh(panel: WhatIfPanel) -> None:

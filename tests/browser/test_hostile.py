@@ -66,7 +66,7 @@ drawn = charts(run_payloads(History(map(history_row, records)), records[0].optio
 display(*drawn.values())""",
     "live charts": """
 shown = [drawn["functions"], drawn["advantages"]]
-display(*(with_fallback(c.live().widget, c.static_html()) for c in shown))""",
+display(*(with_fallback(c.live(), c.static_html()) for c in shown))""",
     "inspector": "inspect_tokens(records[0], HostileTokenizer())",
 }
 

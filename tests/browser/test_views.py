@@ -36,7 +36,7 @@ drawn = charts(run_payloads(history, {})) | charts(step_payloads(record))
 display(*drawn.values())""",
     "live": """
 live = drawn["reward"].live()
-with_fallback(live.widget, drawn["reward"].static_html())""",
+with_fallback(live, drawn["reward"].static_html())""",
     "inspector": "inspector = inspect_tokens(record)\ninspector",
 }
 WIDE, NARROW = 1280, 800
@@ -67,7 +67,7 @@ def test_a_live_chart_takes_new_points(notebook: Notebook):
     assert plot.evaluate(points, 5)
     for step in (6, 7):
         notebook.ask(f"history.add(history_row(synthetic_record({step})))")
-        notebook.ask("live.update(run_payloads(history, {})['reward'])")
+        notebook.ask("live.draw(charts(run_payloads(history, {}))['reward'])")
         notebook.page.wait_for_function(
             f"n => [...document.querySelectorAll('.js-plotly-plot')].some(p => ({points})(p, n))", arg=step
         )

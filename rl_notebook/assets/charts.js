@@ -1,4 +1,4 @@
-// The charts of the dashboard. plotly.js stands above this in the same module, so it is loaded once for all of them.
+// Charts in a grid. plotly.js stands above this in the same module, so it is loaded once for all of them.
 // The kernel sends whole figures; plotly keeps what the reader did to a chart, such as zooming in.
 
 const Plotly = globalThis.Plotly;
@@ -15,14 +15,13 @@ function unpacked(trace) {
   return out;
 }
 
-function makeCard(about, send) {
+function makeCard(about) {
   const card = document.createElement("section");
   card.className = `rld-chart rld-chart-${about.name.replaceAll(" ", "-")}${about.wide ? " rld-wide" : ""}`;
   const title = document.createElement("h4");
   title.textContent = about.title;
   title.title = about.caption;
   const plot = document.createElement("div");
-  plot.style.height = `${about.height}px`;
   plot.setAttribute("role", "img");
   plot.setAttribute("aria-label", `${about.title}. ${about.caption}`);
   card.append(title, plot);
@@ -30,9 +29,12 @@ function makeCard(about, send) {
 }
 
 function render({ model, el }) {
+  const board = document.createElement("div");
+  board.className = "rld-board";
   const grid = document.createElement("div");
   grid.className = "rld-charts";
-  el.append(grid);
+  board.append(grid);
+  el.append(board);
   const cards = new Map();
 
   function place(about) {
@@ -52,6 +54,7 @@ function render({ model, el }) {
       const figure = figures[about.name];
       if (!figure) continue;
       const plot = place(about);
+      plot.style.height = `${about.height}px`;
       const fresh = !plot.data;
       const layout = { ...structuredClone(figure.layout), height: about.height, autosize: true };
       await Plotly.react(plot, figure.data.map(unpacked), layout, CONFIG);
