@@ -466,9 +466,12 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], str]:  # objects, and
     for number, line in enumerate(whole, start=1):
         try:
             rows.append(json.loads(line))
+            if not isinstance(rows[-1], dict) or not isinstance(rows[-1].get("step"), int):
+                raise ValueError("no object with a step")
         except ValueError as e:
             where = f"{path}, line {number}"
-            raise RecordError("damaged line", where=where, got=repr(line[:80]), expected="a JSON object") from e
+            expected, fix = "a JSON object with a step", "Delete the line; the records of the steps are whole."
+            raise RecordError("damaged line", where=where, got=repr(line[:80]), expected=expected, fix=fix) from e
     return rows, f"{path.name}: the last line was half written and is left out" if tail else ""
 
 # %% ../nbs/31_records.ipynb #2f8016ee
@@ -491,19 +494,20 @@ def _read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
         text = path.read_bytes()
     try:
         plain = json.loads(text)
-        found = plain["format"]
-    except (ValueError, KeyError, TypeError) as e:
+        found, listed_files = plain["format"], plain["files"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise RecordError("not readable", where=str(path), got=f"{type(e).__name__} ({e})", expected=format) from e
     if found != format:
         fix = "Read it with the version of rl_notebook that wrote it."
         raise RecordError("format", where=str(path), got=found, expected=format, fix=fix)
     with _os_errors("cannot read", folder):
-        for file, listed in plain["files"].items():
+        for file, listed in listed_files:
             there = _fingerprint(folder / file) if (folder / file).is_file() else None
             if there != listed:
                 got = "missing" if there is None else f"{there['bytes']} bytes of other content"
                 expected = f"the {listed['bytes']} bytes that were written"
-                raise RecordError("damaged", where=str(folder / file), got=got, expected=expected)
+                fix = "Put the file back from a copy, or go on without this step: the others are whole."
+                raise RecordError("damaged", where=str(folder / file), got=got, expected=expected, fix=fix)
     return plain
 
 
@@ -540,7 +544,10 @@ def read_record(
     plain.pop("files")
     with _os_errors("cannot read", folder):
         arrays, tokens = load((folder / "arrays.safetensors").read_bytes()), pd.read_parquet(folder / "tokens.parquet")
-    return restore_record(plain, arrays, tokens)
+    try:
+        return restore_record(plain, arrays, tokens)
+    except RecordError as e:
+        raise RecordError(str(e), where=str(folder)) from e
 
 # %% ../nbs/31_records.ipynb #cebce721
 _KEY_NAME = re.compile(r"(^|[._-])(api_?key|key|token|secret|password|credentials?)$", re.IGNORECASE)
@@ -766,15 +773,18 @@ def _cut_off(path: Path, taken: Sequence[str]) -> bool:
 def _open(path: Path) -> tuple[Path, dict[str, Any], tuple[str, ...]]:
     "The three fields of a `Run`."
     if not (path / "run.json").exists():
-        raise RecordError("no run here", where=str(path), got="no run.json", expected="the log_path of a run")
+        fix = "Name the folder that was given as log_path."
+        raise RecordError("no run here", where=str(path), got="no run.json", expected="the log_path of a run", fix=fix)
     _read_described(path, "run.json", RUN_FORMAT)
     with _os_errors("cannot read", path / "config.yaml"):
         text = (path / "config.yaml").read_text(encoding="utf-8")
     try:
         config = yaml.safe_load(text)
+        if not isinstance(config, dict):
+            raise yaml.YAMLError(f"{type(config).__name__} where settings by name should be")
     except yaml.YAMLError as e:
-        where = str(path / "config.yaml")
-        raise RecordError("not readable", where=where, got=" ".join(str(e).split()), expected="YAML") from e
+        where, fix = str(path / "config.yaml"), "Put the file back as it was written."
+        raise RecordError("not readable", where=where, got=" ".join(str(e).split()), expected="YAML", fix=fix) from e
     note = _read_lines(path / "metrics.jsonl")[1]
     if note:
         warnings.warn(f"{path}: {note}", stacklevel=4)
