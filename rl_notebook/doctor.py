@@ -442,13 +442,13 @@ def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[flo
             key, read = hash((key, e.datums[row].tokens[read : target + 2].tobytes())), target + 2
             places.setdefault(key, []).append(k)
     length = [len(e.datums[row].tokens) for row in e.row]
-    found = np.zeros((2, 2))
+    both = e.p.tolist(), e.s.tolist()
+    found = [[0.0, 0.0], [0.0, 0.0]]
     for first, *others in places.values():
         for k in others:
-            gaps = np.nan_to_num([abs(x[k] - x[first]) for x in (e.p, e.s)])
             of = int(length[k] != length[first])
-            found[of] = np.maximum(found[of], gaps)
-    same, different = found.tolist()
+            found[of] = [max(most, abs(x[k] - x[first])) for most, x in zip(found[of], both, strict=True)]
+    same, different = found
     return (same[0], same[1]), (different[0], different[1])
 
 
@@ -579,7 +579,10 @@ def mask_leak(e: Evidence) -> Finding:
 # %% ../nbs/41_doctor.ipynb #81a0a24a
 def non_finite(e: Evidence) -> Finding:
     "NaN or infinity where there must be a number."
-    at = np.flatnonzero(~np.isfinite(e.gap))
+    bad = ~np.isfinite(e.gap)
+    if all(d.ref_logprobs is not None for d in e.datums):
+        bad |= ~np.isfinite(e.flat([d.ref_logprobs for d in e.datums]))
+    at = np.flatnonzero(bad)
     text = f"{len(at)} of {len(e.gap)} positions have no finite number"
     return Finding("non-finite", 0.995 * (len(at) > 0), text, {"positions": len(at)}, tuple(at.tolist()))
 
@@ -589,6 +592,8 @@ def wrong_reference(e: Evidence) -> Finding:
     if not e.stamps.untrained or any(d.ref_logprobs is None for d in e.datums):
         return Finding("wrong reference", 0.0, "no reference, or not before the first update")
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
+    if not np.isfinite(off).all():
+        return Finding("wrong reference", 0.0, "not every reference logprob is a finite number")
     score = float(excess(off, tolerance(e)) > 0 and excess(e.gap, tolerance(e)) == 0)
     text = f"before any update the reference differs by up to {np.nanmax(np.abs(off), initial=0):.2g} nats"
     return Finding("wrong reference", score, text, {"kl": float(np.nanmean(-off))}, tuple(np.argsort(-np.abs(off))[:3]))
