@@ -544,7 +544,9 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "x-ray": shows("– reference: no target has a finite number on both sides"),
         "record": shows("live 8/8 groups"),
         "sentence": shows("cannot be recomputed", "ref_logprobs: got nan at target 9 (token 10), 27 such positions"),
-        "doctor": shows("non-finite: 786 of 786 positions have no finite number", absent=("reference differs by up to 0 nats",)),
+        "doctor": shows(
+            "non-finite: 786 of 786 positions have no finite number", absent=("reference differs by up to 0 nats",)
+        ),
         "what-if": hole("ref_logprobs", "nan", 27),
         "reward lab": shows(LAB),
         "attribution": shows(HALF),
