@@ -70,18 +70,25 @@ function render({ model, el }) {
       if (wrong) Plotly.Plots.resize(plot);
     }
   }
-  // One drawing at a time; what comes meanwhile is drawn afterwards, and only the last of it.
+  // One drawing at a time; what comes meanwhile is drawn afterwards, and only the last of it. Drawing takes up the page's
+  // only thread, so between two drawings there is as long a rest as the last one took: for what has come, and for clicks.
+  const rest = (ms) => new Promise((done) => setTimeout(done, ms));
   let busy = false;
   let again = false;
   async function update() {
     again = true;
     if (busy) return;
     busy = true;
-    while (again) {
-      again = false;
-      await draw();
+    try {
+      while (again) {
+        again = false;
+        const start = performance.now();
+        await draw();
+        await rest(performance.now() - start);
+      }
+    } finally {
+      busy = false;
     }
-    busy = false;
   }
   const observer = new ResizeObserver(fit);
   observer.observe(grid);

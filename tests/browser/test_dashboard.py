@@ -133,9 +133,9 @@ def test_points_appear_while_it_plays_and_the_kernel_is_free(notebook: Notebook,
     notebook.shot("dashboard_plays")
     press(board, "stop")
     at_rest(notebook, board)
+    notebook.page.wait_for_function("n => window.points.at(-1) === n", arg=notebook.ask("place()[0]"))
     points = notebook.page.evaluate("window.points")
     assert points == sorted(points)
-    assert points[-1] == notebook.ask("place()[0]")
 
 
 def test_a_pause_takes_effect_within_one_phase(notebook: Notebook, board: Locator):
