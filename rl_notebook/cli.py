@@ -144,7 +144,8 @@ STORY = """\
 GRPO you can step through: a demonstration on a model that ships with the package.
 
 The policy is a small language model that was taught to add five digits in two ways: to blurt out
-a sum, which is often wrong, or to write down running sums first, which is nearly always right.
+a sum, which is mostly wrong, or to write down running sums first, which is mostly right. (Now and
+then it does neither.)
 Nobody tells it which is better. It is asked questions, draws {k} answers to each, and the answers
 that earned more than their siblings become more likely. Watch the reward, and the length.
 """

@@ -413,6 +413,7 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     below, chance, kept = one_sided(e)
     score = 0.97 * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1)
     text = f"{below:.0%} of the gap lies below the trainer's; kept mass from {kept:.2f}"
+    text = text if excess(e.gap, tolerance(e)) > 0 else "no gap"
     return Finding("top-p or top-k", score, text, {"below": below, "kept": kept})
 
 # %% ../nbs/41_doctor.ipynb #d45d63d8
@@ -429,6 +430,7 @@ def temperature(e: Evidence) -> Finding:
     claimed = {e.stamps.trainer_temperature, e.stamps.sampler_temperature} - {None}
     stamped = 0.6 if len(claimed) > 1 and excess(e.gap, tol) > 0 else 0.0
     text = f"the sampler's are the trainer's at temperature {t:.2f}, or the trainer's the sampler's at {1 / t:.2f}"
+    text = text if excess(e.gap, tol) > 0 else "no gap"
     return Finding("temperature", max(0.95 * order * score, 0.9 * order * by_raw, stamped), text, {"temperature": t})
 
 # %% ../nbs/41_doctor.ipynb #d0389fdd

@@ -541,7 +541,8 @@ def picture_html(figure: Figure, title: str, height: int = 260) -> str:
     "A figure as an image element that carries its picture."
     data = base64.b64encode(svg(figure, title, height=height).encode("utf-8", "backslashreplace")).decode()
     name = html.escape(html.unescape(label(title)))
-    return f'<img alt="{name}" width="640" height="{height}" src="data:image/svg+xml;base64,{data}">'
+    fits = 'style="max-width:100%;height:auto"'
+    return f'<img alt="{name}" width="640" height="{height}" {fits} src="data:image/svg+xml;base64,{data}">'
 
 # %% ../../nbs/51_views.charts.ipynb #91c7499d
 @dataclass(frozen=True, eq=False)

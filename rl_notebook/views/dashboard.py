@@ -877,7 +877,9 @@ def still_html(dashboard: Dashboard) -> str:
     found = {
         n: payload_of(n, d.history, record, floor=d.noise_floor, points=STILL_POINTS) for n in (*MAIN, "functions")
     }
-    pictures = "".join(c.static_html() for c in charts(found).values())
+    beside = "flex:1 1 400px;max-width:660px;min-width:0"
+    pictures = "".join(f'<div style="{beside}">{c.static_html()}</div>' for c in charts(found).values())
+    pictures = f'<div style="display:flex;flex-wrap:wrap;gap:12px">{pictures}</div>'
     page = page_of(d.columns, replace(d.view, page=0, size=STILL_ROWS), record.step)
     table = html_table([c["label"] for c in COLUMNS], ([row[c["name"]] for c in COLUMNS] for row in page["rows"]))
     return f"{words}{pictures}<p>{len(page['rows'])} of {page['total']} completions of step {record.step}</p>{table}"
