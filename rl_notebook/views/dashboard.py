@@ -836,16 +836,15 @@ def draw_record(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #12bd6135
 def tick(dashboard: Dashboard) -> None:
-    "Look what the loop is doing, and whether a run that somebody else started has just ended badly."
+    "Look what the loop is doing, and whether a cell has just ended with an error of it, however soon."
     d = dashboard
     mine = d.player.doing or d.player.window is not None
     was, elsewhere = d.elsewhere, "" if mine else run_elsewhere(d.loop)
-    d.elsewhere = elsewhere
+    old, d.elsewhere, d.seen = d.seen, elsewhere, surfaced(d.loop)
     if elsewhere and not was:
         show_error(d, None)
-        d.seen = surfaced(d.loop)
-    elif was and not elsewhere and (error := surfaced(d.loop)) is not d.seen:
-        show_error(d, error)
+    elif not mine and d.seen is not None and d.seen is not old:
+        show_error(d, d.seen)
     refresh_head(d)
     if not (d.player.doing or elsewhere) or time.monotonic() - d.pictured > STILL_SECONDS:
         refresh_still(d)
@@ -991,7 +990,7 @@ class Dashboard(Played):
         self.finding: asyncio.Task[None] | None = None  # finds words
         self.stumbled: BaseException | None = None  # the last error of drawing
         self.elsewhere = ""  # what somebody else runs
-        self.seen: BaseException | None = None  # what had surfaced before that
+        self.seen = surfaced(loop)  # the last error that a cell ended with
         self.still: WithFallback | None = None  # the output that it is displayed in
         self.stale, self.pictured = True, 0.0  # whether its picture is old, and when it was drawn
         self.home = running_loop()  # whose thread draws

@@ -14,7 +14,7 @@ CELLS = [
     """
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
-from rl_notebook.loop import PHASES, GRPOLoop
+from rl_notebook.loop import LOOK_ONLY, PHASES, GRPOLoop
 from rl_notebook.toy import load_model, toy_reward, toy_rows
 from rl_notebook.views.dashboard import Dashboard, dashboards_of
 
@@ -32,8 +32,11 @@ loop = GRPOLoop(open_local(*load_model("tiny")), toy_rows(6000), reward, cfg)
 pressed = []
 
 
+walked = [phase for phase in PHASES if phase not in LOOK_ONLY]  # by the buttons
+
+
 def place() -> list[int]:
-    return [loop.state.number - 1, loop.state.number * len(PHASES) + PHASES.index(loop.state.current)]""",
+    return [loop.state.number - 1, loop.state.number * len(walked) + walked.index(loop.state.current)]""",
     """
 dashboard = Dashboard(loop)
 for name, button in dashboard.screen.buttons.items():
@@ -71,6 +74,9 @@ GREW = "n => window.points.length && window.points.at(-1) >= window.points[0] + 
 
 DRAWN = """step => [...document.querySelectorAll('.js-plotly-plot')].some(
     plot => plot.data.some(trace => trace.type === 'scatter' && [...(trace.x ?? [])].includes(step)))"""
+
+# plotly takes a moment to see what the mouse is on.
+POINTED = "([plot, group, sample]) => plot._hoverdata?.[0]?.x === sample && plot._hoverdata[0].y === group"
 
 # What the focus is on.
 FOCUSED = """() => {
@@ -176,7 +182,10 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
     pane = board.locator(".rld-completion")
     heat_map = board.locator(".js-plotly-plot").filter(has=notebook.page.locator(".heatmaplayer image"))
     for group, sample in ((0, 0), (2, 3), (1, 2)):
-        notebook.page.mouse.click(*heat_map.evaluate(HEAT, [group, sample]))
+        notebook.page.mouse.move(*heat_map.evaluate(HEAT, [group, sample]))
+        notebook.page.wait_for_function(POINTED, arg=[heat_map.element_handle(), group, sample])
+        notebook.page.mouse.down()
+        notebook.page.mouse.up()
         expect(pane.locator("h4").first).to_contain_text(f"group {group}, completion {sample}")
         said = notebook.ask(f"loop.records[-1].groups[{group}].samples[{sample}].text")
         assert pane.locator("pre").last.text_content() == said
