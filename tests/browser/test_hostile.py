@@ -68,6 +68,17 @@ display(*drawn.values())""",
 shown = [drawn["functions"], drawn["advantages"]]
 display(*(with_fallback(c.live(), c.static_html()) for c in shown))""",
     "inspector": "inspect_tokens(records[0], HostileTokenizer())",
+    "dashboard": """
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.views.dashboard import Dashboard
+
+dashboard = Dashboard(GRPOLoop(open_local(*load_model("tiny")), toy_rows(4), toy_reward, Config()))
+for record in records:
+    dashboard.update(record)
+dashboard""",
 }
 
 
@@ -117,3 +128,16 @@ def test_in_the_inspector(notebook: Notebook):
     inspector.locator(".rlt-jump").first.click()
     assert notebook.page.evaluate(HARM) == HARMLESS
     notebook.shot("hostile_inspector", list(CELLS).index("inspector"))
+
+
+def test_in_the_dashboard(notebook: Notebook):
+    board = view(notebook, "dashboard").locator(".rld").first
+    pane = board.locator(".rld-completion")
+    board.locator(".rld-table tbody tr").nth(1).click()
+    said = pane.locator("pre").last
+    expect(said).to_contain_text(OPENING)
+    assert "<script>window.pwned = 'script'</script>" in said.text_content()
+    assert "\u202e" not in said.text_content()
+    assert said.text_content().rstrip().endswith(CLOSING)
+    assert notebook.page.evaluate(HARM) == HARMLESS
+    notebook.shot("hostile_dashboard")

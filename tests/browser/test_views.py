@@ -38,6 +38,19 @@ display(*drawn.values())""",
 live = drawn["reward"].live()
 with_fallback(live, drawn["reward"].static_html())""",
     "inspector": "inspector = inspect_tokens(record)\ninspector",
+    "diagnosis": "from rl_notebook.doctor import diagnose\nawait diagnose(record)",
+    "what-if": "from rl_notebook.views.whatif import WhatIfPanel\nWhatIfPanel(record)",
+    "dashboard": """
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.views.dashboard import Dashboard
+
+dashboard = Dashboard(GRPOLoop(open_local(*load_model("tiny")), toy_rows(4), toy_reward, Config()))
+for r in records:
+    dashboard.update(r)
+dashboard""",
 }
 WIDE, NARROW = 1280, 800
 
