@@ -516,7 +516,8 @@ def svg(
 ) -> str:
     "A figure as a small self-contained picture."
     layout = figure["layout"]
-    top = (46 if title else 26) + (18 if "xaxis2" in layout else 0)
+    named = any(a["y"] > 0.9 for a in layout["annotations"])  # panels have their names above them
+    top = (46 if title else 26) + (18 if named else 0)
     right = 52 if "overlaying" in layout.get("yaxis2", ()) else 12
     box = ((56.0, float(width - right)), (float(height - 36), float(top)))
     out = [_text(4, 16, title, more=' font-weight="600"')] if title else []
