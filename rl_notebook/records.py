@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import unicodedata
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -145,7 +146,10 @@ def _cell(value: Any) -> str:
     "A value as escaped text."
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")  # escape codes and marks of direction would act, not show
+    shown = (c if c in "\n\t" or unicodedata.category(c) not in unseen else f"\\u{ord(c):04x}" for c in text)
+    return html.escape("".join(shown))
 
 
 def html_table(

@@ -32,6 +32,7 @@ from rl_notebook.records import (
     StepRecord,
     decode,
     encode,
+    html_table,
     metrics_frame,
     read_checkpoint,
     read_record,
@@ -659,3 +660,11 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     with pytest.raises(RecordError, match=r"config\.yaml"):
         RunFolder.create(tmp_path, {"seed": 1})
     assert (tmp_path / "config.yaml").read_text() == "mine: true"
+
+
+def test_what_would_act_in_a_table_is_shown():
+    drawn = html_table(["said"], [["red\x1b[31m \u202ewords\u202c <b>\n\tnext"]])
+    assert r"red\u001b[31m \u202ewords\u202c &lt;b&gt;" in drawn
+    assert "\n\tnext" in drawn  # line ends and tabs stay
+    assert "\x1b" not in drawn
+    assert "\u202e" not in drawn
