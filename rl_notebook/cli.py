@@ -11,7 +11,7 @@ import sys
 import traceback
 import typing
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,14 +215,16 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     return 0
 
 # %% ../nbs/69_cli.ipynb #a18f3e10
-def _trained_steps(run: Run, only: int | None) -> list[StepRecord]:
-    "The records that can be diagnosed: of one step, or of all that trained something."
-    steps = run.steps if only is None else [only]
-    found = [record for step in steps if (record := run.record(step)).loss is not None]
+def _trained_steps(run: Run, only: int | None) -> Iterator[StepRecord]:
+    "The records that can be diagnosed, one at a time: of one step, or of all that trained something."
+    steps, found = run.steps if only is None else [only], False
+    for record in map(run.record, steps):
+        if record.loss is not None:
+            found = True
+            yield record
     if not found:
         got = f"{len(steps)} steps, none of which trained anything" if steps else "no step"
         raise RecordError("doctor", where=str(run.path), got=got, expected="a step with datums and logprobs")
-    return found
 
 
 async def diagnose_run(

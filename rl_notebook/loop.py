@@ -255,10 +255,7 @@ class LoopMemory:
         self.policy_version = 0  # that the sampler serves
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
         self.undo_entries: deque[UndoEntry] = deque(maxlen=keep_undo)
-        self.remembering: tuple[int, float] = (
-            0,
-            0.0,
-        )  # how often `undo` put a state aside, and how many seconds that took
+        self.remembering: tuple[int, float] = (0, 0.0)  # states that `undo` put aside, and the seconds that it took
         self.eval_metrics: dict[str, float] = {}  # for the record of the step under way
         self.holds_gradient = False  # whether the trainer has a gradient that no update has used up
         self.moved = False  # whether the weights were updated since the sampler got them

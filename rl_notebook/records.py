@@ -32,11 +32,11 @@ from .config import Config, SettingsTable, compared
 from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 
 # %% auto #0
-__all__ = ['SHOWN', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
-           'CHECKPOINT_FORMAT', 'GLANCE', 'prompt_text', 'StepRecord', 'step_verdict', 'html_table', 'encode', 'decode',
-           'ragged', 'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record', 'staged_folder',
-           'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing', 'metrics_row',
-           'metrics_frame', 'Run', 'RunFolder', 'spans', 'Checkpoint', 'read_checkpoint']
+__all__ = ['UNSEEN', 'SHOWN', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
+           'CHECKPOINT_FORMAT', 'GLANCE', 'prompt_text', 'StepRecord', 'step_verdict', 'utf8', 'html_table', 'encode',
+           'decode', 'ragged', 'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record',
+           'staged_folder', 'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing',
+           'metrics_row', 'metrics_frame', 'Run', 'RunFolder', 'spans', 'Checkpoint', 'read_checkpoint']
 
 # %% ../nbs/31_records.ipynb #439020ba
 def prompt_text(
@@ -123,7 +123,7 @@ def _completion_columns(groups: Sequence[PromptGroup]) -> list[str]:
     return [*start, *(f"rewards/{n}" for n in _reward_names(groups)), "advantage", "finish_reason", "length"]
 
 
-def _utf8(text: str) -> str:
+def utf8(text: str) -> str:
     "The text with halves of surrogate pairs, which no table or file can hold, written out as `\\ud83d`."
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -132,23 +132,25 @@ def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
     "The completions table as plain dicts."
     names = _reward_names(groups)
     return [
-        {"group": g.index, "sample": i, "row": _utf8(g.key), "prompt": _utf8(prompt_text(g.row)), "text": _utf8(s.text)}
+        {"group": g.index, "sample": i, "row": utf8(g.key), "prompt": utf8(prompt_text(g.row)), "text": utf8(s.text)}
         | {"reward": s.reward}
         | {f"rewards/{n}": s.rewards.get(n) for n in names}
         | {"advantage": None if g.advantages is None else float(g.advantages[i])}
-        | {"finish_reason": _utf8(s.finish_reason), "length": s.completion_len}
+        | {"finish_reason": utf8(s.finish_reason), "length": s.completion_len}
         for g in groups
         for i, s in enumerate(g.samples)
     ]
 
 # %% ../nbs/31_records.ipynb #7afb0042
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories of what would act and not show: escapes, directions
+
+
 def _cell(value: Any) -> str:
     "A value as escaped text."
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")  # escape codes and marks of direction would act, not show
-    shown = (c if c in "\n\t" or unicodedata.category(c) not in unseen else f"\\u{ord(c):04x}" for c in text)
+    shown = (c if c in "\n\t" or unicodedata.category(c) not in UNSEEN else f"\\u{ord(c):04x}" for c in text)
     return html.escape("".join(shown))
 
 
@@ -627,7 +629,7 @@ def metrics_frame(
     "Metrics of many steps as a table; rows of the same step are put together, the later value wins."
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
-        values = {k: _utf8(v) if isinstance(v, str) else decode(v) for k, v in row.items() if k != "step"}
+        values = {k: utf8(v) if isinstance(v, str) else decode(v) for k, v in row.items() if k != "step"}
         merged.setdefault(row["step"], {}).update(values)
     table = pd.DataFrame.from_dict({s: merged[s] for s in sorted(merged)}, orient="index")
     table.index.name = "step"

@@ -652,8 +652,8 @@ def asset(name: str) -> str:
 
 @cache
 def plotly_script() -> str:
-    "The script that draws the charts."
-    return get_plotlyjs()
+    "The script that draws the charts, with the line ends that a browser reads and a checksum is taken of."
+    return get_plotlyjs().replace("\r\n", "\n")
 
 
 def packed(figure: Figure) -> Figure:

@@ -29,7 +29,7 @@ __all__ = ['ACTIONS', 'UNDER_WAY', 'WORK', 'COUNTED', 'STATES', 'NUMERIC', 'PREV
            'MAIN', 'MORE', 'WIDE', 'OVER_STEPS', 'POINTS', 'TICK', 'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS',
            'one_phase', 'by_windows', 'run_elsewhere', 'refusal', 'strangers', 'quiet', 'Player', 'advance', 'rest',
            'release', 'is_over', 'play_on', 'to_end_of_step', 'take_back', 'act', 'upper_bound', 'Watch', 'progress_of',
-           'strip_html', 'progress_html', 'clean', 'samples_of', 'matching', 'View', 'chosen_rows', 'page_of', 'moved',
+           'strip_html', 'progress_html', 'samples_of', 'matching', 'View', 'chosen_rows', 'page_of', 'moved',
            'find_sample', 'completion_of', 'CompletionsPane', 'words_html', 'error_html', 'surfaced', 'make_buttons',
            'refresh_buttons', 'payload_of', 'box_of', 'Screen', 'make_screen', 'running_loop', 'at_home', 'press',
            'slow_down', 'asked', 'draw_table', 'open_completion', 'open_inspector', 'close_inspector', 'offer_rows',
@@ -42,9 +42,10 @@ from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
 from ..loop import GRPOLoop, Loop, evaluation_due, greedy_half, next_records, phase_marks
 from ..loop import on_stage, reach_boundary, run_phase, stop_on_interrupt
-from ..records import StepRecord, html_table
+from ..records import StepRecord, html_table, utf8
 from .charts import LiveCharts, asset, chart, charts
-from .payloads import ROWS, History, advantage_spread_payload, advantages_payload, counts_payload
+from .payloads import ROWS, History, advantage_spread_payload, advantages_payload, completion_row
+from .payloads import counts_payload
 from .payloads import dead_payload, history_row, kl_payload, length_payload, reward_payload
 from .payloads import token_share_payload
 from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens, with_fallback
@@ -339,11 +340,6 @@ NUMERIC = ("group", "sample", "reward", "advantage", "length")
 PREVIEW = 160  # characters of a completion in the table
 
 
-def clean(text: str) -> str:
-    "Text with halves of surrogate pairs, which cannot be sent, written out."
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def samples_of(groups: Iterable[PromptGroup]) -> dict[str, np.ndarray]:  # equally long columns
     "The samples of a step in columns; NaN where there is no number."
     rows = [(g, i, s) for g in groups for i, s in enumerate(g.samples)]
@@ -432,7 +428,7 @@ def page_of(columns: Mapping[str, np.ndarray], view: View, step: int) -> dict[st
     page = min(max(view.page, 0), pages - 1)
     here = rows[page * view.size : (page + 1) * view.size]
     number = lambda v: None if math.isnan(v) else float(v) if isinstance(v, np.floating) else int(v)
-    text = lambda name, i: clean(str(columns[name][i])[:PREVIEW])
+    text = lambda name, i: utf8(str(columns[name][i])[:PREVIEW])
     listed = [
         {name: number(columns[name][i]) for name in NUMERIC} | {"finish": text("finish", i), "text": text("text", i)}
         for i in here
@@ -466,25 +462,17 @@ def find_sample(record: StepRecord, group: int, sample: int) -> tuple[PromptGrou
 
 def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -> dict[str, Any]:
     "One completion in full."
-    g, s = find_sample(record, group, sample)
-    prompt = tokenizer.decode(s.tokens[: s.prompt_len].tolist(), skip_special_tokens=False)
-    number = lambda v: None if v is None or math.isnan(v) else float(v)
-    rewards = {f"· {name}": number(value) for name, value in s.rewards.items()} if len(s.rewards) > 1 else {}
-    facts = {
-        "row": g.key,
-        "reward": number(s.reward),
-        **rewards,
-        "advantage": None if g.advantages is None else number(g.advantages[sample]),
-        "ended": s.finish_reason,
-        "tokens": s.completion_len,
-    }
+    row = completion_row(find_sample(record, group, sample)[0], sample, tokenizer)
+    rewards = {f"· {name}": value for name, value in row["rewards"].items()} if len(row["rewards"]) > 1 else {}
+    facts = {"row": row["row"], "reward": row["reward"], **rewards, "advantage": row["advantage"]}
+    facts |= {"ended": row["finish_reason"], "tokens": row["length"]}
     return {
         "step": record.step,
         "group": group,
         "sample": sample,
-        "facts": [[clean(k), clean(v) if isinstance(v, str) else v] for k, v in facts.items()],
-        "prompt": clean(prompt),
-        "text": clean(s.text),
+        "facts": [[utf8(k), utf8(v) if isinstance(v, str) else v] for k, v in facts.items()],
+        "prompt": utf8(row["prompt"]),
+        "text": utf8(row["text"]),
     }
 
 # %% ../../nbs/53_views.dashboard.ipynb #f9eeb1ad
@@ -514,9 +502,9 @@ def error_html(error: BaseException, standing: str) -> str:
     trace = "".join(traceback.format_exception(error))
     fix = "" if isinstance(error, RLNotebookError) and error.fix else " Mend the cause, or undo."
     parts = [
-        f"<p><b>{html.escape(type(error).__name__)}</b> {html.escape(clean(str(error)))}</p>",
+        f"<p><b>{html.escape(type(error).__name__)}</b> {html.escape(utf8(str(error)))}</p>",
         f"<p>The loop stands where it stood: {html.escape(standing)}.{fix} Play tries this phase again.</p>",
-        f"<details><summary>Traceback</summary><pre>{html.escape(clean(trace))}</pre></details>",
+        f"<details><summary>Traceback</summary><pre>{html.escape(utf8(trace))}</pre></details>",
     ]
     return f'<div class="rld-error" role="alert">{"".join(parts)}</div>'
 

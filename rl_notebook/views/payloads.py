@@ -24,10 +24,10 @@ __all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'BARS', 'ROWS', 'SHOWN_GROUPS',
            'FLOORS', 'LABELS', 'WORST', 'downsample', 'History', 'column', 'series', 'last_value', 'five_numbers',
            'spread_row', 'history_row', 'reward_payload', 'kl_payload', 'bar_means', 'length_payload', 'dead_payload',
            'advantage_spread_payload', 'token_share_payload', 'run_payloads', 'dead_marks', 'advantages_payload',
-           'counts_payload', 'step_payloads', 'completion_rows', 'completions_payload', 'header_payload', 'TokenRow',
-           'token_rows', 'shown_text', 'token_text', 'token_texts', 'trainer_of', 'turns', 'all_series',
-           'series_payload', 'shift_payload', 'token_payload', 'keep_extremes', 'gap_quantiles', 'gap_histogram',
-           'overview_payload', 'menu_payload']
+           'counts_payload', 'step_payloads', 'completion_row', 'completion_rows', 'completions_payload',
+           'header_payload', 'TokenRow', 'token_rows', 'shown_text', 'token_text', 'token_texts', 'trainer_of', 'turns',
+           'all_series', 'series_payload', 'shift_payload', 'token_payload', 'keep_extremes', 'gap_quantiles',
+           'gap_histogram', 'overview_payload', 'menu_payload']
 
 # %% ../../nbs/50_views.payloads.ipynb #f6b296ea
 Series = dict[str, list]  # {"x": steps, "y": values}
@@ -375,29 +375,31 @@ def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def completion_rows(
-    record: StepRecord,
-    tokenizer: Any = None,  # with `decode(ids, skip_special_tokens=...)`; None = prompts as in the data
-) -> list[dict[str, Any]]:
-    "Every sample of a step as a row of a table."
-    marks = dead_marks(record.groups)
-    return [
-        {
-            "group": g.index,
-            "sample": i,
-            "row": g.key,
-            "prompt": _prompt(s, g.row, tokenizer),
-            "text": s.text,
-            "rewards": {name: _number(value) for name, value in s.rewards.items()},
-            "reward": _number(s.reward),
-            "advantage": None if g.advantages is None else _number(g.advantages[i]),
-            "length": s.completion_len,
-            "finish_reason": s.finish_reason,
-            "dead": mark,
-        }
-        for g, mark in zip(record.groups, marks, strict=True)
-        for i, s in enumerate(g.samples)
-    ]
+def completion_row(
+    group: PromptGroup,
+    i: int,  # which of its samples
+    tokenizer: Any = None,  # with `decode(ids, skip_special_tokens=...)`; None = the prompt as in the data
+) -> dict[str, Any]:
+    "One sample of a step as a row of a table."
+    s = group.samples[i]
+    return {
+        "group": group.index,
+        "sample": i,
+        "row": group.key,
+        "prompt": _prompt(s, group.row, tokenizer),
+        "text": s.text,
+        "rewards": {name: _number(value) for name, value in s.rewards.items()},
+        "reward": _number(s.reward),
+        "advantage": None if group.advantages is None else _number(group.advantages[i]),
+        "length": s.completion_len,
+        "finish_reason": s.finish_reason,
+    }
+
+
+def completion_rows(record: StepRecord, tokenizer: Any = None) -> list[dict[str, Any]]:
+    "Every sample of a step, and whether its group is dead."
+    marks = zip(record.groups, dead_marks(record.groups), strict=True)
+    return [completion_row(g, i, tokenizer) | {"dead": mark} for g, mark in marks for i in range(len(g.samples))]
 
 # %% ../../nbs/50_views.payloads.ipynb #0bf1d64a
 SHOWN_GROUPS, SHOWN_SAMPLES = 3, 4  # per step
@@ -456,6 +458,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from ..core import AlignmentError, Datum, DatumError, frozen_array
+from ..records import UNSEEN
 from ..losses import KL_ESTIMATORS, ActiveTokens, LossOptions, log_ratio, sequence_ratio
 
 # %% ../../nbs/50_views.payloads.ipynb #d8d9e673
@@ -593,7 +596,7 @@ def token_rows(
 
 # %% ../../nbs/50_views.payloads.ipynb #d9baa01a
 _SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥"}
-_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")  # categories of Unicode
+_UNSEEN = (*UNSEEN, "Co", "Cn", "Zs")  # in a token also white space that is not a plain blank, and unassigned signs
 LONGEST_TEXT = 120  # signs of a token that are shown
 
 

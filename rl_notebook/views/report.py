@@ -16,17 +16,14 @@ import time
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from plotly.offline import get_plotlyjs
 
 from ..core import RecordError
-from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
-from .charts import Chart, Figure, charts
+from ..records import UNSEEN, Run, StepRecord, flat_settings, metrics_frame, replace_text
+from .charts import Chart, Figure, asset, charts, plotly_script
 from .payloads import completions_payload, header_payload, history_row
 from .payloads import run_payloads, spread_row, step_payloads
 from ..xray import sentence
@@ -120,7 +117,7 @@ def _visible(c: str) -> str:
     "One character, escaped, or marked when it cannot be seen."
     if c in "\n\t":
         return _mark("↵" if c == "\n" else "⇥") + c
-    if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+    if unicodedata.category(c) in UNSEEN:
         return _mark(f"\\u{ord(c):04x}")
     return html.escape(c)
 
@@ -214,17 +211,6 @@ def charts_of_last_step(m: Material) -> list[Chart]:
     return list(charts(step_payloads(m.samples[-1])).values()) if m.samples else []
 
 # %% ../../nbs/59_views.report.ipynb #7ed5d85c
-def _asset(name: str) -> str:
-    "A text file that ships with the package."
-    return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
-
-
-@cache
-def _plotly() -> str:
-    "Plotly's script, with the line ends that a browser reads and a checksum is taken of."
-    return get_plotlyjs().replace("\r\n", "\n")
-
-
 def content_policy(scripts: Iterable[str]) -> str:
     "A Content-Security-Policy that allows these scripts and no request."
     sums = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
@@ -314,15 +300,15 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure
 def _page(m: Material, status: Status | None, refresh: float | None) -> str:
     "The page of a material."
     body, figures = _sections(m, status)
-    scripts = [_plotly()] if figures else []
-    scripts += [_asset("report.js")] if figures or refresh else []
+    scripts = [plotly_script()] if figures else []
+    scripts += [asset("report.js")] if figures or refresh else []
     foot = tag("footer", "Made by rl_notebook. This page needs no network and lets nothing in it run but its charts.")
     head = [
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{content_policy(scripts)}">',
         tag("title", html.escape(m.name)),
-        tag("style", _asset("report.css")),
+        tag("style", asset("report.css")),
     ]
     data = tag("script", figures_json(figures), type="application/json", id="figures") if figures else ""
     tail = "".join([data, *(tag("script", s) for s in scripts)])
