@@ -27,13 +27,13 @@ from .core import AdamParams, ConfigError, SampleParams
 # %% auto #0
 __all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNormalization', 'TrackerName', 'RENAMED',
            'LOSS_TYPES', 'CONVERTED', 'NEUTRAL', 'AT_LEAST', 'ABOVE', 'CLIPPED', 'DUAL_CLIPPED', 'CAPPED', 'UNANCHORED',
-           'OWN_KNOBS', 'FIREWORKS_ONLY', 'RULES', 'T', 'TaskSettings', 'SamplingSettings', 'SignalSettings',
-           'LossSettings', 'UpdateSettings', 'RunSettings', 'TISConfig', 'ISConfig', 'DAPOConfig', 'GSPOConfig',
-           'CISPOConfig', 'DROConfig', 'SAPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig', 'HotloadConfig',
-           'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce', 'leaf_types',
-           'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules', 'sampling_rules',
-           'run_rules', 'backend_rules', 'read_yaml', 'plain', 'nested', 'accepts_other_spellings', 'Stored',
-           'SettingsTable', 'compared', 'changed_settings', 'loss_options', 'Config']
+           'OWN_KNOBS', 'BACKENDS', 'TRAINED_HERE', 'ONLY_FOR', 'RULES', 'T', 'TaskSettings', 'SamplingSettings',
+           'SignalSettings', 'LossSettings', 'UpdateSettings', 'RunSettings', 'TISConfig', 'ISConfig', 'DAPOConfig',
+           'GSPOConfig', 'CISPOConfig', 'DROConfig', 'SAPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig',
+           'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce',
+           'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules',
+           'sampling_rules', 'run_rules', 'backend_rules', 'read_yaml', 'plain', 'nested', 'accepts_other_spellings',
+           'Stored', 'SettingsTable', 'compared', 'changed_settings', 'loss_options', 'Config']
 
 # %% ../nbs/06_config.ipynb #f1f9d6f8
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +133,12 @@ TrackerName = Literal["wandb", "trackio", "tensorboard"]
 class RunSettings:
     "Where the run computes and what it leaves behind."
 
-    backend: str = "auto"  # "auto" becomes "fireworks" for a base model called accounts/..., else "local"
-    device: str = "auto"  # local: "cpu", "cuda", or what is there
-    dtype: Literal["float32", "bfloat16"] = "float32"  # local: of the weights in the forward pass
+    backend: str = "auto"  # "local", "openai", "tinker" or "fireworks"; "auto" decides by the base model's name
+    base_url: str | None = None  # address of the service; None = from the environment (not for "openai")
+    served_model: str | None = None  # openai: the model's name on the server; None = the one that it lists
+    tokenizer_model: str | None = None  # tinker: name or folder of the tokenizer; None = the base model's
+    device: str = "auto"  # trained here: "cpu", "cuda", or what is there
+    dtype: Literal["float32", "bfloat16"] = "float32"  # trained here: of the weights in the forward pass
     log_path: str | None = None  # run folder; None = records stay in memory
     run_name: str | None = None  # name in the trackers; None = the name of the run folder
     report_to: tuple[TrackerName, ...] = ()  # who else gets the metrics of each step
@@ -762,26 +765,50 @@ def run_rules(c: Any) -> Iterator[str]:
         yield "dcp_save_interval: checkpoints go into the run folder. Set log_path"
 
 # %% ../nbs/06_config.ipynb #ca3afe3b
-FIREWORKS_ONLY = ("infra", "trainer", "deployment", "weight_sync", "output_model_id")
+BACKENDS = ("local", "openai", "tinker", "fireworks")
+TRAINED_HERE = ("local", "openai")
+ONLY_FOR: dict[str, tuple[str, ...]] = {  # setting -> the backends that look at it
+    **dict.fromkeys(("infra", "trainer", "deployment", "weight_sync", "output_model_id"), ("fireworks",)),
+    "base_url": ("openai", "tinker", "fireworks"),
+    "served_model": ("openai",),
+    "tokenizer_model": ("tinker",),
+}
 
 
 def backend_rules(c: Any) -> Iterator[str]:
-    "Settings that the backend would ignore."
-    if c.backend != "fireworks":
-        for name in FIREWORKS_ONLY:
-            if getattr(c, name) is not None:
-                yield f"{name}: backend={c.backend!r} would ignore it. Set backend='fireworks' or leave it out"
-        if c.resume is not None and c.resume.resume_job_id is not None:
-            yield f"resume.resume_job_id: backend={c.backend!r} has no trainer jobs. Leave it out"
-        if c.router_replay:
-            yield f"router_replay: backend={c.backend!r} records no expert choices. Leave it out"
-    if c.backend == "local" and c.base_model.startswith("accounts/"):
+    "Settings that the backend would ignore, and those that it needs."
+    if c.backend not in BACKENDS:
+        yield f"backend: got {c.backend!r}; expected one of {', '.join(BACKENDS)}"
+    for name, backends in ONLY_FOR.items():
+        if getattr(c, name) is not None and c.backend not in backends:
+            instead = " or ".join(f"backend={b!r}" for b in backends)
+            yield f"{name}: backend={c.backend!r} would ignore it. Set {instead} or leave it out"
+    for name, default in (("device", "auto"), ("dtype", "float32")):
+        if c.backend not in TRAINED_HERE and getattr(c, name) != default:
+            yield f"{name}: backend={c.backend!r} decides it. Leave it out or set backend='local'"
+    if c.backend in TRAINED_HERE and c.base_model.startswith("accounts/"):
         yield f"base_model: {c.base_model!r} lives at Fireworks. Set backend='fireworks' or name a model to load here"
+    yield from {"fireworks": _fireworks_rules, "tinker": _tinker_rules}.get(c.backend, _no_jobs)(c)
+    if c.backend == "openai" and c.base_url is None:
+        yield "base_url: backend='openai' samples from a server. Set its address, such as http://127.0.0.1:8000"
+
+# %% ../nbs/06_config.ipynb #5b6ab9cf
+def _no_jobs(c: Any) -> Iterator[str]:
+    if c.resume is not None and c.resume.resume_job_id is not None:
+        yield f"resume.resume_job_id: backend={c.backend!r} has no trainer jobs. Leave it out"
+    if c.router_replay:
+        yield f"router_replay: backend={c.backend!r} records no expert choices. Leave it out"
+
+
+def _tinker_rules(c: Any) -> Iterator[str]:
+    yield from _no_jobs(c)
+    if c.lora_rank == 0:
+        yield "lora_rank: backend='tinker' trains LoRA adapters only. Set lora_rank, such as 32"
+
+
+def _fireworks_rules(c: Any) -> Iterator[str]:
     if c.infra is not None and c.trainer is not None:
         yield "infra: trainer says the same in the later spelling. Keep one of the two"
-    for name, default in (("device", "auto"), ("dtype", "float32")):
-        if c.backend != "local" and getattr(c, name) != default:
-            yield f"{name}: backend={c.backend!r} decides it. Leave it out or set backend='local'"
     if c.output_model_id is not None and not re.fullmatch(r"[a-z0-9-]{1,63}", c.output_model_id):
         yield f"output_model_id: got {c.output_model_id!r}; expected 1 to 63 of a-z, 0-9 and '-'"
 

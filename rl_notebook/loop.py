@@ -172,7 +172,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     "(setting, value, what is expected, fix) for every setting that backend and loop could not honour together."
     can, reference = backend.capabilities, backend.reference
     if cfg.temperature not in (can.policy_temperature, 0.0):
-        fix = "Open the backend with the same temperature, so that policy and sampler logprobs mean the same."
+        fix = "Open the backend with the same temperature, so that policy and sampler logprobs mean the same;"
+        fix += " services score at 1 only."
         yield "temperature", cfg.temperature, f"{can.policy_temperature}, at which the policy scores", fix
     sizes = [getattr(scorer, "vocab_size", None) for scorer in (backend.policy, reference)]
     if None not in sizes and sizes[0] != sizes[1]:
@@ -187,6 +188,12 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         yield "advantage_scale", "batch", expected, "The batch is not known yet."
     if cfg.refill and cfg.weight_sync_interval != 1:
         yield "refill", True, "False with windows", "Set weight_sync_interval=1."
+    divisions = can.grad_accumulation_normalization
+    asked = {cfg.grad_accumulation_normalization}
+    asked |= {NORMALIZATION[cfg.aggregation]} if cfg.min_samples_per_fwd_bwd is not None else set()
+    for name in sorted(asked - set(divisions)):
+        fix = "This backend does not divide the gradient: leave min_samples_per_fwd_bwd and the division out."
+        yield "grad_accumulation_normalization", name, f"one of {', '.join(divisions)}", fix
     if (cfg.top_p < 1 and not can.top_p) or (cfg.top_k and not can.top_k):
         yield "top_p / top_k", (cfg.top_p, cfg.top_k), "1 and 0", f"{can.name} cannot report what it drew from."
 
