@@ -14,9 +14,11 @@ settings.load_profile("house")
 
 stay_here()
 
+PERSONAL = ("FIREWORKS_", "TINKER_", "OPENAI_", "WANDB_API_KEY", "HF_TOKEN", "RL_NOTEBOOK_EMULATOR_KEY")
+
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    "No test sees the keys of whoever runs it."
-    for name in ("WANDB_API_KEY", "HF_TOKEN", "FIREWORKS_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+    "No test sees the keys of whoever runs it, nor the servers they are for."
+    for name in [name for name in os.environ if name.startswith(PERSONAL)]:
+        monkeypatch.delenv(name)

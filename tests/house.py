@@ -50,7 +50,7 @@ NETWORK = {
     "urllib3",
     "websockets",
 }
-NETWORK |= {"datasets", "fireworks", "huggingface_hub", "openai", "tinker", "wandb", "trackio"}
+NETWORK |= {"datasets", "fireworks", "huggingface_hub", "openai", "starlette", "tinker", "trackio", "uvicorn", "wandb"}
 DISPLAY = {"IPython", "anywidget", "ipywidgets", "matplotlib", "plotly", "rich", "tqdm"}
 TORCH = {"accelerate", "peft", "safetensors", "torch", "transformers", "trl"}
 
