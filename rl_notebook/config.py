@@ -804,6 +804,8 @@ def _tinker_rules(c: Any) -> Iterator[str]:
     yield from _no_jobs(c)
     if c.lora_rank == 0:
         yield "lora_rank: backend='tinker' trains LoRA adapters only. Set lora_rank, such as 32"
+    if c.lora_alpha != 32:
+        yield "lora_alpha: backend='tinker' decides it. Leave it out"
 
 
 def _fireworks_rules(c: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..backends.base import Backend
-from ..backends.local import open_local
+from ..backends.open import open_backend
 from ..config import Config
 from ..core import ConfigError, PhaseError, RecordError
 from ..data import Row, load_rows
@@ -29,14 +29,14 @@ from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, read_ch
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
 from ..rollouts import encode_rows
-from ..toy import load_model, toy_format_reward, toy_reward, toy_rows
+from ..toy import toy_format_reward, toy_reward, toy_rows
 from ..trackers import Tracker, finish_trackers, open_trackers
 from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['Problem', 'load_problem', 'local_backend', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult',
-           'train', 'check_prompts', 'Saver', 'main', 'loop_for', 'replay_step', 'diagnose_step']
+__all__ = ['Problem', 'load_problem', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult', 'train',
+           'check_prompts', 'Saver', 'main', 'loop_for', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -62,26 +62,6 @@ def load_problem(cfg: Config) -> Problem:
     if split < 1:
         raise ConfigError("eval_rows", got=cfg.eval_rows, expected=f"fewer than the {len(rows)} rows of {cfg.dataset}")
     return Problem(rows[:split], rows[split:], list(cfg.rewards) or ["gsm8k"])
-
-# %% ../../nbs/60_recipes.rl_loop.ipynb #62c533a0
-def local_backend(cfg: Config) -> Backend:
-    "The embedded backend with the model that a config names."
-    if cfg.backend != "local":
-        raise ConfigError(
-            "backend", got=repr(cfg.backend), expected="'local'", fix="This recipe runs the embedded backend."
-        )
-    model, tokenizer = load_model(cfg.base_model, dtype=cfg.dtype)
-    return open_local(
-        model,
-        tokenizer,
-        lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha,
-        dtype=cfg.dtype,
-        device=None if cfg.device == "auto" else cfg.device,
-        reference=cfg.kl_beta > 0 or cfg.kl_metric,
-        temperature=cfg.temperature,
-        seed=cfg.seed,
-    )
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #058e2ee4
 def check_run(cfg: Config, resume: bool = False) -> None:
@@ -149,7 +129,7 @@ async def train(
     cfg: Config,
     *,
     problem: Problem | None = None,  # None = what the config names
-    backend: Backend | None = None,  # None = the embedded one; one that is passed stays open
+    backend: Backend | None = None,  # None = the one that the config names; one that is passed stays open
     resume: bool = False,  # go on with the run in `log_path`
     say: Callable[[str], Any] = tqdm.write,  # where the lines go
     progress: bool = True,  # draw a bar, where bars can be drawn
@@ -159,7 +139,7 @@ async def train(
     check_run(cfg, resume)
     problem = problem or load_problem(cfg)
     async with contextlib.AsyncExitStack() as stack:
-        own = backend or await stack.enter_async_context(local_backend(cfg))
+        own = backend or await stack.enter_async_context(await open_backend(cfg, say))
         loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
         check_prompts(loop)
         if found := find_checkpoint(cfg, resume):
@@ -210,6 +190,8 @@ async def _train(loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any
     after = None if stopped else await _held_out(loop, run)
     if run is not None:
         say(f"report: {write_report(run, Path(run.path) / 'report.html')}")
+    if loop.cfg.output_model_id is not None and loop.backend.promote is not None and not stopped:
+        say(f"promoted: {await loop.backend.promote(loop.cfg.output_model_id)}")
     return RunResult(loop.state.number - first, before, after, time.perf_counter() - start, run, stopped)
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f06e428d
@@ -284,14 +266,14 @@ async def loop_for(
     run: Run,
     step: int,  # a recorded step
     problem: Problem | None = None,  # None = what the config names
-    backend: Backend | None = None,  # fresh; None = the embedded one; one that is passed stays open
+    backend: Backend | None = None,  # fresh; None = the one that the config names; one that is passed stays open
 ) -> AsyncIterator[GRPOLoop]:
     "A fresh loop over what a run names, from which a step of it can be reached."
     run.record(step)  # is it there? asked before a model is loaded
     cfg = Config.from_dict(run.config)
     problem = problem or load_problem(cfg)
     async with contextlib.AsyncExitStack() as stack:
-        own = backend or await stack.enter_async_context(local_backend(cfg))
+        own = backend or await stack.enter_async_context(await open_backend(cfg))
         loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
         if run.latest_checkpoint(at_most=step - 1) is None and (named := find_checkpoint(cfg)):
             await restore_checkpoint(loop, named)
