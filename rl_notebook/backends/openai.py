@@ -5,15 +5,42 @@
 # %% ../../nbs/23_backends.openai.ipynb #7e7c40ed
 from __future__ import annotations
 
+import asyncio
+import email.utils
+import json
 import os
-from typing import Any
+import re
+import secrets
+import shutil
+import tempfile
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
+from torch import Tensor, nn
 
-from ..core import BackendError
+from ..align import completion_from_target, target_from_echo
+from .base import Backend, Capabilities, Meter
+from .engine import check_length, check_tokens
+from .local import LocalTrainer, open_local
+from ..core import AlignmentError, BackendError, Completion, Logprobs, SampleParams
 
 # %% auto #0
-__all__ = ['Secret', 'key_from_env', 'request_seed']
+__all__ = ['RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEXT', 'Secret', 'key_from_env', 'request_seed', 'AdaptiveLimit',
+           'slot', 'admit_waiting', 'hold', 'drained', 'Retries', 'AskAgain', 'retry_after', 'persist', 'server_root',
+           'Wire', 'Refused', 'server_message', 'judge', 'stream_events', 'joined', 'attempt', 'ask', 'Dialect',
+           'request_body', 'completion_ids', 'reported', 'prompt_scores', 'sort_logprobs', 'OpenAISampler', 'together',
+           'score_tokens', 'check_choice', 'draw_one', 'ServerReport', 'probe', 'write_weights', 'SyncReport',
+           'VLLMSync', 'steer', 'load', 'swap', 'served_scores', 'check_served', 'forget_folders', 'heal', 'start',
+           'StaticSync', 'open_openai']
 
 # %% ../../nbs/23_backends.openai.ipynb #7030fff7
 class Secret:
@@ -66,3 +93,1078 @@ def request_seed(
     if seed is None:
         return None
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1)[0]) >> 1
+
+# %% ../../nbs/23_backends.openai.ipynb #74506c51
+class AdaptiveLimit:
+    "A window of concurrent requests: one more after a window of answers, half as many after a refusal."
+
+    def __init__(
+        self,
+        start: float = 8,  # requests at once in the beginning
+        least: float = 1,  # never fewer
+        most: float = 256,  # never more
+    ):
+        self.window, self.least, self.most = float(start), least, most
+        self.in_flight = 0
+        self.cuts = 0  # refusals that halved the window; also the generation of a request
+        self.held = False  # nobody may start
+        self.waiting: deque[asyncio.Future[None]] = deque()
+
+    def answered(self) -> None:
+        "One request came back well."
+        self.window = min(self.most, self.window + 1 / self.window)
+
+    def refused(self, generation: int) -> None:
+        "One request that set out in this generation was refused."
+        if generation == self.cuts:
+            self.window, self.cuts = max(self.least, self.window / 2), self.cuts + 1
+
+    @property
+    def free(self) -> bool:
+        "Whether one more may start."
+        return not self.held and self.in_flight < int(self.window)
+
+# %% ../../nbs/23_backends.openai.ipynb #aa563276
+@asynccontextmanager
+async def slot(limit: AdaptiveLimit) -> AsyncIterator[int]:
+    "Wait in line, then hold one place; gives the generation to report a refusal with."
+    if not limit.free:
+        limit.waiting.append(asyncio.get_running_loop().create_future())
+        mine = limit.waiting[-1]
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine in limit.waiting:
+                limit.waiting.remove(mine)
+            elif not mine.cancelled():
+                _leave(limit)
+            raise
+    else:
+        limit.in_flight += 1
+    try:
+        yield limit.cuts
+    finally:
+        _leave(limit)
+
+
+def _leave(limit: AdaptiveLimit) -> None:
+    "Give a place back, and let in who now fits."
+    limit.in_flight -= 1
+    admit_waiting(limit)
+
+
+def admit_waiting(limit: AdaptiveLimit) -> None:
+    "Let in as many of those in line as there is room for."
+    while limit.waiting and limit.free:
+        first = limit.waiting.popleft()
+        if not first.done() and not first.get_loop().is_closed():
+            limit.in_flight += 1
+            first.set_result(None)
+
+
+@contextmanager
+def hold(limit: AdaptiveLimit) -> Iterator[None]:
+    "Nobody starts inside; those who wait start afterwards."
+    limit.held = True
+    try:
+        yield
+    finally:
+        limit.held = False
+        admit_waiting(limit)
+
+
+async def drained(limit: AdaptiveLimit) -> None:
+    "Wait until nobody is inside; only of use while the line is held."
+    while limit.in_flight:
+        await asyncio.sleep(0.005)
+
+# %% ../../nbs/23_backends.openai.ipynb #83fe01f1
+@dataclass(frozen=True)
+class Retries:
+    "How long to go on asking."
+
+    deadline_s: float = 600.0  # seconds for a request, all attempts and pauses together
+    attempt_s: float = 300.0  # seconds for one attempt
+    first_wait_s: float = 0.5  # pause after the first failure; doubles
+    longest_wait_s: float = 30.0  # longest pause, unless the server asks for more
+    seed: int = 0  # of the jitter, so that a run repeats
+
+# %% ../../nbs/23_backends.openai.ipynb #e52506e6
+class AskAgain(Exception):
+    "An attempt failed in a way that asking again may mend."
+
+    def __init__(
+        self,
+        reason: str,  # for people
+        after_s: float | None = None,  # what the server asks to wait
+        crowded: bool = False,  # the server has too much to do
+        lost: bool = False,  # the connection is gone, and perhaps the server with it
+    ):
+        super().__init__(reason)
+        self.reason, self.after_s, self.crowded, self.lost = reason, after_s, crowded, lost
+
+
+def retry_after(header: str | None, now: float) -> float | None:
+    "Seconds that a `Retry-After` header asks to wait, from a number or a date; None when it says nothing."
+    if header is None:
+        return None
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
+    except ValueError:
+        return None
+
+# %% ../../nbs/23_backends.openai.ipynb #3cdf1ddd
+_T = TypeVar("_T")
+
+
+async def persist(
+    attempt: Callable[[], Awaitable[tuple[float, _T | AskAgain]]],  # gives seconds spent, and an answer or a reason
+    retries: Retries,
+    rng: np.random.Generator,  # of the jitter
+    where: str,  # place named in an error
+    failed: Callable[[AskAgain], None] = lambda reason: None,  # is told of every failure
+) -> _T:
+    "Ask until there is an answer or the deadline is near; raises `BackendError`."
+    spent, tries = 0.0, 0
+    while True:
+        seconds, answer = await attempt()
+        spent, tries = spent + seconds, tries + 1
+        if not isinstance(answer, AskAgain):
+            return answer
+        failed(answer)
+        wait = min(retries.longest_wait_s, retries.first_wait_s * 2 ** (tries - 1)) * (0.5 + rng.random() / 2)
+        wait = max(wait, answer.after_s or 0.0)
+        if spent + wait >= retries.deadline_s:
+            got = f"{answer.reason}, {tries} attempt{'s' * (tries > 1)}"
+            asked = f"; it asks to wait {answer.after_s:g} s" if answer.after_s else ""
+            expected = f"an answer within {retries.deadline_s:g} s"
+            raise BackendError(f"no answer{asked}", where=where, got=got, expected=expected, fix=_DOWN) from answer
+        await asyncio.sleep(wait)
+        spent += wait
+
+
+_DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
+
+# %% ../../nbs/23_backends.openai.ipynb #f9833973
+class _Bearer(httpx.Auth):
+    "Puts the key on a request."
+
+    def __init__(self, key: Secret):
+        self.key = key
+
+    def auth_flow(self, request: httpx.Request) -> Any:
+        request.headers["Authorization"] = f"Bearer {self.key.reveal()}"
+        yield request
+
+# %% ../../nbs/23_backends.openai.ipynb #fb2737f2
+def server_root(base_url: str) -> str:
+    "The address without a trailing slash or `/v1`; raises `BackendError`."
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BackendError("base_url", got=repr(base_url), expected="http://host:port or https://host")
+    if parts.username or parts.password:
+        fix = "Give the key as `key`, or in the environment."
+        raise BackendError("base_url", got="an address with a password in it", expected="one without", fix=fix)
+    return base_url.rstrip("/").removesuffix("/v1")
+
+# %% ../../nbs/23_backends.openai.ipynb #1563e0a1
+class Wire:
+    "Requests to one server, with a key, a limit and retries."
+
+    def __init__(
+        self,
+        base_url: str,  # http://host:port, with or without /v1
+        key: Secret | str | None = None,  # sent as `Authorization: Bearer`
+        *,
+        retries: Retries = Retries(),
+        limit: AdaptiveLimit | None = None,  # None = a fresh one
+        http2: bool = False,
+        transport: httpx.AsyncBaseTransport | None = None,  # None = the network
+    ):
+        self.transport = transport
+        self.root, self.retries, self.limit, self.http2 = (
+            server_root(base_url),
+            retries,
+            limit or AdaptiveLimit(),
+            http2,
+        )
+        self.key = key if isinstance(key, Secret) or key is None else Secret(key)
+        self.counts: Counter[str] = Counter()  # attempts, and failures by reason
+        self.lost = False  # the connection broke since somebody last looked
+        self.closed = False
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._rng = np.random.default_rng(retries.seed)
+
+    @property
+    def client(self) -> httpx.AsyncClient:
+        "The client of the running event loop; raises `BackendError` once the wire is closed."
+        if self.closed:
+            raise BackendError("the sampler", got="a call after it was closed", fix="Open the backend again.")
+        if self._client is None or self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            auth = _Bearer(self.key) if self.key else None
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            wait = httpx.Timeout(None, connect=10.0)
+            self._client = httpx.AsyncClient(
+                http2=self.http2, auth=auth, limits=limits, timeout=wait, transport=self.transport
+            )
+        return self._client
+
+    async def close(self) -> None:
+        "Close the connections."
+        client, self._client, self.closed = self._client, None, True
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
+
+# %% ../../nbs/23_backends.openai.ipynb #cb25f25b
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507, 520, 521, 522, 523, 524, 529, 530})
+_CROWDED = frozenset({429, 503, 529})
+_FIXES = {
+    401: "The server wants a key that it knows: see `key` and the environment variable that it is read from.",
+    403: "The key is known, but may not do this.",
+    404: "Is the model served under this name, and does this server have this endpoint?",
+    413: "The request is larger than the server takes.",
+}
+
+
+class Refused(BackendError):
+    "The server refused a request for good."
+
+    status: int = 0  # of HTTP
+
+
+def server_message(text: str) -> str:
+    "What a server says in an error, whatever the shape; at most 300 characters."
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return " ".join(text.split())[:300]
+    for name in ("error", "message", "detail"):
+        if isinstance(said, dict) and name in said:
+            said = said[name]
+    return " ".join((said if isinstance(said, str) else json.dumps(said)).split())[:300]
+
+# %% ../../nbs/23_backends.openai.ipynb #c44d062e
+def judge(wire: Wire, status: int, text: str, header: str | None, where: str) -> AskAgain:
+    "The reason to ask again that a failed response gives; raises `BackendError` when there is none."
+    said = server_message(text)
+    if wire.key:
+        said = said.replace(wire.key.reveal(), "***")
+    if status in RETRIED:
+        reason = f"status {status}" + (f" ({said})" if said else "")
+        return AskAgain(reason, retry_after(header, time.time()), crowded=status in _CROWDED)
+    got, fix = f"status {status}: {said or 'no words'}", _FIXES.get(status)
+    error = Refused("refused", where=where, got=got, **({"fix": fix} if fix else {}))
+    error.status = status
+    raise error
+
+# %% ../../nbs/23_backends.openai.ipynb #c32f04b0
+async def stream_events(
+    chunks: AsyncIterator[bytes],  # as they arrive
+) -> AsyncIterator[dict[str, Any]]:
+    "The JSON values of a server-sent stream, up to [DONE]; raises `AskAgain` for one that is damaged."
+    buffer, data = b"", []
+    async for chunk in chunks:
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line.startswith(b"data:"):
+                data.append(line[5:].strip())
+            elif not line and data:
+                event, data = b"\n".join(data), []
+                if event == b"[DONE]":
+                    return
+                try:
+                    yield json.loads(event)
+                except ValueError:
+                    raise AskAgain("a damaged stream") from None
+
+# %% ../../nbs/23_backends.openai.ipynb #ed38ce7c
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    "One answer from the parts of a stream; raises `AskAgain` when its end is missing."
+    whole: dict[str, Any] = {}
+    choice: dict[str, Any] = {"text": "", "finish_reason": None}
+    for part in parts:
+        whole |= {k: v for k, v in part.items() if k != "choices" and v is not None}
+        for piece in part.get("choices", ()):
+            choice["text"] += piece.get("text") or ""
+            for name, value in piece.items():
+                if name == "logprobs" and value:
+                    choice["logprobs"] = _longer(choice.get("logprobs", {}), value)
+                elif name == "token_ids" and value is not None:
+                    choice[name] = [*choice.get(name, ()), *value]
+                elif name != "text" and value is not None:
+                    choice[name] = value
+    if "error" in whole:
+        raise AskAgain(f"an error in the stream: {server_message(json.dumps(whole))}")
+    if choice["finish_reason"] is None:
+        raise AskAgain("a stream that ended in the middle")
+    return whole | {"choices": [choice]}
+
+
+def _longer(have: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    "Lists of logprobs, one after the other."
+    return {**have, **{k: [*have.get(k, ()), *v] for k, v in more.items() if isinstance(v, list)}}
+
+# %% ../../nbs/23_backends.openai.ipynb #04161a07
+async def _exchange(
+    wire: Wire, method: str, path: str, body: Any, params: Mapping[str, str] | None, stream: bool
+) -> tuple[dict[str, Any] | None, AskAgain | None]:
+    "Send once; an answer, or a reason to ask again."
+    where = f"{method} {wire.root}{path}"
+    try:
+        async with wire.client.stream(method, wire.root + path, json=body, params=params) as response:
+            if response.status_code >= 400:
+                text = (await response.aread()).decode(errors="replace")
+                return None, judge(wire, response.status_code, text, response.headers.get("retry-after"), where)
+            if stream:
+                return joined([part async for part in stream_events(response.aiter_bytes())]), None
+            text = (await response.aread()).decode(errors="replace")
+            words = "json" not in response.headers.get("content-type", "") and not text.lstrip().startswith("{")
+            return ({"text": text} if words else json.loads(text)), None
+    except AskAgain as reason:
+        return None, reason
+    except ValueError:
+        return None, AskAgain("a damaged answer")
+    except httpx.TransportError as reason:
+        return None, AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True)
+
+# %% ../../nbs/23_backends.openai.ipynb #139cd436
+async def attempt(
+    wire: Wire,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    params: Mapping[str, str] | None = None,  # of the address
+    stream: bool = False,
+    limited: bool = True,  # waits for a slot
+    ready: Callable[[], Awaitable[None]] | None = None,  # is awaited before standing in line
+    starts: Callable[[], None] | None = None,  # is called in the slot, before the request
+) -> tuple[float, dict[str, Any] | AskAgain]:
+    "One attempt: the seconds that it took, and an answer or a reason to ask again."
+    if ready is not None:
+        await ready()
+    async with slot(wire.limit) if limited else _no_slot() as generation:
+        if starts is not None:
+            starts()
+        wire.counts["attempts"] += 1
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(wire.retries.attempt_s):
+                answer, reason = await _exchange(wire, method, path, body, params, stream)
+        except TimeoutError:
+            answer, reason = None, AskAgain(f"no answer within {wire.retries.attempt_s:g} s", crowded=True)
+        if limited and reason is None:
+            wire.limit.answered()
+        elif limited and reason is not None and reason.crowded:
+            wire.limit.refused(generation)
+        return time.monotonic() - started, reason if answer is None and reason else answer or {}
+
+
+@asynccontextmanager
+async def _no_slot() -> AsyncIterator[int]:
+    "For requests that are not counted."
+    yield 0
+
+# %% ../../nbs/23_backends.openai.ipynb #36117879
+async def ask(
+    wire: Wire,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    retries: Retries | None = None,  # None = those of the wire
+    **options: Any,  # of `attempt`
+) -> dict[str, Any]:
+    "A request until it is answered; raises `BackendError`."
+    where = f"{method} {wire.root}{path}"
+
+    def failed(reason: AskAgain) -> None:
+        wire.counts[reason.reason] += 1
+        if reason.lost and not wire.lost:
+            warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=2)
+        wire.lost = wire.lost or reason.lost
+
+    once = lambda: attempt(wire, method, path, body, **options)
+    return await persist(once, retries or wire.retries, wire._rng, where, failed)
+
+# %% ../../nbs/23_backends.openai.ipynb #034bfbea
+@dataclass(frozen=True)
+class Dialect:
+    "How a kind of server is asked."
+
+    path: str  # of completions
+    neutral: Mapping[str, Any]  # settings that switch off what the server would do by itself
+    sample: Mapping[str, Any]  # asks for ids and logprobs of what is drawn
+    prefill: Mapping[str, Any]  # asks for logprobs of the prompt
+    seeds: bool = True  # understands `seed`
+    how: str = ""  # to switch on ids, for the error when none came back
+
+
+DIALECTS = {
+    "vllm": Dialect(
+        "/v1/completions",
+        {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+        {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True},
+        {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "return_token_ids": True},
+        how="vLLM sends them with return_token_ids (from 0.10.2 on) or return_tokens_as_token_ids.",
+    ),
+    "fireworks": Dialect(
+        "/inference/v1/completions",
+        {"top_p": 1.0, "top_k": 0},
+        {"logprobs": True, "raw_output": True},
+        {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": True, "raw_output": True},
+        how="Fireworks sends them with raw_output.",
+    ),
+    "echo": Dialect(
+        "/v1/completions",
+        {},
+        {"logprobs": 1, "return_tokens_as_token_ids": True},
+        {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1},
+        how="The server must return ids with return_token_ids, return_tokens_as_token_ids or raw_output.",
+    ),
+}
+
+# %% ../../nbs/23_backends.openai.ipynb #59f113cc
+def request_body(
+    dialect: Dialect,
+    model: str,  # the name that it is served under
+    prompt: Sequence[int],  # (P,) ids
+    params: SampleParams,
+    seed: int,  # of this request
+) -> dict[str, Any]:
+    "The JSON of a request for one completion."
+    body: dict[str, Any] = {"model": model, "prompt": list(prompt), "n": 1, "max_tokens": params.max_tokens}
+    body |= {"temperature": params.temperature, **dialect.neutral, **dialect.sample}
+    if dialect.seeds:
+        body["seed"] = seed
+    defaults = SampleParams()
+    for name in ("top_p", "top_k", "stop", "stop_token_ids"):
+        value = getattr(params, name)
+        if value != getattr(defaults, name):
+            body[name] = list(value) if isinstance(value, tuple) else value
+    return body
+
+# %% ../../nbs/23_backends.openai.ipynb #125a0f9f
+def completion_ids(choice: Mapping[str, Any]) -> list[int] | None:
+    "The ids that a choice carries, echoed ones included; None when there are none."
+    if choice.get("token_ids") is not None:
+        return [int(i) for i in choice["token_ids"]]
+    raw = choice.get("raw_output") or {}
+    if raw.get("completion_token_ids") is not None:
+        return [int(i) for i in raw["completion_token_ids"]]
+    logprobs = choice.get("logprobs") or {}
+    content = logprobs.get("content") or ()
+    if content and all(entry.get("token_id") is not None for entry in content):
+        return [int(entry["token_id"]) for entry in content]
+    found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in logprobs.get("tokens") or ()]
+    return [int(match[1]) for match in found if match] if found and all(found) else None
+
+# %% ../../nbs/23_backends.openai.ipynb #fee1f4d4
+def reported(choice: Mapping[str, Any]) -> tuple[list[float | None] | None, list[float | None] | None]:
+    "What a choice reports per token: `logprob`, and `sampling_logprob` where the server has it."
+    logprobs = choice.get("logprobs") or {}
+    if logprobs.get("content"):
+        content = logprobs["content"]
+        drawn = [entry.get("sampling_logprob") for entry in content]
+        return [entry.get("logprob") for entry in content], drawn if any(v is not None for v in drawn) else None
+    return logprobs.get("token_logprobs"), None
+
+# %% ../../nbs/23_backends.openai.ipynb #473eef5a
+def prompt_scores(
+    choice: Mapping[str, Any],
+    tokens: Sequence[int],  # (N,) ids that were sent
+    drawn: int,  # tokens that may have been drawn beyond them
+    where: str,
+) -> np.ndarray:  # (N-1,) target coordinates
+    "Logprobs of the prompt, whatever the layout; raises `BackendError` or `AlignmentError`."
+    if choice.get("prompt_logprobs"):
+        rows = [None, *choice["prompt_logprobs"][1:]] if choice["prompt_logprobs"][0] is None else [{}]
+        if len(rows) != len(tokens):
+            raise AlignmentError("prompt_logprobs", where=where, got=f"{len(rows)} entries", expected=str(len(tokens)))
+        picked = [(row or {}).get(str(token)) for row, token in zip(rows, tokens, strict=True)]
+        values = [entry and entry.get("logprob") for entry in picked]
+    else:
+        values = reported(choice)[0] or []
+        if not values:
+            fix = "vLLM offers prompt_logprobs, others echo; some servers offer neither."
+            raise BackendError("prompt logprobs", where=where, got="none", expected="one per prompt token", fix=fix)
+        ids = completion_ids(choice)
+        if ids is not None and len(ids) == len(values) and ids[: len(tokens)] != list(tokens):
+            raise AlignmentError("echo", where=where, got="other tokens than were sent", expected="the same ids")
+        extra = len(values) - len(tokens)
+        values = values[: len(tokens)] if 0 < extra <= drawn else values
+        if (choice.get("logprobs") or {}).get("content"):
+            values = [None, *values[1:]]
+    missing = [i for i, value in enumerate(values) if i and value is None]
+    if missing:
+        raise AlignmentError("prompt logprobs", where=where, got=f"none for token {missing[0]}", expected="a number")
+    return target_from_echo(values, len(tokens), where=where)
+
+# %% ../../nbs/23_backends.openai.ipynb #67b234f6
+Kind = Literal["raw", "processed", "both", "unknown"]
+
+
+def sort_logprobs(
+    values: Sequence[float | None],  # as reported
+    drawn: Sequence[float | None] | None,  # as reported under `sampling_logprob`
+    params: SampleParams,
+    kind: Kind,  # what `values` are
+) -> tuple[Sequence[float | None] | None, Sequence[float | None] | None]:
+    "Raw logprobs, or None when they must be asked for; and those of the distribution drawn from, or None."
+    point = [0.0] * len(values) if params.temperature == 0 else None
+    if params.draws_from_raw:
+        return values, values if drawn is None else drawn
+    if drawn is not None or kind == "both":
+        return values, point or drawn
+    if kind == "processed":
+        return None, point or values
+    return (values if kind == "raw" else None), point
+
+# %% ../../nbs/23_backends.openai.ipynb #b87f4272
+class OpenAISampler:
+    "Draws from an OpenAI-compatible server, token ids in and token ids out."
+
+    def __init__(
+        self,
+        base_url: str,  # http://host:port, with or without /v1
+        model: str,  # the name that it is served under
+        tokenizer: Any,  # of the same model
+        key: Secret | str | None = None,
+        *,
+        dialect: str | Dialect = "vllm",  # a key of DIALECTS, or your own
+        stream: bool = False,  # answers in pieces
+        kind: Kind = "unknown",  # what reported logprobs are; `probe` finds out
+        max_seq_len: int | None = None,  # longest prompt plus completion, if known
+        vocab_size: int | None = None,  # tokens that the model knows, if known
+        meter: Meter | None = None,  # counts tokens
+        retries: Retries = Retries(),
+        limit: AdaptiveLimit | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,  # None = the network
+    ):
+        self.wire = Wire(base_url, key, retries=retries, limit=limit, transport=transport)
+        self.model, self.tokenizer, self.stream = model, tokenizer, stream
+        self.kind: Kind = kind
+        self.dialect = _dialect(dialect)
+        self.max_seq_len, self.vocab_size, self.meter = max_seq_len, vocab_size or 2**31, meter or Meter()
+        self.policy_version = 0  # of the weights that the server has
+        self.report: ServerReport | None = None  # what `probe` found
+        self.ready: Callable[[], Awaitable[None]] | None = None  # is awaited before each request
+
+    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+        "`params.n` completions of one prompt, in order."
+        prompt = check_tokens(prompt_tokens, self.vocab_size, "prompt")
+        check_length(len(prompt), params.max_tokens, self.max_seq_len, "prompt")
+        seeds = [request_seed(params.seed, i) for i in range(params.n)]
+        seeds = [secrets.randbits(31) if seed is None else seed for seed in seeds]
+        return await together([draw_one(self, prompt, params, seed) for seed in seeds])
+
+    async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
+        "Raw logprobs of given tokens (N-1,), from the weights that the server has."
+        ids = check_tokens(tokens, self.vocab_size, "tokens")
+        if len(ids) < 2:
+            raise BackendError("tokens", got=1, expected="at least 2", fix="The first token has no logprob.")
+        check_length(len(ids), int(self.dialect.prefill["max_tokens"]), self.max_seq_len, "tokens")
+        values, version = await score_tokens(self, ids)
+        return Logprobs(values, source="sampler", policy_version=version)
+
+    async def close(self) -> None:
+        "Close the connections; later calls are refused."
+        await self.wire.close()
+
+
+def _dialect(name: str | Dialect) -> Dialect:
+    "A dialect by name; raises `BackendError`."
+    if isinstance(name, Dialect):
+        return name
+    if name not in DIALECTS:
+        raise BackendError("dialect", got=repr(name), expected=" or ".join(map(repr, DIALECTS)))
+    return DIALECTS[name]
+
+# %% ../../nbs/23_backends.openai.ipynb #756d4e74
+async def together(coroutines: Sequence[Any]) -> list[Any]:
+    "All results in order; when one fails or nobody waits any more, the rest is cancelled."
+    tasks = [asyncio.create_task(c) for c in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+# %% ../../nbs/23_backends.openai.ipynb #127c6edb
+async def _completion(
+    sampler: OpenAISampler, body: dict[str, Any], **options: Any
+) -> tuple[dict[str, Any], int]:  # the first choice, and the version of the weights when it was asked for
+    "Ask for a completion."
+    version = sampler.policy_version
+
+    def starts() -> None:
+        nonlocal version
+        version = sampler.policy_version
+
+    body = body | ({"stream": True} if sampler.stream else {})
+    options = {"stream": sampler.stream, "ready": sampler.ready, "starts": starts} | options
+    answer = await ask(sampler.wire, "POST", sampler.dialect.path, body, **options)
+    if not answer.get("choices"):
+        got = f"an answer with {', '.join(sorted(answer)) or 'nothing in it'}"
+        raise BackendError("completion", where=sampler.wire.root, got=got, expected="choices")
+    return answer["choices"][0], version
+
+
+async def score_tokens(
+    sampler: OpenAISampler,
+    tokens: Sequence[int],  # (N,) ids
+    **options: Any,  # of `attempt`
+) -> tuple[np.ndarray, int]:
+    "(N-1,) raw logprobs of given tokens, and the version of the weights."
+    body = {"model": sampler.model, "prompt": list(tokens), **sampler.dialect.neutral, **sampler.dialect.prefill}
+    choice, version = await _completion(sampler, body, **options)
+    return prompt_scores(choice, tokens, int(body["max_tokens"]), sampler.wire.root), version
+
+# %% ../../nbs/23_backends.openai.ipynb #8ad2e82e
+FINISH = {"stop": "stop", "length": "length", "abort": "abort", "tool_calls": "stop", "eos": "stop"}
+
+
+def check_choice(sampler: OpenAISampler, choice: Mapping[str, Any], prompt: Sequence[int]) -> tuple[list[int], str]:
+    "The ids and the finish reason of a choice; raises `BackendError`."
+    where = sampler.wire.root
+    ids = completion_ids(choice)
+    if ids is None:
+        fix = f"{sampler.dialect.how} Text is not tokenised again: the ids could differ from those drawn."
+        got = f"a choice with {sorted(k for k, v in choice.items() if v is not None)}"
+        raise BackendError("no token ids came back", where=where, got=got, expected="ids of the completion", fix=fix)
+    read = choice.get("prompt_token_ids")
+    if read is not None and list(read) != list(prompt):
+        fix = "Does the server add a bos token, or cut long prompts?"
+        got = f"a prompt of {len(read)} ids"
+        raise BackendError("the server read another prompt", where=where, got=got, expected=f"{len(prompt)}", fix=fix)
+    reason = choice.get("finish_reason")
+    if reason not in FINISH:
+        raise BackendError("finish_reason", where=where, got=repr(reason), expected=" or ".join(FINISH))
+    return ids, FINISH[reason]
+
+# %% ../../nbs/23_backends.openai.ipynb #d705d02e
+async def draw_one(
+    sampler: OpenAISampler,
+    prompt: Sequence[int],  # (P,) ids
+    params: SampleParams,
+    seed: int,  # of this request
+) -> Completion:
+    "One completion, with its logprobs sorted."
+    body = request_body(sampler.dialect, sampler.model, prompt, params, seed)
+    choice, version = await _completion(sampler, body)
+    ids, reason = check_choice(sampler, choice, prompt)
+    values, reported_drawn = reported(choice)
+    if not values:
+        fix = "Does the server report logprobs, and is it allowed to?"
+        raise BackendError("no logprobs came back", where=sampler.wire.root, expected="one per token", fix=fix)
+    raw, drawn = sort_logprobs(values, reported_drawn, params, sampler.kind)
+    if raw is None:
+        scores, at = await score_tokens(sampler, [*prompt, *ids])
+        raw = completion_from_target(scores, len(prompt))
+        if at != version:  # new weights came in between
+            return await draw_one(sampler, prompt, params, seed)
+    sampler.meter.tokens_sampled += len(ids)
+    text = choice.get("text") or ""
+    return Completion(prompt, ids, raw, drawn, text, reason, version, params)  # type: ignore[arg-type]
+
+# %% ../../nbs/23_backends.openai.ipynb #b02630af
+@dataclass(frozen=True)
+class ServerReport:
+    "What a server was seen to do."
+
+    server: str  # name and version, as far as it says
+    model: str  # the name that was asked for
+    max_seq_len: int | None  # as the server says
+    prompt_logprobs: bool  # scores given tokens
+    kind: Kind  # what the reported logprobs are away from temperature 1
+    seed: bool  # same seed, same tokens, also in a crowd
+    gap: float  # between the logprob when drawn and when scored again; NaN without prompt logprobs
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        "Feature, finding, consequence."
+        kinds = {
+            "raw": "of the model itself: draw at temperature 1, or start vLLM with --logprobs-mode processed_logprobs",
+            "processed": "of the distribution drawn from; raw ones are had by scoring once more",
+            "both": "raw and of the distribution drawn from",
+            "unknown": "unknown away from temperature 1, so left out there",
+        }
+        return [
+            ("server", self.server, f"serves {self.model!r}"),
+            ("token ids", "yes", "prompts and completions are ids both ways"),
+            ("longest sequence", str(self.max_seq_len or "not said"), "prompt and completion together"),
+            ("prompt logprobs", _yes(self.prompt_logprobs), "scores given tokens; the check of a weight sync needs it"),
+            ("logprobs", self.kind, kinds[self.kind]),
+            ("seed", _yes(self.seed), "same seed, same tokens" if self.seed else "a retry may be another draw"),
+        ]
+
+    def _repr_markdown_(self) -> str:
+        lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in self.rows]
+        return "\n".join(["| | seen | which means |", "|---|---|---|", *lines])
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+# %% ../../nbs/23_backends.openai.ipynb #15e831e2
+async def _describe(sampler: OpenAISampler) -> tuple[str, int | None]:
+    "Name and version of the server, and the length that it says; raises `BackendError` for a model not served."
+    name, longest, wire = "OpenAI-compatible", None, sampler.wire
+    try:
+        served = (await ask(wire, "GET", "/v1/models", limited=False)).get("data") or []
+    except Refused as reason:
+        if reason.status != 404:
+            raise
+        return name, None
+    known = {str(entry.get("id")): entry for entry in served}
+    if known and sampler.model not in known:
+        fix = "Ask for the name given to --served-model-name."
+        raise BackendError(
+            "model", where=wire.root, got=repr(sampler.model), expected=f"one of {sorted(known)}", fix=fix
+        )
+    entry = known.get(sampler.model, {})
+    if entry.get("owned_by") == "vllm":
+        name = f"vLLM {(await ask(wire, 'GET', '/version', limited=False)).get('version', '')}".strip()
+    longest = entry.get("max_model_len")
+    return name, int(longest) if longest else None
+
+# %% ../../nbs/23_backends.openai.ipynb #0d78618c
+async def probe(
+    sampler: OpenAISampler,
+    prompt: Sequence[int],  # (P,) ids that the model knows, a dozen or so
+    max_tokens: int = 8,  # of each probing completion
+) -> ServerReport:
+    "Find out what a server does; the sampler is set accordingly. Raises `BackendError`."
+    server, longest = await _describe(sampler)
+    sampler.max_seq_len = sampler.max_seq_len or longest
+    params = SampleParams(max_tokens=max_tokens, seed=1)
+    (alone,) = await sampler.sample(prompt, params)
+    crowd = await together([sampler.sample(prompt, replace(params, seed=seed)) for seed in (1, 2, 1, 3)])
+    same = all(c[0].tokens.tolist() == alone.tokens.tolist() for c in (crowd[0], crowd[2]))
+    try:
+        gap = await _gap_when_scored(sampler, alone, alone.logprobs)
+    except (BackendError, AlignmentError):
+        gap = float("nan")
+    sampler.kind = await _kind(sampler, prompt, max_tokens, gap)
+    return ServerReport(server, sampler.model, longest, not np.isnan(gap), sampler.kind, same, gap)
+
+
+async def _gap_when_scored(sampler: OpenAISampler, drawn: Completion, values: np.ndarray) -> float:
+    "Largest difference between the values of a completion and its raw scores."
+    scores, _ = await score_tokens(sampler, drawn.full_tokens)
+    return float(np.abs(completion_from_target(scores, drawn.prompt_len) - values).max())
+
+# %% ../../nbs/23_backends.openai.ipynb #34fe1f84
+async def _kind(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int, gap: float) -> Kind:
+    "What the server reports at temperature 2."
+    params = SampleParams(max_tokens=max_tokens, temperature=2.0, seed=1)
+    body = request_body(sampler.dialect, sampler.model, prompt, params, 1)
+    choice, version = await _completion(sampler, body)
+    ids, reason = check_choice(sampler, choice, prompt)
+    values, drawn = reported(choice)
+    if drawn is not None:
+        return "both"
+    if np.isnan(gap) or not values:
+        return "unknown"
+    hot = Completion(prompt, ids, values, None, "", reason, version, params)  # type: ignore[arg-type]
+    apart = await _gap_when_scored(sampler, hot, hot.logprobs)
+    if apart <= max(1e-3, 3 * gap):
+        return "raw"
+    return "processed" if apart > max(0.05, 10 * gap) else "unknown"
+
+# %% ../../nbs/23_backends.openai.ipynb #516119e6
+def write_weights(
+    module: nn.Module,  # Hugging Face model or PEFT wrapper
+    weights: Mapping[str, Tensor],  # of what is trained, by parameter name
+    folder: Path,  # to make
+) -> None:
+    "Write weights as `save_pretrained` does, the adapter alone under PEFT, so that no half-written folder is seen."
+    draft = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    if hasattr(module, "peft_config"):
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        adapter = get_peft_model_state_dict(module, state_dict=dict(weights))
+        module.peft_config["default"].save_pretrained(draft)  # type: ignore[index, union-attr]
+        save_file({k: v.detach().cpu().contiguous() for k, v in adapter.items()}, draft / "adapter_model.safetensors")
+    else:
+        module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+
+# %% ../../nbs/23_backends.openai.ipynb #e9884c5a
+@dataclass(frozen=True)
+class SyncReport:
+    "What the check after a weight sync found."
+
+    version: int  # that the server now has
+    gap: float  # largest difference between the server's and the trainer's logprobs
+    moved: float  # largest change of the server's logprobs by this sync
+    tolerance: float  # that the gap was held to
+
+
+class VLLMSync:
+    "Sends snapshots of a local policy to a vLLM server, and checks that they arrived."
+
+    def __init__(
+        self,
+        local: Backend,  # of `open_local`: its policy is sent, its sampler is the check
+        sampler: OpenAISampler,  # of the server
+        folder: str | Path,  # that this process writes and the server reads
+        *,
+        server_folder: str | None = None,  # the same folder as the server sees it; None = the same path
+        mode: Literal["wait", "keep"] = "wait",  # what happens to completions that are being drawn
+        adapter: str = "policy",  # name of the adapter, when the policy is one
+        check_tokens: Sequence[int] = (),  # (N,) ids that are scored after every sync
+        tolerance: float = 1e-3,  # largest difference; grows to 4 times what is seen at the start
+    ):
+        if not isinstance(local.policy, LocalTrainer):
+            raise BackendError("policy", got=type(local.policy).__name__, expected="a LocalTrainer")
+        self.local, self.policy, self.sampler, self.folder = local, local.policy, sampler, Path(folder).absolute()
+        self.server_folder, self.mode, self.adapter = server_folder or str(self.folder), mode, adapter
+        self.check_tokens, self.tolerance = list(check_tokens), tolerance
+        self.lora = hasattr(self.policy.state.module, "peft_config")
+        self.served: str | None = None  # folder name of the weights that the server has; None = its own
+        self.reports: list[SyncReport] = []
+        self.expected = np.empty(0)  # the trainer's logprobs of `check_tokens`, at the last sync
+        self.seen = np.empty(0)  # the server's
+        self.lock = asyncio.Lock()
+
+    async def __call__(self, snapshot: str) -> int:
+        "Serve `snapshot`, checked; returns its version. Raises `BackendError` and leaves the old weights served."
+        before = replace(self.policy.versions)
+        async with self.lock:
+            version = await self.local.sync(snapshot)
+            try:
+                name = f"weights-{version:05d}"
+                weights = self.policy.state.snapshots[snapshot]
+                await self.policy.run(write_weights, self.policy.state.module, weights, self.folder / name)
+                await self.serve(name, version)
+            except BaseException:
+                vars(self.policy.versions).update(vars(before))
+                raise
+        return version
+
+    async def serve(self, name: str, version: int) -> None:
+        "Load a written folder into the server, and check it."
+        with hold(self.sampler.wire.limit):
+            await swap(self, name)
+            await check_served(self, version)
+            self.sampler.policy_version = version
+        forget_folders(self, {name, self.served or name})
+        self.served = name
+
+# %% ../../nbs/23_backends.openai.ipynb #18b2d8c7
+async def steer(
+    sync: VLLMSync, path: str, body: Any = None, *, optional: bool = False, **params: str
+) -> dict[str, Any]:
+    "One of vLLM's steering calls; empty where it does not exist and is optional. Raises `BackendError`."
+    wire = sync.sampler.wire
+    where, options = f"POST {wire.root}{path}", {"params": params or None, "limited": False}
+    try:
+        _, answer = await attempt(wire, "POST", path, body, **options)  # type: ignore[arg-type]
+        if isinstance(answer, AskAgain) and answer.lost:
+            answer = await ask(wire, "POST", path, body, **options)
+    except Refused as reason:
+        if reason.status != 404:
+            raise
+        if optional:
+            return {}
+        fix = "Start vLLM with VLLM_SERVER_DEV_MODE=1; for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True too."
+        raise BackendError("weight sync", where=where, got="no such endpoint", fix=fix) from reason
+    if isinstance(answer, AskAgain):
+        raise BackendError("weight sync", where=where, got=answer.reason, expected="status 200", fix=_FOLDER_FIX)
+    return answer
+
+
+_FOLDER_FIX = "Does the server see the folder under this path? If not, give it as server_folder. vLLM's log says more."
+
+# %% ../../nbs/23_backends.openai.ipynb #260334b2
+async def load(sync: VLLMSync, name: str) -> None:
+    "Let the server read a written folder."
+    path = f"{sync.server_folder.rstrip('/')}/{name}"
+    if sync.lora:
+        adapter = {"lora_name": sync.adapter, "lora_path": path, "load_inplace": True}
+        await steer(sync, "/v1/load_lora_adapter", adapter)
+    else:
+        await steer(sync, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+    cleared = await steer(sync, "/reset_prefix_cache", optional=sync.lora)
+    if cleared.get("success") is False:
+        raise BackendError("weight sync", got="a prefix cache that was not reset", expected="an empty one")
+    await steer(sync, "/update_weight_version", {"new_version": name}, optional=True)
+
+
+async def swap(sync: VLLMSync, name: str) -> None:
+    "Load a folder between two requests; on failure the one before, so that the server stays alive."
+    if sync.mode == "wait":
+        await drained(sync.sampler.wire.limit)
+    await steer(sync, "/pause", optional=True, mode=sync.mode)
+    try:
+        await load(sync, name)
+    except BackendError:
+        if sync.served is not None:
+            await load(sync, sync.served)
+            await steer(sync, "/resume", optional=True)
+        raise
+    await steer(sync, "/resume", optional=True)
+
+# %% ../../nbs/23_backends.openai.ipynb #87cba7f1
+async def served_scores(sync: VLLMSync) -> np.ndarray:
+    "(N-1,) the server's logprobs of the check tokens, asked past the line."
+    scores, _ = await score_tokens(sync.sampler, sync.check_tokens, limited=False, ready=None)
+    return scores
+
+
+async def check_served(sync: VLLMSync, version: int) -> None:
+    "Compare server and trainer; raises `BackendError` with the likely cause."
+    before, old = sync.seen, sync.expected
+    sync.expected = np.asarray((await sync.local.sampler.logprobs(sync.check_tokens)).values)
+    sync.seen = await served_scores(sync)
+    gap = float(np.abs(sync.seen - sync.expected).max())
+    moved = float(np.abs(sync.seen - before).max()) if len(before) else float("nan")
+    sync.reports.append(SyncReport(version, gap, moved, sync.tolerance))
+    if gap <= sync.tolerance:
+        return
+    config = getattr(sync.policy.state.module, "config", None)
+    cause = "The server answered well and serves other weights than it was given."
+    if moved == 0:
+        cause = "The server answered well and still serves the weights of before."
+    elif getattr(config, "tie_word_embeddings", False):
+        cause = (
+            "Input and output embeddings are tied: vLLM on a CPU keeps the old output head. Untie them, or use a GPU."
+        )
+    sync.seen, sync.expected = before, old
+    got = f"logprobs that differ from the trainer's by up to {gap:.3g}"
+    raise BackendError("weight sync", where=f"version {version}", got=got, expected=f"{sync.tolerance:.3g}", fix=cause)
+
+
+def forget_folders(sync: VLLMSync, keep: set[str]) -> None:
+    "Delete written weights that no longer serve."
+    for path in sync.folder.glob("weights-*"):
+        if path.name not in keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+# %% ../../nbs/23_backends.openai.ipynb #b1acff6c
+async def heal(sync: VLLMSync) -> None:
+    "After a lost connection: are the weights still there? If not, load them again."
+    wire = sync.sampler.wire
+    if not wire.lost or sync.served is None:
+        return
+    async with sync.lock:
+        if not wire.lost:
+            return
+        try:
+            intact = float(np.abs(await served_scores(sync) - sync.expected).max()) <= sync.tolerance
+        except Refused as reason:
+            if reason.status != 404:
+                raise
+            intact = False  # the adapter is unknown
+        if not intact:
+            warnings.warn(f"{wire.root}: the server lost its weights; {sync.served} is loaded again", stacklevel=2)
+            await sync.serve(sync.served, sync.sampler.policy_version)
+        wire.lost = False
+
+
+async def start(sync: VLLMSync) -> None:
+    "Make sure that the server has the policy's first weights; raises `BackendError`."
+    name = "weights-00000"
+    weights = {n: p.detach() for n, p in sync.policy.state.params.items()}
+    await sync.policy.run(write_weights, sync.policy.state.module, weights, sync.folder / name)
+    sync.expected = np.asarray((await sync.local.sampler.logprobs(sync.check_tokens)).values)
+    same = False
+    if not sync.lora:
+        sync.seen = await served_scores(sync)
+        same = float(np.abs(sync.seen - sync.expected).max()) <= sync.tolerance
+    if not same:
+        await swap(sync, name)
+        sync.sampler.model = sync.adapter if sync.lora else sync.sampler.model
+        sync.seen = await served_scores(sync)
+    gap = float(np.abs(sync.seen - sync.expected).max())
+    if gap > _SAME_MODEL:
+        fix = "Start the server with this model; a folder written by save_pretrained serves."
+        raise BackendError("the server's model", got=f"logprobs off by {gap:.3g}", expected="this model's", fix=fix)
+    sync.served, sync.tolerance, sync.sampler.ready = name, max(sync.tolerance, 4 * gap), lambda: heal(sync)
+
+
+_SAME_MODEL = 0.25  # more than bfloat16 explains
+
+# %% ../../nbs/23_backends.openai.ipynb #4ba70fd9
+class StaticSync:
+    "For servers whose weights stay as they are: refuses to sync."
+
+    async def __call__(self, snapshot: str) -> int:
+        "Raises `BackendError`: the server keeps its first weights."
+        fix = "Set weight_sync_interval=0, or let vLLM load weights with sync='vllm'."
+        raise BackendError("weight sync", got=repr(snapshot), expected="none: the server's weights stay", fix=fix)
+
+# %% ../../nbs/23_backends.openai.ipynb #906d5eff
+CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 = 9."
+
+
+async def open_openai(
+    model: nn.Module,  # Hugging Face causal LM; becomes the policy
+    tokenizer: Any,  # its tokenizer
+    *,
+    base_url: str,  # http://host:port, with or without /v1
+    served_model: str,  # name that the server serves it under
+    key: Secret | str | None = None,
+    sync: Literal["vllm", "none"] = "vllm",  # "none": the server keeps its first weights
+    folder: str | Path | None = None,  # for weights, seen by the server too; None = a temporary one, same machine
+    server_folder: str | None = None,  # the same folder as the server sees it
+    mode: Literal["wait", "keep"] = "wait",  # what a sync does to completions that are being drawn
+    dialect: str | Dialect = "vllm",
+    stream: bool = False,
+    retries: Retries = Retries(),
+    limit: AdaptiveLimit | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,  # None = the network
+    **local_options: Any,  # of `open_local`
+) -> Backend:  # policy LocalTrainer, sampler OpenAISampler
+    "A policy in this process, a sampler behind a server; `backend.sampler.report` shows what the server does."
+    local = open_local(model, tokenizer, **local_options)
+    options = {"dialect": dialect, "stream": stream, "retries": retries, "limit": limit, "transport": transport}
+    sampler = OpenAISampler(base_url, served_model, tokenizer, key, meter=local.meter, **options)  # type: ignore[arg-type]
+    sampler.vocab_size = local.sampler.engine.causal.vocab_size  # type: ignore[attr-defined]
+    sampler.max_seq_len = local.capabilities.max_seq_len
+    own = tempfile.mkdtemp(prefix="rl-notebook-weights-") if sync == "vllm" and folder is None else None
+    close = lambda: _close(local, sampler, own)
+    try:
+        words = tokenizer.encode(CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
+        sampler.report = await probe(sampler, words)
+        sender: Any = StaticSync()
+        if sync == "vllm":
+            where = Path(folder or own or "")
+            sender = VLLMSync(local, sampler, where, server_folder=server_folder, mode=mode, check_tokens=words)
+            await start(sender)
+    except BaseException:
+        await close()
+        raise
+    can = replace(_capabilities(local.capabilities, sampler), name="openai")
+    return Backend(local.policy, local.reference, sampler, sender, tokenizer, can, close, local.meter)
+
+
+async def _close(local: Backend, sampler: OpenAISampler, folder: str | None) -> None:
+    "Close the server's connections and the local part; delete a temporary folder."
+    await sampler.close()
+    async with local:
+        pass
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+# %% ../../nbs/23_backends.openai.ipynb #382d6d9b
+def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
+    "Those of the local part, as far as the server does not limit them."
+    known = sampler.kind in ("processed", "both")
+    lengths = [n for n in (local.max_seq_len, sampler.max_seq_len, sampler.report and sampler.report.max_seq_len) if n]
+    sampler.max_seq_len = min(lengths) if lengths else None
+    seed = bool(sampler.report and sampler.report.seed)
+    top_k = known and "top_k" in sampler.dialect.neutral
+    return replace(local, top_p=known, top_k=top_k, seed=seed, max_seq_len=sampler.max_seq_len)
