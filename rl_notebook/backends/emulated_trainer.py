@@ -11,11 +11,14 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from .base import Backend, LossFn
+from .engine import Engine, Request, check_request, logits_of, padded
 from rl_notebook.backends.local import (
+    LocalSampler,
     PolicyState,
     backpropagate,
     capture,
     check_description,
+    drop_gradients,
     evaluate,
     open_local,
     read_folder,
@@ -37,26 +43,42 @@ from rl_notebook.backends.local import (
     update,
     write_folder,
 )
-from ..core import AdamParams, BackendError, Datum, DatumError, LossError, MissingExtra, RLNotebookError
+from rl_notebook.core import (
+    AdamParams,
+    BackendError,
+    Completion,
+    Datum,
+    DatumError,
+    LossError,
+    MissingExtra,
+    RLNotebookError,
+    SampleParams,
+)
 from ..losses import POLICY_LOSSES, ActiveTokens, LossOptions
 from ..toy import load_model
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
+    from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
     from starlette.routing import Route
 
 # %% auto #0
-__all__ = ['LOSS_SERIES', 'LOSS_KNOBS', 'SERVED_LOSSES', 'Work', 'ADAM_DEFAULTS', 'KEPT_RESULTS', 'MAX_BODY', 'Endpoint', 'POSTS',
-           'GETS', 'ServedDatum', 'served_datum', 'Batch', 'json_tensor', 'json_tokens', 'json_batch', 'loss_options',
-           'tensor_series', 'cross_entropy', 'served_loss', 'Models', 'check_name', 'Snapshots', 'Serving',
-           'open_serving', 'Promise', 'Refusal', 'InOrder', 'Learner', 'Passed', 'run_pass', 'json_adam', 'run_step',
-           'folder_name', 'state_place', 'save_state_at', 'load_state_at', 'snapshot_weights', 'snapshot_page',
-           'Memory', 'json_result', 'EmulatedTrainer', 'give_back', 'created_now', 'list_checkpoints', 'Call',
-           'create_session', 'session_heartbeat', 'speaks_tinker', 'open_learner', 'create_model', 'forward_backward',
-           'optim_step', 'page_of', 'save_weights', 'load_weights', 'save_weights_for_sampler', 'unload_model',
-           'get_info', 'capabilities', 'starlette_parts', 'read_body', 'read_call', 'answer', 'retrieve_future',
-           'trainer_routes']
+__all__ = ['MESSAGES', 'PROTO_DTYPES', 'LOSS_SERIES', 'LOSS_KNOBS', 'SERVED_LOSSES', 'Work', 'ADAM_DEFAULTS', 'KEPT_SERVINGS',
+           'KEPT_UNNAMED', 'KEPT_RESULTS', 'MAX_BODY', 'KEPT_ANSWERS', 'Endpoint', 'POSTS', 'GETS', 'DELETES',
+           'ServedDatum', 'served_datum', 'Batch', 'json_tensor', 'json_tokens', 'json_batch', 'add_field', 'messages',
+           'proto_tensor', 'proto_batch', 'loss_options', 'tensor_series', 'cross_entropy', 'served_loss', 'Models',
+           'check_name', 'Snapshots', 'Serving', 'open_serving', 'Promise', 'Refusal', 'InOrder', 'Learner', 'Passed',
+           'run_pass', 'json_adam', 'run_step', 'folder_name', 'state_place', 'save_state_at', 'state_page',
+           'load_state_at', 'take_weights', 'snapshot_weights', 'snapshot_page', 'Sampling', 'Shelf', 'Drawn',
+           'json_sample_params', 'top_logprobs', 'prompt_series', 'draw_and_score', 'Memory', 'json_pass', 'json_top',
+           'json_drawn', 'proto_pass', 'proto_drawn', 'put_top', 'spelled', 'EmulatedTrainer', 'close_backend',
+           'give_back', 'created_now', 'list_checkpoints', 'Call', 'create_session', 'session_heartbeat',
+           'speaks_tinker', 'open_learner', 'create_model', 'forward_backward', 'optim_step', 'page_of', 'save_weights',
+           'load_weights', 'create_from_state', 'weights_info', 'save_weights_for_sampler', 'stored_name',
+           'new_sampler', 'create_sampling_session', 'snapshot_of', 'get_sampler', 'asample', 'unload_model',
+           'load_adapter', 'get_info', 'capabilities', 'list_names', 'rest_checkpoints', 'delete_checkpoint',
+           'training_run', 'training_runs', 'starlette_parts', 'read_body', 'unpack_zstd', 'read_protobuf', 'read_call',
+           'read_json', 'answer', 'retrieve_future', 'result_size', 'trainer_routes', 'once']
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #633427ef
 @dataclass(frozen=True, eq=False)
@@ -139,6 +161,86 @@ def json_batch(body: Mapping[str, Any]) -> Batch:
         datums.append(served_datum(json_tokens(datum["model_input"], f"datum {i}"), inputs, i))
     return Batch(tuple(datums), part["loss_fn"], part.get("loss_fn_config") or {}, forward_only)
 
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #682c5ce4
+MESSAGES: dict[str, dict[str, str]] = {
+    "Tensor": {"dense": "1 bytes", "sparse_csr": "2 bytes", "dtype": "3 int32", "shape": "4 int64*"},
+    "EncodedText": {"tokens": "1 bytes"},
+    "Chunk": {"encoded_text": "1 EncodedText", "image": "2 bytes", "dmel": "3 bytes"},
+    "Datum": {"model_input": "1 Chunk*", "loss_fn_inputs": "2 Tensor{}"},
+    "Setting": {"number": "1 double", "text": "2 string"},
+    "ForwardBackwardRequest": {"model_id": "1 string", "seq_id": "2 int32", "data": "3 Datum*", "loss_fn": "4 string"}
+    | {"loss_fn_config": "5 double{}", "forward_only": "6 bool", "loss_fn_config_v2": "7 Setting{}"},
+    "BatchedTensor": {"data": "1 bytes", "offsets": "2 bytes", "dtype": "3 int32", "trailing_shape": "4 int64*"},
+    "ArrayRecord": {"type_tag": "1 string", "fields": "2 BatchedTensor{}", "num_datums": "3 int64"},
+    "ForwardBackwardOutput": {"loss_fn_output_type": "1 string", "loss_fn_outputs": "2 ArrayRecord*"}
+    | {"metrics": "3 double{}"},
+    "TopkLogprobs": {"token_ids": "1 bytes", "logprobs": "2 bytes", "k": "3 uint32", "length": "4 uint32"},
+    "SampledSequence": {"stop_reason": "1 int32", "tokens": "2 bytes", "logprobs": "3 bytes"}
+    | {"topk_sampled_logprobs": "4 TopkLogprobs"},
+    "SampleResponse": {"sequences": "1 SampledSequence*", "prompt_logprobs": "2 bytes"}
+    | {"topk_prompt_logprobs": "3 TopkLogprobs", "prompt_cache_hit_tokens": "4 int32"},
+}
+PROTO_DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}  # of Tensor.dtype
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #04ad1023
+def add_field(message: Any, owner: str, name: str, spec: str) -> None:
+    "One field of the table into a message descriptor; a map gets its entry message."
+    number, kind = spec.split()
+    field_, plain = message.field.add(name=name, number=int(number), label=1), kind.rstrip("*{}")
+    if kind.endswith(("*", "{}")):
+        field_.label = 3
+    if kind.endswith("{}"):
+        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
+        entry.options.map_entry = True
+        add_field(entry, owner, "key", "1 string")
+        add_field(entry, owner, "value", f"2 {plain}")
+        field_.type, field_.type_name = 11, f".wire.{owner}.{entry.name}"
+    elif plain in MESSAGES:
+        field_.type, field_.type_name = 11, f".wire.{plain}"
+    else:
+        field_.type = field_.Type.Value(f"TYPE_{plain.upper()}")
+
+
+@cache
+def messages() -> dict[str, Any]:
+    "The message classes by name; raises `MissingExtra`."
+    try:
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    except ImportError as reason:
+        raise MissingExtra("the emulator", got="no protobuf", fix="pip install 'rl-notebook[emulator]'") from reason
+    file = descriptor_pb2.FileDescriptorProto(name="wire.proto", package="wire", syntax="proto2")
+    for name, fields in MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field_name, spec in fields.items():
+            add_field(message, name, field_name, spec)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)  # type: ignore[attr-defined]
+    kind = lambda name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"wire.{name}"))
+    return {name: kind(name) for name in MESSAGES}
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #b51f6f57
+def proto_tensor(tensor: Any, where: str) -> np.ndarray:
+    "The array of a protobuf tensor; raises `DatumError`."
+    if tensor.HasField("sparse_csr") or tensor.dtype not in PROTO_DTYPES:
+        raise DatumError("tensor", where=where, got="sparse, or of an unknown dtype", expected="dense int64 or float32")
+    values = np.frombuffer(tensor.dense, dtype=PROTO_DTYPES[tensor.dtype])
+    return values.reshape(list(tensor.shape)) if tensor.shape else values
+
+
+def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
+    "The batch of a protobuf request; raises `DatumError`."
+    datums = []
+    for i, datum in enumerate(request.data):
+        if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
+            raise DatumError("chunk", where=f"datum {i}", got="no text", expected="encoded_text")
+        packed = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
+        inputs = {k: proto_tensor(v, f"datum {i}, {k}") for k, v in sorted(datum.loss_fn_inputs.items())}
+        datums.append(served_datum(np.frombuffer(packed, dtype=np.int32), inputs, i))
+    config = dict(request.loss_fn_config)
+    for name, setting in request.loss_fn_config_v2.items():
+        config[name] = setting.text if setting.HasField("text") else setting.number
+    return Batch(tuple(datums), request.loss_fn, config, request.forward_only)
+
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #ac382594
 LOSS_SERIES = {"target_tokens", "weights", "mask", "logprobs", "advantages"}  # what a datum may carry
 LOSS_KNOBS = {
@@ -154,7 +256,7 @@ def loss_options(name: str, config: Mapping[str, Any]) -> LossOptions:
     "The service's settings in our words; raises `LossError` for one that would be ignored."
     if name not in SERVED_LOSSES:
         raise LossError("loss_fn", got=repr(name), expected=" or ".join(SERVED_LOSSES))
-    knobs = {LOSS_KNOBS[k]: float(v) for k, v in config.items() if k in LOSS_KNOBS}
+    knobs: dict[str, Any] = {LOSS_KNOBS[k]: float(v) for k, v in config.items() if k in LOSS_KNOBS}
     clip = {k: float(v) for k, v in config.items() if k in ("clip_low_threshold", "clip_high_threshold")}
     if "clip_low_threshold" in clip:
         knobs["eps_clip"] = 1 - clip["clip_low_threshold"]
@@ -211,7 +313,7 @@ class Models:
     ):
         self.name, self.dtype = model if isinstance(model, str) else "given", dtype
         self.pair = None if isinstance(model, str) else model
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # adapters are drawn from a generator that all threads share
 
     def original(self) -> tuple[nn.Module, Any]:
         "The model as it was loaded, and its tokenizer."
@@ -234,7 +336,8 @@ class Models:
         "A copy as a local backend that scores every position."
         model, tokenizer = self.load(base_model)
         options: dict[str, Any] = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed, "dtype": self.dtype}
-        return open_local(model, tokenizer, reference=False, prompt_logprobs=True, **options)
+        with self.lock:
+            return open_local(model, tokenizer, reference=False, prompt_logprobs=True, **options)
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #7d282d61
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -270,6 +373,10 @@ class Snapshots:
         "The page alone."
         return json.loads((self.folder / check_name(name) / "state.json").read_text())
 
+    def delete(self, name: str) -> None:
+        "Remove a snapshot, if it is there."
+        shutil.rmtree(self.folder / check_name(name), ignore_errors=True)
+
     def names(self) -> list[str]:
         "What is there, by name."
         return sorted(p.parent.name for p in self.folder.glob("[!.]*/state.json"))
@@ -278,8 +385,8 @@ class Snapshots:
 class Serving:
     "A sampler, and what it serves."
 
-    def __init__(self, backend: Backend):
-        self.backend, self.name = backend, ""
+    def __init__(self, backend: Backend, lora_rank: int = 0):
+        self.backend, self.lora_rank, self.name, self.users = backend, lora_rank, "", 0
 
     async def swap(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         "Serve these weights; returns how many swaps there were. Raises `BackendError` for another model's."
@@ -304,7 +411,7 @@ class Serving:
 
 def open_serving(models: Models, base_model: str = "", lora_rank: int = 0) -> Serving:
     "A sampler of the base model, whose weights can be swapped."
-    return Serving(models.open(base_model, lora_rank))
+    return Serving(models.open(base_model, lora_rank), lora_rank)
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #d6cb1f45
 Work = Callable[[], Awaitable[Any]]
@@ -318,6 +425,7 @@ class Promise:
     digest: str  # of the request, to tell a repetition from another one
     result: Any = None  # a dict, `Passed` or `Drawn`
     lost: bool = False  # nobody will fill it any more
+    reply: Mapping[str, Any] = field(default_factory=dict)  # what the first answer says besides the id
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def fill(self, work: Work) -> None:
@@ -404,11 +512,12 @@ class Learner:
     order: InOrder
     owner: str  # whose names its saved states have
     tinker: bool  # whether paths are spelled tinker://
-    request: Mapping[str, Any] = field(default_factory=dict)  # as it was created
+    created: str = ""  # when
     passes: int = 0  # forward_backward calls since the last update
     loss_tokens: int = 0  # positions with a slope, likewise
     sequences: int = 0  # sequences with a slope, likewise
     snapshot: str | None = None  # the last one for a sampler
+    unnamed: list[str] = field(default_factory=list)  # unnamed snapshots, oldest first
 
     @property
     def state(self) -> PolicyState:
@@ -431,6 +540,7 @@ class Passed:
 def run_pass(learner: Learner, batch: Batch) -> Passed:
     "Score a batch and, unless only that was asked for, accumulate its gradient."
     state, loss_fn = learner.state, served_loss(batch)
+    state.scoring.check(batch.datums)
     if batch.forward_only:
         series = score(state.scoring, batch.datums)
         loss, _ = loss_fn(batch.datums, [torch.from_numpy(s.astype(np.float32)) for s in series])
@@ -496,14 +606,33 @@ def save_state_at(learner: Learner, place: Path, meta: Mapping[str, Any], overwr
     write_folder(place, tensors, {**about, **meta})
 
 
-def load_state_at(learner: Learner, place: Path, optimizer: bool) -> None:
-    "Take weights, and the optimizer if asked for; what was accumulated is dropped. Raises `BackendError`."
+def state_page(place: Path) -> dict[str, Any]:
+    "The page of a state; raises `BackendError`."
     if not (place / "state.json").is_file():
         known = sorted(p.parent.name for p in place.parent.glob("[!.]*/state.json"))
         raise BackendError("path", got=f"no state {place.name!r} of {place.parent.name!r}", expected=f"one of {known}")
+    return json.loads((place / "state.json").read_text())
+
+
+def load_state_at(learner: Learner, place: Path, optimizer: bool, lock: AbstractContextManager) -> None:
+    "Take weights, and the optimizer if asked for; what was accumulated is dropped. Raises `BackendError`."
+    state_page(place)
     tensors, meta = read_folder(place)
     check_description(learner.state, meta, place.name)
-    restore(learner.state, learner.backend.policy.versions, tensors, meta, optimizer)  # type: ignore[attr-defined]
+    with lock:  # the torch generator, which a state brings along, belongs to all threads
+        restore(learner.state, learner.backend.policy.versions, tensors, meta, optimizer)  # type: ignore[attr-defined]
+    learner.passes = learner.loss_tokens = learner.sequences = 0
+
+
+def take_weights(learner: Learner, tensors: Mapping[str, Tensor], name: str) -> None:
+    "Take weights alone; the optimizer starts anew. Raises `BackendError` for another model's."
+    if learner.lora_rank == 0 or set(tensors) != set(learner.state.params):
+        raise BackendError("adapter", where=name, got="other weights", expected="those of this model's adapter")
+    drop_gradients(learner.state)
+    with torch.no_grad():
+        for key, p in learner.state.params.items():
+            p.copy_(tensors[key])
+    learner.state.optimizer = None
     learner.passes = learner.loss_tokens = learner.sequences = 0
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #a75db8dd
@@ -529,6 +658,119 @@ def snapshot_page(learner: Learner, checkpoint_type: str | None) -> dict[str, An
     previous = learner.snapshot if kind == "delta" else None
     return {"checkpoint_type": kind, "previous": previous, "lora_rank": rank, "base_model": learner.base_model}
 
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #09657728
+KEPT_SERVINGS = 2  # sampling models of one adapter rank
+KEPT_UNNAMED = 8  # unnamed snapshots of one learner
+
+
+@dataclass(frozen=True)
+class Sampling:
+    "A sampling session."
+
+    base_model: str
+    snapshot: str = ""  # stored name; "" = the base model
+    path: str | None = None  # as the client named it
+
+
+class Shelf:
+    "A few models for sampling."
+
+    def __init__(self) -> None:
+        self.servings: list[Serving] = []  # the one used last comes last
+        self.lock, self.revisions = asyncio.Lock(), dict[str, int]()  # how often a snapshot was written anew
+
+    async def take(self, models: Models, snapshots: Snapshots, sampling: Sampling) -> Serving:
+        "A model that serves this session's weights, marked as in use. Raises `BackendError`."
+        async with self.lock:
+            tag = f"{sampling.snapshot}#{self.revisions.get(sampling.snapshot, 0)}" if sampling.snapshot else ""
+            found = next((x for x in self.servings if x.name == tag), None)
+            if found is None:
+                found = await self.fetch(models, snapshots, sampling, tag)
+            self.servings = [*(x for x in self.servings if x is not found), found]
+            found.users += 1
+            return found
+
+    async def fetch(self, models: Models, snapshots: Snapshots, sampling: Sampling, tag: str) -> Serving:
+        "A model that starts to serve a tag: a new one, or one that is idle when there are enough."
+        if not tag:
+            return await asyncio.to_thread(open_serving, models, sampling.base_model)
+        tensors, meta = await asyncio.to_thread(snapshots.load, sampling.snapshot)
+        alike = [x for x in self.servings if x.name and x.lora_rank == meta["lora_rank"]]
+        idle = [x for x in alike if not x.users]
+        if len(alike) < KEPT_SERVINGS or not idle:
+            idle = [await asyncio.to_thread(open_serving, models, meta["base_model"], meta["lora_rank"])]
+        await idle[0].swap(tag, tensors)
+        return idle[0]
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #ac07747b
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    "Result of a sampling request."
+
+    completions: Sequence[Completion]
+    prompt_logprobs: np.ndarray | None = None  # (P,), NaN where not scored, as at the first token
+    topk_prompt: tuple[np.ndarray, np.ndarray] | None = None  # (P, k) ids and logprobs
+    topk_drawn: Sequence[tuple[np.ndarray, np.ndarray]] | None = None  # per completion (C, k)
+
+
+def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) -> SampleParams:
+    "How to draw; raises `ConfigError`."
+    given, stop = body.get("sampling_params") or {}, (body.get("sampling_params") or {}).get("stop")
+    stops = [stop] if isinstance(stop, str) else list(stop or [])
+    return SampleParams(
+        n=int(body.get("num_samples") or 1),
+        max_tokens=int(given.get("max_tokens") or max(1, (limit or 2048) - prompt)),
+        temperature=float(given.get("temperature", 1.0)),
+        top_p=float(given.get("top_p", 1.0)),
+        top_k=max(0, int(given.get("top_k", -1))),
+        stop=tuple(x for x in stops if isinstance(x, str)),
+        stop_token_ids=tuple(x for x in stops if isinstance(x, int)),
+        seed=given.get("seed"),
+    )
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #6d0367a0
+def top_logprobs(engine: Engine, tokens: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:  # (N, k) twice
+    "The k likeliest tokens at each position and their logprobs; row 0 has none and says so with -99999."
+    with torch.no_grad():
+        features = engine.causal.features(padded([tokens], engine.causal.device))[0]
+        best = logits_of(features, engine.causal.head).log_softmax(-1).topk(min(k, engine.causal.vocab_size))
+    ids, logprobs = np.zeros((len(tokens), k), np.int32), np.full((len(tokens), k), -99999.0, np.float32)
+    width = best.values.shape[1]
+    ids[1:, :width], logprobs[1:, :width] = best.indices[:-1].cpu().numpy(), best.values[:-1].cpu().numpy()
+    return ids, logprobs
+
+
+def prompt_series(
+    prompt: Sequence[int], scored: Sequence[float] | np.ndarray, last_n: int | None
+) -> np.ndarray:  # (P,)
+    "Logprobs of the prompt's tokens, token coordinates; NaN at the first and at those that were not asked for."
+    series = np.concatenate([[np.nan], scored])
+    if last_n is not None:
+        series[: len(prompt) - last_n] = np.nan
+    return series
+
+
+async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]) -> Drawn:
+    "Draw completions of a prompt, and score what was asked for; raises `BackendError`."
+    if any(body.get(name) for name in ("target_prompt_logprobs", "prompt_alt_tokens_k")):
+        raise BackendError("asample", got="target_prompt_logprobs or prompt_alt_tokens_k", expected="neither")
+    params = json_sample_params(body, len(prompt), sampler.engine.max_seq_len)
+    request = check_request(sampler.engine, prompt, params)
+    if (body.get("sampling_params") or {}).get("stop") == []:
+        request = Request(request.prompt, params)
+    completions: list[Completion] = await sampler.post(request)
+    top = lambda tokens, k: sampler.post(partial(top_logprobs, sampler.engine, tokens, k))
+    series = topk_prompt = topk_drawn = None
+    if body.get("prompt_logprobs"):
+        scored = await sampler.logprobs(prompt) if len(prompt) > 1 else []
+        series = prompt_series(prompt, np.asarray(scored), body.get("prompt_logprobs_last_n"))
+    if k := int(body.get("topk_prompt_logprobs") or 0):
+        topk_prompt = await top(prompt, k)
+    if k := int(body.get("topk_sample_logprobs") or 0):
+        both = [await top(c.full_tokens, k) for c in completions]
+        topk_drawn = [(ids[len(prompt) :], logprobs[len(prompt) :]) for ids, logprobs in both]
+    return Drawn(completions, series, topk_prompt, topk_drawn)
+
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #99b10418
 KEPT_RESULTS = 512  # finished results that can be fetched again
 
@@ -539,16 +781,18 @@ class Memory:
 
     sessions: dict[str, dict[str, Any]] = field(default_factory=dict)
     learners: dict[str, Learner] = field(default_factory=dict)
+    samplers: dict[str, Sampling] = field(default_factory=dict)
     promises: dict[str, Promise] = field(default_factory=dict)
     answers: dict[tuple[str, str], asyncio.Task] = field(default_factory=dict)  # by path and idempotency key
     tasks: set[asyncio.Task] = field(default_factory=set)
+    shelf: Shelf = field(default_factory=lambda: Shelf())
     loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, request_id: str, digest: str, work: Work) -> Promise:
+    def start(self, request_id: str, digest: str, work: Work, **reply: Any) -> Promise:
         "Work that stands in no queue; the same request again gets the same promise. Raises `Refusal`."
         known = self.promises.get(request_id)
         if known is None:
-            known = Promise(request_id, digest)
+            known = Promise(request_id, digest, reply=reply)
             task = asyncio.get_running_loop().create_task(known.fill(work))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
@@ -559,38 +803,102 @@ class Memory:
     def keep(self, promise: Promise) -> Promise:
         "Remember a promise; the results of old ones are forgotten."
         self.promises.setdefault(promise.request_id, promise)
-        finished = [key for key, p in self.promises.items() if p.done.is_set()]
-        for key in finished[:-KEPT_RESULTS]:
-            del self.promises[key]
+        if len(self.promises) > 2 * KEPT_RESULTS:
+            finished = [key for key, p in self.promises.items() if p.done.is_set()]
+            for key in finished[:-KEPT_RESULTS]:
+                self.promises.pop(key).result = None
         return promise
 
-    def forget(self) -> list[Learner]:
-        "Stop what runs, wake who waits; returns the learners, whose models are to be given back."
+    def forget(self) -> list[Backend]:
+        "Stop what runs, wake who waits; returns the models that are to be given back."
         for promise in self.promises.values():
             promise.lost = promise.lost or not promise.done.is_set()
             promise.done.set()
         for task in [*self.tasks, *(x.order.task for x in self.learners.values()), *self.answers.values()]:
             if task is not None:
                 task.cancel()
-        return list(self.learners.values())
+        return [x.backend for x in (*self.learners.values(), *self.shelf.servings)]
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #441c272d
-def json_result(result: Any) -> dict[str, Any]:
-    "A result as JSON."
-    if not isinstance(result, Passed):
-        return result
-    outputs = [
-        {"logprobs": {"data": s.astype(np.float32).tolist(), "dtype": "float32", "shape": [len(s)]}}
-        for s in result.logprobs
+def json_pass(result: Passed) -> dict[str, Any]:
+    "A pass as JSON."
+    wire = lambda s: {"data": s.astype(np.float32).tolist(), "dtype": "float32", "shape": [len(s)]}
+    outputs = [{"logprobs": wire(s)} for s in result.logprobs]
+    metrics = {"loss:sum": result.loss}
+    return {"loss_fn_output_type": "TorchLossReturn", "loss_fn_outputs": outputs, "metrics": metrics}
+
+
+def json_top(ids: np.ndarray, logprobs: np.ndarray) -> list[list[tuple[int, float]] | None]:
+    "Likeliest tokens of each position as pairs; None where there are none."
+    rows = zip(ids.tolist(), logprobs.astype(float).tolist(), strict=True)
+    return [None if best[0] <= -99999 else list(zip(who, best, strict=True)) for who, best in rows]
+
+
+def json_drawn(result: Drawn) -> dict[str, Any]:
+    "A sampling result as JSON."
+    kinds = ("stop", "length")
+    sequences: list[dict[str, Any]] = [
+        {
+            "stop_reason": kinds[c.finish_reason == "length"],
+            "tokens": c.tokens.tolist(),
+            "logprobs": c.logprobs.tolist(),
+        }
+        for c in result.completions
     ]
-    return {
-        "loss_fn_output_type": "TorchLossReturn",
-        "loss_fn_outputs": outputs,
-        "metrics": {"loss:sum": result.loss},
-    }
+    for sequence, top in zip(sequences, result.topk_drawn or [], strict=bool(result.topk_drawn)):
+        sequence["topk_logprobs"] = json_top(*top)
+    out: dict[str, Any] = {"type": "sample", "sequences": sequences}
+    if result.prompt_logprobs is not None:
+        out["prompt_logprobs"] = [None if np.isnan(x) else x for x in result.prompt_logprobs.tolist()]
+    if result.topk_prompt is not None:
+        out["topk_prompt_logprobs"] = json_top(*result.topk_prompt)
+    return out
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #b860f5b6
+def proto_pass(result: Passed) -> bytes:
+    "A pass as protobuf."
+    message = messages()["ForwardBackwardOutput"](loss_fn_output_type="TorchLossReturn")
+    message.metrics["loss:sum"] = result.loss
+    record = message.loss_fn_outputs.add(type_tag="TorchLossReturn", num_datums=len(result.logprobs))
+    ends = np.cumsum([0, *(4 * len(s) for s in result.logprobs)], dtype=np.int64)
+    data = np.concatenate(result.logprobs).astype(np.float32).tobytes()
+    record.fields["logprobs"].CopyFrom(messages()["BatchedTensor"](data=data, offsets=ends.tobytes(), dtype=1))
+    return message.SerializeToString()
+
+
+def proto_drawn(result: Drawn) -> bytes:
+    "A sampling result as protobuf."
+    message = messages()["SampleResponse"]()
+    for i, c in enumerate(result.completions):
+        tokens, logprobs = c.tokens.astype(np.int32).tobytes(), c.logprobs.astype(np.float32).tobytes()
+        stop_reason = int(c.finish_reason == "length")
+        sequence = message.sequences.add(tokens=tokens, logprobs=logprobs, stop_reason=stop_reason)
+        if result.topk_drawn is not None:
+            put_top(sequence.topk_sampled_logprobs, *result.topk_drawn[i])
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = result.prompt_logprobs.astype(np.float32).tobytes()
+    if result.topk_prompt is not None:
+        put_top(message.topk_prompt_logprobs, *result.topk_prompt)
+    return message.SerializeToString()
+
+
+def put_top(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    "Fill a TopkLogprobs message."
+    message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
+    message.length, message.k = ids.shape
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #dbbec8fb
+def spelled(result: Any, accept: str) -> tuple[bytes, str]:  # content, media type
+    "A result as the client reads it."
+    if isinstance(result, Passed | Drawn) and "application/x-protobuf" in accept and "json" not in accept:
+        return (proto_pass if isinstance(result, Passed) else proto_drawn)(result), "application/x-protobuf"  # type: ignore[arg-type]
+    plain = json_pass(result) if isinstance(result, Passed) else result
+    plain = json_drawn(plain) if isinstance(plain, Drawn) else plain
+    return json.dumps(plain).encode(), "application/json"
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #d1f5bdc1
 MAX_BODY = 64 * 2**20  # bytes of one request
+KEPT_ANSWERS = 4096  # answers that a repeated idempotency key gets again
 
 
 class EmulatedTrainer:
@@ -607,11 +915,12 @@ class EmulatedTrainer:
         tinker: bool | None = None,  # paths are spelled tinker://; None = as the client's version says
         poll_s: float = 20.0,  # longest wait for a result before "try again"
         patience_s: float = 60.0,  # longest wait for a missing seq_id
+        inline_bytes: int = 2**20,  # results beyond it are announced before they are fetched
     ):
         self.models, self.snapshots, self.folder = models, snapshots, Path(folder)
         self.forward_only, self.name, self.tinker = forward_only, name or "trainer", tinker
-        self.poll_s, self.patience_s = poll_s, patience_s
-        self.memory, self.opening = Memory(), threading.Lock()
+        self.poll_s, self.patience_s, self.inline_bytes = poll_s, patience_s, inline_bytes
+        self.memory = Memory()
 
     @property
     def states(self) -> Path:
@@ -626,24 +935,29 @@ class EmulatedTrainer:
         "What a restart does: sessions, models and promises are gone, files stay. May be called from any thread."
         lost, self.memory = self.memory, Memory()
         if lost.loop is not None and not lost.loop.is_closed():
-            lost.loop.call_soon_threadsafe(lambda: asyncio.ensure_future(give_back(lost.forget())))
+            asyncio.run_coroutine_threadsafe(give_back(lost), lost.loop)
 
     async def close(self) -> None:
         "Stop, and give back every model."
         lost, self.memory = self.memory, Memory()
-        await give_back(lost.forget())
+        await give_back(lost)
 
     def checkpoints(self) -> list[dict[str, Any]]:
         "What can be listed: name, created, kind and whether it can be promoted; oldest first."
         return list_checkpoints(self)
 
 
-async def give_back(learners: Sequence[Learner]) -> None:
-    "Close the backends of learners, without blocking the loop."
-    for learner in learners:
-        if learner.backend.close is not None:
-            await asyncio.to_thread(learner.backend.policy.run.close)  # type: ignore[attr-defined]
-            await learner.backend.close()
+async def close_backend(backend: Backend) -> None:
+    "Let the backend finish what it computes, without blocking the loop, and give back its model."
+    await asyncio.to_thread(backend.policy.run.close)  # type: ignore[attr-defined]
+    if backend.close is not None:
+        await backend.close()
+
+
+async def give_back(lost: Memory) -> None:
+    "Forget a memory, and give back its models."
+    for backend in lost.forget():
+        await close_backend(backend)
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #2bb4be34
 def created_now() -> str:
@@ -658,14 +972,14 @@ def list_checkpoints(trainer: EmulatedTrainer) -> list[dict[str, Any]]:
         meta = json.loads(page.read_text())
         if meta.get("trainer") == trainer.name:
             row = {"name": page.parent.name, "created": meta["created"], "kind": "TRAINING", "promotable": False}
-            rows.append(row | {"owner": page.parent.parent.name})
+            rows.append(row | {"owner": meta["owner"], "run": meta["run"]})
     for name in trainer.snapshots.names():
         meta = trainer.snapshots.meta(name)
-        if meta.get("trainer") == trainer.name:
+        if meta.get("trainer") == trainer.name and not meta.get("unnamed"):
             kind = "INFERENCE_DELTA" if meta["checkpoint_type"] == "delta" else "INFERENCE_BASE"
             kind = "LORA" if meta["lora_rank"] else kind
             row = {"name": name, "created": meta["created"], "kind": kind, "promotable": kind != "INFERENCE_DELTA"}
-            rows.append(row | {"owner": meta["owner"]})
+            rows.append(row | {"owner": meta["owner"], "run": meta["run"]})
     return sorted(rows, key=lambda row: row["created"])
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #243e5b4b
@@ -677,7 +991,8 @@ class Call:
     memory: Memory
     body: Mapping[str, Any]
     digest: str  # of the body
-    batch: Batch | None = None  # what forward and forward_backward carry
+    batch: Batch | RLNotebookError | None = None  # what forward and forward_backward carry, or what is wrong with it
+    params: Mapping[str, str] = field(default_factory=dict)  # parts of the path
 
     def learner(self) -> Learner:
         "The model that the request is for; raises `Refusal`."
@@ -728,11 +1043,10 @@ def open_learner(call: Call, model_id: str, base_model: str, lora: Mapping[str, 
     if not (lora.get("train_mlp", True) and lora.get("train_attn", True)) and lora.get("rank"):
         raise BackendError("lora_config", got="only some layers", expected="train_mlp and train_attn")
     trainer, tinker, rank = call.trainer, speaks_tinker(call), int(lora.get("rank") or 0)
-    with trainer.opening:
-        backend = trainer.models.open(base_model, rank, float(lora.get("alpha") or 32), int(lora.get("seed") or 0))
+    backend = trainer.models.open(base_model, rank, float(lora.get("alpha") or 32), int(lora.get("seed") or 0))
     owner = model_id if tinker else trainer.name
     order = InOrder(model_id, trainer.patience_s)
-    return Learner(model_id, base_model, rank, backend, order, owner, tinker, dict(call.body))
+    return Learner(model_id, base_model, rank, backend, order, owner, tinker, created_now())
 
 
 def create_model(call: Call) -> Promise:
@@ -753,9 +1067,10 @@ def create_model(call: Call) -> Promise:
 def forward_backward(call: Call) -> Promise:
     "Score a batch, and accumulate its gradient unless only a forward was asked for."
     learner, batch = call.learner(), call.batch
-    assert batch is not None
 
     async def work() -> Passed:
+        if not isinstance(batch, Batch):
+            raise batch or DatumError("data", got="nothing")
         if call.trainer.forward_only and not batch.forward_only:
             raise BackendError("forward_backward", got="a forward-only trainer", expected="forward")
         return await learner.run(run_pass, learner, batch)
@@ -801,48 +1116,170 @@ def save_weights(call: Call) -> Promise:
 
 def load_weights(call: Call) -> Promise:
     "Go back to a state."
+    if call.body.get("model_id") is None:
+        return create_from_state(call)
     learner = call.learner()
 
     async def work() -> dict[str, Any]:
         owner, name = state_place(call.body["path"], learner.owner)
         place = call.trainer.states / owner / name
-        await learner.run(load_state_at, learner, place, bool(call.body["optimizer"]))
+        await learner.run(load_state_at, learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
         return {"type": "load_weights", "path": call.body["path"], "model_id": learner.model_id}
 
     return call.in_turn(work)
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #bcf87f66
-def save_weights_for_sampler(call: Call) -> Promise:
-    "Save a snapshot that a sampler can serve."
-    learner = call.learner()
+def create_from_state(call: Call) -> Promise:
+    "A new model from a state, as Tinker's newer clients ask for it; its adapter's rank is that of the state."
+    call.session()
+    model_id = f"{call.body['session_id']}:train:{call.body['model_seq_id']}"
 
     async def work() -> dict[str, Any]:
-        name = check_name(call.body["path"], label=not learner.tinker)
-        page = snapshot_page(learner, call.body.get("checkpoint_type"))
+        place = call.trainer.states.joinpath(*state_place(call.body["path"], call.trainer.name))
+        lora = {"rank": state_page(place)["lora_rank"]}
+        base_model = call.body.get("base_model") or state_page(place)["base_model"]
+        learner = await asyncio.to_thread(open_learner, call, model_id, base_model, lora)
+        args = (learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
+        await learner.run(load_state_at, *args)
+        call.memory.learners[model_id] = learner
+        return {"type": "load_weights", "path": call.body["path"], "model_id": model_id}
+
+    return call.memory.start(f"{model_id}:create", call.digest, work, model_id=model_id)
+
+
+def weights_info(call: Call) -> dict[str, Any]:
+    "What must be known to make a model for a state."
+    try:
+        page = state_page(call.trainer.states.joinpath(*state_place(call.body["tinker_path"], call.trainer.name)))
+    except BackendError as reason:
+        raise Refusal(404, str(reason)) from reason
+    rank = page["lora_rank"]
+    return {"base_model": page["base_model"], "is_lora": rank > 0, "lora_rank": rank or None}
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #e540cc2c
+def save_weights_for_sampler(call: Call) -> Promise:
+    "Save a snapshot that a sampler can serve."
+    learner, path = call.learner(), call.body.get("path")
+
+    async def work() -> dict[str, Any]:
+        page = page_of(call, learner) | snapshot_page(learner, call.body.get("checkpoint_type"))
         tensors = await learner.run(snapshot_weights, learner, page["checkpoint_type"])
-        stored = f"{folder_name(learner.owner)}.{name}" if learner.tinker else name
-        await learner.run(call.trainer.snapshots.save, stored, tensors, page_of(call, learner) | page)
-        learner.snapshot = stored
-        path = f"tinker://{learner.owner}/sampler_weights/{name}" if learner.tinker else name
-        return {"type": "save_weights_for_sampler", "path": path}
+        stored = stored_name(call, learner)
+        await learner.run(call.trainer.snapshots.save, stored, tensors, page | {"unnamed": path is None})
+        learner.snapshot, revisions = stored, call.memory.shelf.revisions
+        revisions[stored] = revisions.get(stored, 0) + 1
+        if path is None:
+            return {"type": "save_weights_for_sampler", "sampling_session_id": new_sampler(call, learner, stored)}
+        spelled_path = f"tinker://{learner.owner}/sampler_weights/{path}" if learner.tinker else path
+        return {"type": "save_weights_for_sampler", "path": spelled_path}
 
     return call.in_turn(work)
 
 
+def stored_name(call: Call, learner: Learner) -> str:
+    "Under which name a snapshot is stored; raises `BackendError`."
+    if call.body.get("path") is not None:
+        name = check_name(call.body["path"], label=not learner.tinker)
+        return f"{folder_name(learner.owner)}.{name}" if learner.tinker else name
+    last = "inflight" if call.body.get("kind") == "inflight" else f"unnamed-{call.body.get('sampling_session_seq_id')}"
+    return f"{folder_name(learner.owner)}.{last}"
+
+
+def new_sampler(call: Call, learner: Learner, stored: str) -> str:
+    "A sampling session for an unnamed snapshot; the oldest of them are deleted."
+    sampler_id = f"{learner.model_id}:sample:{call.body.get('sampling_session_seq_id')}"
+    call.memory.samplers[sampler_id] = Sampling(learner.base_model, stored)
+    learner.unnamed = [name for name in learner.unnamed if name != stored] + [stored]
+    while len(learner.unnamed) > KEPT_UNNAMED:
+        call.trainer.snapshots.delete(learner.unnamed.pop(0))
+    return sampler_id
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #f687bdeb
+def create_sampling_session(call: Call) -> dict[str, Any]:
+    "A sampling session for a snapshot, or for the base model."
+    call.session()
+    path, base_model, stored = call.body.get("model_path"), call.body.get("base_model"), ""
+    if path is not None:
+        stored = snapshot_of(path)
+        if stored not in call.trainer.snapshots.names():
+            raise Refusal(404, "model_path", got=repr(path), expected="a path that save_weights_for_sampler returned")
+        base_model = call.trainer.snapshots.meta(stored)["base_model"]
+    if base_model is None:
+        raise Refusal(422, "create_sampling_session", got="neither", expected="model_path or base_model")
+    sampler_id = f"{call.body['session_id']}:sample:{call.body['sampling_session_seq_id']}"
+    call.memory.samplers[sampler_id] = Sampling(base_model, stored, path)
+    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+
+def snapshot_of(path: str) -> str:
+    "The stored name of a snapshot's path; raises `BackendError`."
+    parts = path.removeprefix("tinker://").split("/")
+    if len(parts) != 3 or parts[1] != "sampler_weights":
+        raise BackendError("model_path", got=repr(path), expected="tinker://run/sampler_weights/name")
+    return f"{folder_name(parts[0])}.{check_name(parts[2])}"
+
+
+def get_sampler(call: Call) -> dict[str, Any]:
+    "What a sampling session samples from."
+    sampler_id = call.params["sampler_id"]
+    if sampler_id not in call.memory.samplers:
+        raise Refusal(404, "sampler", got=repr(sampler_id), expected="one that create_sampling_session returned")
+    sampling = call.memory.samplers[sampler_id]
+    return {"sampler_id": sampler_id, "base_model": sampling.base_model, "model_path": sampling.path}
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #36571902
+def asample(call: Call) -> Promise:
+    "Draw completions in a sampling session."
+    sampler_id = call.body.get("sampling_session_id")
+    if sampler_id not in call.memory.samplers:
+        raise Refusal(
+            404, "sampling session", got=repr(sampler_id), expected="one of this service since it was started"
+        )
+    shelf, number = call.memory.shelf, call.body.get("seq_id")
+
+    async def work() -> Drawn:
+        prompt = json_tokens(call.body["prompt"], "prompt")
+        serving = await shelf.take(call.trainer.models, call.trainer.snapshots, call.memory.samplers[sampler_id])
+        try:
+            return await draw_and_score(serving.backend.sampler, prompt, call.body)  # type: ignore[arg-type]
+        finally:
+            serving.users -= 1
+
+    request_id = f"{sampler_id}:{uuid.uuid4().hex if number is None else number}"
+    names = [f"{request_id}:{i}" for i in range(int(call.body.get("num_samples") or 1))]
+    return call.memory.start(request_id, call.digest, work, sample_sequence_ids=names)
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #6fcdbf13
 def unload_model(call: Call) -> Promise:
     "Give a model back; what was handed in before is done first."
+    request_id = f"{call.body.get('model_id')}:unload"
+    if request_id in call.memory.promises:
+        return call.memory.promises[request_id]
     learner = call.learner()
     del call.memory.learners[learner.model_id]
 
     async def work() -> dict[str, Any]:
         if learner.order.task is not None:
             await learner.order.task
-        await give_back([learner])
+        await close_backend(learner.backend)
         return {"type": "unload_model", "model_id": learner.model_id}
 
-    return call.memory.start(f"{learner.model_id}:unload", call.digest, work)
+    return call.memory.start(request_id, call.digest, work)
 
-# %% ../../nbs/26_backends.emulated_trainer.ipynb #e540cc2c
+
+def load_adapter(call: Call) -> Promise:
+    "Take the weights of an adapter that was saved for a sampler; the last part of the path is its name."
+    learner = call.learner()
+
+    async def work() -> dict[str, Any]:
+        name = str(call.body.get("adapter_path")).rsplit("/", 1)[-1]
+        tensors, _ = await asyncio.to_thread(call.trainer.snapshots.load, name)
+        await learner.run(take_weights, learner, tensors, name)
+        return {"type": "load_adapter", "model_id": learner.model_id, "adapter_path": call.body["adapter_path"]}
+
+    return call.in_turn(work)
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #3c0f5144
 def get_info(call: Call) -> dict[str, Any]:
     "What a model is."
     learner = call.learner()
@@ -860,7 +1297,52 @@ def capabilities(call: Call) -> dict[str, Any]:
     one = {"model_name": call.trainer.models.name, "max_context_length": limit, "trainable": True, "sampleable": True}
     return {"supported_models": [one]}
 
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #d172a2fd
+def list_names(call: Call) -> dict[str, Any]:
+    "Names of the states that this trainer saved (Fireworks)."
+    return {"checkpoints": sorted(row["name"] for row in call.trainer.checkpoints() if row["kind"] == "TRAINING")}
 
+
+def rest_checkpoints(call: Call) -> dict[str, Any]:
+    "What was saved, by one run or by all (Tinker)."
+    run, rows = call.params.get("run"), []
+    for row in call.trainer.checkpoints():
+        part = "weights" if row["kind"] == "TRAINING" else "sampler_weights"
+        name = row["name"].removeprefix(f"{row['owner']}.")
+        if run in (None, row["run"]):
+            about = {"checkpoint_id": f"{part}/{name}", "tinker_path": f"tinker://{row['run']}/{part}/{name}"}
+            kind = "training" if part == "weights" else "sampler"
+            rows.append(about | {"checkpoint_type": kind, "time": row["created"], "public": False})
+    return {"checkpoints": rows, "cursor": {"offset": 0, "limit": len(rows), "total_count": len(rows)}}
+
+
+def delete_checkpoint(call: Call) -> dict[str, Any]:
+    "Remove a state or a snapshot of a run (Tinker)."
+    run, (part, _, name) = folder_name(call.params["run"]), call.params["checkpoint"].partition("/")
+    folder = call.trainer.states / run if part == "weights" else call.trainer.snapshots.folder
+    stored = check_name(name if part == "weights" else f"{run}.{name}")
+    if part not in ("weights", "sampler_weights") or not (folder / stored / "state.json").is_file():
+        raise Refusal(404, "checkpoint", got=repr(call.params["checkpoint"]), expected="one that is listed")
+    shutil.rmtree(folder / stored)
+    return {}
+
+
+def training_run(call: Call, run: str) -> dict[str, Any]:
+    "A run: the model of a session (Tinker)."
+    if run not in call.memory.learners:
+        raise Refusal(404, "training run", got=repr(run), expected=f"one of {sorted(call.memory.learners)}")
+    learner = call.memory.learners[run]
+    about = {"training_run_id": run, "base_model": learner.base_model, "model_owner": "local"}
+    rank = learner.lora_rank
+    return about | {"is_lora": rank > 0, "lora_rank": rank or None, "last_request_time": learner.created}
+
+
+def training_runs(call: Call) -> dict[str, Any]:
+    "The runs of now (Tinker)."
+    runs = [training_run(call, run) for run in call.memory.learners]
+    return {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #8f8406f7
 POSTS: dict[str, Endpoint] = {
     "create_session": create_session,
     "session_heartbeat": session_heartbeat,
@@ -876,58 +1358,115 @@ POSTS: dict[str, Endpoint] = {
     "load_weights": load_weights,
     "save_weights_for_sampler": save_weights_for_sampler,
     "unload_model": unload_model,
+    "load_adapter": load_adapter,
+    "weights_info": weights_info,
+    "create_sampling_session": create_sampling_session,
+    "asample": asample,
 }
 GETS: dict[str, Endpoint] = {
     "healthz": lambda call: {"status": "ok"},
     "get_server_capabilities": capabilities,
-    "list_checkpoints": lambda call: {
-        "checkpoints": sorted(r["name"] for r in call.trainer.checkpoints() if r["kind"] == "TRAINING")
-    },
+    "list_checkpoints": list_names,
+    "samplers/{sampler_id}": get_sampler,
+    "checkpoints": rest_checkpoints,
+    "training_runs": training_runs,
+    "training_runs/{run}": lambda call: training_run(call, call.params["run"]),
+    "training_runs/{run}/checkpoints": rest_checkpoints,
 }
+DELETES: dict[str, Endpoint] = {"training_runs/{run}/checkpoints/{checkpoint:path}": delete_checkpoint}
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #c024406f
 def starlette_parts() -> Any:
     "The web framework; raises `MissingExtra`."
     try:
-        from starlette import requests, responses, routing
+        from starlette import responses, routing
     except ImportError as reason:
         fix = "pip install 'rl-notebook[emulator]'"
         raise MissingExtra("the emulator", got="no starlette", fix=fix) from reason
-    return requests, responses, routing
+    return responses, routing
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: HttpRequest) -> bytes:
     "The body, unpacked; raises `Refusal` when it is too long or packed in a way that we do not know."
-    parts, size = [], 0
+    parts, size, packing = [], 0, request.headers.get("content-encoding", "identity")
     async for part in request.stream():
         size += len(part)
         if size > MAX_BODY:
             raise Refusal(413, "request", got=f"more than {MAX_BODY} bytes", fix="Send fewer datums at once.")
         parts.append(part)
-    return b"".join(parts)
+    body = b"".join(parts)
+    if packing == "zstd":
+        return unpack_zstd(body)
+    if packing != "identity":
+        raise Refusal(415, "Content-Encoding", got=repr(packing), expected="identity or zstd")
+    return body
+
+
+def unpack_zstd(body: bytes) -> bytes:
+    "The content of a zstd frame, up to the size limit; raises `Refusal`."
+    try:
+        import zstandard
+    except ImportError as reason:
+        raise Refusal(
+            415, "Content-Encoding", got="zstd without the package zstandard", expected="identity"
+        ) from reason
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            unpacked = reader.read(MAX_BODY + 1)
+    except zstandard.ZstdError as reason:
+        raise Refusal(400, "body", got=str(reason), expected="a zstd frame") from reason
+    if len(unpacked) > MAX_BODY:
+        raise Refusal(413, "request", got=f"more than {MAX_BODY} bytes unpacked", fix="Send fewer datums at once.")
+    return unpacked
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #601b0fc3
-async def read_call(trainer: EmulatedTrainer, request: Request, name: str) -> Call:
+def read_protobuf(raw: bytes) -> tuple[dict[str, Any], Any]:
+    "Body and message of a ForwardBackwardRequest; raises `Refusal`."
+    try:
+        message = messages()["ForwardBackwardRequest"].FromString(raw)
+    except ValueError as reason:
+        raise Refusal(400, "body", got=str(reason), expected="a ForwardBackwardRequest") from reason
+    return {"model_id": message.model_id, "seq_id": message.seq_id}, message
+
+
+async def read_call(trainer: EmulatedTrainer, request: HttpRequest, name: str) -> Call:
     "A request as a `Call`; raises `Refusal` for what cannot be read."
-    raw = await read_body(request) if request.method == "POST" else b""
+    raw = await read_body(request)
+    source: Any = None
+    if "application/x-protobuf" in request.headers.get("content-type", ""):
+        body, source = read_protobuf(raw)
+        raw = source.SerializeToString(deterministic=True)
+    else:
+        body = read_json(raw)
+    batch = None
+    if name in ("forward", "forward_backward"):
+        try:
+            batch = json_batch(body) if source is None else proto_batch(source)
+        except (KeyError, TypeError, ValueError) as reason:  # a wrong datum is the failure of its promise
+            known = isinstance(reason, RLNotebookError)
+            batch = reason if known else DatumError("data", got=f"{type(reason).__name__}: {reason}")
+    return Call(trainer, trainer.memory, body, hashlib.sha256(raw).hexdigest(), batch, request.path_params)
+
+
+def read_json(raw: bytes) -> dict[str, Any]:
+    "A JSON object; raises `Refusal`."
     try:
         body = json.loads(raw) if raw else {}
     except ValueError as reason:
-        raise Refusal(422, "body", where=name, got=str(reason), expected="JSON") from reason
+        raise Refusal(422, "body", got=str(reason), expected="JSON") from reason
     if not isinstance(body, dict):
-        raise Refusal(422, "body", where=name, got=type(body).__name__, expected="an object")
-    batch = json_batch(body) if name in ("forward", "forward_backward") else None
-    return Call(trainer, trainer.memory, body, hashlib.sha256(raw).hexdigest(), batch)
+        raise Refusal(422, "body", got=type(body).__name__, expected="an object")
+    return body
 
-
-async def answer(trainer: EmulatedTrainer, request: Request, name: str, endpoint: Endpoint) -> tuple[int, dict]:
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #09fb35f6
+async def answer(trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint) -> tuple[int, dict]:
     "Status and body of the answer."
     try:
         call = await read_call(trainer, request, name)
         result = endpoint(call)
         if isinstance(result, Promise):
-            known = {"model_id": call.body["model_id"]} if "model_id" in call.body else {}
-            return 200, {"request_id": result.request_id, **known}
+            known = {"model_id": call.body["model_id"]} if call.body.get("model_id") else {}
+            return 200, {"request_id": result.request_id, **known, **result.reply}
         return 200, result
     except Refusal as reason:
         return reason.status, {"detail": str(reason)}
@@ -936,13 +1475,14 @@ async def answer(trainer: EmulatedTrainer, request: Request, name: str, endpoint
     except (KeyError, TypeError, AttributeError, ValueError) as reason:
         return 422, {"detail": f"{name}: {type(reason).__name__}: {reason}"}
 
-# %% ../../nbs/26_backends.emulated_trainer.ipynb #09fb35f6
-async def retrieve_future(trainer: EmulatedTrainer, request: Request) -> tuple[int, Any]:
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #9ae697d3
+async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> tuple[int, Any]:
     "The result of a promise; after `poll_s` without one, the request to ask again."
-    memory, body = trainer.memory, json.loads(await read_body(request))
-    promise = memory.promises.get(body.get("request_id"))
+    body = read_json(await read_body(request))
+    promise = trainer.memory.promises.get(str(body.get("request_id")))
     if promise is None:
-        return 404, {"detail": f"no request {body.get('request_id')!r} since the service was started"}
+        got = repr(body.get("request_id"))
+        raise Refusal(404, "request", got=got, expected="one that was handed in since the service was started")
     try:
         await asyncio.wait_for(promise.done.wait(), trainer.poll_s)
     except TimeoutError:
@@ -950,34 +1490,56 @@ async def retrieve_future(trainer: EmulatedTrainer, request: Request) -> tuple[i
         odd = request.headers.get("x-tinker-request-iteration", "0")[-1:] in "13579"
         return (408 if odd else 200), again
     if promise.lost:
-        return 404, {"detail": f"the service was restarted before {promise.request_id!r} was done"}
+        raise Refusal(404, "request", got=repr(promise.request_id), expected="no restart of the service before its end")
+    size = result_size(promise.result)
+    if body.get("allow_metadata_only") and size > trainer.inline_bytes:
+        about = {"status": "complete_metadata", "request_id": promise.request_id}
+        return 200, about | {"response_payload_size": size}
     return 200, promise.result
 
-# %% ../../nbs/26_backends.emulated_trainer.ipynb #9ae697d3
+
+def result_size(result: Any) -> int:
+    "About how many bytes a result takes."
+    if isinstance(result, Passed):
+        return 4 * sum(map(len, result.logprobs))
+    return 8 * sum(len(c.tokens) for c in result.completions) if isinstance(result, Drawn) else 0
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #f133aca4
 def trainer_routes(trainer: EmulatedTrainer) -> list[Route]:
-    "Every endpoint as a route below /api/v1."
-    _, responses, routing = starlette_parts()
-    reply = lambda status, body: responses.JSONResponse(body, status)
+    "Every endpoint as a route below /api/v1; raises `MissingExtra`."
+    responses, routing = starlette_parts()
+    reply = lambda status, result, accept="": responses.Response(
+        (pair := spelled(result, accept))[0], status, media_type=pair[1]
+    )
 
-    def posted(name: str, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-        async def handle(request: Request) -> Response:
-            memory, key = trainer.memory, (name, request.headers.get("x-idempotency-key", ""))
-            memory.loop = asyncio.get_running_loop()
-            task = memory.answers.get(key)
-            if task is None:
-                task = asyncio.ensure_future(answer(trainer, request, name, endpoint))
-                if key[1]:
-                    memory.answers[key] = task
-                    for old in list(memory.answers)[:-4096]:
-                        del memory.answers[old]
-            return reply(*await asyncio.shield(task))
+    def route(name: str, endpoint: Endpoint, method: str) -> Route:
+        async def handle(request: HttpRequest) -> Response:
+            return reply(*await once(trainer, request, name, endpoint))
 
-        return handle
+        return routing.Route(f"/api/v1/{name}", handle, methods=[method])
 
-    async def fetched(request: Request) -> Response:
-        status, result = await retrieve_future(trainer, request)
-        return reply(status, json_result(result))
+    async def fetch(request: HttpRequest) -> Response:
+        try:
+            return reply(*await retrieve_future(trainer, request), request.headers.get("accept", ""))
+        except Refusal as reason:
+            return reply(reason.status, {"detail": str(reason)})
 
-    routes = [routing.Route(f"/api/v1/{n}", posted(n, fn), methods=["POST"]) for n, fn in POSTS.items()]
-    routes += [routing.Route(f"/api/v1/{n}", posted(n, fn), methods=["GET"]) for n, fn in GETS.items()]
-    return [*routes, routing.Route("/api/v1/retrieve_future", fetched, methods=["POST"])]
+    routes = [route(name, fn, "POST") for name, fn in POSTS.items()]
+    routes += [route(name, fn, "GET") for name, fn in GETS.items()]
+    routes += [route(name, fn, "DELETE") for name, fn in DELETES.items()]
+    return [*routes, routing.Route("/api/v1/retrieve_future", fetch, methods=["POST"])]
+
+
+async def once(
+    trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint
+) -> tuple[int, dict[str, Any]]:
+    "The answer; a POST whose idempotency key was seen before gets the answer that it got before."
+    memory, key = trainer.memory, (name, request.headers.get("x-idempotency-key", ""))
+    memory.loop = asyncio.get_running_loop()
+    if request.method != "POST" or not key[1]:
+        return await answer(trainer, request, name, endpoint)
+    if key not in memory.answers:
+        memory.answers[key] = asyncio.ensure_future(answer(trainer, request, name, endpoint))
+        for old in list(memory.answers)[:-KEPT_ANSWERS]:
+            del memory.answers[old]
+    return await asyncio.shield(memory.answers[key])
