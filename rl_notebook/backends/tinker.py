@@ -5,32 +5,61 @@
 # %% ../../nbs/24_backends.tinker.ipynb #f7fc1f68
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import html
 import itertools
+import logging
+import math
+import os
 import re
 import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
+import httpx
 import numpy as np
+import pandas as pd
 import torch
 
-from .base import GradNormalization, LossFn, Meter
+from ..align import target_from_token
+from .base import Backend, Capabilities, GradNormalization, LossFn, Meter
 from .engine import check_length, check_tokens
 from .local import Versions, Worker, check_slopes, slope_of
-from ..core import AdamParams, BackendError, Datum, Logprobs, LossOutput, RLNotebookError
+from .openai import Secret, key_from_env, request_seed
+from rl_notebook.core import (
+    AdamParams,
+    BackendError,
+    Completion,
+    Datum,
+    Logprobs,
+    LossOutput,
+    MissingExtra,
+    RLNotebookError,
+    SampleParams,
+)
+from ..toy import load_model
 
 # %% auto #0
-__all__ = ['COUNTED', 'REFUSED', 'Sdk', 'sdk_datum', 'loss_weights', 'Coverage', 'read_logprobs', 'causes', 'status_of',
-           'category_of', 'is_lost', 'Link', 'fresh_client', 'attempt', 'unleaked', 'result_of', 'Pass', 'Update',
-           'Journal', 'send_update', 'measured', 'label_of', 'state_name', 'version_in', 'sent_for_scoring', 'stamped',
-           'check_datums', 'Limits', 'ServiceReference', 'score_remotely', 'save_for_sampler', 'load_into', 'Ways',
-           'ServiceTrainer', 'brought_up', 'loss_here', 'keep_pass', 'loss_and_keep', 'take_step', 'keep_journal_short',
-           'save_remotely', 'load_remotely', 'snapshot_remotely']
+__all__ = ['COUNTED', 'REFUSED', 'NOTICE', 'LOSSES', 'EPSILON', 'Sdk', 'sdk_datum', 'loss_weights', 'Coverage', 'read_logprobs',
+           'causes', 'status_of', 'category_of', 'is_lost', 'Link', 'fresh_client', 'Tries', 'attempt', 'unleaked',
+           'result_of', 'Pass', 'Update', 'Journal', 'send_update', 'forward_gap', 'measured', 'label_of', 'state_name',
+           'version_in', 'sent_for_scoring', 'stamped', 'check_datums', 'Limits', 'ServiceReference', 'score_remotely',
+           'save_for_sampler', 'load_into', 'Ways', 'ServiceTrainer', 'brought_up', 'loss_here', 'keep_pass',
+           'loss_and_keep', 'take_step', 'keep_journal_short', 'save_remotely', 'load_remotely', 'snapshot_remotely',
+           'tinker_sdk', 'hush_deprecations', 'not_the_notice', 'Session', 'made', 'as_future', 'end_session',
+           'check_reachable', 'unload', 'load_or_remake', 'Broom', 'TinkerSampler', 'ask', 'draw', 'prefilled',
+           'shifted', 'stops', 'completion', 'publish', 'TinkerSync', 'Finding', 'Findings', 'toy_tokens', 'toy_datum',
+           'loss_request', 'probe_losses', 'probe_prompt_positions', 'probe_server_side_loss', 'probe_prefill',
+           'probe_seed', 'probe_temperature', 'known_length', 'probe', 'Moved', 'nudge', 'visible_step', 'check_shift',
+           'check_prefix', 'check_mask', 'check_gradient', 'check_states', 'check_conformance', 'TinkerBackend',
+           'open_tokenizer', 'open_tinker', 'training_client', 'ways_of', 'acquaint', 'close_tinker', 'end_rest']
 
 # %% ../../nbs/24_backends.tinker.ipynb #6de9c042
 @dataclass(frozen=True)
@@ -191,27 +220,47 @@ def fresh_client(link: Link, why: str) -> Any:
     return client
 
 
+class Tries:
+    "The attempts of one call: when to stop, and what to say then."
+
+    def __init__(self, link: Link):
+        self.link, self.seen, self.why = link, dict[int | None, int](), ""
+        self.cause: BaseException | None = None
+
+    def failed(self, error: BaseException, client: Any = None) -> None:
+        "Take note of an error; raises `BackendError` if it will not go away."
+        link, status = self.link, status_of(error)
+        self.why, self.cause = link.text(error), unleaked(link, error)
+        if category_of(error) != "user" and (client is None or link.client is client):
+            link.drop()
+        self.seen[status] = self.seen.get(status, 0) + 1
+        if not is_lost(error) or (status == 404 and self.seen[404] > 1):
+            raise BackendError(f"{link.sdk.name} refused", got=self.why) from self.cause
+
+    def over(self) -> BackendError:
+        "The error after the last attempt."
+        link, fix = self.link, "Is the service up? Call again: nothing that was finished is lost."
+        got = "a call while the backend was being closed" if link.closing.is_set() else self.why
+        error = BackendError(
+            f"{link.sdk.name} is lost", got=got, expected=f"an answer within {link.attempts} attempts", fix=fix
+        )
+        error.__cause__ = self.cause
+        return error
+
+# %% ../../nbs/24_backends.tinker.ipynb #2b80f866
 def attempt(link: Link, fn: Callable[[Any], Any]) -> Any:
     "A call with a few attempts; raises `BackendError`."
-    why, cause, seen = "", None, dict[int | None, int]()
+    tries = Tries(link)
     for k in range(link.attempts):
         if k and link.closing.wait(link.pause_s * 2 ** (k - 1)):
             break
         try:
-            return fn(fresh_client(link, why))
+            return fn(fresh_client(link, tries.why))
         except RLNotebookError:
             raise
         except link.caught as error:
-            why, status = link.text(error), status_of(error)
-            link.drop() if category_of(error) != "user" else None
-            seen[status] = seen.get(status, 0) + 1
-            cause = unleaked(link, error)
-            if not is_lost(error) or (status == 404 and seen[404] > 1):
-                raise BackendError(f"{link.sdk.name} refused", got=why) from cause
-    fix = "Is the service up? Call again: nothing is lost that was not told here."
-    got = "a call while the backend was being closed" if link.closing.is_set() else why
-    expected = f"an answer within {link.attempts} attempts"
-    raise BackendError(f"{link.sdk.name} is lost", got=got, expected=expected, fix=fix) from cause
+            tries.failed(error)
+    raise tries.over()
 
 
 def unleaked(link: Link, error: BaseException) -> BaseException | None:
@@ -241,6 +290,7 @@ class Pass:
 
     datums: tuple[Datum, ...]
     slopes: tuple[np.ndarray, ...]  # (N-1,) each
+    logprobs: tuple[np.ndarray, ...] | None = None  # (N-1,) each, on which the slopes were computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +321,7 @@ class Journal:
         self.base, self.optimizer, self.updates = path, optimizer, []
 
 # %% ../../nbs/24_backends.tinker.ipynb #d830b910
-def send_update(link: Link, client: Any, update: Update, meter: Meter | None = None) -> dict[str, float]:
+def send_update(link: Link, client: Any, update: Update, meter: Meter) -> dict[str, float]:
     "Passes and step of one update; returns what the service measured, in our names."
     sdk, name = link.sdk, update.normalization
     divided_by = 1 if sdk.divides else max(1, update.counts[name])
@@ -290,12 +340,20 @@ def send_update(link: Link, client: Any, update: Update, meter: Meter | None = N
         grad_clip_norm=a.grad_clip_norm,
     )
     step = client.optim_step(adam, grad_accumulation_normalization=name) if sdk.divides else client.optim_step(adam)
-    for future in waiting:
-        result_of(link, future)
+    gaps = [forward_gap(result_of(link, future), p) for future, p in zip(waiting, update.passes, strict=True)]
     metrics = measured(result_of(link, step))
-    if meter is not None:
-        meter.datums_trained += update.counts["num_sequences"]
-    return metrics
+    meter.datums_trained += update.counts["num_sequences"]
+    known = [gap for gap in gaps if gap is not None]
+    return metrics | ({"forward_gap": max(known)} if known else {})
+
+
+def forward_gap(output: Any, sent: Pass) -> float | None:  # nats; None = nothing to compare with
+    "Largest difference between the logprobs that a loss was computed on and those of its backward pass."
+    if sent.logprobs is None:
+        return None
+    again = read_logprobs(output, sent.datums, Coverage())
+    pairs = [(a[d.active], b[d.active]) for a, b, d in zip(again, sent.logprobs, sent.datums, strict=True)]
+    return max((float(np.abs(a - b).max(initial=0.0)) for a, b in pairs), default=None)
 
 # %% ../../nbs/24_backends.tinker.ipynb #90266846
 def measured(answer: Any) -> dict[str, float]:
@@ -499,18 +557,21 @@ def loss_here(trainer: ServiceTrainer, datums: list[Datum], loss_fn: LossFn) -> 
     return loss, metrics, values, slopes
 
 
-def keep_pass(trainer: ServiceTrainer, datums: list[Datum], slopes: list[np.ndarray]) -> None:
+def keep_pass(
+    trainer: ServiceTrainer, datums: list[Datum], slopes: list[np.ndarray], logprobs: list[np.ndarray] | None = None
+) -> None:
     "Check a backward pass and keep it for the step."
     check_datums(datums, trainer.limits.vocab_size, trainer.limits.max_seq_len)
     scoring: Any = trainer.limits.coverage
     check_slopes(scoring, datums, slopes)
-    trainer.pending.append(Pass(tuple(datums), tuple(np.array(s, dtype=np.float64) for s in slopes)))
+    kept = tuple(np.array(s, dtype=np.float64) for s in slopes)
+    trainer.pending.append(Pass(tuple(datums), kept, None if logprobs is None else tuple(logprobs)))
 
 
 def loss_and_keep(trainer: ServiceTrainer, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
     "`loss_here`, then `keep_pass` of its slopes."
     result = loss_here(trainer, datums, loss_fn)
-    keep_pass(trainer, datums, result[-1])
+    keep_pass(trainer, datums, result[3], result[2])
     return result
 
 # %% ../../nbs/24_backends.tinker.ipynb #486af40b
@@ -589,3 +650,740 @@ def snapshot_remotely(trainer: ServiceTrainer, name: str) -> str:
     path = trainer.link.call(lambda client: trainer.ways.snapshot(trainer.link, client, make()))
     trainer.snapshots.append(path)
     return path
+
+# %% ../../nbs/24_backends.tinker.ipynb #1c51d143
+def tinker_sdk() -> tuple[Any, Sdk]:
+    "The package and its classes; raises `MissingExtra`."
+    try:
+        import tinker
+    except ImportError as reason:
+        raise MissingExtra("the Tinker backend", got="no tinker", fix="pip install 'rl-notebook[tinker]'") from reason
+    hush_deprecations()
+    classes = (tinker.Datum, tinker.ModelInput, tinker.TensorData, tinker.AdamParams)
+    return tinker, Sdk("tinker", *classes, errors=(tinker.TinkerError,), version=tinker.__version__)
+
+
+NOTICE = "DEPRECATED: TrainingClient.load_state"
+
+
+def hush_deprecations() -> None:
+    "Do not show the SDK's notice about `load_state`: without the call, a client from the state is used."
+    warnings.filterwarnings("ignore", message=NOTICE, category=FutureWarning)
+    logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
+    if not any(getattr(f, "__name__", "") == "not_the_notice" for f in logger.filters):
+        logger.addFilter(not_the_notice)
+
+
+def not_the_notice(record: logging.LogRecord) -> bool:
+    "Whether a line of the SDK's log is anything but that notice."
+    return NOTICE not in str(record.msg)
+
+# %% ../../nbs/24_backends.tinker.ipynb #66073765
+class Session:
+    "The SDK's service client, made again when its session is lost."
+
+    def __init__(self, base_url: str | None, key: Secret):
+        self.package, self.sdk = tinker_sdk()
+        self.base_url, self.key = base_url, key
+        self.lock, self.service = threading.Lock(), None
+        self.rest: Any = None
+
+    def get(self) -> Any:
+        "The service client."
+        with self.lock:
+            if self.service is None:
+                self.service = self.package.ServiceClient(base_url=self.base_url, api_key=self.key.reveal())
+            return self.service
+
+    def drop(self, stale: Any) -> None:
+        "Do not use a service client again."
+        with self.lock:
+            if self.service is stale:
+                self.service = None
+        end_session(stale, wait_s=0)
+
+    def make(self, fn: Callable[[Any], Any]) -> Any:
+        "`fn(service client)`, again in a new session if this one is lost."
+        service = self.get()
+        try:
+            return made(fn(service))
+        except (*self.sdk.errors, ValueError, RuntimeError, OSError, TimeoutError) as error:
+            if not is_lost(error):
+                raise
+        self.drop(service)
+        return made(fn(self.get()))
+
+    def rest_client(self) -> Any:
+        "What lists and deletes checkpoints."
+        if self.rest is None and hasattr(self.package, "RestClient"):
+            self.rest = self.package.RestClient(base_url=self.base_url, api_key=self.key.reveal())
+        return self.rest if self.rest is not None else self.get().create_rest_client()
+
+# %% ../../nbs/24_backends.tinker.ipynb #f9dbaf79
+def made(thing: Any) -> Any:
+    "What a call makes: newer SDKs hand out a future of it."
+    return thing.result() if hasattr(thing, "result") else thing
+
+
+def as_future(thing: Any) -> Any:
+    "The `concurrent.futures.Future` of an SDK's call."
+    return thing.future() if hasattr(thing, "future") else thing
+
+
+def end_session(service: Any, wait_s: float = 10.0) -> None:
+    "Finish a session and stop its heartbeat; what has gone already is no concern."
+    if service is None:
+        return
+    with contextlib.suppress(Exception):
+        if hasattr(service, "close"):
+            service.close("success").result(timeout=wait_s)
+        else:
+            service.holder.close()
+
+
+def check_reachable(base_url: str | None) -> None:
+    "Raises `BackendError` when nobody answers at an address."
+    if base_url is None:
+        return
+    try:
+        httpx.get(f"{base_url.rstrip('/')}/api/v1/healthz", timeout=10)
+    except httpx.HTTPError as error:
+        fix = "Start the service, or set base_url (or TINKER_BASE_URL) to where it is."
+        got, where = type(error).__name__, f"open_tinker({base_url!r})"
+        raise BackendError("the service", where=where, got=got, expected="an answer", fix=fix) from error
+
+# %% ../../nbs/24_backends.tinker.ipynb #c70177bc
+def unload(client: Any, wait_s: float = 10.0) -> None:
+    "Give back the memory of a model, where the SDK can say so."
+    with contextlib.suppress(Exception):
+        if hasattr(client, "unload_model"):
+            client.unload_model().result(timeout=wait_s)
+            return
+        from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
+        from tinker.types import UnloadModelRequest
+
+        async def ask() -> None:
+            with client.holder.aclient(ClientConnectionPoolType.TRAIN) as http:
+                await http.models.unload(request=UnloadModelRequest(model_id=client.model_id))
+
+        client.holder.run_coroutine_threadsafe(ask()).result(timeout=wait_s)
+
+
+def load_or_remake(session: Session, link: Link, client: Any, path: str, optimizer: bool) -> Any:
+    "Load a state into a client, or make a client from the state; returns the client to use."
+    name = "load_state_with_optimizer" if optimizer else "load_state"
+    if hasattr(client, name):
+        return load_into(link, client, path, optimizer)
+    maker = f"create_training_client_from_state{'_with_optimizer' if optimizer else ''}"
+    return session.make(lambda service: getattr(service, maker)(path))
+
+
+class Broom:
+    "Deletes states that were replaced, as long as the service lets it."
+
+    def __init__(self, session: Session):
+        self.session, self.able = session, True
+        self.swept, self.left = 0, 0
+
+    def __call__(self, path: str) -> None:
+        try:
+            if self.able:
+                as_future(self.session.rest_client().delete_checkpoint_from_tinker_path(path)).result(timeout=10)
+                self.swept += 1
+                return
+        except (*self.session.sdk.errors, ValueError, RuntimeError, OSError, TimeoutError):
+            self.able = False
+        self.left += 1
+
+# %% ../../nbs/24_backends.tinker.ipynb #0973c9e5
+class TinkerSampler:
+    "Completions and prompt logprobs from the weights of the last sync."
+
+    def __init__(
+        self,
+        session: Session,
+        base_model: str,
+        tokenizer: Any,
+        limits: Limits = Limits(),
+        meter: Meter | None = None,
+        **link: Any,  # `attempts`, `pause_s`, `timeout_s`, `say`, `secret` of the `Link`
+    ):
+        self.session, self.tokenizer, self.limits, self.meter = session, tokenizer, limits, meter or Meter()
+        self.options, self.lock = link, threading.Lock()
+        self.raw_always: bool | None = None  # whether logprobs ignore the temperature; None = not known
+        self.policy_version = 0
+        self.link = self.link_to(base_model=base_model)
+
+    def link_to(self, **weights: str) -> Link:
+        "A link to a sampling client for `base_model` or `model_path`."
+        connect = lambda: self.session.make(lambda service: service.create_sampling_client(**weights))
+        return Link(connect, self.session.sdk, **self.options)
+
+    def ready(self, link: Link, why: str = "") -> Any:
+        "The client of a link; only one thread makes it."
+        with self.lock:
+            return fresh_client(link, why)
+
+    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+        "`params.n` completions of one prompt, from the weights of the last sync."
+        prompt = check_tokens(prompt_tokens, self.limits.vocab_size or 2**31, "prompt")
+        check_length(len(prompt), params.max_tokens, self.limits.max_seq_len, "prompt")
+        link, version = self.link, self.policy_version
+        seeds = [None] if params.seed is None else [request_seed(params.seed, i) for i in range(params.n)]
+        each = params.n if params.seed is None else 1
+        answers = await asyncio.gather(*(draw(self, link, prompt, params, each, seed) for seed in seeds))
+        sequences = [s for answer in answers for s in answer.sequences]
+        if len(sequences) != params.n:
+            raise BackendError("completions", got=len(sequences), expected=f"{params.n}, as asked")
+        return list(await asyncio.gather(*(completion(self, link, prompt, params, s, version) for s in sequences)))
+
+    async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
+        "Raw logprobs of given tokens (N-1,), from the weights of the last sync."
+        if len(check_tokens(tokens, self.limits.vocab_size or 2**31, "tokens")) < 2:
+            raise BackendError("tokens", got=1, expected="at least 2", fix="The first token has no logprob.")
+        check_length(len(tokens), 0, self.limits.max_seq_len, "tokens")
+        version = self.policy_version
+        values = await prefilled(self, self.link, [int(t) for t in tokens])
+        return Logprobs(values, source="sampler", policy_version=version, dtype=self.limits.dtype)
+
+# %% ../../nbs/24_backends.tinker.ipynb #9b666b1a
+async def ask(sampler: TinkerSampler, link: Link, request: Callable[[Any], Any]) -> Any:
+    "The answer to `request(client)`; again with a fresh client if it was lost. Raises `BackendError`."
+    tries, client = Tries(link), None
+    for k in range(link.attempts):
+        if link.closing.is_set():
+            raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
+        if k:
+            await asyncio.sleep(link.pause_s * 2 ** (k - 1))
+        try:
+            client = link.client or await asyncio.to_thread(sampler.ready, link, tries.why)
+            return await asyncio.wait_for(asyncio.wrap_future(as_future(request(client))), link.timeout_s)
+        except RLNotebookError:
+            raise
+        except link.caught as error:
+            tries.failed(error, client)
+    raise tries.over()
+
+
+async def draw(
+    sampler: TinkerSampler, link: Link, prompt: Sequence[int], params: SampleParams, n: int, seed: int | None
+) -> Any:
+    "One sampling request."
+    types, sdk = sampler.session.package.types, link.sdk
+    given = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p, "seed": seed}
+    asked = types.SamplingParams(**given, top_k=params.top_k or -1, stop=stops(params, sampler.tokenizer))
+    return await ask(sampler, link, lambda c: c.sample(sdk.ModelInput.from_ints(list(prompt)), n, asked))
+
+
+async def prefilled(sampler: TinkerSampler, link: Link, tokens: list[int]) -> np.ndarray:
+    "Raw logprobs of given tokens, target coordinates (N-1,)."
+    values = await ask(sampler, link, lambda c: c.compute_logprobs(link.sdk.ModelInput.from_ints(tokens)))
+    sampler.meter.datums_scored += 1
+    return shifted(values, len(tokens))
+
+# %% ../../nbs/24_backends.tinker.ipynb #9a1e7951
+def shifted(values: Any, num_tokens: int) -> np.ndarray:
+    "Prompt logprobs of a service as (N-1,) in target coordinates; raises `BackendError` or `AlignmentError`."
+    if values is None or len(values) == 0:
+        fix = "Score with the policy instead, or open another service."
+        raise BackendError("prompt logprobs", got="none", expected=f"{num_tokens} or {num_tokens - 1}", fix=fix)
+    series = np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+    if len(series) == num_tokens - 1:
+        return series
+    return np.array(target_from_token(series, num_tokens=num_tokens, where="prompt logprobs of the service"))
+
+
+def stops(params: SampleParams, tokenizer: Any) -> list[str] | list[int] | None:
+    "What ends a completion; None = the service's own end of text. Strings and ids do not go together."
+    if params.stop and params.stop_token_ids:
+        fix = "Give one of the two; a token's text will do as a string."
+        raise BackendError("stop", got="strings and token ids", expected="strings or token ids", fix=fix)
+    if params.stop:
+        return list(params.stop)
+    end = getattr(tokenizer, "eos_token_id", None)
+    return [*params.stop_token_ids, *([end] if end is not None else [])] if params.stop_token_ids else None
+
+# %% ../../nbs/24_backends.tinker.ipynb #581e5561
+async def completion(
+    sampler: TinkerSampler, link: Link, prompt: Sequence[int], params: SampleParams, sequence: Any, version: int
+) -> Completion:
+    "A sampled sequence as a `Completion`."
+    tokens = [int(t) for t in sequence.tokens]
+    sampler.meter.tokens_sampled += len(tokens)
+    raw = sampling = sequence.logprobs
+    if raw is None:
+        raise BackendError("logprobs of sampled tokens", got="none", expected="one per token")
+    if not params.draws_from_raw:
+        sampling = np.zeros(len(tokens)) if params.temperature == 0 else None
+        if not sampler.raw_always:
+            raw = (await prefilled(sampler, link, [*prompt, *tokens]))[len(prompt) - 1 :]
+    return Completion(
+        np.array(prompt),
+        np.array(tokens),
+        np.array(raw, dtype=np.float64),
+        None if sampling is None else np.array(sampling, dtype=np.float64),
+        text=sampler.tokenizer.decode(tokens, skip_special_tokens=True),
+        finish_reason=str(sequence.stop_reason),
+        policy_version=version,
+        params=params,
+    )
+
+# %% ../../nbs/24_backends.tinker.ipynb #8ef0eb30
+def publish(versions: Versions) -> int:
+    "Count a sync; returns the new policy version."
+    version = versions.upcoming
+    versions.current, versions.upcoming, versions.published = version, version + 1, True
+    return version
+
+
+class TinkerSync:
+    "Makes the sampler serve a snapshot."
+
+    def __init__(self, sampler: TinkerSampler, trainer: ServiceTrainer):
+        self.sampler, self.trainer = sampler, trainer
+
+    async def __call__(self, snapshot: str) -> int:
+        "Serve `snapshot`, a path on the service; returns the new policy version."
+        if "://" not in snapshot:
+            known = [path.rsplit("/", 1)[-1] for path in self.trainer.snapshots[-3:]] or "none yet"
+            fix = "save_weights_for_sampler makes one and returns its path."
+            raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=f"one of {known}", fix=fix)
+        sampler = self.sampler
+        link = sampler.link_to(model_path=snapshot)
+        await asyncio.to_thread(link.call, lambda client: None)
+        link.reconnects = sampler.link.reconnects
+        sampler.link, sampler.policy_version = link, publish(self.trainer.versions)
+        return sampler.policy_version
+
+# %% ../../nbs/24_backends.tinker.ipynb #c8e3b5e0
+@dataclass(frozen=True)
+class Finding:
+    "One thing that was tried on a service."
+
+    name: str
+    ok: bool | None  # None = cannot be told
+    got: str
+    expected: str = ""
+    meaning: str = ""  # for a run
+
+    @property
+    def mark(self) -> str:
+        "The verdict as a word."
+        return {True: "yes", False: "no", None: "?"}[self.ok]
+
+    @property
+    def sentence(self) -> str:
+        "For an error."
+        return f"{self.name}: got {self.got}; expected {self.expected}. {self.meaning}"
+
+
+class Findings(tuple[Finding, ...]):
+    "Rows that display as a table; `findings['seed']` is the one with that name."
+
+    title: str = ""
+
+    def __new__(cls, rows: Iterable[Finding], title: str = "") -> Findings:
+        self = super().__new__(cls, rows)
+        self.title = title
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return next(row for row in self if row.name == key)
+        return super().__getitem__(key)
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        "The rows that say no."
+        return tuple(row for row in self if row.ok is False)
+
+    def table(self) -> pd.DataFrame:
+        "One row per finding."
+        columns = {"name": "", "mark": "", "got": "", "expected": "", "meaning": ""}
+        return pd.DataFrame([{c: getattr(row, c) for c in columns} for row in self], columns=list(columns))
+
+    def __repr__(self) -> str:
+        wide = max((len(row.name) for row in self), default=0)
+        lines = [f"{row.mark:>3}  {row.name:<{wide}}  {row.got}" for row in self]
+        return "\n".join([self.title, *lines])
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self.title)}</p>{self.table().to_html(index=False, border=0)}"
+
+# %% ../../nbs/24_backends.tinker.ipynb #a22ba2d0
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+
+
+def toy_tokens(tokenizer: Any, count: int = 6) -> list[int]:
+    "A few ids that the model knows."
+    ids = [int(t) for t in tokenizer.encode("one two three four five six seven", add_special_tokens=False)]
+    return (ids * count)[:count]
+
+
+def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
+    "A datum that trains the last few positions; None = all of them."
+    weights = np.ones(len(tokens) - 1)
+    weights[: 0 if trained is None else -trained] = 0
+    return Datum(np.array(tokens), weights)
+
+
+def loss_request(sdk: Sdk, datum: Datum, logprobs: np.ndarray) -> Any:
+    "A datum with what every built-in loss of the dialect reads."
+    shape = [len(datum.weights)]
+    made = sdk_datum(sdk, datum, np.ones(shape[0]))
+    side = {"logprobs": logprobs, "advantages": np.ones(shape[0])}
+    tensors = {k: sdk.TensorData(data=[float(x) for x in v], dtype="float32", shape=shape) for k, v in side.items()}
+    targets = {"target_tokens": made.loss_fn_inputs["target_tokens"]}
+    return sdk.Datum(model_input=made.model_input, loss_fn_inputs=targets | tensors)
+
+
+def probe_losses(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
+    "Which of the dialect's losses a forward pass takes."
+    link, datum, known = trainer.link, toy_datum(tokens), []
+    for name in LOSSES:
+        zeros = np.zeros(len(datum.weights))
+        plain = sdk_datum(link.sdk, datum, datum.weights)
+        data = [plain if name == "cross_entropy" else loss_request(link.sdk, datum, zeros)]
+        with contextlib.suppress(BackendError):
+            link.call(lambda client, data=data, name=name: result_of(link, client.forward(data, name)))
+            known.append(name)
+    meaning = "Only cross_entropy is needed: other losses are computed here and sent as its weights."
+    return Finding("losses", "cross_entropy" in known, ", ".join(known) or "none", "cross_entropy", meaning)
+
+# %% ../../nbs/24_backends.tinker.ipynb #4dcd2c3e
+def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
+    "Whether the policy also scores positions of weight 0."
+    datum, link = toy_datum(tokens, 1), trainer.link
+    everywhere = Coverage(prompt_logprobs=True)
+
+    def scored(client: Any, weights: np.ndarray) -> np.ndarray:
+        output = result_of(link, client.forward([sdk_datum(link.sdk, datum, weights)], "cross_entropy"))
+        return read_logprobs(output, [datum], everywhere)[0]
+
+    asked, masked = (link.call(lambda c, w=w: scored(c, w)) for w in (np.ones(len(tokens) - 1), datum.weights))
+    gap = float(np.abs(asked - masked).max())
+    meaning = "prompt_logprobs=True is possible." if gap < 1e-3 else "Only positions of the loss are scored."
+    return Finding("policy scores weight 0", gap < 1e-3, f"a gap of {gap:.1g} nats", "the same logprobs", meaning)
+
+
+def probe_server_side_loss(service: Any) -> Finding:
+    "Whether the service offers to run a loss of ours."
+    config = getattr(getattr(service, "holder", None), "_client_config", None)
+    offered = bool(getattr(config, "custom_loss_server_side", False))
+    meaning = "Not needed: a loss runs here, and its slope is sent."
+    return Finding("custom loss on the server", offered, "offered" if offered else "not offered", meaning=meaning)
+
+# %% ../../nbs/24_backends.tinker.ipynb #6648a220
+async def probe_prefill(sampler: TinkerSampler, tokens: list[int]) -> tuple[Finding, Finding]:
+    "Prompt logprobs with their offset, and top-k prompt logprobs."
+    link, sdk = sampler.link, sampler.link.sdk
+    name, topk = "prompt logprobs", "top-k prompt logprobs"
+    try:
+        values = await ask(sampler, link, lambda c: c.compute_logprobs(sdk.ModelInput.from_ints(tokens)))
+        count = 0 if values is None else len(values)
+        layout = {0: "none", len(tokens): "one per token, the first undefined", len(tokens) - 1: "none for the first"}
+        got, ok = layout.get(count, f"{count} values for {len(tokens)} tokens"), count in (len(tokens), len(tokens) - 1)
+        first = Finding(name, ok, got, "a logprob per token", "Without them sampler.logprobs() raises.")
+    except BackendError as error:
+        first = Finding(name, False, str(error), "a logprob per token", "sampler.logprobs() raises.")
+    try:
+        asked = sampler.session.package.types.SamplingParams(max_tokens=1)
+        request = lambda c: c.sample(sdk.ModelInput.from_ints(tokens), 1, asked, True, 2)
+        rows = (await ask(sampler, link, request)).topk_prompt_logprobs
+        ok = bool(rows) and any(rows)
+        return first, Finding(topk, ok, "2 per position" if ok else "none", meaning="For looking; nothing needs them.")
+    except BackendError as error:
+        return first, Finding(topk, False, str(error), meaning="For looking; nothing needs them.")
+
+
+async def probe_seed(sampler: TinkerSampler, tokens: list[int]) -> Finding:
+    "Whether the same seed draws the same tokens."
+    params = SampleParams(n=2, max_tokens=8, seed=11)
+    drawn = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
+    same = drawn[0] == drawn[1]
+    meaning = "Runs repeat." if same else "Undo and resume draw other tokens than before."
+    return Finding("seed", same, "the same tokens twice" if same else "other tokens", "the same tokens", meaning)
+
+
+async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Finding:
+    "Whether logprobs of tokens drawn at another temperature are raw ones; the sampler remembers it."
+    link, name = sampler.link, "raw logprobs at any temperature"
+    try:
+        sequence = (await draw(sampler, link, tokens, SampleParams(max_tokens=6, temperature=0.5), 1, 5)).sequences[0]
+        drawn = [int(t) for t in sequence.tokens]
+        raw = (await prefilled(sampler, link, [*tokens, *drawn]))[len(tokens) - 1 :]
+        gap = float(np.abs(np.array(sequence.logprobs, dtype=np.float64) - raw).max())
+    except (BackendError, TypeError) as error:
+        return Finding(name, None, str(error), meaning="Sample at temperature 1.")
+    sampler.raw_always = gap < 0.02
+    meaning = "" if sampler.raw_always else "Completions at other temperatures are scored once more."
+    return Finding(name, sampler.raw_always, f"{gap:.1g} nats from the prompt logprobs", "less than 0.02", meaning)
+
+# %% ../../nbs/24_backends.tinker.ipynb #a4c4e060
+def known_length(session: Session, base_model: str) -> int | None:
+    "Longest sequence that the service says it takes; None if it does not say."
+    try:
+        rest = session.rest_client()
+        asked = rest if hasattr(rest, "get_server_capabilities") else session.get()
+        listed = made(asked.get_server_capabilities()).supported_models
+    except (*session.sdk.errors, ValueError, RuntimeError, OSError):
+        return None
+    lengths = {m.model_name: m.max_context_length for m in listed}
+    return lengths.get(base_model) or (next(iter(lengths.values())) if len(lengths) == 1 else None)
+
+
+async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Session, tokens: list[int]) -> Findings:
+    "What a service can do."
+    longest = sampler.limits.max_seq_len
+    rows = [await trainer.run(probe_losses, trainer, tokens)]
+    rows.append(await trainer.run(probe_prompt_positions, trainer, tokens))
+    rows.append(probe_server_side_loss(session.get()))
+    divided = "by the service" if trainer.link.sdk.divides else "here, before the gradient is sent"
+    rows.append(Finding("gradient normalisation", True, divided))
+    rows.extend(await probe_prefill(sampler, tokens))
+    rows.append(await probe_seed(sampler, tokens))
+    rows.append(await probe_temperature(sampler, tokens))
+    rows.append(Finding("max_seq_len", longest is not None or None, f"{longest or 'not said'}"))
+    return Findings(rows, f"what the service can do (tinker {session.sdk.version})")
+
+# %% ../../nbs/24_backends.tinker.ipynb #5642f7e8
+EPSILON = 1e4  # of Adam in the checks: far above any gradient
+
+
+@dataclass(frozen=True)
+class Moved:
+    "What one small step did to the logprob that it was about."
+
+    change: float  # nats
+    forward_gap: float  # nats, between the forward pass and the one inside forward_backward
+    metrics: Mapping[str, float]
+
+
+async def nudge(trainer: ServiceTrainer, start: str, datum: Datum, slope: float, h: float) -> Moved:
+    "Step from a saved state with one slope at the last position; the state is loaded first."
+    await trainer.load_state(start)
+    before = (await trainer.forward([datum]))[0].values
+    slopes = np.zeros(len(before))
+    slopes[-1] = slope
+    await trainer.run(keep_pass, trainer, [datum], [slopes], [before])
+    adam = AdamParams(learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0)
+    metrics = await trainer.optim_step(adam)
+    after = (await trainer.forward([datum]))[0].values
+    return Moved(float(after[-1] - before[-1]), metrics["forward_gap"], metrics)
+
+
+async def visible_step(trainer: ServiceTrainer, start: str, datum: Datum) -> tuple[float, Moved]:
+    "The smallest step of 1e-4, 1e-3, ... that moves the logprob by a hundredth of a nat, and what it did."
+    h, moved = 1e-4, await nudge(trainer, start, datum, -1.0, 1e-4)
+    while abs(moved.change) < 0.01 and h < 100:
+        h *= 10
+        moved = await nudge(trainer, start, datum, -1.0, h)
+    return h, moved
+
+# %% ../../nbs/24_backends.tinker.ipynb #9ba100cc
+async def check_shift(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
+    "Logprob i scores token i+1: another last token changes the last logprob and no other."
+    other = [*tokens[:-1], next(t for t in tokens if t != tokens[-1])]
+    a, b = (lp.values for lp in await trainer.forward([toy_datum(tokens), toy_datum(other)]))
+    changed = np.abs(a - b) > 1e-3
+    only_last = bool(changed[-1]) and not changed[:-1].any()
+    got = f"positions {np.flatnonzero(changed).tolist()} changed"
+    meaning = "Logprobs belong to other tokens than we think; every ratio would be wrong."
+    return Finding("shift", only_last, got, f"position {len(tokens) - 2} alone", "" if only_last else meaning)
+
+
+async def check_prefix(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
+    "What comes later does not change what was said before."
+    a, b = (lp.values for lp in await trainer.forward([toy_datum(tokens), toy_datum(tokens[:-2])]))
+    gap = float(np.abs(a[: len(b)] - b).max())
+    meaning = "" if gap < 0.05 else "A token's logprob depends on what follows it, or on its neighbours in the batch."
+    return Finding("prefix", gap < 0.05, f"{gap:.1g} nats", "less than 0.05", meaning)
+
+
+async def check_mask(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
+    "Weights decide what is trained, not what is scored."
+    a, b = (lp.values for lp in await trainer.forward([toy_datum(tokens), toy_datum(tokens, 1)]))
+    gap = abs(float(a[-1] - b[-1]))
+    meaning = "" if gap < 0.05 else "The weights of other positions change a logprob."
+    return Finding("mask", gap < 0.05, f"{gap:.1g} nats", "less than 0.05", meaning)
+
+# %% ../../nbs/24_backends.tinker.ipynb #1d764086
+async def check_gradient(trainer: ServiceTrainer, start: str, tokens: list[int]) -> list[Finding]:
+    "Sign and scale of a gradient, and the forward pass inside of a backward pass."
+    datum = toy_datum(tokens, 1)
+    h, once = await visible_step(trainer, start, datum)
+    back = await nudge(trainer, start, datum, 1.0, h)
+    twice = await nudge(trainer, start, datum, -1.0, 2 * h)
+    steep = await nudge(trainer, start, datum, -2.0, h)
+    ratio = steep.change / twice.change if twice.change else math.nan
+    up, down = once.change > 0.01, back.change < -0.001
+    sign = "" if up and down else "Training would move logprobs the wrong way, or not at all."
+    scale = (
+        "" if abs(ratio - 1) < 0.05 else "Slopes are not used as they are sent: they are averaged, or eps is ignored."
+    )
+    gap = once.forward_gap
+    same = "" if gap < 0.05 else "The slope is computed at other logprobs than it is applied to."
+    moves = f"{once.change:+.2g} and {back.change:+.2g} nats"
+    return [
+        Finding("gradient sign", up and down, moves, "up for slope -1, down for slope +1", sign),
+        Finding("gradient scale", abs(ratio - 1) < 0.05, f"{ratio:.3g}", "1: twice the slope = twice the step", scale),
+        Finding("forward inside backward", gap < 0.05, f"{gap:.1g} nats", "less than 0.05", same),
+    ]
+
+
+async def check_states(trainer: ServiceTrainer, start: str, tokens: list[int], before: np.ndarray) -> Finding:
+    "A loaded state scores as it did when it was saved."
+    await trainer.load_state(start)
+    after = (await trainer.forward([toy_datum(tokens)]))[0].values
+    gap = float(np.abs(after - before).max())
+    meaning = "" if gap < 0.02 else "Undo, resume and reconnect would go on from other weights."
+    return Finding("states", gap < 0.02, f"{gap:.1g} nats", "less than 0.02", meaning)
+
+# %% ../../nbs/24_backends.tinker.ipynb #6615363f
+async def check_conformance(trainer: ServiceTrainer, sampler: TinkerSampler, tokens: list[int]) -> Findings:
+    "Shift, mask, gradient and states on toy datums; the model is left as it was found."
+    start = await trainer.save_state("start")
+    before = (await trainer.forward([toy_datum(tokens)]))[0].values
+    rows = [await check(trainer, tokens) for check in (check_shift, check_prefix, check_mask)]
+    rows += await check_gradient(trainer, start, tokens)
+    rows.append(await check_states(trainer, start, tokens, before))
+    with contextlib.suppress(BackendError):
+        gap = float(np.abs((await sampler.logprobs(tokens)).values - before).mean())
+        meaning = "" if gap < 0.2 else "Policy and sampler are not the same model, or one of them is shifted."
+        rows.append(Finding("policy and sampler", gap < 0.2, f"{gap:.1g} nats on average", "less than 0.2", meaning))
+    return Findings(rows, "does the service do what we think?")
+
+# %% ../../nbs/24_backends.tinker.ipynb #e2a38b7c
+@dataclass
+class TinkerBackend(Backend):
+    "A backend on a Tinker-compatible service, with what was found out about it."
+
+    probes: Findings = field(default_factory=lambda: Findings(()))  # what it can do
+    checks: Findings = field(default_factory=lambda: Findings(()))  # whether it does it as we think
+
+
+def open_tokenizer(tokenizer: Any, base_model: str) -> Any:
+    "A tokenizer at hand, or by name; None = the base model's."
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        return tokenizer
+    name = tokenizer or base_model
+    if name in ("tiny", "smollm2"):
+        return load_model(name)[1]
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        fix = "Pass tokenizer=, a tokenizer or the name or folder of one."
+        raise BackendError("tokenizer", got=repr(name), expected="a name that can be loaded", fix=fix) from error
+
+# %% ../../nbs/24_backends.tinker.ipynb #b99375d8
+async def open_tinker(
+    *,
+    base_model: str,  # as the service names it
+    base_url: str | None = None,  # None = TINKER_BASE_URL, or Tinker's own
+    key: Secret | str | None = None,  # None = TINKER_API_KEY
+    lora_rank: int = 32,
+    tokenizer: Any = None,  # a tokenizer, or its name or folder; None = the base model's
+    reference: bool = True,  # keep a frozen reference
+    seed: int = 0,  # of the adapter's initial weights
+    max_seq_len: int | None = None,  # None = what the service says
+    prompt_logprobs: bool = False,  # also score positions of weight 0
+    dtype: str = "unknown",  # precision of the service's forward pass, if you know it; tolerances follow it
+    conformance: Literal["raise", "warn", "off"] = "raise",  # what happens when a check fails
+    probing: bool = True,  # ask what it can do
+    journal_steps: int = 50,  # updates after which a state is saved by itself
+    attempts: int = 4,  # tries of a call
+    pause_s: float = 1.0,  # before the second try; doubles
+    timeout_s: float = 1800.0,  # of one request
+    say: Callable[[str], Any] | None = None,  # gets a line per reconnect; None = a warning
+) -> TinkerBackend:  # policy ServiceTrainer, reference ServiceReference, sampler TinkerSampler
+    "Policy, reference, sampler and sync on a Tinker-compatible service."
+    url = base_url or os.environ.get("TINKER_BASE_URL") or None
+    secret, words = key_from_env("TINKER_API_KEY", key=key), open_tokenizer(tokenizer, base_model)
+    await asyncio.to_thread(check_reachable, url)
+    sessions = [Session(url, secret) for _ in range(2 + reference)]
+    longest = max_seq_len or await asyncio.to_thread(known_length, sessions[0], base_model)
+    limits = Limits(len(words), longest, dtype, Coverage(prompt_logprobs))
+    link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
+    meter, run, ways = Meter(), Worker(), ways_of(sessions[0])
+    policy, judge = (training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1]))
+    trainer = ServiceTrainer(
+        policy, sessions[0].sdk, limits=limits, ways=ways, run=run, meter=meter, journal_steps=journal_steps, **link
+    )
+    frozen = ServiceReference(Link(judge, sessions[0].sdk, **link), limits, run, meter) if reference else None
+    sampler = TinkerSampler(sessions[1], base_model, words, limits, meter, **link)
+    close = partial(close_tinker, trainer, frozen, sampler, sessions)
+    can = Capabilities("tinker", prompt_logprobs=prompt_logprobs, top_p=False, top_k=False, lora_rank=lora_rank)
+    can = replace(can, max_seq_len=longest)
+    sync = TinkerSync(sampler, trainer)
+    backend = TinkerBackend(trainer, frozen, sampler, sync, words, can, close, meter)
+    try:
+        await acquaint(backend, sessions[0], probing, conformance)
+    except BaseException:
+        await close()
+        raise
+    return backend
+
+# %% ../../nbs/24_backends.tinker.ipynb #22d8ebf7
+def training_client(session: Session, base_model: str, rank: int, seed: int) -> Callable[[], Any]:
+    "Makes a LoRA training client, the same one every time."
+    options = {"base_model": base_model, "rank": rank, "seed": seed}
+    return lambda: session.make(lambda service: service.create_lora_training_client(**options))
+
+
+def ways_of(session: Session) -> Ways:
+    "How Tinker's SDK saves, loads and deletes."
+    return Ways(load=partial(load_or_remake, session), forget=Broom(session))
+
+
+async def acquaint(backend: TinkerBackend, session: Session, probing: bool, conformance: str) -> None:
+    "Connect, ask, check; raises `BackendError` when a check fails and that was asked for."
+    trainer: Any = backend.policy
+    sampler: Any = backend.sampler
+    await trainer.open()
+    tokens = toy_tokens(backend.tokenizer)
+    if probing:
+        backend.probes = await probe(trainer, sampler, session, tokens)
+        backend.capabilities = replace(backend.capabilities, seed=bool(backend.probes["seed"].ok))
+        if backend.capabilities.prompt_logprobs and not backend.probes["policy scores weight 0"].ok:
+            raise BackendError("prompt_logprobs=True", got=backend.probes["policy scores weight 0"].sentence)
+    if conformance == "off":
+        await trainer.save_state("start")
+        return
+    backend.checks = await check_conformance(trainer, sampler, tokens)
+    trouble = " ".join(row.sentence for row in backend.checks.failed)
+    if trouble and conformance == "raise":
+        fix = "conformance='warn' opens it all the same."
+        raise BackendError(f"the service does not conform ({len(backend.checks.failed)})", got=trouble, fix=fix)
+    if trouble:
+        warnings.warn(f"the service does not conform: {trouble}", stacklevel=2)
+
+# %% ../../nbs/24_backends.tinker.ipynb #5a10af12
+async def close_tinker(
+    trainer: ServiceTrainer, reference: ServiceReference | None, sampler: TinkerSampler, sessions: Sequence[Session]
+) -> None:
+    "Refuse further calls, unload the models, end the sessions."
+    links = [trainer.link, sampler.link, *([reference.link] if reference else [])]
+    for link in links:
+        link.closing.set()
+    trainer.run.closed = True
+    if trainer.run.pool is not None:
+        trainer.run.pool.shutdown(wait=False, cancel_futures=True)
+
+    def give_back() -> None:
+        for link in (trainer.link, reference.link if reference else None):
+            if link is not None and link.client is not None:
+                unload(link.client)
+        for session in sessions:
+            end_session(session.service)
+            end_rest(session.rest)
+
+    await asyncio.to_thread(give_back)
+
+
+def end_rest(client: Any) -> None:
+    "Close the connections of a REST client."
+    if client is not None:
+        with contextlib.suppress(Exception):
+            client.holder.close()
