@@ -18,23 +18,27 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .openai import Secret
 from ..core import BackendError, ConfigError, MissingExtra
-from ..toy import load_model
 
 # %% auto #0
-__all__ = ['BY_CHANCE', 'FAULTS', 'ACCOUNT', 'KEY_VARIABLE', 'LOCAL', 'Fault', 'parse_fault', 'parse_faults', 'Faults',
-           'Resource', 'rfc3339', 'resource_name', 'Shelf', 'error_reply', 'emulator_key', 'Exchange', 'Gate',
-           'cut_stream', 'Reply', 'Site', 'page_of', 'json_of', 'own_account', 'shape_version', 'Catalogue', 'started',
-           'new_job', 'Jobs', 'Trainers', 'checkpoint_row', 'Checkpoints', 'changes', 'Deployments', 'replicas',
-           'Servers', 'Emulator', 'RunningEmulator', 'start_emulator']
+__all__ = ['BY_CHANCE', 'FAULTS', 'ACCOUNT', 'KEY_VARIABLE', 'LOCAL', 'OWN_MODELS', 'Handler', 'Table', 'CATALOGUE', 'JOBS',
+           'CHECKPOINTS', 'DEPLOYMENTS', 'SAMPLERS', 'Fault', 'parse_fault', 'parse_faults', 'Faults', 'Resource',
+           'rfc3339', 'resource_name', 'Shelf', 'error_reply', 'emulator_key', 'Exchange', 'Gate', 'served',
+           'cut_stream', 'Reply', 'Site', 'promoted_models', 'routes_of', 'page_of', 'json_of', 'found', 'own_account',
+           'listed', 'shape_version', 'get_accounts', 'get_shape', 'get_model', 'new_job', 'set_out', 'create_job',
+           'get_job', 'resume_job', 'end_job', 'job_bucket', 'trainer_of', 'to_trainer', 'through', 'checkpoint_row',
+           'checkpoint_rows', 'list_checkpoints', 'promoted', 'operation_of', 'promote', 'get_operation', 'changes',
+           'replicas', 'deployment_bucket', 'deployment_reply', 'create_deployment', 'get_deployment',
+           'patch_deployment', 'delete_deployment', 'server_of', 'deployed', 'completions', 'hot_load', 'Emulator',
+           'application', 'to_root', 'status', 'RunningEmulator', 'start_emulator', 'emulator_fixture']
 
 # %% ../../nbs/28_backends.emulator.ipynb #805e9691
 try:
@@ -269,11 +273,6 @@ def error_reply(
         shape = {"error": {"object": "error", "type": kind, "code": kind, "message": text}}
     return JSONResponse(shape, status, headers=dict(headers or {}))
 
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_reply(request.url.path, error.status_code, str(error.detail), error.headers)
-
 # %% ../../nbs/28_backends.emulator.ipynb #0b5f50f0
 KEY_VARIABLE = "RL_NOTEBOOK_EMULATOR_KEY"
 LOCAL = ("127.0.0.1", "localhost")
@@ -329,66 +328,65 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        method, path = scope["method"], scope["path"]
         refused = _refusal(scope, self.key, self.max_body)
         if refused:
-            await self._drain(receive)
-            self.log.append(Exchange(method, path, refused[0]))
-            return await error_reply(path, *refused)(scope, receive, send)
-        struck, status = await self._serve(scope, self._counted(receive), send)
-        self.log.append(Exchange(method, path, status, struck))
-
-    async def _drain(self, receive: Receive) -> None:
-        "Read what a client still sends, within reason, so that it reads the refusal."
-        size, more = 0, True
-        while more and size < 4 * self.max_body:
-            message = await receive()
-            size += len(message.get("body", b""))
-            more = message.get("more_body", False)
-
-    def _counted(self, receive: Receive) -> Receive:
-        size = 0
-
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.max_body:
-                raise HTTPException(413, f"the request is larger than {self.max_body} bytes")
-            return message
-
-        return counted
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> tuple[str, int | None]:
-        "What struck the request, and the status that was sent."
-        return await _struck(self, scope, receive, send)
+            struck, status = "", refused[0]
+            await _drain(receive, 4 * self.max_body)
+            await error_reply(scope["path"], *refused)(scope, receive, send)
+        else:
+            struck, status = await served(self, scope, _counted(receive, self.max_body), send)
+        self.log.append(Exchange(scope["method"], scope["path"], status, struck))
 
 # %% ../../nbs/28_backends.emulator.ipynb #0d537c8f
-async def _struck(gate: Gate, scope: Scope, receive: Receive, send: Send) -> tuple[str, int | None]:
+async def _drain(receive: Receive, most: int) -> None:
+    "Read the rest of a request, up to so many bytes."
+    size, more = 0, True
+    while more and size < most:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+
+
+def _counted(receive: Receive, most: int) -> Receive:
+    "The same request, refused with status 413 once it turns out to be too large."
+    size = 0
+
+    async def counted() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > most:
+            raise HTTPException(413, f"the request is larger than {most} bytes")
+        return message
+
+    return counted
+
+# %% ../../nbs/28_backends.emulator.ipynb #10dfc5ea
+async def served(
+    gate: Gate, scope: Scope, receive: Receive, send: Send
+) -> tuple[str, int | None]:  # what struck it, and the status that was sent
     "Serve one request under the faults of the gate."
-    where, faults, kinds = f"{scope['method']} {scope['path']}", gate.faults, []
-    if scope["path"].startswith("/emulator/"):  # whoever asks what happened is not to be struck
-        faults = Faults()
+    path, where = scope["path"], f"{scope['method']} {scope['path']}"
+    faults = Faults() if path.startswith("/emulator/") else gate.faults  # who asks what happened is not struck
     if faults.strike("drop_before", where):
         await _close(gate, scope, receive)
         return "drop_before", None
     if hit := faults.strike("429", where):
-        reply = error_reply(scope["path"], 429, "rate limited", {"Retry-After": f"{hit.values['retry_after']:g}"})
-        await reply(scope, receive, send)
+        wait = {"Retry-After": f"{hit.values['retry_after']:g}"}
+        await error_reply(path, 429, "rate limited", wait)(scope, receive, send)
         return "429", 429
     if faults.unavailable(where):
-        await error_reply(scope["path"], 503, "temporarily unavailable")(scope, receive, send)
+        await error_reply(path, 503, "temporarily unavailable")(scope, receive, send)
         return "503", 503
-    if hit := faults.strike("slow", where):
-        kinds.append("slow")
-        await asyncio.sleep(hit.values["s"])
-    if faults.strike("drop_after", where):
-        await gate.app(scope, receive, Reply(faults, where, None))
-        await _close(gate, scope, receive)
-        return "drop_after", None
-    reply = Reply(faults, where, send)
+    slow, lost = faults.strike("slow", where), faults.strike("drop_after", where)
+    if slow:
+        await asyncio.sleep(slow.values["s"])
+    reply = Reply(faults, where, None if lost else send)
     await gate.app(scope, receive, reply)
-    return "+".join(kinds + ["truncate_sse"] * reply.truncated), reply.status
+    if lost:
+        await _close(gate, scope, receive)
+    struck = {"slow": slow, "drop_after": lost, "truncate_sse": reply.truncated}
+    return "+".join(kind for kind, hit in struck.items() if hit), reply.status
 
 
 async def _close(gate: Gate, scope: Scope, receive: Receive) -> None:
@@ -447,6 +445,9 @@ class Site:
     faults: Faults
     startup_delay_s: float = 0.0  # from a request to a running trainer or a ready deployment
     promotion_delay_s: float = 0.0  # from a promotion to its model
+    trainers: dict[str, EmulatedTrainer] = field(default_factory=dict)  # those that were asked something, by job
+    servers: dict[str, EmulatedServer] = field(default_factory=dict)  # likewise, by deployment or model
+    _promoted: dict[str, Models] = field(default_factory=dict)
 
     @cached_property
     def shelf(self) -> Shelf:
@@ -463,7 +464,7 @@ class Site:
     @cached_property
     def context_length(self) -> int:
         "How many tokens the model takes."
-        model, _ = load_model(self.model)
+        model: Any = self.models.original()[0]
         return int(model.config.max_position_embeddings)
 
     def snapshots(self, bucket: str) -> Snapshots:
@@ -472,14 +473,68 @@ class Site:
 
         return Snapshots(self.folder / "buckets" / bucket)
 
+    async def end(self, name: str) -> None:
+        "End the trainer of a job or the sampler of a deployment; what it held in memory is lost, files stay."
+        if name in self.trainers:
+            await self.trainers.pop(name).close()
+        if name in self.servers:
+            await self.servers.pop(name).close()
+
+    def models_for(self, base_model: str) -> Models:
+        "What a base-model name stands for: the one model, or the weights of a model that was promoted here."
+        if not base_model.startswith(OWN_MODELS):
+            return self.models
+        if base_model not in self._promoted:
+            self._promoted[base_model] = promoted_models(self, base_model)
+        return self._promoted[base_model]
+
+# %% ../../nbs/28_backends.emulator.ipynb #f4f01110
+OWN_MODELS = f"accounts/{ACCOUNT}/models/"
+
+
+def promoted_models(site: Site, base_model: str) -> Models:
+    "The model with the weights of a promoted checkpoint; 404 for one that does not exist, 400 for an adapter."
+    from rl_notebook.backends.emulated_trainer import Models
+
+    record = site.shelf.find(resource_name("models", base_model.removeprefix(OWN_MODELS)))
+    if record is None:
+        raise HTTPException(404, f"there is no model {base_model!r}")
+    if record.body["kind"] != "HF_BASE_MODEL":
+        raise HTTPException(400, f"{base_model!r} is an adapter, which cannot be trained or served on its own")
+    tensors, _ = site.snapshots("models").load(base_model.removeprefix(OWN_MODELS))
+    model, tokenizer = site.models.load()
+    missing, extra = model.load_state_dict(tensors, strict=False)
+    if extra or set(missing) & {name for name, _ in model.named_parameters()}:
+        raise BackendError("a promoted model", where=base_model, got="weights that do not fit", expected=site.model)
+    return Models((model, tokenizer), site.models.dtype)
+
 # %% ../../nbs/28_backends.emulator.ipynb #62fa8b35
-def page_of(request: Request, key: str, rows: Sequence[Mapping[str, Any]], default: int = 50) -> Response:
-    "One page of rows under a key, and where the next one begins."
+Handler = Callable[[Site, Request], Awaitable[Response]]
+Table = list[tuple[str, str, Handler]]  # method, path, handler
+
+
+def routes_of(site: Site, table: Table) -> list[BaseRoute]:
+    "The routes of a table."
+    return [Route(path, partial(handler, site), methods=[method]) for method, path, handler in table]
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_reply(request.url.path, error.status_code, str(error.detail), error.headers)
+
+# %% ../../nbs/28_backends.emulator.ipynb #fc05200d
+def page_of(
+    request: Request,
+    key: str,  # the rows' name in the reply
+    rows: Sequence[Mapping[str, Any]],
+    size: int = 50,  # of a page, if the request does not say
+) -> Response:
+    "One page of rows, and where the next one begins."
     query = request.query_params
     if query.get("filter"):
         raise HTTPException(400, f"the emulator filters no {key}; got filter={query['filter']!r}")
     try:
-        start, size = int(query.get("pageToken") or 0), int(query.get("pageSize") or default)
+        start, size = int(query.get("pageToken") or 0), int(query.get("pageSize") or size)
     except ValueError as e:
         raise HTTPException(400, "pageToken and pageSize have to be numbers") from e
     if start < 0 or size < 1:
@@ -488,7 +543,7 @@ def page_of(request: Request, key: str, rows: Sequence[Mapping[str, Any]], defau
     token = str(end) if end < len(rows) else ""
     return JSONResponse({key: list(rows[start:end]), "nextPageToken": token, "totalSize": len(rows)})
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #2f2ec609
 async def json_of(request: Request) -> dict[str, Any]:
     "The body of a request; anything but a JSON object is refused with status 400."
     try:
@@ -500,10 +555,27 @@ async def json_of(request: Request) -> dict[str, Any]:
     return body
 
 
+def found(site: Site, request: Request, collection: str) -> Resource:
+    "The resource that a request names; 403 in another account, 404 if there is none."
+    own_account(request)
+    name = resource_name(collection, request.path_params["id"])
+    resource = site.shelf.find(name)
+    if resource is None:
+        raise HTTPException(404, f"{name} does not exist")
+    return resource
+
+
 def own_account(request: Request) -> None:
     "Refuses other people's accounts with status 403."
     if request.path_params["account"] != ACCOUNT:
         raise HTTPException(403, f"the key belongs to accounts/{ACCOUNT}")
+
+
+async def listed(site: Site, request: Request, collection: str) -> Response:
+    "A page of a collection."
+    own_account(request)
+    now = time.time()
+    return page_of(request, collection, [r.shown(now) for r in site.shelf.all(collection)])
 
 # %% ../../nbs/28_backends.emulator.ipynb #c8c60261
 def shape_version(
@@ -511,98 +583,65 @@ def shape_version(
     context_length: int,
     version: str = "v1",
 ) -> dict[str, Any]:
-    "The profile of a training shape; the end of its name says what it is for."
+    "The profile of a training shape; its name says what it is for (`...-forward`, `...lora...`, else full training)."
     name = shape.rsplit("/", 1)[1]
     mode = "FORWARD_ONLY" if name.endswith("-forward") else "LORA_TRAINER" if "lora" in name else "POLICY_TRAINER"
-    return {
-        "name": f"{shape}/versions/{version}",
-        "latestValidated": True,
-        "snapshot": {
-            "trainerMode": mode,
-            "maxSupportedContextLength": context_length,
-            "nodeCount": 1,
-            "acceleratorType": "NVIDIA_H200_141GB",
-            "acceleratorCount": 1,
-            "baseModelWeightPrecision": "FP32",
-            "trainerImageTag": "emulator",
-            "trainerShardingScheme": {"pipelineParallelism": 1},
-            "deploymentShapeVersion": f"accounts/fireworks/deploymentShapes/{name}/versions/{version}",
-            "deploymentImageTag": "emulator",
-        },
+    snapshot = {
+        "trainerMode": mode,
+        "maxSupportedContextLength": context_length,
+        "nodeCount": 1,
+        "acceleratorType": "NVIDIA_H200_141GB",
+        "acceleratorCount": 1,
+        "baseModelWeightPrecision": "FP32",
+        "trainerImageTag": "emulator",
+        "trainerShardingScheme": {"pipelineParallelism": 1},
+        "deploymentShapeVersion": f"accounts/fireworks/deploymentShapes/{name}/versions/{version}",
+        "deploymentImageTag": "emulator",
     }
+    return {"name": f"{shape}/versions/{version}", "latestValidated": True, "snapshot": snapshot}
 
-# %% ../../nbs/28_backends.emulator.ipynb #2fef0e18
-class Catalogue:
-    "Accounts, training shapes and models."
+# %% ../../nbs/28_backends.emulator.ipynb #d5ee804b
+async def get_accounts(site: Site, request: Request) -> Response:
+    "The account of the key."
+    return JSONResponse({"accounts": [{"name": f"accounts/{ACCOUNT}", "state": "READY"}], "nextPageToken": ""})
 
-    def __init__(self, site: Site):
-        self.site = site
 
-    def routes(self) -> list[BaseRoute]:
-        "Addresses, relative to the root."
-        return [
-            Route("/v1/accounts", self.accounts),
-            Route("/v1/accounts/{account}/trainingShapes/{shape}/versions", self.versions),
-            Route("/v1/accounts/{account}/trainingShapes/{shape}/versions/{version}", self.version),
-            Route("/v1/accounts/{account}/models", self.list_models),
-            Route("/v1/accounts/{account}/models/{model}", self.get_model),
-        ]
+async def get_shape(site: Site, request: Request) -> Response:
+    "A version of a shape, or the list of its versions, which has one."
+    ids = request.path_params
+    shape = f"accounts/{ids['account']}/trainingShapes/{ids['shape']}"
+    profile = shape_version(shape, site.context_length, ids.get("version", "v1"))
+    rows = {"trainingShapeVersions": [profile], "nextPageToken": "", "totalSize": 1}
+    return JSONResponse(profile if "version" in ids else rows)
 
-    async def accounts(self, request: Request) -> Response:
-        return JSONResponse({"accounts": [{"name": f"accounts/{ACCOUNT}", "state": "READY"}], "nextPageToken": ""})
 
-    def _version(self, request: Request, version: str) -> dict[str, Any]:
-        shape = f"accounts/{request.path_params['account']}/trainingShapes/{request.path_params['shape']}"
-        return shape_version(shape, self.site.context_length, version)
+async def get_model(site: Site, request: Request) -> Response:
+    "A promoted model of the account, or any base model of another one."
+    if request.path_params["account"] == ACCOUNT:
+        return JSONResponse(found(site, request, "models").shown(time.time()))
+    name = f"accounts/{request.path_params['account']}/models/{request.path_params['id']}"
+    details = {"moe": False, "servedBy": site.model}
+    return JSONResponse({"name": name, "state": "READY", "kind": "HF_BASE_MODEL", "baseModelDetails": details})
 
-    async def versions(self, request: Request) -> Response:
-        rows = [self._version(request, "v1")]
-        return JSONResponse({"trainingShapeVersions": rows, "nextPageToken": "", "totalSize": 1})
 
-    async def version(self, request: Request) -> Response:
-        return JSONResponse(self._version(request, request.path_params["version"]))
+CATALOGUE: Table = [
+    ("GET", "/v1/accounts", get_accounts),
+    ("GET", "/v1/accounts/{account}/trainingShapes/{shape}/versions", get_shape),
+    ("GET", "/v1/accounts/{account}/trainingShapes/{shape}/versions/{version}", get_shape),
+    ("GET", "/v1/accounts/{account}/models", partial(listed, collection="models")),
+    ("GET", "/v1/accounts/{account}/models/{id}", get_model),
+]
 
-    async def list_models(self, request: Request) -> Response:
-        own_account(request)
-        now = time.time()
-        return page_of(request, "models", [m.shown(now) for m in self.site.shelf.all("models")])
-
-    async def get_model(self, request: Request) -> Response:
-        account, model = request.path_params["account"], request.path_params["model"]
-        if account == ACCOUNT:
-            found = self.site.shelf.find(resource_name("models", model))
-            if found is None:
-                raise HTTPException(404, f"there is no model {model!r} in accounts/{ACCOUNT}")
-            return JSONResponse(found.shown(time.time()))
-        details = {"moe": False, "modelType": "dense", "servedBy": self.site.model}
-        name = f"accounts/{account}/models/{model}"
-        return JSONResponse({"name": name, "state": "READY", "kind": "HF_BASE_MODEL", "baseModelDetails": details})
-
-# %% ../../nbs/28_backends.emulator.ipynb #3be8365c
-_ON_ITS_WAY = ("JOB_STATE_PENDING", "JOB_STATE_CREATING")
+# %% ../../nbs/28_backends.emulator.ipynb #1270db73
 _STOPPED = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB_STATE_COMPLETED")
 _DELETED = "JOB_STATE_DELETED"
-
-
-def started(job: Resource, site: Site) -> Resource:
-    "A job that sets out now: to run, or to fail if a fault says so."
-    failed = site.faults.strike("job_fails", job.name)
-    status = {"code": "INTERNAL", "message": "the trainer did not start (fault job_fails)"} if failed else {}
-    return replace(
-        job,
-        body={**job.body, "status": status},
-        goal="JOB_STATE_FAILED" if failed else "JOB_STATE_RUNNING",
-        meanwhile=_ON_ITS_WAY,
-        delay_s=site.startup_delay_s,
-        since=time.time(),
-    )
 
 
 def new_job(
     name: str,
     asked: Mapping[str, Any],  # the body of the request
-    query: Mapping[str, str],  # trainingShape, deploymentId, ...
-    context_length: int,
+    query: Mapping[str, str],  # trainingShape, deploymentId
+    context_length: int,  # of the model
 ) -> Resource:
     "The description of a job that was asked for; what contradicts itself is refused with status 400."
     config = dict(asked.get("trainingConfig") or {})
@@ -614,226 +653,198 @@ def new_job(
     if not isinstance(rank, int) or rank < 0:
         raise HTTPException(400, f"trainingConfig.loraRank has to be a number from 0; got {rank!r}")
     length = config.get("maxContextLength") or context_length
-    if length > context_length:
-        raise HTTPException(400, f"maxContextLength {length} is more than the model's {context_length}")
-    body = {**asked, "trainingConfig": {**config, "maxContextLength": length}, "trainingShape": shape}
-    if deployment := query.get("deploymentId") or asked.get("hotLoadDeploymentId"):
-        body["hotLoadDeploymentId"] = deployment
+    if not isinstance(length, int) or not 0 < length <= context_length:
+        raise HTTPException(400, f"maxContextLength has to be within the model's {context_length}; got {length!r}")
+    owner = {"hotLoadDeploymentId": query.get("deploymentId") or asked.get("hotLoadDeploymentId") or ""}
+    body = {**asked, **owner, "trainingConfig": {**config, "maxContextLength": length}, "trainingShape": shape}
     return Resource(name, body, goal="", created=time.time())
 
-# %% ../../nbs/28_backends.emulator.ipynb #6ead55e5
-class Jobs:
-    "The control plane's view of trainer jobs."
+# %% ../../nbs/28_backends.emulator.ipynb #23821484
+def set_out(site: Site, job: Resource) -> Resource:
+    "The job, on its way from now: to run, or to fail if a fault says so."
+    failed = site.faults.strike("job_fails", job.name)
+    status = {"code": "INTERNAL", "message": "the trainer did not start (fault job_fails)"} if failed else {}
+    goal = "JOB_STATE_FAILED" if failed else "JOB_STATE_RUNNING"
+    way = ("JOB_STATE_PENDING", "JOB_STATE_CREATING")
+    now, delay = time.time(), site.startup_delay_s
+    job = replace(job, body={**job.body, "status": status}, goal=goal, meanwhile=way, delay_s=delay, since=now)
+    return site.shelf.put(job)
 
-    def __init__(self, site: Site, trainers: Trainers):
-        self.site, self.trainers = site, trainers
 
-    def routes(self) -> list[BaseRoute]:
-        "Addresses, relative to the root."
-        base = "/v1/accounts/{account}/rlorTrainerJobs"
-        return [
-            Route(base, self.create, methods=["POST"]),
-            Route(base, self.list),
-            Route(base + "/{job}:resume", self.resume, methods=["POST"]),
-            Route(base + "/{job}:cancel", self.cancel, methods=["POST"]),
-            Route(base + "/{job}", self.get),
-            Route(base + "/{job}", self.delete, methods=["DELETE"]),
-        ]
+async def create_job(site: Site, request: Request) -> Response:
+    "A new job; 409 if there is one of this id."
+    own_account(request)
+    name = resource_name(
+        "rlorTrainerJobs", request.query_params.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
+    )
+    if site.shelf.find(name):
+        raise HTTPException(409, f"{name} exists already")
+    job = new_job(name, await json_of(request), request.query_params, site.context_length)
+    site.models_for(job.body["trainingConfig"]["baseModel"])  # 404 for a model that nobody promoted
+    deployment = job.body["hotLoadDeploymentId"]
+    if deployment and not site.shelf.find(resource_name("deployments", deployment)):
+        raise HTTPException(400, f"hotLoadDeploymentId: there is no deployment {deployment!r}")
+    return JSONResponse(set_out(site, job).shown(time.time()))
 
-    def find(self, request: Request) -> Resource:
-        "The job that a request names; 404 if there is none."
-        own_account(request)
-        job = self.site.shelf.find(resource_name("rlorTrainerJobs", request.path_params["job"]))
-        if job is None:
-            raise HTTPException(404, f"there is no trainer job {request.path_params['job']!r}")
-        return job
+# %% ../../nbs/28_backends.emulator.ipynb #efaefdba
+async def get_job(site: Site, request: Request) -> Response:
+    "A job as it is now."
+    return JSONResponse(found(site, request, "rlorTrainerJobs").shown(time.time()))
 
-    async def create(self, request: Request) -> Response:
-        own_account(request)
-        id = request.query_params.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
-        name, shelf = resource_name("rlorTrainerJobs", id), self.site.shelf
-        if shelf.find(name):
-            raise HTTPException(409, f"trainer job {id!r} exists already")
-        job = new_job(name, await json_of(request), request.query_params, self.site.context_length)
-        if (deployment := job.body.get("hotLoadDeploymentId")) and not shelf.find(
-            resource_name("deployments", deployment)
-        ):
-            raise HTTPException(400, f"hotLoadDeploymentId: there is no deployment {deployment!r}")
-        return self._reply(shelf.put(started(job, self.site)))
 
-    def _reply(self, job: Resource) -> Response:
-        return JSONResponse(job.shown(time.time()))
+async def resume_job(site: Site, request: Request) -> Response:
+    "A job that stopped sets out again; one that runs goes on running."
+    job, now = found(site, request, "rlorTrainerJobs"), time.time()
+    if job.state(now) == _DELETED:
+        raise HTTPException(400, f"{job.name} is deleted and cannot be resumed")
+    return JSONResponse((set_out(site, job) if job.state(now) in _STOPPED else job).shown(time.time()))
 
-    async def list(self, request: Request) -> Response:
-        own_account(request)
-        now = time.time()
-        return page_of(request, "rlorTrainerJobs", [j.shown(now) for j in self.site.shelf.all("rlorTrainerJobs")])
 
-    async def get(self, request: Request) -> Response:
-        return self._reply(self.find(request))
+async def end_job(site: Site, request: Request, goal: str) -> Response:
+    "Stop a job."
+    job, now = found(site, request, "rlorTrainerJobs"), time.time()
+    if job.state(now) != _DELETED and (goal == _DELETED or job.state(now) not in _STOPPED):
+        await site.end(job.name)
+        job = site.shelf.put(replace(job, goal=goal, delay_s=0.0, since=now))
+    return JSONResponse(job.shown(now))
 
-    async def resume(self, request: Request) -> Response:
-        job = self.find(request)
-        state = job.state(time.time())
-        if state == _DELETED:
-            raise HTTPException(400, f"{job.name} is deleted and cannot be resumed")
-        return self._reply(self.site.shelf.put(started(job, self.site)) if state in _STOPPED else job)
 
-    async def _end(self, job: Resource, goal: str) -> Response:
-        await self.trainers.close(job.name)
-        return self._reply(self.site.shelf.put(replace(job, goal=goal, delay_s=0.0, since=time.time())))
-
-    async def cancel(self, request: Request) -> Response:
-        job = self.find(request)
-        stopped = (*_STOPPED, _DELETED)
-        return self._reply(job) if job.state(time.time()) in stopped else await self._end(job, "JOB_STATE_CANCELLED")
-
-    async def delete(self, request: Request) -> Response:
-        await self._end(self.find(request), _DELETED)
-        return JSONResponse({})
+_JOBS = "/v1/accounts/{account}/rlorTrainerJobs"
+JOBS: Table = [
+    ("POST", _JOBS, create_job),
+    ("GET", _JOBS, partial(listed, collection="rlorTrainerJobs")),
+    ("POST", _JOBS + "/{id}:resume", resume_job),
+    ("POST", _JOBS + "/{id}:cancel", partial(end_job, goal="JOB_STATE_CANCELLED")),
+    ("GET", _JOBS + "/{id}", get_job),
+    ("DELETE", _JOBS + "/{id}", partial(end_job, goal=_DELETED)),
+]
 
 # %% ../../nbs/28_backends.emulator.ipynb #f4b4fbab
-class Trainers:
-    "The trainers behind jobs, made when they are first asked something."
+def job_bucket(job: Resource) -> str:
+    "Where a job saves weights for samplers."
+    deployment = job.body.get("hotLoadDeploymentId")
+    return f"deployment-{deployment}" if deployment else f"job-{job.name.rsplit('/', 1)[1]}"
 
-    def __init__(self, site: Site):
-        self.site = site
-        self._open: dict[str, tuple[EmulatedTrainer, Router]] = {}
 
-    def bucket(self, job: Resource) -> str:
-        "Where the job saves weights for samplers."
-        deployment = job.body.get("hotLoadDeploymentId")
-        return f"deployment-{deployment}" if deployment else f"job-{job.name.rsplit('/', 1)[1]}"
+def trainer_of(site: Site, job: Resource) -> EmulatedTrainer:
+    "The trainer of a job, made when it is first needed."
+    from rl_notebook.backends.emulated_trainer import EmulatedTrainer
 
-    def of(self, job: Resource) -> EmulatedTrainer:
-        "The trainer of a job."
-        return self._opened(job)[0]
+    if job.name not in site.trainers:
+        models = site.models_for(job.body["trainingConfig"]["baseModel"])
+        own = {"forward_only": bool(job.body.get("forwardOnly")), "name": job.name.rsplit("/", 1)[1]}
+        site.trainers[job.name] = EmulatedTrainer(models, site.snapshots(job_bucket(job)), site.folder, **own)
+    return site.trainers[job.name]
 
-    def _opened(self, job: Resource) -> tuple[EmulatedTrainer, Router]:
-        from rl_notebook.backends.emulated_trainer import EmulatedTrainer
+# %% ../../nbs/28_backends.emulator.ipynb #77a09d97
+async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
+    "Hand a request to the trainer of the job that its address names, if that runs."
+    request = Request(scope)
+    own_account(request)
+    job = site.shelf.find(resource_name("rlorTrainerJobs", request.path_params["id"]))
+    state = job.state(time.time()) if job else "unknown"
+    if job is None or state in (*_STOPPED, _DELETED):
+        raise HTTPException(404, f"no trainer runs here; the job is {state}")
+    if state != "JOB_STATE_RUNNING":
+        raise HTTPException(503, f"the trainer is not ready; the job is {state}")
+    await through(site, trainer_of(site, job), scope, receive, send)
 
-        if job.name not in self._open:
-            id = job.name.rsplit("/", 1)[1]
-            folder, forward_only = self.site.folder / "trainers" / id, bool(job.body.get("forwardOnly"))
-            snapshots = self.site.snapshots(self.bucket(job))
-            trainer = EmulatedTrainer(self.site.models, snapshots, folder, forward_only=forward_only, name=id)
-            self._open[job.name] = (trainer, Router(routes=trainer.routes()))
-        return self._open[job.name]
 
-    async def gateway(self, scope: Scope, receive: Receive, send: Send) -> None:
-        "Hand a request to the trainer of its job, if that runs."
-        request = Request(scope)
-        own_account(request)
-        job = self.site.shelf.find(resource_name("rlorTrainerJobs", request.path_params["job"]))
-        state = job.state(time.time()) if job else ""
-        if job is None or state in (*_STOPPED, _DELETED):
-            raise HTTPException(404, f"no trainer runs here; the job is {state or 'unknown'}")
-        if state != "JOB_STATE_RUNNING":
-            raise HTTPException(503, f"the trainer is not ready: {state}")
-        trainer, router = self._opened(job)
-        if self.site.faults.strike("restart_trainer", scope["path"]):
-            trainer.lose_memory()
-        await router(scope, receive, send)
-
-    async def close(self, name: str) -> None:
-        "End the trainer of a job; what it held in memory is lost."
-        if name in self._open:
-            await self._open.pop(name)[0].close()
-
-    async def close_all(self) -> None:
-        "End all of them."
-        for name in list(self._open):
-            await self.close(name)
+async def through(site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send) -> None:
+    "Let a trainer answer, after a restart if a fault says so."
+    if site.faults.strike("restart_trainer", scope["path"]):
+        trainer.lose_memory()
+    await Router(routes=trainer.routes())(scope, receive, send)
 
 # %% ../../nbs/28_backends.emulator.ipynb #60267044
 _CHECKPOINT_TYPES = {"INFERENCE_DELTA": "INFERENCE_ARC_V2", "LORA": "INFERENCE_LORA"}
 
 
-def checkpoint_row(job: Resource, saved: Mapping[str, Any]) -> dict[str, Any]:
+def checkpoint_row(
+    job: Resource,
+    saved: Mapping[str, Any],  # as the trainer lists it: name, created, kind, promotable
+) -> dict[str, Any]:
     "A checkpoint as the control plane describes it."
-    time_text = rfc3339(saved["created"])
     return {
         "name": f"{job.name}/checkpoints/{saved['name']}",
-        "createTime": time_text,
-        "updateTime": time_text,
+        "createTime": saved["created"],
+        "updateTime": saved["created"],
         "checkpointType": f"CHECKPOINT_TYPE_{_CHECKPOINT_TYPES.get(saved['kind'], saved['kind'])}",
         "promotable": bool(saved["promotable"]),
     }
 
+
+def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
+    "All that a job saved, oldest first."
+    return [checkpoint_row(job, saved) for saved in trainer_of(site, job).checkpoints()]
+
+
+async def list_checkpoints(site: Site, request: Request) -> Response:
+    "A page of what a job saved."
+    return page_of(request, "checkpoints", checkpoint_rows(site, found(site, request, "rlorTrainerJobs")), size=200)
+
 # %% ../../nbs/28_backends.emulator.ipynb #3b61fd06
-class Checkpoints:
-    "What jobs saved, and the models that were made of it."
+def promoted(
+    site: Site,
+    job: Resource,
+    checkpoint: str,  # its id
+    asked: Mapping[str, Any],  # output_model, base_model
+) -> Resource:
+    "The model that a checkpoint became."
+    name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
+    row = next((r for r in checkpoint_rows(site, job) if r["name"] == f"{job.name}/checkpoints/{checkpoint}"), None)
+    if row is None:
+        raise HTTPException(404, f"{job.name} has no checkpoint {checkpoint!r}")
+    if not row["promotable"]:
+        raise HTTPException(400, f"checkpoint {checkpoint!r} is a {row['checkpointType']} and cannot be promoted")
+    if (model := site.shelf.find(name)) is not None:
+        if model.body["promotedFrom"] != row["name"]:
+            raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
+        return model
+    tensors, meta = site.snapshots(job_bucket(job)).load(checkpoint)
+    site.snapshots("models").save(name.rsplit("/", 1)[1], tensors, meta)
+    base, rank = asked.get("base_model"), meta.get("lora_rank")
+    body = {"kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL", "promotedFrom": row["name"], "baseModel": base}
+    if rank:
+        body["peftDetails"] = {"baseModel": base, "r": rank}
+    now, delay = time.time(), site.promotion_delay_s
+    return site.shelf.put(Resource(name, body, "READY", ("UPLOADING",), delay, since=now, created=now))
 
-    def __init__(self, site: Site, jobs: Jobs, trainers: Trainers):
-        self.site, self.jobs, self.trainers = site, jobs, trainers
+# %% ../../nbs/28_backends.emulator.ipynb #28d9c37b
+def operation_of(model: Resource) -> dict[str, Any]:
+    "Where the promotion of a model stands."
+    shown = model.shown(time.time())
+    done = shown["state"] == "READY"
+    name = model.name.replace("/models/", "/operations/promote-")
+    return {"name": name, "done": done, **({"response": shown} if done else {"metadata": {}})}
 
-    def routes(self) -> list[BaseRoute]:
-        "Addresses, relative to the root."
-        base = "/v1/accounts/{account}"
-        return [
-            Route(base + "/rlorTrainerJobs/{job}/checkpoints", self.list),
-            Route(base + "/checkpoints/{checkpoint}:promote", self.promote, methods=["POST"]),
-            Route(base + "/operations/{operation}", self.operation),
-        ]
 
-    def rows(self, job: Resource) -> list[dict[str, Any]]:
-        "The checkpoints of a job, oldest first."
-        return sorted(
-            (checkpoint_row(job, c) for c in self.trainers.of(job).checkpoints()), key=lambda r: r["createTime"]
-        )
+async def promote(site: Site, request: Request) -> Response:
+    "Make a model of a checkpoint; with `async_promotion`, say how far that is."
+    own_account(request)
+    asked = await json_of(request)
+    job = site.shelf.find(str(asked.get("trainer_job_id", "")))
+    if job is None or "/rlorTrainerJobs/" not in job.name:
+        raise HTTPException(404, f"trainer_job_id: there is no {asked.get('trainer_job_id')!r}")
+    model = promoted(site, job, request.path_params["checkpoint"], asked)
+    operation = {"operation": operation_of(model)} if asked.get("async_promotion") else {}
+    return JSONResponse({**operation, "model": model.shown(time.time())})
 
-    async def list(self, request: Request) -> Response:
-        return page_of(request, "checkpoints", self.rows(self.jobs.find(request)), default=200)
 
-    async def promote(self, request: Request) -> Response:
-        own_account(request)
-        asked = await json_of(request)
-        _, _, collection, id = (str(asked.get("trainer_job_id", "")).split("/") + [""] * 4)[:4]
-        job = self.site.shelf.find(resource_name("rlorTrainerJobs", id))
-        if collection != "rlorTrainerJobs" or job is None:
-            raise HTTPException(404, f"there is no trainer job {asked.get('trainer_job_id')!r}")
-        model = self._promoted(job, request.path_params["checkpoint"], asked)
-        if not asked.get("async_promotion"):
-            return JSONResponse({"model": model.shown(time.time())})
-        return JSONResponse({"operation": self._operation(model), "model": model.shown(time.time())})
+async def get_operation(site: Site, request: Request) -> Response:
+    "How far a promotion is."
+    own_account(request)
+    model = site.shelf.find(resource_name("models", request.path_params["operation"].removeprefix("promote-")))
+    if model is None:
+        raise HTTPException(404, f"there is no operation {request.path_params['operation']!r}")
+    return JSONResponse(operation_of(model))
 
-    def _promoted(self, job: Resource, checkpoint: str, asked: Mapping[str, Any]) -> Resource:
-        "The model that a checkpoint became; asked twice for the same, it is made once."
-        name = resource_name("models", str(asked.get("output_model", "")).removeprefix(f"accounts/{ACCOUNT}/models/"))
-        row = next((r for r in self.rows(job) if r["name"] == f"{job.name}/checkpoints/{checkpoint}"), None)
-        if row is None:
-            raise HTTPException(404, f"{job.name} has no checkpoint {checkpoint!r}")
-        if not row["promotable"]:
-            raise HTTPException(400, f"checkpoint {checkpoint!r} is a {row['checkpointType']} and cannot be promoted")
-        if (model := self.site.shelf.find(name)) is not None:
-            if model.body["promotedFrom"] != row["name"]:
-                raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
-            return model
-        tensors, meta = self.site.snapshots(self.trainers.bucket(job)).load(checkpoint)
-        self.site.snapshots("models").save(name.rsplit("/", 1)[1], tensors, meta)
-        body: dict[str, Any] = {
-            "kind": "HF_BASE_MODEL",
-            "promotedFrom": row["name"],
-            "baseModel": asked.get("base_model"),
-        }
-        if rank := meta.get("lora_rank"):
-            body |= {"kind": "HF_PEFT_ADDON", "peftDetails": {"baseModel": asked.get("base_model"), "r": rank}}
-        now, delay = time.time(), self.site.promotion_delay_s
-        return self.site.shelf.put(Resource(name, body, "READY", ("UPLOADING",), delay, since=now, created=now))
 
-    def _operation(self, model: Resource) -> dict[str, Any]:
-        "Where a promotion stands."
-        shown = model.shown(time.time())
-        done = shown["state"] == "READY"
-        name = model.name.replace("/models/", "/operations/promote-")
-        return {"name": name, "done": done, **({"response": shown} if done else {"metadata": {}})}
-
-    async def operation(self, request: Request) -> Response:
-        own_account(request)
-        model = self.site.shelf.find(resource_name("models", request.path_params["operation"].removeprefix("promote-")))
-        if model is None:
-            raise HTTPException(404, f"there is no operation {request.path_params['operation']!r}")
-        return JSONResponse(self._operation(model))
+CHECKPOINTS: Table = [
+    ("GET", _JOBS + "/{id}/checkpoints", list_checkpoints),
+    ("POST", "/v1/accounts/{account}/checkpoints/{checkpoint}:promote", promote),
+    ("GET", "/v1/accounts/{account}/operations/{operation}", get_operation),
+]
 
 # %% ../../nbs/28_backends.emulator.ipynb #578eef28
 _CHANGEABLE = {
@@ -857,157 +868,146 @@ def changes(body: Mapping[str, Any], mask: str) -> dict[str, Any]:
     return {name: body.get(name) for name in names}
 
 # %% ../../nbs/28_backends.emulator.ipynb #9af32003
-class Deployments:
-    "The control plane's view of deployments."
-
-    def __init__(self, site: Site, servers: Servers):
-        self.site, self.servers = site, servers
-
-    def routes(self) -> list[BaseRoute]:
-        "Addresses, relative to the root."
-        base = "/v1/accounts/{account}/deployments"
-        return [
-            Route(base, self.create, methods=["POST"]),
-            Route(base, self.list),
-            Route(base + "/{deployment}", self.get),
-            Route(base + "/{deployment}", self.patch, methods=["PATCH"]),
-            Route(base + "/{deployment}", self.delete, methods=["DELETE"]),
-        ]
-
-    def find(self, request: Request) -> Resource:
-        "The deployment that a request names; 404 if there is none."
-        own_account(request)
-        found = self.site.shelf.find(resource_name("deployments", request.path_params["deployment"]))
-        if found is None:
-            raise HTTPException(404, f"there is no deployment {request.path_params['deployment']!r}")
-        return found
-
-    def _reply(self, deployment: Resource) -> Response:
-        shown = deployment.shown(time.time())
-        bucket = self.servers.bucket(deployment)
-        return JSONResponse({**shown, "replicaCount": replicas(deployment), "hotLoadBucketUrl": f"emulator://{bucket}"})
-
-    def _check_trainer(self, body: Mapping[str, Any]) -> None:
-        job = body.get("hotLoadTrainerJob")
-        if job and self.site.shelf.find(job) is None:
-            raise HTTPException(400, f"hotLoadTrainerJob: there is no {job!r}")
-
-    async def create(self, request: Request) -> Response:
-        own_account(request)
-        name = resource_name("deployments", request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}")
-        if self.site.shelf.find(name):
-            raise HTTPException(409, f"{name} exists already")
-        body = await json_of(request)
-        if not body.get("baseModel"):
-            raise HTTPException(400, "baseModel is required")
-        if body.get("deploymentShape") and body.get("acceleratorType"):
-            raise HTTPException(400, "a deployment shape owns the accelerator; leave acceleratorType out")
-        self._check_trainer(body)
-        made = Resource(name, body, "READY", ("CREATING",), self.site.startup_delay_s, time.time(), time.time())
-        return self._reply(self.site.shelf.put(made))
-
-    async def list(self, request: Request) -> Response:
-        own_account(request)
-        now = time.time()
-        return page_of(request, "deployments", [d.shown(now) for d in self.site.shelf.all("deployments")])
-
-    async def get(self, request: Request) -> Response:
-        return self._reply(self.find(request))
-
-    async def patch(self, request: Request) -> Response:
-        old = self.find(request)
-        changed = changes(await json_of(request), request.query_params.get("updateMask", ""))
-        self._check_trainer(changed)
-        new = replace(old, body={**old.body, **changed})
-        if self.servers.bucket(new) != self.servers.bucket(old) or replicas(new) != replicas(old):
-            await self.servers.close(old.name)
-            new = replace(new, meanwhile=("UPDATING",), delay_s=self.site.startup_delay_s, since=time.time())
-        return self._reply(self.site.shelf.put(new))
-
-    async def delete(self, request: Request) -> Response:
-        found = self.find(request)
-        await self.servers.close(found.name)
-        self.site.shelf.drop(found.name)
-        return JSONResponse({})
-
-
 def replicas(deployment: Resource) -> int:
     "How many replicas a deployment has: at least one, unless it may have none."
     body = deployment.body
     return min(max(int(body.get("minReplicaCount") or 0), 1), int(body.get("maxReplicaCount", 1)))
 
+
+def deployment_bucket(site: Site, deployment: Resource) -> str:
+    "Where a deployment reads weights: with the trainer that it is attached to, or with itself."
+    job = site.shelf.find(deployment.body.get("hotLoadTrainerJob") or "")
+    return job_bucket(job) if job else f"deployment-{deployment.name.rsplit('/', 1)[1]}"
+
+
+def deployment_reply(site: Site, deployment: Resource) -> Response:
+    "A deployment as the control plane describes it."
+    more = {
+        "replicaCount": replicas(deployment),
+        "hotLoadBucketUrl": f"emulator://{deployment_bucket(site, deployment)}",
+    }
+    return JSONResponse({**deployment.shown(time.time()), **more})
+
+
+def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
+    "Refuses, with status 400, what cannot be deployed."
+    job, counts = body.get("hotLoadTrainerJob"), [body.get("minReplicaCount", 0), body.get("maxReplicaCount", 1)]
+    if job and not (str(job).split("/")[2:3] == ["rlorTrainerJobs"] and site.shelf.find(job)):
+        raise HTTPException(400, f"hotLoadTrainerJob: there is no {job!r}")
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise HTTPException(400, f"replica counts have to be numbers from 0; got {counts}")
+
+# %% ../../nbs/28_backends.emulator.ipynb #b0ce020e
+async def create_deployment(site: Site, request: Request) -> Response:
+    "A new deployment; 409 if there is one of this id."
+    own_account(request)
+    name = resource_name("deployments", request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}")
+    if site.shelf.find(name):
+        raise HTTPException(409, f"{name} exists already")
+    body = await json_of(request)
+    if not body.get("baseModel"):
+        raise HTTPException(400, "baseModel is required")
+    if body.get("deploymentShape") and body.get("acceleratorType"):
+        raise HTTPException(400, "a deployment shape owns the accelerator; leave acceleratorType out")
+    _check_deployment(site, body)
+    site.models_for(body["baseModel"])  # 404 for a model that nobody promoted
+    now, delay = time.time(), site.startup_delay_s
+    made = Resource(name, body, "READY", ("CREATING",), delay, since=now, created=now)
+    return deployment_reply(site, site.shelf.put(made))
+
+
+async def get_deployment(site: Site, request: Request) -> Response:
+    "A deployment as it is now."
+    return deployment_reply(site, found(site, request, "deployments"))
+
+# %% ../../nbs/28_backends.emulator.ipynb #05c097f9
+async def patch_deployment(site: Site, request: Request) -> Response:
+    "Change a deployment; what its machines depend on replaces them."
+    old = found(site, request, "deployments")
+    changed = changes(await json_of(request), request.query_params.get("updateMask", ""))
+    _check_deployment(site, changed)
+    new = replace(old, body={**old.body, **changed})
+    needs = [(deployment_bucket(site, d), replicas(d), d.body.get("hotLoadTransitionType")) for d in (old, new)]
+    if needs[0] != needs[1]:
+        await site.end(old.name)
+        new = replace(new, meanwhile=("UPDATING",), delay_s=site.startup_delay_s, since=time.time())
+    return deployment_reply(site, site.shelf.put(new))
+
+
+async def delete_deployment(site: Site, request: Request) -> Response:
+    "End a deployment; its bucket stays."
+    deployment = found(site, request, "deployments")
+    await site.end(deployment.name)
+    site.shelf.drop(deployment.name)
+    return JSONResponse({})
+
+
+_DEPLOYMENTS = "/v1/accounts/{account}/deployments"
+DEPLOYMENTS: Table = [
+    ("POST", _DEPLOYMENTS, create_deployment),
+    ("GET", _DEPLOYMENTS, partial(listed, collection="deployments")),
+    ("GET", _DEPLOYMENTS + "/{id}", get_deployment),
+    ("PATCH", _DEPLOYMENTS + "/{id}", patch_deployment),
+    ("DELETE", _DEPLOYMENTS + "/{id}", delete_deployment),
+]
+
 # %% ../../nbs/28_backends.emulator.ipynb #deb5379b
-class Servers:
-    "The samplers behind deployments, made when they are first asked something."
-
-    def __init__(self, site: Site, trainers: Trainers):
-        self.site, self.trainers = site, trainers
-        self._open: dict[str, EmulatedServer] = {}
-
-    def routes(self) -> list[BaseRoute]:
-        "Addresses, relative to the root."
-        return [
-            Route("/inference/v1/completions", self.completions, methods=["POST"]),
-            Route("/hot_load/v1/models/hot_load", self.hot_load, methods=["GET", "POST"]),
-        ]
-
-    def bucket(self, deployment: Resource) -> str:
-        "Where the deployment reads weights: with the trainer that it is attached to, or with itself."
-        job = self.site.shelf.find(deployment.body.get("hotLoadTrainerJob") or "")
-        return self.trainers.bucket(job) if job else f"deployment-{deployment.name.rsplit('/', 1)[1]}"
-
-    @cached_property
-    def root(self) -> EmulatedServer:
-        "The sampler that belongs to no deployment."
-        return self._made(self.site.model, "root", "root")
-
-    def _made(self, base_model: str, bucket: str, name: str, lora_rank: int = 0) -> EmulatedServer:
+def server_of(
+    site: Site,
+    model: str,  # as a client wrote it: a deployment, base#deployment, a promoted model, or any name
+) -> EmulatedServer:
+    "The sampler for a model name, made when it is first needed; 404 if it is a deployment that does not serve."
+    name = model.rpartition("#")[2]
+    if name.startswith(OWN_MODELS):
+        base, bucket, rank = name, "models", 0
+    elif "/deployments/" in name:
+        base, bucket, rank = deployed(site, name)
+    else:
+        name, base, bucket, rank = "root", site.model, "root", 0
+    if name not in site.servers:
         from rl_notebook.backends.emulated_server import EmulatedServer
 
-        snapshots = self.site.snapshots(bucket)
-        return EmulatedServer(self.site.models, snapshots, base_model=base_model, lora_rank=lora_rank, name=name)
+        models, snapshots = site.models_for(base), site.snapshots(bucket)
+        site.servers[name] = EmulatedServer(models, snapshots, base_model=base, lora_rank=rank, name=name)
+    return site.servers[name]
 
-    def of(self, model: str) -> EmulatedServer:
-        "The sampler for a model name; 404 if it is a deployment that does not serve."
-        name = model.rpartition("#")[2]
-        if "/deployments/" not in name:
-            return self.root
-        deployment = self.site.shelf.find(name)
-        state = deployment.state(time.time()) if deployment else "unknown"
-        if deployment is None or state != "READY" or not replicas(deployment):
-            raise HTTPException(404, f"model {model!r} is not deployed (its deployment is {state})")
-        if name not in self._open:
-            job = self.site.shelf.find(deployment.body.get("hotLoadTrainerJob") or "")
-            rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
-            self._open[name] = self._made(deployment.body["baseModel"], self.bucket(deployment), name, rank)
-        return self._open[name]
 
-    async def completions(self, request: Request) -> Response:
-        return await self.of(str((await json_of(request)).get("model", ""))).completions(request)
+def deployed(site: Site, name: str) -> tuple[str, str, int]:  # base model, bucket, rank of its adapters
+    "What the sampler of a deployment is made of."
+    deployment = site.shelf.find(name)
+    state = deployment.state(time.time()) if deployment else "unknown"
+    if deployment is None or state != "READY" or not replicas(deployment):
+        raise HTTPException(404, f"{name} does not serve; it is {state}")
+    job = site.shelf.find(deployment.body.get("hotLoadTrainerJob") or "")
+    rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
+    return deployment.body["baseModel"], deployment_bucket(site, deployment), rank
 
-    async def hot_load(self, request: Request) -> Response:
-        name = request.headers.get("fireworks-deployment", "")
-        deployment = self.site.shelf.find(name)
-        if request.method == "GET" and deployment and not replicas(deployment):
-            return JSONResponse({"replicas": []})
-        server = self.of(name or "accounts/?/deployments/?")
-        if request.method == "POST":
-            stalls = self.site.faults.strike("hotload_stalls", name)
-            server.hotload_delay_s = stalls.values["s"] if stalls else 0.0
-            server.hotload_error = bool(self.site.faults.strike("hotload_error", name))
-        return await server.hot_load(request)
+# %% ../../nbs/28_backends.emulator.ipynb #4619274e
+async def completions(site: Site, request: Request) -> Response:
+    "Completions of the deployment, or of the model, that the request names."
+    return await server_of(site, str((await json_of(request)).get("model", ""))).completions(request)
 
-    async def close(self, name: str) -> None:
-        "End the sampler of a deployment."
-        if name in self._open:
-            await self._open.pop(name).close()
 
-    async def close_all(self) -> None:
-        "End all of them."
-        for name in list(self._open):
-            await self.close(name)
-        if "root" in self.__dict__:
-            await self.root.close()
+async def hot_load(site: Site, request: Request) -> Response:
+    "Load a snapshot into a deployment, or say which one it serves."
+    name = request.headers.get("fireworks-deployment", "")
+    deployment = site.shelf.find(name)
+    if request.method == "GET" and deployment and not replicas(deployment):
+        return JSONResponse({"replicas": []})
+    server = server_of(site, name or "the header fireworks-deployment names no /deployments/ at all")
+    if request.method == "POST":
+        stalls = site.faults.strike("hotload_stalls", name)
+        server.hotload_delay_s = stalls.values["s"] if stalls else 0.0
+        server.hotload_error = bool(site.faults.strike("hotload_error", name))
+    return await server.hot_load(request)
+
+
+_HOT_LOAD = "/hot_load/v1/models/hot_load"
+SAMPLERS: Table = [
+    ("POST", "/inference/v1/completions", completions),
+    ("GET", _HOT_LOAD, hot_load),
+    ("POST", _HOT_LOAD, hot_load),
+]
 
 # %% ../../nbs/28_backends.emulator.ipynb #5b3d3d95
 class Emulator:
@@ -1016,79 +1016,72 @@ class Emulator:
     def __init__(
         self,
         model: str = "tiny",  # serves every base-model name
-        folder: str | Path | None = None,  # jobs, deployments, weights; None = one that goes with the process
+        folder: str | Path | None = None,  # jobs, deployments, weights; None = one that goes with the emulator
         key: Secret | str | None = None,  # None = from RL_NOTEBOOK_EMULATOR_KEY, else a fresh one
         startup_delay_s: float = 0.0,  # until a trainer runs, until a deployment is ready
         faults: str | Sequence[Fault] = "",  # what goes wrong, see `parse_faults`
         seed: int = 0,  # decides where
         promotion_delay_s: float = 0.0,  # until a promoted model is ready
     ):
-        self._temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
-        self.folder = Path(self._temporary.name if self._temporary else str(folder))
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.faults = Faults(parse_faults(faults) if isinstance(faults, str) else faults, seed)
+        key = emulator_key(key)
+        self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
+        self.folder = Path(self.temporary.name if self.temporary else str(folder))
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.site = Site(self.folder, model, self.faults, startup_delay_s, promotion_delay_s)
-        self.trainers = Trainers(self.site)
-        self.servers = Servers(self.site, self.trainers)
-        self.gate = Gate(self._starlette(), emulator_key(key), self.faults)
+        self.app = Gate(application(self), key, self.faults)
 
     @property
     def key(self) -> Secret:
         "What a client has to show."
-        return self.gate.key
-
-    @property
-    def app(self) -> ASGIApp:
-        "The application, gate included."
-        return self.gate
+        return self.app.key
 
     @property
     def log(self) -> list[Exchange]:
         "Every request so far, in the order in which they ended."
-        return self.gate.log
+        return self.app.log
 
-    def _starlette(self) -> Starlette:
-        jobs = Jobs(self.site, self.trainers)
-        rooms = [Catalogue(self.site), Checkpoints(self.site, jobs, self.trainers), jobs]
-        rooms += [Deployments(self.site, self.servers), self.servers]
-        routes = [route for room in rooms for route in room.routes()]
-        routes.append(Route("/emulator/v1/status", self.status))
-        routes.append(Mount("/training/v1/rlorTrainerJobs/{account}/{job}", self.trainers.gateway))
-        routes.append(Mount("/training/v1/serverless", self._root))
-        routes.append(Mount("", self._root))
-        return Starlette(routes=routes, exception_handlers={HTTPException: _on_error}, lifespan=self._lifespan)
+    async def close(self) -> None:
+        "End all trainers and samplers; a folder that was made for this goes, too."
+        for name in [*self.site.trainers, *self.site.servers]:
+            await self.site.end(name)
+        if self.temporary:
+            self.temporary.cleanup()
 
-    @cached_property
-    def root_trainer(self) -> EmulatedTrainer:
-        "The trainer that belongs to no job."
-        from rl_notebook.backends.emulated_trainer import EmulatedTrainer
-
-        folder = self.folder / "trainers" / "root"
-        return EmulatedTrainer(self.site.models, self.site.snapshots("root"), folder, name="root")
-
-    @cached_property
-    def _root_router(self) -> Router:
-        return Router(routes=[*self.root_trainer.routes(), *self.servers.root.routes()])
-
-    async def _root(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith(("/api/", "/training/")) and self.faults.strike("restart_trainer", scope["path"]):
-            self.root_trainer.lose_memory()
-        await self._root_router(scope, receive, send)
-
-    async def status(self, request: Request) -> Response:
-        "What happened so far: faults by kind, requests by address."
-        asked = Counter(f"{e.method} {e.path} {e.status}" for e in self.log)
-        return JSONResponse({"model": self.site.model, "faults": dict(self.faults.counts), "requests": dict(asked)})
+# %% ../../nbs/28_backends.emulator.ipynb #f95cd283
+def application(emulator: Emulator) -> Starlette:
+    "All tables and mounts of an emulator, without its gate."
+    site = emulator.site
+    table = [*CATALOGUE, *JOBS, *CHECKPOINTS, *DEPLOYMENTS, *SAMPLERS]
+    routes = [*routes_of(site, table), Route("/emulator/v1/status", partial(status, emulator))]
+    routes.append(Mount("/training/v1/rlorTrainerJobs/{account}/{id}", partial(to_trainer, site)))
+    routes.append(Mount("/training/v1/serverless", partial(to_root, site)))
+    routes.append(Mount("", partial(to_root, site)))
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await self.trainers.close_all()
-        await self.servers.close_all()
-        if "root_trainer" in self.__dict__:
-            await self.root_trainer.close()
-        if self._temporary:
-            self._temporary.cleanup()
+        await emulator.close()
+
+    return Starlette(routes=routes, exception_handlers={HTTPException: _on_error}, lifespan=lifespan)
+
+
+async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
+    "Hand a request to the trainer without a job, or to the sampler without a deployment."
+    from rl_notebook.backends.emulated_trainer import EmulatedTrainer
+
+    if not scope["path"].removeprefix(scope.get("root_path", "")).startswith("/api/"):
+        return await Router(routes=server_of(site, "root").routes())(scope, receive, send)
+    if "root" not in site.trainers:
+        site.trainers["root"] = EmulatedTrainer(site.models, site.snapshots("root"), site.folder, name="root")
+    await through(site, site.trainers["root"], scope, receive, send)
+
+
+async def status(emulator: Emulator, request: Request) -> Response:
+    "What happened so far: faults by kind, requests by address."
+    asked = Counter(f"{e.method} {e.path} {e.status}" for e in emulator.log)
+    faults = dict(emulator.faults.counts)
+    return JSONResponse({"model": emulator.site.model, "faults": faults, "requests": dict(asked)})
 
 # %% ../../nbs/28_backends.emulator.ipynb #918a4a2a
 def _free_socket(host: str, port: int) -> socket.socket:
@@ -1118,7 +1111,7 @@ class RunningEmulator:
             access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=2,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
-        emulator.gate.hang_up = self._hang_up
+        emulator.app.hang_up = self._hang_up
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="emulator", daemon=True)
         self._thread.start()
         while not self._server.started:
@@ -1141,6 +1134,11 @@ class RunningEmulator:
         key = self.key.reveal()
         named = {"FIREWORKS": self.url, "TINKER": self.url, "OPENAI": f"{self.url}/v1"}
         return {k: v for n, u in named.items() for k, v in ((f"{n}_BASE_URL", u), (f"{n}_API_KEY", key))}
+
+    def wait(self) -> None:
+        "Return when it has ended; an interrupt gets through."
+        while self._thread.is_alive():
+            self._thread.join(0.2)
 
     def stop(self) -> None:
         "End it: what runs is finished, trainers and samplers are closed, files stay."
@@ -1172,4 +1170,27 @@ def start_emulator(
 ) -> RunningEmulator:
     "Start an emulator in a thread of this process; the arguments are those of `Emulator`."
     emulator = Emulator(model, folder, key, startup_delay_s, faults, seed, promotion_delay_s)
+    emulator.site.models.original()  # read now: who waits is whoever started it, and a wrong name fails here
     return RunningEmulator(emulator, host, port)
+
+# %% ../../nbs/28_backends.emulator.ipynb #098b7f85
+def emulator_fixture(scope: Any = "function", **settings: Any) -> Any:
+    "A pytest fixture that yields a `RunningEmulator`; the settings are those of `start_emulator`."
+    try:
+        import pytest
+    except ImportError as error:
+        raise MissingExtra("the fixture", got="no pytest", fix="Install it: pip install pytest") from error
+
+    @pytest.fixture(scope=scope)
+    def emulator() -> Iterator[RunningEmulator]:
+        with start_emulator(**settings) as running:
+            yield running
+
+    return emulator
+
+
+def __getattr__(name: str) -> Any:
+    "`emulator`, the fixture: made when it is imported, so that pytest is needed by those who test."
+    if name == "emulator":
+        return emulator_fixture()
+    raise AttributeError(f"module 'rl_notebook.backends.emulator' has no attribute {name!r}")
