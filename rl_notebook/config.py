@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import yaml
 
-from .core import AdamParams, ConfigError, SampleParams
+from .core import AdamParams, ConfigError, LossError, SampleParams
 
 # %% auto #0
 __all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNormalization', 'TrackerName', 'RENAMED',
@@ -32,8 +32,8 @@ __all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNo
            'GSPOConfig', 'CISPOConfig', 'DROConfig', 'SAPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig',
            'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce',
            'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules',
-           'sampling_rules', 'run_rules', 'backend_rules', 'read_yaml', 'plain', 'nested', 'accepts_other_spellings',
-           'Stored', 'SettingsTable', 'compared', 'changed_settings', 'loss_options', 'Config']
+           'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'backend_rules', 'read_yaml', 'plain',
+           'nested', 'accepts_other_spellings', 'Stored', 'SettingsTable', 'compared', 'changed_settings', 'Config']
 
 # %% ../nbs/06_config.ipynb #f1f9d6f8
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ class LossSettings:
     ratio_log_cap: float | None = None  # log ratios are cut at plus and minus this; None = 20
     anchor: Literal["old", "rollout"] = "old"  # ratios are against the policy before this update, or the sampler
     tis_enabled: bool = False  # truncated importance sampling: token level, cap 2, unless `tis` says otherwise
+    loss_path: Literal["client", "builtin"] = "client"  # computed here, or by the service that trains, in one call
 
 # %% ../nbs/06_config.ipynb #2acb25b6
 @dataclass(frozen=True, kw_only=True)
@@ -548,7 +549,6 @@ NEUTRAL: dict[str, tuple[Any, str]] = {  # setting: (the only value accepted, wh
     "steps_per_generation": (1, "each batch gets one optimizer step"),
     "gradient_accumulation_steps": (1, "a step is prompt_groups_per_step x completions_per_prompt samples"),
     "max_head_offpolicy_versions": (0, "this loop drains its window before each weight sync"),
-    "loss_path": ("client", "the loss is computed by this package"),
     "save_final_checkpoint": (True, "the last checkpoint is always saved"),
     "router_replay_completion_only": (True, "routing is replayed for completions"),
     "step_timeout": (0, "a step has no time limit"),
@@ -734,6 +734,59 @@ def correction_rules(c: Any) -> Iterator[str]:
             " once. Set aggregation='sum' or grad_accumulation_normalization='none'"
         )
 
+# %% ../nbs/06_config.ipynb #b6a4f24a
+def loss_options(c: Config) -> dict[str, Any]:  # fields of LossOptions
+    "The keyword arguments of `make_loss_fn` that a config stands for; knobs left at None take the loss's default."
+    tis = c.tis or TISConfig(cap=2.0, anchor="policy")
+    knobs = {k: getattr(c, k) for k in ("eps_clip", "eps_clip_high", "eps_clip_c", "ratio_log_cap")}
+    if c.dapo is not None:
+        knobs = {f.name: getattr(c.dapo, f.name) for f in fields(c.dapo)}
+    if c.cispo is not None:
+        knobs |= {
+            "eps_clip": c.cispo.eps_low,
+            "eps_clip_high": c.cispo.eps_high,
+            "ratio_log_cap": c.cispo.ratio_log_cap,
+        }
+    if c.gspo is not None:
+        knobs |= {"eps_clip": c.gspo.clip_ratio_low, "eps_clip_high": c.gspo.clip_ratio_high}
+        knobs["seq_ratio_log_cap"] = c.gspo.seq_ratio_log_cap
+    if c.dro is not None:
+        knobs["dro_beta"] = c.dro.beta
+    if c.sapo is not None:
+        knobs |= {f"sapo_{f.name}": getattr(c.sapo, f.name) for f in fields(c.sapo)}
+    same = (
+        "policy_loss",
+        "kl_beta",
+        "kl_estimator",
+        "kl_bias_correction",
+        "aggregation",
+        "max_completion_tokens",
+        "anchor",
+    )
+    correction = {"tis": tis.level, "tis_cap": tis.cap, "tis_floor": tis.floor, "tis_anchor": tis.anchor}
+    correction |= {"icepop_threshold": tis.icepop_threshold}
+    return {k: getattr(c, k) for k in same} | (correction if c.tis_enabled else {"tis": "off"}) | knobs
+
+# %% ../nbs/06_config.ipynb #a95865d9
+def builtin_rules(c: Any) -> Iterator[str]:
+    "Losses that the service cannot compute."
+    if c.loss_path == "client":
+        return
+    from rl_notebook.losses import BUILTIN_LOSSES, LossOptions, builtin_loss
+
+    if c.backend not in BUILTIN_LOSSES:
+        instead = " or ".join(f"backend={b!r}" for b in BUILTIN_LOSSES)
+        yield f"loss_path: backend={c.backend!r} computes every loss here. Leave it out or set {instead}"
+        return
+    try:
+        options = LossOptions(**loss_options(c))
+    except LossError:  # the other rules say why
+        return
+    try:
+        builtin_loss(options, c.backend)
+    except LossError as error:
+        yield f"loss_path='builtin': {error}"
+
 # %% ../nbs/06_config.ipynb #7f9bc8d2
 def sampling_rules(c: Any) -> Iterator[str]:
     "Groups without signal, and lengths that do not fit."
@@ -816,7 +869,7 @@ def _fireworks_rules(c: Any) -> Iterator[str]:
 
 # %% ../nbs/06_config.ipynb #c5255803
 RULES: tuple[Callable[[Any], Iterator[str]], ...] = (
-    loss_rules, correction_rules, sampling_rules, run_rules, backend_rules,
+    loss_rules, correction_rules, builtin_rules, sampling_rules, run_rules, backend_rules,
 )  # fmt: skip
 
 # %% ../nbs/06_config.ipynb #dd63e411
@@ -977,39 +1030,6 @@ def changed_settings(cfg: Config) -> SettingsTable:
     rows = compared(cfg.flat(), defaults | dict.fromkeys(used), ("value", "default")).rows
     changed = {name.partition(".")[0] for name, *_ in rows}
     return SettingsTable(("value", "default"), (*rows, *((name, {}, None) for name in used if name not in changed)))
-
-# %% ../nbs/06_config.ipynb #b6a4f24a
-def loss_options(c: Config) -> dict[str, Any]:  # fields of LossOptions
-    "The keyword arguments of `make_loss_fn` that a config stands for; knobs left at None take the loss's default."
-    tis = c.tis or TISConfig(cap=2.0, anchor="policy")
-    knobs = {k: getattr(c, k) for k in ("eps_clip", "eps_clip_high", "eps_clip_c", "ratio_log_cap")}
-    if c.dapo is not None:
-        knobs = {f.name: getattr(c.dapo, f.name) for f in fields(c.dapo)}
-    if c.cispo is not None:
-        knobs |= {
-            "eps_clip": c.cispo.eps_low,
-            "eps_clip_high": c.cispo.eps_high,
-            "ratio_log_cap": c.cispo.ratio_log_cap,
-        }
-    if c.gspo is not None:
-        knobs |= {"eps_clip": c.gspo.clip_ratio_low, "eps_clip_high": c.gspo.clip_ratio_high}
-        knobs["seq_ratio_log_cap"] = c.gspo.seq_ratio_log_cap
-    if c.dro is not None:
-        knobs["dro_beta"] = c.dro.beta
-    if c.sapo is not None:
-        knobs |= {f"sapo_{f.name}": getattr(c.sapo, f.name) for f in fields(c.sapo)}
-    same = (
-        "policy_loss",
-        "kl_beta",
-        "kl_estimator",
-        "kl_bias_correction",
-        "aggregation",
-        "max_completion_tokens",
-        "anchor",
-    )
-    correction = {"tis": tis.level, "tis_cap": tis.cap, "tis_floor": tis.floor, "tis_anchor": tis.anchor}
-    correction |= {"icepop_threshold": tis.icepop_threshold}
-    return {k: getattr(c, k) for k in same} | (correction if c.tis_enabled else {"tis": "off"}) | knobs
 
 # %% ../nbs/06_config.ipynb #75113cd8
 @accepts_other_spellings

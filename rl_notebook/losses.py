@@ -18,11 +18,12 @@ from .align import require_finite
 from .core import AlignmentError, Datum, LossError
 
 # %% auto #0
-__all__ = ['PolicyLoss', 'POLICY_LOSSES', 'KNOBS', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LossFn', 'TRL_PRESETS', 'ActiveTokens',
-           'log_ratio', 'grpo', 'reinforce', 'importance_sampling', 'clipped_surrogate', 'ppo', 'sequence_ratio',
-           'gspo', 'cispo', 'dro', 'sapo', 'LossOptions', 'raw_tis_weights', 'tis_weights', 'natural_denominator',
-           'aggregate', 'SideData', 'loss_terms', 'make_loss_fn', 'loss_metrics', 'make_grpo_loss_fn',
-           'make_offpolicy_grpo_loss_fn']
+__all__ = ['PolicyLoss', 'POLICY_LOSSES', 'KNOBS', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LossFn', 'TRL_PRESETS', 'BUILTIN_LOSSES',
+           'ActiveTokens', 'log_ratio', 'grpo', 'reinforce', 'importance_sampling', 'clipped_surrogate', 'ppo',
+           'sequence_ratio', 'gspo', 'cispo', 'dro', 'sapo', 'LossOptions', 'raw_tis_weights', 'tis_weights',
+           'natural_denominator', 'aggregate', 'SideData', 'loss_terms', 'make_loss_fn', 'loss_metrics',
+           'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn', 'check_builtin_options', 'builtin_loss',
+           'builtin_inputs', 'check_builtin']
 
 # %% ../nbs/03_losses.ipynb #c8214c91
 @dataclass(frozen=True, eq=False)
@@ -538,3 +539,138 @@ def make_offpolicy_grpo_loss_fn(
         return loss, {"grpo_loss": loss.item(), "rho/mean": rho.mean().item(), "rho/max": rho.max().item()}
 
     return loss_fn
+
+# %% ../nbs/03_losses.ipynb #526b6d72
+_CLIP = ("clip_low_threshold", "clip_high_threshold")
+BUILTIN_LOSSES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {  # service: our loss: (its name, its settings)
+    "fireworks": {
+        "grpo": ("cross_entropy", ()),
+        "ppo": ("ppo", (*_CLIP, "ratio_log_cap")),
+        "importance_sampling": ("importance_sampling", ("ratio_log_cap",)),
+        "dapo": ("ppo", (*_CLIP, "ratio_log_cap")),
+        "dro": ("dro", ("beta",)),
+        "gspo": ("gspo", (*_CLIP, "seq_ratio_log_cap")),
+        "cispo": ("cispo", (*_CLIP, "ratio_log_cap")),
+    },
+    "tinker": {
+        "grpo": ("cross_entropy", ()),
+        "ppo": ("ppo", _CLIP),
+        "importance_sampling": ("importance_sampling", ()),
+        "dapo": ("ppo", _CLIP),
+        "cispo": ("cispo", _CLIP),
+    },
+}
+
+# %% ../nbs/03_losses.ipynb #f2381a2c
+def check_builtin_options(o: LossOptions) -> None:
+    "Raise `LossError` for a loss that no service can compute, whatever it is called there."
+    nobody = not any(o.policy_loss in known for known in BUILTIN_LOSSES.values())
+    sequence, quadratic = o.policy_loss == "gspo", o.policy_loss == "dro"
+    refused = (
+        (nobody, "policy_loss", _HINTS.get(o.policy_loss, "Compute it here")),
+        (o.kl_beta > 0, "kl_beta", "A service's loss sees no reference logprobs, so it has no KL term. Set kl_beta=0"),
+        (
+            o.tis != "off" and o.tis_anchor == "policy",
+            "tis_anchor",
+            "The correction is multiplied in before the policy's logprobs are known. Set tis_anchor='old'",
+        ),
+        (
+            o.icepop_threshold is not None and (sequence or quadratic),
+            "icepop_threshold",
+            f"A dropped token has advantage 0, and {o.policy_loss!r} also looks at its logprob. Leave it out",
+        ),
+        (
+            quadratic and o.aggregation != "sum",
+            "aggregation",
+            "dro's quadratic term is not proportional to the advantage. Set aggregation='sum', and the trainer divides",
+        ),
+    )
+    for bad, name, fix in refused:
+        if bad:
+            raise LossError(f"a service cannot compute this loss: {name}", got=repr(getattr(o, name)), fix=f"{fix}.")
+
+
+_HINTS = {"reinforce": "It is importance_sampling with anchor='rollout'"}
+
+# %% ../nbs/03_losses.ipynb #e1fb2fe8
+_SAID: dict[str, tuple[str, Callable[[LossOptions], Any]]] = {  # setting of a service: (our knob, value)
+    "clip_low_threshold": ("eps_clip", lambda o: o.clip_range[0]),
+    "clip_high_threshold": ("eps_clip_high", lambda o: o.clip_range[1]),
+    "ratio_log_cap": ("ratio_log_cap", lambda o: o.knob("ratio_log_cap")),
+    "seq_ratio_log_cap": ("seq_ratio_log_cap", lambda o: o.knob("seq_ratio_log_cap")),
+    "beta": ("dro_beta", lambda o: o.knob("dro_beta")),
+    "eps_clip_c": ("eps_clip_c", lambda o: o.eps_clip_c),
+}
+
+
+def builtin_loss(
+    o: LossOptions,
+    service: str = "fireworks",  # a key of BUILTIN_LOSSES
+) -> tuple[str, dict[str, float]]:  # `loss_fn` and `loss_fn_config` of the service
+    "The service's own loss with the value and gradient of these options; raises `LossError` where there is none."
+    if service not in BUILTIN_LOSSES:
+        raise LossError("service", got=repr(service), expected=" or ".join(map(repr, BUILTIN_LOSSES)))
+    known = BUILTIN_LOSSES[service]
+    if o.policy_loss not in known:
+        expected, fix = f"{', '.join(known)} at {service}", _HINTS.get(o.policy_loss)
+        what = "a service cannot compute this loss: policy_loss"
+        raise LossError(what, got=repr(o.policy_loss), expected=expected, fix=fix and f"{fix}.")
+    check_builtin_options(o)
+    name, said = known[o.policy_loss]
+    if o.eps_clip_c is not None and service == "fireworks" and o.policy_loss in ("ppo", "dapo"):
+        name, said = "dapo", (*said, "eps_clip_c")
+    defaults, heard = POLICY_LOSSES[o.policy_loss][1], {_SAID[s][0] for s in said}
+    unheard = [k for k in defaults if k not in heard and o.knob(k) != defaults[k]]
+    if unheard:
+        got = f"{unheard[0]}={o.knob(unheard[0]):g}"
+        fix = f"{name!r} at {service} does not read it. Leave it out, or compute the loss here."
+        raise LossError("a service cannot compute this loss", got=got, expected=f"{defaults[unheard[0]]}", fix=fix)
+    return name, {s: float(_SAID[s][1](o)) for s in said}
+
+# %% ../nbs/03_losses.ipynb #ee7802d1
+def builtin_inputs(
+    datums: Sequence[Datum],  # of one call, in the order in which they are sent
+    o: LossOptions,
+    denominator: float | None = None,  # as for `make_loss_fn`
+) -> list[dict[str, np.ndarray]]:  # per datum: series (N-1,) float32 by the name that a service gives them
+    "What a service's own loss reads beside the target tokens; raises `LossError` or `AlignmentError`."
+    check_builtin_options(o)
+    anchor = "sampler_logprobs" if o.anchor == "rollout" else "old_logprobs"
+    if o.policy_loss != "grpo" or o.tis != "off":
+        _flat(datums, anchor, required=True)
+    t = SideData(datums, o).with_policy([torch.zeros(len(d.weights), dtype=torch.float64) for d in datums])
+    ones = torch.ones_like(t.old, requires_grad=True)
+    (share,) = torch.autograd.grad(aggregate(ones, t, o, denominator), ones)  # what a term counts in the loss
+    pushes = (t.advantage * tis_weights(t, o) * share).split(t.lengths.tolist())
+    return [_service_series(d, anchor, push.numpy(), o.policy_loss == "grpo") for d, push in zip(datums, pushes)]
+
+
+def _service_series(d: Datum, anchor: str, push: np.ndarray, plain: bool) -> dict[str, np.ndarray]:
+    "The series of one datum; `push` is A T and its share at the active positions."
+    spread = np.zeros(len(d.weights), dtype=np.float32)
+    spread[d.active] = push
+    if not np.isfinite(spread).all():
+        raise LossError("advantages", where=d.where, got="a number that is not finite in float32")
+    if plain:
+        return {"weights": spread}
+    return {"logprobs": np.nan_to_num(getattr(d, anchor)).astype(np.float32), "advantages": spread}
+
+# %% ../nbs/03_losses.ipynb #ae61e6e9
+def check_builtin(
+    datums: Sequence[Datum],  # that were sent
+    o: LossOptions,
+    policy_logprobs: Sequence[Tensor],  # that came back
+    theirs: float,  # the service's `loss:sum`
+    denominator: float | None = None,  # that `builtin_inputs` was given
+    tolerance: float = 1e-3,
+) -> float:  # |theirs - ours|, as a share of the sum of |terms|
+    "How far a service's loss is from ours; raises `LossError` beyond the tolerance."
+    t = SideData(datums, o).with_policy(policy_logprobs)
+    terms = loss_terms(t, o)[0].detach()
+    ours, size = (aggregate(x, t, o, denominator).item() for x in (terms, terms.abs()))
+    gap = abs(theirs - ours) / max(size, 1e-12)
+    if not gap <= tolerance:
+        fix = "It computes another loss under this name. Compute the loss here: loss_path='client'."
+        got, expected = f"{theirs:.6g}, off by {gap:.2g} of its terms", f"{ours:.6g} from its own logprobs"
+        raise LossError(f"the service's {o.policy_loss}", got=got, expected=expected, fix=fix)
+    return gap
