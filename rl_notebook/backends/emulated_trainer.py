@@ -294,11 +294,13 @@ def served_loss(batch: Batch) -> LossFn:
 
     def loss_fn(datums: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         anchor, advantage = tensor_series(datums, "logprobs"), tensor_series(datums, "advantages")
-        mask = tensor_series(datums, "weights", 1.0) * tensor_series(datums, "mask", 1.0)
-        lengths = torch.tensor([len(d.targets) for d in datums])
-        sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        tokens = ActiveTokens(torch.cat(list(logprobs)), anchor, anchor, None, advantage, sample, lengths)
-        return (POLICY_LOSSES[batch.loss_fn][0](tokens, torch.ones(len(anchor)), options) * mask).sum(), {}
+        sent = [name for name in ("weights", "mask") if all(name in d.series for d in datums)]
+        mask = torch.stack([tensor_series(datums, name) for name in sent]).prod(0) if sent else (advantage != 0).float()
+        sample = torch.repeat_interleave(torch.arange(len(datums)), torch.tensor([len(d.targets) for d in datums]))
+        on, lengths = mask != 0, torch.bincount(sample[mask != 0], minlength=len(datums))
+        series = torch.cat(list(logprobs))[on], anchor[on], anchor[on], None, advantage[on], sample[on], lengths
+        terms = POLICY_LOSSES[batch.loss_fn][0](ActiveTokens(*series), torch.ones(int(on.sum())), options)
+        return (terms * mask[on]).sum(), {}
 
     return loss_fn
 
@@ -531,7 +533,7 @@ class Learner:
 
 @dataclass(frozen=True, eq=False)
 class Passed:
-    "Result of a pass: logprobs (M,) of every datum, and the loss."
+    "Result of a pass: float32 logprobs (M,) of every datum, and the loss."
 
     logprobs: tuple[np.ndarray, ...]
     loss: float
@@ -542,15 +544,14 @@ def run_pass(learner: Learner, batch: Batch) -> Passed:
     state, loss_fn = learner.state, served_loss(batch)
     state.scoring.check(batch.datums)
     if batch.forward_only:
-        series = score(state.scoring, batch.datums)
-        loss, _ = loss_fn(batch.datums, [torch.from_numpy(s.astype(np.float32)) for s in series])
-        return Passed(tuple(series), loss.item())
+        series = [s.astype(np.float32) for s in score(state.scoring, batch.datums)]
+        return Passed(tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item())
     loss_value, _, series, slopes = evaluate(state, batch.datums, loss_fn)
     backpropagate(state, batch.datums, slopes)
     learner.passes += 1
     learner.loss_tokens += sum(int(np.count_nonzero(s)) for s in slopes)
     learner.sequences += sum(bool(np.any(s)) for s in slopes)
-    return Passed(tuple(series), loss_value)
+    return Passed(tuple(s.astype(np.float32) for s in series), loss_value)
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #133c17a2
 ADAM_DEFAULTS = AdamParams(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)  # the SDKs'
@@ -772,7 +773,7 @@ async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping
     return Drawn(completions, series, topk_prompt, topk_drawn)
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #99b10418
-KEPT_RESULTS = 512  # finished results that can be fetched again
+KEPT_RESULTS = 256  # finished results that can be fetched again
 
 
 @dataclass(eq=False)
@@ -806,7 +807,7 @@ class Memory:
         if len(self.promises) > 2 * KEPT_RESULTS:
             finished = [key for key, p in self.promises.items() if p.done.is_set()]
             for key in finished[:-KEPT_RESULTS]:
-                self.promises.pop(key).result = None
+                self.promises.pop(key).result = {"error": "this result was forgotten", "category": "server"}
         return promise
 
     def forget(self) -> list[Backend]:
@@ -822,7 +823,7 @@ class Memory:
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #441c272d
 def json_pass(result: Passed) -> dict[str, Any]:
     "A pass as JSON."
-    wire = lambda s: {"data": s.astype(np.float32).tolist(), "dtype": "float32", "shape": [len(s)]}
+    wire = lambda s: {"data": s.tolist(), "dtype": "float32", "shape": [len(s)]}
     outputs = [{"logprobs": wire(s)} for s in result.logprobs]
     metrics = {"loss:sum": result.loss}
     return {"loss_fn_output_type": "TorchLossReturn", "loss_fn_outputs": outputs, "metrics": metrics}
@@ -861,7 +862,7 @@ def proto_pass(result: Passed) -> bytes:
     message.metrics["loss:sum"] = result.loss
     record = message.loss_fn_outputs.add(type_tag="TorchLossReturn", num_datums=len(result.logprobs))
     ends = np.cumsum([0, *(4 * len(s) for s in result.logprobs)], dtype=np.int64)
-    data = np.concatenate(result.logprobs).astype(np.float32).tobytes()
+    data = np.concatenate(result.logprobs).tobytes()
     record.fields["logprobs"].CopyFrom(messages()["BatchedTensor"](data=data, offsets=ends.tobytes(), dtype=1))
     return message.SerializeToString()
 
@@ -1422,9 +1423,12 @@ def unpack_zstd(body: bytes) -> bytes:
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #601b0fc3
 def read_protobuf(raw: bytes) -> tuple[dict[str, Any], Any]:
     "Body and message of a ForwardBackwardRequest; raises `Refusal`."
+    kind = messages()["ForwardBackwardRequest"]
+    from google.protobuf.message import DecodeError
+
     try:
-        message = messages()["ForwardBackwardRequest"].FromString(raw)
-    except ValueError as reason:
+        message = kind.FromString(raw)
+    except DecodeError as reason:
         raise Refusal(400, "body", got=str(reason), expected="a ForwardBackwardRequest") from reason
     return {"model_id": message.model_id, "seq_id": message.seq_id}, message
 

@@ -1,0 +1,779 @@
+"The emulated trainer under the unmodified SDKs, over real HTTP; the local backend is the judge of its numbers."
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+
+pytest.importorskip("starlette")
+uvicorn = pytest.importorskip("uvicorn")
+
+import rl_notebook.backends.emulated_trainer as module
+from rl_notebook.backends.emulated_trainer import (
+    MESSAGES,
+    SERVED_LOSSES,
+    Batch,
+    EmulatedTrainer,
+    InOrder,
+    Models,
+    Snapshots,
+    messages,
+    open_serving,
+    served_datum,
+    served_loss,
+)
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import AdamParams, BackendError, Datum, LossError, MissingExtra, SampleParams
+
+__all__ = ["one_thread"]
+
+ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 5.0}
+BASE = "accounts/fireworks/models/any"
+
+
+def new_models() -> Models:
+    return Models((tiny_model(), byte_tokenizer()))
+
+
+class Running:
+    "A trainer behind a real HTTP server, in a thread."
+
+    def __init__(self, folder: Path, **options):
+        self.trainer = EmulatedTrainer(new_models(), Snapshots(folder / "snapshots"), folder, **options)
+        from starlette.applications import Starlette
+
+        app = Starlette(routes=self.trainer.routes())
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=30)
+
+    def post(self, path: str, body: dict, status: int = 200, **headers) -> dict:
+        answer = self.http.post(path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def result(self, path: str, body: dict, **headers) -> dict:
+        "Hand in and fetch."
+        return self.post("retrieve_future", {"request_id": self.post(path, body, **headers)["request_id"]})
+
+    def model(self, sdk_version: str = "0.23.0", **lora) -> str:
+        session = self.post("create_session", {"sdk_version": sdk_version, "tags": []})["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 0, **lora}}
+        return self.result("create_model", body)["model_id"]
+
+    def close(self) -> None:
+        self.trainer.lose_memory()
+        self.http.close()
+        self.server.should_exit = True
+        self.thread.join(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    made = Running(tmp_path_factory.mktemp("service"), name="job-1")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own(tmp_path):
+    "Starts services of this test alone."
+    with contextlib.ExitStack() as stack:
+
+        def start(folder: Path = tmp_path, **options) -> Running:
+            made = Running(folder, **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+# What is trained, in our words and on the wire
+
+
+def some_datums(seed: int, count: int = 3, longest: int = 24) -> list[Datum]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        n = int(rng.integers(4, longest))
+        weights = (np.arange(n - 1) >= n // 3).astype(float)
+        made.append(Datum(rng.integers(0, 255, n), weights, advantage=float(rng.normal()), sample=i))
+    return made
+
+
+def wire_datum(d: Datum, **series) -> dict:
+    tensor = lambda values, dtype: {"data": np.asarray(values).tolist(), "dtype": dtype, "shape": [len(values)]}
+    inputs = {"target_tokens": tensor(d.target_tokens, "int64")}
+    inputs |= {k: tensor(v, "float32") for k, v in ({"weights": d.weights} | series).items() if v is not None}
+    chunk = {"type": "encoded_text", "tokens": d.input_tokens.tolist()}
+    return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": inputs}
+
+
+def pass_body(model_id: str, seq_id: int, datums: list[dict], loss_fn: str = "cross_entropy", **more) -> dict:
+    part = {"data": datums, "loss_fn": loss_fn, **more}
+    return {"model_id": model_id, "seq_id": seq_id, "forward_backward_input": part}
+
+
+def step_body(model_id: str, seq_id: int, normalization: str | None = None) -> dict:
+    more = {"grad_accumulation_normalization": normalization} if normalization else {}
+    return {"model_id": model_id, "seq_id": seq_id, "adam_params": ADAM, "type": "optim_step", **more}
+
+
+def curved_loss(seen: list):
+    "A loss that is not linear in the logprobs and couples the datums; it notes the slopes."
+
+    def loss_fn(data, logprobs):
+        masks = [torch.tensor(list(d.loss_fn_inputs["weights"].data)) for d in data]
+        totals = [(lp[m > 0.5]).sum() for lp, m in zip(logprobs, masks, strict=True)]
+        for i, lp in enumerate(logprobs):
+            lp.register_hook(lambda g, i=i: seen.append((i, g.clone())))
+        loss = sum((t * 0.1) ** 2 * (-1) ** i for i, t in enumerate(totals)) + totals[0] * totals[-1] * 1e-3
+        return loss, {"mine": loss.item()}
+
+    return loss_fn
+
+
+def in_order(seen: list) -> list[torch.Tensor]:
+    "Slopes by datum; the backward pass visits them in an order of its own."
+    return [slope for _, slope in sorted(seen, key=lambda pair: pair[0])]
+
+
+def train_locally(rank: int, seed: int, steps: int = 3):
+    "Losses, logprobs, slopes and the weights after the steps, by the local backend."
+
+    async def go():
+        backend = open_local(tiny_model(), byte_tokenizer(), lora_rank=rank, seed=seed, reference=False, inline=True)
+        outs = []
+        for k in range(steps):
+            datums = some_datums(k)
+            outs.append(await backend.policy.forward_backward_custom(datums, curved_loss([])))
+            await backend.policy.optim_step(AdamParams(**ADAM), grad_accumulation_normalization="num_loss_tokens")
+        return outs, {n: p.detach().clone() for n, p in backend.policy.state.params.items()}
+
+    return asyncio.run(go())
+
+
+def compare(outs, got, weights, local_weights) -> None:
+    "Agreement within float32 rounding."
+    for local, (loss, logprobs, slopes), k in zip(outs, got, range(len(outs)), strict=True):
+        assert loss == pytest.approx(local.loss, rel=1e-5)
+        for d, ours, theirs in zip(some_datums(k), local.logprobs, logprobs, strict=True):
+            np.testing.assert_allclose(np.asarray(theirs)[d.active], ours.values[d.active], atol=1e-5)
+        for ours, theirs in zip(local.dlogprobs, slopes, strict=True):
+            np.testing.assert_allclose(theirs.numpy(), ours, atol=1e-6)
+    for name, w in local_weights.items():
+        torch.testing.assert_close(weights[name], w, atol=1e-5, rtol=0)
+
+
+# The Fireworks SDK
+
+
+@pytest.fixture(scope="module")
+def sdk():
+    return pytest.importorskip("fireworks.training.sdk", reason="the fireworks extra is not installed")
+
+
+def fireworks_datums(sdk, datums: list[Datum]) -> list:
+    def one(d: Datum):
+        n = len(d.weights)
+        inputs = {
+            "target_tokens": sdk.TensorData(data=d.target_tokens.tolist(), dtype="int64", shape=[n]),
+            "weights": sdk.TensorData(data=d.weights.tolist(), dtype="float32", shape=[n]),
+        }
+        return sdk.Datum(model_input=sdk.ModelInput.from_ints(d.input_tokens.tolist()), loss_fn_inputs=inputs)
+
+    return [one(d) for d in datums]
+
+
+def fireworks_client(sdk, url: str, rank: int = 0, seed: int | None = None, key: str = "fw-test"):
+    return sdk.FiretitanServiceClient(base_url=url, api_key=key).create_training_client(BASE, rank, seed)
+
+
+def fireworks_step(sdk, client, k: int) -> tuple[float, list, list]:
+    "Forward, custom loss, update: loss, logprobs and slopes."
+    datums, slopes = fireworks_datums(sdk, some_datums(k)), []
+    looked = client.forward(datums, "cross_entropy").result()
+    out = client.forward_backward_custom(datums, curved_loss(slopes)).result()
+    client.optim_step(sdk.AdamParams(**ADAM), grad_accumulation_normalization="num_loss_tokens").result()
+    logprobs = [o["logprobs"].data for o in looked.loss_fn_outputs]
+    for before, after in zip(logprobs, [o["logprobs"].data for o in out.loss_fn_outputs], strict=True):
+        assert list(before) == list(after)  # the same point, to the last bit
+    return out.metrics["mine"], logprobs, in_order(slopes)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_three_steps_through_the_fireworks_sdk_are_those_of_the_local_backend(sdk, running, rank):
+    outs, local_weights = train_locally(rank, seed=3)
+    client = fireworks_client(sdk, running.url, rank, seed=3, key=f"tml-{rank}" if rank else "fw-test")
+    got = [fireworks_step(sdk, client, k) for k in range(3)]
+    saved = client.save_weights_for_sampler_ext("trained", "base")
+    weights, page = running.trainer.snapshots.load(saved.snapshot_name)
+    compare(outs, got, weights, local_weights)
+    assert (page["checkpoint_type"], page["lora_rank"], page["base_model"]) == ("base", rank, BASE)
+
+
+def test_states_snapshots_and_lists_of_the_fireworks_sdk(sdk, own):
+    service = own(name="job-a")
+    client = fireworks_client(sdk, service.url)
+    fireworks_step(sdk, client, 0)
+    assert client.save_state("step-1", timeout=30).result().path == "step-1"
+    fireworks_step(sdk, client, 1)
+    twice = weights_of(service, client, "a")
+    client.load_state_with_optimizer("step-1").result()
+    fireworks_step(sdk, client, 1)
+    assert_same(weights_of(service, client, "b"), twice)
+    client.load_state(client.resolve_checkpoint_path("step-1", source_job_id="job-a")).result()
+    fireworks_step(sdk, client, 1)
+    fresh_moments = weights_of(service, client, "c")
+    assert any(not torch.equal(fresh_moments[n], twice[n]) for n in twice)  # without the optimizer it goes elsewhere
+    delta = client.save_weights_for_sampler_ext("d", "delta")
+    page = service.trainer.snapshots.meta(delta.snapshot_name)
+    assert page["previous"].startswith("c-")
+    assert client.list_checkpoints() == ["step-1"]
+    kinds = {row["name"].partition("-")[0]: row["kind"] for row in service.trainer.checkpoints()}
+    assert kinds == dict.fromkeys("abc", "INFERENCE_BASE") | {"d": "INFERENCE_DELTA", "step": "TRAINING"}
+    assert [row["name"][0] for row in service.trainer.checkpoints() if row["promotable"]] == ["a", "b", "c"]
+    assert client.unload_model().result().model_id == client.model_id
+
+
+def weights_of(service: Running, client, name: str) -> dict[str, torch.Tensor]:
+    return service.trainer.snapshots.load(client.save_weights_for_sampler_ext(name, "base").snapshot_name)[0]
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    for name, w in right.items():
+        assert torch.equal(left[name], w), name
+
+
+def test_failures_reach_the_fireworks_sdk_in_its_own_shape(sdk, running):
+    client = fireworks_client(sdk, running.url)
+    bad = fireworks_datums(sdk, [Datum([1, 9999, 2], [1.0, 1.0])])
+    wrong = {
+        "got 9999": lambda: client.forward(bad, "cross_entropy").result(),
+        "no accumulated gradient": lambda: client.optim_step(sdk.AdamParams()).result(),
+        "no state 'nowhere'": lambda: client.load_state("nowhere").result(),
+        "DNS label": lambda: client.save_state("Step_1").result(),
+        "a base snapshot before it": lambda: client.save_weights_for_sampler_ext("x", "delta"),
+        "'dppo'": lambda: client.forward_backward(fireworks_datums(sdk, some_datums(0)), "dppo").result(),
+    }
+    for text, call in wrong.items():
+        with pytest.raises(sdk.RequestFailedError, match=text) as caught:
+            call()
+        assert "user" in str(caught.value.category).lower()
+    fireworks_step(sdk, client, 0)  # a wrong request does no harm to those after it
+
+
+def test_clients_train_side_by_side_as_if_alone(sdk, running):
+    def train(_: int) -> dict[str, torch.Tensor]:
+        client = fireworks_client(sdk, running.url)
+        for k in range(2):
+            fireworks_step(sdk, client, k)
+        return weights_of(running, client, "crowd")
+
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(train, range(3))
+    for other in others:
+        assert_same(other, first)
+
+
+def test_a_restart_loses_the_model_and_keeps_its_states(sdk, own, tmp_path):
+    service = own(name="job-1")
+    client = fireworks_client(sdk, service.url)
+    fireworks_step(sdk, client, 0)
+    client.save_state("step-1").result()
+    fireworks_step(sdk, client, 1)
+    straight = weights_of(service, client, "straight")
+
+    service.trainer.lose_memory()
+    with pytest.raises(sdk.APIStatusError) as caught:
+        client.forward(fireworks_datums(sdk, some_datums(0)), "cross_entropy").result()
+    assert caught.value.status_code == 404
+    again = fireworks_client(sdk, service.url)
+    again.load_state_with_optimizer("step-1").result()
+    fireworks_step(sdk, again, 1)
+    assert_same(weights_of(service, again, "again"), straight)
+
+    other = own(tmp_path, name="job-2")  # a new process over the same folder
+    assert other.trainer.checkpoints() == []
+    heir = fireworks_client(sdk, other.url)
+    heir.load_state_with_optimizer(heir.resolve_checkpoint_path("step-1", source_job_id="job-1")).result()
+    fireworks_step(sdk, heir, 1)
+    assert_same(weights_of(other, heir, "heir"), straight)
+
+
+def test_a_big_result_is_announced_and_then_fetched(sdk, own):
+    service = own(inline_bytes=16, poll_s=0.2)
+    client = fireworks_client(sdk, service.url)
+    fireworks_step(sdk, client, 0)
+    request_id = f"{client.model_id}:1"
+    announced = service.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True})
+    assert announced["status"] == "complete_metadata"
+    assert announced["response_payload_size"] > 16
+    assert "loss_fn_outputs" in service.post("retrieve_future", {"request_id": request_id})
+
+
+# The Tinker SDK
+
+
+@pytest.fixture(scope="module")
+def tinker():
+    return pytest.importorskip("tinker", reason="the tinker extra is not installed")
+
+
+@pytest.fixture
+def tinker_service(tinker, running):
+    return tinker.ServiceClient(base_url=running.url, api_key="tml-test")
+
+
+def tinker_datums(tinker, datums: list[Datum]) -> list:
+    def one(d: Datum):
+        inputs = {"target_tokens": d.target_tokens, "weights": d.weights.astype(np.float32)}
+        prompt = tinker.types.ModelInput.from_ints(d.input_tokens.tolist())
+        return tinker.types.Datum(model_input=prompt, loss_fn_inputs=inputs)
+
+    return [one(d) for d in datums]
+
+
+def tinker_step(tinker, client, k: int) -> tuple[float, list, list]:
+    datums, slopes = tinker_datums(tinker, some_datums(k)), []
+    looked = client.forward(datums, "cross_entropy").result()
+    out = client.forward_backward_custom(datums, curved_loss(slopes)).result()
+    client.optim_step(tinker.types.AdamParams(**ADAM)).result()
+    return out.metrics["loss:sum"], [o["logprobs"].data for o in looked.loss_fn_outputs], in_order(slopes)
+
+
+def test_three_steps_through_the_tinker_sdk_are_those_of_the_local_backend(tinker, tinker_service, running):
+    async def locally():
+        backend = open_local(tiny_model(), byte_tokenizer(), lora_rank=4, seed=3, reference=False, inline=True)
+        outs = []
+        for k in range(3):
+            outs.append(await backend.policy.forward_backward_custom(some_datums(k), curved_loss([])))
+            await backend.policy.optim_step(AdamParams(**ADAM))
+        return outs, {n: p.detach().clone() for n, p in backend.policy.state.params.items()}
+
+    outs, local_weights = asyncio.run(locally())
+    client = tinker_service.create_lora_training_client("any", rank=4, seed=3).result()
+    assert client.get_info().lora_rank == 4
+    got = [tinker_step(tinker, client, k) for k in range(3)]
+    path = client.save_weights_for_sampler("trained").result().path
+    weights, _ = running.trainer.snapshots.load(module.snapshot_of(path))
+    compare(outs, got, weights, local_weights)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_states_and_samples_of_the_tinker_sdk(tinker, tinker_service, running):
+    client = tinker_service.create_lora_training_client("any", rank=2, seed=1).result()
+    tinker_step(tinker, client, 0)
+    state = client.save_state("half_way").result().path
+    with pytest.raises(tinker.RequestFailedError, match="one that is not taken"):
+        client.save_state("half_way").result()
+    assert client.save_state("half_way", overwrite=True).result().path == state
+    tinker_step(tinker, client, 1)
+    old = client.save_weights_and_get_sampling_client().result()
+    tinker_step(tinker, client, 2)
+    late = client.save_weights_for_sampler("late").result().path
+    new = tinker_service.create_sampling_client(model_path=late).result()
+    base = tinker_service.create_sampling_client(base_model="any").result()
+
+    prompt = list(range(40, 52))
+    scored = [client_scores(tinker, c, prompt) for c in (old, new, base, old)]
+    assert scored[0] == scored[3]
+    assert scored[0][0] is None
+    assert len({tuple(s) for s in scored}) == 3
+    heir = tinker_service.create_training_client_from_state_with_optimizer(state).result()
+    tinker_step(tinker, heir, 1)
+    now = heir.save_weights_and_get_sampling_client().result()
+    np.testing.assert_allclose(client_scores(tinker, now, prompt)[1:], scored[0][1:], atol=1e-5)
+
+    rest = tinker_service.create_rest_client()
+    info = rest.get_weights_info_by_tinker_path(state).result()
+    assert (info.base_model, info.lora_rank, info.is_lora) == ("any", 2, True)
+    listed = {c.tinker_path for c in rest.list_checkpoints(client.model_id).result().checkpoints}
+    assert listed == {state, late}
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    assert len(rest.list_checkpoints(client.model_id).result().checkpoints) == 1
+    assert client.model_id in [r.training_run_id for r in rest.list_training_runs().result().training_runs]
+
+
+def client_scores(tinker, sampler, prompt: list[int]) -> list[float | None]:
+    return sampler.compute_logprobs(tinker.types.ModelInput.from_ints(prompt)).result()
+
+
+def test_the_tinker_sdk_draws_what_the_engine_draws(tinker, tinker_service, running):
+    async def locally(params: SampleParams):
+        backend = open_local(tiny_model(), byte_tokenizer(), reference=False, inline=True)
+        return await backend.sampler.sample([60, 61, 62], params)
+
+    sampler = tinker_service.create_sampling_client(base_model="any").result()
+    params = tinker.types.SamplingParams(max_tokens=6, temperature=0.8, seed=11, top_k=20, stop=[3])
+    drawn = sampler.sample(
+        tinker.types.ModelInput.from_ints([60, 61, 62]), 2, params, topk_prompt_logprobs=2, topk_sample_logprobs=2
+    ).result()
+    want = asyncio.run(
+        locally(SampleParams(n=2, max_tokens=6, temperature=0.8, seed=11, top_k=20, stop_token_ids=(3,)))
+    )
+    for sequence, completion in zip(drawn.sequences, want, strict=True):
+        assert list(sequence.tokens) == completion.tokens.tolist()
+        assert sequence.stop_reason == completion.finish_reason
+        np.testing.assert_allclose(sequence.logprobs, completion.logprobs, atol=1e-5)
+        best = sequence.topk_logprobs_np.logprobs[:, 0]
+        assert (best >= np.asarray(sequence.logprobs) - 1e-5).all()
+    assert drawn.topk_prompt_logprobs[0] is None
+    assert [len(row) for row in drawn.topk_prompt_logprobs[1:]] == [2, 2]
+    assert len({s.sequence_id for s in drawn.sequences}) == 2
+
+
+def test_an_older_tinker_sdk_that_speaks_json(running, tmp_path):
+    python = os.environ.get("RL_NOTEBOOK_OLD_TINKER_PYTHON")
+    if not python:
+        pytest.skip("RL_NOTEBOOK_OLD_TINKER_PYTHON names no interpreter with an older tinker")
+    script = tmp_path / "old.py"
+    script.write_text(
+        "import sys, numpy as np, torch, tinker\n"
+        "from tinker import types as t\n"
+        "service = tinker.ServiceClient(base_url=sys.argv[1], api_key='tml-x')\n"
+        "client = service.create_lora_training_client('any', rank=2, seed=1)\n"
+        "inputs = {'target_tokens': np.array([6, 7, 8]), 'weights': np.ones(3, dtype=np.float32)}\n"
+        "datum = t.Datum(model_input=t.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs=inputs)\n"
+        "loss = lambda data, lps: (-sum(lp.sum() for lp in lps), {})\n"
+        "out = client.forward_backward_custom([datum], loss).result()\n"
+        "client.optim_step(t.AdamParams()).result()\n"
+        "state = client.save_state('a').result().path\n"
+        "again = service.create_training_client_from_state(state)\n"
+        "sampler = client.save_weights_and_get_sampling_client()\n"
+        "scores = sampler.compute_logprobs(t.ModelInput.from_ints([5, 6, 7, 8])).result()\n"
+        "drawn = sampler.sample(t.ModelInput.from_ints([5]), 2, t.SamplingParams(max_tokens=3, seed=1)).result()\n"
+        "seen = again.forward([datum], 'cross_entropy').result().loss_fn_outputs[0]['logprobs'].data\n"
+        "assert np.allclose(seen, scores[1:], atol=1e-5), (seen, scores)\n"
+        "assert len(drawn.sequences) == 2 and out.metrics['loss:sum'] > 0\n"
+        "print(tinker.__version__, 'ok')\n"
+    )
+    done = subprocess.run([python, str(script), running.url], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("ok\n")
+
+
+def test_the_field_numbers_are_those_of_the_sdk(tinker):
+    from tinker.proto import tinker_public_pb2 as public
+
+    renamed = {"EncodedText": "EncodedTextChunk", "Setting": "LossConfigValue"}
+    for name, fields in MESSAGES.items():
+        theirs = getattr(public, renamed.get(name, name)).DESCRIPTOR
+        for field, spec in fields.items():
+            assert theirs.fields_by_name[field].number == int(spec.split()[0]), (name, field)
+            repeated = theirs.fields_by_name[field].is_repeated
+            assert repeated == spec.endswith(("*", "{}")), (name, field)
+
+
+def test_a_message_of_the_sdk_is_read_whole(tinker):
+    from tinker.proto import tinker_public_pb2 as public
+
+    sent = public.ForwardBackwardRequest(model_id="m", seq_id=4, loss_fn="ppo", forward_only=True)
+    sent.loss_fn_config_v2["clip_low_threshold"].number = 0.7
+    for _ in range(2):
+        datum = sent.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
+        datum.model_input.add().encoded_text.tokens = np.array([3], np.int32).tobytes()
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.dense, tensor.dtype = np.array([2, 3, 4]).tobytes(), public.DTYPE_INT64
+        tensor.shape.append(3)
+    body, message = module.read_protobuf(sent.SerializeToString())
+    batch = module.proto_batch(message)
+    assert body == {"model_id": "m", "seq_id": 4}
+    assert (batch.loss_fn, batch.config, batch.forward_only) == ("ppo", {"clip_low_threshold": 0.7}, True)
+    assert [d.tokens.tolist() for d in batch.datums] == [[1, 2, 3, 4]] * 2
+
+
+# Order, and each once
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.permutations(range(1, 8)), st.lists(st.integers(1, 7), max_size=5))
+def test_any_order_of_arrival_runs_in_the_order_of_numbers(arrival, repeated):
+    async def go():
+        ran, order = [], InOrder("m", patience_s=5)
+
+        def work(n):
+            async def run():
+                await asyncio.sleep(0)
+                ran.append(n)
+                return {"n": n}
+
+            return run
+
+        promises = []
+        for n in [*arrival, *repeated]:
+            promises.append((n, order.submit(n, f"digest {n}", work(n))))
+            await asyncio.sleep(0)
+        await order.task
+        assert ran == list(range(1, 8))
+        assert all(p.result == {"n": n} for n, p in promises)
+
+    asyncio.run(go())
+
+
+def test_requests_that_overtake_each_other_are_done_in_order(own):
+    service = own(poll_s=0.2)
+    model_id = service.model()
+    datums = [wire_datum(d) for d in some_datums(0)]
+    step = service.post("optim_step", step_body(model_id, 2))["request_id"]
+    waiting = {"request_id": step}
+    again = service.post("retrieve_future", waiting)
+    assert (again["type"], again["queue_state"]) == ("try_again", "active")
+    assert service.post("retrieve_future", waiting, 408, x_tinker_request_iteration="1")["type"] == "try_again"
+    service.post("forward_backward", pass_body(model_id, 1, datums))
+    metrics = service.post("retrieve_future", waiting)["metrics"]
+    assert metrics["num_sequences"] == 3
+    assert service.post("retrieve_future", waiting)["metrics"] == metrics  # fetched once more
+
+
+def test_a_repeated_request_is_done_once(running):
+    model_id = running.model()
+    body = pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)])
+    first = running.post("forward_backward", body, x_idempotency_key="k1")
+    assert running.post("forward_backward", body, x_idempotency_key="k1") == first
+    assert running.post("forward_backward", body, x_idempotency_key="k2") == first
+    other = running.post("optim_step", step_body(model_id, 1), status=400)
+    assert "two different requests" in other["detail"]
+    metrics = running.result("optim_step", step_body(model_id, 2))["metrics"]
+    assert metrics["num_sequences"] == 3
+    assert running.post("optim_step", step_body(model_id, 2))["request_id"].endswith(":2")
+    again = running.result("optim_step", step_body(model_id, 3))
+    assert again["category"] == "user"  # no gradient is left: the repeated pass had not added any
+
+
+def test_sessions_and_models_are_made_once(running):
+    body = {"sdk_version": "0.23.0", "tags": []}
+    first = running.post("create_session", body, x_idempotency_key="s")
+    assert running.post("create_session", body, x_idempotency_key="s") == first
+    assert running.post("create_session", body)["session_id"] != first["session_id"]
+    model = {**first, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 2, "seed": 5}}
+    assert running.post("create_model", model) == running.post("create_model", model)
+    model_id = running.result("create_model", model)["model_id"]
+    assert running.post("get_info", {"model_id": model_id})["lora_rank"] == 2
+
+
+def test_a_number_that_never_comes_fails_those_behind_it(own):
+    service = own(patience_s=0.2)
+    model_id = service.model()
+    failed = service.result("optim_step", step_body(model_id, 3))
+    assert failed["category"] == "server"
+    assert "seq_id 1 has not arrived" in failed["error"]
+
+
+# What is refused
+
+
+def test_what_cannot_be_read_is_refused(running, monkeypatch):
+    assert "model" in running.post("optim_step", step_body("nobody", 1), 404)["detail"]
+    assert "session" in running.post("session_heartbeat", {"session_id": "none"}, 404)["detail"]
+    assert "request" in running.post("retrieve_future", {"request_id": "none"}, 404)["detail"]
+    url, headers = "forward_backward", {"content-type": "application/json"}
+    assert running.http.post(url, content=b"{", headers=headers).status_code == 422
+    assert running.http.post(url, content=b"[]", headers=headers).status_code == 422
+    assert running.http.post(url, content=b"x", headers=headers | {"content-encoding": "gzip"}).status_code == 415
+    assert running.http.post(url, content=b"x", headers=headers | {"content-encoding": "zstd"}).status_code == 400
+    proto = {"content-type": "application/x-protobuf"}
+    assert running.http.post(url, content=b"\xff\xff", headers=proto).status_code == 400
+    monkeypatch.setattr(module, "MAX_BODY", 1000)
+    assert running.http.post(url, content=b"{" + b" " * 2000, headers=headers).status_code == 413
+    zstandard = pytest.importorskip("zstandard")
+    bomb = zstandard.compress(b" " * 100_000)
+    assert len(bomb) < 1000
+    assert running.http.post(url, content=bomb, headers=headers | {"content-encoding": "zstd"}).status_code == 413
+
+
+def test_zstd_bodies_are_unpacked(running):
+    zstandard = pytest.importorskip("zstandard")
+    packed = zstandard.compress(b'{"sdk_version": "0.23.0", "tags": []}')
+    answer = running.http.post("create_session", content=packed, headers={"content-encoding": "zstd"})
+    assert answer.json()["type"] == "create_session"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda d: d["loss_fn_inputs"].pop("target_tokens"), "target_tokens"),
+        (lambda d: d["loss_fn_inputs"]["weights"]["data"].append(1.0), "reshape"),
+        (lambda d: d["loss_fn_inputs"]["weights"].update(dtype="int8"), "'int8'"),
+        (lambda d: d["loss_fn_inputs"].update(reward=d["loss_fn_inputs"]["weights"]), "reward"),
+        (lambda d: d["model_input"]["chunks"][0].update(type="image"), "'image'"),
+        (lambda d: d["model_input"].clear(), "chunks"),
+        (lambda d: d["loss_fn_inputs"]["weights"].update(sparse_crow_indices=[0]), "sparse"),
+    ],
+)
+def test_a_wrong_datum_fails_its_own_request_only(running, change, text):
+    model_id, datum = running.model(), wire_datum(some_datums(0)[0])
+    change(datum)
+    failed = running.result("forward_backward", pass_body(model_id, 1, [datum]))
+    assert failed["category"] == "user"
+    assert text in failed["error"]
+    good = running.result("forward_backward", pass_body(model_id, 2, [wire_datum(some_datums(0)[0])]))
+    assert "loss:sum" in good["metrics"]
+
+
+def test_a_reference_scores_and_does_not_learn(own):
+    service = own(forward_only=True)
+    model_id, datums = service.model(), [wire_datum(d) for d in some_datums(0)]
+    body = pass_body(model_id, 1, datums)
+    body["forward_input"] = body.pop("forward_backward_input")
+    assert len(service.result("forward", body)["loss_fn_outputs"]) == 3
+    assert "forward-only" in service.result("forward_backward", pass_body(model_id, 2, datums))["error"]
+    assert "forward-only" in service.result("optim_step", step_body(model_id, 3))["error"]
+
+
+def test_names_cannot_leave_the_folder(running):
+    model_id, other = running.model(), running.model("0.38.0")
+    names = ["..", "a/b", "/etc", "a\\b", "", "A" * 200, None, ".hidden"]
+    for seq_id, name in enumerate(names, 1):
+        for who in (model_id, other):
+            failed = running.result("save_weights", {"model_id": who, "seq_id": seq_id, "path": name})
+            assert failed["category"] == "user", (name, failed)
+    paths = ["cross_job://../x", "tinker://a/weights/../..", "a/../b", "tinker://x"]
+    for seq_id, path in enumerate(paths, len(names) + 1):
+        body = {"model_id": other, "seq_id": seq_id, "path": path, "optimizer": True}
+        assert running.result("load_weights", body)["category"] == "user"
+
+
+def test_an_unloaded_model_is_gone(running):
+    model_id = running.model()
+    running.post("forward_backward", pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)]))
+    assert running.result("unload_model", {"model_id": model_id})["model_id"] == model_id
+    assert running.result("unload_model", {"model_id": model_id})["model_id"] == model_id
+    running.post("optim_step", step_body(model_id, 2), 404)
+
+
+# Losses, divisors, snapshots
+
+
+@pytest.mark.parametrize("normalization", [None, "none", "num_loss_tokens", "num_sequences"])
+def test_the_gradient_is_divided_by_what_has_a_slope(running, normalization):
+    model_id, datums = running.model(), some_datums(5)
+    series = [d.weights for d in datums]
+    series[1] = np.zeros_like(series[1])
+    wire = [wire_datum(d, weights=w) for d, w in zip(datums, series, strict=True)]
+    running.post("forward_backward", pass_body(model_id, 1, wire))
+    metrics = running.result("optim_step", step_body(model_id, 2, normalization))["metrics"]
+    tokens = sum(int(w.sum()) for w in series)
+    assert (metrics["num_loss_tokens"], metrics["num_sequences"]) == (tokens, 2)
+    whole = running.model()
+    running.post("forward_backward", pass_body(whole, 1, wire))
+    plain = running.result("optim_step", step_body(whole, 2))["metrics"]["grad_norm"]
+    divisor = {"num_loss_tokens": tokens, "num_sequences": 2}.get(normalization, 1)
+    assert metrics["grad_norm"] == pytest.approx(plain / divisor, rel=1e-5)
+
+
+def by_hand(name: str, p: np.ndarray, q: np.ndarray, a: np.ndarray, on: np.ndarray) -> float:
+    "The documented formulas, over the positions that count."
+    r = np.exp(p - q)
+    if name == "gspo":
+        r = np.full_like(r, np.exp((p - q)[on].mean()))
+    clipped = {"dapo": (0.8, 1.28), "cispo": (0.8, 1.28)}.get(name, (0.8, 1.2))
+    terms = {
+        "cross_entropy": -p,
+        "importance_sampling": -r * a,
+        "reinforce": -r * a,
+        "cispo": -np.clip(r, *clipped) * p * a,
+        "dro": -(p * a - 0.025 * (p - q) ** 2),
+    }.get(name, -np.minimum(r * a, np.clip(r, *clipped) * a))
+    return float(terms[on].sum())
+
+
+@pytest.mark.parametrize("name", SERVED_LOSSES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_served_loss_is_its_formula(name, masked):
+    rng = np.random.default_rng(1)
+    p, q = rng.normal(-2, 0.5, 9), rng.normal(-2, 0.5, 9)
+    mask = np.array([0, 0, 0, 1, 1, 1, 1, 0, 1.0])
+    a = np.where(mask > 0, 1.5, 0.0)
+    inputs = {"target_tokens": np.arange(9), "logprobs": q, "advantages": a} | ({"weights": mask} if masked else {})
+    if name == "cross_entropy":
+        inputs = {"target_tokens": np.arange(9), "weights": mask}
+    datum = served_datum(np.arange(9), inputs)
+    series = torch.tensor(p, dtype=torch.float32, requires_grad=True)
+    loss, _ = served_loss(Batch((datum,), name))((datum,), [series])
+    assert loss.item() == pytest.approx(by_hand(name, p, q, a, mask > 0), rel=1e-5)
+    loss.backward()
+    assert series.grad[mask == 0].abs().max() == 0
+    assert series.grad[mask > 0].abs().min() > 0 or name in ("ppo", "dapo", "gspo")
+
+
+def test_settings_of_a_loss_reach_it(running):
+    inputs = {"target_tokens": [1], "logprobs": [-1.0], "advantages": [1.0]}
+    datum = served_datum([1], {k: np.array(v) for k, v in inputs.items()})
+    loss = lambda **config: served_loss(Batch((datum,), "ppo", config))((datum,), [torch.zeros(1)])[0].item()
+    assert loss() == pytest.approx(-1.2)
+    assert loss(clip_high_threshold=1.5, clip_low_threshold=0.5) == pytest.approx(-1.5)
+    for name, config in (("ppo", {"temperature": 1}), ("ppo", {"beta": 1}), ("cross_entropy", {"beta": 1}), ("x", {})):
+        with pytest.raises(LossError):
+            served_loss(Batch((datum,), name, config))
+
+
+def test_a_merged_snapshot_serves_what_the_adapter_serves(running):
+    model_id = running.model(rank=3, seed=2)
+    running.post("forward_backward", pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)]))
+    running.post("optim_step", step_body(model_id, 2))
+    for seq_id, kind in ((3, "base"), (4, "merged_base")):
+        body = {"model_id": model_id, "seq_id": seq_id, "path": f"lora-{seq_id}", "checkpoint_type": kind}
+        assert running.result("save_weights_for_sampler", body)["path"] == f"lora-{seq_id}"
+
+    async def scores(name: str) -> np.ndarray:
+        weights, page = running.trainer.snapshots.load(name)
+        serving = open_serving(new_models(), BASE, page["lora_rank"])
+        assert await serving.swap(name, weights) == 1
+        seen = await serving.backend.sampler.logprobs([5, 6, 7, 8])
+        with pytest.raises(BackendError, match="do not fit"):
+            await serving.swap("other", {"w": torch.zeros(1)})
+        await serving.close()
+        return seen.values
+
+    np.testing.assert_allclose(asyncio.run(scores("lora-3")), asyncio.run(scores("lora-4")), atol=1e-5)
+    adapter = {"model_id": running.model(rank=3, seed=9), "seq_id": 1, "adapter_path": "accounts/a/models/lora-3"}
+    assert running.result("load_adapter", adapter)["adapter_path"] == "accounts/a/models/lora-3"
+    wrong = {"model_id": running.model(), "seq_id": 1, "adapter_path": "lora-3"}
+    assert running.result("load_adapter", wrong)["category"] == "user"
+
+
+def test_unnamed_snapshots_do_not_pile_up(running, monkeypatch):
+    monkeypatch.setattr(module, "KEPT_UNNAMED", 2)
+    model_id = running.model("0.38.0", rank=2)
+    for seq_id in range(1, 5):
+        body = {"model_id": model_id, "seq_id": seq_id, "path": None, "sampling_session_seq_id": seq_id}
+        assert ":sample:" in running.result("save_weights_for_sampler", body)["sampling_session_id"]
+    mine = [n for n in running.trainer.snapshots.names() if n.startswith(model_id.replace(":", "."))]
+    assert [n.rpartition("-")[2] for n in mine] == ["3", "4"]
+    assert [row for row in running.trainer.checkpoints() if row["run"] == model_id] == []
+
+
+def test_what_is_not_installed_is_named(running, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    packed = {"content-encoding": "zstd"}
+    assert "without the package" in running.http.post("create_session", content=b"x", headers=packed).json()["detail"]
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    messages.cache_clear()
+    for call in (messages, running.trainer.routes):
+        with pytest.raises(MissingExtra, match=r"rl-notebook\[emulator\]"):
+            call()
+
+
+def test_messages_are_built_once():
+    assert messages() is messages()
