@@ -1,7 +1,13 @@
 "What any backend must do, whatever it is made of. A new backend adds itself to `BACKENDS` and passes."
 
 import asyncio
+import functools
 import inspect
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,20 +16,75 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends.base import Backend, Sampler, Scorer, Trainer, WeightSync
 from rl_notebook.backends.local import open_local
+from rl_notebook.backends.tinker import open_tinker
 from rl_notebook.core import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
 
 __all__ = ["one_thread"]
+
+KEY = "tml-contract"
+
+
+@functools.cache
+def service() -> Any:
+    "One emulator of all services, over the model that the local backends have."
+    from rl_notebook.backends.emulator import start_emulator
+
+    folder = Path(tempfile.mkdtemp(prefix="contract-"))
+    tiny_model().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    return start_emulator(model=str(folder / "model"), folder=folder / "served", key=KEY)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_service_is_left():
+    yield
+    if service.cache_info().currsize:
+        service().stop()
 
 
 def local(**options) -> Backend:
     return open_local(tiny_model(), byte_tokenizer(), **options)
 
 
+async def local_weights(backend: Backend) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in backend.policy.state.params.items()}
+
+
+async def tinker(**options) -> Backend:
+    quick = {"probing": False, "conformance": "off"} | options
+    return await open_tinker(
+        base_url=service().url, key=KEY, base_model="a-model", tokenizer=byte_tokenizer(), lora_rank=4, **quick
+    )
+
+
+async def tinker_weights(backend: Backend) -> dict[str, torch.Tensor]:
+    path = await backend.policy.save_weights_for_sampler("compared")
+    kept = list(service().emulator.folder.rglob("*" + path.rsplit("/", 1)[-1]))
+    return safetensors_in(kept[0])
+
+
+def safetensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    "Weights that a service has put on its disk."
+    from safetensors.torch import load_file
+
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@dataclass
+class Entry:
+    "A backend, and the local one that it must agree with."
+
+    open: Callable[[], Backend | Awaitable[Backend]]
+    twin: dict[str, Any] = field(default_factory=dict)  # options of `local`
+    weights: Callable[[Backend], Awaitable[dict[str, torch.Tensor]]] = local_weights
+
+
 BACKENDS = {
-    "local": local,
-    "local-inline": lambda: local(inline=True),
-    "local-lora": lambda: local(lora_rank=4),
-    "local-small-batches": lambda: local(tokens_per_batch=12, max_batch=3),
+    "local": Entry(local),
+    "local-inline": Entry(lambda: local(inline=True)),
+    "local-lora": Entry(lambda: local(lora_rank=4), {"lora_rank": 4}),
+    "local-small-batches": Entry(lambda: local(tokens_per_batch=12, max_batch=3)),
+    "tinker": Entry(tinker, {"lora_rank": 4}, tinker_weights),
 }
 
 PROMPT = [72, 101, 108, 108, 111]
@@ -36,12 +97,19 @@ def opened(request):
 
     def run(test):
         async def inside():
-            async with BACKENDS[request.param]() as backend:
+            made = BACKENDS[request.param].open()
+            async with await made if inspect.isawaitable(made) else made as backend:
                 return await test(backend)
 
         return asyncio.run(inside())
 
     return run
+
+
+@pytest.fixture
+def entry(opened, request):
+    "What `opened` opens."
+    return BACKENDS[request.node.callspec.params["opened"]]
 
 
 def datums_of(completions, advantages=None) -> list[Datum]:
@@ -338,5 +406,31 @@ def test_a_closed_backend_says_so(opened):
             await backend.policy.forward([Datum([1, 2], [1])])
         with pytest.raises(BackendError, match="closed"):
             await sampled(backend)
+
+    opened(test)
+
+
+def test_three_steps_agree_with_the_local_backend(opened, entry):
+    "Same seeds, same batch: logprobs, losses, gradients, and the weights after three steps."
+
+    async def three(backend, datums):
+        seen = []
+        for k in range(3):
+            out = await backend.policy.forward_backward_custom(datums[k::2], reinforce)
+            seen.append((out.loss, active(out.logprobs, datums[k::2]), out.dlogprobs))
+            await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
+        return seen
+
+    async def test(backend):
+        async with local(**entry.twin) as twin:
+            datums = datums_of(await sampled(twin, n=8))
+            ours, theirs = [await three(b, datums) for b in (backend, twin)]
+            for (loss, logprobs, slopes), (loss_, logprobs_, slopes_) in zip(ours, theirs, strict=True):
+                assert loss == pytest.approx(loss_, rel=1e-5, abs=1e-6)
+                assert gap(logprobs, logprobs_) <= 1e-5
+                assert gap(slopes, slopes_) <= 1e-6
+            weights, weights_ = await entry.weights(backend), await local_weights(twin)
+            assert weights.keys() == weights_.keys()
+            assert max(float((weights[n] - weights_[n]).abs().max()) for n in weights) <= 1e-5
 
     opened(test)

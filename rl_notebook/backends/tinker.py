@@ -59,7 +59,7 @@ __all__ = ['COUNTED', 'REFUSED', 'NOTICE', 'LOSSES', 'EPSILON', 'Sdk', 'sdk_datu
            'loss_request', 'probe_losses', 'probe_prompt_positions', 'probe_server_side_loss', 'probe_prefill',
            'probe_seed', 'probe_temperature', 'known_length', 'probe', 'Moved', 'nudge', 'visible_step', 'check_shift',
            'check_prefix', 'check_mask', 'check_gradient', 'check_states', 'check_conformance', 'TinkerBackend',
-           'open_tokenizer', 'open_tinker', 'training_client', 'ways_of', 'acquaint', 'close_tinker', 'end_rest']
+           'open_tokenizer', 'open_tinker', 'training_client', 'ways_of', 'acquaint', 'close_tinker']
 
 # %% ../../nbs/24_backends.tinker.ipynb #6de9c042
 @dataclass(frozen=True)
@@ -1377,13 +1377,5 @@ async def close_tinker(
                 unload(link.client)
         for session in sessions:
             end_session(session.service)
-            end_rest(session.rest)
 
     await asyncio.to_thread(give_back)
-
-
-def end_rest(client: Any) -> None:
-    "Close the connections of a REST client."
-    if client is not None:
-        with contextlib.suppress(Exception):
-            client.holder.close()
