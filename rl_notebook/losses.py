@@ -647,13 +647,14 @@ def builtin_inputs(
 
 def _service_series(d: Datum, anchor: str, push: np.ndarray, plain: bool) -> dict[str, np.ndarray]:
     "The series of one datum; `push` is A T and its share at the active positions."
+    if not (np.abs(push) <= np.finfo(np.float32).max).all():
+        raise LossError("advantages", where=d.where, got="a number that is not finite in float32")
     spread = np.zeros(len(d.weights), dtype=np.float32)
     spread[d.active] = push
-    if not np.isfinite(spread).all():
-        raise LossError("advantages", where=d.where, got="a number that is not finite in float32")
     if plain:
         return {"weights": spread}
-    return {"logprobs": np.nan_to_num(getattr(d, anchor)).astype(np.float32), "advantages": spread}
+    known = getattr(d, anchor)
+    return {"logprobs": np.where(np.isfinite(known), known, 0.0).astype(np.float32), "advantages": spread}
 
 # %% ../nbs/03_losses.ipynb #ae61e6e9
 def check_builtin(

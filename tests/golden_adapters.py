@@ -19,18 +19,24 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from rl_notebook.advantages import SPREAD_TOLERANCE, group_advantages, is_dead
 from rl_notebook.align import align_logprobs, require_finite
-from rl_notebook.core import Datum, PromptGroup, RLNotebookError, RolloutSample, TensorData
+from rl_notebook.backends.openai import OpenAISampler
+from rl_notebook.config import Config, DAPOConfig
+from rl_notebook.core import Completion, Datum, PromptGroup, RLNotebookError, RolloutSample, SampleParams, TensorData
 from rl_notebook.datums import build_grpo_datums, datum_from_tokens_weights
 from rl_notebook.losses import (
+    POLICY_LOSSES,
     TRL_PRESETS,
     LossOptions,
     SideData,
+    builtin_inputs,
+    builtin_loss,
     loss_metrics,
     make_grpo_loss_fn,
     make_loss_fn,
@@ -49,7 +55,8 @@ from rl_notebook.rewards import (
 from rl_notebook.rollouts import arrivals, greedy_chunks, groups_per_pass, window_batches
 
 T = TypeVar("T")
-EXACT, FRACTION, SINGLE = 1e-9, 1e-6, 2e-6  # tolerances: float64, counts in float32, advantages in float32
+# tolerances: float64, counts in float32, advantages in float32, a correction computed in float32
+EXACT, FRACTION, SINGLE, SENT = 1e-9, 1e-6, 2e-6, 2e-5
 
 
 @dataclass(frozen=True)
@@ -350,11 +357,11 @@ RULES = [
 ]
 
 
-def settle(b: Batch) -> tuple[Batch | None, list[str]]:
+def settle(b: Batch, attempt: Callable[[Batch], Any] = run) -> tuple[Batch | None, list[str]]:
     "Refuse what we refuse, and go on as the other program did. None: there is nothing left to compare."
     differs: list[str] = []
     while broken := [r for r in RULES if r.broken(b)]:
-        refused(lambda b=b: run(b), *(n for r in broken for n in r.names))
+        refused(lambda b=b: attempt(b), *(n for r in broken for n in r.names))
         if b.raises:
             return None, differs
         differs.append(broken[0].because)
@@ -967,6 +974,202 @@ def dynamic_filter(case: Case) -> Outcome:
         assert np.ptp(floats(rewards)) < SPREAD_TOLERANCE
         return Outcome((TOLERANCE,))
     return AGREED
+
+
+# -- losses that a service computes ------------------------------------------------------------------------------
+
+ONE_MASK_EACH = "a datum carries its own mask; there is no list of prompt lengths that could be too short"
+UNKNOWN_LOSS = "an unknown loss is refused wherever it would be computed"
+CAP_SAID = "we also say the cap of the log ratio, so that nothing hangs on the service's default"
+
+
+def served_series(b: Batch) -> list[dict[str, np.ndarray]]:
+    "What a service would be sent."
+    return builtin_inputs([datum(b, i) for i in range(len(b.weights))], LossOptions(**b.options))
+
+
+@adapter("server_datums__517d206d", "server_datums__HEAD")
+def server_datums(case: Case) -> Outcome:
+    "The series that a service's own loss reads; the recorded advantages stand where a batch has its gradients."
+    x, e = case.inputs, case.expected
+    if len(x["prompt_lens"]) != len(x["tokens"]):
+        assert case.raises
+        return Outcome((ONE_MASK_EACH,))
+    recorded = [] if case.raises else [d["advantages"] for d in e["datums"]]
+    asked = {"level": "token", "cap": 5.0} | (case.config["tis"] or {})
+    options = {"policy_loss": "ppo", "tis": asked["level"], "tis_cap": asked["cap"]}
+    inputs = {**x, "ref_logprobs": [], "pi_logprobs": x["old_logprobs"]}
+    whole = replace(case, inputs=inputs, expected={**e, "loss": 0.0, "grad_pi": recorded})
+    b, differs = settle(loss_batch(whole, options), served_series)
+    differs = [why.replace("gradient", "advantage") for why in differs]
+    if b is None:
+        return Outcome(tuple(differs))
+    assert not case.raises, "the other program refuses this, we do not"
+    sent = served_series(b)
+    assert all(series.dtype == np.float32 for row in sent for series in row.values())
+    all_close([row["advantages"] for row in sent], b.grads, "advantages", SENT)
+    all_close([row["logprobs"] for row in sent], [d["logprobs"] for d in e["datums"]], "logprobs", FRACTION)
+    return Outcome(tuple(differs))
+
+
+@adapter("loss_path__517d206d")
+def loss_path(case: Case) -> Outcome:
+    "Which losses a service may compute, and what it is told then. Pipeline parallelism is looked at by neither."
+    c, e = case.config, case.expected
+    name = "ppo" if c["policy_loss"] == "grpo" else c["policy_loss"]
+    given = {"policy_loss": name, "loss_path": c["loss_path"], "kl_beta": c["kl_beta"], "aggregation": "sum"}
+    given |= {"eps_clip_high": c["eps_clip_high"]} if name == "ppo" else {}
+    given |= {"dapo": DAPOConfig(eps_clip_c=c["dapo_eps_clip_c"])} if name == "dapo" else {}
+
+    def config(**changes: Any) -> Config:
+        return Config(backend="fireworks", **given | changes)
+
+    if name not in POLICY_LOSSES:
+        refused(config, "policy_loss")
+        return AGREED if "raises" in e["validate"] else Outcome((UNKNOWN_LOSS,))
+    if "raises" in e["validate"]:
+        refused(config, "policy_loss" if name == "reinforce" else "kl_beta")
+    else:
+        assert config().loss_path == c["loss_path"]
+    if c["loss_path"] == "client":
+        assert "raises" in e["builtin"], "a loss that is computed here has no name at the service"
+        return AGREED
+    without_kl = partial(config, loss_path="client", kl_beta=0.0)
+    if "raises" in e["builtin"]:
+        refused(lambda: builtin_loss(LossOptions(**without_kl().loss_options())), "policy_loss")
+        return AGREED
+    ours, settings = builtin_loss(LossOptions(**without_kl().loss_options()))
+    theirs, recorded = e["builtin"]["name_config"]
+    assert ours == theirs
+    unsaid = set(settings) - set(recorded)
+    assert unsaid == ({"ratio_log_cap"} if name == "ppo" else set())
+    assert {k: v for k, v in settings.items() if k not in unsaid} == pytest.approx(recorded)
+    return Outcome((CAP_SAID,)) if unsaid else AGREED
+
+
+# -- what a server returned --------------------------------------------------------------------------------------
+
+ALWAYS_KEPT = "logprobs are always asked for and kept; the tokens agree"
+REFUSED_FIRST = "a completion that could grow past max_seq_len is refused before it is drawn, not dropped afterwards"
+NOTHING_DRAWN = "a completion without tokens and logprobs is refused, there is nothing to train on"
+UNKNOWN_IS_NONE = "sampling logprobs that nobody knows are None as a whole, not a list of nulls"
+NULL_IS_ITS_OWN = "a null costs its own place, which for the first token is none, and not all other logprobs"
+TWO_CALLS = "an echo is a call of its own, which has raw logprobs only; agrees in two calls, one to score, one to draw"
+
+
+def asked_of(response: Mapping[str, Any], call: Callable[[OpenAISampler], Coroutine[Any, Any, T]]) -> T:
+    "What our sampler makes of one recorded response, which is all that its server ever says."
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=response)
+
+    async def main() -> T:
+        transport = httpx.MockTransport(answer)
+        sampler = OpenAISampler("http://server", "m", None, dialect="fireworks", kind="both", transport=transport)
+        try:
+            return await call(sampler)
+        finally:
+            await sampler.close()
+
+    return asyncio.run(main())
+
+
+def drawn(
+    response: Mapping[str, Any], prompt: Sequence[int], raw: bool = True, limit: int | None = None, room: int = 64
+) -> Completion:
+    "The completion in a recorded response, drawn from the model's own distribution or at another temperature."
+
+    async def call(sampler: OpenAISampler) -> Completion:
+        sampler.max_seq_len = limit
+        (completion,) = await sampler.sample(prompt, SampleParams(max_tokens=room, temperature=1.0 if raw else 0.7))
+        return completion
+
+    return asked_of(response, call)
+
+
+def scored(response: Mapping[str, Any], tokens: Sequence[int]) -> np.ndarray:
+    "The logprobs of given tokens in a recorded response."
+
+    async def call(sampler: OpenAISampler) -> np.ndarray:
+        return (await sampler.logprobs(tokens)).values
+
+    return asked_of(response, call)
+
+
+def only_completion(response: Mapping[str, Any], echoed: int) -> dict[str, Any]:
+    "The response as it would be without the echo."
+    (choice,) = response["choices"]
+    ids, content = choice["raw_output"]["completion_token_ids"], choice["logprobs"]["content"]
+    rows = {"raw_output": {"completion_token_ids": ids[echoed:]}, "logprobs": {"content": content[echoed:]}}
+    return {**response, "choices": [{**choice, **rows}]}
+
+
+def same_completion(got: Completion, want: Mapping[str, Any], echoed: int = 0) -> None:
+    "Tokens, finish reason and logprobs are the recorded ones; `echoed` leading logprobs are not of the completion."
+    assert got.full_tokens == want["full_tokens"]
+    assert (got.prompt_len, len(got.tokens)) == (want["prompt_len"], want["completion_len"])
+    assert got.finish_reason == want["finish_reason"]
+    raw, sampling = want["inference_logprobs"], want["sampling_logprobs"]
+    if raw is not None:
+        close(got.logprobs, floats(raw)[echoed:], "logprobs", 0.0)
+    if sampling is not None and any(v is not None for v in sampling):
+        close(got.sampling_logprobs, floats(sampling)[echoed:], "sampling logprobs", 0.0)
+
+
+@adapter("sdk_parse_completions")
+def parsed_completions(case: Case) -> Outcome:
+    "A response of a Fireworks deployment, as its SDK reads it and as we do."
+    x, c = case.inputs, case.config
+    prompt, response, limit = x["prompt_ids"], x["response"], c["max_seq_len"]
+    (choice,) = response["choices"]
+    ids, rows = choice["raw_output"].get("completion_token_ids"), choice["logprobs"]["content"]
+    if c["echo_mode"] or c.get("echo_last"):
+        return echoed_completion(case, [*prompt, *ids[len(prompt) :]])
+    if ids is None:
+        assert case.raises
+        refused(lambda: drawn(response, prompt), "no token ids")
+        return AGREED
+    if not rows:
+        refused(lambda: drawn(response, prompt), "no logprobs")
+        assert case.expected["completions"][0]["completion_len"] == 0
+        return Outcome((NOTHING_DRAWN,))
+    if limit is not None and len(prompt) + len(ids) > limit:
+        refused(lambda: drawn(response, prompt, limit=limit, room=len(ids)), "sequence too long")
+        assert case.expected["completions"] == []
+        return Outcome((REFUSED_FIRST,))
+    assert not case.raises, "the other program refuses this, we do not"
+    (want,) = case.expected["completions"]
+    got = drawn(response, prompt, raw=c["raw_logprobs_match_sampling"])
+    same_completion(got, want)
+    assert not want["logprobs_echoed"]
+    if not c["user_requested_logprobs"]:
+        close(got.logprobs, [row["logprob"] for row in rows], "logprobs", 0.0)
+        return Outcome((ALWAYS_KEPT,))
+    if all(v is None for v in want["sampling_logprobs"]):
+        assert got.sampling_logprobs is None
+        return Outcome((UNKNOWN_IS_NONE,))
+    return AGREED
+
+
+def echoed_completion(case: Case, tokens: Sequence[int]) -> Outcome:
+    "A response that repeats the prompt."
+    response, p = case.inputs["response"], len(case.inputs["prompt_ids"])
+    if case.raises:
+        refused(lambda: scored(response, tokens), "echo")
+        return AGREED
+    (want,) = case.expected["completions"]
+    got = scored(response, tokens)
+    assert len(got) == len(tokens) - 1
+    assert want["logprobs_echoed"]
+    assert want["echoed_prompt_logprob_count"] == p - 1
+    same_completion(drawn(only_completion(response, p), tokens[:p]), want, echoed=p - 1)
+    if want["inference_logprobs"] is None:
+        rows = response["choices"][0]["logprobs"]["content"]
+        assert any(row["logprob"] is None for row in rows)
+        close(got, [row["logprob"] for row in rows[1:]], "logprobs", 0.0)
+        return Outcome((NULL_IS_ITS_OWN,))
+    close(got, want["inference_logprobs"], "logprobs", 0.0)
+    return Outcome((TWO_CALLS,))
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------

@@ -428,6 +428,14 @@ IGNORED = [
     ({"output_model_id": "mine"}, "output_model_id: backend='local' would ignore it"),
     ({"resume": ResumeConfig(resume_job_id="j")}, "resume.resume_job_id: backend='local'"),
     ({"router_replay": True}, "router_replay: backend='local'"),
+    ({"loss_path": "builtin", "kl_beta": 0.0}, "loss_path: backend='local' computes every loss here"),
+    ({"loss_path": "builtin", "base_model": MODEL}, "kl_beta: got 0.001"),
+    ({"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "tis_enabled": True}, "Set tis_anchor='old'"),
+    ({"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "policy_loss": "sapo"}, "got 'sapo'; expected grpo"),
+    (
+        {"loss_path": "builtin", "backend": "tinker", "lora_rank": 8, "kl_beta": 0.0, "policy_loss": "dro"},
+        "got 'dro'; expected grpo, ppo, importance_sampling, dapo, cispo at tinker",
+    ),
     ({"base_model": MODEL, "backend": "local"}, "base_model: 'accounts/fireworks/models/qwen3-8b' lives at Fireworks"),
     ({"base_model": MODEL, "infra": InfraConfig(), "trainer": TrainerConfig()}, "infra: trainer says the same"),
     ({"base_model": MODEL, "dtype": "bfloat16"}, "dtype: backend='fireworks' decides it"),
@@ -438,6 +446,28 @@ IGNORED = [
 @pytest.mark.parametrize(("given", "said"), IGNORED, ids=lambda x: x[:40] if isinstance(x, str) else "")
 def test_what_would_be_ignored_is_refused(given, said):
     assert said in refused(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"policy_loss": "dapo", "dapo": DAPOConfig()},
+        {"policy_loss": "cispo", "cispo": CISPOConfig(), "anchor": "rollout"},
+        {"policy_loss": "ppo", "tis_enabled": True, "tis": TISConfig(), "aggregation": "sequence_mean"},
+        {"policy_loss": "importance_sampling", "aggregation": "sum"},
+    ],
+)
+@pytest.mark.parametrize("backend", [{"backend": "tinker", "lora_rank": 8}, {"base_model": MODEL}])
+def test_losses_that_a_service_computes_are_accepted(given, backend):
+    cfg, said = made(loss_path="builtin", kl_beta=0.0, **given, **backend)
+    assert (cfg.loss_path, said) == ("builtin", [])
+
+
+def test_a_loss_that_is_wrong_anyway_is_complained_of_once():
+    said = refused(loss_path="builtin", base_model=MODEL, kl_beta=0.0, eps_clip=0.1)
+    assert "eps_clip: policy_loss='grpo' does not read it" in said
+    assert "settings cannot be used" not in said
 
 
 def test_every_complaint_is_listed_in_one_error():

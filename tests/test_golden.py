@@ -23,6 +23,7 @@ import torch
 from golden_adapters import Case, find_adapter, read_cases
 
 from rl_notebook import advantages, losses
+from rl_notebook.backends import openai
 from rl_notebook.core import RLNotebookError
 
 OWN = Path(__file__).parent / "golden"
@@ -138,12 +139,15 @@ def dual_clip_is_forgotten(monkeypatch):
     replaced(monkeypatch, "clipped_surrogate", single)
 
 
-@breakage("loss_grpo__* loss_dapo__* loss_dro__* loss_gspo__* loss_cispo__* loss_importance_sampling__* trl_grpo")
+@breakage(
+    "loss_grpo__* loss_dapo__* loss_dro__* loss_gspo__* loss_cispo__* loss_importance_sampling__* trl_grpo "
+    "server_datums__517d206d server_datums__HEAD"
+)
 def correction_is_forgotten(monkeypatch):
     monkeypatch.setattr(losses, "tis_weights", lambda t, o: torch.ones_like(t.old))
 
 
-@breakage("loss_grpo__517d206d loss_gspo__HEAD")
+@breakage("loss_grpo__517d206d loss_gspo__HEAD server_datums__HEAD")
 def correction_of_a_sequence_is_that_of_its_tokens(monkeypatch):
     monkeypatch.setattr(losses, "raw_tis_weights", lambda t, o: torch.exp(torch.clamp(t.old - t.sampler, -20.0, 20.0)))
 
@@ -287,6 +291,62 @@ def alignment_is_off_by_one(monkeypatch):
 def weights_are_not_shifted(monkeypatch):
     make = golden_adapters.datum_from_tokens_weights
     monkeypatch.setattr(golden_adapters, "datum_from_tokens_weights", lambda t, w, n: make(t, np.roll(w, 1), n))
+
+
+@breakage("server_datums__517d206d server_datums__HEAD")
+def advantages_reach_into_the_prompt(monkeypatch):
+    series = losses._service_series
+
+    def everywhere(d, anchor, push, plain):
+        row = series(d, anchor, push, plain)
+        return row | {"advantages": np.where(d.active, row["advantages"], np.float32(d.advantage))}
+
+    monkeypatch.setattr(losses, "_service_series", everywhere)
+
+
+@breakage("server_datums__517d206d server_datums__HEAD")
+def a_service_is_sent_the_samplers_logprobs(monkeypatch):
+    inputs = losses.builtin_inputs
+
+    def other(datums, o, denominator=None):
+        return [
+            row | {"logprobs": d.sampler_logprobs.astype(np.float32)}
+            for d, row in zip(datums, inputs(datums, o, denominator), strict=True)
+        ]
+
+    monkeypatch.setattr(golden_adapters, "builtin_inputs", other)
+
+
+@breakage("loss_path__517d206d")
+def clip_bounds_are_sent_as_widths(monkeypatch):
+    monkeypatch.setitem(losses._SAID, "clip_low_threshold", ("eps_clip", lambda o: o.knob("eps_clip")))
+
+
+@breakage("loss_path__517d206d")
+def dual_clip_is_left_to_ppo(monkeypatch):
+    ask = losses.builtin_loss
+    monkeypatch.setattr(golden_adapters, "builtin_loss", lambda o: ask(losses.replace(o, eps_clip_c=None)))
+
+
+@breakage("loss_path__517d206d")
+def a_service_gets_the_kl_term_too(monkeypatch):
+    monkeypatch.setattr(losses, "check_builtin_options", lambda o: None)
+
+
+@breakage("sdk_parse_completions")
+def an_echo_is_off_by_one(monkeypatch):
+    target = openai.target_from_echo
+    monkeypatch.setattr(openai, "target_from_echo", lambda *a, **k: np.roll(target(*a, **k), 1))
+
+
+@breakage("sdk_parse_completions")
+def an_echo_of_other_tokens_is_believed(monkeypatch):
+    monkeypatch.setattr(openai, "completion_ids", lambda choice: None)
+
+
+@breakage("sdk_parse_completions")
+def logprobs_of_another_temperature_are_those_drawn_from(monkeypatch):
+    monkeypatch.setattr(openai, "sort_logprobs", lambda values, drawn, params, kind: (values, drawn or values))
 
 
 @pytest.mark.skipif(FOLDER != OWN, reason="other cases may not contain what notices")

@@ -14,8 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_notebook.core import Datum
-from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, natural_denominator
+from rl_notebook.core import Datum, LossError
+from rl_notebook.losses import (
+    AGGREGATIONS,
+    BUILTIN_LOSSES,
+    POLICY_LOSSES,
+    LossOptions,
+    builtin_inputs,
+    builtin_loss,
+    check_builtin,
+    make_loss_fn,
+    natural_denominator,
+)
 
 EXAMPLES = settings(max_examples=40)
 Batch = tuple[list[Datum], list[np.ndarray]]  # datums and the policy's logprobs
@@ -277,3 +287,190 @@ def test_value_and_gradient_agree_with_a_scalar_formula(policy_loss: str, data: 
         below, here, above = (scalar.term(i, j, p + d) for d in (-h, 0.0, h))
         slopes = sorted([(here - below) / h, (above - here) / h])  # they differ where the loss has a kink
         assert slopes[0] - 1e-4 <= grads[i][j] <= slopes[1] + 1e-4, f"{datums[i].where}, target {j}"
+
+
+# -- losses that a service computes ------------------------------------------------------------------------------
+
+Sent = list[dict[str, np.ndarray]]
+
+
+def service(name: str, config: dict[str, float], p: torch.Tensor, sent: dict[str, np.ndarray]) -> torch.Tensor:
+    "The loss of one datum as the services' documentation has it: every position counts, and there is no mask."
+    series = {k: torch.tensor(v, dtype=torch.float64) for k, v in sent.items()}
+    if name == "cross_entropy":
+        return -(p * series["weights"]).sum()
+    a, o = series["advantages"], series["logprobs"]
+    cap = config.get("ratio_log_cap", math.inf)
+    ratio = torch.exp(torch.clamp(p - o, -cap, cap))
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
+    match name:
+        case "importance_sampling":
+            return -(ratio * a).sum()
+        case "cispo":
+            return -(torch.clamp(ratio, low, high).detach() * a * p).sum()
+        case "dro":
+            return -(p * a - config["beta"] / 2 * (p - o) ** 2 * (a != 0)).sum()
+        case "gspo":
+            trained = a != 0
+            mean = (p - o).detach()[trained].mean() if trained.any() else torch.zeros(())
+            ratio = torch.exp(torch.clamp(p - p.detach() + mean, max=config["seq_ratio_log_cap"])) * trained
+    objective = torch.minimum(ratio * a, torch.clamp(ratio, low, high) * a)
+    if "eps_clip_c" in config:
+        objective = torch.where(a < 0, torch.maximum(objective, config["eps_clip_c"] * a), objective)
+    return -objective.sum()
+
+
+@st.composite
+def served_options(draw: st.DrawFn, where: str) -> LossOptions:
+    "Any loss that this service can compute; no bound is a round number, so that rounding to float32 crosses none."
+    name = draw(st.sampled_from(sorted(BUILTIN_LOSSES[where])))
+    chosen: dict[str, Any] = {"policy_loss": name, "max_completion_tokens": 7}
+    chosen["aggregation"] = "sum" if name == "dro" else draw(st.sampled_from(AGGREGATIONS))
+    if name != "grpo":
+        chosen["anchor"] = draw(st.sampled_from(["old", "rollout"]))
+    if (level := draw(st.sampled_from(["off", "token", "sequence"]))) != "off":
+        chosen |= {"tis": level, "tis_cap": draw(st.sampled_from([0.8, 5.0]))}
+        drops = level == "token" and name not in ("gspo", "dro")
+        chosen |= {"icepop_threshold": draw(st.sampled_from([None, 1.5]))} if drops else {}
+    choices = {"eps_clip": [None, 0.1, 0.5], "eps_clip_high": [None, 0.3]}
+    if where == "fireworks":
+        choices |= {"ratio_log_cap": [None, 0.61234], "seq_ratio_log_cap": [None, 0.31234], "dro_beta": [None, 0.5]}
+        choices |= {"eps_clip_c": [None, 1.4]} if name in ("ppo", "dapo") else {}
+    read = POLICY_LOSSES[name][1]
+    return LossOptions(**chosen, **{k: draw(st.sampled_from(v)) for k, v in choices.items() if k in read})
+
+
+def with_old(batch: Batch) -> Batch:
+    "The batch with old logprobs: those of the sampler, a little lower, where there are none."
+    datums, policy = batch
+    old = [d.sampler_logprobs - 0.125 if d.old_logprobs is None else d.old_logprobs for d in datums]
+    return [replace(d, old_logprobs=o) for d, o in zip(datums, old, strict=True)], policy
+
+
+@EXAMPLES
+@given(batches(), st.sampled_from(sorted(BUILTIN_LOSSES)), st.data())
+def test_a_service_computes_the_same_value_and_gradient(batch: Batch, where: str, data: st.DataObject) -> None:
+    datums, policy = with_old(batch)
+    options = data.draw(served_options(where))
+    name, config = builtin_loss(options, where)
+    p = [torch.tensor(np.where(np.isnan(x), -1.5, x), requires_grad=True) for x in policy]
+    sent = builtin_inputs(datums, options)
+    theirs = sum((service(name, config, x, row) for x, row in zip(p, sent, strict=True)), torch.zeros(()))
+    theirs.backward()
+    ours, slopes = evaluate(datums, policy, options)
+    assert theirs.item() == pytest.approx(ours, rel=1e-5, abs=1e-5)
+    for x, slope in zip(p, slopes, strict=True):
+        np.testing.assert_allclose(x.grad.numpy(), slope, rtol=1e-5, atol=1e-5)
+    assert check_builtin(datums, options, [x.detach() for x in p], theirs.item()) < 1e-5
+
+
+@EXAMPLES
+@given(batches(), served_options("fireworks"), st.randoms(use_true_random=False))
+def test_what_is_sent_does_not_depend_on_order_or_split(batch: Batch, options: LossOptions, random: Any) -> None:
+    datums, _ = with_old(batch)
+    whole = builtin_inputs(datums, options)
+    count = natural_denominator(np.array([d.num_loss_tokens for d in datums]), options.aggregation)
+    order = random.sample(range(len(datums)), len(datums))
+    names = {"weights"} if options.policy_loss == "grpo" else {"logprobs", "advantages"}
+    for i, alone in ((i, builtin_inputs([datums[i]], options, count)[0]) for i in order):
+        assert set(alone) == set(whole[i]) == names
+        for name, series in alone.items():
+            np.testing.assert_array_equal(series, whole[i][name])
+
+
+@EXAMPLES
+@given(batches(), served_options("fireworks"), st.integers(0, 3), st.sampled_from([0.0, -1e4, np.nan, -np.inf, np.inf]))
+def test_prompts_are_sent_without_advantage_and_as_numbers(
+    batch: Batch, options: LossOptions, more: int, junk: float
+) -> None:
+    datums, _ = with_old(batch)
+    names = ("sampler_logprobs", "ref_logprobs", "old_logprobs")
+
+    def longer(d: Datum) -> Datum:
+        series = {n: np.concatenate([np.full(more, junk), getattr(d, n)]) for n in names}
+        return replace(d, tokens=range(len(d.tokens) + more), weights=np.pad(d.weights, (more, 0)), **series)
+
+    for d, sent, padded in zip(
+        datums, builtin_inputs(datums, options), builtin_inputs([longer(d) for d in datums], options), strict=True
+    ):
+        push = "weights" if options.policy_loss == "grpo" else "advantages"
+        assert (sent[push][~d.active] == 0).all()
+        assert (padded[push][:more] == 0).all()
+        for name in sent:
+            assert padded[name].dtype == np.float32
+            assert np.isfinite(padded[name]).all()
+            np.testing.assert_array_equal(padded[name][more:], sent[name])
+
+
+def one_datum(**changes: Any) -> Datum:
+    series = {"sampler_logprobs": [np.nan, -1.0, -2.0], "old_logprobs": [np.nan, -1.2, -2.1]}
+    return Datum(**{"tokens": [5, 6, 7, 8], "weights": [0, 1, 1], "advantage": 1.0, **series, **changes})
+
+
+REFUSED = [
+    ({"kl_beta": 0.1}, "kl_beta: got 0.1"),
+    ({"policy_loss": "reinforce"}, "It is importance_sampling with anchor='rollout'"),
+    ({"policy_loss": "sapo"}, "policy_loss: got 'sapo'"),
+    ({"tis": "token", "tis_anchor": "policy"}, "Set tis_anchor='old'"),
+    ({"policy_loss": "dro"}, "Set aggregation='sum'"),
+    ({"policy_loss": "gspo", "tis": "token", "icepop_threshold": 2.0}, "'gspo' also looks at its logprob"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_no_service_computes_is_refused_in_both_places(given: dict[str, Any], said: str) -> None:
+    options = LossOptions(**given)
+    for call in (lambda: builtin_loss(options), lambda: builtin_inputs([one_datum()], options)):
+        with pytest.raises(LossError, match="cannot compute this loss") as caught:
+            call()
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "given", "said"),
+    [
+        ("tinker", {"policy_loss": "gspo"}, "expected grpo, ppo, importance_sampling, dapo, cispo at tinker"),
+        ("tinker", {"policy_loss": "dro", "aggregation": "sum"}, "got 'dro'"),
+        ("tinker", {"policy_loss": "ppo", "ratio_log_cap": 3.0}, "got ratio_log_cap=3; expected 20.0"),
+        ("tinker", {"policy_loss": "dapo", "eps_clip_c": 3.0}, "got eps_clip_c=3"),
+        ("fireworks", {"policy_loss": "gspo", "eps_clip_c": 3.0}, "'gspo' at fireworks does not read it"),
+        ("elsewhere", {}, "expected 'fireworks' or 'tinker'"),
+    ],
+)
+def test_what_one_service_cannot_be_told_is_refused(where: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(LossError) as caught:
+        builtin_loss(LossOptions(**given), where)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "said"),
+    [
+        ({}, {"old_logprobs": None}, "old_logprobs: got none"),
+        ({}, {"old_logprobs": [0.0, np.nan, -1.0]}, "old_logprobs"),
+        ({"anchor": "rollout"}, {"sampler_logprobs": None}, "sampler_logprobs: got none"),
+        ({"tis": "token"}, {"sampler_logprobs": None}, "sampler_logprobs: got none"),
+        ({"policy_loss": "grpo", "tis": "token"}, {"old_logprobs": None}, "old_logprobs: got none"),
+        ({}, {"weights": [0, 0.5, 1]}, "weights: got 0.5"),
+        ({"aggregation": "sum"}, {"advantage": 1e39}, "finite in float32"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(given: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        builtin_inputs([one_datum(**changes)], LossOptions(**{"policy_loss": "ppo", **given}))
+    assert said in str(caught.value)
+
+
+def test_plain_grpo_needs_no_anchor() -> None:
+    (sent,) = builtin_inputs([one_datum(old_logprobs=None, sampler_logprobs=None)], LossOptions(aggregation="sum"))
+    assert {k: v.tolist() for k, v in sent.items()} == {"weights": [0, 1, 1]}
+
+
+@pytest.mark.parametrize("theirs", [0.0, math.nan, math.inf, -4.0])
+def test_another_loss_under_the_same_name_is_noticed(theirs: float) -> None:
+    datum, options = one_datum(), LossOptions("ppo", aggregation="sum")
+    p = [torch.tensor([math.nan, -1.0, -2.3])]
+    right = make_loss_fn([datum], options)([datum], p)[0].item()
+    assert check_builtin([datum], options, p, right) < 1e-6
+    with pytest.raises(LossError, match="the service's ppo"):
+        check_builtin([datum], options, p, theirs)
