@@ -5,7 +5,9 @@
 # %% ../../nbs/25_backends.fireworks.ipynb #62e969fd
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import html
 import json
 import os
@@ -18,32 +20,72 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import numpy as np
 
-from .openai import Secret, key_from_env
-from .tinker import Sdk, sdk_datum
-from ..config import DeployConfig, InfraConfig, TrainerConfig, WeightSyncScope
+from .base import Backend, Capabilities, Meter
+from .engine import check_length, check_tokens
+from .local import Worker
+from rl_notebook.backends.openai import (
+    DIALECTS,
+    FINISH,
+    OpenAISampler,
+    Secret,
+    key_from_env,
+    request_seed,
+    sort_logprobs,
+    together,
+)
+from rl_notebook.backends.tinker import (
+    Limits,
+    Link,
+    Sdk,
+    ServiceReference,
+    ServiceTrainer,
+    Ways,
+    load_into,
+    open_tokenizer,
+    publish,
+    sdk_datum,
+    snapshot_remotely,
+)
+from ..config import Config, DeployConfig, InfraConfig, TrainerConfig, WeightSyncScope
 from ..config import HotloadConfig, WandBConfig, WeightSyncConfig  # noqa: F401 (handed on)
-from ..core import BackendError, ConfigError, Datum, DatumError, MissingExtra, RecordError
+from rl_notebook.core import (
+    BackendError,
+    Completion,
+    ConfigError,
+    Datum,
+    DatumError,
+    Logprobs,
+    MissingExtra,
+    RecordError,
+    RLNotebookError,
+    SampleParams,
+)
 from ..datums import datum_from_tokens_weights as shifted
 
 # %% auto #0
 __all__ = ['GIVING_BACK', 'STOPPED', 'PASSING', 'Leftover', 'OPEN_CLEANUPS', 'OnStatus', 'RESUMABLE', 'GONE', 'TRAINING',
-           'SCORING', 'fireworks_sdk', 'Resource', 'ask', 'said', 'give_back', 'ResourceFile', 'claim', 'release',
-           'leftovers', 'clean_leftovers', 'settle_leftovers', 'ResourceCleanup', 'arm', 'disarm', 'give_back_all',
-           'ResourceState', 'ProvisioningTable', 'Look', 'Awaited', 'watch', 'job_message', 'TrainerLook', 'new_id',
-           'settings_of', 'TrainerPlan', 'DeploymentPlan', 'trainer_request', 'deployment_request', 'InfraPlan',
-           'plan_trainer', 'as_backend_errors', 'same_shape', 'plan_deployment', 'plan_infra', 'check_wishes',
-           'dry_run', 'start_trainer', 'start_deployment', 'DeploymentLook', 'Reporter', 'create_trainer_job',
-           'setup_deployment', 'undone_on_error', 'awaited_trainer', 'awaited_deployment', 'sdk_classes',
-           'as_sdk_datum', 'datum_from_tokens_weights', 'connection_errors', 'call', 'TrainerCalls',
-           'ReconnectableClient', 'new_client', 'reconnect_client', 'Infra', 'setup_infra', 'start_all', 'connect',
-           'DeployConfig', 'HotloadConfig', 'InfraConfig', 'TrainerConfig', 'WandBConfig', 'WeightSyncConfig',
-           'WeightSyncScope']
+           'SCORING', 'SYNC_FIXES', 'CROSS_JOB', 'DEFAULT_URL', 'fireworks_sdk', 'Resource', 'ask', 'said', 'give_back',
+           'ResourceFile', 'claim', 'release', 'leftovers', 'clean_leftovers', 'settle_leftovers', 'ResourceCleanup',
+           'arm', 'hear_termination', 'disarm', 'give_back_all', 'ResourceState', 'ProvisioningTable', 'Look',
+           'Awaited', 'watch', 'job_message', 'TrainerLook', 'new_id', 'settings_of', 'TrainerPlan', 'DeploymentPlan',
+           'trainer_request', 'deployment_request', 'InfraPlan', 'plan_trainer', 'as_backend_errors', 'same_shape',
+           'plan_deployment', 'plan_infra', 'check_wishes', 'dry_run', 'start_trainer', 'start_deployment',
+           'DeploymentLook', 'serves', 'Reporter', 'create_trainer_job', 'setup_deployment', 'undone_on_error',
+           'awaited_trainer', 'awaited_deployment', 'sdk_classes', 'as_sdk_datum', 'datum_from_tokens_weights',
+           'connection_errors', 'call', 'TrainerCalls', 'ReconnectableClient', 'new_client', 'reconnect_client',
+           'Infra', 'setup_infra', 'start_all', 'connect', 'completion_of', 'FireworksSampler', 'draw_from',
+           'SyncError', 'sync_error', 'Saves', 'Hotloads', 'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker',
+           'load_snapshot', 'try_snapshot', 'FireworksTrainer', 'foreign_path', 'own_path', 'connector', 'load_own',
+           'FireworksBackend', 'check_config', 'in_thread', 'infra_wishes', 'bundle', 'samplers', 'open_fireworks',
+           'begin', 'heeds_seeds', 'promote_weights', 'promotable', 'close_fireworks', 'DeployConfig', 'HotloadConfig',
+           'InfraConfig', 'TrainerConfig', 'WandBConfig', 'WeightSyncConfig', 'WeightSyncScope']
 
 # %% ../../nbs/25_backends.fireworks.ipynb #dc43d6ed
 _all_ = ["DeployConfig", "HotloadConfig", "InfraConfig", "TrainerConfig"]  # what the guides import beside the functions
@@ -288,9 +330,10 @@ class ResourceCleanup:
         self.held: list[Resource] = []  # in the order of registration
         self.left: list[Resource] = []  # could not be given back
         self.file = ResourceFile(folder) if folder is not None else None
-        self.pid = os.getpid()
+        self.pid, self.lock = os.getpid(), threading.RLock()  # parts may be asked for in several threads
 
     def __enter__(self) -> ResourceCleanup:
+        hear_termination()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -319,10 +362,11 @@ class ResourceCleanup:
             raise ConfigError(
                 "action", where=resource.name, got=repr(resource.action), expected=" or ".join(GIVING_BACK)
             )
-        arm(self)
-        if self.file is not None:
-            self.file.note(resource)
-        self.held = [*(r for r in self.held if r.name != resource.name), resource]
+        with self.lock:
+            arm(self)
+            if self.file is not None:
+                self.file.note(resource)
+            self.held = [*(r for r in self.held if r.name != resource.name), resource]
 
     def close(self, *, grace: bool = True) -> list[Resource]:
         "Give everything back; returns what could not be."
@@ -346,6 +390,11 @@ def arm(cleanup: ResourceCleanup) -> None:
     if not OPEN_CLEANUPS:
         atexit.register(_at_exit)
     OPEN_CLEANUPS.add(cleanup)
+    hear_termination()
+
+
+def hear_termination() -> None:
+    "Turn SIGTERM into an exception, from the main thread, which alone may, and unless somebody else handles it."
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminated)
 
@@ -473,15 +522,22 @@ def watch(
     awaited: Sequence[Awaited],
     say: Callable[[Awaited, Look], Any],  # called in this thread, on every change
     poll_interval_s: float = 5.0,
+    stop: threading.Event | None = None,  # set by another thread that does not want to wait any longer
 ) -> dict[str, Any]:  # role -> result
     "Wait until all are ready; the first that fails ends it, with its exception."
     news: queue.SimpleQueue[tuple[Awaited, Look | Exception]] = queue.SimpleQueue()
-    stop, results, last = threading.Event(), {}, {}
+    results, last = {}, {}
+    stop = stop or threading.Event()
     for one in awaited:
         threading.Thread(target=_follow, args=(one, news, stop, poll_interval_s), daemon=True).start()
     try:
         while len(results) < len(awaited):
-            one, found = news.get()
+            if stop.is_set():
+                raise BackendError("setting up", got="a stop", expected="readiness", fix="Start again.")
+            try:
+                one, found = news.get(timeout=0.2)
+            except queue.Empty:
+                continue
             look = Look("failed", said(found)) if isinstance(found, Exception) else found
             if last.get(one.role) != (look.state, look.detail):
                 last[one.role] = look.state, look.detail
@@ -758,7 +814,7 @@ class as_backend_errors:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        ours = isinstance(error, BackendError | ConfigError | MissingExtra)
+        ours = isinstance(error, RLNotebookError)
         if isinstance(error, RuntimeError | ValueError | TimeoutError | httpx.HTTPError) and not ours:
             raise BackendError("Fireworks", where=self.where, got=said(error) or type(error).__name__) from error
 
@@ -932,11 +988,11 @@ class DeploymentLook:
             if self.plan.what == "re-attach" and not self.linked:
                 self._link()
             self.linked = True
-            try:
-                ready = self.deploy_mgr.wait_for_ready(request.deployment_id, timeout_s=0.05, poll_interval_s=0)
-                return Look(ready.state, result=ready)
-            except TimeoutError:
-                found = self.deploy_mgr.get(request.deployment_id)
+            found = self.deploy_mgr.get(request.deployment_id)
+        if found is not None and (
+            found.state == "READY" or (found.state == "CREATING" and serves(self.deploy_mgr, found))
+        ):
+            return Look("READY", result=replace(found, state="READY"))
         state = "DELETED" if found is None else found.state
         if time.monotonic() - self.began > self.timeout_s:
             fix = "Raise deployment_timeout_s, or look at the deployment's events."
@@ -946,6 +1002,7 @@ class DeploymentLook:
         return Look(state)
 
     def _link(self) -> None:
+        "Have it serve another trainer's weights."
         request, existing = self.plan.request, self.plan.existing
         self.deploy_mgr.reattach_trainer(
             existing,
@@ -954,6 +1011,17 @@ class DeploymentLook:
             timeout_s=self.settle_s if existing.state in ("READY", "UPDATING") else self.timeout_s,
             poll_interval_s=self.poll_interval_s,
         )
+
+# %% ../../nbs/25_backends.fireworks.ipynb #b2a2fdfb
+def serves(deploy_mgr: Any, deployment: Any) -> bool:  # of a DeploymentInfo
+    "Whether a deployment answers a prompt of two tokens."
+    key, body = Secret(deploy_mgr.api_key), {"model": deployment.inference_model, "prompt": [1, 2], "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {key.reveal()}", **(deploy_mgr.additional_headers or {})}
+    try:
+        url = f"{deploy_mgr.inference_url}/inference/v1/completions"
+        return ask(key, "POST", url, json=body, headers=headers, attempts=1).status_code == 200
+    except BackendError:
+        return False
 
 # %% ../../nbs/25_backends.fireworks.ipynb #5168a357
 class Reporter:
@@ -1314,6 +1382,7 @@ def setup_infra(
     on_status: Callable[[Any], Any] | None = None,  # gets `ResourceState`s, which print as lines
     auto_reference: bool = False,
     poll_interval_s: float = 5.0,
+    stop: threading.Event | None = None,  # ends the wait, when it is set by another thread
 ) -> Infra:
     "Trainers, deployment and their clients; raises `ConfigError` and `BackendError`, and then nothing is left running."
     deploy = deploy_cfg or DeployConfig()
@@ -1328,7 +1397,7 @@ def setup_infra(
         awaited = start_all(plan, rlor_mgr, deploy_mgr, infra_cfg, deploy, held, poll_interval_s)
         for one in awaited:
             say(one, Look("requested"))
-        ready = watch(awaited, say, poll_interval_s)
+        ready = watch(awaited, say, poll_interval_s, stop)
         return connect(plan, ready, rlor_mgr, api_key, step_timeout or 3600.0, say.seconds)
 
 # %% ../../nbs/25_backends.fireworks.ipynb #6c5765d9
@@ -1385,3 +1454,512 @@ def connect(
         deployment and deployment.deployment_id,
         deployment and deployment.deployment_shape_version,
     )  # fmt: skip
+
+# %% ../../nbs/25_backends.fireworks.ipynb #f6b7ba7c
+def completion_of(
+    drawn: Any,  # the SDK's SampledCompletion
+    prompt: Sequence[int],  # (P,) ids that were sent
+    params: SampleParams,
+    policy_version: int = 0,
+) -> Completion:
+    "A completion of the SDK as ours, echoed or not; raises `BackendError` and `AlignmentError`."
+    if list(drawn.full_tokens[: drawn.prompt_len]) != list(prompt):
+        got = f"a prompt of {drawn.prompt_len} ids"
+        raise BackendError(
+            "the deployment read another prompt", got=got, expected=f"the {len(prompt)} ids that were sent"
+        )
+    if drawn.inference_logprobs is None:
+        fix = "Does the deployment report a number for every token? One null hides them all."
+        raise BackendError("no logprobs came back", where="deployment", expected="one per token", fix=fix)
+    if drawn.finish_reason not in FINISH:
+        raise BackendError("finish_reason", got=repr(drawn.finish_reason), expected=" or ".join(FINISH))
+    skip = drawn.echoed_prompt_logprob_count if drawn.logprobs_echoed else 0
+    sampling = drawn.sampling_logprobs
+    known = None if sampling is None or None in sampling[skip:] else sampling[skip:]
+    raw, own = sort_logprobs(drawn.inference_logprobs[skip:], known, params, "both")
+    return Completion(
+        np.array(prompt),
+        np.array(drawn.full_tokens[drawn.prompt_len :]),
+        np.asarray(raw, dtype=np.float64),
+        None if own is None else np.asarray(own, dtype=np.float64),
+        drawn.text,
+        FINISH[drawn.finish_reason],
+        policy_version,
+        params,
+    )
+
+# %% ../../nbs/25_backends.fireworks.ipynb #c4a09f7c
+class FireworksSampler:
+    "Draws from a deployment, with the weights of the last sync."
+
+    def __init__(
+        self,
+        drawer: Any,  # the SDK's DeploymentSampler
+        scorer: OpenAISampler,  # scores given tokens
+        run: Worker,  # refuses calls once it is closed
+        *,
+        max_seq_len: int | None = None,  # tokens, prompt and completion together
+        meter: Meter | None = None,
+        timeout_s: float = 600.0,  # of one request
+    ):
+        self.drawer, self.scorer, self.run = drawer, scorer, run
+        self.max_seq_len, self.meter, self.timeout_s = max_seq_len, meter or Meter(), timeout_s
+        self.policy_version = 0  # of the weights that are served
+
+    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+        "`params.n` completions of one prompt, in order."
+        self.run.check()
+        prompt = [int(t) for t in check_tokens(prompt_tokens, 2**31, "prompt")]
+        check_length(len(prompt), params.max_tokens, self.max_seq_len, "prompt")
+        return await together([draw_from(self, prompt, params, request_seed(params.seed, i)) for i in range(params.n)])
+
+    async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
+        "Raw logprobs of given tokens (N-1,), from the weights that are served."
+        self.run.check()
+        return await self.scorer.logprobs(tokens)
+
+    def serve(self, version: int) -> None:
+        "The deployment has weights of this version now."
+        self.policy_version = self.scorer.policy_version = version
+
+    def close(self) -> None:
+        "Close the connections."
+        self.drawer.close()
+
+
+async def draw_from(sampler: FireworksSampler, prompt: list[int], params: SampleParams, seed: int | None) -> Completion:
+    "One request for one completion; raises `BackendError`."
+    tokenizer, version = sampler.drawer.tokenizer, sampler.policy_version
+    stop = [*params.stop, *(tokenizer.decode([t], skip_special_tokens=False) for t in params.stop_token_ids)]
+    options = {"logprobs": True, "top_p": params.top_p, "top_k": params.top_k, "http_timeout": sampler.timeout_s}
+    options |= ({"seed": seed} if seed is not None else {}) | ({"stop": stop} if stop else {})
+    size = {"max_tokens": params.max_tokens, "temperature": params.temperature}
+    with as_backend_errors("deployment"):
+        drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
+    if len(drawn) != 1:
+        raise BackendError("completions", where="deployment", got=len(drawn), expected="1, as asked")
+    sampler.meter.tokens_sampled += drawn[0].completion_len
+    return completion_of(drawn[0], prompt, params, version)
+
+# %% ../../nbs/25_backends.fireworks.ipynb #9bc87695
+class SyncError(BackendError):
+    "New weights did not reach the deployment."
+
+    kind: str = ""  # a key of `SYNC_FIXES`
+
+
+SYNC_FIXES = {
+    "not ready": "The deployment has no replica that takes weights: is it scaled to zero, or still starting?",
+    "rejected": "Does the deployment belong to this trainer (hot_load_trainer_job), with hotload enabled?",
+    "failed": "A replica could not load the snapshot; the next sync sends full weights.",
+    "timed out": "Raise weight_sync.weight_sync_timeout, or look at the deployment's replicas.",
+    "chain broken": "Save a new snapshot and sync that one; it will be a full one.",
+}
+
+
+def sync_error(kind: str, snapshot: str, got: Any) -> SyncError:
+    "The error of one kind."
+    error = SyncError(f"weight sync {kind}", where=snapshot, got=said(got), fix=SYNC_FIXES[kind])
+    error.kind = kind
+    return error
+
+
+class Saves:
+    "The training client as the SDK's syncer sees it: the kind of the last snapshot is kept, and why it failed."
+
+    def __init__(self):
+        self.client: Any = None  # of the SDK
+        self.kind, self.error = "", None
+
+    def save_weights_for_sampler_ext(self, name: str, checkpoint_type: str) -> Any:
+        "Save a snapshot of this kind."
+        self.kind, self.error = checkpoint_type, None
+        try:
+            return self.client.save_weights_for_sampler_ext(name, checkpoint_type=checkpoint_type)
+        except Exception as reason:
+            self.error = reason
+            raise
+
+# %% ../../nbs/25_backends.fireworks.ipynb #2a920833
+class Hotloads:
+    "The deployment manager as the SDK's syncer sees it: another polling interval, and the kind of the last failure."
+
+    def __init__(self, manager: Any, poll_interval_s: float):
+        self.manager, self.poll_interval_s = manager, poll_interval_s
+        self.trouble: SyncError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
+
+    def hotload_and_wait(
+        self, *, deployment_id: str, base_model: str, snapshot_identity: str, timeout_seconds: float, **options: Any
+    ) -> bool:
+        "Ask for a snapshot, wait until it is served."
+        self.trouble, began = None, time.monotonic()
+        try:
+            self.manager.hotload(deployment_id, base_model, snapshot_identity, **options)
+        except httpx.HTTPStatusError as reason:
+            got = f"HTTP {reason.response.status_code} {said(reason.response.text, self.manager.api_key)}"
+            self.trouble = sync_error("rejected", snapshot_identity, got)
+            return False
+        where: Any = (deployment_id, base_model, snapshot_identity)
+        patience = {"timeout_seconds": timeout_seconds, "poll_interval": self.poll_interval_s}
+        done = self.manager.wait_for_hotload(*where, **patience)
+        if not done:
+            kind = "timed out" if time.monotonic() - began >= timeout_seconds else "failed"
+            self.trouble = sync_error(kind, snapshot_identity, self.manager.last_hotload_error_message)
+        return done
+
+    def warmup(self, model: str, max_retries: int = 30, retry_interval_s: float = 10.0) -> bool:
+        "Ask the deployment for a token until it answers."
+        return self.manager.warmup(model, max_retries, min(retry_interval_s, 2 * self.poll_interval_s))
+
+# %% ../../nbs/25_backends.fireworks.ipynb #b78cabee
+@dataclass(frozen=True)
+class Saved:
+    "A snapshot on the service."
+
+    kind: str  # "base" or "delta"
+    previous: str | None  # what a delta was made against
+    label: str  # its name without the parts that make it unique
+    marker: tuple[Any, ...]  # which weights it holds
+
+
+class FireworksSync:
+    "Brings snapshots to the deployment."
+
+    def __init__(self, hotloads: Hotloads, sampler: FireworksSampler, **syncer: Any):  # arguments of the WeightSyncer
+        self.saves, self.hotloads, self.sampler = Saves(), hotloads, sampler
+        self.syncer = fireworks_sdk().WeightSyncer(self.saves, hotloads, **syncer)
+        self.trainer: Any = None  # ServiceTrainer whose weights these are
+        self.saved: dict[str, Saved] = {}
+        self.newest: str | None = None  # the last one saved
+
+    async def __call__(self, snapshot: str) -> int:
+        "Serve `snapshot`; returns the new policy version."
+        if snapshot not in self.saved:
+            known = list(self.saved)[-3:] or "none yet"
+            fix = "save_weights_for_sampler makes one."
+            raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=f"one of {known}", fix=fix)
+        await self.trainer.run(load_snapshot, self, snapshot)
+        version = publish(self.trainer.versions)
+        self.sampler.serve(version)
+        return version
+
+
+def save_snapshot(sync: FireworksSync, link: Link, client: Any, name: str) -> str:
+    "Save the next snapshot of the chain; returns its name on the service."
+    if client is not sync.saves.client or sync.newest != sync.syncer.base_identity:
+        sync.syncer.reset_delta_chain()
+    sync.saves.client = client
+    snapshot = sync.syncer.save_only(name)
+    if snapshot is None:
+        raise sync.saves.error or RuntimeError(f"{name} was not saved")
+    sync.newest = snapshot
+    previous = sync.syncer.base_identity if sync.saves.kind == "delta" else None
+    sync.saved[snapshot] = Saved(sync.saves.kind, previous, name, weights_marker(sync.trainer))
+    return snapshot
+
+
+def weights_marker(trainer: Any) -> tuple[Any, ...]:
+    "Equal markers mean equal weights."
+    return trainer.journal.base, len(trainer.journal.updates)
+
+# %% ../../nbs/25_backends.fireworks.ipynb #a1ec5a89
+def load_snapshot(sync: FireworksSync, snapshot: str) -> None:
+    "Make the deployment serve a snapshot; raises `SyncError`."
+    saved = sync.saved[snapshot]
+    fits = saved.kind != "delta" or saved.previous == sync.syncer.base_identity
+    trouble = try_snapshot(sync, snapshot, saved.kind) if fits else sync_error("chain broken", snapshot, "a gap")
+    if trouble is None:
+        return
+    sync.syncer.reset_delta_chain()
+    unchanged = saved.marker == weights_marker(sync.trainer)
+    if saved.kind != "delta" or trouble.kind in ("timed out", "not ready") or not unchanged:
+        raise trouble
+    warnings.warn(f"{trouble} Sending full weights instead.", stacklevel=2)
+    whole = snapshot_remotely(sync.trainer, f"{saved.label}-full")
+    if (again := try_snapshot(sync, whole, "base")) is not None:
+        sync.syncer.reset_delta_chain()
+        raise again
+
+
+def try_snapshot(sync: FireworksSync, snapshot: str, kind: str) -> SyncError | None:
+    "Load it, or say what went wrong."
+    budget = min(300.0, sync.syncer.hotload_timeout)
+    try:
+        sync.syncer.wait_for_hotload_ready(timeout_s=budget, poll_interval_s=sync.hotloads.poll_interval_s)
+    except TimeoutError as reason:
+        return sync_error("not ready", snapshot, reason)
+    if sync.syncer.hotload(snapshot, kind):
+        return None
+    return sync.hotloads.trouble or sync_error("failed", snapshot, "no reason")
+
+# %% ../../nbs/25_backends.fireworks.ipynb #163ea9af
+class FireworksTrainer(ServiceTrainer):
+    "A policy trainer."
+
+    job_id: str = ""  # of its trainer job
+
+    async def save_state(self, name: str) -> str:
+        "Save weights and optimizer on the service; returns the path, which loads in any later process and job."
+        return foreign_path(await super().save_state(name), self.job_id)
+
+
+CROSS_JOB = "cross_job://"
+
+
+def foreign_path(path: str, job_id: str) -> str:
+    "A state as another job names it."
+    return path if "/" in path or not job_id else f"{CROSS_JOB}{job_id}/{path}"
+
+
+def own_path(path: str, job_id: str) -> str:
+    "A state as the job that saved it names it."
+    return path.removeprefix(f"{CROSS_JOB}{job_id}/")
+
+# %% ../../nbs/25_backends.fireworks.ipynb #b5ee606b
+def connector(client: ReconnectableClient) -> Callable[[], Any]:
+    "Gives the SDK's training client: the present one first, then one from a reconnect each time."
+    fresh = [client.inner]
+
+    def connect() -> Any:
+        if not fresh:
+            client.reconnect()
+            return client.inner
+        return fresh.pop()
+
+    return connect
+
+
+def load_own(job_id: str, link: Link, client: Any, path: str, optimizer: bool) -> Any:
+    "Load a state of this job or another."
+    return load_into(link, client, own_path(path, job_id), optimizer)
+
+# %% ../../nbs/25_backends.fireworks.ipynb #2752ab67
+@dataclass
+class FireworksBackend(Backend):
+    "A backend at Fireworks, with what was set up for it."
+
+    infra: Any = None  # Infra
+    cleanup: Any = None  # ResourceCleanup
+
+
+DEFAULT_URL = "https://api.fireworks.ai"
+
+
+def check_config(cfg: Config) -> None:
+    "Raises `ConfigError` for what cannot work, before anything is asked for."
+    check_wishes("a manager", cfg.deployment, True)
+    if cfg.router_replay:
+        raise ConfigError("router_replay", got=True, expected="False", fix="Datums carry no expert choices yet.")
+    shapeless = cfg.infra is not None and cfg.infra.ref_training_shape_id is None and cfg.lora_rank == 0
+    if shapeless and (cfg.kl_beta > 0 or cfg.kl_metric):
+        fix = "Set infra.ref_training_shape_id, or kl_beta=0; with trainer= the service chooses a shape by itself."
+        raise ConfigError("kl_beta", got=cfg.kl_beta, expected="0 without a reference trainer", fix=fix)
+
+# %% ../../nbs/25_backends.fireworks.ipynb #893c788e
+async def in_thread(work: Callable[[threading.Event], Any]) -> Any:
+    "Run `work(stop)` in a thread; `stop` is set when nobody waits any more, and the thread is waited for."
+    stop = threading.Event()
+    task = asyncio.create_task(asyncio.to_thread(work, stop))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop.set()
+        with contextlib.suppress(Exception):
+            await task
+        raise
+
+
+def infra_wishes(cfg: Config, found: Mapping[str, Resource]) -> dict[str, Any]:  # role -> what to attach to
+    "What a config asks of `setup_infra`."
+    deploy = cfg.deployment or DeployConfig()
+    if (serving := found.get("deployment")) is not None and deploy.deployment_id in (None, serving.id):
+        deploy = replace(deploy, deployment_id=serving.id)
+    shaped = cfg.trainer or cfg.infra or TrainerConfig()
+    return {
+        "base_model": cfg.base_model,
+        "infra_cfg": shaped,
+        "deploy_cfg": deploy,
+        "lora_rank": cfg.lora_rank,
+        "max_seq_len": None if shaped.training_shape_id else cfg.max_seq_len,
+        "learning_rate": cfg.learning_rate,
+        "policy_job_id": found["policy"].id if "policy" in found else None,
+        "reference_job_id": found["reference"].id if "reference" in found else None,
+        "needs_reference": cfg.kl_beta > 0 or cfg.kl_metric,
+        "needs_inference": True,
+        "role_prefix": new_id(cfg.run_name or "grpo").rsplit("-", 1)[0],
+        "auto_reference": cfg.infra is None,
+    }
+
+# %% ../../nbs/25_backends.fireworks.ipynb #11bb0fba
+def bundle(
+    infra: Infra,
+    cfg: Config,
+    deploy_mgr: Any,
+    secret: Secret,
+    tokenizer: Any,
+    say: Callable[[str], Any],
+    poll_interval_s: float,
+    **link: Any,  # `attempts`, `pause_s`, `timeout_s` of the `Link`
+) -> FireworksBackend:
+    "Policy, reference, sampler and sync as a backend."
+    classes, run, meter, settings = sdk_classes(), Worker(), Meter(), cfg.weight_sync or WeightSyncConfig()
+    link = {"timeout_s": float(settings.dcp_timeout), "say": say, "secret": secret} | link
+    limits = Limits(max_seq_len=infra.max_seq_len)
+    drawer, scorer = samplers(infra, deploy_mgr, secret, tokenizer, cfg.max_concurrent)
+    timeout = cfg.deployment.sample_timeout if cfg.deployment else 600.0
+    sampler = FireworksSampler(drawer, scorer, run, max_seq_len=infra.max_seq_len, meter=meter, timeout_s=timeout)
+    sync = FireworksSync(
+        Hotloads(deploy_mgr, poll_interval_s), sampler, deployment_id=infra.deployment_id, base_model=cfg.base_model,
+        hotload_timeout=settings.weight_sync_timeout, first_checkpoint_type=settings.first_checkpoint_type,
+        lora_rank=cfg.lora_rank,
+    )  # fmt: skip
+    ways = Ways(snapshot=partial(save_snapshot, sync), load=partial(load_own, infra.policy_job_id))
+    policy = FireworksTrainer(connector(infra.policy), classes, limits=limits, ways=ways, run=run, meter=meter, **link)
+    policy.job_id, sync.trainer = infra.policy_job_id, policy
+    judge = infra.reference and ServiceReference(Link(connector(infra.reference), classes, **link), limits, run, meter)
+    can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)
+    return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, meter=meter, infra=infra)
+
+
+def samplers(infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, at_once: int) -> tuple[Any, OpenAISampler]:
+    "What draws, and what scores given tokens."
+    sdk, echoes = fireworks_sdk(), DIALECTS["fireworks"]
+    controller = sdk.AdaptiveConcurrencyController(initial_window=max(1, min(at_once, 256)))
+    drawer = sdk.DeploymentSampler(
+        inference_url=deploy_mgr.inference_url, model=infra.inference_model, api_key=secret.reveal(),
+        tokenizer=tokenizer, concurrency_controller=controller,
+    )  # fmt: skip
+    uncached = replace(echoes, prefill={**echoes.prefill, "prompt_cache_max_len": 0})
+    scorer = OpenAISampler(
+        deploy_mgr.inference_url,
+        infra.inference_model or "",
+        tokenizer,
+        secret,
+        dialect=uncached,
+        max_seq_len=infra.max_seq_len,
+    )
+    return drawer, scorer
+
+# %% ../../nbs/25_backends.fireworks.ipynb #4f526c58
+async def open_fireworks(
+    cfg: Config | None = None,  # None = made from `settings`
+    *,
+    key: Secret | str | None = None,  # None = FIREWORKS_API_KEY
+    base_url: str | None = None,  # None = the config's, else FIREWORKS_BASE_URL, else Fireworks' own
+    tokenizer: Any = None,  # a tokenizer at hand; None = deployment.tokenizer_model
+    leftover: Leftover = "error",  # what to do with resources of an earlier process of this run folder
+    say: Callable[[str], Any] = print,  # gets a line per change of a resource, and per reconnect
+    on_status: Callable[[Any], Any] | None = None,  # gets the changes as `ResourceState`s instead
+    grace_s: float | None = None,  # before trainers are cancelled; None = as in `ResourceCleanup`
+    poll_interval_s: float = 5.0,
+    attempts: int = 4,  # tries of one call of a trainer
+    pause_s: float = 1.0,  # before the second; doubles
+    **settings: Any,  # of `Config`
+) -> FireworksBackend:  # policy FireworksTrainer, reference ServiceReference, sampler FireworksSampler
+    "Trainers and a deployment at Fireworks as a backend; closing it gives everything back."
+    cfg = Config(**{"backend": "fireworks", **settings}) if cfg is None else cfg
+    check_config(cfg)
+    sdk, secret = fireworks_sdk(), key_from_env("FIREWORKS_API_KEY", key=key)
+    url = (base_url or cfg.base_url or os.environ.get("FIREWORKS_BASE_URL") or DEFAULT_URL).rstrip("/")
+    words = tokenizer or open_tokenizer(cfg.deployment and cfg.deployment.tokenizer_model, cfg.base_model)
+    managers = [make(api_key=secret.reveal(), base_url=url) for make in (sdk.TrainerJobManager, sdk.DeploymentManager)]
+    found = await asyncio.to_thread(settle_leftovers, cfg.log_path, leftover, secret)
+    cleanup = ResourceCleanup(managers[0], managers[1], grace_s, folder=cfg.log_path)
+    loop, tell = asyncio.get_running_loop(), on_status or (lambda state: say(str(state)))
+    later = lambda state: loop.call_soon_threadsafe(tell, state)
+    try:
+        for resource in found.values():
+            cleanup.hold(resource)
+        arm(cleanup)
+        wishes = infra_wishes(cfg, found) | {"rlor_mgr": managers[0], "deploy_mgr": managers[1], "cleanup": cleanup}
+        known = await asyncio.to_thread(_deployment_is_there, managers[1], wishes["deploy_cfg"])
+        work = lambda stop: setup_infra(**wishes, on_status=later, poll_interval_s=poll_interval_s, stop=stop)
+        infra = await in_thread(work)
+        more = {"attempts": attempts, "pause_s": pause_s}
+        backend = bundle(infra, cfg, managers[1], secret, words, say, poll_interval_s, **more)
+        backend.cleanup, backend.close = cleanup, partial(close_fireworks, backend)
+        backend.promote = partial(promote_weights, backend, managers[0])
+        await begin(backend, cfg, known)
+    except BaseException:
+        await asyncio.to_thread(cleanup.close)
+        disarm(cleanup)
+        raise
+    return backend
+
+
+def _deployment_is_there(deploy_mgr: Any, deploy: DeployConfig) -> bool:
+    "Whether a deployment exists already, perhaps with other weights."
+    with as_backend_errors("deployment"):
+        return deploy.deployment_id is not None and deploy_mgr.get(deploy.deployment_id) is not None
+
+# %% ../../nbs/25_backends.fireworks.ipynb #a9c82929
+async def begin(backend: FireworksBackend, cfg: Config, known: bool) -> None:
+    "Load, sync, ask."
+    policy: Any = backend.policy
+    await policy.open()
+    resume, settings = cfg.resume, cfg.weight_sync or WeightSyncConfig()
+    if resume is not None and resume.resume_job_id is not None and resume.resume_from is not None:
+        await policy.load_state(foreign_path(resume.resume_from, resume.resume_job_id))
+    if known or resume is not None or settings.weight_sync_before_training:
+        version = policy.versions.current
+        sync: Any = backend.sync
+        await sync(await policy.save_weights_for_sampler("start"))
+        policy.versions.current, policy.versions.upcoming = version, version + 1
+        sync.sampler.serve(version)
+    backend.capabilities = replace(backend.capabilities, seed=await heeds_seeds(backend.sampler, backend.tokenizer))
+
+
+async def heeds_seeds(sampler: Any, tokenizer: Any) -> bool:
+    "Whether two requests with one seed draw the same tokens, hot enough that chance would not."
+    prompt = tokenizer.encode("Seeds:", add_special_tokens=False)
+    params = SampleParams(n=1, max_tokens=12, temperature=2.0, seed=11)
+    drawn = [(await sampler.sample(prompt, params))[0].tokens.tolist() for _ in range(2)]
+    return drawn[0] == drawn[1]
+
+# %% ../../nbs/25_backends.fireworks.ipynb #a4ec0299
+async def promote_weights(
+    backend: FireworksBackend,
+    rlor_mgr: Any,  # the SDK's TrainerJobManager
+    output_model_id: str,  # 1 to 63 of a-z, 0-9 and "-"
+    *,
+    appear_s: float = 90.0,  # until the snapshot must be listed
+    poll_interval_s: float = 1.0,
+) -> str:  # the full name of the model
+    "Publish the policy's present weights as a model of the account; raises `BackendError`."
+    policy: Any = backend.policy
+
+    def publish_snapshot() -> str:
+        save = lambda client: client.save_weights_for_sampler_ext("final", checkpoint_type="base").snapshot_name
+        snapshot, end = policy.link.call(save), time.monotonic() + appear_s
+        with as_backend_errors(f"promotion of {snapshot}"):
+            while not (rows := promotable(rlor_mgr.list_checkpoints(policy.job_id), snapshot)):
+                if time.monotonic() > end:
+                    raise BackendError("the final snapshot", got="not listed", expected=f"a row within {appear_s:g} s")
+                time.sleep(poll_interval_s)
+            named = {"name": rows[0], "output_model_id": output_model_id, "base_model": backend.infra.policy.base_model}
+            return rlor_mgr.promote_checkpoint(**named)["name"]
+
+    return await policy.run(publish_snapshot)
+
+
+def promotable(rows: Sequence[Mapping[str, Any]], snapshot: str) -> list[str]:
+    "The names of the rows of a snapshot that can be promoted."
+    return [row["name"] for row in rows if row.get("promotable") and row["name"].endswith(f"/{snapshot}")]
+
+
+async def close_fireworks(backend: FireworksBackend) -> None:
+    "Refuse further calls, hang up, give everything back."
+    policy, sampler, judge = backend.policy, backend.sampler, backend.reference
+    trainer: Any = policy
+    for link in (trainer.link, *([judge.link] if isinstance(judge, ServiceReference) else [])):
+        link.closing.set()
+    trainer.run.closed = True
+    await sampler.scorer.close()  # type: ignore[attr-defined]
+    sampler.close()  # type: ignore[attr-defined]
+    await asyncio.to_thread(trainer.run.close)
+    await asyncio.to_thread(backend.infra.close)
+    await asyncio.to_thread(backend.cleanup.close)
+    disarm(backend.cleanup)
