@@ -73,7 +73,7 @@ def measure(points: int, shape: tuple[int, int], loop: GRPOLoop, repeats: int, m
         times.append(1000 * (time.perf_counter() - start))
         sizes.append(Wire.packed - before)
     start = time.perf_counter()
-    words_html(dashboard.record, dashboard.previous, dashboard.noise_floor)
+    words_html(dashboard.record, dashboard.previous)
     words = 1000 * (time.perf_counter() - start)
     dashboard.close()
     quick = sorted(times)[: max(1, repeats // 10)]

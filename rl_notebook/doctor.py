@@ -9,7 +9,7 @@ import asyncio
 import html
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,21 +17,20 @@ import numpy as np
 from .backends.base import Backend
 from .core import AlignmentError, BackendError, ConfigError, Datum, DatumError, Logprobs, SampleParams
 from .records import StepRecord, html_table
-from .xray import sample_of
+from .xray import rounding, sample_of
 
 # %% auto #0
-__all__ = ['FIXES', 'YARDSTICK', 'FLOORS', 'GUESS', 'SHARPNESS', 'DICE', 'HYPOTHESES', 'SURE', 'TOKEN_COLUMNS', 'CONTROLS',
-           'SETTLED', 'Stamps', 'Evidence', 'noise_floor', 'tolerance', 'excess', 'explained', 'Finding', 'strongest',
-           'unshifted', 'shift', 'RowMatch', 'by_row', 'match_rows', 'one_to_one', 'rows_permuted', 'group_sources',
-           'wrong_group', 'context_fit', 'best_context', 'scatter', 'bos_or_template', 'at_temperature',
-           'fit_temperature', 'rank_correlation', 'Probe', 'probed', 'fit_probes', 'one_sided', 'top_p_or_top_k',
-           'temperature', 'twins', 'dropout', 'padding_side', 'padding_by_length', 'stale_weights', 'dtype_or_batching',
-           'vocabulary', 'unspoken_starts', 'mask_leak', 'non_finite', 'wrong_reference', 'all_well', 'TokenGap',
-           'shown_tokens', 'Diagnosis', 'measured_words', 'finding_rows', 'token_rows', 'diagnosis_text',
-           'diagnosis_html', 'weigh', 'values_of', 'check_comparable', 'claims', 'from_samples', 'gather', 'worst_rows',
-           'placed', 'echo_all', 'rescore', 'echo', 'sync', 'prompt_of', 'behind', 'template_prompts', 'paddings',
-           'other_prompts', 'contexts', 'context', 'probe', 'chosen_controls', 'settled', 'rows_for_controls',
-           'diagnose']
+__all__ = ['FIXES', 'GUESS', 'SHARPNESS', 'DICE', 'HYPOTHESES', 'SURE', 'TOKEN_COLUMNS', 'CONTROLS', 'SETTLED', 'Stamps',
+           'Evidence', 'noise_floor', 'tolerance', 'excess', 'explained', 'Finding', 'strongest', 'unshifted', 'shift',
+           'RowMatch', 'by_row', 'match_rows', 'one_to_one', 'rows_permuted', 'group_sources', 'wrong_group',
+           'context_fit', 'best_context', 'scatter', 'bos_or_template', 'at_temperature', 'fit_temperature',
+           'rank_correlation', 'Probe', 'probed', 'fit_probes', 'one_sided', 'top_p_or_top_k', 'temperature', 'twins',
+           'dropout', 'padding_side', 'padding_by_length', 'stale_weights', 'dtype_or_batching', 'vocabulary',
+           'unspoken_starts', 'mask_leak', 'non_finite', 'wrong_reference', 'all_well', 'TokenGap', 'shown_tokens',
+           'Diagnosis', 'measured_words', 'finding_rows', 'token_rows', 'diagnosis_text', 'diagnosis_html', 'weigh',
+           'values_of', 'check_comparable', 'claims', 'from_samples', 'gather', 'worst_rows', 'placed', 'echo_all',
+           'rescore', 'echo', 'sync', 'prompt_of', 'behind', 'template_prompts', 'paddings', 'other_prompts',
+           'contexts', 'context', 'probe', 'chosen_controls', 'settled', 'rows_for_controls', 'diagnose']
 
 # %% ../nbs/41_doctor.ipynb #d4ead6bc
 FIXES: dict[str, str] = {
@@ -129,10 +128,6 @@ class Evidence:
         return self.s - self.p
 
 # %% ../nbs/41_doctor.ipynb #51943f6d
-YARDSTICK = {"float64": 1e-6, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}  # nats, largest of a batch
-FLOORS = 16  # noise floors that may lie between two engines
-
-
 def noise_floor(e: Evidence) -> float | None:
     "Largest change of the policy's logprobs between a batch and single rows; None = not measured."
     if "policy alone" not in e.controls:
@@ -141,13 +136,10 @@ def noise_floor(e: Evidence) -> float | None:
     return float(np.nanmax(moved)) if np.isfinite(moved).any() else None
 
 
-@lru_cache(maxsize=4)
 def tolerance(e: Evidence) -> float:
     "Differences up to so many nats mean nothing; the finer of the two precisions decides."
     named = [d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
-    widest = min([YARDSTICK.get(d, YARDSTICK["float32"]) for d in named], default=YARDSTICK["float32"])
-    floor = noise_floor(e)
-    return widest if floor is None else min(widest, max(FLOORS * floor, widest / 2))
+    return min(map(rounding, named), default=rounding("float32"))
 
 # %% ../nbs/41_doctor.ipynb #2bafb04f
 def excess(gap: np.ndarray, tol: float) -> float:
@@ -475,7 +467,7 @@ def dropout(e: Evidence) -> Finding:
 def padding_side(e: Evidence) -> Finding:
     "Rows were padded on the left without a mask, so that a row depends on the others in its batch."
     if "policy alone" in e.controls:
-        moved = excess(e.flat("policy alone") - e.flat("policy"), YARDSTICK.get(e.stamps.trainer_dtype or "", 1e-4)) > 0
+        moved = excess(e.flat("policy alone") - e.flat("policy"), rounding(e.stamps.trainer_dtype or "float32")) > 0
         steady = excess(e.flat("policy again") - e.flat("policy"), tolerance(e)) == 0
         score = explained(e.gap, e.s - e.flat("policy alone"), tolerance(e)) * moved * steady
         alone = Finding("padding side", score, f"scored alone, rows lose {score:.0%} of their gap")
@@ -527,7 +519,7 @@ def dtype_or_batching(e: Evidence) -> Finding:
     dtypes = sorted({d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d})
     if there == 0:
         widest = np.nanmax(np.abs(e.gap), initial=0)
-        coarse = "sampler" not in e.controls and dtypes != ["float32"] and widest > YARDSTICK["float32"]
+        coarse = "sampler" not in e.controls and dtypes != ["float32"] and widest > rounding("float32")
         text = f"up to {widest:.2g} nats, within what {' and '.join(dtypes)} makes" if coarse else "no gap"
         return Finding("dtype or batching", 0.5 * coarse, text)
     if "sampler synced" in e.controls:

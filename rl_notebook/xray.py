@@ -41,18 +41,18 @@ from .rollouts import Prompt, arrivals, encode_rows, require_some
 from .step import backward, draw, loss_factory, score_group
 
 # %% auto #0
-__all__ = ['MARKS', 'MUTED', 'EDGE', 'LOOKS', 'ALLOWANCE', 'VALUES', 'SUMS', 'SERIES', 'TOO_MANY', 'GROUP_SIZES', 'BARS_TITLE',
+__all__ = ['MARKS', 'MUTED', 'EDGE', 'LOOKS', 'ROUNDING', 'VALUES', 'SUMS', 'SERIES', 'TOO_MANY', 'GROUP_SIZES', 'BARS_TITLE',
            'Check', 'checks_html', 'measure_noise_floor', 'Gap', 'gap_between', 'why_no_gap', 'sample_of',
-           'comparable_sampler', 'sampler_side', 'sampler_gap', 'tolerance', 'version_at_start', 'on_policy',
-           'LossParts', 'loss_parts', 'short', 'moved_since_sampling', 'dead_kinds', 'signal_words', 'cancelling',
-           'lengths_words', 'made_of', 'loss_words', 'tensors_in_order', 'first_not_finite', 'gradient_size',
-           'gradient_words', 'reads_sampler', 'corrects', 'update_words', 'nothing_words', 'left_out_words', 'sentence',
-           'check_finite', 'check_completions', 'check_signal', 'check_duplicates', 'check_advantages', 'mask_fault',
-           'check_mask', 'without_loss', 'check_ratio', 'check_reference', 'check_correction', 'check_gradient',
-           'check_version', 'invariants', 'XRay', 'xray', 'two_values', 'dead_share', 'dead_shares', 'percent',
-           'bars_text', 'bars_svg', 'round_trip', 'check_budget', 'check_reward', 'check_functions', 'check_dead',
-           'check_tokens', 'check_agreement', 'peak_memory', 'Cost', 'Preflight', 'first_answers', 'stopwatch',
-           'rehearse', 'preflight']
+           'comparable_sampler', 'sampler_side', 'sampler_gap', 'rounding', 'tolerance', 'version_at_start',
+           'on_policy', 'LossParts', 'loss_parts', 'short', 'moved_since_sampling', 'dead_kinds', 'signal_words',
+           'cancelling', 'lengths_words', 'made_of', 'loss_words', 'tensors_in_order', 'first_not_finite',
+           'gradient_size', 'gradient_words', 'reads_sampler', 'corrects', 'update_words', 'nothing_words',
+           'left_out_words', 'sentence', 'check_finite', 'check_completions', 'check_signal', 'check_duplicates',
+           'check_advantages', 'mask_fault', 'check_mask', 'without_loss', 'check_ratio', 'check_reference',
+           'check_correction', 'check_gradient', 'check_version', 'invariants', 'XRay', 'xray', 'two_values',
+           'dead_share', 'dead_shares', 'percent', 'bars_text', 'bars_svg', 'round_trip', 'check_budget',
+           'check_reward', 'check_functions', 'check_dead', 'check_tokens', 'check_agreement', 'peak_memory', 'Cost',
+           'Preflight', 'first_answers', 'stopwatch', 'rehearse', 'preflight']
 
 # %% ../nbs/40_xray.ipynb #62e2da8b
 MARKS = {True: "✓", False: "✗", None: "–"}
@@ -131,10 +131,6 @@ class Gap:
     largest: float
     where: str  # of the largest
 
-    def within(self, allowed: float) -> bool:
-        "Whether rounding explains it: rounding is rare at its worst, so the mean must be ten times smaller."
-        return self.largest <= allowed and self.mean <= allowed / 10
-
 
 def gap_between(
     datums: Sequence[Datum],
@@ -196,16 +192,17 @@ def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: 
     return gap_between(datums, policy, sampler_side(groups, datums, policy))
 
 # %% ../nbs/40_xray.ipynb #562acdb1
-ALLOWANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.1}  # nats, largest difference; anything else: 0.5
+ROUNDING = {"float64": 1e-6, "float32": 3e-4, "float16": 0.12, "bfloat16": 1.0}  # nats, largest of a batch
 
 
-def tolerance(
-    logprobs: Sequence[Logprobs],  # of the policy
-    noise_floor: float | None = None,  # as measured
-) -> float:
-    "Largest difference of two logprobs that rounding may explain."
-    wide = max((ALLOWANCE.get(lp.dtype, 0.5) for lp in logprobs), default=ALLOWANCE["float32"])
-    return wide if noise_floor is None else max(10 * noise_floor, wide / 10)
+def rounding(dtype: str) -> float:
+    "Largest difference of a token's logprobs that a precision explains, in nats; of an unknown one, the coarsest's."
+    return ROUNDING.get(dtype, max(ROUNDING.values()))
+
+
+def tolerance(logprobs: Sequence[Logprobs]) -> float:
+    "Largest difference between these logprobs and another series that their precision explains, in nats."
+    return max((rounding(lp.dtype) for lp in logprobs), default=rounding("float32"))
 
 # %% ../nbs/40_xray.ipynb #1b48634b
 def version_at_start(record: StepRecord) -> int | None:
@@ -301,12 +298,12 @@ def short(x: float) -> str:
 
 # %% ../nbs/40_xray.ipynb #9f383532
 def moved_since_sampling(
-    record: StepRecord, previous: StepRecord | None = None, noise_floor: float | None = None
+    record: StepRecord, previous: StepRecord | None = None
 ) -> tuple[bool | None, str]:  # (None = not known, in words)
     "Whether the policy has moved since it drew the samples of a step."
     known, policy = on_policy(record, previous), record.loss.logprobs if record.loss else ()
     gap = sampler_gap(record.groups, record.datums, policy) if policy else None
-    agree = known is True if gap is None else gap.within(tolerance(policy, noise_floor))
+    agree = known is True if gap is None else gap.largest <= tolerance(policy)
     if agree and known is not False:
         return False, "the policy has not moved since sampling"
     by = f"{short(gap.mean)} nats a token on average" if gap else ""
@@ -397,7 +394,7 @@ def made_of(parts: LossParts) -> str:
     return words + ("" if parts.vanishes(parts.kl) else f"; the KL term adds {short(parts.kl)}")
 
 # %% ../nbs/40_xray.ipynb #c78557dc
-def loss_words(record: StepRecord, previous: StepRecord | None = None, noise_floor: float | None = None) -> str:
+def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     "The loss and its cause, without the full stop."
     if record.loss is None:
         return "The record says that it trained, but holds no loss"
@@ -417,7 +414,7 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None, noise_flo
         return f"Loss is {short(value)}: {made_of(parts)}" + (f"; {clipped:.1%} of tokens clipped" if clipped else "")
     o = parts.options
     own = o.anchor == "old" and o.policy_loss != "reinforce" and all(d.old_logprobs is None for d in record.datums)
-    why = cancelling(parts, own, moved_since_sampling(record, previous, noise_floor))
+    why = cancelling(parts, own, moved_since_sampling(record, previous))
     if not parts.vanishes(parts.kl):
         return f"Loss is {short(value)}, all of it the KL term (kl_beta {o.kl_beta:g}): the rest is 0 because {why}"
     equal = o.kl_beta > 0 and len(parts.tis) > 0 and parts.scale <= 1e-7
@@ -531,15 +528,13 @@ def left_out_words(record: StepRecord) -> list[str]:
 def sentence(
     record: StepRecord,
     previous: StepRecord | None = None,  # the record of the step before, if there is one
-    *,
-    noise_floor: float | None = None,  # as measured; None = an allowance by precision
 ) -> str:
     "What happened in a step and why its loss is what it is, in a few plain sentences."
     if record.reason:
         return nothing_words(record)
-    text = loss_words(record, previous, noise_floor)
+    text = loss_words(record, previous)
     out = [text + gradient_words(record, text.startswith("Loss is 0.000")) + "."]
-    moved, words = moved_since_sampling(record, previous, noise_floor)
+    moved, words = moved_since_sampling(record, previous)
     if moved is not False and words and words not in text:
         known = " The loss corrects for it." if corrects(record) else " The loss does not correct for it."
         out.append(f"{words[0].upper()}{words[1:]}." + (known if moved else ""))
@@ -660,7 +655,7 @@ def without_loss(record: StepRecord) -> str:
     return "nothing was trained" if record.reason else "the record holds no loss"
 
 # %% ../nbs/40_xray.ipynb #2a8b916c
-def check_ratio(record: StepRecord, previous: StepRecord | None = None, noise_floor: float | None = None) -> Check:
+def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check:
     "On-policy, policy and sampler give each token the same logprob."
     check = partial(Check, "on-policy")
     if record.loss is None:
@@ -671,19 +666,19 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None, noise_fl
         policy = record.loss.logprobs
         theirs = sampler_side(record.groups, record.datums, policy)
         return check(None, why_no_gap(record.datums, policy, theirs, absent))
-    allowed = tolerance(record.loss.logprobs, noise_floor)
+    allowed = tolerance(record.loss.logprobs)
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
-    if gap.within(allowed):
+    if gap.largest <= allowed:
         return check(True, f"ratio 1: {text}")
     if known is False:
         return check(None, f"{text}; the samples come from older weights, so nothing else is expected")
     if known is None:
         return check(None, f"{text}; whether the weights are the same needs the record of the step before")
     fix = "The weights are the same: ask the alignment doctor (rl_notebook.doctor) which cause explains it."
-    return check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}, a tenth of it on average", fix)
+    return check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
 
 # %% ../nbs/40_xray.ipynb #858ed6a9
-def check_reference(record: StepRecord, noise_floor: float | None = None) -> Check:
+def check_reference(record: StepRecord) -> Check:
     "Before any update the policy is the reference, and their KL is 0."
     check = partial(Check, "reference")
     if record.loss is None:
@@ -696,14 +691,14 @@ def check_reference(record: StepRecord, noise_floor: float | None = None) -> Che
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if record.step != 1 or version_at_start(record):
         return check(None, f"{text}; only before the first update it has to be 0")
-    allowed = tolerance(record.loss.logprobs, noise_floor)
-    if gap.within(allowed):
+    allowed = tolerance(record.loss.logprobs)
+    if gap.largest <= allowed:
         return check(True, f"KL 0 before the first update: {text}")
     fix = "Is the reference the model that training starts from, scored at the same temperature and without dropout?"
-    return check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}, a tenth of it on average", fix)
+    return check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
 
 # %% ../nbs/40_xray.ipynb #ec28e5ec
-def check_correction(record: StepRecord, previous: StepRecord | None = None, noise_floor: float | None = None) -> Check:
+def check_correction(record: StepRecord, previous: StepRecord | None = None) -> Check:
     "A correction has what it needs, and stale samples have a correction."
     check, without = partial(Check, "correction"), [d.where for d in record.datums if d.sampler_logprobs is None]
     if record.loss is None or "make_loss" in record.options:
@@ -712,7 +707,7 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None, noi
         fix = "Use a sampler that reports them, or switch the correction off."
         got = f"none in {len(without)} datums"
         return check(False, "the loss needs sampler logprobs", without[0], got, "one per target", fix)
-    moved, words = moved_since_sampling(record, previous, noise_floor)
+    moved, words = moved_since_sampling(record, previous)
     age = record.metrics.get("staleness/max", 0.0)
     old = f"samples are up to {age:g} syncs old" if age > 0 else words
     if corrects(record):
@@ -759,7 +754,6 @@ def invariants(
     record: StepRecord,
     previous: StepRecord | None = None,  # the record of the step before, if there is one
     *,
-    noise_floor: float | None = None,  # as measured; None = an allowance by precision
     weight_sync_interval: int | None = None,  # of the config; None = not known
 ) -> tuple[Check, ...]:
     "What must hold in a step, checked in the order in which a step computes."
@@ -770,9 +764,9 @@ def invariants(
         check_signal(record),
         check_advantages(record),
         check_mask(record),
-        check_ratio(record, previous, noise_floor),
-        check_reference(record, noise_floor),
-        check_correction(record, previous, noise_floor),
+        check_ratio(record, previous),
+        check_reference(record),
+        check_correction(record, previous),
         check_gradient(record),
         check_version(record, weight_sync_interval),
     )
@@ -797,10 +791,9 @@ class XRay:
         return f"<p>{html.escape(self.sentence)}</p>{checks_html(self.checks)}"
 
 
-def xray(record: StepRecord, previous: StepRecord | None = None, **known: Any) -> XRay:
-    "A step in plain sentences and its invariants; `known` are the keyword arguments of `invariants`."
-    floor = known.get("noise_floor")
-    return XRay(sentence(record, previous, noise_floor=floor), invariants(record, previous, **known))
+def xray(record: StepRecord, previous: StepRecord | None = None, *, weight_sync_interval: int | None = None) -> XRay:
+    "A step in plain sentences, and its invariants."
+    return XRay(sentence(record, previous), invariants(record, previous, weight_sync_interval=weight_sync_interval))
 
 # %% ../nbs/40_xray.ipynb #62286bd8
 GROUP_SIZES = (2, 4, 8, 16)
@@ -948,15 +941,18 @@ def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[Pro
 
 # %% ../nbs/40_xray.ipynb #00066beb
 def check_agreement(gap: Gap | None, noise_floor: float, allowed: float) -> list[Check]:
-    "Policy and sampler agree on identical weights, as far as noise lets them."
+    "Two batch shapes agree, and so do policy and sampler with identical weights, as far as rounding lets them."
+    check = partial(Check, "sampler")
     noise = f"the same weights in another batch shape differ by {short(noise_floor)} nats at most"
-    checks, check = [Check("noise floor", True, noise)], partial(Check, "sampler")
+    mask = "Is the precision as stamped? Then a row sees its neighbours or its padding: look at the attention mask."
+    far = Check("noise floor", False, noise, got=short(noise_floor), expected=f"at most {short(allowed)}", fix=mask)
+    checks = [Check("noise floor", True, noise) if noise_floor <= allowed else far]
     if gap is None:
         return [*checks, check(None, "policy and sampler report logprobs of different distributions")]
     text = f"policy and sampler differ by {short(gap.largest)} nats at most"
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rl_notebook.doctor)."
-    bad = check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}, a tenth of it on average", fix)
-    return [*checks, check(True, text) if gap.within(allowed) else bad]
+    bad = check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
+    return [*checks, check(True, text) if gap.largest <= allowed else bad]
 
 # %% ../nbs/40_xray.ipynb #cd815bef
 def peak_memory() -> dict[str, float]:  # MiB
@@ -1106,7 +1102,7 @@ async def preflight(
     await rehearse(backend, datums, cfg, seconds)
     del seconds["policy"]  # a step scores the policy in its backward pass
     floor = await measure_noise_floor(backend.policy, datums[:: max(1, len(datums) // 8)][:8])
-    allowed = tolerance(policy, floor)
+    allowed = tolerance(policy)
     live = [g for g in groups if len(g.samples)]
     dead = dead_shares(live, sorted({*GROUP_SIZES, cfg.completions_per_prompt}))
     can = backend.capabilities

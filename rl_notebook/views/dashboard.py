@@ -486,11 +486,11 @@ class CompletionsPane(anywidget.AnyWidget):
     inspecting = traitlets.Bool(False).tag(sync=True)  # whether tokens are shown below
 
 # %% ../../nbs/53_views.dashboard.ipynb #074f46f1
-def words_html(record: StepRecord | None, previous: StepRecord | None, noise_floor: float | None = None) -> str:
+def words_html(record: StepRecord | None, previous: StepRecord | None) -> str:
     "What happened in the last step, and what should have held and did not."
     if record is None:
         return '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
-    said = html.escape(sentence(record, previous, noise_floor=noise_floor))
+    said = html.escape(sentence(record, previous))
     failed = [c for c in invariants(record, previous) if c.ok is False]
     items = "".join(f"<li><b>{html.escape(c.name)}</b> {html.escape(c.text)}</li>" for c in failed)
     listed = f'<ul class="rld-warnings">{items}</ul>' if items else ""
@@ -773,7 +773,7 @@ async def find_words(dashboard: Dashboard) -> None:
     while d.said is not d.record and not d.player.closed:
         record, previous = d.record, d.previous
         try:
-            words = await asyncio.to_thread(words_html, record, previous, d.noise_floor)
+            words = await asyncio.to_thread(words_html, record, previous)
         except Exception as e:  # whatever the x-ray stumbles over is shown
             stumble(d, e)
             return
@@ -785,7 +785,7 @@ def say(dashboard: Dashboard) -> None:
     "Show the words for the last step: at once where nobody waits, else when they are found."
     d, home = dashboard, running_loop()
     if home is None or d.record is None:
-        d.said, d.screen.words.value = d.record, words_html(d.record, d.previous, d.noise_floor)
+        d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
     elif d.finding is None or d.finding.done():
         d.finding = home.create_task(find_words(d))
 
@@ -857,7 +857,7 @@ STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the tabl
 def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
     d, record = dashboard, dashboard.record
-    said = d.screen.words.value if d.said is record else words_html(record, d.previous, d.noise_floor)
+    said = d.screen.words.value if d.said is record else words_html(record, d.previous)
     words = f"<p>{html.escape(d.loop.place)}</p>{said}"
     if record is None:
         return words
