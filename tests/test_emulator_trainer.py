@@ -661,6 +661,48 @@ def test_an_unloaded_model_is_gone(running):
     running.post("optim_step", step_body(model_id, 2), 404)
 
 
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        ({"projection_head_dim": 8}, "projection_head_dim"),
+        ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config"),
+        ({"lora_config": {"rank": 2, "init_method": "nora"}}, "init_method"),
+        ({"lora_config": {"rank": 2, "train_mlp": False}}, "train_mlp"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_refused(running, wish, text):
+    session = running.post("create_session", {"sdk_version": "0.38.0"})
+    failed = running.result("create_model", {**session, "model_seq_id": 0, "base_model": BASE, **wish})
+    assert failed["category"] == "user"
+    assert text in failed["error"]
+
+
+def test_a_target_outside_the_vocabulary_is_the_clients_mistake(running):
+    model_id, datum = running.model(), wire_datum(some_datums(0)[0])
+    datum["loss_fn_inputs"]["target_tokens"]["data"][0] = 100_000
+    failed = running.result("forward_backward", pass_body(model_id, 1, [datum]))
+    assert failed["category"] == "user"
+    assert "datum 0, target_tokens" in failed["error"]
+
+
+def test_a_finished_session_gives_its_models_back(running):
+    model_id = running.model()
+    session_id = model_id.partition(":")[0]
+    running.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}, "detail": None})
+    running.post("session_heartbeat", {"session_id": session_id}, 410)
+    running.post("get_info", {"model_id": model_id}, 404)
+
+
+def test_models_that_nobody_uses_do_not_pile_up(own, monkeypatch):
+    monkeypatch.setattr(module, "KEPT_LEARNERS", 2)
+    service = own()
+    first, second = service.model(), service.model()
+    service.post("get_info", {"model_id": first})
+    third = service.model()
+    assert list(service.trainer.memory.learners) == [first, third]
+    service.post("get_info", {"model_id": second}, 404)
+
+
 # Losses, divisors, snapshots
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import inspect
 import json
 import math
 import re
@@ -17,6 +18,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import datetime, UTC
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Backend, LossFn
-from .engine import Engine, Request, check_request, logits_of, padded
+from .engine import Engine, Request, check_request, check_tokens, logits_of, padded
 from rl_notebook.backends.local import (
     LocalSampler,
     PolicyState,
@@ -64,21 +66,22 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['MESSAGES', 'PROTO_DTYPES', 'LOSS_SERIES', 'LOSS_KNOBS', 'SERVED_LOSSES', 'Work', 'ADAM_DEFAULTS', 'KEPT_SERVINGS',
-           'KEPT_UNNAMED', 'KEPT_RESULTS', 'MAX_BODY', 'KEPT_ANSWERS', 'Endpoint', 'POSTS', 'GETS', 'DELETES',
-           'ServedDatum', 'served_datum', 'Batch', 'json_tensor', 'json_tokens', 'json_batch', 'add_field', 'messages',
-           'proto_tensor', 'proto_batch', 'loss_options', 'tensor_series', 'cross_entropy', 'served_loss', 'Models',
-           'check_name', 'Snapshots', 'Serving', 'open_serving', 'Promise', 'Refusal', 'InOrder', 'Learner', 'Passed',
-           'run_pass', 'json_adam', 'run_step', 'folder_name', 'state_place', 'save_state_at', 'state_page',
+           'KEPT_UNNAMED', 'KEPT_RESULTS', 'MAX_BODY', 'KEPT_ANSWERS', 'Endpoint', 'KEPT_LEARNERS', 'POSTS', 'GETS',
+           'DELETES', 'ServedDatum', 'served_datum', 'Batch', 'json_tensor', 'json_tokens', 'json_batch', 'add_field',
+           'messages', 'proto_tensor', 'proto_batch', 'loss_options', 'tensor_series', 'cross_entropy', 'served_loss',
+           'Models', 'check_name', 'Snapshots', 'Serving', 'open_serving', 'Promise', 'Refusal', 'InOrder', 'Learner',
+           'Passed', 'run_pass', 'json_adam', 'run_step', 'folder_name', 'state_place', 'save_state_at', 'state_page',
            'load_state_at', 'take_weights', 'snapshot_weights', 'snapshot_page', 'Sampling', 'Shelf', 'Drawn',
            'json_sample_params', 'top_logprobs', 'prompt_series', 'draw_and_score', 'Memory', 'json_pass', 'json_top',
            'json_drawn', 'proto_pass', 'proto_drawn', 'put_top', 'spelled', 'EmulatedTrainer', 'close_backend',
            'give_back', 'created_now', 'list_checkpoints', 'Call', 'create_session', 'session_heartbeat',
-           'speaks_tinker', 'open_learner', 'create_model', 'forward_backward', 'optim_step', 'page_of', 'save_weights',
-           'load_weights', 'create_from_state', 'weights_info', 'save_weights_for_sampler', 'stored_name',
-           'new_sampler', 'create_sampling_session', 'snapshot_of', 'get_sampler', 'asample', 'unload_model',
-           'load_adapter', 'get_info', 'capabilities', 'list_names', 'rest_checkpoints', 'delete_checkpoint',
-           'training_run', 'training_runs', 'starlette_parts', 'read_body', 'unpack_zstd', 'read_protobuf', 'read_call',
-           'read_json', 'answer', 'retrieve_future', 'result_size', 'trainer_routes', 'once']
+           'speaks_tinker', 'check_wish', 'open_learner', 'add_learner', 'create_model', 'forward_backward',
+           'optim_step', 'page_of', 'save_weights', 'load_weights', 'create_from_state', 'weights_info',
+           'save_weights_for_sampler', 'stored_name', 'new_sampler', 'create_sampling_session', 'snapshot_of',
+           'get_sampler', 'asample', 'unload_model', 'finish_session', 'load_adapter', 'get_info', 'capabilities',
+           'list_names', 'rest_checkpoints', 'delete_checkpoint', 'training_run', 'training_runs', 'starlette_parts',
+           'read_body', 'unpack_zstd', 'read_protobuf', 'read_call', 'read_json', 'answer', 'retrieve_future',
+           'result_size', 'trainer_routes', 'once']
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #633427ef
 @dataclass(frozen=True, eq=False)
@@ -129,7 +132,7 @@ class Batch:
     config: Mapping[str, Any] = field(default_factory=dict)  # its settings
     forward_only: bool = False  # no gradient is wanted
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #61f61b23
 def json_tensor(tensor: Mapping[str, Any], where: str) -> np.ndarray:
     "The array of a JSON tensor; raises `DatumError`."
     if tensor.get("sparse_crow_indices") is not None:
@@ -140,7 +143,7 @@ def json_tensor(tensor: Mapping[str, Any], where: str) -> np.ndarray:
     values = np.asarray(tensor["data"], dtype=dtype)
     return values.reshape(tensor["shape"]) if tensor.get("shape") else values
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #b6607c01
 def json_tokens(model_input: Mapping[str, Any], where: str) -> list[int]:
     "The ids of a JSON `ModelInput`; raises `DatumError`."
     tokens: list[int] = []
@@ -200,7 +203,7 @@ def add_field(message: Any, owner: str, name: str, spec: str) -> None:
     else:
         field_.type = field_.Type.Value(f"TYPE_{plain.upper()}")
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #6fe5da37
 @cache
 def messages() -> dict[str, Any]:
     "The message classes by name; raises `MissingExtra`."
@@ -226,7 +229,7 @@ def proto_tensor(tensor: Any, where: str) -> np.ndarray:
     values = np.frombuffer(tensor.dense, dtype=PROTO_DTYPES[tensor.dtype])
     return values.reshape(list(tensor.shape)) if tensor.shape else values
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #6c096719
 def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
     "The batch of a protobuf request; raises `DatumError`."
     datums = []
@@ -277,7 +280,7 @@ def tensor_series(datums: Sequence[ServedDatum], name: str, default: float | Non
         parts.append(d.series.get(name, np.full(len(d.targets), default)))
     return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #0b91ac97
 def cross_entropy(datums: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
     "-sum w log p; a datum without weights weighs 1 everywhere."
     return -(torch.cat(list(logprobs)) * tensor_series(datums, "weights", 1.0)).sum(), {}
@@ -353,7 +356,7 @@ def check_name(name: str, label: bool = False) -> str:
         raise BackendError("name", got=repr(name), expected=expected)
     return name
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #403e45be
 class Snapshots:
     "Named weights in a folder."
 
@@ -410,7 +413,7 @@ class Serving:
         if self.backend.close is not None:
             await self.backend.close()
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #449c4b01
 def open_serving(models: Models, base_model: str = "", lora_rank: int = 0) -> Serving:
     "A sampler of the base model, whose weights can be swapped."
     return Serving(models.open(base_model, lora_rank), lora_rank)
@@ -452,7 +455,7 @@ class Refusal(BackendError):
         super().__init__(what, **parts)
         self.status = status
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #66003e87
 class InOrder:
     "Work by number, each number once."
 
@@ -530,7 +533,7 @@ class Learner:
         "Compute in the backend's worker."
         return await self.backend.policy.run(fn, *args)  # type: ignore[attr-defined]
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #6b8e1473
 @dataclass(frozen=True, eq=False)
 class Passed:
     "Result of a pass: float32 logprobs (M,) of every datum, and the loss."
@@ -543,6 +546,8 @@ def run_pass(learner: Learner, batch: Batch) -> Passed:
     "Score a batch and, unless only that was asked for, accumulate its gradient."
     state, loss_fn = learner.state, served_loss(batch)
     state.scoring.check(batch.datums)
+    for d in batch.datums:
+        check_tokens(d.targets, state.scoring.causal.vocab_size, f"{d.where}, target_tokens")
     if batch.forward_only:
         series = [s.astype(np.float32) for s in score(state.scoring, batch.datums)]
         return Passed(tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item())
@@ -565,7 +570,7 @@ def json_adam(params: Mapping[str, Any]) -> AdamParams:
         raise BackendError("adam_params", got=unknown or params["type"], expected=f"AdamW with {', '.join(names)}")
     return AdamParams(**{name: float(params.get(name, getattr(ADAM_DEFAULTS, name))) for name in names})
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #91162d41
 def run_step(learner: Learner, adam: AdamParams, normalization: str | None) -> dict[str, float]:
     "One update with what was accumulated; raises `BackendError` if that is nothing."
     if normalization not in (None, "none", "num_loss_tokens", "num_sequences"):
@@ -584,7 +589,7 @@ def folder_name(owner: str) -> str:
     "An owner as the name of a folder."
     return check_name(owner.replace(":", "."))
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #23382633
 def state_place(path: str, owner: str) -> tuple[str, str]:  # owner, name
     "Whose state a path means; raises `BackendError`."
     for prefix, inner in (("tinker://", "weights"), ("cross_job://", "")):
@@ -606,7 +611,7 @@ def save_state_at(learner: Learner, place: Path, meta: Mapping[str, Any], overwr
     tensors, about = capture(learner.state, learner.backend.policy.versions)  # type: ignore[attr-defined]
     write_folder(place, tensors, {**about, **meta})
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #e6af2027
 def state_page(place: Path) -> dict[str, Any]:
     "The page of a state; raises `BackendError`."
     if not (place / "state.json").is_file():
@@ -614,7 +619,7 @@ def state_page(place: Path) -> dict[str, Any]:
         raise BackendError("path", got=f"no state {place.name!r} of {place.parent.name!r}", expected=f"one of {known}")
     return json.loads((place / "state.json").read_text())
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #19fa2dc8
 def load_state_at(learner: Learner, place: Path, optimizer: bool, lock: AbstractContextManager) -> None:
     "Take weights, and the optimizer if asked for; what was accumulated is dropped. Raises `BackendError`."
     state_page(place)
@@ -624,7 +629,7 @@ def load_state_at(learner: Learner, place: Path, optimizer: bool, lock: Abstract
         restore(learner.state, learner.backend.policy.versions, tensors, meta, optimizer)  # type: ignore[attr-defined]
     learner.passes = learner.loss_tokens = learner.sequences = 0
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #a6ce85fe
 def take_weights(learner: Learner, tensors: Mapping[str, Tensor], name: str) -> None:
     "Take weights alone; the optimizer starts anew. Raises `BackendError` for another model's."
     if learner.lora_rank == 0 or set(tensors) != set(learner.state.params):
@@ -645,7 +650,7 @@ def snapshot_weights(learner: Learner, checkpoint_type: str) -> dict[str, Tensor
         return {name: p.detach().cpu().contiguous() for name, p in merged.named_parameters()}
     return {name: p.detach().clone().cpu().contiguous() for name, p in learner.state.params.items()}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #fcc74f51
 def snapshot_page(learner: Learner, checkpoint_type: str | None) -> dict[str, Any]:
     "The page about a snapshot; raises `BackendError`."
     kinds = ("base", "delta", "merged_base")
@@ -672,7 +677,7 @@ class Sampling:
     snapshot: str = ""  # stored name; "" = the base model
     path: str | None = None  # as the client named it
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #90ec029b
 class Shelf:
     "A few models for sampling."
 
@@ -713,7 +718,7 @@ class Drawn:
     topk_prompt: tuple[np.ndarray, np.ndarray] | None = None  # (P, k) ids and logprobs
     topk_drawn: Sequence[tuple[np.ndarray, np.ndarray]] | None = None  # per completion (C, k)
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #1757e013
 def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) -> SampleParams:
     "How to draw; raises `ConfigError`."
     given, stop = body.get("sampling_params") or {}, (body.get("sampling_params") or {}).get("stop")
@@ -740,7 +745,7 @@ def top_logprobs(engine: Engine, tokens: Sequence[int], k: int) -> tuple[np.ndar
     ids[1:, :width], logprobs[1:, :width] = best.indices[:-1].cpu().numpy(), best.values[:-1].cpu().numpy()
     return ids, logprobs
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #1152db8e
 def prompt_series(
     prompt: Sequence[int], scored: Sequence[float] | np.ndarray, last_n: int | None
 ) -> np.ndarray:  # (P,)
@@ -750,7 +755,7 @@ def prompt_series(
         series[: len(prompt) - last_n] = np.nan
     return series
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #5309031c
 async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]) -> Drawn:
     "Draw completions of a prompt, and score what was asked for; raises `BackendError`."
     if any(body.get(name) for name in ("target_prompt_logprobs", "prompt_alt_tokens_k")):
@@ -828,13 +833,13 @@ def json_pass(result: Passed) -> dict[str, Any]:
     metrics = {"loss:sum": result.loss}
     return {"loss_fn_output_type": "TorchLossReturn", "loss_fn_outputs": outputs, "metrics": metrics}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #853bcd5c
 def json_top(ids: np.ndarray, logprobs: np.ndarray) -> list[list[tuple[int, float]] | None]:
     "Likeliest tokens of each position as pairs; None where there are none."
     rows = zip(ids.tolist(), logprobs.astype(float).tolist(), strict=True)
     return [None if best[0] <= -99999 else list(zip(who, best, strict=True)) for who, best in rows]
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #678cb864
 def json_drawn(result: Drawn) -> dict[str, Any]:
     "A sampling result as JSON."
     kinds = ("stop", "length")
@@ -866,7 +871,7 @@ def proto_pass(result: Passed) -> bytes:
     record.fields["logprobs"].CopyFrom(messages()["BatchedTensor"](data=data, offsets=ends.tobytes(), dtype=1))
     return message.SerializeToString()
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #2c6eba42
 def proto_drawn(result: Drawn) -> bytes:
     "A sampling result as protobuf."
     message = messages()["SampleResponse"]()
@@ -882,7 +887,7 @@ def proto_drawn(result: Drawn) -> bytes:
         put_top(message.topk_prompt_logprobs, *result.topk_prompt)
     return message.SerializeToString()
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #547e3d78
 def put_top(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
     "Fill a TopkLogprobs message."
     message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
@@ -947,25 +952,25 @@ class EmulatedTrainer:
         "What can be listed: name, created, kind and whether it can be promoted; oldest first."
         return list_checkpoints(self)
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #2bb4be34
 async def close_backend(backend: Backend) -> None:
     "Let the backend finish what it computes, without blocking the loop, and give back its model."
     await asyncio.to_thread(backend.policy.run.close)  # type: ignore[attr-defined]
     if backend.close is not None:
         await backend.close()
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #2c462f85
 async def give_back(lost: Memory) -> None:
     "Forget a memory, and give back its models."
     for backend in lost.forget():
         await close_backend(backend)
 
-# %% ../../nbs/26_backends.emulated_trainer.ipynb #2bb4be34
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #e9ffbbaf
 def created_now() -> str:
     "The time, as checkpoints show it."
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #61735672
 def list_checkpoints(trainer: EmulatedTrainer) -> list[dict[str, Any]]:
     "States and snapshots that a trainer wrote."
     rows = []
@@ -1000,13 +1005,16 @@ class Call:
         model_id = self.body.get("model_id")
         if model_id not in self.memory.learners:
             raise Refusal(404, "model", got=repr(model_id), expected="a model of this service since it was started")
-        return self.memory.learners[model_id]
+        learner = self.memory.learners[model_id] = self.memory.learners.pop(model_id)  # now the one used last
+        return learner
 
     def session(self) -> dict[str, Any]:
         "The session that the request is for; raises `Refusal`."
         session_id = self.body.get("session_id")
         if session_id not in self.memory.sessions:
             raise Refusal(404, "session", got=repr(session_id), expected="one that create_session returned")
+        if "finished" in self.memory.sessions[session_id]:
+            raise Refusal(410, "session", got="one that was finished", fix="Create a new one.")
         return self.memory.sessions[session_id]
 
     def in_turn(self, work: Work) -> Promise:
@@ -1014,7 +1022,7 @@ class Call:
         learner = self.learner()
         return self.memory.keep(learner.order.submit(self.body.get("seq_id"), self.digest, work))
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #6ed97034
 Endpoint = Callable[[Call], Any]
 
 
@@ -1024,7 +1032,7 @@ def create_session(call: Call) -> dict[str, Any]:
     call.memory.sessions[session_id] = {**call.body, "created": created_now()}
     return {"type": "create_session", "session_id": session_id}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #fa6096a7
 def session_heartbeat(call: Call) -> dict[str, Any]:
     "The session lives."
     call.session()
@@ -1038,29 +1046,59 @@ def speaks_tinker(call: Call) -> bool:
     version = re.match(r"(\d+)\.(\d+)", str(call.session().get("sdk_version", "")))
     return version is not None and (int(version[1]), int(version[2])) >= (0, 24)
 
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #86e53b66
+def check_wish(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    "The adapter that is asked for; raises `BackendError` for a model that cannot be had."
+    lora = body.get("lora_config") or {}
+    wishes = (
+        (body.get("projection_head_dim"), "projection_head_dim", "none"),
+        (
+            (body.get("optimizer_config") or {}).get("type", "adamw") not in ("adam", "adamw"),
+            "optimizer_config",
+            "adamw",
+        ),
+        (lora.get("init_method") not in (None, "kaiming"), "lora_config.init_method", "kaiming"),
+        (lora.get("rank") and not lora.get("train_mlp", True), "lora_config.train_mlp", "true"),
+        (lora.get("rank") and not lora.get("train_attn", True), "lora_config.train_attn", "true"),
+    )
+    for refused, what, expected in wishes:
+        if refused:
+            raise BackendError(what, where="create_model", got="another one", expected=expected)
+    return lora
 
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #4018e4bc
 def open_learner(call: Call, model_id: str, base_model: str, lora: Mapping[str, Any]) -> Learner:
-    "A fresh model to train; raises `BackendError`."
-    if not (lora.get("train_mlp", True) and lora.get("train_attn", True)) and lora.get("rank"):
-        raise BackendError("lora_config", got="only some layers", expected="train_mlp and train_attn")
+    "A fresh model to train."
     trainer, tinker, rank = call.trainer, speaks_tinker(call), int(lora.get("rank") or 0)
     backend = trainer.models.open(base_model, rank, float(lora.get("alpha") or 32), int(lora.get("seed") or 0))
     owner = model_id if tinker else trainer.name
     order = InOrder(model_id, trainer.patience_s)
     return Learner(model_id, base_model, rank, backend, order, owner, tinker, created_now())
 
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #e8f2f89d
+KEPT_LEARNERS = 8  # models of one trainer
 
+
+async def add_learner(memory: Memory, learner: Learner) -> None:
+    "Keep a new model; give back those that are too many."
+    memory.learners[learner.model_id] = learner
+    spare = [x for x in list(memory.learners.values())[:-1] if not x.order.waiting]
+    for old in spare[: max(0, len(memory.learners) - KEPT_LEARNERS)]:
+        del memory.learners[old.model_id]
+        await close_backend(old.backend)
+
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #23266e08
 def create_model(call: Call) -> Promise:
     "A new model to train."
     call.session()
     model_id = f"{call.body['session_id']}:train:{call.body['model_seq_id']}"
 
     async def work() -> dict[str, Any]:
-        lora = call.body.get("lora_config") or {}
+        lora = check_wish(call.body)
         learner = await asyncio.to_thread(open_learner, call, model_id, call.body["base_model"], lora)
-        call.memory.learners[model_id] = learner
-        capabilities = {"supports_reinforce": True, "supports_router_replay": False}
-        return {"type": "create_model", "model_id": model_id, **capabilities}
+        await add_learner(call.memory, learner)
+        able = {"supports_reinforce": True, "supports_router_replay": False}
+        return {"type": "create_model", "model_id": model_id, **able}
 
     return call.memory.start(f"{model_id}:create", call.digest, work)
 
@@ -1078,7 +1116,7 @@ def forward_backward(call: Call) -> Promise:
 
     return call.in_turn(work)
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #61d4c62b
 def optim_step(call: Call) -> Promise:
     "One update."
     learner = call.learner()
@@ -1099,7 +1137,7 @@ def page_of(call: Call, learner: Learner) -> dict[str, Any]:
     about = {"trainer": call.trainer.name, "owner": folder_name(learner.owner), "run": learner.model_id}
     return about | {"created": created_now(), "base_model": learner.base_model, "lora_rank": learner.lora_rank}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #50869159
 def save_weights(call: Call) -> Promise:
     "Save a state under a name of the owner."
     learner = call.learner()
@@ -1114,7 +1152,7 @@ def save_weights(call: Call) -> Promise:
 
     return call.in_turn(work)
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #c0894d36
 def load_weights(call: Call) -> Promise:
     "Go back to a state."
     if call.body.get("model_id") is None:
@@ -1137,17 +1175,17 @@ def create_from_state(call: Call) -> Promise:
 
     async def work() -> dict[str, Any]:
         place = call.trainer.states.joinpath(*state_place(call.body["path"], call.trainer.name))
-        lora = {"rank": state_page(place)["lora_rank"]}
+        lora = {**check_wish(call.body), "rank": state_page(place)["lora_rank"]}
         base_model = call.body.get("base_model") or state_page(place)["base_model"]
         learner = await asyncio.to_thread(open_learner, call, model_id, base_model, lora)
         args = (learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
         await learner.run(load_state_at, *args)
-        call.memory.learners[model_id] = learner
+        await add_learner(call.memory, learner)
         return {"type": "load_weights", "path": call.body["path"], "model_id": model_id}
 
     return call.memory.start(f"{model_id}:create", call.digest, work, model_id=model_id)
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #7990eacd
 def weights_info(call: Call) -> dict[str, Any]:
     "What must be known to make a model for a state."
     try:
@@ -1176,7 +1214,7 @@ def save_weights_for_sampler(call: Call) -> Promise:
 
     return call.in_turn(work)
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #f55495ff
 def stored_name(call: Call, learner: Learner) -> str:
     "Under which name a snapshot is stored; raises `BackendError`."
     if call.body.get("path") is not None:
@@ -1185,7 +1223,7 @@ def stored_name(call: Call, learner: Learner) -> str:
     last = "inflight" if call.body.get("kind") == "inflight" else f"unnamed-{call.body.get('sampling_session_seq_id')}"
     return f"{folder_name(learner.owner)}.{last}"
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #82cbcc33
 def new_sampler(call: Call, learner: Learner, stored: str) -> str:
     "A sampling session for an unnamed snapshot; the oldest of them are deleted."
     sampler_id = f"{learner.model_id}:sample:{call.body.get('sampling_session_seq_id')}"
@@ -1211,7 +1249,7 @@ def create_sampling_session(call: Call) -> dict[str, Any]:
     call.memory.samplers[sampler_id] = Sampling(base_model, stored, path)
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #8f781fec
 def snapshot_of(path: str) -> str:
     "The stored name of a snapshot's path; raises `BackendError`."
     parts = path.removeprefix("tinker://").split("/")
@@ -1219,7 +1257,7 @@ def snapshot_of(path: str) -> str:
         raise BackendError("model_path", got=repr(path), expected="tinker://run/sampler_weights/name")
     return f"{folder_name(parts[0])}.{check_name(parts[2])}"
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #5e88f0b5
 def get_sampler(call: Call) -> dict[str, Any]:
     "What a sampling session samples from."
     sampler_id = call.params["sampler_id"]
@@ -1267,7 +1305,18 @@ def unload_model(call: Call) -> Promise:
 
     return call.memory.start(request_id, call.digest, work)
 
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #26aa2c68
+async def finish_session(call: Call) -> dict[str, Any]:
+    "The end of a session (Tinker): its models are given back, and its heartbeat is answered with 410."
+    session_id = call.params["session_id"]
+    if session_id not in call.memory.sessions:
+        raise Refusal(404, "session", got=repr(session_id), expected="one that create_session returned")
+    call.memory.sessions[session_id]["finished"] = created_now()
+    for model_id in [x for x in call.memory.learners if x.startswith(f"{session_id}:")]:
+        await close_backend(call.memory.learners.pop(model_id).backend)
+    return {}
 
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #327ab6e2
 def load_adapter(call: Call) -> Promise:
     "Take the weights of an adapter that was saved for a sampler; the last part of the path is its name."
     learner = call.learner()
@@ -1290,7 +1339,7 @@ def get_info(call: Call) -> dict[str, Any]:
     about = {"type": "get_info", "model_id": learner.model_id, "model_name": learner.base_model, "model_data": data}
     return about | {"is_lora": learner.lora_rank > 0, "lora_rank": learner.lora_rank or None}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #e19ad1cb
 def capabilities(call: Call) -> dict[str, Any]:
     "The models on offer: one, by the name it was opened with."
     model, _ = call.trainer.models.original()
@@ -1303,7 +1352,7 @@ def list_names(call: Call) -> dict[str, Any]:
     "Names of the states that this trainer saved (Fireworks)."
     return {"checkpoints": sorted(row["name"] for row in call.trainer.checkpoints() if row["kind"] == "TRAINING")}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #76b14c6d
 def rest_checkpoints(call: Call) -> dict[str, Any]:
     "What was saved, by one run or by all (Tinker)."
     run, rows = call.params.get("run"), []
@@ -1316,7 +1365,7 @@ def rest_checkpoints(call: Call) -> dict[str, Any]:
             rows.append(about | {"checkpoint_type": kind, "time": row["created"], "public": False})
     return {"checkpoints": rows, "cursor": {"offset": 0, "limit": len(rows), "total_count": len(rows)}}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #2f9e8d7a
 def delete_checkpoint(call: Call) -> dict[str, Any]:
     "Remove a state or a snapshot of a run (Tinker)."
     run, (part, _, name) = folder_name(call.params["run"]), call.params["checkpoint"].partition("/")
@@ -1327,7 +1376,7 @@ def delete_checkpoint(call: Call) -> dict[str, Any]:
     shutil.rmtree(folder / stored)
     return {}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #9f444db1
 def training_run(call: Call, run: str) -> dict[str, Any]:
     "A run: the model of a session (Tinker)."
     if run not in call.memory.learners:
@@ -1337,7 +1386,7 @@ def training_run(call: Call, run: str) -> dict[str, Any]:
     rank = learner.lora_rank
     return about | {"is_lora": rank > 0, "lora_rank": rank or None, "last_request_time": learner.created}
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #38dae20b
 def training_runs(call: Call) -> dict[str, Any]:
     "The runs of now (Tinker)."
     runs = [training_run(call, run) for run in call.memory.learners]
@@ -1360,6 +1409,7 @@ POSTS: dict[str, Endpoint] = {
     "save_weights_for_sampler": save_weights_for_sampler,
     "unload_model": unload_model,
     "load_adapter": load_adapter,
+    "sessions/{session_id}/finish": finish_session,
     "weights_info": weights_info,
     "create_sampling_session": create_sampling_session,
     "asample": asample,
@@ -1386,7 +1436,7 @@ def starlette_parts() -> Any:
         raise MissingExtra("the emulator", got="no starlette", fix=fix) from reason
     return responses, routing
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #2f91be14
 async def read_body(request: HttpRequest) -> bytes:
     "The body, unpacked; raises `Refusal` when it is too long or packed in a way that we do not know."
     parts, size, packing = [], 0, request.headers.get("content-encoding", "identity")
@@ -1402,7 +1452,7 @@ async def read_body(request: HttpRequest) -> bytes:
         raise Refusal(415, "Content-Encoding", got=repr(packing), expected="identity or zstd")
     return body
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #50299d7a
 def unpack_zstd(body: bytes) -> bytes:
     "The content of a zstd frame, up to the size limit; raises `Refusal`."
     try:
@@ -1432,7 +1482,7 @@ def read_protobuf(raw: bytes) -> tuple[dict[str, Any], Any]:
         raise Refusal(400, "body", got=str(reason), expected="a ForwardBackwardRequest") from reason
     return {"model_id": message.model_id, "seq_id": message.seq_id}, message
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #09fb35f6
 async def read_call(trainer: EmulatedTrainer, request: HttpRequest, name: str) -> Call:
     "A request as a `Call`; raises `Refusal` for what cannot be read."
     raw = await read_body(request)
@@ -1451,7 +1501,7 @@ async def read_call(trainer: EmulatedTrainer, request: HttpRequest, name: str) -
             batch = reason if known else DatumError("data", got=f"{type(reason).__name__}: {reason}")
     return Call(trainer, trainer.memory, body, hashlib.sha256(raw).hexdigest(), batch, request.path_params)
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #9ae697d3
 def read_json(raw: bytes) -> dict[str, Any]:
     "A JSON object; raises `Refusal`."
     try:
@@ -1462,12 +1512,13 @@ def read_json(raw: bytes) -> dict[str, Any]:
         raise Refusal(422, "body", got=type(body).__name__, expected="an object")
     return body
 
-# %% ../../nbs/26_backends.emulated_trainer.ipynb #09fb35f6
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #a731d316
 async def answer(trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint) -> tuple[int, dict]:
     "Status and body of the answer."
     try:
         call = await read_call(trainer, request, name)
         result = endpoint(call)
+        result = await result if inspect.isawaitable(result) else result
         if isinstance(result, Promise):
             known = {"model_id": call.body["model_id"]} if call.body.get("model_id") else {}
             return 200, {"request_id": result.request_id, **known, **result.reply}
@@ -1479,7 +1530,7 @@ async def answer(trainer: EmulatedTrainer, request: HttpRequest, name: str, endp
     except (KeyError, TypeError, AttributeError, ValueError) as reason:
         return 422, {"detail": f"{name}: {type(reason).__name__}: {reason}"}
 
-# %% ../../nbs/26_backends.emulated_trainer.ipynb #9ae697d3
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #dbefb46a
 async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> tuple[int, Any]:
     "The result of a promise; after `poll_s` without one, the request to ask again."
     body = read_json(await read_body(request))
@@ -1501,7 +1552,7 @@ async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> tup
         return 200, about | {"response_payload_size": size}
     return 200, promise.result
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #f0d71831
 def result_size(result: Any) -> int:
     "About how many bytes a result takes."
     if isinstance(result, Passed):
@@ -1533,7 +1584,7 @@ def trainer_routes(trainer: EmulatedTrainer) -> list[Route]:
     routes += [route(name, fn, "DELETE") for name, fn in DELETES.items()]
     return [*routes, routing.Route("/api/v1/retrieve_future", fetch, methods=["POST"])]
 
-
+# %% ../../nbs/26_backends.emulated_trainer.ipynb #b063d957
 async def once(
     trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint
 ) -> tuple[int, dict[str, Any]]:
