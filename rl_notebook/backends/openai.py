@@ -183,8 +183,8 @@ async def drained(limit: AdaptiveLimit) -> None:
 class Retries:
     "How long to go on asking."
 
-    deadline_s: float = 600.0  # seconds for a request, all attempts and pauses together
-    attempt_s: float = 300.0  # seconds for one attempt
+    deadline_s: float = 300.0  # seconds for a request, all attempts and pauses together
+    attempt_s: float = 180.0  # seconds for one attempt
     first_wait_s: float = 0.5  # pause after the first failure; doubles
     longest_wait_s: float = 30.0  # longest pause, unless the server asks for more
     seed: int = 0  # of the jitter, so that a run repeats
@@ -709,8 +709,8 @@ async def _completion(
         nonlocal version
         version = sampler.policy_version
 
-    body = body | ({"stream": True} if sampler.stream else {})
     options = {"stream": sampler.stream, "ready": sampler.ready, "starts": starts} | options
+    body = body | ({"stream": True} if options["stream"] else {})
     answer = await ask(sampler.wire, "POST", sampler.dialect.path, body, **options)
     if not answer.get("choices"):
         got = f"an answer with {', '.join(sorted(answer)) or 'nothing in it'}"
@@ -725,7 +725,7 @@ async def score_tokens(
 ) -> tuple[np.ndarray, int]:
     "(N-1,) raw logprobs of given tokens, and the version of the weights."
     body = {"model": sampler.model, "prompt": list(tokens), **sampler.dialect.neutral, **sampler.dialect.prefill}
-    choice, version = await _completion(sampler, body, **options)
+    choice, version = await _completion(sampler, body, stream=False, **options)
     return prompt_scores(choice, tokens, int(body["max_tokens"]), sampler.wire.root), version
 
 # %% ../../nbs/23_backends.openai.ipynb #8ad2e82e
@@ -1090,7 +1090,7 @@ async def start(sync: VLLMSync) -> None:
         sync.seen = await served_scores(sync)
     gap = float(np.abs(sync.seen - sync.expected).max())
     if gap > _SAME_MODEL:
-        fix = "Start the server with this model; a folder written by save_pretrained serves."
+        fix = "Start the server anew with this model: a folder written by save_pretrained. Has an earlier run moved it?"
         raise BackendError("the server's model", got=f"logprobs off by {gap:.3g}", expected="this model's", fix=fix)
     sync.served, sync.tolerance, sync.sampler.ready = name, max(sync.tolerance, 4 * gap), lambda: heal(sync)
 
