@@ -786,6 +786,16 @@ def builtin_rules(c: Any) -> Iterator[str]:
         builtin_loss(options, c.backend)
     except LossError as error:
         yield f"loss_path='builtin': {error}"
+    if c.backend == "tinker" and c.grad_accumulation_normalization != "none":
+        yield (
+            "loss_path='builtin': the gradient is on the service before it can be divided, and Tinker divides nothing."
+            " Set aggregation='token_mean' and leave grad_accumulation_normalization out"
+        )
+    if c.backend == "tinker" and c.min_samples_per_fwd_bwd is not None and c.aggregation != "sum":
+        yield (
+            "loss_path='builtin': with min_samples_per_fwd_bwd the division comes last, and Tinker divides nothing."
+            " Set aggregation='sum' or leave min_samples_per_fwd_bwd out"
+        )
 
 # %% ../nbs/06_config.ipynb #7f9bc8d2
 def sampling_rules(c: Any) -> Iterator[str]:

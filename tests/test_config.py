@@ -436,6 +436,15 @@ IGNORED = [
         {"loss_path": "builtin", "backend": "tinker", "lora_rank": 8, "kl_beta": 0.0, "policy_loss": "dro"},
         "got 'dro'; expected grpo, ppo, importance_sampling, dapo, cispo at tinker",
     ),
+    (
+        {"loss_path": "builtin", "backend": "tinker", "lora_rank": 8, "kl_beta": 0.0, "aggregation": "sum"}
+        | {"grad_accumulation_normalization": "num_loss_tokens"},
+        "before it can be divided, and Tinker divides nothing",
+    ),
+    (
+        {"loss_path": "builtin", "backend": "tinker", "lora_rank": 8, "kl_beta": 0.0, "min_samples_per_fwd_bwd": 8},
+        "with min_samples_per_fwd_bwd the division comes last",
+    ),
     ({"base_model": MODEL, "backend": "local"}, "base_model: 'accounts/fireworks/models/qwen3-8b' lives at Fireworks"),
     ({"base_model": MODEL, "infra": InfraConfig(), "trainer": TrainerConfig()}, "infra: trainer says the same"),
     ({"base_model": MODEL, "dtype": "bfloat16"}, "dtype: backend='fireworks' decides it"),
