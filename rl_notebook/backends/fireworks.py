@@ -34,6 +34,7 @@ from rl_notebook.backends.openai import (
     DIALECTS,
     FINISH,
     OpenAISampler,
+    Refused,
     Secret,
     key_from_env,
     request_seed,
@@ -71,21 +72,22 @@ from ..datums import datum_from_tokens_weights as shifted
 
 # %% auto #0
 __all__ = ['GIVING_BACK', 'STOPPED', 'PASSING', 'Leftover', 'OPEN_CLEANUPS', 'OnStatus', 'RESUMABLE', 'GONE', 'TRAINING',
-           'SCORING', 'SYNC_FIXES', 'CROSS_JOB', 'DEFAULT_URL', 'fireworks_sdk', 'Resource', 'ask', 'said', 'give_back',
-           'ResourceFile', 'claim', 'release', 'leftovers', 'clean_leftovers', 'settle_leftovers', 'ResourceCleanup',
-           'arm', 'hear_termination', 'disarm', 'give_back_all', 'ResourceState', 'ProvisioningTable', 'Look',
-           'Awaited', 'watch', 'job_message', 'TrainerLook', 'new_id', 'settings_of', 'TrainerPlan', 'DeploymentPlan',
-           'trainer_request', 'deployment_request', 'InfraPlan', 'plan_trainer', 'as_backend_errors', 'same_shape',
-           'plan_deployment', 'plan_infra', 'check_wishes', 'dry_run', 'start_trainer', 'start_deployment',
-           'DeploymentLook', 'serves', 'Reporter', 'create_trainer_job', 'setup_deployment', 'undone_on_error',
-           'awaited_trainer', 'awaited_deployment', 'sdk_classes', 'as_sdk_datum', 'datum_from_tokens_weights',
-           'connection_errors', 'call', 'TrainerCalls', 'ReconnectableClient', 'new_client', 'reconnect_client',
-           'Infra', 'setup_infra', 'start_all', 'connect', 'completion_of', 'FireworksSampler', 'draw_from',
-           'SyncError', 'sync_error', 'Saves', 'Hotloads', 'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker',
-           'load_snapshot', 'try_snapshot', 'FireworksTrainer', 'foreign_path', 'own_path', 'connector', 'load_own',
-           'FireworksBackend', 'check_config', 'in_thread', 'infra_wishes', 'bundle', 'samplers', 'open_fireworks',
-           'begin', 'heeds_seeds', 'promote_weights', 'promotable', 'close_fireworks', 'DeployConfig', 'HotloadConfig',
-           'InfraConfig', 'TrainerConfig', 'WandBConfig', 'WeightSyncConfig', 'WeightSyncScope']
+           'SCORING', 'UNCACHED', 'SYNC_FIXES', 'CROSS_JOB', 'DEFAULT_URL', 'fireworks_sdk', 'Resource', 'ask', 'said',
+           'give_back', 'ResourceFile', 'claim', 'release', 'leftovers', 'clean_leftovers', 'settle_leftovers',
+           'ResourceCleanup', 'arm', 'hear_termination', 'disarm', 'give_back_all', 'ResourceState',
+           'ProvisioningTable', 'Look', 'Awaited', 'watch', 'job_message', 'TrainerLook', 'new_id', 'settings_of',
+           'TrainerPlan', 'DeploymentPlan', 'trainer_request', 'deployment_request', 'InfraPlan', 'plan_trainer',
+           'as_backend_errors', 'same_shape', 'plan_deployment', 'plan_infra', 'check_wishes', 'dry_run',
+           'start_trainer', 'start_deployment', 'DeploymentLook', 'serves', 'Reporter', 'create_trainer_job',
+           'setup_deployment', 'undone_on_error', 'awaited_trainer', 'awaited_deployment', 'sdk_classes',
+           'as_sdk_datum', 'datum_from_tokens_weights', 'connection_errors', 'call', 'TrainerCalls',
+           'ReconnectableClient', 'new_client', 'reconnect_client', 'Infra', 'setup_infra', 'start_all', 'connect',
+           'completion_of', 'FireworksSampler', 'draw_from', 'SyncError', 'sync_error', 'Saves', 'Hotloads', 'Saved',
+           'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot', 'FireworksTrainer',
+           'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread',
+           'infra_wishes', 'bundle', 'samplers', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights',
+           'promotable', 'close_fireworks', 'DeployConfig', 'HotloadConfig', 'InfraConfig', 'TrainerConfig',
+           'WandBConfig', 'WeightSyncConfig', 'WeightSyncScope']
 
 # %% ../../nbs/25_backends.fireworks.ipynb #dc43d6ed
 _all_ = ["DeployConfig", "HotloadConfig", "InfraConfig", "TrainerConfig"]  # what the guides import beside the functions
@@ -1489,6 +1491,9 @@ def completion_of(
     )
 
 # %% ../../nbs/25_backends.fireworks.ipynb #c4a09f7c
+UNCACHED = "prompt_cache_max_len"  # of a request; 0 = score every token anew
+
+
 class FireworksSampler:
     "Draws from a deployment, with the weights of the last sync."
 
@@ -1516,6 +1521,13 @@ class FireworksSampler:
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights that are served."
         self.run.check()
+        try:
+            return await self.scorer.logprobs(tokens)
+        except Refused as reason:
+            if UNCACHED not in self.scorer.dialect.prefill or UNCACHED not in str(reason):
+                raise
+            prefill = {k: v for k, v in self.scorer.dialect.prefill.items() if k != UNCACHED}
+            self.scorer.dialect = replace(self.scorer.dialect, prefill=prefill)
         return await self.scorer.logprobs(tokens)
 
     def serve(self, version: int) -> None:
@@ -1832,7 +1844,7 @@ def samplers(infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, at_o
         inference_url=deploy_mgr.inference_url, model=infra.inference_model, api_key=secret.reveal(),
         tokenizer=tokenizer, concurrency_controller=controller,
     )  # fmt: skip
-    uncached = replace(echoes, prefill={**echoes.prefill, "prompt_cache_max_len": 0})
+    uncached = replace(echoes, prefill={**echoes.prefill, UNCACHED: 0})
     scorer = OpenAISampler(
         deploy_mgr.inference_url,
         infra.inference_model or "",
