@@ -1,9 +1,10 @@
-"The scripts of examples/fireworks run as they are against an emulator, with the real SDK, and what came of it is looked at."
+"The scripts of examples/fireworks run as they are, with the real SDK, against an emulator; the outcome is looked at."
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import math
 import os
 import re
@@ -12,15 +13,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-import torch
 
 from rl_notebook.backends.emulator import RunningEmulator, start_emulator
 from rl_notebook.toy import load_model
 
 FOLDER = Path(__file__).parent.parent / "examples" / "fireworks"
-SMALL = ["--tokenizer", "tiny", "--rows", "toy", "--max-tokens", "24"]
+SMALL = ["--tokenizer", "tiny", "--rows", "toy", "--max-tokens", "24", "--learning-rate", "1e-3"]
 LINE = re.compile(r"^step (\d+): reward (\S+) loss (\S+) (.*)synced (\S+)$", re.MULTILINE)
 
 
@@ -85,7 +86,7 @@ def check_training(outcome: Outcome, steps: int, syncs: int) -> None:
     assert [page["checkpoint_type"] for page in pages] == ["base", *["delta"] * (syncs - 1)]
     assert [page["previous"] for page in pages[1:]] == snapshots.names()[:-1]
     weights = [load_model("tiny")[0].state_dict(), *(snapshots.load(name)[0] for name in snapshots.names())]
-    for old, new in zip(weights, weights[1:], strict=False):
+    for old, new in itertools.pairwise(weights):
         moved = max(float((new[name] - old[name].to(new[name])).abs().max()) for name in new)
         assert 0 < moved < 1e-2
 
@@ -123,7 +124,7 @@ def test_provision_by_hand(emulator: RunningEmulator):
 
 
 def test_off_policy(emulator: RunningEmulator):
-    outcome = run(emulator, "off_policy.py", "off-policy", "--steps", "4", "--learning-rate", "1e-3")
+    outcome = run(emulator, "off_policy.py", "off-policy", "--steps", "4")
     check_training(outcome, steps=4, syncs=2)
     rows = check_lines(outcome, steps=4)
     assert [synced == "none" for _, synced in rows] == [True, False, True, False]
@@ -145,28 +146,26 @@ def test_recipe(emulator: RunningEmulator, tmp_path: Path):
 
 
 @pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch):
-    "recipe.py as a module."
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
+    "recipe.py and task.py, imported."
     monkeypatch.syspath_prepend(str(FOLDER))
-    yield importlib.import_module("recipe")
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--tokenizer", "tiny"])
+    yield importlib.import_module("recipe"), importlib.import_module("task")
     for name in ("recipe", "task"):
         sys.modules.pop(name, None)
 
 
-def test_three_spellings_are_one_config(recipe, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["recipe.py", "--tokenizer", "tiny"])
-    args = recipe.options()
-    spelled = [recipe.config(argparse.Namespace(**vars(args) | {"spelling": s})) for s in recipe.SPELLINGS]
-    assert spelled[1] == spelled[2]
-    shapes = spelled[0].trainer.training_shape_id, spelled[0].trainer.reference_training_shape_id
-    assert shapes == (spelled[1].infra.training_shape_id, spelled[1].infra.ref_training_shape_id)
-    assert replace(spelled[0], trainer=None) == replace(spelled[1], infra=None)  # all else
+@pytest.mark.filterwarnings("ignore:Config. other spellings:UserWarning")
+def test_three_spellings_are_one_config(modules: tuple[ModuleType, ModuleType]):
+    recipe, _ = modules
+    args = vars(recipe.options())
+    newest, older, oldest = (recipe.config(argparse.Namespace(**args | {"spelling": s})) for s in recipe.SPELLINGS)
+    assert older == oldest
+    shapes = newest.trainer.training_shape_id, newest.trainer.reference_training_shape_id
+    assert shapes == (older.infra.training_shape_id, older.infra.ref_training_shape_id)
+    assert replace(newest, trainer=None) == replace(older, infra=None)  # all else
 
 
-def test_without_a_key_a_script_says_what_to_do():
-    env = {k: v for k, v in os.environ.items() if not k.startswith("FIREWORKS_")} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "recipe.py")], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode != 0
-    assert "rl-notebook emulate" in done.stderr
+def test_without_a_key_a_script_says_what_to_do(modules: tuple[ModuleType, ModuleType]):
+    with pytest.raises(SystemExit, match="rl-notebook emulate"):
+        modules[1].service()

@@ -32,6 +32,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--max-seq-len", type=int, default=4096)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--shape", default="accounts/fireworks/trainingShapes/qwen3-8b-128k-h200")
     parser.add_argument("--deployment", default="grpo-serving")
     parser.add_argument("--spelling", choices=SPELLINGS, default=SPELLINGS[0], help="which guide's words")
@@ -66,6 +67,7 @@ def config(args: argparse.Namespace) -> Config:
         completions_per_prompt=4,
         max_completion_tokens=args.max_tokens,
         temperature=1.0,
+        learning_rate=args.learning_rate,
         max_seq_len=args.max_seq_len,
         policy_loss="grpo",  # or "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo"
         deployment=DeployConfig(deployment_id=args.deployment, tokenizer_model=tokenizer_folder(args.tokenizer)),
