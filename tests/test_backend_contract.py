@@ -15,6 +15,7 @@ import torch
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends.base import Backend, Sampler, Scorer, Trainer, WeightSync
+from rl_notebook.backends.fireworks import open_fireworks
 from rl_notebook.backends.local import open_local
 from rl_notebook.backends.tinker import open_tinker
 from rl_notebook.core import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
@@ -63,6 +64,23 @@ async def tinker_weights(backend: Backend) -> dict[str, torch.Tensor]:
     return safetensors_in(kept[0])
 
 
+SHAPE = "accounts/fireworks/trainingShapes/a-shape"
+
+
+async def fireworks(lora_rank: int = 0) -> Backend:
+    reference = None if lora_rank else f"{SHAPE}-forward"  # with LoRA, the policy's base
+    trainer = {"training_shape_id": SHAPE, "reference_training_shape_id": reference}
+    settings = {"base_model": "accounts/fireworks/models/a-model", "lora_rank": lora_rank, "trainer": trainer}
+    settings |= {"deployment": {"tokenizer_model": "at-hand"}, "max_completion_tokens": 64, "max_seq_len": 256}
+    quick = {"say": lambda line: None, "grace_s": 0, "poll_interval_s": 0.02}
+    return await open_fireworks(key=KEY, base_url=service().url, tokenizer=byte_tokenizer(), **settings, **quick)
+
+
+async def fireworks_weights(backend: Backend) -> dict[str, torch.Tensor]:
+    name = await backend.policy.save_weights_for_sampler("compared")
+    return safetensors_in(next(iter(service().emulator.folder.rglob(name))))
+
+
 def safetensors_in(folder: Path) -> dict[str, torch.Tensor]:
     "Weights that a service has put on its disk."
     from safetensors.torch import load_file
@@ -85,6 +103,8 @@ BACKENDS = {
     "local-lora": Entry(lambda: local(lora_rank=4), {"lora_rank": 4}),
     "local-small-batches": Entry(lambda: local(tokens_per_batch=12, max_batch=3)),
     "tinker": Entry(tinker, {"lora_rank": 4}, tinker_weights),
+    "fireworks": Entry(fireworks, weights=fireworks_weights),
+    "fireworks-lora": Entry(lambda: fireworks(lora_rank=4), {"lora_rank": 4}, fireworks_weights),
 }
 
 PROMPT = [72, 101, 108, 108, 111]
