@@ -599,6 +599,8 @@ def state_place(path: str, owner: str) -> tuple[str, str]:  # owner, name
                 raise BackendError("path", got=repr(path), expected=f"{prefix}owner/{inner}/name".replace("//n", "/n"))
             return folder_name(parts[0]), check_name(parts[-1])
     parts = path.split("/")
+    if len(parts) not in (1, 3):
+        raise BackendError("path", got=repr(path), expected="name, account/run/name, cross_job:// or tinker://")
     return folder_name(parts[-2] if len(parts) == 3 else owner), check_name(parts[-1])
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #e2d9445d
