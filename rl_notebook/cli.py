@@ -295,13 +295,15 @@ def run_emulate(args: Sequence[str]) -> int:  # exit code
 
     given = vars(emulate_parser().parse_args(args))
     running = start_emulator(startup_delay_s=given.pop("startup_delay"), **given)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGTERM)
     with running, contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to end, it ends as after Ctrl-C
         print(f"emulator: {running.url}  (model {given['model']}, folder {given['folder']})\n")
         for name, value in running.environment().items():
             print(f"export {name}={shlex.quote(value)}")
         print("\nCtrl-C stops it.", flush=True)
         running.wait()
+    signal.signal(signal.SIGTERM, before)
     print("emulator: stopped")
     return 0
 

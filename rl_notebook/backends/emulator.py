@@ -449,10 +449,8 @@ class Site:
     servers: dict[str, EmulatedServer] = field(default_factory=dict)  # likewise, by deployment or model
     _promoted: dict[str, Models] = field(default_factory=dict)
 
-    @cached_property
-    def shelf(self) -> Shelf:
-        "Jobs, deployments, models and operations."
-        return Shelf(self.folder / "control")
+    def __post_init__(self):
+        self.shelf = Shelf(self.folder / "control")  # jobs, deployments, models
 
     @cached_property
     def models(self) -> Models:
@@ -995,11 +993,15 @@ async def hot_load(site: Site, request: Request) -> Response:
     if request.method == "GET" and deployment and not replicas(deployment):
         return JSONResponse({"replicas": []})
     server = server_of(site, name or "the header fireworks-deployment names no /deployments/ at all")
-    if request.method == "POST":
-        stalls = site.faults.strike("hotload_stalls", name)
-        server.hotload_delay_s = stalls.values["s"] if stalls else 0.0
-        server.hotload_error = bool(site.faults.strike("hotload_error", name))
-    return await server.hot_load(request)
+    if request.method == "GET":
+        return await server.hot_load(request)
+    stalls = site.faults.strike("hotload_stalls", name)
+    server.hotload_delay_s = stalls.values["s"] if stalls else 0.0
+    server.hotload_error = bool(site.faults.strike("hotload_error", name))
+    reply = await server.hot_load(request)
+    if server.load.task is not None and not stalls:
+        await asyncio.wait({server.load.task}, timeout=2.0)
+    return reply
 
 
 _HOT_LOAD = "/hot_load/v1/models/hot_load"
@@ -1112,12 +1114,17 @@ class RunningEmulator:
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         emulator.app.hang_up = self._hang_up
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="emulator", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="emulator", daemon=True).start()
         while not self._server.started:
-            if not self._thread.is_alive():
+            if self._ended.wait(0.005):
                 raise BackendError("the emulator", got="a server that ended while it started")
-            time.sleep(0.005)
+
+    def _run(self) -> None:
+        try:
+            self._server.run([self._socket])
+        finally:
+            self._ended.set()
 
     def _hang_up(self, client: Any) -> None:
         for connection in list(self._server.server_state.connections):
@@ -1137,14 +1144,13 @@ class RunningEmulator:
 
     def wait(self) -> None:
         "Return when it has ended; an interrupt gets through."
-        while self._thread.is_alive():
-            self._thread.join(0.2)
+        while not self._ended.wait(0.2):
+            pass
 
     def stop(self) -> None:
         "End it: what runs is finished, trainers and samplers are closed, files stay."
         self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
+        self._ended.wait()
 
     def __enter__(self) -> RunningEmulator:
         return self

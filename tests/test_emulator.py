@@ -1,0 +1,783 @@
+"The emulator: control plane and faults, asked by hand, by the real Fireworks SDK, and as a process."
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rl_notebook.backends.emulator import (
+    KEY_VARIABLE,
+    RunningEmulator,
+    emulator,  # noqa: F401  (the fixture)
+    emulator_fixture,
+    parse_faults,
+    start_emulator,
+)
+from rl_notebook.cli import main
+from rl_notebook.core import BackendError, ConfigError
+
+sdk = pytest.importorskip("fireworks.training.sdk")
+
+MODEL = "accounts/fireworks/models/qwen3-8b"
+SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-policy"
+JOBS = "/v1/accounts/local/rlorTrainerJobs"
+DEPLOYMENTS = "/v1/accounts/local/deployments"
+WANTED = {"trainingConfig": {"baseModel": MODEL, "loraRank": 0}}
+FAST = {"poll_interval_s": 0.02}
+
+shared = emulator_fixture(scope="module")
+
+
+def by_hand(running: RunningEmulator, **more: Any) -> httpx.Client:
+    "A client that shows the key."
+    return httpx.Client(base_url=running.url, headers={"X-Api-Key": running.key.reveal()}, timeout=20, **more)
+
+
+@pytest.fixture
+def http(shared: RunningEmulator) -> Iterator[httpx.Client]:
+    "A client of the shared emulator."
+    with by_hand(shared) as client:
+        yield client
+
+
+class Managers:
+    "The SDK's managers, and the clients of trainers, of one emulator."
+
+    def __init__(self, running: RunningEmulator):
+        self.access = {"api_key": running.key.reveal(), "base_url": running.url}
+        self.trainers = sdk.TrainerJobManager(**self.access)
+        self.deployments = sdk.DeploymentManager(**self.access)
+        self.services: list[Any] = []
+
+    def policy(self, base_url: str, **options: Any) -> Any:
+        "A training client of the trainer at an address."
+        service = sdk.FiretitanServiceClient(base_url=base_url, api_key=self.access["api_key"])
+        self.services.append(service)
+        return service.create_training_client(base_model=MODEL, **options)
+
+    def job(self, id: str, **options: Any) -> Any:
+        "A trainer that runs."
+        return self.trainers.create_and_wait(
+            sdk.TrainerJobConfig(base_model=MODEL, requested_job_id=id, **options), **FAST
+        )
+
+    def deployment(self, id: str, **options: Any) -> Any:
+        "A deployment that is ready."
+        self.deployments.create_or_get(sdk.DeploymentConfig(deployment_id=id, base_model=MODEL, **options))
+        return self.deployments.wait_for_ready(id, **FAST)
+
+    def close(self) -> None:
+        for opened in (*self.services, self.trainers, self.deployments):
+            opened.close()
+
+
+@pytest.fixture
+def managers(shared: RunningEmulator) -> Iterator[Managers]:
+    "The SDK's managers on the shared emulator."
+    made = Managers(shared)
+    yield made
+    made.close()
+
+
+def datum(tokens: tuple[int, ...] = (5, 6, 7, 2)) -> Any:
+    "One datum of the SDK."
+    n = len(tokens) - 1
+    target = sdk.TensorData(data=list(tokens[1:]), dtype="int64", shape=[n])
+    weights = sdk.TensorData(data=[1.0] * n, dtype="float32", shape=[n])
+    return sdk.Datum(
+        model_input=sdk.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={"target_tokens": target, "weights": weights},
+    )
+
+
+def loss_of(policy: Any) -> float:
+    "The loss of the datum under the policy as it is."
+    return policy.forward([datum()], "cross_entropy").result().metrics["loss:sum"]
+
+
+def learn(policy: Any, steps: int = 1) -> None:
+    "Some updates on one datum."
+    for _ in range(steps):
+        policy.forward_backward([datum()], "cross_entropy").result()
+        policy.optim_step(sdk.AdamParams(learning_rate=1e-4)).result()
+
+
+# --- who may call -----------------------------------------------------------------------------------------------------
+
+
+PLACES = {
+    "/v1/accounts": "message",
+    f"{JOBS}/x": "message",
+    "/inference/v1/completions": "error",
+    "/hot_load/v1/models/hot_load": "error",
+    "/training/v1/rlorTrainerJobs/local/x/api/v1/healthz": "detail",
+    "/api/v1/healthz": "detail",
+    "/v1/models": "error",
+    "/emulator/v1/status": "detail",
+}
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Api-Key": "wrong"}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": ""}])
+@pytest.mark.parametrize("path", PLACES)
+def test_no_room_without_the_key(shared: RunningEmulator, path: str, headers: dict[str, str]) -> None:
+    answer = httpx.get(shared.url + path, headers=headers)
+    assert answer.status_code == 401
+    assert PLACES[path] in answer.json()
+    assert shared.key.reveal() not in answer.text
+
+
+@pytest.mark.parametrize("scheme", ["X-Api-Key", "Authorization"])
+def test_the_key_opens_in_either_header(shared: RunningEmulator, scheme: str) -> None:
+    value = shared.key.reveal() if scheme == "X-Api-Key" else f"Bearer {shared.key.reveal()}"
+    assert httpx.get(f"{shared.url}/v1/accounts", headers={scheme: value}).status_code == 200
+
+
+def test_another_host_name_is_refused(http: httpx.Client) -> None:
+    assert http.get("/v1/accounts", headers={"Host": "rebound.example:8600"}).status_code == 403
+
+
+def test_it_listens_on_this_machine_only(shared: RunningEmulator) -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.org"):
+        with pytest.raises(ConfigError, match=r"expected 127\.0\.0\.1 or localhost"):
+            start_emulator(host=host)
+    port = int(shared.url.rsplit(":", 1)[1])
+    others = {a[4][0] for a in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)} - {"127.0.0.1"}
+    for address in others:
+        with pytest.raises(OSError, match=r"refused|network"):
+            socket.create_connection((address, port), timeout=2)
+
+
+def test_a_port_that_is_taken_is_an_error_that_says_so(shared: RunningEmulator) -> None:
+    with pytest.raises(BackendError, match="Take another, or 0"):
+        start_emulator(port=int(shared.url.rsplit(":", 1)[1]))
+
+
+def test_the_key_comes_from_the_environment_and_shows_itself_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "not-a-real-key-1")
+    with start_emulator() as running, by_hand(running) as client:
+        assert running.key.reveal() == "not-a-real-key-1"
+        client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
+        files = [p.read_text(errors="replace") for p in running.emulator.folder.rglob("*") if p.is_file()]
+        assert files
+        shown = [repr(running), repr(running.emulator.app), repr(running.emulator.log), *files]
+        shown.append(client.get("/emulator/v1/status").text)
+        assert not any("not-a-real-key" in text for text in shown)
+    for bad in ("", "short", "with space in it", "with\nnewline"):
+        with pytest.raises(ConfigError, match="8 or more"):
+            start_emulator(key=bad)
+
+
+def test_a_request_that_is_too_large_gets_413(shared: RunningEmulator, http: httpx.Client, monkeypatch) -> None:
+    monkeypatch.setattr(shared.emulator.app, "max_body", 10_000)
+    told = http.post(f"{JOBS}?rlorTrainerJobId=large", content=b"x" * 10_001)
+    assert told.status_code == 413
+    chunked = http.post(f"{JOBS}?rlorTrainerJobId=large", content=(b"x" * 1000 for _ in range(20)))
+    assert chunked.status_code == 413
+    trainer = http.post("/api/v1/create_session", content=(b"x" * 1000 for _ in range(20)))
+    assert trainer.status_code == 413
+    assert http.post(f"{JOBS}?rlorTrainerJobId=small", json=WANTED).status_code == 200
+    assert http.get(f"{JOBS}/large").status_code == 404
+
+
+def test_ids_cannot_leave_their_folder(tmp_path: Path) -> None:
+    trainer = "accounts/local/rlorTrainerJobs/../x"
+    with start_emulator(folder=tmp_path / "emulator") as running, by_hand(running) as client:
+        before = set(tmp_path.rglob("*"))
+        for id in ("..", "../../x", "%2e%2e%2fx", "a.b", "A", "-a", "a" * 64, "a\x00b", "ä"):
+            for path, query in ((JOBS, "rlorTrainerJobId"), (DEPLOYMENTS, "deploymentId")):
+                answer = client.post(path, params={query: id}, json=WANTED | {"baseModel": MODEL})
+                assert answer.status_code == 400
+                assert "lower-case" in answer.json()["message"]
+            model = {"output_model": f"accounts/local/models/{id}", "trainer_job_id": trainer}
+            assert client.post("/v1/accounts/local/checkpoints/x:promote", json=model).status_code == 404
+            bucket = {"baseModel": MODEL, "hotLoadTrainerJob": trainer}
+            assert client.post(f"{DEPLOYMENTS}?deploymentId=x", json=bucket).status_code == 400
+        assert set(tmp_path.rglob("*")) == before
+
+
+# --- jobs and deployments over time -----------------------------------------------------------------------------------
+
+
+def test_a_job_takes_its_time_and_its_trainer_answers_when_it_runs() -> None:
+    with start_emulator(startup_delay_s=0.5) as running, by_hand(running) as client:
+        health = "/training/v1/rlorTrainerJobs/local/policy/api/v1/healthz"
+        assert client.get(health).status_code == 404
+        states = [client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).json()["state"]]
+        while states[-1] != "JOB_STATE_RUNNING":
+            healthy = client.get(health).status_code
+            states.append(client.get(f"{JOBS}/policy").json()["state"])
+            assert healthy == (200 if states[-1] == "JOB_STATE_RUNNING" and healthy == 200 else 503)
+        assert list(dict.fromkeys(states)) == ["JOB_STATE_PENDING", "JOB_STATE_CREATING", "JOB_STATE_RUNNING"]
+        assert client.get(health).status_code == 200
+        assert client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).status_code == 409
+        client.post(f"{JOBS}/policy:cancel")
+        assert client.get(health).status_code == 404
+
+
+BAD_JOBS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "no base model": ({"trainingConfig": {}}, {}),
+    "not an object": ([], {}),  # type: ignore[dict-item]
+    "rank": ({"trainingConfig": {"baseModel": MODEL, "loraRank": -1}}, {}),
+    "context": ({"trainingConfig": {"baseModel": MODEL, "maxContextLength": 10**6}}, {}),
+    "shape and nodes": ({**WANTED, "nodeCount": 2}, {"trainingShape": SHAPE}),
+    "deployment": (WANTED, {"deploymentId": "nobody"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_JOBS)
+def test_a_job_that_makes_no_sense_is_refused(http: httpx.Client, case: str) -> None:
+    body, query = BAD_JOBS[case]
+    answer = http.post(JOBS, params={"rlorTrainerJobId": "bad", **query}, json=body)
+    assert answer.status_code == 400
+    assert set(answer.json()) == {"code", "message", "details"}
+    assert http.get(f"{JOBS}/bad").status_code == 404
+
+
+def test_another_account_is_not_ours(http: httpx.Client) -> None:
+    assert http.get("/v1/accounts/somebody/deployments").status_code == 403
+    assert http.post("/v1/accounts/somebody/rlorTrainerJobs", json=WANTED).status_code == 403
+    assert http.get("/training/v1/rlorTrainerJobs/somebody/x/api/v1/healthz").status_code == 403
+
+
+def test_lists_come_in_pages(emulator: RunningEmulator) -> None:
+    with by_hand(emulator) as client:
+        for i in range(5):
+            client.post(f"{JOBS}?rlorTrainerJobId=job-{i}", json=WANTED)
+        seen, token = [], ""
+        for _ in range(3):
+            page = client.get(JOBS, params={"pageSize": 2, "pageToken": token}).json()
+            seen += [job["name"].rsplit("/", 1)[1] for job in page["rlorTrainerJobs"]]
+            token = page["nextPageToken"]
+        assert (seen, token) == ([f"job-{i}" for i in range(5)], "")
+        for bad in ({"pageToken": "x"}, {"pageSize": "-1"}, {"filter": "state=READY"}):
+            assert client.get(JOBS, params=bad).status_code == 400
+
+
+def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> None:
+    with start_emulator(folder=tmp_path) as running:
+        managers = Managers(running)
+        policy = managers.policy(managers.job("policy").base_url)
+        learn(policy)
+        trained = loss_of(policy)
+        policy.save_state("step-1").result()
+        managers.deployment("serving", hot_load_trainer_job="accounts/local/rlorTrainerJobs/policy")
+        managers.close()
+    with start_emulator(folder=tmp_path) as running:
+        managers = Managers(running)
+        assert managers.deployments.get("serving").hot_load_trainer_job == "accounts/local/rlorTrainerJobs/policy"
+        endpoint = managers.trainers.wait_for_existing("policy", **FAST)
+        assert [r["name"].rsplit("/", 1)[1] for r in managers.trainers.list_checkpoints("policy")] == ["step-1"]
+        policy = managers.policy(endpoint.base_url)
+        assert loss_of(policy) != pytest.approx(trained, rel=1e-3)  # memory is lost: a fresh model
+        policy.load_state_with_optimizer("step-1").result()
+        assert loss_of(policy) == pytest.approx(trained, rel=1e-6)
+        managers.close()
+
+
+def test_a_damaged_description_is_named(tmp_path: Path) -> None:
+    with start_emulator(folder=tmp_path) as running, by_hand(running) as client:
+        client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
+    (path,) = tmp_path.glob("control/*/*.json")
+    path.write_text("{")
+    with pytest.raises(BackendError, match=re.escape(str(path))):
+        start_emulator(folder=tmp_path)
+
+
+# --- the SDK's managers -----------------------------------------------------------------------------------------------
+
+
+def test_profiles_resolve(managers: Managers) -> None:
+    profile = managers.trainers.resolve_training_profile(SHAPE)
+    assert profile.training_shape == SHAPE
+    assert profile.max_supported_context_length == 512
+    assert managers.trainers.resolve_training_profile(f"{SHAPE}/versions/v7").training_shape_version.endswith("/v7")
+    reference = managers.trainers.resolve_training_profile(SHAPE.replace("policy", "forward"))
+    assert (profile.trainer_mode, reference.trainer_mode) == ("POLICY_TRAINER", "FORWARD_ONLY")
+    assert managers.trainers.resolve_training_profile(f"{SHAPE}-lora").supports_lora
+    assert managers.trainers.model_is_moe(MODEL) is False
+    with pytest.raises(sdk.ModelDetailsUnavailableError, match="404"):
+        managers.trainers.model_is_moe("accounts/local/models/nobody")
+
+
+def test_a_job_from_creation_to_deletion(managers: Managers) -> None:
+    config = sdk.TrainerJobConfig(base_model=MODEL, training_shape_ref=SHAPE, requested_job_id="whole-life")
+    endpoint = managers.trainers.create_and_wait(config, **FAST)
+    assert endpoint.max_context_length == 512
+    assert managers.trainers.create(config).job_name == endpoint.job_name  # 409, and the SDK fetches the first
+    learn(managers.policy(endpoint.base_url))
+    managers.services.pop().close()  # while there is a trainer: afterwards the SDK tries for half a minute
+    cancel = managers.trainers._post("/v1/accounts/local/rlorTrainerJobs/whole-life:cancel")  # as the cookbook does
+    assert cancel.json()["state"] == "JOB_STATE_CANCELLED"
+    again = managers.trainers.resume_and_wait("whole-life", **FAST)
+    assert again.base_url == endpoint.base_url
+    assert managers.trainers.reconnect_and_wait("whole-life", **FAST).base_url == endpoint.base_url
+    managers.trainers.delete("whole-life")
+    assert managers.trainers.get("whole-life")["state"] == "JOB_STATE_DELETED"
+    with pytest.raises(RuntimeError, match="archived"):
+        managers.trainers.wait_for_existing("whole-life", **FAST)
+    with pytest.raises(RuntimeError, match="archived"):
+        managers.trainers.create(config)
+    assert managers.trainers.try_get("nobody") is None
+
+
+def test_a_job_that_fails_says_why_and_can_be_resumed() -> None:
+    with start_emulator(faults="job_fails:1", startup_delay_s=0.1) as running:
+        managers = Managers(running)
+        with pytest.raises(RuntimeError, match="fault job_fails"):
+            managers.job("unlucky")
+        assert managers.trainers.resume_and_wait("unlucky", **FAST).job_id == "unlucky"
+        assert managers.job("lucky").job_id == "lucky"
+        assert running.emulator.faults.counts == {"job_fails": 1}
+        managers.close()
+
+
+def test_a_reference_scores_and_does_not_learn(managers: Managers) -> None:
+    reference = managers.policy(managers.job("reference", forward_only=True).base_url)
+    assert loss_of(reference) > 0
+    with pytest.raises(Exception, match="forward-only"):
+        learn(reference)
+
+
+def test_checkpoints_are_listed_and_promoted(managers: Managers) -> None:
+    policy = managers.policy(managers.job("saves").base_url)
+    untrained = loss_of(policy)
+    learn(policy, 3)
+    trained = loss_of(policy)
+    policy.save_state("state-1").result()
+    base = policy.save_weights_for_sampler_ext("weights-1", checkpoint_type="base").snapshot_name
+    delta = policy.save_weights_for_sampler_ext("weights-2", checkpoint_type="delta").snapshot_name
+    managers.services.pop().close()
+    managers.trainers.delete("saves")
+    rows = {r["name"].rsplit("/", 1)[1]: r for r in managers.trainers.list_checkpoints("saves", page_size=1)}
+    kinds = {id: (r["checkpointType"].removeprefix("CHECKPOINT_TYPE_"), r["promotable"]) for id, r in rows.items()}
+    assert kinds == {"state-1": ("TRAINING", False), base: ("INFERENCE_BASE", True), delta: ("INFERENCE_ARC_V2", False)}
+    promote = {"output_model_id": "promoted", "base_model": MODEL}
+    for _ in range(2):  # asked twice, made once
+        model = managers.trainers.promote_checkpoint(name=rows[base]["name"], **promote)
+        assert (model["name"], model["state"]) == ("accounts/local/models/promoted", "READY")
+    with pytest.raises(RuntimeError, match="cannot be promoted"):
+        managers.trainers.promote_checkpoint(name=rows[delta]["name"], **promote)
+    with pytest.raises(RuntimeError, match="has no checkpoint"):
+        managers.trainers.promote_checkpoint(name=rows[base]["name"] + "0", **promote)
+    assert managers.trainers.model_is_moe(MODEL) is False
+
+    config = sdk.TrainerJobConfig(base_model="accounts/local/models/promoted", requested_job_id="goes-on")
+    endpoint = managers.trainers.create_and_wait(config, **FAST)
+    assert loss_of(managers.policy(endpoint.base_url)) == pytest.approx(trained, rel=1e-5) != untrained
+    unknown = sdk.TrainerJobConfig(base_model="accounts/local/models/nobody", requested_job_id="no-model")
+    with pytest.raises(sdk.TrainingAPIError, match="no model"):
+        managers.trainers.create(unknown)
+
+
+def test_promotion_without_an_operation_and_by_an_operation_that_takes_time() -> None:
+    with start_emulator(promotion_delay_s=0.3) as running, by_hand(running) as client:
+        managers = Managers(running)
+        base = managers.policy(managers.job("saves").base_url).save_weights_for_sampler_ext("w", checkpoint_type="base")
+        ask = {"trainer_job_id": "accounts/local/rlorTrainerJobs/saves", "base_model": MODEL}
+        path = f"/v1/accounts/local/checkpoints/{base.snapshot_name}:promote"
+        waits = client.post(
+            path, json=ask | {"output_model": "accounts/local/models/a", "async_promotion": True}
+        ).json()
+        assert (waits["operation"]["done"], waits["model"]["state"]) == (False, "UPLOADING")
+        done = managers.trainers._wait_for_operation(waits["operation"], poll_interval_s=0.1)
+        assert done["response"]["state"] == "READY"
+        at_once = client.post(path, json=ask | {"output_model": "accounts/local/models/b"}).json()
+        assert set(at_once) == {"model"}
+        other = client.post(path, json=ask | {"output_model": "accounts/local/models/../x"})
+        assert other.status_code == 400
+        assert client.get("/v1/accounts/local/operations/promote-nobody").status_code == 404
+        managers.close()
+
+
+def test_a_checkpoint_of_another_job_is_loaded(managers: Managers) -> None:
+    first = managers.policy(managers.job("first").base_url)
+    learn(first)
+    first.save_state("step-1").result()
+    second = managers.policy(managers.job("second").base_url)
+    second.load_state_with_optimizer(second.resolve_checkpoint_path("step-1", source_job_id="first")).result()
+    assert loss_of(second) == pytest.approx(loss_of(first), rel=1e-6)
+
+
+def test_a_deployment_is_created_attached_and_scaled(managers: Managers, http: httpx.Client) -> None:
+    jobs = [f"accounts/local/rlorTrainerJobs/{managers.job(f'trainer-{i}').job_id}" for i in range(2)]
+    made = managers.deployment("serving", hot_load_trainer_job=jobs[0])
+    assert (made.state, made.hot_load_trainer_job) == ("READY", jobs[0])
+    assert made.inference_model == "accounts/local/deployments/serving"
+    same = managers.deployments.create_or_get(sdk.DeploymentConfig(deployment_id="serving", base_model=MODEL))
+    assert same.hot_load_trainer_job == jobs[0]
+    moved = managers.deployments.reattach_trainer(
+        made, base_model=MODEL, trainer_job_name=jobs[1], timeout_s=5, poll_interval_s=0.02
+    )
+    assert moved.hot_load_trainer_job == jobs[1]
+    assert moved.hot_load_bucket_url != made.hot_load_bucket_url
+    managers.deployments.scale_to_zero("serving")
+    assert http.get(f"{DEPLOYMENTS}/serving").json()["replicaCount"] == 0
+    status = {"fireworks-deployment": "accounts/local/deployments/serving"}
+    assert http.get("/hot_load/v1/models/hot_load", headers=status).json() == {"replicas": []}
+    assert managers.deployments.update("serving", {"maxReplicaCount": 1}, "max_replica_count").state == "READY"
+    with pytest.raises(httpx.HTTPStatusError, match="400"):
+        managers.deployments.update("serving", {"baseModel": "x"}, "base_model")
+    managers.deployments.delete("serving")
+    assert managers.deployments.get("serving") is None
+
+
+def test_a_deployment_takes_its_time() -> None:
+    with start_emulator(startup_delay_s=0.3) as running:
+        managers = Managers(running)
+        config = sdk.DeploymentConfig(deployment_id="slow", base_model=MODEL)
+        assert managers.deployments.create_or_get(config).state == "CREATING"
+        assert managers.deployments.wait_for_ready("slow", **FAST).state == "READY"
+        managers.job("policy")
+        attach = managers.deployments.update(
+            "slow", {"hotLoadTrainerJob": "accounts/local/rlorTrainerJobs/policy"}, "hot_load_trainer_job"
+        )
+        assert attach.state == "UPDATING"
+        managers.close()
+
+
+# --- samplers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def linked(managers: Managers) -> tuple[Managers, Any, Any, str]:
+    "A trainer with a client, and a deployment that reads its weights; their ids differ from test to test."
+    id = f"linked-{secrets.token_hex(3)}"
+    endpoint = managers.job(id)
+    managers.deployment(id, hot_load_trainer_job=endpoint.job_name)
+    policy = managers.policy(endpoint.base_url)
+    syncer = sdk.WeightSyncer(policy, managers.deployments, deployment_id=id, base_model=MODEL)
+    return managers, policy, syncer, id
+
+
+async def greedy(managers: Managers, id: str, tokens: tuple[int, ...] = (5, 6, 7)) -> Any:
+    "What the deployment answers at temperature 0, prompt included."
+    sampler = sdk.DeploymentSampler(
+        managers.access["base_url"], f"accounts/local/deployments/{id}", managers.access["api_key"], tokenizer=object()
+    )
+    asked = {"n": 1, "max_tokens": 4, "temperature": 0.0, "logprobs": True, "echo": True}
+    (completion,) = await sampler.sample_with_prompt_tokens(list(tokens), **asked)
+    return completion
+
+
+def prompt_logprobs(managers: Managers, id: str) -> list[float]:
+    "The logprobs that the deployment gives the datum's targets in the prompt."
+    return asyncio.run(greedy(managers, id)).inference_logprobs[:2]
+
+
+def trainer_logprobs(policy: Any) -> list[float]:
+    "Those that the trainer gives them."
+    output = policy.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    return list(output.data[:2])
+
+
+def test_weights_reach_a_sampler_whole_and_then_as_a_delta(linked: Any) -> None:
+    managers, policy, syncer, id = linked
+    base = trainer_logprobs(policy)
+    assert prompt_logprobs(managers, id) == pytest.approx(base, abs=1e-5)
+    for step in range(3):
+        learn(policy)
+        assert prompt_logprobs(managers, id) == pytest.approx(base, abs=1e-5)  # nothing arrives before it is sent
+        snapshot = syncer.save_and_hotload(f"step-{step}")
+        base = trainer_logprobs(policy)
+        assert prompt_logprobs(managers, id) == pytest.approx(base, abs=1e-5)
+        assert syncer.check_deployment_state() == snapshot
+    rows = managers.trainers.list_checkpoints(id)
+    kinds = [r["checkpointType"].removeprefix("CHECKPOINT_TYPE_INFERENCE_") for r in rows]
+    assert kinds == ["BASE", "ARC_V2", "ARC_V2"]
+    assert managers.deployments.warmup(f"accounts/local/deployments/{id}", max_retries=1)
+
+
+def test_a_deployment_reads_only_the_trainer_it_is_attached_to(linked: Any) -> None:
+    managers, policy, syncer, id = linked
+    learn(policy, 3)
+    mine = syncer.save_and_hotload("mine")
+    other = managers.job(f"{id}-other")
+    stranger = managers.policy(other.base_url)
+    untrained = trainer_logprobs(stranger)
+    theirs = stranger.save_weights_for_sampler_ext("theirs", checkpoint_type="base").snapshot_name
+    load = {"deployment_id": id, "base_model": MODEL, "timeout_seconds": 1}
+    with suppress(httpx.HTTPStatusError):
+        assert not managers.deployments.hotload_and_wait(snapshot_identity=theirs, **load)
+    assert syncer.check_deployment_state() == mine
+    managers.deployments.reattach_trainer(
+        id, base_model=MODEL, trainer_job_name=other.job_name, timeout_s=5, poll_interval_s=0.02
+    )
+    assert syncer.check_deployment_state() is None  # other machines, with the base model
+    assert prompt_logprobs(managers, id) == pytest.approx(untrained, abs=1e-5)
+    assert managers.deployments.hotload_and_wait(snapshot_identity=theirs, **load)
+    with suppress(httpx.HTTPStatusError):
+        assert not managers.deployments.hotload_and_wait(snapshot_identity=mine, **load)
+
+
+def test_a_deployment_can_own_the_bucket(managers: Managers) -> None:
+    managers.deployment("owner")
+    policy = managers.policy(managers.job("writes-there", hot_load_deployment_id="owner").base_url)
+    learn(policy)
+    sdk.WeightSyncer(policy, managers.deployments, deployment_id="owner", base_model=MODEL).save_and_hotload("step-1")
+    assert prompt_logprobs(managers, "owner") == pytest.approx(trainer_logprobs(policy), abs=1e-5)
+
+
+def test_adapters_reach_a_sampler(managers: Managers) -> None:
+    endpoint = managers.job("adapter", lora_rank=4)
+    policy = managers.policy(endpoint.base_url, lora_rank=4)
+    managers.deployment("adapter", hot_load_trainer_job=endpoint.job_name)
+    syncer = sdk.WeightSyncer(policy, managers.deployments, deployment_id="adapter", base_model=MODEL, lora_rank=4)
+    for step in range(2):
+        learn(policy)
+        syncer.save_and_hotload(f"step-{step}")
+        assert prompt_logprobs(managers, "adapter") == pytest.approx(trainer_logprobs(policy), abs=1e-5)
+    (row, _) = managers.trainers.list_checkpoints("adapter")
+    model = managers.trainers.promote_checkpoint(name=row["name"], output_model_id="an-adapter", base_model=MODEL)
+    assert (model["kind"], model["peftDetails"]["r"]) == ("HF_PEFT_ADDON", 4)
+    with pytest.raises(httpx.HTTPStatusError, match="400"):
+        managers.deployments.create_or_get(sdk.DeploymentConfig(deployment_id="x", base_model=model["name"]))
+
+
+def test_a_promoted_model_is_served(linked: Any, http: httpx.Client) -> None:
+    managers, policy, _, id = linked
+    learn(policy, 3)
+    saved = policy.save_weights_for_sampler_ext("final", checkpoint_type="base").snapshot_name
+    row = f"accounts/local/rlorTrainerJobs/{id}/checkpoints/{saved}"
+    model = managers.trainers.promote_checkpoint(name=row, output_model_id=id, base_model=MODEL)["name"]
+    managers.deployments.create_or_get(sdk.DeploymentConfig(deployment_id=f"{id}-p", base_model=model))
+    assert prompt_logprobs(managers, f"{id}-p") == pytest.approx(trainer_logprobs(policy), abs=1e-5)
+    asked = {"prompt": [5, 6, 7], "max_tokens": 1, "echo": True, "logprobs": True, "temperature": 0}
+    served = {m: http.post("/inference/v1/completions", json=asked | {"model": m}).json() for m in (model, MODEL)}
+    second = {m: s["choices"][0]["logprobs"]["content"][1]["logprob"] for m, s in served.items()}
+    assert second[model] == pytest.approx(trainer_logprobs(policy)[0], abs=1e-5) != second[MODEL]
+
+
+def test_a_deployment_without_replicas_does_not_answer(linked: Any, http: httpx.Client) -> None:
+    managers, _, syncer, id = linked
+    asked = {"model": f"accounts/local/deployments/{id}", "prompt": [5, 6], "max_tokens": 2}
+    assert http.post("/inference/v1/completions", json=asked).status_code == 200
+    managers.deployments.scale_to_zero(id)
+    assert http.post("/inference/v1/completions", json=asked).status_code == 404
+    assert syncer.check_deployment_state() is None
+    assert http.post("/inference/v1/completions", content=b"{").status_code == 400
+
+
+def test_hotloads_stall_and_fail_on_purpose() -> None:
+    with start_emulator(faults="hotload_stalls:1:s=0.4,hotload_error:at=2") as running:
+        managers = Managers(running)
+        endpoint = managers.job("policy")
+        managers.deployment("serving", hot_load_trainer_job=endpoint.job_name)
+        policy = managers.policy(endpoint.base_url)
+        saved = [policy.save_weights_for_sampler_ext(f"w-{i}", checkpoint_type="base").snapshot_name for i in range(3)]
+        loaded = []
+        for name in saved:
+            managers.deployments.hotload("serving", MODEL, name)
+            stages = [managers.deployments.hotload_check_status("serving", MODEL)["replicas"][0]]
+            while stages[-1]["loading_state"]["stage"] not in ("done", "error"):
+                time.sleep(0.05)
+                stages.append(managers.deployments.hotload_check_status("serving", MODEL)["replicas"][0])
+            loaded.append((stages[-1]["loading_state"]["stage"], stages[-1]["current_snapshot_identity"], len(stages)))
+        assert [stage for stage, _, _ in loaded] == ["done", "error", "done"]
+        assert [identity for _, identity, _ in loaded] == [saved[0], saved[0], saved[2]]
+        assert loaded[0][2] >= 5  # it stalled
+        assert managers.deployments.wait_for_hotload("serving", MODEL, saved[2], timeout_seconds=1)
+        assert running.emulator.faults.counts == {"hotload_stalls": 1, "hotload_error": 1}
+        managers.close()
+
+
+def test_a_truncated_stream_is_noticed_and_drawn_again() -> None:
+    with start_emulator(faults="truncate_sse:1:times=2") as running:
+        managers = Managers(running)
+        managers.deployment("serving")
+        asked = {"model": MODEL, "prompt": [5, 6], "max_tokens": 3, "stream": True}
+        with by_hand(running) as client:
+            cut = client.post("/inference/v1/completions", json=asked)
+            assert cut.status_code == 200
+            events = [json.loads(line.removeprefix("data: ")) for line in cut.text.splitlines() if line]
+            assert not any(choice["finish_reason"] for event in events for choice in event["choices"])
+        completion = asyncio.run(greedy(managers, "serving"))
+        assert completion.finish_reason in ("stop", "length")
+        assert running.emulator.faults.counts == {"truncate_sse": 2}
+        managers.close()
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_connection_is_closed_and_not_an_error() -> None:
+    for kind, made in (("drop_before", 404), ("drop_after", 200)):
+        with start_emulator(faults=f"{kind}:1:times=1:path={JOBS}") as running, by_hand(running) as client:
+            with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+                client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
+            assert client.get(f"{JOBS}/policy").status_code == made
+            assert running.emulator.faults.log == [(kind, f"POST {JOBS}")]
+            assert running.emulator.log[0].status is None
+
+
+def test_refusals_and_delays() -> None:
+    spec = "429:at=2:retry_after=0.2,503:burst=2:at=3,slow:at=4:s=0.3"
+    with start_emulator(faults=spec) as running, by_hand(running) as client:
+        answers, times = [], []
+        for _ in range(7):
+            start = time.monotonic()
+            answers.append(client.get("/v1/accounts"))
+            times.append(time.monotonic() - start)
+        assert [a.status_code for a in answers] == [200, 429, 200, 503, 503, 200, 200]
+        assert answers[1].headers["retry-after"] == "0.2"
+        assert [t >= 0.3 for t in times] == [False, False, False, False, False, False, True]
+        counts = client.get("/emulator/v1/status").json()["faults"]
+        assert counts == {"429": 1, "503": 2, "slow": 1}
+
+
+def test_the_same_seed_strikes_the_same_places() -> None:
+    def struck(seed: int) -> list[int]:
+        with start_emulator(faults="429:0.3", seed=seed) as running, by_hand(running) as client:
+            return [client.get("/v1/accounts").status_code for _ in range(20)]
+
+    assert struck(1) == struck(1)
+    assert struck(1) != struck(2)
+
+
+def test_a_spec_that_means_nothing_is_refused() -> None:
+    for spec in ("nonsense:0.1", "drop_before", "slow:2", "429:0.1:burst=3", "hotload_error:x", "restart_trainer:at="):
+        with pytest.raises(ConfigError, match="expected"):
+            parse_faults(spec)
+    with pytest.raises(ConfigError, match="nonsense"):
+        start_emulator(faults="nonsense:0.1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: RunningEmulator) -> float:
+    "The loss after four updates without any fault."
+    managers = Managers(shared)
+    policy = managers.policy(managers.job("undisturbed").base_url)
+    learn(policy, 4)
+    loss = loss_of(policy)
+    managers.close()
+    return loss
+
+
+SHAKES = ["drop_before:0.25", "drop_after:0.25", "slow:0.3:s=0.05", "429:0.25:retry_after=0.02", "503:0.1:burst=2"]
+
+
+@pytest.mark.parametrize("kind", SHAKES)
+def test_the_sdk_trains_once_whatever_happens(kind: str, undisturbed: float) -> None:
+    faults = ",".join(f"{kind}:path={path}" for path in ("forward_backward", "optim_step", "retrieve_future"))
+    with start_emulator(faults=faults, seed=3) as running:
+        managers = Managers(running)
+        policy = managers.policy(managers.job("policy").base_url)
+        learn(policy, 4)
+        assert loss_of(policy) == pytest.approx(undisturbed, rel=1e-6)
+        struck = [where.rsplit("/", 1)[1] for _, where in running.emulator.faults.log]
+        assert running.emulator.faults.counts[kind.split(":")[0]] == len(struck) >= 2
+        assert {"forward_backward", "optim_step"} & set(struck)
+        managers.close()
+
+
+def test_a_restarted_trainer_has_forgotten_everything_but_its_files() -> None:
+    with start_emulator(faults="restart_trainer:1:path=optim_step") as running:
+        managers = Managers(running)
+        endpoint = managers.job("policy")
+        policy = managers.policy(endpoint.base_url)
+        policy.save_state("step-0").result()
+        before = loss_of(policy)
+        policy.forward_backward([datum()], "cross_entropy").result()
+        with pytest.raises(Exception, match=r"404|model"):
+            policy.optim_step(sdk.AdamParams(learning_rate=1e-4)).result(timeout=20)
+        assert running.emulator.faults.counts == {"restart_trainer": 1}
+        fresh = managers.policy(endpoint.base_url)
+        fresh.load_state_with_optimizer("step-0").result()
+        assert loss_of(fresh) == pytest.approx(before, rel=1e-6)
+        managers.close()
+
+
+# --- as a process -----------------------------------------------------------------------------------------------------
+
+
+def emulate(*args: str, folder: Path) -> subprocess.Popen[str]:
+    "`rl-notebook emulate` in a process of its own."
+    code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "emulate", "--port", "0", "--folder", str(folder), *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def printed(process: subprocess.Popen[str]) -> dict[str, str]:
+    "The variables that it told its user to set."
+    assert process.stdout is not None
+    found: dict[str, str] = {}
+    for line in process.stdout:
+        if match := re.fullmatch(r"export (\w+)=(\S+)\n", line):
+            found[match[1]] = match[2]
+        if "Ctrl-C" in line:
+            return found
+    raise AssertionError(process.communicate()[1])
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    process = emulate("--faults", "429:at=3", "--startup-delay", "0.1", folder=tmp_path)
+    try:
+        told = printed(process)
+        names = ("FIREWORKS", "TINKER", "OPENAI")
+        assert set(told) == {f"{n}_{part}" for n in names for part in ("BASE_URL", "API_KEY")}
+        assert told["TINKER_API_KEY"].startswith("tml-")
+        key = {"X-Api-Key": told["FIREWORKS_API_KEY"]}
+        with httpx.Client(base_url=told["FIREWORKS_BASE_URL"], headers=key) as client:
+            assert client.get("/v1/accounts").json()["accounts"][0]["name"] == "accounts/local"
+            assert client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).json()["state"] == "JOB_STATE_PENDING"
+            assert client.get(f"{JOBS}/policy").status_code == 429
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (0, "")
+        assert out.strip() == "emulator: stopped"
+        assert json.loads((tmp_path / "control/rlorTrainerJobs/policy.json").read_text())["goal"] == "JOB_STATE_RUNNING"
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+
+
+def test_the_command_ends_when_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end() -> None:
+        "Send the signal once somebody listens to it: before, it would end this process."
+        while signal.getsignal(signal.SIGTERM) == before:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
+    assert main(["emulate", "--port", "0", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("emulator: stopped\n")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("args", [["--host", "0.0.0.0"], ["--faults", "nonsense:1"], ["--model", "no-such-model"]])
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert main(["emulate", "--port", "0", "--folder", str(tmp_path / "emulator"), *args]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("rl-notebook emulate: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_the_environment_leads_a_script_that_knows_nothing(emulator: RunningEmulator) -> None:
+    script = """
+import os
+from fireworks.training.sdk import TrainerJobConfig, TrainerJobManager
+manager = TrainerJobManager(api_key=os.environ["FIREWORKS_API_KEY"], base_url=os.environ["FIREWORKS_BASE_URL"])
+config = TrainerJobConfig(base_model="accounts/fireworks/models/qwen3-8b")
+print(manager.create_and_wait(config, poll_interval_s=0.05).job_id)
+"""
+    command, env = [sys.executable, "-c", script], os.environ | emulator.environment()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("training-api-service-")
