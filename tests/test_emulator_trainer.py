@@ -51,11 +51,11 @@ def new_models() -> Models:
 class Running:
     "A trainer behind a real HTTP server, in a thread."
 
-    def __init__(self, folder: Path, **options):
+    def __init__(self, folder: Path, middleware=lambda app: app, **options):
         self.trainer = EmulatedTrainer(new_models(), Snapshots(folder / "snapshots"), folder, **options)
         from starlette.applications import Starlette
 
-        app = Starlette(routes=self.trainer.routes())
+        app = middleware(Starlette(routes=self.trainer.routes()))
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -328,6 +328,56 @@ def test_a_big_result_is_announced_and_then_fetched(sdk, own):
     assert announced["status"] == "complete_metadata"
     assert announced["response_payload_size"] > 16
     assert "loss_fn_outputs" in service.post("retrieve_future", {"request_id": request_id})
+
+
+class Unreliable:
+    "Does every second POST, and then says that it is busy; the others it refuses before they are done."
+
+    def __init__(self, app):
+        self.app, self.seen = app, {}
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or not scope["path"].endswith(("forward_backward", "optim_step", "create_model")):
+            return await self.app(scope, receive, send)
+        key = dict(scope["headers"])[b"x-idempotency-key"]
+        self.seen[key] = self.seen.get(key, 0) + 1
+        if self.seen[key] > 1:
+            return await self.app(scope, receive, send)
+        if len(self.seen) % 2:
+            await self.app(scope, receive, swallow)
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"retry-after", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def swallow(message) -> None:
+    "An answer that gets lost."
+
+
+def test_answers_that_get_lost_train_nothing_twice(sdk, own, running):
+    reliable = fireworks_client(sdk, running.url)
+    client = fireworks_client(sdk, own(middleware=Unreliable).url)
+    for k in range(2):
+        loss, logprobs, _ = fireworks_step(sdk, client, k)
+        wanted, expected, _ = fireworks_step(sdk, reliable, k)
+        assert loss == wanted
+        assert [list(x) for x in logprobs] == [list(x) for x in expected]
+
+
+def test_a_batch_in_pieces_is_one_batch(sdk, tinker_service, tinker, running):
+    whole = [Datum([i % 250, (7 * i) % 250, 3], [1.0, 1.0]) for i in range(1100)]  # the SDKs cut at 1024
+    first = fireworks_client(sdk, running.url)
+    second = tinker_service.create_lora_training_client("any", rank=2, seed=0).result()
+    outs = [
+        first.forward_backward(fireworks_datums(sdk, whole), "cross_entropy").result(),
+        second.forward_backward(tinker_datums(tinker, whole), "cross_entropy").result(),
+    ]
+    steps = [first.optim_step(sdk.AdamParams(**ADAM)), second.optim_step(tinker.types.AdamParams(**ADAM))]
+    for out, step in zip(outs, steps, strict=True):
+        assert len(out.loss_fn_outputs) == len(whole)
+        total = -sum(sum(o["logprobs"].data) for o in out.loss_fn_outputs)
+        assert out.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+        metrics = step.result().metrics
+        assert (metrics["num_sequences"], metrics["num_loss_tokens"]) == (1100, 2200)
 
 
 # The Tinker SDK
@@ -803,6 +853,32 @@ def test_unnamed_snapshots_do_not_pile_up(running, monkeypatch):
     mine = [n for n in running.trainer.snapshots.names() if n.startswith(model_id.replace(":", "."))]
     assert [n.rpartition("-")[2] for n in mine] == ["3", "4"]
     assert [row for row in running.trainer.checkpoints() if row["run"] == model_id] == []
+
+
+def test_sessions_that_share_one_model_do_not_mix_their_weights(own, monkeypatch):
+    monkeypatch.setattr(module, "KEPT_SERVINGS", 1)
+    service = own()
+    model_id = service.model("0.38.0", rank=2, seed=4)
+    samplers = []
+    for k in range(3):
+        service.post("forward_backward", pass_body(model_id, 3 * k + 1, [wire_datum(d) for d in some_datums(k)]))
+        service.post("optim_step", step_body(model_id, 3 * k + 2))
+        body = {"model_id": model_id, "seq_id": 3 * k + 3, "path": None, "sampling_session_seq_id": k}
+        samplers.append(service.result("save_weights_for_sampler", body)["sampling_session_id"])
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [40, 41, 42]}]}
+    ask = {"prompt": prompt, "prompt_logprobs": True, "sampling_params": {"max_tokens": 4, "seed": 1}}
+
+    def drawn(job: tuple[int, int]) -> list:
+        out = service.result("asample", {**ask, "sampling_session_id": samplers[job[0]], "seq_id": job[1]})
+        return [out["sequences"][0]["tokens"], out["prompt_logprobs"][1:]]
+
+    alone = [drawn((k, 0)) for k in range(3)]
+    assert len({tuple(logprobs) for _, logprobs in alone}) == 3
+    jobs = [(k, n) for n in range(1, 4) for k in range(3)]
+    with ThreadPoolExecutor(6) as pool:
+        for (k, _), (tokens, logprobs) in zip(jobs, pool.map(drawn, jobs), strict=True):
+            assert tokens == alone[k][0]
+            np.testing.assert_allclose(logprobs, alone[k][1], atol=1e-5)
 
 
 def test_what_is_not_installed_is_named(running, monkeypatch):
