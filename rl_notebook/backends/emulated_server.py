@@ -32,7 +32,7 @@ __all__ = ['Style', 'PIECE', 'STEERING', 'Wanted', 'read_wanted', 'read_prompt',
            'end_requests', 'answer_done', 'read_weights', 'read_adapter', 'copy_weights', 'HotLoad', 'check_delta',
            'EmulatedServer', 'error_reply', 'guarded', 'read_json', 'while_connected', 'respond', 'draw_wanted',
            'adapter_of', 'check_alive', 'envelope', 'stream_of', 'hot_load', 'run_load', 'match_rank', 'steered',
-           'pause', 'resume', 'collective_rpc', 'load_adapter', 'load_lora_adapter', 'unload_lora_adapter',
+           'pause', 'resume', 'collective_rpc', 'serve_adapter', 'load_lora_adapter', 'unload_lora_adapter',
            'list_models', 'health', 'update_weight_version']
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #391f3829
@@ -301,21 +301,21 @@ def read_weights(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names}
 
 
-def read_adapter(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    "The base weights with an adapter worked in; raises `Refusal`."
+def read_adapter(folder: Path, base: Mapping[str, Any]) -> dict[str, Tensor]:
+    "What an adapter adds to the weights, by name; raises `Refusal`."
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         parts = load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as reason:
         raise Refusal(404, f"No adapter found for {str(folder)!r}: {type(reason).__name__}") from reason
-    scale, merged = config["lora_alpha"] / config["r"], dict(base)
+    scale, added = config["lora_alpha"] / config["r"], {}
     for key in [k for k in parts if k.endswith(".lora_A.weight")]:
         stem = key.removesuffix(".lora_A.weight")
         name = f"{stem.removeprefix('base_model.model.')}.weight"
         if name not in base:
             raise Refusal(400, "adapter", got=f"a part for {name!r}", expected="layers of the served model")
-        merged[name] = base[name] + scale * (parts[f"{stem}.lora_B.weight"] @ parts[key]).to(base[name].dtype)
-    return merged
+        added[name] = scale * (parts[f"{stem}.lora_B.weight"] @ parts[key])
+    return added
 
 
 def copy_weights(serving: Serving, tensors: Mapping[str, Tensor]) -> None:
@@ -380,7 +380,7 @@ class EmulatedServer:
         self.running = 0  # requests being answered
         self.resumed = asyncio.Event()
         self.resumed.set()
-        self.adapters: dict[str, str] = {}  # name to folder
+        self.adapters: dict[str, dict[str, Tensor]] = {}  # by name, what each adds to the base
         self._serving: dict[str, tuple[Serving, Gate]] = {}  # by adapter, "" is the base
         self._lock = asyncio.Lock()
 
@@ -662,18 +662,18 @@ async def collective_rpc(server: EmulatedServer, request: Request, body: dict[st
         raise
     await gate.worker(copy_weights, serving, tensors)
     server.bare = False
-    for name, adapter in server.adapters.items():
-        await load_adapter(server, name, adapter)
+    for name in server.adapters:
+        await serve_adapter(server, name)
     return {"results": [None]}
 
 
-async def load_adapter(server: EmulatedServer, name: str, folder: str) -> None:
-    "Work an adapter into a copy of the base, and serve it under its name."
+async def serve_adapter(server: EmulatedServer, name: str) -> None:
+    "Work an adapter into a copy of the base as it is now."
     base = server.serving()[0].backend.sync.served  # type: ignore[attr-defined]
-    tensors = read_adapter(Path(folder), {key: p.detach() for key, p in base.items()})
+    added = server.adapters[name]
+    tensors = {key: p.detach() + added[key].to(p) if key in added else p.detach() for key, p in base.items()}
     serving, gate = server.serving(name)
     await gate.worker(copy_weights, serving, tensors)
-    server.adapters[name] = folder
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #630acc1a
 async def load_lora_adapter(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
@@ -683,7 +683,8 @@ async def load_lora_adapter(server: EmulatedServer, request: Request, body: dict
         raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
     if name in server.adapters and not body.get("load_inplace"):
         raise Refusal(400, f"The lora adapter '{name}' has already been loaded.")
-    await load_adapter(server, name, folder)
+    server.adapters[name] = read_adapter(Path(folder), server.serving()[0].backend.sync.served)  # type: ignore[attr-defined]
+    await serve_adapter(server, name)
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
 

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 from ..align import completion_from_target, target_from_echo
 from .base import Backend, Capabilities, Meter
@@ -36,11 +37,11 @@ from ..core import AlignmentError, BackendError, Completion, Logprobs, SamplePar
 # %% auto #0
 __all__ = ['RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEXT', 'Secret', 'key_from_env', 'request_seed', 'AdaptiveLimit',
            'slot', 'admit_waiting', 'hold', 'drained', 'Retries', 'AskAgain', 'retry_after', 'persist', 'server_root',
-           'Wire', 'Refused', 'server_message', 'judge', 'stream_events', 'joined', 'attempt', 'ask', 'Dialect',
-           'request_body', 'completion_ids', 'reported', 'prompt_scores', 'sort_logprobs', 'OpenAISampler', 'together',
-           'score_tokens', 'check_choice', 'draw_one', 'ServerReport', 'probe', 'write_weights', 'SyncReport',
-           'VLLMSync', 'steer', 'load', 'swap', 'served_scores', 'check_served', 'forget_folders', 'heal', 'start',
-           'StaticSync', 'open_openai']
+           'Wire', 'Refused', 'server_message', 'without_key', 'judge', 'stream_events', 'joined', 'attempt', 'ask',
+           'Dialect', 'request_body', 'completion_ids', 'reported', 'prompt_scores', 'sort_logprobs', 'OpenAISampler',
+           'together', 'score_tokens', 'check_choice', 'draw_one', 'ServerReport', 'probe', 'write_weights',
+           'SyncReport', 'VLLMSync', 'steer', 'load', 'swap', 'served_scores', 'check_served', 'forget_folders',
+           'suspicious', 'heal', 'start', 'StaticSync', 'open_openai']
 
 # %% ../../nbs/23_backends.openai.ipynb #7030fff7
 class Secret:
@@ -295,6 +296,7 @@ class Wire:
         self.key = key if isinstance(key, Secret) or key is None else Secret(key)
         self.counts: Counter[str] = Counter()  # attempts, and failures by reason
         self.lost = False  # the connection broke since somebody last looked
+        self.answered_at = time.monotonic()  # the last answer
         self.closed = False
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -336,6 +338,7 @@ class Refused(BackendError):
     "The server refused a request for good."
 
     status: int = 0  # of HTTP
+    said: str = ""  # by the server
 
 
 def server_message(text: str) -> str:
@@ -350,17 +353,21 @@ def server_message(text: str) -> str:
     return " ".join((said if isinstance(said, str) else json.dumps(said)).split())[:300]
 
 # %% ../../nbs/23_backends.openai.ipynb #c44d062e
-def judge(wire: Wire, status: int, text: str, header: str | None, where: str) -> AskAgain:
+def without_key(wire: Wire, raw: bytes) -> str:
+    "A response as text, with stars for the key."
+    text = raw.decode(errors="replace")
+    return text.replace(wire.key.reveal(), "***") if wire.key else text
+
+
+def judge(status: int, text: str, header: str | None, where: str) -> AskAgain:
     "The reason to ask again that a failed response gives; raises `BackendError` when there is none."
     said = server_message(text)
-    if wire.key:
-        said = said.replace(wire.key.reveal(), "***")
     if status in RETRIED:
         reason = f"status {status}" + (f" ({said})" if said else "")
         return AskAgain(reason, retry_after(header, time.time()), crowded=status in _CROWDED)
     got, fix = f"status {status}: {said or 'no words'}", _FIXES.get(status)
     error = Refused("refused", where=where, got=got, **({"fix": fix} if fix else {}))
-    error.status = status
+    error.status, error.said = status, said
     raise error
 
 # %% ../../nbs/23_backends.openai.ipynb #c32f04b0
@@ -420,11 +427,11 @@ async def _exchange(
     try:
         async with wire.client.stream(method, wire.root + path, json=body, params=params) as response:
             if response.status_code >= 400:
-                text = (await response.aread()).decode(errors="replace")
-                return None, judge(wire, response.status_code, text, response.headers.get("retry-after"), where)
+                text = without_key(wire, await response.aread())
+                return None, judge(response.status_code, text, response.headers.get("retry-after"), where)
             if stream:
                 return joined([part async for part in stream_events(response.aiter_bytes())]), None
-            text = (await response.aread()).decode(errors="replace")
+            text = without_key(wire, await response.aread())
             words = "json" not in response.headers.get("content-type", "") and not text.lstrip().startswith("{")
             return ({"text": text} if words else json.loads(text)), None
     except AskAgain as reason:
@@ -460,6 +467,8 @@ async def attempt(
                 answer, reason = await _exchange(wire, method, path, body, params, stream)
         except TimeoutError:
             answer, reason = None, AskAgain(f"no answer within {wire.retries.attempt_s:g} s", crowded=True)
+        if reason is None:
+            wire.answered_at = time.monotonic()
         if limited and reason is None:
             wire.limit.answered()
         elif limited and reason is not None and reason.crowded:
@@ -886,7 +895,7 @@ def write_weights(
     weights: Mapping[str, Tensor],  # of what is trained, by parameter name
     folder: Path,  # to make
 ) -> None:
-    "Write weights as `save_pretrained` does, the adapter alone under PEFT, so that no half-written folder is seen."
+    "Write weights as `save_pretrained` does, the adapter alone under PEFT; no half-written folder is ever seen."
     draft = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     if hasattr(module, "peft_config"):
@@ -897,9 +906,22 @@ def write_weights(
         module.peft_config["default"].save_pretrained(draft)  # type: ignore[index, union-attr]
         save_file({k: v.detach().cpu().contiguous() for k, v in adapter.items()}, draft / "adapter_model.safetensors")
     else:
-        module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
+        with _quiet():
+            module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    "No progress bar for every sync."
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 # %% ../../nbs/23_backends.openai.ipynb #e9884c5a
 @dataclass(frozen=True)
@@ -926,12 +948,13 @@ class VLLMSync:
         adapter: str = "policy",  # name of the adapter, when the policy is one
         check_tokens: Sequence[int] = (),  # (N,) ids that are scored after every sync
         tolerance: float = 1e-3,  # largest difference; grows to 4 times what is seen at the start
+        check_after_s: float = 2.0,  # without an answer, after which the weights are checked again
     ):
         if not isinstance(local.policy, LocalTrainer):
             raise BackendError("policy", got=type(local.policy).__name__, expected="a LocalTrainer")
         self.local, self.policy, self.sampler, self.folder = local, local.policy, sampler, Path(folder).absolute()
         self.server_folder, self.mode, self.adapter = server_folder or str(self.folder), mode, adapter
-        self.check_tokens, self.tolerance = list(check_tokens), tolerance
+        self.check_tokens, self.tolerance, self.check_after_s = list(check_tokens), tolerance, check_after_s
         self.lora = hasattr(self.policy.state.module, "peft_config")
         self.served: str | None = None  # folder name of the weights that the server has; None = its own
         self.reports: list[SyncReport] = []
@@ -980,7 +1003,7 @@ async def steer(
         if optional:
             return {}
         fix = "Start vLLM with VLLM_SERVER_DEV_MODE=1; for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True too."
-        raise BackendError("weight sync", where=where, got="no such endpoint", fix=fix) from reason
+        raise BackendError("weight sync", where=where, got=f"status 404: {reason.said}", fix=fix) from reason
     if isinstance(answer, AskAgain):
         raise BackendError("weight sync", where=where, got=answer.reason, expected="status 200", fix=_FOLDER_FIX)
     return answer
@@ -1010,10 +1033,13 @@ async def swap(sync: VLLMSync, name: str) -> None:
     await steer(sync, "/pause", optional=True, mode=sync.mode)
     try:
         await load(sync, name)
-    except BackendError:
-        if sync.served is not None:
-            await load(sync, sync.served)
-            await steer(sync, "/resume", optional=True)
+    except BackendError as reason:
+        try:
+            await load(sync, sync.served or name)
+        except BackendError:
+            fix = "The server may have no weights now, and a request would end it: it stays paused. Start it anew."
+            raise BackendError("weight sync", got=str(reason), fix=fix) from reason
+        await steer(sync, "/resume", optional=True)
         raise
     await steer(sync, "/resume", optional=True)
 
@@ -1054,24 +1080,29 @@ def forget_folders(sync: VLLMSync, keep: set[str]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 # %% ../../nbs/23_backends.openai.ipynb #b1acff6c
-async def heal(sync: VLLMSync) -> None:
-    "After a lost connection: are the weights still there? If not, load them again."
+def suspicious(sync: VLLMSync) -> bool:
+    "Whether the server could have been restarted since the last answer."
     wire = sync.sampler.wire
-    if not wire.lost or sync.served is None:
+    return wire.lost or time.monotonic() - wire.answered_at > sync.check_after_s
+
+
+async def heal(sync: VLLMSync) -> None:
+    "Are the weights still there? If not, load them again."
+    if not suspicious(sync):
         return
     async with sync.lock:
-        if not wire.lost:
+        if not suspicious(sync):
             return
+        wire, intact = sync.sampler.wire, False
         try:
             intact = float(np.abs(await served_scores(sync) - sync.expected).max()) <= sync.tolerance
-        except Refused as reason:
+        except Refused as reason:  # 404: the adapter is unknown
             if reason.status != 404:
                 raise
-            intact = False  # the adapter is unknown
         if not intact:
             warnings.warn(f"{wire.root}: the server lost its weights; {sync.served} is loaded again", stacklevel=2)
-            await sync.serve(sync.served, sync.sampler.policy_version)
-        wire.lost = False
+            await sync.serve(sync.served or "", sync.sampler.policy_version)
+        wire.lost, wire.answered_at = False, time.monotonic()
 
 
 async def start(sync: VLLMSync) -> None:

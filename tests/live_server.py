@@ -1,0 +1,99 @@
+"Servers for tests: real HTTP on a free port of this machine, and a wire that cuts connections."
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from rl_notebook.backends.emulated_server import EmulatedServer
+from rl_notebook.backends.emulated_trainer import Models, Snapshots
+
+
+@contextlib.contextmanager
+def serve(app) -> Iterator[str]:
+    "The address of an ASGI app that runs in a thread."
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_level="critical", lifespan="on", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise RuntimeError("the server did not start")
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def emulated(model, tokenizer, folder, **options) -> EmulatedServer:
+    "A replica that serves this model."
+    models = Models((model, tokenizer))
+    return EmulatedServer(models, Snapshots(folder / "snapshots"), **{"base_model": "tiny"} | options)
+
+
+def app_of(server: EmulatedServer) -> Starlette:
+    "Everything that a replica answers, at one address, and the account that the Fireworks SDK asks for."
+
+    async def accounts(request):
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({"accounts": [{"name": "accounts/local"}]})
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        yield
+        await server.close()
+
+    return Starlette(
+        lifespan=lifespan,
+        routes=[
+            *server.routes(),
+            Route("/inference/v1/completions", server.completions, methods=["POST"]),
+            Route("/hot_load/v1/models/hot_load", server.hot_load, methods=["GET", "POST"]),
+            Route("/v1/accounts", accounts),
+        ],
+    )
+
+
+@contextlib.asynccontextmanager
+async def cutting(url: str, cuts: list[str]) -> AsyncIterator[str]:
+    "A relay to `url`; each new connection takes one of `cuts`: 'before' any byte, 'after' the request arrived, or ''."
+    host, port = url.removeprefix("http://").split(":")
+
+    async def pump(reader, writer):
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def relay(reader, writer):
+        cut = cuts.pop(0) if cuts else ""
+        if cut == "before":
+            writer.transport.abort()
+            return
+        there, back = await asyncio.open_connection(host, int(port))
+        if cut == "after":
+            back.write(await reader.read(65536))
+            await back.drain()
+            await there.read(1)
+            back.close()
+            writer.transport.abort()
+            return
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

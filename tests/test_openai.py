@@ -1,0 +1,873 @@
+"The client of OpenAI-compatible servers, over real HTTP: agreement, faults, limits, keys, weight sync."
+
+import asyncio
+import contextlib
+import email.utils
+import json
+import logging
+import os
+import pickle
+import time
+import traceback
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from live_server import app_of, cutting, emulated, serve
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.backends.openai import (
+    AdaptiveLimit,
+    AskAgain,
+    OpenAISampler,
+    Retries,
+    Secret,
+    joined,
+    key_from_env,
+    open_openai,
+    probe,
+    request_seed,
+    slot,
+    stream_events,
+)
+from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, SampleParams
+
+__all__ = ["one_thread"]
+
+PROMPT = [72, 101, 108, 108, 111]
+QUICK = Retries(deadline_s=20, attempt_s=5, first_wait_s=0.01)
+KEY = "not-a-real-key-0123456789"
+
+
+def model():
+    "The model that every server of these tests starts with."
+    return tiny_model(context=96)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    "A server, and its address."
+    server = emulated(model(), byte_tokenizer(), tmp_path_factory.mktemp("server"))
+    with serve(app_of(server)) as url:
+        yield server, url
+
+
+@pytest.fixture(scope="module")
+def processed_site(tmp_path_factory):
+    "One that reports what it drew from."
+    server = emulated(model(), byte_tokenizer(), tmp_path_factory.mktemp("p"), logprobs_mode="processed_logprobs")
+    with serve(app_of(server)) as url:
+        yield server, url
+
+
+@pytest.fixture(scope="module")
+def local():
+    backend = open_local(model(), byte_tokenizer(), inline=True)
+    yield backend
+    asyncio.run(backend.__aexit__())
+
+
+@contextlib.asynccontextmanager
+async def sampler_at(url, **options):
+    sampler = OpenAISampler(url, "tiny", byte_tokenizer(), **{"retries": QUICK} | options)
+    try:
+        yield sampler
+    finally:
+        await sampler.close()
+
+
+def ids(completions):
+    return [c.tokens.tolist() for c in completions]
+
+
+async def drawn_locally(local, params, prompt=PROMPT):
+    "What the server must answer: it draws completion i with the seed of request i."
+    alone = [replace(params, n=1, seed=request_seed(params.seed, i)) for i in range(params.n)]
+    return [(await local.sampler.sample(prompt, p))[0] for p in alone]
+
+
+# --- what comes back ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["vllm", "fireworks", "echo"])
+def test_completions_are_those_of_the_model(site, local, dialect, stream):
+    params = SampleParams(n=5, max_tokens=9, seed=3)
+
+    async def test():
+        async with sampler_at(site[1], dialect=dialect, stream=stream) as sampler:
+            got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
+            assert ids(got) == ids(want)
+            assert [c.text for c in got] == [c.text for c in want]
+            assert [c.finish_reason for c in got] == [c.finish_reason for c in want]
+            for g, w in zip(got, want, strict=True):
+                assert np.abs(g.logprobs - w.logprobs).max() < 1e-5
+                assert np.array_equal(g.logprobs, g.sampling_logprobs)
+                scored = await sampler.logprobs(g.full_tokens)
+                exact = await local.sampler.logprobs(g.full_tokens)
+                assert scored.coordinate == "target"
+                assert np.abs(scored.values - exact.values).max() < 1e-5
+            assert sampler.meter.tokens_sampled == sum(map(len, ids(got)))
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("stop", [{"stop": ("e", "a")}, {"stop_token_ids": (101, 97, 33)}])
+def test_stops(site, local, stop):
+    params = SampleParams(n=6, max_tokens=40, seed=0, **stop)
+
+    async def test():
+        async with sampler_at(site[1]) as sampler:
+            got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
+            assert [(c.tokens.tolist(), c.text, c.finish_reason) for c in got] == [
+                (c.tokens.tolist(), c.text, c.finish_reason) for c in want
+            ]
+
+    asyncio.run(test())
+
+
+COOL = {"temperature": SampleParams(n=4, max_tokens=8, seed=2, temperature=0.6)}
+COOL["top_p"] = replace(COOL["temperature"], temperature=1.0, top_p=0.7)
+COOL["top_k"] = replace(COOL["temperature"], top_k=5)
+COOL["greedy"] = replace(COOL["temperature"], temperature=0.0)
+
+
+@pytest.mark.parametrize("name", COOL)
+@pytest.mark.parametrize("kind", ["raw", "processed", "both", "unknown"])
+def test_raw_and_sampling_logprobs_are_kept_apart(site, processed_site, local, kind, name):
+    params = COOL[name]
+
+    async def test(url):
+        dialect = "fireworks" if kind == "both" else "vllm"
+        async with sampler_at(url, dialect=dialect) as sampler:
+            if kind != "unknown":
+                assert (await probe(sampler, PROMPT)).kind == kind
+            got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
+            assert ids(got) == ids(want)
+            for g, w in zip(got, want, strict=True):
+                assert np.abs(g.logprobs - w.logprobs).max() < 1e-5
+                if kind in ("processed", "both") or name == "greedy":
+                    assert np.abs(g.sampling_logprobs - w.sampling_logprobs).max() < 1e-5
+                else:
+                    assert g.sampling_logprobs is None
+
+    asyncio.run(test((processed_site if kind == "processed" else site)[1]))
+
+
+def test_the_same_seed_gives_the_same_tokens_in_a_crowd(site):
+    async def test():
+        async with sampler_at(site[1]) as sampler:
+            alone = await sampler.sample(PROMPT, SampleParams(n=3, max_tokens=8, seed=4))
+            crowd = await asyncio.gather(
+                *(sampler.sample(PROMPT, SampleParams(n=1 + s, max_tokens=8, seed=s)) for s in range(8))
+            )
+            assert ids(crowd[4])[:3] == ids(alone)
+            free = [ids(await sampler.sample(PROMPT, SampleParams(max_tokens=8))) for _ in range(4)]
+            assert len({str(x) for x in free}) > 1
+
+    asyncio.run(test())
+
+
+def test_request_seeds_fit_31_bits_and_differ():
+    seeds = [request_seed(s, i) for s in (0, 1, -1, 2**63, 7**30) for i in range(200)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= s < 2**31 for s in seeds)
+    assert request_seed(0, 0) == request_seed(2**64, 0)
+
+
+def test_long_and_empty_prompts_are_refused_before_they_are_sent(site):
+    async def test():
+        async with sampler_at(site[1], max_seq_len=96, vocab_size=258) as sampler:
+            with pytest.raises(BackendError, match=r"95 prompt tokens.*at most 96"):
+                await sampler.sample([1] * 95, SampleParams(max_tokens=4))
+            with pytest.raises(BackendError, match="expected at least one"):
+                await sampler.sample([], SampleParams())
+            with pytest.raises(BackendError, match="got 300; expected 0 to 257"):
+                await sampler.logprobs([1, 300])
+            with pytest.raises(BackendError, match="got 1; expected at least 2"):
+                await sampler.logprobs([1])
+            assert sampler.wire.counts["attempts"] == 0
+
+    asyncio.run(test())
+
+
+# --- servers that misbehave ---------------------------------------------------------------------------------------
+
+
+class Moody:
+    "A server that does one thing of a list with each request for completions, and then behaves."
+
+    def __init__(self, server, moods):
+        self.inner, self.moods, self.times, self.most, self.now = app_of(server), list(moods), [], 0, 0
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or not scope["path"].endswith("/completions"):
+            return await self.inner(scope, receive, send)
+        self.times.append(time.monotonic())
+        mood = self.moods.pop(0) if self.moods else ""
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await self.act(mood, scope, receive, send)
+        finally:
+            self.now -= 1
+
+    async def act(self, mood, scope, receive, send):
+        kind, _, value = mood.partition(":")
+        if kind.isdigit():
+            headers = {"retry-after": value} if value else {}
+            return await JSONResponse({"error": {"message": "moody"}}, int(kind), headers)(scope, receive, send)
+        if kind == "slow":
+            await asyncio.sleep(float(value))
+        if kind == "garbage":
+            return await Response("<html>oops", media_type="application/json")(scope, receive, send)
+        if kind in ("half", "sse-error"):
+            send = self.half(send, kind)
+        await self.inner(scope, receive, send)
+
+    def half(self, send, kind):
+        "Lets half of the body through, and closes the connection."
+        sent = 0
+
+        async def cut(message):
+            nonlocal sent
+            if message["type"] == "http.response.body" and message.get("body"):
+                sent += 1
+                if kind == "sse-error":
+                    body = b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
+                    await send(message | {"body": body, "more_body": False})
+                    raise ConnectionResetError
+                if sent > 1 or not message.get("more_body"):
+                    await send(message | {"body": message["body"][: len(message["body"]) // 2], "more_body": True})
+                    raise ConnectionResetError
+            await send(message)
+
+        return cut
+
+
+MOODS = {
+    "429": ("429:0.02", "status 429 (moody)"),
+    "503": ("503", "status 503 (moody)"),
+    "500": ("500", "status 500 (moody)"),
+    "slow": ("slow:1", "no answer within 0.3 s"),
+    "garbage": ("garbage", "a damaged answer"),
+    "half": ("half", None),
+    "sse-error": ("sse-error", "an error in the stream: engine died"),
+}
+
+
+@pytest.mark.parametrize("name", MOODS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_failed_is_asked_again_and_nothing_is_lost(site, local, name, stream):
+    mood, reason = MOODS[name]
+    if name in ("sse-error", "garbage") and stream != (name == "sse-error"):
+        pytest.skip("belongs to the other kind of answer")
+    params = SampleParams(n=4, max_tokens=9, seed=3)
+    app = Moody(site[0], ["", mood, "", mood, mood])
+
+    async def test(url):
+        retries = replace(QUICK, attempt_s=0.3)
+        async with sampler_at(url, stream=stream, retries=retries) as sampler:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                got = await sampler.sample(PROMPT, params)
+            assert ids(got) == ids(await drawn_locally(local, params))
+            counts = dict(sampler.wire.counts)
+            assert counts.pop("attempts") == 4 + 3
+            assert sum(counts.values()) == 3
+            assert reason is None or counts == {reason: 3}
+
+    with serve(app) as url:
+        asyncio.run(test(url))
+
+
+@pytest.mark.parametrize("cut", ["before", "after"])
+def test_connections_that_break_are_made_anew(site, local, cut):
+    params = SampleParams(n=3, max_tokens=9, seed=3)
+
+    async def test():
+        async with cutting(site[1], [cut, "", cut]) as url, sampler_at(url) as sampler:
+            with pytest.warns(UserWarning, match="asking again"):
+                got = await sampler.sample(PROMPT, params)
+            assert ids(got) == ids(await drawn_locally(local, params))
+            assert sampler.wire.lost
+            assert sum(sampler.wire.counts.values()) - sampler.wire.counts["attempts"] == 2
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_retry_after_is_obeyed(site, form):
+    header = "1" if form == "seconds" else email.utils.formatdate(time.time() + 2, usegmt=True)
+    app = Moody(site[0], [f"429:{header}"])
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            await sampler.sample(PROMPT, SampleParams(max_tokens=2, seed=1))
+
+    with serve(app) as url:
+        asyncio.run(test(url))
+    assert 0.9 < app.times[1] - app.times[0] < 3
+
+
+def test_a_deadline_that_cannot_be_kept_is_given_up_at_once(site):
+    app = Moody(site[0], ["503:120"])
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            started = time.monotonic()
+            with pytest.raises(BackendError, match=r"asks to wait 120 s.*\(moody\), 1 attempt; expected .* 20 s"):
+                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+            assert time.monotonic() - started < 2
+
+    with serve(app) as url:
+        asyncio.run(test(url))
+
+
+def test_a_server_that_is_not_there():
+    async def test():
+        retries = Retries(deadline_s=0.5, first_wait_s=0.05)
+        async with sampler_at("http://127.0.0.1:9", retries=retries) as sampler:
+            with pytest.warns(UserWarning, match="ConnectError"), pytest.raises(BackendError, match="Is the server up"):
+                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+def test_what_will_not_get_better_is_an_error_at_once(site, status):
+    app = Moody(site[0], [str(status)])
+
+    async def test(url):
+        async with sampler_at(url, key=KEY) as sampler:
+            with pytest.raises(BackendError, match=f"/v1/completions: refused: got status {status}: moody"):
+                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+
+    with serve(app) as url:
+        asyncio.run(test(url))
+    assert len(app.times) == 1
+
+
+def canned(choice, **rest):
+    "A server that always answers this."
+
+    async def answer(request):
+        return JSONResponse({"choices": [choice]} | rest)
+
+    return Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
+
+
+GOOD = {"text": "ab", "token_ids": [5, 6], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, -2.0]}}
+BAD = {
+    "no ids": (
+        {k: v for k, v in GOOD.items() if k != "token_ids"},
+        BackendError,
+        "no token ids came back.*again",
+    ),
+    "no logprobs": (GOOD | {"logprobs": None}, BackendError, "no logprobs came back"),
+    "too few logprobs": (GOOD | {"logprobs": {"token_logprobs": [-1.0]}}, AlignmentError, "1 values for 2 tokens"),
+    "another prompt": (
+        GOOD | {"prompt_token_ids": [1, *PROMPT]},
+        BackendError,
+        "another prompt.*6 ids.*expected 5",
+    ),
+    "odd ending": (GOOD | {"finish_reason": "content_filter"}, BackendError, "got 'content_filter'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_answers_that_cannot_be_used_are_refused(name):
+    choice, kind, match = BAD[name]
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            with pytest.raises(kind, match=match):
+                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+
+    with serve(canned(choice)) as url:
+        asyncio.run(test(url))
+
+
+@pytest.mark.parametrize("ending", ["tool_calls", "length", "abort"])
+def test_finish_reasons(ending):
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            (c,) = await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+            assert c.finish_reason == {"tool_calls": "stop"}.get(ending, ending)
+
+    with serve(canned(GOOD | {"finish_reason": ending})) as url:
+        asyncio.run(test(url))
+
+
+SCORED = {
+    "not shifted": ({"logprobs": {"token_logprobs": [-0.5] * 6}}, "-0.5 for token 0"),
+    "too short": ({"prompt_logprobs": [None, {"6": {"logprob": -1.0}}]}, "2 entries; expected 5"),
+    "other ids": ({"prompt_logprobs": [None] + [{"3": {"logprob": -1.0}}] * 4}, "none for token 1"),
+    "other echo": (
+        {"logprobs": {"token_logprobs": [None, *[-1.0] * 5], "tokens": [f"token_id:{i}" for i in range(6)]}},
+        "other tokens than were sent",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_that_do_not_fit_are_refused(name):
+    choice, match = SCORED[name]
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            with pytest.raises(AlignmentError, match=match):
+                await sampler.logprobs(PROMPT)
+
+    with serve(canned(choice)) as url:
+        asyncio.run(test(url))
+
+
+# --- streams ------------------------------------------------------------------------------------------------------
+
+
+@given(
+    texts=st.lists(st.text(max_size=8), min_size=1, max_size=6),
+    size=st.integers(1, 40),
+    newline=st.sampled_from(["\n", "\r\n"]),
+)
+def test_a_stream_is_read_the_same_however_it_is_cut(texts, size, newline):
+    parts = [{"choices": [{"text": t, "token_ids": [i], "finish_reason": None}]} for i, t in enumerate(texts)]
+    parts[-1]["choices"][0]["finish_reason"] = "stop"
+    lines = [f"data: {json.dumps(p, ensure_ascii=False)}{newline}{newline}" for p in parts]
+    raw = ("".join(lines) + f"data: [DONE]{newline}{newline}").encode()
+
+    async def read():
+        async def chunks():
+            for i in range(0, len(raw), size):
+                yield raw[i : i + size]
+
+        return [part async for part in stream_events(chunks())]
+
+    read_parts = asyncio.run(read())
+    assert read_parts == parts
+    (choice,) = joined(read_parts)["choices"]
+    assert (choice["text"], choice["token_ids"]) == ("".join(texts), list(range(len(texts))))
+    with pytest.raises(AskAgain, match="ended in the middle"):
+        joined(read_parts[:-1])
+
+
+def test_a_client_that_stops_waiting_stops_the_server(site):
+    server, url = site
+
+    async def test():
+        async with sampler_at(url) as sampler:
+            task = asyncio.create_task(sampler.sample(PROMPT, SampleParams(n=6, max_tokens=90)))
+            while not server.running:
+                await asyncio.sleep(0.002)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert sampler.wire.limit.in_flight == 0
+            for _ in range(300):
+                if not server.running:
+                    break
+                await asyncio.sleep(0.01)
+            assert server.running == 0
+            await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+
+    asyncio.run(test())
+
+
+def test_one_that_fails_for_good_takes_the_others_with_it(site):
+    app = Moody(site[0], ["slow:5", "400", "slow:5", "slow:5"])
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            started = time.monotonic()
+            with pytest.raises(BackendError, match="status 400"):
+                await sampler.sample(PROMPT, SampleParams(n=4, max_tokens=2))
+            assert time.monotonic() - started < 2
+            assert sampler.wire.limit.in_flight == 0
+
+    with serve(app) as url:
+        asyncio.run(test(url))
+
+
+def test_a_closed_sampler_says_so_and_another_event_loop_is_fine(site):
+    sampler = OpenAISampler(site[1], "tiny", byte_tokenizer())
+    params = SampleParams(max_tokens=3, seed=1)
+    first, second = (ids(asyncio.run(sampler.sample(PROMPT, params))) for _ in range(2))
+    assert first == second
+
+    async def closed():
+        await sampler.close()
+        await sampler.sample(PROMPT, params)
+
+    with pytest.raises(BackendError, match="after it was closed"):
+        asyncio.run(closed())
+
+
+# --- the limit ----------------------------------------------------------------------------------------------------
+
+
+def test_the_window_is_kept_and_shrinks_when_the_server_refuses(site):
+    app = Moody(site[0], ["", "", "429", "429", "", "503"])
+    limit = AdaptiveLimit(start=4, most=6)
+
+    async def test(url):
+        async with sampler_at(url, limit=limit) as sampler:
+            await sampler.sample(PROMPT, SampleParams(n=40, max_tokens=2, seed=0))
+
+    with serve(app) as url:
+        asyncio.run(test(url))
+    assert app.most <= 6
+    assert limit.cuts >= 1
+    assert (limit.in_flight, len(limit.waiting)) == (0, 0)
+    assert limit.window <= 6
+
+
+@given(st.lists(st.sampled_from(["ok", "busy", "cancel"]), min_size=1, max_size=40), st.integers(1, 6))
+def test_places_are_never_lost_nor_given_twice(fates, start):
+    limit, most = AdaptiveLimit(start=start, most=8), 0
+
+    async def visit(fate):
+        nonlocal most
+        async with slot(limit) as generation:
+            most = max(most, limit.in_flight)
+            assert limit.in_flight <= 8
+            await asyncio.sleep(0)
+            limit.answered() if fate == "ok" else limit.refused(generation)
+
+    async def test():
+        tasks = [asyncio.create_task(visit(fate)) for fate in fates]
+        await asyncio.sleep(0)
+        for task, fate in zip(tasks, fates, strict=True):
+            if fate == "cancel":
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(test())
+    assert (limit.in_flight, len(limit.waiting)) == (0, 0)
+    assert 1 <= limit.window <= 8
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_sent_and_never_shown(caplog, capsys):
+    caplog.set_level(logging.DEBUG)
+    seen = []
+
+    async def answer(request):
+        seen.append(request.headers.get("authorization"))
+        return JSONResponse({"error": {"message": f"the key {KEY} is not known"}}, 401)
+
+    async def test(url):
+        async with sampler_at(url, key=KEY) as sampler:
+            print(sampler.wire.key, vars(sampler), vars(sampler.wire))
+            with pytest.raises(BackendError, match=r"the key \*\*\* is not known") as caught:
+                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+            return "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+
+    with serve(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])) as url:
+        trace = asyncio.run(test(url))
+    assert seen == [f"Bearer {KEY}"]
+    for text in (trace, caplog.text, *capsys.readouterr()):
+        assert KEY not in text
+
+
+def test_secrets_do_not_travel(monkeypatch):
+    key = Secret(KEY)
+    for text in (repr(key), str(key), f"{key}", f"{key!r}", repr({"key": key}), str([key])):
+        assert "***" in text
+        assert KEY not in text
+    with pytest.raises(BackendError):
+        pickle.dumps(key)
+    with pytest.raises(TypeError):
+        json.dumps(key)
+    assert key == Secret(KEY) != Secret("other")
+    monkeypatch.setenv("FIRST_KEY", " ")
+    monkeypatch.setenv("SECOND_KEY", KEY)
+    assert key_from_env("FIRST_KEY", "SECOND_KEY") == key
+    with pytest.raises(BackendError, match="no FIRST_KEY and no THIRD_KEY"):
+        key_from_env("FIRST_KEY", "THIRD_KEY")
+
+
+# --- new weights --------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def opened(url, tmp_path, **options):
+    options = {"inline": True, "folder": tmp_path / "weights", "retries": QUICK} | options
+    async with await open_openai(
+        model(), byte_tokenizer(), base_url=f"{url}/v1", served_model="tiny", **options
+    ) as backend:
+        yield backend
+
+
+def datums_of(completions):
+    slopes = np.linspace(-1, 1, len(completions))
+    return [
+        Datum(c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens), advantage=float(a), sample=i)
+        for i, (c, a) in enumerate(zip(completions, slopes, strict=True))
+    ]
+
+
+def reinforce(datums, policy_logprobs):
+    parts = [-d.advantage * lp[torch.tensor(d.active)].sum() for d, lp in zip(datums, policy_logprobs, strict=True)]
+    return torch.stack(parts).sum(), {}
+
+
+async def step(backend, seed=0, rate=1e-2):
+    "Draw, learn, and name the snapshot."
+    drawn = await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=seed))
+    await backend.policy.forward_backward_custom(datums_of(drawn), reinforce)
+    await backend.policy.optim_step(AdamParams(learning_rate=rate))
+    return await backend.policy.save_weights_for_sampler(f"step-{seed}")
+
+
+async def gap_to_policy(backend):
+    drawn = await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=9))
+    datums = datums_of(drawn)
+    scored = await backend.policy.forward(datums)
+    gaps = [np.abs(s.values[d.active] - c.logprobs).max() for s, d, c in zip(scored, datums, drawn, strict=True)]
+    return float(max(gaps)), {c.policy_version for c in drawn}
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"mode": "keep"}, {"stream": True}], ids=str)
+def test_weights_reach_the_server(tmp_path, options):
+    server = emulated(model(), byte_tokenizer(), tmp_path)
+
+    async def test(url):
+        async with opened(url, tmp_path, **options) as backend:
+            for version in (1, 2, 3):
+                snapshot = await step(backend, version)
+                assert (await gap_to_policy(backend))[0] > 1e-3
+                assert await backend.sync(snapshot) == version
+                gap, versions = await gap_to_policy(backend)
+                assert gap < 1e-4
+                assert versions == {version}
+                report = backend.sync.reports[-1]
+                assert report.gap <= report.tolerance < report.moved
+            assert len(list((tmp_path / "weights").glob("weights-*"))) == 2
+
+    with serve(app_of(server)) as url:
+        asyncio.run(test(url))
+    assert server.version == "weights-00003"
+
+
+def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
+    "Draws and syncs at the same time: what is stamped 2 was drawn, wholly, by weights 2."
+    server = emulated(model(), byte_tokenizer(), tmp_path)
+
+    async def test(url):
+        async with opened(url, tmp_path, limit=AdaptiveLimit(start=4)) as backend:
+            states, drawn, over = {0: await backend.policy.save_state("v0")}, [], False
+            lesson = datums_of(await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=1)))
+
+            async def draw(first):
+                for seed in range(first, 10_000, 6):
+                    if over:
+                        return
+                    drawn.extend(await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=12, seed=seed)))
+
+            tasks = [asyncio.create_task(draw(first)) for first in range(6)]
+            for version in (1, 2, 3):
+                await asyncio.sleep(0.05)
+                await backend.policy.forward_backward_custom(lesson, reinforce)
+                await backend.policy.optim_step(AdamParams(learning_rate=1e-2))
+                await backend.sync(await backend.policy.save_weights_for_sampler(f"v{version}"))
+                states[version] = await backend.policy.save_state(f"v{version}")
+            await asyncio.sleep(0.05)
+            over = True
+            await asyncio.gather(*tasks)
+            assert {c.policy_version for c in drawn} == {0, 1, 2, 3}
+            for version, state in states.items():
+                await backend.policy.load_state(state)
+                mine = [c for c in drawn if c.policy_version == version]
+                datums = datums_of(mine)
+                for s, d, c in zip(await backend.policy.forward(datums), datums, mine, strict=True):
+                    assert np.abs(s.values[d.active] - c.logprobs).max() < 1e-4
+
+    with serve(app_of(server)) as url:
+        asyncio.run(test(url))
+
+
+def test_a_folder_that_the_server_cannot_see_leaves_the_old_weights(tmp_path):
+    server = emulated(model(), byte_tokenizer(), tmp_path)
+
+    async def test(url):
+        async with opened(url, tmp_path) as backend:
+            await backend.sync(await step(backend, 1))
+            snapshot = await step(backend, 2)
+            backend.sync.server_folder = "/nowhere"
+            with pytest.raises(BackendError, match="no weights in '/nowhere/weights-00002'"):
+                await backend.sync(snapshot)
+
+    async def mended(url):
+        async with opened(url, tmp_path) as backend:
+            await backend.sync(await step(backend, 1))
+            snapshot = await step(backend, 2)
+            moved = tmp_path / "weights" / "weights-00002"
+            real = backend.policy.run
+
+            async def vanish(fn, *args):
+                result = await real(fn, *args)
+                if getattr(fn, "__name__", "") == "write_weights":
+                    moved.rename(moved.with_name("gone"))
+                return result
+
+            backend.policy.run = vanish
+            with pytest.raises(BackendError, match="Does the server see the folder"):
+                await backend.sync(snapshot)
+            backend.policy.run = real
+            assert (server.bare, server.dead, backend.policy.versions.upcoming) == (False, "", 2)
+            assert (await gap_to_policy(backend))[1] == {1}
+            assert await backend.sync(snapshot) == 2
+            assert (await gap_to_policy(backend))[0] < 1e-4
+
+    with serve(app_of(server)) as url:
+        asyncio.run(mended(url))
+        asyncio.run(test(url))
+    assert server.bare  # as with vLLM: nothing good was left to load, so the next request would kill it
+
+
+def test_a_server_that_keeps_its_old_head_is_caught(tmp_path):
+    "It answers 200 and serves a mixture, as vLLM on a CPU does with tied embeddings."
+    server = emulated(model(), byte_tokenizer(), tmp_path)
+    head = server.serving()[0].backend.sync.served.pop("lm_head.weight")
+
+    async def test(url):
+        async with opened(url, tmp_path) as backend:
+            backend.policy.state.module.config.tie_word_embeddings = True
+            snapshot = await step(backend, 1)
+            with pytest.raises(BackendError, match=r"version 1.*differ from the trainer's.*keeps the old output head"):
+                await backend.sync(snapshot)
+            assert backend.sampler.policy_version == 0
+
+    with serve(app_of(server)) as url:
+        asyncio.run(test(url))
+    assert head.shape == (258, 32)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path, lora_rank):
+    servers = [emulated(model(), byte_tokenizer(), tmp_path / name) for name in ("first", "second")]
+
+    async def test(urls):
+        async with opened(urls[0], tmp_path, lora_rank=lora_rank) as backend:
+            await backend.sync(await step(backend, 1))
+            want = await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
+            backend.sampler.wire.root = urls[1]  # another process at the address, with the first weights
+            backend.sync.check_after_s = 0.05
+            await asyncio.sleep(0.1)
+            with pytest.warns(UserWarning, match="lost its weights"):
+                got = await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
+            assert ids(got) == ids(want)
+            assert {c.policy_version for c in got} == {1}
+            before = backend.sampler.wire.counts["attempts"]
+            await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
+            assert backend.sampler.wire.counts["attempts"] == before + 3
+            backend.sampler.wire.lost = True  # as after a broken connection: looked at once, and found in order
+            await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
+            assert (backend.sampler.wire.counts["attempts"], backend.sampler.wire.lost) == (before + 7, False)
+
+    with serve(app_of(servers[0])) as first, serve(app_of(servers[1])) as second:
+        asyncio.run(test((first, second)))
+
+
+def test_another_model_behind_the_address_is_noticed(tmp_path):
+    server = emulated(tiny_model(seed=7, context=96), byte_tokenizer(), tmp_path)
+
+    async def test(url):
+        with pytest.raises(BackendError, match="the server's model: got logprobs off by"):
+            async with opened(url, tmp_path, lora_rank=4):
+                pass
+        async with opened(url, tmp_path) as backend:  # whole weights are simply sent
+            assert (await gap_to_policy(backend))[0] < 1e-4
+
+    with serve(app_of(server)) as url:
+        asyncio.run(test(url))
+
+
+def test_servers_without_weight_sync(site, tmp_path):
+    async def test():
+        async with opened(site[1], tmp_path, sync="none") as backend:
+            assert (await gap_to_policy(backend))[0] < 1e-4
+            with pytest.raises(BackendError, match="weight_sync_interval=0"):
+                await backend.sync("step-1")
+        plain = Starlette(routes=[r for r in app_of(site[0]).routes if "completions" in r.path])
+        with serve(plain) as url, pytest.raises(BackendError, match=r"status 404: Not Found.*VLLM_SERVER_DEV_MODE=1"):
+            async with opened(url, tmp_path) as backend:
+                await backend.sync(await step(backend, 1))
+
+    asyncio.run(test())
+
+
+def test_a_model_that_is_not_served_is_named(site):
+    async def test():
+        async with sampler_at(site[1]) as sampler:
+            sampler.model = "qwen"
+            with pytest.raises(BackendError, match=r"got 'qwen'; expected one of \['tiny'\]"):
+                await probe(sampler, PROMPT)
+
+    asyncio.run(test())
+
+
+def test_what_a_server_cannot_do_is_seen(site):
+    async def answer(request):
+        body = await request.json()
+        tokens = np.random.default_rng().integers(5, 200, body["max_tokens"]).tolist()
+        choice = {"text": "x", "token_ids": tokens, "finish_reason": "length"}
+        return JSONResponse({"choices": [choice | {"logprobs": {"token_logprobs": [-1.0] * len(tokens)}}]})
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            report = await probe(sampler, PROMPT)
+            assert (report.seed, report.prompt_logprobs, report.kind) == (False, False, "unknown")
+            assert "| prompt logprobs | no |" in report._repr_markdown_()
+
+    with serve(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])) as url:
+        asyncio.run(test(url))
+
+
+# --- a real vLLM server, when there is one ------------------------------------------------------------------------
+
+VLLM = os.environ.get("RL_NOTEBOOK_VLLM_URL", "")
+DEV = "python -m vllm.entrypoints.openai.api_server --model DIR --served-model-name tiny, with VLLM_SERVER_DEV_MODE=1"
+
+
+@pytest.mark.skipif(not VLLM, reason=f"RL_NOTEBOOK_VLLM_URL is not set; start {DEV}, DIR being the tiny model as saved")
+@pytest.mark.parametrize("stream", [False, True])
+def test_vllm(tmp_path, stream):
+    from rl_notebook.toy import load_model
+
+    async def test():
+        policy, tokenizer = load_model("tiny")
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is 1+2+3?"}], add_generation_prompt=True, return_dict=False
+        )
+        async with await open_openai(
+            policy, tokenizer, base_url=VLLM, served_model="tiny", folder=tmp_path, stream=stream
+        ) as backend:
+            assert backend.sampler.report.server.startswith("vLLM")
+            assert backend.capabilities.seed
+            for version in (1, 2):
+                drawn = await backend.sampler.sample(prompt, SampleParams(n=8, max_tokens=20, seed=version))
+                again = await backend.sampler.sample(prompt, SampleParams(n=8, max_tokens=20, seed=version))
+                assert ids(drawn) == ids(again)
+                datums = datums_of(drawn)
+                for scored, d, c in zip(await backend.policy.forward(datums), datums, drawn, strict=True):
+                    assert np.abs(scored.values[d.active] - c.logprobs).max() < 1e-3
+                    echoed = await backend.sampler.logprobs(c.full_tokens)
+                    assert np.abs(echoed.values[d.active] - c.logprobs).max() < 1e-3
+                await backend.policy.forward_backward_custom(datums, reinforce)
+                await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
+                assert await backend.sync(await backend.policy.save_weights_for_sampler(f"s{version}")) == version
+                assert backend.sync.reports[-1].moved > 1e-2
+
+    asyncio.run(test())
