@@ -272,7 +272,7 @@ def test_plotly_takes_every_figure(name: str):
     assert json.loads(json.dumps(payload, allow_nan=False)) == payload
     assert json.loads(json.dumps(found[name].figure, allow_nan=False)) == found[name].figure
     assert set(elements(svg(found[name].figure, name))) <= {
-        "svg", "title", "text", "line", "polyline", "polygon", "circle", "rect", "path",
+        "svg", "g", "title", "text", "line", "polyline", "polygon", "circle", "rect", "path",
     }  # fmt: skip
 
 
@@ -295,7 +295,9 @@ def test_a_map_has_a_cell_for_each_sample_and_a_colour_for_each_sign():
     first = replace(record.groups[0], advantages=[-1.0, 0.0, 0.5, 1.0])
     short = replace(record.groups[1], samples=record.groups[1].samples[:2], advantages=[0.0, 0.0])
     picture = svg(chart("advantages", advantages_payload(replace(record, groups=(first, short)))).figure)
-    cells = {fill: path.count("M") for path, fill in re.findall(r'<path d="([^"]+)" fill="(#\w+)"', picture)}
+    map_, scale, _ = re.split("</?g>", picture)
+    cells = {fill: path.count("M") for path, fill in re.findall(r'<path d="([^"]+)" fill="(#\w+)"', map_)}
+    assert re.findall(r">([-\d.]+)</text>", scale) == ["1", "0", "-1"]
     assert cells == {"#c8602c": 1, "#ffffff": 3, "#94b3d8": 1, "#2867b2": 1}
 
 
@@ -487,7 +489,9 @@ def test_in_the_picture_of_a_map_nothing_is_written_behind_the_cells():
     name = "{http://www.w3.org/2000/svg}"
     paper = next(p for p in root.iter(f"{name}path") if p.get("fill") == GRID)
     left, top, width, height = map(float, re.findall(r"[\d.]+", str(paper.get("d")))[:4])
-    texts = [t for t in root.iter(f"{name}text") if t.text not in ("✓", "✗")]
+    scale = [*next(root.iter(f"{name}g")).iter(f"{name}text")]
+    assert all(float(t.get("x", 0)) > left + width for t in scale)
+    texts = [t for t in root.iter(f"{name}text") if t.text not in ("✓", "✗") and t not in scale]
     inside = [
         t.text
         for t in texts

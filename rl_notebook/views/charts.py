@@ -443,6 +443,15 @@ def _svg_map(t: Mapping[str, Any], x: Axis, y: Axis) -> str:
     return "".join(f'<path d="{"".join(boxes)}" fill="{fill}"/>' for fill, boxes in cells.items()) + "".join(signs)
 
 
+def _svg_scale(t: Mapping[str, Any], left: float, top: float, bottom: float) -> str:
+    "The shades of a map, with the values of both ends and of the middle."
+    limit, high = t["zmax"], (bottom - top) / 24
+    shades = [(_shade(limit * (1 - (i + 0.5) / 12), limit), top + i * high) for i in range(24)]
+    out = [f'<path d="{_box(left, at, 10, high + 0.3)}" fill="{color}"/>' for color, at in shades]
+    named = ((limit, top), (0.0, (top + bottom) / 2), (-limit, bottom))
+    return f"<g>{''.join([*out, *(_text(left + 14, at + 4, f'{v:.2g}') for v, at in named)])}</g>"
+
+
 def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
     "A text that may or may not be escaped already."
     safe = html.escape(html.unescape(text))
@@ -518,7 +527,8 @@ def svg(
     layout = figure["layout"]
     named = any(a["y"] > 0.9 for a in layout["annotations"])  # panels have their names above them
     top = (46 if title else 26) + (18 if named else 0)
-    right = 52 if "overlaying" in layout.get("yaxis2", ()) else 12
+    maps = [t for t in figure["data"] if t["type"] == "heatmap"]
+    right = 58 if maps else 52 if "overlaying" in layout.get("yaxis2", ()) else 12
     box = ((56.0, float(width - right)), (float(height - 36), float(top)))
     out = [_text(4, 16, title, more=' font-weight="600"')] if title else []
     for (xa, ya), traces in _subplots(figure).items():
@@ -531,6 +541,7 @@ def svg(
     for a in layout["annotations"]:
         place = [low + a[k] * (high - low) for k, (low, high) in zip("xy", box, strict=True)]
         out.append(_text(place[0], place[1] - 4, a["text"], "middle" if a["x"] == 0.5 else "start"))
+    out += [_svg_scale(t, box[0][1] + 10, box[1][1], box[1][0]) for t in maps]
     out.append(_svg_legend(figure["data"], 56, 32 if title else 12))
     head = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = 'font-family="system-ui, \'Segoe UI\', Roboto, Arial, sans-serif" font-size="11"'
