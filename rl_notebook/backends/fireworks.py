@@ -27,6 +27,29 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
+# %% auto #0
+__all__ = ['GIVING_BACK', 'STOPPED', 'PASSING', 'Leftover', 'OPEN_CLEANUPS', 'OnStatus', 'RESUMABLE', 'GONE', 'TRAINING',
+           'SCORING', 'UNCACHED', 'SYNC_FIXES', 'CROSS_JOB', 'DEFAULT_URL', 'CHECKS', 'fireworks_sdk', 'Resource',
+           'ask', 'said', 'give_back', 'ResourceFile', 'claim', 'release', 'leftovers', 'clean_leftovers',
+           'settle_leftovers', 'ResourceCleanup', 'arm', 'hear_termination', 'disarm', 'give_back_all', 'ResourceState',
+           'ProvisioningTable', 'Look', 'Awaited', 'watch', 'job_message', 'TrainerLook', 'new_id', 'settings_of',
+           'TrainerPlan', 'DeploymentPlan', 'trainer_request', 'deployment_request', 'InfraPlan', 'plan_trainer',
+           'as_backend_errors', 'same_shape', 'plan_deployment', 'plan_infra', 'check_wishes', 'dry_run',
+           'start_trainer', 'start_deployment', 'DeploymentLook', 'serves', 'Reporter', 'create_trainer_job',
+           'setup_deployment', 'undone_on_error', 'awaited_trainer', 'awaited_deployment', 'sdk_classes',
+           'as_sdk_datum', 'datum_from_tokens_weights', 'connection_errors', 'call', 'TrainerCalls',
+           'ReconnectableClient', 'new_client', 'reconnect_client', 'Infra', 'setup_infra', 'start_all', 'connect',
+           'completion_of', 'FireworksSampler', 'draw_from', 'SyncError', 'sync_error', 'Saves', 'Hotloads', 'Saved',
+           'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot', 'FireworksTrainer',
+           'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread',
+           'infra_wishes', 'bundle', 'samplers', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights',
+           'promotable', 'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up',
+           'check_forward', 'check_forward_again', 'check_sign', 'check_state', 'check_first_sync', 'check_second_sync',
+           'check_sample', 'check_echo', 'check_agreement', 'check_seed', 'check_fireworks', 'checked',
+           'check_given_back', 'DeployConfig', 'HotloadConfig', 'InfraConfig', 'TrainerConfig', 'WandBConfig',
+           'WeightSyncConfig', 'WeightSyncScope']
+
+# %% ../../nbs/25_backends.fireworks.ipynb #522633b8
 from .base import Backend, Capabilities, Meter
 from .engine import check_length, check_tokens
 from .local import Worker
@@ -42,6 +65,8 @@ from rl_notebook.backends.openai import (
     together,
 )
 from rl_notebook.backends.tinker import (
+    Finding,
+    Findings,
     Limits,
     Link,
     Sdk,
@@ -57,6 +82,7 @@ from rl_notebook.backends.tinker import (
 from ..config import Config, DeployConfig, InfraConfig, TrainerConfig, WeightSyncScope
 from ..config import HotloadConfig, WandBConfig, WeightSyncConfig  # noqa: F401 (handed on)
 from rl_notebook.core import (
+    AdamParams,
     BackendError,
     Completion,
     ConfigError,
@@ -69,25 +95,6 @@ from rl_notebook.core import (
     SampleParams,
 )
 from ..datums import datum_from_tokens_weights as shifted
-
-# %% auto #0
-__all__ = ['GIVING_BACK', 'STOPPED', 'PASSING', 'Leftover', 'OPEN_CLEANUPS', 'OnStatus', 'RESUMABLE', 'GONE', 'TRAINING',
-           'SCORING', 'UNCACHED', 'SYNC_FIXES', 'CROSS_JOB', 'DEFAULT_URL', 'fireworks_sdk', 'Resource', 'ask', 'said',
-           'give_back', 'ResourceFile', 'claim', 'release', 'leftovers', 'clean_leftovers', 'settle_leftovers',
-           'ResourceCleanup', 'arm', 'hear_termination', 'disarm', 'give_back_all', 'ResourceState',
-           'ProvisioningTable', 'Look', 'Awaited', 'watch', 'job_message', 'TrainerLook', 'new_id', 'settings_of',
-           'TrainerPlan', 'DeploymentPlan', 'trainer_request', 'deployment_request', 'InfraPlan', 'plan_trainer',
-           'as_backend_errors', 'same_shape', 'plan_deployment', 'plan_infra', 'check_wishes', 'dry_run',
-           'start_trainer', 'start_deployment', 'DeploymentLook', 'serves', 'Reporter', 'create_trainer_job',
-           'setup_deployment', 'undone_on_error', 'awaited_trainer', 'awaited_deployment', 'sdk_classes',
-           'as_sdk_datum', 'datum_from_tokens_weights', 'connection_errors', 'call', 'TrainerCalls',
-           'ReconnectableClient', 'new_client', 'reconnect_client', 'Infra', 'setup_infra', 'start_all', 'connect',
-           'completion_of', 'FireworksSampler', 'draw_from', 'SyncError', 'sync_error', 'Saves', 'Hotloads', 'Saved',
-           'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot', 'FireworksTrainer',
-           'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread',
-           'infra_wishes', 'bundle', 'samplers', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights',
-           'promotable', 'close_fireworks', 'DeployConfig', 'HotloadConfig', 'InfraConfig', 'TrainerConfig',
-           'WandBConfig', 'WeightSyncConfig', 'WeightSyncScope']
 
 # %% ../../nbs/25_backends.fireworks.ipynb #dc43d6ed
 _all_ = ["DeployConfig", "HotloadConfig", "InfraConfig", "TrainerConfig"]  # what the guides import beside the functions
@@ -160,7 +167,8 @@ def ask(
         if attempt:
             time.sleep(0.25 * 2**attempt)
         try:
-            answer = httpx.request(method, url, json=json, headers=sent, timeout=30.0)
+            secure = url.startswith("https:")  # a context for TLS takes a while to make
+            answer = httpx.request(method, url, json=json, headers=sent, timeout=30.0, verify=secure)
         except httpx.HTTPError as reason:
             trouble = type(reason).__name__
             continue
@@ -171,7 +179,7 @@ def ask(
 # %% ../../nbs/25_backends.fireworks.ipynb #8361c86a
 def said(text: Any, key: Secret | str | None = None) -> str:
     "What a service or the SDK said, in one line of bearable length, without the key."
-    line = " ".join(str(text).split())
+    line = " ".join(str(text).split()).split(" Agent debug: ")[0]  # the SDK ends its errors with where to search
     hidden = key.reveal() if isinstance(key, Secret) else key
     line = line.replace(hidden, "***") if hidden else line
     return line if len(line) <= 600 else line[:600] + " ..."
@@ -1975,3 +1983,217 @@ async def close_fireworks(backend: FireworksBackend) -> None:
     await asyncio.to_thread(backend.infra.close)
     await asyncio.to_thread(backend.cleanup.close)
     disarm(backend.cleanup)
+
+# %% ../../nbs/25_backends.fireworks.ipynb #fbed95b8
+@dataclass(eq=False)
+class Trial:
+    "What the checks share."
+
+    options: dict[str, Any]  # of `open_fireworks`
+    managers: tuple[Any, Any]  # TrainerJobManager, DeploymentManager
+    shape: str | None
+    base_model: str
+    backend: Any = None  # FireworksBackend, once it is open
+    datums: list[Datum] = field(default_factory=list)
+    state: str = ""  # path of a saved state
+    gap: float = 1e-2  # largest difference between two engines that counts as agreement, in nats
+
+    async def scores(self) -> np.ndarray:
+        "The policy's logprobs of the toy datums, in one row."
+        scored = await self.backend.policy.forward(self.datums)
+        return np.concatenate([s.values[d.active] for s, d in zip(scored, self.datums, strict=True)])
+
+
+def expect(true: bool, found: str) -> str:
+    "The finding; raises `BackendError` with it unless it is what was expected."
+    if not true:
+        raise BackendError("check", got=found)
+    return found
+
+# %% ../../nbs/25_backends.fireworks.ipynb #48ffce9d
+async def check_account(t: Trial) -> str:
+    "The key belongs to one account."
+    with as_backend_errors("accounts"):
+        return f"account {await asyncio.to_thread(lambda: t.managers[0].account_id)}"
+
+
+async def check_shape(t: Trial) -> str:
+    "The training shape resolves to a validated version with a deployment shape."
+    if t.shape is None:
+        return "none named: the service chooses"
+    with as_backend_errors("training shape"):
+        profile = await asyncio.to_thread(t.managers[0].resolve_training_profile, t.shape)
+    found = f"{profile.training_shape_version}, {profile.max_supported_context_length} tokens"
+    return expect(bool(profile.deployment_shape), f"{found}, deployment shape {profile.deployment_shape or 'none'}")
+
+
+async def check_set_up(t: Trial) -> str:
+    "A trainer runs, a deployment serves, and the two are linked."
+    t.backend = await open_fireworks(**t.options)
+    text = t.backend.tokenizer.encode("The answer to 6 * 7 is 42.", add_special_tokens=False)
+    half = [0] * (len(text) // 2)
+    t.datums = [Datum(np.array(text), np.array([*half, *[1] * (len(text) - 1 - len(half))]), advantage=1.0)]
+    seconds = {k.rsplit("/", 1)[-1]: f"{v:.0f} s" for k, v in t.backend.infra.boot_metrics.items() if "time" in k}
+    return f"{t.backend.infra.policy_job_id}, {t.backend.infra.deployment_id}, {seconds}"
+
+# %% ../../nbs/25_backends.fireworks.ipynb #af8c89ff
+async def check_forward(t: Trial) -> str:
+    "One logprob per target token, all of them below 0."
+    scores = await t.scores()
+    return expect(bool((scores < 0).all()), f"{len(scores)} logprobs, mean {scores.mean():.3f}")
+
+
+async def check_forward_again(t: Trial) -> str:
+    "The same weights score the same, or a custom loss has the wrong slope."
+    gap = float(np.abs(await t.scores() - await t.scores()).max())
+    return expect(gap <= 1e-6, f"{gap:.1g} nats apart")
+
+
+async def check_sign(t: Trial) -> str:
+    "A step with a positive advantage makes the sentence likelier: sign, mask and shift are right."
+
+    def likelier(datums: Sequence[Datum], logprobs: Sequence[Any]) -> tuple[Any, dict[str, float]]:
+        masks = [lp.new_tensor(d.active) > 0 for d, lp in zip(datums, logprobs, strict=True)]
+        return -sum(lp[m].sum() for lp, m in zip(logprobs, masks, strict=True)), {}
+
+    before = (await t.scores()).sum()
+    await t.backend.policy.forward_backward_custom(t.datums, likelier)
+    metrics = await t.backend.policy.optim_step(AdamParams(learning_rate=1e-4))
+    after = (await t.scores()).sum()
+    return expect(after > before, f"{before:.4f} -> {after:.4f}; optim_step said {', '.join(sorted(metrics))}")
+
+
+async def check_state(t: Trial) -> str:
+    "A saved state scores the same when it is loaded, with and without its optimizer."
+    t.state, want = await t.backend.policy.save_state("check"), await t.scores()
+    await check_sign(t)
+    gaps = []
+    for optimizer in (False, True):
+        await t.backend.policy.load_state(t.state, optimizer=optimizer)
+        gaps.append(float(np.abs(await t.scores() - want).max()))
+    return expect(max(gaps) <= 1e-6, f"{t.state}; {gaps[0]:.1g} and {gaps[1]:.1g} nats apart")
+
+# %% ../../nbs/25_backends.fireworks.ipynb #3d97a84b
+async def check_first_sync(t: Trial) -> str:
+    "A full snapshot is loaded and served."
+    name = await t.backend.policy.save_weights_for_sampler("check-a")
+    version = await t.backend.sync(name)
+    return expect(t.backend.sync.saved[name].kind == "base", f"{name} is served as version {version}")
+
+
+async def check_second_sync(t: Trial) -> str:
+    "After a step, a delta (with LoRA, an adapter) is loaded and served."
+    await check_sign(t)
+    name = await t.backend.policy.save_weights_for_sampler("check-b")
+    version, kind = await t.backend.sync(name), t.backend.sync.saved[name].kind
+    wanted = "base" if t.backend.capabilities.lora_rank else "delta"
+    return expect(kind == wanted, f"{name}, a {kind}, is served as version {version}")
+
+
+async def check_sample(t: Trial) -> str:
+    "Two completions of token ids, with raw and with sampling logprobs."
+    prompt, params = t.datums[0].tokens[:4], SampleParams(n=2, max_tokens=8, temperature=0.7, top_p=0.9, seed=1)
+    drawn = await t.backend.sampler.sample(prompt, params)
+    both = all(c.sampling_logprobs is not None for c in drawn)
+    return expect(both, f"{[len(c.tokens) for c in drawn]} tokens; sampling logprobs: {'yes' if both else 'no'}")
+
+
+async def check_echo(t: Trial) -> str:
+    "With echo, the logprobs of the prompt stand before those of the completion, one fewer than tokens."
+    prompt = t.datums[0].tokens[:4].tolist()
+    with as_backend_errors("deployment"):
+        draw = t.backend.sampler.drawer.sample_with_prompt_tokens
+        drawn = (await draw(prompt, n=1, max_tokens=4, temperature=1.0, logprobs=True, echo=True))[0]
+    count, want = len(drawn.inference_logprobs or ()), len(drawn.full_tokens) - 1
+    return expect(drawn.logprobs_echoed and count == want, f"{count} logprobs for {want + 1} tokens")
+
+
+async def check_agreement(t: Trial) -> str:
+    "Trainer and deployment think the same of the same tokens: the weights arrived."
+    echoed = await t.backend.sampler.logprobs(t.datums[0].tokens)
+    gap = float(np.abs(echoed.values[t.datums[0].active] - await t.scores()).max())
+    return expect(gap <= t.gap, f"{gap:.2g} nats apart")
+
+
+async def check_seed(t: Trial) -> str:
+    "One seed, the same tokens twice."
+    return expect(t.backend.capabilities.seed, "heeded" if t.backend.capabilities.seed else "not heeded")
+
+# %% ../../nbs/25_backends.fireworks.ipynb #b4b2382c
+CHECKS: dict[str, tuple[Callable[[Trial], Any], str]] = {  # name -> what is done, what only the service can show
+    "account": (check_account, "that this key may train, and which account pays"),
+    "training shape": (check_shape, "which shapes exist, their context and their machines"),
+    "set up": (check_set_up, "capacity, time to boot, accepted arguments, quotas"),
+    "forward": (check_forward, "logprobs of the real model"),
+    "forward again": (check_forward_again, "whether the real kernels are deterministic"),
+    "custom loss and step": (check_sign, "the real optimizer and the metrics that it reports"),
+    "state": (check_state, "checkpoint storage, and how long it takes"),
+    "first weight sync": (check_first_sync, "hotload of full weights"),
+    "second weight sync": (check_second_sync, "the compression of deltas, adapters in the serving engine"),
+    "sample": (check_sample, "sampling_logprob of the real engine"),
+    "echo": (check_echo, "the layout of echoed logprobs"),
+    "trainer and deployment agree": (check_agreement, "numerical differences between the two engines"),
+    "seed": (check_seed, "whether requests can be repeated"),
+}
+
+list(CHECKS)
+
+# %% ../../nbs/25_backends.fireworks.ipynb #678c725b
+async def check_fireworks(
+    base_model: str = "accounts/fireworks/models/qwen3-8b",
+    tokenizer_model: str = "Qwen/Qwen3-8B",  # hub name or folder
+    *,
+    training_shape_id: str | None = None,  # None = the service chooses
+    lora_rank: int = 0,
+    output_model_id: str | None = None,  # also publish the weights under this id; None = leave promotion out
+    key: Secret | str | None = None,  # None = FIREWORKS_API_KEY
+    base_url: str | None = None,  # None = FIREWORKS_BASE_URL, else Fireworks' own
+    tokenizer: Any = None,  # one at hand
+    log_path: str | None = None,  # folder for `resources.json`
+    poll_interval_s: float = 5.0,
+    grace_s: float | None = None,
+    say: Callable[[str], Any] = print,  # gets a line per check, and what setting up says
+) -> Findings:
+    "The checks in order; after one that fails, only giving back is still tried."
+    sdk, secret = fireworks_sdk(), key_from_env("FIREWORKS_API_KEY", key=key)
+    url = (base_url or os.environ.get("FIREWORKS_BASE_URL") or DEFAULT_URL).rstrip("/")
+    managers = tuple(m(api_key=secret.reveal(), base_url=url) for m in (sdk.TrainerJobManager, sdk.DeploymentManager))
+    options = {"base_model": base_model, "lora_rank": lora_rank, "kl_beta": 0.0, "log_path": log_path, "key": secret}
+    options |= {"trainer": TrainerConfig(training_shape_id=training_shape_id), "run_name": "check", "base_url": url}
+    options |= {"deployment": DeployConfig(tokenizer_model=tokenizer_model), "tokenizer": tokenizer, "say": say}
+    options |= {"poll_interval_s": poll_interval_s, "grace_s": grace_s}
+    options |= {"max_seq_len": 256, "max_completion_tokens": 64}  # enough for a sentence, and within any shape
+    t, rows = Trial(options, managers, training_shape_id, base_model), []
+    checks = dict(CHECKS)
+    if output_model_id is not None:
+        checks["promotion"] = (lambda t: t.backend.promote(output_model_id), "that the model can be deployed")
+    try:
+        for name, (check, only_there) in checks.items():
+            rows.append(await checked(name, check, only_there, t, rows))
+            say(f"{rows[-1].mark:>4}  {name}: {rows[-1].got}")
+    finally:
+        rows.append(await checked("give back", check_given_back, "that nothing is billed any more", t, []))
+    say(f"{rows[-1].mark:>4}  give back: {rows[-1].got}")
+    return Findings(rows, title=f"Fireworks at {url}")
+
+
+async def checked(
+    name: str, check: Callable[[Trial], Any], only_there: str, t: Trial, before: Sequence[Finding]
+) -> Finding:
+    "One check as a row; one that follows a failure is not tried."
+    meaning = f"Only the service shows {only_there}."
+    if any(row.ok is False for row in before):
+        return Finding(name, None, "not tried", meaning=meaning)
+    try:
+        return Finding(name, True, str(await check(t)), meaning=meaning)
+    except RLNotebookError as reason:
+        return Finding(name, False, said(reason), (check.__doc__ or "a model that was published").rstrip("."), meaning)
+
+
+async def check_given_back(t: Trial) -> str:
+    "The trainer is cancelled, the deployment scaled to zero."
+    if t.backend is None:
+        return "nothing was set up"
+    await t.backend.close()
+    left = ", ".join(r.command for r in t.backend.cleanup.left)
+    return expect(not left, left or "everything")
