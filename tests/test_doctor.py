@@ -6,12 +6,12 @@ acts on by more than twice the measured noise floor; no case is left out for ano
 
 Thresholds were chosen on seeds 100 to 109 and on clean batches from 5,000 on. The seeds of this test, 0 to 9 and clean
 batches 0 to 199, are not unseen: the first run over them named 418 of 420 causes and raised one false alarm, and three
-rules were changed after it (the smallest tolerance, which zeros count as filled in, how much dice may explain). Seeds 400
-to 409 and clean batches 40,000 to 40,199 were run once after that: 420 of 420 and one false alarm in 200, a gap of less
-than 1e-4 nats in a batch without fault. So the tolerance became what the precision was measured to do, `xray.ROUNDING`.
-Seeds 500 to 509 and clean batches 50,000 to 50,199 were run once after this last change: 417 of 418 and no false alarm in
-200; from the record alone 353 of 418 and none. The one that was missed exchanges two answers that are equal, token by
-token: it moves a logprob by 1.1e-5 nats, which is rounding.
+rules were changed after it (the smallest tolerance, which zeros count as filled in, how much dice may explain). Seeds
+400 to 409 and clean batches 40,000 to 40,199 were run once after that: 420 of 420 and one false alarm in 200, a gap of
+less than 1e-4 nats in a batch without fault. So the tolerance became what the precision was measured to do,
+`xray.ROUNDING`. Seeds 500 to 509 and clean batches 50,000 to 50,199 were run once after this last change: 417 of 418
+and no false alarm in 200; from the record alone 353 of 418 and none. The one that was missed exchanges two answers
+that are equal, token by token: it moves a logprob by 1.1e-5 nats, which is rounding.
 """
 
 import asyncio
