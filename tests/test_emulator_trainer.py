@@ -281,6 +281,22 @@ def test_failures_reach_the_fireworks_sdk_in_its_own_shape(sdk, running):
     fireworks_step(sdk, client, 0)  # a wrong request does no harm to those after it
 
 
+def test_the_reference_of_an_adapter_is_the_base_and_never_learns(sdk, running):
+    service = sdk.FiretitanServiceClient(base_url=running.url, api_key="fw-test")
+    policy = service.create_training_client(BASE, 4, 3)
+    reference = service.create_reference_client(BASE, lora_rank=4)
+    datums = fireworks_datums(sdk, some_datums(0))
+    scores = lambda client: [
+        o["logprobs"].data for o in client.forward(datums, "cross_entropy").result().loss_fn_outputs
+    ]
+    before = scores(reference)
+    np.testing.assert_allclose(np.concatenate(scores(policy)), np.concatenate(before), atol=1e-5)  # B is 0 at first
+    fireworks_step(sdk, policy, 0)
+    assert [list(x) for x in scores(reference)] == [list(x) for x in before]
+    with pytest.raises(sdk.RequestFailedError, match="forward-only"):
+        reference.forward_backward(datums, "cross_entropy").result()
+
+
 def test_clients_train_side_by_side_as_if_alone(sdk, running):
     def train(_: int) -> dict[str, torch.Tensor]:
         client = fireworks_client(sdk, running.url)
@@ -686,8 +702,8 @@ def test_a_reference_scores_and_does_not_learn(own):
     body = pass_body(model_id, 1, datums)
     body["forward_input"] = body.pop("forward_backward_input")
     assert len(service.result("forward", body)["loss_fn_outputs"]) == 3
-    assert "forward-only" in service.result("forward_backward", pass_body(model_id, 2, datums))["error"]
-    assert "forward-only" in service.result("optim_step", step_body(model_id, 3))["error"]
+    assert "forward-only model" in service.result("forward_backward", pass_body(model_id, 2, datums))["error"]
+    assert "forward-only model" in service.result("optim_step", step_body(model_id, 3))["error"]
 
 
 def test_names_cannot_leave_the_folder(running):

@@ -518,6 +518,7 @@ class Learner:
     owner: str  # whose names its saved states have
     tinker: bool  # whether paths are spelled tinker://
     created: str = ""  # when
+    frozen: bool = False  # a reference: it scores, and refuses to learn
     passes: int = 0  # forward_backward calls since the last update
     loss_tokens: int = 0  # positions with a slope, likewise
     sequences: int = 0  # sequences with a slope, likewise
@@ -1075,7 +1076,8 @@ def open_learner(call: Call, model_id: str, base_model: str, lora: Mapping[str, 
     backend = trainer.models.open(base_model, rank, float(lora.get("alpha") or 32), int(lora.get("seed") or 0))
     owner = model_id if tinker else trainer.name
     order = InOrder(model_id, trainer.patience_s)
-    return Learner(model_id, base_model, rank, backend, order, owner, tinker, created_now())
+    frozen = trainer.forward_only or bool(call.body.get("base_only"))
+    return Learner(model_id, base_model, rank, backend, order, owner, tinker, created_now(), frozen)
 
 # %% ../../nbs/26_backends.emulated_trainer.ipynb #e8f2f89d
 KEPT_LEARNERS = 8  # models of one trainer
@@ -1112,8 +1114,8 @@ def forward_backward(call: Call) -> Promise:
     async def work() -> Passed:
         if not isinstance(batch, Batch):
             raise batch or DatumError("data", got="nothing")
-        if call.trainer.forward_only and not batch.forward_only:
-            raise BackendError("forward_backward", got="a forward-only trainer", expected="forward")
+        if learner.frozen and not batch.forward_only:
+            raise BackendError("forward_backward", got="a forward-only model", expected="forward")
         return await learner.run(run_pass, learner, batch)
 
     return call.in_turn(work)
@@ -1124,8 +1126,8 @@ def optim_step(call: Call) -> Promise:
     learner = call.learner()
 
     async def work() -> dict[str, Any]:
-        if call.trainer.forward_only:
-            raise BackendError("optim_step", got="a forward-only trainer", expected="forward")
+        if learner.frozen:
+            raise BackendError("optim_step", got="a forward-only model", expected="forward")
         if "adam_params" not in call.body:
             raise BackendError("optimizer", got="another one", expected="adam_params")
         adam = json_adam(call.body["adam_params"])
