@@ -1,0 +1,498 @@
+"The sampling half of the emulator: asked by the real Fireworks SDK, by plain HTTP, and steered like vLLM."
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from live_server import app_of, emulated, serve
+from safetensors.torch import load_file, save_file
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+
+from rl_notebook.backends.emulated_server import Shown, split_choice, text_pieces
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import SampleParams
+
+__all__ = ["one_thread"]
+
+PROMPT = [72, 101, 108, 108, 111]
+KEY = "fw-not-a-real-key"
+
+
+def model():
+    return tiny_model(context=96)
+
+
+@pytest.fixture(scope="module")
+def local():
+    backend = open_local(model(), byte_tokenizer(), inline=True)
+    yield backend
+    asyncio.run(backend.__aexit__())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    server = emulated(model(), byte_tokenizer(), tmp_path_factory.mktemp("server"))
+    with serve(app_of(server)) as url:
+        yield server, url
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    server = emulated(model(), byte_tokenizer(), tmp_path)
+    with serve(app_of(server)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        yield server, client
+
+
+def ask(client, path="/v1/completions", **body):
+    answer = client.post(path, json={"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "seed": 3} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def drawn(local, **params):
+    params = SampleParams(**{"max_tokens": 6, "seed": 3} | params)
+    return asyncio.run(local.sampler.sample(PROMPT, params))
+
+
+# --- the Fireworks SDK --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sdk_sampler(site):
+    sampling = pytest.importorskip("fireworks.training.sdk.sampling")
+    return sampling.DeploymentSampler(
+        inference_url=site[1], model="accounts/local/deployments/d", api_key=KEY, tokenizer=byte_tokenizer()
+    )
+
+
+PARAMS = {
+    "plain": {},
+    "cool": {"temperature": 0.7},
+    "top_p": {"top_p": 0.8},
+    "top_k": {"top_k": 4, "temperature": 1.3},
+    "greedy": {"temperature": 0.0},
+    "stop": {"stop": ["a", "e", "o"], "max_tokens": 30},
+}
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_sdk_samples(sdk_sampler, local, name, echo):
+    options = {"max_tokens": 6} | PARAMS[name]
+    asked = sdk_sampler.sample_with_prompt_tokens(PROMPT, logprobs=True, echo=echo, seed=3, **options)
+    (got,) = asyncio.run(asked)
+    (want,) = drawn(local, **options | ({"stop": tuple(options["stop"])} if "stop" in options else {}))
+    assert (got.full_tokens, got.prompt_len, got.finish_reason) == (want.full_tokens, 5, want.finish_reason)
+    assert got.completion_len == len(want.tokens)
+    start = len(PROMPT) - 1 if echo else 0
+    assert got.logprobs_echoed is echo
+    assert len(got.inference_logprobs) == start + len(want.tokens)
+    assert np.abs(np.array(got.inference_logprobs[start:]) - want.logprobs).max() < 1e-5
+    assert np.abs(np.array(got.sampling_logprobs[start:]) - want.sampling_logprobs).max() < 1e-5
+    if echo:
+        scores = asyncio.run(local.sampler.logprobs(want.full_tokens)).values
+        assert np.abs(np.array(got.inference_logprobs) - scores).max() < 1e-5
+        assert got.echoed_prompt_logprob_count == 4
+    else:
+        assert got.text == want.text
+
+
+def test_the_sdk_reads_measurements(sdk_sampler):
+    asyncio.run(sdk_sampler.sample_with_prompt_tokens(PROMPT, n=3, max_tokens=5, logprobs=True))
+    metrics = sdk_sampler.drain_metrics()
+    assert len(metrics) == 3
+    for m in metrics:
+        assert m.http_status_code == 200
+        assert 0 <= m.prefill_queue_duration < 5
+        assert (m.prompt_tokens, m.cached_prompt_tokens) == (5, 0)
+        assert 1 <= m.completion_tokens <= 5
+
+
+def test_the_sdk_samples_many_at_once(sdk_sampler, local):
+    many = asyncio.run(sdk_sampler.sample_with_prompt_tokens(PROMPT, n=24, max_tokens=6, seed=3))
+    (want,) = drawn(local)
+    assert [c.full_tokens for c in many] == [want.full_tokens] * 24
+
+
+def test_the_sdk_is_told_what_is_wrong(sdk_sampler):
+    for options, said in (
+        ({"banana": 1}, "field: 'banana'"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_p": 0.5}, "min_p"),
+    ):
+        with pytest.raises(httpx.HTTPStatusError) as caught:
+            asyncio.run(sdk_sampler.sample_with_prompt_tokens(PROMPT, **{"max_tokens": 5} | options))
+        assert caught.value.response.status_code == 400
+        assert said in caught.value.response.json()["error"]["message"]
+
+
+# --- hotload ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def manager(fresh):
+    deployment = pytest.importorskip("fireworks.training.sdk.deployment")
+    return fresh[0], deployment.DeploymentManager(api_key=KEY, base_url=str(fresh[1].base_url)), fresh[1]
+
+
+def store(server, name, factor, kind="base", previous=None):
+    weights = {n: p.detach() * factor for n, p in model().named_parameters()}
+    server.snapshots.save(name, weights, {"checkpoint_type": kind, "previous": previous, "lora_rank": 0})
+
+
+def score(client):
+    lists = ask(client, path="/inference/v1/completions", echo=True, logprobs=1, max_tokens=1)["choices"][0]["logprobs"]
+    return np.array(lists["token_logprobs"][1:5])
+
+
+def expected(factor):
+    scaled = model()
+    with torch.no_grad():
+        for p in scaled.parameters():
+            p.mul_(factor)
+        ids = torch.tensor([PROMPT])
+        return scaled(input_ids=ids).logits.double().log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def hotload(manager, name, **options):
+    manager.hotload("d", "base", name, **options)
+    return manager.wait_for_hotload("d", "base", name, timeout_seconds=10, poll_interval=0.02)
+
+
+def test_the_sdk_loads_a_base_and_then_a_delta(manager):
+    server, sdk, client = manager
+    store(server, "step-1", 1.1)
+    store(server, "step-2", 0.9, "delta", "step-1")
+    assert np.abs(score(client) - expected(1.0)).max() < 1e-5
+    server.hotload_delay_s = 0.2
+    started = time.monotonic()
+    assert hotload(sdk, "step-1")
+    assert time.monotonic() - started > 0.15
+    assert np.abs(score(client) - expected(1.1)).max() < 1e-5
+    follows = {"previous_snapshot_identity": "step-1", "compression_format": "arc_v2", "checksum_format": "alder32"}
+    assert hotload(sdk, "step-2", incremental_snapshot_metadata=follows)
+    assert np.abs(score(client) - expected(0.9)).max() < 1e-5
+    assert sdk.hotload_check_status("d", "base")["replicas"][0]["current_snapshot_identity"] == "step-2"
+
+
+def test_a_delta_must_continue_what_is_served(manager):
+    server, sdk, _ = manager
+    store(server, "step-1", 1.1)
+    store(server, "step-2", 0.9, "delta", "step-1")
+    for metadata in (None, {"previous_snapshot_identity": "step-1"}):
+        with pytest.raises(httpx.HTTPStatusError, match="409"):
+            sdk.hotload("d", "base", "step-2", incremental_snapshot_metadata=metadata)
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        sdk.hotload("d", "base", "step-9")
+
+
+def test_a_load_that_fails_says_so_and_the_old_weights_serve_on(manager):
+    server, sdk, client = manager
+    store(server, "step-1", 1.1)
+    server.hotload_error = True
+    assert not hotload(sdk, "step-1")
+    assert "stage=error" in sdk.last_hotload_error_message
+    assert np.abs(score(client) - expected(1.0)).max() < 1e-5
+    assert hotload(sdk, "step-1")  # one fault, one failure
+    state = server.snapshots.load("step-1")[0]
+    state.pop("lm_head.weight")
+    server.snapshots.save("broken", state, {"checkpoint_type": "base", "previous": None, "lora_rank": 0})
+    assert not hotload(sdk, "broken")
+    assert np.abs(score(client) - expected(1.1)).max() < 1e-5
+
+
+def test_a_load_overtakes_one_that_stalls(manager):
+    server, sdk, client = manager
+    for name, factor in (("step-1", 1.1), ("step-2", 0.9)):
+        store(server, name, factor)
+    server.hotload_delay_s = 30
+    sdk.hotload("d", "base", "step-1")
+    assert not sdk.hotload_check_status("d", "base")["replicas"][0]["readiness"]
+    assert np.abs(score(client) - expected(1.0)).max() < 1e-5  # it goes on serving
+    server.hotload_delay_s = 0
+    assert hotload(sdk, "step-2")
+    assert np.abs(score(client) - expected(0.9)).max() < 1e-5
+
+
+def test_the_sdk_warms_up(manager):
+    assert manager[1].warmup("accounts/local/deployments/d", max_retries=1, retry_interval_s=0)
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+VLLM_CHOICE = "index text logprobs finish_reason stop_reason token_ids prompt_logprobs prompt_token_ids routed_experts"
+VLLM_LISTS = {"text_offset", "token_logprobs", "tokens", "top_logprobs"}  # both as vLLM 0.32.0 sent them
+
+
+def test_the_shape_is_that_of_vllm(fresh, local):
+    (c,) = drawn(local)
+    answer = ask(fresh[1], logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True, prompt_logprobs=0)
+    (choice,) = answer["choices"]
+    assert set(choice) <= set(VLLM_CHOICE.split())
+    assert set(choice["logprobs"]) == VLLM_LISTS
+    assert choice["token_ids"] == c.tokens.tolist()
+    assert choice["prompt_token_ids"] == PROMPT
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in c.tokens]
+    assert np.abs(np.array(choice["logprobs"]["token_logprobs"]) - c.logprobs).max() < 1e-5
+    scores = asyncio.run(local.sampler.logprobs(PROMPT)).values
+    assert choice["prompt_logprobs"][0] is None
+    found = [row[str(i)]["logprob"] for row, i in zip(choice["prompt_logprobs"][1:], PROMPT[1:], strict=True)]
+    assert np.abs(np.array(found) - scores).max() < 1e-5
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": len(c.tokens),
+        "total_tokens": 5 + len(c.tokens),
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/completions"])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_in_parallel_lists_begins_with_null(site, local, path, max_tokens):
+    with httpx.Client(base_url=site[1]) as client:
+        (choice,) = ask(client, path, echo=True, logprobs=1, max_tokens=max_tokens)["choices"]
+    values = choice["logprobs"]["token_logprobs"]
+    assert len(values) == 5 + max_tokens
+    assert values[0] is None
+    assert np.abs(np.array(values[1:5]) - asyncio.run(local.sampler.logprobs(PROMPT)).values).max() < 1e-5
+
+
+def events(client, path, **body):
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "seed": 3, "stream": True} | body
+    text = client.post(path, json=body).text
+    assert text.endswith("data: [DONE]\n\n")
+    return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_adds_up_to_the_answer(fresh, n):
+    _, client = fresh
+    options = {"max_tokens": 30, "n": n, "logprobs": 1, "return_token_ids": True}
+    whole = ask(client, **options)["choices"]
+    parts = [c for e in events(client, "/v1/completions", **options) for c in e["choices"]]
+    for i, choice in enumerate(whole):
+        mine = [p for p in parts if p["index"] == i]
+        assert "".join(p["text"] for p in mine) == choice["text"]
+        assert [t for p in mine for t in p["token_ids"]] == choice["token_ids"]
+        assert [v for p in mine for v in p["logprobs"]["token_logprobs"]] == choice["logprobs"]["token_logprobs"]
+        assert [p["finish_reason"] for p in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+    usage = events(client, "/v1/completions", stream_options={"include_usage": True})[-1]
+    assert usage["choices"] == []
+    assert usage["usage"]["prompt_tokens"] == 5
+
+
+@given(st.text(min_size=1, max_size=40))
+def test_pieces_of_text_are_the_text(text):
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(text)
+    part = Shown(ids, [-1.0] * len(ids), [-1.0] * len(ids), tokenizer.decode(ids, skip_special_tokens=True), "stop")
+    cuts = [*range(3, len(ids), 3), len(ids)]
+    assert "".join(text_pieces(part, cuts, tokenizer)) == part.text
+    pieces = split_choice({"index": 0, "finish_reason": "stop", "token_ids": ids}, part, tokenizer)
+    assert [i for p in pieces for i in p["token_ids"]] == ids
+
+
+REFUSED = [
+    ({"model": "qwen"}, 404, "The model `qwen` does not exist"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": ["a", 1]}, 400, "prompt"),
+    ({"prompt": [1, True]}, 400, "prompt"),
+    ({"prompt": [9999]}, 400, "9999"),
+    ({"prompt": [1] * 97}, 400, "maximum context length is 96 tokens"),
+    ({"prompt": [1] * 96}, 400, "room"),
+    ({"temperature": -1}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"n": "many"}, 400, "sampling parameters"),
+    ({"max_tokens": -1}, 400, "max_tokens"),
+    ({"repetition_penalty": 1.5}, 400, "does not do this"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "said"), REFUSED, ids=[str(r[0])[:30] for r in REFUSED])
+def test_refusals_have_the_shape_of_openai(site, body, status, said):
+    answer = httpx.post(site[1] + "/v1/completions", json={"model": "tiny", "prompt": PROMPT} | body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[1]", b"\xff", b"null"])
+def test_bodies_that_are_no_requests(site, raw):
+    assert httpx.post(site[1] + "/v1/completions", content=raw).status_code == 400
+
+
+def test_text_is_tokenised_and_long_requests_are_shortened_as_vllm_does(fresh):
+    _, client = fresh
+    read = ask(client, prompt="Hello", return_token_ids=True)["choices"][0]["prompt_token_ids"]
+    assert read == byte_tokenizer().encode("Hello")
+    assert ask(client, prompt=[5] * 95, max_tokens=20)["usage"]["completion_tokens"] == 1
+
+
+# --- steering -----------------------------------------------------------------------------------------------------
+
+
+def in_background(fn):
+    "Run `fn` in a thread; its result in a list."
+    result = []
+    thread = threading.Thread(target=lambda: result.append(fn()), daemon=True)
+    thread.start()
+    return thread, result
+
+
+def until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def folder_of(tmp_path, factor, name="moved"):
+    moved = model()
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.mul_(factor)
+    moved.save_pretrained(tmp_path / name)
+    return str(tmp_path / name)
+
+
+def reload_body(folder):
+    return {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+def test_pausing(fresh, tmp_path, mode):
+    server, client = fresh
+    url, folder = str(client.base_url), folder_of(tmp_path, 1.2)
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 90, "seed": 1, "return_token_ids": True, "n": 8}
+    alone = client.post("/v1/completions", json=body).json()["choices"]
+    asked, answer = in_background(lambda: httpx.post(url + "/v1/completions", json=body, timeout=20).json()["choices"])
+    until(lambda: server.running)
+    assert client.post("/pause", params={"mode": mode}).json() == {"status": "paused"}
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    if mode == "wait":
+        assert server.running == 0
+    late, later = in_background(lambda: ask(httpx.Client(base_url=url, timeout=20), max_tokens=2))
+    assert client.post("/collective_rpc", json=reload_body(folder)).json() == {"results": [None]}
+    assert client.post("/reset_prefix_cache").json() == {"success": True}
+    time.sleep(0.05)
+    assert not later  # it waits at the door
+    assert bool(answer) == (mode != "keep") or mode == "abort"
+    client.post("/resume")
+    for thread in (asked, late):
+        thread.join(10)
+        assert not thread.is_alive()
+    tokens = [c["token_ids"] for c in answer[0]]
+    if mode == "wait":
+        assert tokens == [c["token_ids"] for c in alone]
+    elif mode == "keep":
+        assert all(c["finish_reason"] in ("stop", "length") for c in answer[0])
+    else:
+        ended = [c for c in answer[0] if c["finish_reason"] == "abort"]
+        assert ended
+        for c, full in zip(answer[0], alone, strict=True):
+            assert c["token_ids"] == full["token_ids"][: len(c["token_ids"])]
+    assert np.abs(score(client) - expected(1.2)).max() < 1e-5
+    assert client.post("/pause", params={"mode": "silly"}).status_code == 400
+
+
+def test_a_frozen_request_goes_on_with_new_weights(fresh, tmp_path):
+    server, client = fresh
+    url, folder = str(client.base_url), folder_of(tmp_path, 0.5)
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 90, "seed": 1, "return_token_ids": True, "n": 8}
+    alone = [c["token_ids"] for c in client.post("/v1/completions", json=body).json()["choices"]]
+    for _ in range(5):  # a quick machine may finish before the pause
+        asked, answer = in_background(
+            lambda: httpx.post(url + "/v1/completions", json=body, timeout=20).json()["choices"]
+        )
+        until(lambda: server.running)
+        client.post("/pause", params={"mode": "keep"})
+        frozen = not answer
+        client.post("/collective_rpc", json=reload_body(folder))
+        client.post("/resume")
+        asked.join(10)
+        tokens = [c["token_ids"] for c in answer[0]]
+        if frozen and tokens != alone:
+            break
+        client.post("/collective_rpc", json=reload_body(folder_of(tmp_path, 1.0, "first")))
+    assert tokens != alone
+
+
+def test_a_reload_that_fails_leaves_an_engine_without_weights(fresh, tmp_path):
+    client = fresh[1]
+    folder = folder_of(tmp_path, 1.1)
+    assert client.post("/collective_rpc", json=reload_body(str(tmp_path / "nowhere"))).status_code == 500
+    assert client.post("/collective_rpc", json=reload_body(folder)).status_code == 200
+    assert np.abs(score(client) - expected(1.1)).max() < 1e-5
+    weights = load_file(f"{folder}/model.safetensors")
+    weights.pop("lm_head.weight")
+    save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    assert "lm_head.weight" in client.post("/collective_rpc", json=reload_body(folder)).text
+    assert client.get("/health").status_code == 200
+    for _ in range(2):
+        answer = client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT})
+        assert answer.status_code == 500
+        assert "EngineCore encountered an issue" in answer.json()["error"]["message"]
+    assert client.get("/health").status_code == 503
+    assert client.post("/collective_rpc", json={"method": "nope"}).status_code == 500
+
+
+def test_adapters_are_models_of_their_own(fresh, tmp_path):
+    pytest.importorskip("peft")
+    client = fresh[1]
+    backend = open_local(model(), byte_tokenizer(), lora_rank=4, inline=True)
+    with torch.no_grad():
+        for name, p in backend.policy.state.params.items():
+            p.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    backend.policy.state.module.save_pretrained(tmp_path / "adapter")
+    load = {"lora_name": "policy", "lora_path": str(tmp_path / "adapter")}
+    assert client.post("/v1/completions", json={"model": "policy", "prompt": PROMPT}).status_code == 404
+    assert "Success" in client.post("/v1/load_lora_adapter", json=load).text
+    assert client.post("/v1/load_lora_adapter", json=load).status_code == 400
+    assert client.post("/v1/load_lora_adapter", json=load | {"load_inplace": True}).status_code == 200
+    assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["tiny", "policy"]
+
+    def adapted():
+        lists = ask(client, model="policy", echo=True, logprobs=1, max_tokens=1)["choices"][0]["logprobs"]
+        return np.array(lists["token_logprobs"][1:5])
+
+    asyncio.run(backend.sync(asyncio.run(backend.policy.save_weights_for_sampler("a"))))
+    want = asyncio.run(backend.sampler.logprobs(PROMPT)).values
+    assert np.abs(adapted() - want).max() < 1e-4
+    assert np.abs(score(client) - want).max() > 1e-2
+    client.post("/collective_rpc", json=reload_body(folder_of(tmp_path, 1.2)))
+    assert np.abs(adapted() - want).max() > 1e-2  # it stands on the base that is served
+    missing = load | {"lora_name": "other", "lora_path": str(tmp_path / "nowhere")}
+    assert client.post("/v1/load_lora_adapter", json=missing).status_code == 404
+    assert client.post("/v1/load_lora_adapter", json={"lora_name": "x"}).status_code == 400
+    assert "removed" in client.post("/v1/unload_lora_adapter", json={"lora_name": "policy"}).text
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "policy"}).status_code == 404
+
+
+def test_names_of_weights(fresh):
+    _, client = fresh
+    assert client.get("/weight_info").json() == {"weight_version": "default"}
+    assert client.post("/update_weight_version", json={"new_version": "step-1"}).json()["success"]
+    assert client.get("/weight_info").json() == {"weight_version": "step-1"}
+    assert client.post("/update_weight_version", json={}).status_code == 400
+    assert "emulator" in client.get("/version").json()["version"]
+
+
+def test_a_client_that_hangs_up_is_no_longer_served(site):
+    server, url = site
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            url + "/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 91, "n": 64}, timeout=0.05
+        )
+    until(lambda: server.running == 0)
+    sampler = server.serving()[0].backend.sampler
+    until(sampler.pump.done)
+    assert sampler.engine.meter.tokens_sampled < 64 * 91
