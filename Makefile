@@ -8,6 +8,7 @@ SPECS := settings.ini setup.py constraints.txt
 EXTRAS := dev,lora,math,wandb,trackio,tensorboard,fireworks,tinker,emulator
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
+WORKERS ?= 2
 CODE := $(wildcard setup.py nbs tests benchmarks examples)
 
 .DEFAULT_GOAL := help
@@ -54,13 +55,13 @@ imports: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-# Two notebooks at a time, one thread each: more threads than cores make small tensors crawl.
+# Two notebooks or tests at a time, one thread each: more threads than cores make small tensors crawl.
 notebooks: $(STAMP) ## run every notebook; their assertions are tests
-	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2 --timing
+	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
 
 # tests/test_house.py among them: it exports afresh into a copy and compares.
 pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests among them
-	$(BIN)/pytest --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --durations=5
 
 bench: $(BENCH_STAMP) ## measure against TRL and the floors, and how soon the views answer; JSON in benchmarks/results/
 	@mkdir -p benchmarks/results

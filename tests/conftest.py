@@ -1,6 +1,7 @@
 "What every test may rely on: no network, offline hubs, and hypothesis without a stopwatch."
 
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -22,3 +23,68 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     "No test sees the keys of whoever runs it, nor the servers they are for."
     for name in [name for name in os.environ if name.startswith(PERSONAL)]:
         monkeypatch.delenv(name)
+
+
+# --- several workers ---------------------------------------------------------------------------------------------
+
+# `pytest -n 2`. Tests of a file share fixtures and stay on one worker, and so do all browser tests; but each part of a
+# long table is on its own. What takes longest comes first, so that the workers end together.
+LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_cli", "test_whatif_view", "test_loop")
+APART = ("test_the_right_cause_and_no_false_alarm",)
+
+
+def unit(nodeid: str) -> str:
+    "What a test is handed to a worker with."
+    path, _, name = nodeid.partition("::")
+    if name.startswith(APART):
+        return nodeid
+    return "browser" if "/browser/" in path else path
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    "Longest first; without workers, the order stays."
+    if hasattr(config, "workerinput"):
+        rank = lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST))
+        items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    "Hands out units in the order in which they were collected."
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):
+        _split_scope = staticmethod(unit)
+
+    config.option.loadscopereorder = False
+    return ByUnit(config, log)
+
+
+# --- what a run has to say ---------------------------------------------------------------------------------------
+
+SAID = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    "Prints a text at the end of the run. A worker of pytest-xdist has no terminal; what it says is handed on."
+    return pytestconfig.stash.setdefault(SAID, []).append
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    "A worker hands over what it has to say."
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["said"] = session.config.stash.get(SAID, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    "And it is kept for the end of the run."
+    node.config.stash.setdefault(SAID, []).extend(getattr(node, "workeroutput", {}).get("said", []))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    "Texts of all workers."
+    for text in config.stash.get(SAID, []):
+        terminalreporter.write_line(f"\n{text}")

@@ -60,13 +60,11 @@ class Tally:
 
 
 @pytest.fixture(scope="module")
-def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    "Collects outcomes and prints them after the last case, whatever pytest captures."
+def tally(say: Callable[[str], None]) -> Iterator[Tally]:
+    "Collects outcomes and says them after the last case."
     found = Tally()
     yield found
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print(f"\n{found.table()}")
+    say(found.table())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.file}-{case.name}")

@@ -32,14 +32,13 @@ def test_the_project_keeps(name: str, house: House):
     assert not problems, f"{RULES[name].__doc__}\n  " + "\n  ".join(problems)
 
 
-def test_report(house: House, capsys: pytest.CaptureFixture[str]):
-    "Prints how much of each notebook is prose and how much is shown; the floors are two of the rules."
+def test_report(house: House, say: Callable[[str], None]):
+    "Says how much of each notebook is prose and how much is shown; the floors are two of the rules."
     rows = measures(house)
     assert rows[-1].exported == sum(row.exported for row in rows[:-1]) > 0
-    with capsys.disabled():
-        print(f"\n\n{'notebook':<28}{'exported lines':>15}{'words a line':>14}{'shown a hundred':>17}")
-        for row in rows:
-            print(f"{row.name:<28}{row.exported:>15}{row.prose:>14.2f}{row.per_hundred:>17.1f}")
+    head = f"{'notebook':<28}{'exported lines':>15}{'words a line':>14}{'shown a hundred':>17}"
+    table = [f"{row.name:<28}{row.exported:>15}{row.prose:>14.2f}{row.per_hundred:>17.1f}" for row in rows]
+    say("\n".join([head, *table]))
 
 
 # --- a small project that keeps every rule -----------------------------------------------------------------------
