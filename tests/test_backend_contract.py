@@ -17,6 +17,7 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from rl_notebook.backends.base import Backend, Sampler, Scorer, Trainer, WeightSync
 from rl_notebook.backends.fireworks import open_fireworks
 from rl_notebook.backends.local import open_local
+from rl_notebook.backends.openai import open_openai
 from rl_notebook.backends.tinker import open_tinker
 from rl_notebook.core import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
 
@@ -81,6 +82,11 @@ async def fireworks_weights(backend: Backend) -> dict[str, torch.Tensor]:
     return safetensors_in(next(iter(service().emulator.folder.rglob(name))))
 
 
+async def openai() -> Backend:
+    served = {"base_url": service().url, "served_model": service().emulator.site.model, "key": KEY}
+    return await open_openai(tiny_model(), byte_tokenizer(), **served)
+
+
 def safetensors_in(folder: Path) -> dict[str, torch.Tensor]:
     "Weights that a service has put on its disk."
     from safetensors.torch import load_file
@@ -104,6 +110,7 @@ BACKENDS = {
     "local-small-batches": Entry(lambda: local(tokens_per_batch=12, max_batch=3)),
     "tinker": Entry(tinker, {"lora_rank": 4}, tinker_weights),
     "fireworks": Entry(fireworks, weights=fireworks_weights),
+    "openai": Entry(openai),
     "fireworks-lora": Entry(lambda: fireworks(lora_rank=4), {"lora_rank": 4}, fireworks_weights),
 }
 
