@@ -133,10 +133,12 @@ class Notebook:
         return self.path.name
 
     @cached_property
-    def numbered(self) -> tuple[int, str] | None:
-        "Number and module of `NN_dotted.name.ipynb`; None for the index and the tutorials."
-        match = re.fullmatch(r"(\d\d)_([a-z_][a-z_0-9.]*)", self.path.stem)
-        return (int(match[1]), match[2]) if match and self.path.parent.name == "nbs" else None
+    def numbered(self) -> tuple[float, str] | None:
+        "Number and module of `NN_dotted.name.ipynb`; `NNb` is NN.1, `NNc` NN.2; None for the index and the tutorials."
+        match = re.fullmatch(r"(\d\d)([b-j]?)_([a-z_][a-z_0-9.]*)", self.path.stem)
+        if match is None or self.path.parent.name != "nbs":
+            return None
+        return int(match[1]) + (ord(match[2] or "a") - ord("a")) / 10, match[3]
 
     @property
     def exported(self) -> list[Cell]:
@@ -165,12 +167,12 @@ class House:
         return [Notebook(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
     @cached_property
-    def modules(self) -> list[tuple[int, str, Notebook]]:
+    def modules(self) -> list[tuple[float, str, Notebook]]:
         "Number, module and notebook of those that export."
         return [(*nb.numbered, nb) for nb in self.notebooks if nb.numbered]
 
     @cached_property
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, float]:
         "The number of each module."
         return {module: number for number, module, _ in self.modules}
 
@@ -213,7 +215,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
-def own_imports(house: House) -> Iterator[tuple[int, Cell, int, str]]:
+def own_imports(house: House) -> Iterator[tuple[float, Cell, float, str]]:
     "Every import of our own modules in exported cells: number of the importer, cell, number and name of the imported."
     for number, _, nb in house.modules:
         for cell in nb.exported:
@@ -273,8 +275,8 @@ def no_module_is_an_orphan(house: House) -> list[str]:
 
 @rule
 def a_notebook_is_named_after_its_module(house: House) -> list[str]:
-    "`NN_dotted.name` exports `dotted.name`; numbers are not shared; the index and the tutorials export nothing."
-    problems, seen = [], dict[int, str]()
+    "`NN_dotted.name` or `NNb_dotted.name` exports `dotted.name`; no number twice; the index and the tutorials do not."
+    problems, seen = [], dict[float, str]()
     for nb in house.notebooks:
         exports = [mark.split()[-1] for cell in nb.cells for mark in cell.marks if mark.startswith("default_exp")]
         if nb.numbered is None:
@@ -296,7 +298,7 @@ def a_notebook_is_named_after_its_module(house: House) -> list[str]:
 def numbers_only_go_down(house: House) -> list[str]:
     "A notebook's exported cells import only lower-numbered notebooks."
     return [
-        f"{cell.where} imports {module} ({there:02d})"
+        f"{cell.where} imports {module} ({there:g})"
         for here, cell, there, module in own_imports(house)
         if there >= here
     ]
@@ -497,7 +499,7 @@ def public_names_have_types(house: House) -> list[str]:
     return problems
 
 
-def _habit(node: ast.AST, number: int) -> str | None:
+def _habit(node: ast.AST, number: float) -> str | None:
     "What is wrong with a node of an exported cell of the notebook with this number."
     match node:
         case ast.ImportFrom(level=level) if level:
