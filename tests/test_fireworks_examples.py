@@ -140,7 +140,12 @@ def test_off_policy(emulator: RunningEmulator):
 def test_recipe(emulator: RunningEmulator, tmp_path: Path):
     settings = ["--steps", "3", "--max-seq-len", "96", "--log-path", str(tmp_path / "run")]
     outcome = run(emulator, "recipe.py", "recipe", *settings)
-    assert outcome.count("/optim_step", outcome.policy) == outcome.count("/optim_step") > 0
+    verdicts = re.findall(r"^step \d+  reward (\S+) .*$", outcome.said, re.MULTILINE)
+    assert len(verdicts) == 3
+    assert all(math.isfinite(float(reward)) for reward in verdicts)
+    trained = outcome.said.count("live 1/1 groups")
+    assert trained >= 2
+    check_training(outcome, steps=trained, syncs=trained)
     kept = b"".join(f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file())
     assert emulator.key.reveal().encode() not in kept
 
