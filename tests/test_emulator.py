@@ -215,7 +215,7 @@ def test_ids_cannot_leave_their_folder(tmp_path: Path) -> None:
 
 
 def test_a_job_takes_its_time_and_its_trainer_answers_when_it_runs() -> None:
-    with start_emulator(startup_delay_s=0.5) as running, by_hand(running) as client:
+    with start_emulator(startup_delay_s=1.5) as running, by_hand(running) as client:
         health = "/training/v1/rlorTrainerJobs/local/policy/api/v1/healthz"
         assert client.get(health).status_code == 404
         states = [client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).json()["state"]]
@@ -288,6 +288,13 @@ def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> Non
         policy.load_state_with_optimizer("step-1").result()
         assert loss_of(policy) == pytest.approx(trained, rel=1e-6)
         managers.close()
+
+
+def test_a_folder_has_one_emulator(tmp_path: Path) -> None:
+    with start_emulator(folder=tmp_path), pytest.raises(BackendError, match="another emulator uses"):
+        start_emulator(folder=tmp_path)
+    with start_emulator(folder=tmp_path):
+        pass
 
 
 def test_a_damaged_description_is_named(tmp_path: Path) -> None:
@@ -580,17 +587,18 @@ def test_hotloads_stall_and_fail_on_purpose() -> None:
         managers.deployment("serving", hot_load_trainer_job=endpoint.job_name)
         policy = managers.policy(endpoint.base_url)
         saved = [policy.save_weights_for_sampler_ext(f"w-{i}", checkpoint_type="base").snapshot_name for i in range(3)]
-        loaded = []
+        loaded, start = [], time.monotonic()
         for name in saved:
             managers.deployments.hotload("serving", MODEL, name)
             stages = [managers.deployments.hotload_check_status("serving", MODEL)["replicas"][0]]
             while stages[-1]["loading_state"]["stage"] not in ("done", "error"):
                 time.sleep(0.05)
                 stages.append(managers.deployments.hotload_check_status("serving", MODEL)["replicas"][0])
-            loaded.append((stages[-1]["loading_state"]["stage"], stages[-1]["current_snapshot_identity"], len(stages)))
+            passed = time.monotonic() - start
+            loaded.append((stages[-1]["loading_state"]["stage"], stages[-1]["current_snapshot_identity"], passed))
         assert [stage for stage, _, _ in loaded] == ["done", "error", "done"]
         assert [identity for _, identity, _ in loaded] == [saved[0], saved[0], saved[2]]
-        assert loaded[0][2] >= 5  # it stalled
+        assert loaded[0][2] >= 0.4  # it stalled
         assert managers.deployments.wait_for_hotload("serving", MODEL, saved[2], timeout_seconds=1)
         assert running.emulator.faults.counts == {"hotload_stalls": 1, "hotload_error": 1}
         managers.close()
@@ -626,7 +634,7 @@ def test_a_dropped_connection_is_closed_and_not_an_error() -> None:
 
 
 def test_refusals_and_delays() -> None:
-    spec = "429:at=2:retry_after=0.2,503:burst=2:at=3,slow:at=4:s=0.3"
+    spec = "429:at=2:retry_after=0.2,503:burst=2:at=3,slow:at=4:s=0.8"
     with start_emulator(faults=spec) as running, by_hand(running) as client:
         answers, times = [], []
         for _ in range(7):
@@ -635,7 +643,7 @@ def test_refusals_and_delays() -> None:
             times.append(time.monotonic() - start)
         assert [a.status_code for a in answers] == [200, 429, 200, 503, 503, 200, 200]
         assert answers[1].headers["retry-after"] == "0.2"
-        assert [t >= 0.3 for t in times] == [False, False, False, False, False, False, True]
+        assert [t >= 0.8 for t in times] == [False, False, False, False, False, False, True]
         counts = client.get("/emulator/v1/status").json()["faults"]
         assert counts == {"429": 1, "503": 2, "slow": 1}
 

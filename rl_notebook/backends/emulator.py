@@ -17,13 +17,13 @@ import socket
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from .openai import Secret
 from ..core import BackendError, ConfigError, MissingExtra
@@ -37,8 +37,8 @@ __all__ = ['BY_CHANCE', 'FAULTS', 'ACCOUNT', 'KEY_VARIABLE', 'LOCAL', 'OWN_MODEL
            'get_job', 'resume_job', 'end_job', 'job_bucket', 'trainer_of', 'to_trainer', 'through', 'checkpoint_row',
            'checkpoint_rows', 'list_checkpoints', 'promoted', 'operation_of', 'promote', 'get_operation', 'changes',
            'replicas', 'deployment_bucket', 'deployment_reply', 'create_deployment', 'get_deployment',
-           'patch_deployment', 'delete_deployment', 'server_of', 'deployed', 'completions', 'hot_load', 'Emulator',
-           'application', 'to_root', 'status', 'RunningEmulator', 'start_emulator', 'emulator_fixture']
+           'patch_deployment', 'delete_deployment', 'server_of', 'deployed', 'completions', 'hot_load', 'claim',
+           'Emulator', 'application', 'to_root', 'status', 'RunningEmulator', 'start_emulator', 'emulator_fixture']
 
 # %% ../../nbs/28_backends.emulator.ipynb #805e9691
 try:
@@ -73,7 +73,7 @@ FAULTS: dict[str, dict[str, float]] = {
     "restart_trainer": {},
 }
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #ded18237
 @dataclass(frozen=True)
 class Fault:
     "One way to fail, and when."
@@ -113,7 +113,7 @@ def parse_fault(text: str) -> Fault:
         raise ConfigError("fault", where=repr(text), got="no number", expected=f"{kind}:0.05 or {kind}:at=3")
     return Fault(**given)
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #253fef79
 def parse_faults(spec: str) -> tuple[Fault, ...]:
     "Several faults, separated by commas; empty text is none."
     return tuple(parse_fault(part) for part in spec.split(",") if part.strip())
@@ -188,7 +188,7 @@ class Resource:
         times = {"createTime": rfc3339(self.created), "updateTime": rfc3339(self.since)}
         return {"name": self.name, **self.body, **times, "state": self.state(now)}
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #7d208cf4
 def rfc3339(seconds: float) -> str:
     "A time of the clock, as the services write it."
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
@@ -287,7 +287,7 @@ def emulator_key(key: Secret | str | None = None) -> Secret:
         raise ConfigError("emulator key", got=f"{len(value)} characters", expected="8 or more that are visible ASCII")
     return Secret(value)
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #f6fb474b
 def _refusal(scope: Scope, key: Secret, max_body: int) -> tuple[int, str] | None:
     "Status and reason, if a request must not come in."
     headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
@@ -313,7 +313,7 @@ class Exchange:
     status: int | None  # None = the connection was closed without an answer
     fault: str = ""  # what struck it
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #0d537c8f
 @dataclass
 class Gate:
     "Lets requests in, or not; strikes faults; keeps a log."
@@ -323,7 +323,7 @@ class Gate:
     faults: Faults
     max_body: int = 64 * 2**20  # bytes
     hang_up: Callable[[Any], None] | None = None  # closes the connection of a client address
-    log: list[Exchange] = field(default_factory=list)
+    log: deque[Exchange] = field(default_factory=lambda: deque(maxlen=100_000))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -337,7 +337,7 @@ class Gate:
             struck, status = await served(self, scope, _counted(receive, self.max_body), send)
         self.log.append(Exchange(scope["method"], scope["path"], status, struck))
 
-# %% ../../nbs/28_backends.emulator.ipynb #0d537c8f
+# %% ../../nbs/28_backends.emulator.ipynb #5f229f8b
 async def _drain(receive: Receive, most: int) -> None:
     "Read the rest of a request, up to so many bytes."
     size, more = 0, True
@@ -346,7 +346,10 @@ async def _drain(receive: Receive, most: int) -> None:
         size += len(message.get("body", b""))
         more = message.get("more_body", False)
 
+# %% ../../nbs/28_backends.emulator.ipynb #16457e58
+#| export
 
+# %% ../../nbs/28_backends.emulator.ipynb #89dc122f
 def _counted(receive: Receive, most: int) -> Receive:
     "The same request, refused with status 413 once it turns out to be too large."
     size = 0
@@ -373,9 +376,11 @@ async def served(
         return "drop_before", None
     if hit := faults.strike("429", where):
         wait = {"Retry-After": f"{hit.values['retry_after']:g}"}
+        await _drain(receive, gate.max_body)
         await error_reply(path, 429, "rate limited", wait)(scope, receive, send)
         return "429", 429
     if faults.unavailable(where):
+        await _drain(receive, gate.max_body)
         await error_reply(path, 503, "temporarily unavailable")(scope, receive, send)
         return "503", 503
     slow, lost = faults.strike("slow", where), faults.strike("drop_after", where)
@@ -388,7 +393,7 @@ async def served(
     struck = {"slow": slow, "drop_after": lost, "truncate_sse": reply.truncated}
     return "+".join(kind for kind, hit in struck.items() if hit), reply.status
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #5fbdc285
 async def _close(gate: Gate, scope: Scope, receive: Receive) -> None:
     "Close the connection and wait until the server has seen it."
     if gate.hang_up is None:
@@ -408,7 +413,7 @@ def cut_stream(body: bytes) -> bytes:
                 return b"\n\n".join(events[:i]) + (b"\n\n" if i else b"")
     return b""
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #c5585368
 @dataclass
 class Reply:
     "What an app sends on its way to the client: its status is noted, a stream may be cut, or nothing gets through."
@@ -489,7 +494,7 @@ class Site:
 # %% ../../nbs/28_backends.emulator.ipynb #f4f01110
 OWN_MODELS = f"accounts/{ACCOUNT}/models/"
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #27120e4b
 def promoted_models(site: Site, base_model: str) -> Models:
     "The model with the weights of a promoted checkpoint; 404 for one that does not exist, 400 for an adapter."
     from rl_notebook.backends.emulated_trainer import Models
@@ -541,7 +546,7 @@ def page_of(
     token = str(end) if end < len(rows) else ""
     return JSONResponse({key: list(rows[start:end]), "nextPageToken": token, "totalSize": len(rows)})
 
-# %% ../../nbs/28_backends.emulator.ipynb #2f2ec609
+# %% ../../nbs/28_backends.emulator.ipynb #a023c492
 async def json_of(request: Request) -> dict[str, Any]:
     "The body of a request; anything but a JSON object is refused with status 400."
     try:
@@ -552,7 +557,7 @@ async def json_of(request: Request) -> dict[str, Any]:
         raise HTTPException(400, "the body has to be a JSON object")
     return body
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #c5a7cc57
 def found(site: Site, request: Request, collection: str) -> Resource:
     "The resource that a request names; 403 in another account, 404 if there is none."
     own_account(request)
@@ -612,7 +617,7 @@ async def get_shape(site: Site, request: Request) -> Response:
     rows = {"trainingShapeVersions": [profile], "nextPageToken": "", "totalSize": 1}
     return JSONResponse(profile if "version" in ids else rows)
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #45e563b8
 async def get_model(site: Site, request: Request) -> Response:
     "A promoted model of the account, or any base model of another one."
     if request.path_params["account"] == ACCOUNT:
@@ -621,7 +626,7 @@ async def get_model(site: Site, request: Request) -> Response:
     details = {"moe": False, "servedBy": site.model}
     return JSONResponse({"name": name, "state": "READY", "kind": "HF_BASE_MODEL", "baseModelDetails": details})
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #ca34c348
 CATALOGUE: Table = [
     ("GET", "/v1/accounts", get_accounts),
     ("GET", "/v1/accounts/{account}/trainingShapes/{shape}/versions", get_shape),
@@ -657,7 +662,7 @@ def new_job(
     body = {**asked, **owner, "trainingConfig": {**config, "maxContextLength": length}, "trainingShape": shape}
     return Resource(name, body, goal="", created=time.time())
 
-# %% ../../nbs/28_backends.emulator.ipynb #23821484
+# %% ../../nbs/28_backends.emulator.ipynb #efaefdba
 def set_out(site: Site, job: Resource) -> Resource:
     "The job, on its way from now: to run, or to fail if a fault says so."
     failed = site.faults.strike("job_fails", job.name)
@@ -668,7 +673,7 @@ def set_out(site: Site, job: Resource) -> Resource:
     job = replace(job, body={**job.body, "status": status}, goal=goal, meanwhile=way, delay_s=delay, since=now)
     return site.shelf.put(job)
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #7d8b115c
 async def create_job(site: Site, request: Request) -> Response:
     "A new job; 409 if there is one of this id."
     own_account(request)
@@ -684,7 +689,7 @@ async def create_job(site: Site, request: Request) -> Response:
         raise HTTPException(400, f"hotLoadDeploymentId: there is no deployment {deployment!r}")
     return JSONResponse(set_out(site, job).shown(time.time()))
 
-# %% ../../nbs/28_backends.emulator.ipynb #efaefdba
+# %% ../../nbs/28_backends.emulator.ipynb #700a8877
 async def get_job(site: Site, request: Request) -> Response:
     "A job as it is now."
     return JSONResponse(found(site, request, "rlorTrainerJobs").shown(time.time()))
@@ -697,7 +702,7 @@ async def resume_job(site: Site, request: Request) -> Response:
         raise HTTPException(400, f"{job.name} is deleted and cannot be resumed")
     return JSONResponse((set_out(site, job) if job.state(now) in _STOPPED else job).shown(time.time()))
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #f6e4000e
 async def end_job(site: Site, request: Request, goal: str) -> Response:
     "Stop a job."
     job, now = found(site, request, "rlorTrainerJobs"), time.time()
@@ -706,7 +711,7 @@ async def end_job(site: Site, request: Request, goal: str) -> Response:
         job = site.shelf.put(replace(job, goal=goal, delay_s=0.0, since=now))
     return JSONResponse(job.shown(now))
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #97a70988
 _JOBS = "/v1/accounts/{account}/rlorTrainerJobs"
 JOBS: Table = [
     ("POST", _JOBS, create_job),
@@ -723,7 +728,7 @@ def job_bucket(job: Resource) -> str:
     deployment = job.body.get("hotLoadDeploymentId")
     return f"deployment-{deployment}" if deployment else f"job-{job.name.rsplit('/', 1)[1]}"
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #aa440010
 def trainer_of(site: Site, job: Resource) -> EmulatedTrainer:
     "The trainer of a job, made when it is first needed."
     from rl_notebook.backends.emulated_trainer import EmulatedTrainer
@@ -734,7 +739,7 @@ def trainer_of(site: Site, job: Resource) -> EmulatedTrainer:
         site.trainers[job.name] = EmulatedTrainer(models, site.snapshots(job_bucket(job)), site.folder, **own)
     return site.trainers[job.name]
 
-# %% ../../nbs/28_backends.emulator.ipynb #77a09d97
+# %% ../../nbs/28_backends.emulator.ipynb #701209dc
 async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer of the job that its address names, if that runs."
     request = Request(scope)
@@ -747,7 +752,7 @@ async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> 
         raise HTTPException(503, f"the trainer is not ready; the job is {state}")
     await through(site, trainer_of(site, job), scope, receive, send)
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #a03eba2b
 async def through(site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send) -> None:
     "Let a trainer answer, after a restart if a fault says so."
     if site.faults.strike("restart_trainer", scope["path"]):
@@ -771,7 +776,7 @@ def checkpoint_row(
         "promotable": bool(saved["promotable"]),
     }
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #6b5e2119
 def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
     "All that a job saved, oldest first."
     return [checkpoint_row(job, saved) for saved in trainer_of(site, job).checkpoints()]
@@ -816,7 +821,7 @@ def operation_of(model: Resource) -> dict[str, Any]:
     name = model.name.replace("/models/", "/operations/promote-")
     return {"name": name, "done": done, **({"response": shown} if done else {"metadata": {}})}
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #f072adb5
 async def promote(site: Site, request: Request) -> Response:
     "Make a model of a checkpoint; with `async_promotion`, say how far that is."
     own_account(request)
@@ -828,7 +833,7 @@ async def promote(site: Site, request: Request) -> Response:
     operation = {"operation": operation_of(model)} if asked.get("async_promotion") else {}
     return JSONResponse({**operation, "model": model.shown(time.time())})
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #cb55e550
 async def get_operation(site: Site, request: Request) -> Response:
     "How far a promotion is."
     own_account(request)
@@ -837,7 +842,7 @@ async def get_operation(site: Site, request: Request) -> Response:
         raise HTTPException(404, f"there is no operation {request.path_params['operation']!r}")
     return JSONResponse(operation_of(model))
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #505bce80
 CHECKPOINTS: Table = [
     ("GET", _JOBS + "/{id}/checkpoints", list_checkpoints),
     ("POST", "/v1/accounts/{account}/checkpoints/{checkpoint}:promote", promote),
@@ -855,7 +860,7 @@ _CHANGEABLE = {
     "annotations": "annotations",
 }
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #8e993f12
 def changes(body: Mapping[str, Any], mask: str) -> dict[str, Any]:
     "What a PATCH changes: the fields of its mask, or those of its body if it has none."
     paths = [p.strip() for p in mask.split(",") if p.strip()]
@@ -871,7 +876,7 @@ def replicas(deployment: Resource) -> int:
     body = deployment.body
     return min(max(int(body.get("minReplicaCount") or 0), 1), int(body.get("maxReplicaCount", 1)))
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #05c097f9
 def deployment_bucket(site: Site, deployment: Resource) -> str:
     "Where a deployment reads weights: with the trainer that it is attached to, or with itself."
     job = site.shelf.find(deployment.body.get("hotLoadTrainerJob") or "")
@@ -886,7 +891,7 @@ def deployment_reply(site: Site, deployment: Resource) -> Response:
     }
     return JSONResponse({**deployment.shown(time.time()), **more})
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #fe80c383
 def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
     "Refuses, with status 400, what cannot be deployed."
     job, counts = body.get("hotLoadTrainerJob"), [body.get("minReplicaCount", 0), body.get("maxReplicaCount", 1)]
@@ -895,7 +900,7 @@ def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise HTTPException(400, f"replica counts have to be numbers from 0; got {counts}")
 
-# %% ../../nbs/28_backends.emulator.ipynb #b0ce020e
+# %% ../../nbs/28_backends.emulator.ipynb #751a9580
 async def create_deployment(site: Site, request: Request) -> Response:
     "A new deployment; 409 if there is one of this id."
     own_account(request)
@@ -913,12 +918,12 @@ async def create_deployment(site: Site, request: Request) -> Response:
     made = Resource(name, body, "READY", ("CREATING",), delay, since=now, created=now)
     return deployment_reply(site, site.shelf.put(made))
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #49024345
 async def get_deployment(site: Site, request: Request) -> Response:
     "A deployment as it is now."
     return deployment_reply(site, found(site, request, "deployments"))
 
-# %% ../../nbs/28_backends.emulator.ipynb #05c097f9
+# %% ../../nbs/28_backends.emulator.ipynb #c1674350
 async def patch_deployment(site: Site, request: Request) -> Response:
     "Change a deployment; what its machines depend on replaces them."
     old = found(site, request, "deployments")
@@ -931,7 +936,7 @@ async def patch_deployment(site: Site, request: Request) -> Response:
         new = replace(new, meanwhile=("UPDATING",), delay_s=site.startup_delay_s, since=time.time())
     return deployment_reply(site, site.shelf.put(new))
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #f10a8074
 async def delete_deployment(site: Site, request: Request) -> Response:
     "End a deployment; its bucket stays."
     deployment = found(site, request, "deployments")
@@ -939,7 +944,7 @@ async def delete_deployment(site: Site, request: Request) -> Response:
     site.shelf.drop(deployment.name)
     return JSONResponse({})
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #d41de9db
 _DEPLOYMENTS = "/v1/accounts/{account}/deployments"
 DEPLOYMENTS: Table = [
     ("POST", _DEPLOYMENTS, create_deployment),
@@ -969,7 +974,7 @@ def server_of(
         site.servers[name] = EmulatedServer(models, snapshots, base_model=base, lora_rank=rank, name=name)
     return site.servers[name]
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #4619274e
 def deployed(site: Site, name: str) -> tuple[str, str, int]:  # base model, bucket, rank of its adapters
     "What the sampler of a deployment is made of."
     deployment = site.shelf.find(name)
@@ -980,12 +985,12 @@ def deployed(site: Site, name: str) -> tuple[str, str, int]:  # base model, buck
     rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
     return deployment.body["baseModel"], deployment_bucket(site, deployment), rank
 
-# %% ../../nbs/28_backends.emulator.ipynb #4619274e
+# %% ../../nbs/28_backends.emulator.ipynb #f4ea6453
 async def completions(site: Site, request: Request) -> Response:
     "Completions of the deployment, or of the model, that the request names."
     return await server_of(site, str((await json_of(request)).get("model", ""))).completions(request)
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #fdcd2557
 async def hot_load(site: Site, request: Request) -> Response:
     "Load a snapshot into a deployment, or say which one it serves."
     name = request.headers.get("fireworks-deployment", "")
@@ -1003,13 +1008,31 @@ async def hot_load(site: Site, request: Request) -> Response:
         await asyncio.wait({server.load.task}, timeout=2.0)
     return reply
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #76a2196b
 _HOT_LOAD = "/hot_load/v1/models/hot_load"
 SAMPLERS: Table = [
     ("POST", "/inference/v1/completions", completions),
     ("GET", _HOT_LOAD, hot_load),
     ("POST", _HOT_LOAD, hot_load),
 ]
+
+# %% ../../nbs/28_backends.emulator.ipynb #d7c3c628
+def claim(folder: Path) -> IO[bytes]:  # close it to give the folder back
+    "Hold a folder, which is made if need be; raises `BackendError` when another emulator holds it."
+    folder.mkdir(parents=True, exist_ok=True)
+    held = (folder / "lock").open("ab")
+    try:
+        import fcntl
+
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ModuleNotFoundError:  # a system without such locks: nobody is told
+        pass
+    except BlockingIOError as e:
+        held.close()
+        raise BackendError(
+            "folder", got=f"{folder}, which another emulator uses", fix="Stop it, or take another."
+        ) from e
+    return held
 
 # %% ../../nbs/28_backends.emulator.ipynb #5b3d3d95
 class Emulator:
@@ -1029,7 +1052,7 @@ class Emulator:
         key = emulator_key(key)
         self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
         self.folder = Path(self.temporary.name if self.temporary else str(folder))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._claim = claim(self.folder)
         self.site = Site(self.folder, model, self.faults, startup_delay_s, promotion_delay_s)
         self.app = Gate(application(self), key, self.faults)
 
@@ -1040,13 +1063,14 @@ class Emulator:
 
     @property
     def log(self) -> list[Exchange]:
-        "Every request so far, in the order in which they ended."
-        return self.app.log
+        "The requests so far (the last hundred thousand), in the order in which they ended."
+        return list(self.app.log)
 
     async def close(self) -> None:
         "End all trainers and samplers; a folder that was made for this goes, too."
         for name in [*self.site.trainers, *self.site.servers]:
             await self.site.end(name)
+        self._claim.close()
         if self.temporary:
             self.temporary.cleanup()
 
@@ -1067,7 +1091,7 @@ def application(emulator: Emulator) -> Starlette:
 
     return Starlette(routes=routes, exception_handlers={HTTPException: _on_error}, lifespan=lifespan)
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #e959419a
 async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer without a job, or to the sampler without a deployment."
     from rl_notebook.backends.emulated_trainer import EmulatedTrainer
@@ -1078,7 +1102,7 @@ async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
         site.trainers["root"] = EmulatedTrainer(site.models, site.snapshots("root"), site.folder, name="root")
     await through(site, site.trainers["root"], scope, receive, send)
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #4aba018e
 async def status(emulator: Emulator, request: Request) -> Response:
     "What happened so far: faults by kind, requests by address."
     asked = Counter(f"{e.method} {e.path} {e.status}" for e in emulator.log)
@@ -1095,12 +1119,13 @@ def _free_socket(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(("127.0.0.1", port))
+        bound.listen()
     except (OSError, OverflowError) as e:
         bound.close()
         raise BackendError("the emulator's port", got=f"{port} ({e})", fix="Take another, or 0 for a free one.") from e
     return bound
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #15ef46e8
 class RunningEmulator:
     "An emulator that listens; `stop()` it, or use it in a `with`."
 
