@@ -1,18 +1,18 @@
 "Fireworks' own SDK against the emulator: setting up, giving back, learning, drawing, syncing."
 
-import io
+import asyncio
+import itertools
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-import warnings
+import traceback
 from contextlib import contextmanager
-from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fireworks.training.sdk")
@@ -21,7 +21,7 @@ pytest.importorskip("starlette")
 from fireworks.training.sdk import DeploymentManager, FiretitanServiceClient, TrainerJobManager
 
 from rl_notebook.backends import fireworks as fw
-from rl_notebook.backends.emulator import start_emulator, trainer_of
+from rl_notebook.backends.emulator import parse_faults, start_emulator, trainer_of
 from rl_notebook.backends.fireworks import (
     DeployConfig,
     InfraConfig,
@@ -29,22 +29,21 @@ from rl_notebook.backends.fireworks import (
     ResourceCleanup,
     ResourceFile,
     ResourceState,
-    TrainerConfig,
     WeightSyncScope,
     clean_leftovers,
     create_trainer_job,
     dry_run,
     leftovers,
+    open_fireworks,
     plan_infra,
     setup_deployment,
     setup_infra,
 )
-from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum
+from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum, SampleParams
 
 QWEN = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
 SHAPES = InfraConfig(training_shape_id=SHAPE, ref_training_shape_id=f"{SHAPE}-forward")
-SERVING = DeployConfig(deployment_id="grpo-serving", tokenizer_model="tiny")
 DATUMS = [Datum([72, 105, 33, 10], [0, 1, 1], sample=0), Datum([72, 111, 33], [0, 1], sample=1)]
 ADAM = AdamParams(learning_rate=1e-2)
 
@@ -52,15 +51,25 @@ ADAM = AdamParams(learning_rate=1e-2)
 class Site:
     "An emulator and the SDK's managers for it."
 
+    numbers = itertools.count(1)
+
     def __init__(self, running):
         self.running, self.url, self.key = running, running.url, running.key.reveal()
         self.jobs = TrainerJobManager(api_key=self.key, base_url=self.url)
         self.deployments = DeploymentManager(api_key=self.key, base_url=self.url)
-        self.mark = 0
+        self.serving = f"serving-{next(self.numbers)}"  # the deployment of this test
+        self.deploy = DeployConfig(deployment_id=self.serving, tokenizer_model="tiny")
+        self.look_from_here()
 
     @property
     def managers(self):
         return {"rlor_mgr": self.jobs, "deploy_mgr": self.deployments}
+
+    def look_from_here(self) -> None:
+        self.mark, self.before = len(self.running.emulator.log), {j.name for j in self.all_jobs()}
+
+    def all_jobs(self):
+        return self.running.emulator.site.shelf.all("rlorTrainerJobs")
 
     def asked(self, *methods) -> list[str]:
         "What was asked of the control plane since the mark: method and path, without what only reads."
@@ -72,33 +81,47 @@ class Site:
     def state(self, job_id: str) -> str:
         return self.jobs.get(job_id)["state"].removeprefix("JOB_STATE_")
 
-    def most_replicas(self, deployment_id: str) -> int:
-        return self.deployments._get_deployment(deployment_id)["maxReplicaCount"]
+    def states(self) -> list[str]:
+        "Of the jobs made since the mark."
+        return sorted(self.state(j.name.rsplit("/", 1)[1]) for j in self.all_jobs() if j.name not in self.before)
+
+    def most_replicas(self, deployment_id: str | None = None) -> int:
+        return self.deployments._get_deployment(deployment_id or self.serving)["maxReplicaCount"]
 
     def setup(self, cleanup=None, **wishes):
-        given = {"base_model": QWEN, "infra_cfg": SHAPES, "deploy_cfg": SERVING, "needs_inference": True}
+        given = {"base_model": QWEN, "infra_cfg": SHAPES, "deploy_cfg": self.deploy, "needs_inference": True}
         given |= {"role_prefix": "grpo", "poll_interval_s": 0.02, **self.managers, **wishes}
         return setup_infra(cleanup=cleanup, **given)
 
+    @contextmanager
+    def such_that(self, faults: str = "", startup_delay_s: float = 0.0):
+        "Something goes wrong, or takes long, for a while."
+        emulator = self.running.emulator
+        emulator.faults.faults, emulator.site.startup_delay_s = parse_faults(faults), startup_delay_s
+        emulator.faults.__init__(emulator.faults.faults)
+        try:
+            yield
+        finally:
+            emulator.faults.faults, emulator.site.startup_delay_s = (), 0.0
 
-@contextmanager
-def site_of(**settings):
-    with start_emulator(**settings) as running:
-        yield Site(running)
+
+@pytest.fixture(scope="module")
+def running():
+    with start_emulator() as emulator:
+        yield emulator
 
 
 @pytest.fixture
-def site():
-    with site_of() as made:
-        yield made
+def site(running):
+    return Site(running)
 
 
 def cleanup_of(site, **options) -> ResourceCleanup:
     return ResourceCleanup(site.jobs, site.deployments, 0, **options)
 
 
-def test_the_policy_comes_first_then_the_deployment_linked_to_it():
-    with site_of(startup_delay_s=0.3) as site:
+def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
+    with site.such_that(startup_delay_s=0.3):
         told = []
         with cleanup_of(site) as cleanup:
             infra = site.setup(cleanup, needs_reference=True, on_status=told.append)
@@ -106,22 +129,22 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it():
             assert site.asked() == ["POST rlorTrainerJobs", "POST rlorTrainerJobs", "POST deployments"]
             assert policy.startswith("grpo-policy-")
             assert reference.startswith("grpo-reference-")
-            serving = site.deployments.get("grpo-serving")
+            serving = site.deployments.get(site.serving)
             assert serving.hot_load_trainer_job == f"accounts/local/rlorTrainerJobs/{policy}"
             assert site.jobs.get(reference)["forwardOnly"] is True
-            assert infra.inference_model == "accounts/local/deployments/grpo-serving"
+            assert infra.inference_model == f"accounts/local/deployments/{site.serving}"
             assert infra.training_shape_id == SHAPE
             assert infra.max_seq_len == 512
             assert set(infra.boot_metrics) == {"train/step", "infra/total_boot_time", "infra/deploy_boot_time"}
-            site.mark = len(site.running.emulator.log)
+            site.look_from_here()
             infra.close()
         assert site.asked() == [
             f"POST rlorTrainerJobs/{reference}:cancel",
             f"POST rlorTrainerJobs/{policy}:cancel",
-            "PATCH deployments/grpo-serving",
+            f"PATCH deployments/{site.serving}",
         ]
         assert (site.state(policy), site.state(reference)) == ("CANCELLED", "CANCELLED")
-        assert site.most_replicas("grpo-serving") == 0
+        assert site.most_replicas() == 0
         assert cleanup.left == []
     states = {role: [s.state for s in told if s.role == role] for role in ("policy", "reference", "deployment")}
     assert (states["policy"][0], states["policy"][-1]) == ("requested", "running")
@@ -132,37 +155,37 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it():
 
 def test_per_deployment_asks_for_the_deployment_first(site):
     deploy = DeployConfig(
-        deployment_id="own-bucket", tokenizer_model="tiny", weight_sync_scope=WeightSyncScope.PER_DEPLOYMENT
+        deployment_id=site.serving, tokenizer_model="tiny", weight_sync_scope=WeightSyncScope.PER_DEPLOYMENT
     )
     with cleanup_of(site) as cleanup:
         infra = site.setup(cleanup, deploy_cfg=deploy)
         assert site.asked() == ["POST deployments", "POST rlorTrainerJobs"]
-        assert site.jobs.get(infra.policy_job_id)["hotLoadDeploymentId"] == "own-bucket"
-        assert site.deployments.get("own-bucket").hot_load_trainer_job is None
+        assert site.jobs.get(infra.policy_job_id)["hotLoadDeploymentId"] == site.serving
+        assert site.deployments.get(site.serving).hot_load_trainer_job is None
         infra.close()
 
 
 def test_a_deployment_is_reattached_and_scaled_up_again(site):
-    before = repr((SHAPES, SERVING))
+    before = repr((SHAPES, site.deploy))
     with cleanup_of(site) as cleanup:
         site.setup(cleanup).close()
-    assert site.most_replicas("grpo-serving") == 0
-    site.mark = len(site.running.emulator.log)
+    assert site.most_replicas() == 0
+    site.look_from_here()
     with cleanup_of(site) as cleanup:
         infra = site.setup(cleanup)
         patches = [line for line in site.asked() if line.startswith("PATCH")]
-        assert patches == ["PATCH deployments/grpo-serving"] * 2  # replicas, then the trainer
-        assert site.most_replicas("grpo-serving") == 1
-        assert site.deployments.get("grpo-serving").hot_load_trainer_job.endswith(infra.policy_job_id)
+        assert patches == [f"PATCH deployments/{site.serving}"] * 2  # replicas, then the trainer
+        assert site.most_replicas() == 1
+        assert site.deployments.get(site.serving).hot_load_trainer_job.endswith(infra.policy_job_id)
         infra.close()
-    assert repr((SHAPES, SERVING)) == before
+    assert repr((SHAPES, site.deploy)) == before
 
 
 def test_another_shape_is_not_served_silently(site):
     with cleanup_of(site) as cleanup:
         site.setup(cleanup).close()
     other = InfraConfig(training_shape_id="accounts/fireworks/trainingShapes/llama-70b")
-    with pytest.raises(BackendError, match="deployment shape: got .*qwen3-8b.*; expected .*llama-70b"):
+    with pytest.raises(BackendError, match=r"deployment shape: got .*qwen3-8b.*; expected .*llama-70b"):
         site.setup(infra_cfg=other)
 
 
@@ -190,19 +213,18 @@ def test_no_reference_shape_means_no_reference(site):
     assert plan.reference.request.forward_only
 
 
-def test_a_trainer_that_fails_leaves_nothing_running():
-    with site_of(startup_delay_s=0.2, faults="job_fails:at=2") as site:
-        with pytest.raises(BackendError, match=r"reference trainer grpo-reference-\w+: trainer: got FAILED: .*expected RUN"):
+def test_a_trainer_that_fails_leaves_nothing_running(site):
+    with site.such_that(startup_delay_s=0.2, faults="job_fails:at=2"):
+        with pytest.raises(BackendError, match=r"reference trainer grpo-reference-\w+: trainer: got FAILED: "):
             site.setup(needs_reference=True)
-        names = [j.name for j in site.running.emulator.site.shelf.all("rlorTrainerJobs")]
-        assert sorted(site.state(n.rsplit("/", 1)[1]) for n in names) == ["CANCELLED", "FAILED"]
-        assert site.most_replicas("grpo-serving") == 0
+        assert site.states() == ["CANCELLED", "FAILED"]
+        assert site.most_replicas() == 0
         assert not fw.OPEN_CLEANUPS
 
 
 def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
     first = site.setup(deploy_cfg=None, needs_inference=False)
-    site.mark = len(site.running.emulator.log)
+    site.look_from_here()
     with cleanup_of(site) as cleanup:
         again = site.setup(cleanup, deploy_cfg=None, needs_inference=False, policy_job_id=first.policy_job_id)
         again.close()
@@ -219,17 +241,24 @@ def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
 
 
 def test_a_dry_run_only_reads(site, capsys):
-    dry_run(**site.managers, base_model=QWEN, infra_cfg=SHAPES, deploy_cfg=SERVING, needs_reference=True, needs_inference=True)
+    dry_run(
+        **site.managers,
+        base_model=QWEN,
+        infra_cfg=SHAPES,
+        deploy_cfg=site.deploy,
+        needs_reference=True,
+        needs_inference=True,
+    )
     printed = capsys.readouterr().out
     assert site.asked() == []
-    for part in ("policy      create", "reference   create", "forward_only=True", "deployment  create", "grpo-serving"):
+    for part in ("policy      create", "reference   create", "forward_only=True", "deployment  create", site.serving):
         assert part in printed
     assert site.key not in printed
 
 
 def test_what_is_missing_is_said_before_anything_is_asked_for(site):
     with pytest.raises(ValueError, match=r"deployment\.tokenizer_model: got None; expected a tokenizer"):
-        site.setup(deploy_cfg=DeployConfig(deployment_id="grpo-serving"))
+        site.setup(deploy_cfg=DeployConfig(deployment_id=site.serving))
     with pytest.raises(ConfigError, match="deploy_mgr: got None"):
         site.setup(deploy_mgr=None)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps must be 1"):
@@ -241,13 +270,15 @@ def test_what_is_missing_is_said_before_anything_is_asked_for(site):
 
 def test_the_parts_of_the_earliest_guide(site):
     told, options = [], {"base_model": QWEN, "infra": InfraConfig(), "poll_interval_s": 0.02}
-    serving = setup_deployment(site.deployments, SERVING, QWEN, InfraConfig(), on_status=told.append, poll_interval_s=0.02)
+    serving = setup_deployment(
+        site.deployments, site.deploy, QWEN, InfraConfig(), on_status=told.append, poll_interval_s=0.02
+    )
     policy = create_trainer_job(
-        site.jobs, display_name="grpo-policy", hot_load_deployment_id="grpo-serving", on_status=told.append, **options
+        site.jobs, display_name="grpo-policy", hot_load_deployment_id=site.serving, on_status=told.append, **options
     )
     flags = ["--forward-only", "--no-compile"]
     reference = create_trainer_job(site.jobs, display_name="grpo-reference", extra_args=flags, **options)
-    assert serving.inference_model == "accounts/local/deployments/grpo-serving"
+    assert serving.inference_model == f"accounts/local/deployments/{site.serving}"
     job = site.jobs.get(reference.job_id)
     assert job["forwardOnly"] is True
     assert job["trainingConfig"]["extraArgs"] == ["--no-compile"]
@@ -307,7 +338,7 @@ def test_what_a_trainer_had_learned_is_not_silently_lost(site):
         policy = site.setup(cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False).policy
         train(policy)
         restart(site, policy.job_id)
-        with pytest.raises(BackendError, match="2 training calls since the last saved state went with .*start again"):
+        with pytest.raises(BackendError, match=r"2 training calls since the last saved state went with .*start again"):
             logprobs(policy)
         policy.reconnect()
         train(policy)
@@ -380,8 +411,8 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
     assert "ValueError: the loop broke" in errors
     assert "KeyboardInterrupt" in errors
     assert site.key not in errors
-    shelf = site.running.emulator.site.shelf
-    states = {j.name.split("/")[-1].split("-")[0]: j.state(time.time()) for j in shelf.all("rlorTrainerJobs")}
+    made = [j for j in site.all_jobs() if j.name not in site.before]
+    states = {j.name.split("/")[-1].split("-")[0]: j.state(time.time()) for j in made}
     assert states.pop("kill") == "JOB_STATE_RUNNING"
     assert states == dict.fromkeys(("exception", "exit", "interrupt", "terminate"), "JOB_STATE_CANCELLED")
     assert {how: site.most_replicas(f"serving-{how}") for how in ready} == dict.fromkeys(ready, 0) | {"kill": 1}
@@ -403,9 +434,10 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
     assert leftovers(tmp_path / "kill") == []
 
 
-def test_what_cannot_be_given_back_is_said_with_its_command_and_stays_on_the_list(tmp_path):
-    with start_emulator() as running:
-        site = Site(running)
+def test_what_cannot_be_given_back_is_said_with_its_command_and_stays_on_the_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(fw, "PAUSE_S", 0.01)
+    with start_emulator() as gone:
+        site = Site(gone)
         cleanup = cleanup_of(site, folder=tmp_path)
         infra = site.setup(cleanup)
         infra.close()
@@ -431,9 +463,288 @@ def test_deleting_is_an_action_too(site):
     with cleanup_of(site) as cleanup:
         job = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02)
         cleanup.delete_trainer(job.job_id)
-        setup_deployment(site.deployments, SERVING, QWEN, poll_interval_s=0.02)
-        cleanup.deployment("grpo-serving", action="delete")
+        setup_deployment(site.deployments, site.deploy, QWEN, poll_interval_s=0.02)
+        cleanup.deployment(site.serving, action="delete")
         with pytest.raises(ConfigError, match="got 'explode'"):
-            cleanup.deployment("grpo-serving", action="explode")
-    assert site.deployments.get("grpo-serving") is None
+            cleanup.deployment(site.serving, action="explode")
+    assert site.deployments.get(site.serving) is None
     assert site.jobs.try_get(job.job_id) is None or site.state(job.job_id) == "DELETED"
+
+
+# --- the backend --------------------------------------------------------------------------------------------------
+
+QUICK = {"say": lambda line: None, "grace_s": 0, "poll_interval_s": 0.02, "pause_s": 0.02}
+
+
+def settings_of(site, **more):
+    trainer = {"training_shape_id": SHAPE, "reference_training_shape_id": f"{SHAPE}-forward"}
+    sizes = {"max_seq_len": 256, "max_completion_tokens": 64}
+    deployment = {"tokenizer_model": "tiny", "deployment_id": site.serving}
+    given = {"base_model": QWEN, "trainer": trainer, "deployment": deployment, **sizes, "kl_beta": 0.0}
+    return given | {"key": site.key, "base_url": site.url} | QUICK | more
+
+
+def run(site, test, **more):
+    async def inside():
+        async with await open_fireworks(**settings_of(site, **more)) as backend:
+            return await test(backend)
+
+    return asyncio.run(inside())
+
+
+def toy(backend) -> Datum:
+    tokens = backend.tokenizer.encode("1+2=3", add_special_tokens=False)
+    return Datum(np.array(tokens), np.array([0] + [1] * (len(tokens) - 2)), advantage=1.0)
+
+
+async def learn(backend, datum: Datum, rate: float = 1e-3) -> None:
+    await backend.policy.forward_backward_custom([datum], lambda ds, lps: (-lps[0].nansum(), {}))
+    await backend.policy.optim_step(AdamParams(learning_rate=rate))
+
+
+async def scores(backend, datum: Datum) -> np.ndarray:
+    return (await backend.policy.forward([datum]))[0].values[datum.active]
+
+
+async def served(backend, datum: Datum) -> np.ndarray:
+    return (await backend.sampler.logprobs(datum.tokens)).values[datum.active]
+
+
+async def synced(backend, name: str) -> tuple[str, int]:
+    snapshot = await backend.policy.save_weights_for_sampler(name)
+    return backend.sync.saved[snapshot].kind, await backend.sync(snapshot)
+
+
+def test_first_a_base_then_deltas_and_a_base_where_the_chain_has_a_gap(site):
+    async def test(backend):
+        datum = toy(backend)
+        assert await synced(backend, "a") == ("base", 1)
+        await learn(backend, datum)
+        assert await synced(backend, "b") == ("delta", 2)
+        await learn(backend, datum)
+        await backend.policy.save_weights_for_sampler("never-loaded")
+        await learn(backend, datum)
+        assert await synced(backend, "d") == ("base", 3)
+        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+
+    run(site, test)
+
+
+def test_lora_always_sends_whole_adapters_and_shares_its_reference(site):
+    async def test(backend):
+        datum = toy(backend)
+        before = (await backend.reference.forward([datum]))[0].values
+        for version in (1, 2):
+            await learn(backend, datum)
+            assert await synced(backend, f"s{version}") == ("base", version)
+        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+        assert np.array_equal((await backend.reference.forward([datum]))[0].values, before, equal_nan=True)
+        assert site.asked().count("POST rlorTrainerJobs") == 1
+
+    run(site, test, lora_rank=4, kl_beta=0.01, trainer={"training_shape_id": SHAPE})
+
+
+def test_failures_of_a_sync_are_told_apart(site):
+    async def test(backend):
+        datum = toy(backend)
+
+        async def failing(kind, faults=""):
+            await learn(backend, datum)
+            with site.such_that(faults), pytest.raises(fw.SyncError, match=f"weight sync {kind}") as caught:
+                await synced(backend, kind.replace(" ", "-"))
+            assert caught.value.kind == kind
+            assert fw.SYNC_FIXES[kind] in str(caught.value)
+            assert backend.policy.versions.current == 0
+
+        await failing("failed", "hotload_error:times=1")
+        await failing("timed out", "hotload_stalls:s=30")
+        site.deployments.scale_to_zero(site.serving)
+        await failing("not ready")
+        site.deployments.update(site.serving, {"maxReplicaCount": 1}, "max_replica_count")
+        assert await synced(backend, "at-last") == ("base", 1)
+        other = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02)
+        site.deployments.update(site.serving, {"hotLoadTrainerJob": other.job_name}, "hot_load_trainer_job")
+        await learn(backend, datum)
+        with (
+            pytest.warns(UserWarning, match="Sending full weights instead"),
+            pytest.raises(fw.SyncError, match="weight sync rejected: got HTTP 4") as caught,
+        ):
+            await synced(backend, "elsewhere")
+        assert caught.value.kind == "rejected"
+        site.jobs.delete(other.job_id)
+
+    run(site, test, weight_sync={"weight_sync_timeout": 1})
+
+
+def test_a_refused_delta_is_followed_by_full_weights_if_they_are_still_there(site):
+    async def test(backend):
+        datum = toy(backend)
+        await synced(backend, "a")
+        await learn(backend, datum)
+        with site.such_that("hotload_error:times=1"), pytest.warns(UserWarning, match="Sending full weights instead"):
+            assert await synced(backend, "b") == ("delta", 2)
+        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+        await learn(backend, datum)
+        stale = await backend.policy.save_weights_for_sampler("c")
+        await learn(backend, datum)
+        assert await synced(backend, "d") == ("base", 3)
+        with pytest.raises(fw.SyncError, match="chain broken"):
+            await backend.sync(stale)
+
+    run(site, test)
+
+
+def test_both_logprobs_are_kept_with_and_without_echo(site):
+    async def test(backend):
+        prompt = backend.tokenizer.encode("3+4=", add_special_tokens=False)
+        for params in (
+            SampleParams(n=2, max_tokens=6, seed=5),
+            SampleParams(max_tokens=6, temperature=0.6, top_p=0.9, seed=5),
+        ):
+            for c in await backend.sampler.sample(prompt, params):
+                raw = (await backend.sampler.logprobs(c.full_tokens)).values[len(prompt) - 1 :]
+                assert np.abs(raw - c.logprobs).max() < 1e-4
+                assert np.isfinite(c.sampling_logprobs).all()
+                assert (np.abs(c.sampling_logprobs - c.logprobs).max() < 1e-4) == params.draws_from_raw
+        draw = backend.sampler.drawer.sample_with_prompt_tokens
+        options = {"n": 1, "max_tokens": 6, "temperature": 0.6, "logprobs": True, "seed": 7}
+        plain, echoed = [(await draw(prompt, **options, echo=echo))[0] for echo in (False, True)]
+        assert (plain.logprobs_echoed, echoed.logprobs_echoed) == (False, True)
+        a, b = [fw.completion_of(c, prompt, SampleParams(max_tokens=6, temperature=0.6)) for c in (plain, echoed)]
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert np.abs(a.logprobs - b.logprobs).max() < 1e-6
+        assert np.abs(a.sampling_logprobs - b.sampling_logprobs).max() < 1e-6
+        stop = backend.tokenizer.encode("5", add_special_tokens=False)
+        ended = await backend.sampler.sample(
+            prompt, SampleParams(n=8, max_tokens=20, stop_token_ids=tuple(stop), seed=1)
+        )
+        assert all(stop[0] not in c.tokens[:-1] for c in ended)
+
+    run(site, test)
+
+
+def test_a_restarted_trainer_is_brought_up_to_date(site):
+    async def learned(backend, restarts):
+        datum = toy(backend)
+        for step in range(3):
+            await learn(backend, datum)
+            if step in restarts:
+                restart(site, backend.infra.policy_job_id)
+        assert await synced(backend, "end") == ("base", 1)
+        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+        return await scores(backend, datum), backend.policy.reconnects
+
+    calm, none = run(site, lambda b: learned(b, ()))
+    stormy, some = run(site, lambda b: learned(b, (0, 2)))
+    assert (none, some) == (0, 2)
+    assert np.abs(calm - stormy).max() < 1e-5
+
+
+def test_a_state_loads_in_another_job(site):
+    async def first(backend):
+        await learn(backend, toy(backend))
+        return await backend.policy.save_state("runs/first/checkpoints/00001"), await scores(backend, toy(backend))
+
+    async def second(backend):
+        assert backend.infra.policy_job_id not in path
+        return await scores(backend, toy(backend)), await served(backend, toy(backend)), backend.policy.versions.current
+
+    path, want = run(site, first)
+    _, _, job, name = path.replace("cross_job://", "cross_job//").split("/")
+    got, drawn_from, version = run(site, second, resume={"resume_from": name, "resume_job_id": job})
+    assert np.abs(got - want).max() < 1e-6
+    assert np.abs(drawn_from - want).max() < 1e-4
+    assert version == 0
+
+
+def test_the_final_weights_become_a_model(site):
+    async def test(backend):
+        await learn(backend, toy(backend))
+        assert await backend.promote("my-model") == "accounts/local/models/my-model"
+        with pytest.raises(BackendError, match="invalid characters"):
+            await backend.promote("My Model")
+
+    run(site, test)
+
+
+def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
+    async def given_up():
+        task = asyncio.create_task(open_fireworks(**settings_of(site)))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with site.such_that(startup_delay_s=60):
+        asyncio.run(given_up())
+    assert site.states() == ["CANCELLED"]
+    with site.such_that(startup_delay_s=0.1, faults="job_fails"), pytest.raises(BackendError, match="got FAILED"):
+        asyncio.run(open_fireworks(**settings_of(site)))
+    assert site.states() == ["CANCELLED", "FAILED"]
+    assert site.most_replicas() == 0
+    assert not fw.OPEN_CLEANUPS
+
+
+def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path):
+    async def test():
+        first = await open_fireworks(**settings_of(site, log_path=str(tmp_path / "first")))
+        for name in ("attach", "clean"):
+            ResourceFile(tmp_path / name).write(ResourceFile(tmp_path / "first").read())
+        with pytest.raises(BackendError, match="leftover='attach'"):
+            await open_fireworks(**settings_of(site, log_path=str(tmp_path / "attach")))
+        more = {"log_path": str(tmp_path / "attach"), "leftover": "attach"}
+        async with await open_fireworks(**settings_of(site, **more)) as again:
+            assert again.infra.policy_job_id == first.infra.policy_job_id
+            assert again.infra.deployment_id == site.serving
+            datum = toy(again)
+            assert np.abs(await served(again, datum) - await scores(again, datum)).max() < 1e-4
+        assert site.state(first.infra.policy_job_id) == "CANCELLED"
+        more = {"log_path": str(tmp_path / "clean"), "leftover": "clean"}
+        async with await open_fireworks(**settings_of(site, **more)) as fresh:
+            assert fresh.infra.policy_job_id != first.infra.policy_job_id
+        await first.close()
+        assert [leftovers(tmp_path / name) for name in ("first", "attach", "clean")] == [[], [], []]
+
+    asyncio.run(test())
+
+
+def test_settings_that_cannot_work_are_refused_first(site):
+    for match, more in {
+        r"deployment\.tokenizer_model: got None": {"deployment": {"deployment_id": "x"}},
+        "router_replay": {"router_replay": True},
+        r"Set infra\.ref_training_shape_id": {"trainer": None, "infra": {"training_shape_id": SHAPE}, "kl_beta": 0.1},
+        "leftover: got 'burn'": {"leftover": "burn"},
+    }.items():
+        with pytest.raises(ConfigError, match=match):
+            asyncio.run(open_fireworks(**settings_of(site, **more)))
+    assert site.asked() == []
+
+
+def test_every_check_passes_against_the_emulator(site):
+    where = {"key": site.key, "base_url": site.url, "poll_interval_s": 0.02, "grace_s": 0, "say": lambda line: None}
+    rows = asyncio.run(fw.check_fireworks(QWEN, "tiny", lora_rank=4, output_model_id="checked", **where))
+    assert [row.name for row in rows if not row.ok] == []
+    assert [row.name for row in rows] == [*fw.CHECKS, "promotion", "give back"]
+    with site.such_that("hotload_error"):
+        rows = asyncio.run(fw.check_fireworks(QWEN, "tiny", training_shape_id=SHAPE, **where))
+    verdicts = {row.name: row.ok for row in rows}
+    assert verdicts["first weight sync"] is False
+    assert verdicts["second weight sync"] is None
+    assert verdicts["give back"] is True
+
+
+def test_the_key_is_shown_nowhere(site, caplog, capsys, tmp_path):
+    async def test(backend):
+        shown = [
+            repr(x) for x in (backend, backend.policy, backend.sampler, backend.sync, backend.infra, backend.cleanup)
+        ]
+        with site.such_that("hotload_error"), pytest.raises(BackendError) as failed:
+            await synced(backend, "a")
+        return [*shown, *traceback.format_exception(failed.value)]
+
+    with caplog.at_level(logging.DEBUG, logger="fireworks"):
+        shown = run(site, test, log_path=str(tmp_path), say=print)
+    files = [f.read_text(errors="replace") for f in tmp_path.rglob("*") if f.is_file()]
+    everything = "\n".join([*shown, *files, caplog.text, *capsys.readouterr()])
+    assert "policy     running" in everything
+    assert site.key not in everything

@@ -28,26 +28,26 @@ import httpx
 import numpy as np
 
 # %% auto #0
-__all__ = ['GIVING_BACK', 'STOPPED', 'PASSING', 'Leftover', 'OPEN_CLEANUPS', 'OnStatus', 'RESUMABLE', 'GONE', 'TRAINING',
-           'SCORING', 'UNCACHED', 'SYNC_FIXES', 'CROSS_JOB', 'DEFAULT_URL', 'CHECKS', 'fireworks_sdk', 'Resource',
-           'ask', 'said', 'give_back', 'ResourceFile', 'claim', 'release', 'leftovers', 'clean_leftovers',
-           'settle_leftovers', 'ResourceCleanup', 'arm', 'hear_termination', 'disarm', 'give_back_all', 'ResourceState',
-           'ProvisioningTable', 'Look', 'Awaited', 'watch', 'job_message', 'TrainerLook', 'new_id', 'settings_of',
-           'TrainerPlan', 'DeploymentPlan', 'trainer_request', 'deployment_request', 'InfraPlan', 'plan_trainer',
-           'as_backend_errors', 'same_shape', 'plan_deployment', 'plan_infra', 'check_wishes', 'dry_run',
-           'start_trainer', 'start_deployment', 'DeploymentLook', 'serves', 'Reporter', 'create_trainer_job',
-           'setup_deployment', 'undone_on_error', 'awaited_trainer', 'awaited_deployment', 'sdk_classes',
-           'as_sdk_datum', 'datum_from_tokens_weights', 'connection_errors', 'call', 'TrainerCalls',
-           'ReconnectableClient', 'new_client', 'reconnect_client', 'Infra', 'setup_infra', 'start_all', 'connect',
-           'completion_of', 'FireworksSampler', 'draw_from', 'SyncError', 'sync_error', 'Saves', 'Hotloads', 'Saved',
-           'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot', 'FireworksTrainer',
-           'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread',
-           'infra_wishes', 'bundle', 'samplers', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights',
-           'promotable', 'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up',
-           'check_forward', 'check_forward_again', 'check_sign', 'check_state', 'check_first_sync', 'check_second_sync',
-           'check_sample', 'check_echo', 'check_agreement', 'check_seed', 'check_fireworks', 'checked',
-           'check_given_back', 'DeployConfig', 'HotloadConfig', 'InfraConfig', 'TrainerConfig', 'WandBConfig',
-           'WeightSyncConfig', 'WeightSyncScope']
+__all__ = ['GIVING_BACK', 'STOPPED', 'PASSING', 'PAUSE_S', 'Leftover', 'OPEN_CLEANUPS', 'OnStatus', 'RESUMABLE', 'GONE',
+           'TRAINING', 'SCORING', 'HANG_UP_S', 'UNCACHED', 'SYNC_FIXES', 'CROSS_JOB', 'DEFAULT_URL', 'CHECKS',
+           'fireworks_sdk', 'Resource', 'ask', 'said', 'give_back', 'ResourceFile', 'claim', 'release', 'leftovers',
+           'clean_leftovers', 'settle_leftovers', 'ResourceCleanup', 'arm', 'hear_termination', 'disarm',
+           'give_back_all', 'ResourceState', 'ProvisioningTable', 'Look', 'Awaited', 'watch', 'job_message',
+           'TrainerLook', 'new_id', 'settings_of', 'TrainerPlan', 'DeploymentPlan', 'trainer_request',
+           'deployment_request', 'InfraPlan', 'plan_trainer', 'as_backend_errors', 'same_shape', 'plan_deployment',
+           'plan_infra', 'check_wishes', 'dry_run', 'start_trainer', 'start_deployment', 'DeploymentLook', 'serves',
+           'Reporter', 'create_trainer_job', 'setup_deployment', 'undone_on_error', 'awaited_trainer',
+           'awaited_deployment', 'sdk_classes', 'as_sdk_datum', 'datum_from_tokens_weights', 'connection_errors',
+           'call', 'TrainerCalls', 'ReconnectableClient', 'new_client', 'reconnect_client', 'Infra', 'setup_infra',
+           'start_all', 'connect', 'completion_of', 'FireworksSampler', 'draw_from', 'SyncError', 'sync_error', 'Saves',
+           'Hotloads', 'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot',
+           'FireworksTrainer', 'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config',
+           'in_thread', 'infra_wishes', 'bundle', 'samplers', 'open_fireworks', 'begin', 'heeds_seeds',
+           'promote_weights', 'promotable', 'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape',
+           'check_set_up', 'check_forward', 'check_forward_again', 'check_sign', 'check_state', 'check_first_sync',
+           'check_second_sync', 'check_sample', 'check_echo', 'check_agreement', 'check_seed', 'check_fireworks',
+           'checked', 'check_given_back', 'DeployConfig', 'HotloadConfig', 'InfraConfig', 'TrainerConfig',
+           'WandBConfig', 'WeightSyncConfig', 'WeightSyncScope']
 
 # %% ../../nbs/25_backends.fireworks.ipynb #522633b8
 from .base import Backend, Capabilities, Meter
@@ -149,6 +149,7 @@ class Resource:
 # %% ../../nbs/25_backends.fireworks.ipynb #5f55e019
 STOPPED = ("CANCELLED", "COMPLETED", "EARLY_STOPPED", "FAILED", "DELETING", "DELETED", "ARCHIVED")
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be another one soon
+PAUSE_S = 0.5  # before the second attempt; doubles
 
 
 def ask(
@@ -165,7 +166,7 @@ def ask(
     trouble = ""
     for attempt in range(attempts):
         if attempt:
-            time.sleep(0.25 * 2**attempt)
+            time.sleep(PAUSE_S * 2 ** (attempt - 1))
         try:
             secure = url.startswith("https:")  # a context for TLS takes a while to make
             answer = httpx.request(method, url, json=json, headers=sent, timeout=30.0, verify=secure)
@@ -220,6 +221,7 @@ class ResourceFile:
         if not resources:
             self.path.unlink(missing_ok=True)
             return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         entries = [{f.name: getattr(r, f.name) for f in fields(r)} for r in resources]
         draft = self.path.with_suffix(f".{os.getpid()}")
         with draft.open("w", encoding="utf-8") as out:
@@ -1169,6 +1171,7 @@ def datum_from_tokens_weights(tokens: Any, weights: Any, max_length: int | None 
 # %% ../../nbs/25_backends.fireworks.ipynb #40f0dc4c
 TRAINING = ("forward_backward", "forward_backward_custom", "optim_step")  # change what only the trainer's memory holds
 SCORING = ("forward", "list_checkpoints")  # all that a frozen model does
+HANG_UP_S = 3.0  # for the SDK to say goodbye
 
 
 def connection_errors() -> tuple[type[BaseException], ...]:
@@ -1303,9 +1306,11 @@ class ReconnectableClient(TrainerCalls):
         reconnect_client(self)
 
     def close(self) -> None:
-        "Hang up; the trainer goes on."
+        "Hang up; the trainer goes on. The SDK's goodbye to a trainer that is gone can last, so it is not waited for long."
         if self.parent is None and self.service is not None:
-            self.service.close()
+            goodbye = threading.Thread(target=self.service.close, daemon=True)
+            goodbye.start()
+            goodbye.join(timeout=HANG_UP_S)
 
     def __repr__(self) -> str:
         return (
