@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import secrets
@@ -20,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from rl_notebook.backends.emulator import (
     KEY_VARIABLE,
@@ -31,6 +33,7 @@ from rl_notebook.backends.emulator import (
 )
 from rl_notebook.cli import main
 from rl_notebook.core import BackendError, ConfigError
+from rl_notebook.toy import load_model
 
 sdk = pytest.importorskip("fireworks.training.sdk")
 
@@ -648,6 +651,29 @@ def test_refusals_and_delays() -> None:
         assert counts == {"429": 1, "503": 2, "slow": 1}
 
 
+def test_faults_can_be_changed_while_it_runs(emulator: RunningEmulator) -> None:
+    with by_hand(emulator) as client:
+        assert client.get("/v1/accounts").status_code == 200
+        emulator.emulator.faults.reset(parse_faults("429:1"))
+        assert client.get("/v1/accounts").status_code == 429
+        emulator.emulator.faults.reset(())
+        assert client.get("/v1/accounts").status_code == 200
+        assert emulator.emulator.faults.counts == {}
+
+
+def test_a_model_at_hand_is_served() -> None:
+    model, tokenizer = load_model("tiny")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    with start_emulator((model, tokenizer)) as running, by_hand(running) as client:
+        asked = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1, "echo": True, "logprobs": True}
+        answer = client.post("/inference/v1/completions", json=asked).json()
+        flat = -math.log(model.config.vocab_size)
+        assert answer["choices"][0]["logprobs"]["content"][1]["logprob"] == pytest.approx(flat, abs=1e-5)
+        assert client.get("/emulator/v1/status").json()["model"] == "given"
+
+
 def test_the_same_seed_strikes_the_same_places() -> None:
     def struck(seed: int) -> list[int]:
         with start_emulator(faults="429:0.3", seed=seed) as running, by_hand(running) as client:
@@ -691,6 +717,19 @@ def test_the_sdk_trains_once_whatever_happens(kind: str, undisturbed: float) -> 
         assert running.emulator.faults.counts[kind.split(":")[0]] == len(struck) >= 2
         assert {"forward_backward", "optim_step"} & set(struck)
         managers.close()
+
+
+def test_the_place_of_a_restart_does_not_depend_on_how_often_the_client_looked() -> None:
+    def restarted(faults: str) -> list[str]:
+        with start_emulator(faults=faults) as running, by_hand(running) as client:
+            client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
+            base = "/training/v1/rlorTrainerJobs/local/policy/api/v1/"
+            for name in ("healthz", "retrieve_future", "session_heartbeat", "create_session", "telemetry", "get_info"):
+                client.request("GET" if name == "healthz" else "POST", base + name, json={})
+            return [where.rsplit("/", 1)[1] for _, where in running.emulator.faults.log]
+
+    assert restarted("restart_trainer:at=2") == ["get_info"]
+    assert restarted("restart_trainer:at=1:path=retrieve_future") == ["retrieve_future"]
 
 
 def test_a_restarted_trainer_has_forgotten_everything_but_its_files() -> None:
@@ -776,6 +815,21 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert err.startswith("rl-notebook emulate: ")
     assert err.count("\n") == 1
     assert out == ""
+
+
+def test_a_failure_of_the_emulator_is_an_answer_in_the_shape_of_the_service(emulator: RunningEmulator) -> None:
+    (emulator.emulator.folder / "control/deployments/x.json").mkdir(parents=True)
+    with by_hand(emulator) as client:
+        answer = client.post(f"{DEPLOYMENTS}?deploymentId=x", json={"baseModel": MODEL})
+    assert answer.status_code == 500
+    assert "IsADirectoryError" in answer.json()["message"]
+
+
+def test_without_the_web_framework_the_fix_is_named() -> None:
+    script = "import sys; sys.modules['starlette'] = None; import rl_notebook.backends.emulator"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "MissingExtra: the emulator" in done.stderr
+    assert "pip install 'rl-notebook[emulator]'" in done.stderr
 
 
 def test_the_environment_leads_a_script_that_knows_nothing(emulator: RunningEmulator) -> None:

@@ -127,6 +127,10 @@ class Faults:
         faults: Sequence[Fault] = (),
         seed: int = 0,
     ):
+        self.reset(faults, seed)
+
+    def reset(self, faults: Sequence[Fault], seed: int = 0) -> None:
+        "From now on these; counts and log start anew."
         self.faults, self.seed = tuple(faults), seed
         self.counts: Counter[str] = Counter()  # kind -> how often it happened
         self.log: list[tuple[str, str]] = []  # (kind, where), in order
@@ -134,11 +138,11 @@ class Faults:
         self._struck: Counter[int] = Counter()
         self._burst = 0
 
-    def strike(self, kind: str, where: str) -> Fault | None:
-        "The fault that strikes this occasion, if one does."
+    def strike(self, kind: str, where: str, aside: bool = False) -> Fault | None:
+        "The fault that strikes this occasion, if one does; what happens aside is struck only by a fault with a path."
         hit = None
         for i, fault in enumerate(self.faults):
-            if fault.kind != kind or fault.path not in where:
+            if fault.kind != kind or fault.path not in where or (aside and not fault.path):
                 continue
             self._seen[i] += 1
             n = self._seen[i]
@@ -446,7 +450,7 @@ class Site:
     "What the parts of an emulator share."
 
     folder: Path
-    model: str  # what `load_model` takes; serves every base-model name
+    model: Any  # what `Models` takes; serves every base-model name
     faults: Faults
     startup_delay_s: float = 0.0  # from a request to a running trainer or a ready deployment
     promotion_delay_s: float = 0.0  # from a promotion to its model
@@ -508,7 +512,9 @@ def promoted_models(site: Site, base_model: str) -> Models:
     model, tokenizer = site.models.load()
     missing, extra = model.load_state_dict(tensors, strict=False)
     if extra or set(missing) & {name for name, _ in model.named_parameters()}:
-        raise BackendError("a promoted model", where=base_model, got="weights that do not fit", expected=site.model)
+        raise BackendError(
+            "a promoted model", where=base_model, got="weights that do not fit", expected=site.models.name
+        )
     return Models((model, tokenizer), site.models.dtype)
 
 # %% ../../nbs/28_backends.emulator.ipynb #62fa8b35
@@ -522,8 +528,9 @@ def routes_of(site: Site, table: Table) -> list[BaseRoute]:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_reply(request.url.path, error.status_code, str(error.detail), error.headers)
+    if isinstance(error, HTTPException):
+        return error_reply(request.url.path, error.status_code, str(error.detail), error.headers)
+    return error_reply(request.url.path, 500, f"the emulator failed: {type(error).__name__}: {error}")
 
 # %% ../../nbs/28_backends.emulator.ipynb #fc05200d
 def page_of(
@@ -623,7 +630,7 @@ async def get_model(site: Site, request: Request) -> Response:
     if request.path_params["account"] == ACCOUNT:
         return JSONResponse(found(site, request, "models").shown(time.time()))
     name = f"accounts/{request.path_params['account']}/models/{request.path_params['id']}"
-    details = {"moe": False, "servedBy": site.model}
+    details = {"moe": False, "servedBy": site.models.name}
     return JSONResponse({"name": name, "state": "READY", "kind": "HF_BASE_MODEL", "baseModelDetails": details})
 
 # %% ../../nbs/28_backends.emulator.ipynb #ca34c348
@@ -753,9 +760,12 @@ async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> 
     await through(site, trainer_of(site, job), scope, receive, send)
 
 # %% ../../nbs/28_backends.emulator.ipynb #a03eba2b
+_ASIDE = {"healthz", "telemetry", "session_heartbeat", "retrieve_future"}  # how many there are is up to the clock
+
+
 async def through(site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send) -> None:
     "Let a trainer answer, after a restart if a fault says so."
-    if site.faults.strike("restart_trainer", scope["path"]):
+    if site.faults.strike("restart_trainer", scope["path"], aside=scope["path"].rsplit("/", 1)[1] in _ASIDE):
         trainer.lose_memory()
     await Router(routes=trainer.routes())(scope, receive, send)
 
@@ -966,7 +976,7 @@ def server_of(
     elif "/deployments/" in name:
         base, bucket, rank = deployed(site, name)
     else:
-        name, base, bucket, rank = "root", site.model, "root", 0
+        name, base, bucket, rank = "root", site.models.name, "root", 0
     if name not in site.servers:
         from rl_notebook.backends.emulated_server import EmulatedServer
 
@@ -1040,7 +1050,8 @@ class Emulator:
 
     def __init__(
         self,
-        model: str = "tiny",  # serves every base-model name
+        model: str
+        | tuple[Any, Any] = "tiny",  # serves every base-model name: what `load_model` takes, or (model, tokenizer)
         folder: str | Path | None = None,  # jobs, deployments, weights; None = one that goes with the emulator
         key: Secret | str | None = None,  # None = from RL_NOTEBOOK_EMULATOR_KEY, else a fresh one
         startup_delay_s: float = 0.0,  # until a trainer runs, until a deployment is ready
@@ -1089,7 +1100,8 @@ def application(emulator: Emulator) -> Starlette:
         yield
         await emulator.close()
 
-    return Starlette(routes=routes, exception_handlers={HTTPException: _on_error}, lifespan=lifespan)
+    handlers: Any = {HTTPException: _on_error, Exception: _on_error}
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 # %% ../../nbs/28_backends.emulator.ipynb #e959419a
 async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
@@ -1107,7 +1119,7 @@ async def status(emulator: Emulator, request: Request) -> Response:
     "What happened so far: faults by kind, requests by address."
     asked = Counter(f"{e.method} {e.path} {e.status}" for e in emulator.log)
     faults = dict(emulator.faults.counts)
-    return JSONResponse({"model": emulator.site.model, "faults": faults, "requests": dict(asked)})
+    return JSONResponse({"model": emulator.site.models.name, "faults": faults, "requests": dict(asked)})
 
 # %% ../../nbs/28_backends.emulator.ipynb #918a4a2a
 def _free_socket(host: str, port: int) -> socket.socket:
@@ -1184,11 +1196,11 @@ class RunningEmulator:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"RunningEmulator({self.url!r}, model={self.emulator.site.model!r})"
+        return f"RunningEmulator({self.url!r}, model={self.emulator.site.models.name!r})"
 
 # %% ../../nbs/28_backends.emulator.ipynb #83998898
 def start_emulator(
-    model: str = "tiny",
+    model: str | tuple[Any, Any] = "tiny",
     *,
     host: str = "127.0.0.1",  # this machine; any other is refused
     port: int = 0,  # 0 = a free one
