@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..align import token_from_target
-from .emulated_trainer import Models, Refusal, Serving, Snapshots, open_serving, read_body
+from .emulated_messages import Refusal, read_body
+from .emulated_trainer import Models, Serving, Snapshots, open_serving
 from .engine import retire
 from .local import LocalSampler, Worker
 from ..core import Completion, ConfigError, MissingExtra, RLNotebookError, SampleParams
@@ -121,7 +122,7 @@ def read_prompt(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
         raise Refusal(400, "prompt", got=type(prompt).__name__, expected="a list of token ids, or text; not empty")
     return tuple(prompt)
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #e28798b9
 def read_params(body: Mapping[str, Any], max_tokens: int) -> SampleParams:
     "The sampling settings of a body; raises `Refusal`."
     stop = body.get("stop") or ()
@@ -150,7 +151,7 @@ class Shown:
     text: str
     finish_reason: str
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #c47c22a6
 def shown(wanted: Wanted, completion: Completion | None, scores: np.ndarray | None, tokenizer: Any) -> Shown:
     "What to show of a completion; None = nothing was drawn."
     raw: list[float | None] = []
@@ -168,7 +169,7 @@ def shown(wanted: Wanted, completion: Completion | None, scores: np.ndarray | No
     tokens, raw = tokens + completion.tokens.tolist(), raw + completion.logprobs.tolist()
     return Shown(tokens, raw, drawn + sampling.tolist(), text + completion.text, completion.finish_reason)
 
-# %% ../../nbs/27_backends.emulated_server.ipynb #c47c22a6
+# %% ../../nbs/27_backends.emulated_server.ipynb #acd515e4
 def content_logprobs(part: Shown, tokenizer: Any) -> dict[str, Any]:
     "Fireworks' layout: one record a token, 0.0 for the token that has none."
     records = [
@@ -178,7 +179,7 @@ def content_logprobs(part: Shown, tokenizer: Any) -> dict[str, Any]:
     ]  # fmt: skip
     return {"content": records}
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #5f9b71b1
 def list_logprobs(part: Shown, tokenizer: Any, spelled: bool, processed: bool) -> dict[str, Any]:
     "The older layout: parallel lists, null for the token that has none."
     values = [raw if drawn is None or not processed else drawn for raw, drawn in zip(part.raw, part.drawn, strict=True)]
@@ -200,7 +201,7 @@ def choice_of(wanted: Wanted, part: Shown, index: int, style: Style, tokenizer: 
         choice |= {"stop_reason": None, "prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
     return choice
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #f7ca48e3
 def vllm_extras(wanted: Wanted, part: Shown, scores: np.ndarray | None) -> dict[str, Any]:
     "Ids and prompt scores as vLLM sends them: the ids without the prompt, also with echo."
     extras: dict[str, Any] = {}
@@ -227,7 +228,7 @@ def text_pieces(part: Shown, cuts: Sequence[int], tokenizer: Any) -> list[str]:
         sent = upto
     return pieces
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #b407efe5
 def split_choice(choice: Mapping[str, Any], part: Shown, tokenizer: Any) -> list[dict[str, Any]]:
     "A choice as the pieces of a stream."
     cuts = [*range(PIECE, len(part.tokens), PIECE), len(part.tokens)]
@@ -268,7 +269,7 @@ class Gate:
         self.open.set()
         self.worker.close()
 
-# %% ../../nbs/27_backends.emulated_server.ipynb #431f406d
+# %% ../../nbs/27_backends.emulated_server.ipynb #e8bce337
 def end_requests(sampler: LocalSampler) -> None:
     "Finish everything that is being drawn where it is, with the reason 'abort'; runs in the worker."
     engine = sampler.engine
@@ -279,7 +280,7 @@ def end_requests(sampler: LocalSampler) -> None:
         request.completions[index] = Completion(*nothing)
     engine.waiting.clear()
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #043cfe91
 def answer_done(sampler: LocalSampler) -> None:
     "Hand finished requests to whoever waits for them; runs on the event loop."
     for request in [r for r in sampler.open if r.done]:
@@ -300,7 +301,7 @@ def read_weights(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
         raise Refusal(500, "reload_weights", got=f"no {missing[0]!r} that fits", expected="weights of the served model")
     return {name: tensors[name] for name in names}
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #4e53db35
 def read_adapter(folder: Path, base: Mapping[str, Any]) -> dict[str, Tensor]:
     "What an adapter adds to the weights, by name; raises `Refusal`."
     try:
@@ -317,7 +318,7 @@ def read_adapter(folder: Path, base: Mapping[str, Any]) -> dict[str, Tensor]:
         added[name] = scale * (parts[f"{stem}.lora_B.weight"] @ parts[key])
     return added
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #43b31c3d
 def copy_weights(serving: Serving, tensors: Mapping[str, Tensor]) -> None:
     "Put weights into what a sampler serves, under whatever it is drawing; runs in the worker."
     with torch.no_grad():
@@ -343,7 +344,7 @@ class HotLoad:
         replica = {"current_snapshot_identity": self.current, "readiness": ready, "loading_state": state}
         return {"replicas": [replica]}
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #aed7b96c
 def check_delta(load: HotLoad, meta: Mapping[str, Any], asked: Mapping[str, Any] | None) -> None:
     "Raises `Refusal` for a delta that does not continue what is served."
     previous = (asked or {}).get("previous_snapshot_identity")
@@ -428,7 +429,7 @@ def error_reply(status: int, message: str) -> JSONResponse:
     kind = kinds.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #643b58de
 async def guarded(work: Awaitable[Response]) -> Response:
     "The reply, or the error as a reply."
     try:
@@ -438,7 +439,7 @@ async def guarded(work: Awaitable[Response]) -> Response:
     except RLNotebookError as reason:
         return error_reply(400, str(reason))
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #38fa0158
 async def read_json(request: Request) -> dict[str, Any]:
     "The body as a JSON object; raises `Refusal`."
     try:
@@ -449,7 +450,7 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise Refusal(400, "body", got=type(body).__name__, expected="a JSON object")
     return body
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #fe591005
 async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
     "The result of `work`, which is cancelled when the client hangs up; raises `Refusal` then."
 
@@ -506,7 +507,7 @@ async def draw_wanted(serving: Serving, wanted: Wanted) -> tuple[list[Completion
         return [None], scores
     return list(await sampler.sample(wanted.prompt, wanted.params)), scores
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #da647a56
 def adapter_of(server: EmulatedServer, model: str, style: Style) -> str:
     "The adapter that a model name means, '' for the base; raises `Refusal`."
     if model in server.adapters:
@@ -516,7 +517,7 @@ def adapter_of(server: EmulatedServer, model: str, style: Style) -> str:
         raise Refusal(404, f"The model `{model}` does not exist. Valid aliases: {known}.")
     return ""
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #0a05af8f
 def check_alive(server: EmulatedServer) -> None:
     "Raises `Refusal` when the engine is dead; a request without weights kills it."
     if server.bare and not server.dead:
@@ -524,7 +525,7 @@ def check_alive(server: EmulatedServer) -> None:
     if server.dead:
         raise Refusal(500, f"EngineCore encountered an issue: {server.dead}")
 
-# %% ../../nbs/27_backends.emulated_server.ipynb #da647a56
+# %% ../../nbs/27_backends.emulated_server.ipynb #0033b01c
 def envelope(
     server: EmulatedServer,
     wanted: Wanted,
@@ -552,7 +553,7 @@ def envelope(
         whole["perf_metrics"] = {k: f"{v:.6f}" if isinstance(v, float) else str(v) for k, v in metrics.items()}
     return whole
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #d13d9fb9
 async def stream_of(
     whole: Mapping[str, Any], split: list[list[dict[str, Any]]], wanted: Wanted, body: Mapping[str, Any], style: Style
 ) -> AsyncIterator[str]:
@@ -586,7 +587,7 @@ async def hot_load(server: EmulatedServer, request: Request) -> Response:
     load.task = asyncio.create_task(run_load(server, name))
     return JSONResponse({})
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #7961bbd0
 async def run_load(server: EmulatedServer, name: str) -> None:
     "Download, load, done; or error."
     load, failing, server.hotload_error = server.load, server.hotload_error, False
@@ -604,7 +605,7 @@ async def run_load(server: EmulatedServer, name: str) -> None:
     except RLNotebookError as reason:
         load.stage, load.message = "error", str(reason)
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #50c59c26
 async def match_rank(server: EmulatedServer, rank: int) -> None:
     "Serve adapters of this rank, or whole weights for 0, from now on."
     if rank != server.lora_rank:
@@ -622,7 +623,7 @@ async def steered(server: EmulatedServer, fn: Callable[..., Awaitable[Any]], req
 
     return await guarded(reply())
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #3c9ed077
 async def pause(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "New requests wait; running ones finish, end or freeze."
     mode = request.query_params.get("mode", "abort")
@@ -640,7 +641,7 @@ async def pause(server: EmulatedServer, request: Request, body: dict[str, Any]) 
         await asyncio.sleep(0.002)
     return {"status": "paused"}
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #630acc1a
 async def resume(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "Let everything go on."
     for _, gate in server._serving.values():
@@ -648,7 +649,7 @@ async def resume(server: EmulatedServer, request: Request, body: dict[str, Any])
     server.resumed.set()
     return {"status": "resumed"}
 
-# %% ../../nbs/27_backends.emulated_server.ipynb #3c9ed077
+# %% ../../nbs/27_backends.emulated_server.ipynb #da040642
 async def collective_rpc(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "Only `reload_weights`; the weights change at once, under whatever is being drawn."
     if body.get("method") != "reload_weights":
@@ -666,7 +667,7 @@ async def collective_rpc(server: EmulatedServer, request: Request, body: dict[st
         await serve_adapter(server, name)
     return {"results": [None]}
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #1368b912
 async def serve_adapter(server: EmulatedServer, name: str) -> None:
     "Work an adapter into a copy of the base as it is now."
     base = server.serving()[0].backend.sync.served  # type: ignore[attr-defined]
@@ -675,7 +676,7 @@ async def serve_adapter(server: EmulatedServer, name: str) -> None:
     serving, gate = server.serving(name)
     await gate.worker(copy_weights, serving, tensors)
 
-# %% ../../nbs/27_backends.emulated_server.ipynb #630acc1a
+# %% ../../nbs/27_backends.emulated_server.ipynb #8969b0ca
 async def load_lora_adapter(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "Serve an adapter under a name; in place only when asked."
     name, folder = str(body.get("lora_name", "")), str(body.get("lora_path", ""))
@@ -687,7 +688,7 @@ async def load_lora_adapter(server: EmulatedServer, request: Request, body: dict
     await serve_adapter(server, name)
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #62fad731
 async def unload_lora_adapter(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "Forget an adapter."
     name = str(body.get("lora_name", ""))
@@ -697,19 +698,19 @@ async def unload_lora_adapter(server: EmulatedServer, request: Request, body: di
     await server._serving.pop(name)[0].close()
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
-# %% ../../nbs/27_backends.emulated_server.ipynb #da040642
+# %% ../../nbs/27_backends.emulated_server.ipynb #9d68e223
 async def list_models(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "The names that completions can ask for."
     longest = server.serving()[0].backend.capabilities.max_seq_len
     entry = {"object": "model", "owned_by": "rl-notebook", "max_model_len": longest}
     return {"object": "list", "data": [{"id": name, **entry} for name in (server.base_model, *server.adapters)]}
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #26769ea5
 async def health(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "200, or 503 once the engine is dead."
     return Response(status_code=503 if server.dead else 200)
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #77f5bd06
 async def update_weight_version(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "Name the weights."
     if not isinstance(body.get("new_version"), str):
@@ -717,7 +718,7 @@ async def update_weight_version(server: EmulatedServer, request: Request, body: 
     server.version = body["new_version"]
     return {"success": True, "new_version": server.version}
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #44a5b963
 def _say(value: Callable[[EmulatedServer], Any]) -> Callable[..., Awaitable[Any]]:
     "A steering function that only tells something."
 

@@ -147,13 +147,13 @@ async def slot(limit: AdaptiveLimit) -> AsyncIterator[int]:
     finally:
         _leave(limit)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #2eef44cf
 def _leave(limit: AdaptiveLimit) -> None:
     "Give a place back, and let in who now fits."
     limit.in_flight -= 1
     admit_waiting(limit)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #315550bf
 def admit_waiting(limit: AdaptiveLimit) -> None:
     "Let in as many of those in line as there is room for."
     while limit.waiting and limit.free:
@@ -162,7 +162,7 @@ def admit_waiting(limit: AdaptiveLimit) -> None:
             limit.in_flight += 1
             first.set_result(None)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #abba5546
 @contextmanager
 def hold(limit: AdaptiveLimit) -> Iterator[None]:
     "Nobody starts inside; those who wait start afterwards."
@@ -173,7 +173,7 @@ def hold(limit: AdaptiveLimit) -> Iterator[None]:
         limit.held = False
         admit_waiting(limit)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #341ca160
 async def drained(limit: AdaptiveLimit) -> None:
     "Wait until nobody is inside; only of use while the line is held."
     while limit.in_flight:
@@ -190,7 +190,11 @@ class Retries:
     longest_wait_s: float = 30.0  # longest pause, unless the server asks for more
     seed: int = 0  # of the jitter, so that a run repeats
 
-# %% ../../nbs/23_backends.openai.ipynb #e52506e6
+    def wait(self, tries: int, rng: np.random.Generator) -> float:
+        "Seconds to wait after this many failures: doubling, and jittered so that many clients do not come at once."
+        return min(self.longest_wait_s, self.first_wait_s * 2 ** (tries - 1)) * (0.5 + rng.random() / 2)
+
+# %% ../../nbs/23_backends.openai.ipynb #8587933f
 class AskAgain(Exception):
     "An attempt failed in a way that asking again may mend."
 
@@ -204,7 +208,7 @@ class AskAgain(Exception):
         super().__init__(reason)
         self.reason, self.after_s, self.crowded, self.lost = reason, after_s, crowded, lost
 
-
+# %% ../../nbs/23_backends.openai.ipynb #c95aa563
 def retry_after(header: str | None, now: float) -> float | None:
     "Seconds that a `Retry-After` header asks to wait, from a number or a date; None when it says nothing."
     if header is None:
@@ -237,8 +241,7 @@ async def persist(
         if not isinstance(answer, AskAgain):
             return answer
         failed(answer)
-        wait = min(retries.longest_wait_s, retries.first_wait_s * 2 ** (tries - 1)) * (0.5 + rng.random() / 2)
-        wait = max(wait, answer.after_s or 0.0)
+        wait = max(retries.wait(tries, rng), answer.after_s or 0.0)
         if spent + wait >= retries.deadline_s:
             got = f"{answer.reason}, {tries} attempt{'s' * (tries > 1)}"
             asked = f"; it asks to wait {answer.after_s:g} s" if answer.after_s else ""
@@ -340,7 +343,7 @@ class Refused(BackendError):
     status: int = 0  # of HTTP
     said: str = ""  # by the server
 
-
+# %% ../../nbs/23_backends.openai.ipynb #29fb9605
 def server_message(text: str) -> str:
     "What a server says in an error, whatever the shape; at most 300 characters."
     try:
@@ -358,7 +361,7 @@ def without_key(wire: Wire, raw: bytes) -> str:
     text = raw.decode(errors="replace")
     return text.replace(wire.key.reveal(), "***") if wire.key else text
 
-
+# %% ../../nbs/23_backends.openai.ipynb #b660acaf
 def judge(status: int, text: str, header: str | None, where: str) -> AskAgain:
     "The reason to ask again that a failed response gives; raises `BackendError` when there is none."
     said = server_message(text)
@@ -413,7 +416,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise AskAgain("a stream that ended in the middle")
     return whole | {"choices": [choice]}
 
-
+# %% ../../nbs/23_backends.openai.ipynb #ae428b77
 def _longer(have: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     "Lists of logprobs, one after the other."
     return {**have, **{k: [*have.get(k, ()), *v] for k, v in more.items() if isinstance(v, list)}}
@@ -475,7 +478,7 @@ async def attempt(
             wire.limit.refused(generation)
         return time.monotonic() - started, reason if answer is None and reason else answer or {}
 
-
+# %% ../../nbs/23_backends.openai.ipynb #a2e199b8
 @asynccontextmanager
 async def _no_slot() -> AsyncIterator[int]:
     "For requests that are not counted."
@@ -522,7 +525,7 @@ DIALECTS = {
         {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
         {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True},
         {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "return_token_ids": True},
-        how="vLLM sends them with return_token_ids (from 0.10.2 on) or return_tokens_as_token_ids.",
+        how="vLLM sends them with return_token_ids, older versions with return_tokens_as_token_ids.",
     ),
     "fireworks": Dialect(
         "/inference/v1/completions",
@@ -687,7 +690,7 @@ class OpenAISampler:
         "Close the connections; later calls are refused."
         await self.wire.close()
 
-
+# %% ../../nbs/23_backends.openai.ipynb #5129c4c1
 def _dialect(name: str | Dialect) -> Dialect:
     "A dialect by name; raises `BackendError`."
     if isinstance(name, Dialect):
@@ -726,7 +729,7 @@ async def _completion(
         raise BackendError("completion", where=sampler.wire.root, got=got, expected="choices")
     return answer["choices"][0], version
 
-
+# %% ../../nbs/23_backends.openai.ipynb #22d1c109
 async def score_tokens(
     sampler: OpenAISampler,
     tokens: Sequence[int],  # (N,) ids
@@ -819,7 +822,7 @@ class ServerReport:
         lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in self.rows]
         return "\n".join(["| | seen | which means |", "|---|---|---|", *lines])
 
-
+# %% ../../nbs/23_backends.openai.ipynb #9991ed65
 def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
 
@@ -865,7 +868,7 @@ async def probe(
     sampler.kind = await _kind(sampler, prompt, max_tokens, gap)
     return ServerReport(server, sampler.model, longest, not np.isnan(gap), sampler.kind, same, gap)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #4d5b2f1c
 async def _gap_when_scored(sampler: OpenAISampler, drawn: Completion, values: np.ndarray) -> float:
     "Largest difference between the values of a completion and its raw scores."
     scores, _ = await score_tokens(sampler, drawn.full_tokens)
@@ -911,7 +914,7 @@ def write_weights(
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #e9884c5a
 @contextmanager
 def _quiet() -> Iterator[None]:
     "No progress bar for every sync."
@@ -923,7 +926,7 @@ def _quiet() -> Iterator[None]:
         if shown:
             transformers_logging.enable_progress_bar()
 
-# %% ../../nbs/23_backends.openai.ipynb #e9884c5a
+# %% ../../nbs/23_backends.openai.ipynb #57a3e7c6
 @dataclass(frozen=True)
 class SyncReport:
     "What the check after a weight sync found."
@@ -933,7 +936,7 @@ class SyncReport:
     moved: float  # largest change of the server's logprobs by this sync
     tolerance: float  # that the gap was held to
 
-
+# %% ../../nbs/23_backends.openai.ipynb #7bacd643
 class VLLMSync:
     "Sends snapshots of a local policy to a vLLM server, and checks that they arrived."
 
@@ -1025,7 +1028,7 @@ async def load(sync: VLLMSync, name: str) -> None:
         raise BackendError("weight sync", got="a prefix cache that was not reset", expected="an empty one")
     await steer(sync, "/update_weight_version", {"new_version": name}, optional=True)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #87cba7f1
 async def swap(sync: VLLMSync, name: str) -> None:
     "Load a folder between two requests; on failure the one before, so that the server stays alive."
     if sync.mode == "wait":
@@ -1043,13 +1046,13 @@ async def swap(sync: VLLMSync, name: str) -> None:
         raise
     await steer(sync, "/resume", optional=True)
 
-# %% ../../nbs/23_backends.openai.ipynb #87cba7f1
+# %% ../../nbs/23_backends.openai.ipynb #efa52255
 async def served_scores(sync: VLLMSync) -> np.ndarray:
     "(N-1,) the server's logprobs of the check tokens, asked past the line."
     scores, _ = await score_tokens(sync.sampler, sync.check_tokens, limited=False, ready=None)
     return scores
 
-
+# %% ../../nbs/23_backends.openai.ipynb #2805cf1e
 async def check_served(sync: VLLMSync, version: int) -> None:
     "Compare server and trainer; raises `BackendError` with the likely cause."
     before, old = sync.seen, sync.expected
@@ -1072,7 +1075,7 @@ async def check_served(sync: VLLMSync, version: int) -> None:
     got = f"logprobs that differ from the trainer's by up to {gap:.3g}"
     raise BackendError("weight sync", where=f"version {version}", got=got, expected=f"{sync.tolerance:.3g}", fix=cause)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #682678f4
 def forget_folders(sync: VLLMSync, keep: set[str]) -> None:
     "Delete written weights that no longer serve."
     for path in sync.folder.glob("weights-*"):
@@ -1085,7 +1088,7 @@ def suspicious(sync: VLLMSync) -> bool:
     wire = sync.sampler.wire
     return wire.lost or time.monotonic() - wire.answered_at > sync.check_after_s
 
-
+# %% ../../nbs/23_backends.openai.ipynb #2966581e
 async def heal(sync: VLLMSync) -> None:
     "Are the weights still there? If not, load them again."
     if not suspicious(sync):
@@ -1104,7 +1107,7 @@ async def heal(sync: VLLMSync) -> None:
             await sync.serve(sync.served or "", sync.sampler.policy_version)
         wire.lost, wire.answered_at = False, time.monotonic()
 
-
+# %% ../../nbs/23_backends.openai.ipynb #e97c5a65
 async def start(sync: VLLMSync) -> None:
     "Make sure that the server has the policy's first weights; raises `BackendError`."
     name = "weights-00000"
@@ -1181,7 +1184,7 @@ async def open_openai(
     can = replace(_capabilities(local.capabilities, sampler), name="openai")
     return Backend(local.policy, local.reference, sampler, sender, tokenizer, can, close, local.meter)
 
-
+# %% ../../nbs/23_backends.openai.ipynb #6588c6de
 async def _close(local: Backend, sampler: OpenAISampler, folder: str | None) -> None:
     "Close the server's connections and the local part; delete a temporary folder."
     await sampler.close()
