@@ -1,4 +1,4 @@
-"""A training service in fifty lines: a table of bigrams behind an SDK-shaped client, which can be made to fail anywhere."""
+"A training service of a hundred lines: a table of bigrams behind an SDK-shaped client, made to fail anywhere."
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ class Client:
 
     def scores(self, data):
         for d in data:
-            if max(d.model_input) >= VOCAB:
+            if max([*d.model_input, *d.loss_fn_inputs["target_tokens"].data]) >= VOCAB:
                 raise Refused("unknown token")
         rows = [self.table[d.model_input] for d in data]
         return [r - np.log(np.exp(r).sum(1, keepdims=True)) for r in rows]

@@ -47,19 +47,21 @@ from rl_notebook.core import (
 from ..toy import load_model
 
 # %% auto #0
-__all__ = ['COUNTED', 'REFUSED', 'NOTICE', 'LOSSES', 'EPSILON', 'Sdk', 'sdk_datum', 'loss_weights', 'Coverage', 'read_logprobs',
-           'causes', 'status_of', 'category_of', 'is_lost', 'Link', 'fresh_client', 'Tries', 'attempt', 'unleaked',
-           'result_of', 'Pass', 'Update', 'Journal', 'send_update', 'forward_gap', 'measured', 'label_of', 'state_name',
-           'version_in', 'sent_for_scoring', 'stamped', 'check_datums', 'Limits', 'ServiceReference', 'score_remotely',
+__all__ = ['COUNTED', 'CARRIERS', 'REFUSED', 'NOTICE', 'LOSSES', 'EPSILON', 'VISIBLE', 'OWN_LABELS', 'Sdk', 'sdk_datum',
+           'loss_weights', 'Carrier', 'carried', 'with_side', 'Coverage', 'read_logprobs', 'causes', 'status_of',
+           'category_of', 'is_lost', 'Link', 'fresh_client', 'Tries', 'attempt', 'unleaked', 'result_of', 'Pass',
+           'Update', 'Journal', 'send_update', 'forward_gap', 'measured', 'label_of', 'state_name', 'version_in',
+           'sent_for_scoring', 'stamped', 'check_datums', 'Limits', 'ServiceReference', 'score_remotely',
            'save_for_sampler', 'load_into', 'Ways', 'ServiceTrainer', 'brought_up', 'loss_here', 'keep_pass',
            'loss_and_keep', 'take_step', 'keep_journal_short', 'save_remotely', 'load_remotely', 'snapshot_remotely',
            'tinker_sdk', 'hush_deprecations', 'not_the_notice', 'Session', 'made', 'as_future', 'end_session',
            'check_reachable', 'unload', 'load_or_remake', 'Broom', 'TinkerSampler', 'ask', 'draw', 'prefilled',
-           'shifted', 'stops', 'completion', 'publish', 'TinkerSync', 'Finding', 'Findings', 'toy_tokens', 'toy_datum',
-           'loss_request', 'probe_losses', 'probe_prompt_positions', 'probe_server_side_loss', 'probe_prefill',
-           'probe_seed', 'probe_temperature', 'known_length', 'probe', 'Moved', 'nudge', 'visible_step', 'check_shift',
-           'check_prefix', 'check_mask', 'check_gradient', 'check_states', 'check_conformance', 'TinkerBackend',
-           'open_tokenizer', 'open_tinker', 'training_client', 'ways_of', 'acquaint', 'close_tinker']
+           'shifted', 'stops', 'completion', 'publish', 'TinkerSync', 'Finding', 'nats', 'Findings', 'toy_tokens',
+           'toy_datum', 'loss_request', 'probe_losses', 'probe_prompt_positions', 'probe_server_side_loss',
+           'probe_prefill', 'probe_seed', 'probe_temperature', 'known_length', 'probe', 'Toy', 'Moved', 'nudge',
+           'visible_step', 'check_shift', 'check_prefix', 'check_mask', 'check_gradient', 'find_carrier',
+           'check_states', 'check_conformance', 'TinkerBackend', 'open_tokenizer', 'open_tinker', 'training_client',
+           'ways_of', 'acquaint', 'close_tinker']
 
 # %% ../../nbs/24_backends.tinker.ipynb #6de9c042
 @dataclass(frozen=True)
@@ -95,8 +97,57 @@ def loss_weights(
     divided_by: float = 1.0,  # divides the gradient
 ) -> np.ndarray:  # (N-1,) for the cross entropy of the service
     "The weights under which cross entropy has the gradient of a loss with this slope."
-    weights = -np.asarray(slope, dtype=np.float64) / divided_by
+    weights = 0.0 - np.asarray(slope, dtype=np.float64) / divided_by
     return np.where(datum.active & (weights == 0), COUNTED, weights)
+
+# %% ../../nbs/24_backends.tinker.ipynb #013ca361
+@dataclass(frozen=True)
+class Carrier:
+    "How a slope travels to a service."
+
+    name: str
+    loss_fn: str = "cross_entropy"  # of the service
+    by_position: bool = False  # the service divides by the weights of a sequence
+    by_sequence: bool = False  # the service divides by the number of sequences
+
+    @property
+    def needs_logprobs(self) -> bool:
+        "Whether a pass has to know the logprobs that its slopes were computed on."
+        return self.loss_fn != "cross_entropy"
+
+
+CARRIERS = (
+    Carrier("weights"),
+    Carrier("advantages", "importance_sampling", by_position=True),
+    Carrier("advantages, averaged", "importance_sampling", by_position=True, by_sequence=True),
+)
+
+# %% ../../nbs/24_backends.tinker.ipynb #b1c24de7
+def carried(
+    sdk: Sdk,
+    carrier: Carrier,
+    datum: Datum,
+    slope: np.ndarray,  # (N-1,) dL/dlogprob
+    logprobs: np.ndarray | None,  # (N-1,) on which it was computed
+    divided_by: float = 1.0,
+) -> Any:
+    "The SDK's datum whose gradient under the carrier's loss is that of the slope."
+    weights = loss_weights(datum, slope, divided_by)
+    if not carrier.needs_logprobs:
+        return sdk_datum(sdk, datum, weights)
+    mask = datum.active.astype(float)
+    advantages = weights * (mask.sum() if carrier.by_position else 1.0)
+    known = np.where(datum.active, np.asarray(logprobs, dtype=np.float64), 0.0)
+    side = {"logprobs": known, "advantages": advantages}
+    return with_side(sdk, sdk_datum(sdk, datum, mask), side)
+
+
+def with_side(sdk: Sdk, datum: Any, side: Mapping[str, np.ndarray]) -> Any:
+    "An SDK's datum with further float32 series."
+    inputs = dict(datum.loss_fn_inputs)
+    for name, series in side.items():
+        inputs[name] = sdk.TensorData(data=[float(x) for x in series], dtype="float32", shape=[len(series)])
+    return sdk.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 # %% ../../nbs/24_backends.tinker.ipynb #2ef721ff
 @dataclass(frozen=True)
@@ -321,15 +372,16 @@ class Journal:
         self.base, self.optimizer, self.updates = path, optimizer, []
 
 # %% ../../nbs/24_backends.tinker.ipynb #d830b910
-def send_update(link: Link, client: Any, update: Update, meter: Meter) -> dict[str, float]:
+def send_update(link: Link, client: Any, update: Update, carrier: Carrier, meter: Meter) -> dict[str, float]:
     "Passes and step of one update; returns what the service measured, in our names."
-    sdk, name = link.sdk, update.normalization
+    sdk, name, sequences = link.sdk, update.normalization, update.counts["num_sequences"]
     divided_by = 1 if sdk.divides else max(1, update.counts[name])
+    divided_by = divided_by / (sequences if carrier.by_sequence else 1)
     waiting = []
     for p in update.passes:
-        pairs = zip(p.datums, p.slopes, strict=True)
-        data = [sdk_datum(sdk, d, loss_weights(d, s, divided_by)) for d, s in pairs]
-        waiting.append(client.forward_backward(data, "cross_entropy"))
+        triples = zip(p.datums, p.slopes, p.logprobs or [None] * len(p.datums), strict=True)
+        data = [carried(sdk, carrier, d, s, lp, divided_by) for d, s, lp in triples]
+        waiting.append(client.forward_backward(data, carrier.loss_fn))
     a = update.adam
     adam = sdk.AdamParams(
         learning_rate=a.learning_rate,
@@ -342,7 +394,7 @@ def send_update(link: Link, client: Any, update: Update, meter: Meter) -> dict[s
     step = client.optim_step(adam, grad_accumulation_normalization=name) if sdk.divides else client.optim_step(adam)
     gaps = [forward_gap(result_of(link, future), p) for future, p in zip(waiting, update.passes, strict=True)]
     metrics = measured(result_of(link, step))
-    meter.datums_trained += update.counts["num_sequences"]
+    meter.datums_trained += sequences
     known = [gap for gap in gaps if gap is not None]
     return metrics | ({"forward_gap": max(known)} if known else {})
 
@@ -472,7 +524,7 @@ class ServiceTrainer:
         self.link = Link(connect, sdk, prepare=self._prepare, **link)
         self.limits, self.ways, self.journal_steps = limits, ways, journal_steps
         self.versions, self.run, self.meter = versions or Versions(), run or Worker(), meter or Meter()
-        self.journal, self.pending = Journal(), list[Pass]()
+        self.journal, self.pending, self.carrier = Journal(), list[Pass](), CARRIERS[0]
         self.tag, self.numbers = secrets.token_hex(2), itertools.count(1)
         self.states: dict[str, str] = {}  # label: path of the newest state under it
         self.snapshots: list[str] = []  # made so far, newest last
@@ -541,9 +593,9 @@ def brought_up(trainer: ServiceTrainer, client: Any) -> tuple[Any, str]:
         client = trainer.ways.load(link, client, journal.base, journal.optimizer)
         done.append(f"loaded {journal.base}")
     for update in journal.updates:
-        send_update(link, client, update, trainer.meter)
+        send_update(link, client, update, trainer.carrier, trainer.meter)
     if journal.updates:
-        done.append(f"repeated {len(journal.updates)} updates")
+        done.append(f"repeated {len(journal.updates)} update{'s' if len(journal.updates) > 1 else ''}")
     return client, ", ".join(done)
 
 # %% ../../nbs/24_backends.tinker.ipynb #37fffe4e
@@ -564,6 +616,8 @@ def keep_pass(
     check_datums(datums, trainer.limits.vocab_size, trainer.limits.max_seq_len)
     scoring: Any = trainer.limits.coverage
     check_slopes(scoring, datums, slopes)
+    if logprobs is None and trainer.carrier.needs_logprobs:
+        logprobs = score_remotely(trainer.link, datums, trainer.limits, trainer.meter)
     kept = tuple(np.array(s, dtype=np.float64) for s in slopes)
     trainer.pending.append(Pass(tuple(datums), kept, None if logprobs is None else tuple(logprobs)))
 
@@ -586,7 +640,8 @@ def take_step(trainer: ServiceTrainer, adam: AdamParams, normalization: GradNorm
         fix = "Call forward_backward_custom first."
         raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)
     try:
-        metrics = trainer.link.call(lambda client: send_update(trainer.link, client, update, trainer.meter))
+        send = lambda client: send_update(trainer.link, client, update, trainer.carrier, trainer.meter)
+        metrics = trainer.link.call(send)
     except BaseException:
         trainer.link.drop()
         raise
@@ -680,7 +735,7 @@ def not_the_notice(record: logging.LogRecord) -> bool:
 
 # %% ../../nbs/24_backends.tinker.ipynb #66073765
 class Session:
-    "The SDK's service client, made again when its session is lost."
+    "The SDK's service client, replaced when its session is lost."
 
     def __init__(self, base_url: str | None, key: Secret):
         self.package, self.sdk = tinker_sdk()
@@ -688,30 +743,34 @@ class Session:
         self.lock, self.service = threading.Lock(), None
         self.rest: Any = None
 
+    def fresh(self) -> Any:
+        "A service client with a session of its own."
+        return self.package.ServiceClient(base_url=self.base_url, api_key=self.key.reveal())
+
     def get(self) -> Any:
         "The service client."
         with self.lock:
-            if self.service is None:
-                self.service = self.package.ServiceClient(base_url=self.base_url, api_key=self.key.reveal())
+            self.service = self.service or self.fresh()
             return self.service
 
-    def drop(self, stale: Any) -> None:
-        "Do not use a service client again."
-        with self.lock:
-            if self.service is stale:
-                self.service = None
-        end_session(stale, wait_s=0)
-
     def make(self, fn: Callable[[Any], Any]) -> Any:
-        "`fn(service client)`, again in a new session if this one is lost."
+        "`fn(service client)`; if it fails like something lost, again in a new session, which is kept if that helps."
         service = self.get()
         try:
             return made(fn(service))
         except (*self.sdk.errors, ValueError, RuntimeError, OSError, TimeoutError) as error:
             if not is_lost(error):
                 raise
-        self.drop(service)
-        return made(fn(self.get()))
+        other = self.fresh()
+        try:
+            thing = made(fn(other))
+        except BaseException:
+            end_session(other, wait_s=0)
+            raise
+        with self.lock:
+            self.service = other
+        end_session(service, wait_s=0)
+        return thing
 
     def rest_client(self) -> Any:
         "What lists and deletes checkpoints."
@@ -977,6 +1036,11 @@ class Finding:
         return f"{self.name}: got {self.got}; expected {self.expected}. {self.meaning}"
 
 
+def nats(gap: float) -> str:
+    "A difference of logprobs as text."
+    return f"{gap:.2g} nats" if gap >= 1e-4 else "under 0.0001 nats"
+
+
 class Findings(tuple[Finding, ...]):
     "Rows that display as a table; `findings['seed']` is the one with that name."
 
@@ -1027,23 +1091,22 @@ def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
     return Datum(np.array(tokens), weights)
 
 
-def loss_request(sdk: Sdk, datum: Datum, logprobs: np.ndarray) -> Any:
-    "A datum with what every built-in loss of the dialect reads."
-    shape = [len(datum.weights)]
-    made = sdk_datum(sdk, datum, np.ones(shape[0]))
-    side = {"logprobs": logprobs, "advantages": np.ones(shape[0])}
-    tensors = {k: sdk.TensorData(data=[float(x) for x in v], dtype="float32", shape=shape) for k, v in side.items()}
-    targets = {"target_tokens": made.loss_fn_inputs["target_tokens"]}
-    return sdk.Datum(model_input=made.model_input, loss_fn_inputs=targets | tensors)
+def loss_request(sdk: Sdk, datum: Datum, name: str) -> Any:
+    "A datum with what a built-in loss of the dialect reads."
+    ones, made = np.ones(len(datum.weights)), sdk_datum(sdk, datum, datum.weights)
+    if name == "cross_entropy":
+        return made
+    plain = sdk.Datum(
+        model_input=made.model_input, loss_fn_inputs={"target_tokens": made.loss_fn_inputs["target_tokens"]}
+    )
+    return with_side(sdk, plain, {"logprobs": 0 * ones, "advantages": ones})
 
 
 def probe_losses(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     "Which of the dialect's losses a forward pass takes."
     link, datum, known = trainer.link, toy_datum(tokens), []
     for name in LOSSES:
-        zeros = np.zeros(len(datum.weights))
-        plain = sdk_datum(link.sdk, datum, datum.weights)
-        data = [plain if name == "cross_entropy" else loss_request(link.sdk, datum, zeros)]
+        data = [loss_request(link.sdk, datum, name)]
         with contextlib.suppress(BackendError):
             link.call(lambda client, data=data, name=name: result_of(link, client.forward(data, name)))
             known.append(name)
@@ -1063,7 +1126,7 @@ def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Findin
     asked, masked = (link.call(lambda c, w=w: scored(c, w)) for w in (np.ones(len(tokens) - 1), datum.weights))
     gap = float(np.abs(asked - masked).max())
     meaning = "prompt_logprobs=True is possible." if gap < 1e-3 else "Only positions of the loss are scored."
-    return Finding("policy scores weight 0", gap < 1e-3, f"a gap of {gap:.1g} nats", "the same logprobs", meaning)
+    return Finding("policy scores weight 0", gap < 1e-3, nats(gap), "the same logprobs", meaning)
 
 
 def probe_server_side_loss(service: Any) -> Finding:
@@ -1117,7 +1180,7 @@ async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Findin
         return Finding(name, None, str(error), meaning="Sample at temperature 1.")
     sampler.raw_always = gap < 0.02
     meaning = "" if sampler.raw_always else "Completions at other temperatures are scored once more."
-    return Finding(name, sampler.raw_always, f"{gap:.1g} nats from the prompt logprobs", "less than 0.02", meaning)
+    return Finding(name, sampler.raw_always, f"{nats(gap)} from the prompt logprobs", "less than 0.02", meaning)
 
 # %% ../../nbs/24_backends.tinker.ipynb #a4c4e060
 def known_length(session: Session, base_model: str) -> int | None:
@@ -1148,36 +1211,49 @@ async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Sessio
 
 # %% ../../nbs/24_backends.tinker.ipynb #5642f7e8
 EPSILON = 1e4  # of Adam in the checks: far above any gradient
+VISIBLE = 0.1  # nats that a step should move a logprob
+
+
+@dataclass(frozen=True)
+class Toy:
+    "A trainer, a saved state, and the logprobs of a toy sequence there."
+
+    trainer: ServiceTrainer
+    start: str  # path
+    tokens: list[int]
+    logprobs: np.ndarray  # (N-1,)
 
 
 @dataclass(frozen=True)
 class Moved:
-    "What one small step did to the logprob that it was about."
+    "What one small step did to the last logprob."
 
     change: float  # nats
     forward_gap: float  # nats, between the forward pass and the one inside forward_backward
-    metrics: Mapping[str, float]
 
 
-async def nudge(trainer: ServiceTrainer, start: str, datum: Datum, slope: float, h: float) -> Moved:
-    "Step from a saved state with one slope at the last position; the state is loaded first."
-    await trainer.load_state(start)
-    before = (await trainer.forward([datum]))[0].values
-    slopes = np.zeros(len(before))
+async def nudge(toy: Toy, slope: float, h: float, *, trained: int | None = 1, copies: int = 1) -> Moved:
+    "Step from the saved state with a slope at the last position of each copy."
+    trainer, datum = toy.trainer, toy_datum(toy.tokens, trained)
+    await trainer.load_state(toy.start)
+    slopes = np.zeros(len(datum.weights))
     slopes[-1] = slope
-    await trainer.run(keep_pass, trainer, [datum], [slopes], [before])
+    given = [datum] * copies, [slopes] * copies, [toy.logprobs] * copies
+    await trainer.run(keep_pass, trainer, *given)
     adam = AdamParams(learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0)
     metrics = await trainer.optim_step(adam)
     after = (await trainer.forward([datum]))[0].values
-    return Moved(float(after[-1] - before[-1]), metrics["forward_gap"], metrics)
+    return Moved(float(after[-1] - toy.logprobs[-1]), metrics["forward_gap"])
 
 
-async def visible_step(trainer: ServiceTrainer, start: str, datum: Datum) -> tuple[float, Moved]:
-    "The smallest step of 1e-4, 1e-3, ... that moves the logprob by a hundredth of a nat, and what it did."
-    h, moved = 1e-4, await nudge(trainer, start, datum, -1.0, 1e-4)
-    while abs(moved.change) < 0.01 and h < 100:
-        h *= 10
-        moved = await nudge(trainer, start, datum, -1.0, h)
+async def visible_step(toy: Toy) -> tuple[float, Moved]:
+    "A step size that moves the logprob by about `VISIBLE`, and what it did."
+    h, moved = 1e-4, await nudge(toy, -1.0, 1e-4)
+    for _ in range(6):
+        if VISIBLE / 2 <= abs(moved.change) <= 2 * VISIBLE:
+            break
+        h *= float(np.clip(VISIBLE / max(abs(moved.change), 1e-9), 0.01, 100.0))
+        moved = await nudge(toy, -1.0, h)
     return h, moved
 
 # %% ../../nbs/24_backends.tinker.ipynb #9ba100cc
@@ -1197,7 +1273,7 @@ async def check_prefix(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     a, b = (lp.values for lp in await trainer.forward([toy_datum(tokens), toy_datum(tokens[:-2])]))
     gap = float(np.abs(a[: len(b)] - b).max())
     meaning = "" if gap < 0.05 else "A token's logprob depends on what follows it, or on its neighbours in the batch."
-    return Finding("prefix", gap < 0.05, f"{gap:.1g} nats", "less than 0.05", meaning)
+    return Finding("prefix", gap < 0.05, nats(gap), "less than 0.05", meaning)
 
 
 async def check_mask(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
@@ -1205,52 +1281,70 @@ async def check_mask(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     a, b = (lp.values for lp in await trainer.forward([toy_datum(tokens), toy_datum(tokens, 1)]))
     gap = abs(float(a[-1] - b[-1]))
     meaning = "" if gap < 0.05 else "The weights of other positions change a logprob."
-    return Finding("mask", gap < 0.05, f"{gap:.1g} nats", "less than 0.05", meaning)
+    return Finding("mask", gap < 0.05, nats(gap), "less than 0.05", meaning)
 
 # %% ../../nbs/24_backends.tinker.ipynb #1d764086
-async def check_gradient(trainer: ServiceTrainer, start: str, tokens: list[int]) -> list[Finding]:
+async def check_gradient(toy: Toy) -> list[Finding]:
     "Sign and scale of a gradient, and the forward pass inside of a backward pass."
-    datum = toy_datum(tokens, 1)
-    h, once = await visible_step(trainer, start, datum)
-    back = await nudge(trainer, start, datum, 1.0, h)
-    twice = await nudge(trainer, start, datum, -1.0, 2 * h)
-    steep = await nudge(trainer, start, datum, -2.0, h)
-    ratio = steep.change / twice.change if twice.change else math.nan
-    up, down = once.change > 0.01, back.change < -0.001
-    sign = "" if up and down else "Training would move logprobs the wrong way, or not at all."
-    scale = (
-        "" if abs(ratio - 1) < 0.05 else "Slopes are not used as they are sent: they are averaged, or eps is ignored."
-    )
+    h, once = await visible_step(toy)
+    back = await nudge(toy, 1.0, h)
+    signed = once.change > VISIBLE / 4 and back.change < -VISIBLE / 4
+    got, expected = f"{once.change:+.2g} and {back.change:+.2g} nats", "up for slope -1, down for slope +1"
+    meaning = "" if signed else "Training would move logprobs the wrong way, or not at all."
+    rows = [Finding("gradient sign", signed, got, expected, meaning)]
+    ways = {
+        "twice the slope": (await nudge(toy, -2.0, h / 2), "Slopes are not used as they are sent, or eps is ignored."),
+        "two sequences": (await nudge(toy, -0.5, h, copies=2), "The gradient is divided by the number of sequences."),
+        "idle positions": (
+            await nudge(toy, -1.0, h, trained=None),
+            "The gradient is divided by the tokens in the loss.",
+        ),
+    }
+    for name, (moved, meaning) in ways.items():
+        ratio = moved.change / once.change if once.change else math.nan
+        ok = abs(ratio - 1) < 0.15
+        rows.append(Finding(name, ok, f"{ratio:.3g} of the step", "1", "" if ok else meaning))
     gap = once.forward_gap
-    same = "" if gap < 0.05 else "The slope is computed at other logprobs than it is applied to."
-    moves = f"{once.change:+.2g} and {back.change:+.2g} nats"
-    return [
-        Finding("gradient sign", up and down, moves, "up for slope -1, down for slope +1", sign),
-        Finding("gradient scale", abs(ratio - 1) < 0.05, f"{ratio:.3g}", "1: twice the slope = twice the step", scale),
-        Finding("forward inside backward", gap < 0.05, f"{gap:.1g} nats", "less than 0.05", same),
-    ]
+    meaning = "" if gap < 0.05 else "The slope is computed at other logprobs than it is applied to."
+    return [*rows, Finding("forward inside backward", gap < 0.05, nats(gap), "less than 0.05", meaning)]
 
 
-async def check_states(trainer: ServiceTrainer, start: str, tokens: list[int], before: np.ndarray) -> Finding:
+async def find_carrier(toy: Toy) -> list[Finding]:
+    "The checks of the gradient under the first carrier that passes them; those of the first one if none does."
+    tried: dict[str, list[Finding]] = {}
+    for carrier in CARRIERS:
+        toy.trainer.carrier = carrier
+        try:
+            rows = await check_gradient(toy)
+        except BackendError as error:
+            rows = [Finding("gradient sign", False, str(error), "a step", "Training does not work as asked.")]
+        tried[carrier.name] = rows
+        if all(row.ok for row in rows):
+            return [Finding("slopes travel as", True, carrier.name), *rows]
+    toy.trainer.carrier = CARRIERS[0]
+    return tried[CARRIERS[0].name]
+
+
+async def check_states(toy: Toy) -> Finding:
     "A loaded state scores as it did when it was saved."
-    await trainer.load_state(start)
-    after = (await trainer.forward([toy_datum(tokens)]))[0].values
-    gap = float(np.abs(after - before).max())
+    await toy.trainer.load_state(toy.start)
+    after = (await toy.trainer.forward([toy_datum(toy.tokens)]))[0].values
+    gap = float(np.abs(after - toy.logprobs).max())
     meaning = "" if gap < 0.02 else "Undo, resume and reconnect would go on from other weights."
-    return Finding("states", gap < 0.02, f"{gap:.1g} nats", "less than 0.02", meaning)
+    return Finding("states", gap < 0.02, nats(gap), "less than 0.02", meaning)
 
 # %% ../../nbs/24_backends.tinker.ipynb #6615363f
 async def check_conformance(trainer: ServiceTrainer, sampler: TinkerSampler, tokens: list[int]) -> Findings:
     "Shift, mask, gradient and states on toy datums; the model is left as it was found."
     start = await trainer.save_state("start")
-    before = (await trainer.forward([toy_datum(tokens)]))[0].values
+    toy = Toy(trainer, start, tokens, (await trainer.forward([toy_datum(tokens)]))[0].values)
     rows = [await check(trainer, tokens) for check in (check_shift, check_prefix, check_mask)]
-    rows += await check_gradient(trainer, start, tokens)
-    rows.append(await check_states(trainer, start, tokens, before))
+    rows += await find_carrier(toy)
+    rows.append(await check_states(toy))
     with contextlib.suppress(BackendError):
-        gap = float(np.abs((await sampler.logprobs(tokens)).values - before).mean())
+        gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
         meaning = "" if gap < 0.2 else "Policy and sampler are not the same model, or one of them is shifted."
-        rows.append(Finding("policy and sampler", gap < 0.2, f"{gap:.1g} nats on average", "less than 0.2", meaning))
+        rows.append(Finding("policy and sampler", gap < 0.2, f"{nats(gap)} on average", "less than 0.2", meaning))
     return Findings(rows, "does the service do what we think?")
 
 # %% ../../nbs/24_backends.tinker.ipynb #e2a38b7c
@@ -1360,6 +1454,9 @@ async def acquaint(backend: TinkerBackend, session: Session, probing: bool, conf
         warnings.warn(f"the service does not conform: {trouble}", stacklevel=2)
 
 # %% ../../nbs/24_backends.tinker.ipynb #5a10af12
+OWN_LABELS = {"start", "journal"}  # states that nobody but the trainer asked for
+
+
 async def close_tinker(
     trainer: ServiceTrainer, reference: ServiceReference | None, sampler: TinkerSampler, sessions: Sequence[Session]
 ) -> None:
@@ -1375,6 +1472,8 @@ async def close_tinker(
         for link in (trainer.link, reference.link if reference else None):
             if link is not None and link.client is not None:
                 unload(link.client)
+        for label in OWN_LABELS & trainer.states.keys():
+            trainer.ways.forget(trainer.states[label]) if trainer.ways.forget is not None else None
         for session in sessions:
             end_session(session.service)
 

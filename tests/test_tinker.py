@@ -1,0 +1,793 @@
+"The Tinker backend: the journal under faults at any request, and the real SDK against an emulated service."
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+from toy_service import TOY, Dropped, Service
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.backends.openai import Secret
+from rl_notebook.backends.tinker import (
+    CARRIERS,
+    COUNTED,
+    Coverage,
+    Finding,
+    Findings,
+    Link,
+    ServiceReference,
+    ServiceTrainer,
+    Session,
+    Ways,
+    carried,
+    is_lost,
+    label_of,
+    load_or_remake,
+    open_tinker,
+    read_logprobs,
+    shifted,
+    state_name,
+    tinker_sdk,
+    version_in,
+)
+from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, LossError, MissingExtra, SampleParams
+
+__all__ = ["one_thread"]
+
+KEY = "tml-not-to-be-seen"
+ADAM = AdamParams(learning_rate=0.05)
+DATUMS = [
+    Datum([0, 1, 2, 3], [0, 1, 1], advantage=1.0),
+    Datum([3, 2, 5], [1, 1], advantage=-0.5, sample=1),
+    Datum([4, 4, 1, 0, 2], [0, 0, 1, 1], advantage=0.25, sample=2),
+]
+
+
+def reinforce(datums, logprobs):
+    parts = [-d.advantage * lp[torch.tensor(d.active)].sum() for d, lp in zip(datums, logprobs, strict=True)]
+    return torch.stack(parts).sum(), {"parts": float(len(parts))}
+
+
+def trainer_of(service, **options) -> ServiceTrainer:
+    return ServiceTrainer(service.connect, TOY, **{"pause_s": 0.0, "say": lambda line: None} | options)
+
+
+def run(test):
+    return asyncio.run(test)
+
+
+# --- the journal, on a toy service -----------------------------------------------------------------------------------
+
+TRAIN = st.tuples(st.just("train"), st.integers(0, 2), st.sampled_from(["none", "num_loss_tokens", "num_sequences"]))
+OTHERS = st.one_of(
+    st.tuples(st.just("backward"), st.integers(0, 2)),
+    st.tuples(st.just("save"), st.sampled_from(["a", "b"])),
+    st.tuples(st.just("load"), st.integers(0, 3)),
+    st.tuples(st.just("load weights"), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["discard", "score", "refused"])),
+)
+SCRIPTS = st.lists(st.one_of(TRAIN, TRAIN, OTHERS), min_size=3, max_size=12)
+FAULTS = st.dictionaries(st.integers(1, 40), st.sampled_from(["before", "after"]), min_size=2, max_size=8)
+
+
+async def played(operations, faults=(), **options):
+    "Weights, logprobs, versions and metrics at the end of a script."
+    service, paths, seen = Service(faults), [], []
+    t = trainer_of(service, attempts=len(dict(faults)) + 2, **options)
+    await t.open()
+    for name, *what in operations:
+        if name in ("backward", "train"):
+            await t.forward_backward_custom(DATUMS[what[0] :], reinforce)
+        if name == "train":
+            seen.append(await t.optim_step(ADAM, grad_accumulation_normalization=what[1]))
+        elif name == "save":
+            paths.append(await t.save_state(*what))
+        elif name.startswith("load") and paths:
+            await t.load_state(paths[what[0] % len(paths)], optimizer=name == "load")
+        elif name == "discard":
+            await t.discard_gradients()
+        elif name == "score":
+            await t.forward(DATUMS)
+        elif name == "refused":
+            await t.discard_gradients()
+            await t.backward(DATUMS[:1], [np.array([0.0, 1.0, -0.5])])
+            await t.backward([Datum([0, 9], [1])], [np.ones(1)])
+            with pytest.raises(BackendError, match="refused"):
+                await t.optim_step(ADAM)
+            await t.discard_gradients()
+    scores = np.concatenate([lp.values for lp in await t.forward(DATUMS)])
+    return t.link.client.table, scores, (t.versions.current, t.versions.published, len(t.pending)), seen, t
+
+
+@settings(max_examples=200)
+@given(SCRIPTS, FAULTS)
+def test_faults_at_any_request_leave_the_same_weights(operations, faults):
+    without = [("discard",) if name == "refused" else (name, *what) for name, *what in operations]
+    table, scores, books, seen, _ = run(played(without))
+    table_, scores_, books_, seen_, _ = run(played(operations, faults))
+    assert np.array_equal(table, table_)
+    assert np.array_equal(scores, scores_, equal_nan=True)
+    assert books == books_
+    assert seen == seen_
+
+
+@settings(max_examples=50)
+@given(SCRIPTS, st.integers(1, 3), st.sets(st.integers(0, 40)))
+def test_a_journal_that_shortens_itself_changes_nothing(operations, length, faults):
+    table, *_ = run(played(operations))
+    table_, *_, t = run(played(operations, dict.fromkeys(faults, "after"), journal_steps=length))
+    assert np.array_equal(table, table_)
+    assert len(t.journal.updates) < length
+
+
+def test_an_update_whose_answer_was_lost_is_not_made_twice():
+    async def test():
+        service = Service()
+        t, said = trainer_of(service), []
+        t.link.say = said.append
+        await t.forward_backward_custom(DATUMS, reinforce)
+        once = await t.optim_step(ADAM)
+        await t.forward_backward_custom(DATUMS, reinforce)
+        service.faults[service.requests + 1] = "after"  # the step itself: executed, then the answer is dropped
+        again = await t.optim_step(ADAM)
+        assert (t.reconnects, t.link.client.steps) == (1, 2)
+        assert said == ["toy: reconnected after Dropped: optim_step; repeated 1 update"]
+        assert again["grad_norm"] != once["grad_norm"]
+
+    run(test())
+
+
+def test_what_a_service_refuses_is_asked_once():
+    async def test():
+        service = Service()
+        t = trainer_of(service)
+        await t.forward(DATUMS)
+        before = service.requests
+        with pytest.raises(BackendError, match="toy refused: got Refused: unknown token"):
+            await t.forward([Datum([0, 9], [1])])
+        assert service.requests == before + 1
+        with pytest.raises(BackendError, match=r"no state nowhere"):
+            await t.load_state("nowhere")
+        await t.forward_backward_custom(DATUMS, reinforce)
+        await t.optim_step(ADAM)
+        assert t.link.client.steps == 1
+
+    run(test())
+
+
+def test_a_path_that_cannot_be_loaded_changes_nothing():
+    async def test():
+        t = trainer_of(Service())
+        await t.forward_backward_custom(DATUMS, reinforce)
+        await t.optim_step(ADAM)
+        await t.forward_backward_custom(DATUMS, reinforce)
+        before = [lp.values for lp in await t.forward(DATUMS)]
+        with pytest.raises(BackendError, match="refused"):
+            await t.load_state("nowhere")
+        assert len(t.pending) == 1
+        assert all(np.array_equal(a, b.values, equal_nan=True) for a, b in zip(before, await t.forward(DATUMS)))
+
+    run(test())
+
+
+def test_a_service_that_is_gone_and_comes_back():
+    async def test():
+        service = Service()
+        t = trainer_of(service, attempts=3)
+        await t.forward_backward_custom(DATUMS, reinforce)
+        service.faults |= dict.fromkeys(range(service.requests, service.requests + 50), "before")
+        with pytest.raises(BackendError, match=r"toy is lost: got Dropped.*within 3 attempts.*Call again") as caught:
+            await t.optim_step(ADAM)
+        assert isinstance(caught.value.__cause__, Dropped)
+        service.faults.clear()
+        await t.optim_step(ADAM)
+        assert t.link.client.steps == 1
+
+    run(test())
+
+
+def test_a_loaded_state_has_no_gradient():
+    async def test():
+        t = trainer_of(Service())
+        path = await t.save_state("a")
+        await t.forward_backward_custom(DATUMS, reinforce)
+        await t.load_state(path)
+        with pytest.raises(BackendError, match="no accumulated gradient"):
+            await t.optim_step(ADAM)
+
+    run(test())
+
+
+def test_weights_loaded_without_their_optimizer_come_back_without_it():
+    async def table(faults):
+        t = trainer_of(Service())
+        for _ in range(3):
+            await t.forward_backward_custom(DATUMS, reinforce)
+            await t.optim_step(ADAM)
+        await t.load_state(await t.save_state("a"), optimizer=False)
+        if faults:
+            t.link.drop()
+        await t.forward_backward_custom(DATUMS, reinforce)
+        await t.optim_step(ADAM)
+        return t.link.client.table, t.link.client.steps
+
+    (calm, steps), (stormy, steps_) = run(table(False)), run(table(True))
+    assert steps == steps_ == 1
+    assert np.array_equal(calm, stormy)
+
+
+def test_gradients_are_divided_by_what_they_say():
+    async def stepped(normalization):
+        t = trainer_of(Service())
+        await t.forward_backward_custom(DATUMS[:1], reinforce)
+        await t.forward_backward_custom(DATUMS[1:], reinforce)
+        return await t.optim_step(ADAM, grad_accumulation_normalization=normalization)
+
+    norms = {kind: run(stepped(kind))["grad_norm"] for kind in ("none", "num_sequences", "num_loss_tokens")}
+    assert norms["num_sequences"] == pytest.approx(norms["none"] / 3)
+    assert norms["num_loss_tokens"] == pytest.approx(norms["none"] / 6)
+    with pytest.raises(BackendError, match="'per_moon'"):
+        run(stepped("per_moon"))
+
+
+def test_a_cancelled_await_leaves_the_books_in_order():
+    async def test():
+        t = trainer_of(Service())
+        await t.forward_backward_custom(DATUMS, reinforce)
+        waiting = asyncio.ensure_future(t.optim_step(ADAM))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await t.forward(DATUMS)
+        assert (len(t.journal.updates), len(t.pending), t.versions.published) in [(1, 0, False), (0, 1, True)]
+        assert t.link.client.steps == len(t.journal.updates)
+
+    run(test())
+
+
+def test_the_forward_pass_inside_of_the_backward_pass_is_compared():
+    class Noisy(Service):
+        def connect(self):
+            client = super().connect()
+            plain = client.answer
+
+            def answer(data):
+                output = plain(data)
+                for record in output.loss_fn_outputs:
+                    record["logprobs"].data = [x + 0.125 * self.noise for x in record["logprobs"].data]
+                return output
+
+            client.answer = answer
+            return client
+
+    async def test():
+        service = Noisy()
+        service.noise = 0
+        t = trainer_of(service)
+        await t.forward_backward_custom(DATUMS, reinforce)
+        service.noise = 1
+        assert (await t.optim_step(ADAM))["forward_gap"] == pytest.approx(0.125)
+        await t.backward(DATUMS[:1], [np.array([0.0, 1.0, 0.0])])
+        assert "forward_gap" not in await t.optim_step(ADAM)
+
+    run(test())
+
+
+def test_no_message_shows_the_key():
+    class Echoing(Service):
+        def connect(self):
+            raise Dropped(f"the headers were X-Api-Key: {KEY}")
+
+    async def test():
+        t = trainer_of(Echoing(), secret=Secret(KEY), attempts=2)
+        with pytest.raises(BackendError) as caught:
+            await t.forward(DATUMS)
+        error: BaseException | None = caught.value
+        assert "***" in str(error)
+        while error is not None:
+            assert KEY not in f"{error}{error!r}"
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+    run(test())
+
+
+def test_a_reconnect_is_one_line_of_warning():
+    async def test():
+        t = ServiceTrainer(Service({1: "after"}).connect, TOY, pause_s=0.0)
+        with pytest.warns(UserWarning, match="^toy: reconnected after Dropped: forward$"):
+            await t.forward(DATUMS)
+
+    run(test())
+
+
+def test_a_reference_outlives_lost_clients_and_cannot_be_trained():
+    async def test():
+        service = Service({1: "after"})
+        reference = ServiceReference(Link(service.connect, TOY, pause_s=0.0, say=lambda line: None))
+        scored = await reference.forward(DATUMS)
+        assert [s.source for s in scored] == ["reference"] * 3
+        assert not hasattr(reference, "optim_step")
+        assert reference.link.reconnects == 1
+
+    run(test())
+
+
+def test_losses_are_checked_here():
+    async def test():
+        t = trainer_of(Service())
+        with pytest.raises(LossError, match="gradient: got none"):
+            await t.forward_backward_custom(DATUMS, lambda ds, lps: reinforce(ds[:2], lps[:2]))
+        with pytest.raises(LossError, match="unscored"):
+            await t.backward(DATUMS[:1], [np.array([1.0, 0.0, 0.0])])
+        with pytest.raises(BackendError, match="no accumulated gradient"):
+            await t.optim_step(ADAM)
+        out = await t.loss(DATUMS, reinforce)
+        assert out.metrics == {"parts": 3.0}
+        assert not t.pending
+
+    run(test())
+
+
+def test_replaced_states_are_deleted_and_others_are_not():
+    async def test():
+        gone = []
+        t = trainer_of(Service(), ways=Ways(forget=gone.append))
+        first, other, second = [await t.save_state(name) for name in ("undo-0", "kept", "undo-0")]
+        assert gone == [first]
+        assert len({first, other, second}) == 3
+        for path in (other, second):
+            await t.load_state(path)
+
+    run(test())
+
+
+# --- small parts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("undo-0-1", "undo-0-1"), ("runs/x/00010/trainer", "00010-trainer"), ("Grüße!", "gr-e"), ("///", "state")],
+)
+def test_labels_are_dns_labels(name, label):
+    assert label_of(name) == label
+
+
+@given(st.text(max_size=200), st.integers(0, 10**6), st.booleans(), st.integers(1, 10**6))
+def test_names_of_states_carry_the_version(name, current, published, number):
+    from rl_notebook.backends.local import Versions
+
+    remote = state_name(label_of(name), Versions(current, current + 1, published), "0f3a", number)
+    assert version_in(f"tinker://some-model/weights/{remote}") == (current, published)
+    assert len(remote) <= 63
+    assert remote.strip("-").replace("-", "a").isalnum()
+    assert remote == remote.lower()
+
+
+def test_versions_are_counted_as_locally():
+    async def counted(policy, sync):
+        seen, paths = [], []
+        versions = lambda: (policy.versions.current, policy.versions.upcoming, policy.versions.published)
+        for name in ["save", "step", "save", "sync", "step", "load 0", "sync", "load 1", "sync", "weights 0", "sync"]:
+            kind, _, which = name.partition(" ")
+            if kind == "save":
+                paths.append(await policy.save_state(f"s{len(paths)}"))
+            elif kind == "step":
+                await policy.forward_backward_custom(DATUMS, reinforce)
+                await policy.optim_step(ADAM)
+            elif kind == "sync":
+                sync(policy)
+            else:
+                await policy.load_state(paths[int(which)], optimizer=kind == "load")
+            seen.append((name, versions()))
+        return seen
+
+    from rl_notebook.backends.tinker import publish
+
+    async def test():
+        async with open_local(tiny_model(), byte_tokenizer()) as local:
+            here = await counted(local.policy, lambda p: publish(p.versions))
+        assert await counted(trainer_of(Service()), lambda p: publish(p.versions)) == here
+
+    run(test())
+
+
+def test_prompt_logprobs_of_either_length():
+    assert shifted([None, -1.0, -2.0], 3).tolist() == shifted([-1.0, -2.0], 3).tolist() == [-1.0, -2.0]
+    with pytest.raises(BackendError, match="prompt logprobs: got none"):
+        shifted(None, 3)
+    with pytest.raises(BackendError, match="prompt logprobs: got none"):
+        shifted([], 3)
+    with pytest.raises(AlignmentError, match="4 values"):
+        shifted([None, -1.0, -2.0, -3.0], 3)
+
+
+def test_answers_are_checked():
+    from types import SimpleNamespace as Box
+
+    answer = lambda *records: Box(loss_fn_outputs=list(records))
+    with pytest.raises(BackendError, match="0 outputs; expected 1"):
+        read_logprobs(answer(), DATUMS[:1], Coverage())
+    with pytest.raises(BackendError, match="got elementwise_loss; expected logprobs"):
+        read_logprobs(answer({"elementwise_loss": 1}), DATUMS[:1], Coverage())
+    with pytest.raises(BackendError, match="got 2; expected 3, one per target"):
+        read_logprobs(answer({"logprobs": Box(data=[0.0, 1.0])}), DATUMS[:1], Coverage())
+    values = {"logprobs": Box(data=[-3.0, -1.0, -2.0])}
+    assert np.array_equal(read_logprobs(answer(values), DATUMS[:1], Coverage())[0], [np.nan, -1, -2], equal_nan=True)
+    assert read_logprobs(answer(values), DATUMS[:1], Coverage(prompt_logprobs=True))[0].tolist() == [-3, -1, -2]
+
+
+def test_what_travels_has_the_gradient_of_the_slope():
+    slope, logprobs = np.array([0.0, 0.5, 0.0]), np.array([np.nan, -1.0, -2.0])
+    plain = carried(TOY, CARRIERS[0], DATUMS[0], slope, None, 2.0).loss_fn_inputs
+    assert plain["weights"].data == [0.0, -0.25, COUNTED]
+    other = carried(TOY, CARRIERS[1], DATUMS[0], slope, logprobs, 2.0).loss_fn_inputs
+    assert other["weights"].data == [0.0, 1.0, 1.0]
+    assert other["advantages"].data == [0.0, -0.5, 2 * COUNTED]
+    assert other["logprobs"].data == [0.0, -1.0, -2.0]
+
+
+def test_lost_or_refused():
+    class Status(Exception):
+        def __init__(self, code):
+            self.status_code = code
+
+    def behind(error):
+        try:
+            raise ValueError("Error retrieving result") from error
+        except ValueError as wrapped:
+            return wrapped
+
+    for code in (404, 408, 409, 410, 425, 429, 500, 503):
+        assert is_lost(behind(Status(code)))
+    for code in (400, 401, 402, 403, 405, 413, 422):
+        assert not is_lost(behind(Status(code)))
+    assert is_lost(RuntimeError("poisoned"))
+    assert is_lost(TimeoutError())
+    assert not is_lost(ValueError("No data provided"))
+
+
+def test_findings_show_themselves_and_escape():
+    rows = Findings([Finding("a", True, "<b>"), Finding("b", False, "no", "yes", "Trouble.")], "title")
+    assert repr(rows) == "title\nyes  a  <b>\n no  b  no"
+    assert "&lt;b&gt;" in rows._repr_html_()
+    assert rows.failed == (rows["b"],)
+    assert rows["b"].sentence == "b: got no; expected yes. Trouble."
+
+
+# --- the SDK against an emulated service -----------------------------------------------------------------------------
+
+PROMPT = [72, 101, 108, 108, 111]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def service(model, tmp_path_factory):
+    from rl_notebook.backends.emulator import start_emulator
+
+    with start_emulator(model=model, folder=tmp_path_factory.mktemp("served"), key=KEY) as running:
+        yield running
+
+
+def opened(service, **options):
+    quick = {"probing": False, "conformance": "off", "pause_s": 0.02, "reference": False, "say": lambda line: None}
+    where = {"base_url": service.url, "key": KEY, "base_model": "a-model", "tokenizer": byte_tokenizer()}
+    return open_tinker(**{"lora_rank": 4} | where | quick | options)
+
+
+def forget_everything(service) -> None:
+    service.emulator.site.trainers["root"].lose_memory()
+
+
+def drawn_datums(completions) -> list[Datum]:
+    make = lambda i, c: Datum(
+        c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens), advantage=i - 1.5, sample=i
+    )
+    return [make(i, c) for i, c in enumerate(completions)]
+
+
+async def trained(backend, steps: int, upset=lambda k: None) -> list[np.ndarray]:
+    "Train on fixed datums; returns the logprobs at the end."
+    tokens = [[*PROMPT, *np.random.default_rng(i).integers(1, 250, 6)] for i in range(4)]
+    datums = [Datum(t, [0] * 4 + [1] * 6, advantage=i - 1.5, sample=i) for i, t in enumerate(tokens)]
+    for k in range(steps):
+        upset(2 * k)
+        await backend.policy.forward_backward_custom(datums[k % 2 :], reinforce)
+        upset(2 * k + 1)
+        await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
+    return [lp.values for lp in await backend.policy.forward(datums)]
+
+
+def test_a_service_that_forgets_everything_again_and_again(service):
+    async def test():
+        async with await opened(service) as calm:
+            wanted = await trained(calm, 3)
+        async with await opened(service, reference=True) as backend:
+            got = await trained(backend, 3, lambda k: forget_everything(service))
+            assert backend.policy.reconnects == 6
+            assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(wanted, got, strict=True))
+            assert await backend.sync(await backend.policy.save_weights_for_sampler("x")) == 1
+            before = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=4, seed=1))
+            forget_everything(service)
+            after = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=4, seed=1))
+            assert [c.tokens.tolist() for c in before] == [c.tokens.tolist() for c in after]
+            assert {c.policy_version for c in after} == {1}
+            base = await backend.reference.forward(drawn_datums(after))
+            assert np.isfinite(base[0].values[-1])
+
+    run(test())
+
+
+def test_dropped_requests_are_the_sdks_business_and_ours(model, service):
+    from rl_notebook.backends.emulator import start_emulator
+
+    async def calm():
+        async with await opened(service) as backend:
+            return await trained(backend, 3)
+
+    async def stormy(running):
+        async with await opened(running) as backend:
+            return await trained(backend, 3)
+
+    faults = "drop_before:0.1:path=forward_backward,drop_after:0.2:path=optim_step,503:0.1:path=load_weights"
+    with start_emulator(model=model, key=KEY, faults=faults, seed=3) as running:
+        got = run(stormy(running))
+        assert sum(running.emulator.faults.counts.values()) > 0
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(run(calm()), got, strict=True))
+
+
+def test_probes_and_conformance_of_a_right_service(service):
+    async def test():
+        async with await opened(service, probing=True, conformance="raise", reference=True) as backend:
+            assert not backend.checks.failed
+            assert [row.name for row in backend.probes.failed] == ["custom loss on the server"]
+            assert backend.probes["prompt logprobs"].got == "one per token, the first undefined"
+            assert backend.capabilities.max_seq_len == 256
+            assert backend.capabilities.seed
+            assert backend.policy.carrier == CARRIERS[0]
+            assert backend.sampler.raw_always
+            completions = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=4, seed=3))
+            datums = drawn_datums(completions)
+            policy, base = await backend.policy.forward(datums), await backend.reference.forward(datums)
+            for p, r in zip(policy, base, strict=True):
+                assert np.array_equal(p.values, r.values, equal_nan=True)  # the policy is as it was before the checks
+            shown = f"{backend.probes!r}{backend.checks._repr_html_()}{backend!r}"
+            assert KEY not in shown
+
+    run(test())
+
+
+def test_wrong_services_are_found_out(model):
+    from wrong_service import Averaged, Negated, Shifted, start_wrong
+
+    async def refused(wrong, match):
+        running = start_wrong(wrong, model=model, key=KEY)
+        try:
+            with pytest.raises(BackendError, match=match):
+                await opened(running, conformance="raise")
+        finally:
+            running.stop()
+
+    async def carried_otherwise():
+        running = start_wrong(Averaged(), model=model, key=KEY)
+        try:
+            async with await opened(running, conformance="raise") as backend:
+                assert backend.policy.carrier == CARRIERS[2]
+                async with open_local(tiny_model(), byte_tokenizer(), lora_rank=4) as local:
+                    pairs = zip(await trained(backend, 2), await trained(local, 2), strict=True)
+                    assert max(np.nanmax(np.abs(a - b)) for a, b in pairs) < 1e-4
+        finally:
+            running.stop()
+
+    run(refused(Negated(), r"does not conform.*gradient sign: got -.*up for slope -1"))
+    run(refused(Shifted(), r"does not conform.*shift: got positions \[0\] changed"))
+    run(carried_otherwise())
+
+
+def test_a_state_loads_in_a_fresh_process(service):
+    script = """
+import asyncio, sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from test_tinker import PROMPT, SampleParams, opened, trained
+from types import SimpleNamespace
+
+async def main():
+    async with await opened(SimpleNamespace(url=sys.argv[2])) as backend:
+        await backend.policy.load_state(sys.argv[3])
+        print(backend.policy.versions)
+        print(float(np.nansum(np.concatenate(await trained(backend, 1)))))
+
+asyncio.run(main())
+"""
+
+    async def first():
+        async with await opened(service) as backend:
+            await trained(backend, 2)
+            await backend.sync(await backend.policy.save_weights_for_sampler("x"))
+            path = await backend.policy.save_state("runs/a/checkpoints/00002/trainer")
+            return path, float(np.nansum(np.concatenate(await trained(backend, 1))))
+
+    path, wanted = run(first())
+    command = [sys.executable, "-c", script, str(Path(__file__).parent), service.url, path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    versions, total = done.stdout.strip().splitlines()[-2:]
+    assert versions == "Versions(current=1, upcoming=1, published=True)"
+    assert float(total) == wanted
+    assert KEY not in done.stdout + done.stderr
+
+
+def test_a_client_made_from_a_state_where_loading_is_gone(service):
+    async def test():
+        async with await opened(service) as backend:
+            await trained(backend, 1)
+            path, wanted = await backend.policy.save_state("kept"), await trained(backend, 1)
+            session = Session(service.url, Secret(KEY))
+            link = Link(lambda: None, session.sdk)
+            client = await asyncio.to_thread(load_or_remake, session, link, object(), path, True)
+            other = ServiceTrainer(lambda: client, session.sdk)
+            backend.policy, kept = other, backend.policy
+            got = await trained(backend, 1)
+            backend.policy = kept
+            assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(wanted, got, strict=True))
+
+    run(test())
+
+
+def test_states_do_not_pile_up(service):
+    states = lambda: sorted(p.parent.name for p in service.emulator.folder.rglob("state.json") if "states" in p.parts)
+
+    async def test():
+        before = states()
+        async with await opened(service) as backend:
+            paths = [await backend.policy.save_state("undo-0-0") for _ in range(5)]
+            assert len(states()) == len(before) + 2  # the last one, and the one that the backend began with
+            assert paths[-1].rsplit("/", 1)[-1] in states()
+        assert len(states()) == len(before) + 1
+
+    run(test())
+
+
+def test_sampling(service):
+    async def test():
+        async with await opened(service) as backend:
+            greedy = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=5, temperature=0.0))
+            assert greedy[0].tokens.tolist() == greedy[1].tokens.tolist()
+            assert (greedy[0].logprobs < 0).all()
+            assert (greedy[0].sampling_logprobs == 0).all()
+            warm = (await backend.sampler.sample(PROMPT, SampleParams(max_tokens=5, temperature=0.5, seed=1)))[0]
+            echoed = await backend.sampler.logprobs(warm.full_tokens)
+            assert np.abs(warm.logprobs - echoed.values[len(PROMPT) - 1 :]).max() < 1e-5
+            assert warm.sampling_logprobs is None
+            end = int(greedy[0].tokens[2])
+            stopped = await backend.sampler.sample(
+                PROMPT, SampleParams(max_tokens=5, temperature=0.0, stop_token_ids=(end,))
+            )
+            assert stopped[0].tokens[-1] == end
+            assert stopped[0].finish_reason == "stop"
+            with pytest.raises(BackendError, match="strings and token ids"):
+                await backend.sampler.sample(PROMPT, SampleParams(max_tokens=5, stop=("a",), stop_token_ids=(1,)))
+            with pytest.raises(BackendError, match="'step-9'"):
+                await backend.sync("step-9")
+            with pytest.raises(BackendError, match="refused"):
+                await backend.sync("tinker://no-model/sampler_weights/none")
+            assert (await backend.sampler.sample(PROMPT, SampleParams(max_tokens=2)))[0].policy_version == 0
+
+    run(test())
+
+
+def test_a_wrong_key_and_a_wrong_address():
+    with pytest.raises(BackendError, match="TINKER_API_KEY"):
+        run(open_tinker(base_model="x", tokenizer=byte_tokenizer()))
+    began = time.monotonic()
+    with pytest.raises(BackendError, match="got ConnectError; expected an answer"):
+        run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="x", tokenizer=byte_tokenizer()))
+    assert time.monotonic() - began < 5
+    with pytest.raises(BackendError, match="tokenizer: got 'no-such-model'"):
+        run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="no-such-model"))
+
+
+def test_a_key_that_the_service_does_not_know(service):
+    async def test():
+        with pytest.raises(BackendError, match="401") as caught:
+            await opened(service, key="tml-somebody-elses")
+        assert "somebody" not in str(caught.value)
+
+    run(test())
+
+
+def test_no_deprecation_of_the_sdk_reaches_the_reader(service, caplog):
+    async def test():
+        async with await opened(service) as backend:
+            await backend.policy.load_state(await backend.policy.save_state("a"))
+
+    with warnings.catch_warnings():
+        run(test())
+    assert "DEPRECATED" not in caplog.text
+
+
+def test_the_loop_trains_undoes_and_trains_again_on_a_service():
+    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.backends.open import open_backend
+    from rl_notebook.config import Config
+    from rl_notebook.loop import GRPOLoop
+    from rl_notebook.toy import toy_reward, toy_rows
+
+    settings = {"prompt_groups_per_step": 4, "completions_per_prompt": 8, "max_completion_tokens": 12, "seed": 1}
+
+    async def test(running):
+        cfg = Config(backend="tinker", base_url=running.url, base_model="tiny", lora_rank=4, kl_beta=0.01, **settings)
+        os.environ["TINKER_API_KEY"] = KEY
+        async with await open_backend(cfg, say=lambda line: None) as backend:
+            loop = GRPOLoop(backend, toy_rows(8), toy_reward, cfg)
+            first = await loop.step()
+            await loop.undo()
+            again = await loop.step()
+            assert again.loss.loss == first.loss.loss
+            assert [g.rewards.tolist() for g in again.groups] == [g.rewards.tolist() for g in first.groups]
+            assert again.policy_version == first.policy_version == 1
+        return KEY in repr(first) or KEY in repr(cfg)
+
+    with start_emulator(key=KEY) as running:
+        assert not run(test(running))
+    del os.environ["TINKER_API_KEY"]
+
+
+OLD = os.environ.get("RL_NOTEBOOK_TINKER_024_PYTHON")
+
+
+@pytest.mark.skipif(not OLD, reason="RL_NOTEBOOK_TINKER_024_PYTHON names no Python with tinker 0.24")
+def test_the_sdk_of_the_json_dialect(service):
+    script = """
+import asyncio, sys
+import numpy as np
+sys.path[:0] = sys.argv[1:3]
+from test_tinker import PROMPT, SampleParams, opened, trained
+from types import SimpleNamespace
+
+async def main():
+    async with await opened(SimpleNamespace(url=sys.argv[3]), probing=True, conformance="raise") as backend:
+        print(backend.policy.link.sdk.version)
+        values = await trained(backend, 2)
+        await backend.sync(await backend.policy.save_weights_for_sampler("x"))
+        await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=4, seed=1))
+        print(float(np.nansum(np.concatenate(values))))
+
+asyncio.run(main())
+"""
+
+    async def here():
+        async with await opened(service) as backend:
+            return float(np.nansum(np.concatenate(await trained(backend, 2))))
+
+    tests = Path(__file__).parent
+    command = [str(OLD), "-c", script, str(tests), str(tests.parent), service.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    version, total = done.stdout.strip().splitlines()[-2:]
+    assert version.startswith("0.24.")
+    assert float(total) == run(here())
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    with pytest.raises(MissingExtra, match=r"the Tinker backend: got no tinker. pip install 'rl-notebook\[tinker\]'"):
+        tinker_sdk()
