@@ -1,6 +1,7 @@
 "Fireworks' own SDK against the emulator: setting up, giving back, learning, drawing, syncing."
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import logging
@@ -78,6 +79,13 @@ class Site:
         asked = [f"{e.method} {e.path.removeprefix('/v1/accounts/local/')}" for e in log if e.method in wanted]
         return [line for line in asked if "/v1/" not in line]
 
+    def was_asked(self, *want: str) -> bool:
+        "Whether exactly this was asked, in this order; the log is written just after an answer is sent."
+        end = time.monotonic() + 5
+        while self.asked() != list(want) and time.monotonic() < end:
+            time.sleep(0.02)
+        return self.asked() == list(want)
+
     def state(self, job_id: str) -> str:
         return self.jobs.get(job_id)["state"].removeprefix("JOB_STATE_")
 
@@ -126,7 +134,7 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
         with cleanup_of(site) as cleanup:
             infra = site.setup(cleanup, needs_reference=True, on_status=told.append)
             policy, reference = infra.policy_job_id, infra.reference_job_id
-            assert site.asked() == ["POST rlorTrainerJobs", "POST rlorTrainerJobs", "POST deployments"]
+            assert site.was_asked("POST rlorTrainerJobs", "POST rlorTrainerJobs", "POST deployments")
             assert policy.startswith("grpo-policy-")
             assert reference.startswith("grpo-reference-")
             serving = site.deployments.get(site.serving)
@@ -138,11 +146,11 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
             assert set(infra.boot_metrics) == {"train/step", "infra/total_boot_time", "infra/deploy_boot_time"}
             site.look_from_here()
             infra.close()
-        assert site.asked() == [
+        assert site.was_asked(
             f"POST rlorTrainerJobs/{reference}:cancel",
             f"POST rlorTrainerJobs/{policy}:cancel",
             f"PATCH deployments/{site.serving}",
-        ]
+        )
         assert (site.state(policy), site.state(reference)) == ("CANCELLED", "CANCELLED")
         assert site.most_replicas() == 0
         assert cleanup.left == []
@@ -159,7 +167,7 @@ def test_per_deployment_asks_for_the_deployment_first(site):
     )
     with cleanup_of(site) as cleanup:
         infra = site.setup(cleanup, deploy_cfg=deploy)
-        assert site.asked() == ["POST deployments", "POST rlorTrainerJobs"]
+        assert site.was_asked("POST deployments", "POST rlorTrainerJobs")
         assert site.jobs.get(infra.policy_job_id)["hotLoadDeploymentId"] == site.serving
         assert site.deployments.get(site.serving).hot_load_trainer_job is None
         infra.close()
@@ -660,7 +668,10 @@ def test_a_state_loads_in_another_job(site):
 def test_the_final_weights_become_a_model(site):
     async def test(backend):
         await learn(backend, toy(backend))
+        assert await synced(backend, "a") == ("base", 1)
         assert await backend.promote("my-model") == "accounts/local/models/my-model"
+        await learn(backend, toy(backend))
+        assert await synced(backend, "b") == ("base", 2)  # a delta would be one against what was promoted
         with pytest.raises(BackendError, match="invalid characters"):
             await backend.promote("My Model")
 
@@ -702,6 +713,11 @@ def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path
         more = {"log_path": str(tmp_path / "clean"), "leftover": "clean"}
         async with await open_fireworks(**settings_of(site, **more)) as fresh:
             assert fresh.infra.policy_job_id != first.infra.policy_job_id
+        gone = ResourceFile(tmp_path / "first").read()[0]
+        ResourceFile(tmp_path / "gone").write([dataclasses.replace(gone, name=f"{gone.name}-deleted")])
+        more = {"log_path": str(tmp_path / "gone"), "leftover": "attach"}
+        async with await open_fireworks(**settings_of(site, **more)) as fresh:
+            assert not fresh.infra.policy_job_id.endswith("-deleted")
         await first.close()
         assert [leftovers(tmp_path / name) for name in ("first", "attach", "clean")] == [[], [], []]
 

@@ -31,7 +31,7 @@ import numpy as np
 __all__ = ['GIVING_BACK', 'STOPPED', 'PASSING', 'PAUSE_S', 'Leftover', 'OPEN_CLEANUPS', 'OnStatus', 'RESUMABLE', 'GONE',
            'TRAINING', 'SCORING', 'HANG_UP_S', 'UNCACHED', 'SYNC_FIXES', 'CROSS_JOB', 'DEFAULT_URL', 'CHECKS',
            'fireworks_sdk', 'Resource', 'ask', 'said', 'give_back', 'ResourceFile', 'claim', 'release', 'leftovers',
-           'clean_leftovers', 'settle_leftovers', 'ResourceCleanup', 'arm', 'hear_termination', 'disarm',
+           'still_there', 'clean_leftovers', 'settle_leftovers', 'ResourceCleanup', 'arm', 'hear_termination', 'disarm',
            'give_back_all', 'ResourceState', 'ProvisioningTable', 'Look', 'Awaited', 'watch', 'job_message',
            'TrainerLook', 'new_id', 'settings_of', 'TrainerPlan', 'DeploymentPlan', 'trainer_request',
            'deployment_request', 'InfraPlan', 'plan_trainer', 'as_backend_errors', 'same_shape', 'plan_deployment',
@@ -274,6 +274,13 @@ def leftovers(folder: str | os.PathLike[str]) -> list[Resource]:
         return file.read()
     finally:
         release(file)
+
+
+def still_there(resource: Resource, key: Secret) -> bool:
+    "Whether a resource exists, running or stopped; raises `BackendError` when nothing answers."
+    answer = ask(key, "GET", resource.link)
+    state = str(answer.json().get("state", "")).removeprefix("JOB_STATE_") if answer.is_success else ""
+    return answer.status_code != 404 and state not in ("DELETING", "DELETED", "ARCHIVED")
 
 
 def clean_leftovers(folder: str | os.PathLike[str], *, key: Secret | str | None = None) -> list[Resource]:
@@ -1306,7 +1313,7 @@ class ReconnectableClient(TrainerCalls):
         reconnect_client(self)
 
     def close(self) -> None:
-        "Hang up; the trainer goes on. The SDK's goodbye to a trainer that is gone can last, so it is not waited for long."
+        "Hang up; the trainer goes on. To a trainer that is gone, the SDK's goodbye can last: it is not waited for."
         if self.parent is None and self.service is not None:
             goodbye = threading.Thread(target=self.service.close, daemon=True)
             goodbye.start()
@@ -1789,8 +1796,10 @@ async def in_thread(work: Callable[[threading.Event], Any]) -> Any:
     stop = threading.Event()
     task = asyncio.create_task(asyncio.to_thread(work, stop))
     try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
+        while not task.done():
+            await asyncio.wait([task], timeout=0.3)  # a kernel hears Ctrl-C when its loop wakes up
+        return task.result()
+    except (asyncio.CancelledError, KeyboardInterrupt):
         stop.set()
         with contextlib.suppress(Exception):
             await task
@@ -1891,7 +1900,8 @@ async def open_fireworks(
     url = (base_url or cfg.base_url or os.environ.get("FIREWORKS_BASE_URL") or DEFAULT_URL).rstrip("/")
     words = tokenizer or open_tokenizer(cfg.deployment and cfg.deployment.tokenizer_model, cfg.base_model)
     managers = [make(api_key=secret.reveal(), base_url=url) for make in (sdk.TrainerJobManager, sdk.DeploymentManager)]
-    found = await asyncio.to_thread(settle_leftovers, cfg.log_path, leftover, secret)
+    left = await asyncio.to_thread(settle_leftovers, cfg.log_path, leftover, secret)
+    found = {role: r for role, r in left.items() if await asyncio.to_thread(still_there, r, secret)}
     cleanup = ResourceCleanup(managers[0], managers[1], grace_s, folder=cfg.log_path)
     loop, tell = asyncio.get_running_loop(), on_status or (lambda state: say(str(state)))
     later = lambda state: loop.call_soon_threadsafe(tell, state)
@@ -1955,10 +1965,12 @@ async def promote_weights(
 ) -> str:  # the full name of the model
     "Publish the policy's present weights as a model of the account; raises `BackendError`."
     policy: Any = backend.policy
+    sync: Any = backend.sync
 
     def publish_snapshot() -> str:
         save = lambda client: client.save_weights_for_sampler_ext("final", checkpoint_type="base").snapshot_name
         snapshot, end = policy.link.call(save), time.monotonic() + appear_s
+        sync.newest = snapshot  # a delta would be one against it
         with as_backend_errors(f"promotion of {snapshot}"):
             while not (rows := promotable(rlor_mgr.list_checkpoints(policy.job_id), snapshot)):
                 if time.monotonic() > end:
