@@ -22,19 +22,17 @@ pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
 
 import rl_notebook.backends.emulated_trainer as module
-from rl_notebook.backends.emulated_trainer import (
+from rl_notebook.backends.emulated_messages import (
     MESSAGES,
     SERVED_LOSSES,
     Batch,
-    EmulatedTrainer,
-    InOrder,
-    Models,
-    Snapshots,
     messages,
-    open_serving,
+    proto_batch,
+    read_protobuf,
     served_datum,
     served_loss,
 )
+from rl_notebook.backends.emulated_trainer import EmulatedTrainer, InOrder, Models, Snapshots, open_serving
 from rl_notebook.backends.local import open_local
 from rl_notebook.core import AdamParams, BackendError, Datum, LossError, MissingExtra, SampleParams
 
@@ -561,8 +559,8 @@ def test_a_message_of_the_sdk_is_read_whole(tinker):
         tensor = datum.loss_fn_inputs["target_tokens"]
         tensor.dense, tensor.dtype = np.array([2, 3, 4]).tobytes(), public.DTYPE_INT64
         tensor.shape.append(3)
-    body, message = module.read_protobuf(sent.SerializeToString())
-    batch = module.proto_batch(message)
+    body, message = read_protobuf(sent.SerializeToString())
+    batch = proto_batch(message)
     assert body == {"model_id": "m", "seq_id": 4}
     assert (batch.loss_fn, batch.config, batch.forward_only) == ("ppo", {"clip_low_threshold": 0.7}, True)
     assert [d.tokens.tolist() for d in batch.datums] == [[1, 2, 3, 4]] * 2
@@ -659,7 +657,7 @@ def test_what_cannot_be_read_is_refused(running, monkeypatch):
     assert running.http.post(url, content=b"x", headers=headers | {"content-encoding": "zstd"}).status_code == 400
     proto = {"content-type": "application/x-protobuf"}
     assert running.http.post(url, content=b"\xff\xff", headers=proto).status_code == 400
-    monkeypatch.setattr(module, "MAX_BODY", 1000)
+    monkeypatch.setattr("rl_notebook.backends.emulated_messages.MAX_BODY", 1000)
     assert running.http.post(url, content=b"{" + b" " * 2000, headers=headers).status_code == 413
     zstandard = pytest.importorskip("zstandard")
     bomb = zstandard.compress(b" " * 100_000)
