@@ -136,7 +136,7 @@ class RunSettings:
 
     backend: str = "auto"  # "local", "openai", "tinker" or "fireworks"; "auto" decides by the base model's name
     base_url: str | None = None  # address of the service; None = from the environment (not for "openai")
-    served_model: str | None = None  # openai: the model's name on the server; None = the one that it lists
+    served_model: str | None = None  # openai: the model's name on the server; None = base_model
     tokenizer_model: str | None = None  # tinker: name or folder of the tokenizer; None = the base model's
     device: str = "auto"  # trained here: "cpu", "cuda", or what is there
     dtype: Literal["float32", "bfloat16"] = "float32"  # trained here: of the weights in the forward pass

@@ -371,3 +371,23 @@ def test_a_config_error_is_an_error_of_the_package():
     with pytest.raises(ConfigError):
         option_values(["x"])
     assert yaml.safe_load("1e-4") == "1e-4"  # why a number may arrive as text, and the config reads it
+
+
+# --- check ----------------------------------------------------------------------------------------------------------
+
+
+def test_check_asks_a_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from rl_notebook.backends.emulator import start_emulator
+
+    with start_emulator() as emulator:
+        monkeypatch.setenv("TINKER_API_KEY", emulator.key.reveal())
+        where = ["--base-url", emulator.url, "--tokenizer-model", "tiny", "--lora-rank", "2"]
+        assert main(["check", "--backend", "tinker", *where]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^yes +gradient sign ", said, re.MULTILINE)
+    assert re.search(r"^ no +custom loss on the server ", said, re.MULTILINE)
+
+
+def test_check_refuses_what_it_cannot_ask(capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "--backend", "local"]) == 2
+    assert "backend: got 'local'; expected tinker or fireworks" in capsys.readouterr().err

@@ -10,9 +10,10 @@ import pytest
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config as CoreConfig
-from rl_notebook.core import ConfigError, PhaseError
+from rl_notebook.config import DeployConfig, ResumeConfig
+from rl_notebook.core import BackendError, PhaseError
 from rl_notebook.data import load_rows
-from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, load_problem, main, train
+from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, find_checkpoint, load_problem, main, train
 from rl_notebook.records import RunFolder, StepRecord
 from rl_notebook.toy import is_heldout, load_model, toy_rows
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
@@ -112,9 +113,20 @@ def test_held_out_rows_are_no_training_rows(tmp_path):
     assert (len(problem.rows), [row.answer for row in problem.eval_rows]) == (7, list("789"))
 
 
-def test_another_backend_is_not_opened_here():
-    with pytest.raises(ConfigError, match=r"backend: got 'fireworks'; expected 'local'. This recipe runs the embedded"):
-        main(Config(**SMALL, base_model="accounts/fireworks/models/qwen3-8b"))
+def test_a_service_without_a_key_is_refused_before_anything_is_sent():
+    deployment = DeployConfig(tokenizer_model="tiny")
+    fireworks = Config(**SMALL, base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment)
+    with pytest.raises(BackendError, match="key: got no FIREWORKS_API_KEY; expected an environment variable"):
+        main(fireworks)
+    with pytest.raises(BackendError, match="key: got no TINKER_API_KEY; expected an environment variable"):
+        main(Config(**SMALL, backend="tinker", base_model="Qwen/Qwen3-8B", tokenizer_model="tiny", lora_rank=4))
+
+
+def test_a_state_of_another_job_is_left_to_the_backend():
+    there = ResumeConfig(resume_from="step-00010", resume_job_id="job-1")
+    deployment = DeployConfig(tokenizer_model="tiny")
+    cfg = Config(base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment, resume=there)
+    assert find_checkpoint(cfg) is None
 
 
 def test_a_backend_that_is_passed_stays_open():

@@ -5,17 +5,21 @@
 # %% ../../nbs/29_backends.open.ipynb #59d7ba02
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .base import Backend
-from ..config import Config
+from ..config import Config, TrainerConfig
 from ..core import ConfigError
 from ..toy import load_model
 
+if TYPE_CHECKING:
+    from rl_notebook.backends.tinker import Findings
+
 # %% auto #0
-__all__ = ['OPENERS', 'local_options', 'open_backend']
+__all__ = ['OPENERS', 'CHECKERS', 'local_options', 'tinker_options', 'open_backend', 'check_backend']
 
 # %% ../../nbs/29_backends.open.ipynb #f3f137bd
 def local_options(cfg: Config) -> dict[str, Any]:
@@ -42,23 +46,34 @@ async def _open_openai(cfg: Config, say: Callable[[str], Any]) -> Backend:
 
     folder = Path(cfg.log_path) / "weights" if cfg.log_path is not None else None
     model, tokenizer = load_model(cfg.base_model, dtype=cfg.dtype)
-    sync = "vllm" if cfg.weight_sync_interval else "none"
-    where = {"base_url": cfg.base_url, "served_model": cfg.served_model, "sync": sync, "folder": folder}
-    return await open_openai(model, tokenizer, **where, **local_options(cfg))  # type: ignore[arg-type]
+    return await open_openai(
+        model,
+        tokenizer,
+        base_url=cfg.base_url or "",
+        served_model=cfg.served_model or cfg.base_model,
+        key=os.environ.get("OPENAI_API_KEY") or None,
+        sync="vllm" if cfg.weight_sync_interval else "none",
+        folder=folder,
+        **local_options(cfg),
+    )
+
+
+def tinker_options(cfg: Config) -> dict[str, Any]:
+    "What a config says about a Tinker service, as keywords of `open_tinker`."
+    return {
+        "base_url": cfg.base_url,
+        "base_model": cfg.base_model,
+        "lora_rank": cfg.lora_rank,
+        "tokenizer": cfg.tokenizer_model,
+        "reference": cfg.kl_beta > 0 or cfg.kl_metric,
+        "seed": cfg.seed,
+    }
 
 
 async def _open_tinker(cfg: Config, say: Callable[[str], Any]) -> Backend:
     from rl_notebook.backends.tinker import open_tinker
 
-    return await open_tinker(
-        base_url=cfg.base_url,
-        base_model=cfg.base_model,
-        lora_rank=cfg.lora_rank,
-        tokenizer=cfg.tokenizer_model,
-        reference=cfg.kl_beta > 0 or cfg.kl_metric,
-        seed=cfg.seed,
-        say=say,
-    )
+    return await open_tinker(**tinker_options(cfg), say=say)
 
 
 async def _open_fireworks(cfg: Config, say: Callable[[str], Any]) -> Backend:
@@ -83,3 +98,42 @@ async def open_backend(
     if cfg.backend not in OPENERS:
         raise ConfigError("backend", got=repr(cfg.backend), expected=" or ".join(OPENERS))
     return await OPENERS[cfg.backend](cfg, say)
+
+# %% ../../nbs/29_backends.open.ipynb #2c106273
+async def check_backend(
+    cfg: Config,  # backend, model, address; the rest is not looked at
+    say: Callable[[str], Any] = print,  # gets a line per check as it is made
+) -> list[Findings]:
+    "What the service of a config was seen to do; raises `BackendError` if it cannot be reached."
+    if cfg.backend not in CHECKERS:
+        raise ConfigError("backend", where="check", got=repr(cfg.backend), expected=" or ".join(CHECKERS))
+    return await CHECKERS[cfg.backend](cfg, say)
+
+
+async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
+    from rl_notebook.backends.tinker import open_tinker
+
+    async with await open_tinker(**tinker_options(cfg), conformance="warn", say=say) as backend:
+        return [backend.probes, backend.checks]
+
+
+async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
+    from rl_notebook.backends.fireworks import check_fireworks
+
+    found = await check_fireworks(
+        cfg.base_model,
+        (cfg.deployment and cfg.deployment.tokenizer_model) or cfg.base_model,
+        training_shape_id=(cfg.trainer or TrainerConfig()).training_shape_id,
+        lora_rank=cfg.lora_rank,
+        output_model_id=cfg.output_model_id,
+        base_url=cfg.base_url,
+        log_path=cfg.log_path,
+        say=say,
+    )
+    return [found]
+
+
+CHECKERS: dict[str, Callable[[Config, Callable[[str], Any]], Awaitable[list[Findings]]]] = {
+    "tinker": _check_tinker,
+    "fireworks": _check_fireworks,
+}

@@ -93,6 +93,8 @@ def find_checkpoint(cfg: Config, resume: bool = False) -> Checkpoint | None:
     "The newest whole checkpoint of a run that is resumed, else the one that the config names, else None."
     own = Run.open(cfg.log_path).latest_checkpoint() if resume and cfg.log_path is not None else None
     named = cfg.resume if own is None else None
+    if named is not None and named.resume_job_id is not None:
+        return None  # a state of another trainer job: the backend loads it when it opens
     found = read_checkpoint(named.resume_from) if named and named.resume_from is not None else own
     if found is not None:
         found.check(cfg)
