@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import byte_tokenizer, one_thread, tiny_model
+from tinker_run import PROMPT, reinforce, total, trained
 from toy_service import TOY, Dropped, Service
 
 from rl_notebook.backends.local import open_local
@@ -51,11 +51,6 @@ DATUMS = [
     Datum([3, 2, 5], [1, 1], advantage=-0.5, sample=1),
     Datum([4, 4, 1, 0, 2], [0, 0, 1, 1], advantage=0.25, sample=2),
 ]
-
-
-def reinforce(datums, logprobs):
-    parts = [-d.advantage * lp[torch.tensor(d.active)].sum() for d, lp in zip(datums, logprobs, strict=True)]
-    return torch.stack(parts).sum(), {"parts": float(len(parts))}
 
 
 def trainer_of(service, **options) -> ServiceTrainer:
@@ -467,8 +462,6 @@ def test_findings_show_themselves_and_escape():
 
 # --- the SDK against an emulated service -----------------------------------------------------------------------------
 
-PROMPT = [72, 101, 108, 108, 111]
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -501,18 +494,6 @@ def drawn_datums(completions) -> list[Datum]:
         c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens), advantage=i - 1.5, sample=i
     )
     return [make(i, c) for i, c in enumerate(completions)]
-
-
-async def trained(backend, steps: int, upset=lambda k: None) -> list[np.ndarray]:
-    "Train on fixed datums; returns the logprobs at the end."
-    tokens = [[*PROMPT, *np.random.default_rng(i).integers(1, 250, 6)] for i in range(4)]
-    datums = [Datum(t, [0] * 4 + [1] * 6, advantage=i - 1.5, sample=i) for i, t in enumerate(tokens)]
-    for k in range(steps):
-        upset(2 * k)
-        await backend.policy.forward_backward_custom(datums[k % 2 :], reinforce)
-        upset(2 * k + 1)
-        await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
-    return [lp.values for lp in await backend.policy.forward(datums)]
 
 
 def test_a_service_that_forgets_everything_again_and_again(service):
@@ -601,38 +582,29 @@ def test_wrong_services_are_found_out(model):
     run(carried_otherwise())
 
 
-def test_a_state_loads_in_a_fresh_process(service):
-    script = """
-import asyncio, sys
-import numpy as np
-sys.path.insert(0, sys.argv[1])
-from test_tinker import PROMPT, SampleParams, opened, trained
-from types import SimpleNamespace
+def elsewhere(python: str, *arguments: str) -> list[str]:
+    "What a run in a process of its own prints."
+    tests = Path(__file__).parent
+    env = os.environ | {"TINKER_API_KEY": KEY, "PYTHONPATH": str(tests.parent)}
+    command = [python, str(tests / "tinker_run.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert KEY not in done.stdout + done.stderr
+    return done.stdout.strip().splitlines()[-3:]
 
-async def main():
-    async with await opened(SimpleNamespace(url=sys.argv[2])) as backend:
-        await backend.policy.load_state(sys.argv[3])
-        print(backend.policy.versions)
-        print(float(np.nansum(np.concatenate(await trained(backend, 1)))))
 
-asyncio.run(main())
-"""
-
+def test_a_state_loads_in_a_fresh_process(service, model):
     async def first():
         async with await opened(service) as backend:
             await trained(backend, 2)
             await backend.sync(await backend.policy.save_weights_for_sampler("x"))
             path = await backend.policy.save_state("runs/a/checkpoints/00002/trainer")
-            return path, float(np.nansum(np.concatenate(await trained(backend, 1))))
+            return path, total(await trained(backend, 1))
 
     path, wanted = run(first())
-    command = [sys.executable, "-c", script, str(Path(__file__).parent), service.url, path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    versions, total = done.stdout.strip().splitlines()[-2:]
+    _, versions, got = elsewhere(sys.executable, service.url, model, "1", path)
     assert versions == "Versions(current=1, upcoming=1, published=True)"
-    assert float(total) == wanted
-    assert KEY not in done.stdout + done.stderr
+    assert float(got) == wanted
 
 
 def test_a_client_made_from_a_state_where_loading_is_gone(service):
@@ -755,36 +727,15 @@ OLD = os.environ.get("RL_NOTEBOOK_TINKER_024_PYTHON")
 
 
 @pytest.mark.skipif(not OLD, reason="RL_NOTEBOOK_TINKER_024_PYTHON names no Python with tinker 0.24")
-def test_the_sdk_of_the_json_dialect(service):
-    script = """
-import asyncio, sys
-import numpy as np
-sys.path[:0] = sys.argv[1:3]
-from test_tinker import PROMPT, SampleParams, opened, trained
-from types import SimpleNamespace
-
-async def main():
-    async with await opened(SimpleNamespace(url=sys.argv[3]), probing=True, conformance="raise") as backend:
-        print(backend.policy.link.sdk.version)
-        values = await trained(backend, 2)
-        await backend.sync(await backend.policy.save_weights_for_sampler("x"))
-        await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=4, seed=1))
-        print(float(np.nansum(np.concatenate(values))))
-
-asyncio.run(main())
-"""
-
+def test_the_sdk_of_the_json_dialect(service, model):
     async def here():
         async with await opened(service) as backend:
-            return float(np.nansum(np.concatenate(await trained(backend, 2))))
+            return total(await trained(backend, 2))
 
-    tests = Path(__file__).parent
-    command = [str(OLD), "-c", script, str(tests), str(tests.parent), service.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    version, total = done.stdout.strip().splitlines()[-2:]
-    assert version.startswith("0.24.")
-    assert float(total) == run(here())
+    facts, _, got = elsewhere(str(OLD), service.url, model, "2")
+    assert facts.startswith("0.24.")
+    assert facts.endswith("False")
+    assert float(got) == run(here())
 
 
 def test_without_the_package(monkeypatch):

@@ -50,18 +50,18 @@ from ..toy import load_model
 __all__ = ['COUNTED', 'CARRIERS', 'REFUSED', 'NOTICE', 'LOSSES', 'EPSILON', 'VISIBLE', 'OWN_LABELS', 'Sdk', 'sdk_datum',
            'loss_weights', 'Carrier', 'carried', 'with_side', 'Coverage', 'read_logprobs', 'causes', 'status_of',
            'category_of', 'is_lost', 'Link', 'fresh_client', 'Tries', 'attempt', 'unleaked', 'result_of', 'Pass',
-           'Update', 'Journal', 'send_update', 'forward_gap', 'measured', 'label_of', 'state_name', 'version_in',
+           'Update', 'Journal', 'measured', 'send_update', 'forward_gap', 'label_of', 'state_name', 'version_in',
            'sent_for_scoring', 'stamped', 'check_datums', 'Limits', 'ServiceReference', 'score_remotely',
-           'save_for_sampler', 'load_into', 'Ways', 'ServiceTrainer', 'brought_up', 'loss_here', 'keep_pass',
-           'loss_and_keep', 'take_step', 'keep_journal_short', 'save_remotely', 'load_remotely', 'snapshot_remotely',
-           'tinker_sdk', 'hush_deprecations', 'not_the_notice', 'Session', 'made', 'as_future', 'end_session',
-           'check_reachable', 'unload', 'load_or_remake', 'Broom', 'TinkerSampler', 'ask', 'draw', 'prefilled',
-           'shifted', 'stops', 'completion', 'publish', 'TinkerSync', 'Finding', 'nats', 'Findings', 'toy_tokens',
-           'toy_datum', 'loss_request', 'probe_losses', 'probe_prompt_positions', 'probe_server_side_loss',
-           'probe_prefill', 'probe_seed', 'probe_temperature', 'known_length', 'probe', 'Toy', 'Moved', 'nudge',
-           'visible_step', 'check_shift', 'check_prefix', 'check_mask', 'check_gradient', 'find_carrier',
-           'check_states', 'check_conformance', 'TinkerBackend', 'open_tokenizer', 'open_tinker', 'training_client',
-           'ways_of', 'acquaint', 'close_tinker']
+           'save_for_sampler', 'load_into', 'Ways', 'of_policy', 'output_of', 'ServiceTrainer', 'brought_up',
+           'loss_here', 'keep_pass', 'loss_and_keep', 'take_step', 'keep_journal_short', 'save_remotely',
+           'load_remotely', 'snapshot_remotely', 'tinker_sdk', 'hush_deprecations', 'not_the_notice', 'Session', 'made',
+           'as_future', 'end_session', 'check_reachable', 'unload', 'load_or_remake', 'Broom', 'TinkerSampler', 'ask',
+           'draw', 'prefilled', 'shifted', 'stops', 'completion', 'publish', 'TinkerSync', 'Finding', 'nats',
+           'Findings', 'toy_tokens', 'toy_datum', 'loss_request', 'probe_losses', 'probe_prompt_positions',
+           'probe_server_side_loss', 'probe_prefill', 'probe_seed', 'probe_temperature', 'known_length', 'probe', 'Toy',
+           'Moved', 'nudge', 'visible_step', 'check_shift', 'check_prefix', 'check_mask', 'check_gradient',
+           'find_carrier', 'check_states', 'check_conformance', 'TinkerBackend', 'open_tokenizer', 'open_tinker',
+           'training_client', 'ways_of', 'acquaint', 'close_tinker']
 
 # %% ../../nbs/24_backends.tinker.ipynb #6de9c042
 @dataclass(frozen=True)
@@ -371,6 +371,13 @@ class Journal:
         "Begin anew at a saved state."
         self.base, self.optimizer, self.updates = path, optimizer, []
 
+# %% ../../nbs/24_backends.tinker.ipynb #90266846
+def measured(answer: Any) -> dict[str, float]:
+    "The numbers in a service's answer to a step; `name:reduction` becomes `name`."
+    metrics = getattr(answer, "metrics", None) or {}
+    numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+    return {k.split(":")[0].rsplit("/", 1)[-1]: v for k, v in numbers.items()}
+
 # %% ../../nbs/24_backends.tinker.ipynb #d830b910
 def send_update(link: Link, client: Any, update: Update, carrier: Carrier, meter: Meter) -> dict[str, float]:
     "Passes and step of one update; returns what the service measured, in our names."
@@ -406,13 +413,6 @@ def forward_gap(output: Any, sent: Pass) -> float | None:  # nats; None = nothin
     again = read_logprobs(output, sent.datums, Coverage())
     pairs = [(a[d.active], b[d.active]) for a, b, d in zip(again, sent.logprobs, sent.datums, strict=True)]
     return max((float(np.abs(a - b).max(initial=0.0)) for a, b in pairs), default=None)
-
-# %% ../../nbs/24_backends.tinker.ipynb #90266846
-def measured(answer: Any) -> dict[str, float]:
-    "The numbers in a service's answer to a step; `name:reduction` becomes `name`."
-    metrics = getattr(answer, "metrics", None) or {}
-    numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
-    return {k.split(":")[0].rsplit("/", 1)[-1]: v for k, v in numbers.items()}
 
 # %% ../../nbs/24_backends.tinker.ipynb #7fbef3cf
 def label_of(name: str, longest: int = 32) -> str:
@@ -505,6 +505,16 @@ class Ways:
     forget: Callable[[str], Any] | None = None  # deletes a saved state; None = it stays
 
 # %% ../../nbs/24_backends.tinker.ipynb #d23e1ca6
+def of_policy(trainer: ServiceTrainer, values: Sequence[np.ndarray]) -> list[Logprobs]:
+    "Arrays as the policy's logprobs."
+    return stamped(values, "policy", trainer.versions.current, trainer.limits.dtype)
+
+
+def output_of(trainer: ServiceTrainer, value: float, metrics: dict, series: list, slopes: list) -> LossOutput:
+    "The result of a loss."
+    return LossOutput(value, metrics, tuple(of_policy(trainer, series)), tuple(slopes))
+
+# %% ../../nbs/24_backends.tinker.ipynb #c5ca94c0
 class ServiceTrainer:
     "The policy on a service: scores, keeps gradients back until the step, updates, saves, outlives lost clients."
 
@@ -521,7 +531,7 @@ class ServiceTrainer:
         journal_steps: int = 50,  # updates after which a state is saved by itself, so that the journal stays short
         **link: Any,  # `attempts`, `pause_s`, `timeout_s`, `say`, `secret` of the `Link`
     ):
-        self.link = Link(connect, sdk, prepare=self._prepare, **link)
+        self.link = Link(connect, sdk, prepare=partial(brought_up, self), **link)
         self.limits, self.ways, self.journal_steps = limits, ways, journal_steps
         self.versions, self.run, self.meter = versions or Versions(), run or Worker(), meter or Meter()
         self.journal, self.pending, self.carrier = Journal(), list[Pass](), CARRIERS[0]
@@ -540,11 +550,11 @@ class ServiceTrainer:
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Policy logprobs, target coordinates (N-1,), NaN where not scored."
-        return self._stamp(await self.run(score_remotely, self.link, list(datums), self.limits, self.meter))
+        return of_policy(self, await self.run(score_remotely, self.link, list(datums), self.limits, self.meter))
 
     async def loss(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Value, metrics, logprobs and dL/dlogprob; no gradient is accumulated."
-        return self._output(*await self.run(loss_here, self, list(datums), loss_fn))
+        return output_of(self, *await self.run(loss_here, self, list(datums), loss_fn))
 
     async def backward(self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
         "Accumulate the gradient that belongs to dL/dlogprob (N-1,) of each datum; it is sent with `optim_step`."
@@ -552,7 +562,7 @@ class ServiceTrainer:
 
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Loss and backward in one call."
-        return self._output(*await self.run(loss_and_keep, self, list(datums), loss_fn))
+        return output_of(self, *await self.run(loss_and_keep, self, list(datums), loss_fn))
 
     async def optim_step(
         self, adam: AdamParams, *, grad_accumulation_normalization: GradNormalization = "none"
@@ -575,15 +585,6 @@ class ServiceTrainer:
     async def save_weights_for_sampler(self, name: str) -> str:
         "A snapshot of the current weights for the sampler; returns its path."
         return await self.run(snapshot_remotely, self, name)
-
-    def _stamp(self, values: Sequence[np.ndarray]) -> list[Logprobs]:
-        return stamped(values, "policy", self.versions.current, self.limits.dtype)
-
-    def _output(self, value: float, metrics: dict, series: list, slopes: list) -> LossOutput:
-        return LossOutput(value, metrics, tuple(self._stamp(series)), tuple(slopes))
-
-    def _prepare(self, client: Any) -> tuple[Any, str]:
-        return brought_up(self, client)
 
 # %% ../../nbs/24_backends.tinker.ipynb #ab0449e0
 def brought_up(trainer: ServiceTrainer, client: Any) -> tuple[Any, str]:
@@ -994,7 +995,7 @@ def publish(versions: Versions) -> int:
     versions.current, versions.upcoming, versions.published = version, version + 1, True
     return version
 
-
+# %% ../../nbs/24_backends.tinker.ipynb #90c15d03
 class TinkerSync:
     "Makes the sampler serve a snapshot."
 
