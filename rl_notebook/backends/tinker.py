@@ -1322,6 +1322,8 @@ async def find_carrier(toy: Toy) -> list[Finding]:
         tried[carrier.name] = rows
         if all(row.ok for row in rows):
             return [Finding("slopes travel as", True, carrier.name), *rows]
+        if all(row.ok for row in rows[1:]):
+            break  # the size is right: another carrier would not turn the sign
     toy.trainer.carrier = CARRIERS[0]
     return tried[CARRIERS[0].name]
 
