@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "rank": ({"trainingConfig": {"baseModel": MODEL, "loraRank": -1}}, {}),
     "context": ({"trainingConfig": {"baseModel": MODEL, "maxContextLength": 10**6}}, {}),
     "shape and nodes": ({**WANTED, "nodeCount": 2}, {"trainingShape": SHAPE}),
-    "deployment": (WANTED, {"deploymentId": "nobody"}),
+    "deployment": (WANTED, {"deploymentId": "../nobody"}),
 }
 
 
@@ -543,6 +544,24 @@ def test_a_deployment_can_own_the_bucket(managers: Managers) -> None:
     assert prompt_logprobs(managers, "owner") == pytest.approx(trainer_logprobs(policy), abs=1e-5)
 
 
+def test_a_job_may_come_before_the_deployment_that_owns_its_bucket(managers: Managers) -> None:
+    policy = managers.policy(managers.job("came-first", hot_load_deployment_id="came-later").base_url)
+    learn(policy)
+    managers.deployment("came-later")
+    syncer = sdk.WeightSyncer(policy, managers.deployments, deployment_id="came-later", base_model=MODEL)
+    syncer.save_and_hotload("step-1")
+    assert prompt_logprobs(managers, "came-later") == pytest.approx(trainer_logprobs(policy), abs=1e-5)
+
+
+def test_a_job_and_its_deployment_may_be_asked_for_at_once(managers: Managers) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        ids = [f"at-once-{i}" for i in range(4)]
+        jobs = [pool.submit(managers.job, id, hot_load_deployment_id=id) for id in ids]
+        made = [pool.submit(managers.deployment, id) for id in ids]
+        assert all(job.result().base_url for job in jobs)
+        assert [deployment.result().state for deployment in made] == ["READY"] * 4
+
+
 def test_adapters_reach_a_sampler(managers: Managers) -> None:
     endpoint = managers.job("adapter", lora_rank=4)
     policy = managers.policy(endpoint.base_url, lora_rank=4)
@@ -817,12 +836,58 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert out == ""
 
 
-def test_a_failure_of_the_emulator_is_an_answer_in_the_shape_of_the_service(emulator: RunningEmulator) -> None:
+def test_a_failure_of_the_emulator_is_an_answer_and_one_line(
+    emulator: RunningEmulator, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     (emulator.emulator.folder / "control/deployments/x.json").mkdir(parents=True)
     with by_hand(emulator) as client:
-        answer = client.post(f"{DEPLOYMENTS}?deploymentId=x", json={"baseModel": MODEL})
+        answers = [client.post(f"{DEPLOYMENTS}?deploymentId=x", json={"baseModel": MODEL}) for _ in range(2)]
+        ports = {answer.extensions["network_stream"].get_extra_info("client_addr")[1] for answer in answers}
+    assert [answer.status_code for answer in answers] == [500, 500]
+    assert set(answers[0].json()) == {"code", "message", "details"}
+    assert "IsADirectoryError" in answers[0].json()["message"]
+    assert len(ports) == 1  # the connection stays
+    assert [exchange.status for exchange in emulator.emulator.log] == [500, 500]
+    lines = [record.getMessage() for record in caplog.records if record.name == "rl_notebook.backends.emulator"]
+    assert len(lines) == 2
+    assert re.fullmatch(rf"POST {DEPLOYMENTS}: IsADirectoryError: .* \(emulator\.py:\d+\)", lines[0])
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        ("/training/v1/rlorTrainerJobs/local/policy/api/v1/create_session", {}, "detail"),
+        ("/inference/v1/completions", {"prompt": [5]}, "error"),
+        ("/v1/completions", {"prompt": [5]}, "error"),
+    ],
+)
+def test_every_service_fails_in_its_own_shape(
+    emulator: RunningEmulator, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], shape: str
+) -> None:
+    def broken(*args: Any, **more: Any) -> Any:
+        raise ZeroDivisionError("a mistake")
+
+    for module, name in (("emulated_server", "respond"), ("emulated_trainer", "trainer_routes")):
+        monkeypatch.setattr(f"rl_notebook.backends.{module}.{name}", broken)
+    with by_hand(emulator) as client:
+        client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
+        answer = client.post(path, json=body)
     assert answer.status_code == 500
-    assert "IsADirectoryError" in answer.json()["message"]
+    assert "ZeroDivisionError: a mistake" in str(answer.json()[shape])
+
+
+def test_the_trainer_of_a_job_is_at_hand(emulator: RunningEmulator) -> None:
+    with pytest.raises(BackendError, match="got 'policy'; expected one of none yet"):
+        emulator.emulator.trainer("policy")
+    managers = Managers(emulator)
+    policy = managers.policy(managers.job("policy").base_url)
+    trainer = emulator.emulator.trainer("policy")
+    assert len(trainer.memory.learners) == 1
+    trainer.lose_memory()
+    with pytest.raises(Exception, match=r"404|model"):
+        policy.forward([datum()], "cross_entropy").result(timeout=20)
+    managers.close()
 
 
 def test_without_the_web_framework_the_fix_is_named() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import socket
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,22 +32,23 @@ from ..core import BackendError, ConfigError, MissingExtra
 
 # %% auto #0
 __all__ = ['BY_CHANCE', 'FAULTS', 'ACCOUNT', 'KEY_VARIABLE', 'LOCAL', 'OWN_MODELS', 'Handler', 'Table', 'CATALOGUE', 'JOBS',
-           'CHECKPOINTS', 'DEPLOYMENTS', 'SAMPLERS', 'Fault', 'parse_fault', 'parse_faults', 'Faults', 'Resource',
-           'rfc3339', 'resource_name', 'Shelf', 'error_reply', 'emulator_key', 'Exchange', 'Gate', 'served',
-           'cut_stream', 'Reply', 'Site', 'promoted_models', 'routes_of', 'page_of', 'json_of', 'found', 'own_account',
-           'listed', 'shape_version', 'get_accounts', 'get_shape', 'get_model', 'new_job', 'set_out', 'create_job',
-           'get_job', 'resume_job', 'end_job', 'job_bucket', 'trainer_of', 'to_trainer', 'through', 'checkpoint_row',
-           'checkpoint_rows', 'list_checkpoints', 'promoted', 'operation_of', 'promote', 'get_operation', 'changes',
-           'replicas', 'deployment_bucket', 'deployment_reply', 'create_deployment', 'get_deployment',
-           'patch_deployment', 'delete_deployment', 'server_of', 'deployed', 'completions', 'hot_load', 'claim',
-           'Emulator', 'application', 'to_root', 'status', 'RunningEmulator', 'start_emulator', 'emulator_fixture']
+           'CHECKPOINTS', 'DEPLOYMENTS', 'SAMPLERS', 'Fault', 'parse_fault', 'parse_faults', 'Faults', 'unavailable',
+           'Resource', 'rfc3339', 'resource_name', 'Shelf', 'error_reply', 'emulator_key', 'Exchange', 'Gate',
+           'turned_away', 'served', 'answered', 'cut_stream', 'Reply', 'Site', 'promoted_models', 'routes_of',
+           'page_of', 'json_of', 'found', 'own_account', 'listed', 'shape_version', 'get_accounts', 'get_shape',
+           'get_model', 'new_job', 'set_out', 'create_job', 'get_job', 'resume_job', 'end_job', 'job_bucket',
+           'trainer_of', 'to_trainer', 'through', 'checkpoint_row', 'checkpoint_rows', 'list_checkpoints',
+           'promotable_row', 'promoted', 'operation_of', 'promote', 'get_operation', 'changes', 'replicas',
+           'deployment_bucket', 'deployment_reply', 'create_deployment', 'get_deployment', 'patch_deployment',
+           'delete_deployment', 'server_of', 'deployed', 'completions', 'hot_load', 'claim', 'Emulator', 'application',
+           'to_root', 'status', 'RunningEmulator', 'start_emulator', 'emulator_fixture']
 
 # %% ../../nbs/28_backends.emulator.ipynb #805e9691
 try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import BaseRoute, Mount, Route, Router
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -136,7 +139,7 @@ class Faults:
         self.log: list[tuple[str, str]] = []  # (kind, where), in order
         self._seen: Counter[int] = Counter()
         self._struck: Counter[int] = Counter()
-        self._burst = 0
+        self.burst = 0  # requests that are still to be refused with 503
 
     def strike(self, kind: str, where: str, aside: bool = False) -> Fault | None:
         "The fault that strikes this occasion, if one does; what happens aside is struck only by a fault with a path."
@@ -155,17 +158,18 @@ class Faults:
             self.log.append((kind, where))
         return hit
 
-    def unavailable(self, where: str) -> bool:
-        "Whether this request falls into a burst of 503s, an old one or a new one."
-        if self._burst:
-            self._burst -= 1
-            self.counts["503"] += 1
-            self.log.append(("503", where))
-            return True
-        hit = self.strike("503", where)
-        if hit is not None:
-            self._burst = int(hit.values["burst"]) - 1
-        return hit is not None
+# %% ../../nbs/28_backends.emulator.ipynb #c888deb4
+def unavailable(faults: Faults, where: str) -> bool:
+    "Whether this request falls into a burst of 503s, an old one or a new one."
+    if faults.burst:
+        faults.burst -= 1
+        faults.counts["503"] += 1
+        faults.log.append(("503", where))
+        return True
+    hit = faults.strike("503", where)
+    if hit is not None:
+        faults.burst = int(hit.values["burst"]) - 1
+    return hit is not None
 
 # %% ../../nbs/28_backends.emulator.ipynb #bdfe1596
 @dataclass(frozen=True)
@@ -350,9 +354,6 @@ async def _drain(receive: Receive, most: int) -> None:
         size += len(message.get("body", b""))
         more = message.get("more_body", False)
 
-# %% ../../nbs/28_backends.emulator.ipynb #16457e58
-#| export
-
 # %% ../../nbs/28_backends.emulator.ipynb #89dc122f
 def _counted(receive: Receive, most: int) -> Receive:
     "The same request, refused with status 413 once it turns out to be too large."
@@ -369,29 +370,32 @@ def _counted(receive: Receive, most: int) -> Receive:
     return counted
 
 # %% ../../nbs/28_backends.emulator.ipynb #10dfc5ea
+def turned_away(faults: Faults, scope: Scope) -> Response | None:
+    "The refusal that strikes a request, if one does."
+    path, where = scope["path"], f"{scope['method']} {scope['path']}"
+    if hit := faults.strike("429", where):
+        return error_reply(path, 429, "rate limited", {"Retry-After": f"{hit.values['retry_after']:g}"})
+    return error_reply(path, 503, "temporarily unavailable") if unavailable(faults, where) else None
+
+# %% ../../nbs/28_backends.emulator.ipynb #a0a1819a
 async def served(
     gate: Gate, scope: Scope, receive: Receive, send: Send
 ) -> tuple[str, int | None]:  # what struck it, and the status that was sent
     "Serve one request under the faults of the gate."
-    path, where = scope["path"], f"{scope['method']} {scope['path']}"
-    faults = Faults() if path.startswith("/emulator/") else gate.faults  # who asks what happened is not struck
+    where = f"{scope['method']} {scope['path']}"
+    faults = Faults() if scope["path"].startswith("/emulator/") else gate.faults  # who asks what happened is not struck
     if faults.strike("drop_before", where):
         await _close(gate, scope, receive)
         return "drop_before", None
-    if hit := faults.strike("429", where):
-        wait = {"Retry-After": f"{hit.values['retry_after']:g}"}
+    if refused := turned_away(faults, scope):
         await _drain(receive, gate.max_body)
-        await error_reply(path, 429, "rate limited", wait)(scope, receive, send)
-        return "429", 429
-    if faults.unavailable(where):
-        await _drain(receive, gate.max_body)
-        await error_reply(path, 503, "temporarily unavailable")(scope, receive, send)
-        return "503", 503
+        await refused(scope, receive, send)
+        return str(refused.status_code), refused.status_code
     slow, lost = faults.strike("slow", where), faults.strike("drop_after", where)
     if slow:
         await asyncio.sleep(slow.values["s"])
     reply = Reply(faults, where, None if lost else send)
-    await gate.app(scope, receive, reply)
+    await answered(gate.app, scope, receive, reply)
     if lost:
         await _close(gate, scope, receive)
     struck = {"slow": slow, "drop_after": lost, "truncate_sse": reply.truncated}
@@ -405,6 +409,20 @@ async def _close(gate: Gate, scope: Scope, receive: Receive) -> None:
     gate.hang_up(scope["client"])
     while (await receive())["type"] != "http.disconnect":
         pass
+
+# %% ../../nbs/28_backends.emulator.ipynb #539697f3
+async def answered(app: ASGIApp, scope: Scope, receive: Receive, reply: Reply) -> None:
+    "Let an application answer; what it raises is logged as one line, and answered with 500 unless it answered itself."
+    try:
+        await app(scope, receive, reply)
+    except ClientDisconnect:  # nobody is there to be told
+        return
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        said, place = f"{type(error).__name__}: {error}", f"{Path(last.filename).name}:{last.lineno}"
+        logging.getLogger(__name__).error("%s %s: %s (%s)", scope["method"], scope["path"], said, place)
+        if reply.status is None:
+            await error_reply(scope["path"], 500, f"the emulator failed: {said}")(scope, receive, reply)
 
 # %% ../../nbs/28_backends.emulator.ipynb #cf4818b7
 def cut_stream(body: bytes) -> bytes:
@@ -564,7 +582,7 @@ async def json_of(request: Request) -> dict[str, Any]:
         raise HTTPException(400, "the body has to be a JSON object")
     return body
 
-# %% ../../nbs/28_backends.emulator.ipynb #c5a7cc57
+# %% ../../nbs/28_backends.emulator.ipynb #31528905
 def found(site: Site, request: Request, collection: str) -> Resource:
     "The resource that a request names; 403 in another account, 404 if there is none."
     own_account(request)
@@ -574,13 +592,13 @@ def found(site: Site, request: Request, collection: str) -> Resource:
         raise HTTPException(404, f"{name} does not exist")
     return resource
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #23f3ffe7
 def own_account(request: Request) -> None:
     "Refuses other people's accounts with status 403."
     if request.path_params["account"] != ACCOUNT:
         raise HTTPException(403, f"the key belongs to accounts/{ACCOUNT}")
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #a258cacb
 async def listed(site: Site, request: Request, collection: str) -> Response:
     "A page of a collection."
     own_account(request)
@@ -615,7 +633,7 @@ async def get_accounts(site: Site, request: Request) -> Response:
     "The account of the key."
     return JSONResponse({"accounts": [{"name": f"accounts/{ACCOUNT}", "state": "READY"}], "nextPageToken": ""})
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #28c7897b
 async def get_shape(site: Site, request: Request) -> Response:
     "A version of a shape, or the list of its versions, which has one."
     ids = request.path_params
@@ -680,7 +698,7 @@ def set_out(site: Site, job: Resource) -> Resource:
     job = replace(job, body={**job.body, "status": status}, goal=goal, meanwhile=way, delay_s=delay, since=now)
     return site.shelf.put(job)
 
-# %% ../../nbs/28_backends.emulator.ipynb #7d8b115c
+# %% ../../nbs/28_backends.emulator.ipynb #700a8877
 async def create_job(site: Site, request: Request) -> Response:
     "A new job; 409 if there is one of this id."
     own_account(request)
@@ -691,17 +709,16 @@ async def create_job(site: Site, request: Request) -> Response:
         raise HTTPException(409, f"{name} exists already")
     job = new_job(name, await json_of(request), request.query_params, site.context_length)
     site.models_for(job.body["trainingConfig"]["baseModel"])  # 404 for a model that nobody promoted
-    deployment = job.body["hotLoadDeploymentId"]
-    if deployment and not site.shelf.find(resource_name("deployments", deployment)):
-        raise HTTPException(400, f"hotLoadDeploymentId: there is no deployment {deployment!r}")
+    if owner := job.body["hotLoadDeploymentId"]:
+        resource_name("deployments", owner)  # 400 for an impossible id; whether it exists yet does not matter
     return JSONResponse(set_out(site, job).shown(time.time()))
 
-# %% ../../nbs/28_backends.emulator.ipynb #700a8877
+# %% ../../nbs/28_backends.emulator.ipynb #31c808e0
 async def get_job(site: Site, request: Request) -> Response:
     "A job as it is now."
     return JSONResponse(found(site, request, "rlorTrainerJobs").shown(time.time()))
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #08f3c75c
 async def resume_job(site: Site, request: Request) -> Response:
     "A job that stopped sets out again; one that runs goes on running."
     job, now = found(site, request, "rlorTrainerJobs"), time.time()
@@ -791,12 +808,22 @@ def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
     "All that a job saved, oldest first."
     return [checkpoint_row(job, saved) for saved in trainer_of(site, job).checkpoints()]
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #a65186a9
 async def list_checkpoints(site: Site, request: Request) -> Response:
     "A page of what a job saved."
     return page_of(request, "checkpoints", checkpoint_rows(site, found(site, request, "rlorTrainerJobs")), size=200)
 
 # %% ../../nbs/28_backends.emulator.ipynb #3b61fd06
+def promotable_row(site: Site, job: Resource, checkpoint: str) -> dict[str, Any]:
+    "The checkpoint of this id; 404 if there is none, 400 if it cannot be promoted."
+    row = next((r for r in checkpoint_rows(site, job) if r["name"] == f"{job.name}/checkpoints/{checkpoint}"), None)
+    if row is None:
+        raise HTTPException(404, f"{job.name} has no checkpoint {checkpoint!r}")
+    if not row["promotable"]:
+        raise HTTPException(400, f"checkpoint {checkpoint!r} is a {row['checkpointType']} and cannot be promoted")
+    return row
+
+# %% ../../nbs/28_backends.emulator.ipynb #e75c3547
 def promoted(
     site: Site,
     job: Resource,
@@ -805,11 +832,7 @@ def promoted(
 ) -> Resource:
     "The model that a checkpoint became."
     name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
-    row = next((r for r in checkpoint_rows(site, job) if r["name"] == f"{job.name}/checkpoints/{checkpoint}"), None)
-    if row is None:
-        raise HTTPException(404, f"{job.name} has no checkpoint {checkpoint!r}")
-    if not row["promotable"]:
-        raise HTTPException(400, f"checkpoint {checkpoint!r} is a {row['checkpointType']} and cannot be promoted")
+    row = promotable_row(site, job, checkpoint)
     if (model := site.shelf.find(name)) is not None:
         if model.body["promotedFrom"] != row["name"]:
             raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
@@ -892,7 +915,7 @@ def deployment_bucket(site: Site, deployment: Resource) -> str:
     job = site.shelf.find(deployment.body.get("hotLoadTrainerJob") or "")
     return job_bucket(job) if job else f"deployment-{deployment.name.rsplit('/', 1)[1]}"
 
-
+# %% ../../nbs/28_backends.emulator.ipynb #c1c815f6
 def deployment_reply(site: Site, deployment: Resource) -> Response:
     "A deployment as the control plane describes it."
     more = {
@@ -1076,6 +1099,13 @@ class Emulator:
     def log(self) -> list[Exchange]:
         "The requests so far (the last hundred thousand), in the order in which they ended."
         return list(self.app.log)
+
+    def trainer(self, job_id: str) -> EmulatedTrainer:
+        "The trainer of a job, to look at it or to do something to it; raises `BackendError`."
+        jobs = {job.name.rsplit("/", 1)[1]: job for job in self.site.shelf.all("rlorTrainerJobs")}
+        if job_id not in jobs:
+            raise BackendError("trainer job", got=repr(job_id), expected=f"one of {sorted(jobs) or 'none yet'}")
+        return trainer_of(self.site, jobs[job_id])
 
     async def close(self) -> None:
         "End all trainers and samplers; a folder that was made for this goes, too."
