@@ -18,7 +18,7 @@ from toy_service import TOY, Dropped, Service
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.backends.openai import Secret
-from rl_notebook.backends.tinker import (
+from rl_notebook.backends.service import (
     CARRIERS,
     COUNTED,
     Coverage,
@@ -27,19 +27,16 @@ from rl_notebook.backends.tinker import (
     Link,
     ServiceReference,
     ServiceTrainer,
-    Session,
     Ways,
     carried,
     is_lost,
     label_of,
-    load_or_remake,
-    open_tinker,
+    publish,
     read_logprobs,
-    shifted,
     state_name,
-    tinker_sdk,
     version_in,
 )
+from rl_notebook.backends.tinker import Session, load_or_remake, open_tinker, shifted, tinker_sdk
 from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, LossError, MissingExtra, SampleParams
 
 __all__ = ["one_thread"]
@@ -386,8 +383,6 @@ def test_versions_are_counted_as_locally():
                 await policy.load_state(paths[int(which)], optimizer=kind == "load")
             seen.append((name, versions()))
         return seen
-
-    from rl_notebook.backends.tinker import publish
 
     async def test():
         async with open_local(tiny_model(), byte_tokenizer()) as local:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -57,8 +57,8 @@ from rl_notebook.core import (
 )
 
 # %% auto #0
-__all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 'score_batch', 'spread', 'score', 'not_finite',
-           'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes', 'backpropagate',
+__all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 'score_batch', 'spread', 'score', 'Scores',
+           'not_finite', 'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes', 'backpropagate',
            'move_to_masters', 'drop_gradients', 'divisor', 'adamw', 'update', 'Versions', 'describe', 'capture',
            'check_description', 'restore', 'write_folder', 'read_folder', 'Worker', 'stamped', 'LocalReference',
            'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named', 'saved_size', 'take_snapshot',
@@ -149,7 +149,15 @@ def score(scoring: Scoring, datums: Sequence[Datum]) -> list[np.ndarray]:
     return [series.double().numpy() for series in spread(scoring, datums, batches, flats)]
 
 # %% ../../nbs/22_backends.local.ipynb #dae95404
-def not_finite(scoring: Scoring, datums: Sequence[Datum], series: Sequence[Tensor], what: str, got: Any) -> LossError:
+class Scores(Protocol):
+    "What knows which positions get a logprob: a model here, or what a service was asked for."
+
+    def scored(self, datum: Datum) -> np.ndarray:
+        "(N-1,) bool."
+        ...
+
+# %% ../../nbs/22_backends.local.ipynb #4c6941e2
+def not_finite(scoring: Scores, datums: Sequence[Datum], series: Sequence[Tensor], what: str, got: Any) -> LossError:
     "The error for a loss or derivative that is not finite, with its likely cause."
     for d, s in zip(datums, series, strict=True):
         if not s.detach()[torch.from_numpy(scoring.scored(d))].isfinite().all():
@@ -160,7 +168,7 @@ def not_finite(scoring: Scoring, datums: Sequence[Datum], series: Sequence[Tenso
 
 # %% ../../nbs/22_backends.local.ipynb #f94c545d
 def slope_of(
-    scoring: Scoring,
+    scoring: Scores,
     datums: Sequence[Datum],
     series: list[Tensor],  # (N-1,) leaves
     loss_fn: LossFn,
@@ -241,7 +249,7 @@ def evaluate(state: PolicyState, datums: Sequence[Datum], loss_fn: LossFn) -> tu
     return value, metrics, [s.detach().double().numpy() for s in series], slopes
 
 # %% ../../nbs/22_backends.local.ipynb #459e71fa
-def check_slopes(scoring: Scoring, datums: Sequence[Datum], slopes: Sequence[np.ndarray]) -> None:
+def check_slopes(scoring: Scores, datums: Sequence[Datum], slopes: Sequence[np.ndarray]) -> None:
     "Raises `LossError` unless there is one finite series per datum, zero where nothing was scored."
     if len(slopes) != len(datums):
         raise LossError("dlogprobs", got=f"{len(slopes)} series", expected=f"{len(datums)}, one per datum")

@@ -16,7 +16,7 @@ from ..core import ConfigError
 from ..toy import load_model
 
 if TYPE_CHECKING:
-    from rl_notebook.backends.tinker import Findings
+    from rl_notebook.backends.service import Findings
 
 # %% auto #0
 __all__ = ['OPENERS', 'CHECKERS', 'local_options', 'tinker_options', 'open_backend', 'check_backend']
