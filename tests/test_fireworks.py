@@ -22,8 +22,11 @@ pytest.importorskip("starlette")
 from fireworks.training.sdk import DeploymentManager, FiretitanServiceClient, TrainerJobManager
 
 from rl_notebook.backends import fireworks as fw
+from rl_notebook.backends import provision
 from rl_notebook.backends.emulator import parse_faults, start_emulator, trainer_of
-from rl_notebook.backends.fireworks import (
+from rl_notebook.backends.fireworks import open_fireworks
+from rl_notebook.backends.openai import Secret
+from rl_notebook.backends.provision import (
     DeployConfig,
     InfraConfig,
     ReconnectableClient,
@@ -35,7 +38,6 @@ from rl_notebook.backends.fireworks import (
     create_trainer_job,
     dry_run,
     leftovers,
-    open_fireworks,
     plan_infra,
     setup_deployment,
     setup_infra,
@@ -227,7 +229,7 @@ def test_a_trainer_that_fails_leaves_nothing_running(site):
             site.setup(needs_reference=True)
         assert site.states() == ["CANCELLED", "FAILED"]
         assert site.most_replicas() == 0
-        assert not fw.OPEN_CLEANUPS
+        assert not provision.OPEN_CLEANUPS
 
 
 def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
@@ -292,7 +294,7 @@ def test_the_parts_of_the_earliest_guide(site):
     assert job["trainingConfig"]["extraArgs"] == ["--no-compile"]
     assert [s.role for s in told if s.state in ("ready", "running")] == ["deployment", "policy"]
     client = FiretitanServiceClient(base_url=policy.base_url, api_key=site.key).create_training_client(base_model=QWEN)
-    out = client.forward([fw.as_sdk_datum(d) for d in DATUMS], "cross_entropy").result()
+    out = client.forward([provision.as_sdk_datum(d) for d in DATUMS], "cross_entropy").result()
     assert len(out.loss_fn_outputs) == 2
     assert create_trainer_job(site.jobs, job_id=policy.job_id, **options).job_id == policy.job_id
 
@@ -366,7 +368,7 @@ def test_what_a_trainer_had_learned_is_not_silently_lost(site):
 ENDINGS = """
 import os, signal, sys, time
 from fireworks.training.sdk import DeploymentManager, TrainerJobManager
-from rl_notebook.backends.fireworks import *
+from rl_notebook.backends.provision import *
 
 runs, QWEN, SHAPE = sys.argv[1], sys.argv[2], sys.argv[3]
 where = {"api_key": os.environ["FIREWORKS_API_KEY"], "base_url": os.environ["FIREWORKS_BASE_URL"]}
@@ -432,8 +434,8 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
     assert json.loads(listed)["format"] == 1
     assert site.key not in listed
     with pytest.raises(BackendError, match=r"(?s)leftover='attach'.*leftover='clean'.*curl .*:cancel"):
-        fw.settle_leftovers(tmp_path / "kill", "error", fw.Secret(site.key))
-    found = fw.settle_leftovers(tmp_path / "kill", "attach", fw.Secret(site.key))
+        provision.settle_leftovers(tmp_path / "kill", "error", Secret(site.key))
+    found = provision.settle_leftovers(tmp_path / "kill", "attach", Secret(site.key))
     assert found["policy"].id == left[0].id
     gone = clean_leftovers(tmp_path / "kill", key=site.key)
     assert [r.role for r in gone] == ["deployment", "policy"]
@@ -443,7 +445,7 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
 
 
 def test_what_cannot_be_given_back_is_said_with_its_command_and_stays_on_the_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(fw, "PAUSE_S", 0.01)
+    monkeypatch.setattr(provision, "PAUSE_S", 0.01)
     with start_emulator() as gone:
         site = Site(gone)
         cleanup = cleanup_of(site, folder=tmp_path)
@@ -456,7 +458,7 @@ def test_what_cannot_be_given_back_is_said_with_its_command_and_stays_on_the_lis
     text = "\n".join(str(w.message) for w in warned)
     assert f"-H \"X-Api-Key: $FIREWORKS_API_KEY\" '{site.url}/v1/{left[0].name}:cancel'" in text
     assert site.key not in text
-    assert not fw.OPEN_CLEANUPS
+    assert not provision.OPEN_CLEANUPS
 
 
 def test_a_resource_that_is_gone_or_stopped_counts_as_given_back(site):
@@ -693,7 +695,7 @@ def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
         asyncio.run(open_fireworks(**settings_of(site)))
     assert site.states() == ["CANCELLED", "FAILED"]
     assert site.most_replicas() == 0
-    assert not fw.OPEN_CLEANUPS
+    assert not provision.OPEN_CLEANUPS
 
 
 def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path):

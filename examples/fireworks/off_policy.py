@@ -11,7 +11,7 @@ import httpx
 from fireworks.training.sdk import AdamParams, DeploymentManager, DeploymentSampler, TrainerJobManager, WeightSyncer
 from task import load_task, load_tokenizer, score, service, settings, tokenizer_folder
 
-from rl_notebook.backends.fireworks import DeployConfig, InfraConfig, ResourceCleanup, setup_infra
+from rl_notebook.backends.provision import DeployConfig, InfraConfig, ResourceCleanup, setup_infra
 from rl_notebook.datums import build_grpo_datums
 from rl_notebook.losses import make_offpolicy_grpo_loss_fn
 

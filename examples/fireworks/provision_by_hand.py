@@ -19,7 +19,7 @@ from fireworks.training.sdk import (
 )
 from task import load_task, load_tokenizer, score, service, settings, tokenizer_folder
 
-from rl_notebook.backends.fireworks import (
+from rl_notebook.backends.provision import (
     DeployConfig,
     InfraConfig,
     ResourceCleanup,
