@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from rl_notebook.backends.service import (
     Coverage,
     Finding,
     Findings,
+    Limits,
     Link,
     ServiceReference,
     ServiceTrainer,
@@ -36,7 +39,7 @@ from rl_notebook.backends.service import (
     state_name,
     version_in,
 )
-from rl_notebook.backends.tinker import Session, load_or_remake, open_tinker, shifted, tinker_sdk
+from rl_notebook.backends.tinker import Session, TinkerSampler, load_or_remake, open_tinker, shifted, tinker_sdk
 from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, LossError, MissingExtra, SampleParams
 
 __all__ = ["one_thread"]
@@ -657,6 +660,58 @@ def test_sampling(service):
             with pytest.raises(BackendError, match="refused"):
                 await backend.sync("tinker://no-model/sampler_weights/none")
             assert (await backend.sampler.sample(PROMPT, SampleParams(max_tokens=2)))[0].policy_version == 0
+
+    run(test())
+
+
+class Drawer:
+    "A sampling client that knows no end of text, and stops only where it is told, or not even there."
+
+    def __init__(self, heeds):
+        self.heeds, self.told, self.line = heeds, [], [7, 8, 256, 9, 256, 10]
+
+    def sample(self, prompt, n, params):
+        stop = params.stop or []
+        self.told.append(stop)
+        heeded = [i + 1 for i, t in enumerate(self.line) if self.heeds and t in stop]
+        tokens = self.line[: min([params.max_tokens, *heeded])]
+        reason = "stop" if len(tokens) in heeded else "length"
+        logprobs = [-1.0 - i for i in range(len(tokens))]
+        sequence = SimpleNamespace(tokens=tokens, logprobs=logprobs, stop_reason=reason)
+        answer = Future()
+        answer.set_result(SimpleNamespace(sequences=[sequence] * n))
+        return answer
+
+    def compute_logprobs(self, tokens):
+        answer = Future()
+        answer.set_result([None, *(-float(i) for i in range(1, tokens.length))])
+        return answer
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "told", "expected"),
+    [
+        ({}, [256], [7, 8, 256]),
+        ({"stop": ("x",)}, ["x"], [7, 8, 256]),
+        ({"stop_token_ids": (8,)}, [8, 256], [7, 8]),
+        ({"stop_token_ids": (256,)}, [256], [7, 8, 256]),
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_completion_ends_at_the_end_of_text(heeds, stop, told, expected, temperature):
+    async def test():
+        client = Drawer(heeds)
+        session = SimpleNamespace(package=tinker_sdk()[0], sdk=tinker_sdk()[1], make=lambda fn: client)
+        sampler = TinkerSampler(session, "a-model", byte_tokenizer(), Limits())
+        (c,) = await sampler.sample(PROMPT, SampleParams(max_tokens=6, temperature=temperature, **stop))
+        assert client.told == [told]
+        assert c.tokens.tolist() == expected
+        assert c.finish_reason == "stop"
+        first = 1 if temperature == 1.0 else len(PROMPT)
+        assert c.logprobs.tolist() == [-float(first + i) for i in range(len(expected))]
+        (short,) = await sampler.sample(PROMPT, SampleParams(max_tokens=1, **stop))
+        assert (short.tokens.tolist(), short.finish_reason) == ([7], "length")
 
     run(test())
 

@@ -62,12 +62,12 @@ from rl_notebook.core import (
 # %% auto #0
 __all__ = ['NOTICE', 'LOSSES', 'EPSILON', 'VISIBLE', 'OWN_LABELS', 'hush_deprecations', 'not_the_notice', 'tinker_sdk', 'made',
            'as_future', 'check_reachable', 'end_session', 'Session', 'training_client', 'unload', 'load_or_remake',
-           'Broom', 'ways_of', 'TinkerSampler', 'ask', 'shifted', 'prefilled', 'stops', 'draw', 'completion',
-           'TinkerSync', 'toy_tokens', 'toy_datum', 'loss_request', 'probe_losses', 'nats', 'probe_prompt_positions',
-           'probe_server_side_loss', 'probe_prefill', 'probe_topk', 'probe_seed', 'probe_temperature', 'known_length',
-           'probe', 'check_shift', 'check_prefix', 'check_mask', 'Toy', 'Moved', 'nudge', 'visible_step', 'check_sign',
-           'check_scale', 'check_gradient', 'find_carrier', 'check_states', 'check_conformance', 'TinkerBackend',
-           'open_tinker', 'acquaint', 'close_tinker']
+           'Broom', 'ways_of', 'TinkerSampler', 'ask', 'shifted', 'prefilled', 'ends', 'stops', 'ended', 'draw',
+           'completion', 'TinkerSync', 'toy_tokens', 'toy_datum', 'loss_request', 'probe_losses', 'nats',
+           'probe_prompt_positions', 'probe_server_side_loss', 'probe_prefill', 'probe_topk', 'probe_seed',
+           'probe_temperature', 'known_length', 'probe', 'check_shift', 'check_prefix', 'check_mask', 'Toy', 'Moved',
+           'nudge', 'visible_step', 'check_sign', 'check_scale', 'check_gradient', 'find_carrier', 'check_states',
+           'check_conformance', 'TinkerBackend', 'open_tinker', 'acquaint', 'close_tinker']
 
 # %% ../../nbs/24b_backends.tinker.ipynb #d9d415b6
 NOTICE = "DEPRECATED: TrainingClient.load_state"
@@ -316,15 +316,33 @@ async def prefilled(sampler: TinkerSampler, link: Link, tokens: list[int]) -> np
     return shifted(values, len(tokens))
 
 # %% ../../nbs/24b_backends.tinker.ipynb #2e471e68
+def ends(params: SampleParams, tokenizer: Any) -> list[int]:
+    "Ids that end a completion: those asked for, and the end of text."
+    end = getattr(tokenizer, "eos_token_id", None)
+    return list(dict.fromkeys([*params.stop_token_ids, *([end] if end is not None else [])]))
+
+
 def stops(params: SampleParams, tokenizer: Any) -> list[str] | list[int] | None:
-    "What ends a completion; None = the service's own end of text. Strings and ids do not go together."
+    """What a service is told to stop at: strings if there are some, else ids.
+
+    The two do not go together. With strings a service may draw on past the end of text; `ended` cuts that off."""
     if params.stop and params.stop_token_ids:
         fix = "Give one of the two; a token's text will do as a string."
         raise BackendError("stop", got="strings and token ids", expected="strings or token ids", fix=fix)
-    if params.stop:
-        return list(params.stop)
-    end = getattr(tokenizer, "eos_token_id", None)
-    return [*params.stop_token_ids, *([end] if end is not None else [])] if params.stop_token_ids else None
+    return list(params.stop) or ends(params, tokenizer) or None
+
+# %% ../../nbs/24b_backends.tinker.ipynb #a3bd2d13
+def ended(sequence: Any, end_ids: Sequence[int]) -> tuple[list[int], np.ndarray, str]:
+    "Tokens, logprobs and finish reason of a sampled sequence, up to and with the first id that ends it."
+    tokens = [int(t) for t in sequence.tokens]
+    if sequence.logprobs is None or len(sequence.logprobs) != len(tokens):
+        got = "none" if sequence.logprobs is None else f"{len(sequence.logprobs)} for {len(tokens)} tokens"
+        raise BackendError("logprobs of sampled tokens", got=got, expected="one per token")
+    logprobs = np.array(sequence.logprobs, dtype=np.float64)
+    last = next((i for i, t in enumerate(tokens) if t in end_ids), None)
+    if last is None:
+        return tokens, logprobs, str(sequence.stop_reason)
+    return tokens[: last + 1], logprobs[: last + 1], "stop"
 
 # %% ../../nbs/24b_backends.tinker.ipynb #1d5e9512
 async def draw(
@@ -341,11 +359,9 @@ async def completion(
     sampler: TinkerSampler, link: Link, prompt: Sequence[int], params: SampleParams, sequence: Any, version: int
 ) -> Completion:
     "A sampled sequence as a `Completion`."
-    tokens = [int(t) for t in sequence.tokens]
-    sampler.meter.tokens_sampled += len(tokens)
-    raw = sampling = sequence.logprobs
-    if raw is None:
-        raise BackendError("logprobs of sampled tokens", got="none", expected="one per token")
+    tokens, drawn, reason = ended(sequence, ends(params, sampler.tokenizer))
+    sampler.meter.tokens_sampled += len(sequence.tokens)
+    raw = sampling = drawn
     if not params.draws_from_raw:
         sampling = np.zeros(len(tokens)) if params.temperature == 0 else None
         if not sampler.raw_always:
@@ -353,10 +369,10 @@ async def completion(
     return Completion(
         np.array(prompt),
         np.array(tokens),
-        np.array(raw, dtype=np.float64),
-        None if sampling is None else np.array(sampling, dtype=np.float64),
+        raw,
+        sampling,
         text=sampler.tokenizer.decode(tokens, skip_special_tokens=True),
-        finish_reason=str(sequence.stop_reason),
+        finish_reason=reason,
         policy_version=version,
         params=params,
     )
