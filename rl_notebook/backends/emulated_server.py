@@ -28,13 +28,14 @@ from .local import LocalSampler, Worker
 from ..core import Completion, ConfigError, MissingExtra, RLNotebookError, SampleParams
 
 # %% auto #0
-__all__ = ['Style', 'PIECE', 'STEERING', 'Wanted', 'read_wanted', 'read_prompt', 'read_params', 'Shown', 'shown',
-           'content_logprobs', 'list_logprobs', 'choice_of', 'vllm_extras', 'text_pieces', 'split_choice', 'Gate',
-           'end_requests', 'answer_done', 'read_weights', 'read_adapter', 'copy_weights', 'HotLoad', 'check_delta',
-           'EmulatedServer', 'error_reply', 'guarded', 'read_json', 'while_connected', 'respond', 'draw_wanted',
-           'adapter_of', 'check_alive', 'envelope', 'stream_of', 'hot_load', 'run_load', 'match_rank', 'steered',
-           'pause', 'resume', 'collective_rpc', 'serve_adapter', 'load_lora_adapter', 'unload_lora_adapter',
-           'list_models', 'health', 'update_weight_version']
+__all__ = ['Style', 'PIECE', 'STEERING', 'Wanted', 'check_fields', 'read_prompt', 'read_params', 'read_length', 'read_layout',
+           'read_wanted', 'Shown', 'shown', 'content_logprobs', 'list_logprobs', 'vllm_extras', 'choice_of',
+           'text_pieces', 'split_choice', 'Gate', 'end_requests', 'answer_done', 'abort_drawing', 'read_weights',
+           'read_adapter', 'copy_weights', 'HotLoad', 'check_delta', 'EmulatedServer', 'error_reply', 'guarded',
+           'read_json', 'while_connected', 'respond', 'draw_wanted', 'adapter_of', 'check_alive', 'envelope',
+           'measured', 'stream_of', 'hot_load', 'run_load', 'match_rank', 'steered', 'pause', 'resume',
+           'collective_rpc', 'serve_adapter', 'load_lora_adapter', 'unload_lora_adapter', 'list_models', 'health',
+           'update_weight_version']
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #391f3829
 try:
@@ -75,41 +76,14 @@ repetition_penalty prompt_cache_key prompt_cache_max_len ignore_eos skip_special
 _NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "include_stop_str_in_output": False}
 
 
-def read_wanted(
-    body: Mapping[str, Any],
-    style: Style,
-    tokenizer: Any,
-    max_seq_len: int,  # longest prompt plus completion
-) -> Wanted:
-    "The request behind a JSON body; raises `Refusal`."
+def check_fields(body: Mapping[str, Any], style: Style) -> None:
+    "Raises `Refusal` for fields that are unknown, or not done here."
     unknown = sorted(set(body) - set(_KNOWN.split()))
     if unknown and style == "fireworks":
         raise Refusal(400, f"Extra inputs are not permitted, field: '{unknown[0]}'")
     for name, value in _NEUTRAL.items():
         if body.get(name, value) != value:
             raise Refusal(400, name, got=body[name], expected=f"{value}: the emulator does not do this")
-    prompt = read_prompt(body.get("prompt"), tokenizer)
-    room = max_seq_len - len(prompt)
-    if room < 0:
-        raise Refusal(400, f"This model's maximum context length is {max_seq_len} tokens, the prompt has {len(prompt)}")
-    asked, echo, logprobs = int(body.get("max_tokens", 16)), bool(body.get("echo")), body.get("logprobs")
-    if asked < 0 or (asked == 0 and not echo) or (asked and room < 1):
-        raise Refusal(400, "max_tokens", got=asked, expected="at least 1, and room for it; 0 only with echo")
-    content = style == "fireworks" and logprobs is True
-    layout = "content" if content else "none" if logprobs is None or logprobs is False else "lists"
-    return Wanted(
-        prompt,
-        read_params(body, max(1, min(asked, room))),
-        draw=asked > 0,
-        stream=bool(body.get("stream")),
-        echo=echo,
-        layout=layout,
-        raw_output=bool(body.get("raw_output")),
-        token_ids=bool(body.get("return_token_ids")),
-        spelled_ids=bool(body.get("return_tokens_as_token_ids")),
-        prompt_logprobs=body.get("prompt_logprobs") is not None or (style == "vllm" and echo and layout == "lists"),
-        perf_metrics=bool(body.get("perf_metrics_in_response")),
-    )
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #01c620ca
 def read_prompt(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -139,6 +113,52 @@ def read_params(body: Mapping[str, Any], max_tokens: int) -> SampleParams:
         )
     except (ConfigError, TypeError, ValueError) as reason:
         raise Refusal(400, f"sampling parameters: {reason}") from reason
+
+# %% ../../nbs/27_backends.emulated_server.ipynb #2a2c30f4
+def read_length(
+    body: Mapping[str, Any],
+    prompt_len: int,
+    max_seq_len: int,  # longest prompt plus completion
+) -> int:  # 0 = only score the prompt
+    "How many tokens to draw at most; raises `Refusal`."
+    asked, room = body.get("max_tokens", 16), max_seq_len - prompt_len
+    if room < 0:
+        raise Refusal(400, f"This model's maximum context length is {max_seq_len} tokens, the prompt has {prompt_len}")
+    if type(asked) is not int or asked < 0 or (asked == 0 and not body.get("echo")) or (asked and room < 1):
+        raise Refusal(400, "max_tokens", got=repr(asked), expected="at least 1, and room for it; 0 only with echo")
+    return min(asked, room)
+
+# %% ../../nbs/27_backends.emulated_server.ipynb #e162363b
+def read_layout(logprobs: Any, style: Style) -> Literal["none", "content", "lists"]:
+    "In which layout the value of `logprobs` asks for logprobs."
+    if logprobs is None or logprobs is False:
+        return "none"
+    return "content" if style == "fireworks" and logprobs is True else "lists"
+
+# %% ../../nbs/27_backends.emulated_server.ipynb #be7d371a
+def read_wanted(
+    body: Mapping[str, Any],
+    style: Style,
+    tokenizer: Any,
+    max_seq_len: int,  # longest prompt plus completion
+) -> Wanted:
+    "The request behind a JSON body; raises `Refusal`."
+    check_fields(body, style)
+    prompt, echo = read_prompt(body.get("prompt"), tokenizer), bool(body.get("echo"))
+    length, layout = read_length(body, len(prompt), max_seq_len), read_layout(body.get("logprobs"), style)
+    return Wanted(
+        prompt,
+        read_params(body, max(1, length)),
+        draw=length > 0,
+        stream=bool(body.get("stream")),
+        echo=echo,
+        layout=layout,
+        raw_output=bool(body.get("raw_output")),
+        token_ids=bool(body.get("return_token_ids")),
+        spelled_ids=bool(body.get("return_tokens_as_token_ids")),
+        prompt_logprobs=body.get("prompt_logprobs") is not None or (style == "vllm" and echo and layout == "lists"),
+        perf_metrics=bool(body.get("perf_metrics_in_response")),
+    )
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #94791db2
 @dataclass(frozen=True)
@@ -187,24 +207,10 @@ def list_logprobs(part: Shown, tokenizer: Any, spelled: bool, processed: bool) -
     offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
-# %% ../../nbs/27_backends.emulated_server.ipynb #c3efe592
-def choice_of(wanted: Wanted, part: Shown, index: int, style: Style, tokenizer: Any, processed: bool) -> dict[str, Any]:
-    "One choice, without what only vLLM adds to it."
-    choice: dict[str, Any] = {"index": index, "text": part.text, "finish_reason": part.finish_reason, "logprobs": None}
-    if wanted.layout == "content":
-        choice["logprobs"] = content_logprobs(part, tokenizer)
-    elif wanted.layout == "lists":
-        choice["logprobs"] = list_logprobs(part, tokenizer, wanted.spelled_ids, processed)
-    if wanted.raw_output:
-        choice["raw_output"] = {"prompt_token_ids": list(wanted.prompt), "completion_token_ids": part.tokens}
-    if style == "vllm":
-        choice |= {"stop_reason": None, "prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
-    return choice
-
 # %% ../../nbs/27_backends.emulated_server.ipynb #f7ca48e3
 def vllm_extras(wanted: Wanted, part: Shown, scores: np.ndarray | None) -> dict[str, Any]:
     "Ids and prompt scores as vLLM sends them: the ids without the prompt, also with echo."
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = dict.fromkeys(("stop_reason", "prompt_logprobs", "token_ids", "prompt_token_ids"))
     if wanted.token_ids:
         drawn = part.tokens[len(wanted.prompt) :] if wanted.echo else part.tokens
         extras |= {"token_ids": drawn, "prompt_token_ids": list(wanted.prompt)}
@@ -212,6 +218,26 @@ def vllm_extras(wanted: Wanted, part: Shown, scores: np.ndarray | None) -> dict[
         rows = [{str(i): {"logprob": v}} for i, v in zip(wanted.prompt[1:], scores.tolist(), strict=True)]
         extras["prompt_logprobs"] = [None, *rows]
     return extras
+
+# %% ../../nbs/27_backends.emulated_server.ipynb #fba9e216
+def choice_of(
+    wanted: Wanted,
+    part: Shown,
+    index: int,  # of the completion among its request's
+    scores: np.ndarray | None,  # (P-1,) of the prompt
+    style: Style,
+    tokenizer: Any,
+    processed: bool,  # logprobs of the distribution drawn from, where only one kind is sent
+) -> dict[str, Any]:
+    "One choice of an answer."
+    choice: dict[str, Any] = {"index": index, "text": part.text, "finish_reason": part.finish_reason, "logprobs": None}
+    if wanted.layout == "content":
+        choice["logprobs"] = content_logprobs(part, tokenizer)
+    elif wanted.layout == "lists":
+        choice["logprobs"] = list_logprobs(part, tokenizer, wanted.spelled_ids, processed)
+    if wanted.raw_output:
+        choice["raw_output"] = {"prompt_token_ids": list(wanted.prompt), "completion_token_ids": part.tokens}
+    return choice | (vllm_extras(wanted, part, scores) if style == "vllm" else {})
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #855805fd
 PIECE = 4  # tokens in one piece of a stream
@@ -228,7 +254,7 @@ def text_pieces(part: Shown, cuts: Sequence[int], tokenizer: Any) -> list[str]:
         sent = upto
     return pieces
 
-# %% ../../nbs/27_backends.emulated_server.ipynb #b407efe5
+# %% ../../nbs/27_backends.emulated_server.ipynb #cc246d68
 def split_choice(choice: Mapping[str, Any], part: Shown, tokenizer: Any) -> list[dict[str, Any]]:
     "A choice as the pieces of a stream."
     cuts = [*range(PIECE, len(part.tokens), PIECE), len(part.tokens)]
@@ -243,8 +269,7 @@ def split_choice(choice: Mapping[str, Any], part: Shown, tokenizer: Any) -> list
             piece["token_ids"] = choice["token_ids"][max(0, start - skip) : max(0, cut - skip)]
         pieces.append(piece)
         start = cut
-    last = {k: choice[k] for k in ("finish_reason", "raw_output") if k in choice}
-    pieces[-1] |= last
+    pieces[-1] |= {k: choice[k] for k in ("finish_reason", "raw_output") if k in choice}
     return pieces
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #2e241fc8
@@ -285,6 +310,15 @@ def answer_done(sampler: LocalSampler) -> None:
     "Hand finished requests to whoever waits for them; runs on the event loop."
     for request in [r for r in sampler.open if r.done]:
         sampler.open.pop(request).answer(request.completions)
+
+# %% ../../nbs/27_backends.emulated_server.ipynb #e4f475d4
+async def abort_drawing(serving: Serving, gate: Gate) -> None:
+    "End, between two hops, what the engine of a sampler is drawing."
+    sampler: Any = serving.backend.sampler
+    gate.open.clear()
+    await gate.worker(end_requests, sampler)
+    answer_done(sampler)
+    gate.open.set()
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #5372d6a0
 def read_weights(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -408,9 +442,8 @@ class EmulatedServer:
 
     def routes(self) -> list[Route]:
         "The paths of a vLLM server, relative to its root."
-        return [Route(path, partial(steered, self, fn), methods=[method]) for method, path, fn in STEERING] + [
-            Route("/v1/completions", self.vllm_completions, methods=["POST"]),
-        ]
+        steering = [Route(path, partial(steered, self, fn), methods=[method]) for method, path, fn in STEERING]
+        return [*steering, Route("/v1/completions", self.vllm_completions, methods=["POST"])]
 
     async def close(self) -> None:
         "Give back the models."
@@ -485,16 +518,15 @@ async def respond(server: EmulatedServer, request: Request, style: Style) -> Res
         completions, scores = await while_connected(request, draw_wanted(serving, wanted))
     finally:
         server.running -= 1
-    parts = [shown(wanted, c, scores, server.models.tokenizer) for c in completions]
-    choices = [
-        choice_of(wanted, part, i, style, server.models.tokenizer, server.processed and style == "vllm")
-        | (vllm_extras(wanted, part, scores) if style == "vllm" else {})
-        for i, part in enumerate(parts)
-    ]
-    whole = envelope(server, wanted, body, completions, {"queued": waited, "started": started})
+    tokenizer, processed = server.models.tokenizer, server.processed and style == "vllm"
+    parts = [shown(wanted, c, scores, tokenizer) for c in completions]
+    choices = [choice_of(wanted, part, i, scores, style, tokenizer, processed) for i, part in enumerate(parts)]
+    whole = envelope(server, wanted, body, sum(len(c.tokens) for c in completions if c is not None))
+    if wanted.perf_metrics:
+        whole["perf_metrics"] = measured(server, wanted, waited, time.monotonic() - started)
     if not wanted.stream:
         return JSONResponse(whole | {"choices": choices})
-    split = [split_choice(choice, part, server.models.tokenizer) for choice, part in zip(choices, parts, strict=True)]
+    split = [split_choice(choice, part, tokenizer) for choice, part in zip(choices, parts, strict=True)]
     return StreamingResponse(stream_of(whole, split, wanted, body, style), media_type="text/event-stream")
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #b62a0b16
@@ -526,32 +558,24 @@ def check_alive(server: EmulatedServer) -> None:
         raise Refusal(500, f"EngineCore encountered an issue: {server.dead}")
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #0033b01c
-def envelope(
-    server: EmulatedServer,
-    wanted: Wanted,
-    body: Mapping[str, Any],
-    completions: Sequence[Completion | None],
-    times: Mapping[str, float],  # "queued": seconds at the door, "started": monotonic
-) -> dict[str, Any]:
-    "Everything of a reply but its choices."
-    drawn = sum(len(c.tokens) for c in completions if c is not None)
-    usage = {
-        "prompt_tokens": len(wanted.prompt),
-        "completion_tokens": drawn,
-        "total_tokens": len(wanted.prompt) + drawn,
-    }
+def envelope(server: EmulatedServer, wanted: Wanted, body: Mapping[str, Any], drawn: int) -> dict[str, Any]:
+    "Everything of a reply but its choices, when so many tokens were drawn."
+    length = len(wanted.prompt)
+    usage = {"prompt_tokens": length, "completion_tokens": drawn, "total_tokens": length + drawn}
     whole = {"id": f"cmpl-{time.time_ns():x}", "object": "text_completion", "created": int(time.time())}
-    whole |= {"model": body.get("model", server.base_model), "usage": usage}
-    if wanted.perf_metrics:
-        total = time.monotonic() - times["started"]
-        metrics = {
-            "prompt-tokens": len(wanted.prompt),
-            "cached-prompt-tokens": 0,
-            "prefill-queue-duration": times["queued"],
-        }
-        metrics |= {"num-concurrent-requests": server.running + 1, "server-processing-time": total}
-        whole["perf_metrics"] = {k: f"{v:.6f}" if isinstance(v, float) else str(v) for k, v in metrics.items()}
-    return whole
+    return whole | {"model": body.get("model", server.base_model), "usage": usage}
+
+# %% ../../nbs/27_backends.emulated_server.ipynb #fe18d129
+def measured(server: EmulatedServer, wanted: Wanted, queued: float, total: float) -> dict[str, str]:
+    "What Fireworks measures of a request, the seconds at the door and all in all among it; every number is text."
+    metrics: dict[str, float] = {
+        "prompt-tokens": len(wanted.prompt),
+        "cached-prompt-tokens": 0,
+        "prefill-queue-duration": queued,
+        "num-concurrent-requests": server.running + 1,
+        "server-processing-time": total,
+    }
+    return {name: f"{value:.6f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #d13d9fb9
 async def stream_of(
@@ -630,14 +654,12 @@ async def pause(server: EmulatedServer, request: Request, body: dict[str, Any]) 
     if mode not in ("abort", "wait", "keep"):
         raise Refusal(400, "mode", got=repr(mode), expected="abort, wait or keep")
     server.resumed.clear()
-    for serving, gate in server._serving.values():
-        sampler: Any = serving.backend.sampler
-        if mode != "wait":
+    for _, gate in server._serving.values():
+        if mode == "keep":
             gate.open.clear()
-        if mode == "abort":
-            await gate.worker(end_requests, sampler)
-            answer_done(sampler)
-    while mode == "wait" and server.running:
+    while mode != "keep" and server.running:
+        for each in server._serving.values() if mode == "abort" else ():
+            await abort_drawing(*each)
         await asyncio.sleep(0.002)
     return {"status": "paused"}
 
@@ -727,7 +749,7 @@ def _say(value: Callable[[EmulatedServer], Any]) -> Callable[..., Awaitable[Any]
 
     return tell
 
-
+# %% ../../nbs/27_backends.emulated_server.ipynb #90d7be21
 STEERING: list[tuple[str, str, Callable[..., Awaitable[Any]]]] = [
     ("GET", "/health", health),
     ("GET", "/version", _say(lambda server: {"version": "rl-notebook emulator"})),
