@@ -19,14 +19,14 @@ import httpx
 import numpy as np
 
 # %% auto #0
-__all__ = ['UNCACHED', 'SYNC_FIXES', 'CROSS_JOB', 'CHECKS', 'completion_of', 'FireworksSampler', 'draw_from', 'samplers',
-           'SyncError', 'sync_error', 'Saves', 'Hotloads', 'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker',
-           'load_snapshot', 'try_snapshot', 'FireworksTrainer', 'foreign_path', 'own_path', 'connector', 'load_own',
-           'FireworksBackend', 'check_config', 'in_thread', 'infra_wishes', 'bundle', 'open_fireworks', 'begin',
-           'heeds_seeds', 'promote_weights', 'promotable', 'close_fireworks', 'Trial', 'expect', 'check_account',
-           'check_shape', 'check_set_up', 'check_forward', 'check_forward_again', 'check_sign', 'check_state',
-           'check_first_sync', 'check_second_sync', 'check_sample', 'check_echo', 'check_agreement', 'check_seed',
-           'checked', 'check_given_back', 'check_fireworks']
+__all__ = ['UNCACHED', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB', 'CHECKS', 'completion_of', 'FireworksSampler', 'draw_from',
+           'samplers', 'SyncError', 'sync_error', 'Saves', 'ask_for_snapshot', 'is_heard', 'Hotloads', 'Saved',
+           'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot', 'FireworksTrainer',
+           'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread',
+           'infra_wishes', 'bundle', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights', 'promotable',
+           'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up', 'check_forward',
+           'check_forward_again', 'check_sign', 'check_state', 'check_first_sync', 'check_second_sync', 'check_sample',
+           'check_echo', 'check_agreement', 'check_seed', 'checked', 'check_given_back', 'check_fireworks']
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #522633b8
 from .base import Backend, Capabilities, Meter
@@ -232,6 +232,38 @@ class Saves:
             self.error = reason
             raise
 
+# %% ../../nbs/25b_backends.fireworks.ipynb #9a76c9a2
+HOTLOAD_ATTEMPTS = 3  # requests for one snapshot, while connections break
+
+
+def ask_for_snapshot(
+    manager: Any,  # the SDK's DeploymentManager
+    *where: str,  # deployment id, base model, snapshot
+    pause_s: float = 5.0,  # between requests
+    **options: Any,  # of the SDK's `hotload`
+) -> None:
+    "Ask a deployment to load a snapshot; again if the connection broke before it heard."
+    for attempt in range(1, HOTLOAD_ATTEMPTS + 1):
+        try:
+            manager.hotload(*where, **options)
+            return
+        except httpx.TransportError:
+            if is_heard(manager, *where):
+                return
+            if attempt == HOTLOAD_ATTEMPTS:
+                raise
+            time.sleep(pause_s)
+
+
+def is_heard(manager: Any, deployment_id: str, base_model: str, snapshot: str) -> bool:
+    "Whether the deployment is loading a snapshot, or serves it."
+    try:
+        replicas = manager.hotload_check_status(deployment_id, base_model).get("replicas") or [{}]
+    except httpx.HTTPError:
+        return False
+    loading = replicas[0].get("loading_state", {}).get("target_snapshot_identity")
+    return snapshot in (loading, replicas[0].get("current_snapshot_identity"))
+
 # %% ../../nbs/25b_backends.fireworks.ipynb #2a920833
 class Hotloads:
     "The deployment manager as the SDK's syncer sees it: another polling interval, and the kind of the last failure."
@@ -249,10 +281,14 @@ class Hotloads:
         "Ask for a snapshot, wait until it is served."
         self.trouble, began = None, time.monotonic()
         try:
-            self.manager.hotload(deployment_id, base_model, snapshot_identity, **options)
+            pause = self.poll_interval_s
+            ask_for_snapshot(self.manager, deployment_id, base_model, snapshot_identity, pause_s=pause, **options)
         except httpx.HTTPStatusError as reason:
             got = f"HTTP {reason.response.status_code} {said(reason.response.text, self.manager.api_key)}"
             self.trouble = sync_error("rejected", snapshot_identity, got)
+            return False
+        except httpx.TransportError as reason:
+            self.trouble = sync_error("not ready", snapshot_identity, type(reason).__name__)
             return False
         where: Any = (deployment_id, base_model, snapshot_identity)
         patience = {"timeout_seconds": timeout_seconds, "poll_interval": self.poll_interval_s}
