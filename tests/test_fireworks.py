@@ -28,6 +28,7 @@ from rl_notebook.backends.fireworks import open_fireworks
 from rl_notebook.backends.openai import Secret
 from rl_notebook.backends.provision import (
     DeployConfig,
+    TrainerConfig,
     InfraConfig,
     ReconnectableClient,
     ResourceCleanup,
@@ -248,6 +249,20 @@ def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
     assert site.state(first.policy_job_id) == "CANCELLED"
     with pytest.raises(BackendError, match="'no-such-job', which is not there"):
         site.setup(policy_job_id="no-such-job")
+
+
+def test_a_reference_may_be_kept(site):
+    kept = TrainerConfig(
+        training_shape_id=SHAPES.training_shape_id,
+        reference_training_shape_id=SHAPES.ref_training_shape_id,
+        cleanup_reference_on_close=False,
+    )
+    with cleanup_of(site) as cleanup:
+        infra = site.setup(cleanup, infra_cfg=kept, deploy_cfg=None, needs_inference=False, needs_reference=True)
+        infra.close()
+    assert site.state(infra.policy_job_id) == "CANCELLED"
+    assert site.state(infra.reference_job_id) == "RUNNING"
+    site.jobs._post(f"/v1/accounts/local/rlorTrainerJobs/{infra.reference_job_id}:cancel")
 
 
 def test_a_dry_run_only_reads(site, capsys):

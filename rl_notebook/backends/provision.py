@@ -782,7 +782,8 @@ def plan_trainer(
     length = request.pop("max_seq_len", None) or getattr(profile, "max_supported_context_length", None)
     fresh = new_id(request.get("display_name") or role)
     asked = trainer_request(infra, job_id=fresh, shape=shape, profile=profile, max_seq_len=length, **request)
-    return TrainerPlan(role, fresh, asked, profile=profile)
+    owned = role != "reference" or getattr(infra, "cleanup_reference_on_close", True)
+    return TrainerPlan(role, fresh, asked, owned=owned, profile=profile)
 
 # %% ../../nbs/25_backends.provision.ipynb #471d572e
 GONE = ("FAILED", "DELETED", "DELETING")  # states of a deployment that cannot be reused
