@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
+import logging
 import os
 import re
 import secrets
@@ -35,13 +36,14 @@ from .local import LocalTrainer, open_local
 from ..core import AlignmentError, BackendError, Completion, Logprobs, SampleParams
 
 # %% auto #0
-__all__ = ['RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEXT', 'Secret', 'key_from_env', 'request_seed', 'AdaptiveLimit',
-           'slot', 'admit_waiting', 'hold', 'drained', 'Retries', 'AskAgain', 'retry_after', 'persist', 'server_root',
-           'Wire', 'Refused', 'server_message', 'without_key', 'judge', 'stream_events', 'joined', 'attempt', 'ask',
-           'Dialect', 'request_body', 'completion_ids', 'reported', 'prompt_scores', 'sort_logprobs', 'OpenAISampler',
-           'together', 'score_tokens', 'check_choice', 'draw_one', 'ServerReport', 'probe', 'write_weights',
-           'SyncReport', 'VLLMSync', 'steer', 'load', 'swap', 'served_scores', 'check_served', 'forget_folders',
-           'suspicious', 'heal', 'start', 'StaticSync', 'open_openai']
+__all__ = ['HEADER_LOGGERS', 'RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEXT', 'Secret', 'hide_headers', 'shows_no_header',
+           'key_from_env', 'request_seed', 'AdaptiveLimit', 'slot', 'admit_waiting', 'hold', 'drained', 'Retries',
+           'AskAgain', 'retry_after', 'persist', 'server_root', 'Wire', 'Refused', 'server_message', 'without_key',
+           'judge', 'stream_events', 'joined', 'attempt', 'ask', 'Dialect', 'request_body', 'completion_ids',
+           'reported', 'prompt_scores', 'sort_logprobs', 'OpenAISampler', 'together', 'score_tokens', 'check_choice',
+           'draw_one', 'ServerReport', 'probe', 'write_weights', 'SyncReport', 'VLLMSync', 'steer', 'load', 'swap',
+           'served_scores', 'check_served', 'forget_folders', 'suspicious', 'heal', 'start', 'StaticSync',
+           'open_openai']
 
 # %% ../../nbs/23_backends.openai.ipynb #7030fff7
 class Secret:
@@ -71,12 +73,27 @@ class Secret:
     def __reduce__(self) -> Any:
         raise BackendError("a key", got="an attempt to store it", fix="Read it from the environment where it is used.")
 
+# %% ../../nbs/23_backends.openai.ipynb #a1de4ac3
+HEADER_LOGGERS = ("hpack.hpack", "hpack.table")  # their DEBUG lines show headers
+
+
+def hide_headers() -> None:
+    "Keep the DEBUG lines of these loggers out of all logs; calling it again changes nothing."
+    for name in HEADER_LOGGERS:
+        logging.getLogger(name).addFilter(shows_no_header)
+
+
+def shows_no_header(record: logging.LogRecord) -> bool:
+    "Whether a line of such a logger is above DEBUG."
+    return record.levelno > logging.DEBUG
+
 # %% ../../nbs/23_backends.openai.ipynb #56c23737
 def key_from_env(
     *names: str,  # environment variables, the first that is set wins
     key: Secret | str | None = None,  # a key at hand; wins over the environment
 ) -> Secret:
     "The key for a service; raises `BackendError`."
+    hide_headers()
     if key is not None:
         return key if isinstance(key, Secret) else Secret(key)
     for name in names:
