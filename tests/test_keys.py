@@ -1,0 +1,176 @@
+"A key goes into the headers of the service that it is for, and nowhere else: files, logs, reprs, errors, pages."
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import logging
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import quote, quote_plus
+
+import pytest
+
+pytest.importorskip("fireworks.training.sdk")
+pytest.importorskip("tinker")
+pytest.importorskip("starlette")
+pytest.importorskip("hpack")
+
+from verbose_run import WRONG
+
+from rl_notebook.backends.openai import HEADER_LOGGERS, key_from_env, shows_no_header
+
+KEY = "tml-Zq7/Lw+9=planted&4u"  # with characters that an address has to quote
+HERE = Path(__file__).parent
+PAGES = sorted((HERE.parent / "nbs" / "tutorials").glob("20[23]_*.ipynb"))
+VARIABLES = ("FIREWORKS_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "RL_NOTEBOOK_EMULATOR_KEY")
+
+
+def spellings(key: str) -> set[bytes]:
+    "A key as it may stand in a text: plain, quoted, escaped, in base64 at each of the three places of a triple."
+    plain = key.encode()
+    spelled = {plain, quote(key).encode(), quote_plus(key).encode(), quote(key, safe="").encode(), plain.hex().encode()}
+    spelled |= {json.dumps(key)[1:-1].encode(), json.dumps(key).replace("/", "\\/")[1:-1].encode()}
+    spelled |= {key.replace("&", "&amp;").encode(), plain[::-1]}
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        for shift in range(3):
+            inner = encode(b"\0" * shift + plain)
+            spelled.add(inner[4 if shift else 0 : len(inner) - 4])
+    return spelled
+
+
+def shown(data: bytes, keys: tuple[str, ...] = (KEY, WRONG)) -> list[str]:
+    "The spellings of a key that some bytes contain."
+    return sorted(s.decode() for key in keys for s in spellings(key) if s in data)
+
+
+def unpacked(path: Path) -> Iterator[tuple[str, bytes]]:
+    "The name and the contents of a file, and of what is packed in it."
+    raw = path.read_bytes()
+    yield str(path), str(path).encode() + b"\n" + raw
+    if raw[:2] == b"\x1f\x8b":
+        yield f"{path}, unpacked", gzip.decompress(raw)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                yield f"{path}, {name}", archive.read(name)
+
+
+def leaks(folder: Path) -> dict[str, list[str]]:
+    "File -> the spellings of a key that it contains."
+    files = [part for path in sorted(folder.rglob("*")) if path.is_file() for part in unpacked(path)]
+    assert files
+    return {name: found for name, data in files if (found := shown(data))}
+
+
+def environment(**more: str) -> Mapping[str, str]:
+    "That of this process with the key in every variable that is read for one."
+    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    return {**os.environ, **dict.fromkeys(VARIABLES, KEY), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+
+
+# --- the search finds what is there -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", sorted(spellings(KEY)))
+def test_a_planted_key_is_found(form: bytes, tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "innocent.log").write_bytes(b"so far so good\n\xff" + form + b" and on")
+    assert list(leaks(tmp_path)) == [str(tmp_path / "deep" / "innocent.log")]
+
+
+def test_a_planted_key_is_found_where_it_is_packed_or_part_of_something(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(gzip.compress(f"Bearer {KEY}".encode()))
+    with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("c.json", json.dumps({"key": KEY}))
+    for shift in range(3):
+        (tmp_path / f"basic-{shift}").write_bytes(base64.b64encode(b"user:pass"[shift:] + KEY.encode() + b"@host"))
+    (tmp_path / f"named-{quote(KEY, safe='')}").write_text("nothing inside")
+    (tmp_path / "harmless").write_text(f"{KEY[:-1]} {KEY[1:]} ***")
+    assert len(leaks(tmp_path)) == 6
+    assert str(tmp_path / "harmless") not in leaks(tmp_path)
+
+
+def test_a_repr_that_shows_the_key_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    from verbose_run import show, show_error
+
+    class Careless:
+        def __init__(self, key: str):
+            self.key = key
+
+    show("careless", Careless(KEY))
+    assert shown(capsys.readouterr().out.encode())
+    try:
+        try:
+            raise ValueError(f"headers: {{'X-Api-Key': {KEY!r}}}")
+        except ValueError as reason:
+            raise RuntimeError("all is well") from reason
+    except RuntimeError as error:
+        show_error("an error", error)
+    assert shown(capsys.readouterr().out.encode())
+
+
+# --- runs and pages ---------------------------------------------------------------------------------------------------
+
+ERRORS = {
+    "fireworks": ("401", "expected 0 to", "no-such-snapshot", "Fireworks is lost"),
+    "tinker": ("401", "token id: got 1000000", "no-such-snapshot", "tinker is lost"),
+}
+
+
+@pytest.mark.parametrize("backend", ERRORS)
+def test_a_run_with_everything_said_aloud_does_not_say_the_key(backend: str, tmp_path: Path) -> None:
+    with (tmp_path / "said.txt").open("w") as said:
+        command = [sys.executable, "-X", "dev", "-W", "always", str(HERE / "verbose_run.py"), backend, str(tmp_path)]
+        ended = subprocess.run(
+            command, env=environment(), stdout=said, stderr=subprocess.STDOUT, timeout=240, check=False
+        )
+    text = (tmp_path / "said.txt").read_text(errors="replace")
+    assert ended.returncode == 0, text[-2000:]
+    assert "\nthe end\n" in text
+    trace = (tmp_path / "everything.log").read_text(errors="replace")
+    assert "send_request_headers.started request=<Request [b'POST']>" in trace  # httpcore, at its loudest
+    assert "HTTP Request: POST" in trace  # httpx
+    for part in ERRORS[backend]:
+        assert part in text
+    names = {path.name for path in tmp_path.rglob("*")}
+    assert {"run.json", "state.json"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert leaks(tmp_path) == {}
+
+
+def test_http2_writes_headers_into_its_log_until_a_key_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    from hpack import Encoder
+
+    for name in HEADER_LOGGERS:
+        logging.getLogger(name).removeFilter(shows_no_header)
+    with caplog.at_level(logging.DEBUG):
+        Encoder().encode([("x-api-key", KEY)], huffman=False)
+        assert shown(caplog.text.encode())  # what the package does by itself
+        caplog.clear()
+        key_from_env(key=KEY)
+        encoder = Encoder()
+        for _ in range(2):
+            encoder.encode([("x-api-key", KEY)], huffman=False)
+        encoder.header_table.maxsize = 0
+        logging.getLogger("hpack.hpack").warning("still heard")
+    assert "still heard" in caplog.text
+    assert not shown(caplog.text.encode())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_that_is_executed_does_not_show_the_key(page: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "notebook", "--execute", "--allow-errors"]
+    command += ["--output-dir", str(tmp_path), "--log-level", "DEBUG", str(page)]
+    env = environment(JUPYTER_PLATFORM_DIRS="1")
+    done = subprocess.run(command, env=env, capture_output=True, timeout=240, check=False, cwd=tmp_path)
+    (tmp_path / "said.txt").write_bytes(done.stdout + done.stderr)
+    cells = json.loads((tmp_path / page.name).read_text())["cells"]
+    errors = [out for cell in cells for out in cell.get("outputs", ()) if out["output_type"] == "error"]
+    assert (done.returncode, errors) == (0, [])
+    assert leaks(tmp_path) == {}
