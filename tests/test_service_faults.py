@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,29 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Sending full weights instead:U
 # Each strikes at a place that a seed decides. Where a path is named, the place lies among the requests that hurt most
 # there: an update that was executed and not answered, a gradient that went with a restart between pass and step.
 EVERYWHERE = (
-    "drop_before:0.01:times=3", "drop_after:0.01:times=3", "429:0.01:times=3:retry_after=0.2",
-    "503:0.01:times=2:burst=2", "slow:0.03:s=0.1",
-)  # fmt: skip
+    "drop_before:0.01:times=3",
+    "drop_after:0.01:times=3",
+    "429:0.01:times=3:retry_after=0.2",
+    "503:0.01:times=2:burst=2",
+    "slow:0.03:s=0.1",
+)
 TRAINING = (
-    "drop_after:0.1:times=1:path=/optim_step", "drop_after:0.1:times=1:path=/forward_backward",
-    "drop_before:0.1:times=1:path=/optim_step", "503:0.1:times=1:path=/forward:burst=2",
+    "drop_after:0.1:times=1:path=/optim_step",
+    "drop_after:0.1:times=1:path=/forward_backward",
+    "drop_before:0.1:times=1:path=/optim_step",
+    "503:0.1:times=1:path=/forward:burst=2",
     "restart_trainer:chance=0.1:times=1:path=/optim_step",
-)  # fmt: skip
+)
 DEPLOYING = (
-    "job_fails:at=1", "truncate_sse:0.03:times=2", "drop_after:0.03:times=1:path=/completions",
-    "hotload_stalls:chance=0.1:times=1:s=1", "hotload_error:chance=0.1:times=1", "drop_before:0.1:times=1:path=hot_load",
-    "restart_trainer:chance=0.05:times=1:path=reference", "restart_trainer:chance=0.1:times=1:path=/save_weights_for_sampler",
-)  # fmt: skip
+    "job_fails:at=1",
+    "truncate_sse:0.03:times=2",
+    "drop_after:0.03:times=1:path=/completions",
+    "hotload_stalls:chance=0.1:times=1:s=1",
+    "hotload_error:chance=0.1:times=1",
+    "drop_before:0.1:times=1:path=hot_load",
+    "restart_trainer:chance=0.05:times=1:path=reference",
+    "restart_trainer:chance=0.1:times=1:path=/save_weights_for_sampler",
+)
 SAMPLING = ("drop_after:0.03:times=1:path=/asample", "restart_trainer:chance=0.02:times=1:path=/asample")
 
 
@@ -108,6 +119,22 @@ def go(plan: Plan, faults: str, seed: int = 0) -> Ended:
     return Ended(outcome, refused, emulator.faults.counts, emulator.faults.log, time.monotonic() - began)
 
 
+@pytest.fixture(scope="module")
+def runs(say: Callable[[str], None]) -> dict[str, tuple[Ended, Ended]]:
+    "Backend -> the run without faults, and with all of them. One backend waits while the other computes."
+
+    def both(plan: Plan) -> tuple[Ended, Ended]:
+        return go(plan, ""), go(plan, plan.faults, seed=SEED)
+
+    with ThreadPoolExecutor(len(PLANS)) as pool:
+        ended = dict(zip(map(str, PLANS), pool.map(both, PLANS), strict=True))
+    for name, (calm, stormy) in ended.items():
+        shown = ", ".join(f"{kind} {n}" for kind, n in sorted(stormy.faults.items()))
+        took = f"{calm.seconds:.0f} s became {stormy.seconds:.0f} s"
+        say(f"faults of the {name} run: {shown}; {stormy.outcome.reconnects} reconnects; {took}")
+    return ended
+
+
 @pytest.fixture(scope="module", params=PLANS, ids=str)
 def plan(request: pytest.FixtureRequest) -> Plan:
     "Each backend in turn."
@@ -115,18 +142,15 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def calm(plan: Plan) -> Ended:
+def calm(plan: Plan, runs: dict[str, tuple[Ended, Ended]]) -> Ended:
     "The run without faults."
-    return go(plan, "")
+    return runs[str(plan)][0]
 
 
 @pytest.fixture(scope="module")
-def stormy(plan: Plan, say: Callable[[str], None]) -> Ended:
+def stormy(plan: Plan, runs: dict[str, tuple[Ended, Ended]]) -> Ended:
     "The run with all of them."
-    ended = go(plan, plan.faults, seed=SEED)
-    shown = ", ".join(f"{kind} {n}" for kind, n in sorted(ended.faults.items()))
-    say(f"faults of the {plan} run: {shown}; {ended.outcome.reconnects} reconnects")
-    return ended
+    return runs[str(plan)][1]
 
 
 SEED = 4
