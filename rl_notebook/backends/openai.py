@@ -18,7 +18,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -39,11 +39,11 @@ from ..core import AlignmentError, BackendError, Completion, Logprobs, SamplePar
 __all__ = ['HEADER_LOGGERS', 'RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEXT', 'Secret', 'hide_headers', 'shows_no_header',
            'key_from_env', 'request_seed', 'AdaptiveLimit', 'slot', 'admit_waiting', 'hold', 'drained', 'Retries',
            'AskAgain', 'retry_after', 'persist', 'server_root', 'Wire', 'Refused', 'server_message', 'without_key',
-           'judge', 'stream_events', 'joined', 'attempt', 'ask', 'Dialect', 'request_body', 'completion_ids',
-           'reported', 'prompt_scores', 'sort_logprobs', 'OpenAISampler', 'together', 'score_tokens', 'check_choice',
-           'draw_one', 'ServerReport', 'probe', 'write_weights', 'SyncReport', 'VLLMSync', 'steer', 'load', 'swap',
-           'served_scores', 'check_served', 'forget_folders', 'suspicious', 'heal', 'start', 'StaticSync',
-           'open_openai']
+           'judge', 'stream_events', 'joined', 'attempt', 'take_note', 'ask', 'Dialect', 'request_body',
+           'completion_ids', 'reported', 'scores_by_id', 'echoed_scores', 'prompt_scores', 'sort_logprobs',
+           'OpenAISampler', 'together', 'score_tokens', 'check_choice', 'draw_one', 'ServerReport', 'probe',
+           'write_weights', 'SyncReport', 'VLLMSync', 'serve', 'steer', 'load', 'swap', 'served_scores', 'likely_cause',
+           'check_served', 'forget_folders', 'suspicious', 'heal', 'start', 'StaticSync', 'open_openai']
 
 # %% ../../nbs/23_backends.openai.ipynb #7030fff7
 class Secret:
@@ -303,16 +303,10 @@ class Wire:
         *,
         retries: Retries = Retries(),
         limit: AdaptiveLimit | None = None,  # None = a fresh one
-        http2: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,  # None = the network
     ):
-        self.transport = transport
-        self.root, self.retries, self.limit, self.http2 = (
-            server_root(base_url),
-            retries,
-            limit or AdaptiveLimit(),
-            http2,
-        )
+        self.root, self.retries, self.transport = server_root(base_url), retries, transport
+        self.limit = limit or AdaptiveLimit()
         self.key = key if isinstance(key, Secret) or key is None else Secret(key)
         self.counts: Counter[str] = Counter()  # attempts, and failures by reason
         self.lost = False  # the connection broke since somebody last looked
@@ -332,9 +326,7 @@ class Wire:
             auth = _Bearer(self.key) if self.key else None
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             wait = httpx.Timeout(None, connect=10.0)
-            self._client = httpx.AsyncClient(
-                http2=self.http2, auth=auth, limits=limits, timeout=wait, transport=self.transport
-            )
+            self._client = httpx.AsyncClient(auth=auth, limits=limits, timeout=wait, transport=self.transport)
         return self._client
 
     async def close(self) -> None:
@@ -441,27 +433,27 @@ def _longer(have: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 # %% ../../nbs/23_backends.openai.ipynb #04161a07
 async def _exchange(
     wire: Wire, method: str, path: str, body: Any, params: Mapping[str, str] | None, stream: bool
-) -> tuple[dict[str, Any] | None, AskAgain | None]:
+) -> dict[str, Any] | AskAgain:
     "Send once; an answer, or a reason to ask again."
     where = f"{method} {wire.root}{path}"
     try:
         async with wire.client.stream(method, wire.root + path, json=body, params=params) as response:
             if response.status_code >= 400:
                 text = without_key(wire, await response.aread())
-                return None, judge(response.status_code, text, response.headers.get("retry-after"), where)
+                return judge(response.status_code, text, response.headers.get("retry-after"), where)
             if stream:
-                return joined([part async for part in stream_events(response.aiter_bytes())]), None
+                return joined([part async for part in stream_events(response.aiter_bytes())])
             text = without_key(wire, await response.aread())
             words = "json" not in response.headers.get("content-type", "") and not text.lstrip().startswith("{")
-            return ({"text": text} if words else json.loads(text)), None
+            return {"text": text} if words else json.loads(text)
     except AskAgain as reason:
-        return None, reason
+        return reason
     except ValueError:
-        return None, AskAgain("a damaged answer")
+        return AskAgain("a damaged answer")
     except httpx.TransportError as reason:
-        return None, AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True)
+        return AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True)
 
-# %% ../../nbs/23_backends.openai.ipynb #139cd436
+# %% ../../nbs/23_backends.openai.ipynb #a2e199b8
 async def attempt(
     wire: Wire,
     method: str,
@@ -477,29 +469,28 @@ async def attempt(
     "One attempt: the seconds that it took, and an answer or a reason to ask again."
     if ready is not None:
         await ready()
-    async with slot(wire.limit) if limited else _no_slot() as generation:
+    async with slot(wire.limit) if limited else nullcontext(0) as generation:
         if starts is not None:
             starts()
         wire.counts["attempts"] += 1
         started = time.monotonic()
         try:
             async with asyncio.timeout(wire.retries.attempt_s):
-                answer, reason = await _exchange(wire, method, path, body, params, stream)
+                answer = await _exchange(wire, method, path, body, params, stream)
         except TimeoutError:
-            answer, reason = None, AskAgain(f"no answer within {wire.retries.attempt_s:g} s", crowded=True)
-        if reason is None:
-            wire.answered_at = time.monotonic()
-        if limited and reason is None:
-            wire.limit.answered()
-        elif limited and reason is not None and reason.crowded:
-            wire.limit.refused(generation)
-        return time.monotonic() - started, reason if answer is None and reason else answer or {}
+            answer = AskAgain(f"no answer within {wire.retries.attempt_s:g} s", crowded=True)
+        take_note(wire, answer, generation if limited else None)
+        return time.monotonic() - started, answer
 
-# %% ../../nbs/23_backends.openai.ipynb #a2e199b8
-@asynccontextmanager
-async def _no_slot() -> AsyncIterator[int]:
-    "For requests that are not counted."
-    yield 0
+# %% ../../nbs/23_backends.openai.ipynb #da44b386
+def take_note(wire: Wire, answer: dict[str, Any] | AskAgain, generation: int | None) -> None:
+    "Let the window grow or shrink by what came back; None = the request did not stand in line."
+    if not isinstance(answer, AskAgain):
+        wire.answered_at = time.monotonic()
+        if generation is not None:
+            wire.limit.answered()
+    elif answer.crowded and generation is not None:
+        wire.limit.refused(generation)
 
 # %% ../../nbs/23_backends.openai.ipynb #36117879
 async def ask(
@@ -532,10 +523,9 @@ class Dialect:
     neutral: Mapping[str, Any]  # settings that switch off what the server would do by itself
     sample: Mapping[str, Any]  # asks for ids and logprobs of what is drawn
     prefill: Mapping[str, Any]  # asks for logprobs of the prompt
-    seeds: bool = True  # understands `seed`
     how: str = ""  # to switch on ids, for the error when none came back
 
-
+# %% ../../nbs/23_backends.openai.ipynb #e2881de4
 DIALECTS = {
     "vllm": Dialect(
         "/v1/completions",
@@ -570,9 +560,7 @@ def request_body(
 ) -> dict[str, Any]:
     "The JSON of a request for one completion."
     body: dict[str, Any] = {"model": model, "prompt": list(prompt), "n": 1, "max_tokens": params.max_tokens}
-    body |= {"temperature": params.temperature, **dialect.neutral, **dialect.sample}
-    if dialect.seeds:
-        body["seed"] = seed
+    body |= {"temperature": params.temperature, "seed": seed, **dialect.neutral, **dialect.sample}
     defaults = SampleParams()
     for name in ("top_p", "top_k", "stop", "stop_token_ids"):
         value = getattr(params, name)
@@ -606,6 +594,34 @@ def reported(choice: Mapping[str, Any]) -> tuple[list[float | None] | None, list
     return logprobs.get("token_logprobs"), None
 
 # %% ../../nbs/23_backends.openai.ipynb #473eef5a
+def scores_by_id(rows: Sequence[Mapping[str, Any] | None], tokens: Sequence[int], where: str) -> list[float | None]:
+    "What `prompt_logprobs` says of the tokens that were sent; raises `AlignmentError`."
+    if rows[0] is not None or len(rows) != len(tokens):
+        got = f"{len(rows)} entries" + (", one of them for the first token" if rows[0] is not None else "")
+        expected = f"{len(tokens)}, the first of them null"
+        raise AlignmentError("prompt_logprobs", where=where, got=got, expected=expected)
+    picked = [(row or {}).get(str(token)) for row, token in zip(rows, tokens, strict=True)]
+    return [entry and entry.get("logprob") for entry in picked]
+
+# %% ../../nbs/23_backends.openai.ipynb #b3aa52e3
+def echoed_scores(
+    choice: Mapping[str, Any],
+    tokens: Sequence[int],  # (N,) ids that were sent
+    drawn: int,  # tokens that may have been drawn beyond them
+    where: str,
+) -> list[float | None]:
+    "Logprobs of an echoed prompt, null for its first token; raises `BackendError` or `AlignmentError`."
+    values = reported(choice)[0] or []
+    if not values:
+        fix = "vLLM offers prompt_logprobs, others echo; some servers offer neither."
+        raise BackendError("prompt logprobs", where=where, got="none", expected="one per prompt token", fix=fix)
+    ids = completion_ids(choice)
+    if ids is not None and len(ids) == len(values) and ids[: len(tokens)] != list(tokens):
+        raise AlignmentError("echo", where=where, got="other tokens than were sent", expected="the same ids")
+    values = values[: len(tokens)] if 0 < len(values) - len(tokens) <= drawn else values
+    return [None, *values[1:]] if (choice.get("logprobs") or {}).get("content") else values
+
+# %% ../../nbs/23_backends.openai.ipynb #7cce4ba8
 def prompt_scores(
     choice: Mapping[str, Any],
     tokens: Sequence[int],  # (N,) ids that were sent
@@ -613,24 +629,8 @@ def prompt_scores(
     where: str,
 ) -> np.ndarray:  # (N-1,) target coordinates
     "Logprobs of the prompt, whatever the layout; raises `BackendError` or `AlignmentError`."
-    if choice.get("prompt_logprobs"):
-        rows = [None, *choice["prompt_logprobs"][1:]] if choice["prompt_logprobs"][0] is None else [{}]
-        if len(rows) != len(tokens):
-            raise AlignmentError("prompt_logprobs", where=where, got=f"{len(rows)} entries", expected=str(len(tokens)))
-        picked = [(row or {}).get(str(token)) for row, token in zip(rows, tokens, strict=True)]
-        values = [entry and entry.get("logprob") for entry in picked]
-    else:
-        values = reported(choice)[0] or []
-        if not values:
-            fix = "vLLM offers prompt_logprobs, others echo; some servers offer neither."
-            raise BackendError("prompt logprobs", where=where, got="none", expected="one per prompt token", fix=fix)
-        ids = completion_ids(choice)
-        if ids is not None and len(ids) == len(values) and ids[: len(tokens)] != list(tokens):
-            raise AlignmentError("echo", where=where, got="other tokens than were sent", expected="the same ids")
-        extra = len(values) - len(tokens)
-        values = values[: len(tokens)] if 0 < extra <= drawn else values
-        if (choice.get("logprobs") or {}).get("content"):
-            values = [None, *values[1:]]
+    rows = choice.get("prompt_logprobs")
+    values = scores_by_id(rows, tokens, where) if rows else echoed_scores(choice, tokens, drawn, where)
     missing = [i for i, value in enumerate(values) if i and value is None]
     if missing:
         raise AlignmentError("prompt logprobs", where=where, got=f"none for token {missing[0]}", expected="a number")
@@ -843,7 +843,7 @@ class ServerReport:
 def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
 
-# %% ../../nbs/23_backends.openai.ipynb #15e831e2
+# %% ../../nbs/23_backends.openai.ipynb #185799f8
 async def _describe(sampler: OpenAISampler) -> tuple[str, int | None]:
     "Name and version of the server, and the length that it says; raises `BackendError` for a model not served."
     name, longest, wire = "OpenAI-compatible", None, sampler.wire
@@ -856,9 +856,8 @@ async def _describe(sampler: OpenAISampler) -> tuple[str, int | None]:
     known = {str(entry.get("id")): entry for entry in served}
     if known and sampler.model not in known:
         fix = "Ask for the name given to --served-model-name."
-        raise BackendError(
-            "model", where=wire.root, got=repr(sampler.model), expected=f"one of {sorted(known)}", fix=fix
-        )
+        got, expected = repr(sampler.model), f"one of {sorted(known)}"
+        raise BackendError("model", where=wire.root, got=got, expected=expected, fix=fix)
     entry = known.get(sampler.model, {})
     if entry.get("owned_by") == "vllm":
         name = f"vLLM {(await ask(wire, 'GET', '/version', limited=False)).get('version', '')}".strip()
@@ -991,20 +990,21 @@ class VLLMSync:
                 name = f"weights-{version:05d}"
                 weights = self.policy.state.snapshots[snapshot]
                 await self.policy.run(write_weights, self.policy.state.module, weights, self.folder / name)
-                await self.serve(name, version)
+                await serve(self, name, version)
             except BaseException:
                 vars(self.policy.versions).update(vars(before))
                 raise
         return version
 
-    async def serve(self, name: str, version: int) -> None:
-        "Load a written folder into the server, and check it."
-        with hold(self.sampler.wire.limit):
-            await swap(self, name)
-            await check_served(self, version)
-            self.sampler.policy_version = version
-        forget_folders(self, {name, self.served or name})
-        self.served = name
+# %% ../../nbs/23_backends.openai.ipynb #befeeabc
+async def serve(sync: VLLMSync, name: str, version: int) -> None:
+    "Load a written folder into the server, and check it."
+    with hold(sync.sampler.wire.limit):
+        await swap(sync, name)
+        await check_served(sync, version)
+        sync.sampler.policy_version = version
+    forget_folders(sync, {name, sync.served or name})
+    sync.served = name
 
 # %% ../../nbs/23_backends.openai.ipynb #18b2d8c7
 async def steer(
@@ -1070,6 +1070,17 @@ async def served_scores(sync: VLLMSync) -> np.ndarray:
     return scores
 
 # %% ../../nbs/23_backends.openai.ipynb #2805cf1e
+def likely_cause(moved: float, tied: bool) -> str:
+    "Why a server that answered well may serve other weights than it was given, by how far its logprobs moved."
+    if moved == 0:
+        return "The server answered well and still serves the weights of before."
+    if tied:
+        return (
+            "Input and output embeddings are tied: vLLM on a CPU keeps the old output head. Untie them, or use a GPU."
+        )
+    return "The server answered well and serves other weights than it was given."
+
+# %% ../../nbs/23_backends.openai.ipynb #5273f48a
 async def check_served(sync: VLLMSync, version: int) -> None:
     "Compare server and trainer; raises `BackendError` with the likely cause."
     before, old = sync.seen, sync.expected
@@ -1078,19 +1089,12 @@ async def check_served(sync: VLLMSync, version: int) -> None:
     gap = float(np.abs(sync.seen - sync.expected).max())
     moved = float(np.abs(sync.seen - before).max()) if len(before) else float("nan")
     sync.reports.append(SyncReport(version, gap, moved, sync.tolerance))
-    if gap <= sync.tolerance:
-        return
-    config = getattr(sync.policy.state.module, "config", None)
-    cause = "The server answered well and serves other weights than it was given."
-    if moved == 0:
-        cause = "The server answered well and still serves the weights of before."
-    elif getattr(config, "tie_word_embeddings", False):
-        cause = (
-            "Input and output embeddings are tied: vLLM on a CPU keeps the old output head. Untie them, or use a GPU."
-        )
-    sync.seen, sync.expected = before, old
-    got = f"logprobs that differ from the trainer's by up to {gap:.3g}"
-    raise BackendError("weight sync", where=f"version {version}", got=got, expected=f"{sync.tolerance:.3g}", fix=cause)
+    if gap > sync.tolerance:
+        sync.seen, sync.expected = before, old
+        tied = getattr(getattr(sync.policy.state.module, "config", None), "tie_word_embeddings", False)
+        got, expected = f"logprobs that differ from the trainer's by up to {gap:.3g}", f"{sync.tolerance:.3g}"
+        fix = likely_cause(moved, tied)
+        raise BackendError("weight sync", where=f"version {version}", got=got, expected=expected, fix=fix)
 
 # %% ../../nbs/23_backends.openai.ipynb #682678f4
 def forget_folders(sync: VLLMSync, keep: set[str]) -> None:
@@ -1121,7 +1125,7 @@ async def heal(sync: VLLMSync) -> None:
                 raise
         if not intact:
             warnings.warn(f"{wire.root}: the server lost its weights; {sync.served} is loaded again", stacklevel=2)
-            await sync.serve(sync.served or "", sync.sampler.policy_version)
+            await serve(sync, sync.served or "", sync.sampler.policy_version)
         wire.lost, wire.answered_at = False, time.monotonic()
 
 # %% ../../nbs/23_backends.openai.ipynb #e97c5a65
