@@ -102,9 +102,11 @@ async def go(backend: str, folder: Path, running: RunningEmulator) -> None:
 
 def main(backend: str, folder: Path) -> None:
     "All of it, with every logger at its loudest."
-    fireworks_sdk(), tinker_sdk()  # the SDKs turn loggers down when they are imported
+    tinker_sdk()
+    assert fireworks_sdk().TrainerJobManager  # the SDK turns loggers down as its parts are imported
     logging.basicConfig(level=logging.DEBUG, filename=folder / "everything.log", force=True)
-    for name in [name for name in logging.root.manager.loggerDict if not name.startswith("torch")]:
+    known = [name for name in logging.root.manager.loggerDict if not name.startswith("torch")]
+    for name in ["httpx", "httpcore", "urllib3", "hpack", *known]:
         logging.getLogger(name).setLevel(logging.DEBUG)
     logging.captureWarnings(True)
     warnings.simplefilter("always")
