@@ -70,7 +70,7 @@ def by_windows(loop: Loop) -> bool:
     "Whether the loop would now open a window: prompts of several steps, drawn together."
     return loop.cfg.weight_sync_interval != 1 and not loop.state.values
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #ba867203
 def run_elsewhere(loop: Loop) -> str:
     "What the loop is doing for somebody; empty when nothing."
     at_work = loop.bar is not None or loop.stage.holder is loop
@@ -86,7 +86,7 @@ ACTIONS = {
     "undo": "Take back the last update and open its step again.",
 }
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #b837edfc
 def refusal(player: Player, action: str) -> str:  # a sentence; empty when the action makes sense
     "Why an action makes no sense now."
     loop, mine = player.loop, player.doing or (player.window is not None)
@@ -112,7 +112,7 @@ def strangers(loop: Loop) -> list[Player]:
     "Players of other loops on the same backend that do not take turns with this one."
     return [p for p in UNDER_WAY if p.loop.backend is loop.backend and p.loop.stage is not loop.stage]
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #d2b09e37
 async def quiet(loop: Loop) -> None:
     "Pause the strangers, and wait until their phases are over."
     for other in strangers(loop):
@@ -198,7 +198,7 @@ async def advance(player: Player) -> StepRecord | None:  # the record, when a st
         player.window = None if record is None else window
     return record
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #521d195a
 async def rest(player: Player) -> None:
     "Wait as long as the speed limit says, or until somebody wakes the player."
     player.at, player.resting = "", asyncio.Event()
@@ -207,7 +207,7 @@ async def rest(player: Player) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(player.resting.wait(), max(player.delay, 0.001))
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #f075715d
 async def release(player: Player) -> None:
     "Let go of a window; what it has drawn and not trained on is lost."
     window, player.window = player.window, None
@@ -220,7 +220,7 @@ def is_over(player: Player) -> bool:
     asked = player.pausing or player.loop.stop_requested
     return asked or (player.loop.done and player.window is None)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #7f755115
 async def play_on(player: Player) -> None:
     "Phase after phase, until paused, stopped or done."
     while player.left > 0 and not is_over(player):
@@ -228,13 +228,13 @@ async def play_on(player: Player) -> None:
         await rest(player)
     player.left = player.left if player.pausing and not player.loop.stop_requested else math.inf
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #80e70019
 async def to_end_of_step(player: Player) -> None:
     "What is left of the step."
     while not is_over(player) and await advance(player) is None:
         await rest(player)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #3693a2e0
 async def take_back(player: Player) -> None:
     "The last update taken back."
     player.at = "undo"
@@ -297,7 +297,7 @@ class Watch:
             self.phase, self.step, self.since = phase, loop.state.number, time.monotonic()
             self.meter = replace(loop.backend.meter)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #2dc81f7d
 def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when nothing runs
     "How far the phase under way is: phase, seconds, count, bound, unit."
     if not watch.phase:
@@ -319,7 +319,7 @@ def strip_html(loop: Loop, running: str = "") -> str:
     items = [f'<li class="rld-{kind}" title="{kind}">{phase}</li>' for phase, kind in kinds.items()]
     return f'<ol class="rld-strip" aria-label="phases of step {loop.state.number}">{"".join(items)}</ol>'
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #42596566
 def progress_html(shown: Mapping[str, Any] | None, standing: str) -> str:
     "The phase under way with its bar, or where the loop stands."
     if shown is None:
@@ -385,7 +385,7 @@ class View:
     page: int = 0
     size: int = 12  # rows of a page
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #56dd2189
 def chosen_rows(columns: Mapping[str, np.ndarray], view: View) -> tuple[np.ndarray, dict[str, str]]:
     "Row numbers in the order of the view, and the filters that could not be read, with the reason."
     keep, problems = np.ones(len(columns["group"]), bool), dict[str, str]()
@@ -401,7 +401,7 @@ def chosen_rows(columns: Mapping[str, np.ndarray], view: View) -> tuple[np.ndarr
     order = np.where(np.isnan(values[rows]), np.inf, -values[rows] if view.descending else values[rows])
     return rows[np.argsort(order, kind="stable")], problems
 
-# %% ../../nbs/53_views.dashboard.ipynb #6e214b5d
+# %% ../../nbs/53_views.dashboard.ipynb #ddabe864
 ABOUT = "A number, >0.5, <=12 or 3..7"
 COLUMNS = (
     {"name": "group", "label": "group", "numeric": True, "width": "56px", "hint": "=", "help": ABOUT},
@@ -420,7 +420,7 @@ COLUMNS = (
     },
 )
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #70580028
 def page_of(columns: Mapping[str, np.ndarray], view: View, step: int) -> dict[str, Any]:
     "The page of the table that a view shows."
     rows, problems = chosen_rows(columns, view)
@@ -459,7 +459,7 @@ def find_sample(record: StepRecord, group: int, sample: int) -> tuple[PromptGrou
             return g, g.samples[sample]
     raise PhaseError("no such completion", where=f"step {record.step}", got=f"group {group}, completion {sample}")
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #df203078
 def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -> dict[str, Any]:
     "One completion in full."
     row = completion_row(find_sample(record, group, sample)[0], sample, tokenizer)
@@ -496,7 +496,7 @@ def words_html(record: StepRecord | None, previous: StepRecord | None) -> str:
     listed = f'<ul class="rld-warnings">{items}</ul>' if items else ""
     return f'<p class="rld-sentence"><b>Step {record.step}.</b> {said}</p>{listed}'
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #f657de1e
 def error_html(error: BaseException, standing: str) -> str:
     "An error, what to do, where the loop stands, and the traceback."
     trace = "".join(traceback.format_exception(error))
@@ -524,14 +524,9 @@ ICONS = {
     "stop": "stop",
     "undo": "undo",
 }
-SPEEDS = (
-    ("full speed", 0.0),
-    ("½ s after a phase", 0.5),
-    ("2 s after a phase", 2.0),
-    ("5 s after a phase", 5.0),
-)
+SPEEDS = (("full speed", 0.0), ("½ s after a phase", 0.5), ("2 s after a phase", 2.0), ("5 s after a phase", 5.0))
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #b391420e
 def make_buttons(press: Callable[[str], Any]) -> dict[str, ipywidgets.Button]:
     "A button for every action."
     buttons = {a: ipywidgets.Button(description=a.capitalize(), icon=ICONS[a], tooltip=t) for a, t in ACTIONS.items()}
@@ -540,7 +535,7 @@ def make_buttons(press: Callable[[str], Any]) -> dict[str, ipywidgets.Button]:
         button.on_click(lambda _, action=action: press(action))
     return buttons
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #0cc4f78c
 def refresh_buttons(buttons: Mapping[str, ipywidgets.Button], player: Player) -> None:
     "Enable what makes sense; say why the rest does not."
     for action, button in buttons.items():
@@ -561,7 +556,7 @@ OVER_STEPS: dict[str, Callable[[History, int], dict[str, Any]]] = {
 }
 POINTS = 400  # of a line, in a chart half as wide as the page
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #fb091e2d
 def payload_of(
     name: str,  # of a chart
     history: History,
@@ -613,7 +608,7 @@ class Screen:
         controls = box_of([*self.buttons.values(), self.speed, self.more, self.rows], "rld-controls")
         return box_of([controls, self.head, self.trouble, self.words, self.charts, self.pane, self.inspector], "rld")
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #c10bd17a
 def make_screen(dashboard: Dashboard) -> Screen:
     "Make the widgets of a dashboard and connect their events."
     about = "How long to wait after each phase"
@@ -662,13 +657,13 @@ def press(dashboard: Dashboard, action: str) -> None:
     else:
         player.start(action)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #2f0ff157
 def slow_down(dashboard: Dashboard, seconds: float) -> None:
     "Wait so long after each phase from now on."
     dashboard.player.delay = seconds
     dashboard.player.wake()
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #a3b495d7
 def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
     "A message of the completions pane: another view of the table, a row that was clicked, tokens to inspect."
     match message:
@@ -683,20 +678,20 @@ def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
             dashboard.view = moved(dashboard.view, message)
             draw_table(dashboard)
 
-# %% ../../nbs/53_views.dashboard.ipynb #2f0ff157
+# %% ../../nbs/53_views.dashboard.ipynb #a43fefe0
 def draw_table(dashboard: Dashboard) -> None:
     "The page of completions that is asked for."
     step = dashboard.record.step if dashboard.record else 0
     dashboard.screen.pane.page = page_of(dashboard.columns, dashboard.view, step)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #3676a14e
 def open_completion(dashboard: Dashboard, group: int, sample: int) -> None:
     "Show a completion beside the table."
     if (record := dashboard.record) is not None:
         dashboard.screen.pane.completion = completion_of(record, group, sample, dashboard.loop.backend.tokenizer)
         dashboard.opened = record, group, sample
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #b29a1262
 def open_inspector(dashboard: Dashboard) -> None:
     "Show the tokens of the completion that is open."
     if dashboard.opened is not None:
@@ -705,14 +700,14 @@ def open_inspector(dashboard: Dashboard) -> None:
         inspector = inspect_tokens(record, dashboard.loop.backend.tokenizer, group=group, sample=sample)
         dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [inspector], True
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #d5968900
 def close_inspector(dashboard: Dashboard) -> None:
     "Put the inspector away."
     for child in dashboard.screen.inspector.children:
         close_all(child)
     dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [], False
 
-# %% ../../nbs/53_views.dashboard.ipynb #a3b495d7
+# %% ../../nbs/53_views.dashboard.ipynb #05821ad7
 def offer_rows(dashboard: Dashboard) -> None:
     "Let the reader choose which groups the map shows, where it cannot show all."
     count = len(dashboard.record.groups) if dashboard.record else 0
@@ -723,7 +718,7 @@ def offer_rows(dashboard: Dashboard) -> None:
         menu.options = options
     menu.layout.display = "flex" if len(options) > 1 else "none"
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #068342f0
 def draw_charts(dashboard: Dashboard) -> None:
     "Bring the charts up to date; before the first step there are none."
     d, record = dashboard, dashboard.record
@@ -741,7 +736,7 @@ def standing(loop: Loop, player: Player) -> str:
     left = "" if math.isinf(player.left) else f"; {player.left:g} steps of this run to go"
     return f"{loop.place}{left}"
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #fedc603e
 def refresh_head(dashboard: Dashboard) -> None:
     "Buttons, the row of phases, progress, and the error if there is one."
     loop, player = dashboard.loop, dashboard.player
@@ -754,7 +749,7 @@ def refresh_head(dashboard: Dashboard) -> None:
     if old or player.error not in (None, dashboard.error):
         show_error(dashboard, player.error)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #16e19c80
 def show_error(dashboard: Dashboard, error: BaseException | None) -> None:
     "Show an error, or that there is none any more."
     dashboard.error = error
@@ -766,7 +761,7 @@ def stumble(dashboard: Dashboard, error: Exception) -> None:
     dashboard.stumbled = error
     show_error(dashboard, error)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #4c324996
 async def find_words(dashboard: Dashboard) -> None:
     "Find the words for the newest step, until there is no newer one."
     d = dashboard
@@ -780,7 +775,7 @@ async def find_words(dashboard: Dashboard) -> None:
         if record is d.record and not d.player.closed:
             d.said, d.screen.words.value, d.stale = record, words, True
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #19ec0f64
 def say(dashboard: Dashboard) -> None:
     "Show the words for the last step: at once where nobody waits, else when they are found."
     d, home = dashboard, running_loop()
@@ -789,7 +784,7 @@ def say(dashboard: Dashboard) -> None:
     elif d.finding is None or d.finding.done():
         d.finding = home.create_task(find_words(d))
 
-# %% ../../nbs/53_views.dashboard.ipynb #4c324996
+# %% ../../nbs/53_views.dashboard.ipynb #15e3ba24
 def remember_record(dashboard: Dashboard, record: StepRecord) -> None:
     "Take a record into the history; what was there from its step on is replaced."
     dashboard.history.rewind(record.step - 1)
@@ -798,7 +793,7 @@ def remember_record(dashboard: Dashboard, record: StepRecord) -> None:
     dashboard.previous = last if last is not None and last.step < record.step else dashboard.previous
     dashboard.record = record
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #89bf4dac
 def forget_records(dashboard: Dashboard, last: int) -> None:
     "Take back every step after the last one that holds."
     d = dashboard
@@ -806,7 +801,7 @@ def forget_records(dashboard: Dashboard, last: int) -> None:
     d.record, d.previous = [None, None, *(r for r in d.loop.records if r.step <= last)][:-3:-1]
     draw_record(d)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #64a4e135
 def draw_record(dashboard: Dashboard) -> None:
     "Draw the last record: words, table, charts."
     d, record = dashboard, dashboard.record
@@ -837,7 +832,7 @@ def tick(dashboard: Dashboard) -> None:
     if not (d.player.doing or elsewhere) or time.monotonic() - d.pictured > STILL_SECONDS:
         refresh_still(d)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #ab694018
 async def follow(dashboard: Dashboard) -> None:
     "Keep up with the loop until the dashboard is closed."
     while not dashboard.player.closed:
@@ -853,7 +848,7 @@ def follow_loop(dashboard: Dashboard) -> None:
 # %% ../../nbs/53_views.dashboard.ipynb #2ab1f396
 STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the table; between two pictures of a run
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #9fc8e5a1
 def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
     d, record = dashboard, dashboard.record
@@ -878,7 +873,7 @@ def show_dashboard(dashboard: Dashboard) -> None:
     dashboard.still._ipython_display_()
     dashboard.stale = False
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #922384d9
 def refresh_still(dashboard: Dashboard) -> None:
     "Draw the picture again if there is something new on it."
     if dashboard.still is not None and dashboard.stale:
@@ -891,7 +886,7 @@ def dashboards_of(loop: Loop) -> list[Dashboard]:
     owners = [getattr(output, "__self__", None) for output in loop.outputs]
     return [owner for owner in owners if isinstance(owner, Dashboard)]
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #16ac5aba
 def make_room(loop: GRPOLoop) -> None:
     "Close the dashboard that the loop has, and pause strangers on its backend."
     for other in dashboards_of(loop):
@@ -899,7 +894,7 @@ def make_room(loop: GRPOLoop) -> None:
     for stranger in strangers(loop):
         stranger.pause()
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #d6e7f4c5
 def attach_dashboard(dashboard: Dashboard) -> None:
     "Listen to the loop, and draw what it has done so far."
     d = dashboard
@@ -911,7 +906,7 @@ def attach_dashboard(dashboard: Dashboard) -> None:
     draw_record(d)
     follow_loop(d)
 
-
+# %% ../../nbs/53_views.dashboard.ipynb #f702e2f2
 def close_dashboard(dashboard: Dashboard) -> None:
     "Let go of the loop and of the screen."
     d = dashboard
