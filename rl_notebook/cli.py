@@ -87,17 +87,18 @@ def show_options() -> None:
         [("config", top, field(default=Config())), *((n, t, field(default=c)) for n, t, c in made)],
         frozen=True,
     )
-    prog = "rl-notebook train [--config FILE] [--resume]"
+    prog = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean]"
     tyro.cli(options, args=["--help"], prog=prog, description=TRAIN, config=(tyro.conf.AvoidSubcommands,))
 
 
 TRAIN = (
-    "Run a config. --config names a YAML file, any option wins over it; --resume goes on with the run in --log-path."
+    "Run a config. --config names a YAML file, any option wins over it; --resume goes on with the run in --log-path; "
+    "--leftover says what becomes of trainers that a killed process left on a service."
 )
 
 # %% ../nbs/69_cli.ipynb #48a1becd
-def parse_train(args: Sequence[str]) -> tuple[Config, bool]:  # (config, resume)
-    "The config that a command line stands for, and whether to go on with an earlier run."
+def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (config, `resume` and `leftover` of `train`)
+    "The config that a command line stands for, and how to go on with an earlier run."
     from rl_notebook.records import Run
 
     if {"-h", "--help"} & set(args):
@@ -105,21 +106,22 @@ def parse_train(args: Sequence[str]) -> tuple[Config, bool]:  # (config, resume)
     parser = argparse.ArgumentParser(prog="rl-notebook train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--leftover", choices=("error", "attach", "clean"), default="error")
     given, rest = parser.parse_known_args(args)
-    options = option_values(rest)
+    options, how = option_values(rest), {"resume": given.resume, "leftover": given.leftover}
     if given.config is not None:
-        return Config.from_yaml(given.config, options), given.resume
+        return Config.from_yaml(given.config, options), how
     recorded = Run.open(options["log_path"]).config if given.resume and options.get("log_path") else {}
-    return Config.from_dict(recorded, options), given.resume
+    return Config.from_dict(recorded, options), how
 
 
 def run_train(args: Sequence[str]) -> int:  # exit code
     "Train as the command line says."
     from rl_notebook.recipes.rl_loop import train
 
-    cfg, resume = parse_train(args)
+    cfg, how = parse_train(args)
     print(cfg.effective())
-    result = asyncio.run(train(cfg, resume=resume))
+    result = asyncio.run(train(cfg, **how))
     print(result)
     return 130 if result.stopped else 0
 

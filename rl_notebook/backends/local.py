@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import shutil
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -901,6 +902,9 @@ class LocalSync:
         return version
 
 # %% ../../nbs/22_backends.local.ipynb #be0478a2
+_SEEDING = threading.Lock()  # torch has one generator for all threads
+
+
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
     "The model under a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
     try:
@@ -908,7 +912,7 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module
     except ImportError as reason:
         raise MissingExtra("LoRA", got="no peft", fix="pip install 'rl-notebook[lora]'") from reason
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")  # type: ignore[arg-type]
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)
         return get_peft_model(model, config)  # type: ignore[arg-type, return-value]

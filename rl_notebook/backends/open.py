@@ -35,13 +35,13 @@ def local_options(cfg: Config) -> dict[str, Any]:
     }
 
 
-async def _open_local(cfg: Config, say: Callable[[str], Any]) -> Backend:
+async def _open_local(cfg: Config, say: Callable[[str], Any], leftover: str) -> Backend:
     from rl_notebook.backends.local import open_local
 
     return open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **local_options(cfg))
 
 # %% ../../nbs/29_backends.open.ipynb #94334756
-async def _open_openai(cfg: Config, say: Callable[[str], Any]) -> Backend:
+async def _open_openai(cfg: Config, say: Callable[[str], Any], leftover: str) -> Backend:
     from rl_notebook.backends.openai import open_openai
 
     folder = Path(cfg.log_path) / "weights" if cfg.log_path is not None else None
@@ -70,19 +70,19 @@ def tinker_options(cfg: Config) -> dict[str, Any]:
     }
 
 
-async def _open_tinker(cfg: Config, say: Callable[[str], Any]) -> Backend:
+async def _open_tinker(cfg: Config, say: Callable[[str], Any], leftover: str) -> Backend:
     from rl_notebook.backends.tinker import open_tinker
 
     return await open_tinker(**tinker_options(cfg), say=say)
 
 
-async def _open_fireworks(cfg: Config, say: Callable[[str], Any]) -> Backend:
+async def _open_fireworks(cfg: Config, say: Callable[[str], Any], leftover: str) -> Backend:
     from rl_notebook.backends.fireworks import open_fireworks
 
-    return await open_fireworks(cfg, say=say)
+    return await open_fireworks(cfg, say=say, leftover=leftover)  # type: ignore[arg-type]
 
 # %% ../../nbs/29_backends.open.ipynb #8fd1c2a2
-OPENERS: dict[str, Callable[[Config, Callable[[str], Any]], Awaitable[Backend]]] = {
+OPENERS: dict[str, Callable[[Config, Callable[[str], Any], str], Awaitable[Backend]]] = {
     "local": _open_local,
     "openai": _open_openai,
     "tinker": _open_tinker,
@@ -93,11 +93,12 @@ OPENERS: dict[str, Callable[[Config, Callable[[str], Any]], Awaitable[Backend]]]
 async def open_backend(
     cfg: Config,
     say: Callable[[str], Any] = print,  # where the lines about provisioning and reconnects go
+    leftover: str = "error",  # fireworks: trainers of a killed process in this run folder: "attach", "clean" or "error"
 ) -> Backend:  # `async with` gives back what it holds
     "The backend that a config names."
     if cfg.backend not in OPENERS:
         raise ConfigError("backend", got=repr(cfg.backend), expected=" or ".join(OPENERS))
-    return await OPENERS[cfg.backend](cfg, say)
+    return await OPENERS[cfg.backend](cfg, say, leftover)
 
 # %% ../../nbs/29_backends.open.ipynb #2c106273
 async def check_backend(

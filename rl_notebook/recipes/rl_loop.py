@@ -133,6 +133,7 @@ async def train(
     problem: Problem | None = None,  # None = what the config names
     backend: Backend | None = None,  # None = the one that the config names; one that is passed stays open
     resume: bool = False,  # go on with the run in `log_path`
+    leftover: str = "error",  # Fireworks: trainers of a killed process in `log_path`: "attach", "clean" or "error"
     say: Callable[[str], Any] = tqdm.write,  # where the lines go
     progress: bool = True,  # draw a bar, where bars can be drawn
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
@@ -141,7 +142,7 @@ async def train(
     check_run(cfg, resume)
     problem = problem or load_problem(cfg)
     async with contextlib.AsyncExitStack() as stack:
-        own = backend or await stack.enter_async_context(await open_backend(cfg, say))
+        own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
         loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
         check_prompts(loop)
         if found := find_checkpoint(cfg, resume):
