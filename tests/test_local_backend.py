@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -622,3 +623,18 @@ def test_ids_outside_the_vocabulary_name_the_datum():
         run(backend.policy.forward([Datum([1, 999], [1], group=2, sample=1, key="q17")]))
     with pytest.raises(BackendError, match="datums: got none"):
         run(backend.policy.forward([]))
+
+
+def test_adapters_made_at_once_are_those_made_one_by_one():
+    pytest.importorskip("peft")
+    make = lambda seed: open_local(tiny_model(), byte_tokenizer(), lora_rank=2, seed=seed).policy.state.params
+    alone = [make(seed) for seed in range(4)]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            crowd = list(pool.map(make, range(4)))
+    finally:
+        sys.setswitchinterval(switch)
+    for one, other in zip(alone, crowd, strict=True):
+        assert all(torch.equal(p, other[name]) for name, p in one.items())
