@@ -627,7 +627,8 @@ def test_ids_outside_the_vocabulary_name_the_datum():
 
 def test_adapters_made_at_once_are_those_made_one_by_one():
     pytest.importorskip("peft")
-    make = lambda seed: open_local(tiny_model(), byte_tokenizer(), lora_rank=2, seed=seed).policy.state.params
+    models = [tiny_model() for _ in range(8)]  # made here: they draw from the same generator
+    make = lambda seed: open_local(models.pop(), byte_tokenizer(), lora_rank=2, seed=seed).policy.state.params
     alone = [make(seed) for seed in range(4)]
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
