@@ -772,7 +772,7 @@ def builtin_rules(c: Any) -> Iterator[str]:
     "Losses that the service cannot compute."
     if c.loss_path == "client":
         return
-    from rl_notebook.losses import BUILTIN_LOSSES, LossOptions, builtin_loss
+    from rl_notebook.losses import BUILTIN_LOSSES, UNCOUNTED_LOSSES, LossOptions, builtin_loss
 
     if c.backend not in BUILTIN_LOSSES:
         instead = " or ".join(f"backend={b!r}" for b in BUILTIN_LOSSES)
@@ -795,6 +795,13 @@ def builtin_rules(c: Any) -> Iterator[str]:
         yield (
             "loss_path='builtin': with min_samples_per_fwd_bwd the division comes last, and Tinker divides nothing."
             " Set aggregation='sum' or leave min_samples_per_fwd_bwd out"
+        )
+    late = c.min_samples_per_fwd_bwd is not None and c.aggregation != "sum"
+    divided = late or c.grad_accumulation_normalization != "none"
+    if c.backend != "tinker" and c.policy_loss in UNCOUNTED_LOSSES and divided:
+        yield (
+            f"loss_path='builtin': the service would divide by what has a slope, and with {c.policy_loss!r} some tokens"
+            " have none. Leave grad_accumulation_normalization and min_samples_per_fwd_bwd out"
         )
 
 # %% ../nbs/06_config.ipynb #7f9bc8d2

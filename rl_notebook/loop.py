@@ -27,16 +27,16 @@ from tqdm.auto import tqdm
 # %% auto #0
 __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 'AnyLoop', 'NOT_FOR_BRANCHES', 'GRADING',
            'HELD_OUT', 'LISTENING', 'BEFORE', 'GAP', 'call_text', 'StepState', 'enter', 'Task', 'as_task', 'configured',
-           'check_backend', 'Stage', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text',
-           'title_text', 'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed',
-           'measured', 'encode', 'prompts_phase', 'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase',
+           'check_backend', 'check_loss', 'Stage', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup',
+           'place_text', 'title_text', 'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way',
+           'timed', 'measured', 'encode', 'prompts_phase', 'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase',
            'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums',
            'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
-           'loss_phase', 'fresh_gradient', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use',
-           'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'optimize_phase', 'weights_moved', 'sync_waits',
-           'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record',
-           'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'claim', 'on_stage', 'staged',
-           'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer',
+           'loss_phase', 'fresh_gradient', 'gradient_of', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at',
+           'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'optimize_phase', 'weights_moved',
+           'sync_waits', 'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase', 'reopened',
+           'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'claim', 'on_stage',
+           'staged', 'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer',
            'take_in', 'refill_step', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
            'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts',
            'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
@@ -67,7 +67,8 @@ from .rewards import as_reward_fns, make_soft_overlong
 from .rollouts import Prompt, RolloutFn, Rollouts, RolloutSetup
 from .rollouts import arrivals, encode_rows, greedy_chunks, groups_per_pass, require_some, window_batches
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
-from .step import backward, cache_key, draw, evaluate, evaluate_loss, loss_factory, merge_outputs
+from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
+from .step import loss_factory, merge_outputs
 from .step import list_datums, list_groups, list_prompts, list_rollouts
 from .step import scale_output, score_datums, score_group, score_group_blocking, sync_weights
 
@@ -194,6 +195,10 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     for name in sorted(asked - set(divisions)):
         fix = "This backend does not divide the gradient: leave min_samples_per_fwd_bwd and the division out."
         yield "grad_accumulation_normalization", name, f"one of {', '.join(divisions)}", fix
+    if cfg.loss_path == "builtin" and cfg.policy_loss not in can.builtin_losses:
+        known = ", ".join(can.builtin_losses) or "'client'"
+        fix = f"{can.name} does not compute this loss itself: set loss_path='client'."
+        yield "loss_path 'builtin' with policy_loss", cfg.policy_loss, known, fix
     if (cfg.top_p < 1 and not can.top_p) or (cfg.top_k and not can.top_k):
         yield "top_p / top_k", (cfg.top_p, cfg.top_k), "1 and 0", f"{can.name} cannot report what it drew from."
 
@@ -202,6 +207,13 @@ def check_backend(cfg: Config, backend: Backend) -> None:
     "Refuse settings that this backend would ignore."
     for what, got, expected, fix in _mismatches(cfg, backend):
         raise ConfigError(what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix)
+
+
+def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
+    "Refuse a custom loss where the service computes its own."
+    if make_loss is not None and cfg.loss_path == "builtin":
+        fix = "Leave one of the two out."
+        raise ConfigError("make_loss", got="a loss of yours", expected="none with loss_path='builtin'", fix=fix)
 
 # %% ../nbs/33_loop.ipynb #1c6a9b39
 class Stage:
@@ -251,6 +263,7 @@ class LoopMemory:
     ):
         self.backend, self.cfg, self.name = backend, cfg or Config(), name
         check_backend(self.cfg, backend)
+        check_loss(self.cfg, make_loss)
         self.given = {"reward": reward, "dynamic_filter_fn": dynamic_filter_fn, "make_loss": make_loss}
         self.given |= {"extras": extras, "keep_undo": keep_undo}  # for branches
         self.rows, self.eval_rows = as_rows(rows), as_rows(eval_rows) if len(eval_rows) else []
@@ -582,6 +595,16 @@ async def fresh_gradient(loop: Loop) -> None:
     loop.holds_gradient = True
 
 
+async def gradient_of(loop: Loop, datums: Sequence[Datum], **split: Any) -> LossOutput:
+    "Accumulate the gradient of datums, with a loss that is computed here or by the service."
+    policy, options = loop.backend.policy, LossOptions(**chosen_options(loop))
+    if loop.cfg.loss_path == "client":
+        make = chosen_loss(loop, loop.state.changes)
+        return await backward(policy, datums, make, aggregation=options.aggregation, **split)
+    there: Any = policy  # a `BuiltinTrainer`, or the loop would not have been opened
+    return await backward_builtin(there, await anchored(policy, datums, options, loop.state.cache), options, **split)
+
+
 async def backward_phase(loop: Loop) -> LossReport | Measured:
     "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
     datums, c = enter(loop.state, "backward"), loop.cfg
@@ -590,8 +613,7 @@ async def backward_phase(loop: Loop) -> LossReport | Measured:
     aggregation = chosen_options(loop)["aggregation"]
     with timed(loop, "backward"):
         await fresh_gradient(loop)
-        batch = {"aggregation": aggregation, "max_samples": c.max_samples_per_fwd_bwd}
-        output = await backward(loop.backend.policy, datums, chosen_loss(loop, loop.state.changes), **batch)
+        output = await gradient_of(loop, datums, max_samples=c.max_samples_per_fwd_bwd)
     size = c.max_samples_per_fwd_bwd or len(datums)
     loop.state.passes = tuple(len(datums[i : i + size]) for i in range(0, len(datums), size))
     loop.state.normalization = c.grad_accumulation_normalization if aggregation == "sum" else "none"
@@ -1058,7 +1080,7 @@ async def with_signal(
 async def train_chunk(loop: Loop, groups: Sequence[PromptGroup]) -> LossReport:
     "One backward pass that divides by nothing."
     datums = await with_reference(loop, group_datums(loop, groups))
-    output = await backward(loop.backend.policy, datums, chosen_loss(loop, loop.state.changes), denominator=1.0)
+    output = await gradient_of(loop, datums, denominator=1.0)
     return LossReport(output, tuple(datums))
 
 

@@ -19,11 +19,11 @@ from .core import AlignmentError, Datum, LossError
 
 # %% auto #0
 __all__ = ['PolicyLoss', 'POLICY_LOSSES', 'KNOBS', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LossFn', 'TRL_PRESETS', 'BUILTIN_LOSSES',
-           'ActiveTokens', 'log_ratio', 'grpo', 'reinforce', 'importance_sampling', 'clipped_surrogate', 'ppo',
-           'sequence_ratio', 'gspo', 'cispo', 'dro', 'sapo', 'LossOptions', 'raw_tis_weights', 'tis_weights',
-           'natural_denominator', 'aggregate', 'SideData', 'loss_terms', 'make_loss_fn', 'loss_metrics',
-           'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn', 'check_builtin_options', 'builtin_loss',
-           'builtin_inputs', 'check_builtin']
+           'UNCOUNTED_LOSSES', 'ActiveTokens', 'log_ratio', 'grpo', 'reinforce', 'importance_sampling',
+           'clipped_surrogate', 'ppo', 'sequence_ratio', 'gspo', 'cispo', 'dro', 'sapo', 'LossOptions',
+           'raw_tis_weights', 'tis_weights', 'natural_denominator', 'aggregate', 'SideData', 'loss_terms',
+           'make_loss_fn', 'loss_metrics', 'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn', 'check_builtin_options',
+           'builtin_loss', 'builtin_inputs', 'check_builtin']
 
 # %% ../nbs/03_losses.ipynb #c8214c91
 @dataclass(frozen=True, eq=False)
@@ -560,6 +560,7 @@ BUILTIN_LOSSES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {  # service
         "cispo": ("cispo", _CLIP),
     },
 }
+UNCOUNTED_LOSSES = ("ppo", "dapo", "gspo", "dro")  # the slope of some positions of the loss is exactly 0
 
 # %% ../nbs/03_losses.ipynb #f2381a2c
 def check_builtin_options(o: LossOptions) -> None:
@@ -582,7 +583,7 @@ def check_builtin_options(o: LossOptions) -> None:
         (
             quadratic and o.aggregation != "sum",
             "aggregation",
-            "dro's quadratic term is not proportional to the advantage. Set aggregation='sum', and the trainer divides",
+            "dro's quadratic term is not proportional to the advantage. Set aggregation='sum'",
         ),
     )
     for bad, name, fix in refused:

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 from .advantages import is_dead
-from .backends.base import Backend, GradNormalization, Sampler, Scorer, Trainer
+from .backends.base import Backend, BuiltinTrainer, GradNormalization, Sampler, Scorer, Trainer
 from .core import Datum, Logprobs, LossOutput, PromptGroup, SampleParams
 from .datums import attach, datum_table
 from .losses import LossFn, LossOptions, make_loss_fn, natural_denominator
@@ -34,8 +34,8 @@ from rl_notebook.rollouts import (
 # %% auto #0
 __all__ = ['T', 'ScoreCache', 'LossFactory', 'NORMALIZATION', 'Listing', 'on_one_line', 'list_prompts', 'draw', 'list_rollouts',
            'needs_grading', 'score_group', 'score_group_blocking', 'list_groups', 'cache_key', 'score_datums',
-           'list_datums', 'loss_factory', 'evaluate_loss', 'LossReport', 'backward', 'merge_outputs', 'scale_output',
-           'sync_weights', 'Measured', 'evaluate']
+           'list_datums', 'loss_factory', 'evaluate_loss', 'LossReport', 'backward', 'in_calls', 'merge_outputs',
+           'backward_builtin', 'anchored', 'scale_output', 'sync_weights', 'Measured', 'evaluate']
 
 # %% ../nbs/32_step.ipynb #250bbb3f
 T = TypeVar("T")
@@ -262,12 +262,18 @@ async def backward(
     denominator: float | None = None,  # None = that of the whole step
 ) -> LossOutput:
     "Accumulate the gradient of a step; returns loss, metrics, logprobs and dL/dlogprob of all its datums."
+    chunks, whole = in_calls(datums, aggregation, max_samples, denominator)
+    return merge_outputs([await policy.forward_backward_custom(c, make(c, whole)) for c in chunks])
+
+
+def in_calls(
+    datums: Sequence[Datum], aggregation: str, max_samples: int | None, denominator: float | None
+) -> tuple[list[Sequence[Datum]], float]:  # datums of each call, and what every call divides by
+    "A step in calls of at most `max_samples` datums."
     lengths = np.array([d.num_loss_tokens for d in datums])
     whole = natural_denominator(lengths, aggregation) if denominator is None else denominator
     size = max_samples or len(datums)
-    chunks = [datums[i : i + size] for i in range(0, len(datums), size)]
-    outputs = [await policy.forward_backward_custom(c, make(c, whole)) for c in chunks]
-    return merge_outputs(outputs)
+    return [datums[i : i + size] for i in range(0, len(datums), size)], whole
 
 # %% ../nbs/32_step.ipynb #81b28791
 def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
@@ -296,6 +302,28 @@ def _merged(name: str, values: np.ndarray, weights: np.ndarray) -> float:
         return float((np.nanmin if last.endswith("min") else np.nanmax)(values))
     known = ~np.isnan(values) & (weights > 0)
     return float(np.average(values[known], weights=weights[known])) if known.any() else float("nan")
+
+# %% ../nbs/32_step.ipynb #ce631529
+async def backward_builtin(
+    policy: BuiltinTrainer,
+    datums: Sequence[Datum],  # of the whole step, with their anchor
+    options: LossOptions,
+    *,
+    max_samples: int | None = None,  # in one call
+    denominator: float | None = None,  # None = that of the whole step
+) -> LossOutput:
+    "`backward` with the service's own loss."
+    chunks, whole = in_calls(datums, options.aggregation, max_samples, denominator)
+    return merge_outputs([await policy.forward_backward_builtin(c, options, denominator=whole) for c in chunks])
+
+
+async def anchored(
+    policy: Scorer, datums: Sequence[Datum], options: LossOptions, cache: ScoreCache
+) -> Sequence[Datum]:  # with `old_logprobs` where the service's loss reads them
+    "Datums as a service needs them for its own loss."
+    if options.anchor != "old" or (options.policy_loss == "grpo" and options.tis == "off"):
+        return datums
+    return attach(datums, "old_logprobs", await score_datums(policy, datums, "policy", cache))
 
 # %% ../nbs/32_step.ipynb #43a1476c
 def scale_output(output: LossOutput, factor: float) -> LossOutput:

@@ -5,7 +5,7 @@ import functools
 import inspect
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.backends.openai import open_openai
 from rl_notebook.backends.tinker import open_tinker
 from rl_notebook.core import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
+from rl_notebook.losses import LossOptions, make_loss_fn, natural_denominator
 
 __all__ = ["one_thread"]
 
@@ -459,5 +460,115 @@ def test_three_steps_agree_with_the_local_backend(opened, entry):
             weights, weights_ = await entry.weights(backend), await local_weights(twin)
             assert weights.keys() == weights_.keys()
             assert max(float((weights[n] - weights_[n]).abs().max()) for n in weights) <= 1e-5
+
+    opened(test)
+
+
+async def anchored(backend: Backend) -> list[Datum]:
+    "Datums whose anchors lie around the policy, so that ratios are clipped; one has no advantage."
+    datums = datums_of(await sampled(backend, n=5))
+    scored, rng = await backend.policy.forward(datums), np.random.default_rng(0)
+    return [
+        replace(d, old_logprobs=np.where(d.active, lp.values + rng.normal(0, 0.4, len(lp.values)), np.nan))
+        for d, lp in zip(datums, scored, strict=True)
+    ]
+
+
+def requests_since(start: int) -> list[str]:
+    "What trainers were asked to compute."
+    asked = [exchange.path.rsplit("/", 1)[-1] for exchange in list(service().emulator.log)[start:]]
+    return [name for name in asked if name in ("forward", "forward_backward")]
+
+
+def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
+    "Every loss that the service has: values, slopes, weights after three steps, and how many calls that takes."
+
+    async def three(backend, datums, options, there: bool, divided_by):
+        seen, begun = [], len(service().emulator.log)
+        whole = natural_denominator(np.array([d.num_loss_tokens for d in datums]), options.aggregation)
+        for k in range(3):
+            for half in (datums[:2], datums[2:])[k % 2 :]:
+                if there:
+                    out = await backend.policy.forward_backward_builtin(half, options, denominator=whole)
+                else:
+                    loss_fn = make_loss_fn(half, options, denominator=whole)
+                    out = await backend.policy.forward_backward_custom(half, loss_fn)
+                seen.append((out.loss, out.metrics, out.dlogprobs))
+            adam = AdamParams(learning_rate=1e-3, eps=1e-6)  # an eps far above the rounding of a gradient
+            await backend.policy.optim_step(adam, grad_accumulation_normalization=divided_by)
+        return seen, await entry.weights(backend), requests_since(begun)
+
+    async def test(backend):
+        if not (known := backend.capabilities.builtin_losses):
+            assert not hasattr(backend.policy, "forward_backward_builtin")
+            return
+        datums, start = await anchored(backend), await backend.policy.save_state("start")
+        for name in known:
+            late = {"importance_sampling": "num_loss_tokens", "cispo": "num_sequences"}
+            divided_by = late.get(name, "none") if backend.policy.link.sdk.divides else "none"
+            options = LossOptions(name, aggregation="sum" if name == "dro" or divided_by != "none" else "token_mean")
+            runs = []
+            for there in (False, True):
+                await backend.policy.load_state(start)
+                runs.append(await three(backend, datums, options, there, divided_by))
+            (ours, weights, calls), (theirs, weights_, calls_) = runs
+            for (loss, metrics, slopes), (loss_, metrics_, slopes_) in zip(ours, theirs, strict=True):
+                assert loss == pytest.approx(loss_, rel=1e-5, abs=1e-6)
+                assert metrics == pytest.approx(metrics_, rel=1e-3, abs=1e-5, nan_ok=True)
+                assert gap(slopes, slopes_) <= 1e-6
+            assert max(float((weights[n] - weights_[n]).abs().max()) for n in weights) <= 1e-5, name
+            assert len(calls) == 10  # a forward and a backward pass each
+            assert calls_ == ["forward_backward"] * 5
+
+    opened(test)
+
+
+def test_a_builtin_loss_outlives_its_client_and_is_dropped_with_it(opened, entry):
+    "Between pass and step the client is lost, or the gradient discarded, or another state loaded."
+
+    async def test(backend):
+        policy, options = backend.policy, LossOptions("ppo")
+        if not backend.capabilities.builtin_losses:
+            return
+        policy.link.say = lambda line: None
+        datums, start = await anchored(backend), await policy.save_state("start")
+
+        async def step(upset=None):
+            await policy.load_state(start)
+            await policy.forward_backward_builtin(datums, options)
+            if upset:
+                await upset()
+            await policy.optim_step(ADAM)
+            return await entry.weights(backend)
+
+        async def lose():
+            policy.link.drop()
+
+        async def begin_again():
+            await policy.discard_gradients()
+            await policy.forward_backward_builtin(datums, options)
+
+        async def load():
+            await policy.load_state(start)
+            await policy.forward_backward_builtin(datums, options)
+
+        async def save():
+            assert await policy.save_state("between")
+            policy.link.drop()
+
+        weights = await step()
+        for upset in (lose, begin_again, load, save):
+            before, again = policy.reconnects, await step(upset)
+            assert policy.reconnects == before + 1
+            assert max(float((weights[n] - again[n]).abs().max()) for n in weights) <= 1e-5, upset.__name__
+        await policy.forward_backward_builtin(datums, options)
+        await policy.discard_gradients()
+        with pytest.raises(BackendError, match="no accumulated gradient"):
+            await policy.optim_step(ADAM)
+        await policy.forward_backward_builtin(datums, options)
+        with pytest.raises(BackendError, match="got 'num_loss_tokens', which the service cannot do; expected none"):
+            await policy.optim_step(ADAM, grad_accumulation_normalization="num_loss_tokens")
+        with pytest.raises(LossError, match="a service cannot compute this loss: policy_loss: got 'sapo'"):
+            await policy.forward_backward_builtin(datums, LossOptions("sapo"))
 
     opened(test)

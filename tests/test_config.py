@@ -445,6 +445,16 @@ IGNORED = [
         {"loss_path": "builtin", "backend": "tinker", "lora_rank": 8, "kl_beta": 0.0, "min_samples_per_fwd_bwd": 8},
         "with min_samples_per_fwd_bwd the division comes last",
     ),
+    (
+        {"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "policy_loss": "ppo", "aggregation": "sum"}
+        | {"grad_accumulation_normalization": "num_loss_tokens"},
+        "divide by what has a slope",
+    ),
+    (
+        {"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "policy_loss": "gspo"}
+        | {"min_samples_per_fwd_bwd": 8},
+        "divide by what has a slope",
+    ),
     ({"base_model": MODEL, "backend": "local"}, "base_model: 'accounts/fireworks/models/qwen3-8b' lives at Fireworks"),
     ({"base_model": MODEL, "infra": InfraConfig(), "trainer": TrainerConfig()}, "infra: trainer says the same"),
     ({"base_model": MODEL, "dtype": "bfloat16"}, "dtype: backend='fireworks' decides it"),

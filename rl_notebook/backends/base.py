@@ -16,8 +16,11 @@ from ..core import AdamParams, Completion, Datum, Logprobs, LossOutput, SamplePa
 if TYPE_CHECKING:
     import torch
 
+    from rl_notebook.losses import LossOptions
+
 # %% auto #0
-__all__ = ['LossFn', 'GradNormalization', 'Sampler', 'Scorer', 'Trainer', 'WeightSync', 'Capabilities', 'Meter', 'Backend']
+__all__ = ['LossFn', 'GradNormalization', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'Capabilities', 'Meter',
+           'Backend']
 
 # %% ../../nbs/20_backends.base.ipynb #1598f3a6
 LossFn: TypeAlias = "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
@@ -87,6 +90,17 @@ class Trainer(Scorer, Protocol):
         "A snapshot of the current weights that a `WeightSync` can serve; returns its name."
         ...
 
+# %% ../../nbs/20_backends.base.ipynb #2a67d21f
+@runtime_checkable
+class BuiltinTrainer(Trainer, Protocol):
+    "A trainer whose service computes losses of its own."
+
+    async def forward_backward_builtin(
+        self, datums: Sequence[Datum], options: LossOptions, *, denominator: float | None = None
+    ) -> LossOutput:
+        "`forward_backward_custom` with the loss of these options, computed by the service."
+        ...
+
 # %% ../../nbs/20_backends.base.ipynb #7ca5f7b6
 @runtime_checkable
 class WeightSync(Protocol):
@@ -108,6 +122,7 @@ class Capabilities:
     top_p: bool = True  # sampler honours it and reports logprobs of the distribution drawn from
     top_k: bool = True  # likewise
     seed: bool = True  # same seed, same tokens
+    builtin_losses: tuple[str, ...] = ()  # `policy_loss`es that the service computes (`BuiltinTrainer`)
     state_snapshots: bool = True  # `save_state` and `load_state`: without them no undo, branch or seek
     policy_temperature: float = 1.0  # the policy's logits are divided by it
     lora_rank: int = 0  # 0 = every parameter is trained

@@ -86,6 +86,7 @@ from rl_notebook.core import (
     RLNotebookError,
     SampleParams,
 )
+from ..losses import BUILTIN_LOSSES
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #f6b7ba7c
 def completion_of(
@@ -508,6 +509,7 @@ def bundle(
     policy.job_id, sync.trainer = infra.policy_job_id, policy
     judge = infra.reference and ServiceReference(Link(connector(infra.reference), classes, **link), limits, run, meter)
     can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)
+    can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]))
     return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, meter=meter, infra=infra)
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #4f526c58

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,16 +33,18 @@ from rl_notebook.core import (
     LossOutput,
     RLNotebookError,
 )
+from ..losses import UNCOUNTED_LOSSES, LossOptions, builtin_inputs, builtin_loss, check_builtin, make_loss_fn
 from ..toy import load_model
 
 # %% auto #0
-__all__ = ['COUNTED', 'CARRIERS', 'REFUSED', 'Sdk', 'sdk_datum', 'loss_weights', 'Carrier', 'with_side', 'carried', 'Coverage',
-           'read_logprobs', 'causes', 'status_of', 'category_of', 'is_lost', 'Link', 'fresh_client', 'unleaked',
-           'Tries', 'attempt', 'result_of', 'Pass', 'Update', 'Journal', 'measured', 'forward_gap', 'sdk_adam',
-           'send_update', 'send_pass', 'label_of', 'state_name', 'version_in', 'publish', 'Limits', 'check_datums',
-           'sent_for_scoring', 'score_remotely', 'stamped', 'ServiceReference', 'save_for_sampler', 'load_into', 'Ways',
-           'Books', 'brought_up', 'loss_here', 'keep_pass', 'loss_and_keep', 'take_step', 'check_update',
-           'save_remotely', 'keep_journal_short', 'load_remotely', 'snapshot_remotely', 'ServiceTrainer',
+__all__ = ['COUNTED', 'CARRIERS', 'REFUSED', 'Sdk', 'bare_datum', 'with_side', 'sdk_datum', 'loss_weights', 'Carrier', 'carried',
+           'Coverage', 'read_logprobs', 'causes', 'status_of', 'category_of', 'is_lost', 'Link', 'fresh_client',
+           'unleaked', 'Tries', 'attempt', 'result_of', 'Pass', 'Update', 'Journal', 'measured', 'forward_gap',
+           'sdk_adam', 'send_update', 'send_pass', 'label_of', 'state_name', 'version_in', 'publish', 'Limits',
+           'check_datums', 'sent_for_scoring', 'score_remotely', 'stamped', 'ServiceReference', 'save_for_sampler',
+           'load_into', 'Ways', 'Books', 'brought_up', 'loss_here', 'keep_pass', 'loss_and_keep', 'take_step',
+           'check_update', 'save_remotely', 'keep_journal_short', 'let_go', 'discard', 'load_remotely',
+           'snapshot_remotely', 'builtin_request', 'loss_there', 'sent_for_training', 'ServiceTrainer',
            'open_tokenizer', 'Finding', 'Findings']
 
 # %% ../../nbs/24_backends.service.ipynb #a2b44346
@@ -60,14 +62,24 @@ class Sdk:
     divides: bool = False  # `optim_step` takes grad_accumulation_normalization; False = divided here
 
 # %% ../../nbs/24_backends.service.ipynb #9d061025
+def bare_datum(sdk: Sdk, datum: Datum) -> Any:
+    "The SDK's datum with nothing but tokens: those read, and those scored."
+    shape = [len(datum.weights)]
+    inputs = {"target_tokens": sdk.TensorData(data=datum.target_tokens.tolist(), dtype="int64", shape=shape)}
+    return sdk.Datum(model_input=sdk.ModelInput.from_ints(datum.input_tokens.tolist()), loss_fn_inputs=inputs)
+
+# %% ../../nbs/24_backends.service.ipynb #9611baef
+def with_side(sdk: Sdk, datum: Any, side: Mapping[str, np.ndarray]) -> Any:
+    "An SDK's datum with further float32 series."
+    inputs = dict(datum.loss_fn_inputs)
+    for name, series in side.items():
+        inputs[name] = sdk.TensorData(data=[float(x) for x in series], dtype="float32", shape=[len(series)])
+    return sdk.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
 def sdk_datum(sdk: Sdk, datum: Datum, weights: np.ndarray) -> Any:
     "The SDK's datum: the tokens read, the tokens scored, and a weight (N-1,) for each, which is always said."
-    shape = [len(datum.weights)]
-    inputs = {
-        "target_tokens": sdk.TensorData(data=datum.target_tokens.tolist(), dtype="int64", shape=shape),
-        "weights": sdk.TensorData(data=[float(w) for w in weights], dtype="float32", shape=shape),
-    }
-    return sdk.Datum(model_input=sdk.ModelInput.from_ints(datum.input_tokens.tolist()), loss_fn_inputs=inputs)
+    return with_side(sdk, bare_datum(sdk, datum), {"weights": weights})
 
 # %% ../../nbs/24_backends.service.ipynb #6be2a5ce
 COUNTED = 1e-30  # the weight of an active position whose slope is zero
@@ -103,14 +115,6 @@ CARRIERS = (
     Carrier("advantages", "importance_sampling", by_position=True),
     Carrier("advantages, averaged", "importance_sampling", by_position=True, by_sequence=True),
 )
-
-# %% ../../nbs/24_backends.service.ipynb #8fe65837
-def with_side(sdk: Sdk, datum: Any, side: Mapping[str, np.ndarray]) -> Any:
-    "An SDK's datum with further float32 series."
-    inputs = dict(datum.loss_fn_inputs)
-    for name, series in side.items():
-        inputs[name] = sdk.TensorData(data=[float(x) for x in series], dtype="float32", shape=[len(series)])
-    return sdk.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 # %% ../../nbs/24_backends.service.ipynb #3481b26e
 def carried(
@@ -213,6 +217,7 @@ class Link:
         self.connect, self.sdk, self.prepare, self.say, self.secret = connect, sdk, prepare, say, secret
         self.attempts, self.pause_s, self.timeout_s = attempts, pause_s, timeout_s
         self.client: Any = None
+        self.made = 0  # clients so far; the number of the present one
         self.opened = False  # whether there was a client before
         self.reconnects = 0
         self.closing = threading.Event()
@@ -242,6 +247,7 @@ def fresh_client(link: Link, why: str) -> Any:
     if link.client is not None:
         return link.client
     client, done = link.connect(), ""
+    link.made += 1
     if link.prepare is not None:
         client, done = link.prepare(client)
     link.client = client
@@ -324,6 +330,8 @@ class Pass:
     datums: tuple[Datum, ...]
     slopes: tuple[np.ndarray, ...]  # (N-1,) each
     logprobs: tuple[np.ndarray, ...] | None = None  # (N-1,) each, on which the slopes were computed
+    sent_on: int | None = None  # number of the client whose service has this gradient already; None = it waits here
+    counted: bool = True  # whether every position of the loss has a slope there, and is counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,10 +389,11 @@ def send_update(link: Link, client: Any, update: Update, carrier: Carrier, meter
     sdk, name, sequences = link.sdk, update.normalization, update.counts["num_sequences"]
     divided_by = 1 if sdk.divides else max(1, update.counts[name])
     divided_by = divided_by / (sequences if carrier.by_sequence else 1)
-    waiting = [send_pass(sdk, client, p, carrier, divided_by) for p in update.passes]
+    passes = [p for p in update.passes if p.sent_on != link.made]
+    waiting = [send_pass(sdk, client, p, carrier, divided_by) for p in passes]
     extra = {"grad_accumulation_normalization": name} if sdk.divides else {}
     step = client.optim_step(sdk_adam(sdk, update.adam), **extra)
-    gaps = [forward_gap(result_of(link, future), p) for future, p in zip(waiting, update.passes, strict=True)]
+    gaps = [forward_gap(result_of(link, future), p) for future, p in zip(waiting, passes, strict=True)]
     metrics = measured(result_of(link, step))
     meter.datums_trained += sequences
     known = [gap for gap in gaps if gap is not None]
@@ -568,14 +577,14 @@ def loss_and_keep(books: Books, datums: list[Datum], loss_fn: LossFn) -> tuple[f
 def take_step(books: Books, adam: AdamParams, normalization: GradNormalization) -> dict[str, float]:
     "One update with what was accumulated, which it uses up; raises `BackendError`."
     update = Update(tuple(books.pending), adam, normalization)
-    check_update(update)
+    check_update(update, books.link.sdk.divides)
     try:
         send = lambda client: send_update(books.link, client, update, books.carrier, books.meter)
         metrics = books.link.call(send)
     except BaseException:
         books.link.drop()
         raise
-    books.journal.updates.append(update)
+    books.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
     books.pending.clear()
     books.versions.published, books.versions.upcoming = False, books.versions.current + 1
     known = {"learning_rate": adam.learning_rate} | {k: v for k, v in update.counts.items() if k != "none"}
@@ -583,14 +592,19 @@ def take_step(books: Books, adam: AdamParams, normalization: GradNormalization) 
     return metrics | {name: float(value) for name, value in known.items()}
 
 # %% ../../nbs/24_backends.service.ipynb #71c40278
-def check_update(update: Update) -> None:
-    "Raises `BackendError` for an update that could not be made anywhere."
+def check_update(update: Update, divides: bool) -> None:
+    "Raises `BackendError` for an update that cannot be made; `divides` says whether the service divides gradients."
     if update.normalization not in update.counts:
         what, where = "grad_accumulation_normalization", "optim_step"
         raise BackendError(what, where=where, got=repr(update.normalization), expected=" or ".join(update.counts))
     if not update.passes:
         fix = "Call forward_backward_custom first."
         raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)
+    there = [p for p in update.passes if p.sent_on is not None]
+    right = not there or (divides and all(p.counted for p in there))
+    if update.normalization != "none" and not right:
+        what, fix = "grad_accumulation_normalization", "Give the loss its denominator: the gradient is on the service."
+        raise BackendError(what, got=f"{update.normalization!r}, which the service cannot do", expected="none", fix=fix)
 
 # %% ../../nbs/24_backends.service.ipynb #79ed7e90
 def save_remotely(books: Books, name: str) -> str:
@@ -618,6 +632,18 @@ def keep_journal_short(books: Books) -> None:
             warnings.warn(f"the journal could not be shortened: {error}", stacklevel=2)
 
 # %% ../../nbs/24_backends.service.ipynb #55d652d5
+def let_go(books: Books) -> None:
+    "Give up a client whose service has a gradient of ours."
+    if any(p.sent_on == books.link.made for p in books.pending):
+        books.link.drop()
+
+
+def discard(books: Books) -> None:
+    "Forget what was accumulated since the last update."
+    let_go(books)
+    books.pending.clear()
+
+# %% ../../nbs/24_backends.service.ipynb #59d78fec
 def load_remotely(books: Books, path: str, optimizer: bool) -> None:
     "Load a saved state, and count policy versions on from it; if it cannot be loaded, nothing has changed."
     link, before, versions = books.link, books.journal, books.versions
@@ -626,6 +652,7 @@ def load_remotely(books: Books, path: str, optimizer: bool) -> None:
     def load(client: Any) -> None:
         link.client = books.ways.load(link, client, path, optimizer)
 
+    let_go(books)
     try:
         link.call(load if link.client is not None else lambda client: None)
     except BaseException:
@@ -644,6 +671,52 @@ def snapshot_remotely(books: Books, name: str) -> str:
     path = books.link.call(lambda client: books.ways.snapshot(books.link, client, make()))
     books.snapshots.append(path)
     return path
+
+# %% ../../nbs/24_backends.service.ipynb #bfa705a9
+def builtin_request(sdk: Sdk, datums: Sequence[Datum], options: LossOptions, denominator: float | None) -> list[Any]:
+    "The SDK's datums for the service's own loss; raises `LossError` or `AlignmentError`."
+    data = []
+    for d, series in zip(datums, builtin_inputs(datums, options, denominator), strict=True):
+        push = "weights" if "weights" in series else "advantages"
+        if options.policy_loss != "dro":  # whose quadratic term would come with it
+            series = {**series, push: np.where(d.active & (series[push] == 0), COUNTED, series[push])}
+        data.append(with_side(sdk, bare_datum(sdk, d), series))
+    return data
+
+# %% ../../nbs/24_backends.service.ipynb #5a174c3b
+def loss_there(
+    books: Books, datums: list[Datum], options: LossOptions, denominator: float | None
+) -> tuple[float, dict, list, list]:
+    "Loss value, metrics, logprobs and dL/dlogprob per datum; the gradient stays on the service for the step."
+    try:
+        values, theirs = sent_for_training(books, datums, options, denominator)
+        leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
+        loss_fn = make_loss_fn(datums, options, denominator=denominator)
+        with torch.enable_grad():
+            loss, metrics, slopes = slope_of(books.limits.coverage, datums, leaves, loss_fn)
+        check_builtin(datums, options, [x.detach() for x in leaves], theirs, denominator)
+    except BaseException:
+        books.link.drop()
+        raise
+    counted = options.policy_loss not in UNCOUNTED_LOSSES
+    books.pending.append(Pass(tuple(datums), tuple(slopes), tuple(values), books.link.made, counted))
+    return loss, metrics, values, slopes
+
+# %% ../../nbs/24_backends.service.ipynb #1924b1b1
+def sent_for_training(
+    books: Books, datums: list[Datum], options: LossOptions, denominator: float | None
+) -> tuple[list[np.ndarray], float]:  # logprobs (N-1,) per datum, and the service's value of the loss
+    "One call with the service's own loss."
+    link, limits = books.link, books.limits
+    check_datums(datums, limits.vocab_size, limits.max_seq_len)
+    name, config = builtin_loss(options, link.sdk.name.lower())
+    data = builtin_request(link.sdk, datums, options, denominator)
+    output = link.call(lambda client: result_of(link, client.forward_backward(data, name, config or None)))
+    metrics = output.metrics or {}
+    if "loss:sum" not in metrics:
+        got, fix = f"{', '.join(sorted(metrics)) or 'no metrics'}", "Compute the loss here: loss_path='client'."
+        raise BackendError("the service's value of its loss", got=got, expected="loss:sum, to be checked", fix=fix)
+    return read_logprobs(output, datums, limits.coverage), float(metrics["loss:sum"])
 
 # %% ../../nbs/24_backends.service.ipynb #30a66dcf
 class ServiceTrainer(Books):
@@ -669,6 +742,12 @@ class ServiceTrainer(Books):
         "Loss and backward in one call."
         return self.output_of(*await self.run(loss_and_keep, self, list(datums), loss_fn))
 
+    async def forward_backward_builtin(
+        self, datums: Sequence[Datum], options: LossOptions, *, denominator: float | None = None
+    ) -> LossOutput:
+        "Loss and backward in one call, with the service's own loss; raises `LossError` where it has none."
+        return self.output_of(*await self.run(loss_there, self, list(datums), options, denominator))
+
     async def optim_step(
         self, adam: AdamParams, *, grad_accumulation_normalization: GradNormalization = "none"
     ) -> dict[str, float]:
@@ -676,8 +755,8 @@ class ServiceTrainer(Books):
         return await self.run(take_step, self, adam, grad_accumulation_normalization)
 
     async def discard_gradients(self) -> None:
-        "Forget what was accumulated since the last update; nothing of it has left this process."
-        await self.run(self.pending.clear)
+        "Forget what was accumulated since the last update; a client whose service has some of it is given up."
+        await self.run(discard, self)
 
     async def save_state(self, name: str) -> str:
         "Save weights and optimizer on the service; returns the path, which loads in any later process."

@@ -37,6 +37,7 @@ from rl_notebook.backends.service import (
     ServiceTrainer,
     Tries,
     Ways,
+    bare_datum,
     fresh_client,
     is_lost,
     keep_pass,
@@ -58,6 +59,7 @@ from rl_notebook.core import (
     RLNotebookError,
     SampleParams,
 )
+from ..losses import BUILTIN_LOSSES
 
 # %% auto #0
 __all__ = ['NOTICE', 'LOSSES', 'EPSILON', 'VISIBLE', 'OWN_LABELS', 'hush_deprecations', 'not_the_notice', 'tinker_sdk', 'made',
@@ -416,13 +418,9 @@ LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 
 def loss_request(sdk: Sdk, datum: Datum, name: str) -> Any:
     "A datum with what a built-in loss of the dialect reads."
-    ones, made = np.ones(len(datum.weights)), sdk_datum(sdk, datum, datum.weights)
-    if name == "cross_entropy":
-        return made
-    plain = sdk.Datum(
-        model_input=made.model_input, loss_fn_inputs={"target_tokens": made.loss_fn_inputs["target_tokens"]}
-    )
-    return with_side(sdk, plain, {"logprobs": 0 * ones, "advantages": ones})
+    ones = np.ones(len(datum.weights))
+    side = {"weights": datum.weights} if name == "cross_entropy" else {"logprobs": 0 * ones, "advantages": ones}
+    return with_side(sdk, bare_datum(sdk, datum), side)
 
 # %% ../../nbs/24b_backends.tinker.ipynb #e10eb5a6
 def probe_losses(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
@@ -738,7 +736,7 @@ async def open_tinker(
     sampler = TinkerSampler(sessions[1], base_model, words, limits, meter, **link)
     close = partial(close_tinker, trainer, frozen, sampler, sessions)
     can = Capabilities("tinker", prompt_logprobs=prompt_logprobs, top_p=False, top_k=False, lora_rank=lora_rank)
-    can = replace(can, max_seq_len=longest)
+    can = replace(can, max_seq_len=longest, builtin_losses=tuple(BUILTIN_LOSSES["tinker"]))
     sync = TinkerSync(sampler, trainer)
     backend = TinkerBackend(trainer, frozen, sampler, sync, words, can, close, meter)
     try:
@@ -764,6 +762,8 @@ async def acquaint(backend: TinkerBackend, session: Session, probing: bool, conf
         await trainer.save_state("start")
         return
     backend.checks = await check_conformance(trainer, sampler, tokens)
+    if trainer.carrier is not CARRIERS[0]:  # the service divides, and would divide the gradients of its own losses
+        backend.capabilities = replace(backend.capabilities, builtin_losses=())
     trouble = " ".join(row.sentence for row in backend.checks.failed)
     if trouble and conformance == "raise":
         fix = "conformance='warn' opens it all the same."
