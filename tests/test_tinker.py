@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +41,17 @@ from rl_notebook.backends.service import (
     version_in,
 )
 from rl_notebook.backends.tinker import Session, TinkerSampler, load_or_remake, open_tinker, shifted, tinker_sdk
-from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, LossError, MissingExtra, SampleParams
+from rl_notebook.core import (
+    AdamParams,
+    AlignmentError,
+    BackendError,
+    ConfigError,
+    Datum,
+    LossError,
+    MissingExtra,
+    SampleParams,
+)
+from rl_notebook.losses import LossOptions, make_loss_fn
 
 __all__ = ["one_thread"]
 
@@ -123,6 +134,102 @@ def test_a_journal_that_shortens_itself_changes_nothing(operations, length, faul
     table_, *_, t = run(played(operations, dict.fromkeys(faults, "after"), journal_steps=length))
     assert np.array_equal(table, table_)
     assert len(t.journal.updates) < length
+
+
+BUILTIN = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["there", "here", "step"]), st.integers(0, 2)),
+        st.tuples(st.just("step"), st.just(0)),
+        st.tuples(st.just("save"), st.just(0)),
+        st.tuples(st.just("load"), st.integers(0, 3)),
+        st.tuples(st.just("discard"), st.just(0)),
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+async def played_there(operations, faults=(), builtin=True, **options):
+    "Weights, logprobs and books at the end of a script in which losses are computed by the service, or not."
+    service, paths, losses, made = Service(faults), [], [], LossOptions(aggregation="sum")
+    quiet = {"pause_s": 0.0, "say": lambda line: None, "attempts": len(dict(faults)) + 2}
+    t = ServiceTrainer(service.connect, replace(TOY, name="tinker"), **quiet, **options)
+    for name, k in operations:
+        if name == "there" and builtin:
+            losses.append((await t.forward_backward_builtin(DATUMS[k:], made)).loss)
+        elif name in ("there", "here"):
+            losses.append((await t.forward_backward_custom(DATUMS[k:], make_loss_fn(DATUMS[k:], made))).loss)
+        elif name == "step" and t.pending:
+            losses.append((await t.optim_step(ADAM))["num_loss_tokens"])
+        elif name == "save":
+            paths.append(await t.save_state(f"s{k}"))
+        elif name == "load" and paths:
+            await t.load_state(paths[k % len(paths)])
+        elif name == "discard":
+            await t.discard_gradients()
+    scores = np.concatenate([lp.values for lp in await t.forward(DATUMS)])
+    return scores, (t.versions.current, t.versions.published, len(t.pending)), losses, t
+
+
+@settings(max_examples=200)
+@given(BUILTIN, FAULTS, st.integers(1, 50))
+def test_faults_around_a_loss_of_the_service_leave_the_same_weights(operations, faults, length):
+    scores, books, losses, _ = run(played_there(operations, builtin=False))
+    scores_, books_, losses_, _ = run(played_there(operations, faults, journal_steps=length))
+    assert np.allclose(scores, scores_, atol=1e-5, equal_nan=True)
+    assert books == books_
+    assert losses == pytest.approx(losses_, rel=1e-5, abs=1e-5)
+
+
+def test_a_gradient_on_the_service_is_not_sent_again():
+    async def test():
+        service = Service()
+        t = ServiceTrainer(service.connect, replace(TOY, name="tinker"), pause_s=0.0)
+        await t.open()
+        before = service.requests
+        await t.forward_backward_builtin(DATUMS, LossOptions())
+        metrics = await t.optim_step(ADAM)
+        assert service.requests == before + 2
+        assert "forward_gap" not in metrics
+        assert t.journal.updates[0].passes[0].sent_on is None
+        service.faults[service.requests + 1] = "before"  # the step; then the pass has to be sent again, and is compared
+        await t.forward_backward_builtin(DATUMS, LossOptions())
+        with pytest.warns(UserWarning, match="reconnected after Dropped: optim_step; repeated 1 update"):
+            assert (await t.optim_step(ADAM))["forward_gap"] < 1e-6
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "text"),
+    [
+        ({"loss:sum": 7.0}, LossError, "the service's grpo: got 7, off by"),
+        ({}, BackendError, "the service's value of its loss: got no metrics; expected loss:sum"),
+    ],
+)
+def test_a_loss_of_the_service_that_is_another_one_leaves_nothing_behind(metrics, error, text):
+    service = Service()
+
+    def connect():
+        client = service.connect()
+        right = client.forward_backward
+
+        def forward_backward(*asked):
+            future = right(*asked)
+            future.result().metrics = metrics
+            return future
+
+        client.forward_backward = forward_backward
+        return client
+
+    async def test():
+        t = ServiceTrainer(connect, replace(TOY, name="tinker"))
+        with pytest.raises(error, match=text):
+            await t.forward_backward_builtin(DATUMS, LossOptions())
+        assert t.link.client is None
+        assert t.pending == []
+
+    run(test())
 
 
 def test_an_update_whose_answer_was_lost_is_not_made_twice():
@@ -771,6 +878,70 @@ def test_the_loop_trains_undoes_and_trains_again_on_a_service():
     with start_emulator(key=KEY) as running:
         assert not run(test(running))
     del os.environ["TINKER_API_KEY"]
+
+
+WAYS = [  # settings, and how many requests a pass takes here and there
+    ({}, 2, 1),
+    ({"max_samples_per_fwd_bwd": 3}, 2, 1),
+    ({"policy_loss": "ppo"}, 2, 2),
+    ({"policy_loss": "importance_sampling", "anchor": "rollout"}, 2, 1),
+    ({"aggregation": "sum", "min_samples_per_fwd_bwd": 4}, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("given", "here", "there"), WAYS)
+def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
+    "Steps, undo and records are the same; a step takes fewer calls."
+    from rl_notebook.config import Config
+    from rl_notebook.loop import GRPOLoop
+
+    sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 6, "seed": 1}
+
+    def passes(start: int) -> int:
+        asked = [e.path.rsplit("/", 1)[-1] for e in list(service.emulator.log)[start:]]
+        return sum(name in ("forward", "forward_backward") for name in asked)
+
+    async def stepped(path: str):
+        quick = {"backend": "tinker", "lora_rank": 4, "kl_beta": 0.0, "learning_rate": 1e-3}
+        cfg = Config(loss_path=path, **sizes, **quick, **given)
+        async with await opened(service) as backend:
+            loop = GRPOLoop(backend, [{"prompt": text} for text in ("Hello", "World", "again", "and on")], varied, cfg)
+            await loop.step()
+            await loop.undo()
+            first, begun = await loop.step(), len(service.emulator.log)
+            second = await loop.step()
+            return first, second, passes(begun), await backend.policy.forward(second.datums)
+
+    def varied(completion: str) -> float:
+        return float(sum(map(ord, completion)) % 7)
+
+    first, second, calls, values = run(stepped("client"))
+    first_, second_, calls_, values_ = run(stepped("builtin"))
+    for ours, theirs in ((first, first_), (second, second_)):
+        assert [g.rewards.tolist() for g in ours.groups] == [g.rewards.tolist() for g in theirs.groups]
+        assert ours.loss.loss == pytest.approx(theirs.loss.loss, rel=1e-4, abs=1e-5)
+        assert ours.options == theirs.options
+    assert all(np.allclose(a.values, b.values, atol=1e-4, equal_nan=True) for a, b in zip(values, values_, strict=True))
+    assert len(second.passes) > 1 or not given.keys() & {"max_samples_per_fwd_bwd", "min_samples_per_fwd_bwd"}
+    assert (calls, calls_) == (here * len(second.passes), there * len(second.passes))
+
+
+def test_what_a_service_cannot_compute_is_refused_when_the_loop_opens(service):
+    from rl_notebook.config import Config
+    from rl_notebook.loop import GRPOLoop
+    from rl_notebook.toy import toy_reward, toy_rows
+
+    cfg = Config(backend="tinker", lora_rank=4, kl_beta=0.0, loss_path="builtin")
+
+    async def test():
+        async with await opened(service) as backend:
+            with pytest.raises(ConfigError, match="make_loss: got a loss of yours; expected none"):
+                GRPOLoop(backend, toy_rows(8), toy_reward, cfg, make_loss=lambda datums, denominator: reinforce)
+        async with open_local(tiny_model(), byte_tokenizer(), lora_rank=4) as local:
+            with pytest.raises(ConfigError, match=r"got grpo; expected 'client'\. local does not compute this loss"):
+                GRPOLoop(local, toy_rows(8), toy_reward, cfg)
+
+    run(test())
 
 
 OLD = os.environ.get("RL_NOTEBOOK_TINKER_024_PYTHON")

@@ -84,14 +84,18 @@ class Client:
     def forward(self, data, loss_fn):
         return self.service.request("forward", lambda: self.answer(data))
 
-    def forward_backward(self, data, loss_fn):
+    def forward_backward(self, data, loss_fn, config=None):
         def do():
             for d, r in zip(data, self.scores(data), strict=True):
                 w = np.array(d.loss_fn_inputs["weights"].data)
                 slope = w[:, None] * np.exp(r)
                 slope[np.arange(len(r)), d.loss_fn_inputs["target_tokens"].data] -= w
                 np.add.at(self.grad, d.model_input, slope)
-            return self.answer(data)
+            answer = self.answer(data)
+            for d, output in zip(data, answer.loss_fn_outputs, strict=True):
+                loss = -np.dot(d.loss_fn_inputs["weights"].data, output["logprobs"].data)
+                answer.metrics["loss:sum"] = answer.metrics.get("loss:sum", 0.0) + loss
+            return answer
 
         return self.service.request("forward_backward", do)
 
