@@ -581,7 +581,8 @@ def test_failures_of_a_sync_are_told_apart(site):
             assert fw.SYNC_FIXES[kind] in str(caught.value)
             assert backend.policy.versions.current == 0
 
-        await failing("failed", "hotload_error:times=1")
+        with pytest.warns(UserWarning, match="Sending full weights again"):
+            await failing("failed", "hotload_error:times=2")
         await failing("timed out", "hotload_stalls:s=30")
         site.deployments.scale_to_zero(site.serving)
         await failing("not ready")
@@ -617,6 +618,31 @@ def test_a_refused_delta_is_followed_by_full_weights_if_they_are_still_there(sit
             await backend.sync(stale)
 
     run(site, test)
+
+
+def test_an_adapter_that_fails_to_load_is_sent_once_more(site):
+    async def test(backend):
+        datum = toy(backend)
+        await learn(backend, datum)
+        with site.such_that("hotload_error:times=1"), pytest.warns(UserWarning, match="Sending full weights again"):
+            assert await synced(backend, "a") == ("base", 1)
+        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+
+    run(site, test, lora_rank=4, trainer={"training_shape_id": SHAPE})
+
+
+def test_an_address_where_nobody_is_is_told_at_once():
+    started = time.monotonic()
+    with pytest.raises(BackendError, match="got ConnectError; expected an answer"):
+        asyncio.run(
+            open_fireworks(
+                base_model=QWEN,
+                deployment={"tokenizer_model": "tiny"},
+                key="fw-none-here",
+                base_url="http://127.0.0.1:1",
+            )
+        )
+    assert time.monotonic() - started < 60
 
 
 def test_both_logprobs_are_kept_with_and_without_echo(site):
