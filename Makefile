@@ -8,7 +8,7 @@ SPECS := settings.ini setup.py constraints.txt
 EXTRAS := dev,lora,math,wandb,trackio,tensorboard,fireworks,tinker,emulator
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
-WORKERS ?= 2
+WORKERS ?= 4
 CODE := $(wildcard setup.py nbs tests benchmarks examples)
 
 .DEFAULT_GOAL := help
@@ -55,7 +55,7 @@ imports: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-# Two notebooks or tests at a time, one thread each: more threads than cores make small tensors crawl.
+# Four notebooks or tests at a time, one thread each: many wait for a service, and more threads make small tensors crawl.
 notebooks: $(STAMP) ## run every notebook; their assertions are tests
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
 
