@@ -506,9 +506,9 @@ def test_the_tinker_sdk_draws_what_the_engine_draws(tinker, tinker_service, runn
 
 
 def test_an_older_tinker_sdk_that_speaks_json(running, tmp_path):
-    python = os.environ.get("RL_NOTEBOOK_OLD_TINKER_PYTHON")
+    python = os.environ.get("RL_NOTEBOOK_TINKER_024_PYTHON")
     if not python:
-        pytest.skip("RL_NOTEBOOK_OLD_TINKER_PYTHON names no interpreter with an older tinker")
+        pytest.skip("RL_NOTEBOOK_TINKER_024_PYTHON names no interpreter with an older tinker")
     script = tmp_path / "old.py"
     script.write_text(
         "import sys, numpy as np, torch, tinker\n"
