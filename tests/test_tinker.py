@@ -926,8 +926,8 @@ def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
         assert ours.options == theirs.options
     assert values.keys() == values_.keys()
     assert all(np.allclose(values[k], values_[k], atol=1e-4, equal_nan=True) for k in values)
-    assert len(second.passes) > 1 or not given.keys() & {"max_samples_per_fwd_bwd", "min_samples_per_fwd_bwd"}
-    assert (calls, calls_) == (here * len(second.passes), there * len(second.passes))
+    assert len(second.passes) > 1 or "max_samples_per_fwd_bwd" not in given  # greedy ones depend on who arrives when
+    assert (calls, calls_) == (here * len(second.passes), there * len(second_.passes))
 
 
 def test_what_a_service_cannot_compute_is_refused_when_the_loop_opens(service):
