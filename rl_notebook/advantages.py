@@ -107,12 +107,18 @@ def with_advantages(
 ) -> list[PromptGroup]:
     "The same groups with `advantages` filled in; 0 for a sample that lost all its siblings."
     for g in groups:
-        if len(g.samples) == 1 and not g.dropped:
+        if len(g.run_starts) == 1 and not g.dropped:
             fix = "Set completions_per_prompt >= 2."
             raise RewardError("group size", where=g.where, got="1 sample", expected="at least 2", fix=fix)
-    compared = [g for g in groups if len(g.samples) > 1]
-    found = iter(batch_advantages([g.rewards for g in compared], scale=scale, ddof=ddof, eps=eps))
-    return [replace(g, advantages=next(found) if len(g.samples) > 1 else [0.0] * len(g.samples)) for g in groups]
+    compared = [g for g in groups if len(g.run_starts) > 1]
+    found = iter(batch_advantages([g.rewards[g.run_starts] for g in compared], scale=scale, ddof=ddof, eps=eps))
+    return [_of_runs(g, next(found) if len(g.run_starts) > 1 else np.zeros(len(g.run_starts))) for g in groups]
+
+
+def _of_runs(group: PromptGroup, advantages: np.ndarray) -> PromptGroup:  # one advantage per run
+    "The group with each run's advantage on all its segments."
+    counts = np.diff([*group.run_starts, len(group.samples)])
+    return replace(group, advantages=np.repeat(advantages, counts))
 
 # %% ../nbs/02_advantages.ipynb #f18389f2
 def keep_signal(

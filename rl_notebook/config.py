@@ -25,14 +25,15 @@ import yaml
 from .core import AdamParams, ConfigError, LossError, SampleParams
 
 # %% auto #0
-__all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNormalization', 'TrackerName', 'RENAMED',
-           'LOSS_TYPES', 'CONVERTED', 'NEUTRAL', 'AT_LEAST', 'ABOVE', 'CLIPPED', 'DUAL_CLIPPED', 'CAPPED', 'UNANCHORED',
-           'OWN_KNOBS', 'BACKENDS', 'TRAINED_HERE', 'ONLY_FOR', 'RULES', 'T', 'TaskSettings', 'SamplingSettings',
-           'SignalSettings', 'LossSettings', 'UpdateSettings', 'RunSettings', 'TISConfig', 'ISConfig', 'DAPOConfig',
-           'GSPOConfig', 'CISPOConfig', 'DROConfig', 'SAPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig',
-           'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce',
-           'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules',
-           'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'backend_rules', 'read_yaml', 'plain',
+__all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNormalization', 'TrackerName', 'RecipeName',
+           'RENAMED', 'LOSS_TYPES', 'CONVERTED', 'NEUTRAL', 'AT_LEAST', 'ABOVE', 'CLIPPED', 'DUAL_CLIPPED', 'CAPPED',
+           'UNANCHORED', 'OWN_KNOBS', 'BACKENDS', 'TRAINED_HERE', 'ONLY_FOR', 'ASYNC_ONLY', 'NOT_ASYNC', 'RULES', 'T',
+           'TaskSettings', 'SamplingSettings', 'SignalSettings', 'LossSettings', 'UpdateSettings', 'RunSettings',
+           'ScheduleSettings', 'TISConfig', 'ISConfig', 'DAPOConfig', 'GSPOConfig', 'CISPOConfig', 'DROConfig',
+           'SAPOConfig', 'IGPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig', 'HotloadConfig',
+           'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce', 'leaf_types',
+           'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules', 'loss_options',
+           'builtin_rules', 'sampling_rules', 'run_rules', 'backend_rules', 'schedule_rules', 'read_yaml', 'plain',
            'nested', 'accepts_other_spellings', 'Stored', 'SettingsTable', 'compared', 'changed_settings', 'Config']
 
 # %% ../nbs/06_config.ipynb #f1f9d6f8
@@ -145,7 +146,29 @@ class RunSettings:
     report_to: tuple[TrackerName, ...] = ()  # who else gets the metrics of each step
     dcp_save_interval: int = 0  # optimizer steps between resumable checkpoints; 0 = none
     output_model_id: str | None = None  # Fireworks: the final weights are promoted to this model id
-    router_replay: bool = False  # Fireworks: replay the sampler's expert choices in the trainer (mixture of experts)
+    router_replay: bool = False  # mixture of experts: the trainer takes the experts that the sampler chose
+    router_replay_completion_only: bool = True  # for sampled tokens only; False = for the prompt as well
+
+# %% ../nbs/06_config.ipynb #47b61066
+RecipeName = Literal["rl_loop", "async_rl_loop", "igpo_loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    "When rollouts run and when the weights are updated."
+
+    recipe: RecipeName = "rl_loop"  # which loop runs it
+    max_head_offpolicy_versions: int = 0  # async: syncs between the start of a rollout and its training, at most
+    max_concurrency_rollout_sample: int | None = None  # async: samples under way; None = all that staleness allows
+    synchronous_training: bool = False  # async: wait for every rollout under way before each update
+    pipeline_chunks_per_step: int = 1  # async: backward passes of a step, each made as soon as its groups are there
+    ppo_n_minibatches: int = 1  # optimizer steps per batch
+    min_group_size: int = 1  # samples that a group needs to be trained on
+    max_incomplete_group_retries: int = 0  # rounds in which samples that were lost are drawn again
+    rollout_retries: int = 2  # calls of a rollout again, after its connection failed
+    max_rollout_failure_rate: float = (
+        0.5  # share of lost connections among the last rollouts that ends the run; 1 = never
+    )
 
 # %% ../nbs/06_config.ipynb #1ca45731
 @dataclass(frozen=True)
@@ -210,6 +233,17 @@ class SAPOConfig:
 
     temperature_pos: float = 1.0  # steepness where the advantage is positive
     temperature_neg: float = 1.05  # and elsewhere
+
+# %% ../nbs/06_config.ipynb #72e8964b
+@dataclass(frozen=True)
+class IGPOConfig:
+    "Knobs of `recipe='igpo_loop'`: information gain per turn (arXiv:2510.14967)."
+
+    ig_weight: float = 1.0  # of the information gain beside the outcome; 0 = the outcome alone
+    gamma: float = 0.99  # discount from a turn to the one before it
+    scoring_workers: int = 8  # prefixes scored at the same time
+    skip_ig_last_turn: bool = False  # give the last turn, which states the answer, no information gain
+    answer_lead: str = ""  # text between what was said so far and the answer that is scored after it
 
 # %% ../nbs/06_config.ipynb #416b7a35
 @dataclass(frozen=True)
@@ -334,6 +368,7 @@ class SubConfigs:
     cispo: CISPOConfig | None = None  # with policy_loss="cispo"
     dro: DROConfig | None = None  # with policy_loss="dro"
     sapo: SAPOConfig | None = None  # with policy_loss="sapo"
+    igpo: IGPOConfig | None = None  # with recipe="igpo_loop"
     wandb: WandBConfig | None = None  # Weights & Biases
     resume: ResumeConfig | None = None  # where to go on from
     weight_sync: WeightSyncConfig | None = None  # Fireworks
@@ -418,6 +453,14 @@ RENAMED: dict[str, str] = {
     "weight_sync.weight_sync_interval": "weight_sync_interval",
     "weight_sync.dcp_save_interval": "dcp_save_interval",
     "weight_sync_before_training": "weight_sync.weight_sync_before_training",
+    "max_head_off_policy_versions": "max_head_offpolicy_versions",
+    "training_chunks_per_step": "pipeline_chunks_per_step",
+    "evaluation_interval": "eval_interval",
+    "ig_weight": "igpo.ig_weight",
+    "gamma": "igpo.gamma",
+    "scoring_workers": "igpo.scoring_workers",
+    "skip_ig_last_turn": "igpo.skip_ig_last_turn",
+    "steps_per_generation": "ppo_n_minibatches",  # TRL
     "weight_sync_timeout": "weight_sync.weight_sync_timeout",
     "tis.clip_high": "tis.cap",
     "tis.clip_low": "tis.floor",
@@ -426,7 +469,6 @@ RENAMED: dict[str, str] = {
     "tis.eps_clip": "eps_clip",
     "tis.eps_clip_high": "eps_clip_high",
     "gspo.kl_beta": "kl_beta",
-    "max_concurrency_rollout_sample": "max_concurrent",
     "dynamic_filter": "drop_dead",
     # TRL's GRPOConfig
     "model_name_or_path": "base_model",
@@ -544,13 +586,9 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
 
 # %% ../nbs/06_config.ipynb #1e6d8530
 NEUTRAL: dict[str, tuple[Any, str]] = {  # setting: (the only value accepted, what is so here)
-    "num_iterations": (1, "each batch gets one optimizer step"),
-    "ppo_n_minibatches": (1, "each batch gets one optimizer step"),
-    "steps_per_generation": (1, "each batch gets one optimizer step"),
+    "num_iterations": (1, "each sample is trained on once"),
     "gradient_accumulation_steps": (1, "a step is prompt_groups_per_step x completions_per_prompt samples"),
-    "max_head_offpolicy_versions": (0, "this loop drains its window before each weight sync"),
     "save_final_checkpoint": (True, "the last checkpoint is always saved"),
-    "router_replay_completion_only": (True, "routing is replayed for completions"),
     "step_timeout": (0, "a step has no time limit"),
     "use_vllm": (False, "the backend decides who samples"),
     "sync_ref_model": (False, "the reference stays as it is"),
@@ -660,13 +698,16 @@ def _announce(notes: Sequence[str]) -> None:
 # %% ../nbs/06_config.ipynb #6c24f2ed
 AT_LEAST: dict[int, str] = {
     1: "max_rows epochs steps prompt_groups_per_step max_completion_tokens max_seq_len max_concurrent "
-    "max_samples_per_fwd_bwd min_samples_per_fwd_bwd tis.icepop_threshold",
+    "max_samples_per_fwd_bwd min_samples_per_fwd_bwd tis.icepop_threshold pipeline_chunks_per_step ppo_n_minibatches "
+    "min_group_size igpo.scoring_workers",
     0: "eval_rows eval_interval top_k weight_sync_interval dcp_save_interval overlong_buffer kl_beta adam_beta1 "
-    "adam_beta2 adam_eps weight_decay grad_clip_norm lora_rank eps_clip eps_clip_high tis.floor dro.beta seed",
+    "adam_beta2 adam_eps weight_decay grad_clip_norm lora_rank eps_clip eps_clip_high tis.floor dro.beta seed "
+    "max_head_offpolicy_versions max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma",
 }
 ABOVE: dict[int, str] = {
     1: "eps_clip_c dapo.eps_clip_c",
-    0: "learning_rate temperature top_p ratio_log_cap tis.cap lora_alpha sapo.temperature_pos sapo.temperature_neg",
+    0: "learning_rate temperature top_p ratio_log_cap tis.cap lora_alpha sapo.temperature_pos sapo.temperature_neg "
+    "max_rollout_failure_rate",
 }
 
 # %% ../nbs/06_config.ipynb #765a1257
@@ -677,8 +718,9 @@ def range_rules(leaves: Mapping[str, Any]) -> Iterator[str]:
             for name in names.split():
                 if (value := leaves.get(name)) is not None and not ok(float(value), float(bound)):
                     yield f"{name}: got {value}; expected {word} {bound}"
-    if leaves["top_p"] > 1:
-        yield f"top_p: got {leaves['top_p']}; expected at most 1"
+    for name in ("top_p", "max_rollout_failure_rate", "igpo.gamma"):
+        if (leaves.get(name) or 0) > 1:
+            yield f"{name}: got {leaves[name]}; expected at most 1"
     for name in ("adam_beta1", "adam_beta2"):
         if leaves[name] >= 1:
             yield f"{name}: got {leaves[name]}; expected below 1"
@@ -859,6 +901,10 @@ def backend_rules(c: Any) -> Iterator[str]:
     if c.backend in TRAINED_HERE and c.base_model.startswith("accounts/"):
         yield f"base_model: {c.base_model!r} lives at Fireworks. Set backend='fireworks' or name a model to load here"
     yield from {"fireworks": _fireworks_rules, "tinker": _tinker_rules}.get(c.backend, _no_jobs)(c)
+    if c.router_replay and c.backend not in ("local", "fireworks"):
+        yield f"router_replay: backend={c.backend!r} records no expert choices. Leave it out"
+    if not (c.router_replay or c.router_replay_completion_only):
+        yield "router_replay_completion_only: nothing is replayed. Set router_replay=True or leave it out"
     if c.backend == "openai" and c.base_url is None:
         yield "base_url: backend='openai' samples from a server. Set its address, such as http://127.0.0.1:8000"
 
@@ -866,8 +912,6 @@ def backend_rules(c: Any) -> Iterator[str]:
 def _no_jobs(c: Any) -> Iterator[str]:
     if c.resume is not None and c.resume.resume_job_id is not None:
         yield f"resume.resume_job_id: backend={c.backend!r} has no trainer jobs. Leave it out"
-    if c.router_replay:
-        yield f"router_replay: backend={c.backend!r} records no expert choices. Leave it out"
 
 
 def _tinker_rules(c: Any) -> Iterator[str]:
@@ -885,8 +929,47 @@ def _fireworks_rules(c: Any) -> Iterator[str]:
         yield f"output_model_id: got {c.output_model_id!r}; expected 1 to 63 of a-z, 0-9 and '-'"
 
 # %% ../nbs/06_config.ipynb #c5255803
+ASYNC_ONLY = (
+    "max_head_offpolicy_versions", "max_concurrency_rollout_sample", "synchronous_training", "pipeline_chunks_per_step",
+)  # fmt: skip
+NOT_ASYNC = {"weight_sync_interval": 1, "refill": False, "min_samples_per_fwd_bwd": None, "max_concurrent": 32}
+
+
+def schedule_rules(c: Any) -> Iterator[str]:
+    "Settings that the recipe would ignore, and those that contradict each other."
+    defaults = ScheduleSettings()
+    if c.recipe == "async_rl_loop":
+        yield from _async_rules(c)
+    else:
+        for name in ASYNC_ONLY:
+            if getattr(c, name) != getattr(defaults, name):
+                yield f"{name}: recipe={c.recipe!r} would ignore it. Set recipe='async_rl_loop' or leave it out"
+    if c.igpo is not None and c.recipe != "igpo_loop":
+        yield f"igpo: recipe={c.recipe!r} would ignore it. Set recipe='igpo_loop' or leave it out"
+    if c.min_group_size > c.completions_per_prompt:
+        yield f"min_group_size: {c.min_group_size} is more than completions_per_prompt={c.completions_per_prompt}"
+    if c.ppo_n_minibatches > 1 and (c.min_samples_per_fwd_bwd is not None or c.pipeline_chunks_per_step > 1):
+        yield "ppo_n_minibatches: the batch is cut before it is whole. Leave min_samples_per_fwd_bwd and chunks out"
+    if c.ppo_n_minibatches > 1 and c.loss_path == "builtin":
+        yield "ppo_n_minibatches: with loss_path='builtin' a batch is one update. Set loss_path='client'"
+
+
+def _async_rules(c: Any) -> Iterator[str]:
+    for name, value in NOT_ASYNC.items():
+        if getattr(c, name) != value:
+            yield f"{name}: recipe='async_rl_loop' would ignore it. Leave it out"
+    room = c.max_concurrency_rollout_sample
+    if room is not None and room < c.completions_per_prompt:
+        expected = f"at least completions_per_prompt={c.completions_per_prompt}, because a row starts as a whole"
+        yield f"max_concurrency_rollout_sample: got {room}; expected {expected}"
+    if c.pipeline_chunks_per_step > 1 and c.advantage_scale == "batch":
+        yield "pipeline_chunks_per_step: advantage_scale='batch' needs the whole batch. Choose one of the two"
+    if c.pipeline_chunks_per_step > c.prompt_groups_per_step:
+        yield f"pipeline_chunks_per_step: above prompt_groups_per_step={c.prompt_groups_per_step}. Make it smaller"
+
+# %% ../nbs/06_config.ipynb #d8f2fb0d
 RULES: tuple[Callable[[Any], Iterator[str]], ...] = (
-    loss_rules, correction_rules, builtin_rules, sampling_rules, run_rules, backend_rules,
+    loss_rules, correction_rules, builtin_rules, sampling_rules, run_rules, backend_rules, schedule_rules,
 )  # fmt: skip
 
 # %% ../nbs/06_config.ipynb #dd63e411
@@ -1052,8 +1135,9 @@ def changed_settings(cfg: Config) -> SettingsTable:
 @accepts_other_spellings
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Config(  # fields are collected from the last base to the first
-    SubConfigs, RunSettings, UpdateSettings, LossSettings, SignalSettings, SamplingSettings, TaskSettings, Stored
-):
+    SubConfigs, ScheduleSettings, RunSettings, UpdateSettings, LossSettings, SignalSettings, SamplingSettings,
+    TaskSettings, Stored,
+):  # fmt: skip
     "Every setting of a run. Frozen: `dataclasses.replace` makes a changed one."
 
     def __post_init__(self):

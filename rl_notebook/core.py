@@ -14,7 +14,8 @@ import numpy as np
 # %% auto #0
 __all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
            'BackendError', 'PhaseError', 'RecordError', 'MissingExtra', 'frozen_array', 'SampleParams', 'Logprobs',
-           'Completion', 'RolloutSample', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
+           'Completion', 'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams',
+           'LossOutput']
 
 # %% ../nbs/00_core.ipynb #e00884f1
 _NOTHING = object()
@@ -172,6 +173,7 @@ class Completion:
     finish_reason: str = "stop"  # "stop", "length" or "abort"
     policy_version: int = 0  # weights that drew it
     params: SampleParams = SampleParams()  # how it was drawn
+    routing: tuple[str, ...] | None = None  # experts chosen at each position that the model read, see `Datum.routing`
 
     def __post_init__(self):
         _freeze(self, prompt_tokens=np.int64, tokens=np.int64, logprobs=np.float64, sampling_logprobs=np.float64)
@@ -212,6 +214,7 @@ class RolloutSample:
     temperature: float = 1.0  # of `logprobs`
     processed: bool = False  # whether `logprobs` are renormalised after top-p/top-k
     info: Mapping[str, Any] = field(default_factory=dict)  # anything a rollout wants to keep
+    routing: tuple[str, ...] | None = None  # (N-1,) experts chosen at each position that the model read; "" = unknown
 
     def __post_init__(self):
         _freeze(self, tokens=np.int64, logprobs=np.float64, loss_mask=np.int64, raw_logprobs=np.float64)
@@ -236,6 +239,12 @@ class RolloutSample:
         "Whether the completion was cut at its token budget."
         return self.finish_reason == "length"
 
+    @property
+    def turns(self) -> list[tuple[int, int]]:
+        "(first token, one past the last) of each stretch that the policy sampled."
+        edges = np.flatnonzero(np.diff(self.loss_mask, prepend=0, append=0))
+        return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
 # %% ../nbs/00_core.ipynb #86f9e01f
 def _check_sample(sample: RolloutSample) -> None:
     "Lengths agree, the mask is 0 or 1 and covers at least one token."
@@ -250,6 +259,7 @@ def _check_sample(sample: RolloutSample) -> None:
                 expected="one per token",
                 fix="All series are in token coordinates.",
             )
+    _check_routing(sample.routing, n - 1, "RolloutSample")
     if not np.isin(sample.loss_mask, (0, 1)).all():
         raise AlignmentError(
             "loss_mask", where="RolloutSample", got=sorted(set(sample.loss_mask.tolist()))[:5], expected="0 or 1"
@@ -271,6 +281,27 @@ def _check_sample(sample: RolloutSample) -> None:
             fix="The first token of a sequence has no logprob; start prompts with bos.",
         )
 
+
+def _check_routing(routing: Sequence[str] | None, inputs: int, where: str) -> None:
+    "One entry per token that the model reads."
+    if routing is not None and len(routing) != inputs:
+        got, expected = f"{len(routing)} entries", f"{inputs}, one per token that the model reads"
+        raise AlignmentError("routing", where=where, got=got, expected=expected)
+
+# %% ../nbs/00_core.ipynb #3a53ffd4
+@dataclass(frozen=True, eq=False)
+class RolloutRun:
+    "One run that left several sequences behind, graded as a whole."
+
+    segments: tuple[RolloutSample, ...]  # in the order in which they were sampled
+    reward: float | None  # of the run; None = unscorable
+
+    def __post_init__(self):
+        object.__setattr__(self, "segments", tuple(replace(s, reward=self.reward) for s in self.segments))
+        if not self.segments:
+            fix = "Return None from the rollout to drop it."
+            raise AlignmentError("segments", where="RolloutRun", got="none", expected="at least one", fix=fix)
+
 # %% ../nbs/00_core.ipynb #7a117ad1
 @dataclass(frozen=True, eq=False)
 class PromptGroup:
@@ -283,17 +314,14 @@ class PromptGroup:
     advantages: np.ndarray | None = None  # (len(samples),)
     dropped: tuple[str, ...] = ()  # reasons of rollouts that failed or were unscorable
     number: int = 0  # position of the prompt in the run, which decides its draws
+    runs: tuple[int, ...] = ()  # the run that each sample is a segment of; () = each sample is a run of its own
+    turn_advantages: tuple[np.ndarray, ...] | None = None  # per sample one value per turn, where turns are compared
+    submitted: int | None = None  # policy version when its rollouts were started; None = that of its samples
 
     def __post_init__(self):
         object.__setattr__(self, "samples", tuple(self.samples))
         _freeze(self, advantages=np.float64)
-        if self.advantages is not None and len(self.advantages) != len(self.samples):
-            raise DatumError(
-                "advantages",
-                where=self.where,
-                got=len(self.advantages),
-                expected=f"{len(self.samples)}, one per sample",
-            )
+        _check_parallel(self)
 
     @property
     def rewards(self) -> np.ndarray:
@@ -301,9 +329,29 @@ class PromptGroup:
         return np.array([np.nan if s.reward is None else s.reward for s in self.samples], dtype=np.float64)
 
     @property
+    def run_starts(self) -> list[int]:
+        "Index of the first sample of each run."
+        runs = self.runs or range(len(self.samples))
+        return [i for i, run in enumerate(runs) if i == 0 or run != runs[i - 1]]
+
+    @property
     def where(self) -> str:
         "The group as a place in a message."
         return f"group {self.index}" + (f" (row {self.key!r})" if self.key else "")
+
+# %% ../nbs/00_core.ipynb #4878457b
+def _check_parallel(group: PromptGroup) -> None:
+    "What a group says of its samples, it says of each."
+    count = len(group.samples)
+    for name, values in (("advantages", group.advantages), ("turn_advantages", group.turn_advantages)):
+        if values is not None and len(values) != count:
+            raise DatumError(name, where=group.where, got=len(values), expected=f"{count}, one per sample")
+    if group.runs and (len(group.runs) != count or list(group.runs) != sorted(group.runs)):
+        raise DatumError("runs", where=group.where, got=list(group.runs), expected=f"{count} rising numbers")
+    for i, (sample, turns) in enumerate(zip(group.samples, group.turn_advantages or (), strict=False)):
+        if len(turns) != len(sample.turns):
+            where, expected = f"{group.where}, sample {i}", f"{len(sample.turns)}, one per turn"
+            raise DatumError("turn_advantages", where=where, got=len(turns), expected=expected)
 
 # %% ../nbs/00_core.ipynb #f317f0be
 @dataclass(frozen=True, eq=False)
@@ -320,6 +368,7 @@ class Datum:
     sample: int = 0  # index in the group
     key: str = ""  # names the row in messages
     truncated_tokens: int = 0  # tokens cut off to fit `max_length`
+    routing: tuple[str, ...] | None = None  # (N-1,) experts to replay at each input token; "" = the trainer chooses
 
     def __post_init__(self):
         _freeze(
@@ -382,6 +431,7 @@ def _check_datum(datum: Datum) -> None:
         if isinstance(series, np.ndarray) and len(series) != len(datum.tokens) - 1:
             got = f"{len(series)} values for {len(datum.tokens)} tokens"
             raise DatumError(name, where=datum.where, got=got, expected=f"{len(datum.tokens) - 1}, one per target")
+    _check_routing(datum.routing, len(datum.tokens) - 1, datum.where)
 
 # %% ../nbs/00_core.ipynb #f2b58656
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .align import align_logprobs, target_from_token
 from .core import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
 
 # %% auto #0
-__all__ = ['OVERLONG', 'datum_from_tokens_weights', 'build_grpo_datums', 'warn_truncated', 'datum_from_sample',
+__all__ = ['OVERLONG', 'datum_from_tokens_weights', 'build_grpo_datums', 'warn_truncated', 'datum_from_sample', 'per_target',
            'datums_from_groups', 'attach', 'datum_table']
 
 # %% ../nbs/04_datums.ipynb #ec986064
@@ -91,7 +91,7 @@ def datum_from_sample(
     sample: RolloutSample,
     /,
     *,
-    advantage: float = 0.0,  # group-relative
+    advantage: float | Sequence[float] | np.ndarray = 0.0,  # group-relative; several = one per turn
     max_seq_len: int | None = None,  # keep the first tokens only
     overlong: str = "keep",  # one of OVERLONG
     **place: Any,  # group, sample, key
@@ -100,9 +100,23 @@ def datum_from_sample(
     if overlong not in OVERLONG:
         raise DatumError("overlong", got=repr(overlong), expected=" or ".join(map(repr, OVERLONG)))
     weights = sample.loss_mask * (0 if overlong == "mask" and sample.truncated else 1)
-    datum = datum_from_tokens_weights(sample.tokens, weights, max_seq_len, advantage=float(advantage), **place)
+    datum = datum_from_tokens_weights(sample.tokens, weights, max_seq_len, **place)
     series = target_from_token(sample.logprobs, num_tokens=len(sample.tokens), where=datum.where)
-    return replace(datum, sampler_logprobs=series[: len(datum.weights)])
+    kept = len(datum.weights)
+    pushed = float(advantage) if np.ndim(advantage) == 0 else per_target(sample, np.asarray(advantage))[:kept]
+    routing = None if sample.routing is None else sample.routing[:kept]
+    return replace(datum, sampler_logprobs=series[:kept], advantage=pushed, routing=routing)
+
+# %% ../nbs/04_datums.ipynb #71389018
+def per_target(
+    sample: RolloutSample,
+    turns: np.ndarray,  # (T,) one value per turn
+) -> np.ndarray:  # (N-1,)
+    "A value per turn as one per target: on every token of its turn, 0 elsewhere."
+    out = np.zeros(len(sample.tokens))
+    for (start, end), value in zip(sample.turns, turns, strict=True):
+        out[start:end] = value
+    return out[1:]
 
 # %% ../nbs/04_datums.ipynb #d57fd0a8
 def datums_from_groups(
@@ -116,7 +130,7 @@ def datums_from_groups(
     for g in groups:
         if g.advantages is None:
             raise DatumError("advantages", where=g.where, got="none", fix="Run with_advantages first.")
-        for i, (sample, advantage) in enumerate(zip(g.samples, g.advantages, strict=True)):
+        for i, (sample, advantage) in enumerate(zip(g.samples, g.turn_advantages or g.advantages, strict=True)):
             place = {"group": g.index, "sample": i, "key": g.key}
             datums.append(
                 datum_from_sample(sample, advantage=advantage, max_seq_len=max_seq_len, overlong=overlong, **place)
