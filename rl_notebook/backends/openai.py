@@ -209,7 +209,8 @@ class Retries:
 
     def wait(self, tries: int, rng: np.random.Generator) -> float:
         "Seconds to wait after this many failures: doubling, and jittered so that many clients do not come at once."
-        return min(self.longest_wait_s, self.first_wait_s * 2 ** (tries - 1)) * (0.5 + rng.random() / 2)
+        doubled = self.first_wait_s * 2 ** min(tries - 1, 60)  # a float ends at 2**1024
+        return min(self.longest_wait_s, doubled) * (0.5 + rng.random() / 2)
 
 # %% ../../nbs/23_backends.openai.ipynb #8587933f
 class AskAgain(Exception):
@@ -448,7 +449,7 @@ async def _exchange(
             return {"text": text} if words else json.loads(text)
     except AskAgain as reason:
         return reason
-    except ValueError:
+    except (json.JSONDecodeError, httpx.DecodingError):
         return AskAgain("a damaged answer")
     except httpx.TransportError as reason:
         return AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True)
@@ -469,7 +470,7 @@ async def attempt(
     "One attempt: the seconds that it took, and an answer or a reason to ask again."
     if ready is not None:
         await ready()
-    async with slot(wire.limit) if limited else nullcontext(0) as generation:
+    async with slot(wire.limit) if limited else nullcontext() as generation:
         if starts is not None:
             starts()
         wire.counts["attempts"] += 1
@@ -479,7 +480,7 @@ async def attempt(
                 answer = await _exchange(wire, method, path, body, params, stream)
         except TimeoutError:
             answer = AskAgain(f"no answer within {wire.retries.attempt_s:g} s", crowded=True)
-        take_note(wire, answer, generation if limited else None)
+        take_note(wire, answer, generation)
         return time.monotonic() - started, answer
 
 # %% ../../nbs/23_backends.openai.ipynb #da44b386
@@ -878,17 +879,17 @@ async def probe(
     crowd = await together([sampler.sample(prompt, replace(params, seed=seed)) for seed in (1, 2, 1, 3)])
     same = all(c[0].tokens.tolist() == alone.tokens.tolist() for c in (crowd[0], crowd[2]))
     try:
-        gap = await _gap_when_scored(sampler, alone, alone.logprobs)
+        gap = await _gap_when_scored(sampler, alone)
     except (BackendError, AlignmentError):
         gap = float("nan")
     sampler.kind = await _kind(sampler, prompt, max_tokens, gap)
     return ServerReport(server, sampler.model, longest, not np.isnan(gap), sampler.kind, same, gap)
 
 # %% ../../nbs/23_backends.openai.ipynb #4d5b2f1c
-async def _gap_when_scored(sampler: OpenAISampler, drawn: Completion, values: np.ndarray) -> float:
-    "Largest difference between the values of a completion and its raw scores."
+async def _gap_when_scored(sampler: OpenAISampler, drawn: Completion) -> float:
+    "Largest difference between the logprobs of a completion and its raw scores."
     scores, _ = await score_tokens(sampler, drawn.full_tokens)
-    return float(np.abs(completion_from_target(scores, drawn.prompt_len) - values).max())
+    return float(np.abs(completion_from_target(scores, drawn.prompt_len) - drawn.logprobs).max())
 
 # %% ../../nbs/23_backends.openai.ipynb #34fe1f84
 async def _kind(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int, gap: float) -> Kind:
@@ -903,7 +904,7 @@ async def _kind(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int, 
     if np.isnan(gap) or not values:
         return "unknown"
     hot = Completion(prompt, ids, values, None, "", reason, version, params)  # type: ignore[arg-type]
-    apart = await _gap_when_scored(sampler, hot, hot.logprobs)
+    apart = await _gap_when_scored(sampler, hot)
     if apart <= max(1e-3, 3 * gap):
         return "raw"
     return "processed" if apart > max(0.05, 10 * gap) else "unknown"
@@ -1150,7 +1151,7 @@ async def start(sync: VLLMSync) -> None:
     sync.served, sync.tolerance, sync.sampler.ready = name, max(sync.tolerance, 4 * gap), lambda: heal(sync)
 
 
-_SAME_MODEL = 0.25  # more than bfloat16 explains
+_SAME_MODEL = 0.25  # nats, largest over the check tokens
 
 # %% ../../nbs/23_backends.openai.ipynb #4ba70fd9
 class StaticSync:
@@ -1202,7 +1203,7 @@ async def open_openai(
     except BaseException:
         await close()
         raise
-    can = replace(_capabilities(local.capabilities, sampler), name="openai")
+    can = _capabilities(local.capabilities, sampler)
     return Backend(local.policy, local.reference, sampler, sender, tokenizer, can, close, local.meter)
 
 # %% ../../nbs/23_backends.openai.ipynb #6588c6de
@@ -1222,4 +1223,4 @@ def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
     sampler.max_seq_len = min(lengths) if lengths else None
     seed = bool(sampler.report and sampler.report.seed)
     top_k = known and "top_k" in sampler.dialect.neutral
-    return replace(local, top_p=known, top_k=top_k, seed=seed, max_seq_len=sampler.max_seq_len)
+    return replace(local, name="openai", top_p=known, top_k=top_k, seed=seed, max_seq_len=sampler.max_seq_len)
