@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rl_notebook.backends.emulated_server import EmulatedServer
@@ -45,8 +46,6 @@ def app_of(server: EmulatedServer) -> Starlette:
     "Everything that a replica answers, at one address, and the account that the Fireworks SDK asks for."
 
     async def accounts(request):
-        from starlette.responses import JSONResponse
-
         return JSONResponse({"accounts": [{"name": "accounts/local"}]})
 
     @contextlib.asynccontextmanager

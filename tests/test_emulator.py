@@ -24,6 +24,7 @@ import httpx
 import pytest
 import torch
 
+from rl_notebook.backends.emulated_trainer import Snapshots
 from rl_notebook.backends.emulator import (
     KEY_VARIABLE,
     RunningEmulator,
@@ -414,6 +415,35 @@ def test_promotion_without_an_operation_and_by_an_operation_that_takes_time() ->
         assert other.status_code == 400
         assert client.get("/v1/accounts/local/operations/promote-nobody").status_code == 404
         managers.close()
+
+
+def test_while_a_promotion_copies_weights_everybody_else_is_served(
+    linked: Any, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managers, policy, _, id = linked
+    saved = policy.save_weights_for_sampler_ext("final", checkpoint_type="base").snapshot_name
+    other = policy.save_weights_for_sampler_ext("other", checkpoint_type="base").snapshot_name
+    copying, may_end, save = threading.Event(), threading.Event(), Snapshots.save
+
+    def slow(*args: Any) -> None:
+        copying.set()
+        assert may_end.wait(20)
+        save(*args)
+
+    monkeypatch.setattr(Snapshots, "save", slow)
+    ask = {"trainer_job_id": f"accounts/local/rlorTrainerJobs/{id}", "base_model": MODEL, "output_model": id}
+    promote = lambda name: http.post(f"/v1/accounts/local/checkpoints/{name}:promote", json=ask)
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            first = pool.submit(promote, saved)
+            assert copying.wait(20)
+            again, conflict = pool.submit(promote, saved), pool.submit(promote, other)
+            assert http.get("/v1/accounts").status_code == 200
+        finally:
+            may_end.set()
+        assert [made.result().status_code for made in (first, again, conflict)] == [200, 200, 409]
+        assert again.result().json() == first.result().json()
+    managers.trainers.delete(id)
 
 
 def test_a_checkpoint_of_another_job_is_loaded(managers: Managers) -> None:

@@ -181,7 +181,9 @@ def messages() -> dict[str, Any]:
 def proto_tensor(tensor: Any, where: str) -> np.ndarray:
     "The array of a protobuf tensor; raises `DatumError`."
     if tensor.HasField("sparse_csr") or tensor.dtype not in PROTO_DTYPES:
-        raise DatumError("tensor", where=where, got="sparse, or of an unknown dtype", expected="dense int64 or float32")
+        raise DatumError(
+            "tensor", where=where, got="sparse, or of an unknown dtype", expected="dense int64, int32 or float32"
+        )
     values = np.frombuffer(tensor.dense, dtype=PROTO_DTYPES[tensor.dtype])
     return values.reshape(list(tensor.shape)) if tensor.shape else values
 
@@ -446,14 +448,14 @@ async def read_body(request: HttpRequest) -> bytes:
     return body
 
 # %% ../../nbs/26_backends.emulated_messages.ipynb #1aa42780
-def read_json(raw: bytes) -> dict[str, Any]:
+def read_json(raw: bytes, status: int = 422) -> dict[str, Any]:  # the status of what is none
     "A JSON object; raises `Refusal`."
     try:
         body = json.loads(raw) if raw else {}
     except ValueError as reason:
-        raise Refusal(422, "body", got=str(reason), expected="JSON") from reason
+        raise Refusal(status, "body", got=str(reason), expected="JSON") from reason
     if not isinstance(body, dict):
-        raise Refusal(422, "body", got=type(body).__name__, expected="an object")
+        raise Refusal(status, "body", got=type(body).__name__, expected="an object")
     return body
 
 # %% ../../nbs/26_backends.emulated_messages.ipynb #ed72b031

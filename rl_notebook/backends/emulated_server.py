@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..align import token_from_target
 from .emulated_messages import Refusal, read_body
+from .emulated_messages import read_json as json_object
 from .emulated_trainer import Models, Serving, Snapshots, open_serving
 from .engine import retire
 from .local import LocalSampler, Worker
@@ -41,7 +42,7 @@ __all__ = ['Style', 'PIECE', 'STEERING', 'Wanted', 'check_fields', 'read_prompt'
 try:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.routing import Route, Router
 except ImportError as error:
     raise MissingExtra(
         "the emulator", got=f"no {error.name}", fix="Install it: pip install 'rl-notebook[emulator]'"
@@ -445,6 +446,11 @@ class EmulatedServer:
         steering = [Route(path, partial(steered, self, fn), methods=[method]) for method, path, fn in STEERING]
         return [*steering, Route("/v1/completions", self.vllm_completions, methods=["POST"])]
 
+    @cached_property
+    def router(self) -> Router:
+        "The paths as one ASGI application."
+        return Router(routes=self.routes())
+
     async def close(self) -> None:
         "Give back the models."
         self.resumed.set()
@@ -475,13 +481,7 @@ async def guarded(work: Awaitable[Response]) -> Response:
 # %% ../../nbs/27_backends.emulated_server.ipynb #38fa0158
 async def read_json(request: Request) -> dict[str, Any]:
     "The body as a JSON object; raises `Refusal`."
-    try:
-        body = json.loads(await read_body(request) or b"{}")
-    except ValueError as reason:
-        raise Refusal(400, f"the body is no JSON: {reason}") from reason
-    if not isinstance(body, dict):
-        raise Refusal(400, "body", got=type(body).__name__, expected="a JSON object")
-    return body
+    return json_object(await read_body(request), status=400)
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #fe591005
 async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
@@ -621,7 +621,7 @@ async def run_load(server: EmulatedServer, name: str) -> None:
         await asyncio.sleep(server.hotload_delay_s / 2)
         if failing:
             raise Refusal(500, "an injected fault")
-        tensors, meta = server.snapshots.load(name)
+        tensors, meta = await asyncio.to_thread(server.snapshots.load, name)
         async with server._lock:
             await match_rank(server, int(meta.get("lora_rank", 0)))
             await server.serving()[0].swap(name, tensors)

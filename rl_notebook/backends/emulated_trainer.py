@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, UTC
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -68,23 +68,23 @@ from ..toy import load_model
 
 # %% auto #0
 __all__ = ['Work', 'STATE_PATHS', 'KEPT_SERVINGS', 'KEPT_UNNAMED', 'KEPT_RESULTS', 'KEPT_ANSWERS', 'Endpoint', 'KEPT_LEARNERS',
-           'POSTS', 'GETS', 'DELETES', 'Models', 'check_name', 'Snapshots', 'policy_of', 'Serving', 'open_serving',
-           'Promise', 'InOrder', 'Learner', 'run_pass', 'run_step', 'folder_name', 'state_place', 'save_state_at',
-           'state_page', 'load_state_at', 'take_weights', 'snapshot_weights', 'snapshot_page', 'SamplingSession',
-           'Shelf', 'top_logprobs', 'prompt_series', 'draw_and_score', 'Memory', 'EmulatedTrainer', 'close_backend',
-           'give_back', 'timestamp', 'list_checkpoints', 'Call', 'create_session', 'session_heartbeat', 'speaks_tinker',
-           'lora_wanted', 'open_learner', 'add_learner', 'create_model', 'forward_backward', 'optim_step', 'page_of',
-           'save_weights', 'load_weights', 'create_from_state', 'weights_info', 'save_weights_for_sampler',
-           'stored_name', 'new_sampler', 'create_sampling_session', 'snapshot_of', 'get_sampler', 'asample',
-           'unload_model', 'finish_session', 'load_adapter', 'get_info', 'capabilities', 'list_names',
-           'rest_checkpoints', 'delete_checkpoint', 'training_run', 'training_runs', 'starlette_parts', 'read_call',
-           'answer', 'retrieve_future', 'trainer_routes', 'once']
+           'POSTS', 'GETS', 'DELETES', 'Models', 'check_name', 'Snapshots', 'policy_of', 'misfits', 'Serving',
+           'open_serving', 'Promise', 'InOrder', 'Learner', 'run_pass', 'run_step', 'folder_name', 'state_place',
+           'save_state_at', 'state_page', 'load_state_at', 'take_weights', 'snapshot_weights', 'snapshot_page',
+           'SamplingSession', 'Shelf', 'top_logprobs', 'prompt_series', 'draw_and_score', 'Memory', 'EmulatedTrainer',
+           'close_backend', 'give_back', 'timestamp', 'list_checkpoints', 'Call', 'create_session', 'session_heartbeat',
+           'speaks_tinker', 'lora_wanted', 'open_learner', 'add_learner', 'create_model', 'forward_backward',
+           'optim_step', 'page_of', 'save_weights', 'load_weights', 'create_from_state', 'weights_info',
+           'save_weights_for_sampler', 'stored_name', 'new_sampler', 'create_sampling_session', 'snapshot_of',
+           'get_sampler', 'asample', 'unload_model', 'finish_session', 'load_adapter', 'get_info', 'capabilities',
+           'list_names', 'rest_checkpoints', 'delete_checkpoint', 'training_run', 'training_runs', 'starlette_parts',
+           'read_call', 'answer', 'retrieve_future', 'trainer_routes', 'once']
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #a192ff1e
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
-    from starlette.routing import Route
+    from starlette.routing import Route, Router
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #113794aa
 class Models:
@@ -170,6 +170,12 @@ def policy_of(backend: Backend) -> LocalTrainer:
     "The policy of a local backend."
     return cast(LocalTrainer, backend.policy)
 
+# %% ../../nbs/26b_backends.emulated_trainer.ipynb #6b5df377
+def misfits(state: PolicyState, tensors: Mapping[str, Tensor]) -> list[str]:
+    "Names of the weights that only one side has; without such, of those whose shapes differ."
+    strange = sorted(set(tensors) ^ set(state.params))
+    return strange or [name for name, p in state.params.items() if tensors[name].shape != p.shape]
+
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #b37c5074
 class Serving:
     "A sampler, and what it serves."
@@ -180,9 +186,7 @@ class Serving:
     async def swap(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         "Serve these weights; returns how many swaps there were. Raises `BackendError` for another model's."
         state = policy_of(self.backend).state
-        wrong = sorted(set(tensors) ^ set(state.params))
-        wrong = wrong or [key for key, p in state.params.items() if tensors[key].shape != p.shape]
-        if wrong:
+        if wrong := misfits(state, tensors):
             got = f"{len(wrong)} weights that do not fit, such as {wrong[0]}"
             raise BackendError("snapshot", where=name, got=got, expected="the served model's weights and lora_rank")
         self.name, state.snapshots[name] = name, dict(tensors)
@@ -255,6 +259,11 @@ class InOrder:
             if self.task is None or self.task.done():
                 self.task = asyncio.get_running_loop().create_task(self.run())
         return known
+
+    @property
+    def busy(self) -> bool:
+        "Whether something is being done, or waits for its turn."
+        return self.task is not None and not self.task.done()
 
     async def run(self) -> None:
         "Take turns while there is work."
@@ -392,7 +401,7 @@ def load_state_at(learner: Learner, place: Path, optimizer: bool, lock: Abstract
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #a6ce85fe
 def take_weights(learner: Learner, tensors: Mapping[str, Tensor], name: str) -> None:
     "Take weights alone; the optimizer starts anew. Raises `BackendError` for another model's."
-    if learner.lora_rank == 0 or set(tensors) != set(learner.state.params):
+    if learner.lora_rank == 0 or misfits(learner.state, tensors):
         raise BackendError("adapter", where=name, got="other weights", expected="those of this model's adapter")
     drop_gradients(learner.state)
     with torch.no_grad():
@@ -596,6 +605,11 @@ class EmulatedTrainer:
         "The endpoints, relative to the trainer's base URL."
         return trainer_routes(self)
 
+    @cached_property
+    def router(self) -> Router:
+        "The endpoints as one ASGI application."
+        return starlette_parts()[1].Router(routes=self.routes())
+
     def lose_memory(self) -> None:
         "What a restart does: sessions, models and promises are gone, files stay. May be called from any thread."
         lost, self.memory = self.memory, Memory()
@@ -736,7 +750,7 @@ KEPT_LEARNERS = 8  # models of one trainer
 async def add_learner(memory: Memory, learner: Learner) -> None:
     "Keep a new model; give back those that are too many."
     memory.learners[learner.model_id] = learner
-    spare = [x for x in list(memory.learners.values())[:-1] if not x.order.waiting]
+    spare = [x for x in list(memory.learners.values())[:-1] if not x.order.busy]
     for old in spare[: max(0, len(memory.learners) - KEPT_LEARNERS)]:
         del memory.learners[old.model_id]
         await close_backend(old.backend)

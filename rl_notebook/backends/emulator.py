@@ -25,8 +25,10 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
+from .emulated_server import EmulatedServer
+from .emulated_trainer import EmulatedTrainer, Models, Snapshots
 from .openai import Secret
 from ..core import BackendError, ConfigError, MissingExtra
 
@@ -50,16 +52,12 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
-    from starlette.routing import BaseRoute, Mount, Route, Router
+    from starlette.routing import BaseRoute, Mount, Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 except ImportError as error:
     raise MissingExtra(
         "the emulator", got=f"no {error.name}", fix="Install it: pip install 'rl-notebook[emulator]'"
     ) from error
-
-if TYPE_CHECKING:
-    from rl_notebook.backends.emulated_server import EmulatedServer
-    from rl_notebook.backends.emulated_trainer import EmulatedTrainer, Models, Snapshots
 
 # %% ../../nbs/28_backends.emulator.ipynb #55e4e1b4
 BY_CHANCE = {"drop_before", "drop_after", "429", "503", "slow", "truncate_sse"}
@@ -474,6 +472,7 @@ class Site:
     promotion_delay_s: float = 0.0  # from a promotion to its model
     trainers: dict[str, EmulatedTrainer] = field(default_factory=dict)  # those that were asked something, by job
     servers: dict[str, EmulatedServer] = field(default_factory=dict)  # likewise, by deployment or model
+    promoting: asyncio.Lock = field(default_factory=asyncio.Lock)  # promotions happen one after the other
     _promoted: dict[str, Models] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -482,8 +481,6 @@ class Site:
     @cached_property
     def models(self) -> Models:
         "The model, read when it is first needed."
-        from rl_notebook.backends.emulated_trainer import Models
-
         return Models(self.model)
 
     @cached_property
@@ -494,8 +491,6 @@ class Site:
 
     def snapshots(self, bucket: str) -> Snapshots:
         "Where sampler weights are kept: one folder for each trainer or deployment that owns a bucket."
-        from rl_notebook.backends.emulated_trainer import Snapshots
-
         return Snapshots(self.folder / "buckets" / bucket)
 
     async def end(self, name: str) -> None:
@@ -519,8 +514,6 @@ OWN_MODELS = f"accounts/{ACCOUNT}/models/"
 # %% ../../nbs/28_backends.emulator.ipynb #27120e4b
 def promoted_models(site: Site, base_model: str) -> Models:
     "The model with the weights of a promoted checkpoint; 404 for one that does not exist, 400 for an adapter."
-    from rl_notebook.backends.emulated_trainer import Models
-
     record = site.shelf.find(resource_name("models", base_model.removeprefix(OWN_MODELS)))
     if record is None:
         raise HTTPException(404, f"there is no model {base_model!r}")
@@ -708,7 +701,9 @@ async def create_job(site: Site, request: Request) -> Response:
     if site.shelf.find(name):
         raise HTTPException(409, f"{name} exists already")
     job = new_job(name, await json_of(request), request.query_params, site.context_length)
-    site.models_for(job.body["trainingConfig"]["baseModel"])  # 404 for a model that nobody promoted
+    await asyncio.to_thread(
+        site.models_for, job.body["trainingConfig"]["baseModel"]
+    )  # 404 for a model that nobody promoted
     if owner := job.body["hotLoadDeploymentId"]:
         resource_name("deployments", owner)  # 400 for an impossible id; whether it exists yet does not matter
     return JSONResponse(set_out(site, job).shown(time.time()))
@@ -755,8 +750,6 @@ def job_bucket(job: Resource) -> str:
 # %% ../../nbs/28_backends.emulator.ipynb #aa440010
 def trainer_of(site: Site, job: Resource) -> EmulatedTrainer:
     "The trainer of a job, made when it is first needed."
-    from rl_notebook.backends.emulated_trainer import EmulatedTrainer
-
     if job.name not in site.trainers:
         models = site.models_for(job.body["trainingConfig"]["baseModel"])
         own = {"forward_only": bool(job.body.get("forwardOnly")), "name": job.name.rsplit("/", 1)[1]}
@@ -784,7 +777,7 @@ async def through(site: Site, trainer: EmulatedTrainer, scope: Scope, receive: R
     "Let a trainer answer, after a restart if a fault says so."
     if site.faults.strike("restart_trainer", scope["path"], aside=scope["path"].rsplit("/", 1)[1] in _ASIDE):
         trainer.lose_memory()
-    await Router(routes=trainer.routes())(scope, receive, send)
+    await trainer.router(scope, receive, send)
 
 # %% ../../nbs/28_backends.emulator.ipynb #60267044
 _CHECKPOINT_TYPES = {"INFERENCE_DELTA": "INFERENCE_ARC_V2", "LORA": "INFERENCE_LORA"}
@@ -824,7 +817,7 @@ def promotable_row(site: Site, job: Resource, checkpoint: str) -> dict[str, Any]
     return row
 
 # %% ../../nbs/28_backends.emulator.ipynb #e75c3547
-def promoted(
+async def promoted(
     site: Site,
     job: Resource,
     checkpoint: str,  # its id
@@ -833,18 +826,19 @@ def promoted(
     "The model that a checkpoint became."
     name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
     row = promotable_row(site, job, checkpoint)
-    if (model := site.shelf.find(name)) is not None:
-        if model.body["promotedFrom"] != row["name"]:
-            raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
-        return model
-    tensors, meta = site.snapshots(job_bucket(job)).load(checkpoint)
-    site.snapshots("models").save(name.rsplit("/", 1)[1], tensors, meta)
-    base, rank = asked.get("base_model"), meta.get("lora_rank")
-    body = {"kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL", "promotedFrom": row["name"], "baseModel": base}
-    if rank:
-        body["peftDetails"] = {"baseModel": base, "r": rank}
-    now, delay = time.time(), site.promotion_delay_s
-    return site.shelf.put(Resource(name, body, "READY", ("UPLOADING",), delay, since=now, created=now))
+    async with site.promoting:
+        if (model := site.shelf.find(name)) is not None:
+            if model.body["promotedFrom"] != row["name"]:
+                raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
+            return model
+        tensors, meta = await asyncio.to_thread(site.snapshots(job_bucket(job)).load, checkpoint)
+        await asyncio.to_thread(site.snapshots("models").save, name.rsplit("/", 1)[1], tensors, meta)
+        base, rank = asked.get("base_model"), meta.get("lora_rank")
+        body = {"kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL", "promotedFrom": row["name"], "baseModel": base}
+        if rank:
+            body["peftDetails"] = {"baseModel": base, "r": rank}
+        now, delay = time.time(), site.promotion_delay_s
+        return site.shelf.put(Resource(name, body, "READY", ("UPLOADING",), delay, since=now, created=now))
 
 # %% ../../nbs/28_backends.emulator.ipynb #28d9c37b
 def operation_of(model: Resource) -> dict[str, Any]:
@@ -862,7 +856,7 @@ async def promote(site: Site, request: Request) -> Response:
     job = site.shelf.find(str(asked.get("trainer_job_id", "")))
     if job is None or "/rlorTrainerJobs/" not in job.name:
         raise HTTPException(404, f"trainer_job_id: there is no {asked.get('trainer_job_id')!r}")
-    model = promoted(site, job, request.path_params["checkpoint"], asked)
+    model = await promoted(site, job, request.path_params["checkpoint"], asked)
     operation = {"operation": operation_of(model)} if asked.get("async_promotion") else {}
     return JSONResponse({**operation, "model": model.shown(time.time())})
 
@@ -946,7 +940,7 @@ async def create_deployment(site: Site, request: Request) -> Response:
     if body.get("deploymentShape") and body.get("acceleratorType"):
         raise HTTPException(400, "a deployment shape owns the accelerator; leave acceleratorType out")
     _check_deployment(site, body)
-    site.models_for(body["baseModel"])  # 404 for a model that nobody promoted
+    await asyncio.to_thread(site.models_for, body["baseModel"])  # 404 for a model that nobody promoted
     now, delay = time.time(), site.startup_delay_s
     made = Resource(name, body, "READY", ("CREATING",), delay, since=now, created=now)
     return deployment_reply(site, site.shelf.put(made))
@@ -1001,8 +995,6 @@ def server_of(
     else:
         name, base, bucket, rank = "root", site.models.name, "root", 0
     if name not in site.servers:
-        from rl_notebook.backends.emulated_server import EmulatedServer
-
         models, snapshots = site.models_for(base), site.snapshots(bucket)
         site.servers[name] = EmulatedServer(models, snapshots, base_model=base, lora_rank=rank, name=name)
     return site.servers[name]
@@ -1136,10 +1128,8 @@ def application(emulator: Emulator) -> Starlette:
 # %% ../../nbs/28_backends.emulator.ipynb #e959419a
 async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer without a job, or to the sampler without a deployment."
-    from rl_notebook.backends.emulated_trainer import EmulatedTrainer
-
     if not scope["path"].removeprefix(scope.get("root_path", "")).startswith("/api/"):
-        return await Router(routes=server_of(site, "root").routes())(scope, receive, send)
+        return await server_of(site, "root").router(scope, receive, send)
     if "root" not in site.trainers:
         site.trainers["root"] = EmulatedTrainer(site.models, site.snapshots("root"), site.folder, name="root")
     await through(site, site.trainers["root"], scope, receive, send)
