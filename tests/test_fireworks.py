@@ -339,11 +339,14 @@ def restart(site, job_id: str) -> None:
 def test_the_reference_is_never_trained(site):
     with cleanup_of(site) as cleanup:
         infra = site.setup(cleanup, needs_reference=True, needs_inference=False)
-        for name in ("optim_step", "forward_backward", "forward_backward_custom"):
+        learns, loss = infra.reference, reward_everything
+        for call, *args in (
+            (learns.optim_step, ADAM),
+            (learns.forward_backward, DATUMS),
+            (learns.forward_backward_custom, DATUMS, loss),
+        ):
             with pytest.raises(BackendError, match="a call on a frozen model; expected forward"):
-                {"optim_step": lambda: infra.reference.optim_step(ADAM)}.get(
-                    name, lambda name=name: getattr(infra.reference, name)(DATUMS, reward_everything)
-                )()
+                call(*args)
         assert logprobs(infra.reference) == logprobs(infra.policy)
         infra.close()
 
@@ -376,6 +379,39 @@ def test_what_a_trainer_had_learned_is_not_silently_lost(site):
             policy.optim_step(ADAM)
         assert policy.reconnects == 2
         policy.close()
+
+
+def test_a_shared_reference_does_not_lose_what_its_policy_had_learned(site):
+    with cleanup_of(site) as cleanup:
+        lora = {"infra_cfg": InfraConfig(training_shape_id=SHAPE), "lora_rank": 4, "needs_reference": True}
+        infra = site.setup(cleanup, needs_inference=False, **lora)
+        policy, reference = infra.policy, infra.reference
+        before = logprobs(reference)
+        train(policy)
+        restart(site, policy.job_id)
+        with pytest.raises(BackendError, match=r"2 training calls since the last saved state went with"):
+            logprobs(reference)
+        assert (policy.unsaved, policy.reconnects) == (2, 0)
+        policy.reconnect()
+        train(policy)
+        assert logprobs(reference) == before  # over the policy's new connection; nothing of the policy is at stake
+        assert (policy.unsaved, policy.reconnects, reference.reconnects) == (2, 1, 1)
+        policy.save_state("learned")
+        learned = logprobs(policy)
+        restart(site, policy.job_id)
+        assert logprobs(reference) == before
+        assert logprobs(policy) == learned  # loaded again by the reference's reconnect
+        infra.close()
+
+
+def test_a_trainer_of_another_model_is_not_attached_to(site):
+    job = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02)
+    for role in ("policy", "reference"):
+        wishes = {f"{role}_job_id": job.job_id, "base_model": f"{QWEN}-v2", "infra_cfg": InfraConfig()}
+        with pytest.raises(BackendError, match=rf"{role} trainer {job.job_id}: base model: got {QWEN}; expected .*-v2"):
+            site.setup(needs_inference=False, needs_reference=True, **wishes)
+    assert site.state(job.job_id) == "RUNNING"
+    site.jobs.delete(job.job_id)
 
 
 # --- endings ------------------------------------------------------------------------------------------------------
@@ -724,7 +760,8 @@ def test_the_final_weights_become_a_model(site):
 def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
     async def given_up():
         task = asyncio.create_task(open_fireworks(**settings_of(site)))
-        await asyncio.sleep(0.5)
+        while not task.done() and {j.name for j in site.all_jobs()} <= site.before:
+            await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -762,7 +799,7 @@ def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path
         async with await open_fireworks(**settings_of(site, **more)) as fresh:
             assert not fresh.infra.policy_job_id.endswith("-deleted")
         await first.close()
-        assert [leftovers(tmp_path / name) for name in ("first", "attach", "clean")] == [[], [], []]
+        assert [leftovers(tmp_path / name) for name in ("first", "attach", "clean", "gone")] == [[]] * 4
 
     asyncio.run(test())
 

@@ -150,9 +150,7 @@ class Backend:
     capabilities: Capabilities  # what is supported
     close: Callable[[], Awaitable[None]] | None = None  # gives back what the backend holds
     meter: Meter = field(default_factory=Meter)  # how much work was done
-    promote: Callable[[str], Awaitable[str]] | None = (
-        None  # publish the trained weights under a model id; returns its name
-    )
+    promote: Callable[[str], Awaitable[str]] | None = None  # publishes the policy under a model id; returns its name
 
     async def __aenter__(self) -> Self:
         return self

@@ -23,11 +23,10 @@ __all__ = ['UNCACHED', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB', 'CHECKS', 
            'samplers', 'SyncError', 'sync_error', 'Saves', 'ask_for_snapshot', 'is_heard', 'Hotloads', 'Saved',
            'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot', 'FireworksTrainer',
            'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread',
-           'infra_wishes', 'bundle', 'check_reachable', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights',
-           'promotable', 'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up',
-           'check_forward', 'check_forward_again', 'check_sign', 'check_state', 'check_first_sync', 'check_second_sync',
-           'check_sample', 'check_echo', 'check_agreement', 'check_seed', 'checked', 'check_given_back',
-           'check_fireworks']
+           'infra_wishes', 'bundle', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights', 'promotable',
+           'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up', 'check_forward',
+           'check_forward_again', 'check_sign', 'check_state', 'check_first_sync', 'check_second_sync', 'check_sample',
+           'check_echo', 'check_agreement', 'check_seed', 'checked', 'check_given_back', 'check_fireworks']
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #522633b8
 from .base import Backend, Capabilities, Meter
@@ -71,6 +70,7 @@ from rl_notebook.backends.service import (
     ServiceReference,
     ServiceTrainer,
     Ways,
+    check_reachable,
     load_into,
     open_tokenizer,
     publish,
@@ -513,16 +513,6 @@ def bundle(
     can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]))
     return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, meter=meter, infra=infra)
 
-# %% ../../nbs/25b_backends.fireworks.ipynb #17723761
-def check_reachable(url: str) -> None:
-    "Raises `BackendError` when nobody answers at an address."
-    try:
-        httpx.get(url, timeout=10)
-    except httpx.HTTPError as error:
-        fix = "Look at base_url, or FIREWORKS_BASE_URL, and at the network."
-        got = type(error).__name__
-        raise BackendError("the service", where=url, got=got, expected="an answer", fix=fix) from error
-
 # %% ../../nbs/25b_backends.fireworks.ipynb #4f526c58
 async def open_fireworks(
     cfg: Config | None = None,  # None = made from `settings`
@@ -544,15 +534,17 @@ async def open_fireworks(
     check_config(cfg)
     rlor_mgr, deploy_mgr = open_managers(key, base_url or cfg.base_url)
     secret = Secret(rlor_mgr.api_key)
-    words = tokenizer or open_tokenizer(cfg.deployment and cfg.deployment.tokenizer_model, cfg.base_model)
-    await asyncio.to_thread(check_reachable, rlor_mgr.base_url)
+    deploy = cfg.deployment or DeployConfig()
+    words = tokenizer or open_tokenizer(deploy.tokenizer_model, cfg.base_model, deploy.tokenizer_revision)
+    fix = "Look at base_url, or FIREWORKS_BASE_URL, and at the network."
+    await asyncio.to_thread(check_reachable, rlor_mgr.base_url, fix)
     left = await asyncio.to_thread(settle_leftovers, cfg.log_path, leftover, secret)
     found = {role: r for role, r in left.items() if await asyncio.to_thread(still_there, r, secret)}
     cleanup = ResourceCleanup(rlor_mgr, deploy_mgr, grace_s, folder=cfg.log_path)
     loop, tell = asyncio.get_running_loop(), on_status or (lambda state: say(str(state)))
     later = lambda state: loop.call_soon_threadsafe(tell, state)
     try:
-        for resource in found.values():
+        for resource in left.values():  # what is gone leaves the list with them
             cleanup.hold(resource)
         arm(cleanup)
         wishes = infra_wishes(cfg, found) | {"rlor_mgr": rlor_mgr, "deploy_mgr": deploy_mgr, "cleanup": cleanup}

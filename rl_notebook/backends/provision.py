@@ -775,6 +775,10 @@ def plan_trainer(
         if job is None:
             fix = "Leave the job id out to get a new trainer."
             raise BackendError("trainer job", where=role, got=f"{job_id!r}, which is not there", fix=fix)
+        trains = (job.get("trainingConfig") or {}).get("baseModel")
+        if trains not in (None, wanted := request.get("base_model", trains)):
+            fix = "Name that model, or leave the job out to get a new trainer."
+            raise BackendError("base model", where=f"{role} trainer {job_id}", got=trains, expected=wanted, fix=fix)
         state = state_of(job)
         return TrainerPlan(role, job_id, state=state, owned=state in RESUMABLE)
     with as_backend_errors(f"training shape of the {role}"):
@@ -1122,7 +1126,10 @@ def call(client: ReconnectableClient, name: str, *args: Any, timeout: float | No
         fix = "The reference only scores; train the policy."
         raise BackendError(name, where="reference", got="a call on a frozen model", expected="forward", fix=fix)
     patience = client.default_timeout if timeout is None else timeout
-    lost, tries = client.unsaved and not client.frozen, 0
+    owner = client.parent or client  # of the connection
+    if client.service is not owner.service:  # the policy has a new one
+        client.reconnect()
+    lost, tries = owner.unsaved and not owner.frozen, 0
     while True:
         try:
             answer = getattr(client.inner, name)(*args, **options)
@@ -1131,7 +1138,7 @@ def call(client: ReconnectableClient, name: str, *args: Any, timeout: float | No
             return result
         except connection_errors() as reason:
             if lost or tries:
-                raise _lost(client, name, reason) from reason
+                raise _lost(owner, name, reason) from reason
             tries += 1
             client.reconnect()
 

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pandas as pd
 import torch
@@ -45,7 +47,7 @@ __all__ = ['COUNTED', 'CARRIERS', 'REFUSED', 'Sdk', 'bare_datum', 'with_side', '
            'load_into', 'Ways', 'Books', 'brought_up', 'loss_here', 'keep_pass', 'loss_and_keep', 'take_step',
            'check_update', 'save_remotely', 'keep_journal_short', 'let_go', 'discard', 'load_remotely',
            'snapshot_remotely', 'builtin_request', 'loss_there', 'sent_for_training', 'ServiceTrainer',
-           'open_tokenizer', 'Finding', 'Findings']
+           'check_reachable', 'open_tokenizer', 'Finding', 'Findings']
 
 # %% ../../nbs/24_backends.service.ipynb #a2b44346
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ class Link:
         self.client: Any = None
         self.made = 0  # clients so far; the number of the present one
         self.opened = False  # whether there was a client before
+        self.why = ""  # the last client is not used any more
         self.reconnects = 0
         self.closing = threading.Event()
 
@@ -231,9 +234,9 @@ class Link:
         "`fn(client)`; again with a fresh client if the service was lost. Raises `BackendError`."
         return attempt(self, fn)
 
-    def drop(self) -> None:
+    def drop(self, why: str = "") -> None:
         "Do not use the present client again."
-        self.client = None
+        self.client, self.why = None, why
 
     def text(self, error: BaseException) -> str:
         "An error as one line, without the key."
@@ -242,7 +245,7 @@ class Link:
         return line if len(line) <= 300 else line[:300] + " …"
 
 # %% ../../nbs/24_backends.service.ipynb #01954fe5
-def fresh_client(link: Link, why: str) -> Any:
+def fresh_client(link: Link) -> Any:
     "The client, made and brought up to date if there is none."
     if link.client is not None:
         return link.client
@@ -253,9 +256,9 @@ def fresh_client(link: Link, why: str) -> Any:
     link.client = client
     if link.opened:
         link.reconnects += 1
-        line = f"{link.sdk.name}: reconnected{f' after {why}' if why else ''}{f'; {done}' if done else ''}"
+        line = f"{link.sdk.name}: reconnected{f' after {link.why}' if link.why else ''}{f'; {done}' if done else ''}"
         link.say(line) if link.say is not None else warnings.warn(line, stacklevel=2)
-    link.opened = True
+    link.opened, link.why = True, ""
     return client
 
 # %% ../../nbs/24_backends.service.ipynb #3c17559d
@@ -278,7 +281,7 @@ class Tries:
         link, status = self.link, status_of(error)
         self.why, self.cause = link.text(error), unleaked(link, error)
         if category_of(error) != "user" and (client is None or link.client is client):
-            link.drop()
+            link.drop(self.why)
         self.seen[status] = self.seen.get(status, 0) + 1
         if not is_lost(error) or (status == 404 and self.seen[404] > 1):
             raise BackendError(f"{link.sdk.name} refused", got=self.why) from self.cause
@@ -301,7 +304,7 @@ def attempt(link: Link, fn: Callable[[Any], Any]) -> Any:
         if k and link.closing.wait(link.pause_s * 2 ** (k - 1)):
             break
         try:
-            return fn(fresh_client(link, tries.why))
+            return fn(fresh_client(link))
         except RLNotebookError:
             raise
         except link.caught as error:
@@ -357,9 +360,12 @@ class Journal:
     optimizer: bool = True  # whether to load the optimizer with it
     updates: list[Update] = field(default_factory=list)  # since then
 
-    def rest_on(self, path: str, optimizer: bool = True) -> None:
+    def rest_on(self, path: str) -> None:
         "Begin anew at a saved state."
-        self.base, self.optimizer, self.updates = path, optimizer, []
+        self.base, self.optimizer, self.updates = path, True, []
+
+    def __repr__(self) -> str:
+        return f"Journal(base={self.base!r}, optimizer={self.optimizer}, {len(self.updates)} updates)"
 
 # %% ../../nbs/24_backends.service.ipynb #15be72c5
 def measured(answer: Any) -> dict[str, float]:
@@ -581,8 +587,8 @@ def take_step(books: Books, adam: AdamParams, normalization: GradNormalization) 
     try:
         send = lambda client: send_update(books.link, client, update, books.carrier, books.meter)
         metrics = books.link.call(send)
-    except BaseException:
-        books.link.drop()
+    except BaseException as error:
+        books.link.drop(books.link.text(error))
         raise
     books.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
     books.pending.clear()
@@ -635,7 +641,7 @@ def keep_journal_short(books: Books) -> None:
 def let_go(books: Books) -> None:
     "Give up a client whose service has a gradient of ours."
     if any(p.sent_on == books.link.made for p in books.pending):
-        books.link.drop()
+        books.link.drop("its gradient was discarded")
 
 
 def discard(books: Books) -> None:
@@ -655,9 +661,9 @@ def load_remotely(books: Books, path: str, optimizer: bool) -> None:
     let_go(books)
     try:
         link.call(load if link.client is not None else lambda client: None)
-    except BaseException:
+    except BaseException as error:
         books.journal = before
-        link.drop()
+        link.drop(link.text(error))
         raise
     books.pending.clear()
     found = version_in(path) if optimizer else None
@@ -695,8 +701,8 @@ def loss_there(
         with torch.enable_grad():
             loss, metrics, slopes = slope_of(books.limits.coverage, datums, leaves, loss_fn)
         check_builtin(datums, options, [x.detach() for x in leaves], theirs, denominator)
-    except BaseException:
-        books.link.drop()
+    except BaseException as error:
+        books.link.drop(books.link.text(error))
         raise
     counted = options.policy_loss not in UNCOUNTED_LOSSES
     books.pending.append(Pass(tuple(datums), tuple(slopes), tuple(values), books.link.made, counted))
@@ -778,18 +784,38 @@ class ServiceTrainer(Books):
         "The result of a loss."
         return LossOutput(value, metrics, tuple(self.of_policy(series)), tuple(slopes))
 
+# %% ../../nbs/24_backends.service.ipynb #7dd4f8d7
+def check_reachable(
+    url: str,  # what is asked
+    fix: str,  # of the error: where the address came from
+) -> None:
+    "Raises `BackendError` when nobody answers."
+    try:
+        httpx.get(url, timeout=10)
+    except httpx.HTTPError as error:
+        got = type(error).__name__
+        raise BackendError("the service", where=url, got=got, expected="an answer", fix=fix) from error
+
 # %% ../../nbs/24_backends.service.ipynb #6a0a26ed
-def open_tokenizer(tokenizer: Any, base_model: str) -> Any:
-    "A tokenizer at hand, or by name; None = the base model's."
+def open_tokenizer(
+    tokenizer: Any,  # one at hand, or a name or folder; None = the base model's
+    base_model: str,
+    revision: str | None = None,  # of the repository on the hub
+) -> Any:
+    "A tokenizer; raises `BackendError` if it cannot be loaded, or has no revisions."
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
     name = tokenizer or base_model
-    if name in ("tiny", "smollm2"):
+    ours = name in ("tiny", "smollm2")
+    if revision is not None and (ours or Path(name).is_dir()):
+        expected, fix = "None: only a name on the hub has revisions", "Leave it out."
+        raise BackendError("the tokenizer's revision", where=name, got=repr(revision), expected=expected, fix=fix)
+    if ours:
         return load_model(name)[1]
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, revision=revision or "main")
     except (OSError, ValueError) as error:
         fix = "Pass tokenizer=, a tokenizer or the name or folder of one."
         raise BackendError("tokenizer", got=repr(name), expected="a name that can be loaded", fix=fix) from error

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-import httpx
 import numpy as np
 
 from ..align import target_from_token
@@ -38,6 +37,7 @@ from rl_notebook.backends.service import (
     Tries,
     Ways,
     bare_datum,
+    check_reachable,
     fresh_client,
     is_lost,
     keep_pass,
@@ -63,13 +63,13 @@ from ..losses import BUILTIN_LOSSES
 
 # %% auto #0
 __all__ = ['NOTICE', 'LOSSES', 'EPSILON', 'VISIBLE', 'OWN_LABELS', 'hush_deprecations', 'not_the_notice', 'tinker_sdk', 'made',
-           'as_future', 'check_reachable', 'end_session', 'Session', 'training_client', 'unload', 'load_or_remake',
-           'Broom', 'ways_of', 'TinkerSampler', 'ask', 'shifted', 'prefilled', 'ends', 'stops', 'ended', 'draw',
-           'completion', 'TinkerSync', 'toy_tokens', 'toy_datum', 'loss_request', 'probe_losses', 'nats',
-           'probe_prompt_positions', 'probe_server_side_loss', 'probe_prefill', 'probe_topk', 'probe_seed',
-           'probe_temperature', 'known_length', 'probe', 'check_shift', 'check_prefix', 'check_mask', 'Toy', 'Moved',
-           'nudge', 'visible_step', 'check_sign', 'check_scale', 'check_gradient', 'find_carrier', 'check_states',
-           'check_conformance', 'TinkerBackend', 'open_tinker', 'acquaint', 'close_tinker']
+           'as_future', 'end_session', 'Session', 'training_client', 'unload', 'load_or_remake', 'Broom', 'ways_of',
+           'TinkerSampler', 'ask', 'shifted', 'prefilled', 'ends', 'stops', 'ended', 'draw', 'completion', 'TinkerSync',
+           'toy_tokens', 'toy_datum', 'loss_request', 'probe_losses', 'nats', 'probe_prompt_positions',
+           'probe_server_side_loss', 'probe_prefill', 'probe_topk', 'probe_seed', 'probe_temperature', 'known_length',
+           'probe', 'check_shift', 'check_prefix', 'check_mask', 'Toy', 'Moved', 'nudge', 'visible_step', 'check_sign',
+           'check_scale', 'check_gradient', 'find_carrier', 'check_states', 'check_conformance', 'TinkerBackend',
+           'open_tinker', 'acquaint', 'close_tinker']
 
 # %% ../../nbs/24b_backends.tinker.ipynb #d9d415b6
 NOTICE = "DEPRECATED: TrainingClient.load_state"
@@ -107,18 +107,6 @@ def made(thing: Any) -> Any:
 def as_future(thing: Any) -> Any:
     "The `concurrent.futures.Future` of an SDK's call."
     return thing.future() if hasattr(thing, "future") else thing
-
-# %% ../../nbs/24b_backends.tinker.ipynb #613c5bd5
-def check_reachable(base_url: str | None) -> None:
-    "Raises `BackendError` when nobody answers at an address."
-    if base_url is None:
-        return
-    try:
-        httpx.get(f"{base_url.rstrip('/')}/api/v1/healthz", timeout=10)
-    except httpx.HTTPError as error:
-        fix = "Start the service, or set base_url (or TINKER_BASE_URL) to where it is."
-        got, where = type(error).__name__, f"open_tinker({base_url!r})"
-        raise BackendError("the service", where=where, got=got, expected="an answer", fix=fix) from error
 
 # %% ../../nbs/24b_backends.tinker.ipynb #2db06081
 def end_session(service: Any, wait_s: float = 10.0) -> None:
@@ -254,10 +242,10 @@ class TinkerSampler:
         connect = lambda: self.session.make(lambda service: service.create_sampling_client(**weights))
         return Link(connect, self.session.sdk, **self.options)
 
-    def ready(self, link: Link, why: str = "") -> Any:
+    def ready(self, link: Link) -> Any:
         "The client of a link; only one thread makes it."
         with self.lock:
-            return fresh_client(link, why)
+            return fresh_client(link)
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, from the weights of the last sync."
@@ -291,7 +279,7 @@ async def ask(sampler: TinkerSampler, link: Link, request: Callable[[Any], Any])
         if k:
             await asyncio.sleep(link.pause_s * 2 ** (k - 1))
         try:
-            client = link.client or await asyncio.to_thread(sampler.ready, link, tries.why)
+            client = link.client or await asyncio.to_thread(sampler.ready, link)
             return await asyncio.wait_for(asyncio.wrap_future(as_future(request(client))), link.timeout_s)
         except RLNotebookError:
             raise
@@ -722,7 +710,9 @@ async def open_tinker(
     "Policy, reference, sampler and sync on a Tinker-compatible service."
     url = base_url or os.environ.get("TINKER_BASE_URL") or None
     secret, words = key_from_env("TINKER_API_KEY", key=key), open_tokenizer(tokenizer, base_model)
-    await asyncio.to_thread(check_reachable, url)
+    if url is not None:
+        fix = "Start the service, or set base_url (or TINKER_BASE_URL) to where it is."
+        await asyncio.to_thread(check_reachable, f"{url.rstrip('/')}/api/v1/healthz", fix)
     sessions = [Session(url, secret) for _ in range(2 + reference)]
     longest = max_seq_len or await asyncio.to_thread(known_length, sessions[0], base_model)
     limits = Limits(len(words), longest, dtype, Coverage(prompt_logprobs))
@@ -767,7 +757,9 @@ async def acquaint(backend: TinkerBackend, session: Session, probing: bool, conf
     trouble = " ".join(row.sentence for row in backend.checks.failed)
     if trouble and conformance == "raise":
         fix = "conformance='warn' opens it all the same."
-        raise BackendError(f"the service does not conform ({len(backend.checks.failed)})", got=trouble, fix=fix)
+        raise BackendError(
+            f"the service does not conform ({len(backend.checks.failed)})", got=trouble.rstrip("."), fix=fix
+        )
     if trouble:
         warnings.warn(f"the service does not conform: {trouble}", stacklevel=2)
 
