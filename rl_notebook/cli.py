@@ -317,8 +317,11 @@ def run_check(args: Sequence[str]) -> int:  # exit code
     if {"-h", "--help"} & set(args):
         print(CHECK)
         return 0
-    cfg = Config.from_dict({}, CHECK_DEFAULTS.get(option_values(args).get("backend"), {}) | option_values(args))
-    found = asyncio.run(check_backend(cfg, say=print))
+    given = option_values(args)
+    usual = CHECK_DEFAULTS.get(given.get("backend"), {})
+    if "base_model" in given:  # then its tokenizer is not the usual one
+        usual = {name: value for name, value in usual.items() if name == "lora_rank"}
+    found = asyncio.run(check_backend(Config.from_dict({}, usual | given), say=print))
     for findings in found:
         print(f"\n{findings}")
     return int(bool(found[-1].failed))  # the last are the checks; what comes before are facts

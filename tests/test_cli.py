@@ -393,3 +393,10 @@ def test_check_asks_a_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_check_refuses_what_it_cannot_ask(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "--backend", "local"]) == 2
     assert "backend: got 'local'; expected tinker or fireworks" in capsys.readouterr().err
+    assert main(["check", "--backend", "fireworks", "--base-model", "accounts/fireworks/models/llama"]) == 2
+    assert "deployment.tokenizer_model: got None" in capsys.readouterr().err  # not that of the usual model
+
+
+def test_leftovers_are_of_a_service(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--leftover", "attach", "--steps", "1"]) == 2
+    assert "backend local: leftover: got 'attach'" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .base import Backend
-from ..config import Config, TrainerConfig
+from ..config import Config, DeployConfig, TrainerConfig
 from ..core import ConfigError
 from ..toy import load_model
 
@@ -35,13 +35,13 @@ def local_options(cfg: Config) -> dict[str, Any]:
     }
 
 
-async def _open_local(cfg: Config, say: Callable[[str], Any], leftover: str) -> Backend:
+async def _open_local(cfg: Config, say: Callable[[str], Any]) -> Backend:
     from rl_notebook.backends.local import open_local
 
     return open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **local_options(cfg))
 
 # %% ../../nbs/29_backends.open.ipynb #94334756
-async def _open_openai(cfg: Config, say: Callable[[str], Any], leftover: str) -> Backend:
+async def _open_openai(cfg: Config, say: Callable[[str], Any]) -> Backend:
     from rl_notebook.backends.openai import open_openai
 
     folder = Path(cfg.log_path) / "weights" if cfg.log_path is not None else None
@@ -70,19 +70,19 @@ def tinker_options(cfg: Config) -> dict[str, Any]:
     }
 
 
-async def _open_tinker(cfg: Config, say: Callable[[str], Any], leftover: str) -> Backend:
+async def _open_tinker(cfg: Config, say: Callable[[str], Any]) -> Backend:
     from rl_notebook.backends.tinker import open_tinker
 
     return await open_tinker(**tinker_options(cfg), say=say)
 
 
-async def _open_fireworks(cfg: Config, say: Callable[[str], Any], leftover: str) -> Backend:
+async def _open_fireworks(cfg: Config, say: Callable[[str], Any], leftover: Any = "error") -> Backend:
     from rl_notebook.backends.fireworks import open_fireworks
 
-    return await open_fireworks(cfg, say=say, leftover=leftover)  # type: ignore[arg-type]
+    return await open_fireworks(cfg, say=say, leftover=leftover)
 
 # %% ../../nbs/29_backends.open.ipynb #8fd1c2a2
-OPENERS: dict[str, Callable[[Config, Callable[[str], Any], str], Awaitable[Backend]]] = {
+OPENERS: dict[str, Callable[..., Awaitable[Backend]]] = {
     "local": _open_local,
     "openai": _open_openai,
     "tinker": _open_tinker,
@@ -98,12 +98,16 @@ async def open_backend(
     "The backend that a config names."
     if cfg.backend not in OPENERS:
         raise ConfigError("backend", got=repr(cfg.backend), expected=" or ".join(OPENERS))
-    return await OPENERS[cfg.backend](cfg, say, leftover)
+    own = {} if leftover == "error" else {"leftover": leftover}
+    if own and cfg.backend != "fireworks":
+        fix = "Leave it out: nothing of a killed process goes on here."
+        raise ConfigError("leftover", where=f"backend {cfg.backend}", got=repr(leftover), expected="'error'", fix=fix)
+    return await OPENERS[cfg.backend](cfg, say, **own)
 
 # %% ../../nbs/29_backends.open.ipynb #2c106273
 async def check_backend(
     cfg: Config,  # backend, model, address; the rest is not looked at
-    say: Callable[[str], Any] = print,  # gets a line per check as it is made
+    say: Callable[[str], Any] = print,  # gets lines on the way: a check that was made, a reconnect
 ) -> list[Findings]:
     "What the service of a config was seen to do; raises `BackendError` if it cannot be reached."
     if cfg.backend not in CHECKERS:
@@ -120,11 +124,14 @@ async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings
 
 async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
     from rl_notebook.backends.fireworks import check_fireworks
+    from rl_notebook.backends.provision import check_tokenizer
 
+    deploy = cfg.deployment or DeployConfig()
+    check_tokenizer(deploy)
     found = await check_fireworks(
         cfg.base_model,
-        (cfg.deployment and cfg.deployment.tokenizer_model) or cfg.base_model,
-        training_shape_id=(cfg.trainer or TrainerConfig()).training_shape_id,
+        deploy.tokenizer_model or "",
+        training_shape_id=(cfg.trainer or cfg.infra or TrainerConfig()).training_shape_id,
         lora_rank=cfg.lora_rank,
         output_model_id=cfg.output_model_id,
         base_url=cfg.base_url,

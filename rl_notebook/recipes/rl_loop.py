@@ -140,12 +140,12 @@ async def train(
 ) -> RunResult:
     "Run GRPO as a config says."
     check_run(cfg, resume)
-    problem = problem or load_problem(cfg)
+    problem, found = problem or load_problem(cfg), find_checkpoint(cfg, resume)  # before anything is set up
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
         loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
         check_prompts(loop)
-        if found := find_checkpoint(cfg, resume):
+        if found is not None:
             say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
         if (run := open_run(cfg, resume, say)) is not None and resume:
             put_aside(run, found.step if found else 0, say)
