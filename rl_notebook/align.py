@@ -13,7 +13,7 @@ from .core import AlignmentError, frozen_array
 
 # %% auto #0
 __all__ = ['Series', 'target_from_token', 'token_from_target', 'target_from_completion', 'completion_from_target',
-           'target_from_echo', 'detect_coordinate', 'align_logprobs', 'require_finite']
+           'target_from_echo', 'detect_coordinate', 'align_logprobs', 'require_finite', 'align_routing']
 
 # %% ../nbs/01_align.ipynb #6c3aabc1
 Series = Sequence[float | None] | np.ndarray  # logprobs as a service or a user hands them over
@@ -158,3 +158,24 @@ def require_finite(
             expected="a finite number wherever weights are 1",
         )
     return series
+
+# %% ../nbs/01_align.ipynb #299ece0f
+def align_routing(
+    routing: Sequence[str] | None,  # N-1 entries, or N-P from the last prompt token on; None = nothing was recorded
+    prompt_len: int,  # P
+    num_inputs: int,  # N-1, the tokens that the model reads
+    completion_only: bool = False,  # blank what was recorded for the prompt, all but its last token
+    *,
+    where: str | None = None,  # place named in an error
+) -> tuple[str, ...] | None:  # (N-1,), "" where unknown
+    "Expert choices as a sampler returned them, one per input token."
+    if routing is None:
+        return None
+    _check_prompt_len(prompt_len, num_inputs + 1, where)
+    sampled = num_inputs + 1 - prompt_len
+    if len(routing) not in (num_inputs, sampled):
+        got, expected = f"{len(routing)} entries", f"{num_inputs} (with the prompt) or {sampled} (completion only)"
+        fix = "One entry belongs to each token that the model reads; it never reads the last one."
+        raise AlignmentError("routing", where=where, got=got, expected=expected, fix=fix)
+    unknown = prompt_len - 1 if completion_only else num_inputs - len(routing)
+    return (*[""] * unknown, *routing[len(routing) - num_inputs + unknown :])

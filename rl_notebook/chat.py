@@ -15,6 +15,7 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from .align import align_routing
 from .core import AlignmentError, Completion, ConfigError, DataError, RolloutSample
 from .data import Row
 
@@ -157,6 +158,22 @@ def drawn_logprobs(completion: Completion, where: str = "completion") -> np.ndar
     )
 
 # %% ../nbs/12_chat.ipynb #bf4d861f
+def _routing(spans: Sequence[tuple[list[int], Completion | None]]) -> tuple[str, ...] | None:
+    "(N-1,) experts of all spans, blank where nobody noted them; None = nothing was noted."
+    if not any(c is not None and c.routing is not None for _, c in spans):
+        return None
+    noted, end = [""] * sum(len(tokens) for tokens, _ in spans), 0
+    for turn, (tokens, completion) in enumerate(spans):
+        end += len(tokens)
+        if completion is None or completion.routing is None:
+            continue
+        prompt_len = end - len(tokens)
+        aligned = align_routing(completion.routing, prompt_len, end - 1, where=f"span {turn}") or ()
+        for i, entry in enumerate(aligned):
+            noted[i] = entry if i >= prompt_len - 1 else noted[i] or entry
+    return tuple(noted[:-1])
+
+# %% ../nbs/12_chat.ipynb #ededcd5e
 def _sample(
     spans: Sequence[tuple[list[int], Completion | None]],  # tokens, and what sampled them
     reward: float | None,
@@ -181,6 +198,7 @@ def _sample(
         temperature=temperatures[0],
         processed=any(c.params.top_p < 1 or c.params.top_k > 0 for c in said),
         info=info,
+        routing=_routing(spans),
     )
 
 # %% ../nbs/12_chat.ipynb #fb9d224e
