@@ -6,19 +6,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import inspect
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import httpx
 import numpy as np
 
 from .backends.base import Sampler
 from .chat import encode_prompt, sample_from_completion
 from rl_notebook.core import (
+    AlignmentError,
     BackendError,
     Completion,
+    ConfigError,
     PromptGroup,
     RewardError,
+    RolloutRun,
     RolloutSample,
     SampleParams,
     frozen_array,
@@ -26,9 +33,12 @@ from rl_notebook.core import (
 from .data import Row
 
 # %% auto #0
-__all__ = ['RolloutFn', 'T', 'Prompt', 'prompt_seed', 'encode_rows', 'Rollouts', 'draw_completions', 'RolloutSetup',
-           'sample_prompt', 'draw_rollouts', 'assemble', 'require_some', 'arrivals', 'window_batches', 'greedy_chunks',
-           'groups_per_pass']
+__all__ = ['TRANSIENT', 'Sleep', 'T', 'Segments', 'RolloutFn', 'CONTEXT', 'Prompt', 'prompt_seed', 'draw_seed', 'encode_rows',
+           'Rollouts', 'is_transient', 'retry_pause', 'with_retries', 'Breaker', 'Lost', 'in_rounds', 'gather_draws',
+           'check_drawn', 'is_reward', 'draw_completions', 'RolloutSetup', 'sample_prompt', 'first_parameter',
+           'is_rollout_fn', 'context_names', 'TakenRollout', 'as_rollout_fn', 'rollout_context', 'rollout_place',
+           'segments_of', 'blame', 'draw_one', 'together', 'draw_rollouts', 'assemble', 'require_some', 'arrivals',
+           'window_batches', 'greedy_chunks', 'groups_per_pass', 'balanced_chunks', 'minibatch_slices']
 
 # %% ../nbs/30_rollouts.ipynb #c944e495
 @dataclass(frozen=True, eq=False)
@@ -53,6 +63,13 @@ def prompt_seed(seed: int, number: int) -> int:
     "The seed of a prompt's completions, from the run's seed and the prompt's position in the run."
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
+# %% ../nbs/30_rollouts.ipynb #973c72c3
+def draw_seed(seed: int, number: int, index: int, round: int = 0) -> int:
+    "The seed of one draw of a prompt."
+    if round == 0:
+        return prompt_seed(seed, number) + index
+    return int(np.random.SeedSequence([seed, number, index, round]).generate_state(1)[0])
+
 # %% ../nbs/30_rollouts.ipynb #8b55d2db
 def encode_rows(
     rows: Sequence[Row],
@@ -76,25 +93,193 @@ class Rollouts:
 
     prompt: Prompt
     samples: tuple[RolloutSample, ...] = ()  # graded already, if they come from a rollout function
-    dropped: tuple[str, ...] = ()  # reasons of those that failed
+    dropped: tuple[str, ...] = ()  # reasons of draws that came to nothing
+    runs: tuple[int, ...] = ()  # the draw that each sample is a segment of; () = each sample is a draw of its own
+    redrawn: tuple[str, ...] = ()  # reasons of draws that were lost and made again
 
 # %% ../nbs/30_rollouts.ipynb #bee9a8d6
+TRANSIENT: tuple[type[Exception], ...] = (
+    BackendError,
+    httpx.TransportError,
+    httpx.HTTPStatusError,  # only "too many requests" and errors of the server
+    ConnectionError,
+    TimeoutError,
+)
+
+
+def is_transient(error: BaseException) -> bool:
+    "Whether a failure is one of the connection, so that another try may help."
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_transient(e) for e in error.exceptions)
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return isinstance(error, TRANSIENT)
+
+# %% ../nbs/30_rollouts.ipynb #41a18023
+Sleep = Callable[[float], Awaitable[Any]]
+T = TypeVar("T")
+
+
+def retry_pause(attempt: int, seed: int) -> float:  # seconds
+    "Half a second, doubled with each attempt up to half a minute, give or take a half of it."
+    return float(0.5 * 2 ** min(attempt, 6) * np.random.default_rng([seed, attempt]).uniform(0.5, 1.5))
+
+
+async def with_retries(
+    call: Callable[[], Awaitable[T]],
+    retries: int,  # calls after the first
+    seed: int = 0,  # decides how the pauses are moved
+    sleep: Sleep = asyncio.sleep,  # takes seconds
+) -> T:
+    "The result of a call that is made again after a transient failure; the last failure is raised."
+    for attempt in range(retries):
+        try:
+            return await call()
+        except Exception as error:  # somebody else's code
+            if not is_transient(error):
+                raise
+        await sleep(retry_pause(attempt, seed))
+    return await call()
+
+# %% ../nbs/30_rollouts.ipynb #2da0baee
+class Breaker:
+    "Ends a run that loses too many of its draws to the connection."
+
+    def __init__(
+        self,
+        limit: float,  # largest share that may be lost; 1 = any
+        window: int = 64,  # draws looked at; nothing is decided before half as many
+    ):
+        self.limit, self.window = limit, window
+        self.recent: deque[str] = deque(maxlen=window)  # reasons of the last draws; "" = it came through
+
+    def note(self, reason: str = "") -> None:
+        "Count one draw; raises `BackendError` with the last reasons once too many are lost."
+        self.recent.append(reason)
+        lost = [r for r in self.recent if r]
+        if 2 * len(self.recent) >= self.window and len(lost) > self.limit * len(self.recent):
+            raise BackendError(
+                f"{len(lost)} of the last {len(self.recent)} rollouts lost their connection",
+                got="; ".join(dict.fromkeys(lost[-3:])),
+                expected=f"at most {self.limit:.0%} (max_rollout_failure_rate)",
+                fix="Is the server up? If it is busy, lower max_concurrent; for short outages raise rollout_retries.",
+            )
+
+# %% ../nbs/30_rollouts.ipynb #ce289205
+Segments = tuple[RolloutSample, ...]  # what one draw left behind
+
+
+@dataclass(frozen=True)
+class Lost:
+    "A draw that came to nothing."
+
+    reason: str
+
+
+async def in_rounds(
+    draw: Callable[[list[int], int], Awaitable[Sequence[Segments | Lost]]],  # (indices, round) -> one result each
+    n: int,  # draws
+    again: int = 0,  # further rounds for those that are lost
+) -> tuple[dict[int, Segments | Lost], tuple[str, ...]]:  # result of each draw, reasons of those made again
+    "Make n draws, and those that are lost again."
+    found: dict[int, Segments | Lost] = {}
+    redrawn: list[str] = []
+    for round in range(1 + again):
+        before = {i: found.get(i) for i in range(n)}
+        missing = [i for i, result in before.items() if not isinstance(result, tuple)]
+        if not missing:
+            break
+        redrawn += [result.reason for result in before.values() if isinstance(result, Lost)]
+        found.update(zip(missing, await draw(missing, round), strict=True))
+    return found, tuple(redrawn)
+
+# %% ../nbs/30_rollouts.ipynb #70ea7964
+def gather_draws(prompt: Prompt, found: Mapping[int, Segments | Lost], redrawn: Sequence[str] = ()) -> Rollouts:
+    "The draws of a prompt, in their order whatever the order of their arrival."
+    draws = sorted(found.items())
+    kept = {i: draw for i, draw in draws if isinstance(draw, tuple)}
+    several = any(len(segments) != 1 for segments in kept.values())
+    return Rollouts(
+        prompt,
+        samples=tuple(s for segments in kept.values() for s in segments),
+        dropped=tuple(draw.reason for _, draw in draws if isinstance(draw, Lost)),
+        runs=tuple(i for i, segments in kept.items() for _ in segments) if several else (),
+        redrawn=tuple(redrawn),
+    )
+
+# %% ../nbs/30_rollouts.ipynb #9c4fb3cd
+def check_drawn(sample: RolloutSample, where: str) -> None:
+    "Raise for ids, logprobs or a reward that no loss can use."
+    undefined = np.flatnonzero((sample.loss_mask == 1) & ~np.isfinite(sample.logprobs))
+    if len(undefined):
+        at = int(undefined[0])
+        got = f"{sample.logprobs[at]} at token {at}, where loss_mask is 1"
+        fix = "Put the mask to 0 where nothing was sampled, or use a sampler that reports every logprob."
+        raise AlignmentError("logprobs", where=where, got=got, expected="a number for each sampled token", fix=fix)
+    if (sample.tokens < 0).any():
+        at = int(np.argmax(sample.tokens < 0))
+        raise AlignmentError("tokens", where=where, got=f"{sample.tokens[at]} at token {at}", expected="ids from 0")
+    if not is_reward(sample.reward):
+        fix = "None says that it cannot be scored."
+        raise RewardError("reward", where=where, got=repr(sample.reward), expected="a finite number or None", fix=fix)
+
+
+def is_reward(value: Any) -> bool:
+    "Whether something is a finite number, or None."
+    try:
+        return value is None or math.isfinite(value)
+    except TypeError:
+        return False
+
+# %% ../nbs/30_rollouts.ipynb #358279d3
+def _from_completion(completion: Completion, i: int, where: str) -> Segments | Lost:
+    "A completion as a draw."
+    if not len(completion.tokens):
+        return Lost(f"completion {i} is empty")
+    sample = sample_from_completion(completion)
+    check_drawn(sample, f"{where}, completion {i}")
+    return (sample,)
+
+
 async def draw_completions(
     sampler: Sampler,
     prompt: Prompt,
     params: SampleParams,  # n = completions per prompt; its seed is that of the run
+    *,
+    retries: int = 0,  # of the request, after a transient failure
+    group_retries: int = 0,  # rounds in which empty completions are drawn again
+    breaker: Breaker | None = None,  # watches lost requests; without one, a request that stays lost is an error
+    sleep: Sleep = asyncio.sleep,
 ) -> Rollouts:
     "All completions of one prompt in one request."
-    own = replace(params, seed=prompt_seed(params.seed or 0, prompt.number))
-    completions = await sampler.sample(prompt.tokens, own)
-    empty = [i for i, c in enumerate(completions) if len(c.tokens) == 0]
-    if len(completions) != params.n:
-        raise BackendError("sampler", where=prompt.where, got=f"{len(completions)} completions", expected=f"{params.n}")
-    kept = tuple(sample_from_completion(c) for c in completions if len(c.tokens))
-    return Rollouts(prompt, kept, dropped=tuple(f"completion {i} is empty" for i in empty))
+
+    async def request(missing: list[int], round: int) -> Sequence[Segments | Lost]:
+        seed = draw_seed(params.seed or 0, prompt.number, missing[0] if round else 0, round)
+        own = replace(params, n=len(missing), seed=seed)
+        try:
+            drawn = await with_retries(lambda: sampler.sample(prompt.tokens, own), retries, seed, sleep)
+        except TRANSIENT as error:
+            if breaker is None or not is_transient(error):
+                raise
+            return [_lost("the request", error, breaker)] * len(missing)
+        if len(drawn) != own.n:
+            raise BackendError("sampler", where=prompt.where, got=f"{len(drawn)} completions", expected=f"{own.n}")
+        if breaker is not None:
+            breaker.note()
+        return [_from_completion(c, i, prompt.where) for i, c in zip(missing, drawn, strict=True)]
+
+    return gather_draws(prompt, *await in_rounds(request, params.n, group_retries))
+
+
+def _lost(what: str, error: BaseException, breaker: Breaker | None) -> Lost:
+    "A draw that the connection took, counted."
+    lost = Lost(f"{what} raised {type(error).__name__}: {error}")
+    if breaker is not None:
+        breaker.note(lost.reason)
+    return lost
 
 # %% ../nbs/30_rollouts.ipynb #f75e15eb
-RolloutFn = Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]
+RolloutFn = Callable[..., Awaitable[RolloutSample | RolloutRun | None]]
 
 
 @dataclass(frozen=True)
@@ -114,8 +299,8 @@ class RolloutSetup:
         return {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k}
 
 # %% ../nbs/30_rollouts.ipynb #3b8c5a02
-def sample_prompt(prompt: Prompt, index: int, seed: int) -> dict[str, Any]:
-    "What a rollout function is called with: the row's columns, the prompt's tokens, and which sample of it this is."
+def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict[str, Any]:
+    "What a rollout function is called with: the row's columns, the prompt's tokens, and which draw of it this is."
     row = prompt.row
     named = {"messages": row.messages, "prompt": row.prompt, "answer": row.answer}
     return {
@@ -123,42 +308,186 @@ def sample_prompt(prompt: Prompt, index: int, seed: int) -> dict[str, Any]:
         **{name: value for name, value in named.items() if value is not None},
         "prompt_token_ids": prompt.tokens.tolist(),
         "sample_index": index,
-        "seed": prompt_seed(seed, prompt.number) + index,
+        "seed": draw_seed(seed, prompt.number, index, round),
     }
 
 # %% ../nbs/30_rollouts.ipynb #4e13b034
-async def _one_rollout(rollout_fn: RolloutFn, called_with: dict[str, Any], i: int) -> RolloutSample | str:
-    "A sample, or the reason why there is none."
+CONTEXT = ("row_index", "epoch", "rollout_index", "evaluation")
+
+
+def first_parameter(fn: Any) -> str | None:
+    "Name of the first parameter of a function; None for what has none."
     try:
-        sample = await rollout_fn(called_with)
-    except Exception as error:  # somebody else's code: any failure of it is one lost sample
-        return f"rollout {i} raised {type(error).__name__}: {error}"
-    if sample is not None and not isinstance(sample, RolloutSample):
-        raise RewardError("rollout_fn", got=type(sample).__name__, expected="RolloutSample or None")
-    return f"rollout {i} returned None" if sample is None else sample
+        return next(iter(inspect.signature(fn).parameters), None)
+    except (TypeError, ValueError):  # not callable, or made in C
+        return None
+
+
+def is_rollout_fn(fn: Any) -> bool:
+    "Whether something is a rollout function: its first parameter is called `sample_prompt`."
+    return first_parameter(fn) == "sample_prompt"
+
+
+def context_names(fn: RolloutFn) -> tuple[str, ...]:
+    "What a rollout function takes of `CONTEXT`; raises `ConfigError` for a parameter that nobody will fill."
+    named = list(inspect.signature(fn).parameters.values())[1:]
+    if any(p.kind == p.VAR_KEYWORD for p in named):
+        return CONTEXT
+    for p in named:
+        if p.default is p.empty and p.kind != p.VAR_POSITIONAL and p.name not in CONTEXT:
+            expected = ", ".join(CONTEXT)
+            raise ConfigError("parameter", where="rollout_fn", got=p.name, expected=expected, fix="Give it a default.")
+    return tuple(p.name for p in named if p.name in CONTEXT and p.kind != p.POSITIONAL_ONLY)
 
 # %% ../nbs/30_rollouts.ipynb #8cb5a596
-async def draw_rollouts(rollout_fn: RolloutFn, prompt: Prompt, n: int, seed: int = 0) -> Rollouts:
-    "Call a rollout function n times at once for one prompt; failures become reasons."
-    calls = [_one_rollout(rollout_fn, sample_prompt(prompt, i, seed), i) for i in range(n)]
-    results = await asyncio.gather(*calls)
-    return Rollouts(
-        prompt,
-        samples=tuple(r for r in results if isinstance(r, RolloutSample)),
-        dropped=tuple(r for r in results if isinstance(r, str)),
-    )
+@dataclass(frozen=True)
+class TakenRollout:
+    "A rollout function that can be called with the whole context."
+
+    fn: RolloutFn
+    names: tuple[str, ...]  # what it takes of the context
+
+    def __call__(self, sample_prompt: dict[str, Any], **context: Any) -> Any:
+        return self.fn(sample_prompt, **{name: context[name] for name in self.names})
+
+
+def as_rollout_fn(fn: RolloutFn) -> TakenRollout:
+    "A rollout function with its signature read."
+    return fn if isinstance(fn, TakenRollout) else TakenRollout(fn, context_names(fn))
+
+
+def rollout_context(prompt: Prompt, index: int, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    "The context of one draw; what is not given is that of a training prompt in the first epoch."
+    return {"epoch": 0, "evaluation": False, **(given or {}), "row_index": prompt.number, "rollout_index": index}
 
 # %% ../nbs/30_rollouts.ipynb #0b1abb33
-def assemble(rollouts: Rollouts, graded: Sequence[RolloutSample]) -> PromptGroup:
-    "The group of one prompt; unscorable samples leave it and are counted."
-    unscorable = [f"sample {i} is unscorable" for i, s in enumerate(graded) if s.reward is None]
+def rollout_place(prompt: Prompt, index: int) -> str:
+    "One draw as a place in a message."
+    return f"group {prompt.index} (row {prompt.row.key!r}, number {prompt.number}), rollout {index}"
+
+
+def segments_of(returned: Any, where: str) -> Segments | None:
+    "What a rollout function returned, checked."
+    if returned is None:
+        return None
+    if not isinstance(returned, RolloutSample | RolloutRun):
+        expected = "RolloutSample, RolloutRun or None"
+        raise RewardError("rollout_fn", where=where, got=type(returned).__name__, expected=expected)
+    segments = (returned,) if isinstance(returned, RolloutSample) else returned.segments
+    for i, segment in enumerate(segments):
+        check_drawn(segment, f"{where}, segment {i}" if isinstance(returned, RolloutRun) else where)
+    return segments
+
+
+def blame(error: Exception, where: str) -> AlignmentError | RewardError:
+    "An error of a rollout function, with its place."
+    if isinstance(error, AlignmentError):  # a sample that could not be made
+        return AlignmentError(str(error), where=where)
+    fix = "Call it by hand on this row. To drop a draw, return None."
+    return RewardError(f"rollout_fn raised {type(error).__name__}: {error}", where=where, fix=fix)
+
+# %% ../nbs/30_rollouts.ipynb #bd518526
+async def _called(fn: TakenRollout, called_with: dict[str, Any], context: Mapping[str, Any], where: str) -> Any:
+    "Call a rollout function once; what it raises gets its place, unless the connection is to blame."
+    task = asyncio.current_task()
+    cancelled = task.cancelling() if task else 0
+    try:
+        returned = fn(called_with, **context)
+        if not inspect.isawaitable(returned):
+            got, fix = type(returned).__name__, "Write `async def`."
+            raise RewardError("rollout_fn", where=where, got=got, expected="something to await", fix=fix)
+        return await returned
+    except asyncio.CancelledError as error:
+        if task is None or task.cancelling() > cancelled:  # somebody cancelled the draw
+            raise
+        raise RewardError("rollout_fn cancelled itself", where=where, fix="Catch it, and return None.") from error
+    except Exception as error:  # somebody else's code
+        if is_transient(error) or getattr(error, "where", None) == where:
+            raise
+        raise blame(error, where) from error
+
+
+async def draw_one(
+    fn: TakenRollout,
+    prompt: Prompt,
+    index: int,
+    *,
+    seed: int = 0,  # of the run
+    round: int = 0,
+    context: Mapping[str, Any] | None = None,  # `epoch`, `evaluation`
+    retries: int = 0,
+    breaker: Breaker | None = None,
+    sleep: Sleep = asyncio.sleep,
+) -> Segments | Lost:
+    "One draw of a rollout function: what it left behind, or why there is nothing."
+    where, given = rollout_place(prompt, index), rollout_context(prompt, index, context)
+    called_with = sample_prompt(prompt, index, seed, round)
+    try:
+        returned = await with_retries(
+            lambda: _called(fn, dict(called_with), given, where), retries, called_with["seed"], sleep
+        )
+    except Exception as error:  # a connection, or an error that has its place
+        if not is_transient(error):
+            raise
+        return _lost(f"rollout {index}", error, breaker)
+    if breaker is not None:
+        breaker.note()
+    segments = segments_of(returned, where)
+    return Lost(f"rollout {index} returned None") if segments is None else segments
+
+# %% ../nbs/30_rollouts.ipynb #b880838b
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:  # results, in the order of the calls
+    "Await calls side by side; the first error cancels the others, waits for them, and is raised."
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failed:
+        first = failed.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
+
+# %% ../nbs/30_rollouts.ipynb #1546b50f
+async def draw_rollouts(
+    rollout_fn: RolloutFn,
+    prompt: Prompt,
+    n: int,  # draws
+    seed: int = 0,  # of the run
+    *,
+    context: Mapping[str, Any] | None = None,  # `epoch` and `evaluation`, for functions that ask for them
+    retries: int = 0,  # of a draw, after a transient failure
+    group_retries: int = 0,  # rounds in which lost draws are made again
+    breaker: Breaker | None = None,  # ends the run when too many connections are lost
+    sleep: Sleep = asyncio.sleep,  # takes seconds
+) -> Rollouts:
+    "Call a rollout function n times at once for one prompt; lost draws become reasons, other failures are raised."
+    fn = as_rollout_fn(rollout_fn)
+    same = {"seed": seed, "context": context, "retries": retries, "breaker": breaker, "sleep": sleep}
+
+    async def draw(missing: list[int], round: int) -> Sequence[Segments | Lost]:
+        return await together([draw_one(fn, prompt, i, round=round, **same) for i in missing])
+
+    return gather_draws(prompt, *await in_rounds(draw, n, group_retries))
+
+# %% ../nbs/30_rollouts.ipynb #771d9250
+def assemble(rollouts: Rollouts, graded: Sequence[RolloutSample], min_group_size: int = 1) -> PromptGroup:
+    "The group of one prompt; samples that cannot be used leave it and are counted."
+    prompt, each = rollouts.prompt, "run" if rollouts.runs else "sample"
+    runs = rollouts.runs or tuple(range(len(graded)))
+    unscorable = dict.fromkeys(run for run, s in zip(runs, graded, strict=True) if s.reward is None)
+    kept = [(run, s) for run, s in zip(runs, graded, strict=True) if run not in unscorable]
+    dropped = [*rollouts.dropped, *(f"{each} {run} is unscorable" for run in unscorable)]
+    left = len({run for run, _ in kept})
+    if left < min_group_size:
+        few = f"group has {left} of {left + len(dropped)} {each}s; min_group_size is {min_group_size}"
+        kept, dropped = [], [*dropped, *[few] * left]
     return PromptGroup(
-        samples=tuple(s for s in graded if s.reward is not None),
-        row=rollouts.prompt.row.data,
-        key=rollouts.prompt.row.key,
-        index=rollouts.prompt.index,
-        dropped=(*rollouts.dropped, *unscorable),
-        number=rollouts.prompt.number,
+        samples=tuple(s for _, s in kept),
+        row=prompt.row.data,
+        key=prompt.row.key,
+        index=prompt.index,
+        dropped=tuple(dropped),
+        number=prompt.number,
+        runs=tuple(run for run, _ in kept) if rollouts.runs else (),
     )
 
 # %% ../nbs/30_rollouts.ipynb #f1c1f7b8
@@ -174,9 +503,6 @@ def require_some(groups: Sequence[PromptGroup]) -> None:
         )
 
 # %% ../nbs/30_rollouts.ipynb #d284dbce
-T = TypeVar("T")
-
-
 async def arrivals(
     jobs: Sequence[Callable[[], Awaitable[T]]],  # one per prompt; called when there is room
     max_concurrent: int = 0,  # at a time; 0 = all
@@ -248,3 +574,20 @@ def groups_per_pass(
     "The sample counts of the config as whole groups, at least one."
     most = max(1, max_samples // completions_per_prompt)
     return most if min_samples is None else max(1, min_samples // completions_per_prompt), most
+
+# %% ../nbs/30_rollouts.ipynb #f34a1b77
+def balanced_chunks(total: int, chunks: int) -> list[int]:  # groups in each chunk
+    "Cut so many groups into at most so many chunks of nearly the same size, the larger ones first."
+    for name, value in (("groups", total), ("chunks", chunks)):
+        if value < 1:
+            raise ConfigError(name, where="balanced_chunks", got=value, expected="1 or more")
+    size, larger = divmod(total, min(chunks, total))
+    return [size + (i < larger) for i in range(min(chunks, total))]
+
+# %% ../nbs/30_rollouts.ipynb #97535f5a
+def minibatch_slices(count: int, minibatches: int) -> list[slice]:
+    "Cut so many datums into at most so many slices of equal length, the last one of what is left."
+    if minibatches < 1:
+        raise ConfigError("minibatches", where="minibatch_slices", got=minibatches, expected="1 or more")
+    size = max(1, -(-count // minibatches))
+    return [slice(at, min(at + size, count)) for at in range(0, count, size)]

@@ -19,7 +19,7 @@ from .backends.base import Backend, BuiltinTrainer, GradNormalization, Sampler, 
 from .core import Datum, Logprobs, LossOutput, PromptGroup, SampleParams
 from .datums import attach, datum_table
 from .losses import LossFn, LossOptions, make_loss_fn, natural_denominator
-from .rewards import Scores, graded, score, score_blocking
+from .rewards import graded, score, score_blocking
 from rl_notebook.rollouts import (
     Prompt,
     RolloutFn,
@@ -88,11 +88,14 @@ async def draw(
     sampler: Sampler,
     params: SampleParams,  # n = completions per prompt, seed = that of the run
     rollout_fn: RolloutFn | None = None,  # None = completions straight from the sampler
+    *,
+    context: Mapping[str, Any] | None = None,  # `epoch` and `evaluation`, for rollout functions that ask for them
+    **patience: Any,  # `retries`, `group_retries`, `breaker` and `sleep` of `rollouts.draw_rollouts`
 ) -> Rollouts:
     "All answers to one prompt."
     if rollout_fn is None:
-        return await draw_completions(sampler, prompt, params)
-    return await draw_rollouts(rollout_fn, prompt, params.n, seed=params.seed or 0)
+        return await draw_completions(sampler, prompt, params, **patience)
+    return await draw_rollouts(rollout_fn, prompt, params.n, params.seed or 0, context=context, **patience)
 
 # %% ../nbs/32_step.ipynb #16386d5a
 def _rollouts_row(r: Rollouts) -> dict[str, Any]:
@@ -120,30 +123,31 @@ def needs_grading(rollouts: Rollouts, reward_fns: Any) -> bool:
     "Whether reward functions have to be asked: there are samples, and the rollout has not graded them itself."
     return bool(rollouts.samples) and reward_fns is not None
 
-
-def _put(rollouts: Rollouts, scores: Scores) -> PromptGroup:
-    "The group with its grades on."
-    return assemble(rollouts, graded(rollouts.samples, scores))
-
 # %% ../nbs/32_step.ipynb #f1f16241
 async def score_group(
     rollouts: Rollouts,
     reward_fns: Any = None,  # as for `rewards.score`; None = the rollout graded itself
+    *,
+    min_group_size: int = 1,  # samples that a group needs; with fewer it gives up those it has
     **options: Any,  # `weights` and `step` of `rewards.score`
 ) -> PromptGroup:
     "The graded group of one prompt."
     if not needs_grading(rollouts, reward_fns):
-        return assemble(rollouts, rollouts.samples)
+        return assemble(rollouts, rollouts.samples, min_group_size)
     prompt = rollouts.prompt
-    return _put(rollouts, await score(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options))
+    scores = await score(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options)
+    return assemble(rollouts, graded(rollouts.samples, scores), min_group_size)
 
-# %% ../nbs/32_step.ipynb #9a5fffd7
-def score_group_blocking(rollouts: Rollouts, reward_fns: Any = None, **options: Any) -> PromptGroup:
+# %% ../nbs/32_step.ipynb #5286df4c
+def score_group_blocking(
+    rollouts: Rollouts, reward_fns: Any = None, *, min_group_size: int = 1, **options: Any
+) -> PromptGroup:
     "`score_group` for a method that cannot await."
     if not needs_grading(rollouts, reward_fns):
-        return assemble(rollouts, rollouts.samples)
+        return assemble(rollouts, rollouts.samples, min_group_size)
     prompt = rollouts.prompt
-    return _put(rollouts, score_blocking(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options))
+    scores = score_blocking(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options)
+    return assemble(rollouts, graded(rollouts.samples, scores), min_group_size)
 
 # %% ../nbs/32_step.ipynb #e0184ca8
 def _group_row(g: PromptGroup) -> dict[str, Any]:
@@ -368,12 +372,15 @@ async def evaluate(
     params: SampleParams,
     reward_fns: Any = None,
     rollout_fn: RolloutFn | None = None,
+    *,
+    patience: Mapping[str, Any] | None = None,  # options of `draw`
     **options: Any,  # `weights` of `rewards.score`
 ) -> dict[str, float]:
     "Mean held-out reward, share of cut completions and mean length."
+    how = {"context": {"evaluation": True}, **(patience or {})}
 
     async def one(prompt: Prompt) -> PromptGroup:
-        return await score_group(await draw(prompt, sampler, params, rollout_fn), reward_fns, **options)
+        return await score_group(await draw(prompt, sampler, params, rollout_fn, **how), reward_fns, **options)
 
     bursts = arrivals([lambda p=p: one(p) for p in prompts])
     groups = [g async for burst in bursts for g in burst]

@@ -168,19 +168,26 @@ def test_the_later_recipe_with_trainer_needs_no_message():
     assert cfg.trainer.training_shape_id == SHAPE
 
 
-def test_an_async_recipe_adds_its_settings_in_a_subclass():
+def test_an_async_recipe_has_its_settings_in_the_config_itself():
+    cfg = Config(recipe="async_rl_loop", max_head_offpolicy_versions=4.0, learning_rate="1.7e-5")
+    assert (cfg.max_head_offpolicy_versions, cfg.learning_rate) == (4, 1.7e-5)
+    assert repr(cfg) == "Config(learning_rate=1.7e-05, recipe='async_rl_loop', max_head_offpolicy_versions=4)"
+    assert Config.from_dict(cfg.to_dict()) == cfg
+    assert "max_head_offpolicy_versions: recipe='rl_loop' would ignore it" in refused(max_head_offpolicy_versions=4)
+
+
+def test_a_recipe_of_your_own_adds_its_settings_in_a_subclass():
     @m.accepts_other_spellings
     @dataclass(frozen=True, kw_only=True, repr=False)
-    class AsyncConfig(Config):
-        max_head_offpolicy_versions: int = 0
+    class OwnConfig(Config):
+        curriculum_steps: int = 0
 
-    cfg = AsyncConfig(max_head_offpolicy_versions=4.0, learning_rate="1.7e-5", completions_per_prompt=8)
-    assert (cfg.max_head_offpolicy_versions, cfg.learning_rate) == (4, 1.7e-5)
-    assert repr(cfg) == "AsyncConfig(completions_per_prompt=8, learning_rate=1.7e-05, max_head_offpolicy_versions=4)"
-    assert AsyncConfig.from_dict(cfg.to_dict()) == cfg
-    assert "max_head_offpolicy_versions: got 4; expected 0" in refused(max_head_offpolicy_versions=4)
+    cfg = OwnConfig(curriculum_steps=4.0, completions_per_prompt=8)
+    assert cfg.curriculum_steps == 4
+    assert repr(cfg) == "OwnConfig(completions_per_prompt=8, curriculum_steps=4)"
+    assert OwnConfig.from_dict(cfg.to_dict()) == cfg
     with pytest.raises(ConfigError, match="a group of one"):
-        AsyncConfig(completions_per_prompt=1)
+        OwnConfig(completions_per_prompt=1)
 
 
 # ---- other spellings
@@ -295,7 +302,7 @@ def test_two_spellings_agree_or_are_refused():
 
 def test_neutral_settings_pass_only_at_their_value():
     assert made(num_iterations=1, use_vllm=False)[1] == []
-    assert "num_iterations: got 4; expected 1. Here each batch gets one optimizer step" in refused(num_iterations=4)
+    assert "num_iterations: got 4; expected 1. Here each sample is trained on once" in refused(num_iterations=4)
 
 
 def test_a_checkpoint_of_another_job():
