@@ -5,6 +5,7 @@
 # %% ../nbs/12_chat.ipynb #e9e8d0ae
 from __future__ import annotations
 
+import html
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ from .data import Row
 
 # %% auto #0
 __all__ = ['check_tokenizer', 'check_template_options', 'render', 'check_fits', 'encode_prompt', 'drawn_logprobs',
-           'sample_from_completion', 'Span', 'Conversation', 'start_conversation']
+           'sample_from_completion', 'Span', 'tokens_around', 'first_difference', 'Conversation', 'mask_coverage',
+           'conversation_headline', 'conversation_text', 'conversation_html', 'start_conversation']
 
 # %% ../nbs/12_chat.ipynb #78754eaa
 def check_tokenizer(
@@ -236,34 +238,52 @@ def _spoken_tokens(tokenizer: PreTrainedTokenizerBase, completion: Completion) -
     return tokens[:-1] if completion.finish_reason == "stop" and tokens and tokens[-1] in stops else tokens
 
 # %% ../nbs/12_chat.ipynb #c325e0e4
+def tokens_around(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], at: int) -> str:
+    "The token at a place, in brackets, and up to two on either side, as ids and text."
+    shown = {
+        i: f"{tokens[i]} {tokenizer.decode([tokens[i]])!r}" for i in range(max(0, at - 2), min(at + 3, len(tokens)))
+    }
+    parts = [f"[{text}]" if i == at else text for i, text in shown.items()]
+    return ", ".join(parts if at < len(tokens) else [*parts, "[the end]"])
+
+
+def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
+    "The first place at which two sequences differ; where one ends and the other goes on, that place."
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
+
+# %% ../nbs/12_chat.ipynb #d275f8b2
+def _token_at(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], character: int) -> int:
+    "Which token says a character of a text; the number of tokens past its end."
+    reaches = lambda k: len(_text_of(tokenizer, [], tokens[: k + 1]))
+    return bisect_left(range(len(tokens)), character + 1, key=reaches)
+
+
 def _check_prefix(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], seen: str, rendered: str, where: str
 ) -> None:
-    "Raise `AlignmentError` unless the rendering begins with what was seen; names the first differing token."
+    "Raise `AlignmentError` unless the rendering begins with what was seen; shows the tokens where they part."
     if rendered.startswith(seen):
         return
-    at = next(
-        (i for i, (a, b) in enumerate(zip(seen, rendered, strict=False)) if a != b), min(len(seen), len(rendered))
-    )
-    reaches = lambda k: len(_text_of(tokenizer, [], tokens[: k + 1]))
-    index = bisect_left(range(len(tokens) - 1), at + 1, key=reaches)
+    at, theirs = first_difference(seen, rendered), _encode(tokenizer, rendered)
+    index = min(_token_at(tokenizer, tokens, at), len(tokens) - 1)
     raise AlignmentError(
         f"token {index} of {len(tokens)} differs from the chat template's rendering",
         where=where,
-        got=f"{tokenizer.decode([tokens[index]])!r} in {seen[max(0, at - 24) : at + 24]!r}",
-        expected=f"{rendered[max(0, at - 24) : at + 24]!r}, as rendered",
+        got=tokens_around(tokenizer, tokens, index),
+        expected=f"{tokens_around(tokenizer, theirs, _token_at(tokenizer, theirs, at))}, as rendered",
         fix="The template rewrites earlier turns; use one that keeps them, or make each turn a sample of its own.",
     )
 
 # %% ../nbs/12_chat.ipynb #12bda177
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Conversation:
     "Messages together with the very tokens that the policy saw and sampled."
 
-    tokenizer: PreTrainedTokenizerBase = field(repr=False)
-    row: Row = field(repr=False)  # the task; its messages are the beginning
+    tokenizer: PreTrainedTokenizerBase
+    row: Row  # the task; its messages are the beginning
     messages: tuple[Mapping[str, Any], ...]  # said since then
-    spans: tuple[Span, ...] = field(repr=False)  # all tokens, in order
+    spans: tuple[Span, ...]  # all tokens, in order
     options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
 
     @property
@@ -299,6 +319,45 @@ class Conversation:
         "As one sample; `text` is the last turn, `info['messages']` everything said, `info` what else is given."
         return _to_sample(self, reward, info)
 
+    def __repr__(self) -> str:
+        return conversation_text(self)
+
+    def _repr_html_(self) -> str:
+        return conversation_html(self)
+
+# %% ../nbs/12_chat.ipynb #5dc77a3e
+def mask_coverage(conversation: Conversation) -> tuple[int, int]:  # tokens, those that train
+    "How many tokens a conversation has, and how many of them the policy sampled."
+    sizes = [(len(span.tokens), span.completion is not None) for span in conversation.spans]
+    return sum(n for n, _ in sizes), sum(n for n, sampled in sizes if sampled)
+
+
+def conversation_headline(conversation: Conversation) -> str:
+    "Its size and the share that trains, in one line."
+    tokens, sampled = mask_coverage(conversation)
+    turns = f"{conversation.turns} turn{'s' * (conversation.turns != 1)}"
+    return f"{conversation.row.where}: {turns}, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains"
+
+
+def conversation_text(conversation: Conversation) -> str:
+    "The headline, and a line for each span."
+    lines = [conversation_headline(conversation)]
+    for span in conversation.spans:
+        text = span.text if len(span.text) <= 72 else f"{span.text[:36]} … {span.text[-34:]}"
+        lines.append(f"  {'sampled' if span.completion else 'given':<8}{len(span.tokens):>5}  {text!r}")
+    return "\n".join(lines)
+
+
+def conversation_html(conversation: Conversation) -> str:
+    "The headline, and the text with what was sampled on green; everything in it is escaped."
+    marked = []
+    for span in conversation.spans:
+        green = ' style="background:rgba(46,160,67,.3)"' if span.completion else ""
+        title = f"{len(span.tokens)} tokens, {'sampled: trains' if span.completion else 'given: masked'}"
+        marked.append(f'<span{green} title="{title}">{html.escape(span.text)}</span>')
+    head = html.escape(conversation_headline(conversation))
+    return f'<p>{head}</p><pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(marked)}</pre>'
+
 # %% ../nbs/12_chat.ipynb #a70ca557
 def start_conversation(
     tokenizer: PreTrainedTokenizerBase,
@@ -323,15 +382,12 @@ def _add_completion(conversation: Conversation, completion: Completion) -> Conve
         raise AlignmentError("turn", where=where, got="two completions in a row", expected="messages in between")
     before, given = c.tokens, completion.prompt_tokens.tolist()
     if before != given:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(before, given, strict=False)) if a != b), min(len(before), len(given))
-        )
-        shown = [repr(c.tokenizer.decode(t[at : at + 1])) if at < len(t) else "the end" for t in (given, before)]
+        at = first_difference(before, given)
         raise AlignmentError(
-            f"prompt of turn {c.turns}",
+            f"prompt of turn {c.turns} differs at token {at}",
             where=where,
-            got=f"{shown[0]} at token {at} ({len(given)} tokens)",
-            expected=f"{shown[1]} ({len(before)} tokens)",
+            got=f"{tokens_around(c.tokenizer, given, at)} ({len(given)} tokens)",
+            expected=f"{tokens_around(c.tokenizer, before, at)} ({len(before)} tokens)",
             fix="Sample from conversation.tokens.",
         )
     tokens = completion.tokens.tolist()

@@ -12,6 +12,7 @@ from rl_notebook.chat import (
     check_tokenizer,
     drawn_logprobs,
     encode_prompt,
+    mask_coverage,
     render,
     sample_from_completion,
     start_conversation,
@@ -208,11 +209,18 @@ def test_half_a_character_at_the_cut():
     assert c.spans[2].text.startswith("<|im_end|>")
 
 
+def around(text) -> str:
+    "The tokens of an assistant's turn as a message shows them where its first one differs: ids and text, five at most."
+    before, after = encode("assistant\n")[-2:], encode(text)[:3]
+    shown = [f"{t} {TOKENIZER.decode([t])!r}" for t in before + after]
+    return ", ".join([*shown[:2], f"[{shown[2]}]", *shown[3:]])
+
+
 @pytest.mark.parametrize(
     ("change", "said", "got", "expected"),
     [
-        ("m.content.split('</think>')[-1]", "<think>hm</think>62", "'<' in", "assistant\\n62<|im_end|>"),
-        ("m.content | trim", " 62", "in '>\\n<|im_start|>assistant\\n 62<|im_end|>'", "assistant\\n62<|im_end|>"),
+        ("m.content.split('</think>')[-1]", "<think>hm</think>62", "<think>hm</think>62<|im_end|>", "62<|im_end|>"),
+        ("m.content | trim", " 62", " 62<|im_end|>", "62<|im_end|>\n"),
     ],
 )
 def test_a_template_that_rewrites_earlier_turns(change, said, got, expected):
@@ -222,8 +230,7 @@ def test_a_template_that_rewrites_earlier_turns(change, said, got, expected):
     c = c.add_completion(speak(c, said, "<|im_end|>"))
     text = message(lambda: c.add_messages({"role": "user", "content": "again"}), AlignmentError)
     assert f"row 'q17', turn 1: token {at} of {len(c.tokens)} differs from the chat template's rendering: got" in text
-    assert got in text
-    assert expected in text
+    assert f"got {around(got)}; expected {around(expected)}, as rendered" in text
     assert "make each turn a sample of its own" in text
 
 
@@ -233,7 +240,8 @@ def test_a_turn_that_ends_with_another_token_than_the_templates():
     c = c.add_completion(speak(c, "62<|im_end|>"))
     text = message(lambda: c.add_messages({"role": "user", "content": "again"}), AlignmentError)
     assert f"token {len(c.tokens) - 1} of {len(c.tokens)} differs" in text
-    assert "got '<|im_end|>' in" in text
+    assert ", [1 '<|im_end|>']; expected" in text
+    assert ", [2 '<s>'], " in text
 
 
 def test_turns_out_of_order_and_foreign_prompts():
@@ -247,13 +255,13 @@ def test_turns_out_of_order_and_foreign_prompts():
     assert "turns: got none" in message(lambda: c0.to_sample(), AlignmentError)
     tokens = c0.tokens
     for foreign, got in (
-        (tokens[:-1], "got the end at"),
-        ([*tokens, 9], f"at token {len(tokens)} ("),
-        ([9, *tokens[1:]], "at token 0"),
+        (tokens[:-1], "at token 18: got 282 'ss', 307 'istant', [the end] (18 tokens); expected"),
+        ([*tokens, 24], "at token 19: got 307 'istant', 201 '\\n', [24 '6'] (20 tokens); expected"),
+        ([24, *tokens[1:]], "at token 0: got [24 '6'], "),
     ):
         completion = Completion(foreign, [5], [-1.0])
         text = message(lambda completion=completion: c0.add_completion(completion), AlignmentError)
-        assert "row 'q17': prompt of turn 0: got" in text
+        assert "row 'q17': prompt of turn 0 differs at token" in text
         assert got in text
         assert "Sample from conversation.tokens." in text
 
@@ -283,3 +291,56 @@ def test_tools_are_passed_to_a_template_that_reads_them():
     c = c.add_completion(speak(c, "add(24, 48)<|im_end|>")).add_messages({"role": "tool", "content": "72"})
     assert c.text.startswith("1 tools\n")
     assert c.text.endswith("<|im_start|>tool\n72<|im_end|>\n<|im_start|>assistant\n")
+
+
+class Counting:
+    "A tokenizer that notes every text it cuts."
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.cut = tokenizer, []
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __len__(self):
+        return len(self.tokenizer)
+
+    def __call__(self, text, **options):
+        self.cut.append(text)
+        return self.tokenizer(text, **options)
+
+
+def test_only_what_was_appended_is_tokenized():
+    after = "{% if m.role == 'assistant' %}(checked)\n{% endif %}"
+    noting = Counting(build(CHATML.replace("<|im_end|>\n", "<|im_end|>\n" + after)))
+    c = start_conversation(noting, ROW)
+    noting.cut.clear()
+    c1 = c.add_completion(speak(c, *"hello", "<|im_end|>"))
+    assert noting.cut == []
+    c2 = c1.add_messages({"role": "tool", "content": "72"}, {"role": "system", "content": "be brief"})
+    added = (
+        "\n(checked)\n<|im_start|>tool\n72<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert noting.cut == [added]
+    assert c2.tokens == [*c1.tokens, *encode(added)]
+    noting.cut.clear()
+    c3 = c2.add_completion(speak(c2, *"72", "<|im_end|>")).add_messages({"role": "user", "content": "why"})
+    assert noting.cut == [c3.spans[-1].text]
+    assert c3.tokens[: len(c2.tokens)] == c2.tokens
+    sample = c3.to_sample()
+    assert TOKENIZER.decode(sample.tokens[sample.loss_mask == 1]) == "hello<|im_end|>72<|im_end|>"
+
+
+def test_a_conversation_shows_what_trains_and_escapes_what_it_shows():
+    c = start_conversation(TOKENIZER, ROW)
+    assert repr(c).startswith("row 'q17': 0 turns, 19 tokens, 0 sampled: 0% trains\n")
+    c = c.add_completion(speak(c, "<script>hello</script>", "<|im_end|>"))
+    tokens, sampled = mask_coverage(c)
+    assert (tokens, sampled) == (len(c.tokens), c.to_sample().completion_len)
+    assert f"1 turn, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains" in repr(c)
+    assert "sampled" in repr(c).splitlines()[2]
+    page = c._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;hello" in page
+    assert page.count("<span") == len(c.spans)
+    assert page.count("background") == c.turns
