@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,16 +20,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
 from .base import Meter
-from ..core import BackendError, Completion, Logprobs, SampleParams
+from .routing import Routers, find_routers, noting, replaying, write_notes
+from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
 # %% auto #0
-__all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'PACK_ELEMENTS', 'TOLERANCE', 'logits_of', 'pick_logprobs', 'head_logprobs',
-           'Uniforms', 'draw_tokens', 'DrawPlan', 'cut_off', 'draw', 'SlotCache', 'reserve', 'add_rows', 'begin_step',
-           'drop_row', 'norm_fn', 'can_pack', 'packed_fn', 'linear_fn', 'linears_fn', 'rotate', 'RotaryTable', 'attend',
-           'FastLayer', 'fast_layer', 'FastDecoder', 'bare_model', 'CausalModel', 'padded', 'prefill', 'decode_step',
-           'probe_error', 'open_model', 'Request', 'Row', 'stopped_by_text', 'finish_reason', 'final_text',
-           'context_length', 'eos_ids', 'check_tokens', 'check_length', 'Engine', 'check_request', 'by_budget', 'admit',
-           'emit', 'retire', 'drop', 'forget_cancelled', 'advance', 'echo']
+__all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'PACK_ELEMENTS', 'TOLERANCE', 'Choosing', 'logits_of', 'pick_logprobs',
+           'head_logprobs', 'Uniforms', 'draw_tokens', 'DrawPlan', 'cut_off', 'draw', 'SlotCache', 'reserve',
+           'add_rows', 'begin_step', 'drop_row', 'norm_fn', 'can_pack', 'packed_fn', 'linear_fn', 'linears_fn',
+           'rotate', 'RotaryTable', 'attend', 'FastLayer', 'fast_layer', 'FastDecoder', 'bare_model', 'CausalModel',
+           'padded', 'prefill', 'decode_step', 'probe_error', 'open_model', 'Request', 'Row', 'stopped_by_text',
+           'finish_reason', 'final_text', 'context_length', 'eos_ids', 'check_tokens', 'check_length', 'Engine',
+           'check_request', 'by_budget', 'watched', 'admit', 'emit', 'retire', 'notes_of', 'drop', 'forget_cancelled',
+           'advance', 'echo']
 
 # %% ../../nbs/21_backends.engine.ipynb #6f5c1405
 CHUNK_ELEMENTS = 2**24  # logits that may exist at once: 64 MB in float32
@@ -525,18 +528,36 @@ def _zero_adapters(model: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
 
 # %% ../../nbs/21_backends.engine.ipynb #a7f274ff
-def _stepwise(causal: CausalModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+Choosing = Callable[[Tensor], AbstractContextManager[Any]]  # makes routers choose as they did at these (T,) positions
+
+
+def _choosing(model: Any, ids: Tensor) -> Choosing:
+    "Run the model once on `ids` (B, S); what its routers chose can then be chosen again, by position in B times S."
+    try:
+        routers = find_routers(model)
+    except ConfigError:
+        return lambda positions: nullcontext()
+    with noting(routers) as notes:
+        model(input_ids=ids, use_cache=False)
+        chosen = notes.take()
+    return lambda positions: replaying(routers, chosen[positions])
+
+# %% ../../nbs/21_backends.engine.ipynb #5601d21e
+def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tuple[Tensor, Tensor]]:
     "Features by prefill and decode, each with the token index that it belongs to, for two rows of unequal prompts."
     cache, starts, results = SlotCache(), [5, 3], []
-    last = prefill(causal, cache, [ids[i, :n].tolist() for i, n in enumerate(starts)])
+    place = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    with choosing(place[:, : max(starts)].flatten()):
+        last = prefill(causal, cache, [ids[i, :n].tolist() for i, n in enumerate(starts)])
     add_rows(cache, torch.arange(2, device=ids.device), length=max(starts))
     for step in range(5):
         at = [n + step for n in starts]
         results.append((last, torch.tensor(at, device=ids.device) - 1))
-        last = decode_step(causal, cache, [int(ids[i, n]) for i, n in enumerate(at)], at)
+        with choosing(place[torch.arange(2), at]):
+            last = decode_step(causal, cache, [int(ids[i, n]) for i, n in enumerate(at)], at)
     return results
 
-# %% ../../nbs/21_backends.engine.ipynb #5601d21e
+# %% ../../nbs/21_backends.engine.ipynb #fe59cfba
 def probe_error(causal: CausalModel, sampling: bool) -> float:
     "Largest difference between the route's logprobs and the model's own, on random tokens, per 20 nats of their range."
     rng = np.random.default_rng(0)
@@ -546,10 +567,12 @@ def probe_error(causal: CausalModel, sampling: bool) -> float:
         for p in asleep:
             p.normal_(std=0.1, generator=torch.Generator(p.device).manual_seed(0))
         try:
-            want = logits_of(causal.model(input_ids=ids, use_cache=False).logits, None).log_softmax(-1)
-            got = logits_of(causal.features(ids), causal.head).log_softmax(-1)
+            choosing = _choosing(causal.model, ids)
+            with choosing(torch.arange(ids.numel(), device=ids.device)):
+                want = logits_of(causal.model(input_ids=ids, use_cache=False).logits, None).log_softmax(-1)
+                got = logits_of(causal.features(ids), causal.head).log_softmax(-1)
             errors = [(got - want).abs().max()]
-            for features, at in _stepwise(causal, ids) if sampling else []:
+            for features, at in _stepwise(causal, ids, choosing) if sampling else []:
                 got = logits_of(features, causal.head).log_softmax(-1)
                 errors.append((got - want[torch.arange(2), at]).abs().max())
         finally:
@@ -615,6 +638,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
+    chosen: list[np.ndarray] = field(default_factory=list)  # experts of the tokens read so far, each (n, L, k)
 
     @property
     def cached(self) -> int:
@@ -704,6 +728,8 @@ class Engine:
     tokens_per_batch: int = 16384  # padded tokens of one prefill or scoring pass
     eos_token_ids: frozenset[int] | None = None  # None = those of model and tokenizer
     policy_version: int = 0  # stamped on what is drawn
+    routers: Routers | None = None  # note which experts read each token; None = nothing is noted
+    note_prompt: bool = True  # also for the tokens of the prompt before its last
 
     def __post_init__(self):
         limits = [limit for limit in (self.max_seq_len, context_length(self.causal.model)) if limit]
@@ -768,6 +794,15 @@ def by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 # %% ../../nbs/21_backends.engine.ipynb #566e2309
+def watched(engine: Engine, run: Callable[[], Tensor]) -> tuple[Tensor, np.ndarray | None]:
+    "What a pass returns, and the experts that read its tokens, (T, L, k); None where nothing is noted."
+    if engine.routers is None:
+        return run(), None
+    with noting(engine.routers) as notes:
+        features = run()
+        return features, notes.take().cpu().numpy().astype(engine.routers.dtype)
+
+# %% ../../nbs/21_backends.engine.ipynb #4661ed0f
 def admit(engine: Engine) -> list[Request]:
     "Move waiting rows into the batch; returns requests that are complete with their first token."
     free = engine.max_batch - len(engine.rows)
@@ -779,12 +814,16 @@ def admit(engine: Engine) -> list[Request]:
     prompts, done = list(new), []
     for group in by_budget([len(p) for p in prompts], engine.tokens_per_batch):
         chosen = [prompts[i] for i in group]
-        features = prefill(engine.causal, engine.cache, chosen)
+        features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, chosen))
         engine.prefilled_tokens += sum(map(len, chosen))
         source = torch.tensor([g for g, p in enumerate(chosen) for _ in new[p]], device=features.device)
         add_rows(engine.cache, source, max(map(len, chosen)))
         start, engine.plan = len(engine.rows), None
         engine.rows += [row for p in chosen for row in new[p]]
+        if experts is not None:
+            for p, read in zip(chosen, experts.reshape(len(chosen), -1, *experts.shape[1:]), strict=True):
+                for row in new[p]:
+                    row.chosen.append(read[: len(p)])
         done += emit(engine, logits_of(features, engine.causal.head)[source], start)
     return done
 
@@ -813,8 +852,16 @@ def retire(engine: Engine, i: int, reason: str) -> Request:
     row = drop(engine, i)
     request, text = row.request, final_text(row, engine.tokenizer)
     made = (request.prompt, row.tokens, row.raw, row.used, text, reason, engine.policy_version, request.params)
-    request.completions[row.index] = Completion(*made)  # type: ignore[arg-type]
+    request.completions[row.index] = Completion(*made, routing=notes_of(engine, row))  # type: ignore[arg-type]
     return request
+
+
+def notes_of(engine: Engine, row: Row) -> tuple[str, ...] | None:
+    "(N-1,) notes of a finished row, (N-P,) without the prompt's; None where nothing is noted."
+    if engine.routers is None:
+        return None
+    first = 0 if engine.note_prompt else len(row.request.prompt) - 1
+    return write_notes(engine.routers, np.concatenate(row.chosen)[first:])
 
 # %% ../../nbs/21_backends.engine.ipynb #88224b38
 def drop(engine: Engine, i: int) -> Row:
@@ -838,7 +885,9 @@ def forget_cancelled(engine: Engine) -> None:
 def advance(engine: Engine) -> list[Request]:
     "One decode step for every row; returns the requests that it completed."
     tokens, lengths = [row.tokens[-1] for row in engine.rows], [row.cached for row in engine.rows]
-    features = decode_step(engine.causal, engine.cache, tokens, lengths)
+    features, experts = watched(engine, partial(decode_step, engine.causal, engine.cache, tokens, lengths))
+    for i, row in enumerate(engine.rows if experts is not None else ()):
+        row.chosen.append(experts[i : i + 1])  # type: ignore[index]
     return emit(engine, logits_of(features, engine.causal.head))
 
 # %% ../../nbs/21_backends.engine.ipynb #42e60559

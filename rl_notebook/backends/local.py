@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -43,6 +43,7 @@ from rl_notebook.backends.engine import (
     open_model,
     padded,
 )
+from .routing import Routers, find_routers, read_notes, replaying
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -58,14 +59,15 @@ from rl_notebook.core import (
 )
 
 # %% auto #0
-__all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 'score_batch', 'spread', 'score', 'Scores',
-           'not_finite', 'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes', 'backpropagate',
-           'move_to_masters', 'drop_gradients', 'divisor', 'adamw', 'update', 'Versions', 'describe', 'capture',
-           'check_description', 'restore', 'write_folder', 'read_folder', 'Worker', 'stamped', 'LocalReference',
-           'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named', 'saved_size', 'take_snapshot',
-           'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients', 'directional', 'linear_change', 'Letter',
-           'LocalSampler', 'take_letters', 'turn', 'keep_pumping', 'LocalSync', 'with_lora', 'frozen_copy',
-           'torch_dtype', 'check_tokenizer', 'open_local', 'scorer_of', 'reference_of', 'close_local']
+__all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 'routed', 'score_batch', 'spread', 'score',
+           'Scores', 'not_finite', 'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes',
+           'backpropagate', 'move_to_masters', 'drop_gradients', 'divisor', 'adamw', 'update', 'Versions', 'describe',
+           'capture', 'check_description', 'restore', 'write_folder', 'read_folder', 'Worker', 'stamped',
+           'LocalReference', 'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named',
+           'saved_size', 'take_snapshot', 'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients',
+           'directional', 'linear_change', 'Letter', 'LocalSampler', 'take_letters', 'turn', 'keep_pumping',
+           'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype', 'check_tokenizer', 'open_local', 'scorer_of',
+           'reference_of', 'close_local']
 
 # %% ../../nbs/22_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -98,6 +100,7 @@ class Scoring:
     prompt_logprobs: bool = False  # also score positions of weight 0
     max_seq_len: int | None = None  # longest sequence
     meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
+    routers: Routers | None = None  # take the experts that `Datum.routing` names; None = the model chooses
 
     def scored(self, datum: Datum) -> np.ndarray:
         "(N-1,) bool: the positions that get a logprob."
@@ -116,6 +119,15 @@ class Scoring:
             check_tokens(d.tokens, self.causal.vocab_size, d.where)
             check_length(len(d.tokens), 0, self.max_seq_len, d.where)
 
+# %% ../../nbs/22_backends.local.ipynb #01b28b24
+def routed(scoring: Scoring, datums: Sequence[Datum]) -> AbstractContextManager[None]:
+    "The model under the experts that the datums of one batch name; raises `AlignmentError` for those of another model."
+    if scoring.routers is None or not any(d.routing and any(d.routing) for d in datums):
+        return nullcontext()
+    longest = max(len(d.weights) for d in datums)
+    chosen = read_notes(scoring.routers, [d.routing for d in datums], longest, [d.where for d in datums])
+    return replaying(scoring.routers, torch.from_numpy(chosen).flatten(0, 1).to(scoring.causal.device))
+
 # %% ../../nbs/22_backends.local.ipynb #5e14f5ae
 def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     "(M,) logprobs of all scored positions of one batch, datum after datum, with gradient if it is enabled."
@@ -125,7 +137,8 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
         row[: len(d.weights)] = scoring.scored(d)
     where = torch.from_numpy(picked.reshape(-1).nonzero()[0]).to(device)
     targets = padded([d.target_tokens for d in datums], device).flatten()[where]
-    features = scoring.causal.features(padded([d.input_tokens for d in datums], device))
+    with routed(scoring, datums):
+        features = scoring.causal.features(padded([d.input_tokens for d in datums], device))
     scoring.meter.datums_scored += len(datums)
     return scoring.causal.logprobs(features.flatten(0, 1)[where], targets, scoring.temperature)
 
@@ -280,7 +293,8 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], slopes: Sequence[
         with torch.enable_grad():
             flat = score_batch(scoring, [datums[i] for i in batch]) if flat is None else flat
         slope = np.concatenate([np.asarray(slopes[i])[scoring.scored(datums[i])] for i in batch])
-        torch.autograd.backward(flat, torch.from_numpy(slope).to(flat))
+        with routed(scoring, [datums[i] for i in batch]):
+            torch.autograd.backward(flat, torch.from_numpy(slope).to(flat))
         scoring.meter.datums_trained += len(batch)
         move_to_masters(state)
     state.loss_tokens += sum(d.num_loss_tokens for d in datums)
@@ -960,22 +974,27 @@ def open_local(
     temperature: float = 1.0,  # of policy and reference logprobs: set it to the sampling temperature
     seed: int = 0,  # of the adapter's initial weights
     prompt_logprobs: bool = False,  # also score positions of weight 0
+    router_replay: bool = False,  # mixture of experts: the policy takes the experts that the sampler chose
+    router_replay_completion_only: bool = True,  # for sampled tokens only; False = for the prompt as well
 ) -> Backend:  # policy LocalTrainer, reference LocalReference, sampler LocalSampler
     "Policy, reference, sampler and sync over one model in this process."
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     module = model.to(device=device, dtype=torch_dtype(dtype)).eval()
     module = with_lora(module, lora_rank, lora_alpha, seed) if lora_rank else module
     params, run, versions = trainable(module), Worker(inline), Versions()
+    routers = find_routers(module, "open_local: router_replay") if router_replay else None
     if not params:
         raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
     learning = {id(p) for p in params.values()}
     shared = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in learning]
     served = frozen_copy(module, shared)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
+    if router_replay:
+        engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
     check_tokenizer(tokenizer, engine.causal.vocab_size)
     limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len)
     score_as = lambda m: Scoring(scorer_of(m), *limits, engine.meter)
-    state = PolicyState(module, score_as(module), params)
+    state = PolicyState(module, replace(score_as(module), routers=routers), params)
     judge = reference_of(state, score_as, run, shared) if reference else None
     sampler = LocalSampler(engine, run)
     capabilities = Capabilities(
@@ -983,6 +1002,7 @@ def open_local(
         prompt_logprobs=prompt_logprobs,
         policy_temperature=temperature,
         lora_rank=lora_rank,
+        routing=router_replay,
         max_seq_len=engine.max_seq_len,
     )
     served_params = {name: p for name, p in served.named_parameters() if name in params}
@@ -1000,9 +1020,9 @@ def scorer_of(module: nn.Module) -> CausalModel:
 def reference_of(
     state: PolicyState, score_as: Callable[[nn.Module], Scoring], run: Worker, shared: Sequence[Tensor]
 ) -> LocalReference:
-    "The base without its adapter, or a frozen copy."
+    "The base without its adapter, or a frozen copy; it chooses its experts itself."
     if hasattr(state.module, "disable_adapter"):
-        return LocalReference(state.scoring, run, state.module.disable_adapter)  # type: ignore[arg-type]
+        return LocalReference(replace(state.scoring, routers=None), run, state.module.disable_adapter)  # type: ignore[arg-type]
     return LocalReference(score_as(frozen_copy(state.module, shared)), run)
 
 # %% ../../nbs/22_backends.local.ipynb #0aa5f132

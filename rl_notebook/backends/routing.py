@@ -100,7 +100,7 @@ def find_routers(
         got, expected = f"{type(model).__name__}, which has none", "a mixture of experts as Qwen3-MoE, Mixtral or OLMoE"
         fix = "Leave router_replay out: without routers there is nothing to replay."
         raise ConfigError("routers", where=where, got=got, expected=expected, fix=fix)
-    sizes = {(m.num_experts, m.top_k) for m in found.values()}  # type: ignore[misc]
+    sizes = {(int(m.num_experts), int(m.top_k)) for m in found.values()}  # type: ignore[arg-type]
     rules = [find_rule(m) for m in found.values()]
     strange = [f"{name} ({type(m).__name__})" for (name, m), rule in zip(found.items(), rules, strict=True) if not rule]
     if strange or len(sizes) > 1:
