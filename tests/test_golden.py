@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import golden_adapters
+import golden_routing
 import numpy as np
 import pytest
 import torch
 from golden_adapters import Case, find_adapter, read_cases
 
-from rl_notebook import advantages, losses
+from rl_notebook import advantages, async_loop, losses
+from rl_notebook.async_loop import Gate, Producer
 from rl_notebook.backends import openai
 from rl_notebook.core import RLNotebookError
 
@@ -345,6 +347,110 @@ def an_echo_of_other_tokens_is_believed(monkeypatch):
 @breakage("sdk_parse_completions")
 def logprobs_of_another_temperature_are_those_drawn_from(monkeypatch):
     monkeypatch.setattr(openai, "sort_logprobs", lambda values, drawn, params, kind: (values, drawn or values))
+
+
+@breakage("router_replay__517d206d router_replay__HEAD")
+def experts_go_to_the_token_they_predict(monkeypatch):
+    align = golden_routing.align_routing
+    shifted = lambda *a: (found := align(*a)) and ("", *found[:-1])
+    monkeypatch.setattr(golden_routing, "align_routing", shifted)
+
+
+@breakage("router_replay__517d206d router_replay__HEAD")
+def experts_of_the_last_prompt_token_are_dropped(monkeypatch):
+    align = golden_routing.align_routing
+    late = lambda r, p, n, only: ("",) * p + found[p:] if (found := align(r, p, n, only)) and only else found
+    monkeypatch.setattr(golden_routing, "align_routing", late)
+
+
+@breakage("router_replay__517d206d router_replay__HEAD")
+def experts_of_the_prompt_stay(monkeypatch):
+    align = golden_routing.align_routing
+    monkeypatch.setattr(golden_routing, "align_routing", lambda r, p, n, only: align(r, p, n))
+
+
+@breakage("router_replay__HEAD")
+def a_record_of_any_length_is_taken(monkeypatch):
+    align = golden_routing.align_routing
+    taken = lambda r, p, n, only: align([*(r or ()), *[""] * n][:n], min(max(p, 1), n + 1), n, only)
+    monkeypatch.setattr(golden_routing, "align_routing", taken)
+
+
+@breakage("async_gate__HEAD async_gate_controller__517d206d async_loop__517d206d async_coordinator__HEAD")
+def rows_may_be_a_version_too_old(monkeypatch):
+    honest = Gate.staleness_capacity.fget
+    monkeypatch.setattr(Gate, "staleness_capacity", property(lambda gate: honest(gate) + gate.batch))
+
+
+@breakage("async_gate__HEAD async_gate_controller__517d206d async_loop__517d206d async_coordinator__HEAD")
+def the_sampler_has_room_for_any_number(monkeypatch):
+    monkeypatch.setattr(Gate, "concurrency_capacity", property(lambda gate: None))
+
+
+@breakage("async_gate__HEAD async_gate_controller__517d206d async_coordinator__HEAD")
+def half_a_row_is_let_in(monkeypatch):
+    def rounded_up(gate):
+        room = gate.concurrency_capacity
+        free = gate.staleness_capacity if room is None else min(gate.staleness_capacity, room)
+        return -(-max(0, free) // gate.completions_per_prompt)
+
+    monkeypatch.setattr(Gate, "rows", property(rounded_up))
+
+
+@breakage("async_gate_controller__517d206d async_loop__517d206d async_coordinator__HEAD")
+def accepted_rows_give_their_place_back(monkeypatch):
+    monkeypatch.setattr(Gate, "accept", Gate.reject)
+
+
+@breakage("async_gate_controller__517d206d async_loop__517d206d async_coordinator__HEAD")
+def rejected_rows_keep_their_place(monkeypatch):
+    monkeypatch.setattr(Gate, "reject", Gate.accept)
+
+
+@breakage("async_gate_controller__517d206d async_loop__517d206d async_coordinator__HEAD")
+def published_weights_open_nothing(monkeypatch):
+    monkeypatch.setattr(Gate, "publish", lambda gate, version: None)
+
+
+def after_landing(monkeypatch, change):
+    "Change a producer each time a row came back."
+    land = async_loop.land
+
+    def changed(producer, number, task):
+        land(producer, number, task)
+        change(producer)
+
+    monkeypatch.setattr(async_loop, "land", changed)
+
+
+@breakage("async_loop__517d206d async_coordinator__HEAD")
+def the_last_row_that_came_goes_first(monkeypatch):
+    after_landing(monkeypatch, lambda p: p.ready.sort(key=lambda row: -row.ended))
+
+
+@breakage("async_loop__517d206d async_coordinator__HEAD")
+def rows_wait_for_those_before_them(monkeypatch):
+    after_landing(monkeypatch, lambda p: p.ready.sort(key=lambda row: row.number))
+
+
+@breakage("async_loop__517d206d async_coordinator__HEAD")
+def rows_count_as_drawn_from_the_newest_weights(monkeypatch):
+    def renew(p):
+        p.ready = [async_loop.replace(row, version=p.gate.version) for row in p.ready]
+
+    after_landing(monkeypatch, renew)
+
+
+@breakage("async_loop__517d206d async_coordinator__HEAD")
+def a_place_that_is_free_waits_for_the_next_batch(monkeypatch):
+    land, fill = async_loop.land, Producer.fill
+
+    def without_refill(producer, number, task):
+        monkeypatch.setattr(Producer, "fill", lambda p: 0)
+        land(producer, number, task)
+        monkeypatch.setattr(Producer, "fill", fill)
+
+    monkeypatch.setattr(async_loop, "land", without_refill)
 
 
 @pytest.mark.skipif(FOLDER != OWN, reason="other cases may not contain what notices")
