@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +21,11 @@ from .core import AlignmentError, BackendError, DataError, Logprobs, PromptGroup
 from .core import RewardError, RolloutRun, RolloutSample, frozen_array
 from .records import StepRecord
 from .rewards import final_answer
-from .rollouts import RolloutSetup
+from .rollouts import RolloutFn, RolloutSetup, as_rollout_fn, first_parameter
 
 # %% auto #0
-__all__ = ['ATTEMPTS', 'Rollout', 'AnyRolloutFn', 'AnswerTokens', 'answer_tokens', 'right_answer', 'prefix_ends', 'Scored',
-           'mean_of_answer', 'score_answer', 'AnswerScorer', 'sample_scores', 'with_scores', 'with_information_gain',
+__all__ = ['ATTEMPTS', 'Rollout', 'AnswerTokens', 'answer_tokens', 'right_answer', 'prefix_ends', 'Scored', 'mean_of_answer',
+           'score_answer', 'AnswerScorer', 'is_older', 'sample_scores', 'with_scores', 'with_information_gain',
            'information_gain', 'z_normalize', 'discounted', 'turn_advantages', 'answer_scores', 'runs_of', 'run_gains',
            'compare_turns', 'igpo_advantages', 'has_turn_signal', 'igpo_table']
 
@@ -41,7 +41,7 @@ def answer_tokens(
     tokenizer: Any,
     answer: Any,  # text or number
     lead: str = "",  # text in front of it
-    where: str = "row",  # place named in an error
+    where: str | None = None,  # place named in an error
 ) -> AnswerTokens:
     "Ids of lead and answer, encoded together; raises `DataError` where there is no answer."
     text = str(answer) if isinstance(answer, str | int | float) else ""
@@ -81,8 +81,8 @@ def mean_of_answer(found: Logprobs, num_tokens: int, answer: AnswerTokens) -> fl
     if len(found) != num_tokens - 1:
         got = f"{len(found)} for {num_tokens} tokens"
         raise AlignmentError("logprobs of prefix and answer", got=got, expected=f"{num_tokens - 1}, one per target")
-    if not np.isfinite(values).all():
-        expected = f"{len(values)} finite numbers, one per token of the answer"
+    if len(values) < len(answer.tokens) or not np.isfinite(values).all():
+        expected = f"{len(answer.tokens)} finite numbers, one per token of the answer"
         raise AlignmentError("logprobs of the answer", got=values.tolist(), expected=expected)
     return float(values.mean())
 
@@ -112,11 +112,15 @@ class AnswerScorer:
     def enter(self, version: int) -> None:
         "Forget what older weights, or another event loop, have left."
         here = asyncio.get_running_loop()
-        if version > self.version or here is not self.event_loop:
-            self.known = {}
         if here is not self.event_loop:
-            self.room = asyncio.Semaphore(self.workers)
-        self.version, self.event_loop = max(version, self.version), here
+            self.event_loop, self.room, self.known = here, asyncio.Semaphore(self.workers), {}
+        if version > self.version:
+            self.version = version
+            self.forget_before(version)
+
+    def forget_before(self, version: int) -> None:
+        "Drop the scores of older weights; requests that are still out stay."
+        self.known = {key: task for key, task in self.known.items() if not is_older(task, version)}
 
     async def request(self, prefix: np.ndarray, answer: AnswerTokens) -> Scored:
         "Send one request when there is room."
@@ -138,13 +142,11 @@ class AnswerScorer:
         if (task.cancelled() or task.exception() is not None) and self.known.get(key) is task:
             del self.known[key]
 
-    def forget_older(self, asked: Sequence[np.ndarray], answer: AnswerTokens, found: Sequence[Scored]) -> None:
-        "Drop the scores that are not of the newest weights."
-        newest = max(s.version or 0 for s in found)
-        self.enter(newest)
-        for prefix, scored in zip(asked, found, strict=True):
-            if (scored.version or 0) < newest:
-                self.known.pop((prefix.tobytes(), answer), None)
+
+def is_older(task: asyncio.Task[Scored], version: int) -> bool:
+    "Whether a request has brought a score, and of older weights."
+    brought = task.done() and not task.cancelled() and task.exception() is None
+    return brought and (task.result().version or 0) < version
 
 # %% ../nbs/35_igpo.ipynb #3b2d7299
 ATTEMPTS = 5  # to get all scores of a sample from the same weights
@@ -161,14 +163,13 @@ async def sample_scores(
         found = await asyncio.gather(*(scorer.score(prefix, answer) for prefix in prefixes))
         if len({s.version for s in found}) == 1:
             return [s.score for s in found]
-        scorer.forget_older(prefixes, answer, found)
+        scorer.forget_before(max(s.version or 0 for s in found))
     got = f"versions {[s.version for s in found]}"
     fix = "Sync less often, or score with more workers."
     raise BackendError("scores of a sample", got=got, expected=f"one version within {ATTEMPTS} attempts", fix=fix)
 
 # %% ../nbs/35_igpo.ipynb #33582e79
 Rollout = RolloutSample | RolloutRun
-AnyRolloutFn = Callable[..., Awaitable[Rollout | None]]
 
 
 async def with_scores(scorer: AnswerScorer, found: Rollout, answer: AnswerTokens) -> Rollout:
@@ -184,19 +185,20 @@ def with_information_gain(
     rollout: Callable[..., Any],  # factory, which takes `setup`, or rollout function
     igpo: IGPOConfig | None = None,  # `scoring_workers` and `answer_lead`
     answer_of: Callable[[Mapping[str, Any]], Any] = right_answer,  # from what a rollout function is called with
-) -> Callable[[RolloutSetup], AnyRolloutFn]:
+) -> Callable[[RolloutSetup], RolloutFn]:
     "A rollout factory whose samples carry the scores of the right answer; raises `DataError` for rows without one."
     options = igpo or IGPOConfig()
 
-    def factory(setup: RolloutSetup) -> AnyRolloutFn:
-        rollout_fn = rollout(setup) if list(inspect.signature(rollout).parameters) == ["setup"] else rollout
+    def factory(setup: RolloutSetup) -> RolloutFn:
+        taken = as_rollout_fn(rollout(setup) if first_parameter(rollout) == "setup" else rollout)
         scorer = AnswerScorer(setup.sampler, options.scoring_workers)
 
-        @functools.wraps(rollout_fn)
         async def scored_rollout(sample_prompt: dict[str, Any], **context: Any) -> Rollout | None:
-            where = f"row {str(sample_prompt.get('key', sample_prompt.get('question', '')))[:40]!r}"
-            answer = answer_tokens(setup.tokenizer, answer_of(sample_prompt), options.answer_lead, where)
-            found = await rollout_fn(sample_prompt, **context)
+            call = functools.partial(taken.fn, sample_prompt, **{n: context[n] for n in taken.names if n in context})
+            if context.get("evaluation"):
+                return await call()
+            answer = answer_tokens(setup.tokenizer, answer_of(sample_prompt), options.answer_lead)
+            found = await call()
             return None if found is None else await with_scores(scorer, found, answer)
 
         return scored_rollout
@@ -269,7 +271,7 @@ def answer_scores(sample: RolloutSample, where: str) -> np.ndarray:  # (T + 1,)
 def runs_of(group: PromptGroup) -> list[range]:
     "The samples of each run."
     starts = group.run_starts
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(group.samples)], strict=True)]
+    return [range(a, b) for a, b in pairwise([*starts, len(group.samples)])]
 
 
 def run_gains(

@@ -1359,3 +1359,10 @@ def greedy_batching(case: Case) -> Outcome:
     assert events == [unordered_rewards(event) for event in case.expected["events"]]
     singles = c["filter"] and k == 1 and any(kind != "fail" for kind in x["kind"])
     return Outcome((SINGLES_KEPT,)) if singles else AGREED
+
+
+# -- adapters that have a file of their own ------------------------------------------------------------------------
+
+import golden_async  # noqa: F401
+import golden_igpo  # noqa: F401
+import golden_routing  # noqa: F401

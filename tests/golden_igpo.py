@@ -1,0 +1,300 @@
+"Recorded calls of the cookbook's IGPO, turned into calls of ours."
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import numpy as np
+from golden_adapters import (
+    AGREED,
+    KL_VALUE_ONLY,
+    Case,
+    Outcome,
+    adapter,
+    agree,
+    close,
+    floats,
+    loss_batch,
+    refused,
+    run,
+    settle,
+    value_only_kl,
+)
+
+from rl_notebook import datums, igpo
+from rl_notebook.backends.openai import OpenAISampler
+from rl_notebook.core import Logprobs, RolloutSample
+
+TEXT_IS_NOT_SEARCHED = (
+    "turns are those of the loss mask; tags in the text, at their share of the characters, say nothing"
+)
+NOTHING_SAID = "a sample in which the policy says nothing is refused"
+NO_PROMPT = "a sample that begins without a prompt is refused, its first token has no logprob"
+TOUCHING = "turns that touch are one turn of a loss mask; agrees turn by turn"
+UNEQUAL = "turns and advantages that are not as many are refused, not ignored; agrees turn by turn"
+OVERLAPPING = "a token belongs to one turn; agrees where the later turn takes it"
+OUTSIDE = "turns that leave the completion are refused, not cut; agrees after cutting them"
+MISSING_OUTCOMES = "outcomes that are missing are refused, not read as 0; agrees with zeros in their place"
+TEXT_AGAIN = "the prefix is sent as the ids that it consists of, not decoded and tokenised again"
+INCOMPLETE = "a reply that does not cover the answer is refused, not averaged, and never scored 0"
+TOO_MANY = "a reply for more tokens than were sent is refused; agrees after cutting it"
+ONE_TOKEN = "an answer without a prefix has a token without logprob and is refused"
+WEIGHT_LATER = "its weight only switches gains on and off here; ours multiplies them once they are normalised"
+LAST_UNSCORED = "a last turn that nobody scored is refused; agrees with skip_last, which needs no score of it"
+SHORT_ADVANTAGES = "advantages of another length are refused, not padded with 0; agrees after padding them"
+
+
+# -- rewards and advantages --------------------------------------------------------------------------------------
+
+
+@adapter("igpo_z_normalize")
+def z_normalize(case: Case) -> Outcome:
+    "Population spread; zeros below eps."
+    close(igpo.z_normalize(floats(case.inputs["values"]), **case.config), floats(case.expected["z"]), "z")
+    return AGREED
+
+
+@adapter("igpo_turn_advantages")
+def turn_advantages(case: Case) -> Outcome:
+    "Both kinds of reward normalised over the turns of the group, added, discounted."
+    x, differs = case.inputs, ()
+    ig, outcome = x["ig_rewards"], x["outcome_rewards"]
+    if [len(r) for r in ig] != [len(r) for r in outcome]:
+        refused(lambda: igpo.turn_advantages(ig, outcome, **case.config), "outcome rewards")
+        rows = [*outcome, *([] for _ in ig[len(outcome) :])]
+        outcome = [[*r, *[0.0] * (len(g) - len(r))][: len(g)] for g, r in zip(ig, rows, strict=True)]
+        differs = (MISSING_OUTCOMES,)
+    ours, theirs = igpo.turn_advantages(ig, outcome, **case.config), case.expected["advantages"]
+    assert len(ours) == len(theirs)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        close(a, floats(b), f"advantages of rollout {i}")
+    return Outcome(differs)
+
+
+# -- turns and tokens ---------------------------------------------------------------------------------------------
+
+
+def masked(num_tokens: int, turns: Sequence[tuple[int, int]]) -> RolloutSample:
+    "A sample in which the policy says these stretches; refused where it says nothing or the first token."
+    mask = np.zeros(num_tokens, dtype=np.int64)
+    for start, end in turns:
+        mask[start:end] = 1
+    return RolloutSample(tokens=np.arange(num_tokens), logprobs=np.zeros(num_tokens), loss_mask=mask, reward=0.0)
+
+
+@adapter("igpo_detect_turns")
+def detected_turns(case: Case) -> Outcome:
+    "A completion without a gap in its mask is one turn, whatever its text holds."
+    x = case.inputs
+    completion, recorded = (x["prompt_len"], x["total_tokens"]), [tuple(t) for t in case.expected["turns"]]
+    if completion[0] == completion[1] or completion[0] == 0:
+        refused(lambda: masked(completion[1], [completion]), "loss_mask")
+        return Outcome((NOTHING_SAID if completion[0] else NO_PROMPT,))
+    ours = masked(completion[1], [completion]).turns
+    assert ours == [completion]
+    if ours != recorded:
+        assert len(recorded) > 1, "the text was cut although it holds no tag"
+        return Outcome((TEXT_IS_NOT_SEARCHED,))
+    return AGREED
+
+
+def turn_by_turn(num_targets: int, turns: Sequence[tuple[int, int, float]]) -> np.ndarray:  # (N-1,)
+    "Advantages of turns that no single mask can hold, one sample a turn; what comes later wins."
+    out = np.zeros(num_targets)
+    for start, end, value in turns:
+        sample = masked(num_targets + 1, [(start, end)])
+        out = np.where(sample.loss_mask[1:] == 1, datums.per_target(sample, np.array([value])), out)
+    return out
+
+
+def expanded(turns: Sequence[tuple[int, int]], values: Sequence[float], num_targets: int, first: int) -> Any:
+    "(advantages per target, differences) of turns (first token, one past the last); the completion is from `first`."
+    whole = [(a, b) for a, b in turns if a < b]
+    differs = []
+    if not turns or not whole:
+        refused(lambda: masked(num_targets + 1, turns), "loss_mask")
+        return np.zeros(num_targets), [NOTHING_SAID]
+    cut = [(max(a, first), min(b, num_targets + 1)) for a, b in whole]
+    if any(a == 0 for a, _ in whole) and first == 0:
+        refused(lambda: masked(num_targets + 1, whole), "loss_mask")
+        differs.append(NO_PROMPT)
+    elif cut != whole:
+        differs.append(OUTSIDE)
+    cut = [(max(a, 1), b) for a, b in cut]
+    if len(values) != len(turns):
+        differs.append(UNEQUAL)
+    if any(b[0] < a[1] for a, b in pairwise(cut)):
+        differs.append(OVERLAPPING)
+    elif any(b[0] == a[1] for a, b in pairwise(cut)):
+        assert len(masked(num_targets + 1, cut).turns) < len(cut)
+        differs.append(TOUCHING)
+    if differs:
+        return turn_by_turn(num_targets, [(a, b, v) for (a, b), v in zip(cut, values, strict=False) if a < b]), differs
+    return datums.per_target(masked(num_targets + 1, cut), np.array(values)), differs
+
+
+@adapter("igpo_expand_boundaries")
+def expanded_boundaries(case: Case) -> Outcome:
+    "An advantage on every token of its turn, at the target that scores the token."
+    x = case.inputs
+    turns, n = [tuple(t) for t in x["turn_boundaries"]], x["total_logprobs"]
+    ours, differs = expanded(turns, x["turn_adv"], n, x["prompt_len"])
+    close(ours, floats(case.expected["per_token"]), "advantages")
+    return Outcome(tuple(differs))
+
+
+@adapter("igpo_expand_spans")
+def expanded_spans(case: Case) -> Outcome:
+    "The same from (first token, length, turn from 1)."
+    x = case.inputs
+    known = {t: (start, start + length) for start, length, t in x["spans"]}
+    ours, differs = expanded([known[t] for t in sorted(known)], x["turn_adv"], x["model_input_len"], 0)
+    close(ours, floats(case.expected["per_token"]), "advantages")
+    return Outcome(tuple(differs))
+
+
+# -- scores -------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    "A sampler that answers with recorded logprobs, and remembers what it was asked."
+
+    def __init__(self, replies: Mapping[tuple[int, ...], Sequence[float]]):
+        self.replies, self.asked = replies, []
+
+    async def logprobs(self, tokens: np.ndarray) -> Logprobs:
+        self.asked.append(tuple(tokens.tolist()))
+        return Logprobs(self.replies[self.asked[-1]], policy_version=0)
+
+
+def score_all(sampler: Any, prefixes: Sequence[Sequence[int]], answer: Sequence[int]) -> list[float]:
+    "Our scores of an answer after each prefix."
+    scorer, tokens = igpo.AnswerScorer(sampler), igpo.AnswerTokens((), tuple(answer))
+
+    async def main() -> list[float]:
+        scorer.enter(0)
+        asked = [np.array(prefix, dtype=np.int64) for prefix in prefixes]
+        return [s.score for s in await asyncio.gather(*(scorer.score(prefix, tokens) for prefix in asked))]
+
+    return asyncio.run(main())
+
+
+@adapter("igpo_score_datum")
+def score_datum(case: Case) -> Outcome:
+    "What is read and what is scored."
+    prefix, answer = case.inputs["prefix_tokens"], case.inputs["answer_tokens"]
+    tokens = (*prefix, *answer)
+    sampler = Recorded({tokens: [-1.0] * (len(tokens) - 1)})
+    if len(tokens) < 2:
+        refused(lambda: score_all(sampler, [prefix], answer), "logprobs")
+        return Outcome((ONE_TOKEN,))
+    score_all(sampler, [prefix], answer)
+    (asked,) = sampler.asked
+    assert list(asked[:-1]) == case.expected["model_input_tokens"]
+    assert list(asked[1:]) == case.expected["target_tokens"]
+    return AGREED
+
+
+def logprobs_in(response: Mapping[str, Any]) -> np.ndarray:
+    "The values of a recorded reply, in either of the two layouts."
+    (choice,) = response["choices"]
+    rows = choice["logprobs"].get("content")
+    return floats(choice["logprobs"]["token_logprobs"] if rows is None else [row["logprob"] for row in rows])
+
+
+def served(values: np.ndarray, prefix: Sequence[int], answer: Sequence[int]) -> tuple[igpo.Scored, Any]:
+    "What our sampler makes of logprobs that a server replies with, and the prompt that it has sent."
+    asked = []
+    content = [{"logprob": None if np.isnan(v) else v} for v in values.tolist()]
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content)["prompt"])
+        return httpx.Response(200, json={"choices": [{"logprobs": {"content": content}}]})
+
+    async def main() -> igpo.Scored:
+        options = {"dialect": "fireworks", "kind": "both", "transport": httpx.MockTransport(reply)}
+        sampler = OpenAISampler("http://server", "m", None, **options)
+        try:
+            return await igpo.score_answer(sampler, np.array(prefix), igpo.AnswerTokens((), tuple(answer)))
+        finally:
+            await sampler.close()
+
+    return asyncio.run(main()), asked[0]
+
+
+@adapter("igpo_score_prefix_inference__517d206d", "igpo_score_prefix_inference__HEAD")
+def score_prefix(case: Case) -> Outcome:
+    "The score of an answer after a prefix, by a server."
+    x, e = case.inputs, case.expected
+    prefix, answer, values = x["prefix_tokens"], x["answer_tokens"], logprobs_in(x["response"])
+    ids, differs = [*prefix, *answer], [TEXT_AGAIN]
+    assert e["request"]["json"]["prompt"] == " ".join(map(str, ids)), "its tokenizer joins ids"
+    if len(values) > len(ids):
+        refused(lambda: served(values, prefix, answer), "logprobs", "echo")
+        values = values[: len(ids)]
+        differs.append(TOO_MANY)
+    if len(values) < len(ids) or np.isnan(values[-len(answer) :]).any():
+        refused(lambda: served(values, prefix, answer), "logprobs", "echo")
+        return Outcome((INCOMPLETE,))
+    scored, sent = served(values, prefix, answer)
+    assert sent == ids
+    close(scored.score, e["score"], "score")
+    return Outcome(tuple(differs))
+
+
+@adapter("igpo_turn_scorer")
+def turn_scorer(case: Case) -> Outcome:
+    "Scores of all prefixes, gains between them, and the outcome of each step."
+    x, c, e = case.inputs, case.config, case.expected
+    prefixes, answer, differs = x["prefixes"], x["answer_tokens"], []
+    replies = {(*p, *answer): lp for p, lp in zip(prefixes, x["trainer_logprobs"], strict=True)}
+    scores = score_all(Recorded(replies), prefixes, answer)
+    close(scores, e["prefix_scores"], "scores")
+    turns = len(x["step_rewards"])
+    if len(scores) == turns:  # the last turn was not scored
+        differs.append(LAST_UNSCORED)
+        gains = igpo.information_gain([*scores, 0.0], skip_last=True)
+    else:
+        gains = igpo.information_gain(scores, skip_last=c["skip_ig_last_turn"])
+    assert len(gains) == turns
+    close(gains * (c["ig_weight"] != 0), e["ig_rewards"], "gains")
+    close(e["outcome_rewards"], x["step_rewards"], "outcomes")
+    if c["ig_weight"] != 1:
+        weighted = lambda w: np.concatenate(igpo.turn_advantages([gains], [floats(x["step_rewards"])], ig_weight=w))
+        half = (weighted(0.0) + weighted(1.0)) / 2
+        close(weighted(c["ig_weight"]), half if c["ig_weight"] == 0.5 else weighted(0.0), "weighted advantages")
+        differs.append(WEIGHT_LATER)
+    return Outcome(tuple(differs))
+
+
+# -- the loss -----------------------------------------------------------------------------------------------------
+
+
+@adapter("igpo_loss")
+def igpo_loss(case: Case) -> Outcome:
+    "The clipped surrogate with an advantage per token and a correction without a cap: our ppo."
+    x, c = case.inputs, case.config
+    options = {"policy_loss": "ppo", "eps_clip": c["eps_clip"], "kl_beta": c["kl_beta"], "kl_estimator": "k1"}
+    options |= {"tis": "token", "tis_cap": np.inf}
+    given = {"old_logprobs": x["old_logprobs"] or [], "advantages": [0.0] * len(x["tokens"])}
+    b = loss_batch(replace(case, inputs={**x, **given}), options)
+    recorded = [floats(a) for a in x["per_token_advantages"]]
+    padded = [np.pad(a[:n], (0, n - len(a[:n]))) for n, a in b.each(recorded)]
+    b, differs = settle(replace(b, advantages=padded))
+    if b is None:
+        return Outcome(tuple(differs))
+    if [len(a) for a in recorded] != [len(a) for a in padded]:
+        refused(lambda: run(replace(b, advantages=recorded)), "advantage")
+        differs.append(SHORT_ADVANTAGES)
+    assert not case.raises, "the other program refuses this, we do not"
+    if b.options["kl_beta"]:
+        value_only_kl(b)
+        return Outcome((*differs, KL_VALUE_ONLY))
+    agree(run(b), b)
+    return Outcome(tuple(differs))

@@ -1,0 +1,595 @@
+"Information gain by turn: the arithmetic as properties, the requests counted, the real model, a real step."
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from fnmatch import fnmatch
+from functools import partial
+
+import golden_igpo
+import numpy as np
+import pytest
+import torch
+from golden_adapters import find_adapter
+from hypothesis import given
+from hypothesis import strategies as st
+from test_golden import CASES, fails
+
+from rl_notebook import igpo
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config, IGPOConfig
+from rl_notebook.core import (
+    AlignmentError,
+    BackendError,
+    DataError,
+    Datum,
+    Logprobs,
+    PromptGroup,
+    RewardError,
+    RolloutRun,
+    RolloutSample,
+    SampleParams,
+)
+from rl_notebook.data import load_rows
+from rl_notebook.datums import datums_from_groups
+from rl_notebook.igpo import (
+    AnswerScorer,
+    AnswerTokens,
+    answer_tokens,
+    has_turn_signal,
+    igpo_advantages,
+    igpo_table,
+    information_gain,
+    prefix_ends,
+    right_answer,
+    sample_scores,
+    turn_advantages,
+    with_information_gain,
+    z_normalize,
+)
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.losses import POLICY_LOSSES, make_loss_fn
+from rl_notebook.records import RunFolder, StepRecord
+from rl_notebook.rollouts import RolloutSetup, encode_rows, sample_prompt
+from rl_notebook.toy import build_tokenizer, load_model, toy_reward, toy_rows
+
+ANSWER = AnswerTokens((), (7, 9))
+
+
+def talk(*stretches: tuple[int, int], scores=None, reward: float | None = 1.0, **fields) -> RolloutSample:
+    "A sample of (tokens that are given, tokens that the policy says), one pair a turn."
+    mask = np.concatenate([np.repeat([0, 1], pair) for pair in stretches])
+    info = {} if scores is None else {"answer_scores": list(scores)}
+    return RolloutSample(np.arange(len(mask)), np.full(len(mask), -1.0), mask, reward, info=info, **fields)
+
+
+# --- advantages ---------------------------------------------------------------------------------------------------
+
+number = st.floats(-20, 0).map(lambda x: round(x, 3))
+
+
+@st.composite
+def rollouts(draw, smallest: int = 1):
+    "(scores, outcome) of the rollouts of a group; a rollout of no turns has one score."
+    turns = draw(st.lists(st.integers(0, 5), min_size=smallest, max_size=6))
+    return [([draw(number) for _ in range(n + 1)], draw(st.sampled_from([0.0, 1.0, 0.25]))) for n in turns]
+
+
+def advantages_of(group, **options) -> list[np.ndarray]:
+    gains = [information_gain(scores) for scores, _ in group]
+    outcomes = [np.append(np.zeros(len(g) - 1), out) if len(g) else g for g, (_, out) in zip(gains, group, strict=True)]
+    return turn_advantages(gains, outcomes, **options)
+
+
+@given(rollouts(), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_order_of_rollouts_does_not_matter(group, random, gamma):
+    order = list(range(len(group)))
+    random.shuffle(order)
+    straight, mixed = advantages_of(group, gamma=gamma), advantages_of([group[i] for i in order], gamma=gamma)
+    for place, i in enumerate(order):
+        np.testing.assert_allclose(mixed[place], straight[i], rtol=1e-7, atol=1e-7)
+
+
+@given(rollouts(), st.sampled_from([-3.0, 0.5, 8.0]))
+def test_a_constant_on_all_scores_changes_nothing(group, constant):
+    moved = [([s + constant for s in scores], outcome) for scores, outcome in group]
+    for a, b in zip(advantages_of(group), advantages_of(moved), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@given(rollouts(), st.sampled_from([0.0, 0.3, 1.0, 2.0]))
+def test_gamma_0_is_the_turn_alone_and_gamma_1_the_sum_of_what_follows(group, weight):
+    alone = advantages_of(group, gamma=0.0, ig_weight=weight)
+    gains = np.concatenate([information_gain(scores) for scores, _ in group])
+    outcomes = np.concatenate([[0.0] * (len(s) - 2) + [out] if len(s) > 1 else [] for s, out in group])
+    flat = lambda x: np.zeros(len(x)) if len(x) < 2 or x.std() < 1e-6 else (x - x.mean()) / (x.std() + 1e-6)
+    np.testing.assert_allclose(np.concatenate(alone), weight * flat(gains) + flat(outcomes), atol=1e-9)
+    for own, summed in zip(alone, advantages_of(group, gamma=1.0, ig_weight=weight), strict=True):
+        np.testing.assert_allclose(summed, np.cumsum(own[::-1])[::-1], atol=1e-9)
+
+
+@given(rollouts(), st.floats(0.1, 3.0))
+def test_the_weight_scales_what_information_gain_adds_and_nothing_else(group, weight):
+    parts = {w: np.concatenate(advantages_of(group, ig_weight=w)) for w in (0.0, 1.0, weight)}
+    np.testing.assert_allclose(parts[weight], parts[0.0] + weight * (parts[1.0] - parts[0.0]), atol=1e-9)
+
+
+@given(st.lists(number, max_size=8), st.floats(1e-6, 5.0))
+def test_normalised_values_have_mean_0_and_a_spread_of_at_most_1(values, eps):
+    z = z_normalize(values, eps)
+    assert len(z) == len(values)
+    assert abs(z.sum()) < 1e-6
+    assert np.array_equal(z, np.zeros(len(z))) or z.std() <= 1 + 1e-9
+
+
+def test_rollouts_without_turns_are_rollouts():
+    assert [a.tolist() for a in turn_advantages([[], []], [[], []])] == [[], []]
+    assert turn_advantages([], []) == []
+    empty, other = turn_advantages([[], [0.5, 0.1]], [[], [0.0, 1.0]], gamma=0.0)
+    assert len(empty) == 0
+    np.testing.assert_allclose(other, [0.0, 0.0], atol=1e-4)
+    assert igpo_advantages([PromptGroup(samples=())])[0].turn_advantages == ()
+
+
+@pytest.mark.parametrize(
+    ("ig", "outcome", "match"),
+    [
+        ([[1.0]], [[1.0], [1.0]], r"got \[1, 1\] turns; expected \[1\]"),
+        ([[1.0, 2.0]], [[1.0]], r"expected \[2\], one per turn"),
+        ([[np.nan]], [[1.0]], "not finite"),
+        ([[1.0]], [[np.inf]], "not finite"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_refused(ig, outcome, match):
+    with pytest.raises(RewardError, match=match):
+        turn_advantages(ig, outcome)
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_gets_an_advantage_for_each_turn_and_a_mean_by_tokens():
+    group = PromptGroup([talk((3, 2), (1, 6), scores=(-3, -1, -2)), talk((3, 4), scores=(-3, -3.5), reward=0.0)])
+    (found,) = igpo_advantages([group], IGPOConfig(gamma=0.9, ig_weight=0.5))
+    first, second = turn_advantages([[2.0, -1.0], [-0.5]], [[0.0, 1.0], [0.0]], gamma=0.9, ig_weight=0.5)
+    np.testing.assert_allclose(found.turn_advantages[0], first)
+    np.testing.assert_allclose(found.advantages, [(2 * first[0] + 6 * first[1]) / 8, second[0]])
+    assert found.samples == group.samples
+
+
+def test_masked_tokens_get_exactly_0_and_every_token_of_a_turn_the_same():
+    samples = [talk((3, 2), (2, 6), (1, 1), scores=(-3, -1, -2, -1)), talk((3, 4), scores=(-3, -3.5), reward=0.0)]
+    (group,) = igpo_advantages([PromptGroup(samples)])
+    for datum, sample, turns in zip(datums_from_groups([group]), samples, group.turn_advantages, strict=True):
+        assert np.all(datum.advantage[datum.weights == 0] == 0)
+        for (a, b), value in zip(sample.turns, turns, strict=True):
+            assert datum.advantage[a - 1 : b - 1].tolist() == [value] * (b - a)
+
+
+def test_the_last_turn_can_go_without_gain_but_only_the_last_of_a_run():
+    run = [talk((2, 1), (1, 1), scores=(-4, -3, -1)), talk((2, 1), (1, 1), scores=(-4, -2, -1))]
+    groups = [PromptGroup(run, runs=(0, 0)), PromptGroup(run)]
+    skipping = IGPOConfig(gamma=0.0, skip_ig_last_turn=True)
+    joined, apart = (np.concatenate(g.turn_advantages) for g in igpo_advantages(groups, skipping))
+    np.testing.assert_allclose(joined, z_normalize([1, 2, 2, 0]) + z_normalize([0, 0, 0, 1]))
+    np.testing.assert_allclose(apart, z_normalize([1, 0, 2, 0]) + z_normalize([0, 1, 0, 1]))
+
+
+def test_samples_without_scores_or_with_those_of_another_conversation_are_refused():
+    with pytest.raises(RewardError, match=r"group 2 \(row 'q'\), sample 1: info\['answer_scores'\]: got none"):
+        igpo_advantages([PromptGroup([talk((2, 1), scores=(0, -1)), talk((2, 1))], index=2, key="q")])
+    with pytest.raises(RewardError, match="got 4; expected 3, before the first turn and after each"):
+        igpo_advantages([PromptGroup([talk((2, 1), (1, 1), scores=(0, -1, -2, -3))] * 2)])
+
+
+def test_wrong_answers_teach_as_long_as_a_turn_made_a_difference():
+    lost = [talk((2, 1), scores=(-3, s), reward=0.0) for s in (-3, -1)]
+    assert has_turn_signal(PromptGroup(lost))
+    assert has_turn_signal(igpo_advantages([PromptGroup(lost)])[0])
+    assert not has_turn_signal(PromptGroup(lost), IGPOConfig(ig_weight=0.0))
+    assert not has_turn_signal(PromptGroup(lost[:1] * 3))
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+
+def by_formula(name: str, A: np.ndarray, p: np.ndarray, o: np.ndarray, b: np.ndarray) -> float:
+    "The sum of the terms of a loss over one sample, with its default knobs and a token-level correction."
+    r, s = np.exp(p - o), np.exp((p - o).mean())
+    T = np.minimum(np.exp(o - b), 5.0)
+    clipped = lambda r, low, high: np.maximum(-r * A, -np.clip(r, low, high) * A) * T
+    tau = np.where(A > 0, 1.0, 1.05)
+    return {
+        "grpo": lambda: -A * p * T,
+        "ppo": lambda: clipped(r, 0.8, 1.2),
+        "dapo": lambda: clipped(r, 0.8, 1.28),
+        "gspo": lambda: clipped(np.full_like(p, s), 0.8, 1.2),
+        "importance_sampling": lambda: -r * A * T,
+        "reinforce": lambda: -np.exp(p - b) * A,
+        "cispo": lambda: -np.clip(r, 0.8, 1.28) * p * A * T,
+        "dro": lambda: -(p * A * T - 0.025 * (p - o) ** 2 * (A != 0)),
+        "sapo": lambda: -4 / tau / (1 + np.exp(-tau * (r - 1))) * A * T,
+    }[name]().sum()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_takes_an_advantage_per_token(name):
+    rng = np.random.default_rng(5)
+    samples = [talk((3, 4), (2, 5), scores=(-3, -1, -2)), talk((2, 6), scores=(-3, -4), reward=0.0)]
+    (group,) = igpo_advantages([PromptGroup(samples)])
+    series = [[rng.normal(-1.0, 0.4, len(s.tokens) - 1) for _ in range(3)] for s in samples]
+    datums = [
+        replace(d, old_logprobs=o, sampler_logprobs=b)
+        for d, (_, o, b) in zip(datums_from_groups([group]), series, strict=True)
+    ]
+    policy = [torch.tensor(p, requires_grad=True) for p, _, _ in series]
+    tis = "off" if name == "reinforce" else "token"
+    loss, _ = make_loss_fn(datums, policy_loss=name, aggregation="sum", tis=tis)(datums, policy)
+    expected = 0.0
+    for d, sample, turns, (p, o, b) in zip(datums, samples, group.turn_advantages, series, strict=True):
+        by_hand = np.concatenate([np.full(b - a, v) for (a, b), v in zip(sample.turns, turns, strict=True)])
+        on = d.weights == 1
+        expected += by_formula(name, by_hand, p[on], o[on], b[on])
+    assert loss.item() == pytest.approx(expected, rel=1e-6)  # sapo's constants are float32
+    loss.backward()
+    for d, leaf in zip(datums, policy, strict=True):
+        assert np.all(leaf.grad.numpy()[d.weights == 0] == 0)
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def test_lead_and_answer_are_encoded_once_and_a_shared_token_belongs_to_the_answer():
+    tokenizer = build_tokenizer()
+    whole = answer_tokens(tokenizer, "## 5", lead="##")
+    assert (whole.lead, tokenizer.decode(whole.tokens)) == ((), "#### 5")
+    plain = answer_tokens(tokenizer, " 5", lead="####")
+    assert (tokenizer.decode(plain.lead), tokenizer.decode(plain.tokens)) == ("####", " 5")
+
+
+@pytest.mark.parametrize("answer", [None, "", "  \n", ["a"], {"a": 1}])
+def test_a_row_without_an_answer_is_an_error(answer):
+    with pytest.raises(DataError, match="expected a text or a number"):
+        answer_tokens(build_tokenizer(), answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("so 72.\n#### 72", "72"), (r"\boxed{1/2}", "1/2"), ("Jane Austen", "Jane Austen"), (42, 42), (None, None)],
+)
+def test_the_final_answer_of_a_worked_solution_is_scored(answer, expected):
+    assert right_answer({"answer": answer}) == expected
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    "A sampler that counts, is slow on demand, and whose weights can move while it is asked."
+
+    def __init__(self, moves_at: int | None = None, fails: int = 0):
+        self.asked, self.version, self.busy, self.most = Counter(), 0, 0, 0
+        self.moves_at, self.fails = moves_at, fails
+
+    async def logprobs(self, tokens):
+        self.asked[tuple(tokens.tolist())] += 1
+        if self.asked.total() == self.moves_at:
+            self.version += 1
+        version, self.busy = self.version, self.busy + 1
+        self.most = max(self.most, self.busy)
+        await asyncio.sleep(0.001)
+        self.busy -= 1
+        if self.fails:
+            self.fails -= 1
+            raise BackendError("the server", got="no answer")
+        return Logprobs(np.full(len(tokens) - 1, -1.0 * len(tokens) - version), policy_version=version)
+
+
+def test_each_prefix_is_asked_once_and_never_more_than_allowed_at_a_time():
+    sampler = Counting()
+    scorer = AnswerScorer(sampler, workers=3)
+    samples = [talk((4, n), (2, 3)) for n in (2, 3, 3, 4)]
+
+    async def main():
+        return await asyncio.gather(*(sample_scores(scorer, s, ANSWER) for s in samples * 5))
+
+    found = asyncio.run(main())
+    distinct = {tuple(s.tokens[:end].tolist()) for s in samples for end in prefix_ends(s)}
+    assert len(sampler.asked) == len(distinct) == 7
+    assert set(sampler.asked.values()) == {1}
+    assert sampler.most == 3
+    assert found[0] == [-1.0 * (end + 2) for end in prefix_ends(samples[0])]
+    assert scorer.requests == 7
+
+
+def test_another_answer_is_another_question():
+    sampler, sample = Counting(), talk((4, 2))
+    scorer = AnswerScorer(sampler)
+
+    async def main():
+        await sample_scores(scorer, sample, ANSWER)
+        await sample_scores(scorer, sample, AnswerTokens((7,), (9,)))
+
+    asyncio.run(main())
+    assert set(sampler.asked.values()) == {2}  # the same ids, other tokens of them scored
+
+
+def test_all_scores_of_a_sample_come_from_the_same_weights():
+    sampler, sample = Counting(moves_at=3), talk((4, 2), (2, 3), (1, 1))
+    scorer = AnswerScorer(sampler, workers=1)
+    found = asyncio.run(sample_scores(scorer, sample, ANSWER))
+    assert found == [-1.0 * (end + 2) - 1 for end in prefix_ends(sample)]
+    assert sampler.asked.total() == 4 + 2  # the two scores of the older weights are asked for again
+
+
+def test_newer_weights_make_known_scores_worthless_and_older_samples_do_not():
+    sampler, sample = Counting(), talk((4, 2))
+    scorer = AnswerScorer(sampler)
+
+    async def main():
+        await sample_scores(scorer, sample, ANSWER)
+        sampler.version = 1
+        newer = await sample_scores(scorer, replace(sample, policy_version=1), ANSWER)
+        return newer, await sample_scores(scorer, sample, ANSWER)
+
+    newer, again = asyncio.run(main())
+    assert newer == again == [-1.0 * (end + 2) - 1 for end in prefix_ends(sample)]
+    assert sampler.asked.total() == 4
+
+
+def test_weights_that_never_rest_are_an_error_and_not_a_wait():
+    class Restless(Counting):
+        async def logprobs(self, tokens):
+            self.version += 1
+            return await super().logprobs(tokens)
+
+    with pytest.raises(BackendError, match="expected one version within 5 attempts"):
+        asyncio.run(sample_scores(AnswerScorer(Restless()), talk((4, 2)), ANSWER))
+
+
+def test_a_failed_request_is_raised_to_all_who_wait_and_asked_again_by_the_next():
+    sampler, sample = Counting(fails=1), talk((4, 2))
+    scorer = AnswerScorer(sampler, workers=1)
+
+    async def main():
+        both = [sample_scores(scorer, sample, ANSWER) for _ in range(2)]
+        first = await asyncio.gather(*both, return_exceptions=True)
+        return first, await sample_scores(scorer, sample, ANSWER)
+
+    first, then = asyncio.run(main())
+    assert [type(e) for e in first] == [BackendError] * 2
+    assert then == [-1.0 * (end + 2) for end in prefix_ends(sample)]
+    assert sorted(sampler.asked.values()) == [1, 2]
+
+
+def test_a_rollout_that_is_cancelled_does_not_take_the_scores_of_others_with_it():
+    sampler, sample = Counting(), talk((4, 2))
+    scorer = AnswerScorer(sampler)
+
+    async def main():
+        impatient = asyncio.create_task(sample_scores(scorer, sample, ANSWER))
+        patient = asyncio.create_task(sample_scores(scorer, sample, ANSWER))
+        await asyncio.sleep(0)
+        impatient.cancel()
+        return await patient
+
+    assert asyncio.run(main()) == [-1.0 * (end + 2) for end in prefix_ends(sample)]
+    assert set(sampler.asked.values()) == {1}
+
+
+def test_a_scorer_outlives_an_event_loop():
+    scorer, sample = AnswerScorer(Counting(), workers=1), talk((4, 2), (1, 2))
+    first, second = (asyncio.run(sample_scores(scorer, sample, ANSWER)) for _ in range(2))
+    assert first == second
+    assert scorer.requests == 6
+
+
+@pytest.mark.parametrize("reply", [[-1.0], [-1.0] * 9, [-1.0, -1.0, -1.0, None, -1.0], []])
+def test_a_reply_that_does_not_cover_the_answer_is_refused(reply):
+    class Odd:
+        async def logprobs(self, tokens):
+            return Logprobs(reply, policy_version=0)
+
+    with pytest.raises(AlignmentError):
+        asyncio.run(sample_scores(AnswerScorer(Odd()), talk((3, 1)), ANSWER))
+
+
+# --- around a rollout ------------------------------------------------------------------------------------------------
+
+
+def setup_with(sampler) -> RolloutSetup:
+    return RolloutSetup(sampler, build_tokenizer(), SampleParams(), 4)
+
+
+def test_what_a_rollout_returns_passes_through():
+    sampler = Counting()
+    given = iter([None, talk((3, 1)), RolloutRun((talk((3, 1)),) * 2, 0.5)])
+
+    async def rollout(sample_prompt, *, epoch=None):
+        return next(given)
+
+    fn = with_information_gain(rollout)(setup_with(sampler))
+    dropped, sample, run = (asyncio.run(fn({"answer": "5"}, epoch=1, evaluation=False)) for _ in range(3))
+    assert dropped is None
+    assert len(sample.info["answer_scores"]) == 2
+    assert [len(s.info["answer_scores"]) for s in run.segments] == [2, 2]
+    assert run.reward == run.segments[1].reward == 0.5
+
+
+def test_an_evaluation_is_not_scored_and_needs_no_answer():
+    sampler = Counting()
+
+    async def rollout(sample_prompt):
+        return talk((3, 1))
+
+    fn = with_information_gain(lambda setup: rollout)(setup_with(sampler))
+    found = asyncio.run(fn({"question": "?"}, evaluation=True))
+    assert (dict(found.info), sampler.asked.total()) == ({}, 0)
+    with pytest.raises(DataError, match="answer: got None"):
+        asyncio.run(fn({"question": "?"}, evaluation=False))
+
+
+# --- the real model --------------------------------------------------------------------------------------------------
+
+
+def two_turns(setup):
+    "The tiny model works a sum out up to its marker, the environment gives a space, the model says the number."
+    space = setup.tokenizer(" ")["input_ids"]
+
+    async def rollout(sample_prompt):
+        params = replace(setup.params, seed=sample_prompt["seed"])
+        start = sample_prompt["prompt_token_ids"]
+        (first,) = await setup.sampler.sample(start, replace(params, stop=("####",)))
+        (second,) = await setup.sampler.sample([*first.full_tokens, *space], params)
+        parts = [(start, 0), (first.tokens, 1), (space, 0), (second.tokens, 1)]
+        tokens = np.concatenate([ids for ids, _ in parts])
+        mask = np.concatenate([np.full(len(ids), by_policy) for ids, by_policy in parts])
+        logprobs = np.full(len(tokens), np.nan)
+        logprobs[mask == 1] = [*first.logprobs, *second.logprobs]
+        text = setup.tokenizer.decode(tokens[len(start) :], skip_special_tokens=True)
+        reward = toy_reward(text, sample_prompt["answer"])
+        return RolloutSample(tokens, logprobs, mask, reward, text=text, policy_version=first.policy_version)
+
+    return rollout
+
+
+SETTINGS = {
+    "completions_per_prompt": 4,
+    "prompt_groups_per_step": 3,
+    "max_completion_tokens": 20,
+    "max_seq_len": 96,
+    "learning_rate": 1e-3,
+    "kl_beta": 0.0,
+    "drop_dead": True,
+}
+
+
+def make_loop(options: IGPOConfig, keep=None, **settings) -> GRPOLoop:
+    cfg = Config(**SETTINGS | settings)
+    model, tokenizer = load_model("tiny")
+    return GRPOLoop(
+        open_local(model, tokenizer, reference=False),
+        load_rows(toy_rows(12, seed=3)),
+        with_information_gain(two_turns, options),
+        cfg,
+        advantage_fn=partial(igpo_advantages, igpo=options),
+        dynamic_filter_fn=keep or partial(has_turn_signal, igpo=options),
+    )
+
+
+def test_the_sampler_scores_as_the_trainer_does():
+    model, tokenizer = load_model("tiny")
+    backend = open_local(model, tokenizer, reference=False)
+    (prompt,) = encode_rows(load_rows(toy_rows(1, seed=8)), tokenizer)
+    setup = RolloutSetup(backend.sampler, tokenizer, SampleParams(max_tokens=20), 4)
+    fn = with_information_gain(two_turns, IGPOConfig(answer_lead="#### "))(setup)
+
+    async def main():
+        sample = await fn(sample_prompt(prompt, 0, seed=1))
+        answer = answer_tokens(tokenizer, prompt.row.answer, "#### ")
+        datums = []
+        for end in prefix_ends(sample):
+            tokens = np.concatenate([sample.tokens[:end], answer.lead, answer.tokens]).astype(np.int64)
+            weights = np.arange(1, len(tokens)) >= len(tokens) - len(answer.tokens)
+            datums.append(Datum(tokens=tokens, weights=weights))
+        found = await backend.policy.forward(datums)
+        return sample, [lp.values[d.weights == 1].mean() for lp, d in zip(found, datums, strict=True)]
+
+    sample, by_trainer = asyncio.run(main())
+    assert len(sample.turns) == 2
+    np.testing.assert_allclose(sample.info["answer_scores"], by_trainer, atol=1e-4)
+
+
+def test_a_step_trains_every_token_with_the_advantage_of_its_turn(tmp_path):
+    options = IGPOConfig(gamma=0.9, skip_ig_last_turn=True)
+    loop = make_loop(options, prompt_groups_per_step=6)
+    record = asyncio.run(loop.step())
+    assert record.trained
+    by_hand = {g.index: g for g in igpo_advantages(record.groups, options)}
+    trained = {d.group for d in record.datums}
+    assert trained == {i for i, g in by_hand.items() if has_turn_signal(g)}
+    assert any(len(set(record.groups[i].rewards)) == 1 for i in trained), "no group without a difference of rewards"
+    total = sum(d.num_loss_tokens for d in record.datums)
+    for d, slope in zip(record.datums, record.loss.dlogprobs, strict=True):
+        sample, turns = by_hand[d.group].samples[d.sample], by_hand[d.group].turn_advantages[d.sample]
+        expected = np.zeros(len(d.weights))
+        for (a, b), value in zip(sample.turns, turns, strict=True):
+            expected[a - 1 : b - 1] = -value / total
+        np.testing.assert_allclose(slope, expected, atol=1e-9)
+    assert len({tuple(np.unique(d.advantage[d.active])) for d in record.datums}) > 1
+
+    run = RunFolder.create(tmp_path / "run", loop.cfg)
+    run.add(record)
+    assert igpo_table(run.record(1)).equals(igpo_table(record))
+
+
+def test_turns_make_another_update_than_rewards_alone():
+    "The same samples: with weight 0 and gamma 1 each turn gets what the outcome says, with information gain more."
+    records = [asyncio.run(make_loop(IGPOConfig(ig_weight=w), keep=lambda g: True).step()) for w in (0.0, 1.0)]
+    tokens = [[d.tokens.tolist() for d in r.datums] for r in records]
+    assert tokens[0] == tokens[1]
+    pushes = [np.concatenate(r.loss.dlogprobs) for r in records]
+    assert np.abs(pushes[0] - pushes[1]).max() > 1e-4
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_counts_turns_along_a_run_and_puts_the_outcome_on_its_last():
+    samples = [talk((2, 1), (1, 2), scores=(-4, -3, -1)), talk((2, 3), scores=(-1, -2)), talk((2, 1), scores=(-4, -4))]
+    record = StepRecord(step=1, groups=(PromptGroup(samples, runs=(0, 0, 1), key="q"),))
+    table = igpo_table(record)
+    assert table["turn"].tolist() == [1, 2, 3, 1]
+    assert table["outcome"].tolist() == [0, 0, 1, 1]
+    assert table["ig"].tolist() == [1, 2, -1, 0]
+    assert table["advantage"].isna().all()
+    assert igpo_table(StepRecord(step=1)).empty
+
+
+# --- the recorded cases notice what they are there to notice ---------------------------------------------------------
+
+BREAKAGES = {
+    "igpo_z_normalize": ("z_normalize", lambda v, eps=1e-6: np.asarray(v) - np.mean(v or [0.0])),
+    "igpo_turn_advantages": ("discounted", lambda rewards, gamma: np.array(rewards)),
+    "igpo_turn_scorer": ("information_gain", lambda s, skip_last=False: np.diff(s)[::-1]),
+    "igpo_score_datum": ("score_answer", None),
+    "igpo_score_prefix_inference__*": ("mean_of_answer", lambda f, n, a: float(f.values[: len(a.tokens)].mean())),
+}
+
+
+async def scored_in_the_wrong_order(sampler, prefix, answer):
+    "The answer in front of the prefix."
+    tokens = np.concatenate([np.array(answer.tokens, dtype=np.int64), prefix])
+    return igpo.Scored(float((await sampler.logprobs(tokens)).values.mean()), 0)
+
+
+@pytest.mark.parametrize("files", BREAKAGES)
+def test_every_breakage_is_noticed(files, monkeypatch):
+    name, broken = BREAKAGES[files]
+    monkeypatch.setattr(igpo, name, broken or scored_in_the_wrong_order)
+    cases = [case for case in CASES if fnmatch(case.file, files)]
+    assert cases
+    assert any(noticed(case) for case in cases)
+
+
+@pytest.mark.parametrize("files", ["igpo_expand_boundaries", "igpo_expand_spans"])
+def test_an_advantage_on_the_wrong_target_is_noticed(files, monkeypatch):
+    right = golden_igpo.datums.per_target
+    monkeypatch.setattr(golden_igpo.datums, "per_target", lambda s, v: np.roll(right(s, v), 1))
+    assert any(noticed(case) for case in CASES if case.file == files)
+
+
+def test_an_advantage_for_the_whole_sample_is_noticed(monkeypatch):
+    loss = golden_igpo.run
+    flat = lambda b, **k: loss(replace(b, advantages=[float(np.mean(a)) for a in b.advantages]), **k)
+    monkeypatch.setattr(golden_igpo, "run", flat)
+    assert any(noticed(case) for case in CASES if case.file == "igpo_loss")
+
+
+def noticed(case) -> bool:
+    "Whether a case no longer passes; a crash is noticed too."
+    try:
+        return fails(case)
+    except Exception:
+        assert find_adapter(case.file) is not None
+        return True
