@@ -66,8 +66,8 @@ __all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 
            'LocalReference', 'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named',
            'saved_size', 'take_snapshot', 'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients',
            'directional', 'linear_change', 'Letter', 'LocalSampler', 'take_letters', 'turn', 'keep_pumping',
-           'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype', 'check_tokenizer', 'open_local', 'scorer_of',
-           'reference_of', 'close_local']
+           'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype', 'in_dtype', 'check_tokenizer', 'open_local',
+           'scorer_of', 'reference_of', 'close_local']
 
 # %% ../../nbs/22_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -949,6 +949,13 @@ def torch_dtype(name: str) -> torch.dtype:
         raise ConfigError("dtype", where="open_local", got=repr(name), expected=" or ".join(known))
     return known[name]
 
+# %% ../../nbs/22_backends.local.ipynb #4a79a7db
+def in_dtype(model: Any, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
+    "The model in a precision, with experts that can be computed in it."
+    if dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        model.set_experts_implementation("eager")
+    return model.to(device=device, dtype=dtype).eval()
+
 # %% ../../nbs/22_backends.local.ipynb #cb3a1f54
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     "Raises `BackendError` when a tokenizer can make ids that the model does not know."
@@ -979,7 +986,7 @@ def open_local(
 ) -> Backend:  # policy LocalTrainer, reference LocalReference, sampler LocalSampler
     "Policy, reference, sampler and sync over one model in this process."
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    module = model.to(device=device, dtype=torch_dtype(dtype)).eval()
+    module = in_dtype(model, torch_dtype(dtype), device)
     module = with_lora(module, lora_rank, lora_alpha, seed) if lora_rank else module
     params, run, versions = trainable(module), Worker(inline), Versions()
     routers = find_routers(module, "open_local: router_replay") if router_replay else None

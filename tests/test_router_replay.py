@@ -1,0 +1,448 @@
+"""Router replay: the trainer takes the experts that the sampler chose, and nothing else of the numbers changes.
+
+The failure that it mends is modelled as it happens: the trainer's routers round their logits to bfloat16, everything
+else is equal. `reference_logprobs` is a mixture of experts written once more, plainly, with the experts as an argument;
+what replay can restore is what it says for the sampler's experts under the trainer's gate weights.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import EOS, byte_tokenizer, one_thread, tiny_model
+from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM, PreTrainedModel
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl_notebook.align import align_routing
+from rl_notebook.backends.base import Backend
+from rl_notebook.backends.engine import open_model
+from rl_notebook.backends.local import open_local
+from rl_notebook.backends.routing import find_routers, noting, read_notes, replaying, write_notes
+from rl_notebook.chat import sample_from_completion
+from rl_notebook.config import Config
+from rl_notebook.core import AlignmentError, ConfigError, Datum, SampleParams
+from rl_notebook.data import load_rows
+from rl_notebook.datums import datum_from_sample
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.records import RunFolder
+
+__all__ = ["one_thread"]
+
+PROMPT, NEW, TOP_K = 16, 24, 2
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 258,
+}
+IDS = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None, "max_position_embeddings": 256}
+
+
+def tiny_mixture(seed: int = 0, near: float = 0.02, normalised: bool = True) -> PreTrainedModel:
+    "Two layers of eight experts; router rows are equal but for `near`, so that logits nearly tie around a common value."
+    torch.manual_seed(seed)
+    experts = {"num_experts": 8, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 32, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **IDS, **experts, norm_topk_prob=normalised))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4 if p.ndim > 1 else 1)
+        for router in find_routers(model).modules:
+            router.weight.copy_((torch.randn(32) + near * torch.randn(8, 32)) / 32**0.5)
+    return model.eval()
+
+
+def opened(model: PreTrainedModel | None = None, **options) -> Backend:
+    options = {"router_replay": True, "router_replay_completion_only": False, "inline": True} | options
+    return open_local(model or tiny_mixture(), byte_tokenizer(), **options)
+
+
+def in_bfloat16(router, args, output):
+    "What a trainer does whose routers compute in low precision: other choices, and slightly other weights."
+    logits = output[0].bfloat16().to(output[0].dtype)
+    weights, chosen = logits.softmax(-1).topk(router.top_k)
+    return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
+
+
+def only_choice(router, args, output):
+    "The same choices, but the weights of whoever is chosen are exact."
+    logits, chosen = output[0], in_bfloat16(router, args, output)[2]
+    weights = logits.softmax(-1).gather(-1, chosen)
+    return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
+
+
+def perturb(backend: Backend, hook=in_bfloat16) -> None:
+    for router in find_routers(backend.policy.state.module).modules:
+        router.register_forward_hook(hook)
+
+
+async def draw(backend: Backend, prompts: int = 4, n: int = 4) -> list[Datum]:
+    drawn = []
+    for i in range(prompts):
+        prompt = list(range(40 + i, 40 + i + PROMPT))
+        for c in await backend.sampler.sample(prompt, SampleParams(n=n, max_tokens=NEW, seed=i)):
+            drawn.append(datum_from_sample(sample_from_completion(c, 1.0), advantage=1.0, sample=len(drawn)))
+    return drawn
+
+
+def limited(datums: list[Datum], to: str) -> list[Datum]:
+    "The datums with notes of 'none', of the 'completion', or of 'all' tokens."
+    keep = {
+        "none": lambda d: None,
+        "completion": lambda d: align_routing(d.routing, PROMPT, len(d.weights), completion_only=True),
+        "all": lambda d: d.routing,
+    }[to]
+    return [replace(d, routing=keep(d)) for d in datums]
+
+
+async def gaps(backend: Backend, datums: list[Datum]) -> np.ndarray:
+    "|trainer - sampler| of every sampled token."
+    scored = await backend.policy.forward(datums)
+    return np.concatenate(
+        [np.abs(s.values - d.sampler_logprobs)[d.active] for s, d in zip(scored, datums, strict=True)]
+    )
+
+
+def moe_block(block, h: torch.Tensor, chosen: torch.Tensor, rounded: bool) -> torch.Tensor:
+    "(S, D) through the experts `chosen` (S, k), one token and one expert at a time."
+    logits = h @ block.gate.weight.T
+    logits = logits.bfloat16().to(h.dtype) if rounded else logits
+    gates = logits.softmax(-1).gather(-1, chosen)
+    gates = gates / gates.sum(-1, keepdim=True) if block.gate.norm_topk_prob else gates
+    rows = []
+    for s in range(len(h)):
+        row = torch.zeros_like(h[s])
+        for k in range(chosen.shape[1]):
+            gate, up = (block.experts.gate_up_proj[chosen[s, k]] @ h[s]).chunk(2)
+            row = row + gates[s, k] * (block.experts.down_proj[chosen[s, k]] @ (F.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def reference_logprobs(model, tokens: np.ndarray, chosen: np.ndarray, rounded: bool = False) -> torch.Tensor:
+    "(N-1,) logprobs of one sequence with given experts (N-1, L, k): the model's attention, our own mixture."
+    ids = torch.tensor(tokens)[None]
+    x = model.model.embed_tokens(ids[:, :-1])
+    place = torch.arange(x.shape[1])[None]
+    rotary = model.model.rotary_emb(x, place)
+    for layer, decoder in enumerate(model.model.layers):
+        mixed, _ = decoder.self_attn(decoder.input_layernorm(x), rotary, attention_mask=None)
+        x = x + mixed
+        h = decoder.post_attention_layernorm(x)[0]
+        x = x + moe_block(decoder.mlp, h, torch.tensor(chosen[:, layer]), rounded)[None]
+    logits = model.lm_head(model.model.norm(x))[0]
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def experts_of(backend: Backend, datum: Datum) -> np.ndarray:
+    "(N-1, L, k) of a datum whose tokens are all noted."
+    return read_notes(find_routers(backend.policy.state.module), [datum.routing], len(datum.weights))[0]
+
+
+def weighted_sum(datums, policy_logprobs):
+    "Each scored logprob times a number of its own."
+    total = 0
+    for d, series in zip(datums, policy_logprobs, strict=True):
+        at = torch.tensor(d.active.nonzero()[0])
+        total = total + d.advantage * (series[at] * torch.cos(at.double()).to(series)).sum()
+    return total, {}
+
+
+def gradients(backend: Backend) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in backend.policy.state.params.items() if p.grad is not None}
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    "Largest difference of two gradients, relative to the largest entry."
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max()) for k in a) / max(float(g.abs().max()) for g in a.values())
+
+
+# --- notes ----------------------------------------------------------------------------------------------------------
+
+
+def test_notes_name_the_experts_that_read_each_token_whatever_the_batch():
+    "A note is what a plain pass over the whole sequence chooses, for prompts of different lengths drawn together."
+
+    async def main():
+        backend = opened(tiny_mixture(near=1.0))
+        prompts = [list(range(40, 40 + n)) for n in (3, 9, 1, 16)]
+        params = SampleParams(n=3, max_tokens=10, seed=1)
+        drawn = await asyncio.gather(*(backend.sampler.sample(p, params) for p in prompts))
+        routers = find_routers(backend.policy.state.module)
+        for c in [c for group in drawn for c in group]:
+            assert len(c.routing) == len(c.prompt_tokens) + len(c.tokens) - 1
+            with torch.no_grad(), noting(routers) as notes:
+                backend.policy.state.module(torch.tensor([c.full_tokens[:-1]]))
+                assert write_notes(routers, notes.take().numpy()) == c.routing
+
+    asyncio.run(main())
+
+
+def test_completion_only_keeps_the_notes_from_the_last_prompt_token_on():
+    async def main():
+        both = [opened(router_replay_completion_only=only) for only in (False, True)]
+        drawn = [await b.sampler.sample(range(40, 56), SampleParams(max_tokens=NEW, seed=3)) for b in both]
+        whole, sampled = (c.routing for (c,) in drawn)
+        assert whole[PROMPT - 1 :] == sampled
+        assert len(sampled) == len(drawn[1][0].tokens)
+        kept = sample_from_completion(drawn[1][0], 1.0).routing
+        assert kept == ("",) * (PROMPT - 1) + sampled
+
+    asyncio.run(main())
+
+
+def test_nothing_is_noted_and_no_hook_stays_when_it_is_off():
+    async def main():
+        backend = opened(router_replay=False)
+        (c,) = await backend.sampler.sample(range(40, 56), SampleParams(max_tokens=4, seed=0))
+        assert c.routing is None
+        assert not backend.capabilities.routing
+        on = opened()
+        await on.policy.forward_backward_custom(await draw(on, 1), weighted_sum)
+        for module in (on.policy.state.module, on.sampler.engine.causal.model, on.reference.scoring.causal.model):
+            assert not any(router._forward_hooks for router in find_routers(module).modules)
+
+    asyncio.run(main())
+
+
+def test_a_dense_model_is_refused_by_name():
+    with pytest.raises(ConfigError, match="open_local: router_replay: routers: got Qwen3ForCausalLM, which has none"):
+        opened(tiny_model("qwen3"))
+
+
+def test_notes_of_another_model_are_refused_with_their_place():
+    async def main():
+        backend = opened()
+        datum = (await draw(backend, 1, 1))[0]
+        for note in ("AAAA", "//////8=", "not base64"):
+            wrong = replace(datum, routing=(*datum.routing[:5], note, *datum.routing[6:]))
+            with pytest.raises(AlignmentError, match="sample 0, input 5: routing: got"):
+                await backend.policy.forward([wrong])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_other_families_are_noted_and_replayed(family):
+    torch.manual_seed(0)
+    sizes = SIZES | {"intermediate_size": 32}
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **IDS, num_local_experts=8))
+    else:
+        model = OlmoeForCausalLM(OlmoeConfig(**sizes, **IDS, num_experts=8, num_experts_per_tok=2))
+    routers, ids = find_routers(model.eval()), torch.arange(40, 60)[None]
+    with torch.no_grad(), noting(routers) as notes:
+        plain = model(ids).logits
+        chosen = notes.take()
+    with torch.no_grad(), replaying(routers, chosen):
+        assert (model(ids).logits - plain).abs().max() < 1e-6
+    with torch.no_grad(), replaying(routers, (chosen + 1) % 8):
+        assert (model(ids).logits - plain).abs().max() > 1e-4
+
+
+# --- what replay restores -------------------------------------------------------------------------------------------
+
+
+def test_without_a_difference_replay_changes_nothing():
+    async def main():
+        backend = opened(tiny_mixture(near=1.0))
+        datums = await draw(backend)
+        found = {to: await backend.policy.forward(limited(datums, to)) for to in ("none", "completion", "all")}
+        for to in ("completion", "all"):
+            for a, b in zip(found["none"], found[to], strict=True):
+                np.testing.assert_array_equal(a.values, b.values)
+        assert (await gaps(backend, datums)).max() < 5e-6
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_other_choices_alone_are_undone_to_the_last_digit(normalised):
+    "Only the choice is perturbed: full replay leaves float32 noise, no replay leaves half a nat."
+
+    async def main():
+        backend = opened(tiny_mixture(normalised=normalised))
+        datums = await draw(backend)
+        quiet = await gaps(backend, limited(datums, "none"))
+        perturb(backend, only_choice)
+        none, completion, whole = [await gaps(backend, limited(datums, to)) for to in ("none", "completion", "all")]
+        assert whole.max() <= 2 * quiet.max() < 1e-5
+        assert none.mean() > 1e-3
+        assert whole.mean() < completion.mean() < none.mean()
+
+    asyncio.run(main())
+
+
+def test_what_rounded_routers_leave_is_their_weights(say):
+    "Choice and weights are perturbed: what is left is what the same experts under rounded weights say, and no more."
+
+    async def main():
+        backend = opened()
+        datums = await draw(backend)
+        model = backend.policy.state.module
+        with torch.no_grad():
+            floor = [reference_logprobs(model, d.tokens, experts_of(backend, d), rounded=True) for d in datums]
+        perturb(backend)
+        left = np.concatenate(
+            [np.abs(f.numpy() - d.sampler_logprobs)[d.active] for f, d in zip(floor, datums, strict=True)]
+        )
+        none, completion, whole = [await gaps(backend, limited(datums, to)) for to in ("none", "completion", "all")]
+        np.testing.assert_allclose(whole, left, atol=2e-5)
+        assert whole.mean() < none.mean() / 50
+        assert whole.mean() < completion.mean() < none.mean()
+        rows = {"none": none, "completion": completion, "all": whole, "floor": left}
+        said = "; ".join(f"{name} {row.mean():.1e} (max {row.max():.1e})" for name, row in rows.items())
+        say(f"mean |trainer - sampler| with routers in bfloat16, by what is replayed: {said}")
+
+    asyncio.run(main())
+
+
+def test_a_blank_lets_the_trainer_choose():
+    "Notes of some tokens only: the pass is that of a model which chooses at the others."
+
+    async def main():
+        backend = opened()
+        datum = (await draw(backend, 1, 1))[0]
+        perturb(backend)
+        routers = find_routers(backend.policy.state.module)
+        holes = tuple("" if i % 3 == 0 else note for i, note in enumerate(datum.routing))
+        chosen = read_notes(routers, [holes], len(holes))[0]
+        with torch.no_grad(), replaying(routers, torch.from_numpy(chosen)), noting(routers) as notes:
+            backend.policy.state.module(torch.tensor(datum.tokens[None, :-1]))
+            taken = notes.take().numpy()
+        known = chosen[:, 0, 0] >= 0
+        assert (taken[known] == chosen[known]).all()
+        assert (taken >= 0).all()
+        (scored,) = await backend.policy.forward([replace(datum, routing=holes)])
+        with torch.no_grad():
+            want = reference_logprobs(backend.policy.state.module, datum.tokens, taken, rounded=True).numpy()
+        np.testing.assert_allclose(scored.values[datum.active], want[datum.active], atol=2e-5)
+
+    asyncio.run(main())
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_gradient_is_that_of_the_model_with_these_experts(checkpointing):
+    "In float64, against autograd through the plain mixture; also when layers run a second time in the backward pass."
+
+    async def main():
+        backend = opened(dtype="float64")
+        datums = await draw(backend, 2, 2)
+        perturb(backend, only_choice)
+        module = backend.policy.state.module
+        want = torch.zeros(())
+        for d in datums:
+            series = reference_logprobs(module, d.tokens, experts_of(backend, d))
+            want = want + weighted_sum([d], [series])[0]
+        want.backward()
+        expected = gradients(backend)
+        await backend.policy.discard_gradients()
+        if checkpointing:
+            module.train()
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        await backend.policy.forward_backward_custom(datums, weighted_sum)
+        assert distance(gradients(backend), expected) < 1e-9
+        routed = [name for name in expected if name.endswith("gate.weight")]
+        assert len(routed) == 2
+        assert all(expected[name].abs().max() > 0 for name in routed)
+        await backend.policy.discard_gradients()
+        await backend.policy.forward_backward_custom(limited(datums, "none"), weighted_sum)
+        assert distance(gradients(backend), expected) > 1e-3
+
+    asyncio.run(main())
+
+
+def test_order_padding_and_the_split_into_batches_do_not_matter():
+    async def main():
+        backend = opened(dtype="float64")
+        datums = await draw(backend, 4, 3)
+        short = [Datum(d.tokens[:n], d.weights[: n - 1], advantage=0.5, routing=d.routing[: n - 1], sample=90 + n)
+                 for d, n in zip(datums, (18, 22, 27), strict=False)]  # fmt: skip
+        datums = [*datums, *short]
+        perturb(backend, only_choice)
+        scores = {d.sample: s.values for d, s in zip(datums, await backend.policy.forward(datums), strict=True)}
+        await backend.policy.forward_backward_custom(datums, weighted_sum)
+        together = gradients(backend)
+        await backend.policy.discard_gradients()
+        backend.policy.state.scoring = replace(backend.policy.state.scoring, tokens_per_batch=64)
+        shuffled = [datums[i] for i in np.random.default_rng(0).permutation(len(datums))]
+        assert len(backend.policy.state.scoring.batches(shuffled)) > 3
+        for d, s in zip(shuffled, await backend.policy.forward(shuffled), strict=True):
+            np.testing.assert_allclose(s.values, scores[d.sample], atol=1e-12)
+        await backend.policy.forward_backward_custom(shuffled, weighted_sum)
+        assert distance(gradients(backend), together) < 1e-9
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_reference_keeps_its_own_experts(lora_rank):
+    async def main():
+        backend = opened(lora_rank=lora_rank)
+        datums = await draw(backend, 2, 2)
+        elsewhere = [replace(d, routing=d.routing[::-1]) for d in datums]
+        plain = await backend.reference.forward(limited(datums, "none"))
+        for a, b in zip(plain, await backend.reference.forward(elsewhere), strict=True):
+            np.testing.assert_array_equal(a.values, b.values)
+        moved = await gaps(backend, elsewhere)
+        assert moved.max() > 1e-2
+
+    asyncio.run(main())
+
+
+def test_a_model_in_bfloat16_opens_and_is_replayed():
+    async def main():
+        backend = opened(tiny_mixture(near=1.0), dtype="bfloat16")
+        datums = await draw(backend)
+        none, whole = [await gaps(backend, limited(datums, to)) for to in ("none", "all")]
+        assert whole.mean() <= none.mean()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_probe_compares_routes_and_not_choices(seed):
+    "With near ties a decode step may choose otherwise than a whole pass; that is no reason to refuse the model."
+    assert open_model(tiny_mixture(seed, near=1e-5)).route == "modules"
+    assert open_model(tiny_mixture(seed, near=1e-3).bfloat16()).route == "modules"
+
+
+# --- a whole step ---------------------------------------------------------------------------------------------------
+
+
+def test_a_grpo_step_replays_and_its_record_keeps_the_notes(tmp_path):
+    async def main():
+        settings = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 12}
+        cfg = Config(**settings, max_seq_len=96, kl_beta=0.05, learning_rate=1e-3, epochs=1, router_replay=True)
+        seen = []
+        backend = opened(router_replay_completion_only=cfg.router_replay_completion_only)
+        perturb(backend)
+        score = backend.reference.forward
+
+        async def watched(datums):
+            seen.extend(d.routing for d in datums)
+            return await score(datums)
+
+        backend.reference.forward = watched
+        rows = load_rows([{"prompt": f"count from {i}: "} for i in range(4)])
+        loop = GRPOLoop(backend, rows, lambda text: float(len(set(text))), cfg)
+        record = await loop.step()
+        assert record.trained
+        assert seen == [d.routing for d in record.datums]  # asked, and answered by its own experts
+        folder = RunFolder.create(tmp_path / "run", cfg)
+        folder.add(record)
+        (back,) = RunFolder.open(tmp_path / "run")
+        for one, other in zip(record.datums, back.datums, strict=True):
+            assert one.routing is not None
+            assert other.routing == one.routing
+            assert len(one.routing) == len(one.tokens) - 1
+            assert "" not in one.routing[int(one.active.nonzero()[0][0]) :]
+
+    asyncio.run(main())
