@@ -1,0 +1,509 @@
+"""Recorded runs of the cookbook's asynchronous loops, replayed with our gate and our producer on a clock of their own.
+
+What the other program does otherwise is done by hand here, one thing at a time (see `by_hand`); what a case needs of
+it is what is stated as chosen. Metrics of a step are those of `gate_metrics`, and what is lost is counted by `teaches`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, unordered_rewards
+
+from rl_notebook import async_loop, rollouts
+from rl_notebook.advantages import is_dead
+from rl_notebook.async_loop import Gate, Landed, Producer
+from rl_notebook.config import Config
+from rl_notebook.core import RolloutSample
+from rl_notebook.data import Row
+from rl_notebook.loop import Answered
+from rl_notebook.rollouts import Prompt
+
+PARTLY_DONE = "a row takes the place of all its samples until it is complete; agrees when those that are done leave"
+NO_ROOM = "a row without room for all of it is refused; agrees when it is counted all the same"
+LOOKS_LATER = "rows come back and are started while we train; agrees when they come back only while it waits"
+DRAWS_COUNTED = "in_flight counts rows under way, not their draws"
+ROWS_COUNTED = "sample_fails counts the draws that were lost, not the rows"
+DONE_IS_DONE = "rows that wait for their step are pending; agrees when they count as done once they are back"
+AT_ONCE = "rows that teach nothing are settled with the next step; agrees when they are settled at once"
+BELONGS = "rows that teach nothing go with the step under way; agrees when those that come late go with the next"
+FIRST_COME = "a batch waits for a slow row that may not grow older; agrees when nobody does, and it is trained too late"
+WHOLE_ROW = "a lost draw is drawn again, and no other; agrees when the whole row is, once too few are left"
+LIVE_ONLY = "rewards of a step are those of all rows in its record; agrees with the rows that it trains on"
+ALONE = "a sample that lost its siblings has advantage 0, it makes NaN; agrees with min_group_size=2"
+INTERVAL = "weights are synced after every step, another interval is refused; agrees when the gate is opened by hand"
+GROUP_OF_ONE = "groups of one are refused at once; it drops every row"
+MANY_CHUNKS = "more chunks than groups are refused; agrees with as many chunks as groups"
+
+
+def by_hand(
+    play: Callable[[frozenset[str]], tuple[Any, set[str]]], ways: Sequence[str], wanted: Any
+) -> tuple[str, ...]:
+    "The recorded thing happens when we do it the other program's way, where it had occasion to; what that cannot miss."
+    seen, occasions = play(frozenset(ways))
+    assert seen == wanted
+    needed = occasions & {*ways}
+    assert play(frozenset(needed))[0] == wanted, "something differs that has no reason to"
+    for way in ways:
+        if way in needed and play(frozenset(needed - {way}))[0] == wanted:
+            needed -= {way}
+    return tuple(way for way in ways if way in needed)
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------
+
+
+@adapter("async_gate__HEAD")
+def gate_arithmetic(case: Case) -> Outcome:
+    "How many rows may be started, for any counts."
+    x, c, e = case.inputs, case.config, case.expected
+    k = c["completions_per_prompt"]
+    gate = Gate(c["prompt_groups_per_step"], k, x["max_staleness"], x["max_concurrent"], version=x["published_version"])
+    gate.accepted, gate.running = x["accepted_samples_offset"] + x["accepted_samples"], x["reserved_samples"]
+    recorded = (e["staleness_capacity"], e["concurrency_capacity"], e["admission_capacity"] // k)
+    assert gate.staleness_capacity == e["staleness_capacity"]
+
+    def seen(ways: frozenset[str]) -> tuple[Any, set[str]]:
+        done = gate.running - x["in_flight"] if ways else 0
+        room = None if gate.max_concurrency is None else gate.max_concurrency + done
+        mended = replace(gate, max_concurrency=room)
+        return (mended.staleness_capacity, mended.concurrency_capacity, mended.rows), {PARTLY_DONE} if done else set()
+
+    return Outcome(by_hand(seen, [PARTLY_DONE], recorded))
+
+
+def states_of(producer: Producer[str], offset: int) -> dict[str, Any]:
+    "What the recorded controller shows."
+    gate, k = producer.gate, producer.gate.completions_per_prompt
+    stale, room = gate.staleness_capacity, gate.concurrency_capacity
+    rejected = Counter(row.value for row in producer.rejected)
+    return {
+        "version": gate.version,
+        "running": gate.running,
+        "accepted": gate.accepted,
+        "staleness_capacity": stale,
+        "concurrency_capacity": room,
+        "capacity": max(0, stale if room is None else min(stale, room)),
+        "rows_admissible": gate.rows,
+        "is_staleness_bound": stale < k and (room is None or room >= k),
+        "resolved_count": offset + len(producer.ready) + rejected.total(),
+        "sample_fails": rejected["reject:none"],
+        "filter_drops": rejected["reject:filter"],
+    }
+
+
+@adapter("async_gate_controller__517d206d")
+def gate_controller(case: Case) -> Outcome:
+    "Rows that are started, come back useful or not, and weights that are published, in any order."
+    x, c, ends, differs = case.inputs, case.config, dict[int, asyncio.Future[str]](), dict[str, None]()
+    gate = Gate(
+        c["prompt_groups_per_step"],
+        c["completions_per_prompt"],
+        c["max_head_offpolicy_versions"],
+        c["max_concurrent"],
+    )
+
+    async def play() -> list[dict[str, Any]]:
+        wanted, numbers = list[int](), iter(range(len(x["ops"])))
+
+        def run(number: int) -> asyncio.Future[str]:
+            ends[number] = asyncio.get_running_loop().create_future()
+            return ends[number]
+
+        producer = Producer(
+            gate, lambda: wanted.pop() if wanted else None, run, lambda value: value == "accept", clock=lambda: 0.0
+        )
+        states = [states_of(producer, c["resolved_offset"])]
+        for op in x["ops"]:
+            if op == "submit":
+                room, wanted = gate.rows, [next(numbers)]
+                if not room:
+                    refused(gate.admit, "a row")
+                    differs[NO_ROOM] = None
+                    producer.gate = replace(gate, max_head_offpolicy_versions=10**6, max_concurrency=None)
+                assert producer.fill() == 1
+                gate.running, producer.gate = producer.gate.running, gate
+            elif op == "advance_version":
+                gate.publish(gate.version + 1)
+            else:
+                ends[next(iter(producer.flights))].set_result(op)
+                await asyncio.sleep(0)
+            states.append(states_of(producer, c["resolved_offset"]))
+        for flight in producer.flights.values():
+            flight.task.cancel()
+        return states
+
+    assert simulate(play()) == case.expected["states"]
+    return Outcome(tuple(differs))
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------
+
+
+class Run:
+    "Rows of a recorded case, drawn by our functions, with a gate, a producer, and what of a loop is asked by them."
+
+    def __init__(self, case: Case, ways: frozenset[str], gate: Gate):
+        self.x, self.c, self.ways, self.gate = case.inputs, case.config, ways, gate
+        self.events: list[Any] = []
+        self.calls: Counter[tuple[int, int]] = Counter()  # of the rollout function, by row and sample
+        self.out: Counter[int] = Counter()  # draws that are not done, by row
+        self.taken = self.lost = 0
+        self.reasons: dict[int, str] = {}  # of rows that are back
+        self.looking = asyncio.Event()
+        self.occasions: set[str] = set()  # ways of the other program that made a difference to something
+        self.counts: Counter[str] = Counter()
+        self.cfg = SimpleNamespace(drop_dead=True)
+        clock = asyncio.get_running_loop().time
+        self.producer: Producer[Answered] = Producer(gate, self.take, self.row, self.useful, clock=clock)
+
+    # what a loop is asked
+    @property
+    def flow(self) -> Any:
+        return self
+
+    @property
+    def state(self) -> Any:
+        return SimpleNamespace(number=self.gate.version + 1)
+
+    def keep(self, group: Any) -> bool:
+        return not (self.c["filter"] and is_dead(group.rewards))
+
+    # what a producer is made of
+    def take(self) -> int | None:
+        "The next row, if there is one, and as far as draws are counted, if there is room."
+        k, most = self.c["completions_per_prompt"], self.c.get("max_concurrent_rollouts")
+        full = PARTLY_DONE in self.ways and most is not None and self.out.total() + k > most
+        if full or self.taken == len(self.x["kind"]):
+            return None
+        if most is not None and self.gate.running + k > most:
+            self.occasions.add(PARTLY_DONE)
+        self.out[self.taken] = k
+        self.taken += 1
+        return self.taken - 1
+
+    async def rollout(self, sample_prompt: dict, row_index: int, rollout_index: int) -> RolloutSample | None:
+        "One draw, as recorded."
+        at = row_index, rollout_index
+        self.out[row_index] += self.calls[at] > 0
+        self.calls[at] += 1
+        self.events.append(["start", *at])
+        await asyncio.sleep(self.x["latency"][row_index][rollout_index] + 0.5 * (self.calls[at] - 1))
+        while LOOKS_LATER in self.ways and not self.looking.is_set():
+            self.occasions.add(LOOKS_LATER)
+            await self.looking.wait()
+        self.out[row_index] -= 1
+        if PARTLY_DONE in self.ways and self.out[row_index]:
+            self.producer.fill()
+        kind = self.x["kind"][row_index][rollout_index]
+        self.lost += kind == "drop"
+        self.occasions |= {ROWS_COUNTED} if kind == "drop" else set()
+        reward = 1.0 if kind == "uniform" else float(sum(at) % 2)
+        return None if kind == "drop" else RolloutSample([1, 2], [float("nan"), -0.1], [0, 1], reward=reward)
+
+    async def row(self, number: int) -> Answered:
+        "All draws of a row, those that are lost again."
+        prompt = Prompt(Row(str(number), prompt="?"), [1], index=number, number=number)
+        k, again = self.c["completions_per_prompt"], self.c.get("max_incomplete_group_retries", 0)
+        fewest = max(self.c["min_group_size"], 2 if ALONE in self.ways else 1)
+        rounds, inside = (1 + again, 0) if WHOLE_ROW in self.ways else (1, again)
+        for _ in range(rounds):
+            drawn = await rollouts.draw_rollouts(self.rollout, prompt, k, group_retries=inside)
+            group = rollouts.assemble(drawn, drawn.samples, fewest)
+            self.occasions |= {ALONE} if len(drawn.samples) == 1 else set()
+            if group.samples:
+                break
+            self.occasions |= {WHOLE_ROW} if again else set()
+        return Answered(drawn, group)
+
+    def useful(self, answered: Answered) -> bool:
+        "Whether a row is trained on, as a loop decides it."
+        found, number = async_loop.teaches(self, answered), answered.group.number
+        self.reasons[number] = "accepted" if found else "filter" if answered.group.samples else "none"
+        self.occasions |= set() if found else {AT_ONCE, BELONGS, LIVE_ONLY}
+        return found
+
+    async def next_rows(self, count: int, places: int) -> list[Landed[Answered]]:
+        "Rows to train on, as soon as there are so many."
+        p = self.producer
+        if FIRST_COME not in self.ways:
+            return await p.batch(count, places)
+        p.fill()
+        while len(p.ready) < count and p.flights:
+            p.changed.clear()
+            await p.changed.wait()
+        taken, p.ready = p.ready[:count], p.ready[count:]
+        oldest = self.gate.version - self.gate.max_head_offpolicy_versions
+        due = [row for row in (*taken, *p.ready, *p.flights.values()) if row.version <= oldest]
+        newer = [row for row in taken if row.version > oldest]
+        self.occasions |= {FIRST_COME} if due and newer else set()
+        return taken
+
+    # what is shown of it
+    def rejected(self, reason: str = "") -> int:
+        "Rows so far that teach nothing, for a reason or any."
+        return sum(why != "accepted" and reason in ("", why) for why in self.reasons.values())
+
+    @property
+    def retries(self) -> int:
+        "Rounds in which something was drawn again."
+        most = {row: max(self.calls[row, i] for i in range(len(kinds))) for row, kinds in enumerate(self.x["kind"])}
+        return sum(max(0, calls - 1) for calls in most.values())
+
+    def metrics(self, live: Sequence[Landed[Answered]]) -> dict[str, float]:
+        "Those of a step."
+        self.landed = live
+        found = async_loop.gate_metrics(self)
+        self.occasions |= {DRAWS_COUNTED} if self.out.total() != len(self.producer.flights) else set()
+        if DRAWS_COUNTED in self.ways:
+            found["async/in_flight"] = self.out.total()
+        if ROWS_COUNTED in self.ways:
+            found["async/sample_fails"] = self.rejected("none")
+        return found
+
+
+def rewards_of(rows: Sequence[Landed[Answered]]) -> list[float]:
+    return [float(r) for row in rows for r in row.value.group.rewards]
+
+
+def settings(c: dict[str, Any]) -> dict[str, Any]:
+    "A recorded call in the words of our config."
+    names = {
+        "completions_per_prompt": "completions_per_prompt",
+        "prompt_groups_per_step": "prompt_groups_per_step",
+        "max_head_offpolicy_versions": "max_head_offpolicy_versions",
+        "max_head_off_policy_versions": "max_head_offpolicy_versions",
+        "max_concurrent": "max_concurrency_rollout_sample",
+        "max_concurrent_rollouts": "max_concurrency_rollout_sample",
+        "weight_sync_interval": "weight_sync_interval",
+        "min_group_size": "min_group_size",
+        "max_incomplete_group_retries": "max_incomplete_group_retries",
+        "training_chunks_per_step": "pipeline_chunks_per_step",
+        "synchronous_training": "synchronous_training",
+    }
+    return {"recipe": "async_rl_loop", **{ours: c[theirs] for theirs, ours in names.items() if theirs in c}}
+
+
+def checked_settings(case: Case) -> list[str]:
+    "What our config refuses of a call that the other program takes."
+    c, asked, differs = case.config, settings(case.config), []
+    mendings = {
+        INTERVAL: ("weight_sync_interval", 1, c.get("weight_sync_interval", 1) != 1),
+        GROUP_OF_ONE: ("completions_per_prompt", 2, c["completions_per_prompt"] == 1),
+        MANY_CHUNKS: (
+            "pipeline_chunks_per_step",
+            c["prompt_groups_per_step"],
+            c.get("training_chunks_per_step", 1) > c["prompt_groups_per_step"],
+        ),
+    }
+    for why, (name, mended, broken) in mendings.items():
+        if broken:
+            config_refuses(asked, name)
+            asked[name] = mended
+            differs.append(why)
+    Config(**asked)
+    return differs
+
+
+def config_refuses(asked: dict[str, Any], *names: str) -> None:
+    "Check that our config refuses a call because of a setting."
+    refused(lambda: Config(**asked), *names)
+
+
+@adapter("async_loop__517d206d")
+def whole_loop(case: Case) -> Outcome:
+    "What trains together, how stale it is, what the gate says, when weights are synced."
+    c, e = case.config, case.expected
+    if case.raises:
+        config_refuses(settings(c), *(name for name in settings(c) if name != "recipe"))
+        return AGREED
+    ways = [FIRST_COME, LOOKS_LATER, DRAWS_COUNTED, ROWS_COUNTED, DONE_IS_DONE, LIVE_ONLY, ALONE]
+    wanted = {**e, "train_and_sync": [rounded(unordered_rewards(event)) for event in e["train_and_sync"]]}
+    names = {name for event in e["train_and_sync"] if event[0] == "train_step" for name in event[3]}
+
+    def play(ways: frozenset[str]) -> Any:
+        return simulate(played_loop(case, ways, names))
+
+    return Outcome((*checked_settings(case), *by_hand(play, ways, wanted)))
+
+
+def rounded(event: Sequence[Any]) -> list[Any]:
+    "An event with its floats to 12 digits."
+    short = lambda value: round(value, 12) if isinstance(value, float) else value
+    return [{k: short(v) for k, v in part.items()} if isinstance(part, dict) else part for part in event]
+
+
+async def played_loop(case: Case, ways: frozenset[str], names: set[str]) -> tuple[dict[str, Any], set[str]]:
+    "The recorded loop with our parts."
+    c = case.config
+    k, n, events, step, in_records = c["completions_per_prompt"], c["prompt_groups_per_step"], [], c["global_step"], 0
+    gate = Gate(n, k, c["max_head_offpolicy_versions"], c["max_concurrent"])
+    run = Run(case, ways, gate)
+
+    async def next_batch() -> list[Landed[Answered]]:
+        run.looking.set()
+        try:
+            return await run.next_rows(n, n)
+        finally:
+            run.looking.clear()
+
+    while live := await next_batch():
+        back = len(run.reasons)
+        if c["synchronous_training"]:
+            run.looking.set()
+            await run.producer.drain()
+            run.looking.clear()
+        others = run.producer.take_rejected()
+        in_records += len(live) + len(others)
+        run.occasions |= {DONE_IS_DONE} if run.producer.ready or c["synchronous_training"] else set()
+        stats = run.metrics(live) | {
+            "all_raw_rewards": sorted(rewards_of(live if LIVE_ONLY in ways else [*live, *others])),
+            "valid_prompt_groups": len(live),
+            "total_sampled": gate.accepted + run.rejected() * k,
+            "resolved_rows": c["resolved_rows_offset"] + (back if DONE_IS_DONE in ways else in_records),
+        }
+        await asyncio.sleep(c["train_duration"])
+        shown = {name: stats[name] for name in names}
+        events.append(rounded(["train_step", step, [row.number for row in live], shown]))
+        step += 1
+        if c["weight_sync"] and step % c["weight_sync_interval"] == 0:
+            await asyncio.sleep(c["weight_sync_duration"])
+            events.append(["weight_sync", step])
+            gate.publish(gate.version + 1)
+        run.producer.fill()
+    outcome = {
+        "global_step": step,
+        "final_stats": {
+            "sample_fails": run.rejected("none") if ROWS_COUNTED in ways else run.counts["sample_fails"],
+            "filter_drops": run.counts["filter_drops"],
+            "stale_drops": 0,
+            "total_accepted": gate.accepted // k,
+            "resolved_rows": c["resolved_rows_offset"] + in_records + len(run.producer.take_rejected()),
+        },
+        "train_and_sync": events,
+    }
+    return outcome, run.occasions
+
+
+@adapter("async_coordinator__HEAD")
+def coordinator(case: Case) -> Outcome:
+    "What is drawn when, which chunks train, when rows are settled, and what the gate says when weights are published."
+    c, e = case.config, case.expected
+    if case.raises:
+        config_refuses(settings(c), *(name for name in settings(c) if name != "recipe"))
+        return AGREED
+    wanted = [unordered_completed(event) for event in e["events"]], e["global_step"]
+    shown = [event for event in e["events"] if event[0] in ("chunk", "publish")]
+    assert shown == e["train_and_publish"]
+
+    def play(ways: frozenset[str]) -> Any:
+        return simulate(played_coordinator(case, ways))
+
+    ways = [FIRST_COME, PARTLY_DONE, WHOLE_ROW, ALONE, AT_ONCE, BELONGS, ROWS_COUNTED]
+    return Outcome((*checked_settings(case), *by_hand(play, ways, wanted)))
+
+
+def unordered_completed(event: Sequence[Any]) -> list[Any]:
+    "A recorded event; in which order rewards were listed is nobody's promise."
+    listed = lambda part: isinstance(part, dict) and "completed_rewards" in part
+    return [
+        {**part, "completed_rewards": sorted(part["completed_rewards"])} if listed(part) else part for part in event
+    ]
+
+
+class Coordinated(Run):
+    "A run whose rows are settled in the order of the data."
+
+    settled = 0
+    batch: Sequence[Landed[Answered]] = ()  # rows of the step under way
+    unrecorded: Sequence[Landed[Answered]] = ()  # rows that teach nothing, taken and kept for a later step
+
+    def useful(self, answered: Answered) -> bool:
+        found = super().useful(answered)
+        if not found and AT_ONCE in self.ways:
+            self.settle()
+        return found
+
+    def settle(self) -> None:
+        "Note the rows that need not be drawn again, as far as all rows before them need not."
+        p = self.producer
+        kept = [*p.ready, *self.batch]
+        if AT_ONCE not in self.ways:
+            kept += [*p.rejected, *self.unrecorded]
+        pending = {*p.flights, *(row.number for row in kept)}
+        while self.settled < self.taken and self.settled not in pending:
+            self.events.append(["resolved", self.settled, self.reasons[self.settled]])
+            self.settled += 1
+
+    def take_others(self, partial: bool) -> list[Landed[Answered]]:
+        "Rows that teach nothing, and go with the step under way."
+        others = [*self.unrecorded, *self.producer.take_rejected()]
+        last = float("inf") if partial or BELONGS not in self.ways else max(row.ended for row in self.batch)
+        self.unrecorded = [row for row in others if row.ended > last]
+        return [row for row in others if row.ended <= last]
+
+    def snapshot(self, offset: int) -> dict[str, Any]:
+        "What the gate says."
+        gate, most = self.gate, self.c["max_concurrent_rollouts"]
+        room = gate.concurrency_capacity
+        if PARTLY_DONE in self.ways and most is not None:
+            room = most - self.out.total()
+            self.occasions |= {PARTLY_DONE} if self.out.total() != gate.running else set()
+        room, stale = None if room is None else max(0, room), max(0, gate.staleness_capacity)
+        return {
+            "published_version": gate.version,
+            "accepted_samples": gate.accepted - offset,
+            "reserved_samples": gate.running,
+            "admission_capacity": stale if room is None else min(stale, room),
+            "staleness_capacity": stale,
+            "concurrency_capacity": room,
+            "rows_submitted": self.taken,
+            "rows_accepted": gate.accepted // gate.completions_per_prompt - offset // gate.completions_per_prompt,
+            "rows_rejected": self.rejected(),
+            "sample_fails": self.rejected("none") if ROWS_COUNTED in self.ways else self.counts["sample_fails"],
+            "filter_drops": self.counts["filter_drops"],
+            "trajectory_drops": self.lost,
+            "incomplete_group_retries": self.retries,
+        }
+
+
+async def played_coordinator(case: Case, ways: frozenset[str]) -> tuple[tuple[list[Any], int], set[str]]:
+    "The recorded coordinator with our parts."
+    c = case.config
+    n, k, version = c["prompt_groups_per_step"], c["completions_per_prompt"], c["global_step"]
+    offset, room = version * n * k, None if PARTLY_DONE in ways else c["max_concurrent_rollouts"]
+    gate = Gate(n, k, c["max_head_off_policy_versions"], room, version=version, accepted=offset)
+    run, chunks = Coordinated(case, ways, gate), rollouts.balanced_chunks(n, c["training_chunks_per_step"])
+    while True:
+        run.batch = []
+        for i, target in enumerate(chunks):
+            if not (rows := await run.next_rows(target, n - len(run.batch))):
+                break
+            run.batch = [*run.batch, *rows]
+            numbers, versions = [row.number for row in rows], [row.version for row in rows]
+            run.events.append(["chunk", gate.version + 1, i, len(chunks), target, numbers, versions])
+            await asyncio.sleep(c["train_chunk_duration"])
+        if not run.batch:
+            break
+        partial = len(run.batch) < n
+        others, realized = run.take_others(partial), run.batch
+        run.batch = ()
+        run.settle()
+        gate.publish(gate.version + 1)
+        said = {
+            "resolved_rows": run.settled,
+            "trained_against_version": gate.version - 1,
+            "partial": partial,
+            "realized_groups": len(realized),
+            "completed_rewards": sorted(rewards_of([*realized, *others])),
+        }
+        run.events.append(["publish", gate.version, said, run.snapshot(offset)])
+        run.producer.fill()
+    run.unrecorded = run.take_others(True) and []
+    run.settle()
+    return (run.events, gate.version), run.occasions
