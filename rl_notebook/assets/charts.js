@@ -1,8 +1,35 @@
-// Charts in a grid. plotly.js stands above this in the same module, so it is loaded once for all of them.
-// The kernel sends whole figures; plotly keeps what the reader did to a chart, such as zooming in.
+// Charts in a grid. The kernel sends whole figures; plotly keeps what the reader did to a chart, such as zooming in.
 
-const Plotly = globalThis.Plotly;
 const CONFIG = { displaylogo: false, displayModeBar: false };
+const rest = (ms) => new Promise((done) => setTimeout(done, ms));
+
+// plotly's script comes as data, and is read once a page, whichever of its widgets is drawn first.
+function library(script) {
+  const read = (globalThis.rlNotebookPlotly ??= new Map()); // script -> promise of what it defines
+  if (!read.has(script)) read.set(script, evaluated(script));
+  return read.get(script);
+}
+
+// A module that defines a function is read quickly; calling it is what takes long.
+async function evaluated(script) {
+  const parts = ["export default () => {\n", script, "\nreturn globalThis.Plotly;\n};\n"];
+  const url = URL.createObjectURL(new Blob(parts, { type: "text/javascript" }));
+  const { default: evaluate } = await import(url);
+  URL.revokeObjectURL(url);
+  await calm();
+  return evaluate();
+}
+
+// Widgets that are made at the same time are given up if they are not ready within two seconds. So the page's only thread
+// is taken up when it has had nothing to do for a moment, or when a reader has waited long enough.
+async function calm() {
+  const end = performance.now() + 3000;
+  for (let rests = 0; rests < 3 && performance.now() < end; ) {
+    const start = performance.now();
+    await rest(50);
+    rests = performance.now() - start < 100 ? rests + 1 : 0;
+  }
+}
 
 // Series of numbers travel as bytes: {f8: DataView}.
 function unpacked(trace) {
@@ -28,7 +55,7 @@ function makeCard(about) {
   return { card, plot };
 }
 
-function render({ model, el }) {
+async function render({ model, el, signal }) {
   const board = document.createElement("div");
   board.className = "rld-board";
   const grid = document.createElement("div");
@@ -36,6 +63,8 @@ function render({ model, el }) {
   board.append(grid);
   el.append(board);
   const cards = new Map();
+  const Plotly = await library(model.get("script"));
+  if (signal?.aborted) return;
 
   function place(about) {
     if (!cards.has(about.name)) {
@@ -53,6 +82,7 @@ function render({ model, el }) {
     for (const about of shown) {
       const figure = figures[about.name];
       if (!figure) continue;
+      await rest(0); // for what else the page has to do
       const plot = place(about);
       plot.style.height = `${about.height}px`;
       const fresh = !plot.data;
@@ -72,7 +102,6 @@ function render({ model, el }) {
   }
   // One drawing at a time; what comes meanwhile is drawn afterwards, and only the last of it. Drawing takes up the page's
   // only thread, so between two drawings there is as long a rest as the last one took: for what has come, and for clicks.
-  const rest = (ms) => new Promise((done) => setTimeout(done, ms));
   let busy = false;
   let again = false;
   async function update() {

@@ -678,13 +678,14 @@ def packed(figure: Figure) -> Figure:
 class LiveCharts(anywidget.AnyWidget):
     "Charts in a grid, drawn by one plotly."
 
-    _esm = f"{plotly_script()}\n{asset('charts.js')}"
+    _esm = asset("charts.js")
     _css = asset("charts.css")
+    script = traitlets.Unicode().tag(sync=True)  # plotly's
     shown = traitlets.List().tag(sync=True)  # of `about_chart`
     figures = traitlets.Dict().tag(sync=True)  # packed, by name
 
     def __init__(self, *charts: Chart):
-        super().__init__(**drawing_of(charts))
+        super().__init__(script=plotly_script(), **drawing_of(charts))
 
     def draw(self, *charts: Chart) -> None:
         "Show these charts, and no others, in one message."
