@@ -27,8 +27,9 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- several workers ---------------------------------------------------------------------------------------------
 
-# `pytest -n 2`. Tests of a file share fixtures and stay on one worker, and so do all browser tests; but each part of a
-# long table is on its own. What takes longest comes first, so that the workers end together.
+# `pytest --numprocesses`. Tests of a file share fixtures and stay on one worker, and so do all browser tests; but each
+# part of a long table is on its own. What takes longest comes first, so that the workers end together. The tables come
+# last: they keep processors busy, of which the browser had better have one, and are not held up by anything themselves.
 LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_cli", "test_whatif_view", "test_loop")
 APART = ("test_the_right_cause_and_no_false_alarm",)
 
@@ -43,10 +44,10 @@ def unit(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Longest first; without workers, the order stays."
+    "Longest first, tables last; without workers, the order stays."
     if hasattr(config, "workerinput"):
-        rank = lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST))
-        items.sort(key=rank)
+        place = lambda nodeid: next((i for i, name in enumerate(LONGEST) if name in nodeid), len(LONGEST))
+        items.sort(key=lambda item: len(LONGEST) + 1 if item.name.startswith(APART) else place(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
