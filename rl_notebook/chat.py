@@ -22,8 +22,8 @@ from .data import Row
 
 # %% auto #0
 __all__ = ['check_tokenizer', 'check_template_options', 'render', 'check_fits', 'encode_prompt', 'drawn_logprobs',
-           'sample_from_completion', 'Span', 'tokens_around', 'first_difference', 'Conversation', 'mask_coverage',
-           'conversation_headline', 'conversation_text', 'conversation_html', 'start_conversation']
+           'sample_from_spans', 'sample_from_completion', 'Span', 'tokens_around', 'first_difference', 'Conversation',
+           'mask_coverage', 'conversation_headline', 'conversation_text', 'conversation_html', 'start_conversation']
 
 # %% ../nbs/12_chat.ipynb #78754eaa
 def check_tokenizer(
@@ -176,7 +176,7 @@ def _routing(spans: Sequence[tuple[list[int], Completion | None]]) -> tuple[str,
     return tuple(noted[:-1])
 
 # %% ../nbs/12_chat.ipynb #ededcd5e
-def _sample(
+def sample_from_spans(
     spans: Sequence[tuple[list[int], Completion | None]],  # tokens, and what sampled them
     reward: float | None,
     text: str,
@@ -211,7 +211,7 @@ def sample_from_completion(
 ) -> RolloutSample:
     "A prompt answered once, as a sample."
     spans = [(completion.prompt_tokens.tolist(), None), (completion.tokens.tolist(), completion)]
-    return _sample(spans, reward, completion.text, info or {})
+    return sample_from_spans(spans, reward, completion.text, info or {})
 
 # %% ../nbs/12_chat.ipynb #a39bc2a2
 @dataclass(frozen=True, eq=False)
@@ -421,4 +421,4 @@ def _to_sample(conversation: Conversation, reward: float | None, info: Mapping[s
     last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
     spans = [(list(span.tokens), span.completion) for span in c.spans]
     kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns, **info}
-    return _sample(spans, reward, last, kept)
+    return sample_from_spans(spans, reward, last, kept)

@@ -10,14 +10,15 @@ import inspect
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 
 from .backends.base import Sampler
-from .chat import encode_prompt, sample_from_completion
+from .chat import drawn_logprobs, encode_prompt, sample_from_completion, sample_from_spans
 from rl_notebook.core import (
     AlignmentError,
     BackendError,
@@ -33,12 +34,14 @@ from rl_notebook.core import (
 from .data import Row
 
 # %% auto #0
-__all__ = ['TRANSIENT', 'Sleep', 'T', 'Segments', 'RolloutFn', 'CONTEXT', 'Prompt', 'prompt_seed', 'draw_seed', 'encode_rows',
-           'Rollouts', 'is_transient', 'retry_pause', 'with_retries', 'Breaker', 'Lost', 'in_rounds', 'gather_draws',
-           'check_drawn', 'is_reward', 'draw_completions', 'RolloutSetup', 'sample_prompt', 'first_parameter',
-           'is_rollout_fn', 'context_names', 'TakenRollout', 'as_rollout_fn', 'rollout_context', 'rollout_place',
-           'segments_of', 'blame', 'draw_one', 'together', 'draw_rollouts', 'assemble', 'require_some', 'arrivals',
-           'window_batches', 'greedy_chunks', 'groups_per_pass', 'balanced_chunks', 'minibatch_slices']
+__all__ = ['TRANSIENT', 'Sleep', 'T', 'Segments', 'DRAW', 'RolloutFn', 'CONTEXT', 'Prompt', 'prompt_seed', 'draw_seed',
+           'encode_rows', 'Rollouts', 'is_transient', 'retry_pause', 'with_retries', 'Breaker', 'Lost', 'in_rounds',
+           'gather_draws', 'check_drawn', 'is_reward', 'draw_completions', 'DrawNote', 'NotedSampler', 'RolloutSetup',
+           'sample_prompt', 'DeploymentCompletion', 'DeploymentSampler', 'build_deployment_sampler', 'with_origin',
+           'with_origins', 'first_parameter', 'is_rollout_fn', 'context_names', 'TakenRollout', 'as_rollout_fn',
+           'rollout_context', 'rollout_place', 'segments_of', 'blame', 'draw_one', 'together', 'draw_rollouts',
+           'assemble', 'require_some', 'arrivals', 'window_batches', 'greedy_chunks', 'groups_per_pass',
+           'balanced_chunks', 'minibatch_slices']
 
 # %% ../nbs/30_rollouts.ipynb #c944e495
 @dataclass(frozen=True, eq=False)
@@ -279,6 +282,48 @@ def _lost(what: str, error: BaseException, breaker: Breaker | None) -> Lost:
     return lost
 
 # %% ../nbs/30_rollouts.ipynb #f75e15eb
+@dataclass(eq=False)
+class DrawNote:
+    "What is known of the draw under way."
+
+    seed: int  # of the draw
+    requests: int = 0  # made without a seed so far
+    drawn: list[Completion] = field(default_factory=list)  # in the order in which they came back
+
+    def next_seed(self) -> int:
+        "The draw's own seed for its first request, another for each one after it."
+        self.requests += 1
+        if self.requests == 1:
+            return self.seed
+        return int(np.random.SeedSequence([self.seed, self.requests]).generate_state(1)[0])
+
+
+DRAW: ContextVar[DrawNote | None] = ContextVar("draw", default=None)  # each draw is a task, with a note of its own
+
+
+@dataclass(frozen=True)
+class NotedSampler:
+    "A sampler that tells the draw under way what it drew."
+
+    sampler: Sampler
+
+    async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
+        "As the sampler does, with a seed from the draw if there is none."
+        if (note := DRAW.get()) is None:
+            return await self.sampler.sample(prompt_tokens, params)
+        seed = note.next_seed() if params.seed is None else params.seed
+        completions = await self.sampler.sample(prompt_tokens, replace(params, seed=seed))
+        note.drawn += completions
+        return completions
+
+    async def logprobs(self, tokens: Any) -> Any:
+        "As the sampler does."
+        return await self.sampler.logprobs(tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "sampler"), name)
+
+# %% ../nbs/30_rollouts.ipynb #e4033c55
 RolloutFn = Callable[..., Awaitable[RolloutSample | RolloutRun | None]]
 
 
@@ -291,6 +336,10 @@ class RolloutSetup:
     params: SampleParams  # how to draw; n is 1
     completions_per_prompt: int  # K
     extras: Mapping[str, Any] = field(default_factory=dict)  # anything of your own
+
+    def __post_init__(self):
+        if not isinstance(self.sampler, NotedSampler):
+            object.__setattr__(self, "sampler", NotedSampler(self.sampler))
 
     @property
     def sample_kwargs(self) -> dict[str, Any]:
@@ -310,6 +359,89 @@ def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict
         "sample_index": index,
         "seed": draw_seed(seed, prompt.number, index, round),
     }
+
+# %% ../nbs/30_rollouts.ipynb #530c211a
+@dataclass(frozen=True, eq=False)
+class DeploymentCompletion:
+    "A completion under the names of the Fireworks guides."
+
+    completion: Completion
+
+    @property
+    def full_tokens(self) -> list[int]:
+        "Prompt and completion ids."
+        return self.completion.full_tokens
+
+    @property
+    def prompt_len(self) -> int:
+        "Number of prompt tokens P."
+        return self.completion.prompt_len
+
+    @property
+    def inference_logprobs(self) -> list[float]:
+        "(C,) logprobs of the distribution drawn from, one per sampled token."
+        return drawn_logprobs(self.completion).tolist()
+
+    @property
+    def finish_reason(self) -> str:
+        '"stop", "length" or "abort".'
+        return self.completion.finish_reason
+
+    @property
+    def text(self) -> str:
+        "The decoded completion."
+        return self.completion.text
+
+# %% ../nbs/30_rollouts.ipynb #6d702105
+@dataclass(frozen=True)
+class DeploymentSampler:
+    "A sampler as rollouts of the Fireworks guides call it."
+
+    sampler: Sampler
+    params: SampleParams  # for what a call does not say
+
+    async def sample_with_prompt_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        n: int = 1,
+        **sample_kwargs: Any,  # fields of `SampleParams`
+    ) -> list[DeploymentCompletion]:  # without those that have no token
+        "Sample completions of a prompt; raises `ConfigError` for a setting that does not exist."
+        known = [f.name for f in fields(SampleParams)]
+        if unknown := sorted(sample_kwargs.keys() - set(known)):
+            raise ConfigError("sampling setting", got=", ".join(unknown), expected=f"some of {', '.join(known)}")
+        params = replace(self.params, **{"seed": None, **sample_kwargs, "n": n})
+        drawn = await self.sampler.sample(np.array(prompt_token_ids), params)
+        return [DeploymentCompletion(c) for c in drawn if len(c.tokens)]
+
+
+def build_deployment_sampler(setup: RolloutSetup) -> DeploymentSampler:
+    "The sampler of a setup, as rollouts of the Fireworks guides call it."
+    return DeploymentSampler(setup.sampler, setup.params)
+
+# %% ../nbs/30_rollouts.ipynb #e93b1ee1
+def with_origin(sample: RolloutSample, drawn: Sequence[Completion]) -> RolloutSample:
+    "A sample that does not say how it was drawn, with what its completions say."
+    if not drawn or sample.raw_logprobs is not None:
+        return sample
+    tokens, version = sample.tokens.tolist(), min(c.policy_version for c in drawn)
+    if [tokens[a:b] for a, b in sample.turns] != [c.tokens.tolist() for c in drawn]:
+        return replace(sample, policy_version=version)
+    ends = [0, *(end for _, end in sample.turns)]
+    spans: list[tuple[list[int], Completion | None]] = []
+    for last, (first, end), completion in zip(ends, sample.turns, drawn, strict=False):
+        spans += [(tokens[last:first], None), (tokens[first:end], completion)]
+    whole = sample_from_spans([*spans, (tokens[ends[-1] :], None)], sample.reward, sample.text, sample.info)
+    names = ("raw_logprobs", "policy_version", "temperature", "processed", "routing")
+    return replace(sample, **{name: getattr(whole, name) for name in names})
+
+
+def with_origins(segments: Segments, drawn: Sequence[Completion]) -> Segments:
+    "The same for the segments of a run, which share its completions in their order."
+    ends = np.cumsum([0, *(len(s.turns) for s in segments)]).tolist()
+    if ends[-1] != len(drawn):
+        return tuple(with_origin(s, drawn) for s in segments)
+    return tuple(with_origin(s, drawn[a:b]) for s, a, b in zip(segments, ends, ends[1:], strict=False))
 
 # %% ../nbs/30_rollouts.ipynb #4e13b034
 CONTEXT = ("row_index", "epoch", "rollout_index", "evaluation")
@@ -387,16 +519,19 @@ def blame(error: Exception, where: str) -> AlignmentError | RewardError:
     return RewardError(f"rollout_fn raised {type(error).__name__}: {error}", where=where, fix=fix)
 
 # %% ../nbs/30_rollouts.ipynb #bd518526
-async def _called(fn: TakenRollout, called_with: dict[str, Any], context: Mapping[str, Any], where: str) -> Any:
+async def _called(
+    fn: TakenRollout, called_with: dict[str, Any], context: Mapping[str, Any], where: str
+) -> tuple[Any, list[Completion]]:  # what it returned, what was sampled for it
     "Call a rollout function once; what it raises gets its place, unless the connection is to blame."
-    task = asyncio.current_task()
+    note = DrawNote(called_with["seed"])
+    before, task = DRAW.set(note), asyncio.current_task()
     cancelled = task.cancelling() if task else 0
     try:
         returned = fn(called_with, **context)
         if not inspect.isawaitable(returned):
             got, fix = type(returned).__name__, "Write `async def`."
             raise RewardError("rollout_fn", where=where, got=got, expected="something to await", fix=fix)
-        return await returned
+        return await returned, note.drawn
     except asyncio.CancelledError as error:
         if task is None or task.cancelling() > cancelled:  # somebody cancelled the draw
             raise
@@ -405,6 +540,8 @@ async def _called(fn: TakenRollout, called_with: dict[str, Any], context: Mappin
         if is_transient(error) or getattr(error, "where", None) == where:
             raise
         raise blame(error, where) from error
+    finally:
+        DRAW.reset(before)
 
 
 async def draw_one(
@@ -423,7 +560,7 @@ async def draw_one(
     where, given = rollout_place(prompt, index), rollout_context(prompt, index, context)
     called_with = sample_prompt(prompt, index, seed, round)
     try:
-        returned = await with_retries(
+        returned, drawn = await with_retries(
             lambda: _called(fn, dict(called_with), given, where), retries, called_with["seed"], sleep
         )
     except Exception as error:  # a connection, or an error that has its place
@@ -432,8 +569,9 @@ async def draw_one(
         return _lost(f"rollout {index}", error, breaker)
     if breaker is not None:
         breaker.note()
-    segments = segments_of(returned, where)
-    return Lost(f"rollout {index} returned None") if segments is None else segments
+    if (segments := segments_of(returned, where)) is None:
+        return Lost(f"rollout {index} returned None")
+    return with_origins(segments, drawn)
 
 # %% ../nbs/30_rollouts.ipynb #b880838b
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:  # results, in the order of the calls

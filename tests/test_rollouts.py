@@ -1,0 +1,625 @@
+"The rollout contract, driven to its edges: what is passed, what is retried, what is counted, what ends the run."
+
+import asyncio
+import gc
+import warnings
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+from golden_adapters import simulate
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.chat import sample_from_completion
+from rl_notebook.config import Config
+from rl_notebook.core import AlignmentError, BackendError, Completion, ConfigError, RewardError
+from rl_notebook.core import RolloutRun, RolloutSample, SampleParams
+from rl_notebook.data import Row, load_rows
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.rollouts import (
+    Breaker,
+    Prompt,
+    RolloutSetup,
+    Rollouts,
+    as_rollout_fn,
+    assemble,
+    balanced_chunks,
+    build_deployment_sampler,
+    draw_completions,
+    draw_rollouts,
+    draw_seed,
+    is_rollout_fn,
+    minibatch_slices,
+    prompt_seed,
+    retry_pause,
+)
+from rl_notebook.step import evaluate
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+
+PROMPT = Prompt(Row(key="q17", prompt="3+5=", answer="8"), [1, 3, 10, 5], index=3, number=41)
+WHERE = r"group 3 \(row 'q17', number 41\), rollout 2"
+
+
+def sample(reward=1.0, **changes) -> RolloutSample:
+    "An answer to `PROMPT`."
+    fields = {"tokens": [1, 3, 10, 5, 8, 2], "logprobs": [0.0] * 4 + [-0.1, -0.2], "loss_mask": [0] * 4 + [1, 1]}
+    return RolloutSample(**fields | changes, reward=reward)
+
+
+def status(code) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://localhost")
+    return httpx.HTTPStatusError(f"status {code}", request=request, response=httpx.Response(code, request=request))
+
+
+def draw(rollout_fn, n=4, **options) -> Rollouts:
+    "All draws of the prompt, on a clock on which waiting takes no time."
+    return simulate(draw_rollouts(rollout_fn, PROMPT, n, **options))
+
+
+def quiet(coroutine):
+    "Run something; returns what it came to, and every complaint of the event loop about what was left behind."
+    complaints = []
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        try:
+            return await coroutine
+        finally:
+            gc.collect(1)
+            await asyncio.sleep(0)
+            left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            complaints.extend(f"still running: {t}" for t in left)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            result = simulate(main())
+        except Exception as error:
+            result = error
+    gc.collect(1)
+    return result, complaints
+
+
+def test_what_is_left_behind_would_be_noticed():
+    async def leaks():
+        async def fails():
+            raise KeyError("nobody reads this")
+
+        asyncio.ensure_future(fails())  # noqa: RUF006
+        asyncio.ensure_future(asyncio.sleep(3600))  # noqa: RUF006
+        await asyncio.sleep(1)
+
+    _, complaints = quiet(leaks())
+    assert any("never retrieved" in str(c) for c in complaints)
+    assert any("still running" in str(c) for c in complaints)
+
+
+# --- what is passed --------------------------------------------------------------------------------------------------
+
+
+@given(st.sets(st.sampled_from(["row_index", "epoch", "rollout_index", "evaluation"])), st.booleans())
+def test_a_function_gets_the_context_that_it_names_and_nothing_else(names, everything):
+    told = []
+    parameters = ", ".join(["sample_prompt", *sorted(names), *(["**more"] if everything else [])])
+    scope = {"told": told, "sample": sample}
+    source = f"async def f({parameters}):\n    told.append(locals())\n    return sample()"
+    exec(source, scope)
+    draw(scope["f"], context={"epoch": 2, "evaluation": True})
+    whole = {"row_index": 41, "epoch": 2, "evaluation": True}
+    for i, got in enumerate(told):
+        expected = whole | {"rollout_index": i}
+        assert {k: v for k, v in got.items() if k in expected} == {k: expected[k] for k in names}
+        assert got.get("more", {}) == ({k: v for k, v in expected.items() if k not in names} if everything else {})
+
+
+def test_the_signature_is_read_once():
+    read = []
+
+    class Noisy:
+        @property
+        def __signature__(self):
+            read.append("signature")
+            raise AttributeError
+
+        async def __call__(self, sample_prompt, rollout_index):
+            return sample(reward=float(rollout_index))
+
+    taken = as_rollout_fn(Noisy())
+    first = len(read)
+    for _ in range(3):
+        assert [s.reward for s in draw(taken).samples] == [0, 1, 2, 3]
+    assert len(read) == first
+
+
+def test_what_is_a_rollout_function():
+    class Callable:
+        async def __call__(self, sample_prompt, epoch=0):
+            return sample()
+
+    assert is_rollout_fn(Callable())
+    assert is_rollout_fn(as_rollout_fn(Callable()))
+    assert not is_rollout_fn(lambda text, sample_prompt: 1.0)
+    assert not is_rollout_fn([lambda text: 1.0])
+    with pytest.raises(ConfigError, match="parameter: got tools; expected row_index, epoch, rollout_index, evaluation"):
+        as_rollout_fn(lambda sample_prompt, tools: None)
+
+
+def test_every_draw_gets_its_own_copy_of_the_row():
+    async def vandal(sample_prompt):
+        sample_prompt["prompt_token_ids"].clear()
+        sample_prompt.pop("answer")
+        if len(tries) < 3:
+            tries.append(1)
+            raise ConnectionError
+        return sample()
+
+    tries = []
+    assert len(draw(vandal, retries=5).samples) == 4
+
+
+def test_an_evaluation_is_told_so():
+    told = []
+
+    async def curious(sample_prompt, evaluation):
+        told.append(evaluation)
+        return sample()
+
+    asyncio.run(evaluate([PROMPT], None, SampleParams(n=2), rollout_fn=curious))
+    draw(curious, n=1)
+    assert told == [True, True, False]
+
+
+# --- what is tried again ---------------------------------------------------------------------------------------------
+
+PASSING = [
+    BackendError("busy"), httpx.ReadTimeout("slow"), httpx.ConnectError("refused"), status(429), status(500),
+    status(503), ConnectionResetError("gone"), TimeoutError("slow"), ExceptionGroup("both", [TimeoutError()]),
+]  # fmt: skip
+FATAL = [
+    status(401), status(404), KeyError("answer"), ValueError("no"), AssertionError(), RuntimeError("bug"),
+    ExceptionGroup("both", [TimeoutError(), KeyError("answer")]), OSError("disk full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_a_connection_is_tried_again_and_then_the_draw_is_lost(error):
+    calls, seeds = [], set()
+
+    async def fails(sample_prompt, rollout_index):
+        calls.append(rollout_index)
+        if rollout_index != 2:
+            return sample()
+        seeds.add(sample_prompt["seed"])
+        raise error
+
+    drawn = draw(fails, retries=3)
+    assert calls.count(2) == 4
+    assert len(calls) == 7
+    assert len(seeds) == 1, "nothing was drawn, so it is the same draw"
+    assert len(drawn.samples) == 3
+    assert drawn.dropped == (f"rollout 2 raised {type(error).__name__}: {error}",)
+    assert len(draw(fails).dropped) == 1
+
+
+@pytest.mark.parametrize("error", FATAL, ids=repr)
+def test_any_other_failure_ends_the_run_and_says_where(error):
+    ended = []
+
+    async def fails(sample_prompt, rollout_index):
+        if rollout_index == 2:
+            await asyncio.sleep(1)
+            raise error
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(5)  # tidying up takes a while
+            ended.append(rollout_index)
+
+    raised, complaints = quiet(draw_rollouts(fails, PROMPT, 4, retries=3))
+    assert isinstance(raised, RewardError)
+    assert f"rollout_fn raised {type(error).__name__}" in str(raised)
+    assert str(raised).startswith("group 3 (row 'q17', number 41), rollout 2: ")
+    assert raised.__cause__ is error
+    assert sorted(ended) == [0, 1, 3], "the others were cancelled, and waited for"
+    assert complaints == []
+
+
+def test_two_that_fail_at_once_leave_nothing_behind():
+    async def fails(sample_prompt, rollout_index):
+        await asyncio.sleep(1)
+        raise KeyError(rollout_index)
+
+    raised, complaints = quiet(draw_rollouts(fails, PROMPT, 4))
+    assert isinstance(raised, RewardError)
+    assert isinstance(raised.__cause__, KeyError)
+    assert complaints == []
+
+
+def test_a_cancelled_step_cancels_its_draws():
+    ended = []
+
+    async def waits(sample_prompt, rollout_index):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(rollout_index)
+
+    async def main():
+        task = asyncio.create_task(draw_rollouts(waits, PROMPT, 3, retries=9, group_retries=9))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    _, complaints = quiet(main())
+    assert sorted(ended) == [0, 1, 2]
+    assert complaints == []
+
+
+def test_a_rollout_that_cancels_itself_is_not_a_cancelled_step():
+    async def gives_up(sample_prompt, rollout_index):
+        if rollout_index == 2:
+            raise asyncio.CancelledError
+        return sample()
+
+    with pytest.raises(RewardError, match=f"^{WHERE}: rollout_fn cancelled itself"):
+        draw(gives_up)
+
+
+def test_pauses_grow_and_are_the_same_on_every_run():
+    slept = []
+
+    async def note(seconds):
+        slept.append(seconds)
+
+    async def refuses(sample_prompt):
+        raise ConnectionRefusedError
+
+    for _ in range(2):
+        asyncio.run(draw_rollouts(refuses, PROMPT, 1, retries=8, sleep=note))
+    assert slept[:8] == slept[8:]
+    for attempt, seconds in enumerate(slept[:8]):
+        assert 0.5 <= seconds / (0.5 * 2 ** min(attempt, 6)) <= 1.5
+    assert len({round(retry_pause(0, seed), 9) for seed in range(20)}) == 20, "not all at once"
+
+
+# --- what is lost, and drawn again -----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["ok", "none", "lost"]), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.integers(0, 3),
+)
+def test_lost_draws_are_made_again_and_everything_is_counted(plan, rounds):
+    seeds, calls = [], []
+
+    async def planned(sample_prompt, rollout_index):
+        calls.append(rollout_index)
+        seeds.append(sample_prompt["seed"])
+        outcomes = plan[rollout_index]
+        fate = outcomes[min(calls.count(rollout_index), len(outcomes)) - 1]
+        if fate == "lost":
+            raise ConnectionError("gone")
+        return None if fate == "none" else sample(reward=float(rollout_index))
+
+    n = len(plan)
+    drawn = draw(planned, n=n, seed=5, group_retries=rounds)
+    tried = [[*fates, *[fates[-1]] * 9][: rounds + 1] for fates in plan]
+    kept = [i for i, fates in enumerate(tried) if "ok" in fates]
+    assert [s.reward for s in drawn.samples] == kept
+    assert len(drawn.samples) + len(drawn.dropped) == n
+    assert [calls.count(i) for i in range(n)] == [f.index("ok") + 1 if "ok" in f else rounds + 1 for f in tried]
+    assert len(drawn.redrawn) == len(calls) - n
+    assert len(set(seeds)) == len(seeds)
+    assert sorted(seeds[:n]) == [prompt_seed(5, 41) + i for i in range(n)], "the first round is as it always was"
+    assert set(seeds[n:]) <= {draw_seed(5, 41, i, r) for i in range(n) for r in range(1, rounds + 1)}
+
+
+def test_an_unscorable_sample_is_not_drawn_again():
+    calls = []
+
+    async def unscorable(sample_prompt):
+        calls.append(1)
+        return sample(reward=None)
+
+    drawn = draw(unscorable, group_retries=3)
+    assert (len(calls), drawn.redrawn) == (4, ())
+    assert assemble(drawn, drawn.samples).dropped == tuple(f"sample {i} is unscorable" for i in range(4))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 0.0, None])), min_size=1, max_size=6),
+    st.integers(0, 3),
+    st.integers(1, 5),
+)
+def test_samples_and_reasons_add_up_and_runs_stay_whole(drawn_runs, lost, smallest):
+    async def run(sample_prompt, rollout_index):
+        if rollout_index >= len(drawn_runs):
+            return None
+        segments, reward = drawn_runs[rollout_index]
+        return RolloutRun((sample(),) * segments, reward)
+
+    drawn = draw(run, n=len(drawn_runs) + lost)
+    group = assemble(drawn, drawn.samples, smallest)
+    scored = [i for i, (_, reward) in enumerate(drawn_runs) if reward is not None]
+    expected = scored if len(scored) >= smallest else []
+    assert len(group.run_starts) == len(expected)
+    assert len(group.run_starts) + len(group.dropped) == len(drawn_runs) + lost
+    if group.runs:
+        assert list(group.runs) == [i for i in expected for _ in range(drawn_runs[i][0])]
+    elif group.samples:
+        assert all(n == 1 for n, _ in drawn_runs)
+    if 0 < len(scored) < smallest:
+        each = "run" if drawn.runs else "sample"
+        few = f"group has {len(scored)} of {len(drawn_runs) + lost} {each}s; min_group_size is {smallest}"
+        assert group.dropped.count(few) == len(scored)
+
+
+# --- samples that cannot be right ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"logprobs": [0.0] * 4 + [-0.1, None]}, "logprobs: got nan at token 5, where loss_mask is 1"),
+        ({"logprobs": [0.0] * 4 + [-0.1, -np.inf]}, "logprobs: got -inf at token 5, where loss_mask is 1"),
+        ({"tokens": [1, 3, -100, 5, 8, 2]}, "tokens: got -100 at token 2; expected ids from 0"),
+        ({"reward": np.inf}, "reward: got inf; expected a finite number or None"),
+        ({"reward": "1.0"}, "reward: got '1.0'; expected a finite number or None"),
+        ({"logprobs": [-0.1, -0.2]}, "RolloutSample: logprobs: got 2 values for 6 tokens; expected one per token"),
+        ({"loss_mask": [0] * 6}, "RolloutSample: loss_mask: got no sampled token"),
+        ({"loss_mask": [0, 0, 0, 0, 1, 2]}, r"RolloutSample: loss_mask: got \[0, 1, 2\]; expected 0 or 1"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else repr(x),
+)
+def test_a_sample_that_cannot_be_right_is_named(changes, says):
+    async def alone(sample_prompt, rollout_index):
+        return sample(**changes) if rollout_index == 2 else sample()
+
+    async def in_a_run(sample_prompt, rollout_index):
+        reward = changes.get("reward", 1.0)
+        return RolloutRun((sample(), sample(**changes)), reward) if rollout_index == 2 else sample()
+
+    with pytest.raises((AlignmentError, RewardError), match=f"^{WHERE}: {says}"):
+        draw(alone)
+    segment = "" if "RolloutSample" in says else ", segment 0" if "reward" in changes else ", segment 1"
+    with pytest.raises((AlignmentError, RewardError), match=f"^{WHERE}{segment}: {says}"):
+        draw(in_a_run)
+
+
+def test_a_promise_that_is_not_kept_is_named():
+    async def text(sample_prompt):
+        return "8"
+
+    def blocking(sample_prompt):
+        return sample()
+
+    with pytest.raises(RewardError, match="rollout 0: rollout_fn: got str; expected RolloutSample, RolloutRun or None"):
+        draw(text)
+    with pytest.raises(RewardError, match="rollout 0: rollout_fn: got RolloutSample; expected something to await"):
+        draw(blocking)
+
+
+# --- the breaker -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.booleans(), max_size=150), st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.sampled_from([2, 8, 64]))
+def test_a_breaker_trips_when_it_should_and_not_before(lost, limit, window):
+    breaker, seen = Breaker(limit, window), []
+    for bad in lost:
+        seen = [*seen, bad][-window:]
+        if 2 * len(seen) >= window and sum(seen) > limit * len(seen):
+            with pytest.raises(BackendError, match=f"{sum(seen)} of the last {len(seen)} .*max_rollout_failure_rate"):
+                breaker.note("refused" if bad else "")
+            return
+        breaker.note("refused" if bad else "")
+
+
+def test_a_breaker_ends_a_run_whose_server_is_gone():
+    calls = []
+
+    async def refused(sample_prompt):
+        calls.append(1)
+        await asyncio.sleep(0)
+        raise ConnectionRefusedError("nobody listens")
+
+    async def undecided(sample_prompt):
+        return None
+
+    async def main():
+        breaker = Breaker(0.5)
+        for number in range(100):
+            await draw_rollouts(refused, replace(PROMPT, number=number), 4, breaker=breaker)
+
+    raised, complaints = quiet(main())
+    assert isinstance(raised, BackendError)
+    assert "32 of the last 32 rollouts lost their connection: got rollout" in str(raised)
+    assert "nobody listens" in str(raised)
+    assert len(calls) == 32
+    assert complaints == []
+    breaker = Breaker(0.5)
+    for _ in range(40):
+        draw(undecided, breaker=breaker)
+    assert not any(breaker.recent), "what a rollout decides is not a lost connection"
+
+
+# --- straight from the sampler ---------------------------------------------------------------------------------------
+
+
+class Shaky:
+    "A sampler of which some requests fail and some completions are empty."
+
+    def __init__(self, *plan):
+        self.plan, self.asked = list(plan), []
+
+    async def sample(self, prompt_tokens, params):
+        self.asked.append(params)
+        empty = self.plan.pop(0) if self.plan else ()
+        if isinstance(empty, Exception):
+            raise empty
+        full = Completion(prompt_tokens, [8, 2], [-0.1, -0.2])
+        return [replace(full, tokens=[], logprobs=[]) if i in empty else full for i in range(params.n)]
+
+
+def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_others():
+    sampler = Shaky(ConnectionError("gone"), (0, 3), (1,), (0,))
+    params = SampleParams(n=4, seed=5)
+    drawn = simulate(draw_completions(sampler, PROMPT, params, retries=1, group_retries=2))
+    assert [p.n for p in sampler.asked] == [4, 4, 2, 1]
+    assert sampler.asked[0].seed == sampler.asked[1].seed == prompt_seed(5, 41)
+    assert len({p.seed for p in sampler.asked}) == 3
+    assert (len(drawn.samples), drawn.dropped) == (3, ("completion 3 is empty",))
+    assert drawn.redrawn == ("completion 0 is empty", "completion 3 is empty", "completion 3 is empty")
+
+
+def test_a_lost_request_is_an_error_unless_a_breaker_watches():
+    params = SampleParams(n=4)
+    with pytest.raises(BackendError, match="down"):
+        simulate(draw_completions(Shaky(BackendError("down")), PROMPT, params))
+    breaker = Breaker(0.5)
+    drawn = simulate(draw_completions(Shaky(BackendError("down")), PROMPT, params, breaker=breaker))
+    assert drawn.dropped == ("the request raised BackendError: down",) * 4
+    assert len(breaker.recent) == 1
+    with pytest.raises(KeyError):
+        simulate(draw_completions(Shaky(KeyError("bug")), PROMPT, params, retries=3, breaker=breaker))
+
+
+# --- cutting a step --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_chunks_and_slices_cover_everything_once(count, parts):
+    chunks = balanced_chunks(count, parts)
+    assert sum(chunks) == count
+    assert len(chunks) == min(parts, count)
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks[0] - chunks[-1] <= 1
+    slices = minibatch_slices(count, parts)
+    assert [i for part in slices for i in range(count)[part]] == list(range(count))
+    assert len(slices) <= parts
+    assert len({part.stop - part.start for part in slices[:-1]}) <= 1
+
+
+def test_what_cannot_be_cut_is_refused():
+    assert minibatch_slices(0, 3) == []
+    for call in (lambda: balanced_chunks(0, 2), lambda: balanced_chunks(2, 0), lambda: minibatch_slices(2, 0)):
+        with pytest.raises(ConfigError, match="got 0; expected 1 or more"):
+            call()
+
+
+# --- the function of the Fireworks guides, with no line changed but its imports --------------------------------------
+
+ROLLOUT = '''
+from rl_notebook.rollouts import build_deployment_sampler
+from rl_notebook.core import RolloutSample
+
+def make_rollout_fn(setup):
+    sampler = build_deployment_sampler(setup)
+    sample_kwargs = dict(setup.sample_kwargs)
+
+    async def rollout_fn(sample_prompt: dict) -> RolloutSample | None:
+        completions = await sampler.sample_with_prompt_tokens(
+            sample_prompt["prompt_token_ids"], n=1, **sample_kwargs,
+        )
+        if not completions:
+            return None
+        c = completions[0]
+        output = list(c.full_tokens)[c.prompt_len:]
+        return RolloutSample(
+            tokens=list(c.full_tokens),
+            logprobs=[0.0] * c.prompt_len + list(c.inference_logprobs),
+            loss_mask=[0] * c.prompt_len + [1] * len(output),
+            reward=score(c),                       # your reward function
+            finish_reason=c.finish_reason,
+            text=c.text,
+        )
+
+    return rollout_fn
+'''  # fmt: skip
+
+
+def guide_function(score):
+    "What the guide's file defines, with a reward function of one's own."
+    scope = {"score": score}
+    exec(compile(ROLLOUT, "rollout.py", "exec"), scope)
+    return scope["make_rollout_fn"]
+
+
+def loop_of(reward, **settings) -> GRPOLoop:
+    "A loop over the built-in task on the model that ships."
+    small = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 12, "max_seq_len": 96}
+    cfg = Config(**small | {"learning_rate": 1e-3, "kl_beta": 0.0} | settings)
+    model, tokenizer = load_model("tiny")
+    backend = open_local(model, tokenizer, temperature=cfg.temperature, reference=False)
+    return GRPOLoop(backend, load_rows(toy_rows(8, seed=3)), reward, cfg)
+
+
+async def steps(loop, count=2) -> list:
+    return [await loop.step() for _ in range(count)]
+
+
+def test_the_guides_rollout_trains_like_any_other():
+    records, again = (asyncio.run(steps(loop_of(guide_function(lambda c: len(c.text) / 10)))) for _ in range(2))
+    for record, same in zip(records, again, strict=True):
+        assert record.trained
+        assert record.metrics["rollout/num_dropped"] == 0
+        assert record.metrics["staleness/max"] == 0, "a sample put together by hand is as old as what it is made of"
+        for group, twin in zip(record.groups, same.groups, strict=True):
+            texts = [s.text for s in group.samples]
+            assert texts == [s.text for s in twin.samples], "no seed was passed on, and yet it repeats"
+            assert len(set(texts)) > 1, "draws of a prompt are not copies of each other"
+            for s in group.samples:
+                assert s.policy_version == record.step - 1
+                np.testing.assert_allclose(s.raw_logprobs, s.logprobs, atol=1e-6)
+        for policy, d in zip(record.loss.logprobs, record.datums, strict=True):
+            gap = np.abs(policy.values - d.sampler_logprobs)[d.active].max()
+            assert gap < 1e-4, "trainer and sampler see the same tokens at the same places"
+
+
+def test_a_sample_put_together_by_hand_knows_its_temperature():
+    record = asyncio.run(loop_of(guide_function(lambda c: len(c.text) / 10), temperature=0.7).step())
+    for s in (s for g in record.groups for s in g.samples):
+        assert (s.temperature, s.processed) == (0.7, False)
+        assert np.nanmax(np.abs(s.raw_logprobs - s.logprobs)) > 1e-3
+
+
+def test_several_requests_of_one_draw_draw_different_tokens():
+    asked = []
+
+    class Noting(Shaky):
+        async def sample(self, prompt_tokens, params):
+            asked.append(params)
+            return await super().sample(prompt_tokens, params)
+
+    setup = RolloutSetup(Noting(), None, SampleParams(max_tokens=5), 4)
+
+    async def twice(sample_prompt):
+        sampler = build_deployment_sampler(setup)
+        first, second = [await sampler.sample_with_prompt_tokens([1, 3], max_tokens=m) for m in (3, 4)]
+        assert (first[0].prompt_len, second[0].text) == (2, "")
+        return sample_from_completion(second[0].completion, reward=1.0)
+
+    draw(twice, n=3)
+    assert [p.max_tokens for p in asked].count(3) == 3
+    assert len({p.seed for p in asked}) == 6
+    assert {p.seed for p in asked if p.max_tokens == 3} == {prompt_seed(0, 41) + i for i in range(3)}
+    asked.clear()
+    asyncio.run(build_deployment_sampler(setup).sample_with_prompt_tokens([1, 3]))
+    assert asked[0].seed is None, "outside a draw there is nothing to derive one from"
+
+
+def test_an_empty_completion_is_none_to_the_guides_rollout():
+    setup = RolloutSetup(Shaky((0,)), None, SampleParams(max_tokens=5), 4)
+    drawn = draw(guide_function(lambda c: 1.0)(setup), n=1)
+    assert drawn.dropped == ("rollout 0 returned None",)
+
+
+def test_the_reward_of_the_guides_rollout_may_fail():
+    def score(c):
+        return toy_reward(c.text, None)
+
+    with pytest.raises(RewardError, match=r"group \d \(row '.*', number \d\), rollout \d: rollout_fn raised A"):
+        asyncio.run(loop_of(guide_function(score)).step())
