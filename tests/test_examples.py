@@ -1,21 +1,272 @@
-"The example scripts run as they are."
+"The example scripts run as they are, and learn from what the policy said and from nothing else."
 
-import subprocess
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import re
+import runpy
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
-ROOT = Path(__file__).parent.parent
+import numpy as np
+import pytest
+import torch
+
+from rl_notebook.backends.emulator import emulator_fixture
+from rl_notebook.backends.local import open_local
+from rl_notebook.cli import option_values
+from rl_notebook.core import Completion, SampleParams
+from rl_notebook.records import Run
+from rl_notebook.rollouts import RolloutSetup
+from rl_notebook.toy import build_tokenizer, load_model
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = ["--steps", "2", "--prompt-groups-per-step", "2", "--completions-per-prompt", "4"]
+
+emulator = emulator_fixture(scope="module")
 
 
-def test_the_two_files_of_a_rollout_train():
-    code = (
-        "import dataclasses, train\n"
-        "from rl_notebook.recipes.rl_loop import Problem, main\n"
-        "cfg = dataclasses.replace(train.cfg, steps=2, prompt_groups_per_step=2)\n"
-        "seen = []\n"
-        "main(cfg, problem=Problem(train.problem.rows, [], train.problem.reward), on_record=[seen.append])\n"
-        "assert len(seen) == 2 and all('tidy' in s.info for r in seen for g in r.groups for s in g.samples)\n"
+@contextlib.contextmanager
+def at_home(folder: str) -> Iterator[list[str]]:
+    "Where the scripts of an example find each other; the names of its modules."
+    names = [path.stem for path in (EXAMPLES / folder).glob("*.py")]
+    sys.path.insert(0, str(EXAMPLES / folder))
+    try:
+        yield names
+    finally:
+        sys.path.remove(str(EXAMPLES / folder))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+    "The modules of an example."
+    with at_home(request.param) as names:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+# --- the scripts -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    "Runs a script to its end; returns what it printed."
+
+    def run(folder: str, *options: str) -> str:
+        with at_home(folder):
+            script = str(EXAMPLES / folder / "train.py")
+            monkeypatch.setattr(sys, "argv", [script, *SMALL, *options])
+            runpy.run_path(script, run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("folder", ["single_turn_token_in", "multi_turn_message_in"])
+def test_a_script_trains_here(folder: str, run: Callable[..., str], tmp_path: Path):
+    said = run(folder, "--log-path", str(tmp_path))
+    assert re.search(r"held-out reward 0\.\d\d -> 0\.\d\d \(2 steps", said)
+    assert Run.open(tmp_path).steps == [1, 2]
+
+
+def test_the_tool_example_warms_up_and_trains_here(run: Callable[..., str]):
+    said = run("tool_use", "--warm-start", "3")
+    rows = re.findall(r"^(base model|after warm start|after RL) +reward (\S+) +called (\S+)", said, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["base model", "after warm start", "after RL"]
+    assert float(rows[0][2]) == 0  # the model as it ships never calls
+
+
+@pytest.mark.parametrize("example", ["tool_use"], indirect=True)
+def test_the_tool_example_trains_on_the_emulator(example: SimpleNamespace, emulator, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fireworks.training.sdk")
+    for name, value in {**emulator.environment(), "FW_TRAINER_CANCEL_GRACE_PERIOD_S": "0"}.items():
+        monkeypatch.setenv(name, value)
+    service = ["--base-model", "accounts/fireworks/models/qwen3-8b", "--deployment.tokenizer-model", "tiny"]
+    cfg = example.train.Config.from_dict(example.train.SETTINGS, option_values([*SMALL, *service]))
+    found = asyncio.run(example.train.run(cfg, warm_steps=2, say=lambda line: None, held_out=4))
+    assert len(found) == 3
+    paths = [entry.path for entry in emulator.emulator.log if entry.status == 200]
+    assert sum(path.endswith("/optim_step") for path in paths) == 4  # two of the warm start, two of the loop
+    assert sum(path.endswith("/hot_load") for path in paths) >= 3
+
+
+# --- the calculator ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", ["tool_use"], indirect=True)
+def test_the_calculator_computes_what_python_does(example: SimpleNamespace):
+    for text in (
+        "3*4-5+9",
+        "-(2+3)*4",
+        "17//5",
+        "-17 % 5",
+        "((7))",
+        " 1 + 1 ",
+        "999999*999999",
+        "2-+-3",
+        "1+" * 30 + "1",
+    ):
+        assert example.calculator.calculate(text) == eval(text.strip())
+    assert example.calculator.respond("3*4") == "= 12"
+
+
+HOSTILE = [
+    "",
+    "   ",
+    "()",
+    "(1,2)",
+    "1 2",
+    "1//0",
+    "5%0",
+    "9**9",
+    "9**9**9**9",
+    "2**-1",
+    "1/2",
+    "1.5+1",
+    "1e9",
+    "1_000",
+    "0x10",
+    "007",
+    "1j",
+    "1<2",
+    "True",
+    "x",
+    "__import__('os').system('true')",
+    "open('/etc/passwd').read()",
+    "(1).__class__",
+    "(1)(2)",
+    "lambda: 1",
+    "[1]*9",
+    "'a'*9",
+    "1 if 1 else 2",
+    "1;2",
+    "1\n+2",
+    "1\x00",
+    "#1",
+    "1#2",
+    "１+２",
+    "²",
+    "(((1)",
+    "1)",
+    "(" * 31 + "1" + ")" * 31,
+    "(" * 90 + "1",
+    "-" * 90 + "1",
+    "~1",
+    "1+" * 49 + "1",
+    "1" * 16,
+    "1" * 100,
+    "1" * 100_000,
+    "9999999*9999999*9999999",
+    "*".join(["99999"] * 15),
+    "1<<99",
+    "1@2",
+    "1&2",
+    "calc(1)",
+]
+
+
+@pytest.mark.parametrize("example", ["tool_use"], indirect=True)
+def test_the_calculator_refuses_everything_else(example: SimpleNamespace):
+    for text in HOSTILE:
+        began = time.perf_counter()
+        with pytest.raises(ValueError, match=r"^[a-z]") as caught:
+            example.calculator.calculate(text)
+        assert time.perf_counter() - began < 0.5, text[:40]
+        assert type(caught.value) is ValueError, text[:40]
+        assert example.calculator.respond(text) == f"error: {caught.value}"
+        assert len(str(caught.value)) < 60  # it goes back to the model
+
+
+# --- the rollouts ------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    "A sampler that says what it is told, and remembers what it was asked."
+
+    def __init__(self, *texts: str):
+        self.tokenizer, self.texts, self.asked, self.seeds = build_tokenizer(), list(texts), [], []
+
+    async def sample(self, prompt_tokens, params: SampleParams) -> list[Completion]:
+        self.asked.append(list(prompt_tokens))
+        self.seeds.append(params.seed)
+        text = self.texts.pop(0)
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        return [Completion(np.array(prompt_tokens), np.array(tokens), np.full(len(tokens), -0.5), text=text)]
+
+    def rollout(self, example: SimpleNamespace, **row):
+        "One rollout of an example."
+        setup = RolloutSetup(self, self.tokenizer, SampleParams(max_tokens=24), completions_per_prompt=1)
+        row = {"messages": [{"role": "user", "content": "What is 3*4-5+9?"}], "answer": "16", "seed": 7} | row
+        return asyncio.run(example.rollout.make_rollout_fn(setup)(row))
+
+    def trained(self, sample) -> str:
+        "What the mask covers."
+        return self.tokenizer.decode(sample.tokens[sample.loss_mask == 1])
+
+
+@pytest.mark.parametrize("example", ["tool_use"], indirect=True)
+def test_the_tool_rollout_trains_on_what_the_policy_said(example: SimpleNamespace):
+    sampler = Scripted("let me see: calc(3*4-5+9)", "#### 16")
+    sample = sampler.rollout(example)
+    assert (sample.reward, sample.info["calls"], sample.info["turns"]) == (1.0, 1, 2)
+    assert sampler.trained(sample) == "let me see: calc(3*4-5+9)<|end|>#### 16<|end|>"
+    whole = sampler.tokenizer.decode(sample.tokens)
+    assert "<|user|>= 16<|end|><|assistant|>" in whole  # the tool's words are there, and masked
+    assert sampler.asked[1] == sample.tokens[: len(sampler.asked[1])].tolist()
+    assert len(set(sampler.seeds)) == 2
+    np.testing.assert_array_equal(np.isnan(sample.logprobs), sample.loss_mask == 0)
+
+
+@pytest.mark.parametrize("example", ["tool_use"], indirect=True)
+def test_the_tool_rollout_ends(example: SimpleNamespace):
+    endless = Scripted(*["calc(1+1)"] * 4)
+    assert endless.rollout(example).reward == 0
+    assert len(endless.asked) == example.rollout.MAX_TURNS
+    refused = Scripted("calc(__import__('os'))", "#### 16")
+    assert refused.rollout(example).info["messages"][1]["content"].startswith("error: ")
+    assert Scripted("calc(3*4-5+9)", "= 16").rollout(example).reward == 0  # read out, but not given as the answer
+
+
+@pytest.mark.parametrize("example", ["tool_use"], indirect=True)
+def test_the_warm_start_learns_its_traces(example: SimpleNamespace):
+    rows, rng = example.task.tool_rows(8), np.random.default_rng(0)
+    backend = open_local(*load_model("tiny"))
+    traces = [example.warm_start.trace(backend.tokenizer, row, rng) for row in rows]
+    said = [backend.tokenizer.decode(d.target_tokens[d.active]) for d in traces]
+    assert {text.startswith("calc(") for text in said} == {True, False}
+    assert all(re.fullmatch(r"(calc\([^()]+\)<\|end\|>)?#### -?\d+<\|end\|>", text) for text in said)
+    losses = asyncio.run(example.warm_start.warm_start(backend, rows, steps=8))
+    assert losses[-1] < losses[0] / 2
+    loss, _ = example.warm_start.cross_entropy(traces[:1], [torch.full((len(traces[0].weights),), -2.0)])
+    assert float(loss) == 2
+
+
+@pytest.mark.parametrize("example", ["multi_turn_message_in"], indirect=True)
+def test_retries_are_discounted(example: SimpleNamespace):
+    sampler = Scripted("#### 1", "15 and 1", "#### 16", "not asked any more")
+    sample = sampler.rollout(example)
+    assert sample.reward == pytest.approx(0.64)
+    assert sampler.trained(sample) == "#### 1<|end|>15 and 1<|end|>#### 16<|end|>"
+    assert sample.info["turns"] == 3
+    assert Scripted("#### 16", "#### 1").rollout(example).reward == 1
+    assert Scripted(*["#### 1"] * 3, "#### 16").rollout(example).reward == 0
+    assert Scripted("#### 16").rollout(example, answer="sixteen").reward is None
+
+
+@pytest.mark.parametrize("example", ["single_turn_token_in"], indirect=True)
+def test_rows_are_tokens(example: SimpleNamespace):
+    rows = example.train.token_rows(build_tokenizer(), 3)
+    assert all(
+        set(row) == {"prompt_token_ids", "answer"} and isinstance(row["prompt_token_ids"][0], int) for row in rows
     )
-    folder = ROOT / "examples" / "single_turn"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    sampler = Scripted("#### 16")
+    sample = sampler.rollout(example, prompt_token_ids=rows[0]["prompt_token_ids"])
+    assert sampler.asked == [rows[0]["prompt_token_ids"]]
+    assert sampler.trained(sample) == "#### 16<|end|>"
+    assert sample.reward == pytest.approx(1.1)

@@ -1,0 +1,41 @@
+"""A rollout of several turns: answer, hear that it was wrong, try again, until it is right or the turns are used up.
+
+Rows hold OpenAI-style messages. Only what is appended is encoded; what the policy said stays the tokens that it drew,
+and these alone are trained on. All turns share one reward, so an answer that is right at once beats a lucky third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from reward import is_right, reward
+
+from rl_notebook.chat import start_conversation
+from rl_notebook.core import RolloutSample, SampleParams
+from rl_notebook.data import Row
+from rl_notebook.rollouts import RolloutSetup, prompt_seed
+
+MAX_TURNS = 3
+FEEDBACK = "Try again."
+
+
+def make_rollout_fn(setup: RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]:
+    "Called once; `setup` has the sampler, the tokenizer, how to draw, and what `rollout_extras` says."
+    max_turns, feedback = setup.extras.get("max_turns", MAX_TURNS), setup.extras.get("feedback", FEEDBACK)
+
+    async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample | None:
+        "Called once per sample: a conversation to its end."
+        row = Row(key=sample_prompt.get("key", ""), messages=tuple(sample_prompt["messages"]))
+        talk = start_conversation(setup.tokenizer, row)
+        while True:
+            params = SampleParams(**setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], talk.turns))
+            [completion] = await setup.sampler.sample(talk.tokens, params)
+            talk = talk.add_completion(completion)
+            right = is_right(completion.text, sample_prompt["answer"])
+            cut = completion.finish_reason == "length"  # no room to answer, and no end of turn to reply to
+            if right or right is None or cut or talk.turns == max_turns:
+                return talk.to_sample(reward(right, retries=talk.turns - 1), right=right)
+            talk = talk.add_messages({"role": "user", "content": feedback})
+
+    return rollout_fn

@@ -1,0 +1,68 @@
+"""Before RL: show the small model what a call looks like. It has never seen one, and RL can only reward what is drawn.
+
+Half of the traces call the calculator and repeat its result, half blurt out some number, as the model does anyway. So
+it learns the form of both, and that both happen; which of the two pays is left for RL to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from calculator import respond
+
+from rl_notebook.backends.base import Backend
+from rl_notebook.chat import Conversation, start_conversation
+from rl_notebook.core import AdamParams, Completion, Datum
+from rl_notebook.data import Row
+from rl_notebook.datums import datum_from_tokens_weights
+from rl_notebook.step import sync_weights
+
+BATCH = 32  # traces per step
+CALLS = 0.5  # share of traces that call
+
+
+def spoken(talk: Conversation, text: str) -> Conversation:
+    "With a turn that nobody drew: we wrote it."
+    tokens = [*talk.tokenizer.encode(text, add_special_tokens=False), talk.tokenizer.eos_token_id]
+    return talk.add_completion(Completion(talk.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text))
+
+
+def trace(tokenizer: Any, row: Mapping[str, Any], rng: np.random.Generator) -> Datum:
+    "One demonstration, with the mask of a rollout: 1 on what the assistant says."
+    talk = start_conversation(tokenizer, Row(key=row["expression"], messages=tuple(row["messages"])))
+    if rng.random() < CALLS:
+        result = respond(row["expression"])
+        talk = spoken(talk, f"calc({row['expression']})").add_messages({"role": "user", "content": result})
+        talk = spoken(talk, f"#### {result.removeprefix('= ')}")
+    else:
+        talk = spoken(talk, f"#### {rng.integers(100)}")
+    sample = talk.to_sample()
+    return datum_from_tokens_weights(sample.tokens, sample.loss_mask)
+
+
+def cross_entropy(datums: Sequence[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    "Mean over the assistant's tokens of -log p."
+    said = [series[torch.tensor(d.active)] for d, series in zip(datums, logprobs, strict=True)]
+    loss = -torch.cat(said).mean()
+    return loss, {"cross_entropy": float(loss.detach())}
+
+
+async def warm_start(
+    backend: Backend,
+    rows: Sequence[Mapping[str, Any]],  # to demonstrate
+    steps: int,
+    seed: int = 0,
+) -> list[float]:  # cross entropy of each step, nats per token
+    "Supervised steps through the same backend, and one weight sync at their end."
+    rng, losses = np.random.default_rng(seed), []
+    traces = [trace(backend.tokenizer, row, rng) for row in rows]
+    for _ in range(steps):
+        batch = [traces[i] for i in rng.choice(len(traces), size=min(BATCH, len(traces)), replace=False)]
+        output = await backend.policy.forward_backward_custom(batch, cross_entropy)
+        await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
+        losses.append(output.metrics["cross_entropy"])
+    await sync_weights(backend, "warm-start")
+    return losses
