@@ -807,13 +807,20 @@ def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path
 def test_settings_that_cannot_work_are_refused_first(site):
     for match, more in {
         r"deployment\.tokenizer_model: got None": {"deployment": {"deployment_id": "x"}},
-        "router_replay": {"router_replay": True},
         r"Set infra\.ref_training_shape_id": {"trainer": None, "infra": {"training_shape_id": SHAPE}, "kl_beta": 0.1},
         "leftover: got 'burn'": {"leftover": "burn"},
     }.items():
         with pytest.raises(ConfigError, match=match):
             asyncio.run(open_fireworks(**settings_of(site, **more)))
     assert site.asked() == []
+
+
+def test_a_trainer_that_says_it_does_not_replay_is_refused_and_given_back(site):
+    with pytest.raises(ConfigError, match="trainer: router_replay: got a trainer that chooses its own experts"):
+        asyncio.run(open_fireworks(**settings_of(site, router_replay=True)))
+    made, given_back = site.asked()[:2], site.asked()[2:]
+    assert made == ["POST rlorTrainerJobs", "POST deployments"]
+    assert [line.split(":")[-1].split("/")[0] for line in given_back] == ["cancel", "PATCH deployments"]
 
 
 def test_every_check_passes_against_the_emulator(site):

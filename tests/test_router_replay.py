@@ -23,7 +23,7 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.backends.routing import find_routers, noting, read_notes, replaying, write_notes
 from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
-from rl_notebook.core import AlignmentError, ConfigError, Datum, SampleParams
+from rl_notebook.core import AlignmentError, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.data import load_rows
 from rl_notebook.datums import datum_from_sample
 from rl_notebook.loop import GRPOLoop
@@ -43,7 +43,7 @@ IDS = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None, "max_pos
 
 
 def tiny_mixture(seed: int = 0, near: float = 0.02, normalised: bool = True) -> PreTrainedModel:
-    "Two layers of eight experts; router rows are equal but for `near`, so that logits nearly tie around a common value."
+    "Two layers of eight experts; router rows are equal but for `near`, so that their logits nearly tie."
     torch.manual_seed(seed)
     experts = {"num_experts": 8, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 32, "head_dim": 8}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **IDS, **experts, norm_topk_prob=normalised))
@@ -444,5 +444,53 @@ def test_a_grpo_step_replays_and_its_record_keeps_the_notes(tmp_path):
             assert other.routing == one.routing
             assert len(one.routing) == len(one.tokens) - 1
             assert "" not in one.routing[int(one.active.nonzero()[0][0]) :]
+
+    asyncio.run(main())
+
+
+# --- a service's own notes ------------------------------------------------------------------------------------------
+
+
+def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums_only():
+    "The SDK's own classes: an echo gives one entry per token read, and only the policy's datum carries them."
+    sampling = pytest.importorskip("fireworks.training.sdk.sampling")
+    from rl_notebook.backends.fireworks import FireworksSampler, completion_of
+    from rl_notebook.backends.local import Worker
+    from rl_notebook.backends.provision import sdk_classes
+    from rl_notebook.backends.service import bare_datum
+
+    asked = []
+    drawn = sampling.SampledCompletion(
+        "Hi", [5, 6, 7, 8], 2, "stop", 2, [-9.0, -0.5, -0.2], [-9.0, -0.5, -0.2], True, ["b", "c", ""], 1
+    )
+
+    class Drawer:
+        tokenizer = byte_tokenizer()
+
+        async def sample_with_prompt_tokens(self, prompt, **options):
+            asked.append(options)
+            return [drawn]
+
+    async def main():
+        got = {}
+        for routing in ("none", "completion", "all"):
+            sampler = FireworksSampler(Drawer(), None, Worker(inline=True), routing=routing)
+            (got[routing],) = await sampler.sample([5, 6], SampleParams(max_tokens=4))
+        assert [o.get("include_routing_matrix") for o in asked] == [None, True, True]
+        assert [o.get("echo") for o in asked] == [None, True, True]
+        assert got["completion"].routing == ("", "c", "")
+        assert got["all"].routing == ("b", "c", "")
+        datum = datum_from_sample(sample_from_completion(got["all"], 1.0))
+        classes = sdk_classes()
+        policy, reference = bare_datum(replace(classes, replays=True), datum), bare_datum(classes, datum)
+        assert policy.model_input.to_ints() == reference.model_input.to_ints() == [5, 6, 7]
+        assert policy.model_input.routing_matrices == ["b", "c", ""]
+        assert reference.model_input.routing_matrices is None
+        drawn.routing_matrices = None
+        with pytest.raises(BackendError, match="deployment: no expert choices came back"):
+            await sampler.sample([5, 6], SampleParams(max_tokens=4))
+        drawn.routing_matrices = ["b", "c", "d", "e"]
+        with pytest.raises(AlignmentError, match="deployment: routing: got 4 entries"):
+            completion_of(drawn, [5, 6], SampleParams())
 
     asyncio.run(main())

@@ -13,22 +13,24 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
 
 # %% auto #0
-__all__ = ['UNCACHED', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB', 'CHECKS', 'completion_of', 'FireworksSampler', 'draw_from',
-           'samplers', 'SyncError', 'sync_error', 'Saves', 'ask_for_snapshot', 'is_heard', 'Hotloads', 'Saved',
-           'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot', 'FireworksTrainer',
-           'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread',
-           'infra_wishes', 'bundle', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights', 'promotable',
-           'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up', 'check_forward',
-           'check_forward_again', 'check_sign', 'check_state', 'check_first_sync', 'check_second_sync', 'check_sample',
-           'check_echo', 'check_agreement', 'check_seed', 'checked', 'check_given_back', 'check_fireworks']
+__all__ = ['UNCACHED', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB', 'CHECKS', 'completion_of', 'noted', 'FireworksSampler',
+           'draw_from', 'samplers', 'SyncError', 'sync_error', 'Saves', 'ask_for_snapshot', 'is_heard', 'Hotloads',
+           'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot',
+           'FireworksTrainer', 'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config',
+           'in_thread', 'infra_wishes', 'bundle', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights',
+           'promotable', 'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up',
+           'check_forward', 'check_forward_again', 'check_sign', 'check_state', 'check_first_sync', 'check_second_sync',
+           'check_sample', 'check_echo', 'check_agreement', 'check_seed', 'checked', 'check_given_back',
+           'check_fireworks']
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #522633b8
+from ..align import align_routing
 from .base import Backend, Capabilities, Meter
 from .engine import check_length, check_tokens
 from .local import Worker
@@ -95,6 +97,7 @@ def completion_of(
     prompt: Sequence[int],  # (P,) ids that were sent
     params: SampleParams,
     policy_version: int = 0,
+    completion_only: bool = False,  # blank what was noted of the prompt
 ) -> Completion:
     "A completion of the SDK as ours, echoed or not; raises `BackendError` and `AlignmentError`."
     if list(drawn.full_tokens[: drawn.prompt_len]) != list(prompt):
@@ -118,7 +121,17 @@ def completion_of(
         FINISH[drawn.finish_reason],
         policy_version,
         params,
+        align_routing(noted(drawn), drawn.prompt_len, len(drawn.full_tokens) - 1, completion_only, where="deployment"),
     )
+
+
+def noted(drawn: Any) -> list[str] | None:
+    "The experts that a completion of the SDK names, in the service's own words; raises `BackendError`."
+    if drawn.routing_matrices is not None and not isinstance(drawn.routing_matrices, list):
+        got = f"{type(drawn.routing_matrices).__name__}, which say where the choices are stored"
+        fix = "Set router_replay=False: only choices that come with the answer are carried."
+        raise BackendError("expert choices", where="deployment", got=got, expected="text", fix=fix)
+    return drawn.routing_matrices
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #c4a09f7c
 UNCACHED = "prompt_cache_max_len"  # of a request; 0 = score every token anew
@@ -136,8 +149,9 @@ class FireworksSampler:
         max_seq_len: int | None = None,  # tokens, prompt and completion together
         meter: Meter | None = None,
         timeout_s: float = 600.0,  # of one request
+        routing: Literal["none", "completion", "all"] = "none",  # tokens whose experts are wanted
     ):
-        self.drawer, self.scorer, self.run = drawer, scorer, run
+        self.drawer, self.scorer, self.run, self.routing = drawer, scorer, run, routing
         self.max_seq_len, self.meter, self.timeout_s = max_seq_len, meter or Meter(), timeout_s
         self.policy_version = 0  # of the weights that are served
 
@@ -175,13 +189,18 @@ async def draw_from(sampler: FireworksSampler, prompt: list[int], params: Sample
     stop = [*params.stop, *(tokenizer.decode([t], skip_special_tokens=False) for t in params.stop_token_ids)]
     options = {"logprobs": True, "top_p": params.top_p, "top_k": params.top_k, "http_timeout": sampler.timeout_s}
     options |= ({"seed": seed} if seed is not None else {}) | ({"stop": stop} if stop else {})
+    options |= {} if sampler.routing == "none" else {"include_routing_matrix": True, "echo": True}
     size = {"max_tokens": params.max_tokens, "temperature": params.temperature}
     with as_backend_errors("deployment"):
         drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
     if len(drawn) != 1:
         raise BackendError("completions", where="deployment", got=len(drawn), expected="1, as asked")
     sampler.meter.tokens_sampled += drawn[0].completion_len
-    return completion_of(drawn[0], prompt, params, version)
+    completion = completion_of(drawn[0], prompt, params, version, completion_only=sampler.routing == "completion")
+    if sampler.routing != "none" and completion.routing is None:
+        fix = "Is the model a mixture of experts? Without one, leave router_replay out."
+        raise BackendError("no expert choices came back", where="deployment", expected="one per token", fix=fix)
+    return completion
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #d6275b05
 def samplers(infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, at_once: int) -> tuple[Any, OpenAISampler]:
@@ -438,8 +457,6 @@ class FireworksBackend(Backend):
 def check_config(cfg: Config) -> None:
     "Raises `ConfigError` for what cannot work, before anything is asked for."
     check_tokenizer(cfg.deployment)
-    if cfg.router_replay:
-        raise ConfigError("router_replay", got=True, expected="False", fix="Datums carry no expert choices yet.")
     shapeless = cfg.infra is not None and cfg.infra.ref_training_shape_id is None and cfg.lora_rank == 0
     if shapeless and (cfg.kl_beta > 0 or cfg.kl_metric):
         fix = "Set infra.ref_training_shape_id, or kl_beta=0; with trainer= the service chooses a shape by itself."
@@ -499,18 +516,21 @@ def bundle(
     limits = Limits(max_seq_len=infra.max_seq_len)
     drawer, scorer = samplers(infra, deploy_mgr, secret, tokenizer, cfg.max_concurrent)
     timeout = cfg.deployment.sample_timeout if cfg.deployment else 600.0
-    sampler = FireworksSampler(drawer, scorer, run, max_seq_len=infra.max_seq_len, meter=meter, timeout_s=timeout)
+    asked = ("completion" if cfg.router_replay_completion_only else "all") if cfg.router_replay else "none"
+    share: Any = {"max_seq_len": infra.max_seq_len, "meter": meter, "timeout_s": timeout, "routing": asked}
+    sampler = FireworksSampler(drawer, scorer, run, **share)
     sync = FireworksSync(
         Hotloads(deploy_mgr, poll_interval_s), sampler, deployment_id=infra.deployment_id, base_model=cfg.base_model,
         hotload_timeout=settings.weight_sync_timeout, first_checkpoint_type=settings.first_checkpoint_type,
         lora_rank=cfg.lora_rank,
     )  # fmt: skip
     ways = Ways(snapshot=partial(save_snapshot, sync), load=partial(load_own, infra.policy_job_id))
-    policy = FireworksTrainer(connector(infra.policy), classes, limits=limits, ways=ways, run=run, meter=meter, **link)
+    own = replace(classes, replays=cfg.router_replay)
+    policy = FireworksTrainer(connector(infra.policy), own, limits=limits, ways=ways, run=run, meter=meter, **link)
     policy.job_id, sync.trainer = infra.policy_job_id, policy
     judge = infra.reference and ServiceReference(Link(connector(infra.reference), classes, **link), limits, run, meter)
     can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)
-    can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]))
+    can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]), routing=cfg.router_replay)
     return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, meter=meter, infra=infra)
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #4f526c58
@@ -573,6 +593,9 @@ async def begin(backend: FireworksBackend, cfg: Config, known: bool) -> None:
     "Load, sync, ask."
     policy: Any = backend.policy
     await policy.open()
+    if cfg.router_replay and getattr(policy.link.client, "supports_router_replay", None) is False:
+        fix = "Is the model a mixture of experts, and does its training shape replay? Else leave it out."
+        raise ConfigError("router_replay", where="trainer", got="a trainer that chooses its own experts", fix=fix)
     resume, settings = cfg.resume, cfg.weight_sync or WeightSyncConfig()
     if resume is not None and resume.resume_job_id is not None and resume.resume_from is not None:
         await policy.load_state(foreign_path(resume.resume_from, resume.resume_job_id))

@@ -62,13 +62,17 @@ class Sdk:
     errors: tuple[type[BaseException], ...]  # what its calls raise, besides ValueError, RuntimeError and time-outs
     version: str = ""  # of the package
     divides: bool = False  # `optim_step` takes grad_accumulation_normalization; False = divided here
+    replays: bool = False  # send the experts that a datum names; False = the trainer chooses its own
 
 # %% ../../nbs/24_backends.service.ipynb #9d061025
 def bare_datum(sdk: Sdk, datum: Datum) -> Any:
     "The SDK's datum with nothing but tokens: those read, and those scored."
     shape = [len(datum.weights)]
     inputs = {"target_tokens": sdk.TensorData(data=datum.target_tokens.tolist(), dtype="int64", shape=shape)}
-    return sdk.Datum(model_input=sdk.ModelInput.from_ints(datum.input_tokens.tolist()), loss_fn_inputs=inputs)
+    named = sdk.replays and datum.routing is not None and any(datum.routing)
+    experts = {"routing_matrices": list(datum.routing or ())} if named else {}
+    read = sdk.ModelInput.from_ints(datum.input_tokens.tolist(), **experts)
+    return sdk.Datum(model_input=read, loss_fn_inputs=inputs)
 
 # %% ../../nbs/24_backends.service.ipynb #9611baef
 def with_side(sdk: Sdk, datum: Any, side: Mapping[str, np.ndarray]) -> Any:
