@@ -1365,4 +1365,5 @@ def greedy_batching(case: Case) -> Outcome:
 
 import golden_async  # noqa: F401
 import golden_igpo  # noqa: F401
+import golden_rollouts  # noqa: F401
 import golden_routing  # noqa: F401

@@ -12,18 +12,20 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import golden_adapters
+import golden_rollouts
 import golden_routing
 import numpy as np
 import pytest
 import torch
 from golden_adapters import Case, find_adapter, read_cases
 
-from rl_notebook import advantages, async_loop, losses
+from rl_notebook import advantages, async_loop, chat, loop, losses, metrics, rollouts
 from rl_notebook.async_loop import Gate, Producer
 from rl_notebook.backends import openai
 from rl_notebook.core import RLNotebookError
@@ -457,6 +459,91 @@ def a_place_that_is_free_waits_for_the_next_batch(monkeypatch):
         monkeypatch.setattr(Producer, "fill", fill)
 
     monkeypatch.setattr(async_loop, "land", without_refill)
+
+
+@breakage("async_chunks__HEAD")
+def smaller_chunks_come_first(monkeypatch):
+    cut = golden_rollouts.balanced_chunks
+    monkeypatch.setattr(golden_rollouts, "balanced_chunks", lambda total, chunks: cut(total, chunks)[::-1])
+
+
+@breakage("ppo_minibatches__517d206d")
+def the_last_minibatch_takes_the_rest(monkeypatch):
+    def floored(count, parts):
+        size = max(1, count // max(1, parts))
+        edges = [*range(0, count, size)][:parts]
+        return [slice(a, b) for a, b in zip(edges, [*edges[1:], count], strict=True)]
+
+    monkeypatch.setattr(golden_rollouts, "minibatch_slices", floored)
+
+
+@breakage("group_assembler")
+def small_groups_are_kept(monkeypatch):
+    put = golden_rollouts.assemble
+    monkeypatch.setattr(golden_rollouts, "assemble", lambda drawn, graded, smallest=1: put(drawn, graded))
+
+
+@breakage("group_assembler")
+def a_lost_draw_loses_its_group(monkeypatch):
+    put = golden_rollouts.assemble
+    whole = lambda drawn, graded, n=1: put(drawn, () if drawn.dropped else graded, n)
+    monkeypatch.setattr(golden_rollouts, "assemble", whole)
+
+
+@breakage("rollout_to_prompt_group__HEAD")
+def segments_are_runs_of_their_own(monkeypatch):
+    together = rollouts.gather_draws
+    monkeypatch.setattr(rollouts, "gather_draws", lambda *a: replace(together(*a), runs=()))
+
+
+@breakage("rollout_to_prompt_group__HEAD rollout_to_prompt_group__517d206d")
+def errors_of_a_rollout_name_no_draw(monkeypatch):
+    monkeypatch.setattr(rollouts, "rollout_place", lambda prompt, index: prompt.where)
+
+
+@breakage("rollout_to_prompt_group__HEAD rollout_to_prompt_group__517d206d rollout_example__517d206d")
+def samples_are_not_checked(monkeypatch):
+    monkeypatch.setattr(rollouts, "check_drawn", lambda sample, where: None)
+
+
+@breakage("rollout_example__517d206d")
+def a_prompt_is_a_token_longer(monkeypatch):
+    length = property(lambda c: c.completion.prompt_len + 1)
+    monkeypatch.setattr(rollouts.DeploymentCompletion, "prompt_len", length)
+
+
+@breakage("completion_to_run__HEAD")
+def raw_logprobs_are_those_drawn_from(monkeypatch):
+    monkeypatch.setattr(chat, "drawn_logprobs", lambda completion: completion.logprobs)
+
+
+@breakage("combine_prompt_groups")
+def groups_are_laid_end_to_end_backwards(monkeypatch):
+    lay = golden_rollouts.datums_from_groups
+    monkeypatch.setattr(golden_rollouts, "datums_from_groups", lambda groups: lay(groups[::-1]))
+
+
+@breakage("cursor_dataloader__HEAD")
+def a_run_goes_on_a_row_too_late(monkeypatch):
+    late = lambda cursor, state: replace(cursor, consumed=state["consumed"] + 1)
+    monkeypatch.setattr(golden_rollouts, "restore_cursor", late)
+
+
+@breakage("step_metrics__517d206d")
+def entropy_is_that_of_all_tokens(monkeypatch):
+    def pooled(groups, datums):
+        series = np.concatenate([s.logprobs for g in groups for s in g.samples])
+        return metrics.step_metrics(groups, datums) | {"entropy": float(-np.nanmean(series))}
+
+    monkeypatch.setattr(golden_rollouts, "step_metrics", pooled)
+
+
+@breakage("sync_collect__HEAD")
+def batches_are_not_filled_up(monkeypatch):
+    async def never(loop, attempts=10):
+        return 0
+
+    monkeypatch.setattr(loop, "refill_step", never)
 
 
 @pytest.mark.skipif(FOLDER != OWN, reason="other cases may not contain what notices")
