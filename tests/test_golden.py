@@ -470,8 +470,8 @@ def smaller_chunks_come_first(monkeypatch):
 @breakage("ppo_minibatches__517d206d")
 def the_last_minibatch_takes_the_rest(monkeypatch):
     def floored(count, parts):
-        size = max(1, count // max(1, parts))
-        edges = [*range(0, count, size)][:parts]
+        parts = max(1, min(parts, count))
+        edges = [*range(0, count, count // parts)][:parts]
         return [slice(a, b) for a, b in zip(edges, [*edges[1:], count], strict=True)]
 
     monkeypatch.setattr(golden_rollouts, "minibatch_slices", floored)
