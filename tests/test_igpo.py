@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
+from html.parser import HTMLParser
 
 import golden_igpo
 import numpy as np
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_golden import CASES, fails
 
-from rl_notebook import igpo
+from rl_notebook import igpo, losses
+from rl_notebook.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config, IGPOConfig
 from rl_notebook.core import (
@@ -49,9 +51,12 @@ from rl_notebook.igpo import (
 )
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import POLICY_LOSSES, make_loss_fn
-from rl_notebook.records import RunFolder, StepRecord
+from rl_notebook.recipes import igpo_loop
+from rl_notebook.recipes.rl_loop import replay_step
+from rl_notebook.records import Run, RunFolder, StepRecord
 from rl_notebook.rollouts import RolloutSetup, encode_rows, sample_prompt
 from rl_notebook.toy import build_tokenizer, load_model, toy_reward, toy_rows
+from rl_notebook.views.turns import conversation_html, conversation_payload, turn_charts, turns_payload, view_turns
 
 ANSWER = AnswerTokens((), (7, 9))
 
@@ -532,6 +537,63 @@ def test_turns_make_another_update_than_rewards_alone():
     assert np.abs(pushes[0] - pushes[1]).max() > 1e-4
 
 
+def test_a_recorded_run_of_the_recipe_can_be_resumed_and_replayed(tmp_path):
+    evaluated = []
+
+    def counted(setup):
+        rollout = two_turns(setup)
+
+        async def rollout_fn(sample_prompt, *, evaluation):
+            sample = await rollout(sample_prompt)
+            evaluated.append(evaluation)
+            return sample
+
+        return rollout_fn
+
+    task = {"rollout_fn_factory": counted, "rows": toy_rows(12, seed=3), "eval_rows": toy_rows(3, seed=4)}
+    told = task | {"say": lambda line: None, "progress": False}
+    settings = SETTINGS | {"dcp_save_interval": 1, "log_path": str(tmp_path / "run"), "kl_beta": 0.0}
+    cfg = igpo_loop.Config(**settings, steps=1, igpo=IGPOConfig(skip_ig_last_turn=True))
+    assert igpo_loop.main(cfg, **told).steps == 1
+    assert Counter(evaluated) == {False: 12, True: 6}
+    longer = replace(cfg, steps=3)
+    assert igpo_loop.main(longer, **told, resume=True).steps == 2
+    run = Run.open(cfg.log_path)
+    assert [r.step for r in run] == [1, 2, 3]
+    again = asyncio.run(replay_step(cfg.log_path, 3, problem=igpo_loop.igpo_problem(longer, **task)))
+    different = {phase.phase for phase in again.phases if phase.same is False}
+    assert not different & {"sample", "score", "datums", "loss", "backward", "optimize"}, again
+    scored = [s.info["answer_scores"] for g in run.record(3).groups for s in g.samples]
+    assert {len(scores) for scores in scored} == {3}
+
+
+def test_the_asynchronous_loop_takes_the_same_functions():
+    options = IGPOConfig(skip_ig_last_turn=True)
+    cfg = Config(**SETTINGS | {"recipe": "async_rl_loop", "max_head_offpolicy_versions": 1, "steps": 3})
+    model, tokenizer = load_model("tiny")
+    loop = AsyncGRPOLoop(
+        open_local(model, tokenizer, reference=False),
+        load_rows(toy_rows(24, seed=3)),
+        with_information_gain(two_turns, options),
+        cfg,
+        advantage_fn=partial(igpo_advantages, igpo=options),
+        dynamic_filter_fn=partial(has_turn_signal, igpo=options),
+    )
+
+    async def main():
+        records = await loop.run(3)
+        await loop.close()
+        return records
+
+    records = asyncio.run(main())
+    assert len(records) == 3
+    for record in records:
+        groups = {g.index: g for g in record.groups}
+        for d in record.datums:
+            turns = groups[d.group].turn_advantages[d.sample]
+            assert set(np.unique(d.advantage[d.active])) == set(turns.tolist())
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -544,6 +606,44 @@ def test_the_table_counts_turns_along_a_run_and_puts_the_outcome_on_its_last():
     assert table["ig"].tolist() == [1, 2, -1, 0]
     assert table["advantage"].isna().all()
     assert igpo_table(StepRecord(step=1)).empty
+
+
+# --- the view --------------------------------------------------------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    "The elements of a page, and its text."
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.names, self.said = set(), ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.names |= {tag, *(f"{tag}.{name}" for name, _ in attrs)}
+
+    def handle_data(self, data):
+        self.said += data
+
+
+@given(st.text(max_size=80), st.one_of(st.none(), st.floats(-5, 5), st.just(float("nan"))))
+def test_whatever_was_said_stays_text(said, advantage):
+    numbers = {"turn": 1, "before": -2.0, "after": -1.0, "ig": 1.0, "outcome": 0.0, "advantage": advantage}
+    pieces = [{"text": said, "turn": None}, {"text": said, **numbers}]
+    page = conversation_html({"where": said, "reward": 1.0, "answer": said, "limit": 5.0, "pieces": pieces})
+    assert Tags(page).names == {"div", "div.style", "b"}
+    if said.isascii() and said.isprintable():
+        assert Tags(page).said.count(said) >= 4
+
+
+def test_charts_and_table_of_a_step_say_what_they_leave_out():
+    group = PromptGroup([talk((2, 1), (1, 2), scores=(-4, -3, -1))] * 40, key="<i>")
+    record = StepRecord(step=3, groups=igpo_advantages([group]))
+    page = view_turns(record).static_html()
+    assert "and 20 turns more" in page
+    assert "<i>" not in page
+    assert [len(c.figure["data"]) for c in turn_charts(turns_payload(record))] == [40, 6, 6]
+    assert conversation_payload(record)["pieces"][1]["text"] == "2"
 
 
 # --- the recorded cases notice what they are there to notice ---------------------------------------------------------
@@ -560,7 +660,7 @@ BREAKAGES = {
 async def scored_in_the_wrong_order(sampler, prefix, answer):
     "The answer in front of the prefix."
     tokens = np.concatenate([np.array(answer.tokens, dtype=np.int64), prefix])
-    return igpo.Scored(float((await sampler.logprobs(tokens)).values.mean()), 0)
+    return igpo.Scored(float((await sampler.logprobs(tokens)).values.sum()), 0)
 
 
 @pytest.mark.parametrize("files", BREAKAGES)
@@ -583,6 +683,12 @@ def test_an_advantage_for_the_whole_sample_is_noticed(monkeypatch):
     loss = golden_igpo.run
     flat = lambda b, **k: loss(replace(b, advantages=[float(np.mean(a)) for a in b.advantages]), **k)
     monkeypatch.setattr(golden_igpo, "run", flat)
+    assert any(noticed(case) for case in CASES if case.file == "igpo_loss")
+
+
+def test_a_cap_on_the_correction_is_noticed(monkeypatch):
+    free = losses.tis_weights
+    monkeypatch.setattr(losses, "tis_weights", lambda t, o: free(t, o).clamp(max=5.0))
     assert any(noticed(case) for case in CASES if case.file == "igpo_loss")
 
 
