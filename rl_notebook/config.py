@@ -869,7 +869,7 @@ def run_rules(c: Any) -> Iterator[str]:
     "What cannot be left behind, or would not be looked at."
     if c.lora_alpha != 32 and c.lora_rank == 0:
         yield "lora_alpha: there is no adapter at lora_rank=0. Set lora_rank or leave it out"
-    if c.eval_interval > 0 and c.eval_rows == 0:
+    if c.eval_interval > 0 and c.eval_rows == 0 and c.recipe == "rl_loop":  # the others may be given a function
         yield "eval_interval: there are no held-out rows. Set eval_rows"
     if "tensorboard" in c.report_to and c.log_path is None:
         yield "report_to: TensorBoard's event files go into the run folder. Set log_path"
@@ -964,6 +964,8 @@ def _async_rules(c: Any) -> Iterator[str]:
         yield f"max_concurrency_rollout_sample: got {room}; expected {expected}"
     if c.pipeline_chunks_per_step > 1 and c.advantage_scale == "batch":
         yield "pipeline_chunks_per_step: advantage_scale='batch' needs the whole batch. Choose one of the two"
+    if c.pipeline_chunks_per_step > 1 and c.synchronous_training:
+        yield "pipeline_chunks_per_step: synchronous_training waits for the whole batch. Choose one of the two"
     if c.pipeline_chunks_per_step > c.prompt_groups_per_step:
         yield f"pipeline_chunks_per_step: above prompt_groups_per_step={c.prompt_groups_per_step}. Make it smaller"
 

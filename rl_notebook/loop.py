@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import html
 import inspect
@@ -25,24 +26,27 @@ import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 'AnyLoop', 'NOT_FOR_BRANCHES', 'GRADING',
-           'HELD_OUT', 'LISTENING', 'BEFORE', 'GAP', 'call_text', 'StepState', 'enter', 'Task', 'as_task', 'configured',
-           'check_backend', 'check_loss', 'Stage', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup',
-           'place_text', 'title_text', 'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way',
-           'timed', 'measured', 'encode', 'prompts_phase', 'side_by_side', 'draw_prompt', 'sample_phase', 'score_phase',
+__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 'AnyLoop',
+           'NOT_FOR_BRANCHES', 'GRADING', 'HELD_OUT', 'LISTENING', 'BEFORE', 'GAP', 'call_text', 'StepState', 'enter',
+           'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'check_loss', 'Stage', 'LoopMemory',
+           'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text', 'phase_marks', 'loop_text',
+           'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'measured', 'encode', 'prompts_phase',
+           'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase', 'score_phase', 'compared',
            'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums',
            'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
-           'loss_phase', 'fresh_gradient', 'gradient_of', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at',
-           'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'optimize_phase', 'weights_moved',
-           'sync_waits', 'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase', 'reopened',
-           'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'claim', 'on_stage',
-           'staged', 'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer',
-           'take_in', 'refill_step', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
-           'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts',
-           'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
-           'stop_on_interrupt', 'request_stops', 'steps_left', 'records_from', 'run_steps', 'LoopPhases', 'GRPOLoop',
-           'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'repeat_backward', 'sync_as_drawn', 'repeat_step',
-           'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild', 'Arrival', 'seek_step']
+           'loss_phase', 'fresh_gradient', 'gradient_of', 'minibatches', 'gradient_pass', 'backward_phase', 'Saved',
+           'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'joined_report',
+           'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'keep_entry', 'weights_moved', 'sync_waits',
+           'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record',
+           'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'claim', 'on_stage', 'staged',
+           'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer',
+           'take_in', 'refill_step', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals',
+           'merged_report', 'settle_passes', 'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step',
+           'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done',
+           'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left', 'records_from', 'run_steps',
+           'LoopPhases', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'updates_of',
+           'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild',
+           'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -57,6 +61,7 @@ from rl_notebook.core import (
     PhaseError,
     PromptGroup,
     RecordError,
+    RewardError,
 )
 from .data import Cursor, Row, load_rows, restore_cursor
 from .datums import attach, datums_from_groups
@@ -64,8 +69,9 @@ from .losses import LossOptions, natural_denominator
 from .metrics import merge_metrics, step_metrics
 from .records import MUST_MATCH, Checkpoint, Run, RunFolder, StepRecord, spans
 from .rewards import as_reward_fns, make_soft_overlong
-from .rollouts import Prompt, RolloutFn, Rollouts, RolloutSetup
-from .rollouts import arrivals, encode_rows, greedy_chunks, groups_per_pass, require_some, window_batches
+from .rollouts import Breaker, Prompt, RolloutFn, Rollouts, RolloutSetup, as_rollout_fn, first_parameter
+from .rollouts import arrivals, encode_rows, greedy_chunks, groups_per_pass, is_rollout_fn
+from .rollouts import minibatch_slices, require_some, window_batches
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
 from .step import loss_factory, merge_outputs
@@ -95,11 +101,14 @@ class StepState:
     taken: int = 0  # prompts that the step has taken from the cursor
     values: dict[str, Any] = field(default_factory=dict)  # by phase
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    spans: list[tuple[str, float, float]] = field(default_factory=list)  # (phase, begin, end) on the clock of `time`
     cache: ScoreCache = field(default_factory=dict)  # logprobs scored in this step
     policy_version: int = 0  # that the sampler served when the step's samples were drawn
     changes: Mapping[str, Any] = field(default_factory=dict)  # fields of LossOptions that `loss()` was last asked for
     normalization: GradNormalization = "none"  # by which the optimizer has to divide the gradient
     passes: tuple[int, ...] = ()  # datums of each backward pass
+    updates: tuple[int, ...] = ()  # datums of each optimizer step, where there are several
+    made: tuple[tuple[LossReport, dict[str, float]], ...] = ()  # updates of this step so far, and their measurements
 
     def put(self, phase: str, value: Any) -> Any:
         "Keep a value and discard what depended on the previous one."
@@ -122,7 +131,8 @@ class StepState:
 def enter(state: StepState, phase: str) -> Any:
     "The value that a phase starts from; an error that says what is missing, or that it is too late."
     place = PHASES.index(phase)
-    if "optimize" in state.values and place <= PHASES.index("optimize"):
+    begun = phase == "optimize" and "optimize" not in state.values
+    if state.made and place <= PHASES.index("optimize") and not begun:
         raise PhaseError(f"{phase}: step {state.number} has updated the weights", fix="Go back with await loop.undo().")
     before = [p for p in PHASES[:place] if p not in LOOK_ONLY]
     missing = [p for p in before if p not in state.values]
@@ -132,6 +142,10 @@ def enter(state: StepState, phase: str) -> Any:
     return state.values[before[-1]] if before else None
 
 # %% ../nbs/33_loop.ipynb #78c939e0
+AdvantageFn = Callable[[Sequence[PromptGroup]], Sequence[PromptGroup]]  # graded groups -> the same with advantages
+EvaluationFn = Callable[[RolloutSetup], Any]  # -> metrics by name, or an awaitable of them
+
+
 @dataclass(frozen=True)
 class Task:
     "How prompts are answered and graded."
@@ -142,17 +156,10 @@ class Task:
 
 
 def as_task(given: Any, setup: RolloutSetup) -> Task:
-    "Reward functions, a rollout function or a rollout factory, told apart by their parameters."
-    if _parameters(given) == ["setup"]:
+    "Reward functions, a rollout function or a rollout factory, told apart by their first parameter."
+    if first_parameter(given) == "setup":
         given = given(setup)
-    if _parameters(given) == ["sample_prompt"]:
-        return Task(rollout_fn=given)
-    return Task(reward_fns=given)
-
-
-def _parameters(given: Any) -> list[str]:
-    "Names of a function's parameters; none for what is not a function."
-    return list(inspect.signature(given).parameters) if callable(given) else []
+    return Task(rollout_fn=as_rollout_fn(given)) if is_rollout_fn(given) else Task(reward_fns=given)
 
 # %% ../nbs/33_loop.ipynb #0e4044de
 def configured(task: Task, cfg: Config) -> Task:
@@ -191,9 +198,10 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         yield "refill", True, "False with windows", "Set weight_sync_interval=1."
     divisions = can.grad_accumulation_normalization
     asked = {cfg.grad_accumulation_normalization}
-    asked |= {NORMALIZATION[cfg.aggregation]} if cfg.min_samples_per_fwd_bwd is not None else set()
+    in_parts = cfg.min_samples_per_fwd_bwd is not None or cfg.pipeline_chunks_per_step > 1
+    asked |= {NORMALIZATION[cfg.aggregation]} if in_parts else set()
     for name in sorted(asked - set(divisions)):
-        fix = "This backend does not divide the gradient: leave min_samples_per_fwd_bwd and the division out."
+        fix = "This backend does not divide the gradient: make one backward pass a step, and leave the division out."
         yield "grad_accumulation_normalization", name, f"one of {', '.join(divisions)}", fix
     if cfg.loss_path == "builtin" and cfg.policy_loss not in can.builtin_losses:
         known = ", ".join(can.builtin_losses) or "'client'"
@@ -207,6 +215,13 @@ def check_backend(cfg: Config, backend: Backend) -> None:
     "Refuse settings that this backend would ignore."
     for what, got, expected, fix in _mismatches(cfg, backend):
         raise ConfigError(what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix)
+
+
+def check_recipe(cfg: Config, recipes: Sequence[str], loop: str) -> None:
+    "Refuse a config that was written for another loop."
+    if cfg.recipe not in recipes:
+        fix = "Open an AsyncGRPOLoop." if cfg.recipe == "async_rl_loop" else "Set the recipe, or open a GRPOLoop."
+        raise ConfigError("recipe", where=loop, got=repr(cfg.recipe), expected=" or ".join(map(repr, recipes)), fix=fix)
 
 
 def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
@@ -244,6 +259,8 @@ class Stage:
 class LoopMemory:
     "What a loop remembers."
 
+    recipes: tuple[str, ...] = ("rl_loop", "igpo_loop")  # whose settings it reads
+
     def __init__(
         self,
         backend: Backend,
@@ -252,8 +269,10 @@ class LoopMemory:
         cfg: Config | None = None,
         *,
         eval_rows: Any = (),  # held out, for `evaluate`
+        evaluation_fn: EvaluationFn | None = None,  # evaluates in place of answering and grading `eval_rows`
         dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it; None = live groups
         make_loss: LossFactory | None = None,  # None = the config's loss
+        advantage_fn: AdvantageFn | None = None,  # None = the config's comparison of rewards
         outputs: Sequence[Callable[[StepRecord], Any]] = (),  # called with each record: `run.add`, `print`, ...
         on_undo: Sequence[Callable[[int], Any]] = (),  # called with the last step that still holds: `run.rewind`
         keep_undo: int = 1,  # steps that can be undone; 0 = none, at no cost
@@ -262,14 +281,17 @@ class LoopMemory:
         stage: Stage | None = None,  # None = the backend is this loop's alone
     ):
         self.backend, self.cfg, self.name = backend, cfg or Config(), name
+        check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_backend(self.cfg, backend)
         check_loss(self.cfg, make_loss)
         self.given = {"reward": reward, "dynamic_filter_fn": dynamic_filter_fn, "make_loss": make_loss}
-        self.given |= {"extras": extras, "keep_undo": keep_undo}  # for branches
+        self.given |= {"advantage_fn": advantage_fn, "evaluation_fn": evaluation_fn}
+        self.given |= {"extras": extras, "keep_undo": keep_undo}  # all of it for branches
+        self.evaluation_fn = evaluation_fn
         self.rows, self.eval_rows = as_rows(rows), as_rows(eval_rows) if len(eval_rows) else []
         self.task = configured(as_task(reward, rollout_setup(backend, self.cfg, extras)), self.cfg)
         self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
-        self.make_loss, self.keep_undo = make_loss, keep_undo
+        self.make_loss, self.advantage_fn, self.keep_undo = make_loss, advantage_fn, keep_undo
         self.outputs, self.on_undo = list(outputs), list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
         self.policy_version = 0  # that the sampler serves
@@ -285,10 +307,15 @@ class LoopMemory:
         self.in_window = False  # whether syncs wait for the end of a window
         self.running = ""  # the phase under way
         self.stop_requested = False
+        self.breaker = Breaker(self.cfg.max_rollout_failure_rate)  # ends the run when connections fail too often
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
         self.bar: Any = None  # over steps
+        self.opened = time.perf_counter()  # where the timelines of its records begin
         self.stage = stage or Stage(self)
         self.seat = self.stage.join(self)  # its number among the loops that share the backend
+
+    def check_can_leave(self) -> None:
+        "Raise PhaseError where another loop must not have the backend now."
 
 # %% ../nbs/33_loop.ipynb #09356d34
 class Loop(LoopMemory):
@@ -305,9 +332,46 @@ class Loop(LoopMemory):
         return place_text(self)
 
     @property
+    def evaluates(self) -> bool:
+        "Whether there is anything to evaluate on."
+        return bool(self.eval_rows) or self.evaluation_fn is not None
+
+    @property
+    def rows_left(self) -> bool:
+        "Whether there are prompts for another step."
+        return not self.state.cursor.exhausted
+
+    @property
+    def overlaps(self) -> bool:
+        "Whether backward passes of a step begin before its last group is there."
+        return self.cfg.min_samples_per_fwd_bwd is not None
+
+    @property
     def done(self) -> bool:
         "Whether the rows, or the configured number of steps, are used up and no step is half done."
         return is_done(self)
+
+    def rest(self) -> None:
+        "Nobody is stepping any more, for now."
+
+    async def close(self) -> None:
+        "Give up what is under way."
+
+    def more_of_record(self) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
+        "What this kind of loop adds to the record of a step."
+        return {}
+
+    def place_to_resume(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
+        "What of a loop, beside the trainer's state, a checkpoint keeps."
+        return self.state.cursor, {}
+
+    def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
+        "Take the place after a finished step."
+        if extra.get("pending"):
+            got = f"{len(extra['pending'])} prompts that were under way"
+            fix = "Go on with the asynchronous loop: recipe='async_rl_loop'."
+            raise RecordError("a checkpoint of another loop", got=got, expected="none under way", fix=fix)
+        self.state = StepState(step + 1, cursor)
 
     @property
     def planned_steps(self) -> int | None:
@@ -414,7 +478,9 @@ def measured(state: StepState, what: str) -> Iterator[None]:
     "Put the time of a block that ends well into the seconds of a step."
     start = time.perf_counter()
     yield
-    state.seconds[what] = time.perf_counter() - start
+    end = time.perf_counter()
+    state.seconds[what] = end - start
+    state.spans.append((what, start, end))
 
 # %% ../nbs/33_loop.ipynb #09a93b38
 def encode(
@@ -458,10 +524,22 @@ async def side_by_side(loop: Loop, prompts: Sequence[Prompt], job: Callable[[Pro
     return [done[i] for i in range(len(prompts))]
 
 # %% ../nbs/33_loop.ipynb #211a209c
+def patience(loop: Loop) -> dict[str, Any]:  # options of `draw`
+    "What is done when samples are lost."
+    c = loop.cfg
+    return {"retries": c.rollout_retries, "group_retries": c.max_incomplete_group_retries, "breaker": loop.breaker}
+
+
 async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
     "All answers to one prompt, with the loop's settings."
-    params = loop.cfg.sample_params(seed=loop.cfg.seed)
-    return await draw(prompt, loop.backend.sampler, params, loop.task.rollout_fn)
+    params, epoch = loop.cfg.sample_params(seed=loop.cfg.seed), prompt.number // len(loop.rows)
+    how = {"context": {"epoch": epoch, "evaluation": False}, **patience(loop)}
+    return await draw(prompt, loop.backend.sampler, params, loop.task.rollout_fn, **how)
+
+
+def grading(loop: Loop) -> dict[str, Any]:  # options of `score_group`
+    "How rewards are added up, and how many of a group have to be left."
+    return {"weights": loop.task.weights, "min_group_size": loop.cfg.min_group_size}
 
 
 async def sample_phase(loop: Loop) -> Listing[Rollouts]:
@@ -475,19 +553,26 @@ async def sample_phase(loop: Loop) -> Listing[Rollouts]:
 # %% ../nbs/33_loop.ipynb #3dd46d17
 def score_phase(loop: Loop, reward_fns: Any = None) -> Listing[PromptGroup]:
     "Grade the samples; `reward_fns` replaces the loop's for this step."
-    rollouts, task = enter(loop.state, "score"), loop.task
-    fns = task.reward_fns if reward_fns is None else reward_fns
+    rollouts = enter(loop.state, "score")
+    fns = loop.task.reward_fns if reward_fns is None else reward_fns
     with timed(loop, "score"):
-        groups = [score_group_blocking(r, fns, weights=task.weights) for r in rollouts]
+        groups = [score_group_blocking(r, fns, **grading(loop)) for r in rollouts]
     require_some(groups)
     return loop.state.put("score", list_groups(groups))
 
 # %% ../nbs/33_loop.ipynb #cb0bfd85
+def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None) -> list[PromptGroup]:
+    "Groups with advantages: by the loop's own function, or as the config says."
+    if loop.advantage_fn is not None and scale is None:
+        return list(loop.advantage_fn(groups))
+    return with_advantages(groups, scale=scale or loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
+
+
 def advantages_phase(loop: Loop, scale: str | None = None) -> Listing[PromptGroup]:
-    "Compare the samples of each group; `scale` replaces the config's for this step."
+    "Compare the samples of each group; `scale` replaces what the loop would do for this step."
     groups = enter(loop.state, "advantages")
     with timed(loop, "advantages"):
-        found = with_advantages(groups, scale=scale or loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
+        found = compared(loop, groups, scale)
     return loop.state.put("advantages", list_groups(found))
 
 # %% ../nbs/33_loop.ipynb #d41fadcd
@@ -555,8 +640,10 @@ async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | M
         return nothing
     with timed(loop, "reference"):
         attached = await with_reference(loop, datums)
-        if policy:
-            await score_datums(loop.backend.policy, attached, "policy", loop.state.cache)
+        if policy or loop.cfg.ppo_n_minibatches > 1:
+            scored = await score_datums(loop.backend.policy, attached, "policy", loop.state.cache)
+            if loop.cfg.ppo_n_minibatches > 1:  # the policy before the first of several updates
+                attached = attach(attached, "old_logprobs", scored)
     return loop.state.put("reference", list_datums(attached))
 
 # %% ../nbs/33_loop.ipynb #5183ae73
@@ -605,19 +692,31 @@ async def gradient_of(loop: Loop, datums: Sequence[Datum], **split: Any) -> Loss
     return await backward_builtin(there, await anchored(policy, datums, options, loop.state.cache), options, **split)
 
 
+def minibatches(loop: Loop, datums: Sequence[Datum]) -> list[Sequence[Datum]]:
+    "The datums of each optimizer step."
+    return [datums[part] for part in minibatch_slices(len(datums), loop.cfg.ppo_n_minibatches)]
+
+
+async def gradient_pass(loop: Loop, datums: Sequence[Datum]) -> LossReport:
+    "The gradient of one update, where there was none."
+    await fresh_gradient(loop)
+    output = await gradient_of(loop, datums, max_samples=loop.cfg.max_samples_per_fwd_bwd)
+    return LossReport(output, tuple(datums))
+
+
 async def backward_phase(loop: Loop) -> LossReport | Measured:
     "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
     datums, c = enter(loop.state, "backward"), loop.cfg
     if nothing := skipped(loop, "backward"):
         return nothing
-    aggregation = chosen_options(loop)["aggregation"]
+    parts, size = minibatches(loop, datums), c.max_samples_per_fwd_bwd or len(datums)
     with timed(loop, "backward"):
-        await fresh_gradient(loop)
-        output = await gradient_of(loop, datums, max_samples=c.max_samples_per_fwd_bwd)
-    size = c.max_samples_per_fwd_bwd or len(datums)
-    loop.state.passes = tuple(len(datums[i : i + size]) for i in range(0, len(datums), size))
-    loop.state.normalization = c.grad_accumulation_normalization if aggregation == "sum" else "none"
-    return loop.state.put("backward", LossReport(output, tuple(datums)))
+        report = await gradient_pass(loop, parts[0])
+    loop.state.passes = tuple(len(part[i : i + size]) for part in parts for i in range(0, len(part), size))
+    loop.state.updates = tuple(map(len, parts)) if len(parts) > 1 else ()
+    divided = chosen_options(loop)["aggregation"] == "sum"
+    loop.state.normalization = c.grad_accumulation_normalization if divided else "none"
+    return loop.state.put("backward", report)
 
 # %% ../nbs/33_loop.ipynb #df3e362d
 @dataclass(frozen=True)
@@ -641,7 +740,8 @@ class UndoEntry:
 
 def entry_at(loop: Loop, saved: Saved) -> UndoEntry:
     "Where a loop stands now."
-    state = replace(loop.state, values=dict(loop.state.values), seconds=dict(loop.state.seconds))
+    own = {name: copy.copy(getattr(loop.state, name)) for name in ("values", "seconds", "spans")}
+    state = replace(loop.state, **own)
     return UndoEntry(state, saved, loop.policy_version, loop.moved, loop.served)
 
 
@@ -697,20 +797,66 @@ def size_of(trainer: Any, path: str) -> int | None:
     return None if measure is None else measure(path)
 
 # %% ../nbs/33_loop.ipynb #c4561ae5
+def joined_report(reports: Sequence[LossReport]) -> LossReport:
+    "The passes of several updates as one; its loss is their mean."
+    if len(reports) == 1:
+        return reports[0]
+    merged = merge_outputs([r.output for r in reports])
+    loss = merged.loss / len(reports)
+    output = replace(
+        merged, loss=loss, metrics={**merged.metrics, **({"loss": loss} if "loss" in merged.metrics else {})}
+    )
+    return LossReport(output, tuple(d for r in reports for d in r.datums))
+
+
+def mean_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    "What the optimizer measured in several updates, on average, and how many they were."
+    if len(measured) == 1:
+        return dict(measured[0])
+    means = {name: float(np.mean([m[name] for m in measured])) for name in measured[0]}
+    return {**means, "num_updates": float(len(measured))}
+
+
 async def optimize_phase(loop: Loop) -> Measured:
     "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
     enter(loop.state, "optimize")
-    with under_way(loop, "optimize"):
+    if nothing := skipped(loop, "optimize"):
+        with under_way(loop, "optimize"):
+            keep_entry(loop, await remember(loop))
+        return nothing
+    with timed(loop, "optimize"):
+        made = await all_updates(loop)
+    loop.state.values["backward"] = joined_report([report for report, _ in made])
+    metrics = mean_metrics([measured for _, measured in made])
+    return loop.state.put("optimize", Measured(f"weights updated in step {loop.state.number}", metrics))
+
+
+async def all_updates(loop: Loop) -> Sequence[tuple[LossReport, dict[str, float]]]:
+    "The update whose gradient is there, and those of further minibatches; called again, it goes on where it failed."
+    state = loop.state
+    if not state.made:
         entry = await remember(loop)
-    if (done := skipped(loop, "optimize")) is None:
-        divided_by = loop.state.normalization
-        with timed(loop, "optimize"):
-            metrics = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
-        weights_moved(loop, entry.saved if entry else None)
-        done = loop.state.put("optimize", Measured(f"weights updated in step {loop.state.number}", metrics))
+        measured = await update(loop, entry)
+        keep_entry(loop, entry)
+        state.made = ((state.values["backward"], measured),)
+    if state.updates:
+        for part in minibatches(loop, state.values["reference"])[len(state.made) :]:
+            state.made = (*state.made, (await gradient_pass(loop, part), await update(loop)))
+    return state.made
+
+
+async def update(loop: Loop, entry: UndoEntry | None = None) -> dict[str, float]:
+    "One optimizer step."
+    divided_by = loop.state.normalization
+    measured = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
+    weights_moved(loop, entry.saved if entry else None)
+    return measured
+
+
+def keep_entry(loop: Loop, entry: UndoEntry | None) -> None:
+    "Make a step one that can be taken back."
     if entry is not None and loop.keep_undo:
         loop.undo_entries.append(entry)
-    return done
 
 
 def weights_moved(loop: Loop, before: Saved | None = None) -> None:
@@ -757,12 +903,14 @@ def record_of(loop: Loop) -> StepRecord:
     if loop.make_loss is not None and not state.changes:
         options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
     extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)}
+    phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
+    more = loop.more_of_record()
     return StepRecord(
         step=state.number,
         groups=tuple(v["advantages"]),
         datums=datums,
         loss=output,
-        metrics=merge_metrics(metrics, extra, loop.eval_metrics),
+        metrics=merge_metrics(metrics, extra, loop.eval_metrics, more.pop("metrics", {})),
         options=options,
         reason="" if report else v["datums"].headline,
         policy_version=loop.policy_version,
@@ -770,6 +918,9 @@ def record_of(loop: Loop) -> StepRecord:
         consumed=loop.cursor.consumed,
         passes=state.passes if report else (),
         divided_by=state.normalization if report else "none",
+        updates=state.updates if report else (),
+        timeline=(*phases, *more.pop("timeline", ())),
+        **more,
     )
 
 # %% ../nbs/33_loop.ipynb #3690d083
@@ -800,7 +951,8 @@ def reopened(state: StepState, to: str) -> StepState:
     kept = [p for p in UNDO_TO[: UNDO_TO.index(to)] if p in state.values and p not in LOOK_ONLY]
     values = {p: state.values[p] for p in kept}
     seconds = {p: s for p, s in state.seconds.items() if p in kept}
-    return replace(state, values=values, seconds=seconds, changes={}, taken=state.taken if kept else 0)
+    fresh = {"changes": {}, "made": (), "updates": (), "spans": []}
+    return replace(state, values=values, seconds=seconds, taken=state.taken if kept else 0, **fresh)
 
 # %% ../nbs/33_loop.ipynb #96585608
 def forget_record(loop: Loop, number: int) -> None:
@@ -867,6 +1019,7 @@ async def take_over(loop: Loop) -> None:
         return
     with measured(loop.state, "swap"):
         if stage.actor is not None:
+            stage.actor.check_can_leave()
             await park(stage.actor)
         stage.actor, parked = None, loop.parked  # until all of it is done
         if parked is None:
@@ -1016,7 +1169,7 @@ class Answered:
 async def answer(loop: Loop, prompt: Prompt) -> Answered:
     "Draw and grade one prompt."
     rollouts = await draw_prompt(loop, prompt)
-    return Answered(rollouts, await score_group(rollouts, loop.task.reward_fns, weights=loop.task.weights))
+    return Answered(rollouts, await score_group(rollouts, loop.task.reward_fns, **grading(loop)))
 
 # %% ../nbs/33_loop.ipynb #ecc0a273
 def take_in(loop: Loop, answered: Sequence[Answered]) -> Listing[PromptGroup]:
@@ -1053,15 +1206,29 @@ async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
 HELD_OUT = 10**9  # position of the first held-out prompt
 
 
+async def own_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, float]:
+    "What an evaluation function of the user's says, under names that begin with `eval/`."
+    with under_way(loop, "evaluate"):
+        found = evaluation_fn(rollout_setup(loop.backend, loop.cfg, loop.given["extras"]))
+        found = await found if inspect.isawaitable(found) else found
+    if not isinstance(found, Mapping):
+        raise RewardError("evaluation_fn", got=type(found).__name__, expected="metrics by name")
+    return {name if name.startswith("eval/") else f"eval/{name}": float(value) for name, value in found.items()}
+
+
 async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
     "Held-out reward with the sampler's weights; goes into the record of the step under way."
+    if rows is None and loop.evaluation_fn is not None:
+        loop.eval_metrics = await own_evaluation(loop, loop.evaluation_fn)
+        return loop.eval_metrics
     held_out = loop.eval_rows if rows is None else as_rows(rows)
     if not held_out:
         raise PhaseError("evaluate", got="no held-out rows", fix="Pass eval_rows to the loop, or rows to evaluate.")
     prompts, params = encode(loop, held_out, HELD_OUT), loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
     task, sampler = loop.task, loop.backend.sampler
     with under_way(loop, "evaluate"):
-        found = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, weights=task.weights)
+        how = {"patience": patience(loop), "weights": task.weights}
+        found = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, **how)
     loop.eval_metrics = found
     return found
 
@@ -1072,9 +1239,8 @@ async def with_signal(
     "Bursts of groups with advantages, without those that teach nothing; everything that came is added to `seen`."
     async for burst in source:
         seen += burst
-        answered = [a.group for a in burst if a.group.samples]
-        compared = with_advantages(answered, scale=loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
-        yield [g for g in compared if trains_on(loop, g)]
+        found = compared(loop, [a.group for a in burst if a.group.samples])
+        yield [g for g in found if trains_on(loop, g)]
 
 # %% ../nbs/33_loop.ipynb #250d82f2
 async def train_chunk(loop: Loop, groups: Sequence[PromptGroup]) -> LossReport:
@@ -1104,21 +1270,25 @@ def merged_report(reports: Sequence[LossReport], aggregation: str) -> LossReport
     return LossReport(scale_output(merged, 1 / natural_denominator(tokens, aggregation)), datums)
 
 
-async def greedy_half(loop: Loop) -> None:
-    "The phases from `prompts` to `backward`, overlapped."
-    prompts = prompts_phase(loop)
-    with timed(loop, "sample"):
-        answered, reports = await train_arrivals(loop, prompts)
-    groups = [a.group for a in answered]
-    require_some(groups)
+def settle_passes(loop: Loop, answered: Sequence[Answered], reports: Sequence[LossReport]) -> None:
+    "The phases up to `backward` from what passes over parts of the batch have left."
+    require_some([a.group for a in answered])
     loop.state.values.clear()
-    take_in(loop, answered)
+    groups = take_in(loop, answered)
     datums = loop.state.put("datums", list_training([d for r in reports for d in r.datums], groups))
     if have_tokens(datums):
         loop.state.put("reference", datums)
         loop.state.put("backward", merged_report(reports, loop.cfg.aggregation))
         loop.state.normalization = NORMALIZATION[loop.cfg.aggregation]
         loop.state.passes = tuple(len(r.datums) for r in reports)
+
+
+async def greedy_half(loop: Loop) -> None:
+    "The phases from `prompts` to `backward`, overlapped."
+    prompts = prompts_phase(loop)
+    with timed(loop, "sample"):
+        answered, reports = await train_arrivals(loop, prompts)
+    settle_passes(loop, answered, reports)
 
 # %% ../nbs/33_loop.ipynb #63a5f23c
 async def run_phase(loop: GRPOLoop, phase: str) -> None:
@@ -1133,13 +1303,13 @@ async def run_phase(loop: GRPOLoop, phase: str) -> None:
 def evaluation_due(loop: Loop) -> bool:
     "Whether the step under way ends with an evaluation."
     every = loop.cfg.eval_interval
-    return bool(loop.eval_rows) and every > 0 and loop.state.number % every == 0
+    return loop.evaluates and every > 0 and loop.state.number % every == 0
 
 
 async def rest_of_step(loop: GRPOLoop) -> StepRecord | None:
     "Run what is left of this step; None if a stop was requested before it was finished."
-    if loop.cfg.min_samples_per_fwd_bwd is not None and not loop.state.values:
-        await greedy_half(loop)
+    if loop.overlaps and not loop.state.values:
+        await loop.overlapped_half()
     while loop.state.current != "finish":
         if loop.stop_requested and "optimize" not in loop.state.values:
             return None
@@ -1221,7 +1391,7 @@ async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator
 def is_done(loop: Loop) -> bool:
     "Whether the rows, or the configured number of steps, are used up and no step is half done."
     over = loop.cfg.steps is not None and loop.state.number > loop.cfg.steps
-    return not loop.state.values and (over or loop.state.cursor.exhausted)
+    return not loop.state.values and (over or not loop.rows_left)
 
 
 def steps_planned(loop: Loop) -> int | None:
@@ -1270,10 +1440,13 @@ async def records_from(loop: GRPOLoop, steps: int | None = None) -> AsyncGenerat
     "Records as steps finish: at most so many, until the rows end or a stop is requested."
     loop.stop_requested, end = False, None if steps is None else loop.state.number + steps
     with stop_on_interrupt(loop):
-        while not (is_done(loop) or loop.stop_requested or loop.state.number == end):
-            async with aclosing(next_records(loop, steps_left(loop, end))) as records:
-                async for record in records:
-                    yield record
+        try:
+            while not (is_done(loop) or loop.stop_requested or loop.state.number == end):
+                async with aclosing(next_records(loop, steps_left(loop, end))) as records:
+                    async for record in records:
+                        yield record
+        finally:
+            loop.rest()
 
 # %% ../nbs/33_loop.ipynb #f16dba4c
 async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool = True) -> list[StepRecord]:
@@ -1390,6 +1563,10 @@ class GRPOLoop(LoopPhases):
         "Held-out reward with the sampler's weights; goes into the record of the step under way."
         return await evaluate_rows(self, rows)
 
+    async def overlapped_half(self) -> None:
+        "The phases from `prompts` to `backward`, with backward passes made while samples arrive."
+        await greedy_half(self)
+
     @staged
     async def step(self) -> StepRecord | None:
         "Run what is left of this step; None if a stop was requested before it was finished."
@@ -1426,8 +1603,9 @@ async def save_checkpoint(
         lost = f"{state.untrained} prompts that were drawn in a window and not trained on"
         warnings.warn(f"the checkpoint after step {step} skips {lost}", stacklevel=2)
     save, version = loop.backend.policy.save_state, loop.policy_version
+    cursor, extra = loop.place_to_resume()
     async with on_stage(loop):
-        await run.save_checkpoint(step, save, state.cursor.state(), policy_version=version)
+        await run.save_checkpoint(step, save, cursor.state(), policy_version=version, extra=extra)
     return step
 
 # %% ../nbs/33_loop.ipynb #d2637499
@@ -1440,7 +1618,8 @@ async def restore_checkpoint(
     last, cursor = found.step if step is None else step, restore_cursor(loop.cursor, found.cursor)
     async with on_stage(loop):
         await loop.backend.policy.load_state(found.state)
-        loop.state, loop.moved, loop.served = StepState(last + 1, cursor), True, None
+        loop.stand_at(last, cursor, found.extra)
+        loop.moved, loop.served = True, None
         if loop.cfg.weight_sync_interval:
             await sync_sampler(loop)
     return last
@@ -1459,17 +1638,30 @@ def recorded_loss(loop: Loop, record: StepRecord) -> LossFactory:
     return loop.make_loss
 
 
-async def repeat_backward(loop: Loop, record: StepRecord) -> LossReport:
-    "Accumulate the gradient of a recorded step again, pass by pass."
-    make, aggregation = recorded_loss(loop, record), record.options["aggregation"]
-    natural = natural_denominator(np.array([d.num_loss_tokens for d in record.datums]), aggregation)
-    whole = natural if record.divided_by == "none" else 1.0
+def updates_of(record: StepRecord) -> list[list[Sequence[Datum]]]:  # passes of each optimizer step
+    "The datums of a recorded step, as they were trained."
     ends = np.cumsum(record.passes).tolist()
-    chunks = [record.datums[end - n : end] for n, end in zip(record.passes, ends, strict=True)]
+    passes = [record.datums[end - n : end] for n, end in zip(record.passes, ends, strict=True)]
+    parts: list[list[Sequence[Datum]]] = []
+    for count in record.updates or (len(record.datums),):
+        part: list[Sequence[Datum]] = []
+        while sum(map(len, part)) < count:
+            part.append(passes.pop(0))
+        parts.append(part)
+    return parts
+
+
+async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> LossReport:
+    "Accumulate the gradient of an update of a recorded step again, pass by pass."
+    make, aggregation = recorded_loss(loop, record), record.options["aggregation"]
+    chunks = updates_of(record)[update]
+    datums = tuple(d for chunk in chunks for d in chunk)
+    natural = natural_denominator(np.array([d.num_loss_tokens for d in datums]), aggregation)
+    whole = natural if record.divided_by == "none" else 1.0
     await fresh_gradient(loop)
     outputs = [await loop.backend.policy.forward_backward_custom(c, make(c, whole)) for c in chunks]
     merged = merge_outputs(outputs)
-    return LossReport(merged if whole == natural else scale_output(merged, whole / natural), record.datums)
+    return LossReport(merged if whole == natural else scale_output(merged, whole / natural), datums)
 
 
 async def sync_as_drawn(loop: Loop, record: StepRecord) -> None:
@@ -1480,23 +1672,24 @@ async def sync_as_drawn(loop: Loop, record: StepRecord) -> None:
 
 async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float:  # gap of the logprobs, nats
     "Make the update of a recorded step again, and sync where the run did."
-    gap = 0.0
+    gap, done = 0.0, 0
     await sync_as_drawn(loop, record)
-    if record.trained:
-        report = await repeat_backward(loop, record)
-        gap = logprob_gap(report.output, record.loss)
+    for i in range(len(updates_of(record)) if record.trained else 0):
+        report = await repeat_backward(loop, record, i)
+        gap, done = max(gap, logprob_gap(report.output, record.loss, done)), done + len(report.datums)
         learned = replace(adam, learning_rate=record.metrics.get("learning_rate", adam.learning_rate))
         await loop.backend.policy.optim_step(learned, grad_accumulation_normalization=record.divided_by)
         weights_moved(loop)
     if record.policy_version > loop.policy_version:
         await sync_sampler(loop)
-    loop.state = StepState(record.step + 1, replace(loop.state.cursor, consumed=record.consumed))
+    loop.stand_at(record.step, replace(loop.state.cursor, consumed=record.consumed), {"pending": record.pending})
     return gap
 
 
-def logprob_gap(ours: LossOutput, theirs: LossOutput | None) -> float:  # nats
-    "The largest difference between two passes over the same datums."
-    pairs = zip(ours.logprobs, theirs.logprobs if theirs else (), strict=True)
+def logprob_gap(ours: LossOutput, theirs: LossOutput | None, start: int = 0) -> float:  # nats
+    "The largest difference between two passes over the same datums; ours begins at `start` of theirs."
+    recorded = theirs.logprobs[start : start + len(ours.logprobs)] if theirs else ()
+    pairs = zip(ours.logprobs, recorded, strict=True)
     return float(max((np.nanmax(np.abs(a.values - b.values), initial=0.0) for a, b in pairs), default=0.0))
 
 # %% ../nbs/33_loop.ipynb #f9cefaf1
@@ -1544,6 +1737,8 @@ async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logpro
     else:
         await bring_back(loop, loop.beginning, f"beginning-{loop.seat}")
         loop.state = replace(loop.beginning.state)
+    if way.found is None:
+        loop.stand_at(way.base, loop.state.cursor, {})
     loop.undo_entries.clear()
     adam = Config.from_dict(run.config).adam()
     gaps = [await repeat_step(loop, record, adam) for record in way.records]

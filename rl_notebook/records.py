@@ -66,9 +66,12 @@ class StepRecord:
     consumed: int = 0  # prompts taken from the data so far, at the end of the step
     passes: tuple[int, ...] = ()  # datums of each backward pass, in order
     divided_by: GradNormalization = "none"  # what the optimizer divided the gradient by
+    updates: tuple[int, ...] = ()  # datums of each optimizer step, in order; () = one with all of them
+    pending: tuple[int, ...] = ()  # positions of prompts that were taken and that no step up to this one has had
+    timeline: tuple[tuple[str, float, float], ...] = ()  # (what, begin, end): seconds since the loop was opened
 
     def __post_init__(self):
-        for name in ("groups", "datums", "passes"):
+        for name in ("groups", "datums", "passes", "updates", "pending", "timeline"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property

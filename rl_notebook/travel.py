@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 
 # %% auto #0
-__all__ = ['MARKS', 'UNSCORABLE', 'PhaseComparison', 'Piece', 'differs', 'compare', 'Replay', 'row_at', 'encoded_again',
-           'prompt_pieces', 'reward_names', 'other_grading', 'ungraded', 'sample_place', 'reward_pieces',
-           'replay_score', 'replay_advantages', 'datum_pieces', 'replay_datums', 'stand_before', 'cannot_draw',
-           'sample_pieces', 'replay_sample', 'lay_out', 'replay_reference', 'scored_together', 'output_pieces',
-           'metric_pieces', 'replay_backward', 'replay_update', 'replay', 'compare_loops']
+__all__ = ['MARKS', 'UNSCORABLE', 'NOT_AGAIN', 'PhaseComparison', 'Piece', 'differs', 'compare', 'Replay', 'row_at',
+           'encoded_again', 'prompt_pieces', 'reward_names', 'other_grading', 'ungraded', 'sample_place',
+           'reward_pieces', 'replay_score', 'replay_advantages', 'datum_pieces', 'replay_datums', 'stand_before',
+           'cannot_draw', 'sample_pieces', 'replay_sample', 'lay_out', 'replay_reference', 'scored_together',
+           'output_pieces', 'metric_pieces', 'replay_backward', 'replay_update', 'replay', 'compare_loops']
 
 # %% ../nbs/37_travel.ipynb #c54bab8c
 from .advantages import with_advantages
@@ -295,6 +295,9 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
         return "drawn ahead in a window, together with the prompts of other steps"
     if loop.cfg.refill and len(record.groups) > loop.cfg.prompt_groups_per_step:
         return "drawn in several rounds (refill)"
+    other = {s.policy_version for g in record.groups for s in g.samples} - {loop.policy_version}
+    if loop.cfg.recipe == "async_rl_loop" and other:
+        return f"drawn from the weights of version {spans(sorted(other))}, and not from those before the step"
     if len(prompts) < len(record.groups):
         return "not all of its prompts could be encoded again"
     return other_grading(loop, record) if not reward_names(record) else ""
@@ -365,16 +368,17 @@ def scored_together(loop: Loop, record: StepRecord) -> list[Sequence[Datum]]:
     return [record.datums[end - n : end] for n, end in zip(record.passes, ends, strict=True)]
 
 # %% ../nbs/37_travel.ipynb #29fea222
-def output_pieces(ours: LossOutput, theirs: LossOutput, datums: Sequence[Datum]) -> Iterator[Piece]:
-    "Logprobs, loss, its slopes and its metrics."
+def output_pieces(ours: LossOutput, theirs: LossOutput, datums: Sequence[Datum], whole: bool = True) -> Iterator[Piece]:
+    "Logprobs, loss, its slopes and its metrics; of a part of the step, logprobs and slopes."
     for kind, unit, a, b in [
         ("policy logprobs", "nats", [lp.values for lp in ours.logprobs], [lp.values for lp in theirs.logprobs]),
         ("loss", "", [ours.loss], [theirs.loss]),
         ("dL/dlogprob", "", ours.dlogprobs, theirs.dlogprobs),
     ]:
         places = ["the step"] if kind == "loss" else [d.where for d in datums]
-        yield from (Piece(kind, unit, *one) for one in zip(places, a, b, strict=True))
-    yield from metric_pieces(ours.metrics, theirs.metrics)
+        if whole or kind != "loss":
+            yield from (Piece(kind, unit, *one) for one in zip(places, a, b, strict=True))
+    yield from metric_pieces(ours.metrics, theirs.metrics) if whole else ()
 
 
 def metric_pieces(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Iterator[Piece]:
@@ -396,13 +400,22 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
         return PhaseComparison("backward", None, note=str(error))
     loop.state.values["backward"] = report
     loop.state.normalization, loop.state.passes = record.divided_by, record.passes
+    loop.state.updates = record.updates
     config = loop.cfg.loss_options()
     other = [f"{k}={v!r}, config {config[k]!r}" for k, v in record.options.items() if k in config and config[k] != v]
     note = f"trained with {'; '.join(other)}" if other else ""
     loop.state.changes = {k: v for k, v in record.options.items() if k in config} if other else {}
-    return compare("backward", output_pieces(report.output, record.loss, record.datums), note)
+    if not record.updates:
+        return compare("backward", output_pieces(report.output, record.loss, record.datums), note)
+    count = len(report.datums)  # the gradient that is there now is that of the first update
+    first = replace(record.loss, logprobs=record.loss.logprobs[:count], dlogprobs=record.loss.dlogprobs[:count])
+    note = "; ".join(filter(None, [note, f"the first of {len(record.updates)} updates"]))
+    return compare("backward", output_pieces(report.output, first, report.datums, whole=False), note)
 
 # %% ../nbs/37_travel.ipynb #c00ffe85
+NOT_AGAIN = ("eval/", "async/", "perf/")  # metrics of what is not done again, and of times
+
+
 async def replay_update(loop: GRPOLoop, record: StepRecord) -> list[PhaseComparison]:
     "Optimizer step, sync and metrics of a step whose gradient is there."
     if "backward" not in loop.state.values:
@@ -417,9 +430,8 @@ async def replay_update(loop: GRPOLoop, record: StepRecord) -> list[PhaseCompari
         done.append(compare("sync", [Piece("policy version", "syncs", "the sampler", versions[0], versions[1])]))
     else:
         done.append(PhaseComparison("sync", None, note="in a window the sync comes at its end"))
-    ours = record_of(loop).metrics
-    theirs = {k: v for k, v in record.metrics.items() if not k.startswith("eval/")}
-    return [*done, compare("finish", metric_pieces(ours, theirs))]
+    same = lambda metrics: {k: v for k, v in metrics.items() if not k.startswith(NOT_AGAIN)}
+    return [*done, compare("finish", metric_pieces(same(record_of(loop).metrics), same(record.metrics)))]
 
 # %% ../nbs/37_travel.ipynb #377ea29f
 async def replay(

@@ -11,8 +11,8 @@ import math
 import os
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from tqdm.auto import tqdm
 from ..backends.base import Backend
 from ..backends.open import open_backend
 from ..config import Config
-from ..core import ConfigError, PhaseError, RecordError
+from ..core import ConfigError, PhaseError, PromptGroup, RecordError
 from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
-from ..loop import GRPOLoop, no_bar, restore_checkpoint, save_checkpoint
+from ..async_loop import AsyncGRPOLoop
+from ..loop import AdvantageFn, EvaluationFn, GRPOLoop, no_bar, restore_checkpoint, save_checkpoint
 from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
@@ -35,8 +36,8 @@ from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['Problem', 'load_problem', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult', 'train',
-           'check_prompts', 'Saver', 'main', 'loop_for', 'replay_step', 'diagnose_step']
+__all__ = ['LOOPS', 'Problem', 'load_problem', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult', 'train',
+           'open_loop', 'check_prompts', 'Saver', 'main', 'loop_for', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class Problem:
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
     reward: Any  # reward functions, or a rollout function or factory
+    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None  # True = train on it; None = live groups
+    advantage_fn: AdvantageFn | None = None  # None = the config's comparison of rewards
+    evaluation_fn: EvaluationFn | None = None  # None = the held-out rows, answered and graded as in training
+    extras: Mapping[str, Any] | None = None  # handed to a rollout factory
 
 
 def load_problem(cfg: Config) -> Problem:
@@ -143,7 +148,8 @@ async def train(
     problem, found = problem or load_problem(cfg), find_checkpoint(cfg, resume)  # before anything is set up
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
-        loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
+        loop = open_loop(cfg, own, problem)
+        stack.push_async_callback(loop.close)
         check_prompts(loop)
         if found is not None:
             say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
@@ -151,6 +157,18 @@ async def train(
             put_aside(run, found.step if found else 0, say)
         loop.outputs += [*([run.add] if run is not None else []), *stack.enter_context(_trackers(cfg)), *on_record]
         return await _train(loop, run, say, progress)
+
+
+LOOPS: dict[str, type[GRPOLoop]] = {"rl_loop": GRPOLoop, "igpo_loop": GRPOLoop, "async_rl_loop": AsyncGRPOLoop}
+
+
+def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
+    "The loop that a config names, for unattended work: nothing is kept for undo."
+    if cfg.recipe == "igpo_loop" and problem.advantage_fn is None:
+        fix = "Use rl_notebook.recipes.igpo_loop.main, which makes them."
+        raise ConfigError("recipe", got="igpo_loop without advantages of its own", expected="an advantage_fn", fix=fix)
+    given = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in ("rows", "reward")}
+    return LOOPS[cfg.recipe](backend, problem.rows, problem.reward, cfg, keep_undo=0, **given)
 
 
 def check_prompts(loop: GRPOLoop) -> None:
@@ -237,18 +255,18 @@ class Saver:
 # %% ../../nbs/60_recipes.rl_loop.ipynb #92be28e6
 async def _held_out(loop: GRPOLoop, run: RunFolder | None) -> float | None:
     "Held-out reward after the last finished step, written beside its record; None without held-out rows."
-    if not loop.eval_rows:
+    if not loop.evaluates:
         return None
     metrics = await loop.evaluate()
     loop.eval_metrics = {}
     if run is not None:
         run.log_metrics(loop.state.number - 1, metrics)
-    return metrics["eval/reward"]
+    return metrics.get("eval/reward")
 
 
 def _recorded_before(loop: GRPOLoop, run: RunFolder | None) -> float | None:
     "The held-out reward that a run measured before its first step; None if it did not, or is at that place now."
-    if not loop.eval_rows or run is None or not run.steps:
+    if not loop.evaluates or run is None or not run.steps:
         return None
     first = run.steps[0]
     before = [row.get("eval/reward") for step, row in run.metrics().to_dict("index").items() if step < first]
@@ -277,7 +295,8 @@ async def loop_for(
     problem = problem or load_problem(cfg)
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg))
-        loop = GRPOLoop(own, problem.rows, problem.reward, cfg, eval_rows=problem.eval_rows, keep_undo=0)
+        loop = open_loop(cfg, own, problem)
+        stack.push_async_callback(loop.close)
         if run.latest_checkpoint(at_most=step - 1) is None and (named := find_checkpoint(cfg)):
             await restore_checkpoint(loop, named)
         yield loop
