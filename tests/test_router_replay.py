@@ -23,7 +23,7 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.backends.routing import find_routers, noting, read_notes, replaying, write_notes
 from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
-from rl_notebook.core import AlignmentError, BackendError, ConfigError, Datum, SampleParams
+from rl_notebook.core import AdamParams, AlignmentError, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.data import load_rows
 from rl_notebook.datums import datum_from_sample
 from rl_notebook.loop import GRPOLoop
@@ -378,6 +378,23 @@ def test_order_padding_and_the_split_into_batches_do_not_matter():
             np.testing.assert_allclose(s.values, scores[d.sample], atol=1e-12)
         await backend.policy.forward_backward_custom(shuffled, weighted_sum)
         assert distance(gradients(backend), together) < 1e-9
+
+    asyncio.run(main())
+
+
+def test_first_order_changes_are_those_of_the_replayed_model():
+    async def main():
+        backend = opened()
+        datums = await draw(backend, 1, 2)
+        perturb(backend, only_choice)
+        path = await backend.policy.save_state("before")
+        await backend.policy.forward_backward_custom(datums, weighted_sum)
+        await backend.policy.optim_step(AdamParams(learning_rate=1e-5))
+        then, now, change = await backend.policy.linear_change(datums, path)
+        moved = np.concatenate([(b.values - a.values)[d.active] for a, b, d in zip(then, now, datums, strict=True)])
+        first = np.concatenate([c[d.active] for c, d in zip(change, datums, strict=True)])
+        assert np.abs(first - moved).max() < 0.05 * np.abs(moved).max()
+        assert backend.policy.state.module.config._experts_implementation == "grouped_mm"
 
     asyncio.run(main())
 

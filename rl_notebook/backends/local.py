@@ -65,9 +65,9 @@ __all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 
            'capture', 'check_description', 'restore', 'write_folder', 'read_folder', 'Worker', 'stamped',
            'LocalReference', 'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named',
            'saved_size', 'take_snapshot', 'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients',
-           'directional', 'linear_change', 'Letter', 'LocalSampler', 'take_letters', 'turn', 'keep_pumping',
-           'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype', 'in_dtype', 'check_tokenizer', 'open_local',
-           'scorer_of', 'reference_of', 'close_local']
+           'one_by_one', 'directional', 'linear_change', 'Letter', 'LocalSampler', 'take_letters', 'turn',
+           'keep_pumping', 'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype', 'in_dtype', 'check_tokenizer',
+           'open_local', 'scorer_of', 'reference_of', 'close_local']
 
 # %% ../../nbs/22_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -747,6 +747,19 @@ class _Called(nn.Module):
         return self.fn()
 
 # %% ../../nbs/22_backends.local.ipynb #2d2e81ee
+@contextmanager
+def one_by_one(model: Any) -> Iterator[None]:
+    "Experts that are computed singly for as long as this lasts; a dense model is left as it is."
+    grouped = getattr(model.config, "_experts_implementation", None) == "grouped_mm"
+    try:
+        if grouped:
+            model.set_experts_implementation("eager")
+        yield
+    finally:
+        if grouped:
+            model.set_experts_implementation("grouped_mm")
+
+# %% ../../nbs/22_backends.local.ipynb #15efecd4
 def directional(
     state: PolicyState,
     datums: Sequence[Datum],
@@ -757,7 +770,7 @@ def directional(
     scoring = state.scoring
     scoring.check(datums)
     batches, flats = scoring.batches(datums), []
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), one_by_one(scoring.causal.model):
         for batch in batches:
             call = _Called(state.module, lambda batch=batch: score_batch(scoring, [datums[i] for i in batch]))
             with forward_ad.dual_level():
