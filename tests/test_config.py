@@ -434,7 +434,7 @@ IGNORED = [
     ({"weight_sync": WeightSyncConfig(weight_sync_timeout=5)}, "weight_sync: backend='local' would ignore it"),
     ({"output_model_id": "mine"}, "output_model_id: backend='local' would ignore it"),
     ({"resume": ResumeConfig(resume_job_id="j")}, "resume.resume_job_id: backend='local'"),
-    ({"router_replay": True, "backend": "tinker", "lora_rank": 8}, "router_replay: backend='tinker' records no expert choices"),
+    ({"router_replay": True, "backend": "tinker", "lora_rank": 8}, "router_replay: backend='tinker' records"),
     ({"loss_path": "builtin", "kl_beta": 0.0}, "loss_path: backend='local' computes every loss here"),
     ({"loss_path": "builtin", "base_model": MODEL}, "kl_beta: got 0.001"),
     ({"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "tis_enabled": True}, "Set tis_anchor='old'"),
