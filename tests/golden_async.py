@@ -127,15 +127,18 @@ def gate_controller(case: Case) -> Outcome:
                     differs[NO_ROOM] = None
                     producer.gate = replace(gate, max_head_offpolicy_versions=10**6, max_concurrency=None)
                 assert producer.fill() == 1
+                await asyncio.sleep(0)
                 gate.running, producer.gate = producer.gate.running, gate
             elif op == "advance_version":
                 gate.publish(gate.version + 1)
             else:
-                ends[next(iter(producer.flights))].set_result(op)
+                number, flight = next(iter(producer.flights.items()))
+                ends[number].set_result(op)
+                await asyncio.wait([flight.task])
                 await asyncio.sleep(0)
             states.append(states_of(producer, c["resolved_offset"]))
-        for flight in producer.flights.values():
-            flight.task.cancel()
+        producer.recall()
+        await asyncio.sleep(0)
         return states
 
     assert simulate(play()) == case.expected["states"]
@@ -238,10 +241,9 @@ class Run:
             p.changed.clear()
             await p.changed.wait()
         taken, p.ready = p.ready[:count], p.ready[count:]
-        oldest = self.gate.version - self.gate.max_head_offpolicy_versions
-        due = [row for row in (*taken, *p.ready, *p.flights.values()) if row.version <= oldest]
-        newer = [row for row in taken if row.version > oldest]
-        self.occasions |= {FIRST_COME} if due and newer else set()
+        newest = max((row.version for row in taken), default=0)
+        older = any(row.version < newest for row in (*taken, *p.ready, *p.flights.values()))
+        self.occasions |= {FIRST_COME} if older else set()
         return taken
 
     # what is shown of it

@@ -1,0 +1,660 @@
+"""Rollouts beside training, in any order: what may happen to rows, counted by somebody who does not look inside.
+
+A state machine drives the real gate and the real producer. Rows end when a rule says so, time passes when a rule says
+so, and a model of its own knows where each row has to be. Then the same from outside, on a loop that really trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from rl_notebook import async_loop
+from rl_notebook.async_loop import AsyncGRPOLoop, Gate, Landed, Producer
+from rl_notebook.backends.local import open_local
+from rl_notebook.chat import sample_from_completion
+from rl_notebook.config import Config
+from rl_notebook.core import PhaseError, RewardError, RolloutSample
+from rl_notebook.data import load_rows
+from rl_notebook.toy import load_model, toy_rows
+
+
+class Broken(Exception):
+    "What a rollout raises."
+
+
+class Rows(RuleBasedStateMachine):
+    "Where each row is, whatever happens to the others."
+
+    @initialize(
+        per_step=st.integers(1, 3),
+        k=st.integers(1, 4),
+        bound=st.integers(0, 2),
+        room=st.none() | st.integers(0, 9),
+        total=st.integers(1, 24),
+    )
+    def open(self, per_step: int, k: int, bound: int, room: int | None, total: int) -> None:
+        self.per_step, self.k, self.bound, self.total = per_step, k, bound, total
+        self.room = None if room is None else k + room
+        self.loop = asyncio.new_event_loop()
+        self.complaints: list[Any] = []  # of callbacks, which nobody else would hear
+        self.loop.set_exception_handler(lambda loop, context: self.complaints.append(context))
+        self.now, self.idle, self.idle_before = 0.0, 0.0, 0.0
+        self.gate = Gate(per_step, k, bound, self.room)
+        # where the rows are
+        self.taken = 0
+        self.waiting: deque[int] = deque()  # to be drawn again
+        self.under_way: dict[int, tuple[int, asyncio.Future[bool]]] = {}  # (version, end) by row
+        self.ready: dict[int, int] = {}  # version by row, in the order in which they came
+        self.rejected: list[int] = []
+        self.training: dict[int, int] = {}  # a batch: version by row
+        self.last: dict[int, int] = {}  # the batch before it, for undo
+        self.trained: set[int] = set()
+        self.settled: set[int] = set()  # rejected, and part of a step
+        # what is going on
+        self.held = False  # no row is to be started
+        self.broken = False  # a rollout raised, and nobody was told yet
+        self.asking: asyncio.Task[list[Landed[Any]]] | None = None
+        self.draining: asyncio.Task[None] | None = None
+        self.producer = Producer(self.gate, self.take, self.run, lambda value: value[1], self.give_back, self.clock)
+
+    def teardown(self) -> None:
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        if hasattr(self, "loop"):
+            self.producer.held = "closed"
+            self.loop.run_until_complete(end())
+            self.loop.close()
+
+    # -- what the producer is made of, and what it tells the model by using it
+
+    def clock(self) -> float:
+        return self.now
+
+    def take(self) -> int | None:
+        if self.waiting:
+            return self.waiting.popleft()
+        if self.taken == self.total:
+            return None
+        self.taken += 1
+        return self.taken - 1
+
+    def run(self, number: int) -> Any:
+        assert not self.held, f"row {number} was started although no row is to be"
+        assert self.draining is None, f"row {number} was started while somebody waits until all have ended"
+        assert not self.broken, f"row {number} was started although a rollout has raised"
+        end = self.loop.create_future()
+        assert number not in self.under_way
+        self.under_way[number] = self.gate.version, end
+
+        async def drawn() -> tuple[int, bool]:
+            return number, await end
+
+        return drawn()
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            places = (self.under_way, self.ready, self.rejected)
+            assert sum(number in place for place in places) == 1, f"row {number} was not there to be given back"
+            self.under_way.pop(number, None)
+            self.ready.pop(number, None)
+            if number in self.rejected:
+                self.rejected.remove(number)
+            self.waiting.append(number)
+        self.waiting = deque(sorted(self.waiting))
+
+    @property
+    def rows_left(self) -> bool:
+        return bool(self.waiting) or self.taken < self.total
+
+    # -- what happens
+
+    def inside(self, call: Callable[[], Any]) -> Any:
+        "Call something in the event loop, and let everything happen that follows from it."
+
+        async def main() -> Any:
+            result = call()
+            for _ in range(6):
+                await asyncio.sleep(0)
+            return result
+
+        self.quiet = self.draining is not None
+        result = self.loop.run_until_complete(main())
+        if self.complaints:
+            raise self.complaints[0].get("exception") or AssertionError(self.complaints)
+        self.hear()
+        return result
+
+    def hear(self) -> None:
+        "Look whether a batch or the end of a drain has come."
+        if self.draining is not None and self.draining.done():
+            task, self.draining = self.draining, None
+            if not self.told(task.exception()):
+                assert not self.under_way, "drained, with rows under way"
+        if self.asking is not None and self.asking.done():
+            task, self.asking = self.asking, None
+            if not self.told(task.exception()):
+                self.begin_training(task.result())
+
+    def told(self, error: BaseException | None) -> bool:
+        "Whether somebody who waited got an error; then it is the right one, and nothing goes on behind it."
+        if isinstance(error, PhaseError) and not self.broken:
+            assert self.held, error
+            assert not self.under_way
+            assert len(self.ready) < self.per_step
+            return True
+        assert (error is not None) == self.broken
+        if error is not None:
+            assert isinstance(error, Broken | PhaseError)
+            self.broken, self.quiet = False, True
+            assert not [*self.under_way, *self.ready, *self.rejected], "something goes on behind an error"
+        return error is not None
+
+    def begin_training(self, batch: list[Landed[Any]]) -> None:
+        "A batch was handed over."
+        for row in batch:
+            version = self.ready.pop(row.number)
+            assert row.version == version
+            assert 0 <= self.gate.version - version <= self.bound, (
+                f"started at {version}, trained at {self.gate.version}"
+            )
+            assert row.number not in self.trained
+            assert row.value == (row.number, True)
+            assert row.began <= row.ended <= self.now
+            self.training[row.number] = version
+        assert len(batch) <= self.per_step
+        if len(batch) < self.per_step:
+            more = [*self.under_way, *self.ready] or self.rows_left
+            assert not more, "a batch is short, and more could come"
+        self.take_rejected()
+
+    def take_rejected(self) -> None:
+        assert [row.number for row in self.producer.take_rejected()] == self.rejected
+        self.settled |= {*self.rejected}
+        self.rejected = []
+
+    def eager(self) -> None:
+        "What may be started, is; but after an error or a drain nothing is, until somebody asks for a batch."
+        if not (self.held or self.broken or self.quiet):
+            assert not (self.gate.rows and self.rows_left), "a row could be started"
+
+    def landed(self, number: int, outcome: str) -> None:
+        version, end = self.under_way[number]
+        if outcome in ("raises", "cancels itself"):  # and is given back
+            end.cancel() if outcome == "cancels itself" else end.set_exception(Broken())
+            self.broken = True
+            return
+        del self.under_way[number]
+        if outcome == "useful":
+            self.ready[number] = version
+        else:
+            self.rejected.append(number)
+        end.set_result(outcome == "useful")
+
+    @rule(hours=st.integers(1, 5))
+    def time_passes(self, hours: int) -> None:
+        self.now += hours
+        self.idle += 0 if self.under_way else hours
+
+    @rule()
+    def fill(self) -> None:
+        self.inside(self.producer.fill)
+        self.eager()
+
+    ENDS = st.sampled_from(["useful"] * 5 + ["useless"] * 3 + ["raises", "cancels itself"])
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), outcome=ENDS)
+    def a_row_ends(self, data: st.DataObject, outcome: str) -> None:
+        number = data.draw(st.sampled_from(sorted(self.under_way)))
+        self.inside(lambda: self.landed(number, outcome))
+        self.eager()
+
+    @precondition(lambda self: len(self.under_way) > 1)
+    @rule(data=st.data(), outcome=st.sampled_from(["useful", "useless"]))
+    def rows_end_together(self, data: st.DataObject, outcome: str) -> None:
+        numbers = data.draw(st.lists(st.sampled_from(sorted(self.under_way)), unique=True, min_size=2))
+        self.inside(lambda: [self.landed(number, outcome) for number in numbers])
+        self.eager()
+
+    def ask(self) -> None:
+        self.asking = self.loop.create_task(self.producer.batch(self.per_step))
+
+    def publish(self) -> None:
+        self.trained |= {*self.training}
+        self.last, self.training = self.training, {}
+        self.gate.publish(self.gate.version + 1)
+        self.producer.fill()
+
+    @precondition(lambda self: not (self.asking or self.draining or self.training))
+    @rule()
+    def somebody_wants_a_batch(self) -> None:
+        self.inside(self.ask)
+
+    @precondition(lambda self: not (self.asking or self.draining or self.training or self.held or self.broken))
+    @rule()
+    def a_step_is_made_of_the_newest_rows(self) -> None:
+        self.make_step(lambda rows: rows[-1])
+
+    def make_step(self, next_row: Callable[[list[int]], int]) -> None:
+        self.inside(self.ask)
+        while self.asking is not None:
+            assert self.under_way, "somebody waits, and nothing is under way"
+            number = next_row([*self.under_way])  # in the order in which they were started
+            self.inside(lambda number=number: self.landed(number, "useful"))
+        self.inside(self.publish)
+        self.eager()
+
+    @precondition(lambda self: self.training and not self.draining)
+    @rule()
+    def weights_are_published(self) -> None:
+        self.inside(self.publish)
+        self.eager()
+
+    @precondition(lambda self: self.last and not (self.asking or self.draining or self.training))
+    @rule(at_once=st.booleans())
+    def the_last_step_is_undone(self, at_once: bool) -> None:
+        def undo() -> None:
+            version = self.gate.version - 1
+            kept = {n for n, v in self.ready.items() if v <= version} | {
+                n for n, (v, _) in self.under_way.items() if v <= version
+            }
+            self.producer.recall(newer_than=version)
+            assert {*self.ready, *self.under_way} == kept
+            self.gate.publish(version)
+            self.trained -= {*self.last}
+            self.training, self.last = self.last, {}
+            if at_once:
+                self.producer.fill()
+
+        self.inside(undo)
+
+    @precondition(lambda self: not (self.asking or self.draining))
+    @rule(at_once=st.booleans())
+    def everything_is_given_up(self, at_once: bool) -> None:
+        def give_up() -> None:
+            self.producer.recall()
+            assert not [*self.under_way, *self.ready, *self.rejected]
+            if at_once:
+                self.producer.fill()
+
+        self.inside(give_up)
+
+    @precondition(lambda self: not self.draining)
+    @rule()
+    def no_row_is_to_be_started(self) -> None:
+        self.held, self.producer.held = True, "paused"
+
+    @precondition(lambda self: self.held and not self.draining)
+    @rule()
+    def rows_are_started_again(self) -> None:
+        def resume() -> None:
+            self.held, self.producer.held = False, ""
+            self.producer.fill()
+
+        self.inside(resume)
+        self.eager()
+
+    @precondition(lambda self: not (self.asking or self.draining))
+    @rule()
+    def drain(self) -> None:
+        def begin() -> None:
+            self.draining = self.loop.create_task(self.producer.drain())
+
+        self.inside(begin)
+
+    # -- what holds
+
+    @invariant()
+    def every_row_is_in_one_place(self) -> None:
+        places = [self.waiting, self.under_way, self.ready, self.rejected, self.training, self.trained, self.settled]
+        assert sorted(number for place in places for number in place) == list(range(self.taken))
+
+    @invariant()
+    def the_producer_knows_them_there(self) -> None:
+        p = self.producer
+        assert p.flights.keys() == self.under_way.keys()
+        assert [(row.number, row.version) for row in p.ready] == list(self.ready.items())
+        assert [row.number for row in p.rejected] == self.rejected
+
+    @invariant()
+    def the_gate_counts_whole_rows(self) -> None:
+        assert self.gate.running == self.k * len(self.under_way)
+        assert self.gate.accepted == self.k * (len(self.ready) + len(self.training) + len(self.trained))
+
+    @invariant()
+    def nothing_is_overdrawn(self) -> None:
+        assert self.gate.staleness_capacity >= 0
+        assert self.room is None or self.k * len(self.under_way) <= self.room
+        assert self.gate.concurrency_capacity is None or self.gate.concurrency_capacity >= 0
+
+    @invariant()
+    def it_goes_on(self) -> None:
+        if self.asking is not None or self.draining is not None:
+            assert self.under_way, "somebody waits, and nothing is under way"
+        stuck = not (self.under_way or self.training or self.held or self.broken)
+        if stuck and self.rows_left:
+            assert self.gate.rows or len(self.ready) >= self.per_step, "no batch, and no row may be started"
+
+    @invariant()
+    def idle_time_is_right(self) -> None:
+        idle = self.producer.idle_seconds
+        assert idle == self.idle
+        assert idle >= self.idle_before
+        self.idle_before = idle
+
+
+TestRows = Rows.TestCase
+TestRows.settings = settings(max_examples=150, stateful_step_count=50)
+
+ORDERS = {"newest": lambda rows: rows[-1], "oldest": lambda rows: rows[0], "middle": lambda rows: rows[len(rows) // 2]}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_row_is_trained_in_time_in_the_worst_order(order: str) -> None:
+    for per_step, bound, room in product((1, 2, 3), (0, 1, 2, 3), (None, 2, 5)):
+        rows = Rows()
+        rows.open(per_step=per_step, k=1, bound=bound, room=room, total=7 * per_step + 1)
+        while rows.rows_left or rows.under_way or rows.ready:
+            rows.make_step(ORDERS[order])
+            for check in (rows.every_row_is_in_one_place, rows.the_gate_counts_whole_rows, rows.nothing_is_overdrawn):
+                check()
+        assert rows.trained == {*range(rows.total)}
+        rows.teardown()
+
+
+# -- and it would be noticed -------------------------------------------------------------------------------------
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    "Something that could be wrong in the gate or the producer."
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+@bug
+def accepted_rows_are_not_counted(monkeypatch):
+    monkeypatch.setattr(Gate, "accept", Gate.reject)
+
+
+@bug
+def rejected_rows_keep_their_place(monkeypatch):
+    monkeypatch.setattr(Gate, "reject", lambda gate: None)
+
+
+@bug
+def half_a_row_is_let_in(monkeypatch):
+    def rounded_up(gate):
+        free = [room for room in (gate.staleness_capacity, gate.concurrency_capacity) if room is not None]
+        return -(-max(0, min(free)) // gate.completions_per_prompt)
+
+    monkeypatch.setattr(Gate, "rows", property(rounded_up))
+
+
+@bug
+def the_room_of_the_sampler_is_forgotten(monkeypatch):
+    monkeypatch.setattr(Gate, "concurrency_capacity", property(lambda gate: None))
+
+
+@bug
+def a_version_too_many(monkeypatch):
+    honest = Gate.staleness_capacity.fget
+    monkeypatch.setattr(Gate, "staleness_capacity", property(lambda gate: honest(gate) + gate.batch))
+
+
+@bug
+def nobody_waits_for_a_slow_row(monkeypatch):
+    monkeypatch.setattr(async_loop, "pick", lambda producer, places: producer.ready[:places])
+
+
+@bug
+def the_newest_rows_go_first(monkeypatch):
+    monkeypatch.setattr(async_loop, "pick", lambda producer, places: producer.ready[::-1][:places])
+
+
+@bug
+def a_recall_forgets_rows_that_are_back(monkeypatch):
+    recall = async_loop.recall
+
+    def forgetful(producer, newer_than=-1):
+        producer.ready = []
+        recall(producer, newer_than)
+
+    monkeypatch.setattr(async_loop, "recall", forgetful)
+
+
+@bug
+def a_recall_spares_rows_that_taught_nothing(monkeypatch):
+    recall = async_loop.recall
+
+    def sparing(producer, newer_than=-1):
+        rejected, producer.rejected = producer.rejected, []
+        recall(producer, newer_than)
+        producer.rejected = rejected
+
+    monkeypatch.setattr(async_loop, "recall", sparing)
+
+
+@bug
+def rows_start_although_none_is_to_be(monkeypatch):
+    fill = async_loop.fill
+
+    def eager(producer):
+        held, producer.held = producer.held, ""
+        started = fill(producer)
+        producer.held = held
+        return started
+
+    monkeypatch.setattr(async_loop, "fill", eager)
+
+
+@bug
+def a_place_that_is_free_stays_so(monkeypatch):
+    land, fill = async_loop.land, Producer.fill
+
+    def without_refill(producer, number, task):
+        monkeypatch.setattr(Producer, "fill", lambda p: 0)
+        land(producer, number, task)
+        monkeypatch.setattr(Producer, "fill", fill)
+
+    monkeypatch.setattr(async_loop, "land", without_refill)
+
+
+@bug
+def a_row_that_raised_is_lost(monkeypatch):
+    land = async_loop.land
+
+    def careless(producer, number, task):
+        give_back, producer.give_back = producer.give_back, lambda numbers: None
+        land(producer, number, task)
+        producer.give_back = give_back
+
+    monkeypatch.setattr(async_loop, "land", careless)
+
+
+@bug
+def what_a_rollout_raised_is_not_said(monkeypatch):
+    monkeypatch.setattr(async_loop, "raise_failure", lambda producer: setattr(producer, "error", None))
+
+
+@bug
+def time_with_rows_under_way_is_idle_too(monkeypatch):
+    monkeypatch.setattr(Producer, "idle_seconds", property(lambda p: p.idle + p.clock() - p._idle_since))
+
+
+@bug
+def a_recall_stops_the_idle_clock(monkeypatch):
+    recall = async_loop.recall
+
+    def stopped(producer, newer_than=-1):
+        since = producer._idle_since
+        recall(producer, newer_than)
+        producer._idle_since = since
+
+    monkeypatch.setattr(async_loop, "recall", stopped)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    quick = settings(
+        max_examples=400,
+        stateful_step_count=50,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, KeyError, PhaseError)):
+        run_state_machine_as_test(Rows, settings=quick)
+
+
+# -- a loop that really trains -----------------------------------------------------------------------------------
+
+LOST = (5, 6, 11, 23)  # rows of which every draw is lost, the last one among them
+
+
+def unsteady_rollouts(setup: Any) -> Any:
+    "Draws that take their time, and some that come to nothing."
+
+    async def rollout(sample_prompt: dict, row_index: int, rollout_index: int) -> Any:
+        rng = np.random.default_rng([row_index, rollout_index])
+        await asyncio.sleep(float(rng.exponential(0.02)))
+        if row_index in LOST or rng.random() < 0.1:
+            return None
+        sample = await drawn(setup, sample_prompt, float(rng.random()))
+        await asyncio.sleep(float(rng.exponential(0.02)))
+        return sample
+
+    return rollout
+
+
+async def drawn(setup: Any, sample_prompt: dict, reward: float) -> RolloutSample:
+    params = replace(setup.params, seed=sample_prompt["seed"])
+    [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
+    return sample_from_completion(completion, reward=reward)
+
+
+def make_loop(rollouts: Any, rows: int, **options: Any) -> AsyncGRPOLoop:
+    "A loop that trains the small model."
+    small = {"completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 96, "learning_rate": 1e-3}
+    cfg = Config(recipe="async_rl_loop", prompt_groups_per_step=3, kl_beta=0.0, epochs=1, **small | options)
+    model, tokenizer = load_model("tiny")
+    backend = open_local(model, tokenizer, temperature=cfg.temperature, reference=False)
+    return AsyncGRPOLoop(backend, load_rows(toy_rows(rows, seed=3)), rollouts, cfg)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_every_row_is_in_one_record(bound: int) -> None:
+    loop = make_loop(unsteady_rollouts, 24, max_head_offpolicy_versions=bound, max_concurrency_rollout_sample=20)
+
+    async def run() -> list[Any]:
+        return [record async for record in loop]
+
+    records = asyncio.run(run())
+    numbers = [g.number for record in records for g in record.groups]
+    assert sorted(numbers) == list(range(24))
+    done: set[int] = set()
+    for record in records:
+        trained = [g for g in record.groups if len(g.samples) and np.ptp(g.rewards) > 0] if record.trained else []
+        offsets = [record.step - 1 - g.submitted for g in trained]
+        assert all(0 <= offset <= bound for offset in offsets), (record.step, offsets)
+        for g in record.groups:
+            assert len(g.samples) + len(g.dropped) == 4
+            assert all(g.submitted <= s.policy_version <= record.policy_version for s in g.samples)
+        if trained:
+            assert record.metrics["async/version_offset_max"] == max(offsets)
+            assert record.metrics["async/version_offset_min"] == min(offsets)
+        done |= {g.number for g in record.groups}
+        assert record.pending == tuple(sorted({*range(record.consumed)} - done))
+    assert records[-1].pending == ()
+    assert records[-1].consumed == 24
+
+
+def rollouts_with(slow: int, what: str) -> Any:
+    "Quick draws, but those of one row, which end in trouble: once, if they raise."
+    raised: list[int] = []
+
+    def factory(setup: Any) -> Any:
+        async def rollout(sample_prompt: dict, row_index: int, rollout_index: int) -> Any:
+            await asyncio.sleep(0.01)
+            if row_index == slow and not raised:
+                await asyncio.sleep(0.4)
+                if what == "lost":
+                    return None
+                raised.append(rollout_index)
+                raise ValueError("the tool is broken")
+            return await drawn(setup, sample_prompt, float(np.random.default_rng([row_index, rollout_index]).random()))
+
+        return rollout
+
+    return factory
+
+
+async def collect(loop: AsyncGRPOLoop, records: list[Any]) -> None:
+    async for record in loop:  # one by one, so that those before an error are kept
+        records.append(record)  # noqa: PERF401
+
+
+@pytest.mark.parametrize("options", [{}, {"synchronous_training": True}, {"pipeline_chunks_per_step": 3}], ids=str)
+def test_no_row_is_lost_behind_a_rollout_that_raises(options: dict[str, Any]) -> None:
+    loop = make_loop(rollouts_with(5, "raises"), 12, max_head_offpolicy_versions=1, **options)
+
+    async def run() -> list[Any]:
+        records = []
+        with pytest.raises(RewardError, match="the tool is broken"):
+            await collect(loop, records)
+        loop.resume()
+        return [*records, *[record async for record in loop]]
+
+    records = asyncio.run(run())
+    assert sorted(g.number for record in records for g in record.groups) == list(range(12))
+
+
+def test_a_run_may_end_with_rows_that_lost_all_their_samples() -> None:
+    loop = make_loop(rollouts_with(6, "lost"), 7, max_head_offpolicy_versions=1)
+
+    async def run() -> list[Any]:
+        return [record async for record in loop]
+
+    records = asyncio.run(run())
+    assert sorted(g.number for record in records for g in record.groups) == list(range(7))
+    assert records[-1].pending == ()
+
+
+def test_closing_ends_a_step_that_waits() -> None:
+    async def run() -> None:
+        loop = make_loop(rollouts_with(0, "lost"), 6)
+        step = asyncio.ensure_future(loop.step())
+        await asyncio.sleep(0.1)
+        await loop.close()
+        done, _ = await asyncio.wait([step], timeout=2)
+        step.cancel()
+        assert done, "a step waits for rows that were given up"
+        assert isinstance(step.exception(), PhaseError)
+
+    asyncio.run(run())
