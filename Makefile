@@ -63,13 +63,14 @@ notebooks: $(STAMP) ## run every notebook; their assertions are tests
 pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests among them
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --durations=5
 
-bench: $(BENCH_STAMP) ## measure against TRL and the floors, and how soon the views answer; JSON in benchmarks/results/
+bench: $(BENCH_STAMP) ## measure against TRL and the floors, how soon views answer, what overlaps; JSON in benchmarks/results/
 	@mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/step.py --setting tiny --json benchmarks/results/step_tiny.json
 	$(BIN)/python benchmarks/step.py --setting smollm2 --json benchmarks/results/step_smollm2.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
 	$(BIN)/python benchmarks/whatif.py --json benchmarks/results/whatif.json
 	$(BIN)/python benchmarks/dashboard.py --json benchmarks/results/dashboard.json
+	$(BIN)/python benchmarks/overlap.py --json benchmarks/results/overlap.json
 
 $(BENCH_STAMP): $(STAMP)
 	$(PIP) --editable '.[bench]'

@@ -1,6 +1,8 @@
 "The benchmarks measure what they say: equal gradients and equal work. How fast or small is for `make bench` to say."
 
+import asyncio
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -142,3 +144,66 @@ def test_the_summary_is_of_the_steps_after_the_first(step, setting, steps):
     assert result["seconds"]["trl"]["total"] == {"median": 5.0, "min": 5.0, "max": 5.0}
     assert result["times_floor"]["ours"]["total"] == pytest.approx(4)
     assert "2.50" in step.table(result)
+
+
+# --- overlap.py --------------------------------------------------------------------------------------------------
+
+overlap = script("overlap")
+SHORT = overlap.Setting(steps=6, groups=2, completions=2)
+
+
+@pytest.mark.parametrize(("latency", "training"), [(1.0, 2.0), (1.0, 1.0), (3.0, 1.0)])
+def test_with_a_version_of_room_the_longer_of_the_two_is_all_that_counts(latency, training):
+    setting = replace(SHORT, latency=latency, training=training)
+    strict, ahead = (overlap.scheduled(replace(setting, versions=o)) for o in (0, 1))
+    assert (ahead.sampling, ahead.training) == pytest.approx((6 * latency, 6 * training))
+    assert strict.both.wall == pytest.approx(6 * (latency + training))
+    assert ahead.both.wall == pytest.approx(6 * max(latency, training) + min(latency, training))  # the first, the last
+    assert (strict.both.age, ahead.both.age) == (0, 1)
+    assert ahead.both.trainer_idle == pytest.approx(1 - 6 * training / ahead.both.wall)
+    assert ahead.both.sampler_idle == pytest.approx(1 - 6 * latency / ahead.both.wall)
+
+
+@pytest.mark.parametrize(("versions", "places"), [(1, 1), (1, 2), (2, 2), (1, 4), (3, 4), (4, 4)])
+def test_no_schedule_is_faster_than_staleness_allows_and_ours_is_as_fast(versions, places):
+    found = overlap.scheduled(replace(SHORT, steps=20, versions=versions, places=places, latency=float(places)))
+    assert found.both.period == pytest.approx(found.bound)
+    assert overlap.enough_versions(found) == (found.bound == 1)
+
+
+def test_rollouts_that_differ_are_drawn_whole_and_again_the_same():
+    setting = replace(SHORT, spread=0.5)
+    first, again = overlap.scheduled(setting), overlap.scheduled(replace(setting))
+    assert first.both == again.both
+    assert first.bound is None
+    assert first.both.wall > overlap.scheduled(SHORT).both.wall
+
+
+def test_overlap_writes_its_figures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(overlap.schedules, "__defaults__", ((0.5,), (0, 1), (2,)))
+    file = tmp_path / "new" / "overlap.json"
+    asked = ["--part", "virtual", "--part", "local", "--steps", "4", "--real-steps", "2", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["overlap.py", *asked, "--json", str(file)])
+    overlap.main()
+    written = json.loads(file.read_text())
+    kinds = {"sampling", "training", "synchronous", "asynchronous"}
+    assert written["wall_over_max"] == pytest.approx(1 + 0.5 / 4)  # the shorter part shows once, at the ends
+    assert [len(part["runs"]) for part in written["virtual"].values()] == [2, 2, 4]
+    assert {kind for real in written["real"].values() for kind in real["runs"]} == kinds
+    assert all(run["wall"] > 0 for real in written["real"].values() for runs in real["runs"].values() for run in runs)
+    assert "local, rollouts wait elsewhere" in capsys.readouterr().out
+
+
+def test_overlap_trains_over_http():
+    pytest.importorskip("tinker", reason="the Tinker SDK is in the extra `tinker`")
+    pytest.importorskip("uvicorn", reason="the emulator needs the extra `emulator`")
+    from rl_notebook.backends.emulator import start_emulator
+
+    tiny = replace(SHORT, steps=2, latency=0.0)
+    with start_emulator() as running:
+        made, drawn = asyncio.run(overlap.measure_service(running.url, running.key, tiny, 1, lambda line: None))
+    assert made.setting.latency == drawn.setting.latency > 0
+    assert drawn.setting.sampled
+    for real in (made, drawn):
+        assert {len(runs) for runs in real.runs.values()} == {1}
+        assert "async" in overlap.real_table([real])
