@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, Generic, Self, TypeVar
 
@@ -36,13 +37,14 @@ from rl_notebook.loop import (
 )
 from .records import StepRecord
 from .rollouts import Prompt, Rollouts, balanced_chunks, require_some
-from .step import Listing, Measured, list_groups, list_prompts, list_rollouts
+from .step import Listing, LossReport, Measured, list_groups, list_prompts, list_rollouts
 
 # %% auto #0
-__all__ = ['T', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'own', 'land', 'pick', 'next_batch',
-           'raise_failure', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers', 'teaches', 'admit_phase',
-           'collect_phase', 'lay_out', 'placed', 'graded_phase', 'chunked_half', 'gate_metrics', 'wait_metrics',
-           'AsyncGRPOLoop', 'stand', 'take_back', 'give_up', 'refuse_under_way', 'hand_over']
+__all__ = ['T', 'DRAINING', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'own', 'land', 'pick',
+           'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers', 'teaches',
+           'take_down', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed', 'graded_phase', 'chunked_half',
+           'gate_metrics', 'wait_metrics', 'AsyncGRPOLoop', 'stand', 'take_back', 'give_up', 'refuse_under_way',
+           'hand_over']
 
 # %% ../nbs/34_async_loop.ipynb #1b102664
 @dataclass
@@ -224,13 +226,18 @@ def land(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
 
 # %% ../nbs/34_async_loop.ipynb #8692bb1f
 def pick(producer: Producer[T], places: int) -> list[Landed[T]]:
-    "What can be trained now: rows whose last chance it is, and others as far as they leave places for these."
-    p = producer
-    last = p.gate.version - p.gate.max_head_offpolicy_versions  # started then or before: now or never
-    due = [row for row in p.ready if row.version <= last]
-    others = [row for row in p.ready if row.version > last]
-    expected = sum(flight.version <= last for flight in p.flights.values())
-    return [*due, *others[: max(0, places - len(due) - expected)]]
+    "What can be trained now: first come first served, as far as every older row keeps a place before it is too old."
+    p, gate, taken = producer, producer.gate, list[Landed[T]]()
+    per_step, bound = gate.groups_per_step, gate.max_head_offpolicy_versions
+    waiting = [row.version for row in (*p.flights.values(), *p.ready)]
+    for row in p.ready:
+        left = places - len(taken) - 1  # in this step, without this row
+        until = lambda version, left=left: left + (version + bound - gate.version) * per_step  # places before too late
+        older = range(gate.version - bound, row.version)
+        if left >= 0 and all(sum(w <= version for w in waiting) <= until(version) for version in older):
+            taken.append(row)
+            waiting.remove(row.version)
+    return taken
 
 
 async def next_batch(producer: Producer[T], count: int, places: int) -> list[Landed[T]]:
@@ -257,15 +264,28 @@ def raise_failure(producer: Producer[Any]) -> None:
         raise error
 
 
+DRAINING = "waiting for the rows under way"
+
+
+@contextmanager
+def kept(producer: Producer[T], rows: list[Landed[T]]) -> Iterator[None]:
+    "Rows of a batch are ready again if what is done with them fails."
+    try:
+        yield
+    except BaseException:
+        producer.ready[:0] = rows
+        raise
+
+
 async def drain(producer: Producer[Any]) -> None:
     "Wait until nothing is under way, and start nothing meanwhile."
-    before, producer.held = producer.held, producer.held or "waiting for the rows under way"
+    producer.held = producer.held or DRAINING
     try:
         while producer.flights and producer.error is None:
             producer.changed.clear()
             await producer.changed.wait()
     finally:
-        producer.held = before
+        producer.held = "" if producer.held == DRAINING else producer.held
     raise_failure(producer)
 
 
@@ -283,6 +303,7 @@ def recall(producer: Producer[Any], newer_than: int = -1) -> None:
     p.ready = [row for row in p.ready if row.version <= newer_than]
     p.rejected = [row for row in p.rejected if row.version <= newer_than]
     p._idle_since = p.clock() if late and not p.flights else p._idle_since
+    p.changed.set()
     p.give_back(row.number for row in (*late, *back, *gone))
 
 # %% ../nbs/34_async_loop.ipynb #566d40dc
@@ -341,20 +362,25 @@ def encode_numbers(loop: AsyncGRPOLoop, numbers: Iterable[int]) -> list[Prompt]:
 
 
 def teaches(loop: AsyncGRPOLoop, answered: Answered) -> bool:
-    "Whether a row becomes training sequences; counts what is lost."
-    useful, group = trains_on(loop, answered.group), answered.group
-    counts = loop.flow.counts
-    counts["samples"] += len(group.samples)
-    counts["sample_fails"] += len(group.dropped)
-    counts["filter_drops"] += bool(group.samples) and not useful
-    return useful
+    "Whether a row becomes training sequences."
+    return trains_on(loop, answered.group)
+
+
+def take_down(loop: AsyncGRPOLoop, rows: Sequence[Landed[Answered]]) -> None:
+    "Note the rows of a step: what was lost, and how full the pipeline was when they were complete."
+    flow = loop.flow
+    flow.landed = [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
+    for group in (row.value.group for row in rows):
+        flow.counts["samples"] += len(group.samples)
+        flow.counts["sample_fails"] += len(group.dropped)
+        flow.counts["filter_drops"] += bool(group.samples) and not trains_on(loop, group)
+    flow.at_step = gate_metrics(loop)
 
 # %% ../nbs/34_async_loop.ipynb #dea4e9e2
 def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
     "Start the rows that may be started; shows those that are under way or back."
     enter(loop.state, "prompts")
-    p = loop.flow.producer
-    p.held = "" if p.held == AT_REST else p.held
+    p = at_work(loop)
     with timed(loop, "prompts"):
         p.fill()
         numbers = sorted({*p.flights, *(row.number for row in p.ready)})
@@ -368,12 +394,20 @@ def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
 async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
     "Wait for a batch."
     enter(loop.state, "sample")
-    p = loop.flow.producer
+    p = at_work(loop)
     with timed(loop, "sample"):
         live = await p.batch(loop.cfg.prompt_groups_per_step)
-        if loop.cfg.synchronous_training:
-            await p.drain()
+        with kept(p, live):
+            if loop.cfg.synchronous_training:
+                await p.drain()
     return lay_out(loop, live)
+
+
+def at_work(loop: AsyncGRPOLoop) -> Producer[Answered]:
+    "The producer of a loop that somebody steps; a pause stays a pause."
+    producer = loop.flow.producer
+    producer.held = "" if producer.held == AT_REST else producer.held
+    return producer
 
 
 def lay_out(loop: AsyncGRPOLoop, live: Sequence[Landed[Answered]]) -> Listing[Rollouts]:
@@ -382,8 +416,7 @@ def lay_out(loop: AsyncGRPOLoop, live: Sequence[Landed[Answered]]) -> Listing[Ro
     rows = [*in_order(live), *in_order(flow.producer.take_rejected())]
     if not rows:
         raise PhaseError("sample", got="no row", expected="rows under way", fix="Raise epochs, or pass more rows.")
-    flow.landed = [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
-    flow.at_step = gate_metrics(loop)
+    take_down(loop, rows)
     rollouts = [row.value.rollouts for row in flow.landed]
     loop.state.values["prompts"] = list_prompts([r.prompt for r in rollouts], loop.backend.tokenizer)
     loop.state.policy_version = loop.policy_version
@@ -402,30 +435,29 @@ def graded_phase(loop: AsyncGRPOLoop) -> Listing[PromptGroup]:
     enter(loop.state, "score")
     groups = [row.value.group for row in loop.flow.landed]
     with timed(loop, "score"):
-        require_some(groups)
+        if not loop.flow.counts["samples"]:
+            require_some(groups)
     return loop.state.put("score", list_groups([replace(g, advantages=None, turn_advantages=None) for g in groups]))
 
 # %% ../nbs/34_async_loop.ipynb #a36b7797
 async def chunked_half(loop: AsyncGRPOLoop) -> None:
     "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
     admit_phase(loop)
-    live, reports = list[Landed[Answered]](), []
+    p, live, reports = loop.flow.producer, list[Landed[Answered]](), list[LossReport]()
     await fresh_gradient(loop)
-    places = loop.cfg.prompt_groups_per_step
-    for count in balanced_chunks(places, loop.cfg.pipeline_chunks_per_step):
-        with timed(loop, "sample"):
-            rows = await loop.flow.producer.batch(count, places - len(live))
-        if rows:
+    with kept(p, live):
+        for count in balanced_chunks(loop.cfg.prompt_groups_per_step, loop.cfg.pipeline_chunks_per_step):
+            with timed(loop, "sample"):
+                rows = await p.batch(count, loop.cfg.prompt_groups_per_step - len(live))
             rows = sorted(rows, key=lambda row: row.number)
             groups = [placed(row, len(live) + i).group for i, row in enumerate(rows)]
-            with timed(loop, "backward"):
-                reports.append(await train_chunk(loop, compared(loop, groups)))
             live += rows
+            if rows:
+                with timed(loop, "backward"):
+                    reports.append(await train_chunk(loop, compared(loop, groups)))
     for phase in ("sample", "backward"):
         loop.state.seconds[phase] = sum(end - begin for name, begin, end in loop.state.spans if name == phase)
-    rejected = sorted(loop.flow.producer.take_rejected(), key=lambda row: row.number)
-    loop.flow.landed = [replace(row, value=placed(row, i)) for i, row in enumerate([*live, *rejected])]
-    loop.flow.at_step = gate_metrics(loop)
+    take_down(loop, [*live, *sorted(p.take_rejected(), key=lambda row: row.number)])
     settle_passes(loop, [row.value for row in loop.flow.landed], reports)
 
 # %% ../nbs/34_async_loop.ipynb #5fdbe16e

@@ -242,7 +242,7 @@ class IGPOConfig:
     ig_weight: float = 1.0  # of the information gain beside the outcome; 0 = the outcome alone
     gamma: float = 0.99  # discount from a turn to the one before it
     scoring_workers: int = 8  # prefixes scored at the same time
-    skip_ig_last_turn: bool = False  # give the last turn, which states the answer, no information gain
+    skip_ig_last_turn: bool = True  # the last turn states the answer, so nothing is gained for it; False = as others
     answer_lead: str = ""  # text between what was said so far and the answer that is scored after it
 
 # %% ../nbs/06_config.ipynb #416b7a35

@@ -103,7 +103,8 @@ def datum_from_sample(
     datum = datum_from_tokens_weights(sample.tokens, weights, max_seq_len, **place)
     series = target_from_token(sample.logprobs, num_tokens=len(sample.tokens), where=datum.where)
     kept = len(datum.weights)
-    pushed = float(advantage) if np.ndim(advantage) == 0 else per_target(sample, np.asarray(advantage))[:kept]
+    each = np.asarray(advantage, np.float64)
+    pushed = per_target(sample, each)[:kept] if each.ndim else float(each)
     routing = None if sample.routing is None else sample.routing[:kept]
     return replace(datum, sampler_logprobs=series[:kept], advantage=pushed, routing=routing)
 

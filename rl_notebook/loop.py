@@ -187,6 +187,13 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     if None not in sizes and sizes[0] != sizes[1]:
         fix = "Policy and reference must be the same model, or share a tokenizer."
         yield "reference vocabulary", f"{sizes[1]} tokens", f"{sizes[0]}, as the policy", fix
+    if cfg.router_replay and not can.routing:
+        yield (
+            "router_replay",
+            True,
+            "False",
+            f"{can.name} was opened without it: pass router_replay=True, or leave it out.",
+        )
     if cfg.lora_rank != can.lora_rank:
         yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
@@ -525,9 +532,9 @@ async def side_by_side(loop: Loop, prompts: Sequence[Prompt], job: Callable[[Pro
 
 # %% ../nbs/33_loop.ipynb #211a209c
 def patience(loop: Loop) -> dict[str, Any]:  # options of `draw`
-    "What is done when samples are lost."
-    c = loop.cfg
-    return {"retries": c.rollout_retries, "group_retries": c.max_incomplete_group_retries, "breaker": loop.breaker}
+    "What is done when samples are lost; a sampler that stays away is an error, unless a rollout function asks it."
+    c, breaker = loop.cfg, loop.breaker if loop.task.rollout_fn is not None else None
+    return {"retries": c.rollout_retries, "group_retries": c.max_incomplete_group_retries, "breaker": breaker}
 
 
 async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
@@ -585,7 +592,9 @@ def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
     "Why no group of a step is trained on, in words."
     rewards = [g.rewards for g in groups if len(g.samples)]
     values = sorted({round(float(r[0]), 6) for r in rewards if is_dead(r)})
-    empty = len(groups) - len(rewards)
+    empty, kept_out = len(groups) - len(rewards), sum(not is_dead(r) for r in rewards)
+    if kept_out:
+        return f"none of {len(groups)} groups is trained on: the filter left out {kept_out} whose answers differ"
     parts = [f"all {len(groups)} groups are dead: within each, every answer earned the same reward"]
     parts += [f"({', '.join(f'{v:g}' for v in values)})"] if values else []
     return " ".join(parts) + (f"; {empty} of them lost all their samples" if empty else "")

@@ -22,12 +22,11 @@ __all__ = ['MARKS', 'UNSCORABLE', 'NOT_AGAIN', 'PhaseComparison', 'Piece', 'diff
            'output_pieces', 'metric_pieces', 'replay_backward', 'replay_update', 'replay', 'compare_loops']
 
 # %% ../nbs/37_travel.ipynb #c54bab8c
-from .advantages import with_advantages
 from .core import DataError, Datum, LossOutput, PromptGroup, RecordError
 from .data import Row
 from .loop import GRPOLoop, Loop, StepState
-from .loop import draw_prompt, encode, group_datums, have_tokens, list_training, on_stage, rebuild, record_of
-from .loop import repeat_backward, side_by_side, sync_as_drawn, trains_on, way_to
+from .loop import compared, draw_prompt, encode, group_datums, have_tokens, list_training, on_stage, rebuild
+from .loop import record_of, repeat_backward, side_by_side, sync_as_drawn, trains_on, way_to
 from .records import Run, StepRecord, html_table, metrics_frame, metrics_row, spans
 from .rewards import as_reward_fns
 from .rollouts import Prompt, Rollouts
@@ -243,9 +242,9 @@ def replay_score(
 # %% ../nbs/37_travel.ipynb #23b5e6a4
 def replay_advantages(loop: Loop, record: StepRecord) -> PhaseComparison:
     "Compare the samples of each recorded group again."
-    bare = [replace(g, advantages=None) for g in record.groups]
-    again = with_advantages(bare, scale=loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
-    known = lambda g: [] if g.advantages is None else g.advantages
+    bare = [replace(g, advantages=None, turn_advantages=None) for g in record.groups]
+    again = compared(loop, bare)
+    known = lambda g: np.concatenate([[] if g.advantages is None else g.advantages, *(g.turn_advantages or ())])
     pairs = zip(again, record.groups, strict=True)
     return compare("advantages", [Piece("advantages", "", b.where, known(a), known(b)) for a, b in pairs])
 
@@ -286,7 +285,7 @@ async def stand_before(loop: GRPOLoop, record: StepRecord, run: Run) -> tuple[li
     return [compare("weights", [piece])], "", f"{base}, {steps} made again"
 
 # %% ../nbs/37_travel.ipynb #991e5587
-UNSCORABLE = re.compile(r"sample (\d+) is unscorable")  # as `assemble` writes it
+UNSCORABLE = re.compile(r"(?:sample|run) (\d+) is unscorable")  # as `assemble` writes it
 
 
 def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> str:
@@ -306,8 +305,10 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
 def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> Iterator[Piece]:
     "Tokens and logprobs of all samples that were kept."
     for r, g in zip(drawn, groups, strict=True):
+        if any("min_group_size" in reason for reason in g.dropped):
+            continue  # its samples were given up
         lost = {int(m[1]) for reason in g.dropped if (m := UNSCORABLE.fullmatch(reason))}
-        again = [s for i, s in enumerate(r.samples) if i not in lost]
+        again = [s for run, s in zip(r.runs or range(len(r.samples)), r.samples, strict=True) if run not in lost]
         yield Piece("samples", "samples", g.where, float(len(again)), float(len(g.samples)))
         for i, (a, b) in enumerate(zip(again, g.samples, strict=False)):
             place = sample_place(g, i)
