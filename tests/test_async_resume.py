@@ -1,0 +1,323 @@
+"""Kill -9 at any point of an asynchronous run, resume, kill again: every row is trained once, and the run is whole.
+
+Runs are processes of their own, forked from a server that has imported everything. Where one is killed is drawn from a
+seed: the n-th time that it comes to a place, before, inside or after what is done there, or after a while. Several
+kills fall on the same run folder, one after the other. `RL_NOTEBOOK_KILLS=20 pytest tests/test_async_resume.py` makes
+twenty of them; the table of what happened comes at the end of the run.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from rl_notebook.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local import open_local
+from rl_notebook.chat import sample_from_completion
+from rl_notebook.data import load_rows
+from rl_notebook.recipes.async_rl_loop import Config
+from rl_notebook.records import Run
+from rl_notebook.toy import load_model, toy_rows
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["rl_notebook.recipes.async_rl_loop", "peft"])
+
+KILLS = int(os.environ.get("RL_NOTEBOOK_KILLS", "6"))
+PER_RUN = 4  # kills of one run folder
+ROWS, K = 24, 4
+SETTINGS = {
+    "prompt_groups_per_step": 3,
+    "completions_per_prompt": K,
+    "max_completion_tokens": 8,
+    "max_seq_len": 64,
+    "learning_rate": 1e-3,
+    "kl_beta": 0.0,
+    "epochs": 1,
+    "shuffle": True,
+}
+VARIANTS = [  # (versions ahead, steps between checkpoints, other settings)
+    (1, 1, {}),
+    (2, 2, {}),
+    (2, 1, {"pipeline_chunks_per_step": 3}),
+    (1, 2, {"ppo_n_minibatches": 2}),
+    (2, 1, {"max_concurrency_rollout_sample": 3 * K}),
+]
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+
+def make_rollout_fn(setup: Any) -> Any:
+    "Answers that take their time. Every fifth row is dead, and some draws come to nothing."
+    log = setup.extras.get("log")
+
+    async def rollout_fn(sample_prompt: dict, row_index: int, rollout_index: int) -> Any:
+        rng = np.random.default_rng([row_index, rollout_index])
+        if log is not None and rollout_index == 0:
+            log(row_index)
+        await asyncio.sleep(float(rng.exponential(0.01)))
+        if rng.random() < 0.05:
+            return None
+        params = replace(setup.params, seed=sample_prompt["seed"])
+        [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
+        reward = 1.0 if row_index % 5 == 3 else sum(map(ord, completion.text)) % 7 + rollout_index / 10
+        return sample_from_completion(completion, reward=reward)
+
+    return rollout_fn
+
+
+# --- where it is killed -----------------------------------------------------------------------------------------------
+
+PLACES = {  # phase: (module, owner, function)
+    "backward": ("backends.local", "LocalTrainer", "forward_backward_custom"),
+    "optimize": ("backends.local", "LocalTrainer", "optim_step"),
+    "sync": ("backends.local", "LocalTrainer", "save_weights_for_sampler"),
+    "record": ("records", "", "write_record"),
+    "line of metrics": ("records", "", "_append_line"),
+    "checkpoint": ("backends.local", "LocalTrainer", "save_state"),
+    "checkpoint, its end": ("records", "", "_write_described"),
+    "old checkpoints": ("records", "", "_keep_last"),
+    "sampling": ("backends.local", "LocalSampler", "sample"),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    "Where a process ends."
+
+    place: str  # of PLACES, or "any time"
+    when: str = ""  # before, inside or after what is done there
+    count: int = 1  # the n-th time that it comes there
+    seconds: float = 0.0  # "inside": after it has begun; "any time": after the first answer
+
+    def __str__(self) -> str:
+        if self.place == "any time":
+            return f"{1e3 * self.seconds:.0f} ms after the first answer"
+        return f"{self.when} {self.place}, time {self.count}"
+
+
+def points(seed: int) -> Iterator[Point]:
+    "Points without end: every place comes up before one of them does again."
+    rng = np.random.default_rng(seed)
+    while True:
+        for place in rng.permutation([*PLACES, "any time"]).tolist():
+            if place == "any time":
+                yield Point(place, seconds=float(rng.uniform(0.0, 0.6)))
+                continue
+            count = int(rng.integers(1, 3)) * (6 if place == "sampling" else 1)
+            yield Point(place, str(rng.choice(["before", "inside", "after"])), count, float(rng.uniform(0, 0.01)))
+
+
+def die() -> None:
+    "As if somebody else had said kill -9."
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(point: Point, note: Callable[[str], None]) -> None:
+    "Arrange the end of this process, and note where it is meanwhile."
+    import importlib
+
+    for place, (module, owner, name) in PLACES.items():
+        home = importlib.import_module(f"rl_notebook.{module}")
+        home = getattr(home, owner) if owner else home
+        setattr(home, name, mined(getattr(home, name), place, point, note))
+
+
+def mined(function: Any, place: str, point: Point, note: Callable[[str], None]) -> Any:
+    "A function that may be the last one."
+    seen = Counter()
+
+    def enter() -> bool:
+        seen["calls"] += 1
+        note(place)
+        if point.place == "any time" and seen["calls"] == 1 and place == "sampling":
+            threading.Timer(point.seconds, die).start()
+        here = point.place == place and seen["calls"] == point.count
+        if here and point.when == "before":
+            die()
+        if here and point.when == "inside":
+            threading.Timer(point.seconds, die).start()
+        return here
+
+    def leave(here: bool) -> None:
+        note(f"after {place}")
+        if here:
+            die()
+
+    if asyncio.iscoroutinefunction(function):
+
+        async def both(*args: Any, **kwargs: Any) -> Any:
+            here = enter()
+            result = await function(*args, **kwargs)
+            leave(here)
+            return result
+    else:
+
+        def both(*args: Any, **kwargs: Any) -> Any:
+            here = enter()
+            result = function(*args, **kwargs)
+            leave(here)
+            return result
+
+    return both
+
+
+def body(settings: dict[str, Any], resume: bool, point: Point | None, seen: Any) -> None:
+    "What the process does."
+    import torch
+
+    from rl_notebook.recipes.async_rl_loop import main
+
+    folder = settings["log_path"]
+    sys.stdout = sys.stderr = open(f"{folder}.out", "a", buffering=1)  # noqa: SIM115 (until it ends)
+    torch.set_num_threads(1)
+    if point is not None:
+        die_at(point, lambda place: setattr(seen, "value", place.encode()))
+    drawn = os.open(f"{folder}.drawn", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    extras = {"log": lambda number: os.write(drawn, f"{os.getpid()} {number}\n".encode())}
+    given = {"rollout_fn_factory": make_rollout_fn, "rows": toy_rows(ROWS, seed=3), "rollout_extras": extras}
+    print(main(Config(**settings), resume=resume, say=print, progress=False, **given))
+
+
+# --- a run that is killed again and again -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Killed:
+    "What was found after a kill."
+
+    variant: str
+    point: str
+    phase: str  # the last place that the process is known to have come to
+    steps: int  # with a record
+    resumed_from: int  # the step
+    redrawn: int  # rows
+    outcome: str = "whole"
+
+
+def start(settings: dict[str, Any], resume: bool, point: Point | None) -> tuple[int, str, str]:
+    "Run until the end, or until the point; (exit status, last place, what was said)."
+    seen = SERVER.Array("c", 64)
+    process = SERVER.Process(target=body, args=(settings, resume, point, seen))
+    process.start()
+    process.join(300)
+    said = Path(f"{settings['log_path']}.out").read_text()
+    assert process.exitcode is not None, f"the process did not end\n{said}"
+    return process.exitcode, seen.value.decode(), said
+
+
+def draws(folder: Path) -> list[list[int]]:
+    "Rows that were started, by process."
+    by_process: dict[str, list[int]] = {}
+    for line in Path(f"{folder}.drawn").read_text().splitlines():
+        process, number = line.split()
+        by_process.setdefault(process, []).append(int(number))
+    return list(by_process.values())
+
+
+def there(folder: Path, kind: str) -> list[int]:
+    "Steps of which there is a record, or a checkpoint."
+    path = folder / kind
+    return sorted(int(p.name) for p in path.iterdir() if p.name.isdigit()) if path.is_dir() else []
+
+
+def kill_and_resume(settings: dict[str, Any], upcoming: Iterator[Point], kills: int, label: str) -> list[Killed]:
+    "Begin a run, kill it so many times, and let it end."
+    folder, found, resume = Path(settings["log_path"]), list[Killed](), False
+    while len(found) < kills:
+        point = next(upcoming)
+        status, phase, said = start(settings, resume, point)
+        if status == 0:  # it ended before it came there
+            break
+        assert status == -signal.SIGKILL, said
+        resume = (folder / "run.json").exists()
+        recorded, saved = there(folder, "steps"), there(folder, "checkpoints")
+        found.append(Killed(label, str(point), phase, len(recorded), max([0, *saved]), 0))
+    status, _, said = start(settings, resume, None)
+    assert status == 0, said
+    per_process, before = draws(folder), set[int]()
+    again = []
+    for rows in per_process:
+        assert len(rows) == len(set(rows)), "a row was started twice in one process"
+        again.append(len(set(rows) & before))
+        before |= set(rows)
+    return [replace(k, redrawn=n) for k, n in zip(found, again[1:], strict=False)]
+
+
+def check_whole(folder: Path) -> None:
+    "Every row once, every step readable, every number of the gate within its bounds."
+    run = Run.open(folder)
+    records = list(run)
+    assert [r.step for r in records] == list(range(1, len(records) + 1))
+    assert sorted(g.number for r in records for g in r.groups) == list(range(ROWS))
+    bound, done = run.config["max_head_offpolicy_versions"], set[int]()
+    for record in records:
+        done |= {g.number for g in record.groups}
+        assert record.pending == tuple(sorted({*range(record.consumed)} - done))
+        offsets = [record.step - 1 - g.submitted for g in record.groups if record.trained and np.ptp(g.rewards) > 0]
+        assert all(0 <= offset <= bound for offset in offsets)
+        assert np.isfinite(record.metrics["reward"])
+    assert (records[-1].pending, records[-1].consumed) == ((), ROWS)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "reason" in line] == [r.step for r in records]
+    last = run.latest_checkpoint()
+    assert last is not None
+    assert (last.step, last.extra.get("pending"), last.cursor["consumed"]) == (len(records), [], ROWS)
+    assert not list(folder.glob("**/.*.writing"))
+    assert (folder / "report.html").exists()
+
+
+async def check_weights(folder: Path, copy: Path) -> None:
+    "The updates in the records, made from the beginning, give the weights that each step was trained with."
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "checkpoints")
+    run = Run.open(copy)
+    model, tokenizer = load_model("tiny")
+    backend = open_local(model, tokenizer)
+    loop = AsyncGRPOLoop(backend, load_rows(toy_rows(ROWS, seed=3)), make_rollout_fn, Config.from_dict(run.config))
+    arrival = await loop.seek(max(run.steps), run)
+    await loop.close()
+    assert arrival.gap == 0.0
+    [saved] = (folder / "checkpoints" / f"{max(run.steps):05d}").glob("**/*.safetensors")
+    ended = load_file(saved)
+    ours = {k: v.detach().numpy() for k, v in backend.policy.state.params.items()}
+    assert [k for k, v in ours.items() if not np.array_equal(v, ended[f"weights/{k}"])] == []
+
+
+CHAINS = [min(PER_RUN, KILLS - i) for i in range(0, KILLS, PER_RUN)]
+
+
+@pytest.mark.parametrize("chain", range(len(CHAINS)))
+def test_kill_9_at_seeded_points_loses_no_row_and_trains_none_twice(chain: int, tmp_path: Path, say: Any) -> None:
+    versions, every, other = VARIANTS[chain % len(VARIANTS)]
+    settings = SETTINGS | {"max_head_offpolicy_versions": versions, "dcp_save_interval": every, "seed": chain} | other
+    label = f"O={versions}, checkpoint every {every}" + "".join(f", {k}={v}" for k, v in other.items())
+    done, upcoming = list[Killed](), points(chain)
+    while len(done) < CHAINS[chain]:  # a run that ends early is followed by another
+        folder = tmp_path / f"run-{len(done)}"
+        done += kill_and_resume(settings | {"log_path": str(folder)}, upcoming, CHAINS[chain] - len(done), label)
+        check_whole(folder)
+        asyncio.run(check_weights(folder, tmp_path / f"copy-{len(done)}"))
+    say(table(done))
+
+
+def table(done: list[Killed]) -> str:
+    "What happened, in columns."
+    rows = [("killed", "last place", "records", "went on after", "rows drawn again", "outcome")]
+    rows += [(k.point, k.phase, str(k.steps), str(k.resumed_from), str(k.redrawn), k.outcome) for k in done]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"kill -9, {done[0].variant}", *lines])
