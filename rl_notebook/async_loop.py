@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,11 +41,11 @@ from .rollouts import Prompt, Rollouts, balanced_chunks, require_some
 from .step import Listing, LossReport, Measured, list_groups, list_prompts, list_rollouts
 
 # %% auto #0
-__all__ = ['T', 'DRAINING', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'own', 'land', 'pick',
+__all__ = ['T', 'DRAINING', 'BARREN', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'own', 'land', 'pick',
            'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers', 'teaches',
            'take_down', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed', 'graded_phase', 'chunked_half',
-           'gate_metrics', 'wait_metrics', 'AsyncGRPOLoop', 'stand', 'take_back', 'give_up', 'refuse_under_way',
-           'hand_over']
+           'gate_metrics', 'wait_metrics', 'AsyncPhases', 'AsyncGRPOLoop', 'stand', 'take_back', 'give_up',
+           'refuse_under_way', 'hand_over']
 
 # %% ../nbs/34_async_loop.ipynb #1b102664
 @dataclass
@@ -128,38 +129,33 @@ class Landed(Generic[T]):
     ended: float
 
 # %% ../nbs/34_async_loop.ipynb #fc0f00f2
+@dataclass(eq=False)
 class Producer(Generic[T]):
     "Keeps as many rows under way as the gate admits."
 
-    def __init__(
-        self,
-        gate: Gate,
-        take: Callable[[], int | None],  # number of the next row; None = there is none now
-        run: Callable[[int], Awaitable[T]],  # draws and grades a row
-        useful: Callable[[T], bool],  # whether it can be trained on
-        give_back: Callable[[Iterable[int]], None] = lambda numbers: None,  # rows that have to be drawn again
-        clock: Callable[[], float] = time.perf_counter,  # seconds
-    ):
-        self.gate, self.take, self.run, self.useful, self.clock = gate, take, run, useful, clock
-        self.give_back = give_back
-        self.flights: dict[int, Flight] = {}  # by number
-        self.ready: list[Landed[T]] = []  # to be trained on, in the order in which they came
-        self.rejected: list[Landed[T]] = []  # the others, until a step takes them into its record
-        self.held = ""  # why no row is started; empty = they are
-        self.error: BaseException | None = None  # of a rollout, until somebody waits for a batch
-        self.changed = asyncio.Event()
-        self.idle, self._idle_since = 0.0, clock()  # seconds without a row under way
+    gate: Gate
+    take: Callable[[], int | None]  # number of the next row; None = there is none now
+    run: Callable[[int], Awaitable[T]]  # draws and grades a row
+    useful: Callable[[T], bool]  # whether it can be trained on
+    give_back: Callable[[Iterable[int]], None] = lambda numbers: None  # rows that have to be drawn again
+    clock: Callable[[], float] = time.perf_counter  # seconds
+    flights: dict[int, Flight] = field(default_factory=dict)  # by number
+    ready: list[Landed[T]] = field(default_factory=list)  # to be trained on, in the order in which they came
+    rejected: list[Landed[T]] = field(default_factory=list)  # the others, until a step takes them into its record
+    held: str = ""  # why no row is started; empty = they are
+    error: BaseException | None = None  # of a rollout, until somebody waits for a batch
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: float = 0.0  # seconds without a row under way, until the last row was started
+
+    def __post_init__(self):
+        self.idle_since = self.clock()
 
     def fill(self) -> int:  # rows started
         "Start what may be started."
         return fill(self)
 
-    async def batch(
-        self,
-        count: int,  # rows
-        places: int | None = None,  # that the optimizer step has left, these among them; None = no more than these
-    ) -> list[Landed[T]]:
-        "Wait for so many useful rows: those whose last chance it is, then first come first served; fewer at the end."
+    async def batch(self, count: int, places: int | None = None) -> list[Landed[T]]:
+        "Wait for so many useful rows, of the `places` that the optimizer step has left; fewer at the end of the data."
         return await next_batch(self, count, count if places is None else places)
 
     def take_rejected(self) -> list[Landed[T]]:
@@ -178,7 +174,7 @@ class Producer(Generic[T]):
     @property
     def idle_seconds(self) -> float:
         "Time so far in which no row was under way."
-        return self.idle + (0.0 if self.flights else self.clock() - self._idle_since)
+        return self.idle + (0.0 if self.flights else self.clock() - self.idle_since)
 
 # %% ../nbs/34_async_loop.ipynb #8499ffea
 def fill(producer: Producer[Any]) -> int:
@@ -188,7 +184,7 @@ def fill(producer: Producer[Any]) -> int:
         p.gate.admit()
         now = p.clock()
         if not p.flights:
-            p.idle += now - p._idle_since
+            p.idle += now - p.idle_since
         task = event_loop.create_task(own(p.run(number)))
         p.flights[number] = Flight(number, p.gate.version, now, task)
         task.add_done_callback(partial(land, p, number))
@@ -208,7 +204,7 @@ def land(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
     if flight is None or flight.task is not task:  # recalled
         return
     del p.flights[number]
-    p._idle_since = p.clock()
+    p.idle_since = p.clock()
     try:
         if task.cancelled() or failed is not None:
             raise failed or PhaseError(f"row {number}", got="a cancelled rollout", expected="one that ends by itself")
@@ -302,7 +298,7 @@ def recall(producer: Producer[Any], newer_than: int = -1) -> None:
     p.gate.accepted -= len(back) * p.gate.completions_per_prompt
     p.ready = [row for row in p.ready if row.version <= newer_than]
     p.rejected = [row for row in p.rejected if row.version <= newer_than]
-    p._idle_since = p.clock() if late and not p.flights else p._idle_since
+    p.idle_since = p.clock() if late and not p.flights else p.idle_since
     p.changed.set()
     p.give_back(row.number for row in (*late, *back, *gone))
 
@@ -310,7 +306,7 @@ def recall(producer: Producer[Any], newer_than: int = -1) -> None:
 class Flow:
     "Gate, rows under way, and the place in the data of one loop."
 
-    def __init__(self, loop: AsyncGRPOLoop):
+    def __init__(self, loop: AsyncPhases):
         c = loop.cfg
         self.gate = Gate(c.prompt_groups_per_step, c.completions_per_prompt, c.max_head_offpolicy_versions)
         self.gate.max_concurrency, self.gate.last_version = c.max_concurrency_rollout_sample, c.steps
@@ -322,6 +318,7 @@ class Flow:
         self.sampled: Any = None  # what `sample` returned last, and
         self.landed: list[Landed[Answered]] = []  # the rows that it was made from
         self.counts: Counter[str] = Counter()  # since the loop was opened
+        self.barren = 0  # rows that taught nothing since the last batch
         self.at_step: dict[str, float] = {}  # metrics of the gate when the batch was complete
         self.idle_before = 0.0  # seconds that the sampler had been idle when the last step ended
 
@@ -345,7 +342,7 @@ class Flow:
         return sorted({*self.waiting, *p.flights, *(row.number for row in (*p.ready, *p.rejected))})
 
 # %% ../nbs/34_async_loop.ipynb #91b32346
-async def roll_out(loop: AsyncGRPOLoop, number: int) -> Answered:
+async def roll_out(loop: AsyncPhases, number: int) -> Answered:
     "Draw, grade and compare a row."
     [prompt] = encode_numbers(loop, [number])
     answered = await answer(loop, prompt)
@@ -355,18 +352,28 @@ async def roll_out(loop: AsyncGRPOLoop, number: int) -> Answered:
     return replace(answered, group=group)
 
 
-def encode_numbers(loop: AsyncGRPOLoop, numbers: Iterable[int]) -> list[Prompt]:
+def encode_numbers(loop: AsyncPhases, numbers: Iterable[int]) -> list[Prompt]:
     "Rows of the run as prompts."
     at = lambda number: replace(loop.flow.intake, consumed=number).peek(1)
     return [prompt for number in numbers for prompt in encode(loop, at(number), number)]
 
 
-def teaches(loop: AsyncGRPOLoop, answered: Answered) -> bool:
-    "Whether a row becomes training sequences."
-    return trains_on(loop, answered.group)
+def teaches(loop: AsyncPhases, answered: Answered) -> bool:
+    "Whether a row becomes training sequences; warns where hardly any does."
+    useful, flow = trains_on(loop, answered.group), loop.flow
+    flow.barren = 0 if useful else flow.barren + 1
+    if flow.barren == BARREN * loop.cfg.prompt_groups_per_step:
+        text = (
+            f"{flow.barren} rows in a row taught nothing, and further ones are drawn; the last: {answered.group.where}"
+        )
+        warnings.warn(f"{text}, rewards {answered.group.rewards.tolist()}", stacklevel=2)
+    return useful
 
 
-def take_down(loop: AsyncGRPOLoop, rows: Sequence[Landed[Answered]]) -> None:
+BARREN = 10  # batches' worth of rows without signal, after which somebody is told
+
+
+def take_down(loop: AsyncPhases, rows: Sequence[Landed[Answered]]) -> None:
     "Note the rows of a step: what was lost, and how full the pipeline was when they were complete."
     flow = loop.flow
     flow.landed = [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
@@ -377,7 +384,7 @@ def take_down(loop: AsyncGRPOLoop, rows: Sequence[Landed[Answered]]) -> None:
     flow.at_step = gate_metrics(loop)
 
 # %% ../nbs/34_async_loop.ipynb #dea4e9e2
-def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
+def admit_phase(loop: AsyncPhases) -> Listing[Prompt]:
     "Start the rows that may be started; shows those that are under way or back."
     enter(loop.state, "prompts")
     p = at_work(loop)
@@ -391,7 +398,7 @@ def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
     return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
 
 
-async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
+async def collect_phase(loop: AsyncPhases) -> Listing[Rollouts]:
     "Wait for a batch."
     enter(loop.state, "sample")
     p = at_work(loop)
@@ -403,14 +410,14 @@ async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
     return lay_out(loop, live)
 
 
-def at_work(loop: AsyncGRPOLoop) -> Producer[Answered]:
+def at_work(loop: AsyncPhases) -> Producer[Answered]:
     "The producer of a loop that somebody steps; a pause stays a pause."
     producer = loop.flow.producer
     producer.held = "" if producer.held == AT_REST else producer.held
     return producer
 
 
-def lay_out(loop: AsyncGRPOLoop, live: Sequence[Landed[Answered]]) -> Listing[Rollouts]:
+def lay_out(loop: AsyncPhases, live: Sequence[Landed[Answered]]) -> Listing[Rollouts]:
     "A batch as the samples of a step: useful rows in the order of the data, then the others."
     flow, in_order = loop.flow, lambda rows: sorted(rows, key=lambda row: row.number)
     rows = [*in_order(live), *in_order(flow.producer.take_rejected())]
@@ -430,7 +437,7 @@ def placed(row: Landed[Answered], index: int) -> Answered:
     return replace(answered, group=replace(answered.group, submitted=row.version))
 
 # %% ../nbs/34_async_loop.ipynb #a1dfed4f
-def graded_phase(loop: AsyncGRPOLoop) -> Listing[PromptGroup]:
+def graded_phase(loop: AsyncPhases) -> Listing[PromptGroup]:
     "The grades that the rollouts got when they came back."
     enter(loop.state, "score")
     groups = [row.value.group for row in loop.flow.landed]
@@ -440,7 +447,7 @@ def graded_phase(loop: AsyncGRPOLoop) -> Listing[PromptGroup]:
     return loop.state.put("score", list_groups([replace(g, advantages=None, turn_advantages=None) for g in groups]))
 
 # %% ../nbs/34_async_loop.ipynb #a36b7797
-async def chunked_half(loop: AsyncGRPOLoop) -> None:
+async def chunked_half(loop: AsyncPhases) -> None:
     "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
     admit_phase(loop)
     p, live, reports = loop.flow.producer, list[Landed[Answered]](), list[LossReport]()
@@ -461,7 +468,7 @@ async def chunked_half(loop: AsyncGRPOLoop) -> None:
     settle_passes(loop, [row.value for row in loop.flow.landed], reports)
 
 # %% ../nbs/34_async_loop.ipynb #5fdbe16e
-def gate_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
+def gate_metrics(loop: AsyncPhases) -> dict[str, float]:
     "Staleness of a batch, and how full the pipeline was when it was trained."
     flow, gate = loop.flow, loop.flow.gate
     trained_at, live = loop.state.number - 1, [row for row in flow.landed if trains_on(loop, row.value.group)]
@@ -491,7 +498,7 @@ TIMERS = {
 }
 
 
-def wait_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
+def wait_metrics(loop: AsyncPhases) -> dict[str, float]:
     "Who waited for whom in a step, and how fast samples came."
     seconds, flow = loop.state.seconds, loop.flow
     timers = {name: seconds.get(phase, 0.0) for name, phase in TIMERS.items()}
@@ -514,8 +521,8 @@ def wait_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
 AT_REST = "the loop is at rest"
 
 
-class AsyncGRPOLoop(GRPOLoop):
-    "GRPO with rollouts beside training, one phase at a time."
+class AsyncPhases(GRPOLoop):
+    "The phases of a step whose rollouts run beside training, and where it stands."
 
     recipes = ("async_rl_loop",)
 
@@ -571,6 +578,10 @@ class AsyncGRPOLoop(GRPOLoop):
     async def overlapped_half(self) -> None:
         "The phases from `prompts` to `backward`, with backward passes made while samples arrive."
         await chunked_half(self)
+
+# %% ../nbs/34_async_loop.ipynb #a975b850
+class AsyncGRPOLoop(AsyncPhases):
+    "GRPO with rollouts beside training, one phase at a time."
 
     @staged
     async def step(self) -> StepRecord | None:
@@ -644,7 +655,7 @@ def stand(flow: Flow, cursor: Cursor, pending: Iterable[int], version: int) -> N
     flow.gate.accepted, flow.gate.running = version * flow.gate.batch, 0
 
 
-async def take_back(loop: AsyncGRPOLoop, to: str) -> None:
+async def take_back(loop: AsyncPhases, to: str) -> None:
     "Take back the last update; rows that came from its weights are given up."
     flow, before = loop.flow, loop.state
     await undo_step(loop, "advantages" if to in ("prompts", "sample") else to)
@@ -659,7 +670,7 @@ async def take_back(loop: AsyncGRPOLoop, to: str) -> None:
     flow.gate.accepted = version * flow.gate.batch + rows * flow.gate.completions_per_prompt
 
 
-async def give_up(loop: AsyncGRPOLoop) -> None:
+async def give_up(loop: AsyncPhases) -> None:
     "Cancel what is under way, and wait until it has ended."
     producer = loop.flow.producer
     producer.held, tasks = AT_REST, [flight.task for flight in producer.flights.values()]
@@ -667,14 +678,14 @@ async def give_up(loop: AsyncGRPOLoop) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../nbs/34_async_loop.ipynb #486049e6
-def refuse_under_way(loop: AsyncGRPOLoop, what: str) -> None:
+def refuse_under_way(loop: AsyncPhases, what: str) -> None:
     "Refuse what needs a sampler that nobody is drawing from."
     if count := len(loop.flow.producer.flights):
         fix = "Call await loop.pause(drain=True) first."
         raise PhaseError(what, got=f"{count} rows under way", expected="none", fix=fix)
 
 
-def hand_over(loop: AsyncGRPOLoop, other: AsyncGRPOLoop) -> None:
+def hand_over(loop: AsyncPhases, other: AsyncPhases) -> None:
     "Give a branch the data of the loop that it leaves; rows that are back, and in no batch, it draws again."
     batch = {p.number for p in other.state.values.get("prompts", ())}
     stand(other.flow, loop.flow.intake, set(loop.flow.pending) - batch, other.state.number - 1)

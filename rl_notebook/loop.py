@@ -301,7 +301,7 @@ class LoopMemory:
         self.make_loss, self.advantage_fn, self.keep_undo = make_loss, advantage_fn, keep_undo
         self.outputs, self.on_undo = list(outputs), list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
-        self.policy_version = 0  # that the sampler serves
+        self.policy_version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
         self.undo_entries: deque[UndoEntry] = deque(maxlen=keep_undo)
         self.remembering: tuple[int, float] = (0, 0.0)  # states that `undo` put aside, and the seconds that it took

@@ -502,7 +502,7 @@ def what_a_rollout_raised_is_not_said(monkeypatch):
 
 @bug
 def time_with_rows_under_way_is_idle_too(monkeypatch):
-    monkeypatch.setattr(Producer, "idle_seconds", property(lambda p: p.idle + p.clock() - p._idle_since))
+    monkeypatch.setattr(Producer, "idle_seconds", property(lambda p: p.idle + p.clock() - p.idle_since))
 
 
 @bug
@@ -510,9 +510,9 @@ def a_recall_stops_the_idle_clock(monkeypatch):
     recall = async_loop.recall
 
     def stopped(producer, newer_than=-1):
-        since = producer._idle_since
+        since = producer.idle_since
         recall(producer, newer_than)
-        producer._idle_since = since
+        producer.idle_since = since
 
     monkeypatch.setattr(async_loop, "recall", stopped)
 

@@ -814,6 +814,11 @@ class LocalSampler:
         self.pump: asyncio.Task | None = None
         self.stale = False  # the engine holds what nobody waits for
 
+    @property
+    def policy_version(self) -> int:
+        "Of the weights that it serves."
+        return self.engine.policy_version
+
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, from the weights of the last sync."
         return await self.post(check_request(self.engine, prompt_tokens, params))
