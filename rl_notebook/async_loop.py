@@ -41,11 +41,11 @@ from .rollouts import Prompt, Rollouts, balanced_chunks, require_some
 from .step import Listing, LossReport, Measured, list_groups, list_prompts, list_rollouts
 
 # %% auto #0
-__all__ = ['T', 'DRAINING', 'BARREN', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'own', 'land', 'pick',
-           'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers', 'teaches',
-           'take_down', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed', 'graded_phase', 'chunked_half',
-           'gate_metrics', 'wait_metrics', 'AsyncPhases', 'AsyncGRPOLoop', 'stand', 'take_back', 'give_up',
-           'refuse_under_way', 'hand_over']
+__all__ = ['T', 'DRAINING', 'BARREN', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'one_row', 'land',
+           'pick', 'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers',
+           'teaches', 'take_down', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed', 'graded_phase',
+           'chunked_half', 'gate_metrics', 'wait_metrics', 'AsyncPhases', 'AsyncGRPOLoop', 'stand', 'take_back',
+           'give_up', 'refuse_under_way', 'hand_over']
 
 # %% ../nbs/34_async_loop.ipynb #1b102664
 @dataclass
@@ -185,16 +185,16 @@ def fill(producer: Producer[Any]) -> int:
         now = p.clock()
         if not p.flights:
             p.idle += now - p.idle_since
-        task = event_loop.create_task(own(p.run(number)))
+        task = event_loop.create_task(one_row(p, number))
         p.flights[number] = Flight(number, p.gate.version, now, task)
         task.add_done_callback(partial(land, p, number))
         started += 1
     return started
 
 
-async def own(row: Awaitable[T]) -> T:
-    "An awaitable as a coroutine, of which a task can be made."
-    return await row
+async def one_row(producer: Producer[T], number: int) -> T:
+    "Draw and grade a row; nothing is begun if it is given up before its first turn."
+    return await producer.run(number)
 
 
 def land(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
@@ -259,7 +259,7 @@ def raise_failure(producer: Producer[Any]) -> None:
         producer.error = None
         raise error
 
-
+# %% ../nbs/34_async_loop.ipynb #b5b5900e
 DRAINING = "waiting for the rows under way"
 
 
