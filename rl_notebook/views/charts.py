@@ -24,10 +24,11 @@ from plotly.offline import get_plotlyjs
 from .payloads import downsample
 
 # %% auto #0
-__all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'PICTURED', 'CAPTIONS', 'LOOKS', 'label', 'tint',
-           'reward_figure', 'functions_figure', 'kl_figure', 'length_figure', 'dead_figure', 'advantage_spread_figure',
-           'token_share_figure', 'counts_figure', 'advantage_map', 'Axis', 'svg', 'picture_html', 'Chart', 'Look',
-           'chart', 'charts', 'asset', 'plotly_script', 'packed', 'LiveCharts', 'about_chart', 'drawing_of']
+__all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'AGES', 'PHASE_COLORS', 'ROW_COLORS', 'PICTURED', 'CAPTIONS',
+           'LOOKS', 'label', 'tint', 'reward_figure', 'functions_figure', 'kl_figure', 'length_figure', 'dead_figure',
+           'advantage_spread_figure', 'token_share_figure', 'counts_figure', 'advantage_map', 'staleness_figure',
+           'ages_figure', 'waits_figure', 'pipeline_figure', 'timeline_figure', 'Axis', 'svg', 'picture_html', 'Chart',
+           'Look', 'chart', 'charts', 'asset', 'plotly_script', 'packed', 'LiveCharts', 'about_chart', 'drawing_of']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
 COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
@@ -301,6 +302,126 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         plot_bgcolor=GRID,
     )
 
+# %% ../../nbs/51_views.charts.ipynb #36435bf9
+AGES = ("#bcd7f2", "#86b6e8", "#4d8fd6", "#2565ad", "#17447a")  # fresh to old, in versions
+_BELOW_ONE = {"range": [0, 1.02], "tickformat": ".0%"}
+
+
+def _age(age: int | str) -> tuple[str, str]:  # name and colour
+    "An age in versions, such as 1 or '4 and more'."
+    number, _, more = str(age).partition(" ")
+    name = "fresh" if number == "0" else f"{number} version{'s' if number != '1' else ''}{' or' * bool(more)}"
+    return f"{name} {more.removeprefix('and ')}".strip() + " old" * (number != "0"), AGES[
+        min(int(number), len(AGES) - 1)
+    ]
+
+
+def staleness_figure(payload: Mapping[str, Any]) -> Figure:
+    "Age of the trained groups, and the bound."
+    mean, bound = payload["mean"], payload["bound"]
+    data = _band(payload["min"], payload["max"], "youngest to oldest", tint("blue", 0.2))
+    data.append(_line(mean, "mean", "blue"))
+    if bound is not None and mean["x"]:
+        dotted = {"mode": "lines", "line": {"color": COLORS["orange"], "width": 1.5, "dash": "dot"}}
+        data.append(_line({"x": [mean["x"][0], mean["x"][-1]], "y": [bound] * 2}, "bound", "orange", **dotted))
+    highest = max([bound or 0, *(v for v in payload["max"]["y"] if v is not None)])
+    return _figure(data, "versions", yaxis=_y("versions", range=[0, 1.1 * highest or 1], tickformat="d"))
+
+
+def ages_figure(payload: Mapping[str, Any]) -> Figure:
+    "Share of the trained groups by age."
+    return _shares(payload["ages"], {name: _age(name) for name in payload["ages"]}, "share of groups")
+
+# %% ../../nbs/51_views.charts.ipynb #e1319354
+def waits_figure(payload: Mapping[str, Any]) -> Figure:
+    "Share of the time in which the trainer, and the sampler, had nothing to do."
+    who = {"trainer": ("trainer waits", "orange"), "sampler": ("sampler idle", "blue")}
+    percent: dict[str, Any] = {"hovertemplate": "%{y:.0%}"}
+    data = [_line(payload["waits"][key], name, color, **percent) for key, (name, color) in who.items()]
+    return _figure(data, "share of the time", yaxis=_y("share of the time", **_BELOW_ONE))
+
+
+def pipeline_figure(payload: Mapping[str, Any]) -> Figure:
+    "Rows under way, ready, and for which there was room."
+    data = [_line(payload["in_flight"], "under way", "blue"), _line(payload["ready"], "ready", "green")]
+    room = [_line(payload["room"], "room for more", "grey", 1)] if payload["room"]["x"] else []
+    return _figure([*data, *room], "rows")
+
+# %% ../../nbs/51_views.charts.ipynb #4801b950
+PHASE_COLORS = {
+    "sample": ("trainer waits", tint("grey", 0.3)),
+    "reference": ("reference", COLORS["green"]),
+    "backward": ("backward", COLORS["orange"]),
+    "optimize": ("optimize", COLORS["violet"]),
+    "sync": ("sync", "#a1263c"),
+    "": ("other phases", COLORS["grey"]),
+}
+ROW_COLORS = {"": ("taught nothing", tint("grey", 0.55)), "ready": ("ready", tint("green", 0.45))}
+ROW_COLORS["under way"] = ("under way", tint("green", 0.2))
+
+
+def _lying(bars: Sequence[Mapping[str, Any]], start: float, name: str, color: str, width: float) -> dict[str, Any]:
+    "Bars in lanes, from where they begin to where they end."
+    begin = [max(bar["begin"], start) for bar in bars]
+    trace = {"type": "bar", "orientation": "h", "base": begin, "width": width, "name": name}
+    trace |= {"x": [bar["end"] - b for bar, b in zip(bars, begin, strict=True)], "y": [bar["lane"] for bar in bars]}
+    text = [f"{bar['said']}<br>{bar['end'] - bar['begin']:.3g} s, from {bar['begin']:.4g} s on" for bar in bars]
+    look: dict[str, Any] = {"marker": {"color": color, "line": {"color": GRID, "width": 1}}, "customdata": text}
+    return trace | look | {"hovertemplate": "%{customdata}<extra></extra>"}
+
+
+def _by_kind(bars: Sequence[Mapping[str, Any]], kinds: Mapping[Any, tuple[str, str]], **options: Any) -> list[dict]:
+    "A trace for every kind of which there is a bar."
+    found = {kind: [bar for bar in bars if bar["kind"] == kind] for kind in kinds}
+    return [_lying(found[kind], name=n, color=c, **options) for kind, (n, c) in kinds.items() if found[kind]]
+
+
+def _row_said(bar: Mapping[str, Any]) -> str:
+    "A row of the timeline in words."
+    what = ROW_COLORS[bar["kind"]][0] if bar["age"] is None else _age(bar["age"])[0]
+    return f"row {bar['row']}, {what}" + ("" if bar["step"] is None else f", step {bar['step']}")
+
+# %% ../../nbs/51_views.charts.ipynb #95e07f3f
+def _row_traces(payload: Mapping[str, Any], start: float) -> list[dict[str, Any]]:
+    "The rows, by age and by kind."
+    last = len(AGES) - 1
+    kinds = {age: _age(age if age < last else f"{age} and more") for age in range(len(AGES))}
+    kind = lambda bar: bar["kind"] if bar["age"] is None else min(bar["age"], last)
+    rows = [{**bar, "kind": kind(bar), "said": _row_said(bar)} for bar in payload["rows"]]
+    return _by_kind(rows, kinds | ROW_COLORS, start=start, width=0.84)
+
+
+def _step_marks(payload: Mapping[str, Any], top: float, bottom: float) -> tuple[list[dict[str, Any]], list[dict]]:
+    "A dotted line for each weight sync, and the numbers of the steps above."
+    syncs = [bar["end"] for bar in payload["phases"] if bar["phase"] == "sync"]
+    dotted = {"type": "scatter", "mode": "lines", "line": {"color": INK, "width": 1, "dash": "dot"}}
+    places = {"x": [v for at in syncs for v in (at, at, None)][:-1], "y": ([top, bottom, None] * len(syncs))[:-1]}
+    line = [{**places, **dotted, "name": "weights synced", "showlegend": False, "hoverinfo": "skip"}] if syncs else []
+    ends = [(s, [b for b in payload["phases"] if b["step"] == s]) for s in payload["steps"]]
+    middle = {s: (bars[0]["begin"] + max(b["end"] for b in bars)) / 2 for s, bars in ends if bars}
+    above = {"xref": "x", "y": 1, "yref": "paper", "showarrow": False, "xanchor": "center", "yanchor": "bottom"}
+    return line, [{"text": f"step {s}", "x": x, **above} for s, x in middle.items()]
+
+
+def timeline_figure(payload: Mapping[str, Any]) -> Figure:
+    "Phases and rows of the last steps over time."
+    start, end, every = payload["begin"], payload["end"], payload["every"]
+    count = max((bar["lane"] for bar in payload["rows"]), default=-1) + 1
+    high = max(1.0, count / 7)  # lanes that the trainer takes up
+    kind = lambda phase: phase if phase in PHASE_COLORS else ""
+    about = lambda bar: {"kind": kind(bar["phase"]), "said": f"{label(bar['phase'])}, step {bar['step']}"}
+    phases = [{**bar, **about(bar), "lane": -0.7 - high / 2} for bar in payload["phases"]]
+    bottom, top = max(count - 0.5, -0.6), -0.8 - high
+    syncs, steps = _step_marks(payload, top, bottom)
+    data = _by_kind(phases, PHASE_COLORS, start=start, width=high) + _row_traces(payload, start) + syncs
+    some = "" if every == 1 else f", 1 of {every}"
+    lanes = {"tickvals": [-0.7 - high / 2, (count - 1) / 2][: 1 + (count > 0)], "ticktext": ["trainer", f"rows{some}"]}
+    y = {**_y("", **lanes, range=[bottom, top], showgrid=False), "zeroline": False}
+    x = {**_AXIS, "title": {"text": "seconds since the loop was opened"}, "range": [start, end], "zeroline": False}
+    legend = {"orientation": "h", "x": 0, "y": 1.09, "yanchor": "bottom", "traceorder": "normal"}
+    look = {"barmode": "overlay", "hovermode": "closest", "legend": legend}
+    return _figure(data, "", xaxis=x, yaxis=y, **look, **({"annotations": steps} if data else {}))
+
 # %% ../../nbs/51_views.charts.ipynb #9b4a8a67
 @dataclass(frozen=True)
 class Axis:
@@ -419,6 +540,14 @@ def _svg_bars(bars: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
         out += [f'<path d="{"".join(boxes)}" fill="{t["marker"]["color"]}"/>'] if boxes else []
     return "".join(out)
 
+
+def _svg_lying(t: Mapping[str, Any], x: Axis, y: Axis) -> str:
+    "Bars that lie in lanes."
+    high, boxes = abs(y(t["width"]) - y(0)), []
+    for begin, length, lane in zip(t["base"], t["x"], t["y"], strict=True):
+        boxes.append(_box(x(begin), y(lane) - high / 2, max(x(begin + length) - x(begin) - 0.7, 0.4), high))
+    return f'<path d="{"".join(boxes)}" fill="{t["marker"]["color"]}"/>'
+
 # %% ../../nbs/51_views.charts.ipynb #1544f507
 def _shade(value: float, limit: float) -> str:
     "A colour of the diverging scale."
@@ -468,10 +597,12 @@ def _svg_axes(x: Axis, y: Axis, xs: Mapping[str, Any], ys: Mapping[str, Any]) ->
     right = ys.get("side") == "right"
     at, anchor = (x.end + 4, "start") if right else (x.start - 5, "end")
     out = []
-    for v in ys.get("tickvals") or _whole(y.ticks(4 if ys.get("nticks", 6) > 5 else 3), ys):
+    ticks = ys.get("tickvals") or _whole(y.ticks(4 if ys.get("nticks", 6) > 5 else 3), ys)
+    named = ys.get("ticktext") or [_tick_text(v, ys.get("tickformat", "")) for v in ticks]
+    for v, name in zip(ticks, named, strict=False):
         grid = f'<line x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{y(v):.1f}" y2="{y(v):.1f}" stroke="{GRID}"/>'
         out.append("" if ys.get("showgrid") is False else grid)
-        out.append(_text(at, y(v) + 4, _tick_text(v, ys.get("tickformat", "")), anchor))
+        out.append(_text(at, y(v) + 4, name, anchor))
     if not right:
         bottom = max(y.start, y.end)  # the first row of a map is above
         ticks = _whole(x.ticks(6), xs)
@@ -485,16 +616,18 @@ def _svg_axes(x: Axis, y: Axis, xs: Mapping[str, Any], ys: Mapping[str, Any]) ->
     return "".join(out)
 
 
-def _svg_legend(data: Sequence[Mapping[str, Any]], x: float, y: float) -> str:
-    "Names and colours, one after the other; nothing where there is one name."
+def _svg_legend(data: Sequence[Mapping[str, Any]], start: float, top: float, end: float) -> tuple[str, float]:
+    "Names and colours in lines, and how high the lines after the first are; nothing where there is one name."
     named = {t["name"]: t for t in data if t.get("showlegend", True) and t.get("name")}
-    out = []
+    out, x, y = [], start, top
     for name, t in named.items() if len(named) > 1 else ():
+        width = 16 + 6.4 * len(html.unescape(name))
+        x, y = (start, y + 15) if x > start and x + width > end else (x, y)
         color = t.get("fillcolor") or (t["marker"] if t["type"] == "bar" else t["line"])["color"]
         out.append(f'<rect x="{x:.0f}" y="{y - 9:.0f}" width="12" height="9" fill="{color}"/>')
         out.append(_text(x + 16, y, name))
-        x += 16 + 6.4 * len(html.unescape(name)) + 14
-    return "".join(out)
+        x += width + 14
+    return "".join(out), y - top
 
 # %% ../../nbs/51_views.charts.ipynb #d3e6f2a5
 def _subplots(figure: Figure) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -507,8 +640,9 @@ def _subplots(figure: Figure) -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 def _svg_plot(traces: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
     "The traces of a pair of axes."
-    bars = [t for t in traces if t["type"] == "bar"]
+    bars = [t for t in traces if t["type"] == "bar" and t.get("orientation") != "h"]
     out = [_svg_bars(bars, x, y)] if bars else []
+    out += [_svg_lying(t, x, y) for t in traces if t.get("orientation") == "h"]
     for i, t in enumerate(traces):
         if t["type"] == "scatter":
             out.append(_svg_line(t, traces[i - 1], x, y))
@@ -526,7 +660,8 @@ def svg(
     "A figure as a small self-contained picture."
     layout = figure["layout"]
     named = any(a["y"] > 0.9 for a in layout["annotations"])  # panels have their names above them
-    top = (46 if title else 26) + (18 if named else 0)
+    legend, lower = _svg_legend(figure["data"], 56, 32 if title else 12, width - 12)
+    top = (46 if title else 26) + (18 if named else 0) + lower
     maps = [t for t in figure["data"] if t["type"] == "heatmap"]
     right = 58 if maps else 52 if "overlaying" in layout.get("yaxis2", ()) else 12
     box = ((56.0, float(width - right)), (float(height - 36), float(top)))
@@ -540,9 +675,10 @@ def svg(
         out.append(_svg_axes(x, y, xs, ys) + _svg_plot(traces, x, y))
     for a in layout["annotations"]:
         place = [low + a[k] * (high - low) for k, (low, high) in zip("xy", box, strict=True)]
-        out.append(_text(place[0], place[1] - 4, a["text"], "middle" if a["x"] == 0.5 else "start"))
+        at, middle = (x(a["x"]), True) if a["xref"] == "x" else (place[0], a["x"] == 0.5)
+        out.append(_text(at, place[1] - 4, a["text"], "middle" if middle else "start"))
     out += [_svg_scale(t, box[0][1] + 10, box[1][1], box[1][0]) for t in maps]
-    out.append(_svg_legend(figure["data"], 56, 32 if title else 12))
+    out.append(legend)
     head = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = 'font-family="system-ui, \'Segoe UI\', Roboto, Arial, sans-serif" font-size="11"'
     name = html.escape(html.unescape(title)) or "chart"
@@ -609,6 +745,12 @@ CAPTIONS = {
     "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ✓ all right, ✗ all wrong.",
     "rewards counted": "How many samples earned what, by kind of group.",
     "advantages counted": "How many samples have what, by kind of group.",
+    "timeline": "Rows below each other were under way together; dotted: a weight sync. Rows that no step had taken by the "
+    "end are in no record, so the right edge looks emptier than it was.",
+    "staleness": "Versions of the weights between the start of a group's rollouts and the update that it goes into.",
+    "ages": "Many old groups make updates off-policy; a smaller bound makes them younger, and the trainer wait longer.",
+    "waits": "A trainer that waits wants faster sampling or a larger bound; an idle sampler has reached the bound.",
+    "pipeline": "When a batch was complete. Room that stays means that the data have ended, or the sampler is full.",
 }
 
 
@@ -632,6 +774,11 @@ LOOKS = {
     "advantages": Look("Advantages by group", CAPTIONS["advantages"], advantage_map),
     "rewards counted": Look("Rewards, counted", CAPTIONS["rewards counted"], counts_figure),
     "advantages counted": Look("Advantages, counted", CAPTIONS["advantages counted"], counts_figure),
+    "timeline": Look("Rollouts beside training", CAPTIONS["timeline"], timeline_figure, wide=True),
+    "staleness": Look("Age of what is trained", CAPTIONS["staleness"], staleness_figure),
+    "ages": Look("Groups by age", CAPTIONS["ages"], ages_figure),
+    "waits": Look("Who waits", CAPTIONS["waits"], waits_figure),
+    "pipeline": Look("Rows in the pipeline", CAPTIONS["pipeline"], pipeline_figure),
 }
 
 # %% ../../nbs/51_views.charts.ipynb #d85acc15

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,28 +26,33 @@ import numpy as np
 import traitlets
 
 # %% auto #0
-__all__ = ['ACTIONS', 'UNDER_WAY', 'WORK', 'COUNTED', 'STATES', 'NUMERIC', 'PREVIEW', 'ABOUT', 'COLUMNS', 'ICONS', 'SPEEDS',
-           'MAIN', 'MORE', 'WIDE', 'OVER_STEPS', 'POINTS', 'TICK', 'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS',
-           'one_phase', 'by_windows', 'run_elsewhere', 'refusal', 'strangers', 'quiet', 'Player', 'advance', 'rest',
-           'release', 'is_over', 'play_on', 'to_end_of_step', 'take_back', 'act', 'upper_bound', 'Watch', 'progress_of',
+__all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STATES', 'NUMERIC', 'PREVIEW', 'ABOUT', 'COLUMNS',
+           'ICONS', 'SPEEDS', 'MAIN', 'MORE', 'BESIDE_MAIN', 'BESIDE_MORE', 'WIDE', 'OVER_STEPS', 'POINTS', 'TICK',
+           'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS', 'one_phase', 'one_turn', 'by_windows', 'run_elsewhere',
+           'refusal', 'rows_under_way', 'drain_refusal', 'hold', 'open_gate', 'come_to_rest', 'strangers', 'quiet',
+           'Player', 'phase_or_pause', 'advance', 'rest', 'release', 'is_over', 'play_on', 'to_end_of_step',
+           'take_back', 'wait_for_rows', 'act', 'upper_bound', 'Watch', 'rows_said', 'batch_progress', 'progress_of',
            'strip_html', 'progress_html', 'samples_of', 'matching', 'View', 'chosen_rows', 'page_of', 'moved',
            'find_sample', 'completion_of', 'CompletionsPane', 'words_html', 'error_html', 'surfaced', 'make_buttons',
-           'refresh_buttons', 'payload_of', 'box_of', 'Screen', 'make_screen', 'running_loop', 'at_home', 'press',
-           'slow_down', 'asked', 'draw_table', 'open_completion', 'open_inspector', 'close_inspector', 'offer_rows',
-           'draw_charts', 'standing', 'refresh_head', 'show_error', 'stumble', 'find_words', 'say', 'remember_record',
-           'forget_records', 'draw_record', 'tick', 'follow', 'follow_loop', 'still_html', 'show_dashboard',
-           'refresh_still', 'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
+           'refresh_buttons', 'chart_names', 'waiting_rows', 'Around', 'payload_of', 'box_of', 'Screen', 'make_screen',
+           'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'draw_table', 'open_completion', 'open_inspector',
+           'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing', 'refresh_head', 'show_error',
+           'stumble', 'find_words', 'say', 'recent_until', 'remember_record', 'forget_records', 'draw_record', 'tick',
+           'follow', 'follow_loop', 'still_html', 'show_dashboard', 'refresh_still', 'dashboards_of', 'make_room',
+           'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
+from ..async_loop import AT_REST, AsyncGRPOLoop
 from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
-from ..loop import GRPOLoop, Loop, evaluation_due, greedy_half, next_records, phase_marks
+from ..loop import GRPOLoop, Loop, evaluation_due, next_records, phase_marks
 from ..loop import on_stage, reach_boundary, run_phase, stop_on_interrupt
-from ..records import StepRecord, html_table, utf8
+from ..records import StepRecord, flat_settings, html_table, utf8
 from .charts import LiveCharts, asset, chart, charts
-from .payloads import ROWS, History, advantage_spread_payload, advantages_payload, completion_row
-from .payloads import counts_payload
-from .payloads import dead_payload, history_row, kl_payload, length_payload, reward_payload
+from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, advantage_spread_payload
+from .payloads import advantages_payload, completion_row, counts_payload
+from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
+from .payloads import pipeline_payload, reward_payload, staleness_payload, timeline_payload
 from .payloads import token_share_payload
 from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens, with_fallback
 from ..xray import invariants, sentence
@@ -54,15 +60,27 @@ from ..xray import invariants, sentence
 # %% ../../nbs/53_views.dashboard.ipynb #5d56a09c
 async def one_phase(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
     "Run the next phase as a step runs it."
-    if loop.cfg.min_samples_per_fwd_bwd is not None and not loop.state.values:
+    if loop.overlaps and not loop.state.values:
         async with on_stage(loop):
-            return await greedy_half(loop)
+            return await loop.overlapped_half()
     if loop.state.current != "finish":
         return await run_phase(loop, loop.state.current)
     if evaluation_due(loop):
         await loop.evaluate()
     record = loop.finish()
     await reach_boundary(loop)
+    return record
+
+
+async def one_turn(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
+    "`one_phase`; rollouts beside training begin in a turn of their loop, and end where another loop may have the next."
+    if not isinstance(loop, AsyncGRPOLoop):
+        return await one_phase(loop)
+    async with on_stage(loop):
+        record = await one_phase(loop)
+        if record is not None and loop.stage.shared:
+            await loop.pause(drain=True)
+            loop.flow.producer.held = AT_REST
     return record
 
 # %% ../../nbs/53_views.dashboard.ipynb #53513f67
@@ -80,6 +98,7 @@ def run_elsewhere(loop: Loop) -> str:
 ACTIONS = {
     "play": "Run phase after phase until paused, stopped or done.",
     "pause": "Hold after the phase under way; play goes on from there.",
+    "drain": "Pause, and wait for the rows that are under way.",
     "phase": "Run the next phase.",
     "step": "Run what is left of this step.",
     "stop": "End the run after the phase under way; the loop keeps what it has.",
@@ -96,6 +115,8 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
     if action in ("pause", "stop"):
         held = action == "stop" and player.window is not None
         return "" if player.doing or elsewhere or held else "Nothing is running."
+    if action == "drain":
+        return drain_refusal(player, elsewhere)
     if player.doing or elsewhere:
         return f"Busy: {player.doing}." if player.doing else f"The loop is being run elsewhere ({elsewhere})."
     if action == "undo":
@@ -103,6 +124,48 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
     if action == "phase" and by_windows(loop):
         return "Single phases are not available with windows: the prompts of several steps are drawn together."
     return "All steps are done." if loop.done and player.window is None else ""
+
+# %% ../../nbs/53_views.dashboard.ipynb #e371f810
+PAUSED = "paused"  # what the loop says of a pause, too
+
+
+def rows_under_way(loop: Loop) -> int:
+    "Rows whose rollouts run now; none of a loop that takes turns."
+    return len(loop.flow.producer.flights) if isinstance(loop, AsyncGRPOLoop) else 0
+
+
+def drain_refusal(player: Player, elsewhere: str) -> str:  # a sentence; empty when it makes sense
+    "Why draining makes no sense now."
+    if not isinstance(player.loop, AsyncGRPOLoop):
+        return "Nothing runs beside training here."
+    if elsewhere:
+        return f"The loop is being run elsewhere ({elsewhere})."
+    if player.draining and player.doing:
+        return "Busy: drain."
+    return "" if player.doing or rows_under_way(player.loop) else "No row is under way."
+
+
+def hold(player: Player, why: str) -> None:
+    "Start no further row, unless a gradient is being put together from rows that still have to come."
+    loop = player.loop
+    chunked = loop.overlaps and "backward" not in loop.state.values
+    if isinstance(loop, AsyncGRPOLoop) and player.doing and not chunked:
+        loop.flow.producer.held = why
+
+
+async def open_gate(player: Player) -> None:
+    "Start rows again, with this loop's weights on the backend."
+    if isinstance(player.loop, AsyncGRPOLoop):
+        async with on_stage(player.loop):
+            player.loop.resume()
+
+
+async def come_to_rest(player: Player) -> None:
+    "After a pause no row is started; after a drain none runs, either."
+    loop = player.loop
+    if isinstance(loop, AsyncGRPOLoop) and player.pausing and not loop.stop_requested:
+        player.at = "drain" if player.draining else ""
+        await loop.pause(drain=player.draining)
 
 # %% ../../nbs/53_views.dashboard.ipynb #0f30b7d6
 UNDER_WAY: weakref.WeakSet[Player] = weakref.WeakSet()
@@ -134,6 +197,7 @@ class Player:
         self.doing = ""  # the action under way
         self.at = ""  # the phase that it runs now; "" between two
         self.pausing = False  # whether it ends after this phase
+        self.draining = False  # whether it then waits for the rows under way
         self.closed = False
         self.left = math.inf  # steps still to play
         self.error: Exception | None = None  # of the last action
@@ -149,26 +213,38 @@ class Player:
             self.left = math.inf if steps is None else steps
         self.task = asyncio.get_running_loop().create_task(act(self, action))
         self.doing, self.pausing, self.error, self.loop.stop_requested = action, False, None, False
+        self.draining = False
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `error` has it
         self.changed()
         return self.task
 
-    def pause(self) -> None:
+    def pause(self, why: str = PAUSED) -> None:
         "Hold after the phase under way; a run of somebody else is asked to stop."
         if not self.doing:
             self.loop.stop()
+        hold(self, why)
         self.pausing = True
         self.wake()
         self.changed()
 
+    def drain(self) -> asyncio.Task[None] | None:  # None = nothing runs
+        "Pause, and wait for the rows under way."
+        if not self.doing:
+            return self.start("drain")
+        self.draining = True
+        self.pause()
+        return self.task
+
     def stop(self) -> None:
         "End the run after the phase under way, and forget how many steps were left."
-        self.left = math.inf
+        self.left, self.draining = math.inf, False
         if self.window is not None and not self.doing:
             self.start("stop")
+        elif self.at == "drain" and self.task is not None:
+            self.task.cancel()  # rows finish by themselves
         else:
             self.loop.stop()
-            self.pause()
+            self.pause(AT_REST)
 
     def close(self) -> None:
         "End for good, after the phase under way."
@@ -183,13 +259,23 @@ class Player:
             self.resting.set()
 
 # %% ../../nbs/53_views.dashboard.ipynb #7f82cd4e
+async def phase_or_pause(player: Player) -> StepRecord | None:  # the record, when a step was finished
+    "Run the next phase; a batch that a pause keeps from being complete is no error."
+    try:
+        return await one_turn(player.loop)
+    except PhaseError as error:
+        if not (player.pausing and isinstance(player.loop, AsyncGRPOLoop) and error.what == "a batch"):
+            raise
+        return None
+
+# %% ../../nbs/53_views.dashboard.ipynb #666320d3
 async def advance(player: Player) -> StepRecord | None:  # the record, when a step was finished
     "Go forward by one phase, or by one step of a window."
     loop = player.loop
     player.at = loop.state.current
     player.changed()
     if player.window is None and not by_windows(loop):
-        return await one_phase(loop)
+        return await phase_or_pause(player)
     window = player.window = player.window or next_records(loop, player.left)
     record = None
     try:
@@ -243,7 +329,14 @@ async def take_back(player: Player) -> None:
     await player.loop.undo()
 
 
+async def wait_for_rows(player: Player) -> None:
+    "Nothing more but the wait for the rows under way."
+    player.pausing = player.draining = True
+
+
 WORK = {"play": play_on, "phase": advance, "step": to_end_of_step, "undo": take_back, "stop": release}
+WORK["drain"] = wait_for_rows
+FORWARD = ("play", "phase", "step")
 
 # %% ../../nbs/53_views.dashboard.ipynb #abc320f5
 async def act(player: Player, action: str) -> None:
@@ -251,13 +344,17 @@ async def act(player: Player, action: str) -> None:
     UNDER_WAY.add(player)
     try:
         await quiet(player.loop)
+        if action in FORWARD:
+            await open_gate(player)
         await WORK[action](player)
+        await come_to_rest(player)
     except Exception as e:  # any at all: kept for the dashboard, and raised again for whoever awaits
         player.error = e
         raise
     finally:
         if player.closed:
             await release(player)
+        player.loop.rest()
         UNDER_WAY.discard(player)
         player.doing, player.at, player.loop.stop_requested = "", "", False
         player.changed()
@@ -298,12 +395,31 @@ class Watch:
             self.meter = replace(loop.backend.meter)
 
 # %% ../../nbs/53_views.dashboard.ipynb #2dc81f7d
+def rows_said(loop: Loop) -> str:
+    "What is beside training, in words; empty where trainer and sampler take turns."
+    if not isinstance(loop, AsyncGRPOLoop):
+        return ""
+    producer = loop.flow.producer
+    held = f"; no row is started: {producer.held}" if producer.held else ""
+    return f"{len(producer.flights)} rows under way, {len(producer.ready)} ready{held}"
+
+
+def batch_progress(loop: AsyncGRPOLoop, phase: str) -> dict[str, Any]:  # count, bound, unit
+    "How much of the batch is there; of an evaluation beside rollouts nothing is known."
+    if phase == "evaluate":
+        return {"count": None, "bound": None, "unit": ""}
+    rows = loop.cfg.prompt_groups_per_step
+    return {"count": min(len(loop.flow.producer.ready), rows), "bound": rows, "unit": "rows of the batch"}
+
+# %% ../../nbs/53_views.dashboard.ipynb #44377042
 def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when nothing runs
     "How far the phase under way is: phase, seconds, count, bound, unit."
     if not watch.phase:
         return None
     out: dict[str, Any] = {"phase": watch.phase, "step": watch.step, "seconds": time.monotonic() - watch.since}
-    name = COUNTED.get(watch.phase)
+    out["rows"], name = rows_said(loop), COUNTED.get(watch.phase)
+    if isinstance(loop, AsyncGRPOLoop) and watch.phase in ("sample", "evaluate"):
+        return out | batch_progress(loop, watch.phase)
     if name is None:
         return out | {"count": None, "bound": None, "unit": ""}
     count = getattr(loop.backend.meter, name) - getattr(watch.meter, name)
@@ -325,9 +441,10 @@ def progress_html(shown: Mapping[str, Any] | None, standing: str) -> str:
     if shown is None:
         return f'<div class="rld-progress"><span>{html.escape(standing)}</span></div>'
     count, bound = shown["count"], shown["bound"]
-    of = f" of at most {bound:,}" if bound else ""
+    of = f" of {'' if shown['unit'].startswith('rows') else 'at most '}{bound:,}" if bound else ""
     counted = "" if count is None else f" · {count:,}{of} {shown['unit']}"
     text = f"<b>{html.escape(shown['phase'])}</b>, step {shown['step']} · {shown['seconds']:.1f} s{counted}"
+    text += f" · {html.escape(shown['rows'])}" if shown["rows"] else ""
     full = (
         f'<span class="rld-bar"><i style="width:{min(count / bound, 1):.0%}"></i></span>'
         if bound and count is not None
@@ -519,6 +636,7 @@ def surfaced(loop: Loop) -> BaseException | None:
 ICONS = {
     "play": "play",
     "pause": "pause",
+    "drain": "hourglass-half",
     "phase": "step-forward",
     "step": "fast-forward",
     "stop": "stop",
@@ -527,9 +645,13 @@ ICONS = {
 SPEEDS = (("full speed", 0.0), ("½ s after a phase", 0.5), ("2 s after a phase", 2.0), ("5 s after a phase", 5.0))
 
 # %% ../../nbs/53_views.dashboard.ipynb #b391420e
-def make_buttons(press: Callable[[str], Any]) -> dict[str, ipywidgets.Button]:
+def make_buttons(
+    press: Callable[[str], Any],
+    beside: bool = True,  # whether rows may be under way beside training; without them there is nothing to drain
+) -> dict[str, ipywidgets.Button]:
     "A button for every action."
-    buttons = {a: ipywidgets.Button(description=a.capitalize(), icon=ICONS[a], tooltip=t) for a, t in ACTIONS.items()}
+    about = {a: text for a, text in ACTIONS.items() if beside or a != "drain"}
+    buttons = {a: ipywidgets.Button(description=a.capitalize(), icon=ICONS[a], tooltip=t) for a, t in about.items()}
     for action, button in buttons.items():
         button.add_class(f"rld-{action}")
         button.on_click(lambda _, action=action: press(action))
@@ -545,7 +667,9 @@ def refresh_buttons(buttons: Mapping[str, ipywidgets.Button], player: Player) ->
 # %% ../../nbs/53_views.dashboard.ipynb #05112e07
 MAIN = ("reward", "advantages", "kl", "rewards counted", "dead")
 MORE = ("functions", "token share", "advantage spread", "advantages counted", "length")
-WIDE = ("kl",)  # over the whole width
+BESIDE_MAIN = ("timeline", "staleness", "waits")  # of rollouts beside training, after the second of the others
+BESIDE_MORE = ("ages", "pipeline")
+WIDE = ("kl", "timeline")  # over the whole width
 OVER_STEPS: dict[str, Callable[[History, int], dict[str, Any]]] = {
     "reward": reward_payload,
     "functions": reward_payload,
@@ -556,23 +680,55 @@ OVER_STEPS: dict[str, Callable[[History, int], dict[str, Any]]] = {
 }
 POINTS = 400  # of a line, in a chart half as wide as the page
 
+
+def chart_names(history: History, more: bool = False) -> tuple[str, ...]:
+    "The charts of a run."
+    beside = is_asynchronous(history)
+    main = (*MAIN[:2], *BESIDE_MAIN, *MAIN[2:]) if beside else MAIN
+    return (*main, *MORE, *(BESIDE_MORE if beside else ())) if more else main
+
 # %% ../../nbs/53_views.dashboard.ipynb #fb091e2d
+def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was opened
+    "Rows that no step has taken yet."
+    if not isinstance(loop, AsyncGRPOLoop):
+        return []
+    p, begin = loop.flow.producer, loop.opened
+    back = [(r.number, r.began - begin, r.ended - begin, "ready" * (r in p.ready)) for r in (*p.ready, *p.rejected)]
+    return [*back, *((f.number, f.began - begin, p.clock() - begin, "under way") for f in p.flights.values())]
+
+# %% ../../nbs/53_views.dashboard.ipynb #090c0c24
+@dataclass(frozen=True)
+class Around:
+    "What charts draw beside the history and the last step."
+
+    start: int = 0  # first group of the map
+    floor: float | None = None  # noise, nats
+    points: int = POINTS  # of a line, at most
+    settings: Mapping[str, Any] = field(default_factory=dict)  # dotted names
+    recent: Sequence[StepRecord] = ()  # the last steps
+    waiting: Sequence[Waiting] = ()  # rows that no step has taken yet
+
+
 def payload_of(
     name: str,  # of a chart
     history: History,
     record: StepRecord,  # the last step
-    *,
-    start: int = 0,  # first group of the map
-    floor: float | None = None,  # noise, nats
-    points: int = POINTS,  # of a line, at most
+    around: Around | None = None,
 ) -> dict[str, Any]:
     "What one chart draws."
+    a = around or Around()
     if name == "kl":
-        return kl_payload(history, record.options, floor, points)
+        return kl_payload(history, record.options, a.floor, a.points)
+    if name == "timeline":
+        return timeline_payload(a.recent, a.waiting)
+    if name in ("staleness", "ages"):
+        return staleness_payload(history, a.settings, a.points)
+    if name in ("waits", "pipeline"):
+        return pipeline_payload(history, a.settings, a.points)
     if name in OVER_STEPS:
-        return OVER_STEPS[name](history, points)
+        return OVER_STEPS[name](history, a.points)
     return (
-        advantages_payload(record, start, ROWS)
+        advantages_payload(record, a.start, ROWS)
         if name == "advantages"
         else counts_payload(record, name.split()[0].rstrip("s"))
     )
@@ -623,12 +779,11 @@ def make_screen(dashboard: Dashboard) -> Screen:
     rows.add_class("rld-groups")
     for control in (more, rows):
         control.observe(lambda change: at_home(dashboard, draw_charts, dashboard), "value")
-    pane, charts = CompletionsPane(), LiveCharts()
+    beside, pane, charts = isinstance(dashboard.loop, AsyncGRPOLoop), CompletionsPane(), LiveCharts()
     for widget in (pane, charts):
         widget.on_msg(lambda _, message, buffers: at_home(dashboard, asked, dashboard, message))
-    return Screen(
-        make_buttons(lambda action: at_home(dashboard, press, dashboard, action)), speed, more, rows, pane, charts
-    )
+    buttons = make_buttons(lambda action: at_home(dashboard, press, dashboard, action), beside)
+    return Screen(buttons, speed, more, rows, pane, charts)
 
 # %% ../../nbs/53_views.dashboard.ipynb #78b0e840
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -652,7 +807,7 @@ def press(dashboard: Dashboard, action: str) -> None:
     player = dashboard.player
     if refusal(player, action):
         dashboard.refresh()  # the click was on its way when the button was disabled
-    elif action in ("pause", "stop"):
+    elif action in ("pause", "drain", "stop"):
         getattr(player, action)()
     else:
         player.start(action)
@@ -719,12 +874,19 @@ def offer_rows(dashboard: Dashboard) -> None:
     menu.layout.display = "flex" if len(options) > 1 else "none"
 
 # %% ../../nbs/53_views.dashboard.ipynb #068342f0
+def around_of(dashboard: Dashboard, **options: Any) -> Around:  # options: fields of Around
+    "What a dashboard's charts draw beside the history and the last step."
+    d = dashboard
+    known = {"settings": flat_settings(d.loop.cfg), "recent": tuple(d.recent), "waiting": waiting_rows(d.loop)}
+    return Around(floor=d.noise_floor, **known, **options)
+
+# %% ../../nbs/53_views.dashboard.ipynb #089aad32
 def draw_charts(dashboard: Dashboard) -> None:
     "Bring the charts up to date; before the first step there are none."
     d, record = dashboard, dashboard.record
-    names = () if record is None else (*MAIN, *MORE) if d.screen.more.value else MAIN
-    about = {"start": d.screen.rows.value or 0, "floor": d.noise_floor}
-    drawn = (chart(name, payload_of(name, d.history, record or StepRecord(0), **about)) for name in names)
+    names = () if record is None else chart_names(d.history, d.screen.more.value)
+    around = around_of(d, start=d.screen.rows.value or 0)
+    drawn = (chart(name, payload_of(name, d.history, record or StepRecord(0), around)) for name in names)
     d.screen.charts.draw(*(replace(c, wide=c.name in WIDE) for c in drawn))
 
 # %% ../../nbs/53_views.dashboard.ipynb #076888ca
@@ -785,19 +947,28 @@ def say(dashboard: Dashboard) -> None:
         d.finding = home.create_task(find_words(d))
 
 # %% ../../nbs/53_views.dashboard.ipynb #15e3ba24
+def recent_until(dashboard: Dashboard, last: int) -> deque[StepRecord]:
+    "The last records, without those after a step."
+    kept = [r for r in dashboard.recent if r.step <= last]
+    dashboard.recent = deque(kept, maxlen=TIMELINE_STEPS)
+    return dashboard.recent
+
+# %% ../../nbs/53_views.dashboard.ipynb #89bf4dac
 def remember_record(dashboard: Dashboard, record: StepRecord) -> None:
     "Take a record into the history; what was there from its step on is replaced."
     dashboard.history.rewind(record.step - 1)
     dashboard.history.add(history_row(record))
+    recent_until(dashboard, record.step - 1).append(record)
     last = dashboard.record
     dashboard.previous = last if last is not None and last.step < record.step else dashboard.previous
     dashboard.record = record
 
-# %% ../../nbs/53_views.dashboard.ipynb #89bf4dac
+# %% ../../nbs/53_views.dashboard.ipynb #83ebb222
 def forget_records(dashboard: Dashboard, last: int) -> None:
     "Take back every step after the last one that holds."
     d = dashboard
     d.history.rewind(last)
+    recent_until(d, last)
     d.record, d.previous = [None, None, *(r for r in d.loop.records if r.step <= last)][:-3:-1]
     draw_record(d)
 
@@ -856,9 +1027,8 @@ def still_html(dashboard: Dashboard) -> str:
     words = f"<p>{html.escape(d.loop.place)}</p>{said}"
     if record is None:
         return words
-    found = {
-        n: payload_of(n, d.history, record, floor=d.noise_floor, points=STILL_POINTS) for n in (*MAIN, "functions")
-    }
+    around = around_of(d, points=STILL_POINTS)
+    found = {n: payload_of(n, d.history, record, around) for n in (*chart_names(d.history), "functions")}
     beside = "flex:1 1 400px;max-width:660px;min-width:0"
     pictures = "".join(f'<div style="{beside}">{c.static_html()}</div>' for c in charts(found).values())
     pictures = f'<div style="display:flex;flex-wrap:wrap;gap:12px">{pictures}</div>'
@@ -942,8 +1112,15 @@ class Played:
         await self.player.start("undo")
 
     def pause(self) -> None:
-        "Hold after the phase under way."
+        "Hold after the phase under way, and start no further row."
         self.player.pause()
+
+    async def drain(self) -> None:
+        "Pause, and wait for the rows that are under way beside training."
+        if why := refusal(self.player, "drain"):
+            raise PhaseError("drain", where="dashboard", got=why.rstrip("."))
+        if (task := self.player.drain()) is not None:
+            await task
 
     def stop(self) -> None:
         "End the run after the phase under way."
@@ -964,6 +1141,7 @@ class Dashboard(Played):
         self.loop, self.noise_floor = loop, noise_floor
         self.player, self.watch = Player(loop, self.refresh), Watch()
         self.history, self.view = History(), View(size=rows)
+        self.recent: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)  # of the timeline
         self.record: StepRecord | None = None  # the last one
         self.previous: StepRecord | None = None  # the one before it
         self.columns: dict[str, np.ndarray] = {}  # of the table of completions

@@ -20,10 +20,12 @@ from ..core import PromptGroup, RecordError, RolloutSample
 from ..records import StepRecord, metrics_row, prompt_text
 
 # %% auto #0
-__all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'BARS', 'ROWS', 'SHOWN_GROUPS', 'SHOWN_SAMPLES', 'LONGEST_TEXT', 'TRAINERS',
-           'FLOORS', 'LABELS', 'WORST', 'downsample', 'History', 'column', 'series', 'last_value', 'five_numbers',
-           'spread_row', 'history_row', 'reward_payload', 'kl_payload', 'bar_means', 'length_payload', 'dead_payload',
-           'advantage_spread_payload', 'token_share_payload', 'run_payloads', 'dead_marks', 'advantages_payload',
+__all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'BARS', 'OLDEST', 'TIMELINE_STEPS', 'TIMELINE_ROWS', 'TIMELINE_LANES', 'Waiting',
+           'ROWS', 'SHOWN_GROUPS', 'SHOWN_SAMPLES', 'LONGEST_TEXT', 'TRAINERS', 'FLOORS', 'LABELS', 'WORST',
+           'downsample', 'History', 'column', 'series', 'last_value', 'five_numbers', 'spread_row', 'ages_row',
+           'history_row', 'reward_payload', 'kl_payload', 'bar_means', 'length_payload', 'dead_payload',
+           'advantage_spread_payload', 'token_share_payload', 'is_asynchronous', 'staleness_payload',
+           'pipeline_payload', 'packed_lanes', 'timeline_payload', 'run_payloads', 'dead_marks', 'advantages_payload',
            'counts_payload', 'step_payloads', 'completion_row', 'completion_rows', 'completions_payload',
            'header_payload', 'TokenRow', 'token_rows', 'shown_text', 'token_text', 'token_texts', 'trainer_of', 'turns',
            'all_series', 'series_payload', 'shift_payload', 'token_payload', 'keep_extremes', 'gap_quantiles',
@@ -169,14 +171,21 @@ def spread_row(
     return five_numbers(means, "groups/reward") | five_numbers(a, "advantages") | shares
 
 
+def ages_row(record: StepRecord) -> dict[str, float]:
+    "How many trained groups were how old: versions of the weights since their rollouts were started, as `ages/1`."
+    trained, version = {d.group for d in record.datums}, record.step - 1
+    started = [g.submitted for g in record.groups if g.index in trained and g.submitted is not None]
+    return {f"ages/{age}": float(n) for age, n in sorted(Counter(version - v for v in started).items())}
+
+
 def history_row(record: StepRecord) -> dict[str, Any]:
-    "What a record adds to a history: its metrics and its spreads."
+    "What a record adds to a history: its metrics, its spreads, and how old its groups were."
     groups = [g for g in record.groups if g.samples and g.advantages is not None]
     lengths = [np.array([s.completion_len for s in g.samples]) for g in groups]
     spread = spread_row(
         [g.rewards for g in groups], [g.advantages for g in groups if g.advantages is not None], lengths
     )
-    return metrics_row(record) | spread
+    return metrics_row(record) | spread | ages_row(record)
 
 # %% ../../nbs/50_views.payloads.ipynb #5bc4988a
 def _around(metrics: Metrics, limit: int | None) -> dict[str, Series]:
@@ -273,6 +282,126 @@ def token_share_payload(metrics: Metrics, limit: int | None = None) -> dict[str,
     signs = ("plus", "minus", "zero")
     return {sign: bar_means(metrics, f"advantages/tokens_{sign}", limit and BARS) for sign in signs}
 
+# %% ../../nbs/50_views.payloads.ipynb #846355f8
+OLDEST = 4  # versions; groups of this age and older are counted together
+
+
+def is_asynchronous(metrics: Metrics) -> bool:
+    "Whether these are metrics of rollouts beside training."
+    return "async/version_offset_max" in metrics
+
+
+def _age_shares(metrics: Metrics, limit: int | None) -> dict[str, Series]:
+    "Shares of the trained groups by age, as bars; each the mean over equally many steps, at the first of them."
+    ages = sorted(int(name.removeprefix("ages/")) for name in metrics if re.fullmatch(r"ages/\d+", name))
+    if not ages:
+        return {}
+    found = {age: column(metrics, f"ages/{age}") for age in ages}
+    x = np.unique(np.concatenate([steps for steps, _ in found.values()]))
+    counts = np.zeros((min(ages[-1], OLDEST) + 1, len(x)))
+    for age, (steps, n) in found.items():
+        counts[min(age, OLDEST), np.searchsorted(x, steps)] += n
+    width = 1 if limit is None else -(-len(x) // limit)
+    starts = np.arange(0, len(x), width)
+    sums = np.add.reduceat(counts / counts.sum(axis=0), starts, axis=1)
+    shares = sums / np.diff(np.append(starts, len(x)))
+    names = [f"{age}" if age < OLDEST else f"{age} and more" for age in range(len(counts))]
+    return {name: _series(x[starts], y, None) for name, y in zip(names, shares, strict=True)}
+
+
+def staleness_payload(
+    metrics: Metrics,
+    settings: Mapping[str, Any],  # dotted names
+    limit: int | None = None,
+) -> dict[str, Any]:
+    "Age of the trained groups in versions: mean and ends, the bound that was set, shares of the groups by age."
+    lines = {stat: series(metrics, f"async/version_offset_{stat}", limit) for stat in ("mean", "min", "max")}
+    bound = settings.get("max_head_offpolicy_versions")
+    return {**lines, "bound": bound, "ages": _age_shares(metrics, limit and BARS)}
+
+# %% ../../nbs/50_views.payloads.ipynb #feff8449
+def pipeline_payload(
+    metrics: Metrics,
+    settings: Mapping[str, Any],  # dotted names
+    limit: int | None = None,
+) -> dict[str, Any]:
+    "Rows under way, ready, and for which there was room; and the shares of the time that trainer and sampler waited."
+    rows = {"in_flight": series(metrics, "async/in_flight", limit), "ready": series(metrics, "async/ready", limit)}
+    samples, (x, free) = settings.get("completions_per_prompt"), column(metrics, "async/staleness_capacity_at_step")
+    rows["room"] = _series(x, np.maximum(free, 0) // samples, limit) if samples else {"x": [], "y": []}
+    waits = {"trainer": "perf/wait_time_ratio", "sampler": "perf/sampler_idle_ratio"}
+    return {**rows, "waits": {who: series(metrics, name, limit) for who, name in waits.items()}}
+
+# %% ../../nbs/50_views.payloads.ipynb #2b17babb
+TIMELINE_STEPS, TIMELINE_ROWS, TIMELINE_LANES = 6, 300, 32  # that are shown, at most
+Waiting = tuple[int, float, float, str]  # row, begin, end, and what it is: "under way" or "ready"
+
+
+def _same_clock(records: Sequence[StepRecord], steps: int) -> list[StepRecord]:
+    "The last records with a timeline whose times rise."
+    found: list[StepRecord] = []
+    for record in reversed([r for r in records if r.timeline]):
+        if len(found) == steps or (found and record.timeline[0][1] > found[0].timeline[0][1]):
+            break
+        found.insert(0, record)
+    return found
+
+
+def _phase_bars(record: StepRecord) -> list[dict[str, Any]]:
+    "The phases of a record; what lies inside another, such as putting a state aside, is part of it."
+    spans = [(what, b, e) for what, b, e in record.timeline if not re.fullmatch(r"row \d+", what)]
+    within = lambda s: any(o is not s and o[1] <= s[1] and s[2] <= o[2] and o[2] - o[1] > s[2] - s[1] for o in spans)
+    return [{"step": record.step, "phase": s[0], "begin": s[1], "end": s[2]} for s in spans if not within(s)]
+
+
+def _row_bars(record: StepRecord) -> list[dict[str, Any]]:
+    "The rows of a record; their age is None where they taught nothing."
+    trained = {d.group for d in record.datums}
+    started = {g.number: g.submitted for g in record.groups if g.index in trained}
+    rows = [(int(what[4:]), b, e) for what, b, e in record.timeline if re.fullmatch(r"row \d+", what)]
+    age = lambda n: None if started.get(n) is None else record.step - 1 - started[n]
+    return [{"step": record.step, "row": n, "begin": b, "end": e, "age": age(n), "kind": ""} for n, b, e in rows]
+
+# %% ../../nbs/50_views.payloads.ipynb #1d49508b
+def packed_lanes(bars: Sequence[Mapping[str, Any]]) -> list[int]:  # the lane of each bar, as few as possible
+    "Lanes for bars that are sorted by their begin, so that no two in a lane overlap."
+    ends, lanes = list[float](), list[int]()
+    for bar in bars:
+        lane = next((i for i, end in enumerate(ends) if end <= bar["begin"] + 1e-9), len(ends))
+        ends[lane : lane + 1] = [bar["end"]]
+        lanes.append(lane)
+    return lanes
+
+
+def timeline_payload(
+    records: Sequence[StepRecord],  # in their order
+    waiting: Iterable[Waiting] = (),  # rows that are in no record yet
+    *,
+    steps: int = TIMELINE_STEPS,
+    rows: int = TIMELINE_ROWS,  # bars of rows, at most
+    lanes: int = TIMELINE_LANES,  # at most
+) -> dict[str, Any]:
+    "Phases and rows of the last steps as bars, in seconds since the loop was opened."
+    shown = _same_clock(records, steps)
+    phases = [bar for r in shown for bar in _phase_bars(r)]
+    bars = [bar for r in shown for bar in _row_bars(r)]
+    bars += [{"step": None, "row": n, "begin": b, "end": e, "age": None, "kind": k} for n, b, e, k in waiting]
+    bars.sort(key=lambda bar: (bar["begin"], bar["row"]))
+    every = max(1, -(-len(bars) // rows))
+    while max(lane := packed_lanes(kept := bars[::every]), default=0) >= lanes:
+        every += 1
+    ends = {"begin": min((p["begin"] for p in phases), default=0.0)}
+    ends["end"] = max((bar["end"] for bar in (*phases, *bars)), default=0.0)
+    drawn = [bar | {"lane": i} for bar, i in zip(kept, lane, strict=True)]
+    return {
+        "steps": [r.step for r in shown],
+        **ends,
+        "phases": phases,
+        "rows": drawn,
+        "every": every,
+        "total": len(bars),
+    }
+
 # %% ../../nbs/50_views.payloads.ipynb #9c82c4cf
 def run_payloads(
     metrics: Metrics,
@@ -282,7 +411,7 @@ def run_payloads(
 ) -> dict[str, dict[str, Any]]:
     "What is drawn over the steps, by chart."
     reward = reward_payload(metrics, limit)
-    return {
+    over_steps = {
         "reward": reward,
         "functions": reward,
         "length": length_payload(metrics, limit),
@@ -291,6 +420,10 @@ def run_payloads(
         "advantage spread": advantage_spread_payload(metrics, limit),
         "token share": token_share_payload(metrics, limit),
     }
+    if not is_asynchronous(metrics):
+        return over_steps
+    age, pipeline = staleness_payload(metrics, settings, limit), pipeline_payload(metrics, settings, limit)
+    return over_steps | {"staleness": age, "ages": age, "waits": pipeline, "pipeline": pipeline}
 
 # %% ../../nbs/50_views.payloads.ipynb #3f7b6539
 ROWS = 64  # groups that a map shows

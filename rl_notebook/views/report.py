@@ -24,16 +24,21 @@ import pandas as pd
 from ..core import RecordError
 from ..records import UNSEEN, Run, StepRecord, flat_settings, metrics_frame, replace_text
 from .charts import Chart, Figure, asset, charts, plotly_script
-from .payloads import completions_payload, header_payload, history_row
-from .payloads import run_payloads, spread_row, step_payloads
+from .payloads import TIMELINE_STEPS, ages_row, completions_payload, header_payload, history_row
+from .payloads import is_asynchronous, run_payloads, spread_row, step_payloads, timeline_payload
 from ..xray import sentence
 
 # %% auto #0
-__all__ = ['SPREAD_STEPS', 'Spreads', 'QUIET', 'Material', 'pick', 'sentences', 'read_spreads', 'material', 'visible', 'tag',
-           'header_html', 'completions_html', 'charts_over_steps', 'charts_of_last_step', 'content_policy',
+__all__ = ['LAST', 'SPREAD_STEPS', 'Spreads', 'QUIET', 'Material', 'pick', 'sentences', 'read_spreads', 'material', 'visible',
+           'tag', 'header_html', 'completions_html', 'charts_over_steps', 'charts_of_last_step', 'content_policy',
            'figures_json', 'Status', 'report_html', 'write_report', 'run_status', 'follow']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
+LAST = max(
+    TIMELINE_STEPS, 6
+)  # steps whose records are read; the sixth from the end is there for the sentence of the next
+
+
 @dataclass(frozen=True, eq=False)
 class Material:
     "What a report shows, read once."
@@ -43,6 +48,7 @@ class Material:
     metrics: pd.DataFrame  # one row a step, with the spreads of some
     samples: tuple[StepRecord, ...] = ()  # first, middle and last
     recent: tuple[tuple[int, str], ...] = ()  # (step, sentence) of the last five
+    last: tuple[StepRecord, ...] = ()  # those of the timeline
     notes: tuple[str, ...] = ()  # what was found damaged
 
 
@@ -94,18 +100,19 @@ def material(
         settings = dict(read[steps[0]].options) if steps else {}
         return Material("run", settings, metrics, *_told(read, steps))
     steps, metrics = source.steps, source.metrics()
-    read = {step: source.record(step) for step in {*pick(steps), *steps[-6:]}}
-    if spreads := read_spreads(source, known):
-        metrics = metrics.join(pd.DataFrame.from_dict(spreads, orient="index"))
+    read = {step: source.record(step) for step in {*pick(steps), *steps[-LAST:]}}
+    for found in (read_spreads(source, known), {step: ages_row(read[step]) for step in steps[-LAST:]}):
+        metrics = metrics.join(pd.DataFrame.from_dict(found, orient="index"))
     name, settings = source.path.resolve().name, flat_settings(source.config)
     return Material(name, settings, metrics, *_told(read, steps), source.notes)
 
 
 def _told(
     read: Mapping[int, StepRecord], steps: Sequence[int]
-) -> tuple[tuple[StepRecord, ...], tuple[tuple[int, str], ...]]:
-    "The records whose completions are shown, and the sentences of the last ones."
-    return tuple(read[s] for s in pick(steps)), sentences([read[s] for s in steps[-6:]])
+) -> tuple[tuple[StepRecord, ...], tuple[tuple[int, str], ...], tuple[StepRecord, ...]]:
+    "The records whose completions are shown, the sentences of the last ones, and these."
+    last = [read[s] for s in steps[-LAST:]]
+    return tuple(read[s] for s in pick(steps)), sentences(last), tuple(last)
 
 # %% ../../nbs/59_views.report.ipynb #66af6862
 def _mark(shown: str) -> str:
@@ -203,7 +210,10 @@ def completions_html(payload: Mapping[str, Any]) -> str:
 # %% ../../nbs/59_views.report.ipynb #1eb4ee8a
 def charts_over_steps(m: Material) -> list[Chart]:
     "The charts over the steps of a run, those that have data."
-    return list(charts(run_payloads(m.metrics, m.settings)).values())
+    payloads = run_payloads(m.metrics, m.settings)
+    if is_asynchronous(m.metrics):
+        payloads["timeline"] = timeline_payload(m.last)
+    return list(charts(payloads).values())
 
 
 def charts_of_last_step(m: Material) -> list[Chart]:
