@@ -348,7 +348,7 @@ class Real:
     "Runs of one kind, taken in turns."
 
     name: str
-    setting: Setting
+    settings: list[Setting]  # turn by turn
     runs: dict[str, list[Timing]]  # by "sampling", "training", "synchronous", "asynchronous"
 
     def ratios(self, of: str) -> list[float]:
@@ -370,26 +370,28 @@ async def one_run(setting: Setting, backend: Backend, still: bool = False) -> Ti
     return await train(setting, used, ledger, now)
 
 
-async def in_turns(name: str, setting: Setting, backend: Backend, repeats: int, say: Callable[[str], Any]) -> Real:
-    "Sampling alone, training alone, synchronous and asynchronous, again and again in changing order."
+async def in_turns(
+    name: str, setting: Setting, backend: Backend, repeats: int, say: Callable[[str], Any], paced_by_training: bool
+) -> Real:
+    """Each turn: training alone, sampling alone, synchronous, asynchronous, and training alone once more.
+
+    Paced by training, rollouts take as long as a step has just taken: where most can be gained.
+    """
     alone = replace(setting, latency=0.0, sampled=False)
     await one_run(replace(alone, steps=2), backend)  # makes what is made once
-    if not setting.latency and not setting.sampled:  # as long as training: where most can be gained
-        probe = await one_run(replace(alone, steps=max(2, setting.steps // 2)), backend)
-        setting = replace(setting, latency=probe.period)
-    kinds: dict[str, tuple[Setting, bool]] = {
-        "sampling": (setting, True),
-        "training": (alone, False),
-        "synchronous": (replace(setting, synchronous=True), False),
-        "asynchronous": (setting, False),
-    }
-    runs: dict[str, list[Timing]] = {kind: [] for kind in kinds}
+    runs: dict[str, list[Timing]] = {kind: [] for kind in ("training", "sampling", "synchronous", "asynchronous")}
+    settings: list[Setting] = []
     for turn in range(repeats):
-        for kind in list(kinds)[:: 1 if turn % 2 else -1]:
-            asked, still = kinds[kind]
-            runs[kind].append(await one_run(asked, backend, still))
+        first = await one_run(alone, backend)
+        asked = replace(setting, latency=first.period) if paced_by_training else setting
+        settings.append(asked)
+        runs["sampling"].append(await one_run(asked, backend, still=True))
+        for kind in ("synchronous", "asynchronous")[:: 1 if turn % 2 else -1]:
+            runs[kind].append(await one_run(replace(asked, synchronous=kind == "synchronous"), backend))
+        last = await one_run(alone, backend)
+        runs["training"].append(replace(first, wall=(first.wall + last.wall) / 2))
         say(f"{name}: turn {turn + 1} of {repeats}")
-    return Real(name, setting, runs)
+    return Real(name, settings, runs)
 
 
 async def measure_service(
@@ -398,9 +400,9 @@ async def measure_service(
     "Training over HTTP, rollouts made up after their latency; then with a request to the sampler in each."
     given: dict[str, Any] = {"base_model": "tiny", "base_url": url, "key": key, "lora_rank": 0, "reference": False}
     async with await open_tinker(**given, tokenizer="tiny", conformance="off", probing=False) as backend:
-        made = await in_turns("emulator, made-up answers", setting, backend, repeats, say)
-        drawn = replace(made.setting, sampled=True)
-        return [made, await in_turns("emulator, answers drawn after the wait", drawn, backend, repeats, say)]
+        made = await in_turns("emulator, made-up answers", setting, backend, repeats, say, True)
+        drawn = replace(setting, sampled=True)
+        return [made, await in_turns("emulator, answers drawn after the wait", drawn, backend, repeats, say, True)]
 
 
 async def measure_emulator(setting: Setting, repeats: int, say: Callable[[str], Any] = print) -> list[Real]:
@@ -412,9 +414,9 @@ async def measure_emulator(setting: Setting, repeats: int, say: Callable[[str], 
 async def measure_local(setting: Setting, repeats: int, say: Callable[[str], Any] = print) -> list[Real]:
     "Rollouts that wait for something else; then rollouts that need the thread that trains."
     async with open_local(*load_model("tiny"), reference=False) as backend:
-        waits = await in_turns("local, rollouts wait elsewhere", setting, backend, repeats, say)
+        waits = await in_turns("local, rollouts wait elsewhere", setting, backend, repeats, say, True)
         drawn = replace(setting, latency=0.0, sampled=True)
-        return [waits, await in_turns("local, rollouts need the same thread", drawn, backend, repeats, say)]
+        return [waits, await in_turns("local, rollouts need the same thread", drawn, backend, repeats, say, False)]
 
 
 # --- report ------------------------------------------------------------------------------------------------------
@@ -450,7 +452,7 @@ def part_summary(part: Sequence[Overlap]) -> dict[str, Any]:
 def real_summary(found: Real) -> dict[str, Any]:
     "Ratios, and the runs behind them."
     return {
-        "setting": asdict(found.setting),
+        "settings": [asdict(setting) for setting in found.settings],
         "wall_over_max": spread(found.ratios("asynchronous")),
         "synchronous_over_max": spread(found.ratios("synchronous")),
         "synchronous_over_asynchronous": spread(found.gain()),
@@ -495,7 +497,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--part", choices=PARTS, action="append", help="may be given several times; default: all")
     parser.add_argument("--steps", type=int, default=40, help="of a run on the virtual clock")
-    parser.add_argument("--real-steps", type=int, default=12, help="of a real run")
+    parser.add_argument("--real-steps", type=int, default=16, help="of a real run")
     parser.add_argument("--repeats", type=int, default=5, help="of the real runs")
     args = parser.parse_args()
     parts, virtual, real = args.part or PARTS, {}, []
@@ -504,7 +506,7 @@ def main() -> None:
         virtual = schedules(args.steps)
         for name, part in virtual.items():
             print(f"\n{name}; {args.steps} steps, times in training times\n{schedule_table(part)}", flush=True)
-    own = Setting(steps=args.real_steps, groups=4, completions=8, versions=1, latency=0.0, tokens=24)
+    own = Setting(steps=args.real_steps, groups=4, completions=4, versions=1, latency=0.0, tokens=16)
     for name, measure in (("emulator", measure_emulator), ("local", measure_local)):
         if name in parts:
             real += asyncio.run(measure(own, args.repeats, lambda line: print(line, file=sys.stderr, flush=True)))
