@@ -34,19 +34,19 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MAR
            'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase', 'score_phase', 'compared',
            'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums',
            'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
-           'loss_phase', 'fresh_gradient', 'gradient_of', 'minibatches', 'gradient_pass', 'backward_phase', 'Saved',
-           'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'joined_report',
-           'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'keep_entry', 'weights_moved', 'sync_waits',
-           'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record',
-           'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'claim', 'on_stage', 'staged',
-           'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer',
-           'take_in', 'refill_step', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals',
-           'merged_report', 'settle_passes', 'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step',
-           'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done',
-           'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left', 'records_from', 'run_steps',
-           'LoopPhases', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'updates_of',
-           'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild',
-           'Arrival', 'seek_step']
+           'loss_phase', 'fresh_gradient', 'drop_gradient', 'gradient_of', 'minibatches', 'gradient_pass',
+           'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo',
+           'size_of', 'joined_report', 'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'keep_entry',
+           'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase',
+           'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'claim',
+           'on_stage', 'staged', 'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off',
+           'Answered', 'answer', 'take_in', 'refill_step', 'own_evaluation', 'evaluate_rows', 'with_signal',
+           'train_chunk', 'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'run_phase',
+           'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch',
+           'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops',
+           'steps_left', 'records_from', 'run_steps', 'LoopPhases', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint',
+           'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way',
+           'way_to', 'at_rest', 'rebuild', 'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -109,6 +109,7 @@ class StepState:
     passes: tuple[int, ...] = ()  # datums of each backward pass
     updates: tuple[int, ...] = ()  # datums of each optimizer step, where there are several
     made: tuple[tuple[LossReport, dict[str, float]], ...] = ()  # updates of this step so far, and their measurements
+    batch: Any = None  # what an asynchronous loop knows of the samples beside their values
 
     def put(self, phase: str, value: Any) -> Any:
         "Keep a value and discard what depended on the previous one."
@@ -121,6 +122,11 @@ class StepState:
     def current(self) -> str:
         "The first phase that is still open."
         return next(p for p in PHASES if p not in self.values and p not in LOOK_ONLY)
+
+    @property
+    def updated(self) -> bool:
+        "Whether the update was made, or the first of several."
+        return bool(self.made) or "optimize" in self.values
 
     @property
     def after(self) -> Cursor:
@@ -363,6 +369,10 @@ class Loop(LoopMemory):
 
     async def close(self) -> None:
         "Give up what is under way."
+
+    def take_as_recorded(self, record: StepRecord) -> None:
+        "Have taken the rows that a recorded step had taken."
+        self.state.taken = record.consumed - self.state.cursor.consumed
 
     def more_of_record(self) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
         "What this kind of loop adds to the record of a step."
@@ -686,9 +696,16 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
 async def fresh_gradient(loop: Loop) -> None:
     "Drop what an earlier pass left on the trainer."
     if loop.holds_gradient:
-        await loop.backend.policy.discard_gradients()
-        loop.state.values.pop("backward", None)
+        await drop_gradient(loop)
     loop.holds_gradient = True
+
+
+async def drop_gradient(loop: LoopMemory) -> None:
+    "Drop a gradient; between two updates of a step the next one makes its own."
+    await loop.backend.policy.discard_gradients()
+    if not loop.state.made:
+        loop.state.values.pop("backward", None)
+    loop.holds_gradient = False
 
 
 async def gradient_of(loop: Loop, datums: Sequence[Datum], **split: Any) -> LossOutput:
@@ -1016,9 +1033,7 @@ async def park(loop: LoopMemory) -> None:
         raise PhaseError(f"{loop.name!r} cannot leave the backend", got=got, fix=fix)
     loop.parked = Saved(await loop.backend.policy.save_state(f"branch-{loop.seat}"))
     if loop.holds_gradient:
-        await loop.backend.policy.discard_gradients()
-        loop.state.values.pop("backward", None)
-        loop.holds_gradient = False
+        await drop_gradient(loop)
 
 
 async def take_over(loop: Loop) -> None:
@@ -1119,7 +1134,7 @@ def branch_place(loop: Loop, at: str | None) -> str:
     if loop.in_window:
         fix = "Let the window end, or stop the loop."
         raise PhaseError("branch", where=where, got="a window under way", expected="a step of its own", fix=fix)
-    if "optimize" in state.values:
+    if state.updated:
         fix = "Go back with await loop.undo(), or go on with await loop.step()."
         raise PhaseError("branch", where=where, got="updated weights", expected="a step before its update", fix=fix)
     if loop.moved:
@@ -1604,7 +1619,7 @@ async def save_checkpoint(
 ) -> int | None:  # the step after which was saved; None if it was not due
     "Save what is needed to go on from the last finished step; warns if prompts of a window will be skipped."
     state, step = loop.state, loop.state.number - 1
-    if "optimize" in state.values:
+    if state.updated:
         raise PhaseError("save_checkpoint", got=f"step {state.number} half done", fix="Run loop.finish() first.")
     if step - max([0, *run.checkpoints]) < every:
         return None
@@ -1729,7 +1744,7 @@ def way_to(loop: Loop, step: int, run: Run) -> Way:
 
 def at_rest(loop: Loop) -> bool:
     "Whether the weights are those with which the step under way began."
-    return "optimize" not in loop.state.values
+    return not loop.state.updated
 
 # %% ../nbs/33_loop.ipynb #0773aab3
 async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logprobs, nats

@@ -231,7 +231,7 @@ class Saver:
     async def save(self) -> None:
         "Save the last finished step, if the run can go on from there."
         finished = self.loop.state.number - 1
-        if self.run is not None and finished == self.last_boundary and "optimize" not in self.loop.state.values:
+        if self.run is not None and finished == self.last_boundary and not self.loop.state.updated:
             await save_checkpoint(self.loop, self.run)
 
     async def rescue(self, error: Exception, say: Callable[[str], Any]) -> None:
