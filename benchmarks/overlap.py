@@ -205,12 +205,12 @@ class Timing:
     age: int  # versions, of the oldest group trained on
 
 
-async def train(setting: Setting, backend: Backend, ledger: Ledger, clock: Callable[[], float]) -> Timing:
+async def train(setting: Setting, backend: Backend, ledger: Ledger) -> Timing:
     "One run of the recipe."
     factory, cfg, records, ends = make_rollouts(setting, ledger), setting.config(), list[StepRecord](), list[float]()
     rows = toy_rows((setting.steps + 1) * setting.groups, seed=1)
     quiet: dict[str, Any] = {"say": lambda line: None, "progress": False, "backend": backend}
-    quiet["on_record"] = [records.append, lambda record: ends.append(clock())]
+    quiet["on_record"] = [records.append, lambda record: ends.append(now())]
     if setting.synchronous:
         problem = rl_loop.Problem(rl_loop.load_rows(rows), (), factory)
         await rl_loop.train(cfg, problem=problem, **quiet)
@@ -227,7 +227,8 @@ def measured(setting: Setting, ledger: Ledger, records: Sequence[StepRecord], en
     begin, bursts = min(b for b, _ in ledger.draws), max(1, len(ends) // 2 // (setting.versions + 1))
     wall, late = ends[-1] - begin, bursts * (setting.versions + 1)  # O + 1 batches may come in one burst
     phases = ("reference", "backward", "optimize", "sync")
-    busy = sum(e - b for b, e in ledger.training) or sum(r.seconds.get(p, 0.0) for r in records for p in phases)
+    seconds = [e - b for b, e in ledger.training] or [r.seconds.get(p, 0.0) for r in records for p in phases]
+    busy = sum(seconds)
     drawn = sum(e - b for b, e in ledger.draws)
     room = setting.samples * (1.0 if setting.synchronous else setting.places)
     ages = [r.step - 1 - (g.submitted or 0) for r in records for g in r.groups if not setting.synchronous]
@@ -280,7 +281,7 @@ def timed(setting: Setting) -> Timing:
     ledger = Ledger()
 
     async def main() -> Timing:
-        return await train(setting, paced(unused_model(), setting.training, ledger), ledger, now)
+        return await train(setting, paced(unused_model(), setting.training, ledger), ledger)
 
     return simulate(main())
 
@@ -367,7 +368,7 @@ async def one_run(setting: Setting, backend: Backend, still: bool = False) -> Ti
     "One real run; `still`: with a trainer that does nothing."
     ledger = Ledger()
     used = paced(backend, 0.0, ledger) if still else replace(backend, close=None)
-    return await train(setting, used, ledger, now)
+    return await train(setting, used, ledger)
 
 
 async def in_turns(
