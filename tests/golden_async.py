@@ -161,7 +161,8 @@ class Run:
         self.looking = asyncio.Event()
         self.occasions: set[str] = set()  # ways of the other program that made a difference to something
         self.counts: Counter[str] = Counter()
-        self.cfg = SimpleNamespace(drop_dead=True)
+        self.barren = 0
+        self.cfg = SimpleNamespace(drop_dead=True, prompt_groups_per_step=gate.groups_per_step)
         clock = asyncio.get_running_loop().time
         self.producer: Producer[Answered] = Producer(gate, self.take, self.row, self.useful, clock=clock)
 
@@ -227,6 +228,8 @@ class Run:
     def useful(self, answered: Answered) -> bool:
         "Whether a row is trained on, as a loop decides it."
         found, number = async_loop.teaches(self, answered), answered.group.number
+        self.counts["sample_fails"] += len(answered.group.dropped)
+        self.counts["filter_drops"] += bool(answered.group.samples) and not found
         self.reasons[number] = "accepted" if found else "filter" if answered.group.samples else "none"
         self.occasions |= set() if found else {AT_ONCE, BELONGS, LIVE_ONLY}
         return found
