@@ -43,9 +43,10 @@ from .step import Listing, LossReport, Measured, list_groups, list_prompts, list
 # %% auto #0
 __all__ = ['T', 'DRAINING', 'BARREN', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'one_row', 'land',
            'pick', 'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers',
-           'teaches', 'take_down', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed', 'graded_phase',
-           'chunked_half', 'gate_metrics', 'wait_metrics', 'AsyncPhases', 'AsyncGRPOLoop', 'stand', 'take_back',
-           'give_up', 'refuse_under_way', 'hand_over']
+           'teaches', 'take_down', 'take_apart', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed',
+           'graded_phase', 'with_versions', 'chunked_half', 'gate_metrics', 'wait_metrics', 'AsyncPhases',
+           'AsyncGRPOLoop', 'stand', 'take_recorded', 'take_back', 'trained_rows', 'give_up', 'refuse_under_way',
+           'hand_over']
 
 # %% ../nbs/34_async_loop.ipynb #1b102664
 @dataclass
@@ -307,7 +308,7 @@ class Flow:
     "Gate, rows under way, and the place in the data of one loop."
 
     def __init__(self, loop: AsyncPhases):
-        c = loop.cfg
+        c, self.owner, self.stage = loop.cfg, loop, loop.stage
         self.gate = Gate(c.prompt_groups_per_step, c.completions_per_prompt, c.max_head_offpolicy_versions)
         self.gate.max_concurrency, self.gate.last_version = c.max_concurrency_rollout_sample, c.steps
         self.intake = loop.state.cursor  # behind the rows that were taken
@@ -323,7 +324,9 @@ class Flow:
         self.idle_before = 0.0  # seconds that the sampler had been idle when the last step ended
 
     def take(self) -> int | None:
-        "The next row: one that has to be drawn again, or the next of the data."
+        "The next row: one that has to be drawn again, or the next of the data; none in another loop's turn."
+        if self.stage.actor is not self.owner:
+            return None
         if self.waiting:
             return self.waiting.popleft()
         if self.intake.exhausted:
@@ -383,16 +386,28 @@ def take_down(loop: AsyncPhases, rows: Sequence[Landed[Answered]]) -> None:
         flow.counts["filter_drops"] += bool(group.samples) and not trains_on(loop, group)
     flow.at_step = gate_metrics(loop)
 
+
+def take_apart(loop: AsyncPhases) -> None:
+    "Give up the batch of the step under way: its rows are ready, or rejected, as before."
+    flow = loop.flow
+    if "sample" in loop.state.values:
+        useful = [trains_on(loop, row.value.group) for row in flow.landed]
+        flow.producer.ready[:0] = [row for row, is_useful in zip(flow.landed, useful, strict=True) if is_useful]
+        flow.producer.rejected[:0] = [row for row, is_useful in zip(flow.landed, useful, strict=True) if not is_useful]
+        flow.landed = []
+        loop.state.values.pop("sample")
+
 # %% ../nbs/34_async_loop.ipynb #dea4e9e2
 def admit_phase(loop: AsyncPhases) -> Listing[Prompt]:
     "Start the rows that may be started; shows those that are under way or back."
     enter(loop.state, "prompts")
+    take_apart(loop)
     p = at_work(loop)
     with timed(loop, "prompts"):
         p.fill()
         numbers = sorted({*p.flights, *(row.number for row in p.ready)})
         prompts = encode_numbers(loop, numbers)
-    if not (numbers or p.rejected or p.held or p.error):
+    if not (numbers or p.rejected or p.held or p.error) and loop.stage.actor is loop:
         got, fix = f"all {loop.cursor.consumed} prompts done", "Raise epochs, or pass more rows."
         raise PhaseError("prompts", got=got, fix=fix)
     return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
@@ -401,6 +416,7 @@ def admit_phase(loop: AsyncPhases) -> Listing[Prompt]:
 async def collect_phase(loop: AsyncPhases) -> Listing[Rollouts]:
     "Wait for a batch."
     enter(loop.state, "sample")
+    take_apart(loop)
     p = at_work(loop)
     with timed(loop, "sample"):
         live = await p.batch(loop.cfg.prompt_groups_per_step)
@@ -428,6 +444,7 @@ def lay_out(loop: AsyncPhases, live: Sequence[Landed[Answered]]) -> Listing[Roll
     loop.state.values["prompts"] = list_prompts([r.prompt for r in rollouts], loop.backend.tokenizer)
     loop.state.policy_version = loop.policy_version
     flow.sampled = loop.state.put("sample", list_rollouts(rollouts))
+    loop.state.batch = (flow.sampled, flow.landed, flow.at_step)
     return flow.sampled
 
 
@@ -445,6 +462,12 @@ def graded_phase(loop: AsyncPhases) -> Listing[PromptGroup]:
         if not loop.flow.counts["samples"]:
             require_some(groups)
     return loop.state.put("score", list_groups([replace(g, advantages=None, turn_advantages=None) for g in groups]))
+
+
+def with_versions(loop: AsyncPhases, groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
+    "Groups that were graded again, with the versions that their rows were started at."
+    versions = {row.number: row.version for row in loop.flow.landed}
+    return loop.state.put("score", list_groups([replace(g, submitted=versions.get(g.number)) for g in groups]))
 
 # %% ../nbs/34_async_loop.ipynb #a36b7797
 async def chunked_half(loop: AsyncPhases) -> None:
@@ -466,6 +489,8 @@ async def chunked_half(loop: AsyncPhases) -> None:
         loop.state.seconds[phase] = sum(end - begin for name, begin, end in loop.state.spans if name == phase)
     take_down(loop, [*live, *sorted(p.take_rejected(), key=lambda row: row.number)])
     settle_passes(loop, [row.value for row in loop.flow.landed], reports)
+    loop.state.batch = (loop.state.values["sample"], loop.flow.landed, loop.flow.at_step)
+    loop.flow.sampled = loop.state.values["sample"]
 
 # %% ../nbs/34_async_loop.ipynb #5fdbe16e
 def gate_metrics(loop: AsyncPhases) -> dict[str, float]:
@@ -565,7 +590,7 @@ class AsyncPhases(GRPOLoop):
     def score(self, reward_fns: Any = None) -> Listing[PromptGroup]:
         "The grades of the batch; `reward_fns` grades it again."
         fresh = reward_fns is None and self.state.values.get("sample") is self.flow.sampled
-        return graded_phase(self) if fresh else super().score(reward_fns)
+        return graded_phase(self) if fresh else with_versions(self, super().score(reward_fns))
 
     @staged
     async def sync(self) -> Measured:
@@ -574,6 +599,10 @@ class AsyncPhases(GRPOLoop):
         self.flow.gate.publish(self.state.number)
         self.flow.producer.fill()
         return done
+
+    async def refill(self, attempts: int = 10) -> int:
+        "Not here: a batch has its full number of useful rows, as long as there are any."
+        raise PhaseError("refill", got="a batch that fills itself", fix="Leave it out.")
 
     async def overlapped_half(self) -> None:
         "The phases from `prompts` to `backward`, with backward passes made while samples arrive."
@@ -625,6 +654,8 @@ class AsyncGRPOLoop(AsyncPhases):
         "A loop at the same place with other settings, see `GRPOLoop.branch`; nothing may be under way."
         refuse_under_way(self, "branch")
         other = await super().branch(**options)
+        if options.get("at") == "start":
+            other.state = StepState(self.state.number, self.state.cursor)
         hand_over(self, other)
         return other
 
@@ -639,6 +670,10 @@ class AsyncGRPOLoop(AsyncPhases):
         "The place in the data, and the rows that were taken and are in no record."
         batch = [p.number for p in self.state.values.get("sample", ()) and self.state.values["prompts"]]
         return self.flow.intake, {"pending": sorted({*self.flow.pending, *batch})}
+
+    def take_as_recorded(self, record: StepRecord) -> None:
+        "Have taken the rows that a recorded step had taken; those that were under way will be drawn."
+        take_recorded(self, record)
 
     def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
         "Take the place after a finished step."
@@ -655,6 +690,13 @@ def stand(flow: Flow, cursor: Cursor, pending: Iterable[int], version: int) -> N
     flow.gate.accepted, flow.gate.running = version * flow.gate.batch, 0
 
 
+def take_recorded(loop: AsyncPhases, record: StepRecord) -> None:
+    "Stand before a recorded step, with its batch taken."
+    gate, cursor = loop.flow.gate, replace(loop.flow.intake, consumed=record.consumed)
+    loop.stand_at(record.step - 1, cursor, {"pending": record.pending})
+    gate.accepted += len({d.group for d in record.datums}) * gate.completions_per_prompt
+
+
 async def take_back(loop: AsyncPhases, to: str) -> None:
     "Take back the last update; rows that came from its weights are given up."
     flow, before = loop.flow, loop.state
@@ -665,9 +707,14 @@ async def take_back(loop: AsyncPhases, to: str) -> None:
     version = loop.state.number - 1
     flow.producer.recall(newer_than=version)
     flow.gate.publish(version)
-    live = sum(trains_on(loop, g) for g in loop.state.values["advantages" if to == "datums" else "score"])
-    rows = live + len(flow.producer.ready)
+    flow.sampled, flow.landed, flow.at_step = loop.state.batch
+    rows = trained_rows(loop) + len(flow.producer.ready)
     flow.gate.accepted = version * flow.gate.batch + rows * flow.gate.completions_per_prompt
+
+
+def trained_rows(loop: AsyncPhases) -> int:
+    "Rows of the batch that the gate has accepted."
+    return sum(trains_on(loop, row.value.group) for row in loop.flow.landed)
 
 
 async def give_up(loop: AsyncPhases) -> None:
@@ -687,6 +734,9 @@ def refuse_under_way(loop: AsyncPhases, what: str) -> None:
 
 def hand_over(loop: AsyncPhases, other: AsyncPhases) -> None:
     "Give a branch the data of the loop that it leaves; rows that are back, and in no batch, it draws again."
-    batch = {p.number for p in other.state.values.get("prompts", ())}
-    stand(other.flow, loop.flow.intake, set(loop.flow.pending) - batch, other.state.number - 1)
-    other.flow.gate.accepted += len(batch) * other.flow.gate.completions_per_prompt
+    cursor, extra = loop.place_to_resume()
+    batch = {p.number for p in other.state.values["prompts"]} if "sample" in other.state.values else set()
+    stand(other.flow, cursor, set(extra["pending"]) - batch, other.state.number - 1)
+    if batch:
+        _, other.flow.landed, other.flow.at_step = other.state.batch
+        other.flow.gate.accepted += trained_rows(other) * other.flow.gate.completions_per_prompt

@@ -18,8 +18,9 @@ import pandas as pd
 __all__ = ['MARKS', 'UNSCORABLE', 'NOT_AGAIN', 'PhaseComparison', 'Piece', 'differs', 'compare', 'Replay', 'row_at',
            'encoded_again', 'prompt_pieces', 'reward_names', 'other_grading', 'ungraded', 'sample_place',
            'reward_pieces', 'replay_score', 'replay_advantages', 'datum_pieces', 'replay_datums', 'stand_before',
-           'cannot_draw', 'sample_pieces', 'replay_sample', 'lay_out', 'replay_reference', 'scored_together',
-           'output_pieces', 'metric_pieces', 'replay_backward', 'replay_update', 'replay', 'compare_loops']
+           'cannot_draw', 'drawn_together', 'sample_pieces', 'replay_sample', 'lay_out', 'replay_reference',
+           'scored_together', 'output_pieces', 'metric_pieces', 'replay_backward', 'replay_update', 'replay',
+           'compare_loops']
 
 # %% ../nbs/37_travel.ipynb #c54bab8c
 from .core import DataError, Datum, LossOutput, PromptGroup, RecordError
@@ -180,7 +181,8 @@ def prompt_pieces(
             g.number, f"{'no row' if name is None else f'row {name!r}'} at position {g.number} of the data"
         )
         yield Piece("row", "rows", g.where, float(name != g.key), 0.0, note)
-        if loop.cfg.weight_sync_interval == 1:  # in windows groups come in the order of their answers
+        in_order = loop.cfg.weight_sync_interval == 1 and loop.cfg.recipe != "async_rl_loop"
+        if in_order:  # elsewhere groups come in the order of their answers
             yield Piece("position", "rows", g.where, start + i, g.number)
         if prompt is not None and g.samples and loop.task.rollout_fn is None:
             first = g.samples[0]
@@ -297,9 +299,16 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
     other = {s.policy_version for g in record.groups for s in g.samples} - {loop.policy_version}
     if loop.cfg.recipe == "async_rl_loop" and other:
         return f"drawn from the weights of version {spans(sorted(other))}, and not from those before the step"
+    if loop.cfg.recipe == "async_rl_loop" and not drawn_together(loop, record):
+        return "drawn in other company, beside rows of other steps or one after the other"
     if len(prompts) < len(record.groups):
         return "not all of its prompts could be encoded again"
     return other_grading(loop, record) if not reward_names(record) else ""
+
+
+def drawn_together(loop: Loop, record: StepRecord) -> bool:
+    "Whether the rows of an asynchronous step were all that was under way, all the time."
+    return loop.cfg.max_head_offpolicy_versions == 0 and len(record.groups) <= loop.cfg.prompt_groups_per_step
 
 
 def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> Iterator[Piece]:
@@ -330,9 +339,10 @@ async def replay_sample(
 # %% ../nbs/37_travel.ipynb #906be119
 def lay_out(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> None:
     "Make the values of a record those of the step under way, up to the reference."
+    loop.take_as_recorded(record)
     state, datums = loop.state, list_training(record.datums, record.groups)
     datums.headline = record.reason or datums.headline
-    state.taken, state.policy_version = record.consumed - state.cursor.consumed, loop.policy_version
+    state.policy_version = loop.policy_version
     state.values = {
         "prompts": list_prompts(prompts, loop.backend.tokenizer),
         "sample": list_rollouts(ungraded(record, prompts)),
@@ -363,7 +373,7 @@ async def replay_reference(loop: Loop, record: StepRecord) -> PhaseComparison:
 
 def scored_together(loop: Loop, record: StepRecord) -> list[Sequence[Datum]]:
     "The sequences that the reference scored in one call: all, or those of one pass where training overlapped sampling."
-    if loop.cfg.min_samples_per_fwd_bwd is None:
+    if not loop.overlaps:
         return [record.datums]
     ends = np.cumsum(record.passes).tolist()
     return [record.datums[end - n : end] for n, end in zip(record.passes, ends, strict=True)]
@@ -443,6 +453,7 @@ async def replay(
     "Take a recorded step again, and compare every phase with its record."
     record = run.record(step)
     run.check(loop.cfg)
+    loop.rest()
     async with on_stage(loop):
         phases, blocked, base = await stand_before(loop, record, run)
         prompts, reasons = encoded_again(loop, record)
