@@ -325,7 +325,8 @@ def staleness_figure(payload: Mapping[str, Any]) -> Figure:
         dotted = {"mode": "lines", "line": {"color": COLORS["orange"], "width": 1.5, "dash": "dot"}}
         data.append(_line({"x": [mean["x"][0], mean["x"][-1]], "y": [bound] * 2}, "bound", "orange", **dotted))
     highest = max([bound or 0, *(v for v in payload["max"]["y"] if v is not None)])
-    return _figure(data, "versions", yaxis=_y("versions", range=[0, 1.1 * highest or 1], tickformat="d"))
+    whole = {"tickformat": "d", "dtick": max(1, math.ceil(highest / 5))}
+    return _figure(data, "versions", yaxis=_y("versions", range=[0, 1.1 * highest or 1], **whole))
 
 
 def ages_figure(payload: Mapping[str, Any]) -> Figure:
@@ -417,7 +418,8 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
     some = "" if every == 1 else f", 1 of {every}"
     lanes = {"tickvals": [-0.7 - high / 2, (count - 1) / 2][: 1 + (count > 0)], "ticktext": ["trainer", f"rows{some}"]}
     y = {**_y("", **lanes, range=[bottom, top], showgrid=False), "zeroline": False}
-    x = {**_AXIS, "title": {"text": "seconds since the loop was opened"}, "range": [start, end], "zeroline": False}
+    x = {**_AXIS, "title": {"text": "seconds since the loop was opened"}, "range": [start, end]}
+    x |= {"showgrid": False, "zeroline": False}
     legend = {"orientation": "h", "x": 0, "y": 1.09, "yanchor": "bottom", "traceorder": "normal"}
     look = {"barmode": "overlay", "hovermode": "closest", "legend": legend}
     return _figure(data, "", xaxis=x, yaxis=y, **look, **({"annotations": steps} if data else {}))
@@ -712,6 +714,8 @@ class Chart:
     @property
     def height(self) -> int:
         "Pixels of the still picture."
+        if any(t.get("orientation") == "h" for t in self.figure["data"]):
+            return 340  # room for lanes
         panels = sum(
             name.startswith("yaxis") and "overlaying" not in axis for name, axis in self.figure["layout"].items()
         )
@@ -745,11 +749,11 @@ CAPTIONS = {
     "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ✓ all right, ✗ all wrong.",
     "rewards counted": "How many samples earned what, by kind of group.",
     "advantages counted": "How many samples have what, by kind of group.",
-    "timeline": "Rows below each other were under way together; dotted: a weight sync. Rows that no step had taken by the "
-    "end are in no record, so the right edge looks emptier than it was.",
+    "timeline": "Rows below each other were under way together; dotted: a weight sync. Rows that no step had taken by "
+    "the end are in no record, so the right edge looks emptier than it was.",
     "staleness": "Versions of the weights between the start of a group's rollouts and the update that it goes into.",
     "ages": "Many old groups make updates off-policy; a smaller bound makes them younger, and the trainer wait longer.",
-    "waits": "A trainer that waits wants faster sampling or a larger bound; an idle sampler has reached the bound.",
+    "waits": "A trainer that waits wants faster sampling or a larger bound; an idle sampler was paused, or is at it.",
     "pipeline": "When a batch was complete. Room that stays means that the data have ended, or the sampler is full.",
 }
 

@@ -363,6 +363,17 @@ def _row_bars(record: StepRecord) -> list[dict[str, Any]]:
     return [{"step": record.step, "row": n, "begin": b, "end": e, "age": age(n), "kind": ""} for n, b, e in rows]
 
 # %% ../../nbs/50_views.payloads.ipynb #1d49508b
+def _after_breaks(phases: Sequence[Mapping[str, Any]]) -> float:  # seconds
+    "Where the picture begins: after every break of the trainer that would take up more than half of it."
+    spans = sorted((p["begin"], p["end"]) for p in phases)
+    begin = before = spans[0][0] if spans else 0.0
+    last = max((end for _, end in spans), default=0.0)
+    for start, end in spans:
+        begin = start if start - before > (last - begin) / 2 else begin
+        before = max(before, end)
+    return begin
+
+
 def packed_lanes(bars: Sequence[Mapping[str, Any]]) -> list[int]:  # the lane of each bar, as few as possible
     "Lanes for bars that are sorted by their begin, so that no two in a lane overlap."
     ends, lanes = list[float](), list[int]()
@@ -382,19 +393,21 @@ def timeline_payload(
     lanes: int = TIMELINE_LANES,  # at most
 ) -> dict[str, Any]:
     "Phases and rows of the last steps as bars, in seconds since the loop was opened."
-    shown = _same_clock(records, steps)
-    phases = [bar for r in shown for bar in _phase_bars(r)]
-    bars = [bar for r in shown for bar in _row_bars(r)]
+    clock = _same_clock(records, steps)
+    phases = [bar for r in clock for bar in _phase_bars(r)]
+    bars = [bar for r in clock for bar in _row_bars(r)]
     bars += [{"step": None, "row": n, "begin": b, "end": e, "age": None, "kind": k} for n, b, e, k in waiting]
+    begin = _after_breaks(phases)
+    phases, bars = [p for p in phases if p["begin"] >= begin], [bar for bar in bars if bar["end"] > begin]
     bars.sort(key=lambda bar: (bar["begin"], bar["row"]))
     every = max(1, -(-len(bars) // rows))
     while max(lane := packed_lanes(kept := bars[::every]), default=0) >= lanes:
         every += 1
-    ends = {"begin": min((p["begin"] for p in phases), default=0.0)}
-    ends["end"] = max((bar["end"] for bar in (*phases, *bars)), default=0.0)
+    ends = {"begin": begin, "end": max((bar["end"] for bar in (*phases, *bars)), default=begin)}
+    shown = sorted({p["step"] for p in phases})
     drawn = [bar | {"lane": i} for bar, i in zip(kept, lane, strict=True)]
     return {
-        "steps": [r.step for r in shown],
+        "steps": shown,
         **ends,
         "phases": phases,
         "rows": drawn,

@@ -23,7 +23,7 @@ import pandas as pd
 
 from ..core import RecordError
 from ..records import UNSEEN, Run, StepRecord, flat_settings, metrics_frame, replace_text
-from .charts import Chart, Figure, asset, charts, plotly_script
+from .charts import LOOKS, Chart, Figure, asset, charts, plotly_script
 from .payloads import TIMELINE_STEPS, ages_row, completions_payload, header_payload, history_row
 from .payloads import is_asynchronous, run_payloads, spread_row, step_payloads, timeline_payload
 from ..xray import sentence
@@ -213,7 +213,7 @@ def charts_over_steps(m: Material) -> list[Chart]:
     payloads = run_payloads(m.metrics, m.settings)
     if is_asynchronous(m.metrics):
         payloads["timeline"] = timeline_payload(m.last)
-    return list(charts(payloads).values())
+    return list(charts({name: payloads[name] for name in LOOKS if name in payloads}).values())
 
 
 def charts_of_last_step(m: Material) -> list[Chart]:

@@ -249,7 +249,7 @@ class Notebook:
         address = f"{self.lab.url}/lab/workspaces/{workspace}/tree/{self.name}?reset&token={self.lab.token}"
         page.goto(address, wait_until="domcontentloaded")
         page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for()
-        page.wait_for_function(CONNECTED, timeout=PATIENCE * 1000)
+        self.until_true(CONNECTED)
         page.evaluate("() => { const s = window.jupyterapp.shell; s.collapseLeft(); s.collapseRight(); }")
 
     def menu(self, *labels: str) -> None:
@@ -326,8 +326,14 @@ class Notebook:
 
     def until(self, expression: str) -> None:
         "Wait until an expression is true in the kernel, which has by then done all that it was sent before."
-        true = f"async e => (await ({ASK})(e)) === `'true'`"
-        self.page.wait_for_function(true, arg=f"bool({expression})", polling=100, timeout=PATIENCE * 1000)
+        self.until_true(f"async e => (await ({ASK})(e)) === `'true'`", f"bool({expression})")
+
+    def until_true(self, function: str, argument: Any = None) -> None:
+        "Wait until an async function of the page says true; `wait_for_function` takes its promise for a yes."
+        deadline = time.monotonic() + PATIENCE
+        while not self.page.evaluate(function, argument):
+            assert time.monotonic() < deadline, f"not true within {PATIENCE} s: {argument or function}"
+            self.page.wait_for_timeout(100)
 
     def save(self) -> dict[str, Any]:
         "Save it through the menu; what its file now holds."
