@@ -36,8 +36,8 @@ from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['LOOPS', 'Problem', 'load_problem', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult', 'train',
-           'open_loop', 'check_prompts', 'Saver', 'main', 'loop_for', 'replay_step', 'diagnose_step']
+__all__ = ['LOOPS', 'Problem', 'load_problem', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult', 'open_loop',
+           'train', 'check_prompts', 'Saver', 'main', 'loop_for', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -132,6 +132,18 @@ class RunResult:
         return f"held-out reward {self.reward_before:.2f} -> {self.reward_after:.2f} {took}"
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #61c6c368
+LOOPS: dict[str, type[GRPOLoop]] = {"rl_loop": GRPOLoop, "igpo_loop": GRPOLoop, "async_rl_loop": AsyncGRPOLoop}
+
+
+def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
+    "The loop that a config names, for unattended work: nothing is kept for undo."
+    if cfg.recipe == "igpo_loop" and problem.advantage_fn is None:
+        fix = "Use rl_notebook.recipes.igpo_loop.main, which makes them."
+        raise ConfigError("recipe", got="igpo_loop without advantages of its own", expected="an advantage_fn", fix=fix)
+    given = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in ("rows", "reward")}
+    return LOOPS[cfg.recipe](backend, problem.rows, problem.reward, cfg, keep_undo=0, **given)
+
+# %% ../../nbs/60_recipes.rl_loop.ipynb #f1299d8f
 async def train(
     cfg: Config,
     *,
@@ -157,18 +169,6 @@ async def train(
             put_aside(run, found.step if found else 0, say)
         loop.outputs += [*([run.add] if run is not None else []), *stack.enter_context(_trackers(cfg)), *on_record]
         return await _train(loop, run, say, progress)
-
-
-LOOPS: dict[str, type[GRPOLoop]] = {"rl_loop": GRPOLoop, "igpo_loop": GRPOLoop, "async_rl_loop": AsyncGRPOLoop}
-
-
-def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
-    "The loop that a config names, for unattended work: nothing is kept for undo."
-    if cfg.recipe == "igpo_loop" and problem.advantage_fn is None:
-        fix = "Use rl_notebook.recipes.igpo_loop.main, which makes them."
-        raise ConfigError("recipe", got="igpo_loop without advantages of its own", expected="an advantage_fn", fix=fix)
-    given = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in ("rows", "reward")}
-    return LOOPS[cfg.recipe](backend, problem.rows, problem.reward, cfg, keep_undo=0, **given)
 
 
 def check_prompts(loop: GRPOLoop) -> None:
