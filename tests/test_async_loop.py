@@ -1,0 +1,1242 @@
+"""The asynchronous loop as a whole: what it trains, loses, takes back and leaves behind. On the shipped model, trained.
+
+Rollouts take their time, at random or until a test lets them go, so that they come back in any order. What has to be
+so whatever the order is asserted, and nothing that depends on how fast this machine is.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl_notebook.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local import open_local
+from rl_notebook.chat import sample_from_completion
+from rl_notebook.config import Config
+from rl_notebook.core import BackendError, PhaseError, RecordError, RewardError, RolloutRun
+from rl_notebook.data import load_rows
+from rl_notebook.loop import GRPOLoop, on_stage, restore_checkpoint, save_checkpoint, updates_of
+from rl_notebook.losses import POLICY_LOSSES
+from rl_notebook.records import RunFolder
+from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.travel import replay
+
+SMALL = {
+    "prompt_groups_per_step": 3,
+    "completions_per_prompt": 4,
+    "max_completion_tokens": 8,
+    "max_seq_len": 96,
+    "learning_rate": 1e-3,
+    "epochs": 1,
+}
+LENGTH = lambda text: float(sum(map(ord, text)) % 13)  # differs inside nearly every group
+SOME = lambda text, question: LENGTH(text) if "?" in question else 1.0  # a third of the groups are dead
+ALL = lambda group: True  # every group is trained on
+
+
+def begin(reward=SOME, rows=24, kind=AsyncGRPOLoop, keep=None, backend=None, **settings):
+    "A loop over the toy task, with a backend of its own."
+    options = {name: settings.pop(name) for name in (*OPTIONS,) if name in settings}
+    recipe = {"recipe": "async_rl_loop"} if kind is AsyncGRPOLoop else {}
+    cfg = Config(**SMALL | recipe | settings)
+    model, tokenizer = load_model("tiny")
+    backend = backend or open_local(model, tokenizer, lora_rank=cfg.lora_rank, reference=cfg.kl_beta > 0)
+    return kind(backend, load_rows(toy_rows(rows, seed=3)), reward, cfg, dynamic_filter_fn=keep, **options)
+
+
+OPTIONS = ("outputs", "keep_undo", "evaluation_fn", "advantage_fn", "make_loss", "eval_rows", "extras")
+
+
+def run(coroutine):
+    "In an event loop of its own, at whose end nothing may be left that nobody closed."
+    return asyncio.run(coroutine)
+
+
+def weights(loop):
+    "A copy of everything that is trained."
+    return {k: v.detach().clone() for k, v in loop.backend.policy.state.params.items()}
+
+
+def same(a, b, tol=0.0):
+    return all(torch.allclose(a[k], b[k], rtol=0, atol=tol) for k in a)
+
+
+def numbers(records):
+    "Rows of the run in each record."
+    return [sorted(g.number for g in r.groups) for r in records]
+
+
+def flat(records):
+    return sorted(n for r in records for g in r.groups for n in [g.number])
+
+
+def live(record):
+    "Groups that the step was trained on."
+    trained = {d.group for d in record.datums}
+    return [g for g in record.groups if g.index in trained]
+
+
+async def turns(count=20):
+    "Let everything else run so many times."
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def up_to(loop, *phases):
+    "Run phases by hand."
+    for name in phases:
+        result = getattr(loop, name)()
+        if asyncio.iscoroutine(result):
+            result = await result
+    return result
+
+
+SECOND_HALF = ("score", "advantages", "datums", "reference", "backward", "optimize", "sync", "finish")
+
+
+def check_books(loop, records=None):
+    "Every row that was taken is in exactly one record, in the step under way, or pending."
+    records = list(loop.records) if records is None else records
+    under_way = [p.number for p in loop.state.values["prompts"]] if "sample" in loop.state.values else []
+    places = [*flat(records), *under_way, *loop.flow.pending]
+    assert sorted(places) == list(range(loop.flow.intake.consumed))
+    gate = loop.flow.gate
+    assert gate.running == len(loop.flow.producer.flights) * gate.completions_per_prompt
+
+
+def check_records(records, rows, bound):
+    "Every row once, none too old, and `pending` says what is missing."
+    done = set()
+    assert flat(records) == list(range(rows))
+    for r in records:
+        assert all(0 <= r.step - 1 - g.submitted <= bound for g in live(r))
+        done |= {g.number for g in r.groups}
+        assert r.pending == tuple(sorted({*range(r.consumed)} - done))
+        drawn = {g.number for g in r.groups}
+        assert {name for name, *_ in r.timeline if name.startswith("row ")} == {f"row {n}" for n in drawn}
+    assert records[-1].pending == ()
+
+
+async def nothing_left():
+    "No row is under way in this event loop, and what a sampler has begun for one ends by itself."
+    await turns()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert {task.get_coro().__qualname__ for task in left} <= {"keep_pumping"}
+    await asyncio.gather(*left)
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def rollouts(reward=SOME, delay=0.01, lost=0.0, before=None, segments=1, alone=False):
+    """A factory of rollouts that take a random while, and of which some come to nothing.
+
+    What is drawn together is not the same to the last bit as what is drawn `alone`."""
+
+    def make_rollout_fn(setup):
+        turn = asyncio.Lock() if alone else contextlib.nullcontext()
+
+        async def rollout_fn(sample_prompt, row_index, rollout_index):
+            rng = np.random.default_rng([row_index, rollout_index])
+            if before is not None:
+                await before(row_index, rollout_index)
+            if delay:
+                await asyncio.sleep(float(rng.exponential(delay)))
+            if rng.random() < lost:
+                return None
+            params = replace(setup.params, seed=sample_prompt["seed"])
+            async with turn:
+                [c] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
+            grade = reward(c.text, sample_prompt["question"]) if reward is SOME else reward(c.text)
+            sample = sample_from_completion(c, reward=grade)
+            return sample if segments == 1 else RolloutRun((sample,) * segments, grade)
+
+        return rollout_fn
+
+    return make_rollout_fn
+
+
+class Doors:
+    "Rollouts that wait until their row is let go, and that are counted."
+
+    def __init__(self, closed=()):
+        self.closed = {n: asyncio.Event() for n in closed}
+        self.calls, self.now, self.most = Counter(), 0, 0
+
+    async def __call__(self, row, index):
+        self.calls[row] += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(0)
+            if row in self.closed:
+                await self.closed[row].wait()
+        finally:
+            self.now -= 1
+
+    def open(self, *rows):
+        for row in rows:
+            self.closed[row].set()
+
+
+# --- on-policy and synchronous: the same as the synchronous loop ------------------------------------------------------
+
+SAME = {
+    "dead groups": {},
+    "another seed": {"seed": 7},
+    "a reference": {"kl_beta": 0.05, "seed": 2},
+    "two updates a step": {"ppo_n_minibatches": 2, "policy_loss": "ppo"},
+    "lora, importance weights": {"lora_rank": 4, "policy_loss": "ppo", "tis_enabled": True},
+    "several passes": {"max_samples_per_fwd_bwd": 5},
+    "compared over the batch": {"advantage_scale": "batch"},
+    "dead groups trained": {"drop_dead": False, "kl_beta": 0.05},
+    "two epochs": {"epochs": 2, "rows": 10},
+}
+
+
+DRAWN = ("logprobs", "sampler_logprobs")  # the sampler's, which depend a little on what is drawn at the same time
+
+
+def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
+    "The same rows, tokens, grades and training sequences, and the same passes over the policy, to the last bit."
+    assert [r.step for r in ours] == [r.step for r in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.trained, a.options) == (b.trained, b.options)
+        assert a.consumed - len(a.pending) == b.consumed - len(b.pending)  # the next rows are under way after the sync
+        assert (a.passes, a.updates, a.divided_by) == (b.passes, b.updates, b.divided_by)
+        by_number = {g.number: g for g in a.groups}
+        assert sorted(by_number) == sorted(g.number for g in b.groups)
+        for h in b.groups:
+            g = by_number[h.number]
+            assert (g.key, g.dropped) == (h.key, h.dropped)
+            np.testing.assert_array_equal(g.rewards, h.rewards)
+            for s, t in zip(g.samples, h.samples, strict=True):
+                np.testing.assert_array_equal(s.tokens, t.tokens)
+                np.testing.assert_allclose(s.logprobs, t.logprobs, rtol=0, atol=drawn)
+        for d, e in zip(a.datums, b.datums, strict=True):
+            assert d.advantage == pytest.approx(e.advantage, rel=compared, abs=0)
+            for name in ("tokens", "weights", "sampler_logprobs", "ref_logprobs", "old_logprobs"):
+                x, y = getattr(d, name), getattr(e, name)
+                assert (x is None) == (y is None)
+                pair = [[] if series is None else series for series in (x, y)]
+                np.testing.assert_allclose(*pair, rtol=0, atol=drawn if name in DRAWN else 0.0)
+        for x, y in zip(a.loss.logprobs if a.loss else (), b.loss.logprobs if b.loss else (), strict=True):
+            np.testing.assert_array_equal(x.values, y.values)
+        for name in [n for n in a.metrics.keys() & b.metrics.keys() if not n.startswith(("async/", "perf/", "epoch"))]:
+            assert a.metrics[name] == pytest.approx(b.metrics[name], rel=1e-9, abs=drawn, nan_ok=True), name
+
+
+@pytest.mark.parametrize("how", ["straight", "late and lost"])
+@pytest.mark.parametrize("name", SAME)
+def test_on_policy_and_synchronous_is_the_synchronous_loop(name, how):
+    reward = SOME if how == "straight" else rollouts(lost=0.1, alone=True)
+
+    async def main():
+        ours = begin(reward, synchronous_training=True, **SAME[name])
+        theirs = begin(reward, kind=GRPOLoop, refill=SAME[name].get("drop_dead", True), **SAME[name])
+        records = await ours.run(progress=False), await theirs.run(progress=False)
+        await ours.close()
+        return ours, theirs, records
+
+    ours, theirs, records = run(main())
+    assert sum(r.trained for r in records[0]) >= 3
+    assert any(len(r.groups) > 3 for r in records[0]) or name == "dead groups trained"  # some were dead
+    corrected = how == "straight" and "tis_enabled" in SAME[name]  # by the sampler's logprobs
+    over_batch = "advantage_scale" in SAME[name]  # a mean over the same rows in another order, dead ones last
+    drawn = 1e-4 if how == "straight" else 0.0
+    assert_same_training(*records, drawn=drawn, compared=1e-12 if over_batch else 0.0)
+    assert same(weights(ours), weights(theirs), tol=1e-4 if corrected or over_batch else 0.0)
+
+
+# --- any age, any order -----------------------------------------------------------------------------------------------
+
+ANY = [
+    {"max_head_offpolicy_versions": 0},
+    {"max_head_offpolicy_versions": 1},
+    {"max_head_offpolicy_versions": 3},
+    {"max_head_offpolicy_versions": 1, "synchronous_training": True},
+    {"max_head_offpolicy_versions": 2, "pipeline_chunks_per_step": 2},
+    {"max_head_offpolicy_versions": 1, "pipeline_chunks_per_step": 3, "max_concurrency_rollout_sample": 8},
+    {"max_head_offpolicy_versions": 2, "ppo_n_minibatches": 2, "policy_loss": "ppo", "tis_enabled": True},
+    {"max_head_offpolicy_versions": 8, "max_concurrency_rollout_sample": 4},
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("settings", ANY, ids=lambda s: ", ".join(map(str, s.values())))
+def test_every_row_is_in_one_record_whatever_the_order(settings, seed):
+    async def main():
+        loop = begin(rollouts(lost=0.15, delay=0.02), seed=seed, **settings)
+        before = weights(loop)
+        async for record in loop:
+            check_books(loop)
+            assert record.step == loop.state.number - 1
+        await nothing_left()
+        assert not same(before, weights(loop))
+        assert all(torch.isfinite(v).all() for v in weights(loop).values())
+        check_records(list(loop.records), 24, settings["max_head_offpolicy_versions"])
+        assert loop.done
+        return loop
+
+    run(main())
+
+
+def test_the_end_of_the_data():
+    async def main():
+        loop = begin(LENGTH, rows=8, keep=ALL, max_head_offpolicy_versions=2)
+        records = await loop.run(progress=False)
+        assert sorted(map(len, numbers(records)), reverse=True) == [3, 3, 2]  # the last batch is what is left
+        assert all(r.trained for r in records)
+        check_records(records, 8, 2)
+        with pytest.raises(PhaseError, match=r"prompts: got all 8 prompts done. Raise epochs"):
+            loop.prompts()
+        assert await loop.run(progress=False) == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("versions", [0, 2])
+def test_rows_of_which_none_teaches_anything(versions):
+    async def main():
+        loop = begin(lambda text: 1.0, rows=8, max_head_offpolicy_versions=versions)
+        before = weights(loop)
+        records = await loop.run(progress=False)
+        assert flat(records) == list(range(8))
+        assert not any(r.trained for r in records)
+        assert "groups are dead" in records[0].reason
+        assert same(before, weights(loop))
+        await nothing_left()
+
+    run(main())
+
+
+def test_a_step_of_which_every_rollout_is_lost_is_a_crash():
+    async def main():
+        loop = begin(rollouts(lost=1.1, delay=0), rows=5)
+        with pytest.raises(RewardError, match="no sample of the step could be used"):
+            await loop.run(progress=False)
+        check_books(loop)
+        await loop.close()
+
+    run(main())
+
+
+def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
+    async def main():
+        doors = Doors([6])
+
+        def factory(setup):
+            draw = rollouts(LENGTH, delay=0, before=doors)(setup)
+
+            async def rollout_fn(sample_prompt, row_index, rollout_index):
+                sample = await draw(sample_prompt, row_index, rollout_index)
+                return None if row_index == 6 else sample
+
+            return rollout_fn
+
+        loop = begin(factory, rows=7, keep=ALL, max_head_offpolicy_versions=2)
+        first = await loop.run(2, progress=False)  # two whole batches, and row 6 is still under way
+        assert [r.trained for r in first] == [True, True]
+        assert loop.flow.pending == [6]
+        doors.open(6)
+        [last] = await loop.run(progress=False)
+        assert (last.trained, [g.number for g in last.groups]) == (False, [6])
+        assert len(last.groups[0].dropped) == 4
+
+    run(main())
+
+
+def test_epochs():
+    async def main():
+        loop = begin(rollouts(LENGTH), rows=7, epochs=2, keep=ALL, max_head_offpolicy_versions=2)
+        records = await loop.run(progress=False)
+        check_records(records, 14, 2)
+        keys = Counter(g.key for r in records for g in r.groups)
+        assert (len(keys), set(keys.values())) == (7, {2})
+        texts = [s.text for r in records for g in r.groups for s in g.samples]
+        assert len(set(texts)) > 7  # an epoch is not drawn with the seeds of the one before
+
+    run(main())
+
+
+@pytest.mark.parametrize("limit", [4, 7, 8, None])
+def test_no_more_samples_are_under_way_than_allowed(limit):
+    async def main():
+        doors = Doors()
+        room = {"max_concurrency_rollout_sample": limit} if limit else {}
+        loop = begin(rollouts(LENGTH, before=doors), keep=ALL, max_head_offpolicy_versions=1, **room)
+        await loop.run(progress=False)
+        assert doors.most == {4: 4, 7: 4, 8: 8, None: 24}[limit]  # rows start as a whole; 24 = two batches
+        assert sum(doors.calls.values()) == 24 * 4
+
+    run(main())
+
+
+def test_rows_that_the_last_step_cannot_use_are_not_started():
+    async def main():
+        doors = Doors()
+        loop = begin(rollouts(LENGTH, before=doors), keep=ALL, steps=2, max_head_offpolicy_versions=5)
+        records = await loop.run(progress=False)
+        assert [r.step for r in records] == [1, 2]
+        assert sorted(doors.calls) == flat(records) == list(range(6))
+        assert loop.done
+        await nothing_left()
+
+    run(main())
+
+
+# --- in parts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sample_mean", "constant", "sum"])
+def test_chunks_give_the_gradient_of_one_pass(aggregation):
+    async def main():
+        extra = {"aggregation": aggregation, "grad_clip_norm": 0.0, "keep": ALL, "kl_beta": 0.05}
+        whole, parts = begin(LENGTH, **extra), begin(LENGTH, pipeline_chunks_per_step=3, **extra)
+        found = [gradients_of(loop) for loop in (whole, parts)]
+        one, several = await whole.step(), await parts.step()
+        assert numbers([one]) == numbers([several]) == [[0, 1, 2]]
+        assert (one.passes, several.passes) == ((12,), (4, 4, 4))
+        assert several.metrics["num_loss_tokens"] == one.metrics["num_loss_tokens"]
+        assert several.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=2e-4)
+        assert several.loss.loss == pytest.approx(one.loss.loss, rel=1e-4, abs=1e-6)
+        directions = [torch.cat([g.flatten() for g in grads]) for grads in found]
+        torch.testing.assert_close(*(d / d.norm() for d in directions), rtol=0, atol=1e-5)
+        for loop in (whole, parts):
+            await loop.close()
+
+    run(main())
+
+
+def gradients_of(loop):
+    "A list that gets the gradients of the first update, as they are before they are divided."
+    found, optim_step = [], loop.backend.policy.optim_step
+
+    async def seen(*args, **kwargs):
+        found.extend(p.grad.detach().clone() for p in loop.backend.policy.state.params.values())
+        return await optim_step(*args, **kwargs)
+
+    loop.backend.policy.optim_step = seen
+    return found
+
+
+def test_a_chunk_is_trained_before_the_rest_of_its_batch_is_there():
+    async def main():
+        doors, passes = Doors([2]), []
+        loop = begin(rollouts(LENGTH, before=doors), keep=ALL, pipeline_chunks_per_step=3)
+        backward = loop.backend.policy.forward_backward_custom
+
+        async def seen(datums, loss_fn):
+            passes.append(sorted({d.group for d in datums}))
+            if len(passes) == 2:
+                doors.open(2)
+            return await backward(datums, loss_fn)
+
+        loop.backend.policy.forward_backward_custom = seen
+        record = await loop.step()
+        assert [len(p) for p in passes] == [1, 1, 1]
+        assert record.groups[2].number == 2
+        await loop.close()
+
+    run(main())
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class Once:
+    "Raises for a row, once."
+
+    def __init__(self, row, error=None):
+        self.row, self.error, self.raised = row, error or ValueError("the tool is broken"), 0
+
+    async def __call__(self, row, index):
+        await asyncio.sleep(0.001 * (row + 1))
+        if row == self.row and not self.raised:
+            self.raised += 1
+            raise self.error
+
+
+FAILING = {
+    "plain": {},
+    "ahead": {"max_head_offpolicy_versions": 2},
+    "chunks": {"pipeline_chunks_per_step": 3},
+    "chunks, ahead": {"max_head_offpolicy_versions": 2, "pipeline_chunks_per_step": 3},
+    "synchronous, ahead": {"max_head_offpolicy_versions": 2, "synchronous_training": True},
+}
+
+
+@pytest.mark.parametrize("row", [2, 7])
+@pytest.mark.parametrize("name", FAILING)
+def test_a_rollout_that_raises_ends_the_wait_and_loses_nothing(name, row):
+    async def main():
+        loop = begin(rollouts(LENGTH, before=Once(row), delay=0.002), keep=ALL, **FAILING[name])
+        with pytest.raises(RewardError, match=rf"number {row}\), rollout \d: .*ValueError: the tool is broken"):
+            await loop.run(progress=False)
+        await nothing_left()
+        check_books(loop)
+        done = list(loop.records)
+        done += await loop.run(progress=False)
+        check_records(done, 24, FAILING[name].get("max_head_offpolicy_versions", 0))
+        assert all(r.trained for r in done)
+        assert [len(r.groups) for r in done] == [3] * 8
+
+    run(main())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("what", ["forward_backward_custom", "optim_step", "save_weights_for_sampler"])
+def test_a_trainer_that_fails_once_loses_nothing(what, chunks):
+    async def main():
+        loop = begin(LENGTH, keep=ALL, max_head_offpolicy_versions=1, pipeline_chunks_per_step=chunks)
+        trainer, calls = loop.backend.policy, Counter()
+        method = getattr(trainer, what)
+
+        async def failing(*args, **kwargs):
+            calls["all"] += 1
+            if calls["all"] == 2:
+                raise TimeoutError("no trainer")
+            return await method(*args, **kwargs)
+
+        setattr(trainer, what, failing)
+        with pytest.raises(TimeoutError):
+            await loop.run(progress=False)
+        check_books(loop)
+        done = [*loop.records]
+        done += await loop.run(progress=False)
+        check_records(done, 24, 1)
+        assert all(r.trained for r in done)
+
+    run(main())
+
+
+def test_a_connection_that_is_gone_for_good_ends_the_run():
+    async def main():
+        gone = ConnectionError("nobody there")
+
+        async def before(row, index):
+            await asyncio.sleep(0)
+            raise gone
+
+        settings = {"rollout_retries": 0, "max_rollout_failure_rate": 0.5, "max_head_offpolicy_versions": 3}
+        loop = begin(rollouts(LENGTH, before=before, delay=0), rows=60, **settings)
+        with pytest.raises(BackendError, match=r"rollouts lost their connection: got .*nobody there.*at most 50%"):
+            await loop.run(progress=False)
+        await nothing_left()
+        check_books(loop)
+
+    run(main())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_filter_that_raises_is_an_error_and_not_a_dead_row(chunks):
+    async def main():
+        raised = []
+
+        def keep(group):
+            if group.number == 4 and not raised:
+                raised.append(group.number)
+                raise KeyError("no such column")
+            return True
+
+        loop = begin(LENGTH, keep=keep, max_head_offpolicy_versions=1, pipeline_chunks_per_step=chunks)
+        with pytest.raises(KeyError, match="no such column"):
+            await loop.run(progress=False)
+        await nothing_left()
+        check_books(loop)
+        done = list(loop.records)
+        done += await loop.run(progress=False)
+        check_records(done, 24, 1)
+
+    run(main())
+
+
+def test_a_cancelled_step_loses_nothing():
+    async def main():
+        doors = Doors([2])
+        loop = begin(rollouts(LENGTH, before=doors), keep=ALL, rows=9, pipeline_chunks_per_step=3)
+        task = asyncio.create_task(loop.step())
+        while len(loop.state.spans) < 3:  # two chunks were trained, and it waits for the third
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        doors.open(2)
+        check_books(loop, [])
+        check_records(await loop.run(progress=False), 9, 0)
+
+    run(main())
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["prompts", "sample"])
+def test_a_phase_that_is_run_again_loses_no_row(phase):
+    async def main():
+        loop = begin(rollouts(), max_head_offpolicy_versions=1, rows=15)
+        await up_to(loop, "prompts", "sample")
+        if phase == "prompts":
+            loop.prompts()
+        await loop.sample()
+        check_books(loop)
+        records = [await loop.step(), *await loop.run(progress=False)]
+        check_records(records, 15, 1)
+
+    run(main())
+
+
+def test_a_batch_is_not_filled_by_hand():
+    async def main():
+        loop = begin(max_head_offpolicy_versions=1, rows=15)
+        await up_to(loop, "prompts", "sample")
+        loop.score(lambda text: 1.0)  # now no group teaches anything
+        loop.advantages()
+        with contextlib.suppress(PhaseError):  # it may say so
+            await loop.refill()
+        records = [await loop.step(), *await loop.run(progress=False)]
+        check_records(records, 15, 1)
+
+    run(main())
+
+
+def test_a_reward_that_is_tried_by_hand_keeps_the_rows_and_their_versions():
+    async def main():
+        loop = begin(LENGTH, keep=ALL, max_head_offpolicy_versions=1)
+        await loop.step()
+        await up_to(loop, "prompts", "sample")
+        versions = {row.number: row.version for row in loop.flow.landed}
+        groups = loop.score(lambda text: -float(len(text)))
+        assert [g.rewards.tolist() for g in groups] == [[-float(len(s.text)) for s in g.samples] for g in groups]
+        record = await loop.step()
+        assert {g.number: g.submitted for g in record.groups} == versions
+        await loop.close()
+
+    run(main())
+
+
+def test_pause_starts_nothing_and_resume_goes_on():
+    async def main():
+        doors = Doors(range(24))
+        loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1)
+        loop.prompts()
+        await turns()
+        assert sorted(doors.calls) == [0, 1, 2, 3, 4, 5]
+        await loop.pause()
+        doors.open(*range(24))
+        record = await loop.step()  # what is under way is enough for a batch
+        await loop.pause(drain=True)
+        assert sorted(doors.calls) == [0, 1, 2, 3, 4, 5]
+        assert (len(record.groups), len(loop.flow.producer.ready), loop.flow.producer.flights) == (3, 3, {})
+        assert "no row is started: paused" in loop.place
+        await loop.step()
+        with pytest.raises(PhaseError, match=r"a batch: got 0 of 3 rows, and none started: paused. Call loop.resume"):
+            await loop.step()
+        assert loop.resume() == 6
+        check_records([*loop.records, await loop.step(), *await loop.run(progress=False)], 24, 1)
+
+    run(main())
+
+
+def test_a_drain_says_what_a_rollout_raised():
+    async def main():
+        doors, once = Doors([5]), Once(5)
+
+        async def before(row, index):
+            await doors(row, index)
+            await once(row, index)
+
+        loop = begin(rollouts(LENGTH, before=before, delay=0), keep=ALL, max_head_offpolicy_versions=1)
+        await loop.step()
+        doors.open(5)
+        with pytest.raises(RewardError, match="the tool is broken"):
+            await loop.pause(drain=True)
+        check_books(loop)
+        loop.resume()
+        check_records([*loop.records, *await loop.run(progress=False)], 24, 1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("phase", ["prompts", "sample", "score", "reference", "backward"])
+def test_a_stop_takes_effect_after_the_phase_and_the_loop_goes_on_from_there(phase):
+    async def main():
+        loop = begin(rollouts(), max_head_offpolicy_versions=1)
+        method = getattr(loop, phase)
+
+        def stopping(*args, **kwargs):
+            if loop.state.number == 2:
+                loop.stop()
+            return method(*args, **kwargs)
+
+        setattr(loop, phase, stopping)
+        first = await loop.run(progress=False)
+        assert [r.step for r in first] == [1]
+        assert phase in loop.state.values
+        delattr(loop, phase)
+        await turns()
+        check_books(loop)
+        check_records([*first, *await loop.run(progress=False)], 24, 1)
+
+    run(main())
+
+
+def test_so_many_steps_and_then_by_hand():
+    async def main():
+        loop = begin(rollouts(), max_head_offpolicy_versions=1)
+        first = await loop.run(2, progress=False)
+        while loop.flow.producer.flights:  # nobody is stepping: they end, and no other is started
+            await asyncio.sleep(0.001)
+        taken = loop.cursor.consumed
+        await turns()
+        assert loop.cursor.consumed == taken
+        await up_to(loop, "prompts", "sample", *SECOND_HALF)
+        assert [r.step for r in loop.records] == [1, 2, 3]
+        check_books(loop)
+        check_records([*first, loop.records[-1], *await loop.run(progress=False)], 24, 1)
+
+    run(main())
+
+
+def test_close_twice_and_go_on():
+    async def main():
+        loop = begin(rollouts(), max_head_offpolicy_versions=2)
+        await loop.close()  # before anything was started
+        first = await loop.step()
+        loop.prompts()
+        await turns(3)
+        await loop.close()
+        await nothing_left()
+        check_books(loop)
+        await loop.close()
+        check_records([first, *await loop.run(progress=False)], 24, 2)
+
+    run(main())
+
+
+# --- going back -------------------------------------------------------------------------------------------------------
+
+
+async def recorded(loop, steps):
+    "Records and weights of so many steps."
+    found = []
+    for _ in range(steps):
+        record = await loop.step()
+        found.append((record, weights(loop)))
+    return found
+
+
+@pytest.mark.parametrize("to", ["prompts", "sample", "score", "advantages", "datums", "reference", "backward"])
+@pytest.mark.parametrize("versions", [0, 1])
+def test_undo_and_the_same_batch_again_gives_the_same_weights(to, versions):
+    async def main():
+        loop = begin(max_head_offpolicy_versions=versions)
+        await loop.step()
+        before = weights(loop)
+        [(second, after)] = await recorded(loop, 1)
+        await loop.undo(to=to)
+        assert same(before, weights(loop))
+        assert (loop.state.number, loop.flow.gate.version) == (2, 1)
+        assert loop.flow.gate.accepted == 12 + 4 * (len(live(second)) + len(loop.flow.producer.ready))
+        check_books(loop)
+        again = await loop.step()
+        assert same(after, weights(loop))
+        assert numbers([again]) == numbers([second])
+        assert [g.submitted for g in again.groups] == [g.submitted for g in second.groups]
+        assert again.metrics["async/version_offset_max"] == second.metrics["async/version_offset_max"]
+        check_records([*loop.records, *await loop.run(progress=False)], 24, versions)
+
+    run(main())
+
+
+@pytest.mark.parametrize("settings", [{}, {"ppo_n_minibatches": 2}, {"pipeline_chunks_per_step": 3}], ids=str)
+@pytest.mark.parametrize("how", ["begun", "sampled"])
+def test_two_steps_are_taken_back_and_the_run_ends_as_it_would_have(how, settings):
+    async def main():
+        loop, plain = (begin(keep_undo=3, **settings) for _ in range(2))
+        expected = await recorded(plain, 4)
+        first = await recorded(loop, 2)
+        loop.prompts()
+        await turns(5)
+        if how == "sampled":
+            await loop.sample()
+        await loop.undo()
+        check_books(loop)
+        await loop.undo()
+        check_books(loop)
+        assert (loop.state.number, loop.flow.gate.version, len(loop.records)) == (1, 0, 0)
+        again = await recorded(loop, 4)
+        if "pipeline_chunks_per_step" not in settings:  # which rows come into which part is for the clock to say
+            assert same(first[0][1], again[0][1])  # on-policy, rows are drawn again from the same weights
+            for (a, x), (b, y) in zip(again, expected, strict=True):
+                assert numbers([a]) == numbers([b])
+                assert same(x, y)
+        check_records([*loop.records, *await loop.run(progress=False)], 24, 0)
+
+    run(main())
+
+
+def test_rows_of_weights_that_are_gone_are_drawn_again_and_older_ones_stay():
+    async def main():
+        doors = Doors([5])
+        loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=2)
+        await loop.step()
+        loop.prompts()
+        while len(loop.flow.producer.flights) > 1:
+            await asyncio.sleep(0.001)
+        newer = {r.number for r in loop.flow.producer.ready if r.version == 1}
+        older = {r.number for r in loop.flow.producer.ready if r.version == 0}
+        assert (len(newer), len(older), set(loop.flow.producer.flights)) == (3, 5, {5})
+        calls = doors.calls.copy()
+        await loop.undo()
+        assert {r.number for r in loop.flow.producer.ready} == older
+        assert set(loop.flow.producer.flights) == {5}
+        assert set(loop.flow.waiting) == newer
+        check_books(loop)
+        doors.open(5)
+        check_records([await loop.step(), *await loop.run(progress=False)], 24, 2)
+        again = {n for n in doors.calls if doors.calls[n] > 4}
+        assert again == newer
+        assert all(calls[n] == 4 for n in older)
+
+    run(main())
+
+
+def test_an_undo_before_the_first_update_says_so():
+    async def main():
+        loop = begin(max_head_offpolicy_versions=1)
+        loop.prompts()
+        with pytest.raises(PhaseError, match="no update to take back"):
+            await loop.undo()
+        check_books(loop)
+        check_records(await loop.run(progress=False), 24, 1)
+
+    run(main())
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_branch_waits_until_nothing_is_under_way():
+    async def main():
+        doors = Doors([4])
+        loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1)
+        await loop.step()
+        with pytest.raises(PhaseError, match=r"branch: got \d rows? under way; .*pause\(drain=True\)"):
+            await loop.branch(learning_rate=1e-4)
+        doors.open(4)
+        await loop.pause(drain=True)
+        branch = await loop.branch(learning_rate=1e-4)
+        loop.resume()
+        await up_to(loop, "prompts", "sample", *SECOND_HALF[:-1])  # the sync has opened the gate
+        with pytest.raises(PhaseError, match=r"another loop's turn: got \d+ rows? under way"):
+            await branch.step()
+        await loop.close()
+        assert (await branch.step()).step == 2
+        await branch.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("versions", [0, 1])
+@pytest.mark.parametrize("at", ["start", "batch"])
+def test_two_branches_in_turn_each_train_every_row_once(at, versions):
+    async def main():
+        loop = begin(rollouts(), max_head_offpolicy_versions=versions, rows=18)
+        first = await loop.step()
+        await up_to(loop, "prompts", "sample", "score", "advantages")
+        await loop.pause(drain=True)
+        branch = await loop.branch(at=at, learning_rate=3e-3)
+        loop.flow.producer.held = ""
+        check_books(loop, [first])
+        sides = {loop: [first], branch: [first]}
+        while not (loop.done and branch.done):
+            for one, records in sides.items():
+                if not one.done:
+                    records.append(await one.step())
+                    check_books(one, records)
+        for records in sides.values():
+            check_records(records, 18, versions)
+        for one in sides:
+            await one.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("at", ["start", "batch"])
+def test_a_branch_gives_what_it_gives_alone(at):
+    "On-policy, so that what is drawn depends on nothing but the weights."
+
+    async def main():
+        loop, alone = begin(), begin()
+        for one in (loop, alone):
+            await one.step()
+            await up_to(one, "prompts", "sample")
+        branch = await loop.branch(at=at, learning_rate=3e-3)
+        alone.cfg = replace(alone.cfg, learning_rate=3e-3)
+        theirs = [await alone.step() for _ in range(3)]
+        ours, others = [], []
+        for _ in range(3):
+            others.append(await loop.step())
+            ours.append(await branch.step())
+        assert numbers(ours)[:1] == numbers(others)[:1] == numbers(theirs)[:1]
+        assert_same_training(ours, theirs)
+        async with on_stage(branch):
+            assert same(weights(branch), weights(alone))
+
+    run(main())
+
+
+def test_a_branch_by_hand_draws_from_its_own_weights():
+    async def main():
+        loop = begin(LENGTH, keep=ALL, learning_rate=1e-2)
+        await loop.step()
+        await loop.close()
+        branch = await loop.branch(learning_rate=1e-4)
+        await loop.step()  # the backend has its weights now
+        branch.prompts()
+        await branch.sample()
+        await up_to(branch, "score", "advantages", "datums")
+        scored = await branch.reference()
+        async with on_stage(branch):
+            found = await branch.backend.policy.forward(list(scored))
+        gaps = [np.abs(f.values - d.sampler_logprobs)[d.active].max() for f, d in zip(found, scored, strict=True)]
+        assert max(gaps) < 1e-4
+        await branch.close()
+
+    run(main())
+
+
+# --- several updates a step -------------------------------------------------------------------------------------------
+
+
+def same_but_for_company(result):
+    "Whether a replayed step is the same, but for what being drawn together makes of the sampler's logprobs."
+    different = [p for p in result.phases if p.same is False]
+    return all((p.phase, p.unit) == ("sample", "nats") and p.difference < 1e-4 for p in different)
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(GRPOLoop, "ppo"), *((AsyncGRPOLoop, loss) for loss in POLICY_LOSSES)])
+def test_several_updates_with_every_loss(kind, loss, tmp_path):
+    async def main():
+        settings = {"policy_loss": loss, "ppo_n_minibatches": 3, "rows": 9}
+        loop = begin(LENGTH, kind=kind, keep=ALL, **settings)
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        steps = await recorded(loop, 2)
+        for record, _ in steps:
+            assert record.updates == (4, 4, 4)
+            assert record.metrics["optim/num_updates" if "optim/num_updates" in record.metrics else "num_updates"] == 3
+            assert [[len(p) for p in passes] for passes in updates_of(record)] == [[4], [4], [4]]
+            assert np.isfinite(record.loss.loss)
+            assert all(d.old_logprobs is not None for d in record.datums)
+        result = await replay(folder, 2, fresh := begin(LENGTH, kind=kind, keep=ALL, **settings))
+        assert same_but_for_company(result), result
+        assert all(p.same is not None for p in result.phases)
+        [note] = [p.note for p in result.phases if p.phase == "backward"]
+        assert note == "the first of 3 updates"
+        await fresh.close()
+        assert same(weights(fresh), steps[1][1])
+        other = begin(LENGTH, kind=kind, keep=ALL, **settings)
+        arrival = await other.seek(2, folder)
+        assert (arrival.step, arrival.gap) == (2, 0.0)
+        assert same(weights(other), steps[1][1])
+        last, theirs = await loop.step(), await other.step()
+        assert_same_training([theirs], [last])
+        for one in (loop, other):
+            await one.close()
+
+    run(main())
+
+
+def breaking(loop, what, *fail):
+    "Let calls of the trainer fail, by their number."
+    method, calls = getattr(loop.backend.policy, what), Counter()
+
+    async def failing(*args, **kwargs):
+        calls["all"] += 1
+        if calls["all"] in fail:
+            raise TimeoutError("no trainer")
+        return await method(*args, **kwargs)
+
+    setattr(loop.backend.policy, what, failing)
+    return calls
+
+
+@pytest.mark.parametrize("kind", [GRPOLoop, AsyncGRPOLoop])
+@pytest.mark.parametrize(
+    ("what", "fail"),
+    [
+        ("optim_step", [2]),
+        ("optim_step", [3]),
+        ("optim_step", [2, 3]),
+        ("optim_step", [2, 4]),
+        ("optim_step", [1, 3]),
+        ("forward_backward_custom", [2]),
+        ("forward_backward_custom", [3]),
+        ("forward_backward_custom", [2, 3]),
+    ],
+    ids=str,
+)
+def test_updates_that_failed_are_gone_on_with_and_none_is_made_twice(what, fail, kind):
+    async def main():
+        settings = {"ppo_n_minibatches": 3, "policy_loss": "ppo"}
+        plain, loop = (begin(LENGTH, kind=kind, keep=ALL, **settings) for _ in range(2))
+        await plain.step()
+        await up_to(loop, "prompts", "sample", "score", "advantages", "datums", "reference", "backward")
+        calls = breaking(loop, what, *(n if what == "optim_step" else n - 1 for n in fail))
+        for _ in fail:
+            with pytest.raises(TimeoutError):
+                await loop.optimize()
+        record = await loop.step()
+        assert calls["all"] == (3 if what == "optim_step" else 2) + len(fail)
+        assert (record.updates, record.passes) == ((4, 4, 4), (4, 4, 4))
+        assert same(weights(loop), weights(plain))
+        await loop.undo(to="advantages")
+        await loop.step()
+        assert same(weights(loop), weights(plain))
+        for one in (loop, plain):
+            await one.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", [GRPOLoop, AsyncGRPOLoop])
+def test_a_step_between_two_updates_can_be_taken_back_and_is_no_place_to_leave(kind, tmp_path):
+    async def main():
+        settings = {"ppo_n_minibatches": 2, "policy_loss": "ppo"}
+        loop, plain = (begin(LENGTH, kind=kind, keep=ALL, **settings) for _ in range(2))
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        await loop.step()
+        before = weights(loop)
+        breaking(loop, "optim_step", 2)
+        with pytest.raises(TimeoutError):
+            await loop.step()
+        assert not same(before, weights(loop))
+        if kind is AsyncGRPOLoop:
+            await loop.pause(drain=True)
+        with pytest.raises(PhaseError, match="step 2 half done"):
+            await save_checkpoint(loop, folder)
+        with pytest.raises(PhaseError, match="branch: got updated weights"):
+            await loop.branch(learning_rate=1e-4)
+        for phase in ("score", "advantages", "datums", "loss"):
+            with pytest.raises(PhaseError, match="step 2 has updated the weights"):
+                getattr(loop, phase)()
+        await loop.undo(to="advantages")
+        assert same(before, weights(loop))
+        if kind is AsyncGRPOLoop:
+            loop.resume()
+        await loop.step()
+        await plain.run(2, progress=False)
+        assert same(weights(loop), weights(plain))
+        for one in (loop, plain):
+            await one.close()
+
+    run(main())
+
+
+# --- checkpoints, records ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("versions", [0, 2])
+def test_a_run_goes_on_from_a_checkpoint_with_rows_that_were_under_way(versions, tmp_path):
+    async def main():
+        loop = begin(rollouts(), max_head_offpolicy_versions=versions)
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        first = await loop.run(2, progress=False)
+        loop.prompts()
+        assert await save_checkpoint(loop, folder) == 2
+        pending = loop.flow.pending
+        await up_to(loop, "sample", "score", "advantages", "datums", "reference", "backward", "optimize")
+        with pytest.raises(PhaseError, match="step 3 half done"):
+            await save_checkpoint(loop, folder)
+        await loop.close()
+        found = folder.latest_checkpoint()
+        assert found.extra["pending"] == pending
+        if pending:
+            plain = begin(rollouts(), kind=GRPOLoop)
+            with pytest.raises(RecordError, match=r"got \d+ prompts that were under way; .*recipe='async_rl_loop'"):
+                await restore_checkpoint(plain, found)
+        later = begin(rollouts(), max_head_offpolicy_versions=versions)
+        assert await restore_checkpoint(later, found) == 2
+        assert (later.flow.pending, later.cursor.consumed) == (pending, found.cursor["consumed"])
+        check_records([*first, *await later.run(progress=False)], 24, versions)
+
+    run(main())
+
+
+def test_on_policy_a_run_that_goes_on_gives_the_same_numbers(tmp_path):
+    async def main():
+        loop, plain = begin(kl_beta=0.05), begin(kl_beta=0.05)
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        await loop.run(2, progress=False)
+        await save_checkpoint(loop, folder)
+        later = begin(kl_beta=0.05)
+        await restore_checkpoint(later, folder.latest_checkpoint())
+        expected = await plain.run(progress=False)
+        assert_same_training(await later.run(progress=False), expected[2:])
+        assert same(weights(later), weights(plain))
+
+    run(main())
+
+
+def test_a_checkpoint_after_an_error_in_the_middle_of_a_batch_loses_no_row(tmp_path):
+    async def main():
+        settings = {"pipeline_chunks_per_step": 3, "max_head_offpolicy_versions": 1, "rows": 12}
+        loop = begin(rollouts(LENGTH, before=Once(4)), keep=ALL, **settings)
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        with pytest.raises(RewardError):
+            await loop.run(progress=False)
+        done = list(loop.records)
+        assert await save_checkpoint(loop, folder, every=0) == len(done)
+        later = begin(rollouts(LENGTH), keep=ALL, **settings)
+        await restore_checkpoint(later, folder.latest_checkpoint())
+        check_records([*done, *await later.run(progress=False)], 12, 1)
+
+    run(main())
+
+
+REPLAYED = {
+    "on-policy": {},
+    "on-policy, a reference": {"kl_beta": 0.05, "synchronous_training": True},
+    "ahead": {"max_head_offpolicy_versions": 2},
+    "chunks": {"max_head_offpolicy_versions": 1, "pipeline_chunks_per_step": 3, "kl_beta": 0.05},
+    "updates": {"max_head_offpolicy_versions": 1, "ppo_n_minibatches": 2, "policy_loss": "ppo"},
+}
+
+
+@pytest.mark.parametrize("how", ["rewards", "rollouts"])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_step_is_replayed_as_far_as_it_can_be(name, how, tmp_path):
+    reward = SOME if how == "rewards" else rollouts(alone=True)
+
+    async def main():
+        loop = begin(reward, **REPLAYED[name])
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        records = await loop.run(progress=False)
+        found = weights(loop)
+        assert any(len(r.groups) > len(live(r)) for r in records)
+        for record in records:
+            fresh = begin(reward, **REPLAYED[name])
+            result = await replay(folder, record.step, fresh)
+            assert same_but_for_company(result), result
+            older = {s.policy_version for g in record.groups for s in g.samples} - {record.step - 1}
+            together = not loop.cfg.max_head_offpolicy_versions and len(record.groups) <= 3
+            left = {p.phase: p.note for p in result.phases if p.same is None}
+            without = {"reference"} if record.trained and not loop.cfg.kl_beta else set()
+            graded = {"score"} if how == "rollouts" else set()  # while they were drawn
+            assert set(left) == without | (set() if together else {"sample"} | graded), result
+            if older:
+                assert left["sample"].startswith("drawn from the weights of version")
+            elif not together:
+                assert left["sample"].startswith("drawn in other company")
+            await nothing_left()  # a replay starts no row
+            if record is records[-1]:
+                assert same(weights(fresh), found)
+            await fresh.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("versions", [0, 2])
+def test_seek_in_a_loop_that_is_running(versions, tmp_path):
+    async def main():
+        loop = begin(rollouts(), max_head_offpolicy_versions=versions)
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        steps = await recorded(loop, 1)
+        await save_checkpoint(loop, folder)
+        steps += await recorded(loop, 2)
+        loop.prompts()
+        await turns(3)
+        loop.outputs.clear()
+        arrival = await loop.seek(2, folder)
+        assert arrival.gap == 0.0
+        assert same(weights(loop), steps[1][1])
+        assert tuple(loop.flow.pending) == steps[1][0].pending
+        assert (loop.flow.gate.version, loop.state.number) == (2, 3)
+        later = await loop.run(progress=False)
+        check_records([*(r for r, _ in steps[:2]), *later], 24, versions)
+
+    run(main())
+
+
+# --- what the user brings ---------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_function_is_asked_when_it_is_due():
+    async def main():
+        asked = []
+
+        async def evaluation_fn(setup):
+            asked.append(setup.completions_per_prompt)
+            await asyncio.sleep(0)
+            return {"reward": 0.5, "eval/depth": 2}
+
+        loop = begin(rollouts(), evaluation_fn=evaluation_fn, eval_interval=2, max_head_offpolicy_versions=1)
+        records = await loop.run(4, progress=False)
+        assert ["eval/reward" in r.metrics for r in records] == [False, True, False, True]
+        assert records[1].metrics["eval/depth"] == 2.0
+        assert asked == [4, 4]
+        await loop.close()
+
+    run(main())
+
+
+def test_a_filter_decides_what_is_trained_on():
+    async def main():
+        seen = Counter()
+
+        def keep(group):
+            seen[group.number] += 1
+            assert group.advantages is not None
+            return group.number % 3 > 0 and np.ptp(group.rewards) > 0
+
+        loop = begin(rollouts(), keep=keep, max_head_offpolicy_versions=1)
+        records = await loop.run(progress=False)
+        check_records(records, 24, 1)
+        trained = {g.number for r in records for g in live(r)}
+        assert trained
+        assert not any(n % 3 == 0 for n in trained)
+        assert records[-1].metrics["async/filter_drops"] == 24 - len(trained)
+
+    run(main())
+
+
+def test_segments_of_a_run_share_its_advantage():
+    async def main():
+        loop = begin(rollouts(LENGTH, segments=2), keep=ALL, max_head_offpolicy_versions=1)
+        record = await loop.step()
+        for g in record.groups:
+            assert (len(g.samples), g.runs) == (8, (0, 0, 1, 1, 2, 2, 3, 3))
+            np.testing.assert_array_equal(g.advantages[::2], g.advantages[1::2])
+            rewards = g.rewards[::2]
+            expected = (rewards - rewards.mean()) / rewards.std(ddof=1) if np.ptp(rewards) else 0 * rewards
+            np.testing.assert_allclose(g.advantages[::2], expected, atol=1e-3)
+        assert len(record.datums) == 24
+        check_records([record, *await loop.run(progress=False)], 24, 1)
+
+    run(main())
+
+
+def test_advantages_of_ones_own_are_made_for_every_row_and_trained():
+    async def main():
+        def signs(groups):
+            return [replace(g, advantages=np.sign(g.rewards - np.median(g.rewards))) for g in groups]
+
+        loop = begin(LENGTH, keep=ALL, advantage_fn=signs, max_head_offpolicy_versions=1)
+        record = await loop.step()
+        assert {float(d.advantage) for d in record.datums} <= {-1.0, 0.0, 1.0}
+        for g in record.groups:
+            np.testing.assert_array_equal(g.advantages, np.sign(g.rewards - np.median(g.rewards)))
+        await loop.close()
+
+    run(main())
