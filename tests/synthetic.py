@@ -83,6 +83,26 @@ def synthetic_record(step: int, steps: int = 60, groups: int = 8, completions: i
     )
 
 
+def beside(record: StepRecord, age: int = 1) -> StepRecord:
+    "The same step with rollouts beside training: a second long, each row under way for two, one group fresh."
+    begin, ages = float(record.step), [0, *[age] * (len(record.groups) - 1)]
+    numbers = [record.step * len(record.groups) + i for i in range(len(record.groups))]
+    started = [max(0, record.step - 1 - a) for a in ages]
+    marks = zip(record.groups, numbers, started, strict=True)
+    rows = [(f"row {n}", begin - 1.5 - i / 10, begin + 0.2) for i, n in enumerate(numbers)]
+    phases = [
+        ("sample", begin, begin + 0.2),
+        ("backward", begin + 0.2, begin + 0.8),
+        ("sync", begin + 0.8, begin + 0.9),
+    ]
+    offsets = {"mean": float(np.mean(ages)), "min": 0.0, "max": float(age)}
+    metrics = {f"async/version_offset_{name}": value for name, value in offsets.items()}
+    metrics |= {"async/in_flight": 4.0, "async/ready": 1.0, "async/staleness_capacity_at_step": 0.0}
+    metrics |= {"perf/wait_time_ratio": 0.2, "perf/sampler_idle_ratio": 0.0}
+    groups = [replace(g, number=n, submitted=v) for g, n, v in marks]
+    return replace(record, groups=groups, metrics={**record.metrics, **metrics}, timeline=[*phases, *rows])
+
+
 def hostile_record(step: int = 1) -> StepRecord:
     "A record whose every text tries to be markup."
     bad = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import re
@@ -16,7 +17,7 @@ import plotly.graph_objects as go
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import hostile_record, synthetic_record
+from synthetic import beside, hostile_record, synthetic_record
 
 from rl_notebook.core import RecordError
 from rl_notebook.metrics import reward_metrics
@@ -34,6 +35,7 @@ from rl_notebook.views.charts import (
     label,
     plotly_script,
     svg,
+    timeline_figure,
 )
 from rl_notebook.views.payloads import (
     BARS,
@@ -48,10 +50,13 @@ from rl_notebook.views.payloads import (
     downsample,
     history_row,
     kl_payload,
+    packed_lanes,
     reward_payload,
     run_payloads,
     series,
+    staleness_payload,
     step_payloads,
+    timeline_payload,
 )
 
 HOSTILE = {
@@ -70,7 +75,8 @@ HOSTILE = {
 def drawn(record: StepRecord, steps: int = 5) -> dict[str, Chart]:
     "All charts of a run that repeats a record."
     history = History({**history_row(record), "step": s, "eval/reward": 0.5} for s in range(1, steps + 1))
-    return charts(run_payloads(history, {"kl_beta": 0.1}, noise_floor=1e-6) | step_payloads(record))
+    payloads = run_payloads(history, {"kl_beta": 0.1}, noise_floor=1e-6) | step_payloads(record)
+    return charts(payloads | {"timeline": timeline_payload([record])})
 
 
 # --- long lines -------------------------------------------------------------------------------------------------------
@@ -266,7 +272,7 @@ def elements(picture: str) -> list[str]:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_plotly_takes_every_figure(name: str):
-    found = drawn(synthetic_record(20))
+    found = drawn(beside(synthetic_record(20)))
     go.Figure(found[name].figure)  # raises for what plotly does not know
     payload = found[name].payload
     assert json.loads(json.dumps(payload, allow_nan=False)) == payload
@@ -308,7 +314,10 @@ def test_hostile_text_is_text(kind: str):
     named = lambda s: replace(s, text=bad, finish_reason=bad, rewards={bad: 0.5, bad + "2": 1.0})
     groups = [replace(g, samples=[named(s) for s in g.samples], key=bad) for g in record.groups]
     record = replace(record, groups=groups, metrics={**record.metrics, **reward_metrics(groups)})
+    record = beside(record)
+    record = replace(record, timeline=[*record.timeline, (bad, 1.0, 1.1), (f"row {bad}", 1.1, 1.15)])
     found = drawn(record)
+    assert {"timeline", "staleness", "ages", "waits", "pipeline"} <= found.keys()
     assert {"functions", "advantages"} <= found.keys()
     for c in found.values():
         picture, shown = svg(c.figure, label(bad)), json.dumps(c.figure)
@@ -336,6 +345,51 @@ def test_a_chart_shows_itself_without_script():
     sly = replace(c, title=HOSTILE["image"], caption=HOSTILE["script"])
     assert "<img src=x" not in sly.static_html()
     assert "<script" not in sly.static_html()
+
+
+# --- rollouts beside training -----------------------------------------------------------------------------------------
+
+rows_under_way = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 20)), max_size=80)
+
+
+@given(rows_under_way)
+def test_rows_that_overlap_are_in_different_lanes_and_lanes_are_few(rows: list[tuple[float, float]]):
+    bars = [{"begin": begin, "end": begin + length} for begin, length in sorted(rows)]
+    placed = list(zip(packed_lanes(bars), bars, strict=True))
+    together = [sum(b["begin"] <= at["begin"] + 1e-9 < b["end"] for b in bars) for at in bars]
+    assert max((lane for lane, _ in placed), default=-1) + 1 <= max(together, default=0)
+    for (lane, a), (other, b) in itertools.combinations(placed, 2):
+        assert lane != other or min(a["end"], b["end"]) <= max(a["begin"], b["begin"]) + 1e-9
+
+
+@given(rows_under_way, st.integers(1, 30), st.integers(1, 9))
+def test_a_timeline_is_thinned_evenly_and_says_so(rows: list[tuple[float, float]], most: int, lanes: int):
+    waiting = [(i, begin, begin + length, "ready") for i, (begin, length) in enumerate(rows)]
+    found = timeline_payload([], waiting, rows=most, lanes=lanes)
+    assert len(found["rows"]) == -(-found["total"] // found["every"]) <= most
+    assert all(bar["lane"] < lanes for bar in found["rows"])
+    whole = timeline_payload([], waiting, rows=100, lanes=100)["rows"][:: found["every"]]
+    assert [bar["row"] for bar in found["rows"]] == [bar["row"] for bar in whole]
+    said = timeline_figure(found)["layout"]["yaxis"]["ticktext"][1]
+    assert said == ("rows" if found["every"] == 1 else f"rows, 1 of {found['every']}")
+
+
+def test_shares_by_age_add_up_however_many_steps_a_bar_stands_for():
+    records = [beside(synthetic_record(step, groups=4, completions=4), age=step % 7) for step in range(1, 31)]
+    history = History(map(history_row, records))
+    for limit in (None, 7):
+        ages = staleness_payload(history, {}, limit and 7)["ages"]
+        assert list(ages) == ["0", "1", "2", "3", "4 and more"]
+        np.testing.assert_allclose(np.sum([s["y"] for s in ages.values()], axis=0), 1.0)
+
+
+def test_a_run_whose_trainer_and_sampler_take_turns_looks_as_before():
+    plain = synthetic_record(20)
+    assert {"timeline", "staleness", "ages", "waits", "pipeline"}.isdisjoint(drawn(plain))
+    phases = replace(plain, timeline=[("sample", 0.0, 0.5), ("backward", 0.5, 0.9)])
+    alone = timeline_payload([phases])
+    assert alone["rows"] == []
+    assert len(timeline_figure(alone)["layout"]["yaxis"]["tickvals"]) == 1  # of the trainer
 
 
 # --- odd runs ---------------------------------------------------------------------------------------------------------

@@ -667,17 +667,18 @@ def svg(
     maps = [t for t in figure["data"] if t["type"] == "heatmap"]
     right = 58 if maps else 52 if "overlaying" in layout.get("yaxis2", ()) else 12
     box = ((56.0, float(width - right)), (float(height - 36), float(top)))
-    out = [_text(4, 16, title, more=' font-weight="600"')] if title else []
+    out, across = [_text(4, 16, title, more=' font-weight="600"')] if title else [], dict[str, Axis]()
     for (xa, ya), traces in _subplots(figure).items():
         xs, ys = layout[f"xaxis{xa[1:]}"], layout[f"yaxis{ya[1:]}"]
         same_x = [t for t in figure["data"] if t.get("xaxis", "x") == xa]
-        x = Axis(*_extent(same_x, "x", xs), *_frame(xs, layout, box[0]))
+        x = across[xa] = Axis(*_extent(same_x, "x", xs), *_frame(xs, layout, box[0]))
         low, high = _extent(traces, "y", ys)
         y = Axis(low, high, *(reversed if ys.get("autorange") == "reversed" else list)(_frame(ys, layout, box[1])))
         out.append(_svg_axes(x, y, xs, ys) + _svg_plot(traces, x, y))
     for a in layout["annotations"]:
         place = [low + a[k] * (high - low) for k, (low, high) in zip("xy", box, strict=True)]
-        at, middle = (x(a["x"]), True) if a["xref"] == "x" else (place[0], a["x"] == 0.5)
+        axis = across.get(a["xref"])
+        at, middle = (axis(a["x"]), True) if axis else (place[0], a["x"] == 0.5)
         out.append(_text(at, place[1] - 4, a["text"], "middle" if middle else "start"))
     out += [_svg_scale(t, box[0][1] + 10, box[1][1], box[1][0]) for t in maps]
     out.append(legend)

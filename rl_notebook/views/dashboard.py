@@ -30,16 +30,16 @@ __all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STAT
            'ICONS', 'SPEEDS', 'MAIN', 'MORE', 'BESIDE_MAIN', 'BESIDE_MORE', 'WIDE', 'OVER_STEPS', 'POINTS', 'TICK',
            'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS', 'one_phase', 'one_turn', 'by_windows', 'run_elsewhere',
            'refusal', 'rows_under_way', 'drain_refusal', 'hold', 'open_gate', 'come_to_rest', 'strangers', 'quiet',
-           'Player', 'phase_or_pause', 'advance', 'rest', 'release', 'is_over', 'play_on', 'to_end_of_step',
-           'take_back', 'wait_for_rows', 'act', 'upper_bound', 'Watch', 'rows_said', 'batch_progress', 'progress_of',
-           'strip_html', 'progress_html', 'samples_of', 'matching', 'View', 'chosen_rows', 'page_of', 'moved',
-           'find_sample', 'completion_of', 'CompletionsPane', 'words_html', 'error_html', 'surfaced', 'make_buttons',
-           'refresh_buttons', 'chart_names', 'waiting_rows', 'Around', 'payload_of', 'box_of', 'Screen', 'make_screen',
-           'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'draw_table', 'open_completion', 'open_inspector',
-           'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing', 'refresh_head', 'show_error',
-           'stumble', 'find_words', 'say', 'recent_until', 'remember_record', 'forget_records', 'draw_record', 'tick',
-           'follow', 'follow_loop', 'still_html', 'show_dashboard', 'refresh_still', 'dashboards_of', 'make_room',
-           'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
+           'Player', 'begin_action', 'phase_or_pause', 'advance', 'rest', 'release', 'is_over', 'play_on',
+           'to_end_of_step', 'take_back', 'wait_for_rows', 'act', 'upper_bound', 'Watch', 'rows_said', 'batch_progress',
+           'progress_of', 'strip_html', 'progress_html', 'samples_of', 'matching', 'View', 'chosen_rows', 'page_of',
+           'moved', 'find_sample', 'completion_of', 'CompletionsPane', 'words_html', 'error_html', 'surfaced',
+           'make_buttons', 'refresh_buttons', 'chart_names', 'waiting_rows', 'Around', 'payload_of', 'box_of', 'Screen',
+           'make_screen', 'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'draw_table', 'open_completion',
+           'open_inspector', 'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing', 'refresh_head',
+           'show_error', 'stumble', 'find_words', 'say', 'recent_until', 'remember_record', 'forget_records',
+           'draw_record', 'tick', 'follow', 'follow_loop', 'still_html', 'show_dashboard', 'refresh_still',
+           'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..async_loop import AT_REST, AsyncGRPOLoop
@@ -165,6 +165,7 @@ async def come_to_rest(player: Player) -> None:
     loop = player.loop
     if isinstance(loop, AsyncGRPOLoop) and player.pausing and not loop.stop_requested:
         player.at = "drain" if player.draining else ""
+        player.changed()
         await loop.pause(drain=player.draining)
 
 # %% ../../nbs/53_views.dashboard.ipynb #0f30b7d6
@@ -207,16 +208,7 @@ class Player:
 
     def start(self, action: str, steps: int | None = None) -> asyncio.Task[None]:
         "Begin an action; raises PhaseError with the reason when it makes no sense now."
-        if why := refusal(self, action):
-            raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix="Wait for it, or press stop.")
-        if action == "play" and (steps is not None or self.left <= 0):
-            self.left = math.inf if steps is None else steps
-        self.task = asyncio.get_running_loop().create_task(act(self, action))
-        self.doing, self.pausing, self.error, self.loop.stop_requested = action, False, None, False
-        self.draining = False
-        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `error` has it
-        self.changed()
-        return self.task
+        return begin_action(self, action, steps)
 
     def pause(self, why: str = PAUSED) -> None:
         "Hold after the phase under way; a run of somebody else is asked to stop."
@@ -257,6 +249,20 @@ class Player:
         "End the rest between two phases."
         if self.resting is not None:
             self.resting.set()
+
+# %% ../../nbs/53_views.dashboard.ipynb #69ccaac2
+def begin_action(player: Player, action: str, steps: int | None) -> asyncio.Task[None]:
+    "Begin an action in a task of its own."
+    if why := refusal(player, action):
+        raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix="Wait for it, or press stop.")
+    if action == "play" and (steps is not None or player.left <= 0):
+        player.left = math.inf if steps is None else steps
+    player.task = asyncio.get_running_loop().create_task(act(player, action))
+    player.doing, player.pausing, player.draining = action, False, False
+    player.error, player.loop.stop_requested = None, False
+    player.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `error` has it
+    player.changed()
+    return player.task
 
 # %% ../../nbs/53_views.dashboard.ipynb #7f82cd4e
 async def phase_or_pause(player: Player) -> StepRecord | None:  # the record, when a step was finished

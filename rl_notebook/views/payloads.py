@@ -357,9 +357,10 @@ def _phase_bars(record: StepRecord) -> list[dict[str, Any]]:
 def _row_bars(record: StepRecord) -> list[dict[str, Any]]:
     "The rows of a record; their age is None where they taught nothing."
     trained = {d.group for d in record.datums}
-    started = {g.number: g.submitted for g in record.groups if g.index in trained}
+    ages = {g.number: record.step - 1 - g.submitted for g in record.groups if g.submitted is not None}
+    taught = {g.number for g in record.groups if g.index in trained}
     rows = [(int(what[4:]), b, e) for what, b, e in record.timeline if re.fullmatch(r"row \d+", what)]
-    age = lambda n: None if started.get(n) is None else record.step - 1 - started[n]
+    age = lambda n: ages.get(n) if n in taught else None
     return [{"step": record.step, "row": n, "begin": b, "end": e, "age": age(n), "kind": ""} for n, b, e in rows]
 
 # %% ../../nbs/50_views.payloads.ipynb #1d49508b

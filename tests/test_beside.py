@@ -1,0 +1,276 @@
+"Rollouts beside training in the views: a player that holds, drains and goes on; what is drawn and what is said of it."
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from synthetic import beside, synthetic_record
+from test_dashboard import enabled, press, run, until
+from test_loop import make_loop
+from tiny_models import one_thread
+
+from rl_notebook.async_loop import AT_REST, AsyncGRPOLoop
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import PhaseError, RolloutSample
+from rl_notebook.records import Run, RunFolder
+from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.views.dashboard import (
+    BESIDE_MAIN,
+    BESIDE_MORE,
+    MAIN,
+    MORE,
+    PAUSED,
+    Dashboard,
+    progress_of,
+    refusal,
+    rows_under_way,
+    still_html,
+    waiting_rows,
+)
+from rl_notebook.views.report import report_html
+
+__all__ = ["one_thread"]
+
+TITLES = ("Rollouts beside training", "Age of what is trained", "Groups by age", "Who waits", "Rows in the pipeline")
+
+
+class Door:
+    "Rollouts that answer while it is open."
+
+    def __init__(self):
+        self.open, self.through = asyncio.Event(), 0
+        self.open.set()
+
+    async def __call__(self, sample_prompt):
+        "Half of the answers are right."
+        await self.open.wait()
+        self.through += 1
+        tokens, index = sample_prompt["prompt_token_ids"], sample_prompt["sample_index"]
+        mask = [0] * len(tokens) + [1, 1]
+        return RolloutSample([*tokens, 5 + index, 2], [0.0] * len(tokens) + [-2.0, -0.1], mask, reward=float(index % 2))
+
+
+def loop_of(door, rows=48, **settings):
+    "A loop with two rows in a batch."
+    small = {"prompt_groups_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 8, "kl_beta": 0.0}
+    cfg = Config(recipe="async_rl_loop", **small | {"max_head_offpolicy_versions": 1} | settings)
+
+    async def rollout(sample_prompt):
+        return await door(sample_prompt)
+
+    return AsyncGRPOLoop(open_local(*load_model("tiny")), toy_rows(rows), rollout, cfg)
+
+
+async def waiting_for_a_batch(dashboard, door):
+    "Play until the door holds a batch up."
+    door.open.clear()
+    press(dashboard, "play")
+    await until(lambda: dashboard.loop.running == "sample" and rows_under_way(dashboard.loop))
+
+
+def test_a_pause_holds_admission_at_once_and_play_goes_on():
+    async def main():
+        door = Door()
+        dashboard = Dashboard(loop := loop_of(door))
+        await waiting_for_a_batch(dashboard, door)
+        taken, under_way = loop.cursor.consumed, rows_under_way(loop)
+        press(dashboard, "pause")
+        assert loop.flow.producer.held == PAUSED
+        door.open.set()
+        await until(lambda: not dashboard.player.doing)
+        assert "no row is started: paused" in dashboard.screen.head.value
+        await until(lambda: not rows_under_way(loop))  # they finish, and wait
+        assert (loop.cursor.consumed, len(loop.flow.landed) + len(loop.flow.producer.ready)) == (taken, under_way)
+        await dashboard.play(2)
+        assert dashboard.error is None
+        assert [r.step for r in loop.records] == [1, 2]
+        assert {g.number for r in loop.records for g in r.groups} == set(range(4))
+        await loop.close()
+
+    run(main())
+
+
+def test_a_batch_that_a_pause_keeps_from_being_complete_is_no_error():
+    async def main():
+        door = Door()
+        dashboard = Dashboard(loop := loop_of(door, max_concurrency_rollout_sample=2))  # one row at a time
+        await waiting_for_a_batch(dashboard, door)
+        press(dashboard, "pause")
+        door.open.set()
+        await until(lambda: not dashboard.player.doing)
+        assert (loop.state.current, len(loop.flow.producer.ready), dashboard.error) == ("sample", 1, None)
+        await dashboard.step()
+        assert [[g.number for g in r.groups] for r in loop.records] == [[0, 1]]
+        await loop.close()
+
+    run(main())
+
+
+def test_a_batch_that_is_not_complete_is_an_error_where_nobody_paused():
+    async def main():
+        door = Door()
+        dashboard = Dashboard(loop := loop_of(door, max_concurrency_rollout_sample=2))
+        await waiting_for_a_batch(dashboard, door)
+        await loop.pause()  # by a cell, behind the player's back
+        door.open.set()
+        with pytest.raises(PhaseError, match=r"a batch: got 1 of 2 rows, and none started: paused"):
+            await dashboard.player.task
+        assert "loop.resume()" in dashboard.screen.trouble.value
+        await dashboard.step()  # opens the gate
+        assert dashboard.error is None
+        await loop.close()
+
+    run(main())
+
+
+def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
+    async def main():
+        door = Door()
+        dashboard = Dashboard(loop := loop_of(door))
+        assert refusal(dashboard.player, "drain") == "No row is under way."
+        with pytest.raises(PhaseError, match="No row is under way"):
+            await dashboard.drain()
+        await waiting_for_a_batch(dashboard, door)
+        assert {"pause", "drain", "stop"} == enabled(dashboard)
+        press(dashboard, "drain")
+        assert refusal(dashboard.player, "drain") == "Busy: drain."
+        door.open.set()
+        await until(lambda: not dashboard.player.doing)
+        assert (rows_under_way(loop), dashboard.error, loop.flow.producer.held) == (0, None, PAUSED)
+
+        door.open.clear()
+        while not rows_under_way(loop):  # rows that are ready are trained first
+            await dashboard.step()
+        press(dashboard, "drain")  # at rest, with rows under way
+        await until(lambda: dashboard.player.at == "drain")
+        assert progress_of(loop, dashboard.watch)["phase"] == "drain"
+        press(dashboard, "stop")
+        await until(lambda: not dashboard.player.doing)
+        assert rows_under_way(loop) > 0
+        assert loop.flow.producer.held == PAUSED
+        door.open.set()
+        await loop.close()
+
+    run(main())
+
+
+def test_a_stop_lets_rows_finish_and_starts_none():
+    async def main():
+        door = Door()
+        dashboard = Dashboard(loop := loop_of(door))
+        await waiting_for_a_batch(dashboard, door)
+        press(dashboard, "stop")
+        taken = loop.cursor.consumed
+        door.open.set()
+        await until(lambda: not dashboard.player.doing and not rows_under_way(loop))
+        assert (loop.flow.producer.held, loop.cursor.consumed, loop.stop_requested) == (AT_REST, taken, False)
+        dashboard.refresh()
+        assert "no row is started: the loop is at rest" in dashboard.screen.head.value
+        await dashboard.play(1)
+        assert len(loop.records) == 1
+        await loop.close()
+
+    run(main())
+
+
+def test_with_chunks_a_pause_waits_for_the_gradient():
+    async def main():
+        door = Door()
+        dashboard = Dashboard(loop := loop_of(door, pipeline_chunks_per_step=2))
+        await waiting_for_a_batch(dashboard, door)
+        press(dashboard, "pause")
+        assert loop.flow.producer.held == ""
+        door.open.set()
+        await until(lambda: not dashboard.player.doing)
+        assert (loop.state.current, loop.flow.producer.held, dashboard.error) == ("optimize", PAUSED, None)
+        await loop.close()
+
+    run(main())
+
+
+def test_undo_leaves_a_loop_that_can_be_played():
+    async def main():
+        dashboard = Dashboard(loop := loop_of(Door()))
+        await dashboard.play(3)
+        await dashboard.undo()
+        assert [r.step for r in dashboard.recent] == [1, 2]
+        await dashboard.play()
+        numbers = [g.number for r in loop.records for g in r.groups]
+        assert sorted(numbers) == list(range(48))
+        await loop.close()
+
+    run(main())
+
+
+def test_branches_are_played_in_turns():
+    async def main():
+        door = Door()
+        first = Dashboard(loop := loop_of(door))
+        await first.step()
+        await first.drain() if rows_under_way(loop) else None
+        second = Dashboard(await loop.branch(learning_rate=1e-5))
+        for dashboard in (first, second, first, second):
+            await dashboard.step()
+        steps = [[r.step for r in d.loop.records] for d in (first, second)]
+        assert steps == [[1, 2, 3], [2, 3]]
+        ours, theirs = ([[g.number for g in r.groups] for r in d.loop.records][-2:] for d in (first, second))
+        assert ours == theirs
+        for dashboard in (first, second):
+            await dashboard.loop.close()
+
+    run(main())
+
+
+def test_what_is_shown():
+    async def main():
+        door = Door()
+        dashboard = Dashboard(loop := loop_of(door))
+        await dashboard.play(2)
+        await waiting_for_a_batch(dashboard, door)
+        said = progress_of(loop, dashboard.watch)
+        assert (said["bound"], said["unit"]) == (2, "rows of the batch")
+        dashboard.refresh()
+        assert "0 of 2 rows of the batch · " in dashboard.screen.head.value
+        assert f"{rows_under_way(loop)} rows under way, {len(loop.flow.producer.ready)} ready" == said["rows"]
+        kinds = [kind for *_, kind in waiting_rows(loop)]
+        assert kinds.count("under way") == rows_under_way(loop) > 0
+        dashboard.screen.more.value = True
+        await asyncio.sleep(0)
+        drawn = [about["name"] for about in dashboard.screen.charts.shown]
+        assert drawn == [*MAIN[:2], *BESIDE_MAIN, *MAIN[2:], *MORE, *BESIDE_MORE]
+        for title in (TITLES[0], TITLES[1], TITLES[3]):
+            assert f'alt="{title}"' in still_html(dashboard)
+        door.open.set()
+        dashboard.close()
+        await loop.close()
+
+    run(main())
+
+
+def test_a_loop_that_takes_turns_looks_as_before():
+    async def main():
+        dashboard = Dashboard(loop := make_loop(rows=6))
+        assert "drain" not in dashboard.screen.buttons
+        assert refusal(dashboard.player, "drain") == "Nothing runs beside training here."
+        await dashboard.play(1)
+        assert [about["name"] for about in dashboard.screen.charts.shown] == [*MAIN]
+        assert "rows under way" not in dashboard.screen.head.value
+        assert waiting_rows(loop) == []
+
+    run(main())
+
+
+def test_a_report_has_what_was_beside_and_only_then(tmp_path):
+    records = [synthetic_record(step, groups=4, completions=4) for step in range(1, 9)]
+    for made, expected in ((records, False), ([beside(r) for r in records], True)):
+        folder = RunFolder.create(
+            tmp_path / str(expected), {"max_head_offpolicy_versions": 1, "completions_per_prompt": 4}
+        )
+        for record in made:
+            folder.add(record)
+        for source in (made, Run.open(folder.path)):
+            page = report_html(source)
+            assert [f"<h3>{title}</h3>" in page for title in TITLES] == [expected] * len(TITLES)
+    late = replace(beside(records[0]), timeline=())
+    assert f"<h3>{TITLES[0]}</h3>" not in report_html([late])
