@@ -398,10 +398,20 @@ def _step_marks(payload: Mapping[str, Any], top: float, bottom: float) -> tuple[
     dotted = {"type": "scatter", "mode": "lines", "line": {"color": INK, "width": 1, "dash": "dot"}}
     places = {"x": [v for at in syncs for v in (at, at, None)][:-1], "y": ([top, bottom, None] * len(syncs))[:-1]}
     line = [{**places, **dotted, "name": "weights synced", "showlegend": False, "hoverinfo": "skip"}] if syncs else []
-    ends = [(s, [b for b in payload["phases"] if b["step"] == s]) for s in payload["steps"]]
-    middle = {s: (bars[0]["begin"] + max(b["end"] for b in bars)) / 2 for s, bars in ends if bars}
     above = {"xref": "x", "y": 1, "yref": "paper", "showarrow": False, "xanchor": "center", "yanchor": "bottom"}
-    return line, [{"text": f"step {s}", "x": x, **above} for s, x in middle.items()]
+    names = [{"text": f"step {s}", "x": x, **above} for s, x in _label_places(payload)]
+    return line, names
+
+
+def _label_places(payload: Mapping[str, Any]) -> list[tuple[int, float]]:  # step, and where its number stands
+    "The middle of the longest phase of each step, without those for which there is no room."
+    found, room = list[tuple[int, float]](), 0.09 * (payload["end"] - payload["begin"])
+    for step in payload["steps"]:
+        bars = [bar for bar in payload["phases"] if bar["step"] == step]
+        longest = max(bars, key=lambda bar: bar["end"] - bar["begin"])
+        middle = (longest["begin"] + longest["end"]) / 2
+        found += [(step, middle)] if not found or middle - found[-1][1] >= room else []
+    return found
 
 
 def timeline_figure(payload: Mapping[str, Any]) -> Figure:
