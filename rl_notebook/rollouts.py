@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import httpx
@@ -102,7 +103,7 @@ class Rollouts:
 
 # %% ../nbs/30_rollouts.ipynb #bee9a8d6
 TRANSIENT: tuple[type[Exception], ...] = (
-    BackendError,
+    BackendError,  # also a request that cannot be served
     httpx.TransportError,
     httpx.HTTPStatusError,  # only "too many requests" and errors of the server
     ConnectionError,
@@ -111,7 +112,7 @@ TRANSIENT: tuple[type[Exception], ...] = (
 
 
 def is_transient(error: BaseException) -> bool:
-    "Whether a failure is one of the connection, so that another try may help."
+    "Whether a failure is the other side's, so that another try may help."
     if isinstance(error, BaseExceptionGroup):
         return all(is_transient(e) for e in error.exceptions)
     if isinstance(error, httpx.HTTPStatusError):
@@ -163,9 +164,10 @@ class Breaker:
         if 2 * len(self.recent) >= self.window and len(lost) > self.limit * len(self.recent):
             raise BackendError(
                 f"{len(lost)} of the last {len(self.recent)} rollouts lost their connection",
-                got="; ".join(dict.fromkeys(lost[-3:])),
+                got="; ".join({r.partition(" raised ")[2] or r: r for r in lost[-3:]}.values()),  # each error once
                 expected=f"at most {self.limit:.0%} (max_rollout_failure_rate)",
-                fix="Is the server up? If it is busy, lower max_concurrent; for short outages raise rollout_retries.",
+                fix="Is the request right, the server up? If it is busy, lower max_concurrent; for short outages "
+                "raise rollout_retries.",
             )
 
 # %% ../nbs/30_rollouts.ipynb #ce289205
@@ -345,7 +347,8 @@ class RolloutSetup:
     def sample_kwargs(self) -> dict[str, Any]:
         "The sampling settings as keywords, as the Fireworks guides pass them on."
         p = self.params
-        return {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k}
+        stops = {name: ends for name, ends in (("stop", p.stop), ("stop_token_ids", p.stop_token_ids)) if ends}
+        return {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k} | stops
 
 # %% ../nbs/30_rollouts.ipynb #3b8c5a02
 def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict[str, Any]:
@@ -429,7 +432,7 @@ def with_origin(sample: RolloutSample, drawn: Sequence[Completion]) -> RolloutSa
         return replace(sample, policy_version=version)
     ends = [0, *(end for _, end in sample.turns)]
     spans: list[tuple[list[int], Completion | None]] = []
-    for last, (first, end), completion in zip(ends, sample.turns, drawn, strict=False):
+    for last, (first, end), completion in zip(ends[:-1], sample.turns, drawn, strict=True):
         spans += [(tokens[last:first], None), (tokens[first:end], completion)]
     whole = sample_from_spans([*spans, (tokens[ends[-1] :], None)], sample.reward, sample.text, sample.info)
     names = ("raw_logprobs", "policy_version", "temperature", "processed", "routing")
@@ -441,7 +444,7 @@ def with_origins(segments: Segments, drawn: Sequence[Completion]) -> Segments:
     ends = np.cumsum([0, *(len(s.turns) for s in segments)]).tolist()
     if ends[-1] != len(drawn):
         return tuple(with_origin(s, drawn) for s in segments)
-    return tuple(with_origin(s, drawn[a:b]) for s, a, b in zip(segments, ends, ends[1:], strict=False))
+    return tuple(with_origin(s, drawn[a:b]) for s, (a, b) in zip(segments, pairwise(ends), strict=True))
 
 # %% ../nbs/30_rollouts.ipynb #4e13b034
 CONTEXT = ("row_index", "epoch", "rollout_index", "evaluation")
