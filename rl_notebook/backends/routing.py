@@ -10,7 +10,7 @@ import binascii
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ def find_rule(router: Any) -> Rule | None:
     if tuple(getattr(part, "shape", None) for part in (logits, weights, chosen)) != expected:
         return None
     scale = getattr(twin, "routed_scaling_factor", None) or 1.0
-    rules = [Rule(r.activation, r.normalised, s) for s in {1.0, float(scale)} for r in RULES]
+    rules = [replace(r, scale=s) for s in {1.0, float(scale)} for r in RULES]
     return next((r for r in rules if torch.allclose(r(logits, chosen), weights.float(), 1e-3, 1e-5)), None)
 
 # %% ../../nbs/20b_backends.routing.ipynb #6350ef3e
@@ -183,7 +183,7 @@ def noting(routers: Routers) -> Iterator[Notes]:
     "Note what the routers choose."
     notes = Notes(routers)
     keep = lambda layer, module, args, output: notes.chosen.setdefault(layer, []).append(output[2].detach())
-    with _hooked(routers, lambda layer: lambda *call: keep(layer, *call)):
+    with _hooked(routers, lambda layer: partial(keep, layer)):
         yield notes
 
 # %% ../../nbs/20b_backends.routing.ipynb #46df8718
