@@ -157,7 +157,7 @@ async def sample_scores(
 ) -> list[float]:  # T + 1, before the first turn and after each
     "The scores of all prefixes of a sample, from the same weights."
     prefixes = [sample.tokens[:end] for end in prefix_ends(sample)]
-    scorer.enter(sample.policy_version)
+    scorer.enter(max(sample.policy_version, getattr(scorer.sampler, "policy_version", 0)))
     found: Sequence[Scored] = ()
     for _ in range(ATTEMPTS):
         found = await asyncio.gather(*(scorer.score(prefix, answer) for prefix in prefixes))

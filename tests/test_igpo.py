@@ -344,6 +344,25 @@ def test_newer_weights_make_known_scores_worthless_and_older_samples_do_not():
     assert sampler.asked.total() == 4
 
 
+def test_a_sample_that_does_not_say_which_weights_drew_it_is_scored_by_those_that_are_served():
+    class Serving(Counting):
+        policy_version = property(lambda self: self.version)
+
+    sampler, by_hand = Serving(), talk((4, 2))
+    scorer = AnswerScorer(sampler)
+
+    async def main():
+        found = []
+        for sampler.version in range(2):
+            found.append(await sample_scores(scorer, by_hand, ANSWER))
+        return found
+
+    older, newer = asyncio.run(main())
+    assert by_hand.policy_version == 0
+    assert np.subtract(older, newer).tolist() == [1.0] * len(older)
+    assert sampler.asked.total() == 2 * len(older)
+
+
 def test_weights_that_never_rest_are_an_error_and_not_a_wait():
     class Restless(Counting):
         async def logprobs(self, tokens):
