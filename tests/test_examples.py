@@ -182,10 +182,10 @@ HOSTILE = [
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
 def test_the_calculator_refuses_everything_else(example: SimpleNamespace):
     for text in HOSTILE:
-        began = time.perf_counter()
+        began = time.thread_time()
         with pytest.raises(ValueError, match=r"^[a-z]") as caught:
             example.calculator.calculate(text)
-        assert time.perf_counter() - began < 0.5, text[:40]
+        assert time.thread_time() - began < 0.5, text[:40]  # of computing, however busy the machine is
         assert type(caught.value) is ValueError, text[:40]
         assert example.calculator.respond(text) == f"error: {caught.value}"
         assert len(str(caught.value)) < 60  # it goes back to the model
