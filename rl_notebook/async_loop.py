@@ -321,7 +321,7 @@ class Flow:
         self.counts: Counter[str] = Counter()  # since the loop was opened
         self.barren = 0  # rows that taught nothing since the last batch
         self.at_step: dict[str, float] = {}  # metrics of the gate when the batch was complete
-        self.idle_before = 0.0  # seconds that the sampler had been idle when the last step ended
+        self.idle_before = 0.0  # seconds that the sampler had been idle when the step began
 
     def take(self) -> int | None:
         "The next row: one that has to be drawn again, or the next of the data; none in another loop's turn."
@@ -403,6 +403,7 @@ def admit_phase(loop: AsyncPhases) -> Listing[Prompt]:
     enter(loop.state, "prompts")
     take_apart(loop)
     p = at_work(loop)
+    loop.flow.idle_before = p.idle_seconds  # what came before is nobody's wait
     with timed(loop, "prompts"):
         p.fill()
         numbers = sorted({*p.flights, *(row.number for row in p.ready)})
@@ -528,7 +529,7 @@ def wait_metrics(loop: AsyncPhases) -> dict[str, float]:
     seconds, flow = loop.state.seconds, loop.flow
     timers = {name: seconds.get(phase, 0.0) for name, phase in TIMERS.items()}
     waited, trained = seconds.get("sample", 0.0), sum(timers.values())
-    idle, flow.idle_before = flow.producer.idle_seconds - flow.idle_before, flow.producer.idle_seconds
+    idle = flow.producer.idle_seconds - flow.idle_before
     wall = max(waited + trained, 1e-9)
     samples = [s for row in flow.landed for s in row.value.group.samples]
     return timers | {
