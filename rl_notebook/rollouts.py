@@ -140,7 +140,7 @@ async def with_retries(
         try:
             return await call()
         except Exception as error:  # somebody else's code
-            if not is_transient(error):
+            if not is_transient(error) or isinstance(error, BackendError):  # which has made its own tries
                 raise
         await sleep(retry_pause(attempt, seed))
     return await call()

@@ -175,7 +175,7 @@ def test_an_evaluation_is_told_so():
 # --- what is tried again ---------------------------------------------------------------------------------------------
 
 PASSING = [
-    BackendError("busy"), httpx.ReadTimeout("slow"), httpx.ConnectError("refused"), status(429), status(500),
+    httpx.ReadTimeout("slow"), httpx.ConnectError("refused"), status(429), status(500),
     status(503), ConnectionResetError("gone"), TimeoutError("slow"), ExceptionGroup("both", [TimeoutError()]),
 ]  # fmt: skip
 FATAL = [
@@ -202,6 +202,20 @@ def test_a_connection_is_tried_again_and_then_the_draw_is_lost(error):
     assert len(drawn.samples) == 3
     assert drawn.dropped == (f"rollout 2 raised {type(error).__name__}: {error}",)
     assert len(draw(fails).dropped) == 1
+
+
+def test_a_refusal_of_a_backend_is_lost_at_once_since_it_made_its_own_tries():
+    calls = []
+
+    async def fails(sample_prompt, rollout_index):
+        calls.append(rollout_index)
+        if rollout_index == 2:
+            raise BackendError("busy")
+        return sample()
+
+    drawn = draw(fails, retries=3)
+    assert (calls.count(2), len(drawn.samples)) == (1, 3)
+    assert drawn.dropped == ("rollout 2 raised BackendError: busy",)
 
 
 @pytest.mark.parametrize("error", FATAL, ids=repr)

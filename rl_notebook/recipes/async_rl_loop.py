@@ -5,17 +5,16 @@
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #b2e2bd7f
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import rl_notebook.config
 from ..config import RecipeName, accepts_other_spellings
-from ..core import ConfigError, PhaseError, PromptGroup
+from ..core import ConfigError, PromptGroup
 from ..loop import EvaluationFn, as_rows
 from . import rl_loop
-from .rl_loop import Problem, RunResult, load_problem
+from .rl_loop import Problem, RunResult, from_script, load_problem
 
 # %% auto #0
 __all__ = ['PROBLEM', 'Config', 'async_problem', 'train', 'main']
@@ -65,6 +64,10 @@ async def train(
     given = {name: options.pop(name) for name in PROBLEM if name in options}
     if "problem" not in options:
         options["problem"] = async_problem(cfg, rollout_fn_factory, **given)
+    elif beside := [
+        name for name, value in (given | {"rollout_fn_factory": rollout_fn_factory}).items() if value is not None
+    ]:
+        raise ConfigError("problem", got=f"{', '.join(beside)} beside it", expected="one of the two")
     return await rl_loop.train(cfg, **options)
 
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #59ac4223
@@ -79,10 +82,4 @@ def main(
 ) -> RunResult:
     "Run a config from a script."
     given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
-    run = train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(run)
-    run.close()
-    raise PhaseError("main", got="a running event loop", fix="In a notebook use: await train(cfg, ...)")
+    return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)")

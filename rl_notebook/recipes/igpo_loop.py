@@ -5,7 +5,6 @@
 # %% ../../nbs/62_recipes.igpo_loop.ipynb #0433130a
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +16,7 @@ from ..core import ConfigError, DataError, PhaseError, PromptGroup
 from ..igpo import has_turn_signal, igpo_advantages, right_answer, with_information_gain
 from . import rl_loop
 from .async_rl_loop import async_problem
-from .rl_loop import Problem, RunResult
+from .rl_loop import Problem, RunResult, from_script
 
 # %% auto #0
 __all__ = ['PROBLEM', 'Config', 'check_rows', 'igpo_problem', 'train', 'main']
@@ -79,6 +78,10 @@ async def train(
     given = {name: options.pop(name) for name in PROBLEM if name in options}
     if "problem" not in options:
         options["problem"] = igpo_problem(cfg, rollout_fn_factory, **given)
+    elif beside := [
+        name for name, value in (given | {"rollout_fn_factory": rollout_fn_factory}).items() if value is not None
+    ]:
+        raise ConfigError("problem", got=f"{', '.join(beside)} beside it", expected="one of the two")
     return await rl_loop.train(cfg, **options)
 
 # %% ../../nbs/62_recipes.igpo_loop.ipynb #67931671
@@ -92,10 +95,4 @@ def main(
 ) -> RunResult:
     "Run a config from a script."
     given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn}
-    run = train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(run)
-    run.close()
-    raise PhaseError("main", got="a running event loop", fix="In a notebook use: await train(cfg, ...)")
+    return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)")

@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from ..views.report import write_report
 
 # %% auto #0
 __all__ = ['LOOPS', 'Problem', 'load_problem', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult', 'open_loop',
-           'train', 'check_prompts', 'Saver', 'main', 'loop_for', 'replay_step', 'diagnose_step']
+           'train', 'check_prompts', 'Saver', 'from_script', 'main', 'loop_for', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -273,13 +273,19 @@ def _recorded_before(loop: GRPOLoop, run: RunFolder | None) -> float | None:
     return next((float(reward) for reward in before if reward is not None and math.isfinite(reward)), None)
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #d5845954
-def main(cfg: Config, **options: Any) -> RunResult:
-    "Run a config from a script; `options` are those of `train`."
+def from_script(run: Coroutine[Any, Any, RunResult], instead: str) -> RunResult:
+    "The result of a run that nobody awaits; raises PhaseError in a notebook, where it can be awaited."
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(train(cfg, **options))
-    raise PhaseError("main", got="a running event loop", fix="In a notebook use: await train(cfg)")
+        return asyncio.run(run)
+    run.close()
+    raise PhaseError("main", got="a running event loop", fix=f"In a notebook use: await {instead}")
+
+
+def main(cfg: Config, **options: Any) -> RunResult:
+    "Run a config from a script; `options` are those of `train`."
+    return from_script(train(cfg, **options), "train(cfg)")
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #0a0368a3
 @contextlib.asynccontextmanager
