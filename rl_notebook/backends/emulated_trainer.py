@@ -1171,9 +1171,9 @@ def trainer_routes(trainer: EmulatedTrainer) -> list[Route]:
         content, media_type = write_answer(result, accept)
         return responses.Response(content, status, media_type=media_type)
 
-    def route(name: str, endpoint: Endpoint, method: str) -> Route:
-        async def handle(request: HttpRequest) -> Response:
-            return reply(*await once(trainer, request, name, endpoint))
+    def route(name: str, table: Mapping[str, Endpoint], method: str) -> Route:
+        async def handle(request: HttpRequest) -> Response:  # looks its row up, so that one can be replaced
+            return reply(*await once(trainer, request, name, table[name]))
 
         return routing.Route(f"/api/v1/{name}", handle, methods=[method])
 
@@ -1183,9 +1183,8 @@ def trainer_routes(trainer: EmulatedTrainer) -> list[Route]:
         except Refusal as reason:
             return reply(reason.status, {"detail": str(reason)})
 
-    routes = [route(name, fn, "POST") for name, fn in POSTS.items()]
-    routes += [route(name, fn, "GET") for name, fn in GETS.items()]
-    routes += [route(name, fn, "DELETE") for name, fn in DELETES.items()]
+    tables = (("POST", POSTS), ("GET", GETS), ("DELETE", DELETES))
+    routes = [route(name, table, method) for method, table in tables for name in table]
     return [*routes, routing.Route("/api/v1/retrieve_future", fetch, methods=["POST"])]
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #b063d957
