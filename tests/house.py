@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import configparser
 import filecmp
 import json
@@ -58,6 +59,17 @@ TORCH = {"accelerate", "peft", "safetensors", "torch", "transformers", "trl"}
 # --- reading a project ------------------------------------------------------------------------------------------
 
 
+def parsed(text: str, where: str) -> ast.Module:
+    """Code as a tree.
+
+    CPython 3.11 counts the depth of all threads in one number, so a thread that formats a traceback in between (a
+    client whose service has ended logs one now and then) can spoil the count: then it is counted again."""
+    for _ in range(4):
+        with contextlib.suppress(SystemError):
+            return compile(text, where, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # type: ignore
+    return compile(text, where, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # type: ignore
+
+
 @dataclass(frozen=True)
 class Cell:
     "One cell of a notebook."
@@ -97,7 +109,7 @@ class Cell:
     def tree(self) -> ast.Module:
         "Its code; magics and shell lines count as blank."
         text = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in self.source.splitlines())
-        return compile(text, self.where, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # type: ignore
+        return parsed(text, self.where)
 
     @property
     def imports_only(self) -> bool:
