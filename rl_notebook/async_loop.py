@@ -128,6 +128,7 @@ class Landed(Generic[T]):
     value: T  # what came back
     began: float  # seconds, on the producer's clock
     ended: float
+    useful: bool  # whether it can be trained on
 
 # %% ../nbs/34_async_loop.ipynb #fc0f00f2
 @dataclass(eq=False)
@@ -209,14 +210,14 @@ def land(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
     try:
         if task.cancelled() or failed is not None:
             raise failed or PhaseError(f"row {number}", got="a cancelled rollout", expected="one that ends by itself")
-        landed = Landed(number, flight.version, task.result(), flight.began, p.clock())
-        useful = p.useful(landed.value)
+        useful = p.useful(value := task.result())
     except BaseException as error:  # raised again to whoever waits for a batch
         p.gate.reject()
         p.give_back([number])
         p.error = p.error or error
     else:
         (p.gate.accept if useful else p.gate.reject)()
+        landed = Landed(number, flight.version, value, flight.began, p.clock(), useful)
         (p.ready if useful else p.rejected).append(landed)
         p.fill()
     p.changed.set()
@@ -241,7 +242,8 @@ async def next_batch(producer: Producer[T], count: int, places: int) -> list[Lan
     "Wait for so many useful rows; raises what a rollout raised."
     p = producer
     p.fill()
-    while len(pick(p, places)) < count and p.flights and p.error is None:
+    enough = lambda: len(p.ready) >= count and len(pick(p, places)) >= count
+    while not enough() and p.flights and p.error is None:
         p.changed.clear()
         await p.changed.wait()
     raise_failure(p)
@@ -255,8 +257,8 @@ async def next_batch(producer: Producer[T], count: int, places: int) -> list[Lan
 
 def raise_failure(producer: Producer[Any]) -> None:
     "Raise what a rollout raised, once."
-    if producer.error is not None:
-        error, _ = producer.error, producer.recall()
+    if (error := producer.error) is not None:
+        producer.recall()
         producer.error = None
         raise error
 
@@ -380,10 +382,11 @@ def take_down(loop: AsyncPhases, rows: Sequence[Landed[Answered]]) -> None:
     "Note the rows of a step: what was lost, and how full the pipeline was when they were complete."
     flow = loop.flow
     flow.landed = [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
-    for group in (row.value.group for row in rows):
+    for row in rows:
+        group = row.value.group
         flow.counts["samples"] += len(group.samples)
         flow.counts["sample_fails"] += len(group.dropped)
-        flow.counts["filter_drops"] += bool(group.samples) and not trains_on(loop, group)
+        flow.counts["filter_drops"] += bool(group.samples) and not row.useful
     flow.at_step = gate_metrics(loop)
 
 
@@ -391,9 +394,8 @@ def take_apart(loop: AsyncPhases) -> None:
     "Give up the batch of the step under way: its rows are ready, or rejected, as before."
     flow = loop.flow
     if "sample" in loop.state.values:
-        useful = [trains_on(loop, row.value.group) for row in flow.landed]
-        flow.producer.ready[:0] = [row for row, is_useful in zip(flow.landed, useful, strict=True) if is_useful]
-        flow.producer.rejected[:0] = [row for row, is_useful in zip(flow.landed, useful, strict=True) if not is_useful]
+        flow.producer.ready[:0] = [row for row in flow.landed if row.useful]
+        flow.producer.rejected[:0] = [row for row in flow.landed if not row.useful]
         flow.landed = []
         loop.state.values.pop("sample")
 
@@ -497,8 +499,7 @@ async def chunked_half(loop: AsyncPhases) -> None:
 def gate_metrics(loop: AsyncPhases) -> dict[str, float]:
     "Staleness of a batch, and how full the pipeline was when it was trained."
     flow, gate = loop.flow, loop.flow.gate
-    trained_at, live = loop.state.number - 1, [row for row in flow.landed if trains_on(loop, row.value.group)]
-    offsets = [trained_at - row.version for row in live] or [0]
+    offsets = [loop.state.number - 1 - row.version for row in flow.landed if row.useful] or [0]
     room = gate.concurrency_capacity
     return {
         "async/version_offset_mean": float(np.mean(offsets)),
@@ -715,7 +716,7 @@ async def take_back(loop: AsyncPhases, to: str) -> None:
 
 def trained_rows(loop: AsyncPhases) -> int:
     "Rows of the batch that the gate has accepted."
-    return sum(trains_on(loop, row.value.group) for row in loop.flow.landed)
+    return sum(row.useful for row in loop.flow.landed)
 
 
 async def give_up(loop: AsyncPhases) -> None:

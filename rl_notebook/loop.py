@@ -138,7 +138,7 @@ def enter(state: StepState, phase: str) -> Any:
     "The value that a phase starts from; an error that says what is missing, or that it is too late."
     place = PHASES.index(phase)
     begun = phase == "optimize" and "optimize" not in state.values
-    if state.made and place <= PHASES.index("optimize") and not begun:
+    if state.updated and place <= PHASES.index("optimize") and not begun:
         raise PhaseError(f"{phase}: step {state.number} has updated the weights", fix="Go back with await loop.undo().")
     before = [p for p in PHASES[:place] if p not in LOOK_ONLY]
     missing = [p for p in before if p not in state.values]
@@ -194,12 +194,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         fix = "Policy and reference must be the same model, or share a tokenizer."
         yield "reference vocabulary", f"{sizes[1]} tokens", f"{sizes[0]}, as the policy", fix
     if cfg.router_replay and not can.routing:
-        yield (
-            "router_replay",
-            True,
-            "False",
-            f"{can.name} was opened without it: pass router_replay=True, or leave it out.",
-        )
+        fix = f"{can.name} was opened without it: pass router_replay=True, or leave it out."
+        yield "router_replay", True, "False", fix
     if cfg.lora_rank != can.lora_rank:
         yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
@@ -829,10 +825,8 @@ def joined_report(reports: Sequence[LossReport]) -> LossReport:
         return reports[0]
     merged = merge_outputs([r.output for r in reports])
     loss = merged.loss / len(reports)
-    output = replace(
-        merged, loss=loss, metrics={**merged.metrics, **({"loss": loss} if "loss" in merged.metrics else {})}
-    )
-    return LossReport(output, tuple(d for r in reports for d in r.datums))
+    metrics = {name: loss if name == "loss" else value for name, value in merged.metrics.items()}
+    return LossReport(replace(merged, loss=loss, metrics=metrics), tuple(d for r in reports for d in r.datums))
 
 
 def mean_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1220,7 +1220,7 @@ def boxed_reward(case: Case) -> Outcome:
 @cache
 def math_verify() -> MathVerify:
     "One worker process for all cases."
-    return MathVerify()
+    return MathVerify(timeout=60)
 
 
 def math_verdict(text: str, truth: str) -> float | None:

@@ -44,7 +44,7 @@ def config(backend: str, steps: int, log_path: Path | None, **more: Any) -> Conf
     learning = {"learning_rate": 2e-4, "kl_beta": 0.05, "drop_dead": False, "seed": 5, "base_model": QWEN}
     where = {"backend": backend, "log_path": None if log_path is None else str(log_path)}
     if backend == "fireworks":
-        where["weight_sync"] = {"weight_sync_timeout": 20}
+        where["weight_sync"] = {"weight_sync_timeout": 60}
         where["trainer"] = {"training_shape_id": SHAPE, "reference_training_shape_id": f"{SHAPE}-forward"}
         where["deployment"] = {"tokenizer_model": "tiny", "deployment_id": "serving"}
     else:

@@ -39,10 +39,10 @@ __all__ = ["one_thread"]
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, 300))
 
 
-async def until(true, seconds=20.0):
+async def until(true, seconds=60.0):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen"
@@ -171,12 +171,14 @@ def test_the_speed_limit_waits_between_phases_and_a_pause_does_not_wait_for_it()
     async def main():
         dashboard = Dashboard(make_loop(rows=24))
         dashboard.screen.speed.value = 5.0
+        assert dashboard.player.delay == 5.0
+        dashboard.player.delay = 600.0  # longer than a busy machine keeps a click waiting
         press(dashboard, "play")
         await until(lambda: "prompts" in dashboard.loop.state.values and not dashboard.player.at)
         start = time.monotonic()
         press(dashboard, "pause")
         await until(lambda: not dashboard.player.doing)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 60
         assert dashboard.loop.state.current == "sample"
 
     run(main())
@@ -348,9 +350,9 @@ def test_a_loop_has_one_dashboard_and_nothing_grows():
         await until(lambda: len(UNDER_WAY) <= 1)
         dashboard.close()
         await until(lambda: not dashboard.player.doing)
-        await asyncio.sleep(0.3)
-        assert (loop.outputs, loop.on_undo, len(UNDER_WAY)) == ([], [], 0)
-        assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task() and "follow" in repr(t)]
+        here = asyncio.current_task()
+        await until(lambda: not UNDER_WAY and not [t for t in asyncio.all_tasks() - {here} if "follow" in repr(t)])
+        assert (loop.outputs, loop.on_undo) == ([], [])
         at = loop.state.number, loop.state.current
         await asyncio.sleep(0.3)
         assert (loop.state.number, loop.state.current) == at  # the old ones play no more
@@ -531,9 +533,9 @@ def test_pages_of_many_completions_stay_small_and_quick():
     page = page_of(columns, View("reward", descending=True, page=10**6), 1)
     assert (page["total"], page["page"]) == (8192, page["pages"] - 1)
     assert len(json.dumps(page)) < 8_000
-    start = time.process_time()
+    start = time.thread_time()
     page_of(columns, View("text", filters={"text": "1", "reward": ">0"}), 1)
-    assert time.process_time() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 def test_messages_that_make_no_sense_change_nothing():

@@ -46,7 +46,7 @@ def site(tmp_path_factory):
 @pytest.fixture
 def fresh(tmp_path):
     server = emulated(model(), byte_tokenizer(), tmp_path)
-    with serve(app_of(server)) as url, httpx.Client(base_url=url, timeout=20) as client:
+    with serve(app_of(server)) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield server, client
 
 
@@ -163,7 +163,7 @@ def expected(factor):
 
 def hotload(manager, name, **options):
     manager.hotload("d", "base", name, **options)
-    return manager.wait_for_hotload("d", "base", name, timeout_seconds=10, poll_interval=0.02)
+    return manager.wait_for_hotload("d", "base", name, timeout_seconds=60, poll_interval=0.02)
 
 
 def test_the_sdk_loads_a_base_and_then_a_delta(manager):
@@ -351,7 +351,7 @@ def in_background(fn):
     return thread, result
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -377,14 +377,14 @@ def test_pausing(fresh, tmp_path, mode):
     url, folder = str(client.base_url), folder_of(tmp_path, 1.2)
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 90, "seed": 1, "return_token_ids": True, "n": 8}
     alone = client.post("/v1/completions", json=body).json()["choices"]
-    asked, answer = in_background(lambda: httpx.post(url + "/v1/completions", json=body, timeout=20).json()["choices"])
+    asked, answer = in_background(lambda: httpx.post(url + "/v1/completions", json=body, timeout=60).json()["choices"])
     until(lambda: server.running)
     assert client.post("/pause", params={"mode": mode}).json() == {"status": "paused"}
     assert client.get("/is_paused").json() == {"is_paused": True}
     if mode != "keep":
         assert server.running == 0
         until(lambda: answer)
-    late, later = in_background(lambda: ask(httpx.Client(base_url=url, timeout=20), max_tokens=2))
+    late, later = in_background(lambda: ask(httpx.Client(base_url=url, timeout=60), max_tokens=2))
     assert client.post("/collective_rpc", json=reload_body(folder)).json() == {"results": [None]}
     assert client.post("/reset_prefix_cache").json() == {"success": True}
     time.sleep(0.05)
@@ -392,7 +392,7 @@ def test_pausing(fresh, tmp_path, mode):
     assert bool(answer) == (mode != "keep")
     client.post("/resume")
     for thread in (asked, late):
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     tokens = [c["token_ids"] for c in answer[0]]
     if mode == "wait":
@@ -415,14 +415,14 @@ def test_a_frozen_request_goes_on_with_new_weights(fresh, tmp_path):
     alone = [c["token_ids"] for c in client.post("/v1/completions", json=body).json()["choices"]]
     for _ in range(5):  # a quick machine may finish before the pause
         asked, answer = in_background(
-            lambda: httpx.post(url + "/v1/completions", json=body, timeout=20).json()["choices"]
+            lambda: httpx.post(url + "/v1/completions", json=body, timeout=60).json()["choices"]
         )
         until(lambda: server.running)
         client.post("/pause", params={"mode": "keep"})
         frozen = not answer
         client.post("/collective_rpc", json=reload_body(folder))
         client.post("/resume")
-        asked.join(10)
+        asked.join(60)
         tokens = [c["token_ids"] for c in answer[0]]
         if frozen and tokens != alone:
             break
@@ -492,10 +492,18 @@ def test_names_of_weights(fresh):
 
 def test_a_client_that_hangs_up_is_no_longer_served(site):
     server, url = site
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            url + "/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 91, "n": 64}, timeout=0.05
-        )
+
+    async def hang_up():
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 91, "n": 64}
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not server.running:
+                await asyncio.sleep(0.002)
+            asked.cancel()
+            await asyncio.wait([asked])
+            assert asked.cancelled()
+
+    asyncio.run(asyncio.wait_for(hang_up(), 60))
     until(lambda: server.running == 0)
     sampler = server.serving()[0].backend.sampler
     until(sampler.pump.done)

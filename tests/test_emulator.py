@@ -51,7 +51,7 @@ shared = emulator_fixture(scope="module")
 
 def by_hand(running: RunningEmulator, **more: Any) -> httpx.Client:
     "A client that shows the key."
-    return httpx.Client(base_url=running.url, headers={"X-Api-Key": running.key.reveal()}, timeout=20, **more)
+    return httpx.Client(base_url=running.url, headers={"X-Api-Key": running.key.reveal()}, timeout=60, **more)
 
 
 @pytest.fixture
@@ -398,7 +398,7 @@ def test_checkpoints_are_listed_and_promoted(managers: Managers) -> None:
 
 
 def test_promotion_without_an_operation_and_by_an_operation_that_takes_time() -> None:
-    with start_emulator(promotion_delay_s=0.3) as running, by_hand(running) as client:
+    with start_emulator(promotion_delay_s=1.0) as running, by_hand(running) as client:
         managers = Managers(running)
         base = managers.policy(managers.job("saves").base_url).save_weights_for_sampler_ext("w", checkpoint_type="base")
         ask = {"trainer_job_id": "accounts/local/rlorTrainerJobs/saves", "base_model": MODEL}
@@ -463,7 +463,7 @@ def test_a_deployment_is_created_attached_and_scaled(managers: Managers, http: h
     same = managers.deployments.create_or_get(sdk.DeploymentConfig(deployment_id="serving", base_model=MODEL))
     assert same.hot_load_trainer_job == jobs[0]
     moved = managers.deployments.reattach_trainer(
-        made, base_model=MODEL, trainer_job_name=jobs[1], timeout_s=5, poll_interval_s=0.02
+        made, base_model=MODEL, trainer_job_name=jobs[1], timeout_s=60, poll_interval_s=0.02
     )
     assert moved.hot_load_trainer_job == jobs[1]
     assert moved.hot_load_bucket_url != made.hot_load_bucket_url
@@ -479,7 +479,7 @@ def test_a_deployment_is_created_attached_and_scaled(managers: Managers, http: h
 
 
 def test_a_deployment_takes_its_time() -> None:
-    with start_emulator(startup_delay_s=0.3) as running:
+    with start_emulator(startup_delay_s=1.0) as running:
         managers = Managers(running)
         config = sdk.DeploymentConfig(deployment_id="slow", base_model=MODEL)
         assert managers.deployments.create_or_get(config).state == "CREATING"
@@ -552,18 +552,18 @@ def test_a_deployment_reads_only_the_trainer_it_is_attached_to(linked: Any) -> N
     stranger = managers.policy(other.base_url)
     untrained = trainer_logprobs(stranger)
     theirs = stranger.save_weights_for_sampler_ext("theirs", checkpoint_type="base").snapshot_name
-    load = {"deployment_id": id, "base_model": MODEL, "timeout_seconds": 1}
+    load = {"deployment_id": id, "base_model": MODEL}
     with suppress(httpx.HTTPStatusError):
-        assert not managers.deployments.hotload_and_wait(snapshot_identity=theirs, **load)
+        assert not managers.deployments.hotload_and_wait(snapshot_identity=theirs, **load, timeout_seconds=1)
     assert syncer.check_deployment_state() == mine
     managers.deployments.reattach_trainer(
-        id, base_model=MODEL, trainer_job_name=other.job_name, timeout_s=5, poll_interval_s=0.02
+        id, base_model=MODEL, trainer_job_name=other.job_name, timeout_s=60, poll_interval_s=0.02
     )
     assert syncer.check_deployment_state() is None  # other machines, with the base model
     assert prompt_logprobs(managers, id) == pytest.approx(untrained, abs=1e-5)
-    assert managers.deployments.hotload_and_wait(snapshot_identity=theirs, **load)
+    assert managers.deployments.hotload_and_wait(snapshot_identity=theirs, **load, timeout_seconds=60)
     with suppress(httpx.HTTPStatusError):
-        assert not managers.deployments.hotload_and_wait(snapshot_identity=mine, **load)
+        assert not managers.deployments.hotload_and_wait(snapshot_identity=mine, **load, timeout_seconds=1)
 
 
 def test_a_deployment_can_own_the_bucket(managers: Managers) -> None:
@@ -651,7 +651,7 @@ def test_hotloads_stall_and_fail_on_purpose() -> None:
         assert [stage for stage, _, _ in loaded] == ["done", "error", "done"]
         assert [identity for _, identity, _ in loaded] == [saved[0], saved[0], saved[2]]
         assert loaded[0][2] >= 0.4  # it stalled
-        assert managers.deployments.wait_for_hotload("serving", MODEL, saved[2], timeout_seconds=1)
+        assert managers.deployments.wait_for_hotload("serving", MODEL, saved[2], timeout_seconds=60)
         assert running.emulator.faults.counts == {"hotload_stalls": 1, "hotload_error": 1}
         managers.close()
 
@@ -695,7 +695,8 @@ def test_refusals_and_delays() -> None:
             times.append(time.monotonic() - start)
         assert [a.status_code for a in answers] == [200, 429, 200, 503, 503, 200, 200]
         assert answers[1].headers["retry-after"] == "0.2"
-        assert [t >= 0.8 for t in times] == [False, False, False, False, False, False, True]
+        assert times[-1] >= 0.8
+        assert [kind for kind, _ in running.emulator.faults.log] == ["429", "503", "503", "slow"]
         counts = client.get("/emulator/v1/status").json()["faults"]
         assert counts == {"429": 1, "503": 2, "slow": 1}
 
@@ -790,7 +791,7 @@ def test_a_restarted_trainer_has_forgotten_everything_but_its_files() -> None:
         before = loss_of(policy)
         policy.forward_backward([datum()], "cross_entropy").result()
         with pytest.raises(Exception, match=r"404|model"):
-            policy.optim_step(sdk.AdamParams(learning_rate=1e-4)).result(timeout=20)
+            policy.optim_step(sdk.AdamParams(learning_rate=1e-4)).result(timeout=120)
         assert running.emulator.faults.counts == {"restart_trainer": 1}
         fresh = managers.policy(endpoint.base_url)
         fresh.load_state_with_optimizer("step-0").result()
@@ -833,7 +834,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             assert client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).json()["state"] == "JOB_STATE_PENDING"
             assert client.get(f"{JOBS}/policy").status_code == 429
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (0, "")
         assert out.strip() == "emulator: stopped"
         assert json.loads((tmp_path / "control/rlorTrainerJobs/policy.json").read_text())["goal"] == "JOB_STATE_RUNNING"
@@ -916,7 +917,7 @@ def test_the_trainer_of_a_job_is_at_hand(emulator: RunningEmulator) -> None:
     assert len(trainer.memory.learners) == 1
     trainer.lose_memory()
     with pytest.raises(Exception, match=r"404|model"):
-        policy.forward([datum()], "cross_entropy").result(timeout=20)
+        policy.forward([datum()], "cross_entropy").result(timeout=120)
     managers.close()
 
 

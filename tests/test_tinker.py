@@ -829,7 +829,7 @@ def test_a_wrong_key_and_a_wrong_address():
     began = time.monotonic()
     with pytest.raises(BackendError, match="got ConnectError; expected an answer"):
         run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="x", tokenizer=byte_tokenizer()))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     with pytest.raises(BackendError, match="tokenizer: got 'no-such-model'"):
         run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="no-such-model"))
 

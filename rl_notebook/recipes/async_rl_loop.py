@@ -5,7 +5,7 @@
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #b2e2bd7f
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from . import rl_loop
 from .rl_loop import Problem, RunResult, from_script, load_problem
 
 # %% auto #0
-__all__ = ['PROBLEM', 'Config', 'async_problem', 'train', 'main']
+__all__ = ['PROBLEM', 'Config', 'async_problem', 'train_options', 'train', 'main']
 
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #a8437901
 @accepts_other_spellings
@@ -50,25 +50,34 @@ def async_problem(
     return Problem(as_rows(rows), held_out, rollout_fn_factory, **own)
 
 
-PROBLEM = ("rows", "eval_rows", "dynamic_filter_fn", "evaluation_fn", "rollout_extras")  # keywords of `async_problem`
+PROBLEM = (  # keywords of `async_problem`
+    "rollout_fn_factory", "rows", "eval_rows", "dynamic_filter_fn", "evaluation_fn", "rollout_extras",
+)  # fmt: skip
+
+
+def train_options(
+    cfg: rl_notebook.config.Config,
+    make: Callable[..., Problem],  # from a config and these parts
+    parts: Sequence[str],  # names of the options that a problem is made of
+    options: Mapping[str, Any],
+) -> dict[str, Any]:  # options of `rl_loop.train`
+    "Options with the problem in the place of its parts; raises ConfigError where both are given."
+    given = {name: options[name] for name in parts if options.get(name) is not None}
+    others = {name: value for name, value in options.items() if name not in parts}
+    if "problem" not in others:
+        return {**others, "problem": make(cfg, **given)}
+    if given:
+        raise ConfigError("problem", got=f"{', '.join(given)} beside it", expected="one of the two")
+    return others
 
 
 async def train(
     cfg: rl_notebook.config.Config,
-    *,
-    rollout_fn_factory: Callable[..., Any] | None = None,
     **options: Any,  # of `async_problem`, and of `rl_loop.train`: backend, resume, say, on_record, ...
 ) -> RunResult:
     "Run asynchronous GRPO as a config says."
     cfg = cfg if cfg.recipe == "async_rl_loop" else replace(cfg, recipe="async_rl_loop")
-    given = {name: options.pop(name) for name in PROBLEM if name in options}
-    if "problem" not in options:
-        options["problem"] = async_problem(cfg, rollout_fn_factory, **given)
-    elif beside := [
-        name for name, value in (given | {"rollout_fn_factory": rollout_fn_factory}).items() if value is not None
-    ]:
-        raise ConfigError("problem", got=f"{', '.join(beside)} beside it", expected="one of the two")
-    return await rl_loop.train(cfg, **options)
+    return await rl_loop.train(cfg, **train_options(cfg, async_problem, PROBLEM, options))
 
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #59ac4223
 def main(

@@ -12,14 +12,14 @@ from typing import Any
 
 import rl_notebook.config
 from ..config import IGPOConfig, RecipeName, accepts_other_spellings
-from ..core import ConfigError, DataError, PhaseError, PromptGroup
+from ..core import ConfigError, DataError, PromptGroup
 from ..igpo import has_turn_signal, igpo_advantages, right_answer, with_information_gain
 from . import rl_loop
-from .async_rl_loop import async_problem
+from .async_rl_loop import PROBLEM, async_problem, train_options
 from .rl_loop import Problem, RunResult, from_script
 
 # %% auto #0
-__all__ = ['PROBLEM', 'Config', 'check_rows', 'igpo_problem', 'train', 'main']
+__all__ = ['Config', 'check_rows', 'igpo_problem', 'train', 'main']
 
 # %% ../../nbs/62_recipes.igpo_loop.ipynb #767766ae
 @accepts_other_spellings
@@ -64,25 +64,13 @@ def igpo_problem(
     return replace(problem, advantage_fn=partial(igpo_advantages, igpo=igpo))
 
 # %% ../../nbs/62_recipes.igpo_loop.ipynb #c30dfa3f
-PROBLEM = ("rows", "eval_rows", "dynamic_filter_fn", "evaluation_fn", "rollout_extras", "answer_of")
-
-
 async def train(
     cfg: rl_notebook.config.Config,
-    *,
-    rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn
     **options: Any,  # of `igpo_problem`, and of `rl_loop.train`: backend, resume, say, on_record, ...
 ) -> RunResult:
     "Run IGPO as a config says."
     cfg = cfg if cfg.recipe == "igpo_loop" else replace(cfg, recipe="igpo_loop")
-    given = {name: options.pop(name) for name in PROBLEM if name in options}
-    if "problem" not in options:
-        options["problem"] = igpo_problem(cfg, rollout_fn_factory, **given)
-    elif beside := [
-        name for name, value in (given | {"rollout_fn_factory": rollout_fn_factory}).items() if value is not None
-    ]:
-        raise ConfigError("problem", got=f"{', '.join(beside)} beside it", expected="one of the two")
-    return await rl_loop.train(cfg, **options)
+    return await rl_loop.train(cfg, **train_options(cfg, igpo_problem, (*PROBLEM, "answer_of"), options))
 
 # %% ../../nbs/62_recipes.igpo_loop.ipynb #67931671
 def main(

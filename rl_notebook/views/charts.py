@@ -310,10 +310,8 @@ _BELOW_ONE = {"range": [0, 1.02], "tickformat": ".0%"}
 def _age(age: int | str) -> tuple[str, str]:  # name and colour
     "An age in versions, such as 1 or '4 and more'."
     number, _, more = str(age).partition(" ")
-    name = "fresh" if number == "0" else f"{number} version{'s' if number != '1' else ''}{' or' * bool(more)}"
-    return f"{name} {more.removeprefix('and ')}".strip() + " old" * (number != "0"), AGES[
-        min(int(number), len(AGES) - 1)
-    ]
+    versions = f"{number} version{'' if number == '1' else 's'}{' or more' * bool(more)}"
+    return "fresh" if number == "0" else f"{versions} old", AGES[min(int(number), len(AGES) - 1)]
 
 
 def staleness_figure(payload: Mapping[str, Any]) -> Figure:

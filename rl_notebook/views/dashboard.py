@@ -166,7 +166,12 @@ async def come_to_rest(player: Player) -> None:
     if isinstance(loop, AsyncGRPOLoop) and player.pausing and not loop.stop_requested:
         player.at = "drain" if player.draining else ""
         player.changed()
-        await loop.pause(drain=player.draining)
+        try:
+            await loop.pause(drain=player.draining)
+        except asyncio.CancelledError:
+            if player.draining or (task := asyncio.current_task()) is None:
+                raise
+            task.uncancel()  # a stop has ended the wait, and nothing else
 
 # %% ../../nbs/53_views.dashboard.ipynb #0f30b7d6
 UNDER_WAY: weakref.WeakSet[Player] = weakref.WeakSet()
@@ -219,9 +224,9 @@ class Player:
         self.wake()
         self.changed()
 
-    def drain(self) -> asyncio.Task[None] | None:  # None = nothing runs
+    def drain(self) -> asyncio.Task[None]:
         "Pause, and wait for the rows under way."
-        if not self.doing:
+        if self.task is None or not self.doing:
             return self.start("drain")
         self.draining = True
         self.pause()
@@ -699,7 +704,8 @@ def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was 
     if not isinstance(loop, AsyncGRPOLoop):
         return []
     p, begin = loop.flow.producer, loop.opened
-    back = [(r.number, r.began - begin, r.ended - begin, "ready" * (r in p.ready)) for r in (*p.ready, *p.rejected)]
+    kinds = {"ready": p.ready, "": p.rejected}
+    back = [(r.number, r.began - begin, r.ended - begin, kind) for kind, rows in kinds.items() for r in rows]
     return [*back, *((f.number, f.began - begin, p.clock() - begin, "under way") for f in p.flights.values())]
 
 # %% ../../nbs/53_views.dashboard.ipynb #090c0c24
@@ -1125,8 +1131,7 @@ class Played:
         "Pause, and wait for the rows that are under way beside training."
         if why := refusal(self.player, "drain"):
             raise PhaseError("drain", where="dashboard", got=why.rstrip("."))
-        if (task := self.player.drain()) is not None:
-            await task
+        await self.player.drain()
 
     def stop(self) -> None:
         "End the run after the phase under way."

@@ -34,9 +34,7 @@ __all__ = ['LAST', 'SPREAD_STEPS', 'Spreads', 'QUIET', 'Material', 'pick', 'sent
            'figures_json', 'Status', 'report_html', 'write_report', 'run_status', 'follow']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
-LAST = max(
-    TIMELINE_STEPS, 6
-)  # steps whose records are read; the sixth from the end is there for the sentence of the next
+LAST = max(TIMELINE_STEPS, 6)  # records that are read at the end; the sixth is there for the sentence of the next
 
 
 @dataclass(frozen=True, eq=False)

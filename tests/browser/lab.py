@@ -295,6 +295,12 @@ class Notebook:
         )
         self.page.wait_for_function(done, arg=index, timeout=PATIENCE * 1000)
 
+    def run_cells(self, *indexes: int) -> None:
+        "Run cells, one after the other."
+        for index in indexes:
+            self.start_cell(index)
+            self.wait_for_cell(index)
+
     def cell(self, index: int) -> Locator:
         "A cell by its position."
         return self.page.locator(".jp-NotebookPanel:visible .jp-Notebook .jp-Cell").nth(index)

@@ -11,7 +11,7 @@ from rl_notebook.records import Run
 from rl_notebook.views.report import write_report
 
 from .lab import SHOTS, Lab, Notebook
-from .test_dashboard import DRAWN
+from .test_dashboard import DRAWN, SHOW, control, open_dashboard, press
 from .test_pages import CUT_OFF
 
 CELLS = [
@@ -50,19 +50,14 @@ def steps() -> int:
 dashboard = Dashboard(loop)
 dashboard""",
 ]
-LOOP, SHOW = range(len(CELLS))
+STILL = "not dashboard.player.doing and not rows_under_way(loop)"
 TITLES = ["Rollouts beside training", "Age of what is trained", "Who waits"]
 
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Notebook]:
     "A dashboard on a loop whose rollouts take a while."
-    notebook = lab.open(CELLS, "beside.ipynb")
-    for index in (LOOP, SHOW):
-        notebook.start_cell(index)
-        notebook.wait_for_cell(index)
-    assert notebook.failures() == []
-    notebook.show(SHOW).locator(".rld").first.wait_for()
+    notebook = open_dashboard(lab, CELLS, "beside.ipynb")
     yield notebook
     notebook.close()
 
@@ -72,12 +67,7 @@ def board(notebook: Notebook) -> Iterator[Locator]:
     "The dashboard, at rest afterwards."
     yield notebook.show(SHOW)
     notebook.ask("pace.__setitem__(0, 0.2) or dashboard.player.doing and dashboard.stop()")
-    notebook.until("not dashboard.player.doing and not rows_under_way(loop)")
-
-
-def press(board: Locator, name: str) -> None:
-    "Press a button as soon as it can be pressed."
-    board.locator(f"button.rld-{name}").click()
+    notebook.until(STILL)
 
 
 def test_it_plays_and_draws_what_happens_beside(notebook: Notebook, board: Locator):
@@ -87,7 +77,7 @@ def test_it_plays_and_draws_what_happens_beside(notebook: Notebook, board: Locat
     for title in TITLES:
         expect(board.get_by_role("heading", name=title, exact=True)).to_be_visible()
     press(board, "stop")
-    notebook.until("not dashboard.player.doing and not rows_under_way(loop)")
+    notebook.until(STILL)
     assert notebook.ask("[dashboard.error, loop.flow.producer.held]") == [None, "the loop is at rest"]
     notebook.page.wait_for_function(DRAWN, arg=notebook.ask("steps()"))
     for width in (1280, 800):
@@ -107,7 +97,7 @@ def test_a_pause_starts_no_row_and_draining_waits_for_those_under_way(notebook: 
     taken = notebook.ask("loop.flow.intake.consumed")
     notebook.until("not dashboard.player.doing")
     assert notebook.ask("[rows_under_way(loop), loop.flow.intake.consumed]") == [0, taken]
-    expect(board.locator("button.rld-drain")).to_be_disabled()
+    expect(control(board, "drain")).to_be_disabled()
     expect(board.locator(".rld-progress")).to_contain_text("0 rows under way")
     assert notebook.ask("dashboard.error") is None
 
@@ -117,7 +107,10 @@ def test_a_pause_starts_no_row_and_draining_waits_for_those_under_way(notebook: 
 
 
 @pytest.mark.parametrize("width", [1280, 800])
-def test_the_page_of_its_run(notebook: Notebook, open_page: Callable[..., Page], width: int):
+def test_the_page_of_its_run(notebook: Notebook, board: Locator, open_page: Callable[..., Page], width: int):
+    if not notebook.ask("steps()"):
+        press(board, "step")
+        notebook.until("steps()")
     run = Run.open(notebook.lab.root / "beside")
     page = open_page(write_report(run, run.path / "report.html"), width)
     page.locator(".js-plotly-plot .main-svg").first.wait_for()

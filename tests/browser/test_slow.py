@@ -35,8 +35,7 @@ DRAWN = """([count, points]) => [...document.querySelectorAll('.js-plotly-plot')
 def slow(lab: Lab, context: BrowserContext) -> Iterator[Notebook]:
     "A notebook whose page gets a fraction of the processor from its second cell on."
     notebook = lab.open(CELLS, "slow.ipynb")
-    notebook.start_cell(0)
-    notebook.wait_for_cell(0)
+    notebook.run_cells(0)
     session = context.new_cdp_session(notebook.page)
     session.send("Emulation.setCPUThrottlingRate", {"rate": SLOWER})
     yield notebook
@@ -45,8 +44,7 @@ def slow(lab: Lab, context: BrowserContext) -> Iterator[Notebook]:
 
 
 def test_charts_are_drawn_and_take_new_points(slow: Notebook):
-    slow.start_cell(1)
-    slow.wait_for_cell(1)
+    slow.run_cells(1)
     slow.ask("history.add(history_row(synthetic_record(6)))")
     slow.ask("live.draw(reward())")  # while plotly is being read
     slow.page.wait_for_function(DRAWN, arg=[1, 6])
