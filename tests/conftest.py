@@ -30,6 +30,7 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 # `pytest --numprocesses`. Tests of a file share fixtures and stay on one worker, and so do all browser tests; but each
 # part of a long table is on its own. What takes longest comes first, so that the workers end together. The tables come
 # last: they keep processors busy, of which the browser had better have one, and are not held up by anything themselves.
+SLOW = os.environ.get("SLOW") == "1"  # also what is long and rarely says anything new
 LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_cli", "test_whatif_view", "test_loop")
 APART = ("test_the_right_cause_and_no_false_alarm",)
 
@@ -44,7 +45,10 @@ def unit(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Longest first, tables last; without workers, the order stays."
+    "Longest first, tables last; without workers, the order stays. Slow ones only when asked for."
+    for item in items:
+        if item.get_closest_marker("slow") and not SLOW:
+            item.add_marker(pytest.mark.skip(reason="slow: runs with SLOW=1"))
     if hasattr(config, "workerinput"):
         place = lambda nodeid: next((i for i, name in enumerate(LONGEST) if name in nodeid), len(LONGEST))
         items.sort(key=lambda item: len(LONGEST) + 1 if item.name.startswith(APART) else place(item.nodeid))
