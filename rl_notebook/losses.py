@@ -21,9 +21,9 @@ from .core import AlignmentError, Datum, LossError
 __all__ = ['PolicyLoss', 'POLICY_LOSSES', 'KNOBS', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LossFn', 'TRL_PRESETS', 'BUILTIN_LOSSES',
            'UNCOUNTED_LOSSES', 'ActiveTokens', 'log_ratio', 'grpo', 'reinforce', 'importance_sampling',
            'clipped_surrogate', 'ppo', 'sequence_ratio', 'gspo', 'cispo', 'dro', 'sapo', 'LossOptions',
-           'raw_tis_weights', 'tis_weights', 'natural_denominator', 'aggregate', 'SideData', 'loss_terms',
-           'make_loss_fn', 'loss_metrics', 'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn', 'check_builtin_options',
-           'builtin_loss', 'builtin_inputs', 'check_builtin']
+           'raw_tis_weights', 'outside_icepop', 'tis_weights', 'natural_denominator', 'aggregate', 'SideData',
+           'loss_terms', 'make_loss_fn', 'loss_metrics', 'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn',
+           'check_builtin_options', 'builtin_loss', 'builtin_inputs', 'check_builtin']
 
 # %% ../nbs/03_losses.ipynb #c8214c91
 @dataclass(frozen=True, eq=False)
@@ -205,10 +205,11 @@ def _range_checks(o: LossOptions) -> list[tuple[bool, str, str]]:
     h, c, on = o.icepop_threshold, o.eps_clip_c, o.tis != "off"
     no_ratio = o.policy_loss in ("grpo", "reinforce")
     never_negative = ("kl_beta", "eps_clip", "ratio_log_cap", "seq_ratio_log_cap", "dro_beta")
+    lowest = -o.knob("eps_clip") if o.policy_loss == "cispo" and o.eps_clip_high is not None else 0.0  # a bound itself
     return [
         *[((getattr(o, name) or 0) < 0, name, "0 or more") for name in never_negative],
+        ((o.eps_clip_high or 0) < lowest, "eps_clip_high", f"{lowest:g} or more"),
         *[(getattr(o, n) is not None and getattr(o, n) <= 0, n, "more than 0") for n in KNOBS if "temperature" in n],
-        (o.eps_clip_high is not None and o.eps_clip_high < -o.knob("eps_clip"), "eps_clip_high", "-eps_clip or more"),
         (not 0 <= o.tis_floor <= o.tis_cap, "tis_cap", "at least tis_floor, and both 0 or more"),
         (h is not None and h < 1, "icepop_threshold", "1 or more"),
         (h is not None and o.tis != "token", "icepop_threshold", "tis='token' beside it"),
@@ -243,6 +244,11 @@ def raw_tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     return torch.exp(t.mean_per_sample(d)[t.sample] if o.tis == "sequence" else d)
 
 # %% ../nbs/03_losses.ipynb #5375f8b6
+def outside_icepop(raw: Tensor, threshold: float) -> Tensor:  # (T,) of bool
+    "Which tokens IcePop leaves out."
+    return (raw < 1 / threshold) | (raw > threshold)
+
+
 def tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     "The correction that multiplies the policy loss; ones when it is off."
     if o.tis == "off":
@@ -251,8 +257,7 @@ def tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     capped = torch.clamp(raw, o.tis_floor, o.tis_cap)
     if o.icepop_threshold is None:
         return capped
-    inside = (raw >= 1 / o.icepop_threshold) & (raw <= o.icepop_threshold)
-    return torch.where(inside, capped, torch.zeros_like(capped))
+    return torch.where(outside_icepop(raw, o.icepop_threshold), torch.zeros_like(capped), capped)
 
 # %% ../nbs/03_losses.ipynb #8b06b292
 def natural_denominator(lengths: Tensor | np.ndarray, aggregation: str) -> float:
@@ -428,7 +433,7 @@ def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
         out["tis/clip_frac"] = ((raw > o.tis_cap) | (raw < o.tis_floor)).double().mean().item()
         out["tis/ess"] = (w.sum() ** 2 / (len(w) * (w**2).sum()).clamp(min=1e-30)).item()
         if o.icepop_threshold is not None:
-            out["tis/icepop_frac"] = (w == 0).double().mean().item()
+            out["tis/icepop_frac"] = outside_icepop(raw, o.icepop_threshold).double().mean().item()
     return out
 
 # %% ../nbs/03_losses.ipynb #5374022f

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -82,14 +83,29 @@ def final_answer(text: str) -> str | None:  # None = no marker
     _, marker, rest = text.rpartition("####")
     return rest.strip().split("\n")[0].strip() if marker else None
 
+# %% ../nbs/11_rewards.ipynb #764c426f
+def truths_of(answer: Any) -> list[Any]:  # one, or two where they differ
+    "What a row's column gives as its answer: as `final_answer` reads it up to the second `####`, and in full."
+    if not isinstance(answer, str):
+        return [answer]
+    first = "####".join(answer.split("####", 2)[:2])
+    return list(dict.fromkeys(final_answer(text) or answer for text in (first, answer)))
+
 # %% ../nbs/11_rewards.ipynb #5defea7a
 _NOISE = re.compile(r"\\?[$%]|[€£¥]|\\[,;!: ()\[\]]|~|\\left|\\right")
 _GROUPS = re.compile(r"\{,\}")  # 1{,}234, LaTeX's thousands separator
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-\d]+)\s*\}\s*\{\s*(\d+)\s*\}", re.ASCII)
 _NUMBER = re.compile(
-    r"(?<![\w.,+\-/])([-+]?)\s?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:\s*/\s*(\d+))?(?![\d,./]*\d)", re.ASCII
+    r"(?<![\w.,+\-/])([-+]?)\s?((?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?)"
+    r"(?:\s*/\s*(\d+))?(?![\d,./]*\d)",
+    re.ASCII,
 )
+
+
+def _ascii_digits(text: str) -> str:
+    "Decimal digits of any script, such as full-width ones, as 0 to 9."
+    return "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
 
 # %% ../nbs/11_rewards.ipynb #b1b66f09
 def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not one number
@@ -99,7 +115,7 @@ def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not o
     text = str(answer)
     if len(text) > 200:
         return None  # not a number, whatever it is
-    text = _WORDS.sub(r" \1\2 ", _GROUPS.sub(",", text.replace("−", "-")))
+    text = _WORDS.sub(r" \1\2 ", _GROUPS.sub(",", _ascii_digits(text).replace("−", "-")))
     text = _FRACTION.sub(r" \1/\2 ", _NOISE.sub("", text)).strip(" *_`")
     if text.count("=") == 1:
         text = text.partition("=")[2]
@@ -112,6 +128,63 @@ def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not o
         return None
     return Fraction(sign + body.replace(",", "")) / int(below or 1)
 
+# %% ../nbs/11_rewards.ipynb #318949f2
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_LATEX = (  # innermost first, until nothing changes
+    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
+    (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"((\1)**(1/2))"),
+    (re.compile(r"\^\s*\{([^{}]*)\}"), r"**(\1)"),
+)
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", "$": None, "{": "(", "}": ")"})
+_TIMES = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])")
+
+
+def worked_out(answer: Any) -> Fraction | None:  # exact; None = no arithmetic over numbers, or nothing exact
+    "The value of `3+4`, `\\sqrt{16}`, `\\frac{8}{2}`, `2^{3}` or `3 \\times 4`."
+    text = _TIMES.sub("*", _ascii_digits(str(answer)[:201]))
+    text = re.sub(r"\\(?:left|right|[,;! ])", "", text).replace("\\div", "/")
+    if len(text) > 200:
+        return None
+    before = ""
+    while text != before:
+        before = text
+        for pattern, python in _LATEX:
+            text = pattern.sub(python, text)
+    try:
+        return _exact(ast.parse(text.translate(_SIGNS).strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _exact(node: ast.AST) -> Fraction:
+    "The value of a syntax tree over numbers; `ValueError` where there is none, or none that is exact and small."
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return Fraction(str(node.value))  # "inf" is none
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _exact(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if not isinstance(node, ast.BinOp) or type(node.op) not in (*_OPERATORS, ast.Pow):
+        raise ValueError(type(node).__name__)
+    a, b = _exact(node.left), _exact(node.right)
+    return _power(a, b) if isinstance(node.op, ast.Pow) else _OPERATORS[type(node.op)](a, b)
+
+
+def _power(a: Fraction, b: Fraction) -> Fraction:
+    "A whole power that stays small, or an exact square root; else `ValueError`."
+    if b == Fraction(1, 2) and a >= 0:
+        up, down = math.isqrt(a.numerator), math.isqrt(a.denominator)
+        if Fraction(up**2, down**2) == a:
+            return Fraction(up, down)
+    bits = max(a.numerator.bit_length(), a.denominator.bit_length())
+    if b.denominator != 1 or abs(b) * bits > 4096:
+        raise ValueError("power")
+    return a ** int(b)
+
 # %% ../nbs/11_rewards.ipynb #f771f40a
 def numeric_equal(
     a: Any,  # a number, or text with one
@@ -119,7 +192,7 @@ def numeric_equal(
     tolerance: float = 1e-6,  # absolute
 ) -> bool | None:  # None = at least one is not a number
     "Whether two answers are the same number."
-    x, y = parse_number(a), parse_number(b)
+    x, y = (worked_out(t) if (number := parse_number(t)) is None else number for t in (a, b))
     return None if x is None or y is None else abs(x - y) < Fraction(tolerance)
 
 # %% ../nbs/11_rewards.ipynb #3c671437
@@ -128,12 +201,11 @@ def gsm8k_reward(
     answer: Any,  # of the row: "… #### 72", "<answer>72</answer>", "72" or 72
 ) -> float | None:  # 1 right, 0 wrong or no answer, None where the row's own answer is not a number
     "Whether the final answer is the right number."
-    truth = final_answer(answer) if isinstance(answer, str) else None
-    truth = answer if truth is None else truth
-    if parse_number(truth) is None:
+    truths = [t for t in truths_of(answer) if parse_number(t) is not None]
+    if not truths:
         return None
     given = final_answer(text)
-    return float(given is not None and numeric_equal(given, truth) is True)
+    return float(given is not None and any(numeric_equal(given, t) for t in truths))
 
 # %% ../nbs/11_rewards.ipynb #f8fda8e7
 def tagged_integer(text: Any) -> str | None:
@@ -213,14 +285,6 @@ def make_length_reward(
     return length_reward
 
 # %% ../nbs/11_rewards.ipynb #fddcce84
-_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
-
 def _arithmetic(node: ast.AST, used: Counter[int]) -> Fraction:
     "The value of a syntax tree of + - * / over whole numbers, which are counted; `ValueError` for anything else."
     if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -302,6 +366,14 @@ def _start_math_worker(patience: float) -> subprocess.Popen[str]:
     return worker
 
 # %% ../nbs/11_rewards.ipynb #9890fffb
+def _same_figure(a: str, b: str) -> bool:
+    "Whether two texts are plain figures within 1e-6, such as 1e2 and 100: LaTeX would read the e as a letter."
+    try:
+        return abs(float(a.replace(",", "")) - float(b.replace(",", ""))) < 1e-6
+    except ValueError:
+        return False
+
+
 class MathVerify:
     "Symbolic equality of the final answer and the row's, judged in a worker process; use it as a reward function."
 
@@ -329,11 +401,13 @@ class MathVerify:
 
     async def __call__(self, text: str, answer: Any) -> float | None:
         "1 when the final answer equals the row's, 0 when not, None when that cannot be decided."
-        given, gold = final_answer(text), final_answer(str(answer))
+        given, truths = final_answer(text), [str(t) for t in truths_of(answer)]
         if given is None:
             return 0.0
+        if any(_same_figure(given, t) for t in truths):
+            return 1.0
         boxed = "\\boxed{{{}}}".format
-        verdict = await asyncio.to_thread(self.compare, boxed(given), boxed(answer if gold is None else gold))
+        verdict = await asyncio.to_thread(self.compare, boxed(given), boxed(truths[-1]))
         return None if verdict is None else float(verdict)
 
 # %% ../nbs/11_rewards.ipynb #6a6215c0

@@ -340,7 +340,7 @@ RULES = [
     Rule(("eps_clip",), below("eps_clip"), "a negative clip width is refused"),
     Rule(
         ("eps_clip_high",),
-        lambda b: below("eps_clip_high", -(b.options.get("eps_clip") or 0))(b),
+        lambda b: below("eps_clip_high", -b.options["eps_clip"] if b.options.get("policy_loss") == "cispo" else 0.0)(b),
         "an empty clip range is refused",
     ),
     Rule(("eps_clip_c",), lambda b: (b.options.get("eps_clip_c") or 2) <= 1, "a dual clip of at most 1 is refused"),

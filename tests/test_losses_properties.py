@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_notebook.core import Datum, LossError
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError, Datum, LossError
 from rl_notebook.losses import (
     AGGREGATIONS,
     BUILTIN_LOSSES,
@@ -474,3 +475,19 @@ def test_another_loss_under_the_same_name_is_noticed(theirs: float) -> None:
     assert check_builtin([datum], options, p, right) < 1e-6
     with pytest.raises(LossError, match="the service's ppo"):
         check_builtin([datum], options, p, theirs)
+
+
+def test_icepop_counts_what_it_leaves_out_and_not_what_a_cap_of_zero_does() -> None:
+    policy = [torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)]
+    datum = one_datum(sampler_logprobs=[np.nan, -1.2, -4.0], old_logprobs=None)  # ratios e^0.2 and e^2
+    for cap in (0.0, 5.0):
+        loss = make_loss_fn([datum], policy_loss="ppo", tis="token", tis_cap=cap, icepop_threshold=2.0)
+        assert loss([datum], policy)[1]["tis/icepop_frac"] == 0.5
+
+
+@pytest.mark.parametrize("policy_loss", ["grpo", "ppo", "dapo", "gspo"])
+def test_an_upper_clip_below_one_is_refused(policy_loss: str) -> None:
+    with pytest.raises(LossError, match="eps_clip_high"):
+        LossOptions(policy_loss, eps_clip_high=-0.1)
+    with pytest.raises(ConfigError, match=r"eps_clip_high: got -0\.1; expected at least 0"):
+        Config(policy_loss=policy_loss, eps_clip_high=-0.1)

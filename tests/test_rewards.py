@@ -101,6 +101,37 @@ def test_where_the_answer_stands():
     assert gsm8k_reward("<think>#### 72", "72") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("boxed", "truth", "reward"),
+    [  # what the reward of the reference's multi-turn example gives, executed
+        ("1e2", "#### 100", 1.0),
+        ("1e3", "#### 100", 0.0),
+        ("3+4", "#### 7", 1.0),
+        ("3+4", "#### 8", 0.0),
+        (r"\sqrt{16}", "#### 4", 1.0),
+        (r"\sqrt{17}", "#### 4", 0.0),
+        (r"\frac{8}{2}", "#### 4", 1.0),
+        (r"2 \times 2", "#### 4", 1.0),
+        ("４", "#### 4", 1.0),
+        ("٤٢", "#### 42", 1.0),
+        ("4", "4+0\n#### 4\n#### 5", 1.0),
+        ("5", "4+0\n#### 4\n#### 5", 1.0),
+        ("6", "4+0\n#### 4\n#### 5", 0.0),
+    ],
+)
+def test_boxed_answers_are_graded_as_the_reference_grades_them(boxed, truth, reward, judge):
+    text = f"so \\boxed{{{boxed}}}"
+    assert gsm8k_reward(text, truth) == reward
+    assert asyncio.run(judge(text, truth)) == reward
+
+
+@given(st.text(alphabet="0123456789+-*/^(){}.,e\\sqrtfac ", max_size=40))
+def test_arithmetic_of_any_shape_is_read_quickly_and_without_an_exception(text):
+    began = time.thread_time()
+    gsm8k_reward(f"\\boxed{{{text}}}", "72")
+    assert time.thread_time() - began < 1
+
+
 # --- every signature
 
 
