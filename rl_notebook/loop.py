@@ -868,7 +868,12 @@ async def all_updates(loop: Loop) -> Sequence[tuple[LossReport, dict[str, float]
 async def update(loop: Loop, entry: UndoEntry | None = None) -> dict[str, float]:
     "One optimizer step."
     divided_by = loop.state.normalization
-    measured = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
+    try:
+        measured = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
+    except BackendError as error:
+        if type(error) is not BackendError:
+            raise
+        raise BackendError(str(error), where=f"step {loop.state.number}") from error
     weights_moved(loop, entry.saved if entry else None)
     return measured
 

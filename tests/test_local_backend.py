@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 import rl_notebook.backends.local as local_module
@@ -251,6 +252,65 @@ def test_infinite_gradients_do_not_reach_the_weights():
     with pytest.raises(BackendError, match="gradient norm: got inf"):
         run(backend.policy.optim_step(ADAM))
     assert all(torch.equal(p, before[n]) for n, p in backend.policy.state.params.items())
+
+
+def captured(backend) -> dict[str, torch.Tensor]:
+    "Weights, masters, moments and the gradient that is held."
+    state = backend.policy.state
+    grads = {f"grad/{i}": t.grad.clone() for i, t in enumerate(state.targets) if t.grad is not None}
+    return local_module.capture(state, backend.policy.versions)[0] | grads
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("bad", [{"learning_rate": 1e38}, {"eps": 0.0}, {"weight_decay": 1e38, "learning_rate": 1e38}])
+def test_an_update_that_would_leave_the_numbers_is_refused_and_changes_nothing(options, bad):
+    one, other = (backend_of(reference=False, **options) for _ in range(2))
+    datums = random_datums(1, 4)
+    for b in (one, other):
+        run(b.policy.forward_backward_custom(datums, mixing_loss))
+        run(b.policy.optim_step(ADAM))
+        run(b.policy.forward_backward_custom(datums, mixing_loss))
+    if "eps" in bad:  # an element that never had a gradient: 0 / 0
+        for b in (one, other):
+            first = b.policy.state.targets[-1]
+            first.grad.view(-1)[0] = 0
+            for key in ("exp_avg", "exp_avg_sq"):
+                b.policy.state.optimizer.state[first][key].view(-1)[0] = 0
+    before, adam = captured(one), AdamParams(**({"learning_rate": 1e-3, "grad_clip_norm": 0.1} | bad))
+    with pytest.raises(BackendError, match=r"update 2: update refused: got NaN or infinity in \w+\..*weight"):
+        run(one.policy.optim_step(adam, grad_accumulation_normalization="num_loss_tokens"))
+    after = captured(one)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert run(one.policy.optim_step(ADAM)) == run(other.policy.optim_step(ADAM))
+    assert all(torch.equal(t, captured(other)[name]) for name, t in captured(one).items())
+
+
+@pytest.mark.parametrize("what", ["weight", "moment"])
+def test_an_injected_nan_reaches_neither_update_nor_sampler_nor_disk(what, tmp_path):
+    backend, datums = backend_of(reference=False), random_datums(1, 4)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    run(backend.policy.optim_step(ADAM))
+    good = run(backend.policy.save_state(str(tmp_path / "good")))
+    state = backend.policy.state
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    weight = state.params["model.layers.1.mlp.up_proj.weight"]
+    moment = state.optimizer.state[weight]["exp_avg"]
+    (weight.data if what == "weight" else moment)[3, 5] = torch.nan
+    with pytest.raises(BackendError, match=r"update 2: update refused: got NaN or infinity in model.layers.1.mlp.up_"):
+        run(backend.policy.optim_step(ADAM))
+    if what == "weight":
+        with pytest.raises(BackendError, match=r"save_weights_for_sampler: not finite: got NaN .*layers.1.mlp.up_proj"):
+            run(backend.policy.save_weights_for_sampler("s"))
+    with pytest.raises(RecordError, match=r"save_state, .*: not finite: got NaN or infinity in .*layers.1.mlp.up_proj"):
+        run(backend.policy.save_state(str(tmp_path / "bad")))
+    with pytest.raises(RecordError, match="not finite"):
+        run(backend.policy.save_state(good))
+    assert [p.name for p in tmp_path.iterdir()] == ["good"]
+    run(backend.policy.load_state(good))
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    run(backend.policy.optim_step(ADAM))
+    run(backend.policy.save_weights_for_sampler("s"))
 
 
 def test_small_updates_are_not_lost_in_bfloat16():
@@ -544,6 +604,63 @@ def test_states_that_are_not_there_or_broken(tmp_path):
     data = (tmp_path / "cut" / "state.safetensors").read_bytes()
     (tmp_path / "cut" / "state.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(RecordError, match="load_state"):
+        run(backend.policy.load_state(path))
+
+
+def shorter(t):
+    return t.reshape(-1)[:-1].clone()
+
+
+SPOILED = {  # how a tensor of a saved state is spoiled, and what the message says of it
+    "short moment": ("adam/exp_avg/model.norm.weight", shorter, r"got float32 \[31\]; expected float32 \[32\]"),
+    "empty moment": ("adam/exp_avg_sq/lm_head.weight", lambda t: t[:0], r"got float32 \[0, 32\]; expected float32"),
+    "one moment missing": ("adam/exp_avg/model.norm.weight", lambda t: None, "got nothing; expected float32"),
+    "moments of another kind": ("adam/exp_avg/model.norm.weight", torch.Tensor.int, "got int32"),
+    "no scalar of steps": ("adam/step/model.norm.weight", lambda t: t.repeat(3), r"got float32 \[3\]; expected"),
+    "head of one value": (
+        "weights/lm_head.weight",
+        lambda t: t[:1, :1],
+        r"got float32 \[1, 1\]; expected",
+    ),
+    "half the digits": ("weights/lm_head.weight", torch.Tensor.half, r"got float16 \[258, 32\]; expected float32"),
+    "turned": ("weights/lm_head.weight", lambda t: t.T, r"got float32 \[32, 258\]"),
+    "short generator": ("rng/cpu", shorter, "expected uint8"),
+    "no generator": ("rng/cpu", lambda t: None, "got nothing; expected uint8"),
+    "unknown": ("adam/max_exp_avg_sq/lm_head.weight", lambda t: torch.ones(3), r"got float32 \[3\]; expected nothing"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_saved_tensor_of_the_wrong_shape_is_refused_before_it_is_used(how, tmp_path):
+    name, spoil, message = SPOILED[how]
+    backend, datums = backend_of(reference=False), random_datums(1, 4)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    run(backend.policy.optim_step(ADAM))
+    path = run(backend.policy.save_state(str(tmp_path / "s")))
+    tensors = load_file(tmp_path / "s" / "state.safetensors")
+    spoiled = spoil(tensors.pop(name, torch.zeros(1)))
+    save_file(tensors | ({} if spoiled is None else {name: spoiled.contiguous()}), tmp_path / "s" / "state.safetensors")
+    before = captured(backend)
+    with pytest.raises(RecordError, match=f"load_state: saved tensor {name}.*{message}"):
+        run(backend.policy.load_state(path))
+    if name.startswith("weights"):
+        with pytest.raises(RecordError, match=f"saved tensor {name}"):
+            run(backend.policy.load_state(path, optimizer=False))
+    assert all(torch.equal(t, before[n]) for n, t in captured(backend).items())
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    run(backend.policy.optim_step(ADAM))
+
+
+@pytest.mark.parametrize("odd", [{"steps": -1}, {"steps": "3"}, {"version": True}, {"published": 1}, {"weights": 3}])
+def test_odd_numbers_of_a_saved_state_are_refused(odd, tmp_path):
+    backend = backend_of(reference=False)
+    path = run(backend.policy.save_state(str(tmp_path / "s")))
+    file = tmp_path / "s" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
+    with pytest.raises(RecordError, match=f"{next(iter(odd))}"):
+        run(backend.policy.load_state(path))
+    file.write_text("[]")
+    with pytest.raises(RecordError, match=r"state.json holds no description"):
         run(backend.policy.load_state(path))
 
 

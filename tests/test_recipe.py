@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+import torch
 
-from rl_notebook.backends.local import open_local
+from rl_notebook.backends.local import open_local, read_folder
+from rl_notebook.cli import main as command
 from rl_notebook.config import Config as CoreConfig
 from rl_notebook.config import DeployConfig, ResumeConfig
-from rl_notebook.core import BackendError, PhaseError
+from rl_notebook.core import BackendError, PhaseError, RLNotebookError
 from rl_notebook.data import load_rows
 from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, find_checkpoint, load_problem, main, train
 from rl_notebook.records import RunFolder, StepRecord
@@ -194,6 +197,43 @@ def test_the_policy_that_is_measured_is_the_one_that_was_trained(tmp_path):
     after = run(cfg, problem=toy(eval_rows=8), backend=backend).reward_after
     again = run(Config(**SMALL, eval_rows=8, steps=1), problem=toy(eval_rows=8), backend=backend)
     assert again.reward_before == after
+
+
+# --- weights that leave the numbers ---------------------------------------------------------------------------------
+
+
+def options(folder: Any, steps: int, rate: float) -> list[str]:
+    "A small run from the command line; `dataset` is its own, so that every group has signal."
+    given = SMALL | {"max_rows": 64, "learning_rate": rate, "steps": steps, "log_path": folder}
+    return [arg for name, value in given.items() for arg in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint(tmp_path, capfd):
+    folder, twin = tmp_path / "run", tmp_path / "twin"
+    assert command(["train", *options(folder, 2, 1e-3)]) == 0
+    assert command(["train", "--resume", *options(folder, 4, 1e38)]) == 2
+    said = capfd.readouterr()
+    assert re.search(r"step 3: optim_step, update \d: update refused: got NaN or infinity in model\.\S+", said.err)
+    assert "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume" in said.out + said.err
+    assert (RunFolder.open(folder).checkpoints, RunFolder.open(folder).steps) == ([2], [1, 2])
+    assert command(["train", "--resume", *options(folder, 4, 1e-3)]) == 0
+    assert command(["train", *options(twin, 4, 1e-3)]) == 0
+    here, there = (read_folder(d / "checkpoints/00004/trainer")[0] for d in (folder, twin))
+    assert all(torch.equal(here[name], there[name]) for name in here if not name.startswith("rng"))
+
+
+def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
+    backend, said = open_local(*load_model("tiny")), []
+
+    def spoil(record: StepRecord) -> None:
+        if record.step == 3:
+            next(iter(backend.policy.state.params.values())).data[0] = torch.nan  # type: ignore[attr-defined]
+
+    cfg = Config(**SMALL, log_path=str(tmp_path / "run"), dcp_save_interval=2)
+    with pytest.raises(RLNotebookError, match=r"(?i)nan"):
+        main(cfg, problem=toy(), backend=backend, on_record=[spoil], say=said.append, progress=False)
+    assert RunFolder.open(tmp_path / "run").checkpoints == [2]
+    assert any("and no checkpoint could be saved" in line and "not finite: got NaN" in line for line in said)
 
 
 # --- stopping -------------------------------------------------------------------------------------------------------

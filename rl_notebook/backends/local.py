@@ -55,6 +55,7 @@ from rl_notebook.core import (
     LossOutput,
     MissingExtra,
     RecordError,
+    RLNotebookError,
     SampleParams,
 )
 
@@ -62,8 +63,8 @@ from rl_notebook.core import (
 __all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 'routed', 'score_batch', 'spread', 'score',
            'Scores', 'not_finite', 'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes',
            'backpropagate', 'move_to_masters', 'drop_gradients', 'divisor', 'adamw', 'update', 'Versions', 'describe',
-           'capture', 'check_description', 'restore', 'write_folder', 'read_folder', 'Worker', 'stamped',
-           'LocalReference', 'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named',
+           'capture', 'check_description', 'check_tensors', 'restore', 'write_folder', 'read_folder', 'Worker',
+           'stamped', 'LocalReference', 'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named',
            'saved_size', 'take_snapshot', 'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients',
            'one_by_one', 'directional', 'linear_change', 'Letter', 'LocalSampler', 'take_letters', 'turn',
            'keep_pumping', 'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype', 'in_dtype', 'check_tokenizer',
@@ -338,34 +339,92 @@ def adamw(state: PolicyState, adam: AdamParams) -> torch.optim.AdamW:
     "The optimizer, made on first use, with this step's parameters."
     if state.optimizer is None:
         state.optimizer = torch.optim.AdamW(state.targets, fused=True)
+    return _with_settings(state.optimizer, adam)
+
+
+def _with_settings(optimizer: torch.optim.AdamW, adam: AdamParams) -> torch.optim.AdamW:
     betas = (adam.beta1, adam.beta2)
-    for group in state.optimizer.param_groups:
+    for group in optimizer.param_groups:
         group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
-    return state.optimizer
+    return optimizer
 
 # %% ../../nbs/22_backends.local.ipynb #c1dd8837
+_TRIED_AT_ONCE = 2**18  # elements that a step is tried on together: with their moments, what a CPU's cache holds
+
+
+def _pieces(t: Tensor, moments: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor | None, dict[str, Tensor]]]:
+    "A target, its gradient and its moments in flat pieces."
+    for start in range(0, t.numel(), _TRIED_AT_ONCE):
+        cut = lambda x, start=start: x.detach().flatten()[start : start + _TRIED_AT_ONCE]
+        held = {key: value if key == "step" else cut(value) for key, value in moments.items()}
+        yield cut(t), None if t.grad is None else cut(t.grad), held
+
+
+def _tried(state: PolicyState, adam: AdamParams, scaled: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    "How far a step would move each target (norm of the change), found on copies of pieces; nothing is changed."
+    optimizer, moved = adamw(state, adam), list[list[Tensor]]()
+    parts, size = list[list[tuple[int, Tensor, Tensor | None, dict[str, Tensor]]]](), _TRIED_AT_ONCE
+    for i, t in enumerate(state.targets):
+        moved.append([])
+        for piece in _pieces(t, optimizer.state.get(t, {})):
+            size += len(piece[0])
+            if size > _TRIED_AT_ONCE:
+                parts.append([])
+                size = len(piece[0])
+            parts[-1].append((i, *piece))
+    for part in parts:
+        twins = [weight.clone() for _, weight, _, _ in part]
+        once = _with_settings(torch.optim.AdamW(twins, fused=True), adam)
+        for twin, (_, _, grad, held) in zip(twins, part, strict=True):
+            twin.grad = None if grad is None else scaled(grad)
+            once.state[twin] = {key: value.clone() for key, value in held.items()}
+        once.step()
+        for twin, (i, weight, _, _) in zip(twins, part, strict=True):
+            moved[i].append(torch.linalg.vector_norm(twin.sub_(weight)))
+    return [torch.linalg.vector_norm(torch.stack(norms)) for norms in moved]
+
+# %% ../../nbs/22_backends.local.ipynb #13b0e7e1
+def _norm(t: Tensor, count: int = 1) -> Tensor:
+    "The norm of `t / count`, found in pieces."
+    parts = t.flatten().split(_TRIED_AT_ONCE)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part / count) for part in parts]))
+
+
+def _check_moved(state: PolicyState, adam: AdamParams, moved: list[Tensor]) -> float:  # norm of the whole change
+    "Raises `BackendError` for a step that would leave the finite numbers; names the first tensor."
+    norms = torch.stack(moved)
+    whole = float(torch.linalg.vector_norm(norms))
+    if np.isfinite(whole):
+        return whole
+    bad = (~norms.isfinite()).nonzero().flatten().tolist() or [int(norms.argmax())]
+    name, where = list(state.params)[bad[0]], f"optim_step, update {state.steps + 1}"
+    if not state.targets[bad[0]].isfinite().all():
+        got, fix = f"NaN or infinity in {name} before the update", "Load an earlier state."
+        raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
+    got = f"NaN or infinity in {name}" + (f" and {len(bad) - 1} more tensors" if bad[1:] else "")
+    fix = f"Lower the learning rate ({adam.learning_rate:g}) or raise adam_eps ({adam.eps:g}); nothing was changed."
+    raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
+
+# %% ../../nbs/22_backends.local.ipynb #15328719
 def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:
-    "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`."
+    "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, and then changes nothing."
     count = divisor(state, normalization)
-    grads = [t.grad for t in state.targets if t.grad is not None]
-    for grad in grads:
-        grad.div_(count)
-    norm = float(get_total_norm(grads))
-    if not np.isfinite(norm):
-        fix = "Call discard_gradients, and look at the loss."
-        raise BackendError("gradient norm", where="optim_step", got=norm, expected="a finite value", fix=fix)
-    clipped = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0 else norm
-    if clipped < norm:
-        for grad in grads:
-            grad.mul_(clipped / norm)
     with torch.no_grad():
-        before = [t.detach().clone() for t in state.targets]
+        grads = [t.grad for t in state.targets if t.grad is not None]
+        norm = float(torch.linalg.vector_norm(torch.stack([_norm(g, count) for g in grads])))
+        if not np.isfinite(norm):
+            fix = "Call discard_gradients, and look at the loss."
+            raise BackendError("gradient norm", where="optim_step", got=norm, expected="a finite value", fix=fix)
+        clipped = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0 else norm
+        factor = clipped / norm if clipped < norm else 1.0
+        moved = _check_moved(state, adam, _tried(state, adam, lambda grad: (grad / count).mul_(factor)))
+        for grad in grads if (count, factor) != (1, 1.0) else ():
+            grad.div_(count).mul_(factor)
         adamw(state, adam).step()
         for name, master in state.masters.items():
             state.params[name].copy_(master)
-        moved = [old.sub_(t) for old, t in zip(before, state.targets, strict=True)]
     metrics = {"grad_norm": norm, "grad_norm_clipped": clipped, "learning_rate": adam.learning_rate}
-    metrics |= {"update_norm": float(get_total_norm(moved)), "num_loss_tokens": float(state.loss_tokens)}
+    metrics |= {"update_norm": moved, "num_loss_tokens": float(state.loss_tokens)}
     metrics["num_sequences"] = float(state.sequences)
     drop_gradients(state)
     state.steps += 1
@@ -382,6 +441,20 @@ class Versions:
     current: int = 0  # the last published version
     upcoming: int = 1  # what the next sync returns
     published: bool = True  # whether the policy's weights are those of `current`
+
+# %% ../../nbs/22_backends.local.ipynb #1bfd63ee
+def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], where: str) -> None:
+    "Raise the error `kind` that names the first tensor with NaN or infinity; reads each once where all is well."
+    numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
+    if np.isfinite(float(get_total_norm(numbers.values()))):
+        return
+    bad = [name for name, t in numbers.items() if not t.isfinite().all()]
+    if bad:
+        more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
+        fix = "Load an earlier state; what was saved or synced before stays as it is."
+        raise kind(
+            "not finite", where=where, got=f"NaN or infinity in {bad[0]}{more}", expected="finite values", fix=fix
+        )
 
 # %% ../../nbs/22_backends.local.ipynb #120eb6a4
 def describe(state: PolicyState) -> dict[str, Any]:
@@ -411,7 +484,9 @@ def check_description(state: PolicyState, meta: Mapping[str, Any], where: str) -
     for key in ("format", "model"):
         if meta.get(key) != ours[key]:
             raise RecordError(f"{key} of the saved state", where=where, got=meta.get(key), expected=f"{ours[key]}")
-    theirs, mine = dict(meta["weights"]), ours["weights"]
+    theirs, mine = meta.get("weights"), ours["weights"]
+    if not isinstance(theirs, dict):
+        raise RecordError("weights of the saved state", where=where, got=repr(theirs), expected="shapes by name")
     names = sorted(set(theirs) ^ set(mine)) or sorted(name for name in mine if theirs[name] != mine[name])
     if names:
         show = lambda table: ", ".join(f"{name} {table.get(name, 'absent')}" for name in names[:3])
@@ -424,6 +499,46 @@ def check_description(state: PolicyState, meta: Mapping[str, Any], where: str) -
         )
 
 # %% ../../nbs/22_backends.local.ipynb #59e4365d
+def check_tensors(
+    state: PolicyState,
+    tensors: Mapping[str, Tensor],
+    where: str,
+    optimizer: bool = True,  # False = only the weights are going to be used
+) -> None:
+    "Raises `RecordError` unless a saved state has exactly the tensors that `restore` takes."
+    want: dict[str, Tensor] = {f"weights/{name}": p for name, p in state.params.items()}
+    if optimizer:
+        want |= {f"masters/{name}": m for name, m in state.masters.items()}
+        step = torch.zeros((), dtype=torch.float32)
+        for name, target in zip(state.params, state.targets, strict=True):
+            parts = {"step": step, "exp_avg": target, "exp_avg_sq": target}
+            saved = {f"adam/{part}/{name}": like for part, like in parts.items()}
+            want |= saved if saved.keys() & tensors.keys() else {}
+        want["rng/cpu"] = torch.get_rng_state()
+        if state.scoring.causal.device.type == "cuda":
+            want["rng/cuda"] = torch.cuda.get_rng_state(state.scoring.causal.device)
+        else:
+            want |= {name: t for name, t in tensors.items() if name == "rng/cuda"}  # of a GPU, not used here
+    names = want.keys() | (tensors.keys() if optimizer else set())
+    show = lambda t: "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+    found = {name: (show(tensors.get(name)), show(want.get(name))) for name in sorted(names)}
+    bad = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+    if bad:
+        name, (got, expected) = next(iter(bad.items()))
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        fix = "The file is damaged, or was written by something else: load an earlier state."
+        raise RecordError(f"saved tensor {name}{more}", where=where, got=got, expected=expected, fix=fix)
+
+# %% ../../nbs/22_backends.local.ipynb #6cc76d30
+def _check_counts(meta: Mapping[str, Any]) -> None:
+    "Raises `RecordError` unless the numbers of a description are numbers."
+    for name in ("steps", "version", "published"):
+        value, kind = meta.get(name), bool if name == "published" else int
+        if type(value) is not kind or value < 0:
+            expected = "true or false" if kind is bool else "a whole number from 0"
+            raise RecordError(f"{name} of the saved state", where="load_state", got=repr(value), expected=expected)
+
+# %% ../../nbs/22_backends.local.ipynb #a064af73
 def restore(
     state: PolicyState,
     versions: Versions,
@@ -431,7 +546,10 @@ def restore(
     meta: Mapping[str, Any],
     optimizer: bool,  # False = only the weights
 ) -> None:
-    "Put a captured state back; gradients are dropped."
+    "Put a captured state back; gradients are dropped. Raises `RecordError`, and then changes nothing."
+    check_tensors(state, tensors, "load_state", optimizer)
+    if optimizer:
+        _check_counts(meta)
     drop_gradients(state)
     with torch.no_grad():
         for name, p in state.params.items():
@@ -448,8 +566,8 @@ def restore(
         fresh = adamw(state, AdamParams())
         for name, target in zip(state.params, state.targets, strict=True):
             keys = ("step", "exp_avg", "exp_avg_sq")
-            found = {key: tensors[f"adam/{key}/{name}"] for key in keys if f"adam/{key}/{name}" in tensors}
-            if found:
+            if f"adam/step/{name}" in tensors:
+                found = {key: tensors[f"adam/{key}/{name}"] for key in keys}
                 fresh.state[target] = {key: value.clone().to(target.device) for key, value in found.items()}
     torch.set_rng_state(tensors["rng/cpu"].cpu())
     if "rng/cuda" in tensors and state.scoring.causal.device.type == "cuda":
@@ -458,6 +576,7 @@ def restore(
 # %% ../../nbs/22_backends.local.ipynb #5fbfc977
 def write_folder(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     "Write a captured state to the folder `path`, atomically; raises `RecordError`."
+    _check_finite(tensors, RecordError, f"save_state, {path}")
     if path.exists() and not (path / "state.json").is_file():
         raise RecordError("save_state", where=str(path), got="something else", expected="a free name or a saved state")
     partial_path, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
@@ -483,9 +602,12 @@ def write_folder(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -
 def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     "Read what `write_folder` wrote; raises `RecordError`."
     try:
-        return load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text())
-    except (OSError, SafetensorError, json.JSONDecodeError) as reason:
+        tensors, meta = load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text())
+        if not isinstance(meta, dict):
+            raise ValueError("state.json holds no description")
+    except (OSError, SafetensorError, ValueError) as reason:
         raise RecordError("load_state", where=str(path), got=str(reason), expected="a saved state") from reason
+    return tensors, meta
 
 # %% ../../nbs/22_backends.local.ipynb #70628246
 class Worker:
@@ -668,7 +790,8 @@ def saved_size(state: PolicyState, path: str) -> int:
 
 # %% ../../nbs/22_backends.local.ipynb #92d14cc8
 def take_snapshot(state: PolicyState, name: str) -> str:
-    "Clone what is trainable; old snapshots beyond `KEPT_SNAPSHOTS` are forgotten."
+    "Clone what is trainable; old snapshots beyond `KEPT_SNAPSHOTS` are forgotten. Raises `BackendError`."
+    _check_finite(state.params, BackendError, "save_weights_for_sampler")
     state.snapshots.pop(name, None)
     state.snapshots[name] = {key: p.detach().clone() for key, p in state.params.items()}
     for old in list(state.snapshots)[:-KEPT_SNAPSHOTS]:
@@ -694,6 +817,7 @@ def set_aside(state: PolicyState) -> Iterator[None]:
 def saved_weights(state: PolicyState, path: str) -> dict[str, Tensor]:
     "The trainable weights of a saved state, where the policy is; raises `RecordError`."
     saved, _ = find_saved(state, path)
+    check_tensors(state, saved, path, optimizer=False)
     return {name: saved[f"weights/{name}"].to(p.device) for name, p in state.params.items()}
 
 
