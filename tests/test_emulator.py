@@ -131,8 +131,8 @@ PLACES = {
     f"{JOBS}/x": "message",
     "/inference/v1/completions": "error",
     "/hot_load/v1/models/hot_load": "error",
-    "/training/v1/rlorTrainerJobs/local/x/api/v1/healthz": "detail",
-    "/api/v1/healthz": "detail",
+    "/training/v1/rlorTrainerJobs/local/x/api/v1/get_server_capabilities": "detail",
+    "/api/v1/get_server_capabilities": "detail",
     "/v1/models": "error",
     "/emulator/v1/status": "detail",
 }
@@ -797,6 +797,168 @@ def test_a_restarted_trainer_has_forgotten_everything_but_its_files() -> None:
         fresh.load_state_with_optimizer("step-0").result()
         assert loss_of(fresh) == pytest.approx(before, rel=1e-6)
         managers.close()
+
+
+# --- what programs of others send -------------------------------------------------------------------------------------
+
+
+def test_one_key_opens_in_the_form_that_each_sdk_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tinker = pytest.importorskip("tinker")
+    for key in ("abcdefgh12", "fw_abcdefgh12", "tml-abcdefgh12"):
+        with start_emulator(key=key) as running:
+            told = running.environment()
+            for name in ("FIREWORKS_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY"):
+                headers = {"Authorization": f"Bearer {told[name]}"}
+                assert httpx.get(f"{running.url}/v1/accounts", headers=headers).status_code == 200
+            service = tinker.ServiceClient(base_url=running.url, api_key=told["TINKER_API_KEY"])  # refuses other forms
+            service.close("success").result(timeout=60)
+            managed = sdk.FiretitanServiceClient.from_firetitan_config(
+                api_key=told["FIREWORKS_API_KEY"], base_url=running.url, base_model=MODEL, lora_rank=0,
+                training_shape_id=SHAPE, create_deployment=False, cleanup_trainer_on_close=True,
+            )  # fmt: skip
+            managed.create_training_client(MODEL, lora_rank=0)  # wants no key of Tinker's
+            managed.close()
+
+
+def test_whether_a_trainer_is_up_is_told_without_a_key(managers: Managers, shared: RunningEmulator) -> None:
+    managers.job("open")
+    said = managers.trainers.get("open")
+    assert said["directRouteHandle"] == f"{shared.url}/training/v1/rlorTrainerJobs/local/open"
+    for base in (said["directRouteHandle"], shared.url):
+        assert httpx.get(f"{base}/api/v1/healthz").status_code == 200
+        assert httpx.post(f"{base}/api/v1/create_session", json={}).status_code == 401
+    managers.trainers.delete("open")
+    assert httpx.get(f"{said['directRouteHandle']}/api/v1/healthz").status_code == 404
+
+
+VERSIONS = {
+    "/v1/accounts/fireworks/deploymentShapes/x/versions/v1": None,
+    "/v1/accounts/fireworks/deploymentShapes/x/versions": "deploymentShapeVersions",
+    "/v1/accounts/fireworks/trainingShapes/x/versions/v1": None,
+    "/v1/accounts/-/trainingShapes/-/versions?filter=trainer_mode%3D%22LORA_TRAINER%22": "trainingShapeVersions",
+    "/v1/accounts/-/trainingShapes/-/versions?filter=trainer_mode%3D%22FORWARD_ONLY%22": "trainingShapeVersions",
+}
+
+
+@pytest.mark.parametrize("path", VERSIONS)
+def test_every_shape_has_a_version(http: httpx.Client, path: str) -> None:
+    said = http.get(path).json()
+    version = said[VERSIONS[path]][0] if VERSIONS[path] else said
+    assert version["latestValidated"]
+    assert version["snapshot"]["acceleratorType"]
+    mode = re.search("%22([A-Z_]+)%22", path)
+    assert "/-/" not in version["name"]
+    assert mode is None or version["snapshot"]["trainerMode"] == mode[1]
+    assert http.get(f"/v1/{version['name']}").json()["snapshot"] == version["snapshot"]
+
+
+JOB_FIELDS: dict[str, Any] = {
+    "serviceMode": True, "keepAlive": False, "dataset": "", "useReservation": True, "displayName": "grpo",
+    "reservationTarget": "x", "inactivityTimeout": "600s", "disableInactivityCleanup": True, "purpose": "PURPOSE_PILOT",
+    "preemptible": True, "managedBy": "me", "trainerReplicaCount": 1, "extraValues": {"a": "b"}, "nodeCount": 1,
+    "trainingConfig.region": "US_VIRGINIA_1", "trainingConfig.customImageTag": "0.1",
+    "trainingConfig.learningRate": 1e-5, "trainingConfig.acceleratorType": "NVIDIA_H200_141GB",
+    "trainingConfig.acceleratorCount": 8, "trainingConfig.gradientAccumulationSteps": 1,
+    "trainingConfig.extraArgs": ["--x"],
+}  # fmt: skip
+DEPLOYMENT_FIELDS: dict[str, Any] = {
+    "placement": {"region": "US_VIRGINIA_1"}, "annotations": {"a": "b"}, "extraArgs": ["--x"],
+    "extraValues": {"a": "b"}, "hotLoadBucketType": "FW_HOSTED", "hotLoadTransitionType": "ASYNC",
+    "enableHotLoad": True, "forTraining": True, "preemptible": True, "description": "x",
+    "disableSpeculativeDecoding": True, "acceleratorType": "NVIDIA_H200_141GB",
+    "deploymentShape": "accounts/fireworks/deploymentShapes/x/versions/v1",
+}  # fmt: skip
+SAMPLE_FIELDS: dict[str, Any] = {
+    "perf_metrics_in_response": True, "raw_output": True, "logprobs": True, "echo": True, "prompt_cache_key": "x",
+    "top_p": 1.0, "top_k": 0, "stop": ["x"], "user": "me", "include_routing_matrix": True, "images": ["x"],
+    "routing_matrix_format": "parquet_v1", "top_logprobs": 3,
+}  # fmt: skip
+
+
+def accepted_or_named(reply: httpx.Response, field: str) -> bool:
+    "Whether a field was taken; if not, the refusal names it."
+    if reply.status_code != 200:
+        assert reply.status_code == 400
+        assert field.rpartition(".")[2] in reply.text
+    return reply.status_code == 200
+
+
+def test_fields_that_sdks_send_are_accepted_or_named(http: httpx.Client) -> None:
+    for i, (field, value) in enumerate(JOB_FIELDS.items()):
+        part, _, name = field.rpartition(".")
+        body = WANTED | ({name: value} if not part else {part: WANTED[part] | {name: value}})
+        assert accepted_or_named(http.post(f"{JOBS}?rlorTrainerJobId=field-{i}", json=body), field), field
+    for i, (field, value) in enumerate(DEPLOYMENT_FIELDS.items()):
+        reply = http.post(f"{DEPLOYMENTS}?deploymentId=field-{i}", json={"baseModel": MODEL, field: value})
+        assert accepted_or_named(reply, field), field
+    refused = set()
+    for field, value in SAMPLE_FIELDS.items():
+        wanted = {"model": f"{DEPLOYMENTS[4:]}/field-0", "prompt": [5, 6], "max_tokens": 2, field: value}
+        if not accepted_or_named(http.post("/inference/v1/completions", json=wanted), field):
+            refused.add(field)
+    assert refused == {"include_routing_matrix", "images", "routing_matrix_format", "top_logprobs"}
+
+
+def masked(tokens: list[int], prompt: int, *names: str) -> Any:
+    "A datum of a recipe: targets, and by each name which of them the model drew itself."
+    n = len(tokens) - 1
+    mask = [float(i >= prompt - 1) for i in range(n)]
+    inputs = {name: sdk.TensorData(data=mask, dtype="float32", shape=[n]) for name in names}
+    inputs["target_tokens"] = sdk.TensorData(data=tokens[1:], dtype="int64", shape=[n])
+    return sdk.Datum(model_input=sdk.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: RunningEmulator) -> None:
+    "The calls of a GRPO recipe on resources that the SDK provisions itself, each field of its datums among them."
+    torch.manual_seed(0)
+    service = sdk.FiretitanServiceClient.from_firetitan_config(
+        api_key=shared.environment()["FIREWORKS_API_KEY"], base_url=shared.url, base_model=MODEL, lora_rank=0,
+        tokenizer_model="tiny", training_shape_id=SHAPE, reference_required=True, create_deployment=True,
+        replica_count=1, learning_rate=1e-5, hotload_timeout_s=60, cleanup_trainer_on_close=True,
+        cleanup_deployment_on_close=sdk.CLEANUP_DEPLOYMENT_ON_CLOSE_SCALE_TO_ZERO,
+    )  # fmt: skip
+    try:
+        policy = service.create_training_client(MODEL, lora_rank=0)
+        reference = service.create_reference_client(policy_client=policy)
+        sampler = service.create_deployment_sampler(tokenizer=load_model("tiny")[1])
+        service.hotload_sampler_snapshot(policy.save_weights_for_sampler("step-0").result().path)
+        options = {"n": 2, "max_tokens": 4, "temperature": 1.0, "logprobs": True, "top_p": 1.0, "top_k": 0}
+        drawn = asyncio.run(sampler.sample_with_prompt_tokens([5, 6, 7], **options))
+        sequences = [(c.full_tokens, c.prompt_len) for c in drawn]
+        scored = {}
+        for names in ((), ("loss_mask",), ("mask",), ("weights",), ("weights", "loss_mask")):
+            data = [masked(tokens, prompt, *names) for tokens, prompt in sequences]
+            said = reference.forward(data, "cross_entropy").result()
+            scored[names] = [o["logprobs"].data for o in said.loss_fn_outputs], said.metrics["loss:sum"]
+        assert all(lps == scored[()][0] for lps, _ in scored.values())  # a mask decides what counts, not what is scored
+        assert len({round(loss, 4) for names, (_, loss) in scored.items() if names}) == 1 < scored[()][1]
+        data = [masked(tokens, prompt, "weights") for tokens, prompt in sequences]
+
+        def loss_fn(datums: list[Any], logprobs: list[Any]) -> tuple[torch.Tensor, dict[str, float]]:
+            kl = sum((lp - torch.tensor(ref)).sum() for lp, ref in zip(logprobs, scored[()][0], strict=True))
+            return -logprobs[0].sum() + logprobs[1].sum() + 0.001 * kl, {"mean_kl": kl.item()}
+
+        said = policy.forward_backward_custom(data, loss_fn).result()
+        assert said.metrics["mean_kl"] == pytest.approx(0.0, abs=1e-4)  # policy and reference are still the same
+        policy.optim_step(sdk.AdamParams(learning_rate=1e-3), grad_accumulation_normalization=None).result()
+        service.hotload_sampler_snapshot(policy.save_weights_for_sampler("step-1").result().path)
+        after = asyncio.run(sampler.sample_with_prompt_tokens([5, 6, 7], **options, echo=True))[0]
+        again = policy.forward([masked(after.full_tokens, 3, "loss_mask")], "cross_entropy").result()
+        gap = torch.tensor(again.loss_fn_outputs[0]["logprobs"].data) - torch.tensor(after.inference_logprobs)
+        assert gap.abs().max() < 1e-4  # the deployment serves what the trainer learned
+        policy.save_state("step-1").result()
+        kinds = {row["checkpointType"] for row in service.list_checkpoints(service.trainer_job_id)}
+        assert "CHECKPOINT_TYPE_TRAINING" in kinds
+        assert len(kinds) > 1
+    finally:
+        service.close()
+
+
+def test_it_says_what_it_was_tried_with(http: httpx.Client) -> None:
+    from importlib.metadata import version
+
+    tried = http.get("/emulator/v1/status").json()["tried with"]
+    assert all(version(name) in tried[name].split(", ") for name in ("fireworks-ai", "tinker"))  # those installed here
 
 
 # --- as a process -----------------------------------------------------------------------------------------------------

@@ -203,7 +203,8 @@ def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
     return Batch(tuple(datums), request.loss_fn, config, request.forward_only)
 
 # %% ../../nbs/26_backends.emulated_messages.ipynb #5a18f7ba
-LOSS_SERIES = {"target_tokens", "weights", "mask", "logprobs", "advantages"}  # what a datum may carry
+_MASKS = ("mask", "loss_mask")  # positions that a loss is about; by either name
+LOSS_SERIES = {"target_tokens", "weights", *_MASKS, "logprobs", "advantages"}  # what a datum may carry
 LOSS_KNOBS = {
     "ratio_log_cap": "ratio_log_cap",
     "seq_ratio_log_cap": "seq_ratio_log_cap",
@@ -240,8 +241,9 @@ def tensor_series(datums: Sequence[ServedDatum], name: str, default: float | Non
 
 # %% ../../nbs/26_backends.emulated_messages.ipynb #ddd48cfe
 def cross_entropy(datums: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-    "-sum w log p; a datum without weights weighs 1 everywhere."
-    return -(torch.cat(list(logprobs)) * tensor_series(datums, "weights", 1.0)).sum(), {}
+    "-sum w log p; a datum without weights weighs 1 everywhere, or where its mask is."
+    weights = torch.stack([tensor_series(datums, name, 1.0) for name in ("weights", *_MASKS)]).prod(0)
+    return -(torch.cat(list(logprobs)) * weights).sum(), {}
 
 # %% ../../nbs/26_backends.emulated_messages.ipynb #86e157c7
 def served_loss(batch: Batch) -> LossFn:
@@ -255,7 +257,7 @@ def served_loss(batch: Batch) -> LossFn:
 
     def loss_fn(datums: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         anchor, advantage = tensor_series(datums, "logprobs"), tensor_series(datums, "advantages")
-        sent = [name for name in ("weights", "mask") if all(name in d.series for d in datums)]
+        sent = [name for name in ("weights", *_MASKS) if all(name in d.series for d in datums)]
         mask = torch.stack([tensor_series(datums, name) for name in sent]).prod(0) if sent else (advantage != 0).float()
         sample = torch.repeat_interleave(torch.arange(len(datums)), torch.tensor([len(d.targets) for d in datums]))
         on, lengths = mask != 0, torch.bincount(sample[mask != 0], minlength=len(datums))

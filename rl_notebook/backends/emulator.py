@@ -38,8 +38,8 @@ __all__ = ['BY_CHANCE', 'FAULTS', 'ACCOUNT', 'KEY_VARIABLE', 'LOCAL', 'OWN_MODEL
            'Resource', 'rfc3339', 'resource_name', 'Shelf', 'error_reply', 'emulator_key', 'Exchange', 'Gate',
            'turned_away', 'served', 'answered', 'cut_stream', 'Reply', 'Site', 'promoted_models', 'routes_of',
            'page_of', 'json_of', 'found', 'own_account', 'listed', 'shape_version', 'get_accounts', 'get_shape',
-           'get_model', 'new_job', 'set_out', 'create_job', 'get_job', 'resume_job', 'end_job', 'job_bucket',
-           'trainer_of', 'to_trainer', 'through', 'checkpoint_row', 'checkpoint_rows', 'list_checkpoints',
+           'get_model', 'new_job', 'set_out', 'job_reply', 'create_job', 'get_job', 'resume_job', 'end_job',
+           'job_bucket', 'trainer_of', 'to_trainer', 'through', 'checkpoint_row', 'checkpoint_rows', 'list_checkpoints',
            'promotable_row', 'promoted', 'operation_of', 'promote', 'get_operation', 'changes', 'replicas',
            'deployment_bucket', 'deployment_reply', 'create_deployment', 'get_deployment', 'patch_deployment',
            'delete_deployment', 'server_of', 'deployed', 'completions', 'hot_load', 'claim', 'Emulator', 'application',
@@ -293,6 +293,11 @@ def emulator_key(key: Secret | str | None = None) -> Secret:
         raise ConfigError("emulator key", got=f"{len(value)} characters", expected="8 or more that are visible ASCII")
     return Secret(value)
 
+
+def _bare(key: bytes) -> bytes:
+    "A key without the prefix by which an SDK knows its own: `fw_` and `fw-` are Fireworks', `tml-` is Tinker's."
+    return re.sub(rb"^(fw[_-]|tml-)", b"", key)
+
 # %% ../../nbs/28_backends.emulator.ipynb #f6fb474b
 def _refusal(scope: Scope, key: Secret, max_body: int) -> tuple[int, str] | None:
     "Status and reason, if a request must not come in."
@@ -300,9 +305,12 @@ def _refusal(scope: Scope, key: Secret, max_body: int) -> tuple[int, str] | None
     host = headers.get("host", b"").decode("latin-1").rpartition(":")[0] or headers.get("host", b"").decode("latin-1")
     if host not in LOCAL:
         return 403, f"the emulator answers as {' or '.join(LOCAL)} only"
+    if scope["method"] == "GET" and scope["path"].endswith("/api/v1/healthz"):
+        return None  # says that a trainer is up, to whoever asks
     scheme, _, token = headers.get("authorization", b"").partition(b" ")
     shown = [headers.get("x-api-key", b""), token.strip() if scheme.lower() == b"bearer" else b""]
-    right = [hmac.compare_digest(value, key.reveal().encode()) for value in shown]  # both, whatever the first says
+    wanted = _bare(key.reveal().encode())
+    right = [hmac.compare_digest(_bare(value), wanted) for value in shown]  # both, whatever the first says
     if not any(right):
         return 401, "invalid API key; the emulator printed the right one when it was started"
     if int(headers.get("content-length", b"0")) > max_body:
@@ -627,13 +635,21 @@ async def get_accounts(site: Site, request: Request) -> Response:
     return JSONResponse({"accounts": [{"name": f"accounts/{ACCOUNT}", "state": "READY"}], "nextPageToken": ""})
 
 # %% ../../nbs/28_backends.emulator.ipynb #28c7897b
-async def get_shape(site: Site, request: Request) -> Response:
-    "A version of a shape, or the list of its versions, which has one."
+_ANY_SHAPE = {"LORA_TRAINER": "emulated-lora", "FORWARD_ONLY": "emulated-forward"}  # by trainer mode
+
+
+async def get_shape(site: Site, request: Request, kind: str = "trainingShapes") -> Response:
+    "A version of a shape, or the list of its versions, which has one; of any shape (`-`), one of the mode asked for."
     ids = request.path_params
-    shape = f"accounts/{ids['account']}/trainingShapes/{ids['shape']}"
-    profile = shape_version(shape, site.context_length, ids.get("version", "v1"))
-    rows = {"trainingShapeVersions": [profile], "nextPageToken": "", "totalSize": 1}
-    return JSONResponse(profile if "version" in ids else rows)
+    asked = re.search(r'trainer_mode\s*=\s*"?(\w+)', request.query_params.get("filter", ""))
+    account = "fireworks" if ids["account"] == "-" else ids["account"]
+    shape = _ANY_SHAPE.get(asked[1] if asked else "", "emulated") if ids["shape"] == "-" else ids["shape"]
+    name, version = f"accounts/{account}/{kind}/{shape}", ids.get("version", "v1")
+    profile = shape_version(name, site.context_length, version)
+    if kind == "deploymentShapes":
+        hardware = {key: profile["snapshot"][key] for key in ("acceleratorType", "acceleratorCount")}
+        profile = {"name": f"{name}/versions/{version}", "latestValidated": True, "snapshot": hardware}
+    return JSONResponse(profile if "version" in ids else {f"{kind[:-1]}Versions": [profile], "totalSize": 1})
 
 # %% ../../nbs/28_backends.emulator.ipynb #45e563b8
 async def get_model(site: Site, request: Request) -> Response:
@@ -649,6 +665,12 @@ CATALOGUE: Table = [
     ("GET", "/v1/accounts", get_accounts),
     ("GET", "/v1/accounts/{account}/trainingShapes/{shape}/versions", get_shape),
     ("GET", "/v1/accounts/{account}/trainingShapes/{shape}/versions/{version}", get_shape),
+    ("GET", "/v1/accounts/{account}/deploymentShapes/{shape}/versions", partial(get_shape, kind="deploymentShapes")),
+    (
+        "GET",
+        "/v1/accounts/{account}/deploymentShapes/{shape}/versions/{version}",
+        partial(get_shape, kind="deploymentShapes"),
+    ),
     ("GET", "/v1/accounts/{account}/models", partial(listed, collection="models")),
     ("GET", "/v1/accounts/{account}/models/{id}", get_model),
 ]
@@ -692,6 +714,14 @@ def set_out(site: Site, job: Resource) -> Resource:
     return site.shelf.put(job)
 
 # %% ../../nbs/28_backends.emulator.ipynb #700a8877
+def job_reply(request: Request, job: Resource) -> Response:
+    "A job as the control plane describes it; one that runs says where its trainer is."
+    now = time.time()
+    where = f"{request.base_url}training/v1/rlorTrainerJobs/{ACCOUNT}/{job.name.rsplit('/', 1)[1]}"
+    route = {"directRouteHandle": where} if job.state(now) == "JOB_STATE_RUNNING" else {}
+    return JSONResponse({**job.shown(now), **route})
+
+
 async def create_job(site: Site, request: Request) -> Response:
     "A new job; 409 if there is one of this id."
     own_account(request)
@@ -706,12 +736,12 @@ async def create_job(site: Site, request: Request) -> Response:
     )  # 404 for a model that nobody promoted
     if owner := job.body["hotLoadDeploymentId"]:
         resource_name("deployments", owner)  # 400 for an impossible id; whether it exists yet does not matter
-    return JSONResponse(set_out(site, job).shown(time.time()))
+    return job_reply(request, set_out(site, job))
 
 # %% ../../nbs/28_backends.emulator.ipynb #31c808e0
 async def get_job(site: Site, request: Request) -> Response:
     "A job as it is now."
-    return JSONResponse(found(site, request, "rlorTrainerJobs").shown(time.time()))
+    return job_reply(request, found(site, request, "rlorTrainerJobs"))
 
 # %% ../../nbs/28_backends.emulator.ipynb #08f3c75c
 async def resume_job(site: Site, request: Request) -> Response:
@@ -719,7 +749,7 @@ async def resume_job(site: Site, request: Request) -> Response:
     job, now = found(site, request, "rlorTrainerJobs"), time.time()
     if job.state(now) == _DELETED:
         raise HTTPException(400, f"{job.name} is deleted and cannot be resumed")
-    return JSONResponse((set_out(site, job) if job.state(now) in _STOPPED else job).shown(time.time()))
+    return job_reply(request, set_out(site, job) if job.state(now) in _STOPPED else job)
 
 # %% ../../nbs/28_backends.emulator.ipynb #f6e4000e
 async def end_job(site: Site, request: Request, goal: str) -> Response:
@@ -728,7 +758,7 @@ async def end_job(site: Site, request: Request, goal: str) -> Response:
     if job.state(now) != _DELETED and (goal == _DELETED or job.state(now) not in _STOPPED):
         await site.end(job.name)
         job = site.shelf.put(replace(job, goal=goal, delay_s=0.0, since=now))
-    return JSONResponse(job.shown(now))
+    return job_reply(request, job)
 
 # %% ../../nbs/28_backends.emulator.ipynb #97a70988
 _JOBS = "/v1/accounts/{account}/rlorTrainerJobs"
@@ -1139,7 +1169,8 @@ async def status(emulator: Emulator, request: Request) -> Response:
     "What happened so far: faults by kind, requests by address."
     asked = Counter(f"{e.method} {e.path} {e.status}" for e in emulator.log)
     faults = dict(emulator.faults.counts)
-    return JSONResponse({"model": emulator.site.models.name, "faults": faults, "requests": dict(asked)})
+    model = emulator.site.models.name
+    return JSONResponse({"model": model, "faults": faults, "requests": dict(asked), "tried with": _TRIED})
 
 # %% ../../nbs/28_backends.emulator.ipynb #918a4a2a
 def _free_socket(host: str, port: int) -> socket.socket:
@@ -1194,10 +1225,12 @@ class RunningEmulator:
         return self.emulator.key
 
     def environment(self) -> dict[str, str]:
-        "Variables that lead the SDKs here, the key among them in the clear."
+        "Variables that lead the SDKs here, the key among them in the clear, in the form that each SDK takes."
         key = self.key.reveal()
+        bare = _bare(key.encode()).decode()
+        keys = {"FIREWORKS": f"fw_{bare}", "TINKER": f"tml-{bare}", "OPENAI": key}
         named = {"FIREWORKS": self.url, "TINKER": self.url, "OPENAI": f"{self.url}/v1"}
-        return {k: v for n, u in named.items() for k, v in ((f"{n}_BASE_URL", u), (f"{n}_API_KEY", key))}
+        return {k: v for n, u in named.items() for k, v in ((f"{n}_BASE_URL", u), (f"{n}_API_KEY", keys[n]))}
 
     def wait(self) -> None:
         "Return when it has ended; an interrupt gets through."
@@ -1257,3 +1290,11 @@ def __getattr__(name: str) -> Any:
     if name == "emulator":
         return emulator_fixture()
     raise AttributeError(f"module 'rl_notebook.backends.emulator' has no attribute {name!r}")
+
+# %% ../../nbs/28_backends.emulator.ipynb #0f3cc028
+_TRIED = {
+    "fireworks-ai": "1.0.0a62, 1.2.0a65, 1.2.0a75, 1.2.9, 1.2.13, 1.2.20, 1.2.24, 1.2.28",
+    "tinker": "0.23.0, 0.24.0, 0.38.0",
+    "fw-ai/cookbook rl_loop, at its default kl_beta": "a690503f, 67ef578a, 517d206d, 76821fa1",
+    "fw-ai/cookbook async_rl_loop, single_turn_token_in and multi_turn_message_in": "67ef578a, 517d206d, 76821fa1",
+}  # by program: releases, or commits
