@@ -1164,6 +1164,14 @@ async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
         site.trainers["root"] = EmulatedTrainer(site.models, site.snapshots("root"), site.folder, name="root")
     await through(site, site.trainers["root"], scope, receive, send)
 
+# %% ../../nbs/28_backends.emulator.ipynb #0f3cc028
+_TRIED = {
+    "fireworks-ai": "1.0.0a62, 1.2.0a65, 1.2.0a75, 1.2.9, 1.2.13, 1.2.20, 1.2.24, 1.2.28",
+    "tinker": "0.18.2 to 0.23.0 below fireworks-ai, 0.24.0, 0.38.0",
+    "fw-ai/cookbook rl_loop, at its default kl_beta": "a690503f, 67ef578a, 517d206d, 76821fa1",
+    "fw-ai/cookbook async_rl_loop, single_turn_token_in and multi_turn_message_in": "67ef578a, 517d206d, 76821fa1",
+}  # by program: releases, or commits
+
 # %% ../../nbs/28_backends.emulator.ipynb #4aba018e
 async def status(emulator: Emulator, request: Request) -> Response:
     "What happened so far: faults by kind, requests by address."
@@ -1290,11 +1298,3 @@ def __getattr__(name: str) -> Any:
     if name == "emulator":
         return emulator_fixture()
     raise AttributeError(f"module 'rl_notebook.backends.emulator' has no attribute {name!r}")
-
-# %% ../../nbs/28_backends.emulator.ipynb #0f3cc028
-_TRIED = {
-    "fireworks-ai": "1.0.0a62, 1.2.0a65, 1.2.0a75, 1.2.9, 1.2.13, 1.2.20, 1.2.24, 1.2.28",
-    "tinker": "0.23.0, 0.24.0, 0.38.0",
-    "fw-ai/cookbook rl_loop, at its default kl_beta": "a690503f, 67ef578a, 517d206d, 76821fa1",
-    "fw-ai/cookbook async_rl_loop, single_turn_token_in and multi_turn_message_in": "67ef578a, 517d206d, 76821fa1",
-}  # by program: releases, or commits
