@@ -713,6 +713,44 @@ def test_both_logprobs_are_kept_with_and_without_echo(site):
     run(site, test)
 
 
+@pytest.mark.parametrize(("lora_rank", "moved_on"), [(0, False), (0, True), (4, False)])
+def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_is_trained(site, lora_rank, moved_on):
+    params = SampleParams(n=2, max_tokens=6, seed=5)
+
+    def restarted():
+        "As a service does it: the replica goes, another comes, with the base model."
+        site.deployments.scale_to_zero(site.serving)
+        site.deployments.update(site.serving, {"maxReplicaCount": 1}, "max_replica_count")
+
+    async def test(backend):
+        datum = toy(backend)
+        prompt = datum.tokens[:4]
+        first = (await backend.sampler.sample(prompt, params))[0].logprobs
+        for name in ("a", "b"):
+            await learn(backend, datum, rate=1e-2)
+            await synced(backend, name)
+        want = await backend.sampler.sample(prompt, params)
+        assert not np.array_equal(want[0].logprobs, first)
+        if moved_on:  # the policy has other weights than those that were served
+            await learn(backend, datum, rate=1e-2)
+        restarted()
+        with pytest.warns(UserWarning, match="lost its weights"):
+            got = await asyncio.gather(*(backend.sampler.sample(prompt, params) for _ in range(3)))
+        for drawn in got:
+            assert [c.tokens.tolist() for c in drawn] == [c.tokens.tolist() for c in want]
+            assert max(np.abs(a.logprobs - b.logprobs).max() for a, b in zip(drawn, want, strict=True)) < 1e-4
+            assert {c.policy_version for c in drawn} == {2}
+        restarted()
+        with pytest.warns(UserWarning, match="lost its weights"):
+            await served(backend, datum)
+        await learn(backend, datum)
+        assert (await synced(backend, "c"))[1] == 3  # and the chain goes on
+        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+
+    lora = {"lora_rank": lora_rank, "kl_beta": 0.01, "trainer": {"training_shape_id": SHAPE}} if lora_rank else {}
+    run(site, test, **lora)
+
+
 def test_a_restarted_trainer_is_brought_up_to_date(site):
     async def learned(backend, restarts):
         datum = toy(backend)

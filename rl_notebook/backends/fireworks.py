@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 import numpy as np
 
 # %% auto #0
-__all__ = ['UNCACHED', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB', 'CHECKS', 'completion_of', 'noted', 'FireworksSampler',
-           'draw_from', 'samplers', 'SyncError', 'sync_error', 'Saves', 'ask_for_snapshot', 'is_heard', 'Hotloads',
-           'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot', 'try_snapshot',
-           'FireworksTrainer', 'foreign_path', 'own_path', 'connector', 'load_own', 'FireworksBackend', 'check_config',
-           'in_thread', 'infra_wishes', 'bundle', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights',
-           'promotable', 'close_fireworks', 'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up',
-           'check_forward', 'check_forward_again', 'check_sign', 'check_state', 'check_first_sync', 'check_second_sync',
-           'check_sample', 'check_echo', 'check_agreement', 'check_seed', 'checked', 'check_given_back',
-           'check_fireworks']
+__all__ = ['UNCACHED', 'RESTARTS', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB', 'CHECKS', 'completion_of', 'noted',
+           'FireworksSampler', 'draw_from', 'samplers', 'SyncError', 'sync_error', 'Saves', 'ask_for_snapshot',
+           'is_heard', 'Hotloads', 'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot',
+           'try_snapshot', 'has_weights', 'snapshots_of', 'load_again', 'FireworksTrainer', 'foreign_path', 'own_path',
+           'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread', 'infra_wishes', 'bundle',
+           'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights', 'promotable', 'close_fireworks', 'Trial',
+           'expect', 'check_account', 'check_shape', 'check_set_up', 'check_forward', 'check_forward_again',
+           'check_sign', 'check_state', 'check_first_sync', 'check_second_sync', 'check_sample', 'check_echo',
+           'check_agreement', 'check_seed', 'checked', 'check_given_back', 'check_fireworks']
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #522633b8
 from ..align import align_routing
@@ -135,6 +136,8 @@ def noted(drawn: Any) -> list[str] | None:
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #c4a09f7c
 UNCACHED = "prompt_cache_max_len"  # of a request; 0 = score every token anew
+RESTARTS = 3  # of a deployment during one request, after which it is given up
+_T = TypeVar("_T")
 
 
 class FireworksSampler:
@@ -154,17 +157,22 @@ class FireworksSampler:
         self.drawer, self.scorer, self.run, self.routing = drawer, scorer, run, routing
         self.max_seq_len, self.meter, self.timeout_s = max_seq_len, meter or Meter(), timeout_s
         self.policy_version = 0  # of the weights that are served
+        self.is_served: Callable[[float], Awaitable[bool]] | None = None  # see `FireworksSync.is_served`
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
         self.run.check()
         prompt = [int(t) for t in check_tokens(prompt_tokens, 2**31, "prompt")]
         check_length(len(prompt), params.max_tokens, self.max_seq_len, "prompt")
-        return await together([draw_from(self, prompt, params, request_seed(params.seed, i)) for i in range(params.n)])
+        seeds = [request_seed(params.seed, i) for i in range(params.n)]
+        return await self._from_served(lambda: together([draw_from(self, prompt, params, seed) for seed in seeds]))
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights that are served."
         self.run.check()
+        return await self._from_served(lambda: self._scored(tokens))
+
+    async def _scored(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         try:
             return await self.scorer.logprobs(tokens)
         except Refused as reason:
@@ -173,6 +181,15 @@ class FireworksSampler:
             prefill = {k: v for k, v in self.scorer.dialect.prefill.items() if k != UNCACHED}
             self.scorer.dialect = replace(self.scorer.dialect, prefill=prefill)
         return await self.scorer.logprobs(tokens)
+
+    async def _from_served(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        "An answer that came from the weights of the last sync; asked again where the deployment had lost them."
+        for _ in range(RESTARTS):
+            began, answer = time.monotonic(), await ask()
+            if self.is_served is None or await self.is_served(began):
+                return answer
+        fix = "Look at the deployment's replicas: does something restart them?"
+        raise BackendError("the deployment's weights", got=f"lost {RESTARTS} times during one request", fix=fix)
 
     def serve(self, version: int) -> None:
         "The deployment has weights of this version now."
@@ -343,6 +360,10 @@ class FireworksSync:
         self.trainer: Any = None  # ServiceTrainer whose weights these are
         self.saved: dict[str, Saved] = {}
         self.newest: str | None = None  # the last one saved
+        self.served: str | None = None  # the one of the last sync; None = the deployment's first weights
+        self.loading: str | None = None
+        self.one_look = asyncio.Lock()
+        self.looked_at = self.restored_at = -math.inf  # seconds on the monotonic clock
 
     async def __call__(self, snapshot: str) -> int:
         "Serve `snapshot`; returns the new policy version."
@@ -354,6 +375,17 @@ class FireworksSync:
         version = publish(self.trainer.versions)
         self.sampler.serve(version)
         return version
+
+    async def is_served(self, since: float) -> bool:  # on the monotonic clock
+        "Whether what was drawn since then came from the last sync's weights; loads them again where they are lost."
+        asked = time.monotonic()
+        async with self.one_look:  # one look at the deployment serves all who wait
+            if self.looked_at < asked:
+                began = time.monotonic()
+                if not await asyncio.to_thread(has_weights, self) and await self.trainer.run(load_again, self):
+                    self.restored_at = time.monotonic()
+                self.looked_at = began
+        return self.restored_at < since
 
 
 def save_snapshot(sync: FireworksSync, link: Link, client: Any, name: str) -> str:
@@ -395,14 +427,59 @@ def load_snapshot(sync: FireworksSync, snapshot: str) -> None:
 
 def try_snapshot(sync: FireworksSync, snapshot: str, kind: str) -> SyncError | None:
     "Load it, or say what went wrong."
-    budget = min(300.0, sync.syncer.hotload_timeout)
+    budget, sync.loading = min(300.0, sync.syncer.hotload_timeout), snapshot
     try:
         sync.syncer.wait_for_hotload_ready(timeout_s=budget, poll_interval_s=sync.hotloads.poll_interval_s)
+        if sync.syncer.hotload(snapshot, kind):
+            sync.served = snapshot
+            return None
     except TimeoutError as reason:
         return sync_error("not ready", snapshot, reason)
-    if sync.syncer.hotload(snapshot, kind):
-        return None
+    finally:
+        sync.loading = None
     return sync.hotloads.trouble or sync_error("failed", snapshot, "no reason")
+
+# %% ../../nbs/25b_backends.fireworks.ipynb #c69ec3c1
+def has_weights(sync: FireworksSync) -> bool:
+    "Whether every replica serves the last sync's snapshot; raises `BackendError` where it cannot be asked."
+    if sync.served is None:
+        return True
+    allowed, where = {sync.served, sync.loading}, (sync.syncer.deployment_id, sync.syncer.base_model)
+    for attempt in range(1, HOTLOAD_ATTEMPTS + 1):
+        try:
+            with as_backend_errors("deployment"):
+                replicas = sync.hotloads.hotload_check_status(*where).get("replicas") or []
+            break
+        except BackendError:
+            if attempt == HOTLOAD_ATTEMPTS:
+                raise
+            time.sleep(sync.hotloads.poll_interval_s)
+    allowed |= {sync.served, sync.loading}  # a sync may have gone on meanwhile
+    return bool(replicas) and all(not allowed.isdisjoint(snapshots_of(replica)) for replica in replicas)
+
+
+def snapshots_of(replica: Mapping[str, Any]) -> set[str]:
+    "What a replica says it serves: a snapshot, or adapters."
+    adapters = [a for a in replica.get("loaded_adapters") or () if a.get("status") == "loaded"]
+    return {replica.get("current_snapshot_identity") or "", *(str(a.get("identity")) for a in adapters)}
+
+
+def load_again(sync: FireworksSync) -> bool:
+    "Load the snapshot of the last sync into a deployment that lost it; False if it is there. Raises `SyncError`."
+    if (lost := sync.served) is None or has_weights(sync):
+        return False
+    saved, chain = sync.saved[lost], [lost]
+    again = f"{lost} is loaded again, and what was drawn without it is drawn again"
+    warnings.warn(f"the deployment lost its weights, as after a restart: {again}", stacklevel=2)
+    sync.syncer.reset_delta_chain()
+    if saved.kind == "delta" and saved.marker == weights_marker(sync.trainer):
+        chain = [snapshot_remotely(sync.trainer, f"{saved.label}-full")]
+    while (previous := sync.saved[chain[0]].previous) is not None:
+        chain.insert(0, previous)
+    for name in chain:
+        if (trouble := try_snapshot(sync, name, sync.saved[name].kind)) is not None:
+            raise trouble
+    return True
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #163ea9af
 class FireworksTrainer(ServiceTrainer):
@@ -524,6 +601,7 @@ def bundle(
         hotload_timeout=settings.weight_sync_timeout, first_checkpoint_type=settings.first_checkpoint_type,
         lora_rank=cfg.lora_rank,
     )  # fmt: skip
+    sampler.is_served = sync.is_served
     ways = Ways(snapshot=partial(save_snapshot, sync), load=partial(load_own, infra.policy_job_id))
     own = replace(classes, replays=cfg.router_replay)
     policy = FireworksTrainer(connector(infra.policy), own, limits=limits, ways=ways, run=run, meter=meter, **link)
