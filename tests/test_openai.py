@@ -8,11 +8,14 @@ import logging
 import math
 import os
 import pickle
+import re
 import time
 import traceback
 import warnings
 from dataclasses import replace
+from functools import partial
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -20,10 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_server import app_of, cutting, emulated, serve
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
+from rl_notebook.backends import openai
 from rl_notebook.backends.local import open_local
 from rl_notebook.backends.openai import (
     AdaptiveLimit,
@@ -31,6 +35,7 @@ from rl_notebook.backends.openai import (
     OpenAISampler,
     Retries,
     Secret,
+    Silence,
     ask,
     joined,
     key_from_env,
@@ -913,3 +918,132 @@ def test_vllm(tmp_path, stream):
                 assert backend.sync.reports[-1].moved > 1e-2
 
     asyncio.run(test())
+
+
+# --- restarts in line, pauses, silence --------------------------------------------------------------------------
+
+
+def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_from_its_first_weights(tmp_path):
+    servers = [emulated(model(), byte_tokenizer(), tmp_path / name) for name in ("first", "second")]
+    apps = [Moody(servers[0], []), app_of(servers[1])]
+
+    async def test(urls):
+        async with opened(urls[0], tmp_path, limit=AdaptiveLimit(start=1, most=1)) as backend:
+            await backend.sync(await step(backend, 1))
+            want = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=6, seed=5))
+            wire, apps[0].moods = backend.sampler.wire, ["slow:0.3", "half"]
+            wire.retries = replace(QUICK, attempt_s=30)
+            drawing = asyncio.create_task(backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=6, seed=5)))
+            async with asyncio.timeout(60):
+                while not wire.limit.waiting:  # one request is under way, the other in line
+                    await asyncio.sleep(0.005)
+            wire.root, wire.lost = urls[1], True  # the connection breaks, and another process is at the address
+            with pytest.warns(UserWarning, match="lost its weights"):
+                got = await drawing
+            assert ids(got) == ids(want)
+            assert {c.policy_version for c in got} == {1}
+
+    with serve(apps[0]) as first, serve(apps[1]) as second:
+        asyncio.run(test((first, second)))
+
+
+def spoken(monkeypatch, every_s) -> list[str]:
+    "What is said of silences, which count from so many seconds on."
+    lines = []
+    monkeypatch.setattr(openai, "Silence", partial(Silence, say=lines.append, every_s=every_s))
+    return lines
+
+
+async def said(lines, pattern):
+    "Wait until it is; the thread that says it is not waited for by anything else."
+    async with asyncio.timeout(60):
+        while not any(re.search(pattern, line) for line in lines):
+            await asyncio.sleep(0.01)
+
+
+class Steered:
+    "A server whose steering calls can be answered by a page of HTML, as a proxy does."
+
+    def __init__(self, server, pages=()):
+        self.inner, self.pages = app_of(server), set(pages)
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http" and scope["path"] in self.pages:
+            return await HTMLResponse("<html><body>Welcome</body></html>")(scope, receive, send)
+        await self.inner(scope, receive, send)
+
+
+def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherwise(tmp_path, monkeypatch):
+    lines = spoken(monkeypatch, 0.1)
+    server = emulated(model(), byte_tokenizer(), tmp_path)
+
+    async def test(url):
+        async with httpx.AsyncClient() as somebody:
+            await somebody.post(f"{url}/pause", params={"mode": "keep"})
+            with pytest.raises(BackendError, match=r"got a paused one.*POST /resume"):
+                async with opened(url, tmp_path, sync="none"):
+                    pass
+            mine = opened(url, tmp_path)
+            with pytest.warns(UserWarning, match=r"was left paused.*resumed"):
+                backend = await mine.__aenter__()
+            assert (await gap_to_policy(backend))[0] < 1e-4
+            await somebody.post(f"{url}/pause", params={"mode": "keep"})  # by another process, in the middle
+            assert (await gap_to_policy(backend))[0] < 1e-4
+            await said(lines, r"waiting for .* s.*; it was paused, and is resumed")
+            await mine.__aexit__(None, None, None)
+            async with opened(url, tmp_path, sync="none", retries=replace(QUICK, deadline_s=1.5, attempt_s=1)) as other:
+                await somebody.post(f"{url}/pause", params={"mode": "keep"})
+                with pytest.raises(BackendError, match="The server is paused: POST /resume"):
+                    await other.sampler.sample(PROMPT, SampleParams(max_tokens=2))
+                await said(lines, r"waiting for .* s.*; it is paused")
+
+    with serve(app_of(server)) as url:
+        asyncio.run(test(url))
+
+
+def test_a_page_of_html_is_no_success(tmp_path, monkeypatch):
+    spoken(monkeypatch, 0.1)
+    server = emulated(model(), byte_tokenizer(), tmp_path)
+    app = Steered(server)
+
+    async def test(url):
+        async with opened(url, tmp_path) as backend:
+            app.pages = {"/resume"}
+            with pytest.raises(BackendError, match=r"/resume.*got a page of HTML; expected JSON.*base_url"):
+                await backend.sync(await step(backend, 1))
+            app.pages = set()
+            assert await backend.sync(await step(backend, 2)) == 1
+            app.pages = {"/v1/completions"}
+            with pytest.raises(BackendError, match="got a page of HTML"):
+                await backend.sampler.sample(PROMPT, SampleParams(max_tokens=2))
+
+    with serve(app) as url:
+        asyncio.run(test(url))
+
+
+def test_what_takes_long_says_so_with_the_time_and_the_reason(site, monkeypatch):
+    lines = spoken(monkeypatch, 0.2)
+    app = Moody(site[0], ["slow:0.7", "503:0.7"])
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            for line in (r"waiting for \d s, POST /v1/completions$", "; 1 attempt failed, the last with status 503"):
+                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+                await said(lines, line)
+
+    with serve(app) as url:
+        asyncio.run(test(url))
+
+
+@pytest.mark.parametrize("key", ["sk-not-a-réal-key", "sk-not-a-real-key\n", "sk-not\x00a-key"])
+def test_a_key_that_no_header_can_carry_is_refused_before_it_is_sent(site, tmp_path, key):
+    before = site[0].running
+
+    async def test():
+        with pytest.raises(BackendError, match=r"a key: got .* expected visible ASCII") as caught:
+            async with opened(site[1], tmp_path, key=key):
+                pass
+        assert not any(part in str(caught.value) for part in (key, "sk-", "real", "a-key"))
+
+    asyncio.run(test())
+    assert site[0].running == before

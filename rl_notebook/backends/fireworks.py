@@ -208,8 +208,10 @@ async def draw_from(sampler: FireworksSampler, prompt: list[int], params: Sample
     options |= ({"seed": seed} if seed is not None else {}) | ({"stop": stop} if stop else {})
     options |= {} if sampler.routing == "none" else {"include_routing_matrix": True, "echo": True}
     size = {"max_tokens": params.max_tokens, "temperature": params.temperature}
-    with as_backend_errors("deployment"):
+    silence = sampler.scorer.wire.silence
+    with as_backend_errors("deployment"), silence.awaits("completions"):
         drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
+    silence.heard()
     if len(drawn) != 1:
         raise BackendError("completions", where="deployment", got=len(drawn), expected="1, as asked")
     sampler.meter.tokens_sampled += drawn[0].completion_len
@@ -371,7 +373,8 @@ class FireworksSync:
             known = f"one of {list(self.saved)[-3:]}" if self.saved else "a saved one, and there is none yet"
             fix = "save_weights_for_sampler makes one."
             raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=known, fix=fix)
-        await self.trainer.run(load_snapshot, self, snapshot)
+        with self.sampler.scorer.wire.silence.awaits(f"until the deployment has loaded {snapshot}"):
+            await self.trainer.run(load_snapshot, self, snapshot)
         version = publish(self.trainer.versions)
         self.sampler.serve(version)
         return version

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter, deque
@@ -38,12 +39,13 @@ from ..core import AlignmentError, BackendError, Completion, Logprobs, SamplePar
 # %% auto #0
 __all__ = ['HEADER_LOGGERS', 'RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEXT', 'Secret', 'hide_headers', 'shows_no_header',
            'key_from_env', 'request_seed', 'AdaptiveLimit', 'slot', 'admit_waiting', 'hold', 'drained', 'Retries',
-           'AskAgain', 'retry_after', 'persist', 'server_root', 'Wire', 'Refused', 'server_message', 'without_key',
-           'judge', 'stream_events', 'joined', 'attempt', 'take_note', 'ask', 'Dialect', 'request_body',
+           'AskAgain', 'retry_after', 'persist', 'Silence', 'server_root', 'Wire', 'Refused', 'server_message',
+           'without_key', 'judge', 'stream_events', 'joined', 'attempt', 'take_note', 'ask', 'Dialect', 'request_body',
            'completion_ids', 'reported', 'scores_by_id', 'echoed_scores', 'prompt_scores', 'sort_logprobs',
            'OpenAISampler', 'together', 'score_tokens', 'check_choice', 'draw_one', 'ServerReport', 'probe',
-           'write_weights', 'SyncReport', 'VLLMSync', 'serve', 'steer', 'load', 'swap', 'served_scores', 'likely_cause',
-           'check_served', 'forget_folders', 'suspicious', 'heal', 'start', 'StaticSync', 'open_openai']
+           'write_weights', 'SyncReport', 'VLLMSync', 'serve', 'steer', 'load', 'swap', 'is_paused', 'resume',
+           'look_if_paused', 'check_not_paused', 'served_scores', 'likely_cause', 'check_served', 'forget_folders',
+           'suspicious', 'heal', 'start', 'StaticSync', 'open_openai']
 
 # %% ../../nbs/23_backends.openai.ipynb #7030fff7
 class Secret:
@@ -52,6 +54,10 @@ class Secret:
     __slots__ = ("_value",)
 
     def __init__(self, value: str):
+        if (bad := re.search(r"[^!-~]", value)) is not None:
+            got = f"{len(value)} characters, number {bad.start() + 1} of which is none"
+            fix = "Was it copied with a line break, a space or a letter with an accent?"
+            raise BackendError("a key", got=got, expected="visible ASCII, which a header can carry", fix=fix)
         self._value = value
 
     def reveal(self) -> str:
@@ -250,6 +256,7 @@ async def persist(
     rng: np.random.Generator,  # of the jitter
     where: str,  # place named in an error
     failed: Callable[[AskAgain], None] = lambda reason: None,  # is told of every failure
+    fix: Callable[[], str] = lambda: _DOWN,  # what to do when it is over
 ) -> _T:
     "Ask until there is an answer or the deadline is near; raises `BackendError`."
     spent, tries = 0.0, 0
@@ -264,12 +271,62 @@ async def persist(
             got = f"{answer.reason}, {tries} attempt{'s' * (tries > 1)}"
             asked = f"; it asks to wait {answer.after_s:g} s" if answer.after_s else ""
             expected = f"an answer within {retries.deadline_s:g} s"
-            raise BackendError(f"no answer{asked}", where=where, got=got, expected=expected, fix=_DOWN) from answer
+            raise BackendError(f"no answer{asked}", where=where, got=got, expected=expected, fix=fix()) from answer
         await asyncio.sleep(wait)
         spent += wait
 
 
 _DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
+
+# %% ../../nbs/23_backends.openai.ipynb #76788c0f
+class Silence:
+    "Says every so often that answers are awaited, once for all who wait."
+
+    def __init__(
+        self,
+        who: str,  # is asked
+        say: Callable[[str], Any] | None = None,  # gets the lines; None = warnings
+        every_s: float = 15.0,
+    ):
+        self.who, self.say, self.every_s = who, say, every_s
+        self.trouble = ""  # of the last attempt that failed
+        self.look: Callable[[], str] = lambda: ""  # finds out more; called in the thread, before each line
+        self.began: dict[object, tuple[float, str]] = {}  # of those who wait: since when, for what
+        self.heard_at, self.watching, self.lock = time.monotonic(), False, threading.Lock()
+
+    @contextmanager
+    def awaits(self, what: str) -> Iterator[None]:
+        "Inside, an answer is awaited."
+        me = object()
+        with self.lock:
+            self.began[me] = time.monotonic(), what
+            if not self.watching:
+                self.watching = True
+                threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            self.began.pop(me, None)
+
+    def heard(self) -> None:
+        "Something came back."
+        self.heard_at, self.trouble = time.monotonic(), ""
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self.every_s)
+            with self.lock:
+                waiting = list(self.began.values())
+                self.watching = bool(waiting)
+            if not waiting:
+                return
+            since, what = min(waiting)
+            seconds = time.monotonic() - max(since, self.heard_at)
+            if seconds >= 0.9 * self.every_s:
+                more = f" ({len(waiting)} requests wait)" if len(waiting) > 1 else ""
+                parts = [f"{self.who}: waiting for {seconds:.0f} s{more}, {what}", self.trouble, self.look()]
+                line = "; ".join(filter(None, parts))
+                self.say(line) if self.say is not None else warnings.warn(line, stacklevel=1)
 
 # %% ../../nbs/23_backends.openai.ipynb #f9833973
 class _Bearer(httpx.Auth):
@@ -312,6 +369,8 @@ class Wire:
         self.counts: Counter[str] = Counter()  # attempts, and failures by reason
         self.lost = False  # the connection broke since somebody last looked
         self.answered_at = time.monotonic()  # the last answer
+        self.why = ""  # it does not answer, as far as is known, and what to do
+        self.silence = Silence(self.root)
         self.closed = False
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -445,6 +504,9 @@ async def _exchange(
             if stream:
                 return joined([part async for part in stream_events(response.aiter_bytes())])
             text = without_key(wire, await response.aread())
+            if "html" in response.headers.get("content-type", ""):
+                fix = "Is base_url the server's own address? A proxy or a login page may answer in its place."
+                raise Refused("the answer", where=where, got="a page of HTML", expected="JSON", fix=fix)
             words = "json" not in response.headers.get("content-type", "") and not text.lstrip().startswith("{")
             return {"text": text} if words else json.loads(text)
     except AskAgain as reason:
@@ -468,26 +530,44 @@ async def attempt(
     starts: Callable[[], None] | None = None,  # is called in the slot, before the request
 ) -> tuple[float, dict[str, Any] | AskAgain]:
     "One attempt: the seconds that it took, and an answer or a reason to ask again."
-    if ready is not None:
-        await ready()
-    async with slot(wire.limit) if limited else nullcontext() as generation:
-        if starts is not None:
-            starts()
-        wire.counts["attempts"] += 1
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(wire.retries.attempt_s):
-                answer = await _exchange(wire, method, path, body, params, stream)
-        except TimeoutError:
-            answer = AskAgain(f"no answer within {wire.retries.attempt_s:g} s", crowded=True)
-        take_note(wire, answer, generation)
-        return time.monotonic() - started, answer
+    while True:
+        if ready is not None:
+            await ready()
+        async with slot(wire.limit) if limited else nullcontext() as generation:
+            if ready is not None and wire.lost:  # while this request stood in line
+                continue
+            return await _attempt_now(wire, method, path, body, params, stream, starts, generation)
+
+
+async def _attempt_now(
+    wire: Wire,
+    method: str,
+    path: str,
+    body: Any,
+    params: Mapping[str, str] | None,
+    stream: bool,
+    starts: Callable[[], None] | None,
+    generation: int | None,
+) -> tuple[float, dict[str, Any] | AskAgain]:
+    "One attempt, in the slot."
+    if starts is not None:
+        starts()
+    wire.counts["attempts"] += 1
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(wire.retries.attempt_s):
+            answer = await _exchange(wire, method, path, body, params, stream)
+    except TimeoutError:
+        answer = AskAgain(f"no answer within {wire.retries.attempt_s:g} s", crowded=True)
+    take_note(wire, answer, generation)
+    return time.monotonic() - started, answer
 
 # %% ../../nbs/23_backends.openai.ipynb #da44b386
 def take_note(wire: Wire, answer: dict[str, Any] | AskAgain, generation: int | None) -> None:
     "Let the window grow or shrink by what came back; None = the request did not stand in line."
     if not isinstance(answer, AskAgain):
         wire.answered_at = time.monotonic()
+        wire.silence.heard()
         if generation is not None:
             wire.limit.answered()
     elif answer.crowded and generation is not None:
@@ -504,16 +584,20 @@ async def ask(
     **options: Any,  # of `attempt`
 ) -> dict[str, Any]:
     "A request until it is answered; raises `BackendError`."
-    where = f"{method} {wire.root}{path}"
+    where, failures = f"{method} {wire.root}{path}", 0
 
     def failed(reason: AskAgain) -> None:
+        nonlocal failures
         wire.counts[reason.reason] += 1
+        failures += 1
+        wire.silence.trouble = f"{failures} attempt{'s' * (failures > 1)} failed, the last with {reason.reason}"
         if reason.lost and not wire.lost:
             warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=2)
         wire.lost = wire.lost or reason.lost
 
     once = lambda: attempt(wire, method, path, body, **options)
-    return await persist(once, retries or wire.retries, wire._rng, where, failed)
+    with wire.silence.awaits(f"{method} {path}"):
+        return await persist(once, retries or wire.retries, wire._rng, where, failed, lambda: wire.why or _DOWN)
 
 # %% ../../nbs/23_backends.openai.ipynb #034bfbea
 @dataclass(frozen=True)
@@ -981,6 +1065,7 @@ class VLLMSync:
         self.expected = np.empty(0)  # the trainer's logprobs of `check_tokens`, at the last sync
         self.seen = np.empty(0)  # the server's
         self.lock = asyncio.Lock()
+        self.must_pause = False  # the server is paused by us, and for now has to be
 
     async def __call__(self, snapshot: str) -> int:
         "Serve `snapshot`, checked; returns its version. Raises `BackendError` and leaves the old weights served."
@@ -1015,7 +1100,8 @@ async def steer(
     wire = sync.sampler.wire
     where, options = f"POST {wire.root}{path}", {"params": params or None, "limited": False}
     try:
-        _, answer = await attempt(wire, "POST", path, body, **options)  # type: ignore[arg-type]
+        with wire.silence.awaits(f"POST {path}"):
+            _, answer = await attempt(wire, "POST", path, body, **options)  # type: ignore[arg-type]
         if isinstance(answer, AskAgain) and answer.lost:
             answer = await ask(wire, "POST", path, body, **options)
     except Refused as reason:
@@ -1051,18 +1137,74 @@ async def swap(sync: VLLMSync, name: str) -> None:
     "Load a folder between two requests; on failure the one before, so that the server stays alive."
     if sync.mode == "wait":
         await drained(sync.sampler.wire.limit)
-    await steer(sync, "/pause", optional=True, mode=sync.mode)
+    sync.must_pause, bare = True, False
     try:
-        await load(sync, name)
-    except BackendError as reason:
+        await steer(sync, "/pause", optional=True, mode=sync.mode)
         try:
-            await load(sync, sync.served or name)
-        except BackendError:
-            fix = "The server may have no weights now, and a request would end it: it stays paused. Start it anew."
-            raise BackendError("weight sync", got=str(reason), fix=fix) from reason
+            await load(sync, name)
+        except BackendError as reason:
+            try:
+                await load(sync, sync.served or name)
+            except BackendError:
+                fix = "The server may have no weights now, and a request would end it: it stays paused. Start it anew."
+                bare = True
+                raise BackendError("weight sync", got=str(reason), fix=fix) from reason
+            await steer(sync, "/resume", optional=True)
+            raise
         await steer(sync, "/resume", optional=True)
+    except asyncio.CancelledError:  # whatever it has now is looked at before the next request
+        sync.sampler.wire.lost = True
         raise
-    await steer(sync, "/resume", optional=True)
+    finally:
+        sync.must_pause = bare
+
+# %% ../../nbs/23_backends.openai.ipynb #6f0e0795
+_PAUSED = "The server is paused: POST /resume, once whoever paused it is done."
+
+
+def is_paused(wire: Wire) -> bool:
+    "Whether a vLLM server says that it is paused; False where it does not say. Asked past the line, in any thread."
+    answer = _steer_at_once(wire, "GET", "/is_paused")
+    return answer.get("is_paused") is True
+
+
+def resume(wire: Wire) -> bool:
+    "Let a paused server go on; whether it says that it does."
+    _steer_at_once(wire, "POST", "/resume")
+    return not is_paused(wire)
+
+
+def _steer_at_once(wire: Wire, method: str, path: str) -> dict[str, Any]:
+    "A call that only steers, made once and soon; empty where it fails."
+    auth = _Bearer(wire.key) if wire.key else None
+    try:
+        answer = httpx.request(method, wire.root + path, auth=auth, timeout=5.0).json()
+    except (httpx.HTTPError, ValueError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
+    "What a silence is about, if it is a pause; the server is resumed where it may be (`ours`)."
+    wire.why = ""
+    if not is_paused(wire):
+        return ""
+    if ours() and resume(wire):
+        return "it was paused, and is resumed"
+    wire.why = _PAUSED
+    return "it is paused"
+
+
+async def check_not_paused(wire: Wire, ours: bool) -> None:
+    "Resume a server that was left paused, if it is ours; raises `BackendError` otherwise."
+    if await asyncio.to_thread(is_paused, wire):
+        if not (ours and await asyncio.to_thread(resume, wire)):
+            raise BackendError(
+                "the server", where=wire.root, got="a paused one", expected="one that draws", fix=_PAUSED
+            )
+        warnings.warn(
+            f"{wire.root} was left paused, as by a process that ended in a weight sync: resumed", stacklevel=2
+        )
 
 # %% ../../nbs/23_backends.openai.ipynb #efa52255
 async def served_scores(sync: VLLMSync) -> np.ndarray:
@@ -1119,6 +1261,8 @@ async def heal(sync: VLLMSync) -> None:
         if not suspicious(sync):
             return
         wire, intact = sync.sampler.wire, False
+        if wire.transport is None and not sync.must_pause:
+            await check_not_paused(wire, ours=True)
         try:
             intact = float(np.abs(await served_scores(sync) - sync.expected).max()) <= sync.tolerance
         except Refused as reason:  # 404: the adapter is unknown
@@ -1192,10 +1336,14 @@ async def open_openai(
     sampler.max_seq_len = local.capabilities.max_seq_len
     own = tempfile.mkdtemp(prefix="rl-notebook-weights-") if sync == "vllm" and folder is None else None
     close = lambda: _close(local, sampler, own)
+    sender: Any = StaticSync()
     try:
+        if transport is None and dialect == "vllm":
+            ours = lambda: isinstance(sender, VLLMSync) and not sender.must_pause
+            sampler.wire.silence.look = lambda: look_if_paused(sampler.wire, ours)
+            await check_not_paused(sampler.wire, ours=sync == "vllm")
         words = tokenizer.encode(CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
         sampler.report = await probe(sampler, words)
-        sender: Any = StaticSync()
         if sync == "vllm":
             where = Path(folder or own or "")
             sender = VLLMSync(local, sampler, where, server_folder=server_folder, mode=mode, check_tokens=words)

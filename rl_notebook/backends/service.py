@@ -27,6 +27,7 @@ import torch
 from .base import GradNormalization, LossFn, Meter
 from .engine import check_length, check_tokens
 from .local import Versions, Worker, check_slopes, slope_of
+from .openai import Silence
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -228,6 +229,7 @@ class Link:
         self.why = ""  # the last client is not used any more
         self.reconnects = 0
         self.closing = threading.Event()
+        self.silence = Silence(sdk.name, say)
 
     @property
     def caught(self) -> tuple[type[BaseException], ...]:
@@ -284,6 +286,7 @@ class Tries:
         "Take note of an error; raises `BackendError` if it will not go away."
         link, status = self.link, status_of(error)
         self.why, self.cause = link.text(error), unleaked(link, error)
+        link.silence.trouble = f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
         if category_of(error) != "user" and (client is None or link.client is client):
             link.drop(self.why)
         self.seen[status] = self.seen.get(status, 0) + 1
@@ -304,15 +307,18 @@ class Tries:
 def attempt(link: Link, fn: Callable[[Any], Any]) -> Any:
     "A call with a few attempts; raises `BackendError`."
     tries = Tries(link)
-    for k in range(link.attempts):
-        if k and link.closing.wait(link.pause_s * 2 ** (k - 1)):
-            break
-        try:
-            return fn(fresh_client(link))
-        except RLNotebookError:
-            raise
-        except link.caught as error:
-            tries.failed(error)
+    with link.silence.awaits("a call of the trainer"):
+        for k in range(link.attempts):
+            if k and link.closing.wait(link.pause_s * 2 ** (k - 1)):
+                break
+            try:
+                answer = fn(fresh_client(link))
+                link.silence.heard()
+                return answer
+            except RLNotebookError:
+                raise
+            except link.caught as error:
+                tries.failed(error)
     raise tries.over()
 
 # %% ../../nbs/24_backends.service.ipynb #970ee931

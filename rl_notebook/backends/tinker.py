@@ -273,18 +273,21 @@ class TinkerSampler:
 async def ask(sampler: TinkerSampler, link: Link, request: Callable[[Any], Any]) -> Any:
     "The answer to `request(client)`; again with a fresh client if it was lost. Raises `BackendError`."
     tries, client = Tries(link), None
-    for k in range(link.attempts):
-        if link.closing.is_set():
-            raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
-        if k:
-            await asyncio.sleep(link.pause_s * 2 ** (k - 1))
-        try:
-            client = link.client or await asyncio.to_thread(sampler.ready, link)
-            return await asyncio.wait_for(asyncio.wrap_future(as_future(request(client))), link.timeout_s)
-        except RLNotebookError:
-            raise
-        except link.caught as error:
-            tries.failed(error, client)
+    with link.silence.awaits("a request of the sampler"):
+        for k in range(link.attempts):
+            if link.closing.is_set():
+                raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
+            if k:
+                await asyncio.sleep(link.pause_s * 2 ** (k - 1))
+            try:
+                client = link.client or await asyncio.to_thread(sampler.ready, link)
+                answer = await asyncio.wait_for(asyncio.wrap_future(as_future(request(client))), link.timeout_s)
+                link.silence.heard()
+                return answer
+            except RLNotebookError:
+                raise
+            except link.caught as error:
+                tries.failed(error, client)
     raise tries.over()
 
 # %% ../../nbs/24b_backends.tinker.ipynb #9a1e7951
