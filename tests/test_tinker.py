@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -967,3 +968,25 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tinker", None)
     with pytest.raises(MissingExtra, match=r"the Tinker backend: got no tinker. pip install 'rl-notebook\[tinker\]'"):
         tinker_sdk()
+
+
+def test_a_call_that_hangs_or_is_tried_again_says_so(model, monkeypatch):
+    "Through the real SDK: an update that takes two seconds, one that the service refuses for a while, and a slow draw."
+    from rl_notebook.backends import service as link_module
+    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.backends.openai import Silence
+
+    lines = []
+    monkeypatch.setattr(link_module, "Silence", partial(Silence, every_s=0.5))
+    faults = "slow:at=1:s=2:path=/optim_step,restart_trainer:at=2:path=/optim_step,slow:at=1:s=2:path=/asample"
+
+    async def test(running):
+        async with await opened(running, say=lines.append, pause_s=1.2) as backend:
+            await backend.sampler.sample([1, 2, 3], SampleParams(max_tokens=2, seed=1))
+            return await trained(backend, 2)
+
+    with start_emulator(model=model, key=KEY, faults=faults) as running:
+        run(test(running))
+    assert any("waiting for" in line and line.endswith("a call of the trainer") for line in lines), lines
+    assert any("waiting for" in line and "a request of the sampler" in line for line in lines), lines
+    assert any("1 attempt" in line and "failed, the last with" in line for line in lines), lines
