@@ -448,6 +448,7 @@ def has_weights(sync: FireworksSync) -> bool:
     if sync.served is None:
         return True
     allowed, where = {sync.served, sync.loading}, (sync.syncer.deployment_id, sync.syncer.base_model)
+    replicas: list[Mapping[str, Any]] = []
     for attempt in range(1, HOTLOAD_ATTEMPTS + 1):
         try:
             with as_backend_errors("deployment"):
