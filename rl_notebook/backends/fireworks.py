@@ -199,7 +199,7 @@ class FireworksSampler:
         "Close the connections."
         self.drawer.close()
 
-
+# %% ../../nbs/25b_backends.fireworks.ipynb #bc9e46dd
 async def draw_from(sampler: FireworksSampler, prompt: list[int], params: SampleParams, seed: int | None) -> Completion:
     "One request for one completion; raises `BackendError`."
     tokenizer, version = sampler.drawer.tokenizer, sampler.policy_version
