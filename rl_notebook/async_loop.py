@@ -24,6 +24,7 @@ from rl_notebook.loop import (
     GRPOLoop,
     StepState,
     answer,
+    between_turns,
     compared,
     encode,
     enter,
@@ -580,6 +581,7 @@ class AsyncPhases(GRPOLoop):
         held = f"; no row is started: {p.held}" if p.held else ""
         return f"{super().place}; {len(p.flights)} rows under way, {len(p.ready)} ready{held}"
 
+    @between_turns
     def prompts(self) -> Listing[Prompt]:
         "Start the rows that may be started."
         return admit_phase(self)
@@ -589,6 +591,7 @@ class AsyncPhases(GRPOLoop):
         "Wait for a batch of rows that can teach something."
         return await collect_phase(self)
 
+    @between_turns
     def score(self, reward_fns: Any = None) -> Listing[PromptGroup]:
         "The grades of the batch; `reward_fns` grades it again."
         fresh = reward_fns is None and self.state.values.get("sample") is self.flow.sampled
@@ -615,8 +618,8 @@ class AsyncGRPOLoop(AsyncPhases):
     "GRPO with rollouts beside training, one phase at a time."
 
     @staged
-    async def step(self) -> StepRecord | None:
-        "Run what is left of this step; None if a stop was requested before it was finished."
+    async def rest_of_step(self) -> StepRecord | None:
+        "`step` for a run, which ends where a stop was requested before."
         record = await rest_of_step(self)
         if self.stage.shared:
             await self.pause(drain=True)

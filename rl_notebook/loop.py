@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import functools
 import html
@@ -26,11 +27,11 @@ import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 'AnyLoop',
-           'NOT_FOR_BRANCHES', 'GRADING', 'HELD_OUT', 'LISTENING', 'BEFORE', 'GAP', 'call_text', 'StepState', 'enter',
-           'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'check_loss', 'Stage', 'LoopMemory',
-           'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text', 'phase_marks', 'loop_text',
-           'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'measured', 'encode', 'prompts_phase',
+__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MARK_STYLE', 'UNDO_TO', 'TURNS', 'P', 'R', 'AnyLoop',
+           'NOT_FOR_BRANCHES', 'GRADING', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text', 'StepState',
+           'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'check_loss', 'Stage',
+           'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text', 'phase_marks',
+           'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'measured', 'encode', 'prompts_phase',
            'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase', 'score_phase', 'compared',
            'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums',
            'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
@@ -38,13 +39,14 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MAR
            'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo',
            'size_of', 'joined_report', 'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'keep_entry',
            'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase',
-           'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'claim',
-           'on_stage', 'staged', 'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off',
-           'Answered', 'answer', 'take_in', 'refill_step', 'own_evaluation', 'evaluate_rows', 'with_signal',
-           'train_chunk', 'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'run_phase',
-           'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch',
-           'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops',
-           'steps_left', 'records_from', 'run_steps', 'LoopPhases', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint',
+           'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'has_turn',
+           'join_turn', 'busy_text', 'claim', 'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name',
+           'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer', 'take_in', 'refill_step',
+           'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
+           'settle_passes', 'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length',
+           'window_prompts', 'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
+           'stop_on_interrupt', 'request_stops', 'steps_left', 'records_from', 'why_ended', 'RunRecords',
+           'verdict_line', 'run_steps', 'LoopPhases', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint',
            'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way',
            'way_to', 'at_rest', 'rebuild', 'Arrival', 'seek_step']
 
@@ -249,6 +251,7 @@ class Stage:
         self.holder: LoopMemory | None = None  # at work now
         self.depth = 0  # how many calls of the holder lie inside each other
         self.task: asyncio.Task[Any] | None = None  # that the holder began in
+        self.turn: object | None = None  # of the holder; who is in it has it in `TURNS`
         self.lock = asyncio.Lock()
         self.event_loop: asyncio.AbstractEventLoop | None = None  # that the lock belongs to
 
@@ -1051,34 +1054,61 @@ async def take_over(loop: Loop) -> None:
     stage.actor = loop
 
 # %% ../nbs/33_loop.ipynb #8b01f09b
+TURNS: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())  # that this task is in
+
+
+def has_turn(loop: Loop) -> bool:
+    "Whether the caller may use the backend now: in a turn of this loop, or between two steps of its window."
+    stage = loop.stage
+    if stage.holder is not loop:
+        return False
+    return stage.turn in TURNS.get() or (loop.in_window and stage.depth == 1 and not loop.running)
+
+
+def join_turn(turn: object) -> None:
+    "Go on with a turn, in whichever task one is now."
+    if turn not in TURNS.get():
+        TURNS.set((*TURNS.get(), turn))
+
+
+def busy_text(loop: Loop) -> str:
+    "What a loop is at, and for whom."
+    return f"{loop.running or 'a step'} is under way, begun in another cell or by a dashboard"
+
+
 def claim(stage: Stage, loop: Loop) -> asyncio.Lock:
-    "The lock to wait for; raises PhaseError where waiting would never end."
+    "The lock to wait for; raises PhaseError where waiting would never end, or not before a window does."
     if stage.event_loop is not asyncio.get_running_loop():  # the one before has ended, and everything in it
         stage.lock, stage.event_loop = asyncio.Lock(), asyncio.get_running_loop()
-        stage.holder, stage.task, stage.depth = None, None, 0
+        stage.holder, stage.task, stage.turn, stage.depth = None, None, None, 0
     if stage.holder not in (None, loop) and stage.task is asyncio.current_task():
         got = f"a window of {stage.holder.name!r} that waits for this"
         fix = "Let the window end first, or put the two loops into tasks of their own."
         raise PhaseError(f"a turn for {loop.name!r}", got=got, expected="the backend to be free", fix=fix)
+    if stage.holder is loop and loop.in_window and not has_turn(loop):
+        fix = "Wait for the step under way, or press Stop (loop.stop()) to end the window."
+        raise PhaseError("a window of several steps", where=loop.place, got=busy_text(loop), fix=fix)
     return stage.lock
 
 
 @asynccontextmanager
-async def on_stage(loop: Loop) -> AsyncIterator[None]:
+async def on_stage(loop: Loop) -> AsyncIterator[object]:  # the turn, for `join_turn`
     "Hold the backend, with this loop's weights on it."
     stage = loop.stage
     lock = claim(stage, loop)
-    if stage.holder is not loop:
+    if not has_turn(loop):
         await lock.acquire()
-        stage.holder, stage.task = loop, asyncio.current_task()
+        stage.holder, stage.task, stage.turn = loop, asyncio.current_task(), object()
+        join_turn(stage.turn)
     stage.depth += 1
     try:
         await take_over(loop)
-        yield
+        yield stage.turn
     finally:
         stage.depth -= 1
         if not stage.depth:
-            stage.holder = stage.task = None
+            TURNS.set(tuple(turn for turn in TURNS.get() if turn is not stage.turn))
+            stage.holder = stage.task = stage.turn = None
             lock.release()
 
 # %% ../nbs/33_loop.ipynb #987b8f94
@@ -1098,6 +1128,19 @@ def staged(
             return await method(loop, *args, **kwargs)
 
     return in_turn
+
+
+def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Concatenate[AnyLoop, P], R]:
+    "The method, unless the loop is in the middle of somebody else's turn."
+
+    @functools.wraps(method)
+    def refused_in_turns(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
+        if loop.stage.holder is loop and not has_turn(loop):
+            fix = "Pause the dashboard, or wait until the other cell is done."
+            raise PhaseError(method.__name__, where=loop.place, got=busy_text(loop), fix=fix)
+        return method(loop, *args, **kwargs)
+
+    return refused_in_turns
 
 # %% ../nbs/33_loop.ipynb #47012cac
 NOT_FOR_BRANCHES = (
@@ -1382,7 +1425,7 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
             batches = window_batches(source, useful, loop.cfg.prompt_groups_per_step)
             while batch := await next_batch(loop, batches):
                 take_in(loop, batch)
-                if (record := await loop.step()) is None:
+                if (record := await loop.rest_of_step()) is None:
                     return
                 trained, upcoming = trained or record.trained, loop.state
                 groups += record.groups
@@ -1403,10 +1446,11 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
 async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
     "The rest of the step under way, one step, or one window of at most so many steps."
     if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
-        async with on_stage(loop), aclosing(window_steps(loop, window_length(loop, left))) as records:
+        async with on_stage(loop) as turn, aclosing(window_steps(loop, window_length(loop, left))) as records:
             async for record in records:
                 yield record
-    elif (record := await loop.step()) is not None:
+                join_turn(turn)
+    elif (record := await loop.rest_of_step()) is not None:
         await reach_boundary(loop)
         yield record
 
@@ -1464,7 +1508,7 @@ async def records_from(loop: GRPOLoop, steps: int | None = None) -> AsyncGenerat
     loop.stop_requested, end = False, None if steps is None else loop.state.number + steps
     with stop_on_interrupt(loop):
         try:
-            while not (is_done(loop) or loop.stop_requested or loop.state.number == end):
+            while not (is_done(loop) or loop.stop_requested or steps_left(loop, end) <= 0):
                 async with aclosing(next_records(loop, steps_left(loop, end))) as records:
                     async for record in records:
                         yield record
@@ -1472,17 +1516,62 @@ async def records_from(loop: GRPOLoop, steps: int | None = None) -> AsyncGenerat
             loop.rest()
 
 # %% ../nbs/33_loop.ipynb #f16dba4c
-async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool = True) -> list[StepRecord]:
+def why_ended(loop: Loop, steps: int | None, made: int) -> str:
+    "Why a run has made fewer steps than it was asked for, and how to go on; empty when it has made them all."
+    if made == steps or (steps is None and made and not loop.stop_requested):
+        return ""
+    if loop.stop_requested and not is_done(loop):
+        return f"stopped as requested ({loop.place}); run and step go on from there"
+    if not loop.rows_left:
+        rows = f"{len(loop.rows)} rows, epochs={loop.cfg.epochs}"
+        return f"all {loop.cursor.consumed} prompts are used up ({rows}); raise epochs, or pass more rows"
+    if is_done(loop):
+        return f"all steps of the config are done (steps={loop.cfg.steps}); raise steps"
+    return "the other steps were made by another cell, or by a dashboard"
+
+
+class RunRecords(list[StepRecord]):
+    "The records of a run; displays those whose verdict was not shown while it ran."
+
+    def __init__(self, ended: str = "", shown: bool = False):
+        super().__init__()
+        self.ended = ended  # why it made fewer steps than it was asked for; empty when it made them all
+        self.shown = shown  # whether verdicts and the end were printed
+
+    def __repr__(self) -> str:
+        which = f", steps {spans([r.step for r in self])}" if self else ""
+        count = f"{len(self)} record{'s' * (len(self) != 1)}{which}"
+        return count if self.shown else "\n".join([*(r.verdict for r in self), *filter(None, [self.ended]), count])
+
+
+CHECKS: list[Callable[[StepRecord, StepRecord | None], Sequence[str]]] = []  # names of what did not hold in a step
+
+
+def verdict_line(loop: Loop, record: StepRecord) -> str:
+    "The verdict of a step with the names of the checks that failed."
+    previous = next((r for r in reversed(loop.records) if r.step == record.step - 1), None)
+    failed = ", ".join(name for check in CHECKS for name in check(record, previous))
+    return record.verdict + (f"  ✗ {failed}" if failed else "")
+
+# %% ../nbs/33_loop.ipynb #4a77beb7
+async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool = True) -> RunRecords:
     "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
-    done = []
+    done, planned = RunRecords(shown=progress), loop.planned_steps
+    total = steps if steps is not None or planned is None else max(0, planned - loop.state.number + 1)
     try:
-        with tqdm(total=steps or loop.cfg.steps, desc="steps", disable=no_bar(progress)) as loop.bar:
+        with tqdm(total=total, desc="steps", disable=no_bar(progress)) as loop.bar:
             async with aclosing(records_from(loop, steps)) as records:
                 async for record in records:
                     done.append(record)
                     loop.bar.update()
                     if progress:
-                        loop.bar.write(record.verdict)
+                        loop.bar.write(await asyncio.to_thread(verdict_line, loop, record))
+            done.ended = why_ended(loop, steps, len(done))
+            if done.ended and progress:
+                loop.bar.set_postfix_str(done.ended.partition(" (")[0])
+                loop.bar.write(f"{len(done) or 'no'} steps: {done.ended}")
+        if done.ended and hasattr(loop.bar, "disp"):  # a bar in a notebook is red before its end
+            loop.bar.disp(bar_style="info")
     finally:
         loop.bar = None
     return done
@@ -1491,6 +1580,7 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
 class LoopPhases(Loop):
     "The phases of a step, by name. What uses the backend is done in a turn of its own: see `Stage`."
 
+    @between_turns
     def prompts(self) -> Listing[Prompt]:
         "Take the next rows and encode them."
         return prompts_phase(self)
@@ -1500,14 +1590,17 @@ class LoopPhases(Loop):
         "Draw all completions of the step."
         return await sample_phase(self)
 
+    @between_turns
     def score(self, reward_fns: Any = None) -> Listing[PromptGroup]:
         "Grade the samples; `reward_fns` replaces the loop's for this step."
         return score_phase(self, reward_fns)
 
+    @between_turns
     def advantages(self, scale: str | None = None) -> Listing[PromptGroup]:
         "Compare the samples of each group; `scale` replaces the config's for this step."
         return advantages_phase(self, scale)
 
+    @between_turns
     def datums(self, overlong: str | None = None) -> Listing[Datum]:
         "Training sequences of the groups that can teach something."
         return datums_phase(self, overlong)
@@ -1517,6 +1610,7 @@ class LoopPhases(Loop):
         "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
         return await reference_phase(self, policy)
 
+    @between_turns
     def loss(self, **changes: Any) -> LossReport | Measured:
         "Look at the loss without an update; `changes` to the config's options stay until the step ends or others come."
         return loss_phase(self, **changes)
@@ -1536,6 +1630,7 @@ class LoopPhases(Loop):
         "Hand the new weights to the sampler, if this step is due for it."
         return await sync_phase(self)
 
+    @between_turns
     def finish(self) -> StepRecord:
         "Close the step: make its record, hand it to the outputs, open the next step."
         return finish_phase(self)
@@ -1592,7 +1687,13 @@ class GRPOLoop(LoopPhases):
 
     @staged
     async def step(self) -> StepRecord | None:
-        "Run what is left of this step; None if a stop was requested before it was finished."
+        "Run what is left of this step, also after a stop; None if another stop is requested before it is finished."
+        self.stop_requested = False
+        return await self.rest_of_step()
+
+    @staged
+    async def rest_of_step(self) -> StepRecord | None:
+        "`step` for a run, which ends where a stop was requested before."
         return await rest_of_step(self)
 
     def stop(self) -> None:
@@ -1606,7 +1707,7 @@ class GRPOLoop(LoopPhases):
     def __aiter__(self) -> AsyncGenerator[StepRecord, None]:
         return self.records_from_here()
 
-    async def run(self, steps: int | None = None, *, progress: bool = True) -> list[StepRecord]:
+    async def run(self, steps: int | None = None, *, progress: bool = True) -> RunRecords:
         "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
         return await run_steps(self, steps, progress=progress)
 

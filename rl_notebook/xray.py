@@ -34,7 +34,7 @@ from rl_notebook.core import (
     RolloutSample,
 )
 from .datums import attach, datums_from_groups
-from .loop import as_rows, as_task, check_backend, configured, first_cursor, rollout_setup
+from .loop import CHECKS, as_rows, as_task, check_backend, configured, first_cursor, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .records import StepRecord
 from .rollouts import Prompt, arrivals, encode_rows, require_some
@@ -49,8 +49,8 @@ __all__ = ['MARKS', 'MUTED', 'EDGE', 'LOOKS', 'ROUNDING', 'VALUES', 'SUMS', 'SER
            'gradient_size', 'gradient_words', 'reads_sampler', 'corrects', 'update_words', 'nothing_words',
            'left_out_words', 'sentence', 'check_finite', 'check_completions', 'check_signal', 'check_duplicates',
            'check_advantages', 'mask_fault', 'check_mask', 'without_loss', 'check_ratio', 'check_reference',
-           'check_correction', 'check_gradient', 'check_version', 'invariants', 'XRay', 'xray', 'two_values',
-           'dead_share', 'dead_shares', 'percent', 'bars_text', 'bars_svg', 'round_trip', 'check_budget',
+           'check_correction', 'check_gradient', 'check_version', 'invariants', 'failed_names', 'XRay', 'xray',
+           'two_values', 'dead_share', 'dead_shares', 'percent', 'bars_text', 'bars_svg', 'round_trip', 'check_budget',
            'check_reward', 'check_functions', 'check_dead', 'check_tokens', 'check_agreement', 'peak_memory', 'Cost',
            'Preflight', 'first_answers', 'stopwatch', 'rehearse', 'preflight']
 
@@ -770,6 +770,14 @@ def invariants(
         check_gradient(record),
         check_version(record, weight_sync_interval),
     )
+
+
+def failed_names(record: StepRecord, previous: StepRecord | None = None) -> list[str]:
+    "Names of the checks that do not hold."
+    return [c.name for c in invariants(record, previous) if c.ok is False]
+
+
+CHECKS[:] = [failed_names]  # behind the verdicts that a run prints
 
 # %% ../nbs/40_xray.ipynb #485815b6
 @dataclass(frozen=True, repr=False)

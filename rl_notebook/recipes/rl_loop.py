@@ -26,6 +26,7 @@ from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
 from ..async_loop import AsyncGRPOLoop
 from ..loop import AdvantageFn, EvaluationFn, GRPOLoop, no_bar, restore_checkpoint, save_checkpoint
+from ..loop import verdict_line
 from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
@@ -200,7 +201,7 @@ async def _train(loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any
         with tqdm(total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar(progress)) as loop.bar:
             async for record in loop:
                 loop.bar.update()
-                say(record.verdict)
+                say(await asyncio.to_thread(verdict_line, loop, record))
         stopped = loop.stop_requested and not loop.done
         await saver.save()
     except Exception as error:

@@ -61,8 +61,7 @@ from ..xray import invariants, sentence
 async def one_phase(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
     "Run the next phase as a step runs it."
     if loop.overlaps and not loop.state.values:
-        async with on_stage(loop):
-            return await loop.overlapped_half()
+        return await loop.overlapped_half()
     if loop.state.current != "finish":
         return await run_phase(loop, loop.state.current)
     if evaluation_due(loop):
@@ -73,12 +72,10 @@ async def one_phase(loop: GRPOLoop) -> StepRecord | None:  # the record, when th
 
 
 async def one_turn(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
-    "`one_phase`; rollouts beside training begin in a turn of their loop, and end where another loop may have the next."
-    if not isinstance(loop, AsyncGRPOLoop):
-        return await one_phase(loop)
+    "`one_phase` in a turn of its loop; rollouts beside training end where another loop may have the next one."
     async with on_stage(loop):
         record = await one_phase(loop)
-        if record is not None and loop.stage.shared:
+        if isinstance(loop, AsyncGRPOLoop) and record is not None and loop.stage.shared:
             await loop.pause(drain=True)
             loop.flow.producer.held = AT_REST
     return record
@@ -108,8 +105,8 @@ ACTIONS = {
 # %% ../../nbs/53_views.dashboard.ipynb #b837edfc
 def refusal(player: Player, action: str) -> str:  # a sentence; empty when the action makes sense
     "Why an action makes no sense now."
-    loop, mine = player.loop, player.doing or (player.window is not None)
-    elsewhere = "" if mine else run_elsewhere(loop)
+    loop = player.loop
+    elsewhere = "" if player.doing else loop.running if player.window is not None else run_elsewhere(loop)
     if player.closed:
         return "This dashboard is closed; another one may have taken its place."
     if action in ("pause", "stop"):
