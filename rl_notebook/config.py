@@ -19,22 +19,24 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 
-from .core import AdamParams, ConfigError, LossError, SampleParams
+from .core import COLDEST, AdamParams, ConfigError, LossError, SampleParams, quoted, without_keys
 
 # %% auto #0
 __all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNormalization', 'TrackerName', 'RecipeName',
-           'RENAMED', 'LOSS_TYPES', 'CONVERTED', 'NEUTRAL', 'AT_LEAST', 'ABOVE', 'CLIPPED', 'DUAL_CLIPPED', 'CAPPED',
-           'UNANCHORED', 'OWN_KNOBS', 'BACKENDS', 'TRAINED_HERE', 'ONLY_FOR', 'ASYNC_ONLY', 'NOT_ASYNC', 'RULES', 'T',
-           'TaskSettings', 'SamplingSettings', 'SignalSettings', 'LossSettings', 'UpdateSettings', 'RunSettings',
-           'ScheduleSettings', 'TISConfig', 'ISConfig', 'DAPOConfig', 'GSPOConfig', 'CISPOConfig', 'DROConfig',
-           'SAPOConfig', 'IGPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig', 'HotloadConfig',
-           'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce', 'leaf_types',
-           'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules', 'loss_options',
-           'builtin_rules', 'sampling_rules', 'run_rules', 'backend_rules', 'schedule_rules', 'read_yaml', 'plain',
-           'nested', 'accepts_other_spellings', 'Stored', 'SettingsTable', 'compared', 'changed_settings', 'Config']
+           'RENAMED', 'LOSS_TYPES', 'CONVERTED', 'NEUTRAL', 'AT_LEAST', 'ABOVE', 'AT_MOST_ONE', 'CLIPPED',
+           'DUAL_CLIPPED', 'CAPPED', 'UNANCHORED', 'OWN_KNOBS', 'BACKENDS', 'TRAINED_HERE', 'ONLY_FOR', 'ASYNC_ONLY',
+           'NOT_ASYNC', 'RULES', 'T', 'TaskSettings', 'SamplingSettings', 'SignalSettings', 'LossSettings',
+           'UpdateSettings', 'RunSettings', 'ScheduleSettings', 'TISConfig', 'ISConfig', 'DAPOConfig', 'GSPOConfig',
+           'CISPOConfig', 'DROConfig', 'SAPOConfig', 'IGPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig',
+           'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce',
+           'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules',
+           'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'backend_rules', 'schedule_rules',
+           'read_yaml', 'plain', 'nested', 'accepts_other_spellings', 'Stored', 'SettingsTable', 'compared',
+           'changed_settings', 'Config']
 
 # %% ../nbs/06_config.ipynb #f1f9d6f8
 @dataclass(frozen=True, kw_only=True)
@@ -376,6 +378,27 @@ class SubConfigs:
     trainer: TrainerConfig | None = None  # Fireworks
     infra: InfraConfig | None = None  # Fireworks, the earlier spelling of `trainer`
 
+# %% ../nbs/06_config.ipynb #d03497cf
+def _plain_given(value: Any, name: str, room: list[int], depth: int = 20) -> Any:
+    "A value in plain Python types, whatever it was; raises ConfigError for what has none, or has no end."
+    room[0] -= 1
+    if room[0] < 0 or depth < 0:
+        raise ConfigError(name, where="Config", got="lists without end, or thousands of values", expected="fewer")
+    if value is None or isinstance(value, bool | int | float | str | os.PathLike | Enum) or is_dataclass(value):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain_given(k, name, room): _plain_given(v, name, room, depth - 1) for k, v in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_plain_given(v, name, room, depth - 1) for v in value]
+    try:
+        number = value.item() if hasattr(value, "item") else float(value)  # numpy's, torch's, a Decimal
+    except Exception:  # somebody else's type
+        number = None
+    if isinstance(number, bool | int | float):
+        return number
+    expected = "a plain value: text, a number, true or false, a list or a mapping"
+    raise ConfigError(name, where="Config", got=quoted(value), expected=expected)
+
 # %% ../nbs/06_config.ipynb #8e5052ec
 def _nearest(name: str, known: Sequence[str]) -> str:
     "A question that names the nearest known spelling, or nothing."
@@ -385,15 +408,17 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 # %% ../nbs/06_config.ipynb #c6688079
 def _number(value: Any, kind: type) -> int | float | None:
     "`value` as int or float if nothing is lost, else None."
-    if isinstance(value, bool) or (not isinstance(value, int | float | str) and not hasattr(value, "__float__")):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or one of hundreds of digits
         return None
-    if not math.isfinite(number) or (kind is int and number != int(number)):
-        return None
-    return kind(value) if isinstance(value, int) else kind(number)
+    if kind is int:
+        fits = math.isfinite(number) and number == int(number) and number <= 2.0**64
+    else:
+        fits = number == 0 or 1e-37 < abs(number) < 1e38  # what float32 holds, with its digits
+    return (kind(value) if isinstance(value, int) else kind(number)) if fits else None
 
 # %% ../nbs/06_config.ipynb #32aec090
 def coerce(
@@ -419,12 +444,10 @@ def coerce(
 def _choice(value: Any, choices: tuple, name: str) -> Any:
     "One of a few words or numbers; an enum member stands for its value."
     value = value.value if isinstance(value, Enum) else value
-    if value in choices and type(value) in {type(c) for c in choices}:
+    if type(value) in {type(c) for c in choices} and value in choices:
         return value
-    expected = " or ".join(map(repr, choices))
-    raise ConfigError(
-        name, where="Config", got=repr(value), expected=expected, fix=_nearest(value, [str(c) for c in choices])
-    )
+    near = _nearest(value, [str(c) for c in choices]) if isinstance(value, str) else ""
+    raise ConfigError(name, where="Config", got=quoted(value), expected=" or ".join(map(repr, choices)), fix=near)
 
 # %% ../nbs/06_config.ipynb #7d17ff07
 def _scalar(value: Any, hint: Any, name: str) -> Any:
@@ -433,13 +456,26 @@ def _scalar(value: Any, hint: Any, name: str) -> Any:
         return hint(value)
     if hint in (int, float) and (number := _number(value, hint)) is not None:
         return number
-    if hint is str and isinstance(value, str | os.PathLike):
+    if hint is str and isinstance(value, str | os.PathLike) and _is_text(os.fspath(value), name):
         return os.fspath(value)
     if (hint is bool and isinstance(value, bool)) or hint is Any:
         return value
-    wanted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    wanted = {
+        int: "a whole number up to 2**64",
+        float: "a finite number, 0 or from 1e-37 to 1e38 in size",
+        bool: "true or false",
+        str: "text that is not blank, without NUL and halves of surrogate pairs",
+    }
     expected = wanted.get(hint) or str(getattr(hint, "__name__", hint)).replace("typing.", "")
-    raise ConfigError(name, where="Config", got=repr(value), expected=expected)
+    raise ConfigError(name, where="Config", got=quoted(value), expected=expected)
+
+
+def _is_text(value: Any, name: str) -> bool:
+    "Whether files and services take it; blank only where it says something."
+    may_be_blank = name in ("stop", "system_prompt", "igpo.answer_lead")
+    if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):
+        return False
+    return (value != "" or name != "stop") if may_be_blank else bool(value.strip()) and "\0" not in value
 
 # %% ../nbs/06_config.ipynb #67d4e965
 RENAMED: dict[str, str] = {
@@ -525,7 +561,7 @@ def _epsilon(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "epsilon",
             where="Config",
-            got=f"{value!r} with loss_type 'cispo'",
+            got=f"{quoted(value)} with loss_type 'cispo'",
             expected="epsilon_high, TRL's only bound there",
         )
     return {"eps_clip": value}
@@ -557,7 +593,7 @@ def _scale_rewards(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     "TRL's `scale_rewards`, a word or a truth value."
     words = {True: "std", False: "none", "group": "std", "none": "none", "batch": "batch"}
     if not isinstance(value, bool | str) or value not in words:
-        raise ConfigError("scale_rewards", where="Config", got=repr(value), expected="'group', 'batch' or 'none'")
+        raise ConfigError("scale_rewards", where="Config", got=quoted(value), expected="'group', 'batch' or 'none'")
     return {"advantage_scale": words[value]}
 
 # %% ../nbs/06_config.ipynb #5bce9718
@@ -600,7 +636,7 @@ NEUTRAL: dict[str, tuple[Any, str]] = {  # setting: (the only value accepted, wh
 def _only(value: Any, accepted: Any, name: str, why: str = "") -> dict[str, Any]:
     "Nothing to set if `value` is the one that is accepted."
     if value != accepted:
-        raise ConfigError(name, where="Config", got=repr(value), expected=repr(accepted), fix=why and f"Here {why}.")
+        raise ConfigError(name, where="Config", got=quoted(value), expected=repr(accepted), fix=why and f"Here {why}.")
     return {}
 
 # %% ../nbs/06_config.ipynb #5f7861a0
@@ -628,6 +664,8 @@ def flat(
     "Settings laid flat; an empty sub-config stays as `{name: {}}`."
     leaves: dict[str, Any] = {}
     for name, value in given.items():
+        if not isinstance(name, str):
+            raise ConfigError("setting", where="Config", got=quoted(name), expected="a name, which is text")
         if is_dataclass(value) and not isinstance(value, type):
             value = {f.name: v for f in fields(value) if (v := getattr(value, f.name)) is not None}
         if name not in prefixes or value is None:
@@ -635,7 +673,7 @@ def flat(
         elif isinstance(value, Mapping):
             leaves |= {f"{name}.{k}": v for k, v in value.items()} or {name: {}}
         else:
-            raise ConfigError(name, where="Config", got=repr(value), expected="a sub-config or a mapping")
+            raise ConfigError(name, where="Config", got=quoted(value), expected="a sub-config or a mapping")
     return leaves
 
 # %% ../nbs/06_config.ipynb #33f36147
@@ -646,7 +684,7 @@ def canonical(
 ) -> tuple[dict[str, Any], list[str]]:  # flat settings under our names, and "theirs -> ours" for each other spelling
     "Settings under their one name, in their types; raises ConfigError for unknown and contradictory ones."
     known, prefixes = leaf_types(cls), [*sub_configs(cls), "hotload"]
-    laid = flat(given, prefixes)
+    laid = {name: _plain_given(value, name, [10_000]) for name, value in flat(given, prefixes).items()}
     context = {**flat(beside or {}, prefixes), **laid}
     settings, came_from, notes = {}, {}, []
     for name, value in laid.items():
@@ -654,7 +692,7 @@ def canonical(
         for target, v in ours.items():
             v = coerce(v, known[target], target) if target in known else v
             if settings.setdefault(target, v) != v:
-                got = f"{came_from[target]}={settings[target]!r} and {name}={v!r}"
+                got = f"{came_from[target]}={quoted(settings[target])} and {name}={quoted(v)}"
                 raise ConfigError(f"{target} is given twice", where="Config", got=got, fix="Keep one of them.")
             came_from.setdefault(target, name)
         notes += [f"{name} -> {', '.join(ours)}"] if [*ours] not in ([], [name]) else []
@@ -701,14 +739,18 @@ AT_LEAST: dict[int, str] = {
     "max_samples_per_fwd_bwd min_samples_per_fwd_bwd tis.icepop_threshold pipeline_chunks_per_step ppo_n_minibatches "
     "min_group_size igpo.scoring_workers",
     0: "eval_rows eval_interval top_k weight_sync_interval dcp_save_interval overlong_buffer kl_beta adam_beta1 "
-    "adam_beta2 adam_eps weight_decay grad_clip_norm lora_rank eps_clip eps_clip_high tis.floor dro.beta seed "
-    "max_head_offpolicy_versions max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma",
+    "adam_beta2 weight_decay grad_clip_norm lora_rank eps_clip eps_clip_high tis.floor dro.beta seed "
+    "resume.step_offset max_head_offpolicy_versions max_incomplete_group_retries rollout_retries igpo.ig_weight "
+    "igpo.gamma dapo.eps_clip dapo.eps_clip_high gspo.clip_ratio_low gspo.clip_ratio_high cispo.eps_low cispo.eps_high",
 }
 ABOVE: dict[int, str] = {
     1: "eps_clip_c dapo.eps_clip_c",
     0: "learning_rate temperature top_p ratio_log_cap tis.cap lora_alpha sapo.temperature_pos sapo.temperature_neg "
-    "max_rollout_failure_rate",
+    "max_rollout_failure_rate adam_eps dapo.ratio_log_cap gspo.seq_ratio_log_cap cispo.ratio_log_cap "
+    "weight_sync.dcp_timeout weight_sync.weight_sync_timeout trainer.timeout_s infra.trainer_timeout_s "
+    "deployment.deployment_timeout_s deployment.reattach_settle_timeout_s deployment.sample_timeout",
 }
+AT_MOST_ONE = "top_p max_rollout_failure_rate igpo.gamma eps_clip dapo.eps_clip gspo.clip_ratio_low cispo.eps_low"
 
 # %% ../nbs/06_config.ipynb #765a1257
 def range_rules(leaves: Mapping[str, Any]) -> Iterator[str]:
@@ -718,9 +760,14 @@ def range_rules(leaves: Mapping[str, Any]) -> Iterator[str]:
             for name in names.split():
                 if (value := leaves.get(name)) is not None and not ok(float(value), float(bound)):
                     yield f"{name}: got {value}; expected {word} {bound}"
-    for name in ("top_p", "max_rollout_failure_rate", "igpo.gamma"):
+    for name in AT_MOST_ONE.split():
         if (leaves.get(name) or 0) > 1:
             yield f"{name}: got {leaves[name]}; expected at most 1"
+    for name, value in leaves.items():
+        if type(value) is int and value >= 2**31 and name != "seed":
+            yield f"{name}: got {value}; expected below 2**31"
+    if 0 < leaves.get("temperature", 1) < COLDEST:
+        yield f"temperature: got {leaves['temperature']}; expected at least {COLDEST:g}, for logits are divided by it"
     for name in ("adam_beta1", "adam_beta2"):
         if leaves[name] >= 1:
             yield f"{name}: got {leaves[name]}; expected below 1"
@@ -871,12 +918,24 @@ def run_rules(c: Any) -> Iterator[str]:
         yield "lora_alpha: there is no adapter at lora_rank=0. Set lora_rank or leave it out"
     if c.eval_interval > 0 and c.eval_rows == 0 and c.recipe == "rl_loop":  # the others may be given a function
         yield "eval_interval: there are no held-out rows. Set eval_rows"
+    if c.log_path is not None and any(len(os.fsencode(part)) > 255 for part in Path(c.log_path).parts):
+        yield f"log_path: got {quoted(c.log_path, 40)}; a name in a path has at most 255 bytes"
     if "tensorboard" in c.report_to and c.log_path is None:
         yield "report_to: TensorBoard's event files go into the run folder. Set log_path"
     if c.dcp_save_interval > 0 and c.log_path is None and c.backend == "local":
         yield "dcp_save_interval: checkpoints go into the run folder. Set log_path"
 
 # %% ../nbs/06_config.ipynb #ca3afe3b
+def address_trouble(url: str) -> str | None:
+    "What is wrong with the address of a service; None = nothing."
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError as e:  # [::1, or a port of 99999
+        return f"{url!r} ({e})"
+    return None if usable and not re.search(r"\s", url) else repr(url)
+
+# %% ../nbs/06_config.ipynb #9d8fd761
 BACKENDS = ("local", "openai", "tinker", "fireworks")
 TRAINED_HERE = ("local", "openai")
 ONLY_FOR: dict[str, tuple[str, ...]] = {  # setting -> the backends that look at it
@@ -907,6 +966,10 @@ def backend_rules(c: Any) -> Iterator[str]:
         yield "router_replay_completion_only: nothing is replayed. Set router_replay=True or leave it out"
     if c.backend == "openai" and c.base_url is None:
         yield "base_url: backend='openai' samples from a server. Set its address, such as http://127.0.0.1:8000"
+    if c.base_url is not None and (trouble := address_trouble(c.base_url)):
+        yield f"base_url: got {trouble}; expected http://host:port or https://host"
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d{1,3})?", c.device):
+        yield f"device: got {c.device!r}; expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"
 
 # %% ../nbs/06_config.ipynb #5b6ab9cf
 def _no_jobs(c: Any) -> Iterator[str]:
@@ -979,22 +1042,39 @@ class _StrictLoader(yaml.SafeLoader):
     "YAML that refuses a key given twice."
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        keys = [k.value for k, _ in node.value]
+        keys = [k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)]
         if twice := sorted({k for k in keys if keys.count(k) > 1}):
             raise yaml.MarkedYAMLError(problem=f"{', '.join(twice)} given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 # %% ../nbs/06_config.ipynb #3f60ac5e
+def yaml_value(text: str) -> Any:
+    "What a YAML text says; raises ValueError with the reason."
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as e:
+        raise ValueError(" ".join(str(e).split())) from e
+    except RecursionError:
+        raise ValueError("brackets inside brackets, hundreds deep") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as e:  # of `!!int x`, `!!bool y`, 2020-99-99
+        why = f"{type(e).__name__}: {' '.join(str(e).split())[:80]}"
+        raise ValueError(f"a value that is not what it says to be ({why})") from e
+
+# %% ../nbs/06_config.ipynb #fc34cca7
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     "The mapping in a YAML file; raises ConfigError naming file and line."
+    where = quoted(str(path), 300)[1:-1]
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except OSError as e:
-        raise ConfigError("config file", where=str(path), got=e.strerror, expected="a readable YAML file") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError("config file", where=str(path), got=" ".join(str(e).split()), expected="YAML") from e
+        text = Path(path).read_bytes()
+    except (OSError, ValueError) as e:  # ValueError: a name that no file can have
+        got = getattr(e, "strerror", None) or e
+        raise ConfigError("config file", where=where, got=got, expected="a readable YAML file") from e
+    try:
+        data = yaml_value(text.decode())
+    except ValueError as e:
+        raise ConfigError("config file", where=where, got=e, expected="YAML") from e
     if not isinstance(data, dict):
-        raise ConfigError("config file", where=str(path), got=type(data).__name__, expected="a mapping of settings")
+        raise ConfigError("config file", where=where, got=type(data).__name__, expected="a mapping of settings")
     return data
 
 # %% ../nbs/06_config.ipynb #7ac78bdd
@@ -1075,6 +1155,10 @@ class Stored:
         return text
 
 # %% ../nbs/06_config.ipynb #4d00e42c
+def _in_table(value: Any) -> str:
+    return without_keys(quoted(value, 300))
+
+# %% ../nbs/06_config.ipynb #2e772f78
 @dataclass(frozen=True, repr=False)
 class SettingsTable:
     "Settings with two values each; false when there is none."
@@ -1086,14 +1170,15 @@ class SettingsTable:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        cells = [("setting", *self.columns), *((name, repr(a), repr(b)) for name, a, b in self.rows)]
+        cells = [("setting", *self.columns), *((name, *map(_in_table, pair)) for name, *pair in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(3)]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(c)}</th>" for c in ("setting", *self.columns))
         body = "".join(
-            f"<tr><td><b>{html.escape(name)}</b></td><td>{html.escape(repr(a))}</td><td>{html.escape(repr(b))}</td></tr>"
+            f"<tr><td><b>{html.escape(name)}</b></td><td>{html.escape(_in_table(a))}</td>"
+            f"<td>{html.escape(_in_table(b))}</td></tr>"
             for name, a, b in self.rows
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -1116,8 +1201,24 @@ def _settle(cfg: Config) -> None:
         object.__setattr__(cfg, "weight_sync", None)
 
 # %% ../nbs/06_config.ipynb #36bb2e4f
+_KEY_NAME = re.compile(r"(^|[._-])(api_?key|key|token|secret|password|credentials?)$", re.IGNORECASE)
+A_KEY, KEYLESS = "a value that looks like a key", "Put it into the environment; it must not reach a file or a screen."
+
+
+def keys_in(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    "The dotted names of settings that are called like a key, or that hold one."
+    for name, value in settings.items():
+        texts = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)]
+        if isinstance(value, Mapping):
+            yield from keys_in(value, f"{prefix}{name}.")
+        elif (value and _KEY_NAME.search(str(name))) or any(without_keys(text) != text for text in texts):
+            yield f"{prefix}{name}"
+
+# %% ../nbs/06_config.ipynb #9301216f
 def _check(cfg: Config) -> None:
     "Raise one ConfigError that lists every range and rule that is broken."
+    for name in keys_in(cfg.to_dict()):
+        raise ConfigError(name, where="Config", got=A_KEY, expected="a setting that anybody may read", fix=KEYLESS)
     complaints = [*range_rules(cfg.flat()), *(complaint for rules in RULES for complaint in rules(cfg))]
     if len(complaints) == 1:
         raise ConfigError(complaints[0], where="Config")

@@ -5,6 +5,8 @@
 # %% ../nbs/00_core.ipynb #9fed798e
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +19,48 @@ __all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'Conf
            'Completion', 'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams',
            'LossOutput']
 
+# %% ../nbs/00_core.ipynb #f51b9f4b
+_PREFIXED = r"(?:sk|tml|glpat|nvapi|xox[a-z]|xapp)-|(?:sk|fw|fpk|hf|gh[opusr]|github_pat|wandb_v1|pypi)_"
+_IN_QUERY = r"(?:[\w.-]*[_-])?(?:token|api_?key|key|secret|password|passwd|pwd|auth|signature|sig)"
+_DRAWN = r"(?=[\w-]{12})(?=[\w-]*?(?:[A-Za-z0-9]{16}|[A-Za-z]*\d[A-Za-z0-9]{7}))"  # no word of a sentence
+KEYS: tuple[tuple[str, str], ...] = (  # what looks like a key, and what is shown in its place
+    (r"(?<=://)[^\s/?#@'\"<>]+(?=@)", "***"),  # https://name:password@host
+    (rf"(?i)(?<=[?&])({_IN_QUERY}=)[^\s&#'\"<>]+", r"\1***"),  # ?token=...
+    (r"(?i)\b(bearer\s+)(?=\S*\d)[\w.~+/=-]{12,}", r"\1***"),
+    (rf"(?<![\w-])(?:{_PREFIXED}){_DRAWN}[\w-]+", "***"),
+    (r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{6,}", "***"),
+)
+_KEYS = tuple((re.compile(pattern), instead) for pattern, instead in KEYS)
+_HOLDS_KEY = re.compile(r"(API_?KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)  # names of environment variables
+
+
+def without_keys(text: str) -> str:
+    "The text with `***` for what looks like a key, and for the keys in the environment."
+    secrets = [value for name, value in os.environ.items() if len(value) >= 8 and _HOLDS_KEY.search(name)]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    for pattern, instead in _KEYS:
+        text = pattern.sub(instead, text)
+    return text
+
+# %% ../nbs/00_core.ipynb #a824c9a4
+def quoted(value: Any, limit: int = 80) -> str:
+    "A value as a message quotes it: its repr, or what it is where that fails, cut to so many characters."
+    try:
+        text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
+    except Exception as error:  # somebody else's repr, or a number of thousands of digits
+        text = f"a value of type {type(value).__name__}, whose repr raises {type(error).__name__}"
+    return text if len(text) <= limit else text[:limit] + " …"
+
+
+def plain_text(value: Any) -> str:
+    "A value as text that every terminal and file takes: halves of surrogate pairs are written out as `\\ud83d`."
+    try:
+        text = str(value)
+    except Exception:  # somebody else's str, as that of an exception
+        text = quoted(value)
+    return text.encode("utf-8", "backslashreplace").decode()
+
 # %% ../nbs/00_core.ipynb #e00884f1
 _NOTHING = object()
 
@@ -24,10 +68,10 @@ _NOTHING = object()
 def _sentence(what: str, where: str | None, got: Any, expected: str | None, fix: str | None) -> str:
     "The five parts of an error as one readable sentence."
     text = f"{where}: {what}" if where else what
-    parts = [f"got {got}"] if got is not _NOTHING else []
+    parts = [f"got {plain_text(got)}"] if got is not _NOTHING else []
     parts += [f"expected {expected}"] if expected else []
     text += ": " + "; ".join(parts) if parts else ""
-    return f"{text}. {fix}" if fix else text
+    return without_keys(plain_text(f"{text}. {fix}" if fix else text))
 
 # %% ../nbs/00_core.ipynb #c78808b7
 class RLNotebookError(Exception):
@@ -105,6 +149,14 @@ def _freeze(obj: Any, **arrays: Any) -> None:
             object.__setattr__(obj, name, frozen_array(value, dtype))
 
 # %% ../nbs/00_core.ipynb #6957cc99
+COLDEST = 1e-4  # the lowest temperature above 0: logits divided by it are finite in every precision
+_TEMPERATURES = f"at least 0; between 0 and {COLDEST:g}, take 0"
+
+
+def _is_temperature(value: float) -> bool:
+    return value == 0 or COLDEST <= value <= 1e6
+
+# %% ../nbs/00_core.ipynb #3eb49b66
 @dataclass(frozen=True)
 class SampleParams:
     "How completions of one prompt are drawn."
@@ -119,19 +171,21 @@ class SampleParams:
     seed: int | None = None  # completion i draws from its own generator (seed, i)
 
     def __post_init__(self):
-        checks = {
-            "n": self.n >= 1,
-            "max_tokens": self.max_tokens >= 1,
-            "temperature": self.temperature >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
-        }
-        for name, ok in checks.items():
+        whole = lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool)
+        number = lambda value: whole(value) or isinstance(value, float | np.floating)
+        each = lambda value, kind: isinstance(value, tuple | list) and all(map(kind, value))
+        for name, ok, expected in (
+            ("n", whole(self.n) and 1 <= self.n < 2**31, "1 or more"),
+            ("max_tokens", whole(self.max_tokens) and 1 <= self.max_tokens < 2**31, "1 or more"),
+            ("temperature", number(self.temperature) and _is_temperature(self.temperature), _TEMPERATURES),
+            ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "within (0, 1]"),
+            ("top_k", whole(self.top_k) and 0 <= self.top_k < 2**31, "0 or more, below 2**31"),
+            ("stop", each(self.stop, lambda text: isinstance(text, str) and text), "texts that are not empty"),
+            ("stop_token_ids", each(self.stop_token_ids, lambda t: whole(t) and t >= 0), "token ids, integers from 0"),
+            ("seed", self.seed is None or whole(self.seed), "a whole number or None"),
+        ):
             if not ok:
-                expected = {"temperature": "at least 0", "top_p": "within (0, 1]", "top_k": "0 or more"}
-                raise ConfigError(
-                    name, where="SampleParams", got=getattr(self, name), expected=expected.get(name, "1 or more")
-                )
+                raise ConfigError(name, where="SampleParams", got=quoted(getattr(self, name)), expected=expected)
 
     @property
     def draws_from_raw(self) -> bool:

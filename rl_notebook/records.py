@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import unicodedata
 import warnings
@@ -28,8 +27,8 @@ import yaml
 
 from .advantages import is_dead
 from .backends.base import GradNormalization
-from .config import Config, SettingsTable, compared
-from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
+from .config import A_KEY, KEYLESS, Config, SettingsTable, compared, keys_in
+from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, without_keys
 
 # %% auto #0
 __all__ = ['UNSEEN', 'SHOWN', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
@@ -154,7 +153,7 @@ def _cell(value: Any) -> str:
         return ""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     shown = (c if c in "\n\t" or unicodedata.category(c) not in UNSEEN else f"\\u{ord(c):04x}" for c in text)
-    return html.escape("".join(shown))
+    return html.escape(without_keys("".join(shown)))
 
 
 def html_table(
@@ -559,10 +558,6 @@ def read_record(
         raise RecordError(str(e), where=str(folder)) from e
 
 # %% ../nbs/31_records.ipynb #cebce721
-_KEY_NAME = re.compile(r"(^|[._-])(api_?key|key|token|secret|password|credentials?)$", re.IGNORECASE)
-_KEY_VALUE = re.compile(r"\b(sk|fw|hf|tml|ghp|glpat)[-_][\w-]{16,}|://[^/\s@]+:[^/\s@]+@")
-
-
 def config_dict(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     "A config as nested plain values."
     return config.to_dict() if isinstance(config, Config) else dict(config)
@@ -578,12 +573,8 @@ def flat_settings(config: Config | Mapping[str, Any], prefix: str = "") -> dict[
 
 def _config_yaml(config: Config | Mapping[str, Any]) -> str:
     "The YAML text of a config; raises RecordError where it holds a key."
-    for name, value in flat_settings(config).items():
-        if (_KEY_NAME.search(name) and value) or any(
-            _KEY_VALUE.search(v) for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)
-        ):
-            fix = "Put it into the environment; it must not reach a file."
-            raise RecordError("a key in the settings", where=name, got="a value that looks like a secret", fix=fix)
+    for name in keys_in(config_dict(config)):
+        raise RecordError("a key in the settings", where=name, got=A_KEY, fix=KEYLESS)
     return yaml.safe_dump(config_dict(config), sort_keys=False, allow_unicode=True)
 
 # %% ../nbs/31_records.ipynb #02d269cb

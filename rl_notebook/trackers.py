@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import sqlite3
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from .config import WandBConfig
-from .core import ConfigError, MissingExtra, RecordError
+from .core import ConfigError, MissingExtra, RecordError, without_keys
 
 # %% auto #0
 __all__ = ['Tracker', 'numbers', 'without_secrets', 'extra', 'RunIdentity', 'identify', 'WandBTracker', 'TrackioTracker',
@@ -54,20 +53,13 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return out
 
 # %% ../nbs/36_trackers.ipynb #b1dfa673
-_SECRET = re.compile(r"(API_?KEY|TOKEN|SECRET|PASSWORD)$")
-
-
 def without_secrets(value: Any) -> Any:
-    "A copy of plain values in which the secrets of the environment read `***`."
+    "A copy of plain values in which keys read `***`, see `without_keys`."
     if isinstance(value, Mapping):
         return {without_secrets(k): without_secrets(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(v) for v in value]
-    if isinstance(value, str):
-        secrets = [v for k, v in os.environ.items() if _SECRET.search(k.upper()) and len(v) >= 8]
-        for secret in sorted(secrets, key=len, reverse=True):
-            value = value.replace(secret, "***")
-    return value
+    return without_keys(value) if isinstance(value, str) else value
 
 # %% ../nbs/36_trackers.ipynb #e9e11fd2
 def extra(

@@ -625,7 +625,7 @@ def test_round_trip_is_exact_and_quiet(given, tmp_path):
             "kl_beta": st.floats(0, 1),
             "seed": st.integers(0, 2**63),
             "stop": st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
-            "run_name": st.text(max_size=8),
+            "run_name": st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=8).filter(str.strip),
             "max_rows": st.none() | st.integers(1, 10**9),
             "rewards": st.lists(st.text(st.characters(categories=["L"]), min_size=1), max_size=3).map(tuple),
         },
