@@ -390,8 +390,9 @@ def _plain_given(value: Any, name: str, room: list[int], depth: int = 20) -> Any
         return {_plain_given(k, name, room): _plain_given(v, name, room, depth - 1) for k, v in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_plain_given(v, name, room, depth - 1) for v in value]
+    foreign: Any = value  # numpy's, torch's, a Decimal
     try:
-        number = value.item() if hasattr(value, "item") else float(value)  # numpy's, torch's, a Decimal
+        number = foreign.item() if hasattr(foreign, "item") else float(foreign)
     except Exception:  # somebody else's type
         number = None
     if isinstance(number, bool | int | float):
