@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
-from urllib.parse import urlsplit
 
 import yaml
 
@@ -927,14 +926,15 @@ def run_rules(c: Any) -> Iterator[str]:
         yield "dcp_save_interval: checkpoints go into the run folder. Set log_path"
 
 # %% ../nbs/06_config.ipynb #ca3afe3b
+_ADDRESS = re.compile(r"https?://(?:[^\s/@?#]*@)?(?:\[[\da-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?(?:[/?#]\S*)?")
+
+
 def address_trouble(url: str) -> str | None:
     "What is wrong with the address of a service; None = nothing."
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError as e:  # [::1, or a port of 99999
-        return f"{url!r} ({e})"
-    return None if usable and not re.search(r"\s", url) else repr(url)
+    found = _ADDRESS.fullmatch(url)
+    if found and found[1] and not 0 < int(found[1]) < 2**16:
+        return f"{quoted(url)}, with a port above 65535"
+    return None if found else quoted(url)
 
 # %% ../nbs/06_config.ipynb #9d8fd761
 BACKENDS = ("local", "openai", "tinker", "fireworks")
