@@ -1,6 +1,7 @@
 "What every test may rely on: no network, offline hubs, and hypothesis without a stopwatch."
 
 import os
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,10 @@ settings.register_profile("house", deadline=None, print_blob=True)
 settings.load_profile("house")
 
 stay_here()
+
+# A run in the background, or under nohup, ignores Ctrl-C, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PERSONAL = ("FIREWORKS_", "TINKER_", "OPENAI_", "WANDB_API_KEY", "HF_TOKEN", "RL_NOTEBOOK_EMULATOR_KEY")
 
