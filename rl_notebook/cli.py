@@ -222,13 +222,13 @@ def run_view(args: Sequence[str]) -> int:  # exit code
 # %% ../nbs/69_cli.ipynb #a18f3e10
 def _trained_steps(run: Run, only: int | None) -> Iterator[StepRecord]:
     "The records that can be diagnosed, one at a time: of one step, or of all that trained something."
-    steps, found = run.steps if only is None else [only], False
-    for record in map(run.record, steps):
+    records, found = run if only is None else [run.record(only)], False
+    for record in records:
         if record.loss is not None:
             found = True
             yield record
     if not found:
-        got = f"{len(steps)} steps, none of which trained anything" if steps else "no step"
+        got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
         raise RecordError("doctor", where=str(run.path), got=got, expected="a step with datums and logprobs")
 
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import unicodedata
 import warnings
+import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -466,21 +467,41 @@ def _append_line(path: Path, line: str) -> None:
             raise
 
 
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], str]:  # objects, and a note about a half-written line
-    "The objects of a JSON Lines file; a last line without newline is left out and reported."
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:  # objects, and notes about what is left out
+    "The objects of a JSON Lines file; lines that are damaged are left out and reported."
     with _os_errors("cannot read", path):
         *whole, tail = path.read_bytes().split(b"\n")
-    rows = []
+    rows, notes = [], []
     for number, line in enumerate(whole, start=1):
         try:
-            rows.append(json.loads(line))
-            if not isinstance(rows[-1], dict) or not isinstance(rows[-1].get("step"), int):
-                raise ValueError("no object with a step")
-        except ValueError as e:
-            where = f"{path}, line {number}"
-            expected, fix = "a JSON object with a step", "Delete the line; the records of the steps are whole."
-            raise RecordError("damaged line", where=where, got=repr(line[:80]), expected=expected, fix=fix) from e
-    return rows, f"{path.name}: the last line was half written and is left out" if tail else ""
+            rows.append(_open_row(line))
+        except (ValueError, RecursionError) as e:
+            got = f"{type(e).__name__}: {e}".splitlines()[0][:80]
+            notes.append(f"{path.name}, line {number}: damaged and left out ({got})")
+    return rows, notes + ([f"{path.name}: the last line was half written and is left out"] if tail else [])
+
+
+def _open_row(line: bytes) -> dict[str, Any]:
+    "The row of one line of metrics; raises ValueError for one that is not as it was written."
+    row = json.loads(line)
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise ValueError("no object with a step")
+    checksum = row.pop("crc32", None)
+    if checksum is not None and checksum != _row_checksum(row):
+        raise ValueError("not the line that was written")
+    if any(not isinstance(v, int | float | dict | None) for k, v in row.items() if k != "reason"):
+        raise ValueError("a value that is no number")
+    return row
+
+
+def _row_checksum(row: Mapping[str, Any]) -> str:
+    "CRC-32 of a row without it."
+    return f"{zlib.crc32(json.dumps(row).encode()):08x}"
+
+
+def _seal_row(row: Mapping[str, Any]) -> str:
+    "A row as one line of JSON, with its checksum."
+    return json.dumps({**row, "crc32": _row_checksum(row)}, allow_nan=False)
 
 # %% ../nbs/31_records.ipynb #2f8016ee
 def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
@@ -502,27 +523,35 @@ def _read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
         text = path.read_bytes()
     try:
         plain = json.loads(text)
-        found, listed_files = plain["format"], plain["files"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        found, listed_files = plain["format"], [(file, str(f["bytes"]), f) for file, f in plain["files"].items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise RecordError("not readable", where=str(path), got=f"{type(e).__name__} ({e})", expected=format) from e
     if found != format:
         fix = "Read it with the version of rl_notebook that wrote it."
         raise RecordError("format", where=str(path), got=found, expected=format, fix=fix)
+    fix = "Put the file back from a copy, or go on without this step: the others are whole."
+    if plain.pop("sha256", None) not in (None, _digest(plain)):
+        got, expected = "text that does not fit its checksum", "the text that was written"
+        raise RecordError("damaged", where=str(path), got=got, expected=expected, fix=fix)
     with _os_errors("cannot read", folder):
-        for file, listed in listed_files:
+        for file, size, listed in listed_files:
             there = _fingerprint(folder / file) if (folder / file).is_file() else None
             if there != listed:
                 got = "missing" if there is None else f"{there['bytes']} bytes of other content"
-                expected = f"the {listed['bytes']} bytes that were written"
-                fix = "Put the file back from a copy, or go on without this step: the others are whole."
+                expected = f"the {size} bytes that were written"
                 raise RecordError("damaged", where=str(folder / file), got=got, expected=expected, fix=fix)
     return plain
 
 
+def _digest(plain: Mapping[str, Any]) -> str:
+    "SHA-256 of a JSON object, however its text is spaced and ordered."
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
 def _write_described(folder: Path, name: str, plain: Mapping[str, Any]) -> None:
     "Write the JSON file that describes a folder whose other files are complete."
-    text = json.dumps({**plain, "files": _inventory(folder)}, allow_nan=False, indent=1)
-    (folder / name).write_text(text, encoding="utf-8")
+    whole = json.loads(json.dumps({**plain, "files": _inventory(folder)}, allow_nan=False))
+    (folder / name).write_text(json.dumps({**whole, "sha256": _digest(whole)}, indent=1), encoding="utf-8")
 
 # %% ../nbs/31_records.ipynb #42049c47
 def write_record(
@@ -575,7 +604,27 @@ def _config_yaml(config: Config | Mapping[str, Any]) -> str:
     "The YAML text of a config; raises RecordError where it holds a key."
     for name in keys_in(config_dict(config)):
         raise RecordError("a key in the settings", where=name, got=A_KEY, fix=KEYLESS)
-    return yaml.safe_dump(config_dict(config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(config_dict(config), sort_keys=False, allow_unicode=True)
+    return f"# sha256 of the lines below: {hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    "The settings in a `config.yaml`; raises RecordError where they are not those that were written."
+    fix = "Put the file back as it was written; after a change of your own, delete its first line."
+    try:
+        with _os_errors("cannot read", path):
+            text = path.read_bytes().decode()
+        first, _, rest = text.partition("\n")
+        sealed = "sha256" in first or "of the lines below" in first
+        if sealed and first != f"# sha256 of the lines below: {hashlib.sha256(rest.encode()).hexdigest()}":
+            raise ValueError("text that does not fit its checksum")
+        config = yaml.safe_load(text)
+        if not isinstance(config, dict):
+            raise yaml.YAMLError(f"{type(config).__name__} where settings by name should be")
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        got = " ".join(str(e).split())
+        raise RecordError("not readable", where=str(path), got=got, expected="YAML as it was written", fix=fix) from e
+    return config
 
 # %% ../nbs/31_records.ipynb #02d269cb
 MUST_MATCH = ("base_model", "lora_rank", "lora_alpha", "dataset", "max_rows", "shuffle", "seed")  # to go on from a run
@@ -614,7 +663,7 @@ def metrics_row(record: StepRecord) -> dict[str, Any]:
 def _metrics_line(row: Mapping[str, Any]) -> str:
     "A row as one line of strict JSON."
     plain = {k: encode(v, f"metric {k}") for k, v in row.items()}
-    return json.dumps({k: None if v == {"$float": "nan"} else v for k, v in plain.items()}, allow_nan=False)
+    return _seal_row({k: None if v == {"$float": "nan"} else v for k, v in plain.items()})
 
 
 def metrics_frame(
@@ -689,7 +738,7 @@ class Run:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[StepRecord]:
-        return (self.record(step) for step in self.steps)
+        return _readable(self, self.steps)
 
     def __repr__(self) -> str:
         return _run_text(self)
@@ -776,19 +825,10 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], tuple[str, ...]]:
         fix = "Name the folder that was given as log_path."
         raise RecordError("no run here", where=str(path), got="no run.json", expected="the log_path of a run", fix=fix)
     _read_described(path, "run.json", RUN_FORMAT)
-    with _os_errors("cannot read", path / "config.yaml"):
-        text = (path / "config.yaml").read_text(encoding="utf-8")
-    try:
-        config = yaml.safe_load(text)
-        if not isinstance(config, dict):
-            raise yaml.YAMLError(f"{type(config).__name__} where settings by name should be")
-    except yaml.YAMLError as e:
-        where, fix = str(path / "config.yaml"), "Put the file back as it was written."
-        raise RecordError("not readable", where=where, got=" ".join(str(e).split()), expected="YAML", fix=fix) from e
-    note = _read_lines(path / "metrics.jsonl")[1]
-    if note:
+    config, (_, notes) = _read_config(path / "config.yaml"), _read_lines(path / "metrics.jsonl")
+    for note in notes:
         warnings.warn(f"{path}: {note}", stacklevel=4)
-    return path, config, (note,) if note else ()
+    return path, config, tuple(notes)
 
 
 def _resume(run: Run, config: Config | Mapping[str, Any]) -> None:
@@ -846,7 +886,16 @@ def _metrics_rows(run: Run) -> list[dict[str, Any]]:
     "The lines of metrics; a step whose line is missing gives it from its record."
     rows, _ = _read_lines(run.path / "metrics.jsonl")
     lines = {row["step"] for row in rows if "reason" in row}
-    return [metrics_row(run.record(step)) for step in run.steps if step not in lines] + rows
+    return [metrics_row(record) for record in _readable(run, [n for n in run.steps if n not in lines])] + rows
+
+
+def _readable(run: Run, steps: Iterable[int]) -> Iterator[StepRecord]:
+    "The records of steps, one at a time; one that is damaged is left out with a warning."
+    for step in steps:
+        try:
+            yield run.record(step)
+        except RecordError as e:
+            warnings.warn(f"step {step} is left out: {e}", stacklevel=3)
 
 # %% ../nbs/31_records.ipynb #0dadf58b
 CHECKPOINT_FORMAT = "rl_notebook.checkpoint/1"
@@ -875,9 +924,13 @@ def read_checkpoint(
     "Read a checkpoint; raises RecordError with the reason when it is incomplete, damaged or of another format."
     folder = Path(path)
     plain = _read_described(folder, "checkpoint.json", CHECKPOINT_FORMAT)
-    found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
-    found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
-    return Checkpoint(path=folder, **found)
+    try:
+        found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
+        found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
+        return Checkpoint(path=folder, **found)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        got, expected = f"{type(e).__name__} ({e})", f"what {CHECKPOINT_FORMAT} holds"
+        raise RecordError("parts of a checkpoint do not fit", where=str(folder), got=got, expected=expected) from e
 
 # %% ../nbs/31_records.ipynb #d7f6c0d3
 async def _save_checkpoint(
@@ -927,11 +980,11 @@ def _rewind(run: Run, step: int) -> Path | None:
     away = run.path / "discarded" / f"{max(_numbered(run.path / 'discarded'), default=0) + 1:03d}"
     with _os_errors("cannot move aside", away):
         away.mkdir(parents=True)
-        replace_text(away / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
+        replace_text(away / "metrics.jsonl", "".join(_seal_row(row) + "\n" for row in lines))
         for kind, n in reversed(later):
             (away / kind).mkdir(exist_ok=True)
             (run.path / kind / f"{n:05d}").rename(away / kind / f"{n:05d}")
-    kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+    kept = "".join(_seal_row(row) + "\n" for row in rows if row["step"] <= step)
     replace_text(run.path / "metrics.jsonl", kept)
     return away
 

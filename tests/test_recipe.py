@@ -216,6 +216,9 @@ def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint
     assert re.search(r"step 3: optim_step, update \d: update refused: got NaN or infinity in model\.\S+", said.err)
     assert "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume" in said.out + said.err
     assert (RunFolder.open(folder).checkpoints, RunFolder.open(folder).steps) == ([2], [1, 2])
+    (folder / "steps/00001/tokens.parquet").write_bytes(b"spoiled")  # costs that record, not the run
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines.replace('"step": 1', '"step": 7', 1))
     assert command(["train", "--resume", *options(folder, 4, 1e-3)]) == 0
     assert command(["train", *options(twin, 4, 1e-3)]) == 0
     here, there = (read_folder(d / "checkpoints/00004/trainer")[0] for d in (folder, twin))

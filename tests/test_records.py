@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
@@ -24,7 +26,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import hostile_record, synthetic_record
+from tiny_models import byte_tokenizer, tiny_model
 
+from rl_notebook.backends.local import open_local, read_folder
 from rl_notebook.config import Config
 from rl_notebook.core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 from rl_notebook.records import (
@@ -303,8 +307,10 @@ def test_damage_is_refused(name: str, run: RunFolder):
 
 
 def rewrite(path: Path, **changes) -> None:
-    "Change fields of a JSON file."
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    "Change fields of a JSON file, as one that was written before such files had a checksum of their own."
+    plain = json.loads(path.read_text()) | changes
+    plain.pop("sha256", None)
+    path.write_text(json.dumps(plain))
 
 
 def test_another_format_is_refused(run: RunFolder):
@@ -332,11 +338,97 @@ def test_parts_that_do_not_fit_are_refused(changes: dict, reason: str | None, ru
         run.record(2)
 
 
-def test_a_damaged_line_is_named(run: RunFolder):
-    path = run.path / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"step": 2', '"step" 2'))
-    with pytest.raises(RecordError, match=r"metrics.jsonl, line 2: damaged line"):
-        run.metrics()
+@pytest.mark.parametrize("flip", [('"step": 2', '"step" 2'), ("0.8", "0.9"), ('"crc32"', '"crc33"'), ("{", "[")])
+def test_a_damaged_line_costs_that_line_and_its_record_stands_in(flip: tuple[str, str], run: RunFolder):
+    run.log_metrics(1, {"eval/reward": 0.25})
+    path, whole = run.path / "metrics.jsonl", run.metrics()
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[1].replace(*flip), *lines[2:]]))
+    with pytest.warns(UserWarning, match=r"metrics.jsonl, line 2: damaged and left out"):
+        opened = RunFolder.open(run.path)
+    assert "line 2: damaged and left out" in repr(opened)
+    pd.testing.assert_frame_equal(opened.metrics(), whole, check_like=True)
+    assert opened.rewind(2) is not None
+    assert RunFolder.open(run.path).notes == ()
+
+
+def test_a_damaged_record_costs_that_record(run: RunFolder):
+    (run.path / "steps/00002/arrays.safetensors").write_bytes(b"other")
+    with pytest.warns(UserWarning, match=r"step 2 is left out: .*arrays.safetensors: damaged"):
+        assert [record.step for record in run] == [1, 3]
+    with pytest.raises(RecordError, match=r"arrays.safetensors: damaged"):
+        run.record(2)
+    assert run.metrics().index.tolist() == [1, 2, 3]
+    lines = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run.path / "metrics.jsonl").write_text(lines[0] + lines[2])
+    with pytest.warns(UserWarning, match=r"step 2 is left out"):
+        assert run.metrics().index.tolist() == [1, 3]
+
+
+def test_what_was_written_before_there_were_checksums_is_read(run: RunFolder):
+    save(run, 3)
+    whole, metrics = [*run], run.metrics()
+    for path in [*run.path.rglob("record.json"), *run.path.rglob("checkpoint.json")]:
+        rewrite(path)
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    lines = [{k: v for k, v in line.items() if k != "crc32"} for line in lines]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    opened = RunFolder.open(run.path)
+    assert (opened.config, opened.notes, opened.latest_checkpoint().step) == (CONFIG, (), 3)
+    assert all(same(a, b) for a, b in zip(opened, whole, strict=True))
+    pd.testing.assert_frame_equal(opened.metrics(), metrics)
+    opened.add(synthetic_record(4))
+    assert opened.metrics().index.tolist() == [1, 2, 3, 4]
+    assert RunFolder.resume(run.path, CONFIG).config == CONFIG
+
+
+def seen(path: Path) -> tuple:
+    "All that a run folder tells: settings, metrics, records, the state that training goes on from."
+    run = RunFolder.open(path)
+    found = run.latest_checkpoint()
+    state = read_folder(Path(found.state)) if found else None
+    return run.config, run.metrics(), [*run], replace(found, path=Path()) if found else None, state
+
+
+def alike(a: tuple, b: tuple) -> bool:
+    "Whether two readings of a run folder are the same."
+    tensors = [{k: v.numpy() for k, v in t[0].items()} if (t := reading[4]) else {} for reading in (a, b)]
+    parts = [(r[0], r[1].to_dict(), r[2], r[3] and vars(r[3]) | {"state": ""}, r[4] and r[4][1]) for r in (a, b)]
+    return same(parts[0], parts[1]) and same(*tensors)
+
+
+def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path, say: Callable[[str], None]):
+    "Flips in every file of a run folder that is read; the counts are shown."
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    backend = open_local(tiny_model(layers=1), byte_tokenizer(), reference=False, inline=True)
+    for step in (1, 2):
+        run.add(synthetic_record(step, groups=2, completions=2))
+    run.log_metrics(2, {"eval/reward": 0.5})
+    save(run, 2, backend.policy.save_state)
+    whole, rng, counts = seen(run.path), np.random.default_rng(0), Counter()
+    assert alike(seen(run.path), whole)
+    for name in sorted(files(run.path)):
+        path, outcomes = run.path / name, Counter()
+        data = path.read_bytes()
+        for place in rng.integers(0, 8 * len(data), int(os.environ.get("SLOW") or 0) * 150 + 12).tolist():
+            flipped = bytearray(data)
+            flipped[place // 8] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                try:
+                    same_as_before = alike(seen(run.path), whole)
+                    named = any(name.rpartition("/")[2] in str(w.message) for w in told)
+                    outcomes["named" if named else "harmless" if same_as_before else "TAKEN"] += 1
+                except RecordError:
+                    outcomes["refused"] += 1
+            assert "TAKEN" not in outcomes, (name, place, data[max(0, place // 8 - 40) : place // 8 + 40])
+        path.write_bytes(data)
+        say(f"{name:45} {dict(outcomes)}")
+        counts += outcomes
+    say(f"{counts.total()} flips: {dict(counts)}")
+    assert counts["refused"] + counts["named"] > 0.8 * counts.total()
 
 
 def test_steps_that_are_there_or_are_not(run: RunFolder, tmp_path: Path):

@@ -81,7 +81,10 @@ def read_spreads(run: Run, known: Spreads | None = None) -> Spreads:
     while len(steps) > every * SPREAD_STEPS:
         every *= 2
     for step in {*(s for s in steps if s % every == 0), *steps[:1], *steps[-1:]} - known.keys():
-        groups = [g for _, g in _completions(run, step).groupby("group")]
+        try:
+            groups = [g for _, g in _completions(run, step).groupby("group")]
+        except RecordError:
+            continue  # the page names it where it reads the record
         known[step] = spread_row(*([g[name].to_numpy() for g in groups] for name in ("reward", "advantage", "length")))
     return {step: known[step] for step in sorted(known.keys() & set(steps))}
 
@@ -97,12 +100,25 @@ def material(
         metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
         return Material("run", settings, metrics, *_told(read, steps))
-    steps, metrics = source.steps, source.metrics()
-    read = {step: source.record(step) for step in {*pick(steps), *steps[-LAST:]}}
+    metrics = source.metrics()
+    steps, read, damaged = _readable(source)
     for found in (read_spreads(source, known), {step: ages_row(read[step]) for step in steps[-LAST:]}):
         metrics = metrics.join(pd.DataFrame.from_dict(found, orient="index"))
     name, settings = source.path.resolve().name, flat_settings(source.config)
-    return Material(name, settings, metrics, *_told(read, steps), source.notes)
+    return Material(name, settings, metrics, *_told(read, steps), (*source.notes, *damaged))
+
+
+def _readable(run: Run) -> tuple[list[int], dict[int, StepRecord], list[str]]:  # steps, records to show, notes
+    "The records that a page shows; one that is damaged is named, and its step left out."
+    steps, read, notes = run.steps, dict[int, StepRecord](), list[str]()
+    while missing := {*pick(steps), *steps[-LAST:]} - read.keys():
+        for step in sorted(missing):
+            try:
+                read[step] = run.record(step)
+            except RecordError as e:
+                steps.remove(step)
+                notes.append(f"step {step} is left out: {e}")
+    return steps, read, notes
 
 
 def _told(
