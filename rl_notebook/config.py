@@ -916,8 +916,6 @@ def run_rules(c: Any) -> Iterator[str]:
     "What cannot be left behind, or would not be looked at."
     if c.lora_alpha != 32 and c.lora_rank == 0:
         yield "lora_alpha: there is no adapter at lora_rank=0. Set lora_rank or leave it out"
-    if c.eval_interval > 0 and c.eval_rows == 0 and c.recipe == "rl_loop":  # the others may be given a function
-        yield "eval_interval: there are no held-out rows. Set eval_rows"
     if c.log_path is not None and any(len(os.fsencode(part)) > 255 for part in Path(c.log_path).parts):
         yield f"log_path: got {quoted(c.log_path, 40)}; a name in a path has at most 255 bytes"
     if "tensorboard" in c.report_to and c.log_path is None:
@@ -1114,8 +1112,37 @@ def accepts_other_spellings(cls: type[T]) -> type[T]:
         _announce(notes)
         init(self, **nested(cls, settings))
 
-    setattr(cls, "__init__", __init__)  # noqa: B010 (type checkers keep the real signature)
+    for name, mine in {"__init__": __init__, **_FROZEN}.items():
+        setattr(cls, name, mine)  # type checkers keep the real signature
     return cls
+
+
+def _refuse_assignment(self: Any, name: str, value: Any = None) -> None:
+    "Instead of the dataclass's own words: what is frozen, and how another one is made."
+    fix = f"Make a changed one: dataclasses.replace(cfg, {name}=...)."
+    raise ConfigError(f"{name} cannot be assigned", where=type(self).__name__, got="a frozen config", fix=fix)
+
+
+_FROZEN = {"__setattr__": _refuse_assignment, "__delattr__": _refuse_assignment}
+
+
+def _in_our_words(cls: type) -> None:
+    "Unknown fields of a settings class, and assignments to one, get our message."
+    init, known = cls.__init__, [f.name for f in fields(cls)]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *values: Any, **given: Any) -> None:
+        if unknown := [name for name in given if name not in known]:
+            expected, fix = f"one of {', '.join(known)}", _nearest(unknown[0], known)
+            raise ConfigError(f"unknown setting {unknown[0]!r}", where=cls.__name__, expected=expected, fix=fix)
+        init(self, *values, **given)
+
+    for name, mine in {"__init__": __init__, **_FROZEN}.items():
+        setattr(cls, name, mine)
+
+
+for _sub in (*sub_configs(SubConfigs).values(), ISConfig, HotloadConfig):
+    _in_our_words(_sub)
 
 # %% ../nbs/06_config.ipynb #180b3841
 class Stored:

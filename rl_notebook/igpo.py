@@ -21,7 +21,7 @@ from .core import AlignmentError, BackendError, DataError, Logprobs, PromptGroup
 from .core import RewardError, RolloutRun, RolloutSample, frozen_array
 from .records import StepRecord
 from .rewards import final_answer
-from .rollouts import RolloutFn, RolloutSetup, as_rollout_fn, first_parameter
+from .rollouts import RolloutFactory, RolloutFn, RolloutSetup, as_rollout_fn, first_parameter
 
 # %% auto #0
 __all__ = ['ATTEMPTS', 'Rollout', 'AnswerTokens', 'answer_tokens', 'right_answer', 'prefix_ends', 'Scored', 'mean_of_answer',
@@ -189,7 +189,8 @@ def with_information_gain(
     options = igpo or IGPOConfig()
 
     def factory(setup: RolloutSetup) -> RolloutFn:
-        taken = as_rollout_fn(rollout(setup) if first_parameter(rollout) == "setup" else rollout)
+        is_factory = isinstance(rollout, RolloutFactory) or first_parameter(rollout) == "setup"
+        taken = as_rollout_fn(rollout(setup) if is_factory else rollout)
         scorer = AnswerScorer(setup.sampler, options.scoring_workers)
 
         async def scored_rollout(sample_prompt: dict[str, Any], **context: Any) -> Rollout | None:

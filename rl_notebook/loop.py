@@ -42,13 +42,13 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MAR
            'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'has_turn',
            'join_turn', 'busy_text', 'claim', 'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name',
            'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer', 'take_in', 'refill_step',
-           'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
-           'settle_passes', 'greedy_half', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length',
-           'window_prompts', 'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
-           'stop_on_interrupt', 'request_stops', 'steps_left', 'records_from', 'why_ended', 'RunRecords',
-           'verdict_line', 'run_steps', 'LoopPhases', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint',
-           'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way',
-           'way_to', 'at_rest', 'rebuild', 'Arrival', 'seek_step']
+           'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk',
+           'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'run_phase', 'evaluation_due',
+           'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps',
+           'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left',
+           'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'LoopPhases', 'GRPOLoop',
+           'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn',
+           'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild', 'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -64,6 +64,8 @@ from rl_notebook.core import (
     PromptGroup,
     RecordError,
     RewardError,
+    RolloutRun,
+    RolloutSample,
 )
 from .data import Cursor, Row, load_rows, restore_cursor
 from .datums import attach, datums_from_groups
@@ -71,7 +73,8 @@ from .losses import LossOptions, natural_denominator
 from .metrics import merge_metrics, step_metrics
 from .records import MUST_MATCH, Checkpoint, Run, RunFolder, StepRecord, spans
 from .rewards import as_reward_fns, make_soft_overlong
-from .rollouts import Breaker, Prompt, RolloutFn, Rollouts, RolloutSetup, as_rollout_fn, first_parameter
+from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
+from .rollouts import TakenRollout, as_rollout_fn, first_parameter
 from .rollouts import arrivals, encode_rows, greedy_chunks, groups_per_pass, is_rollout_fn
 from .rollouts import minibatch_slices, require_some, window_batches
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
@@ -151,7 +154,7 @@ def enter(state: StepState, phase: str) -> Any:
 
 # %% ../nbs/33_loop.ipynb #78c939e0
 AdvantageFn = Callable[[Sequence[PromptGroup]], Sequence[PromptGroup]]  # graded groups -> the same with advantages
-EvaluationFn = Callable[[RolloutSetup], Any]  # -> metrics by name, or an awaitable of them
+EvaluationFn = Callable[..., Any]  # (setup), or (step, rollout_fn) -> metrics by name, or an awaitable of them
 
 
 @dataclass(frozen=True)
@@ -164,9 +167,9 @@ class Task:
 
 
 def as_task(given: Any, setup: RolloutSetup) -> Task:
-    "Reward functions, a rollout function or a rollout factory, told apart by their first parameter."
-    if first_parameter(given) == "setup":
-        given = given(setup)
+    "Reward functions, a rollout function or a rollout factory, told apart by type, else by their first parameter."
+    if isinstance(given, RolloutFactory) or first_parameter(given) == "setup":
+        given = as_rollout_fn(given(setup))
     return Task(rollout_fn=as_rollout_fn(given)) if is_rollout_fn(given) else Task(reward_fns=given)
 
 # %% ../nbs/33_loop.ipynb #0e4044de
@@ -420,8 +423,10 @@ def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
 
 def rollout_setup(backend: Backend, cfg: Config, extras: Mapping[str, Any] | None = None) -> RolloutSetup:
     "What a rollout factory is given."
-    params = cfg.sample_params(n=1, seed=cfg.seed)
-    return RolloutSetup(backend.sampler, backend.tokenizer, params, cfg.completions_per_prompt, extras or {})
+    params, named = cfg.sample_params(n=1, seed=cfg.seed), cfg.deployment and cfg.deployment.tokenizer_model
+    words = named or cfg.tokenizer_model or getattr(backend.tokenizer, "name_or_path", "") or cfg.base_model
+    K, own = cfg.completions_per_prompt, {"tokenizer_id": words, "endpoint": backend.endpoint}
+    return RolloutSetup(backend.sampler, backend.tokenizer, params, K, extras or {}, **own)
 
 # %% ../nbs/33_loop.ipynb #fc80a6e4
 def place_text(loop: Loop) -> str:
@@ -1272,11 +1277,46 @@ async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
 HELD_OUT = 10**9  # position of the first held-out prompt
 
 
+def wants_rollouts(evaluation_fn: EvaluationFn) -> bool:
+    "Whether an evaluation function is called with (step, rollout_fn), as in the newest guides, and not with a setup."
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in inspect.signature(evaluation_fn).parameters.values() if p.default is p.empty]
+    return len([p for p in needed if p.kind in kinds]) == 2
+
+
+def evaluation_rollouts(loop: Loop) -> RolloutFn:
+    "The loop's own rollouts, or completions and their grade: a row in, what came of it out, None if it was lost."
+    places, own = itertools.count(HELD_OUT), loop.task.rollout_fn
+
+    async def rollout_fn(sample_prompt: Mapping[str, Any], **context: Any) -> RolloutSample | RolloutRun | None:
+        [prompt] = encode(loop, load_rows([sample_prompt]), next(places))
+        runs = list[RolloutRun]()
+
+        async def noting(sample_prompt: dict[str, Any], **named: Any) -> RolloutSample | RolloutRun | None:
+            found = await as_rollout_fn(own)(sample_prompt, **named)  # type: ignore[arg-type]
+            runs.extend([found] if isinstance(found, RolloutRun) else [])
+            return found
+
+        params = loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
+        asked = None if own is None else TakenRollout(noting, CONTEXT)
+        how = {"context": {**context, "evaluation": True}, **patience(loop)}
+        drawn = await draw(prompt, loop.backend.sampler, params, asked, **how)
+        samples = (await score_group(drawn, loop.task.reward_fns, weights=loop.task.weights)).samples
+        return None if not samples else RolloutRun(samples, samples[0].reward) if runs else samples[0]
+
+    return rollout_fn
+
+
 async def own_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, float]:
     "What an evaluation function of the user's says, under names that begin with `eval/`."
+    finished = loop.state.number - (not loop.state.updated)
     with under_way(loop, "evaluate"):
-        found = evaluation_fn(rollout_setup(loop.backend, loop.cfg, loop.given["extras"]))
+        if wants_rollouts(evaluation_fn):
+            found = evaluation_fn(finished, evaluation_rollouts(loop))
+        else:
+            found = evaluation_fn(rollout_setup(loop.backend, loop.cfg, loop.given["extras"]))
         found = await found if inspect.isawaitable(found) else found
+    found = {} if found is None else found
     if not isinstance(found, Mapping):
         raise RewardError("evaluation_fn", got=type(found).__name__, expected="metrics by name")
     return {name if name.startswith("eval/") else f"eval/{name}": float(value) for name, value in found.items()}

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 
-from .backends.base import Sampler
+from .backends.base import Endpoint, Sampler
 from .chat import drawn_logprobs, encode_prompt, sample_from_completion, sample_from_spans
 from rl_notebook.core import (
     AlignmentError,
@@ -40,9 +40,9 @@ __all__ = ['TRANSIENT', 'Sleep', 'T', 'Segments', 'DRAW', 'RolloutFn', 'CONTEXT'
            'gather_draws', 'check_drawn', 'is_reward', 'draw_completions', 'DrawNote', 'NotedSampler', 'RolloutSetup',
            'sample_prompt', 'DeploymentCompletion', 'DeploymentSampler', 'build_deployment_sampler', 'with_origin',
            'with_origins', 'first_parameter', 'is_rollout_fn', 'context_names', 'TakenRollout', 'as_rollout_fn',
-           'rollout_context', 'rollout_place', 'segments_of', 'blame', 'draw_one', 'together', 'draw_rollouts',
-           'assemble', 'require_some', 'arrivals', 'window_batches', 'greedy_chunks', 'groups_per_pass',
-           'balanced_chunks', 'minibatch_slices']
+           'RolloutFactory', 'rollout_context', 'rollout_place', 'segments_of', 'blame', 'draw_one', 'together',
+           'draw_rollouts', 'assemble', 'require_some', 'arrivals', 'window_batches', 'greedy_chunks',
+           'groups_per_pass', 'balanced_chunks', 'minibatch_slices']
 
 # %% ../nbs/30_rollouts.ipynb #c944e495
 @dataclass(frozen=True, eq=False)
@@ -338,10 +338,33 @@ class RolloutSetup:
     params: SampleParams  # how to draw; n is 1
     completions_per_prompt: int  # K
     extras: Mapping[str, Any] = field(default_factory=dict)  # anything of your own
+    tokenizer_id: str = ""  # hub name or folder of the tokenizer
+    endpoint: Endpoint | None = None  # for requests of your own; None = the sampler is not reached over HTTP
 
     def __post_init__(self):
         if not isinstance(self.sampler, NotedSampler):
             object.__setattr__(self, "sampler", NotedSampler(self.sampler))
+
+    def _answers_at(self, name: str) -> Endpoint:
+        if self.endpoint is None:
+            fix = "Draw with setup.sampler, which every backend has; over HTTP there are Fireworks and OpenAI servers."
+            raise ConfigError(f"setup.{name}", got="a sampler that has no address", fix=fix)
+        return self.endpoint
+
+    @property
+    def inference_base_url(self) -> str:
+        "Address of the sampler, without `/v1`; raises `ConfigError` where it has none."
+        return self._answers_at("inference_base_url").url
+
+    @property
+    def model(self) -> str:
+        "The name that the sampler is asked for by; raises `ConfigError` where it has no address."
+        return self._answers_at("model").model
+
+    @property
+    def api_key(self) -> str:
+        "The key for the address; raises `ConfigError` where there is none."
+        return self._answers_at("api_key").key
 
     @property
     def sample_kwargs(self) -> dict[str, Any]:
@@ -487,8 +510,29 @@ class TakenRollout:
 
 
 def as_rollout_fn(fn: RolloutFn) -> TakenRollout:
-    "A rollout function with its signature read."
-    return fn if isinstance(fn, TakenRollout) else TakenRollout(fn, context_names(fn))
+    "A rollout function with its signature read; raises `ConfigError` for what cannot be one."
+    if isinstance(fn, TakenRollout):
+        return fn
+    if first_parameter(fn) is None:
+        fix = "async def rollout_fn(sample_prompt): ..."
+        raise ConfigError("rollout_fn", got=type(fn).__name__, expected="a function of a sample prompt", fix=fix)
+    return TakenRollout(fn, context_names(fn))
+
+
+@dataclass(frozen=True)
+class RolloutFactory:
+    "A rollout factory, whatever its parameters are called."
+
+    make: Callable[..., RolloutFn]  # setup -> rollout_fn
+
+    def __post_init__(self):
+        if not callable(self.make) or inspect.iscoroutinefunction(self.make):
+            got = type(self.make).__name__ if not callable(self.make) else "an `async def`"
+            fix = "Pass a rollout function as rollout_fn=."
+            raise ConfigError("rollout_fn_factory", got=got, expected="a function setup -> rollout_fn", fix=fix)
+
+    def __call__(self, setup: RolloutSetup) -> TakenRollout:
+        return as_rollout_fn(self.make(setup))
 
 
 def rollout_context(prompt: Prompt, index: int, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 "Settings: the documents' configs, other spellings, types, rules, round trips."
 
+import copy
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -420,7 +422,6 @@ IGNORED = [
     ({"overlong_buffer": 2000}, "overlong_buffer: 2000"),
     ({"min_samples_per_fwd_bwd": 512}, "min_samples_per_fwd_bwd: above max_samples_per_fwd_bwd=256"),
     ({"lora_alpha": 16}, "lora_alpha: there is no adapter"),
-    ({"eval_interval": 5}, "eval_interval: there are no held-out rows"),
     ({"report_to": "tensorboard"}, "report_to: TensorBoard's event files"),
     ({"dcp_save_interval": 5}, "dcp_save_interval: checkpoints go into the run folder"),
     ({"temperature": 0}, "temperature: got 0.0; expected above 0"),
@@ -688,3 +689,20 @@ def test_diff_and_effective():
 def test_no_torch():
     code = "import sys, rl_notebook.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("settings", [Config(), *(sub() for sub in (*m.sub_configs(Config).values(), m.HotloadConfig))])
+def test_an_assignment_to_a_frozen_config_is_told_what_to_write(settings):
+    name = dataclasses.fields(settings)[0].name
+    for change in (lambda: setattr(settings, name, 1), lambda: delattr(settings, name)):
+        with pytest.raises(ConfigError, match="cannot be assigned: got a frozen config") as e:
+            change()
+        assert f"dataclasses.replace(cfg, {name}=...)" in str(e.value)
+    assert pickle.loads(pickle.dumps(settings)) == copy.deepcopy(settings) == settings
+
+
+def test_an_unknown_field_of_a_sub_config_gets_our_message():
+    with pytest.raises(ConfigError, match="DeployConfig: unknown setting 'tokenizer'") as e:
+        DeployConfig(tokenizer="Qwen/Qwen3-8B")
+    assert "Did you mean 'tokenizer_model'?" in str(e.value)
+    assert TISConfig(2.0, "sequence").level == "sequence"

@@ -13,6 +13,7 @@ import time
 import traceback
 from contextlib import contextmanager
 
+import httpx
 import numpy as np
 import pytest
 
@@ -43,7 +44,10 @@ from rl_notebook.backends.provision import (
     setup_deployment,
     setup_infra,
 )
+from rl_notebook.config import Config
 from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum, SampleParams
+from rl_notebook.loop import rollout_setup
+from rl_notebook.rollouts import RolloutSetup
 
 QWEN = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
@@ -574,6 +578,26 @@ async def served(backend, datum: Datum) -> np.ndarray:
 async def synced(backend, name: str) -> tuple[str, int]:
     snapshot = await backend.policy.save_weights_for_sampler(name)
     return backend.sync.saved[snapshot].kind, await backend.sync(snapshot)
+
+
+def test_a_rollout_can_make_its_own_requests(site):
+    "Address, key, model and tokenizer of the setup, with a client that knows nothing of this package."
+
+    async def test(backend):
+        cfg = Config(**{k: v for k, v in settings_of(site).items() if k not in ("key", *QUICK)})
+        setup = rollout_setup(backend, cfg)
+        assert setup.tokenizer_id == "tiny"
+        assert setup.api_key not in repr(setup)
+        body = {"model": setup.model, "prompt": [5, 6, 7], "max_tokens": 4}
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {setup.api_key}"}) as client:
+            answer = await client.post(f"{setup.inference_base_url}/inference/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+    run(site, test)
+    nowhere = RolloutSetup(None, None, SampleParams(), 4)
+    with pytest.raises(ConfigError, match="inference_base_url: got a sampler that has no address"):
+        _ = nowhere.inference_base_url
 
 
 def test_first_a_base_then_deltas_and_a_base_where_the_chain_has_a_gap(site):

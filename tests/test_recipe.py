@@ -14,8 +14,18 @@ from rl_notebook.backends.local import open_local, read_folder
 from rl_notebook.cli import main as command
 from rl_notebook.config import Config as CoreConfig
 from rl_notebook.config import DeployConfig, ResumeConfig
-from rl_notebook.core import BackendError, PhaseError, RLNotebookError
+from rl_notebook.chat import sample_from_completion
+from rl_notebook.core import (
+    BackendError,
+    ConfigError,
+    PhaseError,
+    RLNotebookError,
+    RolloutRun,
+    RolloutSample,
+    SampleParams,
+)
 from rl_notebook.data import load_rows
+from rl_notebook.recipes import async_rl_loop, rl_loop
 from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, find_checkpoint, load_problem, main, train
 from rl_notebook.records import RunFolder, StepRecord
 from rl_notebook.toy import is_heldout, load_model, toy_rows
@@ -92,7 +102,7 @@ def test_config_is_the_one_config():
 
 def test_inside_a_running_loop_main_refuses_and_names_train():
     async def notebook() -> RunResult:
-        with pytest.raises(PhaseError, match=r"main: got a running event loop. In a notebook use: await train\(cfg\)"):
+        with pytest.raises(PhaseError, match=r"In a notebook use: await train\(cfg, \.\.\.\)"):
             main(Config(**SMALL))
         return await train(Config(**SMALL, steps=1), problem=toy(), say=lambda line: None, progress=False)
 
@@ -100,6 +110,84 @@ def test_inside_a_running_loop_main_refuses_and_names_train():
 
 
 # --- what is loaded -------------------------------------------------------------------------------------------------
+
+
+def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
+    "A factory whose parameter has another name, and what it makes; a function whose parameter is called `setup`."
+    rows, seen = [{"prompt": "1+1=", "answer": "2"}] * 4, list[int]()
+
+    def factory(dependencies):
+        seen.append(dependencies.completions_per_prompt)
+
+        async def run(row):
+            return await drawn(dependencies, row)
+
+        return run
+
+    async def drawn(dependencies, row):
+        params = SampleParams(**dependencies.sample_kwargs, seed=row["seed"])
+        [completion] = await dependencies.sampler.sample(row["prompt_token_ids"], params)
+        return sample_from_completion(completion, uneven(completion.text))
+
+    def make_rollout_fn(setup):
+        async def by_name(setup_of_a_row):
+            return await drawn(setup, setup_of_a_row)
+
+        return by_name
+
+    for given in ({"rollout_fn_factory": factory}, {"rollout_fn_factory": make_rollout_fn}):
+        for module in (rl_loop, async_rl_loop):
+            assert module.main(Config(**SMALL, steps=1), rows=rows, say=lambda _: None, **given).steps == 1
+    assert seen == [4, 4]
+
+    records = list[StepRecord]()
+
+    async def rollout_fn(setup):  # the name of its parameter says nothing
+        prompt = setup["prompt_token_ids"]
+        tokens, n = [*prompt, 5 + setup["sample_index"]], len(prompt)
+        return RolloutSample(tokens, [0.0] * n + [-1.0], [0] * n + [1], float(setup["sample_index"]))
+
+    run(Config(**SMALL, steps=1), rows=rows, rollout_fn=rollout_fn, on_record=[records.append])
+    assert [s.reward for s in records[0].groups[0].samples] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="Pass a rollout function as rollout_fn="):
+        run(Config(**SMALL, steps=1), rows=rows, rollout_fn_factory=rollout_fn)
+    with pytest.raises(ConfigError, match="rollout_fn: got a rollout_fn_factory beside it"):
+        run(Config(**SMALL, steps=1), rows=rows, rollout_fn=rollout_fn, rollout_fn_factory=factory)
+    with pytest.raises(ConfigError, match="unknown option 'rollout_factory'"):
+        run(Config(**SMALL, steps=1), rows=rows, rollout_factory=factory)
+
+
+@pytest.mark.parametrize("recipe", ["rl_loop", "async_rl_loop"])
+@pytest.mark.parametrize("with_rollouts", [True, False])
+def test_main_takes_rows_a_filter_and_an_evaluation_as_in_the_guides(recipe, with_rollouts):
+    asked, kept, records = list[tuple[int, float]](), list[int](), list[StepRecord]()
+
+    def make_rollout_fn(setup):
+        async def rollout_fn(sample_prompt, *, evaluation=False):
+            params = SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
+            [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
+            sample = sample_from_completion(completion, uneven(completion.text) + 100 * evaluation)
+            return RolloutRun((sample,), sample.reward)
+
+        return rollout_fn
+
+    async def evaluation_fn(step, rollout_fn):
+        found = await rollout_fn(rows[0])
+        assert isinstance(found, RolloutRun if with_rollouts else RolloutSample)
+        asked.append((step, found.reward))
+        return {"reward": found.reward} if step else None
+
+    main = {"rl_loop": rl_loop, "async_rl_loop": async_rl_loop}[recipe].main
+    own = {"rollout_fn_factory": make_rollout_fn} if with_rollouts else {}
+    rows = toy_rows(8)
+    cfg = Config(**SMALL, steps=2, eval_interval=1)
+    keep = lambda group: kept.append(group.number) or True
+    given = {"dynamic_filter_fn": keep, "evaluation_fn": evaluation_fn, "on_record": [records.append], **own}
+    result = main(cfg, rows=rows, say=lambda line: None, progress=False, **given)
+    assert (result.steps, kept != []) == (2, True)
+    assert [step for step, _ in asked] == [0, 1, 2, 2]
+    assert all(reward >= 100 for _, reward in asked) == with_rollouts
+    assert [r.metrics["eval/reward"] for r in records] == [reward for step, reward in asked[1:3]]
 
 
 def test_held_out_rows_are_no_training_rows(tmp_path):

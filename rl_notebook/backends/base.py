@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['LossFn', 'GradNormalization', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'Capabilities', 'Meter',
-           'Backend']
+           'Endpoint', 'Backend']
 
 # %% ../../nbs/20_backends.base.ipynb #1598f3a6
 LossFn: TypeAlias = "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
@@ -139,6 +139,15 @@ class Meter:
     datums_trained: int = 0  # sequences through a backward pass
 
 # %% ../../nbs/20_backends.base.ipynb #f1643e39
+@dataclass(frozen=True)
+class Endpoint:
+    "Where a backend's sampler answers over HTTP."
+
+    url: str  # without /v1
+    model: str  # name that it is asked for by
+    key: str = field(default="", repr=False)  # for `Authorization: Bearer`
+
+
 @dataclass
 class Backend:
     "The three roles of one model, the sync between them, and the tokenizer they share."
@@ -152,6 +161,7 @@ class Backend:
     close: Callable[[], Awaitable[None]] | None = None  # gives back what the backend holds
     meter: Meter = field(default_factory=Meter)  # how much work was done
     promote: Callable[[str], Awaitable[str]] | None = None  # publishes the policy under a model id; returns its name
+    endpoint: Endpoint | None = None  # of the sampler, for rollouts that make their own requests; None = no HTTP
 
     async def __aenter__(self) -> Self:
         return self

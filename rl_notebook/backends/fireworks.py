@@ -32,7 +32,7 @@ __all__ = ['UNCACHED', 'RESTARTS', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB'
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #522633b8
 from ..align import align_routing
-from .base import Backend, Capabilities, Meter
+from .base import Backend, Capabilities, Endpoint, Meter
 from .engine import check_length, check_tokens
 from .local import Worker
 from rl_notebook.backends.openai import (
@@ -613,7 +613,8 @@ def bundle(
     judge = infra.reference and ServiceReference(Link(connector(infra.reference), classes, **link), limits, run, meter)
     can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)
     can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]), routing=cfg.router_replay)
-    return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, meter=meter, infra=infra)
+    at = Endpoint(deploy_mgr.inference_url, infra.inference_model or "", secret.reveal())
+    return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, meter=meter, endpoint=at, infra=infra)
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #4f526c58
 async def open_fireworks(

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from ..align import completion_from_target, target_from_echo
-from .base import Backend, Capabilities, Meter
+from .base import Backend, Capabilities, Endpoint, Meter
 from .engine import check_length, check_tokens
 from .local import LocalTrainer, open_local
 from ..core import AlignmentError, BackendError, Completion, Logprobs, SampleParams
@@ -1352,7 +1352,8 @@ async def open_openai(
         await close()
         raise
     can = _capabilities(local.capabilities, sampler)
-    return Backend(local.policy, local.reference, sampler, sender, tokenizer, can, close, local.meter)
+    at = Endpoint(sampler.wire.root, served_model, key.reveal() if isinstance(key, Secret) else key or "")
+    return Backend(local.policy, local.reference, sampler, sender, tokenizer, can, close, local.meter, endpoint=at)
 
 # %% ../../nbs/23_backends.openai.ipynb #6588c6de
 async def _close(local: Backend, sampler: OpenAISampler, folder: str | None) -> None:

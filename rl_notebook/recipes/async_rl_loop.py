@@ -5,19 +5,17 @@
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #b2e2bd7f
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import rl_notebook.config
 from ..config import RecipeName, accepts_other_spellings
-from ..core import ConfigError, PromptGroup
-from ..loop import EvaluationFn, as_rows
 from . import rl_loop
-from .rl_loop import Problem, RunResult, from_script, load_problem
+from .rl_loop import RunResult, from_script
 
 # %% auto #0
-__all__ = ['PROBLEM', 'Config', 'async_problem', 'train_options', 'train', 'main']
+__all__ = ['Config', 'train', 'main']
 
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #a8437901
 @accepts_other_spellings
@@ -28,56 +26,13 @@ class Config(rl_notebook.config.Config):
     recipe: RecipeName = "async_rl_loop"
 
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #1dce5d80
-def async_problem(
-    cfg: rl_notebook.config.Config,
-    rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn; None = the config's rewards
-    rows: Any = None,  # anything that `load_rows` takes; None = the config's data set
-    *,
-    eval_rows: Any = (),  # held out
-    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it
-    evaluation_fn: EvaluationFn | None = None,  # setup -> metrics
-    rollout_extras: Mapping[str, Any] | None = None,  # for the factory: `setup.extras`
-) -> Problem:
-    "Rows, rollouts and filters of a run."
-    if rows is None or rollout_fn_factory is None:
-        named = load_problem(cfg)
-        rows, eval_rows = (named.rows, named.eval_rows) if rows is None else (rows, eval_rows)
-        rollout_fn_factory = named.reward if rollout_fn_factory is None else rollout_fn_factory
-    own = {"dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn, "extras": rollout_extras}
-    held_out = as_rows(eval_rows) if len(eval_rows) else []
-    if cfg.eval_interval > 0 and not held_out and evaluation_fn is None:
-        raise ConfigError("eval_interval", got=cfg.eval_interval, expected="held-out rows, or an evaluation_fn")
-    return Problem(as_rows(rows), held_out, rollout_fn_factory, **own)
-
-
-PROBLEM = (  # keywords of `async_problem`
-    "rollout_fn_factory", "rows", "eval_rows", "dynamic_filter_fn", "evaluation_fn", "rollout_extras",
-)  # fmt: skip
-
-
-def train_options(
-    cfg: rl_notebook.config.Config,
-    make: Callable[..., Problem],  # from a config and these parts
-    parts: Sequence[str],  # names of the options that a problem is made of
-    options: Mapping[str, Any],
-) -> dict[str, Any]:  # options of `rl_loop.train`
-    "Options with the problem in the place of its parts; raises ConfigError where both are given."
-    given = {name: options[name] for name in parts if options.get(name) is not None}
-    others = {name: value for name, value in options.items() if name not in parts}
-    if "problem" not in others:
-        return {**others, "problem": make(cfg, **given)}
-    if given:
-        raise ConfigError("problem", got=f"{', '.join(given)} beside it", expected="one of the two")
-    return others
-
-
 async def train(
     cfg: rl_notebook.config.Config,
-    **options: Any,  # of `async_problem`, and of `rl_loop.train`: backend, resume, say, on_record, ...
+    **options: Any,  # of `rl_loop.train`: rollout_fn_factory, rows, backend, resume, say, on_record, ...
 ) -> RunResult:
     "Run asynchronous GRPO as a config says."
     cfg = cfg if cfg.recipe == "async_rl_loop" else replace(cfg, recipe="async_rl_loop")
-    return await rl_loop.train(cfg, **train_options(cfg, async_problem, PROBLEM, options))
+    return await rl_loop.train(cfg, **options)
 
 # %% ../../nbs/61_recipes.async_rl_loop.ipynb #59ac4223
 def main(
@@ -85,10 +40,7 @@ def main(
     *,
     rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn
     rows: Any = None,  # anything that `load_rows` takes; None = the config's data set
-    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on the group
-    evaluation_fn: EvaluationFn | None = None,  # setup -> metrics, instead of held-out rows
-    **options: Any,  # others of `train`
+    **options: Any,  # others of `train`: dynamic_filter_fn, evaluation_fn, ...
 ) -> RunResult:
     "Run a config from a script."
-    given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
-    return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)")
+    return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, rows=rows, **options), "train(cfg, ...)")

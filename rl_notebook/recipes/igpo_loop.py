@@ -15,8 +15,7 @@ from ..config import IGPOConfig, RecipeName, accepts_other_spellings
 from ..core import ConfigError, DataError, PromptGroup
 from ..igpo import has_turn_signal, igpo_advantages, right_answer, with_information_gain
 from . import rl_loop
-from .async_rl_loop import PROBLEM, async_problem, train_options
-from .rl_loop import Problem, RunResult, from_script
+from .rl_loop import PARTS, Problem, RunResult, chosen_problem, from_script, make_problem
 
 # %% auto #0
 __all__ = ['Config', 'check_rows', 'igpo_problem', 'train', 'main']
@@ -46,31 +45,34 @@ def igpo_problem(
     *,
     dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it; None = where turns differ
     answer_of: Callable[[Mapping[str, Any]], Any] = right_answer,  # from what a rollout function is called with
-    **others: Any,  # of `async_problem`: eval_rows, evaluation_fn, rollout_extras
+    rollout_fn: Callable[..., Any] | None = None,  # sample_prompt -> sample, without a factory
+    **others: Any,  # of `make_problem`: eval_rows, evaluation_fn, rollout_extras
 ) -> Problem:
     "Rows, scored rollouts, advantages of turns and their filter."
     igpo = cfg.igpo or IGPOConfig()
-    if rollout_fn_factory is None:
+    if rollout_fn_factory is None and rollout_fn is None:
         fix = "Information gain is of turns; a single answer has `rl_loop`."
         raise ConfigError("rollout_fn_factory", got="none", expected="a rollout function, or a factory of one", fix=fix)
     if (cfg.advantage_scale, cfg.ddof) != ("std", 1):
         got, fix = f"{cfg.advantage_scale!r}, ddof={cfg.ddof}", "Turns are compared by their population spread."
         raise ConfigError("advantage_scale", where="igpo_loop", got=got, expected="'std', ddof=1, as unset", fix=fix)
     keep = dynamic_filter_fn or partial(has_turn_signal, igpo=igpo)
-    scored = with_information_gain(rollout_fn_factory, igpo, answer_of)
-    problem = async_problem(cfg, scored, rows, dynamic_filter_fn=keep, **others)
+    problem = make_problem(cfg, rollout_fn_factory, rows, rollout_fn=rollout_fn, dynamic_filter_fn=keep, **others)
     if answer_of is right_answer:
         check_rows(problem)
-    return replace(problem, advantage_fn=partial(igpo_advantages, igpo=igpo))
+    scored = with_information_gain(problem.reward, igpo, answer_of)
+    return replace(problem, reward=scored, advantage_fn=partial(igpo_advantages, igpo=igpo))
 
 # %% ../../nbs/62_recipes.igpo_loop.ipynb #c30dfa3f
 async def train(
     cfg: rl_notebook.config.Config,
+    problem: Problem | None = None,  # None = made of its parts
     **options: Any,  # of `igpo_problem`, and of `rl_loop.train`: backend, resume, say, on_record, ...
 ) -> RunResult:
     "Run IGPO as a config says."
     cfg = cfg if cfg.recipe == "igpo_loop" else replace(cfg, recipe="igpo_loop")
-    return await rl_loop.train(cfg, **train_options(cfg, igpo_problem, (*PROBLEM, "answer_of"), options))
+    parts = {name: options.pop(name) for name in [*options] if name in PARTS or name == "answer_of"}
+    return await rl_loop.train(cfg, problem=chosen_problem(cfg, problem, parts, igpo_problem), **options)
 
 # %% ../../nbs/62_recipes.igpo_loop.ipynb #67931671
 def main(

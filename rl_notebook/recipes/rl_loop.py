@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import math
 import os
 import shlex
@@ -25,20 +26,21 @@ from ..core import ConfigError, PhaseError, PromptGroup, RecordError
 from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
 from ..async_loop import AsyncGRPOLoop
-from ..loop import AdvantageFn, EvaluationFn, GRPOLoop, no_bar, restore_checkpoint, save_checkpoint
+from ..loop import AdvantageFn, EvaluationFn, GRPOLoop, as_rows, no_bar, restore_checkpoint, save_checkpoint
 from ..loop import verdict_line
 from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
-from ..rollouts import encode_rows
+from ..rollouts import RolloutFactory, as_rollout_fn, encode_rows
 from ..toy import toy_format_reward, toy_reward, toy_rows
 from ..trackers import Tracker, finish_trackers, open_trackers
 from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['LOOPS', 'Problem', 'load_problem', 'check_run', 'open_run', 'find_checkpoint', 'put_aside', 'RunResult', 'open_loop',
-           'train', 'check_prompts', 'Saver', 'from_script', 'main', 'loop_for', 'replay_step', 'diagnose_step']
+__all__ = ['PARTS', 'LOOPS', 'Problem', 'load_problem', 'make_problem', 'chosen_problem', 'check_run', 'open_run',
+           'find_checkpoint', 'put_aside', 'RunResult', 'open_loop', 'train', 'check_prompts', 'Saver', 'from_script',
+           'main', 'loop_for', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -68,6 +70,56 @@ def load_problem(cfg: Config) -> Problem:
     if split < 1:
         raise ConfigError("eval_rows", got=cfg.eval_rows, expected=f"fewer than the {len(rows)} rows of {cfg.dataset}")
     return Problem(rows[:split], rows[split:], list(cfg.rewards) or ["gsm8k"])
+
+# %% ../../nbs/60_recipes.rl_loop.ipynb #e50d46a8
+def make_problem(
+    cfg: Config,
+    rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn; None = the config's rewards
+    rows: Any = None,  # anything that `load_rows` takes; None = the config's data set
+    *,
+    rollout_fn: Callable[..., Any] | None = None,  # sample_prompt -> sample, without a factory
+    eval_rows: Any = (),  # held out
+    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it
+    evaluation_fn: EvaluationFn | None = None,  # (setup), or (step, rollout_fn) -> metrics
+    rollout_extras: Mapping[str, Any] | None = None,  # for the factory: `setup.extras`
+) -> Problem:
+    "Rows, rollouts and filters of a run; raises ConfigError for parts that say the same twice."
+    if rollout_fn_factory is not None and rollout_fn is not None:
+        raise ConfigError("rollout_fn", got="a rollout_fn_factory beside it", expected="one of the two")
+    graded: Any = None if rollout_fn is None else as_rollout_fn(rollout_fn)
+    if rollout_fn_factory is not None:
+        graded = RolloutFactory(rollout_fn_factory)
+    if rows is None or graded is None:
+        named = load_problem(cfg)
+        rows, eval_rows = (named.rows, named.eval_rows) if rows is None else (rows, eval_rows)
+        graded = named.reward if graded is None else graded
+    own = {"dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn, "extras": rollout_extras}
+    held_out = as_rows(eval_rows) if len(eval_rows) else []
+    if cfg.eval_interval > 0 and not held_out and evaluation_fn is None:
+        raise ConfigError("eval_interval", got=cfg.eval_interval, expected="eval_rows, or an evaluation_fn")
+    return Problem(as_rows(rows), held_out, graded, **own)
+
+
+def chosen_problem(
+    cfg: Config,
+    problem: Problem | None,
+    parts: Mapping[str, Any],  # keywords of `make`; None = not given
+    make: Callable[..., Problem] = make_problem,
+) -> Problem:
+    "A problem as it was passed, or made of its parts; raises ConfigError where both are given."
+    given = {name: part for name, part in parts.items() if part is not None}
+    if unknown := sorted(given.keys() - inspect.signature(make).parameters.keys() - PARTS.keys()):
+        known = ", ".join(PARTS)
+        raise ConfigError(f"unknown option {unknown[0]!r}", where="train", expected=f"options of train, or {known}")
+    if problem is None:
+        return make(cfg, **given)
+    if given:
+        raise ConfigError("problem", got=f"{', '.join(given)} beside it", expected="one of the two")
+    return problem
+
+
+PARTS = dict(inspect.signature(make_problem).parameters)  # what a problem can be made of
+PARTS.pop("cfg")
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #058e2ee4
 def check_run(cfg: Config, resume: bool = False) -> None:
@@ -155,10 +207,11 @@ async def train(
     say: Callable[[str], Any] = tqdm.write,  # where the lines go
     progress: bool = True,  # draw a bar, where bars can be drawn
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
+    **parts: Any,  # of `make_problem`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
     "Run GRPO as a config says."
     check_run(cfg, resume)
-    problem, found = problem or load_problem(cfg), find_checkpoint(cfg, resume)  # before anything is set up
+    problem, found = chosen_problem(cfg, problem, parts), find_checkpoint(cfg, resume)  # before anything is set up
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
         loop = open_loop(cfg, own, problem)
@@ -284,9 +337,18 @@ def from_script(run: Coroutine[Any, Any, RunResult], instead: str) -> RunResult:
     raise PhaseError("main", got="a running event loop", fix=f"In a notebook use: await {instead}")
 
 
-def main(cfg: Config, **options: Any) -> RunResult:
-    "Run a config from a script; `options` are those of `train`."
-    return from_script(train(cfg, **options), "train(cfg)")
+def main(
+    cfg: Config,
+    *,
+    rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn; None = the config's rewards
+    rows: Any = None,  # anything that `load_rows` takes; None = the config's data set
+    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on the group
+    evaluation_fn: EvaluationFn | None = None,  # (setup), or (step, rollout_fn) -> metrics, instead of held-out rows
+    **options: Any,  # others of `train`
+) -> RunResult:
+    "Run a config from a script."
+    given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
+    return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)")
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #0a0368a3
 @contextlib.asynccontextmanager
