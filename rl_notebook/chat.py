@@ -5,10 +5,13 @@
 # %% ../nbs/12_chat.ipynb #e9e8d0ae
 from __future__ import annotations
 
+import ctypes
 import html
 import re
+import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from .align import align_routing
-from .core import AlignmentError, Completion, ConfigError, DataError, RolloutSample
+from .core import AlignmentError, Completion, ConfigError, DataError, RolloutSample, plain_text, quoted
 from .data import Row
 
 # %% auto #0
@@ -55,6 +58,46 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[
             )
 
 # %% ../nbs/12_chat.ipynb #7b9ff526
+RENDERING_S = 10.0  # for one conversation
+
+
+class _TooSlow(Exception):
+    "Raised inside a template that has used up its time."
+
+    def __str__(self) -> str:
+        return f"not done after {RENDERING_S:g} s"
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    "Raises `_TooSlow` inside the block, in this thread, once the time is up."
+    thread, lock, over = threading.get_ident(), threading.Lock(), []
+
+    def ring() -> None:
+        with lock:
+            if not over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooSlow))
+
+    timer = threading.Timer(seconds, ring)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            over.append(True)
+
+
+def _whole(text: str, where: str) -> str:
+    "The text; raises `DataError` where it holds half of a surrogate pair, which no tokenizer takes."
+    if found := re.search("[\ud800-\udfff]", text):
+        got = f"half of a surrogate pair, \\u{ord(found[0]):04x}, at character {found.start()}"
+        fix = "Was a text cut in the middle of a character?"
+        raise DataError("prompt", where=where, got=got, expected="text", fix=fix)
+    return text
+
+# %% ../nbs/12_chat.ipynb #4f1e1995
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],  # a conversation
@@ -67,13 +110,16 @@ def render(
     check_tokenizer(tokenizer)
     check_template_options(tokenizer, options)
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
-    except (jinja2.TemplateError, TypeError) as e:  # a template that refuses, or stumbles over None
-        roles = ", ".join(str(m.get("role")) for m in messages)
-        raise DataError("chat template", where=where, got=f"{e} for roles {roles}", expected="a rendering") from e
-    return str(text)
+        with _time_limit(RENDERING_S):
+            text = tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **options
+            )
+    except Exception as e:  # a template is a program: it refuses, divides by zero, loops
+        roles = ", ".join(str(m.get("role")) for m in messages[:20])
+        said = plain_text(e)[:300] if isinstance(e, jinja2.TemplateError | TypeError | _TooSlow) else quoted(e, 300)
+        got = f"{said} for roles {roles}"
+        raise DataError("chat template", where=where, got=got, expected="a rendering") from e
+    return _whole(str(text), where)
 
 # %% ../nbs/12_chat.ipynb #ad10a0f9
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -89,7 +135,9 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, options: Mapping[s
         got = f"{', '.join(options)} for a prompt that no template renders"
         raise ConfigError("template options", where=row.where, got=got, expected="a conversation, or no options")
     check_tokenizer(tokenizer, chat=False)
-    return list(row.prompt_tokens) if row.prompt_tokens is not None else list(tokenizer(row.prompt)["input_ids"])
+    if row.prompt_tokens is not None:
+        return list(row.prompt_tokens)
+    return list(tokenizer(_whole(row.prompt or "", row.where))["input_ids"])
 
 # %% ../nbs/12_chat.ipynb #2d826158
 def _check_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], row: Row) -> None:

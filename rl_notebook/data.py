@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,11 +24,13 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from .core import DataError
+from .config import address_trouble
+from .core import DataError, plain_text, quoted, without_keys
 
 # %% auto #0
 __all__ = ['TOKEN_COLUMNS', 'PROMPT_COLUMNS', 'ANSWER_COLUMNS', 'KEY_COLUMNS', 'Row', 'find_answer', 'make_row', 'cache_dir',
-           'file_sha256', 'fetch', 'check_answer', 'load_rows', 'epoch_order', 'Cursor', 'restore_cursor']
+           'file_sha256', 'hide_queries', 'fetch', 'check_answer', 'load_rows', 'epoch_order', 'Cursor',
+           'restore_cursor']
 
 # %% ../nbs/10_data.ipynb #56dea10b
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def _present(value: Any) -> bool:
         return False
     if isinstance(value, str):
         return bool(value.strip())
-    return not (isinstance(value, Sequence | np.ndarray) and len(value) == 0)
+    return not ((isinstance(value, np.ndarray) and value.size == 0) or (isinstance(value, Sequence) and not len(value)))
 
 # %% ../nbs/10_data.ipynb #e9774ffc
 def _first(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
@@ -93,12 +97,11 @@ def find_answer(
 # %% ../nbs/10_data.ipynb #0e8c431c
 def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     "A checked conversation without its final assistant message."
-    value = value.tolist() if isinstance(value, np.ndarray) else value
+    value = np.atleast_1d(value).tolist() if isinstance(value, np.ndarray) else value
     for i, m in enumerate(value):
         if not isinstance(m, Mapping) or not isinstance(m.get("role"), str):
-            raise DataError(
-                f"message {i}", where=where, got=repr(m)[:80], expected="a mapping with a role, as {'role': 'user', …}"
-            )
+            expected = "a mapping with a role, as {'role': 'user', …}"
+            raise DataError(f"message {i}", where=where, got=quoted(m), expected=expected)
     if value[-1]["role"] == "assistant":
         value = value[:-1]
     if not value:
@@ -115,26 +118,29 @@ def _prompt(record: Mapping[str, Any], where: str, column: str | None, system_pr
         raise DataError(
             "no prompt",
             where=where,
-            got=f"columns {', '.join(map(str, record)) or '(none)'}",
+            got=f"columns {', '.join(map(plain_text, record)) or '(none)'}",
             expected=f"something in {column or ', '.join([*PROMPT_COLUMNS, TOKEN_COLUMNS[0]])}",
             fix="Name the column with prompt_column=.",
         )
     value = record[name]
     if name in TOKEN_COLUMNS:
         form: dict[str, Any] = {"prompt_tokens": _token_ids(value, name, where)}
-    elif isinstance(value, str):
+    elif isinstance(value, str) and name != "messages":
         form = {"messages": ({"role": "user", "content": value},)} if name == "question" else {"prompt": value}
     elif isinstance(value, list | tuple | np.ndarray):
         form = {"messages": _messages(value, where)}
     else:
-        raise DataError(name, where=where, got=repr(value)[:80], expected="a text or a list of messages")
+        expected = "a list of messages" if name == "messages" else "a text or a list of messages"
+        raise DataError(name, where=where, got=quoted(value), expected=expected)
     return _with_system(form, system_prompt, where)
 
 # %% ../nbs/10_data.ipynb #319d3347
 def _token_ids(value: Any, name: str, where: str) -> tuple[int, ...]:
     "Checked token ids."
-    if not all(isinstance(t, int | np.integer) and t >= 0 for t in value):
-        raise DataError(name, where=where, got=repr(value)[:80], expected="token ids, integers from 0")
+    is_id = lambda t: isinstance(t, int | np.integer) and not isinstance(t, bool) and 0 <= t < 2**31
+    listed = value.ndim == 1 if isinstance(value, np.ndarray) else isinstance(value, list | tuple)
+    if not listed or not all(map(is_id, value)):
+        raise DataError(name, where=where, got=quoted(value), expected="token ids, integers from 0")
     return tuple(int(t) for t in value)
 
 # %% ../nbs/10_data.ipynb #2d2370a8
@@ -166,7 +172,7 @@ def make_row(
 ) -> Row:
     "A record as a `Row`; raises `DataError` when it has no prompt."
     name = _first(record, KEY_COLUMNS)
-    key = str(record[name]) if name else str(index)
+    key = plain_text(record[name]) if name else str(index)
     form = _prompt(record, where or f"row {key!r}", prompt_column, system_prompt)
     return Row(key=key, answer=find_answer(record, answer_column), data=dict(record), **form)
 
@@ -179,10 +185,9 @@ def _jsonl_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 record = json.loads(text) if text else None
-            except (UnicodeDecodeError, json.JSONDecodeError) as e:
-                raise DataError(
-                    "malformed line", where=where, got=repr(raw[:80]), expected=f"one JSON object ({e})"
-                ) from e
+            except (ValueError, RecursionError) as e:  # no UTF-8, no JSON, numbers and brackets without end
+                expected = f"one JSON object ({plain_text(e)[:200]})"
+                raise DataError("malformed line", where=where, got=quoted(raw), expected=expected) from e
             if not text:
                 continue
             if not isinstance(record, Mapping):
@@ -202,7 +207,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 for record in batch.to_pylist():
                     yield f"{path.name}, record {number}", record
                     number += 1
-    except pyarrow.ArrowException as e:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as e:
         where = f"{path.name}, record {number}"
         raise DataError("unreadable file", where=where, got=str(e)[:120], expected="a parquet file") from e
 
@@ -221,8 +226,17 @@ def file_sha256(path: Path) -> str:
 # %% ../nbs/10_data.ipynb #121ac6e7
 def _shown_url(url: str) -> str:
     "A URL without its query and credentials, fit for a message."
-    u = urlsplit(url)
-    return f"{u.scheme}://{u.hostname}{f':{u.port}' if u.port else ''}{u.path}"
+    return without_keys(re.sub(r"(?<=://)[^/?#@]*@|[?#].*", "", url))
+
+
+def _without_queries(record: logging.LogRecord) -> bool:
+    record.msg, record.args = without_keys(record.getMessage()), ()
+    return True
+
+
+def hide_queries() -> None:
+    "Keep keys in addresses out of the log of httpx, which names every request; calling it again changes nothing."
+    logging.getLogger("httpx").addFilter(_without_queries)
 
 # %% ../nbs/10_data.ipynb #fab2e81a
 def _replace_file(path: Path, chunks: Iterable[bytes]) -> None:
@@ -291,8 +305,11 @@ def fetch(
     client: httpx.Client | None = None,  # None = one of its own
 ) -> Path:  # of the cached file
     "Download a URL once; raises `DataError` when that fails or the checksum differs."
-    tag = hashlib.sha256(url.encode()).hexdigest()[:16]
-    path = (directory or cache_dir()) / f"{tag}-{Path(urlsplit(url).path).name or 'data'}"
+    if trouble := address_trouble(url):
+        raise DataError("address", where="fetch", got=_shown_url(trouble), expected="http(s)://host/path")
+    hide_queries()
+    tag = hashlib.sha256(url.encode(errors="backslashreplace")).hexdigest()[:16]
+    path = (directory or cache_dir()) / f"{tag}-{Path(urlsplit(url).path).name[-100:] or 'data'}"
     recorded = _recorded_sha256(path)
     damaged = recorded is not None and recorded != file_sha256(path)
     if damaged:
@@ -310,14 +327,14 @@ def fetch(
 # %% ../nbs/10_data.ipynb #f988117e
 def _file_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     "Records of a local file, by its suffix: parquet, or JSON Lines."
-    if not path.is_file():
-        raise DataError(
-            "no such file",
-            where="load_rows",
-            got=str(path),
-            expected="a JSONL or parquet file, or an http(s) URL",
-        )
-    return _parquet_records(path) if path.suffix in (".parquet", ".pq") else _jsonl_records(path)
+    expected = "a JSONL or parquet file, or an http(s) URL"
+    try:
+        if not path.is_file():
+            raise DataError("no such file", where="load_rows", got=quoted(str(path), 300)[1:-1], expected=expected)
+        yield from _parquet_records(path) if path.suffix in (".parquet", ".pq") else _jsonl_records(path)
+    except OSError as e:  # a name that is too long, a file that may not be read
+        got = f"{quoted(str(path))} ({e.strerror or e})"
+        raise DataError("unreadable file", where="load_rows", got=got, expected=expected) from e
 
 # %% ../nbs/10_data.ipynb #ee456bf3
 def _object_records(source: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -326,13 +343,14 @@ def _object_records(source: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError("splits", where="load_rows", got=list(source)[:5], expected="one data set", fix="Pick a split.")
     if hasattr(source, "to_dict") and hasattr(source, "iloc"):
         source = source.to_dict("records")
-    if not isinstance(source, Iterable):
-        raise DataError(
-            "source", where="load_rows", got=type(source).__name__, expected="a path, URL, DataFrame or iterable"
-        )
-    for i, record in enumerate(source):
+    try:
+        records = iter(source)
+    except Exception as e:  # not iterable, or somebody else's type
+        expected = "a path, URL, DataFrame or iterable"
+        raise DataError("source", where="load_rows", got=type(source).__name__, expected=expected) from e
+    for i, record in enumerate(records):
         if not isinstance(record, Mapping):
-            raise DataError("record", where=f"record {i}", got=repr(record)[:80], expected="a mapping of columns")
+            raise DataError("record", where=f"record {i}", got=quoted(record), expected="a mapping of columns")
         yield f"record {i}", record
 
 # %% ../nbs/10_data.ipynb #1b82c1f2
@@ -341,9 +359,9 @@ def _records(source: Any, sha256: str | None) -> Iterator[tuple[str, Mapping[str
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return _file_records(fetch(source, sha256=sha256))
     if isinstance(source, str | os.PathLike):
-        records = _file_records(Path(source))
-        _check_sha256(Path(source), Path(source).name, sha256)
-        return records
+        if sha256 is not None and Path(source).is_file():
+            _check_sha256(Path(source), Path(source).name, sha256)
+        return _file_records(Path(source))
     if sha256 is not None:
         raise DataError("sha256", where="load_rows", got=f"a {type(source).__name__}", expected="a file or URL")
     return _object_records(source)
@@ -355,7 +373,7 @@ def check_answer(row: Row, *, where: str | None = None, column: str | None = Non
         raise DataError(
             "no answer",
             where=where or row.where,
-            got=f"columns {', '.join(map(str, row.data)) or '(none)'}",
+            got=f"columns {', '.join(map(plain_text, row.data)) or '(none)'}",
             expected=f"something in {column or ', '.join(ANSWER_COLUMNS)}",
             fix="Name the column with answer_column=, or use a reward that needs no answer.",
         )
@@ -390,8 +408,8 @@ def load_rows(
     sha256: str | None = None,  # refuse a file that has another checksum
 ) -> list[Row]:
     "Every row of a data set, checked; raises `DataError` that names file, line and reason."
-    if max_rows is not None and max_rows < 1:
-        raise DataError("max_rows", where="load_rows", got=max_rows, expected="1 or more, or None for all")
+    if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 1):
+        raise DataError("max_rows", where="load_rows", got=quoted(max_rows), expected="1 or more, or None for all")
     rows: list[Row] = []
     for i, (where, record) in enumerate(islice(_records(source, sha256), max_rows)):
         row = make_row(

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from .advantages import soft_overlong_penalty
-from .core import Completion, MissingExtra, RewardError, RolloutSample, frozen_array
+from .core import Completion, MissingExtra, RewardError, RolloutSample, frozen_array, plain_text, quoted
 from .data import ANSWER_COLUMNS, Row
 
 # %% auto #0
@@ -417,7 +417,7 @@ def _parameters(function: Callable[..., Any], name: str) -> dict[str, inspect.Pa
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError) as e:
         raise RewardError(
-            f"reward function {name!r}", got=repr(function)[:80], expected="a function whose parameters can be read"
+            f"reward function {name!r}", got=quoted(function), expected="a function whose parameters can be read"
         ) from e
 
 # %% ../nbs/11_rewards.ipynb #f22b467d
@@ -429,6 +429,9 @@ def reward_style(function: Callable[..., Any], name: str = "reward") -> str:
     if "solution_str" in names:
         return "verl"
     return "verifiers" if "completion" in names and "row" not in names else "native"
+
+# %% ../nbs/11_rewards.ipynb #8fb527dd
+LARGEST = 1e30  # of a reward: its square, times anything, is finite
 
 # %% ../nbs/11_rewards.ipynb #d2c88f6c
 STYLES = ("native", "trl", "verl", "verifiers")
@@ -448,10 +451,9 @@ class RewardFn:
             raise RewardError(
                 "style", where=f"reward function {self.name!r}", got=self.style, expected=f"one of {STYLES}"
             )
-        if not isinstance(self.weight, int | float) or not math.isfinite(self.weight):
-            raise RewardError(
-                "weight", where=f"reward function {self.name!r}", got=self.weight, expected="a finite number"
-            )
+        if not isinstance(self.weight, int | float) or not abs(self.weight) <= LARGEST:
+            where, expected = f"reward function {self.name!r}", f"a finite number, at most {LARGEST:g} in size"
+            raise RewardError("weight", where=where, got=quoted(self.weight), expected=expected)
         _parameters(self.function, self.name)
 
     @property
@@ -511,7 +513,7 @@ def reward_fn(
         return replace(source, **{k: v for k, v in given.items() if v is not None})
     function = _named_function(source) if isinstance(source, str) else source
     if not callable(function):
-        raise RewardError("reward", got=repr(function)[:80], expected="a function, or the name of one")
+        raise RewardError("reward", got=quoted(function), expected="a function, or the name of one")
     inner = getattr(function, "func", function)  # of a functools.partial
     own = source if isinstance(source, str) else getattr(inner, "__name__", type(inner).__name__)
     called: str = name or own.rpartition(":")[2]
@@ -653,20 +655,25 @@ def _bind(fn: RewardFn, arguments: Mapping[str, Any], where: str) -> dict[str, A
         return {k: v for k, v in arguments.items() if k != first}
     return {p.name: arguments[p.name] for p in named if p.name in arguments}
 
-# %% ../nbs/11_rewards.ipynb #8fb527dd
+# %% ../nbs/11_rewards.ipynb #dbb2129e
 def _number(value: Any, fn: RewardFn, where: str, text: str) -> float:  # NaN = unscorable
     "A checked reward."
     if value is None:
         return math.nan
-    if getattr(value, "ndim", None) == 0:  # a numpy or torch scalar
-        value = value.item()
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
+    number, limit = value, ""
+    try:
+        number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
+        if isinstance(number, int | float) and abs(number) <= LARGEST:
+            return float(number)
+        if isinstance(number, int | float) and LARGEST < abs(number) < math.inf:
+            limit = f" of at most {LARGEST:g} in size"
+    except Exception as e:  # of somebody else's type
+        raise _raised(fn, where, text, e) from e
     raise RewardError(
         f"reward function {fn.name!r}",
         where=where,
-        got=f"{repr(value)[:80]} for completion {text[:80]!r}",
-        expected="a finite number, or None for unscorable",
+        got=f"{quoted(number)} for completion {text[:80]!r}",
+        expected=f"a finite number{limit}, or None for unscorable",
     )
 
 # %% ../nbs/11_rewards.ipynb #f7e621ed
@@ -675,17 +682,20 @@ def _score_of_dict(value: Any, logs: _Logs) -> Any:
     if not isinstance(value, Mapping) or "score" not in value:
         return value
     for k, v in value.items():
-        if k != "score" and isinstance(v, int | float):
-            logs.log_metric(str(k), v)
+        if k != "score" and isinstance(v, int | float) and abs(v) <= LARGEST:
+            logs.log_metric(plain_text(k), v)
     return value["score"]
 
 # %% ../nbs/11_rewards.ipynb #763e2043
 def _group_values(result: Any, fn: RewardFn, group: _Group) -> list[Any]:
     "The rewards of a whole group as a list of the right length."
     n = len(group.texts)
-    values = result.tolist() if hasattr(result, "tolist") else result
+    try:
+        values = result.tolist() if hasattr(result, "tolist") else result
+    except Exception as e:  # of somebody else's type
+        raise _raised(fn, group.where(), group.texts[0], e) from e
     if not isinstance(values, list | tuple) or len(values) != n:
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else repr(values)[:80]
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else quoted(values)
         raise RewardError(
             f"reward function {fn.name!r}",
             where=group.where(),
@@ -695,12 +705,12 @@ def _group_values(result: Any, fn: RewardFn, group: _Group) -> list[Any]:
     return list(values)
 
 # %% ../nbs/11_rewards.ipynb #b5175200
-def _raised(fn: RewardFn, where: str, text: str, error: Exception) -> RewardError:
+def _raised(fn: RewardFn, where: str, text: str, error: BaseException) -> RewardError:
     "What to say when a reward function raises."
     return RewardError(
         f"reward function {fn.name!r} raised",
         where=where,
-        got=f"{type(error).__name__}: {error} for completion {text[:80]!r}",
+        got=f"{type(error).__name__}: {plain_text(error)} for completion {text[:80]!r}",
         expected="a finite number, or None for unscorable",
         fix="The traceback above says where; a reward that cannot judge returns None.",
     )
@@ -710,11 +720,25 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
     "One call, with its exceptions named."
     text = group.texts[i or 0]
     bound = _bind(fn, arguments, group.where(i))
+    task, result = _task(), None
     try:
         result = fn.function(text, **bound) if fn.style == "native" else fn.function(**bound)
         return await result if isinstance(result, Awaitable) else result
-    except Exception as e:  # whatever a user's function raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # whatever a user's function raises, sys.exit() too
+        awaited = isinstance(result, Awaitable) and isinstance(e, GeneratorExit | asyncio.CancelledError)
+        if awaited and (task is None or task.cancelling()):  # this coroutine is closed or cancelled from outside
+            raise
         raise _raised(fn, group.where(i), text, e) from e
+
+
+def _task() -> asyncio.Task[Any] | None:
+    "The running task; None where rewards are scored without an event loop."
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
 
 # %% ../nbs/11_rewards.ipynb #dd900c8b
 async def _gather(calls: Sequence[Coroutine[Any, Any, Any]], together: bool) -> list[Any]:
