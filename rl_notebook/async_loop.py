@@ -447,7 +447,7 @@ def lay_out(loop: AsyncPhases, live: Sequence[Landed[Answered]]) -> Listing[Roll
     rollouts = [row.value.rollouts for row in flow.landed]
     loop.state.values["prompts"] = list_prompts([r.prompt for r in rollouts], loop.backend.tokenizer)
     loop.state.policy_version = loop.policy_version
-    flow.sampled = loop.state.put("sample", list_rollouts(rollouts))
+    flow.sampled = loop.state.put("sample", list_rollouts(rollouts, loop.backend.tokenizer))
     loop.state.batch = (flow.sampled, flow.landed, flow.at_step)
     return flow.sampled
 

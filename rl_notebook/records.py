@@ -13,7 +13,6 @@ import json
 import math
 import os
 import shutil
-import unicodedata
 import warnings
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,25 +28,15 @@ import yaml
 from .advantages import is_dead
 from .backends.base import GradNormalization
 from .config import A_KEY, KEYLESS, Config, SettingsTable, compared, keys_in
-from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, without_keys
+from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
+from .drawings import folded, html_table, prompt_text, step_html
 
 # %% auto #0
-__all__ = ['UNSEEN', 'SHOWN', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
-           'CHECKPOINT_FORMAT', 'GLANCE', 'prompt_text', 'StepRecord', 'step_verdict', 'utf8', 'html_table', 'encode',
-           'decode', 'ragged', 'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record',
-           'staged_folder', 'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing',
-           'metrics_row', 'metrics_frame', 'Run', 'RunFolder', 'spans', 'Checkpoint', 'read_checkpoint']
-
-# %% ../nbs/31_records.ipynb #439020ba
-def prompt_text(
-    row: Mapping[str, Any],  # columns of a data row
-) -> str:  # "" when the row shows no prompt
-    "The prompt of a row as text, for display."
-    value = next((row[name] for name in ("messages", "prompt", "question") if row.get(name) is not None), "")
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        turns = [m for m in value if isinstance(m, Mapping)]
-        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in turns)
-    return str(value)
+__all__ = ['SHOWN', 'LONGEST', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
+           'CHECKPOINT_FORMAT', 'GLANCE', 'StepRecord', 'step_verdict', 'utf8', 'encode', 'decode', 'ragged',
+           'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record', 'staged_folder',
+           'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing', 'metrics_row',
+           'metrics_frame', 'Run', 'RunFolder', 'spans', 'Checkpoint', 'read_checkpoint']
 
 # %% ../nbs/31_records.ipynb #47e7b542
 @dataclass(frozen=True, eq=False, repr=False)
@@ -145,39 +134,18 @@ def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
     ]
 
 # %% ../nbs/31_records.ipynb #7afb0042
-UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories of what would act and not show: escapes, directions
-
-
-def _cell(value: Any) -> str:
-    "A value as escaped text."
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    shown = (c if c in "\n\t" or unicodedata.category(c) not in UNSEEN else f"\\u{ord(c):04x}" for c in text)
-    return html.escape(without_keys("".join(shown)))
-
-
-def html_table(
-    columns: Sequence[str],  # headings
-    rows: Iterable[Sequence[Any]],  # cells
-) -> str:
-    "A plain HTML table in which every heading and cell is escaped and white space is kept."
-    left, top = "text-align:left;vertical-align:top;", "white-space:pre-wrap;overflow-wrap:anywhere"
-    head = "".join(f'<th style="{left}">{html.escape(c)}</th>' for c in columns)
-    body = "".join("<tr>" + "".join(f'<td style="{left}{top}">{_cell(v)}</td>' for v in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-# %% ../nbs/31_records.ipynb #7b41cd0f
-SHOWN = 16  # samples that a displayed record lists
+SHOWN, LONGEST = 16, 200  # samples that a displayed record lists, and signs of each that it shows
 
 
 def _record_html(record: StepRecord) -> str:
-    "Verdict and first samples of a record."
+    "The step on one page, and its first samples."
     columns = [c for c in _completion_columns(record.groups) if c != "prompt"]
-    rows = _completion_rows(record.groups)
-    table = html_table(columns, ([r[c] for c in columns] for r in rows[:SHOWN])) if rows else ""
-    more = f"<p>and {len(rows) - SHOWN} more in <code>completions_table()</code></p>" if len(rows) > SHOWN else ""
-    return f"<p><b>{html.escape(record.verdict)}</b></p>{table}{more}"
+    cut = lambda v: f"{v[:LONGEST]} …" if isinstance(v, str) and len(v) > LONGEST else v
+    rows = [[cut(r[c]) for c in columns] for r in _completion_rows(record.groups)]
+    shown = next(n for n in (SHOWN, 8, 4, 2) if n == 2 or len(html_table(columns, rows[:n])) < 12_000)
+    table = html_table(columns, rows[:shown]) if rows else ""
+    more = f"<p>and {len(rows) - shown} more in <code>completions_table()</code></p>" if len(rows) > shown else ""
+    return step_html(record.verdict, record.groups, record.metrics) + folded("Completions", table + more)
 
 # %% ../nbs/31_records.ipynb #e3945a10
 def encode(

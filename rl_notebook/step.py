@@ -18,6 +18,9 @@ from .advantages import is_dead
 from .backends.base import Backend, BuiltinTrainer, GradNormalization, Sampler, Scorer, Trainer
 from .core import Datum, Logprobs, LossOutput, PromptGroup, SampleParams
 from .datums import attach, datum_table
+from .drawings import BUDGET, advantages_html, completions_html, datums_html, folded, frame_html
+from .drawings import html_table, loss_html, norms_html, number, on_one_line, prompts_html
+from .drawings import reference_html, rewards_html, styled
 from .losses import LossFn, LossOptions, make_loss_fn, natural_denominator
 from .rewards import graded, score, score_blocking
 from rl_notebook.rollouts import (
@@ -32,43 +35,56 @@ from rl_notebook.rollouts import (
 )
 
 # %% auto #0
-__all__ = ['T', 'ScoreCache', 'LossFactory', 'NORMALIZATION', 'Listing', 'on_one_line', 'list_prompts', 'draw', 'list_rollouts',
-           'needs_grading', 'score_group', 'score_group_blocking', 'list_groups', 'cache_key', 'score_datums',
-           'list_datums', 'loss_factory', 'evaluate_loss', 'LossReport', 'backward', 'in_calls', 'merge_outputs',
-           'backward_builtin', 'anchored', 'scale_output', 'sync_weights', 'Measured', 'evaluate']
+__all__ = ['T', 'ScoreCache', 'LossFactory', 'NORMALIZATION', 'Listing', 'listing_text', 'listing_html', 'list_prompts', 'draw',
+           'list_rollouts', 'needs_grading', 'score_group', 'score_group_blocking', 'list_groups', 'cache_key',
+           'score_datums', 'list_datums', 'loss_factory', 'evaluate_loss', 'LossReport', 'backward', 'in_calls',
+           'merge_outputs', 'backward_builtin', 'anchored', 'scale_output', 'sync_weights', 'Measured', 'evaluate']
 
 # %% ../nbs/32_step.ipynb #250bbb3f
 T = TypeVar("T")
 
 
 class Listing(tuple[T, ...]):
-    "A tuple that displays as a headline and a table."
+    "A tuple that displays as a headline, a drawing and a table."
 
     headline: str
     table: Callable[[], pd.DataFrame]
+    drawing: Callable[[], str]
 
-    def __new__(cls, items: Iterable[T], headline: str, table: Callable[[], pd.DataFrame]) -> Listing[T]:
+    def __new__(
+        cls,
+        items: Iterable[T],
+        headline: str,
+        table: Callable[[], pd.DataFrame],
+        drawing: Callable[[], str] = lambda: "",  # safe HTML; "" = the table alone
+    ) -> Listing[T]:
         self = super().__new__(cls, items)
-        self.headline, self.table = headline, table
+        self.headline, self.table, self.drawing = headline, table, drawing
         return self
 
     def __repr__(self) -> str:
-        if not self:
-            return self.headline
-        rows = self.table().head(12).to_string(index=False, float_format="%.4g")
-        return f"{self.headline}\n{rows}"
+        return listing_text(self.headline, self.table()) if self else self.headline
 
     def _repr_html_(self) -> str:
-        rows = self.table().to_html(max_rows=12, index=False, border=0, float_format="%.4g") if self else ""
-        return f"<p>{html.escape(self.headline)}</p>{rows}"
+        return listing_html(self.headline, self.drawing(), self.table()) if self else listing_html(self.headline)
+
+
+def listing_text(headline: str, table: pd.DataFrame) -> str:
+    "A headline and the first rows of a table as text, words on the left."
+    shown = table.head(12)
+    words = shown.select_dtypes(["object", "string"]).columns
+    wide = {c: max(map(len, (str(c), *shown[c].astype(str)))) for c in words}
+    left = shown.assign(**{c: shown[c].astype(str).str.ljust(wide[c]) for c in words})
+    left = left.rename(columns={c: str(c).ljust(wide[c]) for c in words})
+    return f"{headline}\n{left.to_string(index=False, float_format=number)}"
+
+
+def listing_html(headline: str, drawing: str = "", table: pd.DataFrame | None = None) -> str:
+    "A headline, a drawing, and the table one click below it; the table at once where there is no drawing."
+    rows = "" if table is None else frame_html(table)
+    return styled("p", html.escape(headline)) + drawing + (folded("Table", rows) if drawing else rows)
 
 # %% ../nbs/32_step.ipynb #b8c62b2e
-def on_one_line(text: str, width: int = 60) -> str:
-    "Text with its line breaks shown, and its middle left out if it is long."
-    flat = text.replace("\n", "⏎")
-    return flat if len(flat) <= width else f"{flat[: width // 2]} … {flat[-width // 2 :]}"
-
-# %% ../nbs/32_step.ipynb #8533790f
 def list_prompts(
     prompts: Sequence[Prompt],
     tokenizer: Any,  # decodes what the model will read
@@ -80,7 +96,7 @@ def list_prompts(
         names = [p.row.key for p in prompts]
         return pd.DataFrame({"row": names, "tokens": [len(p.tokens) for p in prompts], "prompt": text})
 
-    return Listing(prompts, f"{len(prompts)} prompts", table)
+    return Listing(prompts, f"{len(prompts)} prompts", table, lambda: prompts_html(prompts, tokenizer))
 
 # %% ../nbs/32_step.ipynb #4c79b596
 async def draw(
@@ -110,13 +126,17 @@ def _rollouts_row(r: Rollouts) -> dict[str, Any]:
     }
 
 # %% ../nbs/32_step.ipynb #67fb0b44
-def list_rollouts(rollouts: Sequence[Rollouts]) -> Listing[Rollouts]:
+def list_rollouts(
+    rollouts: Sequence[Rollouts],
+    tokenizer: Any = None,  # draws the tokens; None = texts only
+) -> Listing[Rollouts]:
     "Answers per prompt: how many, how long, how many ran out of room, and the first of them."
     samples = [s for r in rollouts for s in r.samples]
     headline = (
         f"{len(samples)} samples of {len(rollouts)} prompts, {sum(s.truncated for s in samples)} cut at the limit"
     )
-    return Listing(rollouts, headline, lambda: pd.DataFrame([_rollouts_row(r) for r in rollouts]))
+    table = lambda: pd.DataFrame([_rollouts_row(r) for r in rollouts])
+    return Listing(rollouts, headline, table, lambda: completions_html(rollouts, tokenizer))
 
 # %% ../nbs/32_step.ipynb #b0bd82f6
 def needs_grading(rollouts: Rollouts, reward_fns: Any) -> bool:
@@ -154,13 +174,13 @@ def _group_row(g: PromptGroup) -> dict[str, Any]:
     "One group as a table row."
     out = {
         "row": g.key,
-        "rewards": " ".join(f"{r:.3g}" for r in g.rewards),
+        "rewards": " ".join(number(float(r), ".3g") for r in g.rewards),
         "mean": float(g.rewards.mean()) if len(g.samples) else float("nan"),
         "dropped": len(g.dropped),
         "signal": "dead" if is_dead(g.rewards) else "live",
     }
     if g.advantages is not None:
-        out["advantages"] = " ".join(f"{a:+.2f}" for a in g.advantages)
+        out["advantages"] = " ".join(number(float(a), "+.2f") for a in g.advantages)
     return out
 
 # %% ../nbs/32_step.ipynb #f29c89da
@@ -170,7 +190,9 @@ def list_groups(groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
     dead = sum(is_dead(g.rewards) for g in groups)
     mean = f"mean reward {np.mean(rewards):.3f}" if rewards else "no rewards"
     headline = f"{len(rewards)} graded samples, {mean}, {dead} of {len(groups)} groups dead"
-    return Listing(groups, headline, lambda: pd.DataFrame([_group_row(g) for g in groups]))
+    compared = any(g.advantages is not None for g in groups)
+    drawing = lambda: advantages_html(groups) if compared else rewards_html(groups)
+    return Listing(groups, headline, lambda: pd.DataFrame([_group_row(g) for g in groups]), drawing)
 
 # %% ../nbs/32_step.ipynb #c2ee587f
 ScoreCache = dict[tuple[str, bytes, bytes], Logprobs]
@@ -195,13 +217,18 @@ async def score_datums(
     return [cache[cache_key(name, d)] for d in datums]
 
 # %% ../nbs/32_step.ipynb #b3acee93
-def list_datums(datums: Sequence[Datum]) -> Listing[Datum]:
-    "Training sequences, one per row, with what they carry."
+def list_datums(
+    datums: Sequence[Datum],
+    tokenizer: Any = None,  # draws the tokens; None = ids
+    policy_logprobs: Sequence[Logprobs] | None = None,  # one per datum, to compare with the reference's
+) -> Listing[Datum]:
+    "Training sequences, one per row, with what they carry; drawn against the reference once it has scored them."
     tokens = sum(d.num_loss_tokens for d in datums)
     headline = (
         f"{len(datums)} datums, {tokens} tokens in the loss, {sum(d.truncated_tokens > 0 for d in datums)} truncated"
     )
-    return Listing(datums, headline, lambda: datum_table(datums))
+    drawing = lambda: reference_html(datums, policy_logprobs, tokenizer) or datums_html(datums, tokenizer)
+    return Listing(datums, headline, lambda: datum_table(datums), drawing)
 
 # %% ../nbs/32_step.ipynb #ca9bdd9f
 LossFactory = Callable[[Sequence[Datum], float | None], LossFn]  # (datums, denominator) -> loss function
@@ -231,6 +258,7 @@ class LossReport:
 
     output: LossOutput
     datums: tuple[Datum, ...]  # one per entry of `output.logprobs`
+    tokenizer: Any = None  # draws the tokens; None = ids
 
     @property
     def headline(self) -> str:
@@ -250,10 +278,12 @@ class LossReport:
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
-        return repr(Listing(self.datums, self.headline, self.table))
+        return listing_text(self.headline, self.table())
 
     def _repr_html_(self) -> str:
-        return Listing(self.datums, self.headline, self.table)._repr_html_()
+        layers = norms_html(self.output.metrics, BUDGET // 2)  # once the gradient is on the trainer, and it tells
+        tokens = loss_html(self.output, self.datums, self.tokenizer, BUDGET // 2 if layers else BUDGET)
+        return listing_html(self.headline, layers + folded("Tokens", tokens) if layers else tokens, self.table())
 
 # %% ../nbs/32_step.ipynb #8723a92f
 async def backward(
@@ -301,6 +331,8 @@ def _merged(name: str, values: np.ndarray, weights: np.ndarray) -> float:
     "One metric of several calls; `weights` are tokens, or sums of |dL/dp| for shares of the gradient."
     if name == "loss" or name.startswith("num_") or name == "grad/abs_sum":
         return float(np.nansum(values))
+    if name.startswith("grad_norm/"):  # of what is accumulated so far
+        return float(values[-1])
     last = name.rsplit("/", 1)[-1]
     if last in ("min", "max") or last.endswith(("_min", "_max")):
         return float((np.nanmin if last.endswith("min") else np.nanmax)(values))
@@ -332,7 +364,8 @@ async def anchored(
 # %% ../nbs/32_step.ipynb #43a1476c
 def scale_output(output: LossOutput, factor: float) -> LossOutput:
     "A loss that was computed without its division, with it: value, gradient, and the metrics that scale."
-    scaled = {k: v * factor if k in ("loss", "grad/abs_sum") else v for k, v in output.metrics.items()}
+    scales = lambda name: name in ("loss", "grad/abs_sum") or name.startswith("grad_norm/")
+    scaled = {k: v * factor if scales(k) else v for k, v in output.metrics.items()}
     slopes = tuple(g * factor for g in output.dlogprobs)
     return replace(output, loss=output.loss * factor, metrics=scaled, dlogprobs=slopes)
 
@@ -359,11 +392,12 @@ class Measured:
     metrics: Mapping[str, float]
 
     def __repr__(self) -> str:
-        return "\n".join([self.headline, *(f"  {k:<24} {v:.6g}" for k, v in self.metrics.items())])
+        return "\n".join([self.headline, *(f"  {k:<24} {number(v, '.6g')}" for k, v in self.metrics.items())])
 
     def _repr_html_(self) -> str:
-        table = pd.Series(dict(self.metrics), dtype=float).to_frame("value").to_html(border=0, float_format="%.6g")
-        return f"<p>{html.escape(self.headline)}</p>{table if self.metrics else ''}"
+        layers = norms_html(self.metrics)
+        whole = {k: v for k, v in self.metrics.items() if not (layers and k.startswith(("grad_norm/", "update_norm/")))}
+        return listing_html(self.headline) + html_table(["", "value"], whole.items()) * bool(whole) + layers
 
 # %% ../nbs/32_step.ipynb #0b3b0d33
 async def evaluate(

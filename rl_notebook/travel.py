@@ -340,16 +340,17 @@ async def replay_sample(
 def lay_out(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> None:
     "Make the values of a record those of the step under way, up to the reference."
     loop.take_as_recorded(record)
-    state, datums = loop.state, list_training(record.datums, record.groups)
+    state, datums = loop.state, list_training(record.datums, record.groups, loop.backend.tokenizer)
     datums.headline = record.reason or datums.headline
+    scored = list_datums(record.datums, loop.backend.tokenizer, record.loss.logprobs if record.loss else None)
     state.policy_version = loop.policy_version
     state.values = {
         "prompts": list_prompts(prompts, loop.backend.tokenizer),
-        "sample": list_rollouts(ungraded(record, prompts)),
+        "sample": list_rollouts(ungraded(record, prompts), loop.backend.tokenizer),
         "score": list_groups(record.groups),
         "advantages": list_groups(record.groups),
         "datums": datums,
-        "reference": list_datums(record.datums) if record.trained else Measured(f"skipped: {record.reason}", {}),
+        "reference": scored if record.trained else Measured(f"skipped: {record.reason}", {}),
     }
 
 

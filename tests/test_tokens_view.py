@@ -20,6 +20,7 @@ from ipykernel.comm.comm import BaseComm
 from synthetic import hostile_record, synthetic_record
 
 from rl_notebook.core import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
+from rl_notebook.drawings import HUES, STRONGEST, shown_text, token_text
 from rl_notebook.records import StepRecord
 from rl_notebook.views import tokens as views
 from rl_notebook.views.payloads import (
@@ -29,12 +30,10 @@ from rl_notebook.views.payloads import (
     overview_payload,
     series_payload,
     shift_payload,
-    shown_text,
     token_payload,
     token_rows,
-    token_text,
 )
-from rl_notebook.views.tokens import HUES, STRONGEST, deliver_to_main, inspect_tokens, tokens_html, with_fallback
+from rl_notebook.views.tokens import deliver_to_main, inspect_tokens, tokens_html, with_fallback
 from rl_notebook.views.whatif import WhatIfPanel
 
 NAN = float("nan")

@@ -9,6 +9,7 @@ import asyncio
 import copy
 import json
 import os
+import re
 import shutil
 import threading
 import warnings
@@ -406,6 +407,22 @@ def _check_moved(state: PolicyState, adam: AdamParams, moved: list[Tensor]) -> f
     raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
 
 # %% ../../nbs/22_backends.local.ipynb #15328719
+def _layer_of(name: str) -> str:
+    "The part of a model that a parameter belongs to: `embedding`, `layer_07`, `head`, `norm` or `other`."
+    if found := re.search(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.", name):
+        return f"layer_{int(found[1]):02d}"
+    signs = {"emb": "embedding", "wte": "embedding", "head": "head", "norm": "norm"}
+    return next((part for sign, part in signs.items() if sign in name), "other")
+
+
+def _layer_norms(kind: str, norms: Mapping[str, Tensor]) -> dict[str, float]:  # norms: of each weight, by its name
+    "Norms by layer, as `kind/layer_00`."
+    squares: dict[str, float] = {}
+    for name, norm in zip(norms, torch.stack([*norms.values()]).tolist() if norms else (), strict=True):
+        squares[_layer_of(name)] = squares.get(_layer_of(name), 0.0) + norm * norm
+    return {f"{kind}/{layer}": square**0.5 for layer, square in squares.items()}
+
+# %% ../../nbs/22_backends.local.ipynb #51eaae02
 def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:
     "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, and then changes nothing."
     count = divisor(state, normalization)
@@ -417,14 +434,16 @@ def update(state: PolicyState, adam: AdamParams, normalization: GradNormalizatio
             raise BackendError("gradient norm", where="optim_step", got=norm, expected="a finite value", fix=fix)
         clipped = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0 else norm
         factor = clipped / norm if clipped < norm else 1.0
-        moved = _check_moved(state, adam, _tried(state, adam, lambda grad: (grad / count).mul_(factor)))
+        tried = _tried(state, adam, lambda grad: (grad / count).mul_(factor))
+        moved = _check_moved(state, adam, tried)
         for grad in grads if (count, factor) != (1, 1.0) else ():
             grad.div_(count).mul_(factor)
         adamw(state, adam).step()
         for name, master in state.masters.items():
             state.params[name].copy_(master)
     metrics = {"grad_norm": norm, "grad_norm_clipped": clipped, "learning_rate": adam.learning_rate}
-    metrics |= {"update_norm": moved, "num_loss_tokens": float(state.loss_tokens)}
+    metrics |= {"update_norm": moved, **_layer_norms("update_norm", dict(zip(state.params, tried, strict=True)))}
+    metrics["num_loss_tokens"] = float(state.loss_tokens)
     metrics["num_sequences"] = float(state.sequences)
     drop_gradients(state)
     state.steps += 1
@@ -749,9 +768,11 @@ class LocalTrainer:
 # %% ../../nbs/22_backends.local.ipynb #bba76898
 def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
     "`evaluate`, then `backpropagate` of its slopes."
-    result = evaluate(state, datums, loss_fn)
-    backpropagate(state, datums, result[-1])
-    return result
+    value, metrics, series, slopes = evaluate(state, datums, loss_fn)
+    backpropagate(state, datums, slopes)
+    grads = {name: t.grad for name, t in zip(state.params, state.targets, strict=True)}
+    norms = {name: torch.linalg.vector_norm(grad) for name, grad in grads.items() if grad is not None}
+    return value, metrics | _layer_norms("grad_norm", norms), series, slopes
 
 # %% ../../nbs/22_backends.local.ipynb #21fa222a
 def save_named(state: PolicyState, versions: Versions, name: str) -> str:

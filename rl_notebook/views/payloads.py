@@ -17,19 +17,19 @@ import pandas as pd
 
 from ..advantages import is_dead
 from ..core import PromptGroup, RecordError, RolloutSample
-from ..records import StepRecord, metrics_row, prompt_text
+from ..drawings import prompt_text, shown_text, token_texts
+from ..records import StepRecord, metrics_row
 
 # %% auto #0
 __all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'BARS', 'OLDEST', 'TIMELINE_STEPS', 'TIMELINE_ROWS', 'TIMELINE_LANES', 'Waiting',
-           'ROWS', 'SHOWN_GROUPS', 'SHOWN_SAMPLES', 'LONGEST_TEXT', 'TRAINERS', 'FLOORS', 'LABELS', 'WORST',
-           'downsample', 'History', 'column', 'series', 'last_value', 'five_numbers', 'spread_row', 'ages_row',
-           'history_row', 'reward_payload', 'kl_payload', 'bar_means', 'length_payload', 'dead_payload',
-           'advantage_spread_payload', 'token_share_payload', 'is_asynchronous', 'staleness_payload',
-           'pipeline_payload', 'packed_lanes', 'timeline_payload', 'run_payloads', 'dead_marks', 'advantages_payload',
-           'counts_payload', 'step_payloads', 'completion_row', 'completion_rows', 'completions_payload',
-           'header_payload', 'TokenRow', 'token_rows', 'shown_text', 'token_text', 'token_texts', 'trainer_of', 'turns',
-           'all_series', 'series_payload', 'shift_payload', 'token_payload', 'keep_extremes', 'gap_quantiles',
-           'gap_histogram', 'overview_payload', 'menu_payload']
+           'ROWS', 'SHOWN_GROUPS', 'SHOWN_SAMPLES', 'TRAINERS', 'FLOORS', 'LABELS', 'WORST', 'downsample', 'History',
+           'column', 'series', 'last_value', 'five_numbers', 'spread_row', 'ages_row', 'history_row', 'reward_payload',
+           'kl_payload', 'bar_means', 'length_payload', 'dead_payload', 'advantage_spread_payload',
+           'token_share_payload', 'is_asynchronous', 'staleness_payload', 'pipeline_payload', 'packed_lanes',
+           'timeline_payload', 'run_payloads', 'dead_marks', 'advantages_payload', 'counts_payload', 'step_payloads',
+           'completion_row', 'completion_rows', 'completions_payload', 'header_payload', 'TokenRow', 'token_rows',
+           'trainer_of', 'turns', 'all_series', 'series_payload', 'shift_payload', 'token_payload', 'keep_extremes',
+           'gap_quantiles', 'gap_histogram', 'overview_payload', 'menu_payload']
 
 # %% ../../nbs/50_views.payloads.ipynb #f6b296ea
 Series = dict[str, list]  # {"x": steps, "y": values}
@@ -599,13 +599,11 @@ def header_payload(
     return {"name": name, "facts": facts, "numbers": numbers, "steps": recorded, "idle": idle}
 
 # %% ../../nbs/50_views.payloads.ipynb #710c5f41
-import unicodedata
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from ..core import AlignmentError, Datum, DatumError, frozen_array
-from ..records import UNSEEN
 from ..losses import KL_ESTIMATORS, ActiveTokens, LossOptions, log_ratio, sequence_ratio
 
 # %% ../../nbs/50_views.payloads.ipynb #d8d9e673
@@ -740,58 +738,6 @@ def token_rows(
     series = {name: _per_datum(name, values, datums) for name, values in more.items()}
     rows = [_datum_row(d, {name: values[i] for name, values in series.items()}, None) for i, d in enumerate(datums)]
     return sorted(rows, key=lambda row: (row.group, row.sample))
-
-# %% ../../nbs/50_views.payloads.ipynb #d9baa01a
-_SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥"}
-_UNSEEN = (*UNSEEN, "Co", "Cn", "Zs")  # in a token also white space that is not a plain blank, and unassigned signs
-LONGEST_TEXT = 120  # signs of a token that are shown
-
-
-def _sign(c: str) -> str:
-    "One sign, or its number where it cannot be seen or would be mistaken."
-    if c in _SHOWN:
-        return _SHOWN[c]
-    plain = unicodedata.category(c) not in _UNSEEN and c not in _SHOWN.values()
-    return c if plain else f"\\u{ord(c):04x}"
-
-
-def shown_text(text: str, limit: int = LONGEST_TEXT) -> str:
-    "A text in which every sign can be seen; what goes beyond the limit is counted."
-    more = f"… (+{len(text) - limit:,} signs)" if len(text) > limit else ""
-    return "".join(map(_sign, text[:limit])) + more
-
-# %% ../../nbs/50_views.payloads.ipynb #dfc9bdca
-def _byte_of() -> dict[str, int]:
-    "The alphabet of byte-level tokenizers (GPT-2's): printable bytes stand for themselves, the others are moved up."
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in own]
-    return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def token_text(token: int, tokenizer: Any) -> str:
-    "What one token says, special tokens included; bytes that are no text as `\\xe2`."
-    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    to_piece = getattr(tokenizer, "convert_ids_to_tokens", None)
-    piece = str(to_piece(token)) if to_piece else ""
-    if "▁" in piece:
-        return piece.replace("▁", " ")
-    if "\ufffd" in text and piece and all(c in (table := _byte_of()) for c in piece):
-        return "".join(f"\\x{table[c]:02x}" for c in piece)
-    return text
-
-
-def token_texts(
-    tokens: np.ndarray,  # (N,) ids
-    tokenizer: Any = None,  # with `decode`; None = ids are shown
-) -> tuple[list[str], list[int]]:  # (N,) texts, and positions of special tokens
-    "What each token says, made visible, and which are special."
-    ids = [int(t) for t in tokens]
-    if tokenizer is None:
-        return [str(t) for t in ids], []
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {*getattr(tokenizer, "all_special_ids", ()), *(t for t, about in added.items() if about.special)}
-    shown = {t: shown_text(token_text(t, tokenizer)) for t in set(ids)}
-    return [shown[t] for t in ids], [i for i, t in enumerate(ids) if t in special]
 
 # %% ../../nbs/50_views.payloads.ipynb #8a0c3e32
 TRAINERS = ("policy", "old", "ref")  # the first that a row has stands for the trainer

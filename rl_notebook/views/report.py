@@ -22,7 +22,8 @@ from typing import Any
 import pandas as pd
 
 from ..core import RecordError
-from ..records import UNSEEN, Run, StepRecord, flat_settings, metrics_frame, replace_text
+from ..drawings import UNSEEN
+from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
 from .charts import LOOKS, Chart, Figure, asset, charts, plotly_script
 from .payloads import TIMELINE_STEPS, ages_row, completions_payload, header_payload, history_row
 from .payloads import is_asynchronous, run_payloads, spread_row, step_payloads, timeline_payload

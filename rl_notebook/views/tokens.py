@@ -18,15 +18,15 @@ import traitlets
 from IPython.display import display, update_display
 
 from ..core import Datum, DatumError
+from ..drawings import HUES, SOFT, STRONGEST, number, styled
 from ..records import StepRecord
 from .charts import asset
 from .payloads import TokenRow, all_series, menu_payload, overview_payload, token_payload, token_rows
 
 # %% auto #0
-__all__ = ['FALLBACK_CSS', 'HUES', 'STRONGEST', 'SOFT', 'HideStatic', 'WithFallback', 'with_fallback', 'widgets_in', 'close_all',
-           'deliver_to_main', 'hue_of', 'css_colour', 'styled', 'strip_html', 'chart_svg', 'picture',
-           'coordinates_html', 'tokens_html', 'payload_of', 'first_target', 'place_of', 'TokenInspector',
-           'inspect_tokens']
+__all__ = ['FALLBACK_CSS', 'HideStatic', 'WithFallback', 'with_fallback', 'widgets_in', 'close_all', 'deliver_to_main', 'hue_of',
+           'css_colour', 'strip_html', 'chart_svg', 'picture', 'coordinates_html', 'tokens_html', 'payload_of',
+           'first_target', 'place_of', 'TokenInspector', 'inspect_tokens']
 
 # %% ../../nbs/52_views.tokens.ipynb #f5a82cad
 _STILL = ".jp-OutputArea-child:has(> .jp-OutputArea-output > [data-rln-static])"
@@ -115,10 +115,6 @@ def deliver_to_main(widget: ipywidgets.Widget) -> None:
             comm._reply_subshell_for = lambda data, subshell: None
 
 # %% ../../nbs/52_views.tokens.ipynb #dbfa51d3
-HUES = {"blue": "40,103,178", "orange": "204,98,40", "violet": "116,84,168", "green": "47,143,99"}
-STRONGEST = 0.62  # opacity at the ends of a scale, so that text stays legible on it
-
-
 def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
     "Hue, and strength from 0 to 1, of a value on the scale of its series."
     if value is None or (series["kind"] == "class" and value == 0):
@@ -136,18 +132,9 @@ def css_colour(series: Mapping[str, Any], value: float | None) -> str:
     return f"rgba({HUES[hue]},{STRONGEST * strength:.2f})" if strength >= 0.02 else ""
 
 # %% ../../nbs/52_views.tokens.ipynb #27b925ea
-SOFT = "opacity:.62"  # instead of a grey, which would suit one theme only
-
-
-def styled(name: str, *inside: str, style: str = "", title: str = "") -> str:
-    "An HTML element around safe HTML."
-    about = "".join(f' {k}="{html.escape(v)}"' for k, v in (("style", style), ("title", title)) if v)
-    return f"<{name}{about}>{''.join(inside)}</{name}>"
-
-
 def _digits(value: float | None) -> str:
     "Four digits, or a dash."
-    return "–" if value is None else f"{value:.4g}"
+    return number(value)
 
 
 def _by_name(payload: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -17,10 +17,11 @@ import pandas as pd
 
 from ..core import RecordError, RolloutSample
 from ..igpo import answer_scores, igpo_table
-from ..records import UNSEEN, StepRecord, html_table
+from ..drawings import SOFT, UNSEEN, html_table, styled
+from ..records import StepRecord
 from .charts import COLORS, Chart, Figure, advantage_spread_figure, tint
 from .payloads import FIVE
-from .tokens import SOFT, css_colour, styled
+from .tokens import css_colour
 
 # %% auto #0
 __all__ = ['LINES', 'NUMBERS', 'LONGEST', 'ROWS', 'spread_by_turn', 'score_lines', 'turns_payload', 'turn_spread_figure',

@@ -1,0 +1,251 @@
+"Every phase draws itself: small, safe, legible in any theme, and still readable where pictures and styles are removed."
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_notebook.advantages import with_advantages
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import Logprobs, LossOutput, PromptGroup, RolloutSample
+from rl_notebook.data import Row, load_rows
+from rl_notebook.datums import attach, datums_from_groups
+from rl_notebook.drawings import STRONGEST, advantages_html, number, rewards_html, tint
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.records import StepRecord
+from rl_notebook.rollouts import Prompt, Rollouts
+from rl_notebook.step import LossReport, Measured, list_datums, list_groups, list_prompts, list_rollouts
+from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
+
+LIMIT = 40_000  # bytes
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m</div></table>"
+
+
+class Page(HTMLParser):
+    "What a page is made of, and the text that stays when pictures and styles are removed, cells apart."
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.names, self.attributes, self.open, self.left = set[str](), set[str](), list[str](), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.left += "\n" if tag in ("tr", "div", "p", "summary") else " | " if tag in ("td", "th") else ""
+        if tag not in ("br", "path"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        assert "svg" not in self.open, f"a word in a picture: {data!r}"
+        self.left += data
+
+
+def drawn(value: Any) -> Page:
+    "What a value shows, held to the rules of every drawing."
+    text = value._repr_html_()
+    page = Page(text)
+    assert len(text.encode()) <= LIMIT
+    assert not page.names & {"script", "style", "img", "iframe", "object", "link"}, page.names
+    assert page.attributes <= {
+        *("style", "title", "colspan"),
+        *("width", "height", "viewbox", "role", "aria-label", "fill", "d", "stroke", "opacity"),
+    }
+    assert page.open == [], "everything is closed"
+    assert not re.search(r"(?<![\w.])[-+]?-0(\.0+)?(?![\w.,]| …)", page.left), "no minus before zero"
+    assert not re.search(r"[\u202e\x1b]", text)
+    return page
+
+
+# --- a step of a real model ------------------------------------------------------------------------------------------
+
+
+async def walk() -> dict[str, Any]:
+    "The values of all phases of the second step of the tiny model."
+    backend = open_local(*load_model("tiny"))
+    sizes = {"prompt_groups_per_step": 3, "completions_per_prompt": 6, "max_completion_tokens": 24, "max_seq_len": 96}
+    cfg = Config(**sizes, learning_rate=1e-4, kl_beta=0.01)
+    async with backend:
+        loop = GRPOLoop(backend, load_rows(toy_rows(16, seed=0)), [toy_reward, toy_format_reward], cfg)
+        await loop.run(1, progress=False)
+        values = {"prompts": loop.prompts(), "sample": await loop.sample(), "score": loop.score()}
+        values |= {"advantages": loop.advantages(), "datums": loop.datums(), "reference": await loop.reference()}
+        values |= {"loss": loop.loss(), "backward": await loop.backward(), "optimize": await loop.optimize()}
+        return values | {"sync": await loop.sync(), "finish": loop.finish(), "tokenizer": backend.tokenizer}
+
+
+@pytest.fixture(scope="module")
+def phases() -> dict[str, Any]:
+    return asyncio.run(walk())
+
+
+WORDS = {
+    "prompts": "<|user|>",
+    "sample": "####",
+    "score": "toy_format_reward",
+    "advantages": "a cell a completion",
+    "datums": "is scored on",
+    "reference": "the policy's logprob minus the reference's",
+    "loss": "share of |dL/dlogprob|",
+    "backward": "layer_00",
+    "optimize": "update norm",
+    "finish": "best and worst",
+}
+
+
+@pytest.mark.parametrize("phase", WORDS)
+def test_every_phase_draws_itself_and_says_the_same_without_its_pictures(phases: dict[str, Any], phase: str):
+    page = drawn(phases[phase])
+    assert WORDS[phase] in page.left
+    assert "Ġ" not in page.left
+    if phase not in ("optimize", "finish"):
+        assert "Table" in page.left, "the table is one click below"
+    if phase in ("score", "datums", "backward", "optimize", "finish"):
+        assert "svg" in page.names
+    if phase == "sample":
+        texts = [s.text for r in phases["sample"] for s in r.samples]
+        assert sum(text in page.left for text in texts) == len(texts), "every completion is there"
+    if phase == "advantages":
+        every = [number(float(a), "+.2f") for g in phases["advantages"] for a in g.advantages]
+        assert all(a in page.left for a in every), "every number is there"
+
+
+def test_text_is_on_the_left_and_numbers_are_on_the_right(phases: dict[str, Any]):
+    table = phases["prompts"]._repr_html_().split("<details>")[1]
+    sides = re.findall(r"<th style=\"text-align:(left|right)[^>]*>(\w+)", table)
+    assert sides == [("left", "row"), ("right", "tokens"), ("left", "prompt")]
+    lines = repr(phases["prompts"]).splitlines()[1:]
+    assert len({line.index("<|bos|>") for line in lines[1:]} | {lines[0].index("prompt")}) == 1
+
+
+def test_the_norms_by_layer_add_up_to_the_whole(phases: dict[str, Any]):
+    metrics = dict(phases["finish"].metrics)
+    for kind in ("grad_norm", "update_norm"):
+        layers = [value for name, value in metrics.items() if name.startswith(f"{kind}/")]
+        assert len(layers) > 2
+        assert sum(v**2 for v in layers) ** 0.5 == pytest.approx(metrics[kind], rel=1e-4)
+
+
+def test_a_trainer_that_tells_no_layers_shows_what_it_has(phases: dict[str, Any]):
+    output = phases["backward"].output
+    plain = replace(output, metrics={k: v for k, v in output.metrics.items() if not k.startswith("grad_norm/")})
+    assert WORDS["loss"] in drawn(LossReport(plain, phases["backward"].datums, phases["tokenizer"])).left
+    page = drawn(Measured("weights updated in step 2", {"learning_rate": 1e-4, "grad_norm": -0.0}))
+    assert ("layer" in page.left, "grad_norm" in page.left) == (False, True)
+
+
+# --- anything else ---------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    "A tokenizer whose tokens are characters."
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(chr(i) for i in ids)
+
+
+def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str, Any]:
+    "The values of all phases of a step of any size."
+    rng, letters = np.random.default_rng(0), np.frombuffer((text or "ab c\n").encode("latin-1", "replace"), np.uint8)
+    key = text or "a long name of a row " * 9
+    rows = [Row(key=key, prompt=text or "a question " * 80, data={"prompt": text or "a question " * 80})] * groups
+    prompts = [Prompt(row, [ord(c) for c in "ask"] * 60, index=i, number=i) for i, row in enumerate(rows)]
+    answers = list[Rollouts]()
+    for p in prompts:
+        samples = []
+        for k in range(completions):
+            said = np.resize(np.roll(letters, -k), tokens)
+            n, rewards = len(p.tokens), {text or "right": float(rng.normal()), "form": float(k % 2)}
+            logprobs = np.r_[np.zeros(n), -rng.exponential(1.0, tokens)]
+            ids, mask = np.r_[p.tokens, said], [0] * n + [1] * tokens
+            words = text or "".join(map(chr, said))
+            samples.append(RolloutSample(ids, logprobs, mask, sum(rewards.values()), text=words, rewards=rewards))
+        answers.append(Rollouts(p, tuple(samples), dropped=(text or "lost " * 90,)))
+    graded = [
+        PromptGroup(a.samples, a.prompt.row.data, key, i, dropped=a.dropped, number=i) for i, a in enumerate(answers)
+    ]
+    compared = with_advantages(graded)
+    datums = datums_from_groups(compared)
+    policy = [Logprobs(d.sampler_logprobs) for d in datums]
+    reference = [Logprobs(np.where(d.active, d.sampler_logprobs - 0.1, np.nan)) for d in datums]
+    datums = attach(datums, "ref_logprobs", reference)
+    slopes = tuple(np.where(d.active, rng.normal(size=len(d.weights)), 0.0) for d in datums)
+    norms = {f"{kind}/layer_{i:02d}": 1.0 + i for kind in ("grad_norm", "update_norm") for i in range(96)}
+    output, tokenizer = LossOutput(0.1, norms, tuple(policy), slopes), Letters()
+    return {
+        "prompts": list_prompts(prompts, tokenizer),
+        "sample": list_rollouts(answers, tokenizer),
+        "sample without tokenizer": list_rollouts(answers),
+        "score": list_groups(graded),
+        "advantages": list_groups(compared),
+        "datums": list_datums(datums_from_groups(compared), tokenizer),
+        "reference": list_datums(datums, tokenizer, policy),
+        "loss": LossReport(replace(output, metrics={}), tuple(datums), tokenizer),
+        "backward": LossReport(output, tuple(datums), tokenizer),
+        "optimize": Measured("weights updated", norms),
+        "finish": StepRecord(1, tuple(compared), tuple(datums), output, metrics=norms),
+    }
+
+
+@pytest.mark.parametrize(("groups", "completions", "tokens"), [(1, 1, 1), (2, 64, 300), (48, 8, 40), (12, 16, 700)])
+def test_a_drawing_stays_small_and_says_what_it_leaves_out(groups: int, completions: int, tokens: int):
+    if completions == 1:  # one answer cannot be compared
+        sample = many(1, 2, 1)["sample"]
+        drawn(sample)
+        return
+    for name, value in many(groups, completions, tokens).items():
+        page = drawn(value)
+        if groups * completions > 100 and name in ("sample", "loss", "reference"):
+            assert re.search(r"and \d+ more|… \d+ tokens", page.left), name
+
+
+def test_whatever_a_model_says_is_text():
+    for value in many(2, 3, 60, HOSTILE).values():
+        drawn(value)
+
+
+def test_a_step_without_anything_in_it_is_drawn():
+    none = PromptGroup((), {}, "q1", 0, dropped=("rollout 0 raised TimeoutError: <b>no answer",))
+    page = drawn(list_groups([none]))
+    assert "no sample was graded" in page.left
+    assert "<b>no answer" in page.left
+    drawn(StepRecord(1, (none,), reason="no group has signal"))
+    drawn(list_groups([]))
+    assert advantages_html([none])
+    assert rewards_html([none])
+
+
+def test_a_tint_leaves_text_legible_on_white_and_on_black():
+    "The contrast of black text on a tint over white, and of white text on a tint over black, is 4.5 : 1 or more."
+    linear = lambda c: c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4
+    light = lambda rgb: sum(w * linear(c / 255) for w, c in zip((0.2126, 0.7152, 0.0722), rgb, strict=True))
+    for hue in ("blue", "orange", "violet", "green"):
+        found = tint(hue, 1.0)
+        r, g, b, alpha = (int(found[i : i + 2], 16) for i in (1, 3, 5, 7))
+        assert alpha == round(255 * STRONGEST)
+        over = lambda paper, rgb=(r, g, b): [STRONGEST * c + (1 - STRONGEST) * paper for c in rgb]
+        assert (light(over(255)) + 0.05) / 0.05 >= 4.5
+        assert 1.05 / (light(over(0)) + 0.05) >= 4.5
+
+
+def test_a_drawing_needs_no_tokenizer_of_a_kind():
+    "A tokenizer that only decodes, and none at all."
+    for tokenizer in (SimpleNamespace(decode=Letters().decode), None):
+        values = many(2, 3, 5)
+        drawn(list_rollouts(list(values["sample"]), tokenizer))
+        drawn(list_datums(list(values["datums"]), tokenizer))
