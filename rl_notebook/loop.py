@@ -569,7 +569,7 @@ async def sample_phase(loop: Loop) -> Listing[Rollouts]:
     with timed(loop, "sample"):
         drawn = await side_by_side(loop, prompts, lambda p: draw_prompt(loop, p))
     loop.state.policy_version = loop.policy_version
-    return loop.state.put("sample", list_rollouts(drawn))
+    return loop.state.put("sample", list_rollouts(drawn, loop.backend.tokenizer))
 
 # %% ../nbs/33_loop.ipynb #3dd46d17
 def score_phase(loop: Loop, reward_fns: Any = None) -> Listing[PromptGroup]:
@@ -619,9 +619,9 @@ def have_tokens(datums: Sequence[Datum]) -> bool:
     return any(d.num_loss_tokens for d in datums)
 
 
-def list_training(datums: Sequence[Datum], groups: Sequence[PromptGroup]) -> Listing[Datum]:
+def list_training(datums: Sequence[Datum], groups: Sequence[PromptGroup], tokenizer: Any = None) -> Listing[Datum]:
     "Training sequences, with a headline that gives the reason if there is nothing to learn."
-    listing = list_datums(datums)
+    listing = list_datums(datums, tokenizer)
     if not have_tokens(datums):
         listing.headline = "every datum is masked" if datums else f"nothing to learn: {nothing_to_learn(groups)}"
     return listing
@@ -637,7 +637,7 @@ def datums_phase(loop: Loop, overlong: str | None = None) -> Listing[Datum]:
     groups = enter(loop.state, "datums")
     with timed(loop, "datums"):
         made = group_datums(loop, [g for g in groups if trains_on(loop, g)], overlong)
-    return loop.state.put("datums", list_training(made, groups))
+    return loop.state.put("datums", list_training(made, groups, loop.backend.tokenizer))
 
 # %% ../nbs/33_loop.ipynb #884fc605
 def skipped(loop: Loop, phase: str) -> Measured | None:
@@ -661,13 +661,14 @@ async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | M
     datums = enter(loop.state, "reference")
     if nothing := skipped(loop, "reference"):
         return nothing
+    scored = None
     with timed(loop, "reference"):
         attached = await with_reference(loop, datums)
         if policy or loop.cfg.ppo_n_minibatches > 1:
             scored = await score_datums(loop.backend.policy, attached, "policy", loop.state.cache)
             if loop.cfg.ppo_n_minibatches > 1:  # the policy before the first of several updates
                 attached = attach(attached, "old_logprobs", scored)
-    return loop.state.put("reference", list_datums(attached))
+    return loop.state.put("reference", list_datums(attached, loop.backend.tokenizer, scored))
 
 # %% ../nbs/33_loop.ipynb #5183ae73
 def chosen_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
@@ -694,7 +695,7 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
     with timed(loop, "loss"):
         output = evaluate_loss(datums, scored, chosen_loss(loop, asked))
     loop.state.changes = asked  # only what could be computed is kept
-    return loop.state.put("loss", LossReport(output, tuple(datums)))
+    return loop.state.put("loss", LossReport(output, tuple(datums), loop.backend.tokenizer))
 
 # %% ../nbs/33_loop.ipynb #e89bf00d
 async def fresh_gradient(loop: Loop) -> None:
@@ -731,7 +732,7 @@ async def gradient_pass(loop: Loop, datums: Sequence[Datum]) -> LossReport:
     "The gradient of one update, where there was none."
     await fresh_gradient(loop)
     output = await gradient_of(loop, datums, max_samples=loop.cfg.max_samples_per_fwd_bwd)
-    return LossReport(output, tuple(datums))
+    return LossReport(output, tuple(datums), loop.backend.tokenizer)
 
 
 async def backward_phase(loop: Loop) -> LossReport | Measured:
@@ -834,7 +835,8 @@ def joined_report(reports: Sequence[LossReport]) -> LossReport:
     merged = merge_outputs([r.output for r in reports])
     loss = merged.loss / len(reports)
     metrics = {name: loss if name == "loss" else value for name, value in merged.metrics.items()}
-    return LossReport(replace(merged, loss=loss, metrics=metrics), tuple(d for r in reports for d in r.datums))
+    datums = tuple(d for r in reports for d in r.datums)
+    return LossReport(replace(merged, loss=loss, metrics=metrics), datums, reports[0].tokenizer)
 
 
 def mean_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -1250,7 +1252,8 @@ def take_in(loop: Loop, answered: Sequence[Answered]) -> Listing[PromptGroup]:
     new = [a.at(start + i) for i, a in enumerate(answered)]
     prompts = [*values.get("prompts", ()), *(a.rollouts.prompt for a in new)]
     values["prompts"] = list_prompts(prompts, loop.backend.tokenizer)
-    values["sample"] = list_rollouts([*values.get("sample", ()), *(a.rollouts for a in new)])
+    drawn = [*values.get("sample", ()), *(a.rollouts for a in new)]
+    values["sample"] = list_rollouts(drawn, loop.backend.tokenizer)
     values["score"] = list_groups([*values.get("score", ()), *(a.group for a in new)])
     loop.state.policy_version = loop.policy_version
     return advantages_phase(loop)
@@ -1353,7 +1356,7 @@ async def train_chunk(loop: Loop, groups: Sequence[PromptGroup]) -> LossReport:
     "One backward pass that divides by nothing."
     datums = await with_reference(loop, group_datums(loop, groups))
     output = await gradient_of(loop, datums, denominator=1.0)
-    return LossReport(output, tuple(datums))
+    return LossReport(output, tuple(datums), loop.backend.tokenizer)
 
 
 async def train_arrivals(loop: Loop, prompts: Sequence[Prompt]) -> tuple[list[Answered], list[LossReport]]:
@@ -1373,7 +1376,7 @@ def merged_report(reports: Sequence[LossReport], aggregation: str) -> LossReport
     datums = tuple(d for r in reports for d in r.datums)
     tokens = np.array([d.num_loss_tokens for d in datums])
     merged = merge_outputs([r.output for r in reports])
-    return LossReport(scale_output(merged, 1 / natural_denominator(tokens, aggregation)), datums)
+    return LossReport(scale_output(merged, 1 / natural_denominator(tokens, aggregation)), datums, reports[0].tokenizer)
 
 
 def settle_passes(loop: Loop, answered: Sequence[Answered], reports: Sequence[LossReport]) -> None:
@@ -1381,7 +1384,9 @@ def settle_passes(loop: Loop, answered: Sequence[Answered], reports: Sequence[Lo
     require_some([a.group for a in answered])
     loop.state.values.clear()
     groups = take_in(loop, answered)
-    datums = loop.state.put("datums", list_training([d for r in reports for d in r.datums], groups))
+    datums = loop.state.put(
+        "datums", list_training([d for r in reports for d in r.datums], groups, loop.backend.tokenizer)
+    )
     if have_tokens(datums):
         loop.state.put("reference", datums)
         loop.state.put("backward", merged_report(reports, loop.cfg.aggregation))
@@ -1825,7 +1830,8 @@ async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> Lo
     await fresh_gradient(loop)
     outputs = [await loop.backend.policy.forward_backward_custom(c, make(c, whole)) for c in chunks]
     merged = merge_outputs(outputs)
-    return LossReport(merged if whole == natural else scale_output(merged, whole / natural), datums)
+    output = merged if whole == natural else scale_output(merged, whole / natural)
+    return LossReport(output, datums, loop.backend.tokenizer)
 
 
 async def sync_as_drawn(loop: Loop, record: StepRecord) -> None:
