@@ -381,7 +381,7 @@ def _strip(group: PromptGroup, parts: np.ndarray, unit: float, zero: float) -> s
     label = "rewards " + " ".join(number(float(r)) for r in sorted(group.rewards, reverse=True))
     return shapes(rects, step * max(1, len(parts)), _STRIP, label[:200], line=zero)
 
-
+# %% ../nbs/30b_drawings.ipynb #ccc2945e
 def _verdict(group: PromptGroup) -> str:
     "Mean and standard deviation of the rewards of a group, or why there is nothing to compare."
     r = group.rewards
