@@ -1,8 +1,11 @@
 "The engine: every completion as if it were alone, and logprobs that the model itself would give."
 
+import os
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import EOS, byte_tokenizer, one_thread, tiny_model
@@ -19,6 +22,7 @@ from rl_notebook.backends.engine import (
     pick_logprobs,
     probe_error,
 )
+from rl_notebook.cli import main as command
 from rl_notebook.core import BackendError, SampleParams
 
 __all__ = ["one_thread"]
@@ -314,8 +318,6 @@ def test_what_does_not_fit_is_refused():
         engine.submit([], SampleParams())
     with pytest.raises(BackendError, match="token id: got 999; expected 0 to 257"):
         engine.submit([1, 999], SampleParams(max_tokens=5))
-    with pytest.raises(BackendError, match="no empty string"):
-        engine.submit([1], SampleParams(max_tokens=5, stop=("",)))
     with pytest.raises(BackendError, match="expected at least 2"):
         echo(engine, [[5]])
     with pytest.raises(BackendError, match="expected at most 64"):
@@ -332,7 +334,98 @@ def test_context_is_the_smallest_limit():
     assert engine_of(model, max_seq_len=320).max_seq_len == 64
     model.config.layer_types = ["sliding_attention", "full_attention"]
     model.config.sliding_window = 16
-    assert context_length(model) == 16
+    assert context_length(model) == 64  # a window does not shorten it
+
+
+# Windows and states ---------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+WINDOWED = {  # family: settings beside the window, and the route that it takes
+    "Mistral": ({}, "fast"),
+    "Qwen2": ({"use_sliding_window": True, "max_window_layers": 2}, "fast"),
+    "Gemma2": ({}, "full"),
+    "Gemma3Text": ({"sliding_window_pattern": 2}, "modules"),
+    "GptOss": (MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}, "modules"),
+    "Mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "modules"),
+    "Phi3": ({}, "modules"),
+    "Qwen3": ({"use_sliding_window": True, "max_window_layers": 2}, "fast"),
+    "Olmo3": (MIXED, "modules"),
+    "Cohere2": ({}, "full"),
+    "Ministral": (MIXED, "fast"),
+}
+LONG = () if os.environ.get("SLOW") else ("Mixtral", "Phi3", "Qwen3", "Olmo3", "Cohere2", "Ministral")
+
+
+def random_model(family: str, **settings):
+    "A tiny model of any family, with logits sharp enough to tell one context from another."
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | {"eos_token_id": None, "bos_token_id": None} | settings)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.mul_(4)
+    return model
+
+
+@pytest.mark.parametrize(("family", "window"), [("Mistral", 2), *((f, 7) for f in WINDOWED if f not in LONG)])
+def test_a_sliding_window_is_attended_over_as_the_model_does_it(family, window):
+    settings, route = WINDOWED[family]
+    model = random_model(family, sliding_window=window, **settings)
+    engine = Engine(open_model(model), max_batch=4, eos_token_ids=frozenset())
+    assert (engine.causal.route, engine.max_seq_len) == (route, 128)
+    prompts = [list(range(3, 3 + n)) for n in (2, 19, 33)]
+    requests = [engine.submit(p, SampleParams(n=2, max_tokens=45, seed=1)) for p in prompts]
+    greedy = engine.submit(prompts[1], SampleParams(max_tokens=40, temperature=0))
+    finish(engine)
+    with torch.no_grad():
+        want = model.generate(torch.tensor([prompts[1]]), max_new_tokens=40, do_sample=False)[0, 19:].tolist()
+    assert greedy.completions[0].tokens.tolist() == want
+    for c in (c for r in requests for c in r.completions):
+        assert np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max() <= 1e-4
+    tokens = requests[1].completions[0].full_tokens
+    (scored,) = echo(engine, [tokens])
+    assert np.abs(scored.values - own_logprobs(model, tokens)).max() <= 1e-4
+    model.config.get_text_config().sliding_window = 128  # the window matters, so the test can fail
+    assert np.abs(scored.values - own_logprobs(model, tokens)).max() > 1e-2
+
+
+def test_a_route_that_forgets_the_window_is_not_used():
+    "Twelve tokens of a probe do not reach past the window of a real model; the probe does."
+    model = random_model("Mistral", sliding_window=64)
+    causal = CausalModel(model, "fast")
+    assert probe_error(causal, sampling=True) < 1e-4
+    forgetful, causal.fast = causal.fast, lambda *args: forgetful(*args[:-1], (None,) * 4)
+    assert probe_error(causal, sampling=True) > 1e-2
+    assert model.config.sliding_window == 64
+
+
+STATEFUL = {  # family: settings, and what the message says
+    "Qwen3_5Text": ({}, r"Qwen3_5ForCausalLM: .* 3 of 4 layers of the kind linear_attention"),
+    "Qwen3Next": ({}, r"Qwen3NextForCausalLM: .* 3 of 4 layers of the kind linear_attention"),
+    "FalconH1": ({}, r"FalconH1ForCausalLM: .* 4 of 4 layers of the kind hybrid"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, r"Lfm2ForCausalLM: .* 2 of 4 layers of the kind conv"),
+    "Mamba": ({}, r"MambaForCausalLM: .* 4 of 4 layers of the kind linear_attention"),
+    "Rwkv": ({}, r"RwkvForCausalLM: .* layers that fold the past into a state"),
+    "Llama4Text": ({"attention_chunk_size": 8, "num_local_experts": 2}, r"Llama4ForCausalLM: .* chunked_attention"),
+}
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_models_that_keep_a_state_are_refused_by_name(family):
+    settings, message = STATEFUL[family]
+    with pytest.raises(BackendError, match=f"^{message}; expected full or sliding-window attention in every layer"):
+        open_model(random_model(family, **settings))
+
+
+def test_a_hybrid_is_refused_where_training_begins(tmp_path, capsys):
+    random_model("Mamba", vocab_size=258).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert command(["train", "--base-model", str(tmp_path), "--max-seq-len", "64", "--max-completion-tokens", "8"]) == 2
+    said = capsys.readouterr().err
+    assert "MambaForCausalLM: the model cannot be sampled from here: got 4 of 4 layers of the kind linear" in said
 
 
 # The head -------------------------------------------------------------------------------------------------------

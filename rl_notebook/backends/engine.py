@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,14 +24,14 @@ from .routing import Routers, find_routers, noting, replaying, write_notes
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
 # %% auto #0
-__all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'PACK_ELEMENTS', 'TOLERANCE', 'Choosing', 'logits_of', 'pick_logprobs',
+__all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'PACK_ELEMENTS', 'STATELESS', 'TOLERANCE', 'Choosing', 'logits_of', 'pick_logprobs',
            'head_logprobs', 'Uniforms', 'draw_tokens', 'DrawPlan', 'cut_off', 'draw', 'SlotCache', 'reserve',
            'add_rows', 'begin_step', 'drop_row', 'norm_fn', 'can_pack', 'packed_fn', 'linear_fn', 'linears_fn',
-           'rotate', 'RotaryTable', 'attend', 'FastLayer', 'fast_layer', 'FastDecoder', 'bare_model', 'CausalModel',
-           'padded', 'prefill', 'decode_step', 'probe_error', 'open_model', 'Request', 'Row', 'stopped_by_text',
-           'finish_reason', 'final_text', 'context_length', 'eos_ids', 'check_tokens', 'check_length', 'Engine',
-           'check_request', 'by_budget', 'watched', 'admit', 'emit', 'retire', 'notes_of', 'drop', 'forget_cancelled',
-           'advance', 'echo']
+           'rotate', 'RotaryTable', 'attend', 'FastLayer', 'fast_layer', 'FastDecoder', 'bare_model', 'layer_windows',
+           'check_layers', 'CausalModel', 'padded', 'prefill', 'decode_step', 'probe_error', 'open_model', 'Request',
+           'Row', 'stopped_by_text', 'finish_reason', 'final_text', 'context_length', 'eos_ids', 'check_tokens',
+           'check_length', 'Engine', 'check_request', 'by_budget', 'watched', 'admit', 'emit', 'retire', 'notes_of',
+           'drop', 'forget_cancelled', 'advance', 'echo']
 
 # %% ../../nbs/21_backends.engine.ipynb #6f5c1405
 CHUNK_ELEMENTS = 2**24  # logits that may exist at once: 64 MB in float32
@@ -213,7 +213,7 @@ class SlotCache(Cache):
         self.fresh: dict[int, tuple[Tensor, Tensor]] = {}  # layer: what the current prefill made
         self.filling = False  # prefill, or decode step
         self.index = torch.empty(0, dtype=torch.long)  # (rows,) where the step writes, in (slots * capacity)
-        self.mask = torch.empty(0)  # (rows, 1, 1, longest) additive
+        self.masks: dict[int | None, Tensor] = {}  # by window of a layer: (rows, 1, 1, longest) additive
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         "Store new keys and values (B, S, heads, dim); returns all of them as (B, heads, T, dim)."
@@ -273,15 +273,25 @@ def add_rows(cache: SlotCache, source: Tensor, length: int) -> None:
     cache.fresh = {}
 
 # %% ../../nbs/21_backends.engine.ipynb #eeadace6
-def begin_step(cache: SlotCache, lengths: Tensor, longest: int) -> None:
-    "Prepare to write one token per row at column `lengths` (rows,), of which `longest` is the largest."
+def begin_step(
+    cache: SlotCache,
+    lengths: Tensor,  # (rows,) column that each row writes to
+    longest: int,  # the largest of them
+    windows: Iterable[int | None] = (None,),  # of the layers, None = full attention
+) -> None:
+    "Prepare to write one token per row."
     cache.filling, cache.longest = False, longest + 1
     reserve(cache, cache.rows, cache.longest)
     cache.index = torch.arange(cache.rows, device=lengths.device) * cache.capacity + lengths
     keys = cache.buffers[0][0]
-    hidden = torch.arange(cache.longest, device=lengths.device) > lengths[:, None]
-    cache.mask = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device)
-    cache.mask = cache.mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+    back = lengths[:, None] - torch.arange(cache.longest, device=lengths.device)
+    additive = lambda hidden: torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(
+        hidden, -torch.inf
+    )[:, None, None]
+    cache.masks = {None: additive(back < 0)}
+    for window in {w for w in windows if w is not None}:
+        reaches = window > longest
+        cache.masks[window] = cache.masks[None] if reaches else additive((back < 0) | (back >= window))
 
 # %% ../../nbs/21_backends.engine.ipynb #e301a554
 def drop_row(cache: SlotCache, row: int) -> None:
@@ -379,19 +389,30 @@ class RotaryTable:
         return self.cos[positions], self.sin[positions]
 
 # %% ../../nbs/21_backends.engine.ipynb #86eb0931
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: SlotCache | None, layer: int) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    cache: SlotCache | None,
+    layer: int,
+    window: int | None = None,  # tokens that each one sees, itself included; None = all before it
+) -> Tensor:
     "(B, S, heads * dim) attention output for queries, keys and values of shape (B, S, heads, dim)."
     batch, steps, heads, _ = q.shape
     if cache is None or cache.filling:
         if cache is not None:
             cache.put(layer, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        grouped = k.shape[1] != heads
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        band = None
+        if window is not None and window < steps:
+            band = torch.ones(steps, steps, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        how: dict[str, Any] = {"is_causal": band is None, "scale": scale, "enable_gqa": k.shape[1] != heads}
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, **how)
         return out.transpose(1, 2).reshape(batch, steps, -1)
     keys, values = cache.put(layer, k, v)
     stacked = q.reshape(batch, keys.shape[1], -1, q.shape[-1])
-    out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=cache.mask, scale=scale)
+    out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=cache.masks[window], scale=scale)
     return out.reshape(batch, 1, -1)
 
 # %% ../../nbs/21_backends.engine.ipynb #20f2045f
@@ -411,12 +432,14 @@ class FastLayer:
     head_dim: int
     scale: float
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache | None, layer: int) -> Tensor:
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache | None, layer: int, window: int | None = None
+    ) -> Tensor:
         "(B, S, D) to (B, S, D)."
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv(self.norm1(x)))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        (attended,) = self.o(attend(q, k, v, self.scale, cache, layer))
+        (attended,) = self.o(attend(q, k, v, self.scale, cache, layer, window))
         x = x + attended
         gate, up = self.gate_up(self.norm2(x))
         (moved,) = self.down(self.act(gate) * up)
@@ -446,18 +469,50 @@ class FastDecoder:
         self.layers = [fast_layer(layer, pack) for layer in decoder.layers]  # type: ignore[union-attr]
         self.rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight)  # type: ignore[arg-type]
 
-    def __call__(self, ids: Tensor, positions: Tensor, cache: SlotCache | None, highest: int) -> Tensor:
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: SlotCache | None,
+        highest: int,
+        windows: Sequence[int | None] = (),  # of each layer; () = full attention in all
+    ) -> Tensor:
         "(B, S) ids at (B, S) positions to (B, S, D) hidden states."
         x = self.embed(ids)  # type: ignore[operator]
         cos, sin = self.rotary(positions, highest)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, cache, i)
+            x = layer(x, cos, sin, cache, i, windows[i] if windows else None)
         return self.norm(x)
 
 # %% ../../nbs/21_backends.engine.ipynb #96cef08d
 def bare_model(model: nn.Module) -> Any:
     "The Hugging Face causal LM itself, out of a PEFT wrapper if there is one."
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+# %% ../../nbs/21_backends.engine.ipynb #c3c165f0
+STATELESS = ("full_attention", "sliding_attention", "mlp", "moe")  # past: keys and values, or none
+
+
+def layer_windows(decoder: Any) -> tuple[int | None, ...]:
+    "Of each layer, how many tokens a token sees, itself included, as the configuration says; None = all before it."
+    config, window = decoder.config, getattr(decoder.config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def check_layers(model: Any) -> None:
+    "Raises `BackendError` for a model with layers whose past is not keys and values."
+    kinds = getattr(model.get_decoder().config, "layer_types", None) or ()
+    others = sorted({kind for kind in kinds if kind not in STATELESS})
+    if others or getattr(model, "_is_stateful", False):
+        count = f"{sum(kind in others for kind in kinds)} of {len(kinds)} layers of the kind {', '.join(others)}"
+        raise BackendError(
+            "the model cannot be sampled from here",
+            where=type(model).__name__,
+            got=count if others else "layers that fold the past into a state",
+            expected="full or sliding-window attention in every layer, whose past is keys and values",
+            fix="Train it on a service (backend='tinker' or 'fireworks'), or choose a model of attention layers only.",
+        )
 
 # %% ../../nbs/21_backends.engine.ipynb #b7f92e75
 class CausalModel:
@@ -471,6 +526,7 @@ class CausalModel:
         self.fast = FastDecoder(self.decoder) if route == "fast" else None
         weight = self.model.get_input_embeddings().weight
         self.vocab_size, self.device, self.dtype = len(weight), weight.device, weight.dtype
+        self.windows = layer_windows(self.decoder)
 
     def features(
         self,
@@ -484,13 +540,21 @@ class CausalModel:
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         if self.fast is not None:
-            return self.fast(ids, positions, cache, ids.shape[1] if highest is None else highest)
-        mask = None if cache is None or cache.filling else cache.mask
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "past_key_values": cache}
-        inputs["use_cache"] = cache is not None
+            return self.fast(ids, positions, cache, ids.shape[1] if highest is None else highest, self.windows)
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "past_key_values": cache}
+        inputs |= {"use_cache": cache is not None, "attention_mask": self.masks(cache)}
         if self.route == "full":
             return self.model(**inputs, logits_to_keep=keep).logits
         return self.decoder(**inputs).last_hidden_state
+
+    def masks(self, cache: SlotCache | None) -> Any:
+        "What the model's own decoder takes as its mask: none, one, or one for each kind of layer."
+        if cache is None or cache.filling:
+            return None
+        if len({*self.windows}) == 1:
+            return cache.masks[self.windows[0]]
+        window = next(w for w in self.windows if w is not None)
+        return {"full_attention": cache.masks[None], "sliding_attention": cache.masks[window]}
 
     def logprobs(self, features: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         "(M,) logprobs of `targets` (M,) from features (M, D)."
@@ -516,7 +580,7 @@ def prefill(model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int
 def decode_step(model: CausalModel, cache: SlotCache, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
     "(B, D) features after one more token per row; `lengths` tokens of each row are already in the cache."
     both = torch.tensor([tokens, lengths], device=model.device)
-    begin_step(cache, both[1], max(lengths))
+    begin_step(cache, both[1], max(lengths), model.windows)
     return model.features(both[0, :, None], both[1, :, None], cache, max(lengths), keep=1)[:, -1]
 
 # %% ../../nbs/21_backends.engine.ipynb #e511d2c5
@@ -560,6 +624,28 @@ def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tupl
 # %% ../../nbs/21_backends.engine.ipynb #fe59cfba
 def probe_error(causal: CausalModel, sampling: bool) -> float:
     "Largest difference between the route's logprobs and the model's own, on random tokens, per 20 nats of their range."
+    error = _probed(causal, sampling)
+    if any(causal.windows):
+        with _narrowed(causal):
+            error = max(error, _probed(causal, sampling))
+    return error
+
+
+@contextmanager
+def _narrowed(causal: CausalModel, window: int = 4) -> Iterator[None]:
+    "The model with sliding windows that a probe reaches past."
+    config, own = causal.decoder.config, causal.decoder.config.sliding_window
+    try:
+        config.sliding_window = window
+        causal.windows = layer_windows(causal.decoder)
+        yield
+    finally:
+        config.sliding_window = own
+        causal.windows = layer_windows(causal.decoder)
+
+
+def _probed(causal: CausalModel, sampling: bool) -> float:
+    "The difference, as the model is."
     rng = np.random.default_rng(0)
     ids = torch.from_numpy(rng.integers(0, causal.vocab_size, (2, 12))).to(causal.device)
     asleep = _zero_adapters(causal.model)
@@ -589,6 +675,8 @@ def open_model(
     sampling: bool = True,  # also probe prefill and decode steps
 ) -> CausalModel:
     "The model over the fastest route that reproduces its own logits; raises `BackendError` when none does."
+    if sampling:
+        check_layers(bare_model(model))
     failures = []
     for route in routes:
         try:
@@ -675,14 +763,9 @@ def final_text(row: Row, tokenizer: Any) -> str:
 
 # %% ../../nbs/21_backends.engine.ipynb #28a6bc06
 def context_length(model: Any) -> int | None:
-    "Longest sequence that a model's configuration allows; attention windows count, since rows keep every key."
+    "Longest sequence that a model's configuration allows; None where it does not say."
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    limits = [getattr(config, "max_position_embeddings", None)]
-    layers = getattr(config, "layer_types", None)
-    if layers is None or "sliding_attention" in layers:
-        limits.append(getattr(config, "sliding_window", None))
-    known = [limit for limit in limits if limit]
-    return min(known) if known else None
+    return getattr(config, "max_position_embeddings", None) or None
 
 # %% ../../nbs/21_backends.engine.ipynb #28933cce
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -778,8 +861,6 @@ def check_request(engine: Engine, prompt_tokens: Sequence[int] | np.ndarray, par
     check_length(len(prompt), params.max_tokens, engine.max_seq_len, "prompt")
     if params.stop and engine.tokenizer is None:
         raise BackendError("stop strings", got=params.stop, expected="a tokenizer", fix="Use stop_token_ids.")
-    if "" in params.stop:
-        raise BackendError("stop strings", got=params.stop, expected="no empty string")
     return Request(prompt, params, (engine.eos_token_ids or frozenset()) | frozenset(params.stop_token_ids))
 
 # %% ../../nbs/21_backends.engine.ipynb #a2eff2a2
