@@ -33,9 +33,9 @@ __all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNo
            'CISPOConfig', 'DROConfig', 'SAPOConfig', 'IGPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig',
            'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce',
            'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules',
-           'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'backend_rules', 'schedule_rules',
-           'read_yaml', 'plain', 'nested', 'accepts_other_spellings', 'Stored', 'SettingsTable', 'compared',
-           'changed_settings', 'Config']
+           'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'backend_rules', 'resumes_there',
+           'schedule_rules', 'read_yaml', 'plain', 'nested', 'accepts_other_spellings', 'was_chosen', 'Stored',
+           'SettingsTable', 'compared', 'changed_settings', 'Config']
 
 # %% ../nbs/06_config.ipynb #f1f9d6f8
 @dataclass(frozen=True, kw_only=True)
@@ -905,7 +905,8 @@ def sampling_rules(c: Any) -> Iterator[str]:
     if c.reward_weights is not None and len(c.reward_weights) != len(c.rewards):
         yield f"reward_weights: got {len(c.reward_weights)} for {len(c.rewards)} rewards. Give one per named reward"
     if c.max_completion_tokens >= c.max_seq_len:
-        yield f"max_completion_tokens: {c.max_completion_tokens} leaves no prompt room (max_seq_len={c.max_seq_len})"
+        few = f"leaves no prompt room (max_seq_len={c.max_seq_len}). Set it to at most {c.max_seq_len // 2}"
+        yield f"max_completion_tokens: {c.max_completion_tokens} {few}, or raise max_seq_len"
     if c.overlong_buffer > c.max_completion_tokens:
         yield f"overlong_buffer: {c.overlong_buffer} is more than max_completion_tokens={c.max_completion_tokens}"
     if (c.min_samples_per_fwd_bwd or 0) > c.max_samples_per_fwd_bwd:
@@ -982,9 +983,28 @@ def _tinker_rules(c: Any) -> Iterator[str]:
         yield "lora_rank: backend='tinker' trains LoRA adapters only. Set lora_rank, such as 32"
     if c.lora_alpha != 32:
         yield "lora_alpha: backend='tinker' decides it. Leave it out"
+    yield from _temperature_rules(c)
+
+
+def _temperature_rules(c: Any) -> Iterator[str]:
+    if c.temperature != 1:
+        yield (
+            f"temperature: got {c.temperature}; backend={c.backend!r} scores at 1, so ratios would compare two"
+            " distributions. Leave it out, or draw hotter inside a rollout_fn"
+        )
+
+
+def resumes_there(c: Any) -> bool:
+    "Whether a run goes on from a state of a trainer job: of `resume_job_id`, or by a bare name of the job itself."
+    if c.resume is None or c.resume.resume_from is None:
+        return False
+    name = c.resume.resume_from
+    bare = c.backend == "fireworks" and not any(s in name for s in "/\\") and not Path(name).exists()
+    return bare or c.resume.resume_job_id is not None
 
 
 def _fireworks_rules(c: Any) -> Iterator[str]:
+    yield from _temperature_rules(c)
     if c.infra is not None and c.trainer is not None:
         yield "infra: trainer says the same in the later spelling. Keep one of the two"
     if c.output_model_id is not None and not re.fullmatch(r"[a-z0-9-]{1,63}", c.output_model_id):
@@ -1111,10 +1131,19 @@ def accepts_other_spellings(cls: type[T]) -> type[T]:
         settings, notes = canonical(cls, given)
         _announce(notes)
         init(self, **nested(cls, settings))
+        defaults = {f.name: f.default for f in fields(typing.cast(Any, cls))}
+        copied = defaults.keys() <= given.keys()  # by `replace`, or read back: all that is known is what differs
+        chosen = [k for k, v in settings.items() if not copied or v != defaults.get(k, v)]
+        object.__setattr__(self, "_chosen", frozenset(chosen))
 
     for name, mine in {"__init__": __init__, **_FROZEN}.items():
         setattr(cls, name, mine)  # type checkers keep the real signature
     return cls
+
+
+def was_chosen(cfg: Any, name: str) -> bool:
+    "Whether a setting was given, and is not just the default."
+    return name in getattr(cfg, "_chosen", ())
 
 
 def _refuse_assignment(self: Any, name: str, value: Any = None) -> None:

@@ -400,3 +400,19 @@ def test_check_refuses_what_it_cannot_ask(capsys: pytest.CaptureFixture[str]):
 def test_leftovers_are_of_a_service(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "--leftover", "attach", "--steps", "1"]) == 2
     assert "backend local: leftover: got 'attach'" in capsys.readouterr().err
+
+
+def test_train_with_defaults_runs_on_the_model_that_ships_and_says_what_it_fitted(tmp_path):
+    done = command("train", "--steps", "1", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
+    assert "fitted to the model, which has room for 512 tokens: max_seq_len 512 (default 4096)" in done.stdout
+    for asked, advised in (("--max-seq-len=1100", "--max-seq-len=512"), ("--max-completion-tokens=500", None)):
+        refused = command("train", "--steps", "1", "--max-rows", "8", asked, cwd=tmp_path)
+        told = re.search(r"Set (max_\w+)=(\d+)", refused.stdout + refused.stderr)
+        assert refused.returncode != 0
+        assert told, refused.stderr
+        option = f"--{told[1].replace('_', '-')}={told[2]}"
+        assert advised in (None, option)
+        small = [] if told[1] == "max_completion_tokens" else ["--max-completion-tokens=8"]
+        again = command("train", "--steps", "1", "--max-rows", "8", option, *small, cwd=tmp_path)
+        assert again.returncode == 0, again.stderr

@@ -425,6 +425,8 @@ IGNORED = [
     ({"report_to": "tensorboard"}, "report_to: TensorBoard's event files"),
     ({"dcp_save_interval": 5}, "dcp_save_interval: checkpoints go into the run folder"),
     ({"temperature": 0}, "temperature: got 0.0; expected above 0"),
+    ({"temperature": 0.7, "backend": "tinker", "lora_rank": 8}, "temperature: got 0.7; backend='tinker' scores at 1"),
+    ({"temperature": 0.7, "base_model": "accounts/fireworks/models/qwen3-8b"}, "backend='fireworks' scores at 1"),
     ({"top_p": 1.5}, "top_p: got 1.5; expected at most 1"),
     ({"adam_beta2": 1}, "adam_beta2: got 1.0; expected below 1"),
     ({"learning_rate": -1}, "learning_rate: got -1.0; expected above 0"),

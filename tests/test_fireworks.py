@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -44,10 +45,12 @@ from rl_notebook.backends.provision import (
     setup_deployment,
     setup_infra,
 )
-from rl_notebook.config import Config
+from rl_notebook.config import Config, ResumeConfig
 from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.loop import rollout_setup
+from rl_notebook.recipes import rl_loop
 from rl_notebook.rollouts import RolloutSetup
+from rl_notebook.toy import toy_rows
 
 QWEN = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
@@ -216,16 +219,19 @@ def test_lora_shares_its_base_as_the_reference(site):
         infra.close()
 
 
-def test_no_reference_shape_means_no_reference(site):
+def test_a_reference_without_a_shape_is_chosen_by_the_service(site):
     wishes = {"infra_cfg": InfraConfig(training_shape_id=SHAPE), "needs_reference": True}
-    with cleanup_of(site) as cleanup:
-        infra = site.setup(cleanup, **wishes)
-        assert infra.reference is None
-        assert site.asked().count("POST rlorTrainerJobs") == 1
-        infra.close()
-    plan = plan_infra(**site.managers, base_model=QWEN, auto_reference=True, **wishes)
+    plan = plan_infra(**site.managers, base_model=QWEN, **wishes)
     assert plan.reference.request.auto_select_training_shape
     assert plan.reference.request.forward_only
+    assert plan.reference.request.max_context_length == plan.policy.profile.max_supported_context_length
+    with cleanup_of(site) as cleanup:
+        infra = site.setup(cleanup, **wishes)
+        before = logprobs(infra.reference)
+        train(infra.policy)
+        assert logprobs(infra.reference) == before
+        assert site.asked().count("POST rlorTrainerJobs") == 2
+        infra.close()
 
 
 def test_a_trainer_that_fails_leaves_nothing_running(site):
@@ -807,6 +813,43 @@ def test_a_state_loads_in_another_job(site):
     assert np.abs(got - want).max() < 1e-6
     assert np.abs(drawn_from - want).max() < 1e-4
     assert version == 0
+
+
+def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(site):
+    async def first(backend):
+        await learn(backend, toy(backend))
+        path = await backend.policy.save_state("step-4")
+        return backend.infra.policy_job_id, path.rsplit("/", 1)[-1], await scores(backend, toy(backend))
+
+    job, name, want = run(site, first)
+    own = {"trainer": {"job_id": job}, "prompt_groups_per_step": 2, "completions_per_prompt": 2}
+    sizes = {"max_seq_len": 64, "max_completion_tokens": 4, "steps": 12}
+    given = settings_of(site, **own, **sizes, resume={"resume_from": name, "step_offset": 10})
+    cfg = Config(**{k: v for k, v in given.items() if k not in ("key", *QUICK)})
+    steps, said = list[int](), list[str]()
+
+    async def second(key):
+        async with await open_fireworks(cfg, key=key, **QUICK) as backend:
+            assert backend.infra.policy_job_id == job
+            assert np.abs(await scores(backend, toy(backend)) - want).max() < 1e-6
+            heard = {"say": said.append, "progress": False, "on_record": [lambda r: steps.append(r.step)]}
+            return await rl_loop.train(cfg, backend=backend, rows=toy_rows(8), **heard)
+
+    assert asyncio.run(second(site.key)).steps == 2
+    assert steps == [11, 12]
+    assert any("going on after step 10" in line for line in said)
+    assert rl_loop.step_there(replace(cfg, resume=ResumeConfig("step-00007"))) == 7
+    new = replace(cfg, trainer=TrainerConfig(training_shape_id=SHAPE))
+    before = len(site.asked())
+    with pytest.raises(ConfigError, match=r"resume\.resume_from: got 'step.*Set trainer\.job_id"):
+        asyncio.run(open_fireworks(new, key=site.key, **QUICK))
+    assert len(site.asked()) == before
+
+
+def test_a_context_that_the_shape_has_not_is_refused_before_anything_is_asked_for(site):
+    with pytest.raises(ConfigError, match="max_seq_len: got 4000; expected at most 512, the context of the training"):
+        asyncio.run(open_fireworks(**settings_of(site, max_seq_len=4000)))
+    assert site.asked() == []
 
 
 def test_the_final_weights_become_a_model(site):

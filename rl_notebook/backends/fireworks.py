@@ -24,9 +24,9 @@ __all__ = ['UNCACHED', 'RESTARTS', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB'
            'FireworksSampler', 'draw_from', 'samplers', 'SyncError', 'sync_error', 'Saves', 'ask_for_snapshot',
            'is_heard', 'Hotloads', 'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot',
            'try_snapshot', 'has_weights', 'snapshots_of', 'load_again', 'FireworksTrainer', 'foreign_path', 'own_path',
-           'connector', 'load_own', 'FireworksBackend', 'check_config', 'in_thread', 'infra_wishes', 'bundle',
-           'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights', 'promotable', 'close_fireworks', 'Trial',
-           'expect', 'check_account', 'check_shape', 'check_set_up', 'check_forward', 'check_forward_again',
+           'connector', 'load_own', 'FireworksBackend', 'check_config', 'check_plan', 'in_thread', 'infra_wishes',
+           'bundle', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights', 'promotable', 'close_fireworks',
+           'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up', 'check_forward', 'check_forward_again',
            'check_sign', 'check_state', 'check_first_sync', 'check_second_sync', 'check_sample', 'check_echo',
            'check_agreement', 'check_seed', 'checked', 'check_given_back', 'check_fireworks']
 
@@ -79,7 +79,7 @@ from rl_notebook.backends.service import (
     publish,
     snapshot_remotely,
 )
-from ..config import Config, DeployConfig, TrainerConfig, WeightSyncConfig
+from ..config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resumes_there, was_chosen
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -544,6 +544,23 @@ def check_config(cfg: Config) -> None:
         raise ConfigError("kl_beta", got=cfg.kl_beta, expected="0 without a reference trainer", fix=fix)
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #893c788e
+def check_plan(cfg: Config, rlor_mgr: Any, attached: bool) -> None:
+    "Raises `ConfigError` for what the service's own answers show to be impossible, before anything is asked for."
+    shaped = cfg.trainer or cfg.infra or TrainerConfig()
+    if resumes_there(cfg) and cfg.resume is not None and not cfg.resume.resume_job_id and not attached:
+        got, fix = f"{cfg.resume.resume_from!r}, a bare name", "Set trainer.job_id, or resume.resume_job_id."
+        expected = "a folder, or a job that has saved it: this one is new"
+        raise ConfigError("resume.resume_from", got=got, expected=expected, fix=fix)
+    if shaped.training_shape_id is None or not was_chosen(cfg, "max_seq_len"):
+        return
+    with as_backend_errors("training shape"):
+        longest = rlor_mgr.resolve_training_profile(shaped.training_shape_id).max_supported_context_length
+    if longest and cfg.max_seq_len > longest:
+        where, expected = shaped.training_shape_id, f"at most {longest}, the context of the training shape"
+        fix = f"Set max_seq_len={longest}, or name another shape."
+        raise ConfigError("max_seq_len", where=where, got=cfg.max_seq_len, expected=expected, fix=fix)
+
+
 async def in_thread(work: Callable[[threading.Event], Any]) -> Any:
     "Run `work(stop)` in a thread; `stop` is set when nobody waits any more, and the thread is waited for."
     stop = threading.Event()
@@ -577,7 +594,6 @@ def infra_wishes(cfg: Config, found: Mapping[str, Resource]) -> dict[str, Any]: 
         "needs_reference": cfg.kl_beta > 0 or cfg.kl_metric,
         "needs_inference": True,
         "role_prefix": id_part(cfg.run_name or "grpo"),
-        "auto_reference": cfg.infra is None,
     }
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #11bb0fba
@@ -643,6 +659,8 @@ async def open_fireworks(
     await asyncio.to_thread(check_reachable, rlor_mgr.base_url, fix)
     left = await asyncio.to_thread(settle_leftovers, cfg.log_path, leftover, secret)
     found = {role: r for role, r in left.items() if await asyncio.to_thread(still_there, r, secret)}
+    attached = "policy" in found or bool(cfg.trainer and cfg.trainer.job_id)
+    await asyncio.to_thread(check_plan, cfg, rlor_mgr, attached)
     cleanup = ResourceCleanup(rlor_mgr, deploy_mgr, grace_s, folder=cfg.log_path)
     loop, tell = asyncio.get_running_loop(), on_status or (lambda state: say(str(state)))
     later = lambda state: loop.call_soon_threadsafe(tell, state)
@@ -680,8 +698,8 @@ async def begin(backend: FireworksBackend, cfg: Config, known: bool) -> None:
         fix = "Is the model a mixture of experts, and does its training shape replay? Else leave it out."
         raise ConfigError("router_replay", where="trainer", got="a trainer that chooses its own experts", fix=fix)
     resume, settings = cfg.resume, cfg.weight_sync or WeightSyncConfig()
-    if resume is not None and resume.resume_job_id is not None and resume.resume_from is not None:
-        await policy.load_state(foreign_path(resume.resume_from, resume.resume_job_id))
+    if resume is not None and resume.resume_from is not None and resumes_there(cfg):
+        await policy.load_state(foreign_path(resume.resume_from, resume.resume_job_id or ""))
     if known or resume is not None or settings.weight_sync_before_training:
         version = policy.versions.current
         sync: Any = backend.sync

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .base import Backend
-from ..config import Config, DeployConfig, TrainerConfig
+from ..config import Config, DeployConfig, TrainerConfig, was_chosen
 from ..core import ConfigError
 from ..toy import load_model
 
@@ -74,7 +74,8 @@ def tinker_options(cfg: Config) -> dict[str, Any]:
 async def _open_tinker(cfg: Config, say: Callable[[str], Any]) -> Backend:
     from rl_notebook.backends.tinker import open_tinker
 
-    return await open_tinker(**tinker_options(cfg), say=say)
+    needed = cfg.max_seq_len if was_chosen(cfg, "max_seq_len") else None
+    return await open_tinker(**tinker_options(cfg), needed=needed, say=say)
 
 
 async def _open_fireworks(cfg: Config, say: Callable[[str], Any], leftover: Any = "error") -> Backend:

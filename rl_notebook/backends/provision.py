@@ -846,7 +846,6 @@ def plan_infra(
     needs_reference: bool = False,
     needs_inference: bool = False,
     role_prefix: str = "grpo",  # begins the names of what is made
-    auto_reference: bool = False,  # without a shape, let the service choose one for the reference
 ) -> InfraPlan:
     "Decide what to set up, without asking for any of it; raises `ConfigError` and `BackendError`."
     if needs_inference:
@@ -866,18 +865,21 @@ def plan_infra(
         rlor_mgr, infra_cfg, "policy", infra_cfg.training_shape_id, policy_job_id,
         lora_rank=lora_rank, display_name=names["policy"], **common, **linked,
     )  # fmt: skip
-    separate = needs_reference and bool(ref_shape or reference_job_id or (auto_reference and lora_rank == 0))
+    separate = needs_reference and bool(ref_shape or reference_job_id or lora_rank == 0)
+    longest = getattr(policy.profile, "max_supported_context_length", None)
     reference = plan_trainer(
         rlor_mgr, infra_cfg, "reference", ref_shape, reference_job_id,
-        lora_rank=lora_rank, display_name=names["reference"], forward_only=True, **common,
+        lora_rank=lora_rank, display_name=names["reference"], forward_only=True,
+        **common | ({} if ref_shape else {"max_seq_len": max_seq_len or longest}),
     ) if separate else None  # fmt: skip
     shared = needs_reference and not separate and lora_rank > 0
     deployment = plan_deployment(
         deploy_mgr, deploy, base_model=base_model, shape=getattr(policy.profile, "deployment_shape", None),
         trainer_job=None if per_deployment else job_name(rlor_mgr, policy.job_id),
     ) if needs_inference else None  # fmt: skip
-    notes = ("no reference: ref_training_shape_id is unset",) if needs_reference and not (separate or shared) else ()
-    length = max_seq_len or getattr(policy.profile, "max_supported_context_length", None)
+    chosen = separate and not (ref_shape or reference_job_id)
+    notes = ("the service chooses the reference's shape: ref_training_shape_id is unset",) if chosen else ()
+    length = max_seq_len or longest
     scope = WeightSyncScope.PER_DEPLOYMENT if per_deployment else WeightSyncScope.PER_TRAINER
     return InfraPlan(base_model, lora_rank, length, policy, reference, deployment, scope, shared, notes)
 
@@ -1336,7 +1338,6 @@ def setup_infra(
     api_key: str | None = None,  # None = the manager's
     cleanup: ResourceCleanup | None = None,
     on_status: OnStatus | None = None,  # such as print
-    auto_reference: bool = False,
     poll_interval_s: float = 5.0,
     stop: threading.Event | None = None,  # ends the wait, when it is set by another thread
 ) -> Infra:
@@ -1346,7 +1347,7 @@ def setup_infra(
         rlor_mgr=rlor_mgr, deploy_mgr=deploy_mgr, base_model=base_model, infra_cfg=infra_cfg, deploy_cfg=deploy_cfg,
         lora_rank=lora_rank, max_seq_len=max_seq_len, learning_rate=learning_rate, policy_job_id=policy_job_id,
         reference_job_id=reference_job_id, needs_reference=needs_reference, needs_inference=needs_inference,
-        role_prefix=role_prefix, auto_reference=auto_reference,
+        role_prefix=role_prefix,
     )  # fmt: skip
     say = Reporter(on_status)
     with undone_on_error(rlor_mgr, deploy_mgr, cleanup) as held:

@@ -52,6 +52,7 @@ from rl_notebook.backends.service import (
 from rl_notebook.core import (
     AdamParams,
     BackendError,
+    ConfigError,
     Completion,
     Datum,
     Logprobs,
@@ -700,6 +701,7 @@ async def open_tinker(
     reference: bool = True,  # keep a frozen reference
     seed: int = 0,  # of the adapter's initial weights
     max_seq_len: int | None = None,  # None = what the service says
+    needed: int | None = None,  # tokens that a sequence may have; more than the service takes is refused
     prompt_logprobs: bool = False,  # also score positions of weight 0
     dtype: str = "unknown",  # precision of the service's forward pass, if you know it; tolerances follow it
     conformance: Literal["raise", "warn", "off"] = "raise",  # what happens when a check fails
@@ -718,6 +720,11 @@ async def open_tinker(
         await asyncio.to_thread(check_reachable, f"{url.rstrip('/')}/api/v1/healthz", fix)
     sessions = [Session(url, secret) for _ in range(2 + reference)]
     longest = max_seq_len or await asyncio.to_thread(known_length, sessions[0], base_model)
+    if longest and (needed or 0) > longest:
+        fix = f"Set max_seq_len={longest}."
+        raise ConfigError(
+            "max_seq_len", where=base_model, got=needed, expected=f"at most {longest}, its context", fix=fix
+        )
     limits = Limits(len(words), longest, dtype, Coverage(prompt_logprobs))
     link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
     meter, run, ways = Meter(), Worker(), ways_of(sessions[0])

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import math
 import os
+import re
 import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -21,8 +22,8 @@ from tqdm.auto import tqdm
 
 from ..backends.base import Backend
 from ..backends.open import open_backend
-from ..config import Config
-from ..core import ConfigError, PhaseError, PromptGroup, RecordError
+from ..config import Config, resumes_there, was_chosen
+from ..core import ConfigError, DataError, PhaseError, PromptGroup, RecordError
 from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
 from ..async_loop import AsyncGRPOLoop
@@ -39,8 +40,8 @@ from ..views.report import write_report
 
 # %% auto #0
 __all__ = ['PARTS', 'LOOPS', 'Problem', 'load_problem', 'make_problem', 'chosen_problem', 'check_run', 'open_run',
-           'find_checkpoint', 'put_aside', 'RunResult', 'open_loop', 'train', 'check_prompts', 'Saver', 'from_script',
-           'main', 'loop_for', 'replay_step', 'diagnose_step']
+           'find_checkpoint', 'step_there', 'put_aside', 'RunResult', 'open_loop', 'train', 'fitted', 'Saver',
+           'from_script', 'main', 'loop_for', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -151,12 +152,20 @@ def find_checkpoint(cfg: Config, resume: bool = False) -> Checkpoint | None:
     "The newest whole checkpoint of a run that is resumed, else the one that the config names, else None."
     own = Run.open(cfg.log_path).latest_checkpoint() if resume and cfg.log_path is not None else None
     named = cfg.resume if own is None else None
-    if named is not None and named.resume_job_id is not None:
-        return None  # a state of another trainer job: the backend loads it when it opens
+    if named is not None and resumes_there(cfg):
+        return None  # a state of a trainer job: the backend loads it when it opens
     found = read_checkpoint(named.resume_from) if named and named.resume_from is not None else own
     if found is not None:
         found.check(cfg)
     return replace(found, step=named.step_offset) if found and named and named.step_offset is not None else found
+
+
+def step_there(cfg: Config) -> int:
+    "The last finished step of a state that a trainer job has: `step_offset`, else as its name says, else 0."
+    if cfg.resume is None or not resumes_there(cfg):
+        return 0
+    named = re.search(r"step-(\d+)", cfg.resume.resume_from or "")
+    return cfg.resume.step_offset if cfg.resume.step_offset is not None else int(named[1]) if named else 0
 
 
 def put_aside(run: RunFolder, step: int, say: Callable[[str], Any]) -> None:
@@ -214,21 +223,18 @@ async def train(
     problem, found = chosen_problem(cfg, problem, parts), find_checkpoint(cfg, resume)  # before anything is set up
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
+        cfg = fitted(cfg, own, problem, say)
         loop = open_loop(cfg, own, problem)
         stack.push_async_callback(loop.close)
-        check_prompts(loop)
         if found is not None:
             say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
+        elif step := step_there(cfg):
+            loop.stand_at(step, loop.state.cursor, {})
+            say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
         if (run := open_run(cfg, resume, say)) is not None and resume:
             put_aside(run, found.step if found else 0, say)
         loop.outputs += [*([run.add] if run is not None else []), *stack.enter_context(_trackers(cfg)), *on_record]
         return await _train(loop, run, say, progress)
-
-
-def check_prompts(loop: GRPOLoop) -> None:
-    "Encode every prompt once, so that a row that cannot be used is known before the first step."
-    room = {"max_seq_len": loop.cfg.max_seq_len, "max_completion_tokens": loop.cfg.max_completion_tokens}
-    encode_rows([*loop.rows, *loop.eval_rows], loop.backend.tokenizer, **room)
 
 
 @contextlib.contextmanager
@@ -241,6 +247,33 @@ def _trackers(cfg: Config) -> Iterator[list[Callable[[StepRecord], Any]]]:
         yield [lambda record, t=t: t.log(record.metrics, record.step) for t in opened]
     finally:
         finish_trackers(opened)
+
+# %% ../../nbs/60_recipes.rl_loop.ipynb #ddebe0fb
+def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]) -> Config:
+    "The config with default lengths that fit the model; raises ConfigError for chosen ones, DataError for a row."
+    longest, new = backend.capabilities.max_seq_len or cfg.max_seq_len, dict[str, int]()
+    if cfg.max_seq_len > longest:
+        if was_chosen(cfg, "max_seq_len"):
+            expected, fix = f"at most {longest}, the context of {cfg.base_model}", f"Set max_seq_len={longest}."
+            raise ConfigError("max_seq_len", got=cfg.max_seq_len, expected=expected, fix=fix)
+        new["max_seq_len"] = longest
+    room = min(cfg.max_seq_len, longest)
+    prompts = encode_rows([*problem.rows, *problem.eval_rows], backend.tokenizer)
+    most = max(prompts, key=lambda p: len(p.tokens), default=None)
+    left = room - (0 if most is None else len(most.tokens))
+    if most is not None and cfg.max_completion_tokens > left:
+        chosen = was_chosen(cfg, "max_completion_tokens")
+        if chosen or left < 1:
+            asked, got = cfg.max_completion_tokens if chosen else 1, f"{len(most.tokens)} tokens"
+            expected = f"at most {room - asked} (max_seq_len {room} less {asked} for the completion)"
+            shorter = f"Set max_completion_tokens={left}, or drop" if left > 0 else "Drop"
+            fix = f"{shorter} the row" + (f", or raise max_seq_len, up to {longest}." if room < longest else ".")
+            raise DataError("prompt too long", where=most.row.where, got=got, expected=expected, fix=fix)
+        new["max_completion_tokens"] = min(left, max(1, room // 2))
+    if new:
+        changes = ", ".join(f"{name} {value} (default {getattr(cfg, name)})" for name, value in new.items())
+        say(f"fitted to the model, which has room for {longest} tokens: {changes}")
+    return replace(cfg, **new) if new else cfg
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #1980c984
 async def _train(loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any], progress: bool) -> RunResult:
