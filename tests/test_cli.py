@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -416,3 +417,18 @@ def test_train_with_defaults_runs_on_the_model_that_ships_and_says_what_it_fitte
         small = [] if told[1] == "max_completion_tokens" else ["--max-completion-tokens=8"]
         again = command("train", "--steps", "1", "--max-rows", "8", option, *small, cwd=tmp_path)
         assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    "asked", [["--help"], ["train", "--help"], ["check", "--help"], ["view", "--help"]], ids=" ".join
+)
+def test_a_reader_that_has_read_enough_ends_it_quietly(asked: list[str]) -> None:
+    "As `rl-notebook ... | head` does: what it says goes into a pipe that nobody reads."
+    code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", code, *asked]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    os.close(writing)
+    assert ended.stderr == ""
+    assert ended.returncode in (0, 128 + signal.SIGPIPE)  # argparse says nothing of a pipe that is closed

@@ -681,7 +681,7 @@ def test_a_dropped_connection_is_closed_and_not_an_error() -> None:
             with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
                 client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
             assert client.get(f"{JOBS}/policy").status_code == made
-            assert running.emulator.faults.log == [(kind, f"POST {JOBS}")]
+            assert list(running.emulator.faults.log) == [(kind, f"POST {JOBS}")]
             assert running.emulator.log[0].status is None
 
 
@@ -954,6 +954,51 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
         service.close()
 
 
+NO_NUMBERS = ["slow:0.5:s=inf", "slow:0.5:s=nan", "slow:0.5:s=-1", "503:0.5:burst=1e300", "hotload_stalls:s=1e9"]
+
+
+@pytest.mark.parametrize("spec", NO_NUMBERS)
+def test_a_fault_that_never_ends_is_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"fault.*within \[0, 86400\]"):
+        parse_faults(spec)
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, -1.0])
+def test_a_start_that_never_ends_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="startup_delay_s"):
+        start_emulator(startup_delay_s=seconds)
+
+
+def test_what_clients_ask_for_does_not_fill_its_memory(emulator: RunningEmulator, monkeypatch) -> None:
+    from rl_notebook.backends import emulated_trainer
+
+    monkeypatch.setattr(emulated_trainer, "KEPT_SESSIONS", 8)
+    monkeypatch.setattr(emulated_trainer, "KEPT_NUMBERS", 8)
+    with by_hand(emulator) as client:
+        post = lambda name, **body: client.post(f"/api/v1/{name}", json=body)
+        mine = post("create_session", sdk_version="0.38.0", tags=["x" * 10_000]).json()["session_id"]
+        model = post("create_model", session_id=mine, model_seq_id=0, base_model="m", lora_config={"rank": 4}).json()
+        post("retrieve_future", request_id=model["request_id"])
+        memory = emulator.emulator.site.trainers["root"].memory
+        for i in range(40):
+            post("create_session", sdk_version="0.38.0", tags=["x" * 10_000])
+            post("create_sampling_session", session_id=mine, sampling_session_seq_id=i, base_model="m")
+            adam = {"model_id": f"{mine}:train:0", "seq_id": i + 1, "adam_params": {}}
+            post("retrieve_future", request_id=post("optim_step", **adam).json()["request_id"])
+        assert (
+            len(memory.sessions) == len(memory.samplers) == len(memory.learners[f"{mine}:train:0"].order.promises) == 8
+        )
+        assert mine in memory.sessions  # it has a model, however old it is
+        assert len(str(memory.sessions)) < 10_000
+        for count in (0.5, -1, 10**9, True, "2", [1]):
+            sample = {"sampling_session_id": f"{mine}:sample:39", "prompt": {"chunks": []}, "num_samples": count}
+            assert "num_samples" in (said := post("asample", **sample)).text
+            assert said.status_code == 400
+            for path in ("/v1/completions", "/inference/v1/completions"):
+                said = client.post(path, json={"model": "", "prompt": [5], "max_tokens": 1, "n": count})
+                assert (said.status_code, "1 to 1024" in said.text) == (400, True)
+
+
 def test_it_says_what_it_was_tried_with(http: httpx.Client) -> None:
     from importlib.metadata import version
 
@@ -1005,19 +1050,26 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_the_command_ends_when_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-
-    def end() -> None:
-        "Send the signal once somebody listens to it: before, it would end this process."
-        while signal.getsignal(signal.SIGTERM) == before:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=end, daemon=True).start()
-    assert main(["emulate", "--port", "0", "--folder", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith("emulator: stopped\n")
-    assert signal.getsignal(signal.SIGTERM) == before
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_the_command_ends_when_it_is_told_to(tmp_path: Path, busy: bool) -> None:
+    "Also while it draws what would take minutes."
+    process = emulate(folder=tmp_path)
+    try:
+        told = printed(process)
+        asking = httpx.Client(base_url=told["OPENAI_BASE_URL"], headers={"X-Api-Key": told["OPENAI_API_KEY"]})
+        if busy:
+            wanted = {"model": "tiny", "prompt": [5, 6], "n": 1024, "max_tokens": 500, "temperature": 9.0}
+            with suppress(httpx.ReadTimeout):
+                asking.post("/completions", json=wanted, timeout=2.0)
+            threading.Thread(target=asking.post, args=("/completions",), kwargs={"json": wanted}, daemon=True).start()
+            time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (0, "")
+        assert "emulator: stopped" in out
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
 
 
 @pytest.mark.parametrize("args", [["--host", "0.0.0.0"], ["--faults", "nonsense:1"], ["--model", "no-such-model"]])

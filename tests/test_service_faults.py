@@ -116,7 +116,7 @@ def go(plan: Plan, faults: str, seed: int = 0) -> Ended:
         outcome, emulator = asyncio.run(inside(running)), running.emulator
         jobs = [job.state(time.time()) for job in emulator.site.shelf.all("rlorTrainerJobs")]
         assert set(jobs) <= {"JOB_STATE_CANCELLED", "JOB_STATE_FAILED"}
-    return Ended(outcome, refused, emulator.faults.counts, emulator.faults.log, time.monotonic() - began)
+    return Ended(outcome, refused, emulator.faults.counts, list(emulator.faults.log), time.monotonic() - began)
 
 
 @pytest.fixture(scope="module")

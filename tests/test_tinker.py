@@ -661,6 +661,75 @@ def test_probes_and_conformance_of_a_right_service(service):
     run(test())
 
 
+class FullHouse:
+    "A service that holds four adapters and no more, frees one only when it is unloaded, and knows one loss: as SkyRL."
+
+    def __init__(self, monkeypatch):
+        from rl_notebook.backends import emulated_trainer as its
+
+        self.counts, add = {"created": 0, "refused": 0}, its.POSTS["create_model"]
+
+        def create_model(call):
+            if len(call.memory.learners) >= 4:
+                self.counts["refused"] += 1
+                raise its.Refusal(400, "create_model", got="a fifth adapter", expected="at most 4")
+            self.counts["created"] += 1
+            return add(call)
+
+        def forward_backward(call):
+            name = call.batch.loss_fn
+            if name not in ("cross_entropy", "importance_sampling"):
+                raise its.Refusal(422, "loss_fn", got=name, expected="cross_entropy or importance_sampling")
+            return its.forward_backward(call)
+
+        def finish(call):
+            raise its.Refusal(404, "path", got="sessions/finish")
+
+        monkeypatch.setitem(its.POSTS, "create_model", create_model)
+        monkeypatch.setitem(its.POSTS, "forward_backward", forward_backward)
+        monkeypatch.setitem(its.POSTS, "sessions/{session_id}/finish", finish)
+
+
+def test_checks_leave_no_adapter_behind_where_only_unloading_frees_one(model, monkeypatch, capsys):
+    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.cli import main
+
+    house = FullHouse(monkeypatch)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    with start_emulator(model=model, key=KEY) as running:
+        asked = ["check", "--backend", "tinker", "--base-url", running.url, "--base-model", model, "--lora-rank", "4"]
+        for _ in range(3):  # two adapters each: the third would be one too many
+            assert main(asked) == 0
+            assert not running.emulator.site.trainers["root"].memory.learners
+            out, err = capsys.readouterr()
+            assert "cross_entropy, importance_sampling" in out
+            assert "reconnected" not in out + err  # a loss that is refused is an answer, and nothing was lost
+    assert house.counts["created"] >= 6
+    assert not house.counts["refused"]
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["served", "gone"])
+def test_no_heartbeat_outlives_its_backend(model, gone):
+    from rl_notebook.backends.emulator import start_emulator
+
+    async def test(running):
+        backend = await opened(running, reference=True)
+        services = [session.service for session in backend.close.args[3] if session.service is not None]
+        beats = [service.holder._session_heartbeat_task for service in services]
+        assert len(beats) == 2  # of the policy and the reference; the sampler has drawn nothing yet
+        assert not any(beat.done() for beat in beats)
+        if gone:
+            await asyncio.to_thread(running.stop)
+        await backend.close()
+        deadline = time.monotonic() + 10
+        while not all(beat.done() for beat in beats) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        assert all(beat.done() for beat in beats)
+
+    with start_emulator(model=model, key=KEY) as running:
+        run(test(running))
+
+
 def test_wrong_services_are_found_out(model):
     from wrong_service import Averaged, Negated, Shifted, start_wrong
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['MESSAGES', 'PROTO_DTYPES', 'LOSS_SERIES', 'LOSS_KNOBS', 'SERVED_LOSSES', 'ADAM_DEFAULTS', 'NO_LOGPROB', 'MAX_BODY',
            'ServedDatum', 'served_datum', 'Batch', 'json_tensor', 'json_tokens', 'json_batch', 'add_field', 'messages',
-           'proto_tensor', 'proto_batch', 'loss_options', 'tensor_series', 'cross_entropy', 'served_loss', 'json_adam',
-           'json_sample_params', 'PassResult', 'json_pass', 'proto_pass', 'SampleResult', 'json_top', 'json_sequence',
-           'json_sample', 'put_top', 'proto_sample', 'write_answer', 'result_size', 'Refusal', 'unpack_zstd',
-           'read_body', 'read_json', 'read_protobuf']
+           'proto_tensor', 'proto_batch', 'loss_options', 'tensor_series', 'cross_entropy', 'served_loss', 'read_count',
+           'json_adam', 'json_sample_params', 'PassResult', 'json_pass', 'proto_pass', 'SampleResult', 'json_top',
+           'json_sequence', 'json_sample', 'put_top', 'proto_sample', 'write_answer', 'result_size', 'Refusal',
+           'unpack_zstd', 'read_body', 'read_json', 'read_protobuf']
 
 # %% ../../nbs/26_backends.emulated_messages.ipynb #b2495b10
 @dataclass(frozen=True, eq=False)
@@ -268,6 +268,19 @@ def served_loss(batch: Batch) -> LossFn:
     return loss_fn
 
 # %% ../../nbs/26_backends.emulated_messages.ipynb #c35e9897
+_MOST_COMPLETIONS = 1024  # of one request: what it takes must not grow without bounds
+
+
+def read_count(value: Any, name: str) -> int:
+    "How many completions a request asks for, or likeliest tokens of each place; raises `BackendError`."
+    if type(value) is not int or not 0 < value <= _MOST_COMPLETIONS:
+        fix = "Ask several times."
+        raise BackendError(
+            name, got=repr(value)[:40], expected=f"a whole number from 1 to {_MOST_COMPLETIONS}", fix=fix
+        )
+    return value
+
+
 ADAM_DEFAULTS = AdamParams(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)  # the SDKs'
 
 # %% ../../nbs/26_backends.emulated_messages.ipynb #ed771b9d
@@ -286,7 +299,7 @@ def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) 
     stop = given.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     return SampleParams(
-        n=int(body.get("num_samples") or 1),
+        n=read_count(body.get("num_samples") or 1, "num_samples"),
         max_tokens=int(given.get("max_tokens") or max(1, (limit or 2048) - prompt)),
         temperature=float(given.get("temperature", 1.0)),
         top_p=float(given.get("top_p", 1.0)),

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..align import token_from_target
-from .emulated_messages import Refusal, read_body
+from .emulated_messages import Refusal, read_body, read_count
 from .emulated_messages import read_json as json_object
 from .emulated_trainer import Models, Serving, Snapshots, open_serving
 from .engine import retire
@@ -103,7 +103,7 @@ def read_params(body: Mapping[str, Any], max_tokens: int) -> SampleParams:
     stop = body.get("stop") or ()
     try:
         return SampleParams(
-            n=int(body.get("n") or 1),
+            n=read_count(body.get("n") or 1, "n"),
             max_tokens=max_tokens,
             temperature=float(body.get("temperature", 1.0)),
             top_p=float(body.get("top_p", 1.0)),

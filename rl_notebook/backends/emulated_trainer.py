@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, UTC
 from dataclasses import dataclass, field
@@ -40,6 +40,7 @@ from rl_notebook.backends.emulated_messages import (
     json_tokens,
     proto_batch,
     read_body,
+    read_count,
     read_json,
     read_protobuf,
     result_size,
@@ -67,18 +68,19 @@ from ..core import AdamParams, BackendError, Completion, DatumError, MissingExtr
 from ..toy import load_model
 
 # %% auto #0
-__all__ = ['Work', 'STATE_PATHS', 'KEPT_SERVINGS', 'KEPT_UNNAMED', 'KEPT_RESULTS', 'KEPT_ANSWERS', 'Endpoint', 'KEPT_LEARNERS',
-           'POSTS', 'GETS', 'DELETES', 'Models', 'check_name', 'Snapshots', 'policy_of', 'misfits', 'Serving',
-           'open_serving', 'Promise', 'InOrder', 'Learner', 'run_pass', 'run_step', 'folder_name', 'state_place',
-           'save_state_at', 'state_page', 'load_state_at', 'take_weights', 'snapshot_weights', 'snapshot_page',
-           'SamplingSession', 'Shelf', 'top_logprobs', 'prompt_series', 'draw_and_score', 'Memory', 'EmulatedTrainer',
-           'close_backend', 'give_back', 'timestamp', 'list_checkpoints', 'Call', 'create_session', 'session_heartbeat',
-           'speaks_tinker', 'lora_wanted', 'open_learner', 'add_learner', 'create_model', 'forward_backward',
-           'optim_step', 'page_of', 'save_weights', 'load_weights', 'create_from_state', 'weights_info',
-           'save_weights_for_sampler', 'stored_name', 'new_sampler', 'create_sampling_session', 'snapshot_of',
-           'get_sampler', 'asample', 'unload_model', 'finish_session', 'load_adapter', 'get_info', 'capabilities',
-           'list_names', 'rest_checkpoints', 'delete_checkpoint', 'training_run', 'training_runs', 'starlette_parts',
-           'read_call', 'answer', 'retrieve_future', 'trainer_routes', 'once']
+__all__ = ['Work', 'KEPT_NUMBERS', 'STATE_PATHS', 'KEPT_SERVINGS', 'KEPT_UNNAMED', 'KEPT_RESULTS', 'KEPT_ANSWERS', 'Endpoint',
+           'KEPT_SESSIONS', 'KEPT_LEARNERS', 'POSTS', 'GETS', 'DELETES', 'Models', 'check_name', 'Snapshots',
+           'policy_of', 'misfits', 'Serving', 'open_serving', 'Promise', 'InOrder', 'Learner', 'run_pass', 'run_step',
+           'folder_name', 'state_place', 'save_state_at', 'state_page', 'load_state_at', 'take_weights',
+           'snapshot_weights', 'snapshot_page', 'SamplingSession', 'Shelf', 'top_logprobs', 'prompt_series',
+           'draw_and_score', 'Memory', 'EmulatedTrainer', 'close_backend', 'give_back', 'timestamp', 'list_checkpoints',
+           'Call', 'forget_oldest', 'create_session', 'session_heartbeat', 'speaks_tinker', 'lora_wanted',
+           'open_learner', 'add_learner', 'create_model', 'forward_backward', 'optim_step', 'page_of', 'save_weights',
+           'load_weights', 'create_from_state', 'weights_info', 'save_weights_for_sampler', 'stored_name',
+           'new_sampler', 'create_sampling_session', 'snapshot_of', 'get_sampler', 'asample', 'unload_model',
+           'finish_session', 'load_adapter', 'get_info', 'capabilities', 'list_names', 'rest_checkpoints',
+           'delete_checkpoint', 'training_run', 'training_runs', 'starlette_parts', 'read_call', 'answer',
+           'retrieve_future', 'trainer_routes', 'once']
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #a192ff1e
 if TYPE_CHECKING:
@@ -235,6 +237,9 @@ class Promise:
             self.done.set()
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #69761aca
+KEPT_NUMBERS = 4096  # requests of one model that are recognised when they are sent again
+
+
 class InOrder:
     "Work by number, each number once."
 
@@ -254,6 +259,7 @@ class InOrder:
             raise Refusal(400, "seq_id", where=self.prefix, got=number, expected=f"{self.next} or more")
         if known is None:
             known = self.promises[number] = Promise(f"{self.prefix}:{number}", digest)
+            self.promises.pop(number - KEPT_NUMBERS, None)
             self.waiting[number] = work
             self.arrived.set()
             if self.task is None or self.task.done():
@@ -513,9 +519,11 @@ async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping
     if body.get("prompt_logprobs"):
         scored = await sampler.logprobs(prompt) if len(prompt) > 1 else []
         series = prompt_series(prompt, np.asarray(scored), body.get("prompt_logprobs_last_n"))
-    if k := int(body.get("topk_prompt_logprobs") or 0):
+    if k := body.get("topk_prompt_logprobs"):
+        k = read_count(k, "topk_prompt_logprobs")
         topk_prompt = await top(prompt, k)
-    if k := int(body.get("topk_sample_logprobs") or 0):
+    if k := body.get("topk_sample_logprobs"):
+        k = read_count(k, "topk_sample_logprobs")
         both = [await top(c.full_tokens, k) for c in completions]
         topk_drawn = [(ids[len(prompt) :], logprobs[len(prompt) :]) for ids, logprobs in both]
     return SampleResult(completions, series, topk_prompt, topk_drawn)
@@ -697,12 +705,22 @@ class Call:
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #6ed97034
 Endpoint = Callable[[Call], Any]
+KEPT_SESSIONS = 1024  # sessions, and sampling sessions
+
+
+def forget_oldest(known: dict[str, Any], busy: Collection[str] = ()) -> None:
+    "Forget the sessions that are too many, but none that has a model."
+    idle = [name for name in known if name not in busy]
+    for name in idle[: max(0, len(known) - KEPT_SESSIONS)]:
+        del known[name]
 
 
 def create_session(call: Call) -> dict[str, Any]:
     "A new session."
     session_id = f"session-{uuid.uuid4().hex[:16]}"
-    call.memory.sessions[session_id] = {**call.body, "created": timestamp()}
+    about = {"sdk_version": str(call.body.get("sdk_version", ""))[:64], "created": timestamp()}
+    call.memory.sessions[session_id] = about
+    forget_oldest(call.memory.sessions, {model_id.partition(":")[0] for model_id in call.memory.learners})
     return {"type": "create_session", "session_id": session_id}
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #fa6096a7
@@ -895,6 +913,7 @@ def new_sampler(call: Call, learner: Learner, stored: str) -> str:
     "A sampling session for an unnamed snapshot; the oldest of them are deleted."
     sampler_id = f"{learner.model_id}:sample:{call.body.get('sampling_session_seq_id')}"
     call.memory.samplers[sampler_id] = SamplingSession(learner.base_model, stored)
+    forget_oldest(call.memory.samplers)
     learner.unnamed = [name for name in learner.unnamed if name != stored] + [stored]
     while len(learner.unnamed) > KEPT_UNNAMED:
         call.trainer.snapshots.delete(learner.unnamed.pop(0))
@@ -914,6 +933,7 @@ def create_sampling_session(call: Call) -> dict[str, Any]:
         raise Refusal(422, "create_sampling_session", got="neither", expected="model_path or base_model")
     sampler_id = f"{call.body['session_id']}:sample:{call.body['sampling_session_seq_id']}"
     call.memory.samplers[sampler_id] = SamplingSession(base_model, stored, path)
+    forget_oldest(call.memory.samplers)
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #8f781fec
@@ -952,7 +972,8 @@ def asample(call: Call) -> Promise:
             serving.users -= 1
 
     request_id = f"{sampler_id}:{uuid.uuid4().hex if number is None else number}"
-    names = [f"{request_id}:{i}" for i in range(int(call.body.get("num_samples") or 1))]
+    count = read_count(call.body.get("num_samples") or 1, "num_samples")
+    names = [f"{request_id}:{i}" for i in range(count)]
     return call.memory.start(request_id, call.digest, work, sample_sequence_ids=names)
 
 # %% ../../nbs/26b_backends.emulated_trainer.ipynb #6fcdbf13

@@ -60,6 +60,12 @@ except ImportError as error:
     ) from error
 
 # %% ../../nbs/28_backends.emulator.ipynb #55e4e1b4
+def _check_finite(value: float, name: str, where: str) -> None:
+    "Raises `ConfigError` for a length of time, or a number, that never ends."
+    if not 0 <= value <= 86_400:  # a day; NaN is not, either
+        raise ConfigError(name, where=where, got=value, expected="within [0, 86400]")
+
+
 BY_CHANCE = {"drop_before", "drop_after", "429", "503", "slow", "truncate_sse"}
 FAULTS: dict[str, dict[str, float]] = {
     "drop_before": {},
@@ -92,6 +98,8 @@ class Fault:
         if not 0 < self.chance <= 1:
             raise ConfigError("chance", where=f"fault {self.kind}", got=self.chance, expected="within (0, 1]")
         object.__setattr__(self, "values", FAULTS[self.kind] | dict(self.values))
+        for name, value in self.values.items():
+            _check_finite(value, name, f"fault {self.kind}")
 
 # %% ../../nbs/28_backends.emulator.ipynb #5d7e3ca7
 def parse_fault(text: str) -> Fault:
@@ -134,7 +142,7 @@ class Faults:
         "From now on these; counts and log start anew."
         self.faults, self.seed = tuple(faults), seed
         self.counts: Counter[str] = Counter()  # kind -> how often it happened
-        self.log: list[tuple[str, str]] = []  # (kind, where), in order
+        self.log: deque[tuple[str, str]] = deque(maxlen=100_000)  # (kind, where), in order
         self._seen: Counter[int] = Counter()
         self._struck: Counter[int] = Counter()
         self.burst = 0  # requests that are still to be refused with 503
@@ -1104,6 +1112,8 @@ class Emulator:
         seed: int = 0,  # decides where
         promotion_delay_s: float = 0.0,  # until a promoted model is ready
     ):
+        _check_finite(startup_delay_s, "startup_delay_s", "emulator")
+        _check_finite(promotion_delay_s, "promotion_delay_s", "emulator")
         self.faults = Faults(parse_faults(faults) if isinstance(faults, str) else faults, seed)
         key = emulator_key(key)
         self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
@@ -1205,7 +1215,7 @@ class RunningEmulator:
         self._socket = _free_socket(host, port)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            emulator.app, http="h11", loop="asyncio", lifespan="on", log_level="error",
+            emulator.app, http="h11", loop="asyncio", lifespan="on", log_level="critical",
             access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=2,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
@@ -1245,10 +1255,10 @@ class RunningEmulator:
         while not self._ended.wait(0.2):
             pass
 
-    def stop(self) -> None:
-        "End it: what runs is finished, trainers and samplers are closed, files stay."
+    def stop(self, within_s: float | None = None) -> bool:  # whether it has ended
+        "End it: what is being computed is finished, trainers and samplers are closed, files stay."
         self._server.should_exit = True
-        self._ended.wait()
+        return self._ended.wait(within_s)
 
     def __enter__(self) -> RunningEmulator:
         return self
