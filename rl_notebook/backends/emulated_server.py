@@ -33,8 +33,8 @@ __all__ = ['Style', 'PIECE', 'STEERING', 'Wanted', 'check_fields', 'read_prompt'
            'read_wanted', 'Shown', 'shown', 'content_logprobs', 'list_logprobs', 'vllm_extras', 'choice_of',
            'text_pieces', 'split_choice', 'Gate', 'end_requests', 'answer_done', 'abort_drawing', 'read_weights',
            'read_adapter', 'copy_weights', 'HotLoad', 'check_delta', 'EmulatedServer', 'error_reply', 'guarded',
-           'read_json', 'while_connected', 'respond', 'draw_wanted', 'adapter_of', 'check_alive', 'envelope',
-           'measured', 'stream_of', 'hot_load', 'run_load', 'match_rank', 'steered', 'pause', 'resume',
+           'read_json', 'while_connected', 'Drawn', 'drawn', 'respond', 'draw_wanted', 'adapter_of', 'check_alive',
+           'envelope', 'measured', 'stream_of', 'hot_load', 'run_load', 'match_rank', 'steered', 'pause', 'resume',
            'collective_rpc', 'serve_adapter', 'load_lora_adapter', 'unload_lora_adapter', 'list_models', 'health',
            'update_weight_version']
 
@@ -503,9 +503,21 @@ async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #69c16776
-async def respond(server: EmulatedServer, request: Request, style: Style) -> Response:
-    "Read, wait at the door, draw, score, reply."
-    body, started = await read_json(request), time.monotonic()
+@dataclass(frozen=True)
+class Drawn:
+    "What was asked for, and what was drawn."
+
+    wanted: Wanted
+    serving: Serving
+    completions: list[Completion | None]  # None = nothing was drawn
+    parts: list[Shown]  # of the completions
+    scores: np.ndarray | None  # (P-1,) of the prompt, if they are asked for
+    whole: dict[str, Any]  # everything of a reply but its choices
+
+
+async def drawn(server: EmulatedServer, request: Request, body: Mapping[str, Any], style: Style) -> Drawn:
+    "Wait at the door, read, draw and score."
+    started = time.monotonic()
     adapter = adapter_of(server, str(body.get("model", "")), style)
     while not server.resumed.is_set():
         await while_connected(request, server.resumed.wait())
@@ -518,16 +530,23 @@ async def respond(server: EmulatedServer, request: Request, style: Style) -> Res
         completions, scores = await while_connected(request, draw_wanted(serving, wanted))
     finally:
         server.running -= 1
-    tokenizer, processed = server.models.tokenizer, server.processed and style == "vllm"
-    parts = [shown(wanted, c, scores, tokenizer) for c in completions]
-    choices = [choice_of(wanted, part, i, scores, style, tokenizer, processed) for i, part in enumerate(parts)]
     whole = envelope(server, wanted, body, sum(len(c.tokens) for c in completions if c is not None))
     if wanted.perf_metrics:
         whole["perf_metrics"] = measured(server, wanted, waited, time.monotonic() - started)
-    if not wanted.stream:
-        return JSONResponse(whole | {"choices": choices})
-    split = [split_choice(choice, part, tokenizer) for choice, part in zip(choices, parts, strict=True)]
-    return StreamingResponse(stream_of(whole, split, wanted, body, style), media_type="text/event-stream")
+    parts = [shown(wanted, c, scores, server.models.tokenizer) for c in completions]
+    return Drawn(wanted, serving, completions, parts, scores, whole)
+
+
+async def respond(server: EmulatedServer, request: Request, style: Style) -> Response:
+    "Read, draw, reply."
+    body = await read_json(request)
+    d = await drawn(server, request, body, style)
+    tokenizer, processed = server.models.tokenizer, server.processed and style == "vllm"
+    choices = [choice_of(d.wanted, p, i, d.scores, style, tokenizer, processed) for i, p in enumerate(d.parts)]
+    if not d.wanted.stream:
+        return JSONResponse(d.whole | {"choices": choices})
+    split = [split_choice(choice, part, tokenizer) for choice, part in zip(choices, d.parts, strict=True)]
+    return StreamingResponse(stream_of(d.whole, split, d.wanted, body, style), media_type="text/event-stream")
 
 # %% ../../nbs/27_backends.emulated_server.ipynb #b62a0b16
 async def draw_wanted(serving: Serving, wanted: Wanted) -> tuple[list[Completion | None], np.ndarray | None]:

@@ -27,6 +27,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
+from .emulated_chat import chat_completions
 from .emulated_server import EmulatedServer
 from .emulated_trainer import EmulatedTrainer, Models, Snapshots
 from .openai import Secret
@@ -42,8 +43,8 @@ __all__ = ['BY_CHANCE', 'FAULTS', 'ACCOUNT', 'KEY_VARIABLE', 'LOCAL', 'OWN_MODEL
            'job_bucket', 'trainer_of', 'to_trainer', 'through', 'checkpoint_row', 'checkpoint_rows', 'list_checkpoints',
            'promotable_row', 'promoted', 'operation_of', 'promote', 'get_operation', 'changes', 'replicas',
            'deployment_bucket', 'deployment_reply', 'create_deployment', 'get_deployment', 'patch_deployment',
-           'delete_deployment', 'server_of', 'deployed', 'completions', 'hot_load', 'claim', 'Emulator', 'application',
-           'to_root', 'status', 'RunningEmulator', 'start_emulator', 'emulator_fixture']
+           'delete_deployment', 'server_of', 'deployed', 'completions', 'chat', 'hot_load', 'claim', 'Emulator',
+           'application', 'to_root', 'status', 'RunningEmulator', 'start_emulator', 'emulator_fixture']
 
 # %% ../../nbs/28_backends.emulator.ipynb #805e9691
 try:
@@ -1054,6 +1055,12 @@ async def completions(site: Site, request: Request) -> Response:
     return await server_of(site, str((await json_of(request)).get("model", ""))).completions(request)
 
 # %% ../../nbs/28_backends.emulator.ipynb #fdcd2557
+async def chat(site: Site, request: Request) -> Response:
+    "Likewise for messages; below /inference in Fireworks' manner, else in vLLM's."
+    server = server_of(site, str((await json_of(request)).get("model", "")))
+    return await chat_completions(server, request, "fireworks" if request.url.path.startswith("/inference") else "vllm")
+
+
 async def hot_load(site: Site, request: Request) -> Response:
     "Load a snapshot into a deployment, or say which one it serves."
     name = request.headers.get("fireworks-deployment", "")
@@ -1075,6 +1082,8 @@ async def hot_load(site: Site, request: Request) -> Response:
 _HOT_LOAD = "/hot_load/v1/models/hot_load"
 SAMPLERS: Table = [
     ("POST", "/inference/v1/completions", completions),
+    ("POST", "/inference/v1/chat/completions", chat),
+    ("POST", "/v1/chat/completions", chat),
     ("GET", _HOT_LOAD, hot_load),
     ("POST", _HOT_LOAD, hot_load),
 ]
