@@ -714,9 +714,11 @@ def test_no_heartbeat_outlives_its_backend(model, gone):
 
     async def test(running):
         backend = await opened(running, reference=True)
-        services = [session.service for session in backend.close.args[3] if session.service is not None]
+        completions = await backend.sampler.sample(PROMPT, SampleParams(n=1, max_tokens=2))
+        await backend.reference.forward(drawn_datums(completions))
+        services = [session.service for session in backend.close.args[3]]
         beats = [service.holder._session_heartbeat_task for service in services]
-        assert len(beats) == 2  # of the policy and the reference; the sampler has drawn nothing yet
+        assert len(beats) == 3  # of the policy, the sampler and the reference
         assert not any(beat.done() for beat in beats)
         if gone:
             await asyncio.to_thread(running.stop)
