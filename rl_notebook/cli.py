@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -298,13 +299,16 @@ def run_emulate(args: Sequence[str]) -> int:  # exit code
     given = vars(emulate_parser().parse_args(args))
     running = start_emulator(startup_delay_s=given.pop("startup_delay"), **given)
     before = signal.getsignal(signal.SIGTERM)
-    with running, contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to end, it ends as after Ctrl-C
         print(f"emulator: {running.url}  (model {given['model']}, folder {given['folder']})\n")
         for name, value in running.environment().items():
             print(f"export {name}={shlex.quote(value)}")
         print("\nCtrl-C stops it.", flush=True)
         running.wait()
+    if not running.stop(within_s=4.0):
+        print("emulator: stopped; what it was computing is given up", flush=True)
+        os._exit(0)  # its threads would compute on; files are written whole or not at all
     signal.signal(signal.SIGTERM, before)
     print("emulator: stopped")
     return 0
@@ -373,8 +377,19 @@ rl-notebook COMMAND --help lists the options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:  # exit code
-    "The rl-notebook command."
-    args = list(sys.argv[1:] if argv is None else argv)
+    "The rl-notebook command; prints all that it has to say, or as much as is read (`| head` reads the first lines)."
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is printed from now on
+        return 128 + signal.SIGPIPE
+
+
+def _run(args: list[str]) -> int:
+    "Run the command that the arguments name; a mistake is one line."
     if not args or args[0] not in COMMANDS:
         print(USAGE, file=sys.stdout if args[:1] in ([], ["-h"], ["--help"]) else sys.stderr)
         return 0 if args[:1] in (["-h"], ["--help"]) else 2

@@ -16,7 +16,7 @@ import numpy as np
 
 from .emulated_messages import Refusal, read_count
 from .emulated_server import PIECE, Drawn, EmulatedServer, Shown, Style
-from .emulated_server import check_fields, drawn, guarded, read_json, text_pieces
+from .emulated_server import check_fields, draw_asked, guarded, read_json, text_pieces
 from .emulated_trainer import top_logprobs
 from ..core import MissingExtra
 
@@ -261,7 +261,7 @@ async def _respond(server: EmulatedServer, request: Request, style: Style) -> Re
     "Read, draw, reply."
     body, tokenizer = await read_json(request), server.models.tokenizer
     k = read_count(body["top_logprobs"], "top_logprobs") if body.get("top_logprobs") else 0
-    d = await drawn(server, request, _as_completion(body, style, tokenizer), style)
+    d = await draw_asked(server, request, _as_completion(body, style, tokenizer), style)
     tops = await _tops(d, k) if k else []
     choices = _choices(d, body, tops, style, tokenizer, server.processed and style == "vllm")
     about = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion"}

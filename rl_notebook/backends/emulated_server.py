@@ -33,7 +33,7 @@ __all__ = ['Style', 'PIECE', 'STEERING', 'Wanted', 'check_fields', 'read_prompt'
            'read_wanted', 'Shown', 'shown', 'content_logprobs', 'list_logprobs', 'vllm_extras', 'choice_of',
            'text_pieces', 'split_choice', 'Gate', 'end_requests', 'answer_done', 'abort_drawing', 'read_weights',
            'read_adapter', 'copy_weights', 'HotLoad', 'check_delta', 'EmulatedServer', 'error_reply', 'guarded',
-           'read_json', 'while_connected', 'Drawn', 'drawn', 'respond', 'draw_wanted', 'adapter_of', 'check_alive',
+           'read_json', 'while_connected', 'Drawn', 'draw_asked', 'respond', 'draw_wanted', 'adapter_of', 'check_alive',
            'envelope', 'measured', 'stream_of', 'hot_load', 'run_load', 'match_rank', 'steered', 'pause', 'resume',
            'collective_rpc', 'serve_adapter', 'load_lora_adapter', 'unload_lora_adapter', 'list_models', 'health',
            'update_weight_version']
@@ -515,7 +515,7 @@ class Drawn:
     whole: dict[str, Any]  # everything of a reply but its choices
 
 
-async def drawn(server: EmulatedServer, request: Request, body: Mapping[str, Any], style: Style) -> Drawn:
+async def draw_asked(server: EmulatedServer, request: Request, body: Mapping[str, Any], style: Style) -> Drawn:
     "Wait at the door, read, draw and score."
     started = time.monotonic()
     adapter = adapter_of(server, str(body.get("model", "")), style)
@@ -540,7 +540,7 @@ async def drawn(server: EmulatedServer, request: Request, body: Mapping[str, Any
 async def respond(server: EmulatedServer, request: Request, style: Style) -> Response:
     "Read, draw, reply."
     body = await read_json(request)
-    d = await drawn(server, request, body, style)
+    d = await draw_asked(server, request, body, style)
     tokenizer, processed = server.models.tokenizer, server.processed and style == "vllm"
     choices = [choice_of(d.wanted, p, i, d.scores, style, tokenizer, processed) for i, p in enumerate(d.parts)]
     if not d.wanted.stream:

@@ -227,6 +227,7 @@ class Link:
         self.made = 0  # clients so far; the number of the present one
         self.opened = False  # whether there was a client before
         self.why = ""  # the last client is not used any more
+        self.refused = False  # it was there and said no, so that nothing was lost
         self.reconnects = 0
         self.closing = threading.Event()
         self.silence = Silence(sdk.name, say)
@@ -240,9 +241,9 @@ class Link:
         "`fn(client)`; again with a fresh client if the service was lost. Raises `BackendError`."
         return attempt(self, fn)
 
-    def drop(self, why: str = "") -> None:
-        "Do not use the present client again."
-        self.client, self.why = None, why
+    def drop(self, why: str = "", refused: bool = False) -> None:
+        "Do not use the present client again: it is lost, or a request that was refused left a gap in its numbers."
+        self.client, self.why, self.refused = None, why, refused
 
     def text(self, error: BaseException) -> str:
         "An error as one line, without the key."
@@ -260,11 +261,12 @@ def fresh_client(link: Link) -> Any:
     if link.prepare is not None:
         client, done = link.prepare(client)
     link.client = client
-    if link.opened:
-        link.reconnects += 1
-        line = f"{link.sdk.name}: reconnected{f' after {link.why}' if link.why else ''}{f'; {done}' if done else ''}"
+    if link.opened and (not link.refused or done):
+        link.reconnects += not link.refused
+        what = "a fresh client" if link.refused else "reconnected"
+        line = f"{link.sdk.name}: {what}{f' after {link.why}' if link.why else ''}{f'; {done}' if done else ''}"
         link.say(line) if link.say is not None else warnings.warn(line, stacklevel=2)
-    link.opened, link.why = True, ""
+    link.opened, link.why, link.refused = True, "", False
     return client
 
 # %% ../../nbs/24_backends.service.ipynb #3c17559d
@@ -288,7 +290,7 @@ class Tries:
         self.why, self.cause = link.text(error), unleaked(link, error)
         link.silence.trouble = f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
         if category_of(error) != "user" and (client is None or link.client is client):
-            link.drop(self.why)
+            link.drop(self.why, refused=not is_lost(error))
         self.seen[status] = self.seen.get(status, 0) + 1
         if not is_lost(error) or (status == 404 and self.seen[404] > 1):
             raise BackendError(f"{link.sdk.name} refused", got=self.why) from self.cause

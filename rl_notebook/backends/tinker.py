@@ -13,6 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -111,14 +112,15 @@ def as_future(thing: Any) -> Any:
 
 # %% ../../nbs/24b_backends.tinker.ipynb #2db06081
 def end_session(service: Any, wait_s: float = 10.0) -> None:
-    "Finish a session and stop its heartbeat; what has gone already is no concern."
+    "Finish a session and stop its heartbeat, also where the service does not answer any more."
     if service is None:
         return
     with contextlib.suppress(Exception):
-        if hasattr(service, "close"):
+        if hasattr(service, "close") and wait_s:
             service.close("success").result(timeout=wait_s)
-        else:
-            service.holder.close()
+    for name in ("holder", "_session_holder"):  # as older and newer SDKs call what keeps the heartbeat
+        if (holder := vars(service).get(name)) is not None:
+            holder.close()
 
 # %% ../../nbs/24b_backends.tinker.ipynb #66073765
 class Session:
@@ -167,24 +169,30 @@ class Session:
 
 # %% ../../nbs/24b_backends.tinker.ipynb #a53e5d2c
 def training_client(session: Session, base_model: str, rank: int, seed: int) -> Callable[[], Any]:
-    "Makes a LoRA training client, the same one every time."
-    options = {"base_model": base_model, "rank": rank, "seed": seed}
-    return lambda: session.make(lambda service: service.create_lora_training_client(**options))
+    "Makes a LoRA training client, the same one every time; the model of the one before is unloaded first."
+    options, before = {"base_model": base_model, "rank": rank, "seed": seed}, list[Any]()
+
+    def connect() -> Any:
+        while before:
+            unload(before.pop(), wait_s=2.0)
+        before.append(session.make(lambda service: service.create_lora_training_client(**options)))
+        return before[0]
+
+    return connect
 
 # %% ../../nbs/24b_backends.tinker.ipynb #6b9cb9d6
 def unload(client: Any, wait_s: float = 10.0) -> None:
-    "Give back the memory of a model, where the SDK can say so."
-    with contextlib.suppress(Exception):
-        if hasattr(client, "unload_model"):
-            client.unload_model().result(timeout=wait_s)
-            return
-        from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
-        from tinker.types import UnloadModelRequest
+    "Release the memory of a model; a service that is gone, or that forgot the model, has released it already."
+    import tinker
+    from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
-        async def ask() -> None:
-            with client.holder.aclient(ClientConnectionPoolType.TRAIN) as http:
-                await http.models.unload(request=UnloadModelRequest(model_id=client.model_id))
+    body, once = {"model_id": client.model_id, "type": "unload_model"}, {"max_retries": 0}
 
+    async def ask() -> None:  # no public call of the newest SDKs says it
+        with client.holder.aclient(ClientConnectionPoolType.TRAIN) as http:
+            await http.post("/api/v1/unload_model", body=body, options=once, cast_to=type(None))
+
+    with contextlib.suppress(tinker.TinkerError, OSError, RuntimeError, TimeoutError, ValueError):
         client.holder.run_coroutine_threadsafe(ask()).result(timeout=wait_s)
 
 # %% ../../nbs/24b_backends.tinker.ipynb #c70177bc
@@ -789,12 +797,15 @@ async def close_tinker(
         trainer.run.pool.shutdown(wait=False, cancel_futures=True)
 
     def give_back() -> None:
-        for link in (trainer.link, reference.link if reference else None):
-            if link is not None and link.client is not None:
-                unload(link.client)
+        with ThreadPoolExecutor() as pool:  # at once: a service that is gone is waited for only once
+            list(
+                pool.map(
+                    unload, [link.client for link in links if link is not sampler.link and link.client is not None]
+                )
+            )
         for label in OWN_LABELS & trainer.states.keys():
             trainer.ways.forget(trainer.states[label]) if trainer.ways.forget is not None else None
-        for session in sessions:
-            end_session(session.service)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(end_session, [session.service for session in sessions]))
 
     await asyncio.to_thread(give_back)
