@@ -24,6 +24,7 @@ from rl_notebook.loop import (
     GRPOLoop,
     StepState,
     answer,
+    begun_anew,
     between_turns,
     compared,
     encode,
@@ -31,7 +32,9 @@ from rl_notebook.loop import (
     fresh_gradient,
     rest_of_step,
     settle_passes,
+    settled,
     staged,
+    sync_phase,
     timed,
     train_chunk,
     trains_on,
@@ -45,7 +48,7 @@ from .step import Listing, LossReport, Measured, list_groups, list_prompts, list
 __all__ = ['T', 'DRAINING', 'BARREN', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'one_row', 'land',
            'pick', 'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers',
            'teaches', 'take_down', 'take_apart', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed',
-           'graded_phase', 'with_versions', 'chunked_half', 'gate_metrics', 'wait_metrics', 'AsyncPhases',
+           'graded_phase', 'with_versions', 'open_gate', 'chunked_half', 'gate_metrics', 'wait_metrics', 'AsyncPhases',
            'AsyncGRPOLoop', 'stand', 'take_recorded', 'take_back', 'trained_rows', 'give_up', 'refuse_under_way',
            'hand_over']
 
@@ -473,13 +476,21 @@ def with_versions(loop: AsyncPhases, groups: Sequence[PromptGroup]) -> Listing[P
     versions = {row.number: row.version for row in loop.flow.landed}
     return loop.state.put("score", list_groups([replace(g, submitted=versions.get(g.number)) for g in groups]))
 
+# %% ../nbs/34_async_loop.ipynb #71fcd11c
+async def open_gate(loop: AsyncPhases) -> Measured:
+    "Sync where it is due, and let further rows start; to be `settled`."
+    done = await sync_phase(loop)
+    loop.flow.gate.publish(loop.state.number)
+    loop.flow.producer.fill()
+    return done
+
 # %% ../nbs/34_async_loop.ipynb #a36b7797
 async def chunked_half(loop: AsyncPhases) -> None:
     "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
     admit_phase(loop)
     p, live, reports = loop.flow.producer, list[Landed[Answered]](), list[LossReport]()
-    await fresh_gradient(loop)
-    with kept(p, live):
+    with begun_anew(loop), kept(p, live):
+        await fresh_gradient(loop)
         for count in balanced_chunks(loop.cfg.prompt_groups_per_step, loop.cfg.pipeline_chunks_per_step):
             with timed(loop, "sample"):
                 rows = await p.batch(count, loop.cfg.prompt_groups_per_step - len(live))
@@ -600,10 +611,7 @@ class AsyncPhases(GRPOLoop):
     @staged
     async def sync(self) -> Measured:
         "Hand the new weights to the sampler, and open the gate for another batch."
-        done = await super().sync()
-        self.flow.gate.publish(self.state.number)
-        self.flow.producer.fill()
-        return done
+        return await settled(self, open_gate(self))
 
     async def refill(self, attempts: int = 10) -> int:
         "Not here: a batch has its full number of useful rows, as long as there are any."
@@ -622,8 +630,8 @@ class AsyncGRPOLoop(AsyncPhases):
         "`step` for a run, which ends where a stop was requested before."
         record = await rest_of_step(self)
         if self.stage.shared:
-            await self.pause(drain=True)
             self.flow.producer.held = AT_REST
+            await self.flow.producer.drain()
         return record
 
     async def pause(self, drain: bool = False) -> None:
@@ -652,7 +660,7 @@ class AsyncGRPOLoop(AsyncPhases):
     @staged
     async def undo(self, to: str = "advantages") -> None:
         "Take back the last update, and go on from `advantages` or later with the batch that it had."
-        await take_back(self, to)
+        await settled(self, take_back(self, to))
 
     @staged
     async def branch(self, **options: Any) -> Self:
@@ -703,7 +711,7 @@ def take_recorded(loop: AsyncPhases, record: StepRecord) -> None:
 
 
 async def take_back(loop: AsyncPhases, to: str) -> None:
-    "Take back the last update; rows that came from its weights are given up."
+    "Take back the last update, to be `settled`; rows that came from its weights are given up."
     flow, before = loop.flow, loop.state
     await undo_step(loop, "advantages" if to in ("prompts", "sample") else to)
     kept = {p.number for p in loop.state.values["prompts"]}

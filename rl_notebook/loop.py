@@ -27,7 +27,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MARK_STYLE', 'UNDO_TO', 'TURNS', 'P', 'R', 'AnyLoop',
+__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MARK_STYLE', 'R', 'UNDO_TO', 'TURNS', 'P', 'AnyLoop',
            'NOT_FOR_BRANCHES', 'GRADING', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text', 'StepState',
            'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'check_loss', 'Stage',
            'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text', 'phase_marks',
@@ -37,18 +37,19 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MAR
            'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
            'loss_phase', 'fresh_gradient', 'drop_gradient', 'gradient_of', 'minibatches', 'gradient_pass',
            'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo',
-           'size_of', 'joined_report', 'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'keep_entry',
-           'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'record_of', 'next_state', 'finish_phase',
-           'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'has_turn',
-           'join_turn', 'busy_text', 'claim', 'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name',
-           'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer', 'take_in', 'refill_step',
-           'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk',
-           'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'run_phase', 'evaluation_due',
-           'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps',
-           'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left',
-           'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'LoopPhases', 'GRPOLoop',
-           'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn',
-           'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild', 'Arrival', 'seek_step']
+           'size_of', 'Held', 'interrupts_held', 'settled', 'joined_report', 'mean_metrics', 'optimize_phase',
+           'all_updates', 'update', 'no_update', 'keep_entry', 'weights_moved', 'sync_waits', 'sync_sampler',
+           'sync_phase', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots',
+           'bring_back', 'undo_step', 'park', 'take_over', 'swap', 'has_turn', 'join_turn', 'busy_text', 'claim',
+           'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state',
+           'branch_off', 'Answered', 'answer', 'take_in', 'refill_step', 'wants_rollouts', 'evaluation_rollouts',
+           'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
+           'settle_passes', 'greedy_half', 'begun_anew', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length',
+           'window_prompts', 'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
+           'stop_on_interrupt', 'request_stops', 'steps_left', 'records_from', 'why_ended', 'RunRecords',
+           'verdict_line', 'run_steps', 'LoopPhases', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint',
+           'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way',
+           'way_to', 'at_rest', 'rebuild', 'to_the_base', 'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import is_dead, with_advantages
@@ -255,6 +256,7 @@ class Stage:
         self.depth = 0  # how many calls of the holder lie inside each other
         self.task: asyncio.Task[Any] | None = None  # that the holder began in
         self.turn: object | None = None  # of the holder; who is in it has it in `TURNS`
+        self.section: asyncio.Future[Any] | None = None  # changes trainer and loop together: see `settled`
         self.lock = asyncio.Lock()
         self.event_loop: asyncio.AbstractEventLoop | None = None  # that the lock belongs to
 
@@ -707,9 +709,9 @@ async def fresh_gradient(loop: Loop) -> None:
 
 async def drop_gradient(loop: LoopMemory) -> None:
     "Drop a gradient; between two updates of a step the next one makes its own."
-    await loop.backend.policy.discard_gradients()
     if not loop.state.made:
         loop.state.values.pop("backward", None)
+    await loop.backend.policy.discard_gradients()
     loop.holds_gradient = False
 
 
@@ -828,6 +830,60 @@ def size_of(trainer: Any, path: str) -> int | None:
     return None if measure is None else measure(path)
 
 # %% ../nbs/33_loop.ipynb #c4561ae5
+R = TypeVar("R")
+
+
+class Held:
+    "A handler of SIGINT that keeps the first interrupt for later and passes the next ones on."
+
+    def __init__(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        while isinstance(before, Held) and before.over:
+            before = before.before
+        self.before: Any = before
+        self.heard, self.over = 0, False
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        self.heard += 1
+        if (self.over or self.heard > 1) and callable(self.before):
+            self.before(signum, frame)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[Held | None]:
+    "While inside, an interrupt of the main thread waits; it is heard when the block is over."
+    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
+        yield None
+        return
+    held = Held()
+    signal.signal(signal.SIGINT, held)
+    try:
+        yield held
+    finally:
+        held.over = True
+        if signal.getsignal(signal.SIGINT) is held:  # else another one came meanwhile, and will go back to this one
+            signal.signal(signal.SIGINT, held.before)
+        if held.heard == 1:
+            held.before(signal.SIGINT, None)
+
+# %% ../nbs/33_loop.ipynb #0e0026cd
+async def settled(loop: LoopMemory, work: Coroutine[Any, Any, R]) -> R:
+    "Do what changes trainer and loop together to its end; a cancellation goes on after it, a second one at once."
+    stage = loop.stage
+    if stage.section is asyncio.current_task():  # part of a larger piece
+        return await work
+    stage.section = section = asyncio.ensure_future(work)
+    with interrupts_held() as held:
+        try:
+            await asyncio.wait([section])
+        except asyncio.CancelledError as cancelled:
+            if not (held and held.heard):
+                await asyncio.wait([section])
+                raise cancelled from section.exception()
+            raise
+    return section.result()
+
+# %% ../nbs/33_loop.ipynb #c0791365
 def joined_report(reports: Sequence[LossReport]) -> LossReport:
     "The passes of several updates as one; its loss is their mean."
     if len(reports) == 1:
@@ -846,13 +902,13 @@ def mean_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     means = {name: float(np.mean([m[name] for m in measured])) for name in measured[0]}
     return {**means, "num_updates": float(len(measured))}
 
-
+# %% ../nbs/33_loop.ipynb #78be89df
 async def optimize_phase(loop: Loop) -> Measured:
     "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
     enter(loop.state, "optimize")
     if nothing := skipped(loop, "optimize"):
         with under_way(loop, "optimize"):
-            keep_entry(loop, await remember(loop))
+            await settled(loop, no_update(loop))
         return nothing
     with timed(loop, "optimize"):
         made = await all_updates(loop)
@@ -862,30 +918,35 @@ async def optimize_phase(loop: Loop) -> Measured:
 
 
 async def all_updates(loop: Loop) -> Sequence[tuple[LossReport, dict[str, float]]]:
-    "The update whose gradient is there, and those of further minibatches; called again, it goes on where it failed."
+    "The update whose gradient is there, and those of further minibatches; called again, it goes on where it stopped."
     state = loop.state
     if not state.made:
-        entry = await remember(loop)
-        measured = await update(loop, entry)
-        keep_entry(loop, entry)
-        state.made = ((state.values["backward"], measured),)
+        await settled(loop, update(loop, state.values["backward"]))
     if state.updates:
         for part in minibatches(loop, state.values["reference"])[len(state.made) :]:
-            state.made = (*state.made, (await gradient_pass(loop, part), await update(loop)))
+            await settled(loop, update(loop, await gradient_pass(loop, part)))
     return state.made
 
 
-async def update(loop: Loop, entry: UndoEntry | None = None) -> dict[str, float]:
-    "One optimizer step."
-    divided_by = loop.state.normalization
+async def update(loop: Loop, report: LossReport) -> None:
+    "One optimizer step with the gradient of a pass, noted in the step; before its first, what `undo` needs."
+    state = loop.state
+    entry = None if state.made else await remember(loop)
+    divided_by = state.normalization
     try:
         measured = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
     except BackendError as error:
         if type(error) is not BackendError:
             raise
-        raise BackendError(str(error), where=f"step {loop.state.number}") from error
+        raise BackendError(str(error), where=f"step {state.number}") from error
     weights_moved(loop, entry.saved if entry else None)
-    return measured
+    keep_entry(loop, entry)
+    state.made = (*state.made, (report, measured))
+
+
+async def no_update(loop: Loop) -> None:
+    "A step that changes no weights can be taken back, too."
+    keep_entry(loop, await remember(loop))
 
 
 def keep_entry(loop: Loop, entry: UndoEntry | None) -> None:
@@ -917,7 +978,7 @@ async def sync_sampler(loop: Loop) -> None:
 
 
 async def sync_phase(loop: Loop) -> Measured:
-    "Hand the new weights to the sampler, if this step is due for it."
+    "Hand the new weights to the sampler, if this step is due for it; to be `settled`."
     enter(loop.state, "sync")
     if nothing := skipped(loop, "sync"):
         return nothing
@@ -968,11 +1029,12 @@ def next_state(state: StepState) -> StepState:
 def finish_phase(loop: Loop) -> StepRecord:
     "Close the step: make its record, hand it to the outputs, open the next step."
     enter(loop.state, "finish")
-    record = record_of(loop)
-    for output in loop.outputs:
-        output(record)
-    loop.records.append(record)
-    loop.state, loop.eval_metrics = next_state(loop.state), {}
+    with interrupts_held():
+        record = record_of(loop)
+        for output in loop.outputs:
+            output(record)
+        loop.records.append(record)
+        loop.state, loop.eval_metrics = next_state(loop.state), {}
     return record
 
 # %% ../nbs/33_loop.ipynb #378b7d5e
@@ -1020,7 +1082,7 @@ async def bring_back(loop: Loop, entry: UndoEntry, name: str, *, sampler: bool =
 
 
 async def undo_step(loop: Loop, to: str = "prompts") -> None:
-    "Take back the last update and go on from a phase; see `reopened` for a step that was drawn ahead."
+    "Take back the last update and go on from a phase, to be `settled`; `reopened` says what is so of a window's step."
     if to not in UNDO_TO:
         raise PhaseError("undo", got=f"to={to!r}", expected=", ".join(UNDO_TO))
     need_snapshots(loop, "undo")
@@ -1046,10 +1108,17 @@ async def park(loop: LoopMemory) -> None:
 
 
 async def take_over(loop: Loop) -> None:
-    "Put a loop's weights on the backend, if others are there."
+    "Put a loop's weights on the backend, if others are there, once nobody is changing what it holds."
     stage = loop.stage
-    if stage.actor is loop:
-        return
+    if stage.section not in (None, asyncio.current_task()):
+        await asyncio.wait([stage.section])
+    if stage.actor is not loop:
+        await settled(loop, swap(loop))
+
+
+async def swap(loop: Loop) -> None:
+    "Put a loop's weights in the place of another's."
+    stage = loop.stage
     with measured(loop.state, "swap"):
         if stage.actor is not None:
             stage.actor.check_can_leave()
@@ -1085,9 +1154,10 @@ def busy_text(loop: Loop) -> str:
 
 def claim(stage: Stage, loop: Loop) -> asyncio.Lock:
     "The lock to wait for; raises PhaseError where waiting would never end, or not before a window does."
-    if stage.event_loop is not asyncio.get_running_loop():  # the one before has ended, and everything in it
+    torn = stage.holder is None and stage.lock.locked()  # by an interrupt, before it was noted who has it
+    if torn or stage.event_loop is not asyncio.get_running_loop():  # the one before has ended, with all in it
         stage.lock, stage.event_loop = asyncio.Lock(), asyncio.get_running_loop()
-        stage.holder, stage.task, stage.turn, stage.depth = None, None, None, 0
+        stage.holder, stage.task, stage.turn, stage.depth, stage.section = None, None, None, 0, None
     if stage.holder not in (None, loop) and stage.task is asyncio.current_task():
         got = f"a window of {stage.holder.name!r} that waits for this"
         fix = "Let the window end first, or put the two loops into tasks of their own."
@@ -1120,7 +1190,6 @@ async def on_stage(loop: Loop) -> AsyncIterator[object]:  # the turn, for `join_
 
 # %% ../nbs/33_loop.ipynb #987b8f94
 P = ParamSpec("P")
-R = TypeVar("R")
 AnyLoop = TypeVar("AnyLoop", bound="Loop")
 
 
@@ -1222,7 +1291,11 @@ async def branch_off(
     options = {"eval_rows": loop.eval_rows, "stage": loop.stage} | loop.given | given
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
     other.state, other.policy_version = branch_state(loop, cfg, place, regrade), loop.policy_version
-    other.parked = Saved(await loop.backend.policy.save_state(f"branch-{other.seat}"))
+    try:
+        other.parked = Saved(await loop.backend.policy.save_state(f"branch-{other.seat}"))
+    except BaseException:  # cancelled, too: it was never here
+        loop.stage.names.remove(other.name)
+        raise
     return other
 
 # %% ../nbs/33_loop.ipynb #ead7b438
@@ -1397,9 +1470,20 @@ def settle_passes(loop: Loop, answered: Sequence[Answered], reports: Sequence[Lo
 async def greedy_half(loop: Loop) -> None:
     "The phases from `prompts` to `backward`, overlapped."
     prompts = prompts_phase(loop)
-    with timed(loop, "sample"):
+    with begun_anew(loop), timed(loop, "sample"):
         answered, reports = await train_arrivals(loop, prompts)
     settle_passes(loop, answered, reports)
+
+
+@contextmanager
+def begun_anew(loop: Loop) -> Iterator[None]:
+    "If a block fails or is cancelled, its step begins anew: overlapped again, with the same passes."
+    try:
+        yield
+    except BaseException:
+        loop.state.values.clear()
+        loop.state.taken = 0
+        raise
 
 # %% ../nbs/33_loop.ipynb #63a5f23c
 async def run_phase(loop: GRPOLoop, phase: str) -> None:
@@ -1480,7 +1564,7 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
         require_some(groups)
         if trained and loop.cfg.weight_sync_interval:
             with under_way(loop, "sync"):
-                await sync_sampler(loop)
+                await settled(loop, sync_sampler(loop))
     finally:
         loop.in_window = False
         if not first.values:  # nothing came of it
@@ -1673,7 +1757,7 @@ class LoopPhases(Loop):
     @staged
     async def sync(self) -> Measured:
         "Hand the new weights to the sampler, if this step is due for it."
-        return await sync_phase(self)
+        return await settled(self, sync_phase(self))
 
     @between_turns
     def finish(self) -> StepRecord:
@@ -1690,7 +1774,7 @@ class GRPOLoop(LoopPhases):
 
         The prompts of a step that was drawn ahead in a window cannot be taken again, so instead of from `prompts` it
         goes on from `advantages`, with the groups that it had."""
-        return await undo_step(self, to)
+        return await settled(self, undo_step(self, to))
 
     @staged
     async def branch(
@@ -1774,7 +1858,8 @@ async def save_checkpoint(
     save, version = loop.backend.policy.save_state, loop.policy_version
     cursor, extra = loop.place_to_resume()
     async with on_stage(loop):
-        await run.save_checkpoint(step, save, cursor.state(), policy_version=version, extra=extra)
+        saving = run.save_checkpoint(step, save, cursor.state(), policy_version=version, extra=extra)
+        await settled(loop, saving)
     return step
 
 # %% ../nbs/33_loop.ipynb #d2637499
@@ -1785,12 +1870,16 @@ async def restore_checkpoint(
 ) -> int:  # the step after which the loop goes on
     "Put a fresh loop where a checkpoint stands."
     last, cursor = found.step if step is None else step, restore_cursor(loop.cursor, found.cursor)
-    async with on_stage(loop):
+
+    async def load() -> None:
         await loop.backend.policy.load_state(found.state)
         loop.stand_at(last, cursor, found.extra)
         loop.moved, loop.served = True, None
         if loop.cfg.weight_sync_interval:
             await sync_sampler(loop)
+
+    async with on_stage(loop):
+        await settled(loop, load())
     return last
 
 # %% ../nbs/33_loop.ipynb #81df7e56
@@ -1853,6 +1942,7 @@ async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float
     if record.policy_version > loop.policy_version:
         await sync_sampler(loop)
     loop.stand_at(record.step, replace(loop.state.cursor, consumed=record.consumed), {"pending": record.pending})
+    loop.records.append(record)
     return gap
 
 
@@ -1894,7 +1984,15 @@ def at_rest(loop: Loop) -> bool:
 
 # %% ../nbs/33_loop.ipynb #0773aab3
 async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logprobs, nats
-    "Go a way: weights, optimizer, cursor and sampler as they were at its end."
+    "Go a way: weights, optimizer, cursor and sampler as they were at its end; cancelled, the loop is part of the way."
+    await settled(loop, to_the_base(loop, way))
+    adam = Config.from_dict(run.config).adam()
+    gaps = [await settled(loop, repeat_step(loop, record, adam)) for record in way.records]
+    return max(gaps, default=0.0)
+
+
+async def to_the_base(loop: Loop, way: Way) -> None:
+    "Where a way begins."
     if loop.holds_gradient:
         await loop.backend.policy.discard_gradients()
         loop.holds_gradient = False
@@ -1910,12 +2008,9 @@ async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logpro
     if way.found is None:
         loop.stand_at(way.base, loop.state.cursor, {})
     loop.undo_entries.clear()
-    adam = Config.from_dict(run.config).adam()
-    gaps = [await repeat_step(loop, record, adam) for record in way.records]
     loop.eval_metrics, before = {}, [r for r in loop.records if r.step <= way.base]
     loop.records.clear()
-    loop.records.extend([*before, *way.records])
-    return max(gaps, default=0.0)
+    loop.records.extend(before)
 
 # %% ../nbs/33_loop.ipynb #77fddab6
 GAP = 1e-3  # nats; more than another machine or batch shape makes of the same weights in float32

@@ -1,0 +1,526 @@
+"""Cancelled at any await of a step, an undo or a change of turns, a loop and its trainer still agree.
+
+Every await is tried twice: cancelled as soon as it waits, and when what it waits for is done but not yet noted. After
+each, the run goes on and has to come to the weights of a run that was left alone, and so has what `undo` goes back to.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jupyter_client.manager import start_new_kernel
+from service_runs import held, policy_trainer
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+
+from rl_notebook.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.base import Backend
+from rl_notebook.backends.fireworks import open_fireworks
+from rl_notebook.backends.local import open_local
+from rl_notebook.backends.openai import open_openai
+from rl_notebook.backends.tinker import open_tinker
+from rl_notebook.config import Config
+from rl_notebook.data import load_rows
+from rl_notebook.loop import GRPOLoop, settled
+
+__all__ = ["one_thread"]
+
+KEY = "tml-cancelled"
+SHAPE = "accounts/fireworks/trainingShapes/a-shape"
+
+
+@functools.cache
+def service() -> Any:
+    "One emulator of all services, over the model that the local backends have."
+    from rl_notebook.backends.emulator import start_emulator
+
+    folder = Path(tempfile.mkdtemp(prefix="cancelled-"))
+    tiny_model().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    return start_emulator(model=str(folder / "model"), folder=folder / "served", key=KEY)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_service_is_left():
+    yield
+    if service.cache_info().currsize:
+        service().stop()
+
+
+async def local(**options: Any) -> Backend:
+    return open_local(tiny_model(), byte_tokenizer(), **options)
+
+
+async def openai() -> Backend:
+    served = {"base_url": service().url, "served_model": service().emulator.site.model, "key": KEY}
+    return await open_openai(tiny_model(), byte_tokenizer(), **served)
+
+
+async def tinker() -> Backend:
+    quick = {"probing": False, "conformance": "off", "base_model": "a-model", "lora_rank": 4}
+    return await open_tinker(base_url=service().url, key=KEY, tokenizer=byte_tokenizer(), **quick)
+
+
+async def fireworks() -> Backend:
+    trainer = {"training_shape_id": SHAPE, "reference_training_shape_id": f"{SHAPE}-forward"}
+    settings = {"base_model": "accounts/fireworks/models/a-model", "trainer": trainer}
+    settings |= {"deployment": {"tokenizer_model": "at-hand"}, "max_completion_tokens": 64, "max_seq_len": 256}
+    quick = {"say": lambda line: None, "grace_s": 0, "poll_interval_s": 0.02}
+    return await open_fireworks(key=KEY, base_url=service().url, tokenizer=byte_tokenizer(), **settings, **quick)
+
+
+BACKENDS: dict[str, Callable[[], Awaitable[Backend]]] = {
+    "local": local,
+    "local-inline": lambda: local(inline=True),
+    "openai": openai,
+    "tinker": tinker,
+    "fireworks": fireworks,
+}
+
+
+def weights(backend: Backend) -> np.ndarray:
+    "Everything that is trained, where it is trained."
+    policy: Any = backend.policy
+    if hasattr(policy, "state"):
+        params = {name: p.detach().numpy() for name, p in policy.state.params.items()}
+    else:
+        params = held(policy_trainer(service(), backend), policy.link.client.model_id)[1]
+    return np.concatenate([params[name].ravel().copy() for name in sorted(params)])
+
+
+# --- the kinds of steps -----------------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "minibatches": {"ppo_n_minibatches": 2, "policy_loss": "ppo"},
+    "calls": {"max_samples_per_fwd_bwd": 3},
+    "overlapped": {"min_samples_per_fwd_bwd": 4},
+    "async": {"recipe": "async_rl_loop"},
+    "async-ahead": {"recipe": "async_rl_loop", "max_head_offpolicy_versions": 1},
+    "async-chunks": {"recipe": "async_rl_loop", "pipeline_chunks_per_step": 2},
+}
+SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 3, "max_completion_tokens": 4, "max_seq_len": 64}
+REWARD = lambda text: float(sum(map(ord, text)) % 13)
+
+
+def begin(backend: Backend, kind: str) -> GRPOLoop:
+    "A loop over a few sums, every group of which is trained on."
+    lora = backend.capabilities.lora_rank
+    cfg = Config(**SMALL, lora_rank=lora, learning_rate=1e-3, kl_beta=0.05, epochs=100, **KINDS[kind])
+    rows = load_rows([{"prompt": f"{i}+{i * i} ="} for i in range(8)])
+    cls = AsyncGRPOLoop if cfg.recipe == "async_rl_loop" else GRPOLoop
+    return cls(backend, rows, REWARD, cfg, dynamic_filter_fn=lambda group: True)
+
+
+# --- a coroutine that is struck --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Struck:
+    "Awaits a coroutine, and cancels the task at its k-th suspension: at once, or when what it waits for is done."
+
+    work: Coroutine[Any, Any, Any]
+    at: int  # from 1
+    late: bool = False
+    waits: int = 0  # suspensions so far
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        task, error = asyncio.current_task(), None
+        assert task is not None
+        while True:
+            try:
+                waited = self.work.throw(error) if error is not None else self.work.send(None)
+            except StopIteration as end:
+                return end.value
+            self.waits += 1
+            if self.waits == self.at and not self.late:
+                task.cancel()
+            elif self.waits == self.at and waited is None:
+                asyncio.get_running_loop().call_soon(task.cancel)
+            elif self.waits == self.at:
+                waited.add_done_callback(lambda _: task.cancel())
+            try:
+                error = None
+                yield waited
+            except BaseException as thrown:
+                error = thrown
+
+
+# --- what has to come out --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Course:
+    "A backend, and what a run comes to on it that is left alone."
+
+    backend: Backend
+    kind: str
+    start: str  # state of the trainer
+    want: list[np.ndarray] = field(default_factory=list)  # weights after so many steps
+    apart: list[np.ndarray] = field(default_factory=list)  # of a branch after its step, and of its loop after the next
+    there: bool = False  # whether the await that was to be struck came up
+
+    @classmethod
+    async def lay(cls, backend: Backend, kind: str) -> "Course":
+        "A run of a few steps that nothing disturbs."
+        course = cls(backend, kind, await backend.policy.save_state("at-the-start"))
+        async with course.fresh() as loop:
+            course.want.append(weights(backend))
+            for _ in range(3):
+                await loop.step()
+                course.want.append(weights(backend))
+        assert not any(np.array_equal(a, b) for a, b in zip(course.want, course.want[1:], strict=False))
+        return course
+
+    @contextlib.asynccontextmanager
+    async def fresh(self):
+        "A loop at the start."
+        backend = self.backend
+        await backend.policy.discard_gradients()
+        await backend.policy.load_state(self.start)
+        await backend.sync(await backend.policy.save_weights_for_sampler("at-the-start"))
+        loop = begin(backend, self.kind)
+        try:
+            yield loop
+        finally:
+            await loop.close()
+
+    def same(self, want: np.ndarray, when: str) -> None:
+        "The weights are these: bit for bit in this process, where the passes are the same (a batch taken back: one)."
+        exact = hasattr(self.backend.policy, "state") and self.kind != "async-chunks"
+        got, tol = weights(self.backend), 0.0 if exact else 1e-6
+        assert np.allclose(got, want, rtol=0, atol=tol), f"weights {when}: {np.abs(got - want).max():.2g} off"
+
+    def check(self, loop: GRPOLoop, steps: int) -> None:
+        "Weights, records and the sampler's version after so many steps."
+        self.same(self.want[steps], f"after {steps}")
+        assert loop.state.number == steps + 1, loop.place
+        assert [r.step for r in loop.records] == [*range(1, steps + 1)]
+        assert loop.policy_version == self.backend.sampler.policy_version  # type: ignore[attr-defined]
+        assert not loop.moved
+
+    async def strike(self, work: Coroutine[Any, Any, Any], at: int, late: bool) -> None:
+        "Cancel a call at its k-th suspension, if there are so many."
+        blow = Struck(work, at, late)
+
+        async def body() -> Any:
+            return await blow
+
+        task = asyncio.ensure_future(body())
+        await asyncio.wait([task], timeout=60)
+        self.there |= blow.waits >= at
+        assert task.done(), "wedged"
+        if not task.cancelled():
+            task.result()
+
+
+async def step_struck(course: Course, loop: GRPOLoop, *blow: Any) -> None:
+    "A step, the step after it, and back."
+    await course.strike(loop.step(), *blow)
+    if not loop.records:
+        await loop.step()
+    course.check(loop, 1)
+    await loop.step()
+    course.check(loop, 2)
+    await loop.undo()
+    course.check(loop, 1)
+    await loop.step()
+    course.check(loop, 2)
+
+
+async def taken_back(course: Course, loop: GRPOLoop, *blow: Any) -> None:
+    "A step is taken back, wherever it was struck."
+    await loop.step()
+    await course.strike(loop.step(), *blow)
+    if loop.state.number == 3 or loop.state.updated:
+        await loop.undo()
+        course.check(loop, 1)
+    while loop.state.number < 4:
+        await loop.step()
+    course.check(loop, 3)
+
+
+async def undo_struck(course: Course, loop: GRPOLoop, *blow: Any) -> None:
+    "Taking back a step is struck."
+    await loop.step()
+    await loop.step()
+    await course.strike(loop.undo(), *blow)
+    if loop.state.number == 3:
+        await loop.undo()
+    course.check(loop, 1)
+    await loop.step()
+    await loop.step()
+    course.check(loop, 3)
+
+
+async def turn_struck(course: Course, loop: GRPOLoop, *blow: Any) -> None:
+    "A branch that takes the backend over is struck, and so is the loop that takes it back."
+    await loop.step()
+    if isinstance(loop, AsyncGRPOLoop):
+        await loop.pause(drain=True)
+    other, found = await loop.branch(at="start"), list[np.ndarray]()
+    for actor, last in ((other, 1), (loop, 2)):
+        if isinstance(actor, AsyncGRPOLoop):
+            actor.resume()
+        await course.strike(actor.step(), *blow)
+        while len(actor.records) < last:
+            await actor.step()
+        found.append(weights(course.backend))
+        if isinstance(actor, AsyncGRPOLoop):
+            await actor.pause(drain=True)
+        if course.apart:
+            course.same(course.apart[len(found) - 1], f"of {actor.name}")
+    course.apart = course.apart or found
+    await other.close()
+
+
+WHAT = {"step": step_struck, "taken back": taken_back, "undo": undo_struck, "turns": turn_struck}
+
+
+async def points(course: Course, what: str, first: int = 1, every: int = 1) -> tuple[int, list[str]]:
+    "How many cancellations were tried, and what went wrong after which."
+    tried, wrong, at = 0, list[str](), first
+    async with course.fresh() as loop:
+        await WHAT[what](course, loop, 0, False)  # left alone
+    course.there = True
+    while course.there:
+        course.there = False
+        for late in (False, True):
+            place = f"{course.kind}, {what}, await {at}{' late' if late else ''}"
+            try:
+                async with course.fresh() as loop:
+                    await asyncio.wait_for(WHAT[what](course, loop, at, late), 60)
+            except Exception as error:  # counted, and said
+                wrong.append(f"{place}: {type(error).__name__}: {str(error)[:200]}")
+        tried += 2 * course.there
+        at += every
+    return tried, wrong
+
+
+async def survey(name: str, kinds: Sequence[str], whats: Sequence[str], first: int = 1, every: int = 1) -> list[str]:
+    "Points on one backend: what went wrong; prints counts."
+    said = []
+    async with await BACKENDS[name]() as backend:
+        for kind in kinds:
+            course = await Course.lay(backend, kind)
+            for what in whats:
+                tried, wrong = await points(course, what, first, every)
+                print(f"{name:13} {kind:13} {what:11} {tried:4} tried {len(wrong):4} wrong", flush=True)
+                assert tried
+                said += wrong
+    return said
+
+
+@pytest.mark.parametrize(("kind", "whats"), [("sync", [*WHAT]), ("minibatches", ["step"]), ("async", ["step"])])
+def test_a_cancelled_step_or_undo_goes_on_to_the_same_weights(kind, whats):
+    assert asyncio.run(survey("local", [kind], whats, every=5)) == []
+
+
+def test_so_it_does_on_a_service():
+    assert asyncio.run(survey("tinker", ["sync"], ["step"], first=6, every=4)) == []  # from the reference on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_it_does_at_every_await(backend, kind):
+    every = 1 if backend.startswith("local") else 3
+    assert asyncio.run(survey(backend, [kind], [*WHAT], every=every)) == []
+
+
+# --- who insists -----------------------------------------------------------------------------------------------------
+
+
+def slow_updates(loop: GRPOLoop, seconds: float = 0.2) -> None:
+    "Let an optimizer step take its time, in the trainer's own thread."
+    policy: Any = loop.backend.policy
+    run = policy.run
+
+    async def slow(fn: Callable[..., Any], *args: Any) -> Any:
+        wait = seconds if getattr(fn, "__name__", "") == "update" else 0
+        return await run(lambda: (time.sleep(wait), fn(*args))[1])
+
+    policy.run = slow
+
+
+def test_a_second_cancellation_leaves_and_the_next_turn_waits_for_the_update():
+    async def main():
+        backend = await local()
+        course = await Course.lay(backend, "sync")
+        async with course.fresh() as loop:
+            slow_updates(loop)
+            task = asyncio.ensure_future(loop.step())
+            while loop.stage.section is None or loop.stage.section.done():
+                await asyncio.sleep(0)
+            for _ in range(2):
+                task.cancel()
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not loop.stage.section.done()
+            await loop.step()
+            course.check(loop, 1)
+
+    asyncio.run(main())
+
+
+def test_what_fails_while_a_cancelled_caller_waits_is_its_cause():
+    async def main():
+        loop = begin(await local(), "sync")
+
+        async def fails():
+            await asyncio.sleep(0.01)
+            raise RuntimeError("the trainer is gone")
+
+        task = asyncio.ensure_future(settled(loop, fails()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert "the trainer is gone" in str(caught.value.__cause__)
+
+    asyncio.run(main())
+
+
+# --- interrupts ------------------------------------------------------------------------------------------------------
+
+FILES = ("rl_notebook/loop.py", "rl_notebook/backends/local.py")
+
+
+def interrupted(run: Callable[[], Any], at: int) -> str:
+    "Call with an interrupt at the n-th line of the loop or the trainer; where that was, if there were so many."
+    seen, where = 0, ""
+
+    def tracer(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal seen, where
+        if not frame.f_code.co_filename.endswith(FILES):
+            return None
+        seen += event == "line"
+        if seen == at and not where:
+            where = f"line {at}, {frame.f_code.co_name}:{frame.f_lineno}"
+            signal.raise_signal(signal.SIGINT)
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            run()
+    finally:
+        sys.settrace(None)
+    return where
+
+
+def left(event_loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> None:
+    "Run a call; if it raises, cancel what is left of it, as `asyncio.run` does."
+    task = event_loop.create_task(work)
+    try:
+        event_loop.run_until_complete(task)
+    finally:
+        sys.settrace(None)
+        tasks = [task, *asyncio.all_tasks(event_loop)]
+        for one in tasks:
+            one.cancel()
+        event_loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+
+def interrupts(every: int) -> tuple[int, list[str]]:
+    "KeyboardInterrupt at every n-th line of a step that computes in the main thread: how many, what went wrong."
+    event_loop, tried, wrong, at = asyncio.new_event_loop(), 0, list[str](), 1
+    run = event_loop.run_until_complete
+    course = run(Course.lay(run(local(inline=True)), "sync"))
+    while True:
+        entered = course.fresh()
+        loop = run(entered.__aenter__())
+        if not (where := interrupted(functools.partial(left, event_loop, loop.step()), at)):
+            event_loop.close()
+            return tried, wrong
+        try:
+            run(asyncio.wait_for(after_an_interrupt(course, loop), 60))
+        except Exception as error:  # counted, and said
+            wrong.append(f"{where}: {type(error).__name__}: {str(error)[:200]}")
+        tried, at = tried + 1, at + every
+
+
+async def after_an_interrupt(course: Course, loop: GRPOLoop) -> None:
+    "The step is finished, taken back and made again."
+    if not loop.records:
+        await loop.step()
+    course.check(loop, 1)
+    await loop.undo()
+    course.check(loop, 0)
+    await loop.step()
+    await loop.step()
+    course.check(loop, 2)
+
+
+def test_an_interrupt_in_the_main_thread_tears_no_update_apart():
+    tried, wrong = interrupts(every=5 if os.environ.get("SLOW") == "1" else 197)
+    print(f"{tried} interrupts tried, {len(wrong)} wrong")
+    assert tried > 10
+    assert wrong == []
+
+
+CELL = """
+import sys, time, torch
+sys.path.insert(0, {tests!r})
+import test_cancellation as tests
+step = torch.optim.AdamW.step
+def slow(self, *args):
+    print("updating", flush=True)
+    time.sleep(2)
+    return step(self, *args)
+torch.optim.AdamW.step = slow
+backend = await tests.local()
+loop = tests.begin(backend, "sync")
+await loop.step()
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_cell_leaves_a_loop_that_goes_on():
+    manager, client = start_new_kernel(kernel_name="python3")
+
+    def answer(asked: str) -> dict[str, Any]:
+        while (reply := client.get_shell_msg(timeout=120))["parent_header"].get("msg_id") != asked:
+            pass
+        return reply["content"]
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(manager.shutdown_kernel, now=True)
+        stack.callback(client.stop_channels)
+        asked = client.execute(CELL.format(tests=str(Path(__file__).parent)))
+        while client.get_iopub_msg(timeout=120)["content"].get("text", "").strip() != "updating":
+            pass
+        manager.interrupt_kernel()
+        assert answer(asked)["ename"] in ("CancelledError", "KeyboardInterrupt")
+        answer(client.execute("torch.optim.AdamW.step = step; before = loop.place; record = await loop.step()"))
+        wanted = {"facts": "(before[:19], record.step, backend.policy.state.steps)"}
+        facts = answer(client.execute("", user_expressions=wanted, silent=False))["user_expressions"]["facts"]
+        assert facts["data"]["text/plain"] == "('step 1, next: sync', 1, 1)", facts
+        answer(client.execute("await loop.undo()"))
+        wanted = {"facts": "(loop.place[:21], backend.policy.state.steps)"}
+        facts = answer(client.execute("", user_expressions=wanted))["user_expressions"]["facts"]
+        assert facts["data"]["text/plain"] == "('step 1, next: prompts', 0)", facts
+
+
+if __name__ == "__main__":  # python tests/test_cancellation.py BACKEND [KINDS [WHATS [EVERY]]]: a table
+    torch.set_num_threads(1)
+    kinds, whats = ([*names] for names in (KINDS, WHAT))
+    given = [arg.split(",") for arg in sys.argv[2:]] + [None] * 3
+    for line in asyncio.run(
+        survey(sys.argv[1], given[0] or kinds, given[1] or whats, every=int((given[2] or ["1"])[0]))
+    ):
+        print(line)
+    if service.cache_info().currsize:
+        service().stop()
