@@ -5,16 +5,18 @@
 # %% ../nbs/02_advantages.ipynb #0f12488b
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from .core import LossError, PromptGroup, RewardError
+from .core import LossError, PromptGroup, RewardError, RLNotebookError
+from .names import named_function
 
 # %% auto #0
-__all__ = ['SPREAD_TOLERANCE', 'SCALES', 'is_dead', 'predicted_dead_fraction', 'group_advantages', 'batch_advantages',
-           'with_advantages', 'keep_signal', 'soft_overlong_penalty']
+__all__ = ['SPREAD_TOLERANCE', 'SCALES', 'AdvantageFn', 'is_dead', 'predicted_dead_fraction', 'group_advantages',
+           'batch_advantages', 'with_advantages', 'keep_signal', 'soft_overlong_penalty', 'advantages_by']
 
 # %% ../nbs/02_advantages.ipynb #4cb25fa0
 SPREAD_TOLERANCE = 1e-6  # rewards closer together than this are equal
@@ -140,3 +142,33 @@ def soft_overlong_penalty(
         raise RewardError("overlong buffer", got=buffer, expected=f"1 to {max_completion_tokens} tokens")
     over = completion_len - (max_completion_tokens - buffer)
     return -min(max(over / buffer, 0.0), 1.0)
+
+# %% ../nbs/02_advantages.ipynb #d94d2deb
+AdvantageFn = Callable[[Sequence[PromptGroup]], Sequence[PromptGroup]]  # graded groups -> the same with advantages
+
+
+def advantages_by(
+    function: AdvantageFn | str,  # or its name, "module:function"
+    groups: Sequence[PromptGroup],  # graded groups
+) -> list[PromptGroup]:
+    "The same groups with the advantages of a function of your own; raises `LossError` where one is missing."
+    call = named_function(function, "advantage_fn", LossError) if isinstance(function, str) else function
+    name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    refuse = partial(LossError, f"advantage_fn {name!r}")
+    try:
+        found = call(groups)
+    except RLNotebookError:
+        raise
+    except Exception as e:  # whatever the function does
+        raise refuse(got=f"{type(e).__name__}: {e}", expected="groups with advantages") from e
+    made = list(found) if isinstance(found, Iterable) else None
+    if made is None or [getattr(g, "index", None) for g in made] != [g.index for g in groups]:
+        got = type(found).__name__ if made is None else f"{len(made)} values"
+        fix = "Return [replace(g, advantages=...) for g in groups]."
+        raise refuse(got=got, expected=f"the {len(groups)} groups in their order", fix=fix)
+    for g in made:
+        a = np.zeros(0) if g.advantages is None else g.advantages
+        if len(a) != len(g.samples) or not np.isfinite(a).all():
+            got = "none" if g.advantages is None else str(a.tolist())[:80]
+            raise refuse(where=g.where, got=got, expected=f"{len(g.samples)} finite numbers")
+    return made

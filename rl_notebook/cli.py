@@ -24,10 +24,10 @@ import tyro
 import yaml
 
 from .config import RENAMED, Config, leaf_types, sub_configs
-from .core import ConfigError, RecordError, RewardError, RLNotebookError
+from .core import ConfigError, LossError, RecordError, RewardError, RLNotebookError
 
 # %% auto #0
-__all__ = ['TRAIN', 'DEMO', 'STORY', 'CHECK_DEFAULTS', 'CHECK', 'COMMANDS', 'USAGE', 'option_values', 'show_options',
+__all__ = ['TRAIN', 'DEMO', 'STORY', 'TRUST', 'CHECK_DEFAULTS', 'CHECK', 'COMMANDS', 'USAGE', 'option_values', 'show_options',
            'parse_train', 'run_train', 'free_folder', 'show_answers', 'demo_config', 'run_demo', 'run_view',
            'diagnose_run', 'run_doctor', 'run_replay', 'emulate_parser', 'run_emulate', 'run_check', 'main']
 
@@ -94,7 +94,9 @@ def show_options() -> None:
 
 TRAIN = (
     "Run a config. --config names a YAML file, any option wins over it; --resume goes on with the run in --log-path; "
-    "--leftover says what becomes of trainers that a killed process left on a service."
+    "--leftover says what becomes of trainers that a killed process left on a service; --trust imports what a run "
+    "names that was not started here. Functions of your own: --rewards my_rewards:fn, --policy-loss my_losses:fn, "
+    "--advantage-fn my_rewards:fn, looked for in the working directory first."
 )
 
 # %% ../nbs/69_cli.ipynb #48a1becd
@@ -108,11 +110,13 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--leftover", choices=("error", "attach", "clean"), default="error")
+    parser.add_argument("--trust", action="store_true")
     given, rest = parser.parse_known_args(args)
     options, how = option_values(rest), {"resume": given.resume, "leftover": given.leftover}
     if given.config is not None:
-        return Config.from_yaml(given.config, options), how
-    recorded = Run.open(options["log_path"]).config if given.resume and options.get("log_path") else {}
+        return Config.from_yaml(given.config, options, trust=given.trust), how
+    resumed = given.resume and options.get("log_path")
+    recorded = Run.open(options["log_path"], trust=given.trust).config if resumed else {}
     return Config.from_dict(recorded, options), how
 
 
@@ -238,6 +242,7 @@ async def diagnose_run(
     step: int | None = None,  # None = all of them
     rescore: bool = False,  # rebuild the weights and run the controls
     say: Callable[[str], Any] = print,
+    trust: bool = False,  # `rescore` imports what the run names, also if it was not started here
 ) -> Diagnosis:  # the one that was shown in full
     "Diagnose the steps of a run; a line each, and one in full."
     from rl_notebook.doctor import diagnose
@@ -250,7 +255,7 @@ async def diagnose_run(
         say(f"step {record.step:4}  {found[-1][1].cause:<18} largest gap {found[-1][1].largest:.2g} nats")
     number, shown = next((pair for pair in found if not pair[1].ok), found[-1])
     if rescore:
-        shown = await diagnose_step(path, number)
+        shown = await diagnose_step(path, number, trust=trust)
     say(f"\nstep {number}\n{shown}")
     return shown
 
@@ -261,8 +266,13 @@ def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 all is well, 1 somet
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, default=None, help="one step; default: all")
     parser.add_argument("--rescore", action="store_true", help="rebuild the weights of the step and run the controls")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
-    return 0 if asyncio.run(diagnose_run(given.run, given.step, given.rescore)).ok else 1
+    found = asyncio.run(diagnose_run(given.run, given.step, given.rescore, trust=given.trust))
+    return 0 if found.ok else 1
+
+
+TRUST = "import what the run names, although it was not started here; it is shown before"
 
 # %% ../nbs/69_cli.ipynb #7b15b87a
 def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 something does
@@ -272,8 +282,9 @@ def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 s
     parser = argparse.ArgumentParser(prog="rl-notebook replay", description="Recompute a recorded step.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("step", type=int, help="number of the step")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
-    result = asyncio.run(replay_step(given.run, given.step))
+    result = asyncio.run(replay_step(given.run, given.step, trust=given.trust))
     print(result)
     return 1 if result.same is False else 0
 
@@ -396,7 +407,7 @@ def _run(args: list[str]) -> int:
     try:
         return COMMANDS[args[0]](args[1:])
     except RLNotebookError as error:
-        if isinstance(error, RewardError) and error.__cause__ is not None:  # raised in somebody's own function
+        if isinstance(error, RewardError | LossError) and error.__cause__ is not None:  # raised in a function of yours
             traceback.print_exception(error.__cause__)
         print(f"rl-notebook {args[0]}: {error}", file=sys.stderr)
         return 2

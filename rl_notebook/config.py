@@ -23,6 +23,7 @@ from typing import Any, Literal, Self, TypeVar
 import yaml
 
 from .core import COLDEST, AdamParams, ConfigError, LossError, SampleParams, quoted, without_keys
+from .names import NAMED, from_file, trusted_names
 
 # %% auto #0
 __all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNormalization', 'TrackerName', 'RecipeName',
@@ -80,6 +81,7 @@ class SignalSettings:
     rewards: tuple[str, ...] = ()  # names of reward functions; () = the data set's own
     reward_weights: tuple[float, ...] | None = None  # one per reward; None = 1 each
     advantage_scale: AdvantageScale = "std"  # what the centred reward is divided by, see the advantages notebook
+    advantage_fn: str | None = None  # "module:function" of your own, in its place; see the advantages notebook
     ddof: Literal[0, 1] = 1  # the spread divides by K - ddof
     drop_dead: bool = True  # leave groups without signal out of training; False = they count, with the KL term only
     refill: bool = False  # sample another prompt for each group that was left out
@@ -97,7 +99,7 @@ GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
 class LossSettings:
     "Which loss, with which knobs."
 
-    policy_loss: PolicyLoss = "grpo"  # "grpo" is REINFORCE + KL, "ppo" the clipped form
+    policy_loss: str = "grpo"  # one of `PolicyLoss`, or your own as "module:function"; "grpo" is REINFORCE + KL
     kl_beta: float = 0.001  # weight of the KL term to the reference; 0 = no reference needed
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
     kl_bias_correction: bool = False  # multiply the KL term by the token ratio, as TRL does by default
@@ -780,16 +782,35 @@ UNANCHORED = ("grpo", "reinforce")  # have no ratio to `anchor`
 OWN_KNOBS = ("dapo", "gspo", "cispo", "dro", "sapo")  # have a sub-config
 
 # %% ../nbs/06_config.ipynb #48ddae3e
+def _own_loss_rules(c: Any) -> Iterator[str]:
+    "A loss that is not one of ours: whether there is one, and what it reads if it is known already."
+    if NAMED.fullmatch(c.policy_loss):  # imported when it is computed
+        return
+    from rl_notebook.losses import POLICY_LOSSES, LossOptions
+
+    if c.policy_loss not in POLICY_LOSSES:
+        known = [*POLICY_LOSSES]
+        fix = _nearest(c.policy_loss, known) or "One of your own: module:function, or register_loss(fn) before"
+        yield f"policy_loss: got {c.policy_loss!r}; expected {' or '.join(map(repr, known))}. {fix}"
+        return
+    try:
+        LossOptions(**loss_options(c))
+    except LossError as error:
+        yield str(error)
+
+
 def loss_rules(c: Any) -> Iterator[str]:
     "Knobs that the chosen surrogate does not read."
     loss = c.policy_loss
+    ours = loss in typing.get_args(PolicyLoss)
+    yield from () if ours else _own_loss_rules(c)
     for name, readers in (
         ("eps_clip", CLIPPED),
         ("eps_clip_high", CLIPPED),
         ("eps_clip_c", DUAL_CLIPPED),
         ("ratio_log_cap", CAPPED),
     ):
-        if getattr(c, name) is not None and loss not in readers:
+        if ours and getattr(c, name) is not None and loss not in readers:
             yield f"{name}: policy_loss={loss!r} does not read it. Leave it out, or take {', '.join(readers)}"
     for name in OWN_KNOBS:
         if getattr(c, name) is not None and loss != name:
@@ -896,6 +917,12 @@ def builtin_rules(c: Any) -> Iterator[str]:
 # %% ../nbs/06_config.ipynb #7f9bc8d2
 def sampling_rules(c: Any) -> Iterator[str]:
     "Groups without signal, and lengths that do not fit."
+    if c.advantage_fn is not None and not NAMED.fullmatch(c.advantage_fn):
+        yield f"advantage_fn: got {c.advantage_fn!r}; expected 'module:function'"
+    if c.advantage_fn is not None and (c.advantage_scale, c.ddof) != ("std", 1):
+        yield "advantage_fn: advantage_scale and ddof would be ignored. Leave them out"
+    if c.advantage_fn is not None and c.recipe == "igpo_loop":
+        yield "advantage_fn: recipe='igpo_loop' compares turns by itself. Leave it out or set another recipe"
     if c.completions_per_prompt < 2:
         yield f"completions_per_prompt: got {c.completions_per_prompt}; a group of one has nothing to compare with"
     if c.ddof != 1 and c.advantage_scale in ("none", "loo"):
@@ -1200,9 +1227,17 @@ class Stored:
         return typing.cast(Any, cls)(**kept | later)
 
     @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Self:
+    def from_yaml(
+        cls,
+        path: str | os.PathLike[str],
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        trust: bool = False,  # import what the config of a run that was not started here names
+    ) -> Self:
         "A config from a YAML file; raises ConfigError for a file that cannot be read."
-        return cls.from_dict(read_yaml(path), overrides)
+        folder = Path(os.path.realpath(path)).parent
+        trusted = trusted_names(folder) if (folder / "run.json").exists() and not trust else None
+        return cls.from_dict(from_file(read_yaml(path), str(folder), trusted), overrides)
 
     def to_yaml(self, path: str | os.PathLike[str] | None = None) -> str:
         "All settings as YAML text, written to `path` if one is given."

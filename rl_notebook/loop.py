@@ -27,32 +27,33 @@ import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'AdvantageFn', 'EvaluationFn', 'MARK_STYLE', 'R', 'UNDO_TO', 'TURNS', 'P', 'AnyLoop',
+__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'R', 'UNDO_TO', 'TURNS', 'P', 'AnyLoop',
            'NOT_FOR_BRANCHES', 'GRADING', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text', 'StepState',
-           'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'check_loss', 'Stage',
-           'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text', 'phase_marks',
-           'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'measured', 'encode', 'prompts_phase',
-           'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase', 'score_phase', 'compared',
-           'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums',
-           'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
-           'loss_phase', 'fresh_gradient', 'drop_gradient', 'gradient_of', 'minibatches', 'gradient_pass',
-           'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo',
-           'size_of', 'Held', 'interrupts_held', 'settled', 'joined_report', 'mean_metrics', 'optimize_phase',
-           'all_updates', 'update', 'no_update', 'keep_entry', 'weights_moved', 'sync_waits', 'sync_sampler',
-           'sync_phase', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots',
-           'bring_back', 'undo_step', 'park', 'take_over', 'swap', 'has_turn', 'join_turn', 'busy_text', 'claim',
-           'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state',
-           'branch_off', 'Answered', 'answer', 'take_in', 'refill_step', 'wants_rollouts', 'evaluation_rollouts',
-           'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals', 'merged_report',
-           'settle_passes', 'greedy_half', 'begun_anew', 'run_phase', 'evaluation_due', 'rest_of_step', 'window_length',
-           'window_prompts', 'reach_boundary', 'next_batch', 'window_steps', 'next_records', 'is_done', 'steps_planned',
-           'stop_on_interrupt', 'request_stops', 'steps_left', 'records_from', 'why_ended', 'RunRecords',
-           'verdict_line', 'run_steps', 'LoopPhases', 'GRPOLoop', 'save_checkpoint', 'restore_checkpoint',
-           'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way',
-           'way_to', 'at_rest', 'rebuild', 'to_the_base', 'Arrival', 'seek_step']
+           'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'own_advantages', 'check_loss',
+           'Stage', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text',
+           'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'measured', 'encode',
+           'prompts_phase', 'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase', 'score_phase',
+           'compared', 'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training',
+           'group_datums', 'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options',
+           'chosen_loss', 'loss_phase', 'fresh_gradient', 'drop_gradient', 'gradient_of', 'minibatches',
+           'gradient_pass', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost',
+           'cost_of_undo', 'size_of', 'Held', 'interrupts_held', 'settled', 'joined_report', 'mean_metrics',
+           'optimize_phase', 'all_updates', 'update', 'no_update', 'keep_entry', 'weights_moved', 'sync_waits',
+           'sync_sampler', 'sync_phase', 'sources_of', 'other_sources', 'record_of', 'next_state', 'finish_phase',
+           'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'swap',
+           'has_turn', 'join_turn', 'busy_text', 'claim', 'on_stage', 'staged', 'between_turns', 'branch_config',
+           'branch_name', 'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer', 'take_in', 'refill_step',
+           'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk',
+           'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase',
+           'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch',
+           'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops',
+           'steps_left', 'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'LoopPhases',
+           'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'updates_of', 'repeat_backward',
+           'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild', 'to_the_base',
+           'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
-from .advantages import is_dead, with_advantages
+from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
 from .config import Config
 from rl_notebook.core import (
@@ -60,6 +61,7 @@ from rl_notebook.core import (
     BackendError,
     ConfigError,
     Datum,
+    LossError,
     LossOutput,
     PhaseError,
     PromptGroup,
@@ -70,8 +72,9 @@ from rl_notebook.core import (
 )
 from .data import Cursor, Row, load_rows, restore_cursor
 from .datums import attach, datums_from_groups
-from .losses import LossOptions, natural_denominator
+from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss_fn
 from .metrics import merge_metrics, step_metrics
+from .names import named_function, source_hash
 from .records import MUST_MATCH, Checkpoint, Run, RunFolder, StepRecord, spans
 from .rewards import as_reward_fns, make_soft_overlong
 from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
@@ -154,7 +157,6 @@ def enter(state: StepState, phase: str) -> Any:
     return state.values[before[-1]] if before else None
 
 # %% ../nbs/33_loop.ipynb #78c939e0
-AdvantageFn = Callable[[Sequence[PromptGroup]], Sequence[PromptGroup]]  # graded groups -> the same with advantages
 EvaluationFn = Callable[..., Any]  # (setup), or (step, rollout_fn) -> metrics by name, or an awaitable of them
 
 
@@ -239,8 +241,14 @@ def check_recipe(cfg: Config, recipes: Sequence[str], loop: str) -> None:
         raise ConfigError("recipe", where=loop, got=repr(cfg.recipe), expected=" or ".join(map(repr, recipes)), fix=fix)
 
 
+def own_advantages(given: AdvantageFn | str | None) -> AdvantageFn | None:
+    "A function in place of the config's comparison of rewards, imported if it is named."
+    return named_function(given, "advantage_fn", LossError) if isinstance(given, str) else given
+
+
 def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
-    "Refuse a custom loss where the service computes its own."
+    "Refuse a custom loss where the service computes its own, and one that cannot be found."
+    policy_loss_fn(LossOptions(**cfg.loss_options()))
     if make_loss is not None and cfg.loss_path == "builtin":
         fix = "Leave one of the two out."
         raise ConfigError("make_loss", got="a loss of yours", expected="none with loss_path='builtin'", fix=fix)
@@ -289,7 +297,7 @@ class LoopMemory:
         evaluation_fn: EvaluationFn | None = None,  # evaluates in place of answering and grading `eval_rows`
         dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it; None = live groups
         make_loss: LossFactory | None = None,  # None = the config's loss
-        advantage_fn: AdvantageFn | None = None,  # None = the config's comparison of rewards
+        advantage_fn: AdvantageFn | str | None = None,  # or its "module:function"; None = as the config says
         outputs: Sequence[Callable[[StepRecord], Any]] = (),  # called with each record: `run.add`, `print`, ...
         on_undo: Sequence[Callable[[int], Any]] = (),  # called with the last step that still holds: `run.rewind`
         keep_undo: int = 1,  # steps that can be undone; 0 = none, at no cost
@@ -308,7 +316,8 @@ class LoopMemory:
         self.rows, self.eval_rows = as_rows(rows), as_rows(eval_rows) if len(eval_rows) else []
         self.task = configured(as_task(reward, rollout_setup(backend, self.cfg, extras)), self.cfg)
         self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
-        self.make_loss, self.advantage_fn, self.keep_undo = make_loss, advantage_fn, keep_undo
+        self.make_loss, self.keep_undo = make_loss, keep_undo
+        self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
         self.outputs, self.on_undo = list(outputs), list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
         self.policy_version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
@@ -587,7 +596,7 @@ def score_phase(loop: Loop, reward_fns: Any = None) -> Listing[PromptGroup]:
 def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None) -> list[PromptGroup]:
     "Groups with advantages: by the loop's own function, or as the config says."
     if loop.advantage_fn is not None and scale is None:
-        return list(loop.advantage_fn(groups))
+        return advantages_by(loop.advantage_fn, groups)
     return with_advantages(groups, scale=scale or loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
 
 
@@ -989,6 +998,25 @@ async def sync_phase(loop: Loop) -> Measured:
     return loop.state.put("sync", Measured("sampler has the new weights", {"policy_version": loop.policy_version}))
 
 # %% ../nbs/33_loop.ipynb #7963238f
+def sources_of(loop: Loop, options: Mapping[str, Any]) -> dict[str, str]:  # "reward close_enough": hash
+    "The functions that are not ours, each with a hash of its source."
+    given, name = loop.given["reward"], lambda fn: getattr(fn, "__name__", type(fn).__name__)
+    by_rollout = loop.task.rollout_fn is not None
+    used: dict[str, Any] = {f"rollout {name(given)}": given} if by_rollout else {}
+    used |= {} if by_rollout else {f"reward {fn.name}": fn.function for fn in as_reward_fns(loop.task.reward_fns)}
+    used |= {f"advantage_fn {name(fn)}": fn for fn in [loop.advantage_fn] if fn is not None}
+    used |= {f"make_loss {name(fn)}": fn for fn in [loop.make_loss] if fn is not None}
+    if "make_loss" not in options and options["policy_loss"] in POLICY_LOSSES:
+        used[f"policy_loss {options['policy_loss']}"] = POLICY_LOSSES[options["policy_loss"]][0]
+    return {what: found for what, fn in used.items() if (found := source_hash(fn))}
+
+
+def other_sources(record: StepRecord, now: Mapping[str, str]) -> list[str]:
+    "The functions of a recorded step that have another source now, in words."
+    changed = [what for what in record.sources if now.get(what, record.sources[what]) != record.sources[what]]
+    return [f"{w}: not the source of step {record.step} ({record.sources[w]}, now {now[w]})" for w in changed]
+
+
 def record_of(loop: Loop) -> StepRecord:
     "What this step's phases returned, as one value."
     state, v = loop.state, loop.state.values
@@ -1016,6 +1044,7 @@ def record_of(loop: Loop) -> StepRecord:
         divided_by=state.normalization if report else "none",
         updates=state.updates if report else (),
         timeline=(*phases, *more.pop("timeline", ())),
+        sources=sources_of(loop, options),
         **more,
     )
 
@@ -1286,6 +1315,8 @@ async def branch_off(
     changed = {name.partition(".")[0] for name, *_ in loop.cfg.diff(cfg).rows}
     if "rewards" in changed and "reward" not in given:
         given["reward"] = list(cfg.rewards)
+    if "advantage_fn" in changed:
+        given.setdefault("advantage_fn", None)  # the config's
     regrade = "reward" in given or any(name in changed for name in GRADING)
     given.setdefault("name", branch_name(loop.cfg, cfg, [n for n in ("reward", "make_loss") if n in given]))
     options = {"eval_rows": loop.eval_rows, "stage": loop.stage} | loop.given | given

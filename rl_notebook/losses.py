@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,16 @@ from torch import Tensor
 
 from .advantages import group_advantages
 from .align import require_finite
-from .core import AlignmentError, Datum, LossError
+from .core import AlignmentError, Datum, LossError, RLNotebookError
+from .names import NAMED, named_function
 
 # %% auto #0
 __all__ = ['PolicyLoss', 'POLICY_LOSSES', 'KNOBS', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LossFn', 'TRL_PRESETS', 'BUILTIN_LOSSES',
            'UNCOUNTED_LOSSES', 'ActiveTokens', 'log_ratio', 'grpo', 'reinforce', 'importance_sampling',
            'clipped_surrogate', 'ppo', 'sequence_ratio', 'gspo', 'cispo', 'dro', 'sapo', 'LossOptions',
            'raw_tis_weights', 'outside_icepop', 'tis_weights', 'natural_denominator', 'aggregate', 'SideData',
-           'loss_terms', 'make_loss_fn', 'loss_metrics', 'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn',
-           'check_builtin_options', 'builtin_loss', 'builtin_inputs', 'check_builtin']
+           'register_loss', 'policy_loss_fn', 'loss_terms', 'make_loss_fn', 'loss_metrics', 'make_grpo_loss_fn',
+           'make_offpolicy_grpo_loss_fn', 'check_builtin_options', 'builtin_loss', 'builtin_inputs', 'check_builtin']
 
 # %% ../nbs/03_losses.ipynb #c8214c91
 @dataclass(frozen=True, eq=False)
@@ -124,13 +126,14 @@ POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     "sapo": (sapo, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "ratio_log_cap": 20.0}),
 }
 KNOBS = sorted({knob for _, defaults in POLICY_LOSSES.values() for knob in defaults})
+_OURS = frozenset(POLICY_LOSSES)
 
 # %% ../nbs/03_losses.ipynb #187921f0
 @dataclass(frozen=True)
 class LossOptions:
     "Which loss: surrogate, KL, correction and aggregation. Knobs left at None take the default of their loss."
 
-    policy_loss: str = "grpo"  # a key of POLICY_LOSSES
+    policy_loss: str = "grpo"  # a key of POLICY_LOSSES, or "module:function"
     kl_beta: float = 0.0  # weight of the KL term
     kl_estimator: str = "k3"  # "k1", "k2" or "k3"
     kl_bias_correction: bool = False  # multiply the KL term by the token ratio, as TRL does by default
@@ -157,12 +160,15 @@ class LossOptions:
     def knob(self, name: str) -> Any:
         "The value that the loss will read: what was set, or its default; None if it reads no such knob."
         set_to = getattr(self, name)
-        return POLICY_LOSSES[self.policy_loss][1].get(name) if set_to is None else set_to
+        return _knobs(self.policy_loss).get(name) if set_to is None else set_to
 
     @property
     def clip_range(self) -> tuple[float, float]:
         "Lowest and highest ratio that is not clipped."
         low, high = self.knob("eps_clip"), self.knob("eps_clip_high")
+        if low is None:
+            fix = "Give your loss a default: register_loss(fn, eps_clip=0.2)."
+            raise LossError("eps_clip", where=f"policy_loss {self.policy_loss!r}", got="none", fix=fix)
         return 1 - low, 1 + (low if high is None else high)
 
     @property
@@ -173,7 +179,6 @@ class LossOptions:
 # %% ../nbs/03_losses.ipynb #17388cc7
 AGGREGATIONS = ("token_mean", "sequence_mean", "sample_mean", "constant", "sum")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "policy_loss": tuple(POLICY_LOSSES),
     "kl_estimator": ("k1", "k2", "k3"),
     "aggregation": AGGREGATIONS,
     "anchor": ("old", "rollout"),
@@ -182,18 +187,29 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def _knobs(policy_loss: str) -> Mapping[str, Any]:
+    "The knobs that a loss reads, with their defaults; none as long as a function that is named is not imported."
+    return POLICY_LOSSES[policy_loss][1] if policy_loss in POLICY_LOSSES else {}
+
+
 def _check_options(o: LossOptions) -> None:
     "Refuse unknown names, values outside their range and knobs that nothing would read."
+    if str(o.policy_loss) not in POLICY_LOSSES and not NAMED.fullmatch(str(o.policy_loss)):
+        fix = "One of your own is named module:function, or registered before: register_loss(fn)."
+        expected = " or ".join(map(repr, POLICY_LOSSES))
+        raise LossError("policy_loss", got=repr(o.policy_loss), expected=expected, fix=fix)
     for name, choices in _CHOICES.items():
         if getattr(o, name) not in choices:
             raise LossError(name, got=repr(getattr(o, name)), expected=" or ".join(map(repr, choices)))
-    read = POLICY_LOSSES[o.policy_loss][1]
+    read = _knobs(o.policy_loss)
     unread = [k for k in KNOBS if getattr(o, k) is not None and k not in read]
-    if unread:
+    if unread and o.policy_loss in POLICY_LOSSES:
         raise LossError(
             f"policy_loss {o.policy_loss!r} does not read {', '.join(unread)}",
             expected=f"only {', '.join(read) or 'no knobs'}",
-            fix="It would be ignored; remove it or choose another loss.",
+            fix="It would be ignored; remove it or choose another loss."
+            if o.policy_loss in _OURS
+            else f"If it does, say so: register_loss(fn, {unread[0]}={getattr(o, unread[0])!r}).",
         )
     for bad, what, expected in _range_checks(o):
         if bad:
@@ -346,10 +362,61 @@ class SideData:
             got = f"{p[first].item()} at target {j}"
             raise AlignmentError("policy_logprobs", where=self.where[i], got=got, expected="a finite number")
 
+# %% ../nbs/03_losses.ipynb #839c5b36
+def register_loss(
+    function: PolicyLoss | None = None,  # (t, tis, o) -> (T,) terms; None = to be used as a decorator with arguments
+    *,
+    name: str | None = None,  # for `policy_loss`; None = the function's own
+    **knobs: Any,  # settings that it reads, of KNOBS, with their defaults
+) -> Any:  # the function
+    "Make a loss of your own one that `policy_loss` can name: in a config, in `loop.loss` and in `what_if`."
+    if function is None:
+        return partial(register_loss, name=name, **knobs)
+    called = name or getattr(function, "__name__", "")
+    if called in _OURS or not called.isidentifier():
+        expected, fix = "a name that is not one of ours", "Say another one: register_loss(fn, name='mine')."
+        raise LossError("name of a loss", got=repr(called), expected=expected, fix=fix)
+    if unknown := sorted(set(knobs) - set(KNOBS)):
+        raise LossError(f"knob of the loss {called!r}", got=", ".join(unknown), expected=f"some of {', '.join(KNOBS)}")
+    POLICY_LOSSES[called] = (function, knobs)
+    return function
+
+# %% ../nbs/03_losses.ipynb #31961aff
+def policy_loss_fn(o: LossOptions) -> PolicyLoss:
+    "The function that `policy_loss` names; one that is named as module:function is imported here."
+    name = o.policy_loss
+    if NAMED.fullmatch(name):
+        function = named_function(name, "policy_loss", LossError)
+        POLICY_LOSSES[name] = function, next((k for f, k in POLICY_LOSSES.values() if f is function), {})
+        _check_options(o)
+    function = POLICY_LOSSES[name][0]
+    return function if name in _OURS else partial(_own_terms, name, function)
+
+
+def _own_terms(name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:  # (T,)
+    "The terms of a loss that is not ours, checked."
+    refuse = partial(LossError, f"policy_loss {name!r}")
+    try:
+        terms = function(t, tis, o)
+    except RLNotebookError:
+        raise
+    except Exception as e:  # whatever the function does
+        raise refuse(got=f"{type(e).__name__}: {e}", expected="a term per token") from e
+    if not isinstance(terms, Tensor) or terms.shape != t.policy.shape:
+        got = f"a tensor of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else type(terms).__name__
+        fix = "Return the terms; `aggregation` sums and divides them."
+        raise refuse(got=got, expected=f"a tensor of shape ({len(t.policy)},), one term per token", fix=fix)
+    if not bool(torch.isfinite(terms).all()):
+        first = int(torch.nonzero(~torch.isfinite(terms))[0])
+        raise refuse(got=f"{terms[first].item()} for token {first}", expected="finite numbers")
+    if len(terms) and t.policy.requires_grad and torch.is_grad_enabled() and not terms.requires_grad:
+        raise refuse(got="terms without a gradient", expected="terms that depend on t.policy")
+    return terms
+
 # %% ../nbs/03_losses.ipynb #df936ba9
 def loss_terms(t: ActiveTokens, o: LossOptions) -> tuple[Tensor, Tensor]:  # (T,), (T,)
     "Per-token policy loss with its correction, and the KL term already times beta."
-    surrogate = POLICY_LOSSES[o.policy_loss][0](t, tis_weights(t, o), o)
+    surrogate = policy_loss_fn(o)(t, tis_weights(t, o), o)
     if o.kl_beta == 0 or t.ref is None:
         return surrogate, torch.zeros_like(surrogate)
     kl = KL_ESTIMATORS[o.kl_estimator](t.policy, t.ref)
@@ -573,7 +640,7 @@ def check_builtin_options(o: LossOptions) -> None:
     nobody = not any(o.policy_loss in known for known in BUILTIN_LOSSES.values())
     sequence, quadratic = o.policy_loss == "gspo", o.policy_loss == "dro"
     refused = (
-        (nobody, "policy_loss", _HINTS.get(o.policy_loss, "Compute it here")),
+        (nobody, "policy_loss", _HINTS.get(o.policy_loss, _HERE)),
         (o.kl_beta > 0, "kl_beta", "A service's loss sees no reference logprobs, so it has no KL term. Set kl_beta=0"),
         (
             o.tis != "off" and o.tis_anchor == "policy",
@@ -596,6 +663,7 @@ def check_builtin_options(o: LossOptions) -> None:
             raise LossError(f"a service cannot compute this loss: {name}", got=repr(getattr(o, name)), fix=f"{fix}.")
 
 
+_HERE = "Compute it here: loss_path='client'"
 _HINTS = {"reinforce": "It is importance_sampling with anchor='rollout'"}
 
 # %% ../nbs/03_losses.ipynb #e1fb2fe8
@@ -618,9 +686,9 @@ def builtin_loss(
         raise LossError("service", got=repr(service), expected=" or ".join(map(repr, BUILTIN_LOSSES)))
     known = BUILTIN_LOSSES[service]
     if o.policy_loss not in known:
-        expected, fix = f"{', '.join(known)} at {service}", _HINTS.get(o.policy_loss)
+        expected, fix = f"{', '.join(known)} at {service}", _HINTS.get(o.policy_loss, _HERE)
         what = "a service cannot compute this loss: policy_loss"
-        raise LossError(what, got=repr(o.policy_loss), expected=expected, fix=fix and f"{fix}.")
+        raise LossError(what, got=repr(o.policy_loss), expected=expected, fix=f"{fix}.")
     check_builtin_options(o)
     name, said = known[o.policy_loss]
     if o.eps_clip_c is not None and service == "fireworks" and o.policy_loss in ("ppo", "dapo"):

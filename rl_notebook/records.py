@@ -13,9 +13,10 @@ import json
 import math
 import os
 import shutil
+import sys
 import warnings
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,6 +31,7 @@ from .backends.base import GradNormalization
 from .config import A_KEY, KEYLESS, Config, SettingsTable, compared, keys_in
 from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 from .drawings import folded, html_table, prompt_text, step_html
+from .names import from_file, names_in, note_started, trusted_names
 
 # %% auto #0
 __all__ = ['SHOWN', 'LONGEST', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
@@ -58,6 +60,7 @@ class StepRecord:
     updates: tuple[int, ...] = ()  # datums of each optimizer step, in order; () = one with all of them
     pending: tuple[int, ...] = ()  # positions of prompts that were taken and that no step up to this one has had
     timeline: tuple[tuple[str, float, float], ...] = ()  # (what, begin, end): seconds since the loop was opened
+    sources: Mapping[str, str] = field(default_factory=dict)  # hash of the source of each function that is not ours
 
     def __post_init__(self):
         for name in ("groups", "datums", "passes", "updates", "pending", "timeline"):
@@ -540,6 +543,7 @@ def write_record(
 
 def read_record(
     folder: str | os.PathLike[str],  # such as runs/first/steps/00012
+    trusted: Collection[str] | None = (),  # names of functions that may be imported; None = any
 ) -> StepRecord:
     "Read a record; raises RecordError with the reason when a file is missing, damaged or of another format."
     from safetensors.numpy import load
@@ -547,6 +551,7 @@ def read_record(
     folder = Path(folder)
     plain = _read_described(folder, "record.json", RECORD_FORMAT)
     plain.pop("files")
+    plain |= {"options": from_file(plain.get("options"), str(folder), trusted)}
     with _os_errors("cannot read", folder):
         arrays, tokens = load((folder / "arrays.safetensors").read_bytes()), pd.read_parquet(folder / "tokens.parquet")
     try:
@@ -667,11 +672,17 @@ class Run:
     path: Path  # the folder
     config: Mapping[str, Any]  # nested plain values, as recorded
     notes: tuple[str, ...] = ()  # what was found damaged, and left out, when the folder was opened
+    trusted: frozenset[str] | None = frozenset()  # names of functions in it that may be imported; None = any
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        "Look at a run; writes nothing."
-        return cls(*_open(Path(path)))
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        trust: bool = False,  # what is named in the folder may be imported, also if the run was not started here
+    ) -> Self:
+        "Look at a run; writes nothing, imports nothing."
+        return cls(*_open(Path(path), trust))
 
     @property
     def steps(self) -> list[int]:
@@ -722,6 +733,7 @@ class RunFolder(Run):
     def create(cls, path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> Self:
         "Begin a run; raises RecordError when the folder holds one, or cannot be written."
         _create(Path(path), config)
+        note_started(Path(path), [*names_in(config_dict(config))])
         return cls.open(path)
 
     @classmethod
@@ -787,8 +799,8 @@ def _cut_off(path: Path, taken: Sequence[str]) -> bool:
     return empty and set(taken) <= {"steps", "config.yaml", "metrics.jsonl"}
 
 
-def _open(path: Path) -> tuple[Path, dict[str, Any], tuple[str, ...]]:
-    "The three fields of a `Run`."
+def _open(path: Path, trust: bool) -> tuple[Path, dict[str, Any], tuple[str, ...], frozenset[str] | None]:
+    "The fields of a `Run`."
     if not (path / "run.json").exists():
         fix = "Name the folder that was given as log_path."
         raise RecordError("no run here", where=str(path), got="no run.json", expected="the log_path of a run", fix=fix)
@@ -796,7 +808,17 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], tuple[str, ...]]:
     config, (_, notes) = _read_config(path / "config.yaml"), _read_lines(path / "metrics.jsonl")
     for note in notes:
         warnings.warn(f"{path}: {note}", stacklevel=4)
-    return path, config, tuple(notes)
+    trusted = trusted_names(path)
+    if trust:
+        _say_trusted(path, {*names_in(config)} - trusted)
+    trusted = None if trust else trusted
+    return path, from_file(config, str(path), trusted), tuple(notes), trusted
+
+
+def _say_trusted(path: Path, names: Collection[str]) -> None:
+    "What a folder that is trusted will have imported, before it is."
+    if names:
+        print(f"{path}: trusted with what it names: {', '.join(sorted(names))}", file=sys.stderr, flush=True)
 
 
 def _resume(run: Run, config: Config | Mapping[str, Any]) -> None:
@@ -806,6 +828,7 @@ def _resume(run: Run, config: Config | Mapping[str, Any]) -> None:
         for leftover in run.path.glob("**/.*.writing"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     replace_text(run.path / "config.yaml", _config_yaml(config))
+    note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
 
 # %% ../nbs/31_records.ipynb #942ec591
 def spans(numbers: Sequence[int]) -> str:
@@ -835,6 +858,8 @@ def _add(run: Run, record: StepRecord) -> Path:
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
+    if names := {*names_in(record.options)}:  # of a loss that may have been asked for in this step only
+        note_started(run.path, trusted_names(run.path) | names)
     return path
 
 
@@ -844,7 +869,9 @@ def _record(run: Run, step: int) -> StepRecord:
     if not path.is_dir():
         expected = spans(run.steps) or "nothing, for no step is recorded yet"
         raise RecordError("no such step", where=str(run.path), got=step, expected=expected)
-    record = read_record(path)
+    record = read_record(path, run.trusted)
+    if run.trusted is None:
+        _say_trusted(path, {*names_in(record.options)} - {*names_in(run.config)})
     if record.step != step:
         raise RecordError("record", where=str(path), got=f"step {record.step}", expected=f"step {step}")
     return record
@@ -895,6 +922,7 @@ def read_checkpoint(
     try:
         found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
         found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
+        found["config"] = from_file(found["config"], str(folder), ())
         return Checkpoint(path=folder, **found)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         got, expected = f"{type(e).__name__} ({e})", f"what {CHECKPOINT_FORMAT} holds"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import importlib
 import importlib.util
 import inspect
 import json
@@ -37,6 +36,7 @@ import numpy as np
 from .advantages import soft_overlong_penalty
 from .core import Completion, MissingExtra, RewardError, RolloutSample, frozen_array, plain_text, quoted
 from .data import ANSWER_COLUMNS, Row
+from .names import NAMED, named_function
 
 # %% auto #0
 __all__ = ['format_reward', 'gsm8k_format_reward', 'STYLES', 'REWARDS', 'spoken', 'last_boxed', 'final_answer', 'parse_number',
@@ -490,14 +490,10 @@ def _named_function(name: str) -> Callable[..., Any]:
     if name in REWARDS:
         found = REWARDS[name]
         return _shared(found) if isinstance(found, type) else found
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if not NAMED.fullmatch(name):
         fix = "Write module:function for one of your own."
         raise RewardError("reward", got=repr(name), expected=f"one of {', '.join(REWARDS)}", fix=fix)
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as e:
-        raise RewardError("reward", got=repr(name), expected=f"an importable module:function ({e})") from e
+    return named_function(name, "reward", RewardError)
 
 # %% ../nbs/11_rewards.ipynb #f67674ca
 def reward_fn(

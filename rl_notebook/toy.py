@@ -421,8 +421,9 @@ def load_model(
     source = _resolve(name)
     try:
         with _no_bars(quiet=Path(source).is_dir()):
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype], output_loading_info=True)
+            how: dict[str, Any] = {"dtype": _DTYPES[dtype], "output_loading_info": True}
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # no code of the model's own
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **how)
     except (OSError, ValueError, SafetensorError) as error:
         raise _model_error(name, str(error).strip().splitlines()[0]) from error
     model, info = loaded

@@ -27,7 +27,8 @@ from .core import DataError, Datum, LossOutput, PromptGroup, RecordError
 from .data import Row
 from .loop import GRPOLoop, Loop, StepState
 from .loop import compared, draw_prompt, encode, group_datums, have_tokens, list_training, on_stage, rebuild
-from .loop import record_of, repeat_backward, side_by_side, sync_as_drawn, trains_on, way_to
+from .loop import other_sources, record_of, repeat_backward, side_by_side, sources_of, sync_as_drawn
+from .loop import trains_on, way_to
 from .records import Run, StepRecord, html_table, metrics_frame, metrics_row, spans
 from .rewards import as_reward_fns
 from .rollouts import Prompt, Rollouts
@@ -116,6 +117,7 @@ class Replay:
     step: int  # its number
     phases: tuple[PhaseComparison, ...]  # in their order
     base: str = ""  # where the weights before the step came from
+    notes: tuple[str, ...] = ()  # functions whose source is not that of the step
 
     @property
     def first_difference(self) -> PhaseComparison | None:
@@ -142,11 +144,13 @@ class Replay:
     def __repr__(self) -> str:
         width = max((len(p.phase) for p in self.phases), default=0)
         lines = [f"  {MARKS[p.same]} {p.phase.ljust(width)}  {p.verdict}" for p in self.phases]
-        return "\n".join([self.sentence, *lines, *([f"  weights: {self.base}"] if self.base else [])])
+        more = [*([f"weights: {self.base}"] if self.base else []), *self.notes]
+        return "\n".join([self.sentence, *lines, *(f"  {line}" for line in more)])
 
     def _repr_html_(self) -> str:
         rows = [(MARKS[p.same], p.phase, p.verdict) for p in self.phases]
-        base = f"<p>weights: {html.escape(self.base)}</p>" if self.base else ""
+        more = [*([f"weights: {self.base}"] if self.base else []), *self.notes]
+        base = "".join(f"<p>{html.escape(line)}</p>" for line in more)
         return f"<p><b>{html.escape(self.sentence)}</b></p>{html_table(['', 'phase', 'result'], rows)}{base}"
 
 
@@ -465,7 +469,7 @@ async def replay(
         lay_out(loop, record, prompts)
         phases += [await replay_reference(loop, record), await replay_backward(loop, record, blocked)]
         phases += await replay_update(loop, record)
-    return Replay(step, tuple(phases), base)
+    return Replay(step, tuple(phases), base, tuple(other_sources(record, sources_of(loop, record.options))))
 
 # %% ../nbs/37_travel.ipynb #e9fa2593
 def compare_loops(*loops: Loop) -> pd.DataFrame:  # indexed by (loop, step), one column per metric

@@ -24,7 +24,7 @@ __all__ = ['ON_POLICY', 'LOSS_SETTINGS', 'ADVANTAGE_SETTINGS', 'SAME', 'RECORDED
            'change_summary', 'predicted_change']
 
 # %% ../nbs/42_whatif.ipynb #e0631220
-from .advantages import SCALES, is_dead, with_advantages
+from .advantages import SCALES, AdvantageFn, advantages_by, is_dead, with_advantages
 from .align import require_finite
 from rl_notebook.core import (
     AlignmentError,
@@ -38,7 +38,8 @@ from rl_notebook.core import (
 )
 from .core import RewardError, RolloutSample
 from .data import Row, make_row
-from .losses import KNOBS, LossOptions
+from .losses import KNOBS, POLICY_LOSSES, LossOptions
+from .names import NAMED, NameFromFile
 from .records import StepRecord
 from .rewards import as_reward_fns, graded, score_blocking
 from .step import evaluate_loss, loss_factory, on_one_line
@@ -135,17 +136,20 @@ LOSS_SETTINGS = tuple(f.name for f in fields(LossOptions))
 
 
 def own_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
-    "A record's loss options, and the name of its custom loss, if it had one."
+    "A record's loss options, and the name of its loss if that is not one that can be computed here."
     unknown = sorted(set(options) - {*LOSS_SETTINGS, "make_loss"})
     if unknown:
         fix = "The record may come from a later version."
         raise LossError(
             "recorded options", where=where, got=", ".join(unknown), expected="fields of LossOptions", fix=fix
         )
-    return {k: v for k, v in options.items() if k != "make_loss"}, str(options.get("make_loss", ""))
+    known = {k: v for k, v in options.items() if k != "make_loss"}
+    name = known.get("policy_loss", "grpo")
+    foreign = isinstance(name, NameFromFile) or not (str(name) in POLICY_LOSSES or NAMED.fullmatch(str(name)))
+    return known, str(options.get("make_loss") or (name if foreign else ""))
 
 # %% ../nbs/42_whatif.ipynb #e4f41701
-ADVANTAGE_SETTINGS = ("advantage_scale", "ddof")
+ADVANTAGE_SETTINGS = ("advantage_scale", "ddof", "advantage_fn")
 _OF_TIS = ("tis_cap", "tis_floor", "tis_anchor", "icepop_threshold")
 
 
@@ -164,6 +168,7 @@ class Variant:
     options: LossOptions
     advantage_scale: str | None = None  # None = the advantages that the step had
     ddof: int = 1  # of the spread, where there is one
+    advantage_fn: AdvantageFn | str | None = None  # of your own, or its "module:function", in place of a scale
 
 
 def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> Variant:
@@ -178,7 +183,11 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
         options = LossOptions(**inherited(batch.options, loss) | loss)
     except LossError as e:
         raise LossError(str(e), where=where) from e
-    return Variant(name, options, *variant_scale(batch, changes, where))
+    if (own := changes.get("advantage_fn")) is None:
+        return Variant(name, options, *variant_scale(batch, changes, where))
+    if other := sorted({"advantage_scale", "ddof"} & changes.keys()):
+        raise LossError("advantage_fn", where=where, got=f"{', '.join(other)} beside it", expected="one of the two")
+    return Variant(name, options, advantage_fn=own)
 
 # %% ../nbs/42_whatif.ipynb #51a71096
 def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int] | None:  # (scale, ddof); None = none of ours
@@ -198,7 +207,7 @@ def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int] | None:  # 
 # %% ../nbs/42_whatif.ipynb #559650e1
 def variant_scale(batch: FrozenBatch, changes: Mapping[str, Any], where: str) -> tuple[str | None, int]:
     "Scale and ddof that a variant asks for; (None, 1) when it keeps the step's advantages."
-    if not changes.keys() & set(ADVANTAGE_SETTINGS):
+    if not changes.keys() & {"advantage_scale", "ddof"}:
         return None, 1
     if not batch.groups:
         raise LossError("advantages", where=where, got="a batch without rewards", expected="the record's groups")
@@ -222,9 +231,12 @@ def variant_scale(batch: FrozenBatch, changes: Mapping[str, Any], where: str) ->
 # %% ../nbs/42_whatif.ipynb #e259a98e
 def with_scale(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
     "The batch's datums with the advantages that a variant asks for."
-    if variant.advantage_scale is None:
+    if variant.advantage_scale is None and variant.advantage_fn is None:
         return batch.datums
-    compared = with_advantages(batch.groups, scale=variant.advantage_scale, ddof=variant.ddof)
+    if variant.advantage_fn is not None:
+        compared = advantages_by(variant.advantage_fn, batch.groups)
+    else:
+        compared = with_advantages(batch.groups, scale=variant.advantage_scale or "std", ddof=variant.ddof)
     found = {(g.index, i): float(a) for g in compared for i, a in enumerate(g.advantages)}  # type: ignore[arg-type]
     for d in batch.datums:
         if isinstance(d.advantage, np.ndarray) or (d.group, d.sample) not in found:
@@ -371,7 +383,7 @@ def evaluate_variant(batch: FrozenBatch, variant: Variant) -> tuple[tuple[Datum,
 # %% ../nbs/42_whatif.ipynb #2c0c80fa
 def what_if(
     source: StepRecord | FrozenBatch,
-    variants: Mapping[str, Mapping[str, Any]],  # name -> fields of LossOptions, advantage_scale, ddof
+    variants: Mapping[str, Mapping[str, Any]],  # name -> fields of LossOptions, advantage_scale, ddof, advantage_fn
     *,
     policy_logprobs: Sequence[Logprobs | np.ndarray] | None = None,  # of a later policy; None = the step's own
 ) -> WhatIf:

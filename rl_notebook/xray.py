@@ -36,6 +36,7 @@ from rl_notebook.core import (
 from .datums import attach, datums_from_groups
 from .loop import CHECKS, as_rows, as_task, check_backend, configured, first_cursor, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
+from .names import NAMED
 from .records import StepRecord
 from .rollouts import Prompt, arrivals, encode_rows, require_some
 from .step import backward, draw, loss_factory, score_group
@@ -398,10 +399,11 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     "The loss and its cause, without the full stop."
     if record.loss is None:
         return "The record says that it trained, but holds no loss"
-    value, custom = record.loss.loss, record.options.get("make_loss")
+    value, named = record.loss.loss, str(record.options.get("policy_loss", "grpo"))
+    custom = record.options.get("make_loss") or (named if NAMED.fullmatch(named) else None)
     if not math.isfinite(value):
         return f"Loss is {value}; first value that is not finite: {first_not_finite(record)}"
-    if custom:
+    if custom:  # what is named as module:function is not imported for a sentence
         return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
     try:
         parts = loss_parts(record)

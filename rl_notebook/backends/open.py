@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .base import Backend
 from ..config import Config, DeployConfig, TrainerConfig, was_chosen
 from ..core import ConfigError
+from ..names import check_trusted
 from ..toy import load_model
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ async def open_backend(
     leftover: str = "error",  # fireworks: trainers of a killed process in this run folder: "attach", "clean" or "error"
 ) -> Backend:  # `async with` gives back what it holds
     "The backend that a config names."
+    check_trusted(cfg.base_url, "base_url")  # it is sent your key
     if cfg.backend not in OPENERS:
         raise ConfigError("backend", got=repr(cfg.backend), expected=" or ".join(OPENERS))
     own = {} if leftover == "error" else {"leftover": leftover}

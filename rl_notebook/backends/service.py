@@ -827,7 +827,7 @@ def open_tokenizer(
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision or "main")
+        return AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError) as error:
         fix = "Pass tokenizer=, a tokenizer or the name or folder of one."
         raise BackendError("tokenizer", got=repr(name), expected="a name that can be loaded", fix=fix) from error

@@ -27,21 +27,25 @@ from ..core import ConfigError, DataError, PhaseError, PromptGroup, RecordError
 from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
 from ..async_loop import AsyncGRPOLoop
-from ..loop import AdvantageFn, EvaluationFn, GRPOLoop, as_rows, no_bar, restore_checkpoint, save_checkpoint
-from ..loop import verdict_line
+from ..advantages import AdvantageFn
+from ..loop import EvaluationFn, GRPOLoop, as_rows, no_bar, other_sources, own_advantages, restore_checkpoint
+from ..loop import save_checkpoint, sources_of, verdict_line
+from ..losses import LossOptions, policy_loss_fn
+from ..names import check_trusted
 from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
 from ..rollouts import RolloutFactory, as_rollout_fn, encode_rows
+from ..step import LossFactory
 from ..toy import toy_format_reward, toy_reward, toy_rows
 from ..trackers import Tracker, finish_trackers, open_trackers
 from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['PARTS', 'LOOPS', 'Problem', 'load_problem', 'make_problem', 'chosen_problem', 'check_run', 'open_run',
-           'find_checkpoint', 'step_there', 'put_aside', 'RunResult', 'open_loop', 'train', 'fitted', 'Saver',
-           'from_script', 'main', 'loop_for', 'replay_step', 'diagnose_step']
+__all__ = ['PARTS', 'LOOPS', 'Problem', 'load_problem', 'make_problem', 'chosen_problem', 'check_functions', 'check_run',
+           'open_run', 'find_checkpoint', 'step_there', 'put_aside', 'RunResult', 'open_loop', 'train',
+           'resumed_sources', 'fitted', 'Saver', 'from_script', 'main', 'loop_for', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -52,13 +56,14 @@ class Problem:
     eval_rows: Sequence[Row]
     reward: Any  # reward functions, or a rollout function or factory
     dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None  # True = train on it; None = live groups
-    advantage_fn: AdvantageFn | None = None  # None = the config's comparison of rewards
+    advantage_fn: AdvantageFn | str | None = None  # or its "module:function"; None = as the config says
     evaluation_fn: EvaluationFn | None = None  # None = the held-out rows, answered and graded as in training
     extras: Mapping[str, Any] | None = None  # handed to a rollout factory
+    make_loss: LossFactory | None = None  # makes the whole loss function; None = the config's loss
 
 
 def load_problem(cfg: Config) -> Problem:
-    "Rows and rewards that a config names; raises for a reward that nobody knows."
+    "Rows and rewards that a config names; raises for a function that nobody knows."
     if cfg.rewards:
         as_reward_fns(list(cfg.rewards))
     if cfg.dataset == "toy":
@@ -121,6 +126,14 @@ def chosen_problem(
 
 PARTS = dict(inspect.signature(make_problem).parameters)  # what a problem can be made of
 PARTS.pop("cfg")
+
+# %% ../../nbs/60_recipes.rl_loop.ipynb #d4dd749e
+def check_functions(cfg: Config, problem: Problem | None = None) -> None:
+    "Raise for a function that may not be imported, or cannot be found; to be asked before a model is loaded."
+    named = cfg.to_dict() if problem is None else {k: v for k, v in cfg.to_dict().items() if k != "rewards"}
+    check_trusted(named, "config")
+    policy_loss_fn(LossOptions(**cfg.loss_options()))
+    own_advantages(cfg.advantage_fn)
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #058e2ee4
 def check_run(cfg: Config, resume: bool = False) -> None:
@@ -220,6 +233,7 @@ async def train(
 ) -> RunResult:
     "Run GRPO as a config says."
     check_run(cfg, resume)
+    check_functions(cfg, problem)
     problem, found = chosen_problem(cfg, problem, parts), find_checkpoint(cfg, resume)  # before anything is set up
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
@@ -233,8 +247,18 @@ async def train(
             say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
         if (run := open_run(cfg, resume, say)) is not None and resume:
             put_aside(run, found.step if found else 0, say)
+            for line in resumed_sources(loop, run):
+                say(line)
         loop.outputs += [*([run.add] if run is not None else []), *stack.enter_context(_trackers(cfg)), *on_record]
         return await _train(loop, run, say, progress)
+
+
+def resumed_sources(loop: GRPOLoop, run: Run) -> list[str]:
+    "The functions of a run that have another source than in its last step, in words."
+    with contextlib.suppress(RecordError):  # a damaged record costs that record
+        last = [run.record(step) for step in run.steps[-1:]]
+        return [line for r in last for line in other_sources(r, sources_of(loop, loop.cfg.loss_options()))]
+    return []
 
 
 @contextlib.contextmanager
@@ -394,6 +418,7 @@ async def loop_for(
     "A fresh loop over what a run names, from which a step of it can be reached."
     run.record(step)  # is it there? asked before a model is loaded
     cfg = Config.from_dict(run.config)
+    check_functions(cfg, problem)
     problem = problem or load_problem(cfg)
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg))
@@ -407,10 +432,12 @@ async def loop_for(
 async def replay_step(
     path: str | os.PathLike[str],  # the `log_path` of a run
     step: int,  # a recorded step
+    *,
+    trust: bool = False,  # import what the run names, also if it was not started here
     **given: Any,  # `problem` and `backend` of `loop_for`
 ) -> Replay:
     "Take a step of a recorded run again, and say which phase is the first that comes out otherwise."
-    run = Run.open(path)
+    run = Run.open(path, trust=trust)
     async with loop_for(run, step, **given) as loop:
         return await replay(run, step, loop)
 
@@ -418,10 +445,12 @@ async def replay_step(
 async def diagnose_step(
     path: str | os.PathLike[str],  # the `log_path` of a run
     step: int,  # a recorded step
+    *,
+    trust: bool = False,  # import what the run names, also if it was not started here
     **given: Any,  # `problem` and `backend` of `loop_for`
 ) -> Diagnosis:
     "Rebuild the weights before a recorded step, and let the doctor compare trainer and sampler on them."
-    run = Run.open(path)
+    run = Run.open(path, trust=trust)
     async with loop_for(run, step, **given) as loop:
         await loop.seek(step - 1, run)
         return await diagnose(run.record(step), backend=loop.backend)

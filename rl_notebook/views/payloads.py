@@ -604,7 +604,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from ..core import AlignmentError, Datum, DatumError, frozen_array
-from ..losses import KL_ESTIMATORS, ActiveTokens, LossOptions, log_ratio, sequence_ratio
+from ..losses import KL_ESTIMATORS, POLICY_LOSSES, ActiveTokens, LossOptions, log_ratio, sequence_ratio
 
 # %% ../../nbs/50_views.payloads.ipynb #d8d9e673
 @dataclass(frozen=True, eq=False)
@@ -749,9 +749,10 @@ def trainer_of(row: TokenRow) -> str | None:
 
 
 def _options(row: TokenRow) -> LossOptions | None:
-    "The loss options of a row; None if it was trained with a loss of somebody else's."
+    "The loss options of a row; None if it was trained with a loss that is not known here."
     known = {f.name: row.options[f.name] for f in fields(LossOptions) if f.name in row.options}
-    return LossOptions(**known) if known and "make_loss" not in row.options else None
+    ours = str(known.get("policy_loss", "grpo")) in POLICY_LOSSES and "make_loss" not in row.options
+    return LossOptions(**known) if known and ours else None
 
 
 def _ratios(row: TokenRow) -> dict[str, np.ndarray]:

@@ -139,7 +139,7 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
     clip = 0.2 if options.knob("eps_clip") is None else options.knob("eps_clip")
     betas = sorted({*BETAS, options.kl_beta})
     return {
-        "policy_loss": pick("loss", options.policy_loss, list(POLICY_LOSSES)),
+        "policy_loss": pick("loss", options.policy_loss, [*dict.fromkeys([*POLICY_LOSSES, options.policy_loss])]),
         "aggregation": pick("mean over", options.aggregation, list(AGGREGATIONS)),
         "eps_clip": ipywidgets.FloatSlider(value=min(max(clip, 0.01), 0.5), description="clip", **near),
         "kl_beta": ipywidgets.SelectionSlider(
@@ -156,7 +156,8 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
 # %% ../../nbs/54_views.whatif.ipynb #b132442b
 def unread(chosen: Mapping[str, Any]) -> set[str]:
     "Names of the controls that mean nothing at what the others are set to."
-    idle = set() if "eps_clip" in POLICY_LOSSES[chosen["policy_loss"]][1] else {"eps_clip"}
+    knobs = POLICY_LOSSES.get(chosen["policy_loss"], (None, {}))[1]  # of one that is not imported yet, none
+    idle = set() if "eps_clip" in knobs else {"eps_clip"}
     idle |= {"tis_cap"} if chosen["tis"] == "off" else set()
     return idle | ({"kl_estimator"} if chosen["kl_beta"] == 0 else set())
 

@@ -1,0 +1,678 @@
+"""Functions of your own, by name: found, called, recorded and compared; those that a foreign run folder names: refused.
+
+The second half attacks: a run folder that somebody sent names code in every place that we know of, and every command
+and every entry of the Python interface is tried on it. What it names would leave a file behind; none may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.cli import main as command
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError, LossError, RecordError
+from rl_notebook.data import load_rows
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.losses import POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
+from rl_notebook.names import NameFromFile, source_hash
+from rl_notebook.recipes.rl_loop import Problem, diagnose_step, load_problem, main, replay_step, train
+from rl_notebook.records import Run, RunFolder, StepRecord, read_checkpoint
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.whatif import what_if
+from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+
+SMALL: dict[str, Any] = {
+    "max_rows": 16,
+    "prompt_groups_per_step": 2,
+    "completions_per_prompt": 4,
+    "max_completion_tokens": 8,
+    "max_seq_len": 64,
+    "learning_rate": 1e-3,
+    "kl_beta": 0.0,
+    "steps": 2,
+}
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+
+MODULE = """
+"Functions of somebody who uses the package."
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+
+def plain(t, tis, o):
+    return -t.advantage * t.policy * tis
+
+
+def doubled(t, tis, o):
+    return 2 * plain(t, tis, o)
+
+
+def mean(t, tis, o):
+    return plain(t, tis, o).mean()
+
+
+def clipped(t, tis, o):
+    r = torch.exp(t.policy - t.old)
+    return torch.maximum(-r * t.advantage, -r.clamp(*o.clip_range) * t.advantage) * tis
+
+
+def uneven(text: str) -> float:
+    return float(sum(map(ord, text)) % 7)
+
+
+def centred(groups):
+    return [replace(g, advantages=g.rewards - np.median(g.rewards)) for g in groups]
+
+
+def fails(groups):
+    raise ZeroDivisionError("no groups today")
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    "A working directory with `my_functions.py`, and a state directory of its own; imports of both are forgotten."
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file that is changed within a second is read again
+    losses, modules = dict(POLICY_LOSSES), set(sys.modules)
+    (tmp_path / "my_functions.py").write_text(MODULE)
+    yield tmp_path
+    POLICY_LOSSES.clear()
+    POLICY_LOSSES.update(losses)
+    forget(*(set(sys.modules) - modules))
+
+
+def forget(*modules: str) -> None:
+    "As in a new process."
+    for name in modules:
+        if name.startswith(("my_functions", "evil")):
+            sys.modules.pop(name, None)
+
+
+def grpo_loop(cfg: Config, **given: Any) -> GRPOLoop:
+    "A loop over the toy task."
+    rows = load_rows(toy_rows(16))
+    return GRPOLoop(open_local(*load_model("tiny"), reference=cfg.kl_beta > 0), rows, uneven, cfg, **given)
+
+
+def uneven(text: str) -> float:
+    "A reward that nearly always differs inside a group."
+    return float(sum(map(ord, text)) % 7)
+
+
+def one_step(**settings: Any) -> StepRecord:
+    "A step of the toy task."
+    return asyncio.run(grpo_loop(Config(**SMALL | settings)).step())
+
+
+@pytest.fixture(scope="module")
+def record() -> StepRecord:
+    "A step with our `grpo`."
+    return one_step()
+
+
+# --- a loss of your own, everywhere -----------------------------------------------------------------------------------
+
+
+def test_a_run_with_functions_of_ones_own_from_the_command_line(desk, capsys):
+    "Reward, loss and advantage by name; replay and resume know them, and say when the source is another."
+    own = ["--rewards", "my_functions:uneven", "--policy-loss", "my_functions:doubled"]
+    own += ["--advantage-fn", "my_functions:centred", "--log-path", "run"]
+    assert command(["train", *OPTIONS, *own]) == 0
+    record = Run.open("run").record(2)
+    assert record.options["policy_loss"] == "my_functions:doubled"
+    hashes = set(record.sources.values())
+    assert [*record.sources] == ["reward uneven", "advantage_fn centred", "policy_loss my_functions:doubled"]
+    assert hashes == {hashlib.sha256(MODULE.encode()).hexdigest()[:12]}
+    assert all((g.advantages == g.rewards - np.median(g.rewards)).all() for g in record.groups)
+    as_ours = what_if(record, {"plain": {"policy_loss": "grpo"}}).table
+    assert as_ours.loc["plain", "note"] == "direction of recorded, 0.5 times as long"
+
+    forget("my_functions")
+    assert command(["replay", "run", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "every phase is the same, to the last bit" in said
+    assert "not the source" not in said
+    forget("my_functions")
+    (desk / "my_functions.py").write_text(MODULE.replace("return 2 *", "return 3 *"))
+    assert command(["replay", "run", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "backward is the first phase that is not the same" in said
+    assert "policy_loss my_functions:doubled: not the source of step 1" in said
+    assert command(["train", "--resume", "--log-path", "run", "--steps", "3"]) == 0
+    assert "policy_loss my_functions:doubled: not the source of step 2" in "".join(capsys.readouterr())
+    assert Run.open("run").record(3).sources["reward uneven"] not in hashes
+
+
+def test_from_a_yaml_file_in_another_process(desk):
+    "The example of the page on scripted runs, with the installed command."
+    settings = SMALL | {"rewards": ["my_functions:uneven", "format"], "reward_weights": [1.0, 0.2], "steps": 1}
+    (desk / "config.yaml").write_text(yaml.safe_dump(settings | {"policy_loss": "my_functions:plain"}))
+    program = Path(sys.executable).with_name("rl-notebook")
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    args = [program, "train", "--config", "config.yaml"]
+    done = subprocess.run(args, cwd=desk, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "done (1 steps" in done.stdout
+
+
+def test_a_name_that_leads_nowhere_says_where_it_was_looked_for(desk, capsys):
+    assert command(["train", *OPTIONS, "--rewards", "my_rewards:close_enough"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "rl-notebook train: reward: got 'my_rewards:close_enough'; expected an importable module" in said
+    assert f"Looked in the working directory {desk}, then in " in said
+
+
+def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
+    sys.path.insert(0, str(desk))
+    import my_functions  # type: ignore[import-not-found]
+
+    register_loss(my_functions.doubled, name="mine")
+    table = what_if(record, {"mine": {"policy_loss": "mine"}, "named": {"policy_loss": "my_functions:doubled"}}).table
+    assert table.loc["mine", "note"] == "direction of recorded, 2 times as long"
+    assert table.loc["named", "note"] == "same gradient as mine"
+
+    loop = grpo_loop(Config(**SMALL, policy_loss="mine"))
+    done = asyncio.run(loop.step())
+    assert done.options["policy_loss"] == "mine"
+    assert done.sources["policy_loss mine"] == source_hash(my_functions.doubled)
+    assert Config.from_dict(loop.cfg.to_dict()) == loop.cfg
+
+    async def looked_at() -> StepRecord:
+        "A step whose loss is chosen when it is looked at."
+        loop = grpo_loop(Config(**SMALL))
+        loop.prompts()
+        await loop.sample()
+        loop.score(), loop.advantages(), loop.datums()
+        await loop.reference()
+        loop.loss(policy_loss="my_functions:doubled")
+        return await loop.step()
+
+    assert asyncio.run(looked_at()).options["policy_loss"] == "my_functions:doubled"
+
+
+def test_every_table_of_losses_has_it(desk, record):
+    "Tutorial 104: a loss in POLICY_LOSSES is a column of its tables and of the sliders."
+    from rl_notebook.views.whatif import make_controls
+
+    POLICY_LOSSES["by_hand"] = (lambda t, tis, o: -t.advantage * t.policy * tis, {})
+    table = what_if(record, {name: {"policy_loss": name} for name in POLICY_LOSSES}).table
+    assert table.loc["by_hand", "note"].startswith("same gradient as")
+    assert "by_hand" in make_controls(LossOptions("by_hand"))["policy_loss"].options
+    assert Config(policy_loss="by_hand").loss_options()["policy_loss"] == "by_hand"
+
+
+def test_knobs_are_those_that_were_declared(desk, record):
+    with pytest.raises(LossError, match=r"eps_clip: got none\. Give your loss a default: register_loss"):
+        what_if(record, {"clipped": {"policy_loss": "my_functions:clipped"}})
+    with pytest.raises(LossError, match=r"does not read eps_clip: .* If it does, say so: register"):
+        what_if(record, {"clipped": {"policy_loss": "my_functions:clipped", "eps_clip": 0.1}})
+    source = MODULE.replace("def clipped", "@register_loss(eps_clip=0.3)\ndef clipped")
+    (desk / "my_functions.py").write_text("from rl_notebook.losses import register_loss\n" + source)
+    forget("my_functions")
+    POLICY_LOSSES.pop("my_functions:clipped")
+    both = {"policy_loss": "my_functions:clipped", "eps_clip": 0.1}, {"policy_loss": "ppo", "eps_clip": 0.1}
+    outputs = what_if(record, {"clipped": both[0], "ppo": both[1]}).outputs
+    assert outputs["clipped"].metrics["clip_ratio/region_mean"] == outputs["ppo"].metrics["clip_ratio/region_mean"]
+    assert LossOptions("my_functions:clipped").clip_range == (0.7, 1.3)
+    with pytest.raises(ConfigError, match=r"sapo: it is read with policy_loss=.sapo., not .clipped."):
+        Config(policy_loss="clipped", sapo={"temperature_pos": 2.0})
+
+
+MISTAKES = [
+    ("mean", r"got a tensor of shape \(\); expected a tensor of shape \(\d+,\), one term per token. Return the terms"),
+    ("uneven", r"got TypeError: uneven\(\) takes 1 positional argument but 3 were given; expected a term per token"),
+    ("nothing", r"got 'my_functions:nothing'; expected a function of my_functions \(.*py\), which has plain, doubled"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), MISTAKES, ids=[name for name, _ in MISTAKES])
+def test_a_mistake_in_a_loss_is_named(name, message, desk, record, capsys):
+    with pytest.raises(LossError, match=message):
+        what_if(record, {"x": {"policy_loss": f"my_functions:{name}"}})
+    assert (
+        command(["train", *OPTIONS, "--rewards", "my_functions:uneven", "--policy-loss", f"my_functions:{name}"]) == 2
+    )
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("rl-notebook train: policy_loss")
+
+
+def test_a_module_that_fails_is_shown_with_its_traceback(desk, capsys):
+    (desk / "my_functions.py").write_text("import nowhere_at_all\n")
+    assert command(["train", *OPTIONS, "--policy-loss", "my_functions:plain"]) == 2
+    said = capsys.readouterr().err
+    assert 'my_functions.py", line 1' in said
+    assert "importing my_functions raised ModuleNotFoundError: No module named 'nowhere_at_all'" in said
+    (desk / "my_functions.py").write_text("raise SystemExit(3)\n")
+    assert command(["train", *OPTIONS, "--policy-loss", "my_functions:plain"]) == 2
+    assert "importing my_functions raised SystemExit: 3" in capsys.readouterr().err
+
+
+def test_advantages_by_name_and_as_an_object(desk, record):
+    problem = Problem(load_rows(toy_rows(16)), [], uneven, advantage_fn="my_functions:centred")
+    said: list[Any] = []
+    main(Config(**SMALL), problem=problem, on_record=[said.append], say=lambda line: None, progress=False)
+    own = lambda groups: [replace(g, advantages=g.rewards * 0 + 1) for g in groups]
+    assert all((g.advantages == g.rewards - np.median(g.rewards)).all() for r in said for g in r.groups)
+    result = what_if(record, {"centred": {"advantage_fn": "my_functions:centred"}, "one": {"advantage_fn": own}})
+    assert {d.advantage for d in result.datums["one"]} == {1.0}
+    assert result.table.loc["centred", "cosine"] > 0
+    with pytest.raises(LossError, match="advantage_fn: got ddof beside it; expected one of the two"):
+        what_if(record, {"x": {"advantage_fn": own, "ddof": 1}})
+    with pytest.raises(LossError, match="got ZeroDivisionError: no groups today; expected groups with advantages"):
+        what_if(record, {"x": {"advantage_fn": "my_functions:fails"}})
+    with pytest.raises(ConfigError, match="advantage_fn: advantage_scale and ddof would be ignored"):
+        Config(advantage_fn="my_functions:centred", advantage_scale="loo")
+    with pytest.raises(ConfigError, match="advantage_fn: got 'centred'; expected 'module:function'"):
+        Config(advantage_fn="centred")
+
+    async def branched() -> list[str]:
+        loop = grpo_loop(Config(**SMALL), advantage_fn=own)
+        loop.prompts()
+        return [*(await loop.branch(advantage_fn="my_functions:centred")).advantage_fn.__name__.split()]
+
+    assert asyncio.run(branched()) == ["centred"]
+
+
+def test_a_whole_loss_function_goes_through_problem(record):
+    made: list[int] = []
+
+    def make(datums: Any, denominator: float | None) -> Any:
+        made.append(len(datums))
+        return make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
+
+    rows = load_rows(toy_rows(16))
+    main(Config(**SMALL), problem=Problem(rows, [], uneven, make_loss=make), say=lambda line: None, progress=False)
+    assert made
+
+
+@pytest.mark.parametrize(
+    "service", [{"backend": "fireworks"}, {"backend": "tinker", "lora_rank": 8}], ids=lambda s: s["backend"]
+)
+@pytest.mark.parametrize("name", ["mine", "my_functions:plain"])
+def test_a_service_refuses_it_by_name(name, service, desk):
+    POLICY_LOSSES["mine"] = (lambda t, tis, o: -t.policy, {})
+    asked = {"loss_path": "builtin", "kl_beta": 0, "policy_loss": name}
+    with pytest.raises(ConfigError, match=rf"cannot compute this loss: policy_loss: got '{name}'.*loss_path='client'"):
+        Config(**service, **asked, base_model="some/model", deployment=None)
+    assert "my_functions" not in sys.modules
+
+
+def test_a_loss_that_nobody_registered(capsys):
+    with pytest.raises(ConfigError, match=r"policy_loss: got 'gropo'; expected 'grpo' or .* Did you mean 'grpo'\?"):
+        Config(policy_loss="gropo")
+    with pytest.raises(ConfigError, match=r"One of your own: module:function, or register_loss\(fn\) before"):
+        Config(policy_loss="zzzzz")
+    for taken in ("ppo", "", "a b"):
+        with pytest.raises(LossError, match="name of a loss: got"):
+            register_loss(lambda t, tis, o: t.policy, name=taken)
+
+
+# --- a run folder that somebody sent ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "An honest run of two steps, to be tampered with."
+    folder = tmp_path_factory.mktemp("sent") / "run"
+    problem = Problem(load_rows(toy_rows(16)), [], toy_reward)
+    settings = SMALL | {"kl_beta": 0.01}
+    main(
+        Config(**settings, log_path=str(folder), dcp_save_interval=1),
+        problem=problem,
+        say=lambda s: None,
+        progress=False,
+    )
+    return folder
+
+
+class Trap:
+    "A copy of a run folder, and the file that appears when something of it is executed."
+
+    def __init__(self, honest: Path, desk: Path):
+        self.path, self.canary = desk / "from_a_stranger", desk / "executed"
+        shutil.copytree(honest, self.path)
+        code = f"from pathlib import Path\nPath({str(self.canary)!r}).touch()\n"
+        code += "def f(*args, **more):\n    return 1.0\ng = rewards = f\n"
+        for folder in (desk, self.path, self.path / "steps"):
+            (folder / "evil.py").write_text(code)
+
+    def settings(self, **changes: Any) -> None:
+        "Change the config."
+        file = self.path / "config.yaml"
+        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | changes))
+
+    def rewrite(self, change: Callable[[dict[str, Any]], Any], step: int = 2) -> None:
+        "Change what describes a step; the checksums of its files are made to fit."
+        folder = self.path / "steps" / f"{step:05d}"
+        plain = json.loads((folder / "record.json").read_text())
+        change(plain)
+        plain.pop("sha256", None)  # records of before there were checksums have none
+        for name in plain["files"]:
+            content = (folder / name).read_bytes()
+            plain["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / "record.json").write_text(json.dumps(plain))
+
+    def texts(self) -> None:
+        "Every answer is a shell command."
+        shell = f"touch {self.canary}"
+        for step in (1, 2):
+            self.rewrite(lambda r: [s.update(text=shell) for g in r["groups"] for s in g["samples"]], step)
+
+    @property
+    def sprung(self) -> bool:
+        "Whether something was executed."
+        return self.canary.exists() or "evil" in sys.modules
+
+
+class Bomb:
+    "Unpickled, it leaves a file behind."
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def _rewards(*names: str) -> Callable[[Trap], None]:
+    return lambda trap: (trap.texts(), trap.settings(rewards=list(names)))[1]
+
+
+def _yaml_tag(trap: Trap) -> None:
+    with (trap.path / "config.yaml").open("a") as file:
+        file.write(f"\nrewards: !!python/object/apply:os.system ['touch {trap.canary}']\n")
+
+
+def _recorded_loss(name: str) -> Callable[[Trap], None]:
+    return lambda trap: trap.rewrite(lambda r: r["options"].update(policy_loss=name))
+
+
+def _pickles(trap: Trap) -> None:
+    "Pickles where arrays and states are, and beside them."
+    bomb = pickle.dumps(Bomb(trap.canary))
+    for name in ("arrays.safetensors", "tokens.parquet", "completions.parquet"):
+        (trap.path / "steps" / "00002" / name).write_bytes(bomb)
+    trap.rewrite(lambda r: None)
+    for state in trap.path.glob("checkpoints/*/trainer"):
+        for name in ("pytorch_model.bin", "state.pt", "state.pkl"):
+            (state / name).write_bytes(bomb)
+
+
+def _parquet_types(trap: Trap) -> None:
+    "A column whose type is a pickle, as old versions of pyarrow had them."
+    file = trap.path / "steps" / "00002" / "tokens.parquet"
+    table = pq.read_table(file)
+    bomb = pickle.dumps(Bomb(trap.canary))
+    hidden = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": bomb}
+    fields = [f.with_metadata(hidden) for f in table.schema]
+    pq.write_table(pa.table(table.columns, schema=pa.schema(fields, table.schema.metadata)), file)
+    trap.rewrite(lambda r: None)
+
+
+def _model(trap: Trap) -> None:
+    "A model with code and a chat template of its own."
+    model = trap.path / "model"
+    model.mkdir()
+    (model / "modeling_evil.py").write_text((trap.path / "evil.py").read_text() + "class Evil: pass\n")
+    auto = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "modeling_evil.Evil")
+    auto["AutoTokenizer"] = ["modeling_evil.Evil", None]
+    (model / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": auto["AutoTokenizer"]}}))
+    trap.settings(base_model=str(model))
+
+
+def _template(trap: Trap) -> None:
+    "The tiny model with a chat template that reaches for the shell."
+    model, tokenizer = load_model("tiny")
+    model.save_pretrained(trap.path / "model")
+    shell = f"cycler.__init__.__globals__.os.system('touch {trap.canary}')"
+    tokenizer.chat_template = "{{ " + shell + " }}{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer.save_pretrained(trap.path / "model")
+    rows = [{"messages": [{"role": "user", "content": "1+1"}], "answer": "2"}] * 16
+    (trap.path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trap.settings(base_model=str(trap.path / "model"), dataset=str(trap.path / "rows.jsonl"))
+
+
+ATTACKS: dict[str, Callable[[Trap], Any]] = {
+    "a shell": _rewards("os:system"),
+    "a module of the folder": _rewards("evil:f"),
+    "our own module that imports one": _rewards("rl_notebook.records:os", "rl_notebook.rewards:subprocess"),
+    "an attribute of an attribute": _rewards(
+        "rl_notebook.records:os.system", "rl_notebook.names:importlib.import_module"
+    ),
+    "a function that evaluates": _rewards("builtins:exec", "pickle:loads", "subprocess:getoutput"),
+    "with spaces": _rewards(" os:system", "os :system", "os:\tsystem"),
+    "one text for a list": lambda trap: (trap.texts(), trap.settings(rewards="os:system")),
+    "a loss": lambda trap: trap.settings(policy_loss="evil:f"),
+    "a loss of a step": _recorded_loss("evil:f"),
+    "advantages": lambda trap: trap.settings(advantage_fn="evil:f"),
+    "an earlier spelling": lambda trap: trap.settings(loss_type="evil:f"),
+    "a loss for a sub-config": lambda trap: trap.settings(tis={"level": "evil:f"}, report_to=["evil:f"]),
+    "tags": _yaml_tag,
+    "pickles": _pickles,
+    "types of parquet": _parquet_types,
+    "a model with code": _model,
+    "a chat template": _template,
+}
+
+
+@contextlib.contextmanager
+def whatever_it_says() -> Iterator[None]:
+    "An error is as good as success: what counts is what is executed."
+    with contextlib.suppress(Exception):
+        yield
+
+
+async def _stepped(path: Path) -> None:
+    "The loop of a run, opened by hand."
+    run = Run.open(path)
+    cfg = replace(Config.from_dict(run.config), log_path=None)
+    rows = load_rows(toy_rows(16))
+    loop = GRPOLoop(open_local(*load_model("tiny")), rows, list(cfg.rewards) or toy_reward, cfg)
+    await loop.seek(1, run)
+    await loop.step()
+
+
+def _looked_at(path: Path) -> None:
+    "Everything that draws or explains a record."
+    from rl_notebook.views.report import write_report
+    from rl_notebook.views.tokens import inspect_tokens
+    from rl_notebook.views.whatif import WhatIfPanel
+    from rl_notebook.whatif import reward_lab
+    from rl_notebook.xray import xray
+
+    run = Run.open(path)
+    tokenizer = load_model("tiny")[1]
+    repr(run), run._repr_html_(), run.metrics()
+    write_report(run, path / "report.html")
+    record = run.record(2)
+    for look in (
+        lambda: what_if(record, {"k1": {"kl_beta": 0.1}}),
+        lambda: what_if(record, {"ppo": {"policy_loss": "ppo"}}),
+        lambda: WhatIfPanel(record),
+        lambda: make_loss_fn(record.datums, **record.options)(record.datums, [])[0],
+        lambda: xray(record),
+        lambda: inspect_tokens(record, tokenizer),
+        lambda: reward_lab(record, list(run.config.get("rewards", [])) or toy_reward),
+    ):
+        with whatever_it_says():
+            repr(look())
+
+
+ENTRIES: dict[str, Callable[[Path], Any]] = {
+    "view": lambda p: command(["view", str(p), "--once"]),
+    "doctor": lambda p: command(["doctor", str(p)]),
+    "doctor --rescore": lambda p: command(["doctor", str(p), "--step", "2", "--rescore"]),
+    "replay": lambda p: command(["replay", str(p), "2"]),
+    "train --resume": lambda p: command(["train", "--resume", "--log-path", str(p), "--steps", "3"]),
+    "train --config": lambda p: command(["train", "--config", str(p / "config.yaml"), "--log-path", f"{p}-again"]),
+    "replay_step": lambda p: asyncio.run(replay_step(p, 2)),
+    "diagnose_step": lambda p: asyncio.run(diagnose_step(p, 2)),
+    "train": lambda p: asyncio.run(train(Config.from_dict(Run.open(p).config), resume=True, progress=False)),
+    "train from the file": lambda p: main(replace(Config.from_yaml(p / "config.yaml"), log_path=None), progress=False),
+    "a checkpoint": lambda p: load_problem(Config.from_dict(read_checkpoint(p / "checkpoints" / "00002").config)),
+    "a loop": lambda p: asyncio.run(_stepped(p)),
+    "views": _looked_at,
+}
+QUICK = {"a shell", "a loss of a step"}  # in every run; all pairs with SLOW=1
+
+
+@pytest.mark.parametrize("attack", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ATTACKS])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, desk, capsys, monkeypatch):
+    trap = Trap(sent, desk)
+    ATTACKS[attack](trap)
+    monkeypatch.setattr("builtins.input", lambda *args: "y")  # who is asked, and says yes without reading
+    with whatever_it_says():
+        ENTRIES[entry](trap.path)
+    assert not trap.sprung, capsys.readouterr()
+
+
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a not in QUICK])
+def test_other_tricks_by_the_shortest_way(attack, sent, desk, capsys):
+    trap = Trap(sent, desk)
+    ATTACKS[attack](trap)
+    with whatever_it_says():
+        load_problem(Config.from_dict(Run.open(trap.path).config))
+    with whatever_it_says():
+        Run.open(trap.path).record(2)
+    if attack in ("a model with code", "a chat template"):
+        with whatever_it_says():
+            asyncio.run(replay_step(trap.path, 2))
+    assert not trap.sprung, capsys.readouterr()
+
+
+def test_what_is_refused_is_listed_and_can_be_trusted(sent, desk, capsys):
+    "The proof that the attacks would work: with --trust the very same folder executes what it names."
+    trap = Trap(sent, desk)
+    trap.settings(rewards=["evil:f", "format"], policy_loss="evil:g")
+    assert command(["replay", str(trap.path), "2"]) == 2
+    refused = capsys.readouterr().err
+    names = "config: got 'evil:f', 'evil:g', which"
+    assert names in refused.replace("'evil:g', 'evil:f'", "'evil:f', 'evil:g'")
+    assert "Nothing was imported. If you trust who wrote the folder: --trust, or trust=True in Python." in refused
+    assert not trap.sprung
+    command(["replay", str(trap.path), "2", "--trust"])
+    assert f"{trap.path}: trusted with what it names: evil:f, evil:g" in capsys.readouterr().err
+    assert trap.sprung
+
+
+def test_a_service_of_a_foreign_folder_gets_no_key(sent, desk, capsys, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-not-a-real-key")
+    trap = Trap(sent, desk)
+    trap.settings(backend="tinker", lora_rank=8, base_url="http://127.0.0.1:9")
+    assert command(["replay", str(trap.path), "2"]) == 2
+    assert "config: got 'http://127.0.0.1:9', which" in capsys.readouterr().err
+
+
+# --- a run that was started here --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(desk: Path) -> Path:
+    "A run with functions of one's own."
+    own = {"rewards": ["my_functions:uneven"], "policy_loss": "my_functions:plain"}
+    main(Config(**SMALL, **own, log_path="run", dcp_save_interval=1), say=lambda line: None, progress=False)
+    forget("my_functions")
+    return desk / "run"
+
+
+def refused(path: Path | str) -> bool:
+    "Whether the names of a folder are refused."
+    try:
+        load_problem(Config.from_dict(Run.open(path).config))
+    except RecordError:
+        return True
+    return False
+
+
+def test_a_run_that_was_started_here_is_known_by_its_path_and_config(mine, desk, monkeypatch):
+    assert not refused(mine)
+    assert not refused("run")
+    assert type(Run.open(mine).record(2).options["policy_loss"]) is str
+    shutil.copytree(mine, desk / "copy")
+    assert refused(desk / "copy")
+    text = (mine / "config.yaml").read_text()
+    for tampered in (text.replace("my_functions:uneven", "os:system"), text + "\n", text.replace("seed: 0", "seed: 1")):
+        (mine / "config.yaml").write_text(tampered)
+        assert refused(mine)
+    (mine / "config.yaml").write_text(text)
+    assert not refused(mine)
+    step = Trap.__new__(Trap)
+    step.path = mine
+    step.rewrite(lambda r: r["options"].update(policy_loss="os:system"))
+    assert isinstance(Run.open(mine).record(2).options["policy_loss"], NameFromFile)
+    monkeypatch.setenv("XDG_STATE_HOME", str(desk / "another"))
+    assert refused(mine)
+
+
+def test_a_foreign_run_that_is_resumed_with_trust_is_ones_own(mine, desk, capsys):
+    moved = desk / "moved"
+    mine.rename(moved)
+    resume = ["train", "--resume", "--log-path", str(moved), "--steps", "3"]
+    assert command(resume) == 2
+    assert "rl-notebook train: config: got 'my_functions:" in capsys.readouterr().err
+    assert command([*resume, "--trust"]) == 0
+    assert not refused(moved)
+
+
+def test_the_note_holds_names_and_nothing_is_noted_without_them(mine, desk):
+    [note] = (desk / "state" / "rl-notebook" / "runs").iterdir()
+    noted = json.loads(note.read_text())
+    assert noted["names"] == ["my_functions:plain", "my_functions:uneven"]
+    assert noted["folder"] == str(mine.resolve())
+    RunFolder.create(desk / "plain", Config())
+    assert len([*note.parent.iterdir()]) == 1
+
+
+def test_a_home_that_cannot_be_written_costs_the_note_and_no_run(desk, monkeypatch):
+    (desk / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(desk / "file"))
+    RunFolder.create(desk / "run", Config(rewards=("my_functions:uneven",)))
+    assert refused(desk / "run")
+
+
+def test_a_loss_that_was_looked_at_in_one_step_belongs_to_the_run(desk):
+    cfg = Config(**SMALL)
+    run = RunFolder.create(desk / "run", cfg)
+
+    async def steps() -> None:
+        loop = grpo_loop(cfg, outputs=[run.add])
+        await loop.step()
+        loop.prompts()
+        await loop.sample()
+        loop.score(), loop.advantages(), loop.datums()
+        await loop.reference()
+        loop.loss(policy_loss="my_functions:doubled")
+        await loop.step()
+
+    asyncio.run(steps())
+    record = Run.open(run.path).record(2)
+    assert type(record.options["policy_loss"]) is str
+    forget("my_functions")
+    assert np.isclose(what_if(record, {"x": {"policy_loss": "grpo"}}).table.loc["x", "cosine"], 1)
