@@ -17,6 +17,7 @@ import typing
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,17 +212,21 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("--open", action="store_true", help="open it in a browser")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at a run that goes on")
     parser.add_argument("--once", action="store_true", help="write it once, also while the run goes on")
+    parser.add_argument("--patience", type=float, default=600.0, help="follow so many seconds without a new step")
     given = parser.parse_args(args)
     run, out = Run.open(given.run), given.out or given.run / "report.html"
     status = run_status(run)
     goes_on = status.state == "running" and not given.once
     path = write_report(run, out, status=status, refresh=given.every if goes_on else None)
     print(path, flush=True)
-    if given.open:
-        webbrowser.open(Path(path).resolve().as_uri())
+    say, address = partial(print, file=sys.stderr, flush=True), Path(path).resolve().as_uri()
+    opened = given.open and webbrowser.open(address)
+    say(f"{status.text} " + ("Opened in a browser." if opened else f"Open {address} in a browser, or add --open."))
     if goes_on:
-        print(f"{status.text} The page follows the run; Ctrl-C ends that.", flush=True)
-        asyncio.run(follow(given.run, out, every=given.every))
+        say(f"The page follows the run until it is finished, or {given.patience:g} s without a new step.")
+        say("Ctrl-C ends that; --once does not follow.")
+        asyncio.run(follow(given.run, out, every=given.every, patience=given.patience, say=say))
+        say(f"No longer followed: {run_status(Run.open(given.run)).text}")
     return 0
 
 # %% ../nbs/69_cli.ipynb #a18f3e10

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm
 
 from .advantages import is_dead, predicted_dead_fraction, with_advantages
 from .align import require_finite
@@ -34,7 +35,7 @@ from rl_notebook.core import (
     RolloutSample,
 )
 from .datums import attach, datums_from_groups
-from .loop import CHECKS, as_rows, as_task, check_backend, configured, first_cursor, rollout_setup
+from .loop import CHECKS, as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .names import NAMED
 from .records import StepRecord
@@ -1070,9 +1071,10 @@ async def first_answers(
 
 @contextmanager
 def stopwatch(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    "Measure a phase."
+    "Measure a phase, and say meanwhile that it is in flight."
     start = time.perf_counter()
-    yield
+    with tqdm(desc=f"preflight: {phase}", total=1, bar_format="{desc} …", leave=False, disable=no_bar()):
+        yield
     seconds[phase] = time.perf_counter() - start
 
 # %% ../nbs/40_xray.ipynb #75da3604

@@ -115,11 +115,28 @@ def test_view_follows_a_run_until_it_is_finished(demo, tmp_path, capsys):
     (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": 3}))  # so one step is missing
     threading.Timer(1.5, add_a_step, [run]).start()
     assert main(["view", str(run), "--every", "0.2"]) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "The page follows the run" in said
+    assert "Ctrl-C ends that" in said
+    assert "No longer followed: Finished after step 3" in said
     page = (run / "report.html").read_text()
     assert "Finished after step 3" in page
     assert (run / "metrics.jsonl").read_text().startswith(whole)
+
+
+def test_view_leaves_a_folder_of_a_script_that_says_no_end(demo, tmp_path, capsys):
+    "A script wrote it and ended: its settings plan more steps than will ever come."
+    run = tmp_path / "run"
+    shutil.copytree(demo[0], run)
+    recorded = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": None, "epochs": 50}))
+    os.utime(run / "metrics.jsonl")  # it has just written
+    assert main(["view", str(run), "--every", "0.1", "--patience", "1"]) == 0
+    said = capsys.readouterr()
+    assert said.out.strip() == str(run / "report.html")
+    for words in ("Open file://", "or add --open", "1 s without a new step", "Ctrl-C ends that", "No longer followed"):
+        assert words in said.err
+    assert "data-refresh" not in (run / "report.html").read_text()
 
 
 def add_a_step(run: Path) -> None:

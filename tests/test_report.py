@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from synthetic import hostile_record, synthetic_record
 
+from rl_notebook.advantages import with_advantages
 from rl_notebook.core import RecordError
 from rl_notebook.records import RunFolder, StepRecord, flat_settings, metrics_frame, metrics_row
 from rl_notebook.views.payloads import (
@@ -474,3 +475,33 @@ def test_a_browser_draws_the_charts_and_runs_nothing_else(tmp_path: Path):
     assert "<title>Sums</title>" in dom
     path.write_text(f"<!doctype html><title>Sums</title><main>{bad}</main>")
     assert "<title>owned</title>" in browse(path)  # without the policy it would have run
+
+
+def with_dead(step: int, dead: int) -> StepRecord:
+    "A step of eight groups, some of them all right."
+    record = synthetic_record(step, groups=8, completions=4)
+    same = lambda g: replace(g, samples=tuple(replace(s, reward=1.0, text="all the same") for s in g.samples))
+    mixed = lambda g: replace(g, samples=tuple(replace(s, reward=float(i)) for i, s in enumerate(g.samples)))
+    groups = with_advantages([same(g) if i < dead else mixed(g) for i, g in enumerate(record.groups)])
+    metrics = dict(record.metrics) | {"frac_dead_high": dead / 8, "frac_dead_low": 0.0}
+    return replace(record, groups=tuple(groups), metrics=metrics)
+
+
+def test_the_page_says_from_when_on_most_groups_are_dead_and_shows_no_example_of_them():
+    dead = [1, 0, 2, 1, 1, 0, 7, 6, 7, 6, 6, 8]
+    page = report_html([with_dead(step, n) for step, n in enumerate(dead, 1)])
+    assert re.search(r"8\d % of the groups are dead from step [567] on", page)
+    assert "all right: the prompts are too easy" in page
+    examples = page[page.index("What was said") :]
+    assert "all the same" not in examples
+    assert "no example: within each of the 8 groups all answers earned the same" in examples
+    assert re.search(r"of \d prompts with signal; \d without are left out", examples)
+    healthy = report_html([with_dead(step, n) for step, n in enumerate([1, 0, 2, 6, 1, 0, 7, 1], 1)])
+    assert "of the groups are dead" not in healthy
+
+
+def test_the_page_follows_a_dark_theme(run: RunFolder):
+    page = write_report(run, run.path / "report.html").read_text()
+    dark = re.search(r"prefers-color-scheme: dark\) \{(.*?\})\s*\}", page, flags=re.S)[1]
+    set_there = set(re.findall(r"--[a-z]+(?=:)", dark))
+    assert {"--ink", "--soft", "--line", "--paper", "--ground", "--plus", "--minus"} <= set_there

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from calculator import respond
+from tqdm.auto import tqdm
 
 from rl_notebook.backends.base import Backend
 from rl_notebook.chat import Conversation, start_conversation
@@ -59,7 +60,7 @@ async def warm_start(
     "Supervised steps through the same backend, and one weight sync at their end."
     rng, losses = np.random.default_rng(seed), []
     traces = [trace(backend.tokenizer, row, rng) for row in rows]
-    for _ in range(steps):
+    for _ in tqdm(range(steps), desc="warm start", leave=False):
         batch = [traces[i] for i in rng.choice(len(traces), size=min(BATCH, len(traces)), replace=False)]
         output = await backend.policy.forward_backward_custom(batch, cross_entropy)
         await backend.policy.optim_step(AdamParams(learning_rate=1e-3))

@@ -14,7 +14,7 @@ import math
 import os
 import time
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from typing import Any
 import pandas as pd
 
 from ..core import RecordError
-from ..drawings import UNSEEN
+from ..advantages import is_dead
+from ..drawings import UNSEEN, rewards_html
 from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
 from .charts import LOOKS, Chart, Figure, asset, charts, plotly_script
 from .payloads import TIMELINE_STEPS, ages_row, completions_payload, header_payload, history_row
@@ -30,11 +31,12 @@ from .payloads import is_asynchronous, run_payloads, spread_row, step_payloads, 
 from ..xray import sentence
 
 # %% auto #0
-__all__ = ['LAST', 'SPREAD_STEPS', 'Spreads', 'QUIET', 'Material', 'pick', 'sentences', 'read_spreads', 'material', 'visible',
-           'tag', 'header_html', 'completions_html', 'charts_over_steps', 'charts_of_last_step', 'content_policy',
-           'figures_json', 'Status', 'report_html', 'write_report', 'run_status', 'follow']
+__all__ = ['MOSTLY_DEAD', 'LAST', 'SPREAD_STEPS', 'Spreads', 'QUIET', 'Material', 'pick', 'sentences', 'read_spreads', 'material',
+           'visible', 'tag', 'header_html', 'completions_html', 'charts_over_steps', 'charts_of_last_step',
+           'content_policy', 'figures_json', 'Status', 'report_html', 'write_report', 'run_status', 'follow']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
+MOSTLY_DEAD = 0.5  # share of groups without signal from which on the page says so
 LAST = max(TIMELINE_STEPS, 6)  # records that are read at the end; the sixth is there for the sentence of the next
 
 
@@ -219,6 +221,7 @@ def completions_html(payload: Mapping[str, Any]) -> str:
     head = tag("thead", tag("tr", *(tag("th", name, kind=kind) for name, kind in heads.items())))
     table = tag("table", head, *map(_group_rows, payload["groups"]))
     shown = f"the first {len(payload['groups'])} of {payload['total_groups']} prompts"
+    shown += f" with signal; {payload['dead']} without are left out" if payload.get("dead") else ""
     line = tag("p", html.escape(payload["verdict"]), " · ", shown, kind="soft line")
     return tag("h3", f"Step {payload['step']}") + line + tag("div", table, kind="card scroll")
 
@@ -306,18 +309,49 @@ def _top_html(m: Material, status: Status | None) -> str:
     return header_html(header) + where + "".join(notes) + none
 
 
+def _said_html(record: StepRecord) -> str:
+    "What was said in a step, in the groups that carry signal."
+    live = tuple(g for g in record.groups if not (g.samples and is_dead(g.rewards)))
+    dead = len(record.groups) - len(live)
+    if record.groups and not live:
+        none = f"{record.verdict} · no example: within each of the {dead} groups all answers earned the same."
+        return tag("h3", f"Step {record.step}") + tag("p", html.escape(none), kind="soft line")
+    kept = {"verdict": record.verdict, "total_groups": len(live), "dead": dead}
+    return completions_html(completions_payload(replace(record, groups=live)) | kept)
+
+
+def _dead_html(metrics: pd.DataFrame) -> str:
+    "From which step on most groups carry no signal, where that is so to the end; empty otherwise."
+    names = [name for name in ("frac_dead_high", "frac_dead_low") if name in metrics]
+    shares = metrics[names].dropna()
+    dead = shares.sum(axis=1)
+    smooth = dead.rolling(5, min_periods=1, center=True).mean()
+    start = next((i for i in range(len(dead) - 1, -1, -1) if smooth.iloc[i] < MOSTLY_DEAD), -1) + 1
+    if not names or len(dead) - start < 3:
+        return ""
+    end = shares.iloc[start:]
+    parts = {"frac_dead_high": "all right: the prompts are too easy", "frac_dead_low": "all wrong: they are too hard"}
+    why = "; ".join(f"{end[name].mean():.0%} {parts[name]}" for name in names if end[name].mean() >= 0.01)
+    share = f"{dead.iloc[start:].mean():.0%}".replace("%", " %")
+    since = f"from step {dead.index[start]} on" if start else "in all steps"
+    advice = "Such groups teach nothing; take other prompts, or more completions of each."
+    return tag("p", tag("b", f"{share} of the groups are dead {since}"), f" ({why}). {advice}", kind="status quiet")
+
+
 def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure]]:
     "The body of the page, and its figures by place."
     over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
     idle = header_payload(m.metrics, m.settings)["idle"]
     parts = [_top_html(m, status)]
-    parts += [_figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
+    parts += [_dead_html(m.metrics), _figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
     parts += [tag("h2", "The last steps, in words"), _recent_html(m.recent)] if m.recent else []
     parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
     if m.samples:
-        note = "Completions as they came: the first prompts of a step, the first completions of a prompt."
+        drawn = rewards_html(m.samples[-1].groups)
+        parts += [tag("div", drawn, kind="card scroll drawn")] if m.samples[-1].groups else []
+        note = "The first prompts whose answers did not all earn the same, and the first completions of each."
         parts += [tag("h2", "What was said"), tag("p", f"{note} ↵ marks a line end, · a space at an end.", kind="soft")]
-        parts += [completions_html(completions_payload(r)) for r in m.samples]
+        parts += map(_said_html, m.samples)
     parts.append(_settings_html(m.settings))
     return "".join(parts), {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}
 
@@ -419,6 +453,8 @@ async def follow(
     path: str | os.PathLike[str],  # of the page
     every: float = 5.0,  # seconds between two looks
     title: str | None = None,  # None = the name of the run folder
+    patience: float = math.inf,  # seconds without a line after which a run that is not finished is left, too
+    say: Callable[[str], Any] = lambda line: None,  # told how the run stands whenever that changes
 ) -> Path:
     "Keep the page of a run up to date until the run is finished; raises RecordError when the run cannot be read."
     opened, known, seen, failed = Run.open(run), {}, None, 0
@@ -429,9 +465,13 @@ async def follow(
                 now = (_stamp(opened), await asyncio.to_thread(run_status, opened))
                 if now == seen and now[1].state == "finished":
                     break
+                if seen is None or now[0] != seen[0] or now[1].state != seen[1].state:
+                    say(now[1].text)
                 if now != seen:
                     await asyncio.to_thread(write, now[1], every)
                 seen, failed = now, 0
+                if time.time() - now[0][0] / 1e9 > patience:
+                    break
             except RecordError:  # a run that is being rewound is whole again a moment later
                 if (failed := failed + 1) == 3:
                     raise
