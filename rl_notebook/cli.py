@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
-import yaml
 
-from .config import RENAMED, Config, leaf_types, sub_configs
+from .config import RENAMED, Config, leaf_types, sub_configs, yaml_value
 from .core import ConfigError, LossError, RecordError, RewardError, RLNotebookError
+from .core import plain_text, quoted, without_keys
 
 # %% auto #0
 __all__ = ['TRAIN', 'DEMO', 'STORY', 'TRUST', 'CHECK_DEFAULTS', 'CHECK', 'COMMANDS', 'USAGE', 'option_values', 'show_options',
@@ -75,9 +75,9 @@ def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
     if is_text:
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise ConfigError(f"--{name}", got=repr(text), expected=f"a value ({' '.join(str(e).split())})") from e
+        return yaml_value(text)
+    except ValueError as e:
+        raise ConfigError(f"--{name}", got=quoted(text), expected=f"a value ({e})") from e
 
 # %% ../nbs/69_cli.ipynb #00efd37a
 def show_options() -> None:
@@ -101,6 +101,16 @@ TRAIN = (
 )
 
 # %% ../nbs/69_cli.ipynb #48a1becd
+def _path(text: str) -> Path:
+    "A path that a file can have; what argparse calls for an argument."
+    try:
+        if text.strip() and "\0" not in text and max(map(len, map(os.fsencode, text.split("/")))) < 256:
+            return Path(text)
+    except UnicodeEncodeError:
+        pass
+    raise argparse.ArgumentTypeError(f"got {plain_text(quoted(text))}; expected a path that a file can have")
+
+# %% ../nbs/69_cli.ipynb #8dee6707
 def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (config, `resume` and `leftover` of `train`)
     "The config that a command line stands for, and how to go on with an earlier run."
     from rl_notebook.records import Run
@@ -108,7 +118,7 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
     if {"-h", "--help"} & set(args):
         show_options()
     parser = argparse.ArgumentParser(prog="rl-notebook train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
+    parser.add_argument("--config", type=_path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--leftover", choices=("error", "attach", "clean"), default="error")
     parser.add_argument("--trust", action="store_true")
@@ -185,7 +195,7 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
 
     parser = argparse.ArgumentParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
-    parser.add_argument("--log-path", type=Path, default=None, help="run folder; default: a free runs/demo")
+    parser.add_argument("--log-path", type=_path, default=None, help="run folder; default: a free runs/demo")
     given = parser.parse_args(args)
     cfg = demo_config(given.steps, given.log_path or free_folder(Path("runs/demo")))
     print(STORY.format(k=cfg.completions_per_prompt))
@@ -207,8 +217,8 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     from rl_notebook.views.report import follow, run_status, write_report
 
     parser = argparse.ArgumentParser(prog="rl-notebook view", description="The page of a run folder.")
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--out", type=Path, default=None, help="default: report.html in the run folder")
+    parser.add_argument("run", type=_path, help="run folder")
+    parser.add_argument("--out", type=_path, default=None, help="default: report.html in the run folder")
     parser.add_argument("--open", action="store_true", help="open it in a browser")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at a run that goes on")
     parser.add_argument("--once", action="store_true", help="write it once, also while the run goes on")
@@ -268,7 +278,7 @@ async def diagnose_run(
 def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 all is well, 1 something was found
     "Say why trainer and sampler disagree in a run, if they do."
     parser = argparse.ArgumentParser(prog="rl-notebook doctor", description="Trainer against sampler, step by step.")
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=_path, help="run folder")
     parser.add_argument("--step", type=int, default=None, help="one step; default: all")
     parser.add_argument("--rescore", action="store_true", help="rebuild the weights of the step and run the controls")
     parser.add_argument("--trust", action="store_true", help=TRUST)
@@ -285,7 +295,7 @@ def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 s
     from rl_notebook.recipes.rl_loop import replay_step
 
     parser = argparse.ArgumentParser(prog="rl-notebook replay", description="Recompute a recorded step.")
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=_path, help="run folder")
     parser.add_argument("step", type=int, help="number of the step")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
@@ -301,7 +311,7 @@ def emulate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="tiny", help="serves every base-model name: tiny, smollm2, a folder")
     parser.add_argument("--port", type=int, default=8600, help="0 takes a free one")
     parser.add_argument("--host", default="127.0.0.1", help="this machine; any other is refused")
-    parser.add_argument("--folder", type=Path, default=Path("runs/emulator"), help="jobs, deployments, weights")
+    parser.add_argument("--folder", type=_path, default=Path("runs/emulator"), help="jobs, deployments, weights")
     parser.add_argument("--startup-delay", type=float, default=0.0, help="seconds until a trainer runs")
     parser.add_argument("--faults", default="", help="what goes wrong, such as drop_after:0.02,restart_trainer:at=40")
     parser.add_argument("--seed", type=int, default=0, help="where it goes wrong")
@@ -412,9 +422,14 @@ def _run(args: list[str]) -> int:
     try:
         return COMMANDS[args[0]](args[1:])
     except RLNotebookError as error:
-        if isinstance(error, RewardError | LossError) and error.__cause__ is not None:  # raised in a function of yours
-            traceback.print_exception(error.__cause__)
+        if isinstance(error, RewardError | LossError) and " raised" in error.what and error.__cause__ is not None:
+            trace = "".join(traceback.format_exception(error.__cause__))  # of somebody's own function
+            print(without_keys(plain_text(trace)), file=sys.stderr)
         print(f"rl-notebook {args[0]}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{quoted(error.filename, 300)}: " if error.filename else ""
+        print(f"rl-notebook {args[0]}: {where}got {plain_text(error.strerror or error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"rl-notebook {args[0]}: interrupted; what was recorded and saved before is whole", file=sys.stderr)

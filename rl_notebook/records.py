@@ -14,11 +14,14 @@ import math
 import os
 import shutil
 import sys
+import types
+import typing
 import warnings
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -29,7 +32,7 @@ import yaml
 from .advantages import is_dead
 from .backends.base import GradNormalization
 from .config import A_KEY, KEYLESS, Config, SettingsTable, compared, keys_in
-from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
+from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
 from .drawings import folded, html_table, prompt_text, step_html
 from .names import from_file, names_in, note_started, trusted_names
 
@@ -346,6 +349,33 @@ def _loss(plain: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray]) -> 
     return LossOutput(logprobs=logprobs, dlogprobs=tuple(dlogprobs), **others)
 
 # %% ../nbs/31_records.ipynb #bb39a4cc
+def _check_fields(part: Any) -> None:
+    "Raises TypeError unless the fields of a dataclass hold what their annotations say."
+    for f in fields(part) if part is not None else ():
+        if not _holds(value := getattr(part, f.name), _hints(type(part))[f.name]):
+            raise TypeError(f"{f.name} is {quoted(value)}")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _holds(value: Any, hint: Any) -> bool:
+    "Whether a value is of an annotated type, two levels deep; a whole number is a float, too."
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_holds(value, a) for a in args)
+    if origin is tuple:
+        hints = args if Ellipsis not in args else args[:1] * len(value) if isinstance(value, tuple) else ()
+        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_holds, value, hints))
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_holds(k, args[0]) and _holds(v, args[1]) for k, v in value.items())
+    if hint is Any or origin is typing.Literal:
+        return hint is Any or value in args
+    return isinstance(value, int | float if hint is float else hint)
+
+# %% ../nbs/31_records.ipynb #3c1a7170
 def restore_record(
     plain: Mapping[str, Any],  # of `record_json`
     arrays: Mapping[str, np.ndarray],  # of `record_arrays`
@@ -356,7 +386,10 @@ def restore_record(
         groups, datums = _groups(plain["groups"], tokens), _datums(plain["datums"], arrays)
         parts = {"groups": groups, "datums": datums, "loss": _loss(plain["loss"], arrays)}
         others = {name: decode(v) for name, v in plain.items() if name not in parts and name != "format"}
-        return StepRecord(**others, **parts)
+        record = StepRecord(**others, **parts)
+        for part in (record, *groups, *(s for g in groups for s in g.samples), *datums, record.loss):
+            _check_fields(part)
+        return record
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         got = f"{type(e).__name__} ({e})"
         raise RecordError("parts of a record do not fit", got=got, expected=f"what {RECORD_FORMAT} holds") from e
@@ -801,7 +834,9 @@ def _cut_off(path: Path, taken: Sequence[str]) -> bool:
 
 def _open(path: Path, trust: bool) -> tuple[Path, dict[str, Any], tuple[str, ...], frozenset[str] | None]:
     "The fields of a `Run`."
-    if not (path / "run.json").exists():
+    with _os_errors("cannot read", path):
+        there = (path / "run.json").exists()
+    if not there:
         fix = "Name the folder that was given as log_path."
         raise RecordError("no run here", where=str(path), got="no run.json", expected="the log_path of a run", fix=fix)
     _read_described(path, "run.json", RUN_FORMAT)
@@ -923,7 +958,9 @@ def read_checkpoint(
         found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
         found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
         found["config"] = from_file(found["config"], str(folder), ())
-        return Checkpoint(path=folder, **found)
+        checkpoint = Checkpoint(path=folder, **found)
+        _check_fields(checkpoint)
+        return checkpoint
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         got, expected = f"{type(e).__name__} ({e})", f"what {CHECKPOINT_FORMAT} holds"
         raise RecordError("parts of a checkpoint do not fit", where=str(folder), got=got, expected=expected) from e

@@ -31,6 +31,7 @@ from rl_notebook.core import (
     RolloutSample,
     SampleParams,
     frozen_array,
+    plain_text,
 )
 from .data import Row
 
@@ -558,12 +559,12 @@ def segments_of(returned: Any, where: str) -> Segments | None:
     return segments
 
 
-def blame(error: Exception, where: str) -> AlignmentError | RewardError:
+def blame(error: BaseException, where: str) -> AlignmentError | RewardError:
     "An error of a rollout function, with its place."
     if isinstance(error, AlignmentError):  # a sample that could not be made
         return AlignmentError(str(error), where=where)
     fix = "Call it by hand on this row. To drop a draw, return None."
-    return RewardError(f"rollout_fn raised {type(error).__name__}: {error}", where=where, fix=fix)
+    return RewardError(f"rollout_fn raised {type(error).__name__}: {plain_text(error)}", where=where, fix=fix)
 
 # %% ../nbs/30_rollouts.ipynb #bd518526
 async def _called(
@@ -583,7 +584,7 @@ async def _called(
         if task is None or task.cancelling() > cancelled:  # somebody cancelled the draw
             raise
         raise RewardError("rollout_fn cancelled itself", where=where, fix="Catch it, and return None.") from error
-    except Exception as error:  # somebody else's code
+    except (Exception, SystemExit) as error:  # somebody else's code
         if is_transient(error) or getattr(error, "where", None) == where:
             raise
         raise blame(error, where) from error

@@ -34,7 +34,10 @@ from ..align import completion_from_target, target_from_echo
 from .base import Backend, Capabilities, Endpoint, Meter
 from .engine import check_length, check_tokens
 from .local import LocalTrainer, open_local
-from ..core import AlignmentError, BackendError, Completion, Logprobs, SampleParams
+from ..config import address_trouble
+from ..core import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
+from ..core import quoted, without_keys
+from ..data import hide_queries
 
 # %% auto #0
 __all__ = ['HEADER_LOGGERS', 'RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEXT', 'Secret', 'hide_headers', 'shows_no_header',
@@ -85,6 +88,7 @@ HEADER_LOGGERS = ("hpack.hpack", "hpack.table")  # their DEBUG lines show header
 
 def hide_headers() -> None:
     "Keep the DEBUG lines of these loggers out of all logs; calling it again changes nothing."
+    hide_queries()
     for name in HEADER_LOGGERS:
         logging.getLogger(name).addFilter(shows_no_header)
 
@@ -342,9 +346,9 @@ class _Bearer(httpx.Auth):
 # %% ../../nbs/23_backends.openai.ipynb #fb2737f2
 def server_root(base_url: str) -> str:
     "The address without a trailing slash or `/v1`; raises `BackendError`."
+    if trouble := address_trouble(base_url):
+        raise BackendError("base_url", got=trouble, expected="http://host:port or https://host")
     parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BackendError("base_url", got=repr(base_url), expected="http://host:port or https://host")
     if parts.username or parts.password:
         fix = "Give the key as `key`, or in the environment."
         raise BackendError("base_url", got="an address with a password in it", expected="one without", fix=fix)
@@ -417,12 +421,12 @@ def server_message(text: str) -> str:
     "What a server says in an error, whatever the shape; at most 300 characters."
     try:
         said = json.loads(text)
-    except ValueError:
-        return " ".join(text.split())[:300]
+    except (ValueError, RecursionError):
+        said = text
     for name in ("error", "message", "detail"):
         if isinstance(said, dict) and name in said:
             said = said[name]
-    return " ".join((said if isinstance(said, str) else json.dumps(said)).split())[:300]
+    return without_keys(" ".join((said if isinstance(said, str) else json.dumps(said)).split()))[:300]
 
 # %% ../../nbs/23_backends.openai.ipynb #c44d062e
 def without_key(wire: Wire, raw: bytes) -> str:
@@ -443,6 +447,30 @@ def judge(status: int, text: str, header: str | None, where: str) -> AskAgain:
     raise error
 
 # %% ../../nbs/23_backends.openai.ipynb #c32f04b0
+def answer_in(text: str, where: str) -> dict[str, Any]:
+    "The JSON object in an answer; raises `AskAgain` for damaged text and `BackendError` for another value."
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise AskAgain("a damaged answer" if where != "a stream" else "a damaged stream") from None
+    if not isinstance(value, dict):
+        fix = "Is base_url the address of an OpenAI-compatible server?"
+        raise Refused("the answer", where=where, got=quoted(value), expected="a JSON object", fix=fix)
+    return value
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    "What cannot be read in an answer becomes a `BackendError` that says so."
+    try:
+        yield
+    except RLNotebookError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
+        got, expected = f"fields of another shape ({quoted(e, 200)})", "those of an OpenAI-compatible server"
+        raise BackendError("the answer", where=where, got=got, expected=expected) from e
+
+# %% ../../nbs/23_backends.openai.ipynb #559c3c07
 async def stream_events(
     chunks: AsyncIterator[bytes],  # as they arrive
 ) -> AsyncIterator[dict[str, Any]]:
@@ -458,10 +486,7 @@ async def stream_events(
                 event, data = b"\n".join(data), []
                 if event == b"[DONE]":
                     return
-                try:
-                    yield json.loads(event)
-                except ValueError:
-                    raise AskAgain("a damaged stream") from None
+                yield answer_in(event.decode(errors="replace"), "a stream")
 
 # %% ../../nbs/23_backends.openai.ipynb #ed38ce7c
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -502,16 +527,18 @@ async def _exchange(
                 text = without_key(wire, await response.aread())
                 return judge(response.status_code, text, response.headers.get("retry-after"), where)
             if stream:
-                return joined([part async for part in stream_events(response.aiter_bytes())])
+                parts = [part async for part in stream_events(response.aiter_bytes())]
+                with reading(where):
+                    return joined(parts)
             text = without_key(wire, await response.aread())
             if "html" in response.headers.get("content-type", ""):
                 fix = "Is base_url the server's own address? A proxy or a login page may answer in its place."
                 raise Refused("the answer", where=where, got="a page of HTML", expected="JSON", fix=fix)
             words = "json" not in response.headers.get("content-type", "") and not text.lstrip().startswith("{")
-            return {"text": text} if words else json.loads(text)
+            return {"text": text} if words else answer_in(text, where)
     except AskAgain as reason:
         return reason
-    except (json.JSONDecodeError, httpx.DecodingError):
+    except httpx.DecodingError:
         return AskAgain("a damaged answer")
     except httpx.TransportError as reason:
         return AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True)
@@ -826,10 +853,12 @@ async def _completion(
     options = {"stream": sampler.stream, "ready": sampler.ready, "starts": starts} | options
     body = body | ({"stream": True} if options["stream"] else {})
     answer = await ask(sampler.wire, "POST", sampler.dialect.path, body, **options)
-    if not answer.get("choices"):
-        got = f"an answer with {', '.join(sorted(answer)) or 'nothing in it'}"
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        fields = ", ".join(sorted(answer)) or "nothing in it"
+        got = f"choices {quoted(choices)}" if choices else f"an answer with {fields}"
         raise BackendError("completion", where=sampler.wire.root, got=got, expected="choices")
-    return answer["choices"][0], version
+    return choices[0], version
 
 # %% ../../nbs/23_backends.openai.ipynb #22d1c109
 async def score_tokens(
@@ -840,7 +869,8 @@ async def score_tokens(
     "(N-1,) raw logprobs of given tokens, and the version of the weights."
     body = {"model": sampler.model, "prompt": list(tokens), **sampler.dialect.neutral, **sampler.dialect.prefill}
     choice, version = await _completion(sampler, body, stream=False, **options)
-    return prompt_scores(choice, tokens, int(body["max_tokens"]), sampler.wire.root), version
+    with reading(sampler.wire.root):
+        return prompt_scores(choice, tokens, int(body["max_tokens"]), sampler.wire.root), version
 
 # %% ../../nbs/23_backends.openai.ipynb #8ad2e82e
 FINISH = {"stop": "stop", "length": "length", "abort": "abort", "tool_calls": "stop", "eos": "stop"}
@@ -874,12 +904,13 @@ async def draw_one(
     "One completion, with its logprobs sorted."
     body = request_body(sampler.dialect, sampler.model, prompt, params, seed)
     choice, version = await _completion(sampler, body)
-    ids, reason = check_choice(sampler, choice, prompt)
-    values, reported_drawn = reported(choice)
-    if not values:
-        fix = "Does the server report logprobs, and is it allowed to?"
-        raise BackendError("no logprobs came back", where=sampler.wire.root, expected="one per token", fix=fix)
-    raw, drawn = sort_logprobs(values, reported_drawn, params, sampler.kind)
+    with reading(sampler.wire.root):
+        ids, reason = check_choice(sampler, choice, prompt)
+        values, reported_drawn = reported(choice)
+        if not values:
+            fix = "Does the server report logprobs, and is it allowed to?"
+            raise BackendError("no logprobs came back", where=sampler.wire.root, expected="one per token", fix=fix)
+        raw, drawn = sort_logprobs(values, reported_drawn, params, sampler.kind)
     if raw is None:
         scores, at = await score_tokens(sampler, [*prompt, *ids])
         raw = completion_from_target(scores, len(prompt))
@@ -887,7 +918,8 @@ async def draw_one(
             return await draw_one(sampler, prompt, params, seed)
     sampler.meter.tokens_sampled += len(ids)
     text = choice.get("text") or ""
-    return Completion(prompt, ids, raw, drawn, text, reason, version, params)  # type: ignore[arg-type]
+    with reading(sampler.wire.root):
+        return Completion(prompt, ids, raw, drawn, text, reason, version, params)  # type: ignore[arg-type]
 
 # %% ../../nbs/23_backends.openai.ipynb #b02630af
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from .service import Sdk, sdk_datum
 from ..config import DeployConfig, InfraConfig, TrainerConfig, WeightSyncScope
 from ..config import HotloadConfig, WandBConfig, WeightSyncConfig  # noqa: F401 (handed on)
 from ..core import BackendError, ConfigError, Datum, DatumError, MissingExtra, RecordError, RLNotebookError
+from ..core import without_keys
 from ..datums import datum_from_tokens_weights as shifted
 
 # %% ../../nbs/25_backends.provision.ipynb #53655332
@@ -162,21 +163,33 @@ def said(text: Any, key: Secret | str | None = None) -> str:
     "What a service or the SDK said, in one line of bearable length, without the key."
     line = " ".join(str(text).split()).split(" Agent debug: ")[0]  # the SDK ends its errors with where to search
     hidden = key.reveal() if isinstance(key, Secret) else key
-    line = line.replace(hidden, "***") if hidden else line
+    line = without_keys(line.replace(hidden, "***") if hidden else line)
     return line if len(line) <= 600 else line[:600] + " ..."
 
 # %% ../../nbs/25_backends.provision.ipynb #18fd5e1d
+_ODD_ANSWERS = (ValueError, TypeError, AttributeError, LookupError)  # what the SDK raises over one of another shape
+
+
 @contextlib.contextmanager
 def as_backend_errors(where: str) -> Iterator[None]:
     "Errors of the SDK become `BackendError`s that say where."
     try:
         yield
-    except (RuntimeError, ValueError, TimeoutError, httpx.HTTPError) as error:
-        if isinstance(error, RLNotebookError):
-            raise
+    except RLNotebookError:
+        raise
+    except (*_ODD_ANSWERS, RuntimeError, TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise BackendError("Fireworks", where=where, got=said(error) or type(error).__name__) from error
 
 # %% ../../nbs/25_backends.provision.ipynb #eec9b858
+def _told(answer: httpx.Response) -> Mapping[str, Any]:
+    "The JSON object of an answer; empty when it has none."
+    try:
+        value = answer.json()
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+# %% ../../nbs/25_backends.provision.ipynb #828b7682
 def give_back(resource: Resource, key: Secret, headers: Mapping[str, str] | None = None) -> None:
     "Cancel, delete or scale to zero; raises `BackendError` unless it is certain."
     method, suffix, body = GIVING_BACK[resource.action]
@@ -184,7 +197,7 @@ def give_back(resource: Resource, key: Secret, headers: Mapping[str, str] | None
     if answer.is_success or answer.status_code == 404:
         return
     now = ask(key, "GET", resource.link, headers=headers)
-    if now.status_code == 404 or (now.is_success and state_of(now.json()) in STOPPED):
+    if now.status_code == 404 or (now.is_success and state_of(_told(now)) in STOPPED):
         return
     got = f"HTTP {answer.status_code} {said(answer.text, key)}"
     raise BackendError(resource.action, where=resource.name, got=got, expected="a resource given back")
@@ -269,7 +282,7 @@ def leftovers(folder: str | os.PathLike[str]) -> list[Resource]:
 def still_there(resource: Resource, key: Secret) -> bool:
     "Whether a resource exists, running or stopped; raises `BackendError` when nothing answers."
     answer = ask(key, "GET", resource.link)
-    ended = answer.is_success and state_of(answer.json()) in ("DELETING", "DELETED", "ARCHIVED")
+    ended = answer.is_success and state_of(_told(answer)) in ("DELETING", "DELETED", "ARCHIVED")
     return answer.status_code != 404 and not ended
 
 
@@ -826,7 +839,7 @@ def plan_deployment(
         got, fix = found.deployment_shape_version, "Name another deployment_id, or delete the deployment."
         raise BackendError("deployment shape", where=where, got=got, expected=str(shape), fix=fix)
     raw = ask(Secret(deploy_mgr.api_key), "GET", f"{deploy_mgr.base_url}/v1/{deployment_name(deploy_mgr, named)}")
-    at_zero = raw.is_success and raw.json().get("maxReplicaCount") == 0
+    at_zero = raw.is_success and _told(raw).get("maxReplicaCount") == 0
     replicas = (request.min_replica_count, max(1, request.max_replica_count)) if at_zero else None
     return DeploymentPlan(request, found, replicas)
 

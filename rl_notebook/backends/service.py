@@ -35,6 +35,7 @@ from rl_notebook.core import (
     Logprobs,
     LossOutput,
     RLNotebookError,
+    without_keys,
 )
 from ..losses import UNCOUNTED_LOSSES, LossOptions, builtin_inputs, builtin_loss, check_builtin, make_loss_fn
 from ..toy import load_model
@@ -235,7 +236,8 @@ class Link:
     @property
     def caught(self) -> tuple[type[BaseException], ...]:
         "What the SDK's calls may raise."
-        return (*self.sdk.errors, ValueError, TypeError, RuntimeError, OSError, TimeoutError, CancelledError)
+        odd = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)  # an answer of another shape
+        return (*self.sdk.errors, *odd, RuntimeError, OSError, TimeoutError, CancelledError)
 
     def call(self, fn: Callable[[Any], Any]) -> Any:
         "`fn(client)`; again with a fresh client if the service was lost. Raises `BackendError`."
@@ -248,7 +250,7 @@ class Link:
     def text(self, error: BaseException) -> str:
         "An error as one line, without the key."
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        line = line.replace(self.secret.reveal(), "***") if self.secret else line
+        line = without_keys(line.replace(self.secret.reveal(), "***") if self.secret else line)
         return line if len(line) <= 300 else line[:300] + " …"
 
 # %% ../../nbs/24_backends.service.ipynb #01954fe5
@@ -272,7 +274,8 @@ def fresh_client(link: Link) -> Any:
 # %% ../../nbs/24_backends.service.ipynb #3c17559d
 def unleaked(link: Link, error: BaseException) -> BaseException | None:
     "The error as a cause, unless it would show the key."
-    if link.secret and any(link.secret.reveal() in f"{e!r}{e}" for e in causes(error)):
+    said = "".join(f"{e!r}{e}" for e in causes(error))
+    if without_keys(said) != said or (link.secret and link.secret.reveal() in said):
         return None
     return error
 
