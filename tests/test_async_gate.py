@@ -517,6 +517,7 @@ def a_recall_stops_the_idle_clock(monkeypatch):
     monkeypatch.setattr(async_loop, "recall", stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)

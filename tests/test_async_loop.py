@@ -230,7 +230,7 @@ def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
             assert a.metrics[name] == pytest.approx(b.metrics[name], rel=1e-9, abs=drawn, nan_ok=True), name
 
 
-@pytest.mark.parametrize("how", ["straight", "late and lost"])
+@pytest.mark.parametrize("how", ["straight", pytest.param("late and lost", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SAME)
 def test_on_policy_and_synchronous_is_the_synchronous_loop(name, how):
     reward = SOME if how == "straight" else rollouts(lost=0.1, alone=True)
@@ -266,7 +266,7 @@ ANY = [
 ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", ANY, ids=lambda s: ", ".join(map(str, s.values())))
 def test_every_row_is_in_one_record_whatever_the_order(settings, seed):
     async def main():

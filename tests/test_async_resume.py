@@ -35,7 +35,7 @@ from rl_notebook.toy import load_model, toy_rows
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rl_notebook.recipes.async_rl_loop", "peft"])
 
-KILLS = int(os.environ.get("RL_NOTEBOOK_KILLS", "6"))
+KILLS = int(os.environ.get("RL_NOTEBOOK_KILLS", "6" if os.environ.get("SLOW") == "1" else "2"))
 PER_RUN = 4  # kills of one run folder
 ROWS, K = 24, 4
 SETTINGS = {
