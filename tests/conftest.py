@@ -1,12 +1,13 @@
 "What every test may rely on: no network, offline hubs, and hypothesis without a stopwatch."
 
 import os
+import sys
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
-from offline import stay_here
+from offline import heartbeats, stay_here
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
 
@@ -28,6 +29,15 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     "No test sees the keys of whoever runs it, nor the servers they are for."
     for name in [name for name in os.environ if name.startswith(PERSONAL)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_client_outlives_its_file() -> Iterator[None]:
+    "A client that a test opened by hand falls silent when its file is done: its service is gone by then."
+    yield
+    if {"tinker", "fireworks.training.sdk"} & set(sys.modules):
+        for task in heartbeats():
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 # --- several workers ---------------------------------------------------------------------------------------------

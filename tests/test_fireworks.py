@@ -17,6 +17,7 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
+from offline import heartbeats
 
 pytest.importorskip("fireworks.training.sdk")
 pytest.importorskip("starlette")
@@ -604,6 +605,21 @@ def test_a_rollout_can_make_its_own_requests(site):
     nowhere = RolloutSetup(None, None, SampleParams(), 4)
     with pytest.raises(ConfigError, match="inference_base_url: got a sampler that has no address"):
         _ = nowhere.inference_base_url
+
+
+def test_no_heartbeat_outlives_its_backend(site):
+    before, beating = set(map(id, heartbeats())), []
+
+    async def test(backend):
+        await learn(backend, toy(backend))
+        beating.extend(task for task in heartbeats() if id(task) not in before)
+
+    run(site, test)
+    assert beating
+    deadline = time.monotonic() + 60
+    while not all(task.done() for task in beating) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert all(task.done() for task in beating)
 
 
 def test_first_a_base_then_deltas_and_a_base_where_the_chain_has_a_gap(site):

@@ -1187,6 +1187,8 @@ async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
 _TRIED = {
     "fireworks-ai": "1.0.0a62, 1.2.0a65, 1.2.0a75, 1.2.9, 1.2.13, 1.2.20, 1.2.24, 1.2.28",
     "tinker": "0.18.2 to 0.23.0 below fireworks-ai, 0.24.0, 0.38.0",
+    "openai": "3.54.0",
+    "verifiers, SingleTurnEnv and ToolEnv": "0.1.9.post3",
     "fw-ai/cookbook rl_loop, at its default kl_beta": "a690503f, 67ef578a, 517d206d, 76821fa1",
     "fw-ai/cookbook async_rl_loop, single_turn_token_in and multi_turn_message_in": "67ef578a, 517d206d, 76821fa1",
 }  # by program: releases, or commits
