@@ -1200,3 +1200,7 @@ class Dashboard(Played):
 
     def _ipython_display_(self) -> None:
         show_dashboard(self)
+
+    def _mime_(self) -> tuple[str, str]:
+        "The still picture, for marimo, which shows no boxes of ipywidgets."
+        return "text/html", still_html(self)

@@ -210,6 +210,10 @@ class WhatIfPanel:
     def _ipython_display_(self) -> None:
         with_fallback(self.widget, self.static_html(), text=repr(self))._ipython_display_()
 
+    def _mime_(self) -> tuple[str, str]:
+        "The still picture, for marimo, which shows no boxes of ipywidgets."
+        return "text/html", self.static_html()
+
     def __repr__(self) -> str:
         return f"WhatIfPanel({self.batch.where}, chosen: {settings_text(self)})"
 
