@@ -17,13 +17,17 @@ import sys
 import types
 import typing
 import warnings
+import weakref
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from datetime import date, datetime, timedelta
+from datetime import time as dt_time
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -38,10 +42,10 @@ from .names import from_file, names_in, note_started, trusted_names
 
 # %% auto #0
 __all__ = ['SHOWN', 'LONGEST', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
-           'CHECKPOINT_FORMAT', 'GLANCE', 'StepRecord', 'step_verdict', 'utf8', 'encode', 'decode', 'ragged',
+           'AnyRun', 'CHECKPOINT_FORMAT', 'GLANCE', 'StepRecord', 'step_verdict', 'utf8', 'encode', 'decode', 'ragged',
            'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record', 'staged_folder',
            'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing', 'metrics_row',
-           'metrics_frame', 'Run', 'RunFolder', 'spans', 'Checkpoint', 'read_checkpoint']
+           'metrics_frame', 'Run', 'RunFolder', 'hold_folder', 'spans', 'Checkpoint', 'read_checkpoint']
 
 # %% ../nbs/31_records.ipynb #47e7b542
 @dataclass(frozen=True, eq=False, repr=False)
@@ -154,15 +158,31 @@ def _record_html(record: StepRecord) -> str:
     return step_html(record.verdict, record.groups, record.metrics) + folded("Completions", table + more)
 
 # %% ../nbs/31_records.ipynb #e3945a10
+_TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # tag: kind, to JSON, from JSON
+    "$timestamp": ((pd.Timestamp, type(pd.NaT)), lambda v: "NaT" if v is pd.NaT else v.isoformat(), pd.Timestamp),
+    "$duration": (pd.Timedelta, lambda v: v.isoformat(), pd.Timedelta),
+    "$timedelta": (timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda parts: timedelta(*parts)),
+    "$datetime": (datetime, lambda v: v.isoformat(), datetime.fromisoformat),
+    "$date": (date, lambda v: v.isoformat(), date.fromisoformat),
+    "$time": (dt_time, lambda v: v.isoformat(), dt_time.fromisoformat),
+    "$decimal": (Decimal, str, Decimal),
+}
+
+# %% ../nbs/31_records.ipynb #2a97d048
 def encode(
     value: Any,  # plain Python values, tuples, bytes and numeric arrays, nested
     where: str = "value",  # its place, for the message
 ) -> Any:  # what `json.dumps(allow_nan=False)` takes
     "A value as strict JSON that `decode` gives back exactly; numpy scalars come back as Python numbers."
+    if isinstance(value, np.datetime64 | np.timedelta64):
+        value = pd.Timestamp(value) if isinstance(value, np.datetime64) else pd.Timedelta(value)
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
+    for tag, (kind, write, _) in _TAGGED.items():
+        if isinstance(value, kind):
+            return {tag: write(value)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, list | tuple):
@@ -174,7 +194,7 @@ def encode(
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"$array": encode(value.ravel().tolist()), "dtype": value.dtype.str, "shape": [*value.shape]}
-    expected = "None, numbers, text, bytes, lists, tuples, mappings or numeric arrays"
+    expected = "None, numbers, text, bytes, dates, times, lists, tuples, mappings or numeric arrays"
     fix = "Convert it, or leave it out of the row or of the sample's info."
     raise RecordError("cannot be recorded", where=where, got=type(value).__name__, expected=expected, fix=fix)
 
@@ -185,7 +205,7 @@ def _encode_mapping(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
         return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
     return {"$pairs": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
 
-# %% ../nbs/31_records.ipynb #2a97d048
+# %% ../nbs/31_records.ipynb #d149aff6
 def decode(value: Any) -> Any:
     "What `encode` was given."
     if isinstance(value, list):
@@ -193,6 +213,8 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
+    if tag in _TAGGED:
+        return _TAGGED[tag][2](value[tag])
     if tag == "$float":
         return float(value[tag])
     if tag == "$tuple":
@@ -204,7 +226,9 @@ def decode(value: Any) -> Any:
     if tag == "$pairs":
         return {decode(k): decode(v) for k, v in value[tag]}
     if tag.startswith("$"):
-        raise RecordError("unknown tag", got=tag, expected="$float, $tuple, $bytes, $array or $pairs")
+        raise RecordError(
+            "unknown tag", got=tag, expected=", ".join(["$float, $tuple, $bytes, $array, $pairs", *_TAGGED])
+        )
     return {k: decode(v) for k, v in value.items()}
 
 # %% ../nbs/31_records.ipynb #f425edb0
@@ -429,7 +453,8 @@ def staged_folder(
         try:
             if staging.exists():
                 shutil.rmtree(staging)
-            staging.mkdir(parents=True)
+            staging.parent.mkdir(exist_ok=True)  # but not what lies above it: a run folder that was deleted stays so
+            staging.mkdir()
             yield staging
             for inside in [*sorted(staging.rglob("*")), staging]:
                 _sync(inside)
@@ -765,15 +790,20 @@ class RunFolder(Run):
     @classmethod
     def create(cls, path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> Self:
         "Begin a run; raises RecordError when the folder holds one, or cannot be written."
-        _create(Path(path), config)
+        held = _create(Path(path), config)
         note_started(Path(path), [*names_in(config_dict(config))])
-        return cls.open(path)
+        return _written_by(cls.open(path), held)
 
     @classmethod
     def resume(cls, path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> Self:
-        "Go on with a run; raises RecordError when the config means another past. `rewind` comes next."
-        _resume(cls.open(path), config)
-        return cls.open(path)
+        "Go on with a run; raises RecordError when the config means another past, or another process writes to it."
+        run = _written_by(cls.open(path))
+        _resume(run, config)
+        return _written_by(cls.open(path))
+
+    def release(self) -> None:
+        "Let another process write to the folder; the next write takes it back."
+        object.__setattr__(self, "held", None)
 
     def add(self, record: StepRecord) -> Path:
         "Write a record and its line of metrics; raises RecordError and leaves nothing behind when that fails."
@@ -781,7 +811,7 @@ class RunFolder(Run):
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         "Add metrics to a step beside its record, such as a held-out reward; step 0 is before training."
-        _append_line(self.path / "metrics.jsonl", _metrics_line({"step": step, **metrics}))
+        _append_line(_written_by(self).path / "metrics.jsonl", _metrics_line({"step": step, **metrics}))
 
     def rewind(self, step: int) -> Path | None:
         "Put aside everything after a step, into `discarded/NNN/`; returns that folder, or None if there was nothing."
@@ -798,13 +828,70 @@ class RunFolder(Run):
         keep: int = 2,  # older checkpoints are deleted
     ) -> Checkpoint:
         "Save what is needed to go on from here; older ones go only when the new one is complete."
+        _written_by(self)
         facts = {"cursor": cursor, "policy_version": policy_version, "extra": extra or {}}
         checkpoint = await _save_checkpoint(self, step, save_state, facts)
         _keep_last(self, keep)
         return checkpoint
 
+# %% ../nbs/31_records.ipynb #766fcfe4
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+class _Held:
+    "A run folder that this process may write to; raises RecordError where another one does."
+
+    def __init__(self, path: Path):
+        self.path = path / ".lock"
+        with _os_errors("cannot write", path):
+            self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        weakref.finalize(self, os.close, self.handle)
+        if os.name != "posix":
+            return
+        import fcntl
+
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            got = f"another process that writes to it ({os.read(self.handle, 100).decode(errors='replace').strip()})"
+            fix = "Wait for it, end it, or choose another log_path; looking at the run is possible meanwhile."
+            raise RecordError("run folder", where=str(path), got=got, expected="one writer", fix=fix) from e
+        except OSError:  # a file system without locks
+            return
+        os.truncate(self.handle, 0)
+        os.write(self.handle, f"process {os.getpid()}\n".encode())
+
+    @property
+    def there(self) -> bool:
+        "Whether the lock is still the one that another process would find."
+        try:
+            return os.path.samestat(os.fstat(self.handle), os.stat(self.path))
+        except OSError:
+            return False
+
+
+_HELD: weakref.WeakValueDictionary[Path, _Held] = weakref.WeakValueDictionary()  # by this process
+
+
+def hold_folder(path: Path) -> _Held:  # as long as it is kept
+    "Keep other processes from writing to a run folder; raises RecordError where one does."
+    held = _HELD.get(path.resolve())
+    if held is None or not held.there:
+        held = _HELD[path.resolve()] = _Held(path)
+    return held
+
+
+def _written_by(run: AnyRun, held: _Held | None = None) -> AnyRun:
+    "A run that this process may write to; raises RecordError where its folder is gone, or another process writes."
+    if not (run.path / "run.json").exists():
+        got = "no run.json: it was deleted or moved while the run went on"
+        fix = "Put it back, or begin again elsewhere. The loop has its last steps in `records`."
+        raise RecordError("the run folder is gone", where=str(run.path), got=got, expected="the log_path", fix=fix)
+    object.__setattr__(run, "held", held or hold_folder(run.path))
+    return run
+
 # %% ../nbs/31_records.ipynb #c9bf16b9
-def _create(path: Path, config: Config | Mapping[str, Any]) -> None:
+def _create(path: Path, config: Config | Mapping[str, Any]) -> _Held:
     "Make an empty run; `run.json` comes last, and makes the folder a run."
     taken = [name for name in RUN_FILES if (path / name).exists()]
     if "run.json" in taken:
@@ -820,9 +907,13 @@ def _create(path: Path, config: Config | Mapping[str, Any]) -> None:
     text = _config_yaml(config)
     with _os_errors("cannot write", path):
         (path / "steps").mkdir(parents=True, exist_ok=True)
+    held = hold_folder(path)
+    if (path / "run.json").exists():  # since it was looked for
+        raise RecordError("the run folder holds another run", where=str(path), got="one that began just now")
     replace_text(path / "config.yaml", text)
     replace_text(path / "metrics.jsonl", "")
     replace_text(path / "run.json", json.dumps({"format": RUN_FORMAT, "files": {}}))
+    return held
 
 
 def _cut_off(path: Path, taken: Sequence[str]) -> bool:
@@ -881,6 +972,7 @@ def _step_path(run: Run, step: int) -> Path:
 
 def _add(run: Run, record: StepRecord) -> Path:
     "Write the folder of a step and its line of metrics, both or neither."
+    _written_by(run)
     path = _step_path(run, record.step)
     if path.exists():
         fix = "Rewind the run to an earlier step first."
@@ -1005,6 +1097,7 @@ def _latest_checkpoint(run: Run, at_most: float = math.inf) -> Checkpoint | None
 # %% ../nbs/31_records.ipynb #8889d679
 def _rewind(run: Run, step: int) -> Path | None:
     "Move everything after a step into a new folder under `discarded`."
+    _written_by(run)
     rows, _ = _read_lines(run.path / "metrics.jsonl")
     later = [(kind, n) for kind in ("steps", "checkpoints") for n in _numbered(run.path / kind) if n > step]
     lines = [row for row in rows if row["step"] > step]

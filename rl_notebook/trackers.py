@@ -33,9 +33,9 @@ class Tracker(Protocol):
     def log(
         self,
         metrics: Mapping[str, float],  # flat, one number a name
-        step: int,  # optimizer steps done; may come again after an undo or a resume
+        step: int,  # steps done, 0 = before training; comes again with other names, or after an undo or a resume
     ) -> None:
-        "Take the metrics of one step."
+        "Take metrics of one step."
         ...
 
     def finish(self) -> None:
@@ -202,7 +202,7 @@ class TensorBoardTracker:
             self.writer = writers.EventFileWriter(os.path.join(log_path, "tensorboard"))
         except OSError as e:
             _no_start("tensorboard", e, "The run folder must be writable.")
-        self.next_step = 0
+        self.next_step, self.names = 0, set[str]()  # the names are those of the last step
         settings = _text_summary(self.summaries, "config", without_secrets(config))
         self._event(0, summary=self.summaries.Summary(value=[settings]))
 
@@ -210,10 +210,12 @@ class TensorBoardTracker:
         self.writer.add_event(self.events.Event(step=step, wall_time=time.time(), **content))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        "Write the metrics of one step; what was written for it, or after it, no longer counts."
+        "Write metrics of one step; if some of them were written for it or a later one, nothing from it on counts."
         values = [self.summaries.Summary.Value(tag=k, simple_value=v) for k, v in numbers(metrics).items()]
-        if step < self.next_step or self.next_step == 0:
+        added = step == self.next_step - 1 and self.names.isdisjoint(metrics)
+        if not added and (step < self.next_step or self.next_step == 0):
             self._event(step, session_log=self.events.SessionLog(status=self.events.SessionLog.START))
+        self.names = self.names.union(metrics) if added else {*metrics}
         self.next_step = step + 1
         self._event(step, summary=self.summaries.Summary(value=values))
 

@@ -575,6 +575,7 @@ for record in records[len(run):]:
 
 def test_kill_9_at_any_moment_loses_no_finished_step(tmp_path: Path):
     run = RunFolder.create(tmp_path / "run", CONFIG)
+    run.release()
     code = WRITER.format(tests=str(Path(__file__).parent), path=str(run.path))
     rng, seen = np.random.default_rng(0), 0
     for _ in range(2):

@@ -1,5 +1,6 @@
 "Trackers: the three packages really run, offline and in temporary folders, and what they kept is read back."
 
+import asyncio
 import json
 import logging
 import math
@@ -327,3 +328,80 @@ def test_short_or_unmarked_values_are_not_secrets(monkeypatch):
     monkeypatch.setenv("FIREWORKS_API_KEY", SECRET)
     given = {"base_model": "tiny", "where": ["/home/somebody", f"a{SECRET}b"], "n": 3}
     assert m.without_secrets(given) == {"base_model": "tiny", "where": ["/home/somebody", "a***b"], "n": 3}
+
+
+# ---- a whole run
+
+
+def trained_with(report_to, log_path):
+    "Two steps on the tiny model, with held-out rows and the default interval of evaluations."
+    from rl_notebook.backends.local import open_local
+    from rl_notebook.data import load_rows
+    from rl_notebook.recipes.rl_loop import Problem, train
+    from rl_notebook.toy import load_model, toy_rows
+
+    sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 4, "max_seq_len": 96}
+    cfg = Config(**sizes, steps=2, kl_beta=0.0, report_to=report_to, log_path=str(log_path), drop_dead=False)
+    problem = Problem(load_rows(toy_rows(8, seed=3)), load_rows(toy_rows(2, seed=4)), lambda text: float(len(text)))
+    backend = open_local(*load_model("tiny"), reference=False)
+    return asyncio.run(train(cfg, problem=problem, backend=backend, say=lambda line: None, progress=False))
+
+
+def check_scalars(scalars):  # name -> {step: value}
+    "What a tracker was told in the run of `trained_with`."
+    assert scalars["eval/reward"].keys() == {0, 2}, "before and after training"
+    for name in ("reward", "policy_version", "seconds/sample", "seconds/optimize"):
+        assert scalars[name].keys() == {1, 2}, name
+    assert scalars["policy_version"] == {1: 1.0, 2: 2.0}
+
+
+def test_tensorboard_has_the_held_out_scores_and_the_seconds(tmp_path):
+    pytest.importorskip("tensorboard")
+    result = trained_with(["tensorboard"], tmp_path / "run")
+    board = board_of(tmp_path / "run")
+    scalars = {name: {e.step: e.value for e in board.Scalars(name)} for name in board.Tags()["scalars"]}
+    check_scalars(scalars)
+    assert scalars["eval/reward"] == pytest.approx({0: result.reward_before, 2: result.reward_after})
+
+
+def test_tensorboard_takes_more_of_a_step_and_a_step_again(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tracker,) = open_trackers(["tensorboard"], run_name=None, config={}, log_path=tmp_path)
+    for step, metrics in [(1, {"a": 1.0}), (2, {"a": 2.0}), (2, {"b": 3.0}), (2, {"a": 4.0}), (2, {"b": 5.0})]:
+        tracker.log(metrics, step)
+    tracker.finish()
+    board = board_of(tmp_path)
+    found = {name: [(e.step, e.value) for e in board.Scalars(name)] for name in ("a", "b")}
+    assert found == {"a": [(1, 1.0), (2, 4.0)], "b": [(2, 5.0)]}
+
+
+ALL_THREE = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+from test_trackers import trained_with
+trained_with(["trackio", "wandb"], sys.argv[1])
+from trackio.sqlite_storage import SQLiteStorage as storage
+runs = storage.get_runs("rl-notebook")
+name = runs[0] if isinstance(runs[0], str) else runs[0]["name"]
+print("RESULT" + json.dumps(storage.get_logs("rl-notebook", name)) + "RESULT")
+"""
+
+
+@pytest.mark.slow
+def test_wandb_and_trackio_have_them_too(tmp_path):
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    env["PYTHONPATH"] = str(Path(m.__file__).parents[1])
+    code = [sys.executable, "-c", ALL_THREE, str(tmp_path / "run"), str(Path(__file__).parent)]
+    done = subprocess.run(code, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept: dict[str, list[tuple[int, dict[str, float]]]] = {"trackio": [], "wandb": []}
+    kept["trackio"] = [(row["step"], row) for row in json.loads(done.stdout.split("RESULT")[1])]
+    for record in wandb_records(tmp_path / "run"):
+        if record.WhichOneof("record_type") == "history":
+            row = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            kept["wandb"].append((row["step"], row))
+    for rows in kept.values():
+        names = {name for _, row in rows for name in row}
+        check_scalars({name: {step: row[name] for step, row in rows if name in row} for name in names})

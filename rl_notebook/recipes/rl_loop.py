@@ -15,6 +15,7 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tqdm.auto import tqdm
 from ..backends.base import Backend
 from ..backends.open import open_backend
 from ..config import Config, resumes_there, was_chosen
-from ..core import ConfigError, DataError, PhaseError, PromptGroup, RecordError
+from ..core import ConfigError, DataError, PhaseError, PromptGroup, RecordError, RLNotebookError
 from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
 from ..async_loop import AsyncGRPOLoop
@@ -32,7 +33,8 @@ from ..loop import EvaluationFn, GRPOLoop, as_rows, no_bar, other_sources, own_a
 from ..loop import save_checkpoint, sources_of, verdict_line
 from ..losses import LossOptions, policy_loss_fn
 from ..names import check_trusted
-from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, read_checkpoint
+from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, hold_folder, metrics_row
+from ..records import read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
 from ..rollouts import RolloutFactory, as_rollout_fn, encode_rows
@@ -143,6 +145,7 @@ def check_run(cfg: Config, resume: bool = False) -> None:
             raise ConfigError("resume", got="no log_path", expected="the run folder to go on with")
     elif resume:
         Run.open(cfg.log_path)
+        hold_folder(Path(cfg.log_path))  # raises where another process writes to it
     elif (Path(cfg.log_path) / "run.json").exists():
         RunFolder.create(cfg.log_path, cfg)  # raises, and says what is there
 
@@ -249,8 +252,11 @@ async def train(
             put_aside(run, found.step if found else 0, say)
             for line in resumed_sources(loop, run):
                 say(line)
-        loop.outputs += [*([run.add] if run is not None else []), *stack.enter_context(_trackers(cfg)), *on_record]
-        return await _train(loop, run, say, progress)
+        stack.callback(run.release if run is not None else int)
+        trackers = stack.enter_context(_trackers(cfg))
+        told = [partial(_tell, tracker) for tracker in trackers]
+        loop.outputs += [*([run.add] if run is not None else []), *told, *on_record]
+        return await _train(loop, run, say, progress, trackers)
 
 
 def resumed_sources(loop: GRPOLoop, run: Run) -> list[str]:
@@ -262,15 +268,21 @@ def resumed_sources(loop: GRPOLoop, run: Run) -> list[str]:
 
 
 @contextlib.contextmanager
-def _trackers(cfg: Config) -> Iterator[list[Callable[[StepRecord], Any]]]:
-    "The trackers of `report_to` as outputs of the loop, finished at the end."
+def _trackers(cfg: Config) -> Iterator[list[Tracker]]:
+    "The trackers of `report_to`, finished at the end."
     opened: list[Tracker] = open_trackers(
         cfg.report_to, run_name=cfg.run_name, config=cfg.to_dict(), log_path=cfg.log_path, wandb=cfg.wandb
     )
     try:
-        yield [lambda record, t=t: t.log(record.metrics, record.step) for t in opened]
+        yield opened
     finally:
         finish_trackers(opened)
+
+
+def _tell(tracker: Tracker, record: StepRecord) -> None:
+    "Hand a tracker the numbers of a step that `metrics.jsonl` has, too."
+    row = metrics_row(record)
+    tracker.log({name: row[name] for name in row.keys() - {"step", "reason"}}, record.step)
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #ddebe0fb
 def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]) -> Config:
@@ -300,13 +312,19 @@ def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str],
     return replace(cfg, **new) if new else cfg
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #1980c984
-async def _train(loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any], progress: bool) -> RunResult:
-    "Measure, run to the end, leave a checkpoint, measure again, write the report."
+async def _train(
+    loop: GRPOLoop,
+    run: RunFolder | None,
+    say: Callable[[str], Any],
+    progress: bool,
+    trackers: Sequence[Tracker] = (),
+) -> RunResult:
+    "Measure, run to the end, leave a checkpoint, promote, measure again, write the report."
     start, first = time.perf_counter(), loop.state.number
     saver = Saver(loop, run)
     loop.at_boundary.append(saver.boundary)
     before = _recorded_before(loop, run)
-    before = await _held_out(loop, run) if before is None else before
+    before = await _held_out(loop, run, trackers) if before is None else before
     try:
         with tqdm(total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar(progress)) as loop.bar:
             async for record in loop:
@@ -316,15 +334,28 @@ async def _train(loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any
         await saver.save()
     except Exception as error:
         await saver.rescue(error, say)
+        if loop.state.number > first:
+            await _promote_what_is_there(loop, say)
         raise
     if stopped:
         say(saver.message())
-    after = None if stopped else await _held_out(loop, run)
+    elif loop.cfg.output_model_id is not None and loop.backend.promote is not None:
+        say(f"promoted: {await loop.backend.promote(loop.cfg.output_model_id)}")
+    after = None if stopped else await _held_out(loop, run, trackers)
     if run is not None:
         say(f"report: {write_report(run, Path(run.path) / 'report.html')}")
-    if loop.cfg.output_model_id is not None and loop.backend.promote is not None and not stopped:
-        say(f"promoted: {await loop.backend.promote(loop.cfg.output_model_id)}")
     return RunResult(loop.state.number - first, before, after, time.perf_counter() - start, run, stopped)
+
+# %% ../../nbs/60_recipes.rl_loop.ipynb #901263b1
+async def _promote_what_is_there(loop: GRPOLoop, say: Callable[[str], Any]) -> None:
+    "Promote after an error; the first error stays the one that counts."
+    if loop.cfg.output_model_id is None or loop.backend.promote is None:
+        return
+    try:
+        model = await loop.backend.promote(loop.cfg.output_model_id)
+        say(f"promoted, as trained up to step {loop.state.number - 1}: {model}")
+    except RLNotebookError as second:
+        say(f"and nothing could be promoted: {second}")
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f06e428d
 class Saver:
@@ -364,14 +395,16 @@ class Saver:
         return f"{done}; it goes on {f'after step {saved}' if saved else 'from the beginning'} with: {command}"
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #92be28e6
-async def _held_out(loop: GRPOLoop, run: RunFolder | None) -> float | None:
-    "Held-out reward after the last finished step, written beside its record; None without held-out rows."
+async def _held_out(loop: GRPOLoop, run: RunFolder | None, trackers: Sequence[Tracker] = ()) -> float | None:
+    "Held-out reward after the last finished step, written beside its record, and told; None without held-out rows."
     if not loop.evaluates:
         return None
     metrics = await loop.evaluate()
     loop.eval_metrics = {}
     if run is not None:
         run.log_metrics(loop.state.number - 1, metrics)
+    for tracker in trackers:
+        tracker.log(metrics, loop.state.number - 1)
     return metrics.get("eval/reward")
 
 

@@ -1,0 +1,170 @@
+"A run folder and its one writer: a lock that dies with its process, a folder that vanishes, rows of any column type."
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import date, datetime, time, timedelta, UTC
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from service_runs import checksum, config, open_service, problem
+
+from rl_notebook.backends.emulator import start_emulator
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import RecordError, RewardError
+from rl_notebook.data import load_rows
+from rl_notebook.recipes.rl_loop import Problem, check_run, train
+from rl_notebook.records import Run, RunFolder, StepRecord, decode, encode
+from rl_notebook.toy import load_model, toy_rows
+
+CFG = Config(
+    prompt_groups_per_step=2, completions_per_prompt=3, max_completion_tokens=6, max_seq_len=128, kl_beta=0.0, steps=3
+)
+LENGTH = lambda text: float(sum(map(ord, text)) % 13)
+QUIET: dict[str, Any] = {"say": lambda line: None, "progress": False}
+
+
+def rows(count: int = 8) -> list[Any]:
+    return load_rows(toy_rows(count, seed=3))
+
+
+def tiny(**options: Any) -> Any:
+    return open_local(*load_model("tiny"), reference=False, **options)
+
+
+# --- one process writes -------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys, time
+from rl_notebook.records import RunFolder
+run = RunFolder.create(sys.argv[1], {"steps": 3})
+run.log_metrics(0, {"reward": 0.5})
+print("writing", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_has_gone_even_by_kill(tmp_path):
+    path = tmp_path / "run"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, env=env
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        for call in (
+            lambda: RunFolder.resume(path, {"steps": 3}),
+            lambda: check_run(replace(CFG, log_path=str(path)), True),
+        ):
+            with pytest.raises(RecordError, match=rf"another process that writes to it \(process {writer.pid}\)"):
+                call()
+        assert Run.open(path).metrics().loc[0, "reward"] == 0.5  # looking is possible
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        RunFolder.resume(path, {"steps": 3}).log_metrics(0, {"reward": 0.75})
+    assert Run.open(path).metrics().loc[0, "reward"] == 0.75
+
+
+def test_inside_one_process_a_folder_is_opened_as_often_as_one_likes(tmp_path):
+    first = RunFolder.create(tmp_path / "run", {})
+    second = RunFolder.resume(tmp_path / "run", {})
+    first.release()
+    for run in (second, first):
+        run.log_metrics(0, {"reward": 1.0})
+
+
+# --- the folder vanishes ------------------------------------------------------------------------------------------
+
+
+def trained(tmp_path: Path, **options: Any) -> Any:
+    cfg = replace(CFG, log_path=str(tmp_path / "run"), **options.pop("settings", {}))
+    problem = Problem(rows(), options.pop("eval_rows", ()), options.pop("reward", LENGTH))
+    return asyncio.run(train(cfg, problem=problem, backend=options.pop("backend", None) or tiny(), **QUIET, **options))
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_run_whose_folder_is_deleted_ends_with_an_error(tmp_path, at):
+    delete = lambda record: record.step == at and shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RecordError, match="the run folder is gone"):
+        trained(tmp_path, on_record=[delete], settings={"dcp_save_interval": 1})
+    assert not (tmp_path / "run").exists(), "half a run was begun anew"
+
+
+# --- columns of any type ------------------------------------------------------------------------------------------
+
+VALUES = {
+    "day": date(2026, 11, 22),
+    "moment": datetime(2026, 11, 22, 9, 30, 0, 250, tzinfo=UTC),
+    "clock": time(23, 59, 59, 5),
+    "price": Decimal("1234.500"),
+    "took": timedelta(days=-1, seconds=3, microseconds=7),
+    "nested": {"days": [date(2020, 2, 29)], "when": time(1, 2)},
+}
+
+
+def test_dates_times_and_decimals_of_a_parquet_file_reach_the_record(tmp_path):
+    table = pd.DataFrame([{"question": f"{i}+{i} = ?", "answer": str(2 * i), **VALUES} for i in range(8)])
+    table.to_parquet(tmp_path / "rows.parquet")
+    problem = Problem(load_rows(tmp_path / "rows.parquet"), (), LENGTH)
+    cfg = replace(CFG, log_path=str(tmp_path / "run"), steps=1)
+    asyncio.run(train(cfg, problem=problem, backend=tiny(), **QUIET))
+    [group, *_] = Run.open(tmp_path / "run").record(1).groups
+    for name, value in VALUES.items():
+        assert (group.row[name], type(group.row[name])) == (
+            value,
+            type(value) if name != "moment" else type(group.row[name]),
+        )
+
+
+OTHERS = [
+    *(pd.Timestamp("2026-11-22T09:30:00.123456789"), pd.Timestamp(0, tz="Europe/Berlin"), pd.Timedelta(5)),
+    *(np.datetime64("2026-11-22T09:30:00.123456789"), Decimal("-0.00"), {date(2020, 1, 1): "keys, too"}),
+]
+
+
+@pytest.mark.parametrize("value", [*VALUES.values(), *OTHERS], ids=repr)
+def test_what_is_written_comes_back(value):
+    assert decode(encode(value)) == value
+    assert decode(encode(pd.NaT)) is pd.NaT
+
+
+# --- what was trained is promoted ---------------------------------------------------------------------------------
+
+SLOWLY = [pytest.param(bad, marks=pytest.mark.slow) for bad in ("evaluation", "first step")]
+
+
+@pytest.mark.parametrize("bad", ["step", *SLOWLY])
+def test_one_bad_step_does_not_skip_promotion(tmp_path, bad):
+    finished: list[StepRecord] = []
+
+    def fails() -> bool:
+        return {"step": len(finished) == 2, "evaluation": len(finished) == 3, "first step": True}[bad]
+
+    def reward(completion_text: str) -> float:
+        if fails():
+            raise RuntimeError("one bad step")
+        return checksum(completion_text)
+
+    async def main(running: Any) -> str:
+        cfg = config("fireworks", 3, None, output_model_id="kept")
+        held_out = load_rows([{"question": "1+1 = ?", "answer": ""}]) if bad == "evaluation" else ()
+        async with await open_service(running, cfg) as backend:
+            given = replace(problem(), reward=[reward], eval_rows=held_out)
+            with pytest.raises(RewardError, match="one bad step"):
+                await train(cfg, problem=given, backend=backend, on_record=[finished.append], **QUIET)
+        return " ".join(e.path for e in running.emulator.log if e.path.endswith(":promote"))
+
+    running = start_emulator(folder=tmp_path, key="fw-promoted")
+    try:
+        assert bool(asyncio.run(main(running))) == (bad != "first step")
+    finally:
+        running.stop()
