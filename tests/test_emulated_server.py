@@ -310,7 +310,7 @@ REFUSED = [
     ({"prompt": [1] * 96}, 400, "room"),
     ({"temperature": -1}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
-    ({"n": "many"}, 400, "sampling parameters"),
+    ({"n": "many"}, 400, "n: got 'many'; expected a whole number from 1 to 1024"),
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"max_tokens": "many"}, 400, "max_tokens"),
     ({"max_tokens": 0}, 400, "0 only with echo"),
