@@ -40,17 +40,16 @@ from rl_notebook.loop import (
     trains_on,
     undo_step,
 )
-from .records import StepRecord
+from .records import TIMERS, StepRecord
 from .rollouts import Prompt, Rollouts, balanced_chunks, require_some
 from .step import Listing, LossReport, Measured, list_groups, list_prompts, list_rollouts
 
 # %% auto #0
-__all__ = ['T', 'DRAINING', 'BARREN', 'TIMERS', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'one_row', 'land',
-           'pick', 'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers',
-           'teaches', 'take_down', 'take_apart', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed',
-           'graded_phase', 'with_versions', 'open_gate', 'chunked_half', 'gate_metrics', 'wait_metrics', 'AsyncPhases',
-           'AsyncGRPOLoop', 'stand', 'take_recorded', 'take_back', 'trained_rows', 'give_up', 'refuse_under_way',
-           'hand_over']
+__all__ = ['T', 'DRAINING', 'BARREN', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'one_row', 'land', 'pick',
+           'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers', 'teaches',
+           'take_down', 'take_apart', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed', 'graded_phase',
+           'with_versions', 'open_gate', 'chunked_half', 'gate_metrics', 'wait_metrics', 'AsyncPhases', 'AsyncGRPOLoop',
+           'stand', 'take_recorded', 'take_back', 'trained_rows', 'give_up', 'refuse_under_way', 'hand_over']
 
 # %% ../nbs/34_async_loop.ipynb #1b102664
 @dataclass
@@ -529,14 +528,6 @@ def gate_metrics(loop: AsyncPhases) -> dict[str, float]:
     }
 
 # %% ../nbs/34_async_loop.ipynb #c3b9d221
-TIMERS = {
-    "perf/ref_forward_time": "reference",
-    "perf/fwd_bwd_time": "backward",
-    "perf/optim_step_time": "optimize",
-    "perf/weight_sync_time": "sync",
-}
-
-
 def wait_metrics(loop: AsyncPhases) -> dict[str, float]:
     "Who waited for whom in a step, and how fast samples came."
     seconds, flow = loop.state.seconds, loop.flow

@@ -152,6 +152,7 @@ DEMO: dict[str, Any] = {
     "max_rows": 4096,
     "eval_rows": 200,
     "eval_interval": 10,
+    "max_concurrent": 128,
 }
 
 

@@ -32,11 +32,11 @@ __all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNo
            'NOT_ASYNC', 'RULES', 'T', 'TaskSettings', 'SamplingSettings', 'SignalSettings', 'LossSettings',
            'UpdateSettings', 'RunSettings', 'ScheduleSettings', 'TISConfig', 'ISConfig', 'DAPOConfig', 'GSPOConfig',
            'CISPOConfig', 'DROConfig', 'SAPOConfig', 'IGPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig',
-           'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'SubConfigs', 'coerce',
-           'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules', 'correction_rules',
-           'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'backend_rules', 'resumes_there',
-           'schedule_rules', 'read_yaml', 'plain', 'nested', 'accepts_other_spellings', 'was_chosen', 'Stored',
-           'SettingsTable', 'compared', 'changed_settings', 'Config']
+           'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'ConcurrencyConfig',
+           'SubConfigs', 'coerce', 'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules',
+           'correction_rules', 'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'concurrency_rules',
+           'completions_at_once', 'backend_rules', 'resumes_there', 'schedule_rules', 'read_yaml', 'plain', 'nested',
+           'accepts_other_spellings', 'was_chosen', 'Stored', 'SettingsTable', 'compared', 'changed_settings', 'Config']
 
 # %% ../nbs/06_config.ipynb #f1f9d6f8
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SamplingSettings:
     top_p: float = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: int = 0  # keep the k most likely tokens; 0 = all
     stop: tuple[str, ...] = ()  # strings that end an answer, besides the end-of-text token
-    max_concurrent: int = 32  # sampling requests in flight
+    max_concurrent: int = 32  # completions in flight, at most
     weight_sync_interval: int = 1  # optimizer steps between weight syncs; 0 = the sampler keeps the first weights
 
 # %% ../nbs/06_config.ipynb #44477146
@@ -361,6 +361,18 @@ class DeployConfig:
     extra_values: Mapping[str, Any] | None = None  # passed on as they are
 
 # %% ../nbs/06_config.ipynb #286b3b10
+@dataclass(frozen=True)
+class ConcurrencyConfig:
+    "How many completions are in flight, in place of `max_concurrent`."
+
+    mode: Literal["adaptive", "fixed"] = "adaptive"  # "adaptive": a window that follows what the service can take
+    max_concurrency: int | None = None  # fixed: so many
+    initial_window: int | None = None  # adaptive: in the beginning; None = 8
+    min_window: int = 1  # adaptive: never fewer
+    max_window: int = 256  # adaptive: never more
+    prefill_queue_target: float = 0.5  # adaptive, Fireworks: seconds in the queue from which the window shrinks
+
+
 @dataclass(frozen=True, kw_only=True)
 class SubConfigs:
     "Settings that belong to one loss, tracker or service; None = not used."
@@ -374,6 +386,7 @@ class SubConfigs:
     igpo: IGPOConfig | None = None  # with recipe="igpo_loop"
     wandb: WandBConfig | None = None  # Weights & Biases
     resume: ResumeConfig | None = None  # where to go on from
+    concurrency: ConcurrencyConfig | None = None  # completions in flight; None = adaptive, at most `max_concurrent`
     weight_sync: WeightSyncConfig | None = None  # Fireworks
     deployment: DeployConfig | None = None  # Fireworks
     trainer: TrainerConfig | None = None  # Fireworks
@@ -739,6 +752,7 @@ def _announce(notes: Sequence[str]) -> None:
 AT_LEAST: dict[int, str] = {
     1: "max_rows epochs steps prompt_groups_per_step max_completion_tokens max_seq_len max_concurrent "
     "max_samples_per_fwd_bwd min_samples_per_fwd_bwd tis.icepop_threshold pipeline_chunks_per_step ppo_n_minibatches "
+    "concurrency.max_concurrency concurrency.initial_window concurrency.min_window concurrency.max_window "
     "min_group_size igpo.scoring_workers",
     0: "eval_rows eval_interval top_k weight_sync_interval dcp_save_interval overlong_buffer kl_beta adam_beta1 "
     "adam_beta2 weight_decay grad_clip_norm lora_rank eps_clip eps_clip_high tis.floor dro.beta seed "
@@ -973,6 +987,33 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {  # setting -> the backends that look at
 }
 
 
+def concurrency_rules(c: Any) -> Iterator[str]:
+    "A limit that is said twice, or that nothing would follow."
+    own = c.concurrency
+    if own is None:
+        return
+    if c.max_concurrent != 32:
+        yield "concurrency: max_concurrent says the same. Keep one of the two"
+    windows = (own.initial_window, own.min_window, own.max_window, own.prefill_queue_target)
+    if own.mode == "fixed" and (own.max_concurrency is None or windows != (None, 1, 256, 0.5)):
+        yield "concurrency: mode='fixed' reads max_concurrency, and no window. Set that one alone"
+    if own.mode == "adaptive" and own.max_concurrency is not None:
+        yield "concurrency.max_concurrency: mode='adaptive' has max_window. Set mode='fixed' or leave it out"
+    if own.mode == "adaptive" and c.backend not in ("openai", "fireworks"):
+        yield f"concurrency: backend={c.backend!r} refuses nothing to adapt to. Set mode='fixed' with max_concurrency"
+    if own.prefill_queue_target != 0.5 and c.backend != "fireworks":
+        yield f"concurrency.prefill_queue_target: backend={c.backend!r} does not report it. Leave it out"
+    if not own.min_window <= (own.initial_window or own.min_window) <= own.max_window:
+        yield "concurrency: expected min_window <= initial_window <= max_window"
+
+
+def completions_at_once(c: Any) -> int | None:
+    "The largest number of completions in flight that a config allows; None = no limit of its own."
+    if c.concurrency is not None:
+        return c.concurrency.max_concurrency if c.concurrency.mode == "fixed" else c.concurrency.max_window
+    return None if c.recipe == "async_rl_loop" else c.max_concurrent  # the asynchronous loop has its gate
+
+
 def backend_rules(c: Any) -> Iterator[str]:
     "Settings that the backend would ignore, and those that it needs."
     if c.backend not in BACKENDS:
@@ -1081,6 +1122,7 @@ def _async_rules(c: Any) -> Iterator[str]:
 # %% ../nbs/06_config.ipynb #d8f2fb0d
 RULES: tuple[Callable[[Any], Iterator[str]], ...] = (
     loss_rules, correction_rules, builtin_rules, sampling_rules, run_rules, backend_rules, schedule_rules,
+    concurrency_rules,
 )  # fmt: skip
 
 # %% ../nbs/06_config.ipynb #dd63e411

@@ -55,7 +55,7 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'R', 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
-from .config import Config
+from .config import Config, completions_at_once
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -78,7 +78,7 @@ from .names import named_function, source_hash
 from .records import MUST_MATCH, Checkpoint, Run, RunFolder, StepRecord, spans
 from .rewards import as_reward_fns, make_soft_overlong
 from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
-from .rollouts import TakenRollout, as_rollout_fn, first_parameter
+from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
 from .rollouts import arrivals, encode_rows, greedy_chunks, groups_per_pass, is_rollout_fn
 from .rollouts import minibatch_slices, require_some, window_batches
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
@@ -314,7 +314,8 @@ class LoopMemory:
         self.given |= {"extras": extras, "keep_undo": keep_undo}  # all of it for branches
         self.evaluation_fn = evaluation_fn
         self.rows, self.eval_rows = as_rows(rows), as_rows(eval_rows) if len(eval_rows) else []
-        self.task = configured(as_task(reward, rollout_setup(backend, self.cfg, extras)), self.cfg)
+        self.sampler = bounded(backend.sampler, completions_at_once(self.cfg))
+        self.task = configured(as_task(reward, rollout_setup(backend, self.cfg, extras, self.sampler)), self.cfg)
         self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
         self.make_loss, self.keep_undo = make_loss, keep_undo
         self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
@@ -432,12 +433,17 @@ def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
     return Cursor(rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle)
 
 
-def rollout_setup(backend: Backend, cfg: Config, extras: Mapping[str, Any] | None = None) -> RolloutSetup:
+def rollout_setup(
+    backend: Backend,
+    cfg: Config,
+    extras: Mapping[str, Any] | None = None,
+    sampler: Any = None,  # None = the backend's
+) -> RolloutSetup:
     "What a rollout factory is given."
     params, named = cfg.sample_params(n=1, seed=cfg.seed), cfg.deployment and cfg.deployment.tokenizer_model
     words = named or cfg.tokenizer_model or getattr(backend.tokenizer, "name_or_path", "") or cfg.base_model
     K, own = cfg.completions_per_prompt, {"tokenizer_id": words, "endpoint": backend.endpoint}
-    return RolloutSetup(backend.sampler, backend.tokenizer, params, K, extras or {}, **own)
+    return RolloutSetup(sampler or backend.sampler, backend.tokenizer, params, K, extras or {}, **own)
 
 # %% ../nbs/33_loop.ipynb #fc80a6e4
 def place_text(loop: Loop) -> str:
@@ -566,7 +572,7 @@ async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
     "All answers to one prompt, with the loop's settings."
     params, epoch = loop.cfg.sample_params(seed=loop.cfg.seed), prompt.number // len(loop.rows)
     how = {"context": {"epoch": epoch, "evaluation": False}, **patience(loop)}
-    return await draw(prompt, loop.backend.sampler, params, loop.task.rollout_fn, **how)
+    return await draw(prompt, loop.sampler, params, loop.task.rollout_fn, **how)
 
 
 def grading(loop: Loop) -> dict[str, Any]:  # options of `score_group`
@@ -1407,7 +1413,7 @@ def evaluation_rollouts(loop: Loop) -> RolloutFn:
         params = loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
         asked = None if own is None else TakenRollout(noting, CONTEXT)
         how = {"context": {**context, "evaluation": True}, **patience(loop)}
-        drawn = await draw(prompt, loop.backend.sampler, params, asked, **how)
+        drawn = await draw(prompt, loop.sampler, params, asked, **how)
         samples = (await score_group(drawn, loop.task.reward_fns, weights=loop.task.weights)).samples
         return None if not samples else RolloutRun(samples, samples[0].reward) if runs else samples[0]
 
@@ -1421,7 +1427,7 @@ async def own_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, f
         if wants_rollouts(evaluation_fn):
             found = evaluation_fn(finished, evaluation_rollouts(loop))
         else:
-            found = evaluation_fn(rollout_setup(loop.backend, loop.cfg, loop.given["extras"]))
+            found = evaluation_fn(rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler))
         found = await found if inspect.isawaitable(found) else found
     found = {} if found is None else found
     if not isinstance(found, Mapping):
@@ -1438,7 +1444,7 @@ async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
     if not held_out:
         raise PhaseError("evaluate", got="no held-out rows", fix="Pass eval_rows to the loop, or rows to evaluate.")
     prompts, params = encode(loop, held_out, HELD_OUT), loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
-    task, sampler = loop.task, loop.backend.sampler
+    task, sampler = loop.task, loop.sampler
     with under_way(loop, "evaluate"):
         how = {"patience": patience(loop), "weights": task.weights}
         found = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, **how)

@@ -41,11 +41,12 @@ from .drawings import folded, html_table, prompt_text, step_html
 from .names import from_file, names_in, note_started, trusted_names
 
 # %% auto #0
-__all__ = ['SHOWN', 'LONGEST', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'RUN_FORMAT', 'RUN_FILES',
-           'AnyRun', 'CHECKPOINT_FORMAT', 'GLANCE', 'StepRecord', 'step_verdict', 'utf8', 'encode', 'decode', 'ragged',
-           'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record', 'staged_folder',
-           'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing', 'metrics_row',
-           'metrics_frame', 'Run', 'RunFolder', 'hold_folder', 'spans', 'Checkpoint', 'read_checkpoint']
+__all__ = ['SHOWN', 'LONGEST', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'TIMERS', 'RUN_FORMAT',
+           'RUN_FILES', 'AnyRun', 'CHECKPOINT_FORMAT', 'GLANCE', 'StepRecord', 'step_verdict', 'utf8', 'encode',
+           'decode', 'ragged', 'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record',
+           'staged_folder', 'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing',
+           'perf_metrics', 'metrics_row', 'metrics_frame', 'Run', 'RunFolder', 'hold_folder', 'spans', 'Checkpoint',
+           'read_checkpoint']
 
 # %% ../nbs/31_records.ipynb #47e7b542
 @dataclass(frozen=True, eq=False, repr=False)
@@ -682,10 +683,38 @@ def _refuse_other_past(recorded: Config | Mapping[str, Any], now: Config | Mappi
         raise RecordError("another run's checkpoint", where=where, got=got, expected=expected, fix=fix)
 
 # %% ../nbs/31_records.ipynb #30086ff9
+TIMERS = {
+    "perf/ref_forward_time": "reference",
+    "perf/fwd_bwd_time": "backward",
+    "perf/optim_step_time": "optimize",
+    "perf/weight_sync_time": "sync",
+}
+
+
+def perf_metrics(record: StepRecord) -> dict[str, float]:
+    "Who waited for whom where trainer and sampler take turns, and how fast they were, under the names of the guides."
+    timers = {name: record.seconds.get(phase, 0.0) for name, phase in TIMERS.items()}
+    waited, trained = record.seconds.get("sample", 0.0), sum(timers.values())
+    wall, samples = max(waited + trained, 1e-9), [s for g in record.groups for s in g.samples]
+    read = float(sum(len(d.tokens) - 1 for d in record.datums))
+    speeds = {"perf/ref_tokens_per_s": "perf/ref_forward_time", "perf/train_tokens_per_s": "perf/fwd_bwd_time"}
+    return timers | {
+        "perf/trainer_wait_for_sampler_time": waited,
+        "perf/sampler_wait_for_trainer_time": trained,
+        "perf/step_wall_time": wall,
+        "perf/wait_time_ratio": waited / wall,
+        "perf/overlap_ratio": 1 - waited / wall,
+        "perf/weight_sync_ratio": timers["perf/weight_sync_time"] / wall,
+        "perf/rollout_samples_per_s": len(samples) / wall,
+        "perf/rollout_tokens_per_s": sum(s.completion_len for s in samples) / wall,
+        **{name: read / timers[of] for name, of in speeds.items() if timers[of]},
+    }
+
+
 def metrics_row(record: StepRecord) -> dict[str, Any]:
     "What a record adds to `metrics.jsonl`."
     head = {"step": record.step, "reason": record.reason, "policy_version": record.policy_version}
-    row = {**record.metrics, **{f"seconds/{name}": s for name, s in record.seconds.items()}}
+    row = perf_metrics(record) | {**record.metrics, **{f"seconds/{name}": s for name, s in record.seconds.items()}}
     if taken := sorted(head.keys() & row.keys()):
         raise RecordError("names of metrics", where=f"step {record.step}", got=", ".join(taken), fix="Rename them.")
     return {**head, **row}
@@ -714,7 +743,7 @@ def metrics_frame(
 
 # %% ../nbs/31_records.ipynb #c27be387
 RUN_FORMAT = "rl_notebook.run/1"
-RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "steps", "checkpoints", "discarded")
+RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "steps", "checkpoints", "discarded", "rows.jsonl")
 
 
 def _numbered(folder: Path) -> list[int]:

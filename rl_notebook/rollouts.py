@@ -326,6 +326,61 @@ class NotedSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "sampler"), name)
 
+# %% ../nbs/30_rollouts.ipynb #d567aebe
+class BoundedSampler:
+    "A sampler with so many completions in flight, at most; who asks first is served first."
+
+    def __init__(self, sampler: Sampler, most: int):
+        self.sampler, self.most, self.free = sampler, most, most
+        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # places wanted, and who wants them
+
+    async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
+        "As the sampler does, once there is room."
+        found = list[Completion]()
+        for first in range(0, params.n, self.most):
+            n, seed = min(self.most, params.n - first), params.seed
+            if first and seed is not None:
+                seed = int(np.random.SeedSequence([seed % 2**64, first]).generate_state(1)[0])
+            await self._take(n)
+            try:
+                found += await self.sampler.sample(prompt_tokens, replace(params, n=n, seed=seed))
+            finally:
+                self._give(n)
+        return found
+
+    async def _take(self, n: int) -> None:
+        mine = (n, asyncio.get_running_loop().create_future())
+        self.waiting.append(mine)
+        self._give(0)
+        try:
+            await mine[1]
+        except asyncio.CancelledError:
+            if mine in self.waiting:
+                self.waiting.remove(mine)
+            self._give(n if mine[1].done() and not mine[1].cancelled() else 0)
+            raise
+
+    def _give(self, n: int) -> None:
+        self.free += n
+        while self.waiting and self.waiting[0][0] <= self.free:
+            wanted, future = self.waiting.popleft()
+            if not future.done() and not future.get_loop().is_closed():
+                self.free -= wanted
+                future.set_result(None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "sampler"), name)
+
+
+def bounded(sampler: Any, most: int | None) -> Any:
+    "The sampler, with a limit of completions in flight; None = as it is."
+    if most is None:
+        return sampler
+    if hasattr(sampler, "at_most"):
+        sampler.at_most(most)
+        return sampler
+    return BoundedSampler(sampler, most)
+
 # %% ../nbs/30_rollouts.ipynb #e4033c55
 RolloutFn = Callable[..., Awaitable[RolloutSample | RolloutRun | None]]
 

@@ -22,7 +22,7 @@ from offline import heartbeats
 pytest.importorskip("fireworks.training.sdk")
 pytest.importorskip("starlette")
 
-from fireworks.training.sdk import DeploymentManager, FiretitanServiceClient, TrainerJobManager
+from fireworks.training.sdk import DeploymentManager, DeploymentSampler, FiretitanServiceClient, TrainerJobManager
 
 from rl_notebook.backends import fireworks as fw
 from rl_notebook.backends import provision
@@ -622,6 +622,42 @@ def test_no_heartbeat_outlives_its_backend(site):
     assert all(task.done() for task in beating)
 
 
+@pytest.mark.parametrize(
+    ("limit", "kind", "most"),
+    [
+        ({"max_concurrent": 2}, "AdaptiveConcurrencyController", 2),
+        ({"concurrency": {"mode": "fixed", "max_concurrency": 3}}, "FixedConcurrencyController", 3),
+        ({"concurrency": {"initial_window": 2, "max_window": 4}}, "AdaptiveConcurrencyController", 4),
+    ],
+)
+def test_a_limit_is_one_of_requests(site, monkeypatch, limit, kind, most):
+    "Two groups of four completions, over HTTP; what is in flight is counted where a request is made."
+    now, seen = [0], [0]
+
+    async def counted(sampler, *given, **options):
+        now[0] += 1
+        seen[0] = max(seen[0], now[0])
+        try:
+            return await asked(sampler, *given, **options)
+        finally:
+            now[0] -= 1
+
+    asked = DeploymentSampler.async_completions_stream
+    monkeypatch.setattr(DeploymentSampler, "async_completions_stream", counted)
+    sizes = {"max_seq_len": 64, "max_completion_tokens": 8, "prompt_groups_per_step": 2, "steps": 1}
+    given = settings_of(site, **sizes, **limit)
+    cfg = Config(**{k: v for k, v in given.items() if k not in ("key", *QUICK)})
+
+    async def test():
+        async with await open_fireworks(cfg, key=site.key, **QUICK) as backend:
+            assert type(backend.sampler.drawer._concurrency_controller).__name__ == kind
+            now[0] = seen[0] = 0
+            return await rl_loop.train(cfg, backend=backend, rows=toy_rows(4), say=lambda _: None, progress=False)
+
+    assert asyncio.run(test()).steps == 1
+    assert 0 < seen[0] <= most
+
+
 def test_first_a_base_then_deltas_and_a_base_where_the_chain_has_a_gap(site):
     async def test(backend):
         datum = toy(backend)
@@ -831,7 +867,7 @@ def test_a_state_loads_in_another_job(site):
     assert version == 0
 
 
-def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(site):
+def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(site, tmp_path):
     async def first(backend):
         await learn(backend, toy(backend))
         path = await backend.policy.save_state("step-4")
@@ -841,7 +877,8 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
     own = {"trainer": {"job_id": job}, "prompt_groups_per_step": 2, "completions_per_prompt": 2}
     sizes = {"max_seq_len": 64, "max_completion_tokens": 4, "steps": 12}
     given = settings_of(site, **own, **sizes, resume={"resume_from": name, "step_offset": 10})
-    cfg = Config(**{k: v for k, v in given.items() if k not in ("key", *QUICK)})
+    log_path = str(tmp_path / "run")
+    cfg = Config(**{k: v for k, v in given.items() if k not in ("key", *QUICK)}, log_path=log_path)
     steps, said = list[int](), list[str]()
 
     async def second(key):
@@ -853,6 +890,7 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
 
     assert asyncio.run(second(site.key)).steps == 2
     assert steps == [11, 12]
+    assert rl_loop.Run.open(log_path).metrics().loc[10, "infra/total_boot_time"] > 0
     assert any("going on after step 10" in line for line in said)
     assert rl_loop.step_there(replace(cfg, resume=ResumeConfig("step-00007"))) == 7
     new = replace(cfg, trainer=TrainerConfig(training_shape_id=SHAPE))

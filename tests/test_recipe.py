@@ -355,3 +355,68 @@ def test_a_stop_is_said_with_what_is_saved(kept, tmp_path, monkeypatch):
         assert RunFolder.open(folder).checkpoints == [2]
     else:
         assert said[-1] == "stopped after step 2; nothing is saved without a log_path"
+
+
+# --- completions in flight --------------------------------------------------------------------------------------------
+
+
+class Counted:
+    "A sampler that notes how many completions are asked of it at once."
+
+    def __init__(self, sampler):
+        self.inner, self.now, self.most = sampler, 0, 0
+
+    async def sample(self, prompt_tokens, params):
+        self.now += params.n
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(0.005)
+            return await self.inner.sample(prompt_tokens, params)
+        finally:
+            self.now -= params.n
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("limit", [{"max_concurrent": 2}, {"concurrency": {"mode": "fixed", "max_concurrency": 3}}])
+@pytest.mark.parametrize("with_rollouts", [True, False])
+def test_a_limit_is_one_of_completions(limit, with_rollouts):
+    most = limit.get("max_concurrent", 3)
+
+    def make_rollout_fn(setup):
+        async def rollout_fn(sample_prompt):
+            params = SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
+            [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
+            return sample_from_completion(completion, uneven(completion.text))
+
+        return rollout_fn
+
+    backend = open_local(*load_model("tiny"), reference=False)
+    backend.sampler = Counted(backend.sampler)
+    own = {"rollout_fn_factory": make_rollout_fn} if with_rollouts else {}
+    cfg = Config(**SMALL | {"kl_beta": 0.0, "prompt_groups_per_step": 4}, steps=1, **limit)
+    assert run(cfg, backend=backend, rows=toy_rows(8), **own).steps == 1
+    assert 0 < backend.sampler.most <= most
+
+
+# --- what a run leaves behind -----------------------------------------------------------------------------------------
+
+
+PERF = ("wait_time_ratio", "overlap_ratio", "step_wall_time", "ref_forward_time", "fwd_bwd_time", "optim_step_time")
+PERF += ("weight_sync_time", "trainer_wait_for_sampler_time", "sampler_wait_for_trainer_time", "rollout_samples_per_s")
+
+
+@pytest.mark.parametrize("recipe", [rl_loop, async_rl_loop])
+def test_a_run_with_rows_of_its_own_is_replayed_with_them_and_says_who_waited(recipe, tmp_path, capsys):
+    path = tmp_path / "run"
+    cfg = recipe.Config(**SMALL | {"max_completion_tokens": 16}, steps=2, log_path=str(path))
+    quiet = {"say": lambda line: None, "progress": False}
+    recipe.main(cfg, rows=toy_rows(16, seed=99), dynamic_filter_fn=lambda group: True, **quiet)
+    table = rl_loop.Run.open(path).metrics()
+    assert {f"perf/{name}" for name in PERF} <= set(table.columns)
+    assert (table.loc[1:, "perf/step_wall_time"] > 0).all()
+    problem = rl_loop.recorded_problem(rl_loop.Run.open(path), cfg)
+    assert [r.data for r in problem.rows] == toy_rows(16, seed=99)
+    if recipe is rl_loop:
+        assert command(["replay", str(path), "2"]) == 0, capsys.readouterr()

@@ -161,6 +161,7 @@ class Backend:
     close: Callable[[], Awaitable[None]] | None = None  # gives back what the backend holds
     meter: Meter = field(default_factory=Meter)  # how much work was done
     promote: Callable[[str], Awaitable[str]] | None = None  # publishes the policy under a model id; returns its name
+    boot_metrics: Mapping[str, float] = field(default_factory=dict)  # seconds until it was ready: `infra/...`
     endpoint: Endpoint | None = None  # of the sampler, for rollouts that make their own requests; None = no HTTP
 
     async def __aenter__(self) -> Self:

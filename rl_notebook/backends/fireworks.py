@@ -38,10 +38,12 @@ from .local import Worker
 from rl_notebook.backends.openai import (
     DIALECTS,
     FINISH,
+    AdaptiveLimit,
     OpenAISampler,
     Refused,
     Secret,
     request_seed,
+    slot,
     sort_logprobs,
     together,
 )
@@ -80,16 +82,9 @@ from rl_notebook.backends.service import (
     snapshot_remotely,
 )
 from ..config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resumes_there, was_chosen
-from rl_notebook.core import (
-    AdamParams,
-    BackendError,
-    Completion,
-    ConfigError,
-    Datum,
-    Logprobs,
-    RLNotebookError,
-    SampleParams,
-)
+from ..config import ConcurrencyConfig, completions_at_once
+from ..core import AdamParams, BackendError, Completion, ConfigError
+from ..core import Datum, Logprobs, RLNotebookError, SampleParams
 from ..losses import BUILTIN_LOSSES
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #f6b7ba7c
@@ -158,6 +153,11 @@ class FireworksSampler:
         self.max_seq_len, self.meter, self.timeout_s = max_seq_len, meter or Meter(), timeout_s
         self.policy_version = 0  # of the weights that are served
         self.is_served: Callable[[float], Awaitable[bool]] | None = None  # see `FireworksSync.is_served`
+        self.room = AdaptiveLimit(256, 256, 256)  # requests at once, above what the SDK's controller allows
+
+    def at_most(self, completions: int) -> None:
+        "Never have more requests in flight."
+        self.room = AdaptiveLimit(completions, completions, completions)
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
@@ -209,8 +209,9 @@ async def draw_from(sampler: FireworksSampler, prompt: list[int], params: Sample
     options |= {} if sampler.routing == "none" else {"include_routing_matrix": True, "echo": True}
     size = {"max_tokens": params.max_tokens, "temperature": params.temperature}
     silence = sampler.scorer.wire.silence
-    with as_backend_errors("deployment"), silence.awaits("completions"):
-        drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
+    async with slot(sampler.room):
+        with as_backend_errors("deployment"), silence.awaits("completions"):
+            drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
     silence.heard()
     if len(drawn) != 1:
         raise BackendError("completions", where="deployment", got=len(drawn), expected="1, as asked")
@@ -222,11 +223,17 @@ async def draw_from(sampler: FireworksSampler, prompt: list[int], params: Sample
     return completion
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #d6275b05
-def samplers(infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, at_once: int) -> tuple[Any, OpenAISampler]:
+def samplers(infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, cfg: Config) -> tuple[Any, OpenAISampler]:
     "What draws, and what scores given tokens."
     sdk, dialect = fireworks_sdk(), DIALECTS["fireworks"]
     url, model = deploy_mgr.inference_url, infra.inference_model or ""
-    controller = sdk.AdaptiveConcurrencyController(initial_window=max(1, min(at_once, 256)))
+    most, own = completions_at_once(cfg) or 256, cfg.concurrency or ConcurrencyConfig()
+    if own.mode == "fixed":
+        controller = sdk.FixedConcurrencyController(most)
+    else:
+        window = {"initial_window": own.initial_window or min(most, 8 if cfg.concurrency else 256), "max_window": most}
+        window |= {"min_window": min(own.min_window, most), "prefill_queue_target": own.prefill_queue_target}
+        controller = sdk.AdaptiveConcurrencyController(**window)
     where = {"inference_url": url, "model": model, "api_key": secret.reveal()}
     drawer = sdk.DeploymentSampler(**where, tokenizer=tokenizer, concurrency_controller=controller)
     uncached = replace(dialect, prefill={**dialect.prefill, UNCACHED: 0})
@@ -611,7 +618,7 @@ def bundle(
     classes, run, meter, settings = sdk_classes(), Worker(), Meter(), cfg.weight_sync or WeightSyncConfig()
     link = {"timeout_s": float(settings.dcp_timeout), "say": say, "secret": secret} | link
     limits = Limits(max_seq_len=infra.max_seq_len)
-    drawer, scorer = samplers(infra, deploy_mgr, secret, tokenizer, cfg.max_concurrent)
+    drawer, scorer = samplers(infra, deploy_mgr, secret, tokenizer, cfg)
     timeout = cfg.deployment.sample_timeout if cfg.deployment else 600.0
     asked = ("completion" if cfg.router_replay_completion_only else "all") if cfg.router_replay else "none"
     share: Any = {"max_seq_len": infra.max_seq_len, "meter": meter, "timeout_s": timeout, "routing": asked}
@@ -630,7 +637,8 @@ def bundle(
     can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)
     can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]), routing=cfg.router_replay)
     at = Endpoint(deploy_mgr.inference_url, infra.inference_model or "", secret.reveal())
-    return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, meter=meter, endpoint=at, infra=infra)
+    more = {"meter": meter, "boot_metrics": infra.boot_metrics, "endpoint": at, "infra": infra}
+    return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, **more)
 
 # %% ../../nbs/25b_backends.fireworks.ipynb #4f526c58
 async def open_fireworks(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .base import Backend
-from ..config import Config, DeployConfig, TrainerConfig, was_chosen
+from ..config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
+from ..config import completions_at_once, was_chosen
 from ..core import ConfigError
 from ..names import check_trusted
 from ..toy import load_model
@@ -44,13 +45,17 @@ async def _open_local(cfg: Config, say: Callable[[str], Any]) -> Backend:
 
 # %% ../../nbs/29_backends.open.ipynb #94334756
 async def _open_openai(cfg: Config, say: Callable[[str], Any]) -> Backend:
-    from rl_notebook.backends.openai import open_openai
+    from rl_notebook.backends.openai import AdaptiveLimit, open_openai
 
     folder = Path(cfg.log_path) / "weights" if cfg.log_path is not None else None
     model, tokenizer = load_model(cfg.base_model, dtype=cfg.dtype)
+    own, most = cfg.concurrency or ConcurrencyConfig(), completions_at_once(cfg) or 256
+    fixed = own.mode == "fixed"
+    window = (most, most, most) if fixed else (min(own.initial_window or 8, most), min(own.min_window, most), most)
     return await open_openai(
         model,
         tokenizer,
+        limit=AdaptiveLimit(*window),
         base_url=cfg.base_url or "",
         served_model=cfg.served_model or cfg.base_model,
         key=os.environ.get("OPENAI_API_KEY") or None,

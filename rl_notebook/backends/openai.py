@@ -798,6 +798,11 @@ class OpenAISampler:
         self.report: ServerReport | None = None  # what `probe` found
         self.ready: Callable[[], Awaitable[None]] | None = None  # is awaited before each request
 
+    def at_most(self, completions: int) -> None:
+        "Never have more requests in flight."
+        limit = self.wire.limit
+        limit.most, limit.window = min(limit.most, completions), min(limit.window, completions)
+
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
         prompt = check_tokens(prompt_tokens, self.vocab_size, "prompt")

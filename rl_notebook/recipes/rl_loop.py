@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import math
 import os
 import re
@@ -33,8 +34,8 @@ from ..loop import EvaluationFn, GRPOLoop, as_rows, no_bar, other_sources, own_a
 from ..loop import save_checkpoint, sources_of, verdict_line
 from ..losses import LossOptions, policy_loss_fn
 from ..names import check_trusted
-from ..records import Checkpoint, Run, RunFolder, StepRecord, differing, hold_folder, metrics_row
-from ..records import read_checkpoint
+from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode
+from ..records import hold_folder, metrics_row, read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
 from ..rollouts import RolloutFactory, as_rollout_fn, encode_rows
@@ -252,6 +253,10 @@ async def train(
             put_aside(run, found.step if found else 0, say)
             for line in resumed_sources(loop, run):
                 say(line)
+        elif run is not None:
+            keep_rows(run, problem, parts)
+        if run is not None and own.boot_metrics:
+            run.log_metrics(loop.state.number - 1, {k: v for k, v in own.boot_metrics.items() if "/step" not in k})
         stack.callback(run.release if run is not None else int)
         trackers = stack.enter_context(_trackers(cfg))
         told = [partial(_tell, tracker) for tracker in trackers]
@@ -440,6 +445,33 @@ def main(
     given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
     return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)")
 
+# %% ../../nbs/60_recipes.rl_loop.ipynb #c69eb5df
+def keep_rows(run: RunFolder, problem: Problem, parts: Mapping[str, Any]) -> None:
+    "Write down the rows that were passed to a run, and which functions were."
+    if parts.get("rows") is None:
+        return
+    own = [name for name in ("rollout_fn_factory", "rollout_fn") if parts.get(name) is not None]
+    lines = [{"format": 1, "own": own}, *({f.name: getattr(row, f.name) for f in fields(row)} for row in problem.rows)]
+    text = "".join(json.dumps(encode(line, "rows.jsonl")) + "\n" for line in lines)
+    (Path(run.path) / "rows.jsonl").write_text(text, encoding="utf-8")
+
+
+def recorded_problem(run: Run, cfg: Config) -> Problem:
+    "What a run was made of: its own rows, if it was given some, and what its config names."
+    path = Path(run.path) / "rows.jsonl"
+    if not path.exists():
+        return load_problem(cfg)
+    try:
+        head, *lines = [decode(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [Row(**line) for line in lines]
+        own = [str(name) for name in head["own"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RecordError("rows.jsonl", where=str(path), got=str(error), expected="rows of a run") from error
+    if own:
+        fix = f"Pass it: problem=make_problem(cfg, {own[0]}=..., rows=...)."
+        raise ConfigError("problem", where=str(run.path), got=f"a run with a {own[0]} of its own", fix=fix)
+    return replace(load_problem(replace(cfg, eval_rows=0, eval_interval=0)), rows=rows)
+
 # %% ../../nbs/60_recipes.rl_loop.ipynb #0a0368a3
 @contextlib.asynccontextmanager
 async def loop_for(
@@ -452,7 +484,7 @@ async def loop_for(
     run.record(step)  # is it there? asked before a model is loaded
     cfg = Config.from_dict(run.config)
     check_functions(cfg, problem)
-    problem = problem or load_problem(cfg)
+    problem = problem or recorded_problem(run, cfg)
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg))
         loop = open_loop(cfg, own, problem)
