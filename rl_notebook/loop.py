@@ -1007,6 +1007,7 @@ async def sync_phase(loop: Loop) -> Measured:
 def sources_of(loop: Loop, options: Mapping[str, Any]) -> dict[str, str]:  # "reward close_enough": hash
     "The functions that are not ours, each with a hash of its source."
     given, name = loop.given["reward"], lambda fn: getattr(fn, "__name__", type(fn).__name__)
+    given = getattr(given, "make", getattr(given, "fn", given))  # what a RolloutFactory or a TakenRollout holds
     by_rollout = loop.task.rollout_fn is not None
     used: dict[str, Any] = {f"rollout {name(given)}": given} if by_rollout else {}
     used |= {} if by_rollout else {f"reward {fn.name}": fn.function for fn in as_reward_fns(loop.task.reward_fns)}

@@ -310,6 +310,23 @@ def test_a_whole_loss_function_goes_through_problem(record):
     assert made
 
 
+def test_a_rollout_is_known_by_its_source():
+    from rl_notebook.core import RolloutSample
+    from rl_notebook.rollouts import RolloutFactory
+
+    def factory(anything: Any) -> Any:
+        async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample:
+            tokens = [*sample_prompt["prompt_token_ids"], 5 + sample_prompt["sample_index"]]
+            zeros = [0] * (len(tokens) - 1)
+            reward = float(sample_prompt["sample_index"])
+            return RolloutSample(tokens=tokens, logprobs=[*zeros, -1.0], loss_mask=[*zeros, 1], reward=reward)
+
+        return rollout_fn
+
+    loop = GRPOLoop(open_local(*load_model("tiny")), load_rows(toy_rows(16)), RolloutFactory(factory), Config(**SMALL))
+    assert asyncio.run(loop.step()).sources == {"rollout factory": source_hash(factory)}
+
+
 @pytest.mark.parametrize(
     "service", [{"backend": "fireworks"}, {"backend": "tinker", "lora_rank": 8}], ids=lambda s: s["backend"]
 )
