@@ -115,6 +115,50 @@ def test_a_repr_that_shows_the_key_is_found(capsys: pytest.CaptureFixture[str]) 
     assert shown(capsys.readouterr().out.encode())
 
 
+# --- what looks like a key is masked wherever text is shown -----------------------------------------------------------
+
+DRAWN = "a1B2c3D4e5" * 4
+LOOKS = [
+    *(f"{start}{DRAWN[:36]}" for start in ("sk-", "sk-proj-", "gho_", "ghp_", "github_pat_", "hf_", "fw_", "tml-", "wandb_v1_")),  # noqa: E501
+    "xoxb-123456789012-abcdefghij", "AKIA" + "IOSFODNN7EXAMPLE", f"Bearer {DRAWN}",
+    "https://me:hunter2hunter2@host/x", "https://host/x?token=hunter2hunter2&n=1", "https://host/x?a=b&api_key=hunter2hunter2",  # noqa: E501
+]  # fmt: skip
+PROSE = [
+    "An `sk-` prefix, sk-learn-contrib, hf_model_name, fw-ai/cookbook, hf-internal-testing/tiny-random-LlamaForCausalLM.",  # noqa: E501
+    "The bearer of bad news asks: what does https://example.org/?step=3&keys=a tell us? Ask a@example.org.",
+]
+
+
+@pytest.mark.parametrize("look", LOOKS, ids=lambda look: look[:12])
+def test_what_looks_like_a_key_is_not_shown(look: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from rl_notebook.backends.openai import server_message
+    from rl_notebook.cli import main
+    from rl_notebook.config import Config, SettingsTable
+    from rl_notebook.core import BackendError, ConfigError
+    from rl_notebook.records import html_table
+
+    secret = "hunter2hunter2" if "hunter2" in look else look.removeprefix("Bearer ")
+    with pytest.raises(ConfigError, match="run_name: got a value that looks like a key") as refused:
+        Config(run_name=look)
+    shown = [
+        str(refused.value),
+        str(BackendError("x", got=look)),
+        server_message(json.dumps({"error": f"no {look} here"})),
+    ]
+    table = SettingsTable(("a", "b"), (("run_name", look, None),))
+    shown += [repr(table), table._repr_html_(), html_table(["text"], [(look,)])]
+    assert main(["train", "--run-name", look]) == 2
+    said = capsys.readouterr()
+    assert not [text for text in (*shown, said.out, said.err) if secret in text]
+
+
+@pytest.mark.parametrize("text", PROSE)
+def test_ordinary_text_is_left_alone(text: str) -> None:
+    from rl_notebook.core import without_keys
+
+    assert without_keys(text) == text
+
+
 # --- runs and pages ---------------------------------------------------------------------------------------------------
 
 ERRORS = {
