@@ -423,7 +423,8 @@ def _run(args: list[str]) -> int:
     try:
         return COMMANDS[args[0]](args[1:])
     except RLNotebookError as error:
-        if isinstance(error, RewardError | LossError) and " raised" in error.what and error.__cause__ is not None:
+        own = isinstance(error, LossError) or (isinstance(error, RewardError) and " raised" in error.what)
+        if own and error.__cause__ is not None:
             trace = "".join(traceback.format_exception(error.__cause__))  # of somebody's own function
             print(without_keys(plain_text(trace)), file=sys.stderr)
         print(f"rl-notebook {args[0]}: {error}", file=sys.stderr)

@@ -121,7 +121,7 @@ DRAWN = "a1B2c3D4e5" * 4
 LOOKS = [
     *(f"{start}{DRAWN[:36]}" for start in ("sk-", "sk-proj-", "gho_", "ghp_", "github_pat_", "hf_", "fw_", "tml-", "wandb_v1_")),  # noqa: E501
     "xoxb-123456789012-abcdefghij", "AKIA" + "IOSFODNN7EXAMPLE", f"Bearer {DRAWN}",
-    "https://me:hunter2hunter2@host/x", "https://host/x?token=hunter2hunter2&n=1", "https://host/x?a=b&api_key=hunter2hunter2",  # noqa: E501
+    "https://me:hunter2hunter2@host/x", "https://host/x?token=hunter2hunter2&n=1", "https://host/x?a=b&api_key=hunter2hunter2",
 ]  # fmt: skip
 PROSE = [
     "An `sk-` prefix, sk-learn-contrib, hf_model_name, fw-ai/cookbook, hf-internal-testing/tiny-random-LlamaForCausalLM.",  # noqa: E501
