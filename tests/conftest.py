@@ -10,6 +10,7 @@ from hypothesis import settings
 from offline import heartbeats, stay_here
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
+os.environ["TINKER_TELEMETRY"] = "0"  # else the SDKs report, at the end, to services that are gone
 
 # A shared machine is sometimes slow; that is not what property tests are about.
 settings.register_profile("house", deadline=None, print_blob=True)
@@ -27,7 +28,7 @@ PERSONAL = ("FIREWORKS_", "TINKER_", "OPENAI_", "WANDB_API_KEY", "HF_TOKEN", "RL
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     "No test sees the keys of whoever runs it, nor the servers they are for."
-    for name in [name for name in os.environ if name.startswith(PERSONAL)]:
+    for name in [name for name in os.environ if name.startswith(PERSONAL) and name != "TINKER_TELEMETRY"]:
         monkeypatch.delenv(name)
 
 
