@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import html
+import json
 import math
 import os
 import re
@@ -1139,7 +1140,9 @@ class _StrictLoader(yaml.SafeLoader):
 def yaml_value(text: str) -> Any:
     "What a YAML text says; raises ValueError with the reason."
     try:
-        return yaml.load(text, Loader=_StrictLoader)
+        value = yaml.load(text, Loader=_StrictLoader)
+        json.dumps(value, default=str, skipkeys=True)  # raises for a list inside itself
+        return value
     except yaml.YAMLError as e:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
