@@ -257,7 +257,8 @@ async def train(
             keep_rows(run, problem, parts)
         if run is not None and own.boot_metrics:
             run.log_metrics(loop.state.number - 1, {k: v for k, v in own.boot_metrics.items() if "/step" not in k})
-        stack.callback(run.release if run is not None else int)
+        if run is not None:
+            stack.callback(run.release)
         trackers = stack.enter_context(_trackers(cfg))
         told = [partial(_tell, tracker) for tracker in trackers]
         loop.outputs += [*([run.add] if run is not None else []), *told, *on_record]
