@@ -324,8 +324,8 @@ def _dead_html(metrics: pd.DataFrame) -> str:
     "From which step on most groups carry no signal, where that is so to the end; empty otherwise."
     names = [name for name in ("frac_dead_high", "frac_dead_low") if name in metrics]
     shares = metrics[names].dropna()
-    dead: pd.Series = shares.sum(axis=1)
-    smooth: pd.Series = dead.rolling(5, min_periods=1, center=True).mean()
+    dead = pd.Series(shares.sum(axis=1))
+    smooth = pd.Series(dead.rolling(5, min_periods=1, center=True).mean())
     start = next((i for i in range(len(dead) - 1, -1, -1) if smooth.iloc[i] < MOSTLY_DEAD), -1) + 1
     if not names or len(dead) - start < 3:
         return ""
