@@ -160,7 +160,8 @@ def advantages_by(
     except RLNotebookError:
         raise
     except Exception as e:  # whatever the function does
-        raise refuse(got=f"{type(e).__name__}: {e}", expected="groups with advantages") from e
+        got, expected = f"{type(e).__name__}: {e}", "groups with advantages"
+        raise LossError(f"advantage_fn {name!r} raised", got=got, expected=expected) from e
     made = list(found) if isinstance(found, Iterable) else None
     if made is None or [getattr(g, "index", None) for g in made] != [g.index for g in groups]:
         got = type(found).__name__ if made is None else f"{len(made)} values"

@@ -401,7 +401,8 @@ def _own_terms(name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o:
     except RLNotebookError:
         raise
     except Exception as e:  # whatever the function does
-        raise refuse(got=f"{type(e).__name__}: {e}", expected="a term per token") from e
+        got, expected = f"{type(e).__name__}: {e}", "a term per token"
+        raise LossError(f"policy_loss {name!r} raised", got=got, expected=expected) from e
     if not isinstance(terms, Tensor) or terms.shape != t.policy.shape:
         got = f"a tensor of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else type(terms).__name__
         fix = "Return the terms; `aggregation` sums and divides them."

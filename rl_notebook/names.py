@@ -108,10 +108,11 @@ def named_function(
         try:
             found = importlib.import_module(module)
         except (Exception, SystemExit) as e:  # whatever the module does
-            why = f"importing {module} raised {type(e).__name__}: {e}"
             missing = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
-            expected, fix = "an importable module:function", looked if missing else None
-            raise refuse(expected=f"{expected} ({e if missing else why})", fix=fix) from (None if missing else e)
+            if missing:
+                raise refuse(expected=f"an importable module:function ({e})", fix=looked) from None
+            what, got = f"{setting} {name!r}: importing {module} raised", f"{type(e).__name__}: {e}"
+            raise error(what, got=got, expected="an importable module:function") from e
     if not callable(function := getattr(found, attribute, None)):
         has = [n for n, v in vars(found).items() if inspect.isfunction(v) and v.__module__ == found.__name__]
         where = getattr(found, "__file__", None) or "built in"

@@ -266,10 +266,10 @@ def test_a_module_that_fails_is_shown_with_its_traceback(desk, capsys):
     assert command(["train", *OPTIONS, "--policy-loss", "my_functions:plain"]) == 2
     said = capsys.readouterr().err
     assert 'my_functions.py", line 1' in said
-    assert "importing my_functions raised ModuleNotFoundError: No module named 'nowhere_at_all'" in said
+    assert "importing my_functions raised: got ModuleNotFoundError: No module named 'nowhere_at_all'" in said
     (desk / "my_functions.py").write_text("raise SystemExit(3)\n")
     assert command(["train", *OPTIONS, "--policy-loss", "my_functions:plain"]) == 2
-    assert "importing my_functions raised SystemExit: 3" in capsys.readouterr().err
+    assert "importing my_functions raised: got SystemExit: 3" in capsys.readouterr().err
 
 
 def test_advantages_by_name_and_as_an_object(desk, record):
