@@ -429,6 +429,8 @@ def _run(args: list[str]) -> int:
             print(without_keys(plain_text(trace)), file=sys.stderr)
         print(f"rl-notebook {args[0]}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # a reader that has read enough
+        raise
     except OSError as error:
         where = f"{quoted(error.filename, 300)}: " if error.filename else ""
         print(f"rl-notebook {args[0]}: {where}got {plain_text(error.strerror or error)}", file=sys.stderr)
