@@ -1,14 +1,22 @@
 "What one sees while stepping: why a run ended, who has the loop, what was changed, and the step under way."
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from test_async_loop import begin
-from test_loop import LENGTH, make_loop
+from test_loop import ALL, LENGTH, SMALL, make_loop, same, up_to, weights
 from tiny_models import one_thread
 
-from rl_notebook.core import PhaseError
-from rl_notebook.loop import TURNS
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError, PhaseError
+from rl_notebook.data import load_rows
+from rl_notebook.loop import TURNS, GRPOLoop, save_checkpoint
+from rl_notebook.recipes.rl_loop import Problem, train
+from rl_notebook.records import Run, RunFolder
+from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.travel import replay
 from rl_notebook.views.dashboard import Dashboard
 
 __all__ = ["one_thread"]
@@ -126,3 +134,117 @@ def test_after_a_stop_step_goes_on(kind):
         await loop.close()
 
     run(main())
+
+
+# --- settings that change while the loop stands -------------------------------------------------------------------
+
+
+def test_a_changed_setting_counts_from_the_phase_that_reads_it_and_is_in_the_record(capsys):
+    async def main():
+        loop = make_loop(rows=30, kl_beta=0.0)
+        await up_to(loop, "backward")
+        changed = loop.change(learning_rate=3e-4, max_completion_tokens=9)
+        assert repr(changed) == (
+            "max_completion_tokens: 16 -> 9, from step 2 on\nlearning_rate: 0.001 -> 0.0003, in step 1, at optimize"
+        )
+        assert loop.cfg.max_completion_tokens == 16
+        loop.cfg = replace(loop.cfg, kl_beta=0.05)  # the reference was not asked yet
+        assert "kl_beta: 0.0 -> 0.05, in step 1, which goes back to reference" in capsys.readouterr().out
+        assert loop.state.current == "reference"
+        first = await loop.step()
+        assert first.metrics["learning_rate"] == 3e-4
+        assert first.options["kl_beta"] == 0.05
+        assert first.changed == {"learning_rate": 3e-4, "kl_beta": 0.05}
+        assert all(d.ref_logprobs is not None for d in first.datums)
+        second = await loop.step()
+        assert second.changed["max_completion_tokens"] == 9
+        assert max(s.completion_len for g in second.groups for s in g.samples) <= 9
+
+    run(main())
+
+
+def test_another_reward_grades_the_samples_again_and_another_temperature_is_that_of_sampler_and_policy():
+    async def main():
+        loop = make_loop(rows=30, reward=LENGTH, keep=ALL)
+        await up_to(loop, "advantages")
+        before = [s.tokens.tolist() for g in loop.state.values["score"] for s in g.samples]
+        loop.change(reward=lambda completion_text: -float(len(completion_text)))
+        assert loop.state.current == "score"
+        record = await loop.step()
+        assert [s.tokens.tolist() for g in record.groups for s in g.samples] == before
+        assert all(s.reward <= 0 for g in record.groups for s in g.samples)
+        assert record.changed == {"reward": "<lambda>"}
+        loop.change(temperature=0.7)
+        warm = await loop.step()
+        assert warm.changed["temperature"] == 0.7
+        assert {lp.temperature for lp in warm.loss.logprobs} == {0.7}
+        assert warm.metrics["sampling/sampling_logp_difference/max"] < 1e-4
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"lora_rank": 8}, "lora_rank"), ({"base_model": "other"}, "base_model"), ({"seed": 5}, "seed"),
+     ({"top_k": 10**6, "loss_path": "builtin"}, "loss_path"), ({"learning_rate": -1.0}, "learning_rate")],
+)  # fmt: skip
+def test_what_cannot_change_is_refused_by_name_and_nothing_is_changed(settings, said):
+    loop = make_loop(rows=6)
+    before = loop.cfg
+    with pytest.raises(ConfigError, match=said):
+        loop.change(**settings)
+    with pytest.raises(ConfigError, match=said):
+        loop.cfg = replace(loop.cfg, **settings)
+    assert loop.cfg is before
+
+
+def test_what_rows_beside_training_depend_on_is_refused_and_the_rate_is_not():
+    async def main():
+        loop = begin(rows=20, reward=LENGTH)
+        for setting in ({"temperature": 0.5}, {"max_completion_tokens": 4}, {"reward": LENGTH}, {"steps": 3}):
+            with pytest.raises(ConfigError, match=next(iter(setting))):
+                loop.change(**setting)
+        loop.change(learning_rate=1e-6)
+        record = await loop.step()
+        assert (record.changed, record.metrics["learning_rate"]) == ({"learning_rate": 1e-6}, 1e-6)
+        await loop.close()
+
+    run(main())
+
+
+def test_seek_replay_and_resume_know_what_was_changed(tmp_path):
+    async def main():
+        folder = RunFolder.create(tmp_path / "run", make_loop(rows=30).cfg)
+        loop = make_loop(rows=30, outputs=[folder.add])
+        await loop.step()
+        loop.change(kl_beta=0.2, weight_decay=0.3, advantage_scale="none", temperature=0.8)
+        records = [await loop.step() for _ in range(2)]
+        found = await replay(Run.open(folder.path), 3, make_loop(rows=30))
+        assert [p.phase for p in found.phases if p.same is False] == []
+        other = make_loop(rows=30)
+        assert (await other.seek(3, Run.open(folder.path))).gap < 1e-6
+        assert same(weights(other), weights(loop), 1e-6)
+        assert Run.open(folder.path).record(3).changed == dict(records[1].changed)
+
+    run(main())
+
+
+def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
+    cfg = Config(**SMALL | {"log_path": str(tmp_path / "run"), "max_rows": 12, "steps": 3, "learning_rate": 1e-4})
+    said = []
+
+    async def main():
+        folder, rows = RunFolder.create(cfg.log_path, cfg), toy_rows(12, seed=cfg.seed)
+        async with open_local(*load_model("tiny")) as backend:
+            loop = GRPOLoop(backend, load_rows(rows), LENGTH, cfg, outputs=[folder.add])
+            await loop.step()
+            loop.change(learning_rate=3e-4, weight_decay=0.2)
+            await loop.step()
+            await save_checkpoint(loop, folder)
+        problem = Problem(load_rows(rows), [], LENGTH)
+        await train(replace(cfg, weight_decay=0.1), problem=problem, resume=True, say=said.append, progress=False)
+
+    run(main())
+    record = Run.open(cfg.log_path).record(3)
+    assert (record.metrics["learning_rate"], record.changed) == (3e-4, {"learning_rate": 3e-4})
+    assert any("as it was changed in the run:\nlearning_rate: 0.0001 -> 0.0003" in line for line in said)

@@ -69,7 +69,7 @@ __all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 
            'saved_size', 'take_snapshot', 'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients',
            'one_by_one', 'directional', 'linear_change', 'Letter', 'LocalSampler', 'take_letters', 'turn',
            'keep_pumping', 'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype', 'in_dtype', 'check_tokenizer',
-           'open_local', 'scorer_of', 'reference_of', 'close_local']
+           'open_local', 'set_temperature', 'scorer_of', 'reference_of', 'close_local']
 
 # %% ../../nbs/22_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -1179,7 +1179,15 @@ def open_local(
     sync = LocalSync(state, sampler, served_params, versions)
     close = partial(close_local, sampler, run)
     policy = LocalTrainer(state, run, versions)
-    return Backend(policy, judge, sampler, sync, tokenizer, capabilities, close, engine.meter)
+    rescore = partial(set_temperature, state, judge)
+    return Backend(policy, judge, sampler, sync, tokenizer, capabilities, close, engine.meter, score_at=rescore)
+
+
+def set_temperature(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
+    "Score policy and reference at another temperature from now on."
+    state.scoring, state.graph = replace(state.scoring, temperature=temperature), None
+    if judge is not None:
+        judge.scoring = replace(judge.scoring, temperature=temperature)
 
 # %% ../../nbs/22_backends.local.ipynb #54f194f6
 def scorer_of(module: nn.Module) -> CausalModel:
