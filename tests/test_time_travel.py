@@ -271,11 +271,11 @@ async def begun(**settings):
 async def alone(changes, at, steps, **settings):
     "The records of a loop that does the same as a branch, with a backend to itself."
     loop = await begun(**settings)
-    loop.cfg = replace(loop.cfg, **changes)
     if at == "start":
         loop.state = StepState(loop.state.number, loop.state.cursor)
     else:
         loop.state.values = {k: v for k, v in loop.state.values.items() if k in ("prompts", "sample", "score")}
+    loop.cfg = replace(loop.cfg, **changes)
     return [await loop.step() for _ in range(steps)], weights(loop)
 
 

@@ -52,7 +52,7 @@ function makeCard(about) {
   plot.setAttribute("role", "img");
   plot.setAttribute("aria-label", `${about.title}. ${about.caption}`);
   card.append(title, plot);
-  return { card, plot };
+  return { card, plot, title };
 }
 
 async function render({ model, el, signal }) {
@@ -63,6 +63,7 @@ async function render({ model, el, signal }) {
   board.append(grid);
   el.append(board);
   const cards = new Map();
+  const observer = new ResizeObserver(() => fit());
   const Plotly = await library(model.get("script"));
   if (signal?.aborted) return;
 
@@ -71,8 +72,12 @@ async function render({ model, el, signal }) {
       const made = makeCard(about);
       cards.set(about.name, made);
       grid.append(made.card);
+      observer.observe(made.plot);
     }
-    return cards.get(about.name).plot;
+    const { card, plot, title } = cards.get(about.name);
+    title.textContent = about.title;
+    card.classList.toggle("rld-wide", about.wide);
+    return plot;
   }
   async function draw() {
     const shown = model.get("shown");
@@ -119,8 +124,6 @@ async function render({ model, el, signal }) {
       busy = false;
     }
   }
-  const observer = new ResizeObserver(fit);
-  observer.observe(grid);
   model.on("change:figures", update);
   model.on("change:shown", update);
   update();

@@ -118,7 +118,7 @@ function pager(page, send) {
 }
 
 function completion(open, inspecting, send) {
-  if (!open.facts) return [make("p", "rld-hint", "Click a row, or a cell of the heat map, to read that completion.")];
+  if (!open.facts) return [];
   const facts = make("dl");
   for (const [name, value] of open.facts) {
     facts.append(make("dt", "", name), visible(make("dd"), typeof value === "number" ? number(value) : value ?? "–"));
@@ -130,7 +130,9 @@ function completion(open, inspecting, send) {
   const close = button("Close tokens", "Put the tokens away", () => send({ inspect: false }));
   close.className = "rld-close";
   close.hidden = !inspecting;
-  return [...parts, close];
+  const back = button("×", "Close this completion", () => send({ close: true }));
+  back.className = "rld-back";
+  return [back, ...parts, close];
 }
 
 function render({ model, el }) {
@@ -166,6 +168,7 @@ function render({ model, el }) {
   }
   function drawCompletion() {
     right.replaceChildren(...completion(model.get("completion"), model.get("inspecting"), send));
+    right.hidden = !right.childElementCount;
     drawPage();
   }
   function drawClose() {
@@ -174,11 +177,23 @@ function render({ model, el }) {
     if (close === document.activeElement) close.previousElementSibling.focus();
     close.hidden = !model.get("inspecting");
   }
+  // A kernel that is gone answers no button.
+  function gone() {
+    const board = el.closest(".rld");
+    if (!board || board.querySelector(".rld-gone")) return;
+    const said = "The kernel of this dashboard is gone: what it shows is from before. Run its cell again.";
+    const note = make("p", "rld-error rld-gone", said);
+    note.setAttribute("role", "alert");
+    board.prepend(note);
+    for (const control of board.querySelectorAll("button, select, input")) control.disabled = true;
+  }
+  model.on("comm_live_update", gone);
   model.on("change:page", drawPage);
   model.on("change:completion", drawCompletion);
   model.on("change:inspecting", drawClose);
   drawCompletion();
   return () => {
+    model.off("comm_live_update", gone);
     model.off("change:page", drawPage);
     model.off("change:completion", drawCompletion);
     model.off("change:inspecting", drawClose);

@@ -70,7 +70,7 @@ def _figure(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hovermode": "x unified",
         "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": "#d5dce4", "font": {"color": "#1f2933"}},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 10}},
         "uirevision": "keep",
         "xaxis": _X | _step_ticks(data),
         "yaxis": _y(y),
@@ -108,12 +108,12 @@ def _band(low: Mapping[str, list], high: Mapping[str, list], name: str, fill: st
 def reward_figure(payload: Mapping[str, Any]) -> Figure:
     "Mean reward with the spread inside groups and between them, and held-out reward."
     inside, groups = payload["inside"], payload["groups"]
-    data = _band(inside["low"], inside["high"], "± spread inside a group", tint("blue", 0.15))
+    data = _band(inside["low"], inside["high"], "± std in a group", tint("blue", 0.15))
     if groups["q25"]["x"]:
         thin: dict[str, Any] = {"mode": "lines", "legendgroup": "quartiles"}
-        data.append(_line(groups["q75"], "quartiles of the groups", "grey", 1, **thin))
+        data.append(_line(groups["q75"], "quartiles", "grey", 1, **thin))
         data.append(_line(groups["q25"], "lower quartile", "grey", 1, **thin, showlegend=False))
-    data.append(_line(payload["reward"], "mean in training", "blue"))
+    data.append(_line(payload["reward"], "mean", "blue"))
     if payload["held_out"]["x"]:
         marker = {"symbol": "diamond", "size": 11, "color": COLORS["orange"], "line": {"color": "white", "width": 1}}
         style: dict[str, Any] = {"mode": "lines+markers", "marker": marker}
@@ -257,7 +257,9 @@ DIVERGING = [[0, "#c8602c"], [0.5, "#ffffff"], [1, "#2867b2"]]  # minus, none, p
 def advantage_map(payload: Mapping[str, Any]) -> Figure:
     "Advantages of a step: groups x completions; the only trace is always the map."
     values, total = payload["advantages"], payload["total"]
-    limit = max((abs(v) for row in values for v in row if v is not None), default=0) or 1.0
+    what, found = payload.get("what", "advantage"), [v for row in values for v in row if v is not None]
+    limit = max(map(abs, found), default=0) or 1.0
+    low = -limit if what == "advantage" else min(0.0, *found) if found else 0.0
     names = [
         f"{label(key, 80)} {'all ' + dead if dead else ''}"
         for key, dead in zip(payload["groups"], payload["dead"], strict=True)
@@ -271,13 +273,14 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         "text": [[sign if v is not None else "" for v in row] for sign, row in zip(signs, values, strict=True)],
         "texttemplate": "%{text}",
         "textfont": {"color": COLORS["grey"]},
-        "zmin": -limit,
+        "zmin": low,
         "zmax": limit,
-        "colorscale": DIVERGING,
+        "colorscale": DIVERGING if what == "advantage" else [[0, "#ffffff"], [1, DIVERGING[-1][1]]],
         "xgap": 2 if len(values) <= 32 else 1,
         "ygap": 2 if len(values) <= 32 else 1,
         "colorbar": {"thickness": 10, "outlinewidth": 0, "len": 0.9},
-        "hovertemplate": "group %{y} %{customdata[0]}<br>completion %{x}<br>advantage %{z:.3f}"
+        "hovertemplate": "group %{y} %{customdata[0]}<br>completion %{x}"
+        f"<br>{what} %{{z:.3f}}"
         "<br>reward %{customdata[1]:.3f}<extra></extra>",
     }
     part = f"{payload['start']}-{payload['start'] + len(values) - 1} of {total}" if len(values) < total else ""
@@ -714,6 +717,7 @@ class Chart:
     payload: Mapping[str, Any]
     wide: bool = False  # over the whole width
     name: str = ""  # what a page calls it; "" = its title
+    pixels: int = 0  # height of the still picture; 0 = as its panels need
 
     @property
     def figure(self) -> Figure:
@@ -723,6 +727,8 @@ class Chart:
     @property
     def height(self) -> int:
         "Pixels of the still picture."
+        if self.pixels:
+            return self.pixels
         if any(t.get("orientation") == "h" for t in self.figure["data"]):
             return 340  # room for lanes
         panels = sum(

@@ -193,6 +193,10 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
         said = notebook.ask(f"loop.records[-1].groups[{group}].samples[{sample}].text")
         assert pane.locator("pre").last.text_content() == said
     notebook.shot("dashboard_completion")
+    read, drawn, whole = pane.bounding_box(), heat_map.bounding_box(), board.locator(".rld").bounding_box()
+    assert read["x"] >= drawn["x"] + drawn["width"] - 1, "beside the map"
+    assert abs(read["y"] - drawn["y"]) < 60
+    assert whole["height"] < 1000
 
 
 def test_it_works_while_a_cell_awaits_the_loop(notebook: Notebook, board: Locator):
