@@ -572,6 +572,11 @@ class AsyncPhases(GRPOLoop):
         return not self.flow.intake.exhausted or bool(self.flow.pending)
 
     @property
+    def draws_ahead(self) -> bool:
+        "Whether prompts of later steps are answered, graded and compared already."
+        return True
+
+    @property
     def overlaps(self) -> bool:
         "Whether backward passes of a step begin before its last group is there."
         return self.cfg.pipeline_chunks_per_step > 1

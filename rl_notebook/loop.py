@@ -18,44 +18,47 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
 __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'R', 'UNDO_TO', 'TURNS', 'P', 'AnyLoop',
-           'NOT_FOR_BRANCHES', 'GRADING', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text', 'StepState',
-           'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'own_advantages', 'check_loss',
-           'Stage', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text',
-           'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed', 'measured', 'encode',
-           'prompts_phase', 'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase', 'score_phase',
-           'compared', 'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training',
-           'group_datums', 'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options',
-           'chosen_loss', 'loss_phase', 'fresh_gradient', 'drop_gradient', 'gradient_of', 'minibatches',
-           'gradient_pass', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use', 'remember', 'UndoCost',
-           'cost_of_undo', 'size_of', 'Held', 'interrupts_held', 'settled', 'joined_report', 'mean_metrics',
-           'optimize_phase', 'all_updates', 'update', 'no_update', 'keep_entry', 'weights_moved', 'sync_waits',
-           'sync_sampler', 'sync_phase', 'sources_of', 'other_sources', 'record_of', 'next_state', 'finish_phase',
-           'reopened', 'forget_record', 'need_snapshots', 'bring_back', 'undo_step', 'park', 'take_over', 'swap',
-           'has_turn', 'join_turn', 'busy_text', 'claim', 'on_stage', 'staged', 'between_turns', 'branch_config',
-           'branch_name', 'branch_place', 'branch_state', 'branch_off', 'Answered', 'answer', 'take_in', 'refill_step',
+           'NOT_FOR_BRANCHES', 'GRADING', 'READ_BY', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text',
+           'StepState', 'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'own_advantages',
+           'check_loss', 'Stage', 'Changeable', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup',
+           'place_text', 'title_text', 'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way',
+           'timed', 'measured', 'encode', 'prompts_phase', 'side_by_side', 'patience', 'draw_prompt', 'grading',
+           'sample_phase', 'score_phase', 'compared', 'advantages_phase', 'trains_on', 'nothing_to_learn',
+           'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped', 'with_reference',
+           'reference_phase', 'chosen_options', 'chosen_loss', 'loss_phase', 'fresh_gradient', 'drop_gradient',
+           'gradient_of', 'minibatches', 'gradient_pass', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at',
+           'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'Held', 'interrupts_held', 'settled',
+           'joined_report', 'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'no_update', 'keep_entry',
+           'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'called', 'changed_since_opened', 'sources_of',
+           'other_sources', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots',
+           'bring_back', 'undo_step', 'park', 'take_over', 'swap', 'has_turn', 'join_turn', 'busy_text', 'claim',
+           'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state',
+           'branch_off', 'read_by', 'Changed', 'refuse_change', 'when_read', 'refuse_temperature', 'score_at',
+           'change_settings', 'settings_from', 'take_settings', 'Answered', 'answer', 'take_in', 'refill_step',
            'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk',
            'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase',
            'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch',
            'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops',
            'steps_left', 'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'LoopPhases',
            'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'updates_of', 'repeat_backward',
-           'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'rebuild', 'to_the_base',
-           'Arrival', 'seek_step']
+           'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'recorded_settings', 'names_code',
+           'rebuild', 'to_the_base', 'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
-from .config import Config, completions_at_once
+from .config import Config, LossSettings, UpdateSettings, completions_at_once
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -281,7 +284,40 @@ class Stage:
         return len(self.names) - 1
 
 # %% ../nbs/33_loop.ipynb #4ce0a3d5
-class LoopMemory:
+class Changeable:
+    "The settings of a loop, which can be changed between two phases: see `change_settings`."
+
+    settings: Config  # now
+    in_window: bool  # whether syncs wait for the end of a window
+
+    @property
+    def cfg(self) -> Config:
+        "The settings; others can be assigned, which says when they count."
+        return self.settings
+
+    @cfg.setter
+    def cfg(self, new: Config) -> None:
+        print(change_settings(cast("Loop", self), new))
+
+    @property
+    def draws_ahead(self) -> bool:
+        "Whether prompts of later steps are answered, graded and compared already."
+        return self.in_window
+
+    def change(
+        self,
+        *,
+        reward: Any = None,  # None = the one that it has
+        make_loss: LossFactory | None = None,  # None = the one that it has
+        **settings: Any,  # fields of Config
+    ) -> Changed:
+        "Change settings or functions between two phases; says when each counts. Records say what was changed."
+        functions = {"reward": reward, "make_loss": make_loss}
+        given = {name: function for name, function in functions.items() if function is not None}
+        return change_settings(cast("Loop", self), settings, **given)
+
+# %% ../nbs/33_loop.ipynb #09356d34
+class LoopMemory(Changeable):
     "What a loop remembers."
 
     recipes: tuple[str, ...] = ("rl_loop", "igpo_loop")  # whose settings it reads
@@ -305,13 +341,15 @@ class LoopMemory:
         name: str = "main",  # told apart by it from its branches
         stage: Stage | None = None,  # None = the backend is this loop's alone
     ):
-        self.backend, self.cfg, self.name = backend, cfg or Config(), name
+        self.backend, self.name = backend, name
+        self.settings = self.began_with = cfg or Config()  # now, and when it was opened
+        self.next_settings: dict[str, Any] = {}  # that wait for the step under way to end
         check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_backend(self.cfg, backend)
         check_loss(self.cfg, make_loss)
         self.given = {"reward": reward, "dynamic_filter_fn": dynamic_filter_fn, "make_loss": make_loss}
         self.given |= {"advantage_fn": advantage_fn, "evaluation_fn": evaluation_fn}
-        self.given |= {"extras": extras, "keep_undo": keep_undo}  # all of it for branches
+        self.opened_with = self.given = self.given | {"extras": extras, "keep_undo": keep_undo}  # for branches
         self.evaluation_fn = evaluation_fn
         self.rows, self.eval_rows = as_rows(rows), as_rows(eval_rows) if len(eval_rows) else []
         self.sampler = bounded(backend.sampler, completions_at_once(self.cfg))
@@ -332,8 +370,7 @@ class LoopMemory:
         self.parked: Saved | None = None  # its state while another loop has the backend
         self.beginning: UndoEntry | None = None  # where its run begins, once `seek` has left it
         self.in_window = False  # whether syncs wait for the end of a window
-        self.running = ""  # the phase under way
-        self.stop_requested = False
+        self.running, self.stop_requested = "", False  # the phase under way; whether it is to be the last
         self.breaker = Breaker(self.cfg.max_rollout_failure_rate)  # ends the run when connections fail too often
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
         self.bar: Any = None  # over steps
@@ -344,7 +381,7 @@ class LoopMemory:
     def check_can_leave(self) -> None:
         "Raise PhaseError where another loop must not have the backend now."
 
-# %% ../nbs/33_loop.ipynb #09356d34
+# %% ../nbs/33_loop.ipynb #71741aa9
 class Loop(LoopMemory):
     "What a loop remembers, what follows from it, and how it shows itself."
 
@@ -1003,6 +1040,20 @@ async def sync_phase(loop: Loop) -> Measured:
         await sync_sampler(loop)
     return loop.state.put("sync", Measured("sampler has the new weights", {"policy_version": loop.policy_version}))
 
+# %% ../nbs/33_loop.ipynb #e14f9568
+def called(given: Any) -> Any:
+    "Reward functions or a loss by name, as a record keeps them."
+    several = given if isinstance(given, list | tuple) else [given]
+    names = [g if isinstance(g, str) else getattr(g, "name", getattr(g, "__name__", repr(g))) for g in several]
+    return None if given is None else ", ".join(names)
+
+
+def changed_since_opened(loop: Loop) -> dict[str, Any]:
+    "What differs from the settings that a loop was opened with, by dotted name."
+    settings = {name: now for name, _, now in loop.began_with.diff(loop.settings).rows}
+    other = [n for n in ("reward", "make_loss") if loop.given[n] is not loop.opened_with[n]]
+    return settings | {n: called(loop.given[n]) for n in other if n != "reward" or "rewards" not in settings}
+
 # %% ../nbs/33_loop.ipynb #7963238f
 def sources_of(loop: Loop, options: Mapping[str, Any]) -> dict[str, str]:  # "reward close_enough": hash
     "The functions that are not ours, each with a hash of its source."
@@ -1050,6 +1101,7 @@ def record_of(loop: Loop) -> StepRecord:
         passes=state.passes if report else (),
         divided_by=state.normalization if report else "none",
         updates=state.updates if report else (),
+        changed=changed_since_opened(loop),
         timeline=(*phases, *more.pop("timeline", ())),
         sources=sources_of(loop, options),
         **more,
@@ -1071,6 +1123,9 @@ def finish_phase(loop: Loop) -> StepRecord:
             output(record)
         loop.records.append(record)
         loop.state, loop.eval_metrics = next_state(loop.state), {}
+        if waiting := loop.next_settings:
+            loop.next_settings = {}
+            take_settings(loop, settings_from(loop.settings, waiting, waiting), {})
     return record
 
 # %% ../nbs/33_loop.ipynb #378b7d5e
@@ -1335,6 +1390,130 @@ async def branch_off(
         loop.stage.names.remove(other.name)
         raise
     return other
+
+# %% ../nbs/33_loop.ipynb #dfe13ffc
+READ_BY = {
+    "prompts": ("prompt_groups_per_step", "max_seq_len", "epochs", "steps"),
+    "score": (*GRADING, "min_group_size", "reward"),
+    "advantages": ("advantage_scale", "ddof", "igpo", "advantage_fn"),
+    "datums": ("drop_dead", "refill", "overlong"),
+    "reference": ("kl_metric",),
+    "backward": (*(f.name for f in fields(LossSettings)), "tis", "dapo", "gspo", "cispo", "dro", "sapo", "make_loss"),
+    "optimize": tuple(f.name for f in fields(UpdateSettings)),
+    "sync": ("weight_sync_interval",),
+    "finish": ("eval_interval",),
+}
+
+
+def read_by(name: str, reference: bool = False) -> str:
+    "The phase that reads a setting; `reference`: a change of `kl_beta` after which the loss needs the reference."
+    found = next((phase for phase, names in READ_BY.items() if name.partition(".")[0] in names), "sample")
+    return "reference" if reference and name == "kl_beta" else found
+
+
+@dataclass(frozen=True)
+class Changed:
+    "Settings that were changed, and when that counts."
+
+    rows: tuple[tuple[str, Any, Any, str], ...]  # (name, was, is, when)
+
+    def __repr__(self) -> str:
+        lines = [f"{name}: {was!r} -> {now!r}, {when}" for name, was, now, when in self.rows]
+        return "\n".join(lines) or "nothing was changed"
+
+# %% ../nbs/33_loop.ipynb #8b8e94e2
+def refuse_change(loop: Loop, name: str) -> None:
+    "Raise ConfigError for a setting that this loop cannot change now."
+    phase = read_by(name)
+    if name.partition(".")[0] in (*NOT_FOR_BRANCHES, "recipe"):
+        fix = "It belongs to the backend, the data or the run folder: open another loop for it."
+        raise ConfigError(name, where=loop.place, got="a change", expected="as it was opened", fix=fix)
+    if loop.draws_ahead and PHASES.index(phase) < PHASES.index("datums"):
+        fix = "Stop, and branch with at='start', or open another loop; or let the window end."
+        got = "a change, while rows are drawn and graded ahead"
+        raise ConfigError(name, where=loop.place, got=got, expected="a setting of the loss or the update", fix=fix)
+
+
+def when_read(loop: Loop, phase: str) -> str:
+    "When a setting that this phase reads takes effect."
+    state = loop.state
+    if phase not in state.values and not (state.updated and PHASES.index(phase) <= PHASES.index("optimize")):
+        return f"in step {state.number}, at {phase}"
+    if state.updated or phase in ("prompts", "sample"):
+        return f"from step {state.number + 1} on"
+    return f"in step {state.number}, which goes back to {phase}"
+
+
+def refuse_temperature(loop: Loop, temperature: float) -> None:
+    "Raise ConfigError for a temperature at which the backend does not score, unless it can be told to."
+    backend = loop.backend
+    if temperature in (backend.capabilities.policy_temperature, 0.0):
+        return
+    if backend.score_at is None:
+        check_backend(replace(loop.settings, temperature=temperature), backend)
+    elif loop.stage.shared:
+        fix = "Open a backend of its own for another temperature."
+        raise ConfigError("temperature", got=temperature, expected="that of the loops that share the backend", fix=fix)
+
+
+def score_at(loop: Loop, temperature: float) -> None:
+    "Have the backend score at the temperature at which the loop samples; greedy samples are scored as before."
+    refuse_temperature(loop, temperature)
+    backend = loop.backend
+    if temperature not in (backend.capabilities.policy_temperature, 0.0) and backend.score_at is not None:
+        backend.score_at(temperature)
+        backend.capabilities = replace(backend.capabilities, policy_temperature=temperature)
+
+# %% ../nbs/33_loop.ipynb #94ac8ffe
+def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
+    "Change settings between two phases: a whole config, or values by dotted name; `functions`: reward, make_loss."
+    if loop.stage.holder is loop and not has_turn(loop):
+        raise PhaseError("change of settings", where=loop.place, got=busy_text(loop), fix="Pause it first.")
+    old, state = loop.settings, loop.state
+    cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
+    needs = (cfg.kl_beta > 0 or cfg.kl_metric) and not (old.kl_beta > 0 or old.kl_metric)
+    rows = [*old.diff(cfg).rows, *((n, called(loop.given[n]), called(given)) for n, given in functions.items())]
+    for name, *_ in rows:
+        refuse_change(loop, name)
+    refuse_temperature(loop, cfg.temperature)
+    check_loss(cfg, functions.get("make_loss", loop.make_loss))
+    when = {name: when_read(loop, read_by(name, needs)) for name, *_ in rows}
+    later = {name.partition(".")[0] for name in when if when[name].startswith("from")}
+    if late := sorted(later & functions.keys()):
+        fix = "Run await loop.step() to finish it first."
+        raise PhaseError(f"another {' and '.join(late)}", where=loop.place, got="a step that is updated", fix=fix)
+    new = cfg.to_dict()
+    now = {name for name, *_ in rows} - functions.keys()
+    take_settings(loop, settings_from(old, new, {n.partition(".")[0] for n in now} - later), functions)
+    loop.next_settings |= {name: new.get(name) for name in later}
+    back = [PHASES.index(read_by(name, needs)) for name in when if "goes back" in when[name]]
+    state.values = {p: v for p, v in state.values.items() if not back or PHASES.index(p) < min(back)}
+    return Changed(tuple((*row, when[row[0]]) for row in rows))
+
+
+def settings_from(cfg: Config, plain: Mapping[str, Any], names: Iterable[str]) -> Config:
+    "A config with some settings of another, which is given in plain values."
+    return Config.from_dict(cfg.to_dict(), {name: plain.get(name) for name in names})
+
+
+def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None:
+    "Put settings into a loop, and all that follows from them; nothing is changed where they are refused."
+    given, before = loop.given | dict(functions), loop.backend.capabilities.policy_temperature
+    if cfg.rewards != loop.settings.rewards and "reward" not in functions:
+        given["reward"] = list(cfg.rewards)
+    try:
+        score_at(loop, cfg.temperature)
+        check_backend(cfg, loop.backend)
+        setup = rollout_setup(loop.backend, cfg, given["extras"], loop.sampler)
+        task, compare = configured(as_task(given["reward"], setup), cfg), given["advantage_fn"] or cfg.advantage_fn
+    except BaseException:
+        score_at(loop, before)
+        raise
+    if functions or loop.settings.diff(cfg):
+        loop.task, loop.given, loop.make_loss, loop.settings = task, given, given["make_loss"], cfg
+        loop.advantage_fn = own_advantages(compare)
+        loop.breaker = Breaker(cfg.max_rollout_failure_rate)
+        loop.state.cursor = replace(loop.state.cursor, epochs=cfg.epochs)
 
 # %% ../nbs/33_loop.ipynb #ead7b438
 @dataclass(frozen=True)
@@ -2021,11 +2200,27 @@ def at_rest(loop: Loop) -> bool:
     return not loop.state.updated
 
 # %% ../nbs/33_loop.ipynb #0773aab3
+def recorded_settings(run: Run, record: StepRecord, begun: Config | None = None) -> Config:
+    "The settings of a recorded step of a run that began so; names of functions are left out: they would be imported."
+    changed = {k: v for k, v in record.changed.items() if not names_code(k, v)}
+    return Config.from_dict(run.config if begun is None else begun.to_dict(), changed)
+
+
+def names_code(name: str, value: Any) -> bool:
+    "Whether a recorded change is a function, or may name one."
+    texts = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)]
+    return name in ("reward", "make_loss", "rewards") or any(":" in text for text in texts)
+
+
 async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logprobs, nats
     "Go a way: weights, optimizer, cursor and sampler as they were at its end; cancelled, the loop is part of the way."
     await settled(loop, to_the_base(loop, way))
-    adam = Config.from_dict(run.config).adam()
-    gaps = [await settled(loop, repeat_step(loop, record, adam)) for record in way.records]
+    gaps = []
+    for record in way.records:
+        settings = recorded_settings(run, record)
+        score_at(loop, settings.temperature)
+        gaps.append(await settled(loop, repeat_step(loop, record, settings.adam())))
+    score_at(loop, loop.settings.temperature)
     return max(gaps, default=0.0)
 
 

@@ -69,6 +69,7 @@ class StepRecord:
     pending: tuple[int, ...] = ()  # positions of prompts that were taken and that no step up to this one has had
     timeline: tuple[tuple[str, float, float], ...] = ()  # (what, begin, end): seconds since the loop was opened
     sources: Mapping[str, str] = field(default_factory=dict)  # hash of the source of each function that is not ours
+    changed: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from those the loop was opened with
 
     def __post_init__(self):
         for name in ("groups", "datums", "passes", "updates", "pending", "timeline"):

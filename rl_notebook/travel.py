@@ -28,7 +28,7 @@ from .data import Row
 from .loop import GRPOLoop, Loop, StepState
 from .loop import compared, draw_prompt, encode, group_datums, have_tokens, list_training, on_stage, rebuild
 from .loop import other_sources, record_of, repeat_backward, side_by_side, sources_of, sync_as_drawn
-from .loop import trains_on, way_to
+from .loop import recorded_settings, take_settings, trains_on, way_to
 from .records import Run, StepRecord, html_table, metrics_frame, metrics_row, spans
 from .rewards import as_reward_fns
 from .rollouts import Prompt, Rollouts
@@ -458,6 +458,8 @@ async def replay(
     "Take a recorded step again, and compare every phase with its record."
     record = run.record(step)
     run.check(loop.cfg)
+    if record.changed:
+        take_settings(loop, recorded_settings(run, record, loop.cfg), {})
     loop.rest()
     async with on_stage(loop):
         phases, blocked, base = await stand_before(loop, record, run)

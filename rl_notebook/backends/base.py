@@ -163,6 +163,7 @@ class Backend:
     promote: Callable[[str], Awaitable[str]] | None = None  # publishes the policy under a model id; returns its name
     boot_metrics: Mapping[str, float] = field(default_factory=dict)  # seconds until it was ready: `infra/...`
     endpoint: Endpoint | None = None  # of the sampler, for rollouts that make their own requests; None = no HTTP
+    score_at: Callable[[float], None] | None = None  # another `policy_temperature`; None = it cannot be changed
 
     async def __aenter__(self) -> Self:
         return self

@@ -30,12 +30,12 @@ from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
 from ..async_loop import AsyncGRPOLoop
 from ..advantages import AdvantageFn
-from ..loop import EvaluationFn, GRPOLoop, as_rows, no_bar, other_sources, own_advantages, restore_checkpoint
-from ..loop import save_checkpoint, sources_of, verdict_line
+from ..loop import EvaluationFn, GRPOLoop, as_rows, names_code, no_bar, other_sources, own_advantages
+from ..loop import restore_checkpoint, save_checkpoint, sources_of, verdict_line
 from ..losses import LossOptions, policy_loss_fn
 from ..names import check_trusted
 from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode
-from ..records import hold_folder, metrics_row, read_checkpoint
+from ..records import flat_settings, hold_folder, metrics_row, read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
 from ..rollouts import RolloutFactory, as_rollout_fn, encode_rows
@@ -47,8 +47,9 @@ from ..views.report import write_report
 
 # %% auto #0
 __all__ = ['PARTS', 'LOOPS', 'Problem', 'load_problem', 'make_problem', 'chosen_problem', 'check_functions', 'check_run',
-           'open_run', 'find_checkpoint', 'step_there', 'put_aside', 'RunResult', 'open_loop', 'train',
-           'resumed_sources', 'fitted', 'Saver', 'from_script', 'main', 'loop_for', 'replay_step', 'diagnose_step']
+           'open_run', 'find_checkpoint', 'step_there', 'changed_in_run', 'put_aside', 'RunResult', 'open_loop',
+           'train', 'resumed_sources', 'fitted', 'Saver', 'from_script', 'main', 'loop_for', 'replay_step',
+           'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -185,6 +186,16 @@ def step_there(cfg: Config) -> int:
     return cfg.resume.step_offset if cfg.resume.step_offset is not None else int(named[1]) if named else 0
 
 
+def changed_in_run(cfg: Config, found: Checkpoint | None) -> dict[str, Any]:
+    "What was changed while a run was stepped by hand, up to a checkpoint; a config that says otherwise wins."
+    if found is None or cfg.log_path is None:
+        return {}
+    run, now = Run.open(cfg.log_path), flat_settings(cfg)
+    changed = run.record(found.step).changed if found.step in run.steps else {}
+    began = flat_settings(run.config)
+    return {k: v for k, v in changed.items() if not names_code(k, v) and began.get(k) == now.get(k)}
+
+
 def put_aside(run: RunFolder, step: int, say: Callable[[str], Any]) -> None:
     "Move what a resumed run recorded after the step from which it goes on, and say where it is."
     if not step:
@@ -239,6 +250,7 @@ async def train(
     check_run(cfg, resume)
     check_functions(cfg, problem)
     problem, found = chosen_problem(cfg, problem, parts), find_checkpoint(cfg, resume)  # before anything is set up
+    changed = changed_in_run(cfg, found) if resume else {}
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
         cfg = fitted(cfg, own, problem, say)
@@ -249,6 +261,8 @@ async def train(
         elif step := step_there(cfg):
             loop.stand_at(step, loop.state.cursor, {})
             say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
+        if changed:
+            say(f"as it was changed in the run:\n{loop.change(**changed)}")
         if (run := open_run(cfg, resume, say)) is not None and resume:
             put_aside(run, found.step if found else 0, say)
             for line in resumed_sources(loop, run):
@@ -272,7 +286,7 @@ def resumed_sources(loop: GRPOLoop, run: Run) -> list[str]:
         return [line for r in last for line in other_sources(r, sources_of(loop, loop.cfg.loss_options()))]
     return []
 
-
+# %% ../../nbs/60_recipes.rl_loop.ipynb #787cb06c
 @contextlib.contextmanager
 def _trackers(cfg: Config) -> Iterator[list[Tracker]]:
     "The trackers of `report_to`, finished at the end."

@@ -9,7 +9,9 @@ import asyncio
 import html
 import math
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -24,31 +26,36 @@ import anywidget
 import ipywidgets
 import numpy as np
 import traitlets
+from IPython.display import display
 
 # %% auto #0
 __all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STATES', 'NUMERIC', 'PREVIEW', 'ABOUT', 'COLUMNS',
-           'ICONS', 'SPEEDS', 'MAIN', 'MORE', 'BESIDE_MAIN', 'BESIDE_MORE', 'WIDE', 'OVER_STEPS', 'POINTS', 'TICK',
-           'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS', 'one_phase', 'one_turn', 'by_windows', 'run_elsewhere',
-           'refusal', 'rows_under_way', 'drain_refusal', 'hold', 'open_gate', 'come_to_rest', 'strangers', 'quiet',
-           'Player', 'begin_action', 'phase_or_pause', 'advance', 'rest', 'release', 'is_over', 'play_on',
-           'to_end_of_step', 'take_back', 'wait_for_rows', 'act', 'upper_bound', 'Watch', 'rows_said', 'batch_progress',
-           'progress_of', 'strip_html', 'progress_html', 'samples_of', 'matching', 'View', 'chosen_rows', 'page_of',
-           'moved', 'find_sample', 'completion_of', 'CompletionsPane', 'words_html', 'error_html', 'surfaced',
-           'make_buttons', 'refresh_buttons', 'chart_names', 'waiting_rows', 'Around', 'payload_of', 'box_of', 'Screen',
-           'make_screen', 'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'draw_table', 'open_completion',
-           'open_inspector', 'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing', 'refresh_head',
-           'show_error', 'stumble', 'find_words', 'say', 'recent_until', 'remember_record', 'forget_records',
-           'draw_record', 'tick', 'follow', 'follow_loop', 'still_html', 'show_dashboard', 'refresh_still',
-           'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
+           'HINT', 'ICONS', 'SPEEDS', 'MAIN', 'MORE', 'BESIDE_MAIN', 'BESIDE_MORE', 'WIDE', 'OF_A_STEP', 'OVER_STEPS',
+           'POINTS', 'TICK', 'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS', 'one_phase', 'one_turn', 'by_windows',
+           'run_elsewhere', 'refusal', 'rows_under_way', 'drain_refusal', 'hold', 'open_gate', 'come_to_rest',
+           'strangers', 'quiet', 'Player', 'begin_action', 'phase_or_pause', 'advance', 'rest', 'release', 'is_over',
+           'play_on', 'to_end_of_step', 'take_back', 'wait_for_rows', 'act', 'upper_bound', 'Watch', 'rows_said',
+           'batch_progress', 'progress_of', 'strip_html', 'progress_html', 'samples_of', 'matching', 'View',
+           'chosen_rows', 'page_of', 'moved', 'find_sample', 'completion_of', 'CompletionsPane', 'last_phase',
+           'record_under_way', 'value_html', 'words_html', 'error_html', 'surfaced', 'make_buttons', 'refresh_buttons',
+           'chart_names', 'waiting_rows', 'Around', 'payload_of', 'map_payload', 'named', 'box_of', 'Screen',
+           'make_screen', 'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'shown_step', 'draw_table',
+           'open_completion', 'open_inspector', 'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing',
+           'refresh_head', 'show_error', 'stumble', 'find_words', 'say', 'recent_until', 'remember_record',
+           'forget_records', 'values_of', 'look_at_step', 'draw_step', 'draw_samples', 'draw_record', 'pause_players',
+           'listen', 'tick', 'follow', 'follow_loop', 'still_html', 'closed_html', 'show_dashboard', 'refresh_still',
+           'refresh_all', 'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..async_loop import AT_REST, AsyncGRPOLoop
 from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
-from ..loop import GRPOLoop, Loop, evaluation_due, next_records, phase_marks
+from ..loop import PHASES, GRPOLoop, Loop, evaluation_due, next_records, phase_marks
 from ..loop import on_stage, reach_boundary, run_phase, stop_on_interrupt
+from ..metrics import completion_metrics, reward_metrics
 from ..records import StepRecord, flat_settings, html_table, utf8
-from .charts import LiveCharts, asset, chart, charts
+from ..step import LossReport
+from .charts import Chart, LiveCharts, asset, chart, charts
 from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, advantage_spread_payload
 from .payloads import advantages_payload, completion_row, counts_payload
 from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
@@ -611,13 +618,46 @@ class CompletionsPane(anywidget.AnyWidget):
     inspecting = traitlets.Bool(False).tag(sync=True)  # whether tokens are shown below
 
 # %% ../../nbs/53_views.dashboard.ipynb #074f46f1
+def last_phase(loop: Loop) -> str:
+    "The last phase of the step under way that has a value; empty before the first."
+    return next((p for p in reversed(PHASES) if p in loop.state.values), "")
+
+
+def record_under_way(loop: Loop) -> StepRecord | None:  # None before there are samples
+    "What the phases of the step under way have returned, in the form of a record, so that the same pictures show it."
+    v = loop.state.values
+    if "sample" not in v:
+        return None
+    drawn = [
+        PromptGroup(r.samples, r.prompt.row.data, r.prompt.row.key, r.prompt.index, dropped=r.dropped, runs=r.runs)
+        for r in v["sample"]
+    ]
+    groups = tuple(v.get("advantages", v.get("score", drawn)))
+    report = v.get("backward", v.get("loss"))
+    report = report if isinstance(report, LossReport) else None
+    listed = v.get("reference", v.get("datums", ()))
+    datums = report.datums if report else tuple(listed) if isinstance(listed, tuple) else ()
+    metrics = reward_metrics(groups) | completion_metrics(groups) if "score" in v else {}
+    return StepRecord(loop.state.number, groups, datums, report.output if report else None, metrics)
+
+
+def value_html(loop: Loop, phase: str) -> str:
+    "What a phase of the step under way has returned, as it displays itself."
+    value = loop.state.values[phase]
+    drawn = getattr(value, "_repr_html_", lambda: None)() or f"<pre>{html.escape(utf8(repr(value)))}</pre>"
+    return f"<h4>Step {loop.state.number}, after {phase}</h4><div class='rld-drawn'>{drawn}</div>"
+
+
+HINT = "Click a cell of the map, or a row of the table, to read that completion here."
+
+# %% ../../nbs/53_views.dashboard.ipynb #2b7fe13d
 def words_html(record: StepRecord | None, previous: StepRecord | None) -> str:
     "What happened in the last step, and what should have held and did not."
     if record is None:
         return '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
     said = html.escape(sentence(record, previous))
     failed = [c for c in invariants(record, previous) if c.ok is False]
-    items = "".join(f"<li><b>{html.escape(c.name)}</b> {html.escape(c.text)}</li>" for c in failed)
+    items = "".join(f"<li><b>✗ {html.escape(c.name)}</b> {html.escape(c.text)}</li>" for c in failed)
     listed = f'<ul class="rld-warnings">{items}</ul>' if items else ""
     return f'<p class="rld-sentence"><b>Step {record.step}.</b> {said}</p>{listed}'
 
@@ -673,11 +713,12 @@ def refresh_buttons(buttons: Mapping[str, ipywidgets.Button], player: Player) ->
         button.disabled, button.tooltip = bool(why), why or ACTIONS[action]
 
 # %% ../../nbs/53_views.dashboard.ipynb #05112e07
-MAIN = ("reward", "advantages", "kl", "rewards counted", "dead")
-MORE = ("functions", "token share", "advantage spread", "advantages counted", "length")
+MAIN = ("reward", "kl", "advantages")
+MORE = ("rewards counted", "dead", "functions", "token share", "advantage spread", "advantages counted", "length")
 BESIDE_MAIN = ("timeline", "staleness", "waits")  # of rollouts beside training, after the second of the others
 BESIDE_MORE = ("ages", "pipeline")
-WIDE = ("kl", "timeline")  # over the whole width
+WIDE = ("timeline",)  # over the whole width
+OF_A_STEP = ("advantages", "rewards counted", "advantages counted")  # the others are over steps
 OVER_STEPS: dict[str, Callable[[History, int], dict[str, Any]]] = {
     "reward": reward_payload,
     "functions": reward_payload,
@@ -692,7 +733,7 @@ POINTS = 400  # of a line, in a chart half as wide as the page
 def chart_names(history: History, more: bool = False) -> tuple[str, ...]:
     "The charts of a run."
     beside = is_asynchronous(history)
-    main = (*MAIN[:2], *BESIDE_MAIN, *MAIN[2:]) if beside else MAIN
+    main = (*MAIN, *BESIDE_MAIN) if beside else MAIN
     return (*main, *MORE, *(BESIDE_MORE if beside else ())) if more else main
 
 # %% ../../nbs/53_views.dashboard.ipynb #fb091e2d
@@ -736,11 +777,28 @@ def payload_of(
         return pipeline_payload(history, a.settings, a.points)
     if name in OVER_STEPS:
         return OVER_STEPS[name](history, a.points)
-    return (
-        advantages_payload(record, a.start, ROWS)
-        if name == "advantages"
-        else counts_payload(record, name.split()[0].rstrip("s"))
-    )
+    return map_payload(record, a.start) if name == "advantages" else counts_payload(record, name.split()[0].rstrip("s"))
+
+
+def map_payload(record: StepRecord, start: int = 0) -> dict[str, Any]:
+    "The map of a step: its advantages, before there are any its rewards, and before those its lengths in tokens."
+    found = advantages_payload(record, start, ROWS)
+    if found["total"] or not any(g.samples for g in record.groups):
+        return found
+    graded = any(s.reward is not None for g in record.groups for s in g.samples)
+    what, value = ("reward", lambda s: s.reward) if graded else ("tokens", lambda s: s.completion_len)
+    column = lambda g: np.array([np.nan if (v := value(s)) is None else v for s in g.samples], dtype=np.float64)
+    groups = tuple(replace(g, advantages=column(g)) for g in record.groups)
+    return advantages_payload(replace(record, groups=groups), start, ROWS) | {"what": what}
+
+
+def named(chart: Chart, phase: str = "") -> Chart:
+    "A chart of one step with the step in its title, and the phase where it is under way."
+    if chart.name not in OF_A_STEP:
+        return replace(chart, wide=chart.name in WIDE, pixels=220 if chart.name in MAIN else 0)
+    what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(chart.payload.get("what", ""), chart.title)
+    when = f", after {phase}" if phase else ""
+    return replace(chart, title=f"{what}, step {chart.payload['step']}{when}", wide=False, pixels=280)
 
 # %% ../../nbs/53_views.dashboard.ipynb #4b21b171
 def box_of(children: Sequence[ipywidgets.Widget], *kinds: str, **layout: str) -> ipywidgets.Box:
@@ -765,13 +823,17 @@ class Screen:
     head: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the row of phases, progress
     trouble: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the error, if there is one
     words: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the sentence and the warnings
+    now: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # which step is shown, as of which phase
+    value: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # what the last phase has returned
     inspector: ipywidgets.Box = field(default_factory=lambda: box_of([], "rld-inspector"))  # of tokens, when asked for
 
     @cached_property
     def root(self) -> ipywidgets.Box:
         "All of them in a box."
         controls = box_of([*self.buttons.values(), self.speed, self.more, self.rows], "rld-controls")
-        return box_of([controls, self.head, self.trouble, self.words, self.charts, self.pane, self.inspector], "rld")
+        self.value.add_class("rld-value")
+        board = box_of([self.charts, self.value, self.pane], "rld-grid")
+        return box_of([controls, self.head, self.trouble, self.now, self.words, board, self.inspector], "rld")
 
 # %% ../../nbs/53_views.dashboard.ipynb #c10bd17a
 def make_screen(dashboard: Dashboard) -> Screen:
@@ -836,6 +898,9 @@ def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
                 open_completion(dashboard, group, sample)
         case {"clicked": "advantages", "x": int(sample), "y": int(group)}:
             asked(dashboard, {"open": [group, sample]})
+        case {"close": True}:
+            close_inspector(dashboard)
+            dashboard.screen.pane.completion, dashboard.opened = {}, None
         case {"inspect": bool(wanted)}:
             (open_inspector if wanted else close_inspector)(dashboard)
         case _:
@@ -843,15 +908,20 @@ def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
             draw_table(dashboard)
 
 # %% ../../nbs/53_views.dashboard.ipynb #a43fefe0
+def shown_step(dashboard: Dashboard) -> StepRecord | None:
+    "The step in map and table: the one under way once it has samples, else the last one."
+    return dashboard.record if dashboard.partial is None else dashboard.partial
+
+
 def draw_table(dashboard: Dashboard) -> None:
     "The page of completions that is asked for."
-    step = dashboard.record.step if dashboard.record else 0
+    step = shown_step(dashboard).step if shown_step(dashboard) else 0
     dashboard.screen.pane.page = page_of(dashboard.columns, dashboard.view, step)
 
 # %% ../../nbs/53_views.dashboard.ipynb #3676a14e
 def open_completion(dashboard: Dashboard, group: int, sample: int) -> None:
     "Show a completion beside the table."
-    if (record := dashboard.record) is not None:
+    if (record := shown_step(dashboard)) is not None:
         dashboard.screen.pane.completion = completion_of(record, group, sample, dashboard.loop.backend.tokenizer)
         dashboard.opened = record, group, sample
 
@@ -874,7 +944,7 @@ def close_inspector(dashboard: Dashboard) -> None:
 # %% ../../nbs/53_views.dashboard.ipynb #05821ad7
 def offer_rows(dashboard: Dashboard) -> None:
     "Let the reader choose which groups the map shows, where it cannot show all."
-    count = len(dashboard.record.groups) if dashboard.record else 0
+    count = len(shown_step(dashboard).groups) if shown_step(dashboard) else 0
     starts = range(0, max(count, 1), ROWS)
     options = [(f"groups {s} to {min(s + ROWS, count) - 1}", s) for s in starts]
     menu = dashboard.screen.rows
@@ -892,11 +962,13 @@ def around_of(dashboard: Dashboard, **options: Any) -> Around:  # options: field
 # %% ../../nbs/53_views.dashboard.ipynb #089aad32
 def draw_charts(dashboard: Dashboard) -> None:
     "Bring the charts up to date; before the first step there are none."
-    d, record = dashboard, dashboard.record
+    d, record = dashboard, shown_step(dashboard)
     names = () if record is None else chart_names(d.history, d.screen.more.value)
     around = around_of(d, start=d.screen.rows.value or 0)
-    drawn = (chart(name, payload_of(name, d.history, record or StepRecord(0), around)) for name in names)
-    d.screen.charts.draw(*(replace(c, wide=c.name in WIDE) for c in drawn))
+    drawn = [chart(name, payload_of(name, d.history, record or StepRecord(0), around)) for name in names]
+    flat = [c for c in drawn if c.name == "kl" and not c.payload["panels"]]  # 0 throughout, or not measured yet
+    shown = [named(c, d.after if record is d.partial else "") for c in drawn if c not in flat]
+    d.screen.charts.draw(*(replace(c, wide=True) if flat and c.name == "reward" else c for c in shown))
 
 # %% ../../nbs/53_views.dashboard.ipynb #076888ca
 TICK = 0.25  # seconds
@@ -982,25 +1054,82 @@ def forget_records(dashboard: Dashboard, last: int) -> None:
     draw_record(d)
 
 # %% ../../nbs/53_views.dashboard.ipynb #64a4e135
-def draw_record(dashboard: Dashboard) -> None:
-    "Draw the last record: words, table, charts."
-    d, record = dashboard, dashboard.record
+def values_of(loop: Loop) -> tuple[Any, ...]:
+    "What tells whether a phase has returned something new, whoever ran it."
+    return loop.state.number, *((phase, id(value)) for phase, value in loop.state.values.items())
+
+
+def look_at_step(dashboard: Dashboard) -> None:
+    "Take in what the phases of the step under way have returned."
+    d, loop = dashboard, dashboard.loop
+    d.values, d.after, d.partial = values_of(loop), last_phase(loop), record_under_way(loop)
+    number, before = loop.state.number, d.record.step if d.record else 0
+    if number == before + 1:
+        d.history.rewind(before)
+        if d.partial is not None and d.partial.metrics:
+            d.history.add(history_row(d.partial))
+    under = f"<b>Step {number} is under way, after {d.after}.</b> " if d.after else ""
+    headline = getattr(loop.state.values.get(d.after), "headline", "")
+    older = f" Map and table are of step {before}." if d.after and d.partial is None and before else ""
+    text = f"{under}{html.escape(str(headline))}{older}"
+    d.screen.now.value = f'<p class="rld-sentence rld-now">{text}</p>' if under else ""
+    d.screen.value.value = value_html(loop, d.after) if d.after else f'<p class="rld-hint">{HINT}</p>'
+
+
+def draw_step(dashboard: Dashboard) -> None:
+    "Draw the step under way as far as it is, if something is new."
+    d = dashboard
+    if d.values != values_of(d.loop) and not d.player.closed:
+        was = d.partial
+        look_at_step(d)
+        if d.partial is not None or was is not None:
+            draw_samples(d)
+        d.stale = True
+
+
+def draw_samples(dashboard: Dashboard) -> None:
+    "Draw the samples of the step that is shown: table, map, charts."
+    d, record = dashboard, shown_step(dashboard)
     d.columns = samples_of(record.groups if record else ())
-    if d.opened is not None and (record is None or d.opened[0].step > record.step):  # it was undone
-        close_inspector(d)
-        d.screen.pane.completion, d.opened = {}, None
     d.view = replace(d.view, page=0)
     draw_table(d)
     offer_rows(d)
     draw_charts(d)
+
+# %% ../../nbs/53_views.dashboard.ipynb #cba44018
+def draw_record(dashboard: Dashboard) -> None:
+    "Draw the last record: words, table, charts."
+    d = dashboard
+    look_at_step(d)
+    if d.opened is not None and (shown_step(d) is None or d.opened[0].step > shown_step(d).step):  # it was undone
+        close_inspector(d)
+        d.screen.pane.completion, d.opened = {}, None
+    draw_samples(d)
     say(d)
     refresh_head(d)
     d.stale = True
 
 # %% ../../nbs/53_views.dashboard.ipynb #12bd6135
+def pause_players(signum: int, frame: Any) -> None:
+    "Pause all players; for a signal."
+    for player in UNDER_WAY:
+        asyncio.get_running_loop().call_soon_threadsafe(player.pause)
+
+
+def listen() -> None:
+    "Have an interrupt pause the players that are under way, where it is ignored otherwise."
+    if threading.current_thread() is threading.main_thread():
+        ours, handler = bool(UNDER_WAY), signal.getsignal(signal.SIGINT)
+        if ours and handler is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, pause_players)
+        elif not ours and handler is pause_players:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+# %% ../../nbs/53_views.dashboard.ipynb #6b798b76
 def tick(dashboard: Dashboard) -> None:
     "Look what the loop is doing, and whether a cell has just ended with an error of it, however soon."
     d = dashboard
+    listen()
     mine = d.player.doing or d.player.window is not None
     was, elsewhere = d.elsewhere, "" if mine else run_elsewhere(d.loop)
     old, d.elsewhere, d.seen = d.seen, elsewhere, surfaced(d.loop)
@@ -1008,6 +1137,10 @@ def tick(dashboard: Dashboard) -> None:
         show_error(d, None)
     elif not mine and d.seen is not None and d.seen is not old:
         show_error(d, d.seen)
+    try:
+        draw_step(d)
+    except Exception as e:  # whatever a view stumbles over, the phase itself is sound
+        stumble(d, e)
     refresh_head(d)
     if not (d.player.doing or elsewhere) or time.monotonic() - d.pictured > STILL_SECONDS:
         refresh_still(d)
@@ -1031,11 +1164,11 @@ STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the tabl
 # %% ../../nbs/53_views.dashboard.ipynb #9fc8e5a1
 def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
-    d, record = dashboard, dashboard.record
-    said = d.screen.words.value if d.said is record else words_html(record, d.previous)
-    words = f"<p>{html.escape(d.loop.place)}</p>{said}"
+    d, record = dashboard, shown_step(dashboard)
+    said = d.screen.words.value if d.said is d.record else words_html(d.record, d.previous)
+    words = f"<p>{html.escape(d.loop.place)}</p>{d.screen.now.value}{said}"
     if record is None:
-        return words
+        return words + d.screen.value.value
     around = around_of(d, points=STILL_POINTS)
     found = {n: payload_of(n, d.history, record, around) for n in (*chart_names(d.history), "functions")}
     beside = "flex:1 1 400px;max-width:660px;min-width:0"
@@ -1046,8 +1179,17 @@ def still_html(dashboard: Dashboard) -> str:
     return f"{words}{pictures}<p>{len(page['rows'])} of {page['total']} completions of step {record.step}</p>{table}"
 
 # %% ../../nbs/53_views.dashboard.ipynb #ffd05fc9
+def closed_html(dashboard: Dashboard) -> str:
+    "The picture of a dashboard that is closed, and what to do."
+    said = "This dashboard is closed: another one has taken its place, or it was closed. What it shows is from before."
+    return f"<p><b>{said}</b> <code>Dashboard(loop)</code> opens a new one.</p>{still_html(dashboard)}"
+
+# %% ../../nbs/53_views.dashboard.ipynb #b24afe74
 def show_dashboard(dashboard: Dashboard) -> None:
-    "Display the widgets, and the picture that stands for them."
+    "Display the widgets, and the picture that stands for them; of a closed dashboard the picture alone."
+    if dashboard.player.closed:
+        display({"text/html": closed_html(dashboard), "text/plain": f"{dashboard!r}, closed"}, raw=True)
+        return
     dashboard.still = with_fallback(dashboard.screen.root, still_html(dashboard), repr(dashboard))
     dashboard.still._ipython_display_()
     dashboard.stale = False
@@ -1058,6 +1200,17 @@ def refresh_still(dashboard: Dashboard) -> None:
     if dashboard.still is not None and dashboard.stale:
         dashboard.still.update(still_html(dashboard), repr(dashboard))
         dashboard.stale, dashboard.pictured = False, time.monotonic()
+
+# %% ../../nbs/53_views.dashboard.ipynb #4d9a7d68
+def refresh_all(dashboard: Dashboard) -> None:
+    "Draw what changes with every phase; the step under way where there is time for it."
+    d = dashboard
+    if not d.player.closed:
+        refresh_head(d)
+        if not d.player.doing or d.player.delay:
+            draw_step(d)
+        if not d.player.doing:
+            refresh_still(d)
 
 # %% ../../nbs/53_views.dashboard.ipynb #200031e5
 def dashboards_of(loop: Loop) -> list[Dashboard]:
@@ -1089,8 +1242,8 @@ def attach_dashboard(dashboard: Dashboard) -> None:
 def close_dashboard(dashboard: Dashboard) -> None:
     "Let go of the loop and of the screen."
     d = dashboard
-    if not d.player.closed:
-        refresh_still(d)
+    if not d.player.closed and d.still is not None:
+        d.still.update(closed_html(d), f"{d!r}, closed")
     d.player.close()
     d.loop.outputs[:] = [output for output in d.loop.outputs if output != d.take]
     d.loop.on_undo[:] = [callback for callback in d.loop.on_undo if callback != d.forget]
@@ -1143,7 +1296,7 @@ class Dashboard(Played):
         loop: GRPOLoop,
         noise_floor: float | None = None,  # of `xray.measure_noise_floor`, nats; a band in the KL charts
         *,
-        rows: int = 12,  # of a page of the table of completions
+        rows: int = 8,  # of a page of the table of completions
     ):
         make_room(loop)
         self.loop, self.noise_floor = loop, noise_floor
@@ -1151,6 +1304,8 @@ class Dashboard(Played):
         self.history, self.view = History(), View(size=rows)
         self.recent: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)  # of the timeline
         self.record: StepRecord | None = None  # the last one
+        self.partial: StepRecord | None = None  # the step under way, as far as it is
+        self.values: tuple[Any, ...] = ()  # of the step under way, as they were drawn
         self.previous: StepRecord | None = None  # the one before it
         self.columns: dict[str, np.ndarray] = {}  # of the table of completions
         self.opened: tuple[StepRecord, int, int] | None = None  # the completion that is shown: record, group, sample
@@ -1158,11 +1313,10 @@ class Dashboard(Played):
         self.said: StepRecord | None = None  # what the words on the screen are about
         self.finding: asyncio.Task[None] | None = None  # finds words
         self.stumbled: BaseException | None = None  # the last error of drawing
-        self.elsewhere = ""  # what somebody else runs
-        self.seen = surfaced(loop)  # the last error that a cell ended with
+        self.elsewhere, self.after = "", ""  # what somebody else runs; the last phase of the step under way
         self.still: WithFallback | None = None  # the output that it is displayed in
         self.stale, self.pictured = True, 0.0  # whether its picture is old, and when it was drawn
-        self.home = running_loop()  # whose thread draws
+        self.seen, self.home = surfaced(loop), running_loop()  # the last error of a cell; whose thread draws
         self.following: asyncio.Task[None] | None = None  # keeps up with the loop
         self.screen = make_screen(self)
         attach_dashboard(self)
@@ -1186,10 +1340,7 @@ class Dashboard(Played):
 
     def refresh(self) -> None:
         "Draw what changes with every phase: buttons, the row of phases, progress."
-        if not self.player.closed:
-            refresh_head(self)
-            if not self.player.doing:
-                refresh_still(self)
+        refresh_all(self)
 
     def close(self) -> None:
         "Let go of the loop and of the screen; a phase under way is finished."

@@ -21,10 +21,10 @@ from ..drawings import prompt_text, shown_text, token_texts
 from ..records import StepRecord, metrics_row
 
 # %% auto #0
-__all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'BARS', 'OLDEST', 'TIMELINE_STEPS', 'TIMELINE_ROWS', 'TIMELINE_LANES', 'Waiting',
-           'ROWS', 'SHOWN_GROUPS', 'SHOWN_SAMPLES', 'TRAINERS', 'FLOORS', 'LABELS', 'WORST', 'downsample', 'History',
-           'column', 'series', 'last_value', 'five_numbers', 'spread_row', 'ages_row', 'history_row', 'reward_payload',
-           'kl_payload', 'bar_means', 'length_payload', 'dead_payload', 'advantage_spread_payload',
+__all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'FLAT', 'BARS', 'OLDEST', 'TIMELINE_STEPS', 'TIMELINE_ROWS', 'TIMELINE_LANES',
+           'Waiting', 'ROWS', 'SHOWN_GROUPS', 'SHOWN_SAMPLES', 'TRAINERS', 'FLOORS', 'LABELS', 'WORST', 'downsample',
+           'History', 'column', 'series', 'last_value', 'five_numbers', 'spread_row', 'ages_row', 'history_row',
+           'reward_payload', 'kl_payload', 'bar_means', 'length_payload', 'dead_payload', 'advantage_spread_payload',
            'token_share_payload', 'is_asynchronous', 'staleness_payload', 'pipeline_payload', 'packed_lanes',
            'timeline_payload', 'run_payloads', 'dead_marks', 'advantages_payload', 'counts_payload', 'step_payloads',
            'completion_row', 'completion_rows', 'completions_payload', 'header_payload', 'TokenRow', 'token_rows',
@@ -214,6 +214,7 @@ def reward_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]
 
 # %% ../../nbs/50_views.payloads.ipynb #b6fdb974
 _GAP = "sampling/sampling_logp_difference"
+FLAT = 1e-12  # a line that is never farther from 0 says nothing: a policy that is its own anchor, an equal reference
 _PANELS = (  # name, unit, lines and their metrics, power of the noise floor
     ("policy to reference", "nats per token", {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"}, 2),
     ("policy to old", "nats per token", {"k3": "ppo_kl"}, 2),
@@ -228,7 +229,7 @@ def kl_payload(
     noise_floor: float | None = None,  # nats; None = the metric of that name, if there is one
     limit: int | None = None,
 ) -> dict[str, Any]:
-    "Panels of what was measured, each with its lines and the noise floor in its unit, and the weight of the KL term."
+    "Panels of what was measured and is not 0 throughout, lines and noise floor in their unit, and the KL's weight."
     floor = last_value(metrics, "noise_floor") if noise_floor is None else noise_floor
     beta = last_value(metrics, "kl_beta")
     panels = []
@@ -238,7 +239,8 @@ def kl_payload(
         if any(lines.get("loss") == lines.get(line) for line in ("k1", "k3")):
             lines.pop("loss", None)
         band = None if floor is None else floor if power == 1 else floor**2 / 2
-        panels += [{"name": name, "unit": unit, "lines": lines, "floor": band}] if lines else []
+        flat = all(abs(y or 0.0) < FLAT for s in lines.values() for y in s["y"])
+        panels += [{"name": name, "unit": unit, "lines": lines, "floor": band}] if lines and not flat else []
     return {"panels": panels, "kl_beta": settings.get("kl_beta") if beta is None else beta}
 
 # %% ../../nbs/50_views.payloads.ipynb #ca3e34a0
