@@ -27,13 +27,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
-from torch import Tensor, nn
-from transformers.utils import logging as transformers_logging
+from torch import nn
 
 from ..align import completion_from_target, target_from_echo
 from .base import Backend, Capabilities, Endpoint, Meter
 from .engine import check_length, check_tokens
-from .local import LocalTrainer, open_local
+from .local import LocalTrainer, open_local, write_weights
 from ..config import address_trouble
 from ..core import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
 from ..core import quoted, without_keys
@@ -46,9 +45,9 @@ __all__ = ['HEADER_LOGGERS', 'RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEX
            'without_key', 'judge', 'stream_events', 'joined', 'attempt', 'take_note', 'ask', 'Dialect', 'request_body',
            'completion_ids', 'reported', 'scores_by_id', 'echoed_scores', 'prompt_scores', 'sort_logprobs',
            'OpenAISampler', 'together', 'score_tokens', 'check_choice', 'draw_one', 'ServerReport', 'probe',
-           'write_weights', 'SyncReport', 'VLLMSync', 'serve', 'steer', 'load', 'swap', 'is_paused', 'resume',
-           'look_if_paused', 'check_not_paused', 'served_scores', 'likely_cause', 'check_served', 'forget_folders',
-           'suspicious', 'heal', 'start', 'StaticSync', 'open_openai']
+           'SyncReport', 'VLLMSync', 'serve', 'steer', 'load', 'swap', 'is_paused', 'resume', 'look_if_paused',
+           'check_not_paused', 'served_scores', 'likely_cause', 'check_served', 'forget_folders', 'suspicious', 'heal',
+           'start', 'StaticSync', 'open_openai']
 
 # %% ../../nbs/23_backends.openai.ipynb #7030fff7
 class Secret:
@@ -1030,40 +1029,6 @@ async def _kind(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int, 
         return "raw"
     return "processed" if apart > max(0.05, 10 * gap) else "unknown"
 
-# %% ../../nbs/23_backends.openai.ipynb #516119e6
-def write_weights(
-    module: nn.Module,  # Hugging Face model or PEFT wrapper
-    weights: Mapping[str, Tensor],  # of what is trained, by parameter name
-    folder: Path,  # to make
-) -> None:
-    "Write weights as `save_pretrained` does, the adapter alone under PEFT; no half-written folder is ever seen."
-    draft = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    if hasattr(module, "peft_config"):
-        from peft import get_peft_model_state_dict
-        from safetensors.torch import save_file
-
-        adapter = get_peft_model_state_dict(module, state_dict=dict(weights))
-        module.peft_config["default"].save_pretrained(draft)  # type: ignore[index, union-attr]
-        save_file({k: v.detach().cpu().contiguous() for k, v in adapter.items()}, draft / "adapter_model.safetensors")
-    else:
-        with _quiet():
-            module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
-
-# %% ../../nbs/23_backends.openai.ipynb #e9884c5a
-@contextmanager
-def _quiet() -> Iterator[None]:
-    "No progress bar for every sync."
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
 # %% ../../nbs/23_backends.openai.ipynb #57a3e7c6
 @dataclass(frozen=True)
 class SyncReport:
@@ -1390,7 +1355,18 @@ async def open_openai(
         raise
     can = _capabilities(local.capabilities, sampler)
     at = Endpoint(sampler.wire.root, served_model, key.reveal() if isinstance(key, Secret) else key or "")
-    return Backend(local.policy, local.reference, sampler, sender, tokenizer, can, close, local.meter, endpoint=at)
+    return Backend(
+        local.policy,
+        local.reference,
+        sampler,
+        sender,
+        tokenizer,
+        can,
+        close,
+        local.meter,
+        export=local.export,
+        endpoint=at,
+    )
 
 # %% ../../nbs/23_backends.openai.ipynb #6588c6de
 async def _close(local: Backend, sampler: OpenAISampler, folder: str | None) -> None:
