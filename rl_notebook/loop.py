@@ -13,6 +13,7 @@ import html
 import inspect
 import itertools
 import math
+import os
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
@@ -51,9 +53,9 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'R', 
            'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch',
            'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops',
            'steps_left', 'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'LoopPhases',
-           'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'recorded_loss', 'updates_of', 'repeat_backward',
-           'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'recorded_settings', 'names_code',
-           'rebuild', 'to_the_base', 'Arrival', 'seek_step']
+           'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'export_policy', 'recorded_loss', 'updates_of',
+           'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest',
+           'recorded_settings', 'names_code', 'rebuild', 'to_the_base', 'Arrival', 'seek_step']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
@@ -78,7 +80,7 @@ from .datums import attach, datums_from_groups
 from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss_fn
 from .metrics import merge_metrics, step_metrics
 from .names import named_function, source_hash
-from .records import MUST_MATCH, Checkpoint, Run, RunFolder, StepRecord, spans
+from .records import MUST_MATCH, Checkpoint, Run, RunFolder, StepRecord, spans, staged_folder
 from .rewards import as_reward_fns, make_soft_overlong
 from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
 from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
@@ -1981,6 +1983,13 @@ class LoopPhases(Loop):
         "Close the step: make its record, hand it to the outputs, open the next step."
         return finish_phase(self)
 
+    @staged
+    async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
+        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
+
+        `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
+        return await export_policy(self.backend, path, to)
+
 # %% ../nbs/33_loop.ipynb #6b7338b6
 class GRPOLoop(LoopPhases):
     "GRPO, one phase at a time."
@@ -2098,6 +2107,20 @@ async def restore_checkpoint(
     async with on_stage(loop):
         await settled(loop, load())
     return last
+
+# %% ../nbs/33_loop.ipynb #dc5e3195
+async def export_policy(backend: Backend, path: str | os.PathLike[str], to: str | None = None) -> Path:
+    "Write the policy of a backend into a new folder; raises `BackendError`, `ConfigError` or `RecordError`."
+    folder = Path(path)
+    if backend.export is None:
+        where, got = f"backend {backend.capabilities.name}", "weights that stay on the service"
+        fix = "Publish them there: set output_model_id, or call backend.promote."
+        raise BackendError("export", where=where, got=got, expected="a backend that holds its weights", fix=fix)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise RecordError("export", where=str(folder), got="something that is there", expected="a free name")
+    with staged_folder(folder) as inside:
+        await backend.export(inside, to)
+    return folder
 
 # %% ../nbs/33_loop.ipynb #81df7e56
 def recorded_loss(loop: Loop, record: StepRecord) -> LossFactory:

@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
+from transformers.utils import logging as transformers_logging
 
 from .base import Backend, Capabilities, GradNormalization, LossFn, Meter
 from rl_notebook.backends.engine import (
@@ -61,15 +62,16 @@ from rl_notebook.core import (
 )
 
 # %% auto #0
-__all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'plan_batches', 'Scoring', 'routed', 'score_batch', 'spread', 'score',
-           'Scores', 'not_finite', 'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes',
+__all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'EXPORTS', 'plan_batches', 'Scoring', 'routed', 'score_batch', 'spread',
+           'score', 'Scores', 'not_finite', 'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes',
            'backpropagate', 'move_to_masters', 'drop_gradients', 'divisor', 'adamw', 'update', 'Versions', 'describe',
            'capture', 'check_description', 'check_tensors', 'restore', 'write_folder', 'read_folder', 'Worker',
            'stamped', 'LocalReference', 'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named',
            'saved_size', 'take_snapshot', 'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients',
            'one_by_one', 'directional', 'linear_change', 'Letter', 'LocalSampler', 'take_letters', 'turn',
-           'keep_pumping', 'LocalSync', 'with_lora', 'frozen_copy', 'torch_dtype', 'in_dtype', 'check_tokenizer',
-           'open_local', 'set_temperature', 'scorer_of', 'reference_of', 'close_local']
+           'keep_pumping', 'LocalSync', 'twin_of', 'with_lora', 'frozen_copy', 'torch_dtype', 'in_dtype',
+           'check_tokenizer', 'write_weights', 'export_weights', 'open_local', 'set_temperature', 'scorer_of',
+           'reference_of', 'close_local']
 
 # %% ../../nbs/22_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -1082,8 +1084,15 @@ class LocalSync:
 _SEEDING = threading.Lock()  # torch has one generator for all threads
 
 
+def twin_of(module: nn.Module, of: Callable[[Tensor], Tensor]) -> Any:
+    "A copy of a module, each parameter and buffer `of` the module's own; nothing of it learns."
+    tensors = (*module.parameters(), *module.buffers())
+    own = lambda t: nn.Parameter(of(t), requires_grad=False) if isinstance(t, nn.Parameter) else of(t)
+    return copy.deepcopy(module, {id(t): own(t) for t in tensors})
+
+
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
-    "The model under a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
+    "A model over the same weights with a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as reason:
@@ -1092,7 +1101,7 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)
-        return get_peft_model(model, config)  # type: ignore[arg-type, return-value]
+        return get_peft_model(twin_of(model, Tensor.detach), config)  # type: ignore[arg-type, return-value]
 
 # %% ../../nbs/22_backends.local.ipynb #15b07c66
 def frozen_copy(module: nn.Module, shared: Sequence[Tensor]) -> nn.Module:
@@ -1128,8 +1137,72 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
         raise BackendError("tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix)
 
 # %% ../../nbs/22_backends.local.ipynb #cde8407e
+def write_weights(
+    module: nn.Module,  # Hugging Face model or PEFT wrapper
+    weights: Mapping[str, Tensor],  # of what is trained, by parameter name
+    folder: Path,  # to make
+) -> None:
+    "Write weights as `save_pretrained` does, the adapter alone under PEFT; no half-written folder is ever seen."
+    draft = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    if hasattr(module, "peft_config"):
+        from peft import get_peft_model_state_dict
+
+        name: Any = module.active_adapter
+        adapter = get_peft_model_state_dict(module, dict(weights), name, save_embedding_layers=False)
+        module.peft_config[name].save_pretrained(draft)  # type: ignore[index, union-attr]
+        save_file({k: v.detach().cpu().contiguous() for k, v in adapter.items()}, draft / "adapter_model.safetensors")
+    else:
+        with _quiet():
+            module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    "No progress bar for every folder."
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+# %% ../../nbs/22_backends.local.ipynb #e0503959
+EXPORTS = ("hf", "adapter", "merged")  # kinds of folders
+
+
+def export_weights(
+    state: PolicyState,
+    tokenizer: Any,  # goes along where it can be saved
+    folder: Path,  # to fill
+    to: str | None = None,  # one of `EXPORTS`; None = what is trained: the adapter, or the whole model
+) -> None:
+    "Write the policy as it stands now; raises `ConfigError`, `BackendError` or `RecordError`."
+    adapter, model = hasattr(state.module, "peft_config"), state.scoring.causal.model
+    if to not in (None, *EXPORTS) or (to in EXPORTS[1:] and not adapter):
+        expected = "hf, adapter or merged" if adapter else "'hf': the policy has no adapter"
+        raise ConfigError("export", got=repr(to), expected=expected)
+    _check_finite(state.params, BackendError, "export")
+    try:
+        if adapter and to in ("hf", "merged"):
+            with _quiet():
+                twin = twin_of(state.module, lambda t: t.detach().to("cpu", copy=True))
+                twin.merge_and_unload().save_pretrained(folder)
+        else:
+            write_weights(state.module, state.params, folder)
+            model.generation_config.save_pretrained(folder)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as reason:
+        fix = "Free some space, or choose a folder that can be written."
+        raise RecordError("export", where=str(folder), got=str(reason), expected="a writable disk", fix=fix) from reason
+
+# %% ../../nbs/22_backends.local.ipynb #69ce2f94
 def open_local(
-    model: nn.Module,  # Hugging Face causal LM; becomes the policy, so its weights will change
+    model: nn.Module,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
     tokenizer: Any,  # its tokenizer
     *,
     lora_rank: int = 0,  # 0 = train every parameter that requires grad
@@ -1180,7 +1253,9 @@ def open_local(
     close = partial(close_local, sampler, run)
     policy = LocalTrainer(state, run, versions)
     rescore = partial(set_temperature, state, judge)
-    return Backend(policy, judge, sampler, sync, tokenizer, capabilities, close, engine.meter, score_at=rescore)
+    export = lambda folder, to=None: run(export_weights, state, tokenizer, Path(folder), to)
+    more: dict[str, Any] = {"score_at": rescore, "export": export}
+    return Backend(policy, judge, sampler, sync, tokenizer, capabilities, close, engine.meter, **more)
 
 
 def set_temperature(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
