@@ -473,6 +473,7 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
     sampling = pytest.importorskip("fireworks.training.sdk.sampling")
     from rl_notebook.backends.fireworks import FireworksSampler, completion_of
     from rl_notebook.backends.local import Worker
+    from rl_notebook.backends.openai import OpenAISampler
     from rl_notebook.backends.provision import sdk_classes
     from rl_notebook.backends.service import bare_datum
 
@@ -491,7 +492,8 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
     async def main():
         got = {}
         for routing in ("none", "completion", "all"):
-            sampler = FireworksSampler(Drawer(), None, Worker(inline=True), routing=routing)
+            scorer = OpenAISampler("http://127.0.0.1:9", "tiny", Drawer.tokenizer)
+            sampler = FireworksSampler(Drawer(), scorer, Worker(inline=True), routing=routing)
             (got[routing],) = await sampler.sample([5, 6], SampleParams(max_tokens=4))
         assert [o.get("include_routing_matrix") for o in asked] == [None, True, True]
         assert [o.get("echo") for o in asked] == [None, True, True]

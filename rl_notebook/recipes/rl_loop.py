@@ -233,6 +233,16 @@ def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
     given = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in ("rows", "reward")}
     return LOOPS[cfg.recipe](backend, problem.rows, problem.reward, cfg, keep_undo=0, **given)
 
+# %% ../../nbs/60_recipes.rl_loop.ipynb #47d6acce
+def keep_rows(run: RunFolder, problem: Problem, parts: Mapping[str, Any]) -> None:
+    "Write down the rows that were passed to a run, and which functions were."
+    if parts.get("rows") is None:
+        return
+    own = [name for name in ("rollout_fn_factory", "rollout_fn") if parts.get(name) is not None]
+    lines = [{"format": 1, "own": own}, *({f.name: getattr(row, f.name) for f in fields(row)} for row in problem.rows)]
+    text = "".join(json.dumps(encode(line, "rows.jsonl")) + "\n" for line in lines)
+    (Path(run.path) / "rows.jsonl").write_text(text, encoding="utf-8")
+
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f1299d8f
 async def train(
     cfg: Config,
@@ -461,16 +471,6 @@ def main(
     return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)")
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #c69eb5df
-def keep_rows(run: RunFolder, problem: Problem, parts: Mapping[str, Any]) -> None:
-    "Write down the rows that were passed to a run, and which functions were."
-    if parts.get("rows") is None:
-        return
-    own = [name for name in ("rollout_fn_factory", "rollout_fn") if parts.get(name) is not None]
-    lines = [{"format": 1, "own": own}, *({f.name: getattr(row, f.name) for f in fields(row)} for row in problem.rows)]
-    text = "".join(json.dumps(encode(line, "rows.jsonl")) + "\n" for line in lines)
-    (Path(run.path) / "rows.jsonl").write_text(text, encoding="utf-8")
-
-
 def recorded_problem(run: Run, cfg: Config) -> Problem:
     "What a run was made of: its own rows, if it was given some, and what its config names."
     path = Path(run.path) / "rows.jsonl"
