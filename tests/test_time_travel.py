@@ -18,6 +18,7 @@ from rl_notebook.config import Config
 from rl_notebook.core import (
     BackendError,
     ConfigError,
+    DataError,
     PhaseError,
     RecordError,
     RewardError,
@@ -161,7 +162,7 @@ def test_a_phase_that_fails_leaves_the_loop_where_it_stood(phase, done, monkeypa
             await up_to(loop, PHASES[PHASES.index(phase) - (not done)])
         before, kept = place(loop), weights(loop)
         loop.state.cache.clear()  # scored again by the reference
-        with pytest.raises((RuntimeError, RewardError), match="somebody else's fault"):
+        with pytest.raises((RuntimeError, RewardError, DataError), match="somebody else's fault"):
             await fail(loop, phase, monkeypatch)
         gone = {"backward"} if phase == "backward" else set()  # its gradient was dropped
         assert place(loop) == (before[0], before[1] - gone, *before[2:])
