@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -63,11 +64,24 @@ class Jumps(selectors.DefaultSelector):
         return super().select(0)
 
 
+class Inline(ThreadPoolExecutor):
+    "`asyncio.to_thread` without threads: the clock would not wait for them."
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        done: Future[T] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 def simulate(main: Coroutine[Any, Any, T]) -> T:
     "Run a coroutine on an event loop in which sleeping takes no time and everything else takes none either."
     selector = Jumps()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.clock
+    loop.set_default_executor(Inline())
     try:
         return loop.run_until_complete(main)
     finally:
