@@ -365,6 +365,7 @@ ALL_LIVE = "All 8 groups carry signal"
 LAB = "mean reward 0.391 → 12.281; dead groups 0% → 0%"
 HALF = "half of the push is in 11 of 64 samples"
 NOWHERE = "group 0, sample 0 (row 'q757'): "  # the place of the first bad value
+NO_K3 = shows("kl | mean difference [", absent=("kl | k3",))  # 0 throughout says nothing
 NO_KL = shows("charts: reward, functions, length, dead, advantage spread, token share", "empty: kl", absent=("kl |",))
 STEP_CHARTS = shows("charts: advantages, rewards counted, advantages counted", "rewards counted | with signal [9, 41,")
 NO_LOSS = refuses(LossError, "step 1: frozen batch: got no loss", "Choose a record whose `trained` is true")
@@ -409,7 +410,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "attribution": shows(HALF),
         # a run of one step: every line is one point, and no point is invented
         "run charts": shows(
-            "kl |", "reward | mean in training [0.390625]", "kl | k3 [0.0]", "length | mean [12.28125]"
+            "reward | mean [0.390625]", "kl | mean difference [", "length | mean [12.28125]", absent=NO_K3.absent
         ),
         "step charts": STEP_CHARTS,
         "tokens": shows("TokenInspector(64 samples", ONE_SAMPLE, "masked 0, cut 0", absent=("not a number",)),
@@ -426,7 +427,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "what-if": shows("8 datums, 88 tokens in the loss"),
         "reward lab": shows("mean reward 0.300 → 11.000", "1 advantages change sign"),
         "attribution": shows("half of the push is in 1 of 8 samples"),
-        "run charts": shows("reward | quartiles of the groups [0.3]", "reward | lower quartile [0.3]"),
+        "run charts": shows("reward | quartiles [0.3]", "reward | lower quartile [0.3]"),
         "step charts": shows("advantages |  [[-0.81009", "rewards counted | with signal [1, 6, 0, 0, 0, 0, 1]"),
         "tokens": shows("TokenInspector(8 samples", ONE_SAMPLE),
         "dashboard": shows("8 completions", "The one group carries signal"),
@@ -442,13 +443,15 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "what-if": shows("4008 datums, 52867 tokens in the loss"),
         "reward lab": shows("dead groups 2% → 2%", "817 advantages change sign"),
         "attribution": shows("half of the push is in 800 of 4008 samples"),
-        "run charts": shows("reward | mean in training [0.444921875]", "dead | all wrong [0.021484375]"),
+        "run charts": shows("reward | mean [0.444921875]", "dead | all wrong [0.021484375]"),
         # all samples are counted, the map shows 64 groups and says of how many
         "step charts": shows("rewards counted | with signal", "group 0-63 of 512"),
         "tokens": shows("TokenInspector(4096 samples", "over 52,867 tokens of all 4008 samples"),
         "dashboard": shows("4096 completions", "'groups 0 to 63'", "'groups 448 to 511'", "8 of 4096 completions"),
         "sliders": shows("4008 datums, 52867 tokens in the loss"),
-        "report": shows("the first 3 of 512 prompts", "501 of 512 groups carry signal"),
+        "report": shows(
+            "the first 3 of 501 prompts with signal; 11 without are left out", "501 of 512 groups carry signal"
+        ),
     },
     "all masked": {
         "record": shows("update 0.0e+00", absent=("KL",)),
@@ -496,7 +499,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "what-if": refuses(AlignmentError, f"step 1, {NOWHERE}policy_logprobs: got nan at target 9 (token 10), 1 such"),
         "reward lab": shows(LAB),
         "attribution": refuses(AlignmentError, f"step 1, {NOWHERE}policy_logprobs: got nan at target 9"),
-        "run charts": shows("kl | k3 [0.0]"),
+        "run charts": NO_K3,
         "step charts": STEP_CHARTS,
         "tokens": shows(
             "1 not a number", "policy logprob: 1 not a number", "target 9 “ </script><script>doc ” not a number"
@@ -515,7 +518,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "what-if": hole("sampler_logprobs", "nan", 27),
         "reward lab": shows(LAB),
         "attribution": shows(HALF),  # reads the recorded slopes, which are numbers
-        "run charts": shows("kl | k3 [0.0]"),
+        "run charts": NO_K3,
         "step charts": STEP_CHARTS,
         "tokens": shows("27 scored · 27 not a number", "sampler logprob: 27 not a number", "Too few tokens to tell"),
         "dashboard": shows("sampler_logprobs: got nan", "finite a value is not a number"),
@@ -532,7 +535,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "what-if": hole("sampler_logprobs", "-inf", 1),
         "reward lab": shows(LAB),
         "attribution": shows(HALF),
-        "run charts": shows("kl | k3 [0.0]"),
+        "run charts": NO_K3,
         "step charts": STEP_CHARTS,
         "tokens": shows("max |policy − sampler| 2e-05 · 1 not a number", "sampler logprob: 1 not a number"),
         "dashboard": shows("got -inf", "finite a value is not a number"),
@@ -550,7 +553,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "what-if": hole("ref_logprobs", "nan", 27),
         "reward lab": shows(LAB),
         "attribution": shows(HALF),
-        "run charts": shows("kl | k3 [0.0]"),  # as it was measured then; the step's own metric is a number
+        "run charts": NO_K3,  # as it was measured then; the step's own metric is a number
         "step charts": STEP_CHARTS,
         "tokens": shows("reference logprob: 27 not a number"),
         "dashboard": shows("ref_logprobs: got nan", "finite a value is not a number"),
@@ -665,7 +668,9 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "tokens": shows("ended </script><script>", "\\u001b[31m\\u202e", absent=("\x1b", "\u202e")),
         "dashboard": shows("8 completions", "</script>"),
         "sliders": shows("4 datums, 60 tokens"),
-        "report": shows("</script>", "\\u001b", "\\u202e", "the first 2 of 2 prompts"),
+        "report": shows(
+            "</script>", "\\u001b", "\\u202e", "the first 1 of 1 prompts with signal; 1 without are left out"
+        ),
     },
 }
 

@@ -262,8 +262,9 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     assert (
         list(page.figures) == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(len(titles))]
     )
-    mean = next(t for t in page.figures["f0"]["data"] if t.get("name") == "mean in training")
+    mean, held_out = (next(t for t in page.figures["f0"]["data"] if t.get("name") == n) for n in ("mean", "held out"))
     assert mean["y"] == reward_payload(m.metrics)["reward"]["y"]
+    assert held_out["y"] == [0.25, 0.75]
     assert page.figures["f7"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
     title = page.figures["f4"]["layout"]["annotations"][0]["text"]
     assert title == "policy to reference · kl_beta = 0.001"
