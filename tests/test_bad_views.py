@@ -708,6 +708,16 @@ def test_a_step_without_a_number_among_others_is_a_hole(bad: float):
         drawn(payloads)
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_a_kl_that_is_0_but_for_an_infinity_is_not_left_out(bad: float):
+    "What is 0 throughout says nothing; a step at which it is no number says much."
+    rows = [{"step": n, "kl/k3": k} for n, k in ((1, 0.0), (2, bad), (3, 0.0))]
+    for metrics in (History(rows), metrics_frame(rows)):
+        (panel,) = (payloads := run_payloads(metrics, {}))["kl"]["panels"]
+        assert panel["lines"]["k3"]["y"] == [0.0, None, 0.0]
+        drawn(payloads)
+
+
 EMPTY: dict[str, tuple[Callable[[], Any], type[RLNotebookError], str]] = {
     "no tokens at all": (
         lambda: RolloutSample([], [], [], 1.0),

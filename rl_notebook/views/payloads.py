@@ -239,7 +239,7 @@ def kl_payload(
         if any(lines.get("loss") == lines.get(line) for line in ("k1", "k3")):
             lines.pop("loss", None)
         band = None if floor is None else floor if power == 1 else floor**2 / 2
-        flat = all(abs(y or 0.0) < FLAT for s in lines.values() for y in s["y"])
+        flat = all(y is not None and abs(y) < FLAT for s in lines.values() for y in s["y"])
         panels += [{"name": name, "unit": unit, "lines": lines, "floor": band}] if lines and not flat else []
     return {"panels": panels, "kl_beta": settings.get("kl_beta") if beta is None else beta}
 
