@@ -874,7 +874,7 @@ class _Held:
     def __init__(self, path: Path):
         self.path = path / ".lock"
         with _os_errors("cannot write", path):
-            self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            self.handle = os.open(self.path, os.O_RDONLY | os.O_CREAT, 0o644)  # a disk can be set read-only meanwhile
         weakref.finalize(self, os.close, self.handle)
         if os.name != "posix":
             return
@@ -888,8 +888,8 @@ class _Held:
             raise RecordError("run folder", where=str(path), got=got, expected="one writer", fix=fix) from e
         except OSError:  # a file system without locks
             return
-        os.truncate(self.handle, 0)
-        os.write(self.handle, f"process {os.getpid()}\n".encode())
+        with suppress(OSError):  # on a full disk the process has no name
+            self.path.write_text(f"process {os.getpid()}\n", encoding="utf-8")
 
     @property
     def there(self) -> bool:
