@@ -175,7 +175,7 @@ def records(draw):
         seconds=draw(st.dictionaries(text, finite, max_size=2)),
         consumed=draw(st.integers(0, 10**6)),
         passes=draw(st.lists(st.integers(1, 9), max_size=3)),
-        divided_by=draw(text),
+        divided_by=draw(st.sampled_from(["none", "num_loss_tokens", "num_sequences"])),
     )
 
 
