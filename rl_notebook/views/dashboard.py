@@ -915,8 +915,8 @@ def shown_step(dashboard: Dashboard) -> StepRecord | None:
 
 def draw_table(dashboard: Dashboard) -> None:
     "The page of completions that is asked for."
-    step = shown_step(dashboard).step if shown_step(dashboard) else 0
-    dashboard.screen.pane.page = page_of(dashboard.columns, dashboard.view, step)
+    record = shown_step(dashboard)
+    dashboard.screen.pane.page = page_of(dashboard.columns, dashboard.view, record.step if record else 0)
 
 # %% ../../nbs/53_views.dashboard.ipynb #3676a14e
 def open_completion(dashboard: Dashboard, group: int, sample: int) -> None:
@@ -944,7 +944,8 @@ def close_inspector(dashboard: Dashboard) -> None:
 # %% ../../nbs/53_views.dashboard.ipynb #05821ad7
 def offer_rows(dashboard: Dashboard) -> None:
     "Let the reader choose which groups the map shows, where it cannot show all."
-    count = len(shown_step(dashboard).groups) if shown_step(dashboard) else 0
+    record = shown_step(dashboard)
+    count = len(record.groups) if record else 0
     starts = range(0, max(count, 1), ROWS)
     options = [(f"groups {s} to {min(s + ROWS, count) - 1}", s) for s in starts]
     menu = dashboard.screen.rows
@@ -1101,7 +1102,8 @@ def draw_record(dashboard: Dashboard) -> None:
     "Draw the last record: words, table, charts."
     d = dashboard
     look_at_step(d)
-    if d.opened is not None and (shown_step(d) is None or d.opened[0].step > shown_step(d).step):  # it was undone
+    record = shown_step(d)
+    if d.opened is not None and (record is None or d.opened[0].step > record.step):  # it was undone
         close_inspector(d)
         d.screen.pane.completion, d.opened = {}, None
     draw_samples(d)
