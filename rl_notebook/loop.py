@@ -1985,7 +1985,7 @@ class LoopPhases(Loop):
 
     @staged
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
-        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
+        """Write the policy as it stands into a new folder that transformers and PEFT load.
 
         `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
         return await export_policy(self.backend, path, to)
