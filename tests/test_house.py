@@ -5,7 +5,9 @@ The proof is a small project that keeps every rule, and for each rule one thing 
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import nbformat
 import pytest
 from house import PACKAGE, RULES, House, measures
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from packaging.specifiers import SpecifierSet
 from pages import readme, relink, write_html, write_readme
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -361,3 +364,14 @@ def test_plain_pages_link_each_other(model_project: Path, tmp_path: Path):
     write_html(model_project, tmp_path)
     assert 'href="00_core.html"' in (tmp_path / "index.html").read_text()
     assert 'href="../00_core.html"' in (tmp_path / "tutorials" / "101_first.html").read_text()
+
+
+def test_every_pinned_version_installs_on_the_lowest_python():
+    "Debian's Python 3.11 is 3.11.2: a pin that wants 3.11.5 would end `make setup` there."
+    lowest = re.search(r"^min_python = (\S+)", (ROOT / "settings.ini").read_text(), re.MULTILINE)[1] + ".0"
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    installed = {d.metadata["Name"]: d for d in importlib.metadata.distributions()}
+    known = {name: d for name, d in installed.items() if pins.get(name) == d.version}
+    assert len(known) > 100
+    wanted = {f"{name}=={pins[name]}": d.metadata["Requires-Python"] or "" for name, d in known.items()}
+    assert {pin: python for pin, python in wanted.items() if not SpecifierSet(python).contains(lowest)} == {}
