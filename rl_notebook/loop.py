@@ -44,12 +44,12 @@ __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'R', 
            'joined_report', 'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'no_update', 'keep_entry',
            'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'called', 'changed_since_opened', 'sources_of',
            'other_sources', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots',
-           'bring_back', 'undo_step', 'park', 'take_over', 'swap', 'has_turn', 'join_turn', 'busy_text', 'claim',
+           'bring_back', 'undo_step', 'park', 'take_over', 'swap', 'has_turn', 'join_turn', 'refuse_in_turn', 'claim',
            'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state',
-           'branch_off', 'read_by', 'Changed', 'refuse_change', 'when_read', 'refuse_temperature', 'score_at',
-           'change_settings', 'settings_from', 'take_settings', 'Answered', 'answer', 'take_in', 'refill_step',
-           'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk',
-           'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase',
+           'branch_off', 'read_by', 'Changed', 'refuse_change', 'when_read', 'refuse_settings', 'score_at',
+           'change_settings', 'settings_from', 'what_follows', 'take_settings', 'Answered', 'answer', 'take_in',
+           'refill_step', 'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal',
+           'train_chunk', 'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase',
            'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch',
            'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops',
            'steps_left', 'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'LoopPhases',
@@ -1201,7 +1201,7 @@ async def park(loop: LoopMemory) -> None:
 
 
 async def take_over(loop: Loop) -> None:
-    "Put a loop's weights on the backend, if others are there, once nobody is changing what it holds."
+    "Put a loop's weights on the backend, if others are there, once no section is changing what it holds."
     stage = loop.stage
     if stage.section not in (None, asyncio.current_task()):
         await asyncio.wait([stage.section])
@@ -1240,9 +1240,11 @@ def join_turn(turn: object) -> None:
         TURNS.set((*TURNS.get(), turn))
 
 
-def busy_text(loop: Loop) -> str:
-    "What a loop is at, and for whom."
-    return f"{loop.running or 'a step'} is under way, begun in another cell or by a dashboard"
+def refuse_in_turn(loop: Loop, what: str, fix: str) -> None:
+    "Raise PhaseError in the middle of a turn that another cell, or a dashboard, has begun."
+    if loop.stage.holder is loop and not has_turn(loop):
+        got = f"{loop.running or 'a step'} is under way, begun in another cell or by a dashboard"
+        raise PhaseError(what, where=loop.place, got=got, fix=fix)
 
 
 def claim(stage: Stage, loop: Loop) -> asyncio.Lock:
@@ -1255,9 +1257,9 @@ def claim(stage: Stage, loop: Loop) -> asyncio.Lock:
         got = f"a window of {stage.holder.name!r} that waits for this"
         fix = "Let the window end first, or put the two loops into tasks of their own."
         raise PhaseError(f"a turn for {loop.name!r}", got=got, expected="the backend to be free", fix=fix)
-    if stage.holder is loop and loop.in_window and not has_turn(loop):
+    if loop.in_window:
         fix = "Wait for the step under way, or press Stop (loop.stop()) to end the window."
-        raise PhaseError("a window of several steps", where=loop.place, got=busy_text(loop), fix=fix)
+        refuse_in_turn(loop, "a window of several steps", fix)
     return stage.lock
 
 
@@ -1300,13 +1302,11 @@ def staged(
 
 
 def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Concatenate[AnyLoop, P], R]:
-    "The method, unless the loop is in the middle of somebody else's turn."
+    "The method; refused in the middle of a turn that another cell, or a dashboard, has begun."
 
     @functools.wraps(method)
     def refused_in_turns(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
-        if loop.stage.holder is loop and not has_turn(loop):
-            fix = "Pause the dashboard, or wait until the other cell is done."
-            raise PhaseError(method.__name__, where=loop.place, got=busy_text(loop), fix=fix)
+        refuse_in_turn(loop, method.__name__, "Pause the dashboard, or wait until the other cell is done.")
         return method(loop, *args, **kwargs)
 
     return refused_in_turns
@@ -1446,48 +1446,50 @@ def when_read(loop: Loop, phase: str) -> str:
     return f"in step {state.number}, which goes back to {phase}"
 
 
-def refuse_temperature(loop: Loop, temperature: float) -> None:
-    "Raise ConfigError for a temperature at which the backend does not score, unless it can be told to."
-    backend = loop.backend
-    if temperature in (backend.capabilities.policy_temperature, 0.0):
-        return
-    if backend.score_at is None:
-        check_backend(replace(loop.settings, temperature=temperature), backend)
-    elif loop.stage.shared:
-        fix = "Open a backend of its own for another temperature."
-        raise ConfigError("temperature", got=temperature, expected="that of the loops that share the backend", fix=fix)
+def refuse_settings(loop: Loop, cfg: Config) -> None:
+    "Raise ConfigError for settings that the backend would ignore; some can be told to score at another temperature."
+    backend, scored = loop.backend, loop.backend.capabilities.policy_temperature
+    if cfg.temperature not in (scored, 0.0) and backend.score_at is not None:
+        if loop.stage.shared:
+            expected, fix = "that of the loops that share the backend", "Open a backend of its own for another."
+            raise ConfigError("temperature", got=cfg.temperature, expected=expected, fix=fix)
+        cfg = replace(cfg, temperature=scored)
+    check_backend(cfg, backend)
 
 
 def score_at(loop: Loop, temperature: float) -> None:
     "Have the backend score at the temperature at which the loop samples; greedy samples are scored as before."
-    refuse_temperature(loop, temperature)
     backend = loop.backend
-    if temperature not in (backend.capabilities.policy_temperature, 0.0) and backend.score_at is not None:
-        backend.score_at(temperature)
+    if temperature not in (backend.capabilities.policy_temperature, 0.0):
+        refuse_settings(loop, replace(loop.settings, temperature=temperature))
+        tell: Any = backend.score_at  # there, or it would have been refused
+        tell(temperature)
         backend.capabilities = replace(backend.capabilities, policy_temperature=temperature)
 
 # %% ../nbs/33_loop.ipynb #94ac8ffe
 def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
     "Change settings between two phases: a whole config, or values by dotted name; `functions`: reward, make_loss."
-    if loop.stage.holder is loop and not has_turn(loop):
-        raise PhaseError("change of settings", where=loop.place, got=busy_text(loop), fix="Pause it first.")
+    refuse_in_turn(loop, "change of settings", "Pause it first.")
     old, state = loop.settings, loop.state
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
     needs = (cfg.kl_beta > 0 or cfg.kl_metric) and not (old.kl_beta > 0 or old.kl_metric)
     rows = [*old.diff(cfg).rows, *((n, called(loop.given[n]), called(given)) for n, given in functions.items())]
     for name, *_ in rows:
         refuse_change(loop, name)
-    refuse_temperature(loop, cfg.temperature)
     check_loss(cfg, functions.get("make_loss", loop.make_loss))
     when = {name: when_read(loop, read_by(name, needs)) for name, *_ in rows}
-    later = {name.partition(".")[0] for name in when if when[name].startswith("from")}
+    top = lambda names: {name.partition(".")[0] for name in names}
+    later = top(name for name in when if when[name].startswith("from"))
     if late := sorted(later & functions.keys()):
         fix = "Run await loop.step() to finish it first."
         raise PhaseError(f"another {' and '.join(late)}", where=loop.place, got="a step that is updated", fix=fix)
-    new = cfg.to_dict()
-    now = {name for name, *_ in rows} - functions.keys()
-    take_settings(loop, settings_from(old, new, {n.partition(".")[0] for n in now} - later), functions)
-    loop.next_settings |= {name: new.get(name) for name in later}
+    new, asked = cfg.to_dict(), set() if isinstance(changes, Config) else top(changes)
+    waiting = {n: v for n, v in loop.next_settings.items() if n not in asked} | {n: new.get(n) for n in later}
+    now = settings_from(old, new, top(when) - functions.keys() - later)
+    if waiting:  # refused here, and not when the step ends
+        what_follows(loop, settings_from(now, waiting, waiting), functions)
+    take_settings(loop, now, functions)
+    loop.next_settings = waiting
     back = [PHASES.index(read_by(name, needs)) for name in when if "goes back" in when[name]]
     state.values = {p: v for p, v in state.values.items() if not back or PHASES.index(p) < min(back)}
     return Changed(tuple((*row, when[row[0]]) for row in rows))
@@ -1498,22 +1500,29 @@ def settings_from(cfg: Config, plain: Mapping[str, Any], names: Iterable[str]) -
     return Config.from_dict(cfg.to_dict(), {name: plain.get(name) for name in names})
 
 
-def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None:
-    "Put settings into a loop, and all that follows from them; nothing is changed where they are refused."
-    given, before = loop.given | dict(functions), loop.backend.capabilities.policy_temperature
+def what_follows(
+    loop: Loop, cfg: Config, functions: Mapping[str, Any]
+) -> tuple[dict[str, Any], Task, AdvantageFn | None]:
+    "What a loop is given, its task and its comparison of rewards with these settings; raises where they are refused."
+    refuse_settings(loop, cfg)
+    given = loop.given | dict(functions)
     if cfg.rewards != loop.settings.rewards and "reward" not in functions:
         given["reward"] = list(cfg.rewards)
-    try:
-        score_at(loop, cfg.temperature)
-        check_backend(cfg, loop.backend)
-        setup = rollout_setup(loop.backend, cfg, given["extras"], loop.sampler)
-        task, compare = configured(as_task(given["reward"], setup), cfg), given["advantage_fn"] or cfg.advantage_fn
-    except BaseException:
-        score_at(loop, before)
-        raise
+    if cfg.advantage_fn != loop.settings.advantage_fn:
+        given["advantage_fn"] = None  # the config's
+    setup = rollout_setup(loop.backend, cfg, given["extras"], loop.sampler)
+    task = configured(as_task(given["reward"], setup), cfg)
+    return given, task, own_advantages(given["advantage_fn"] or cfg.advantage_fn)
+
+
+def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None:
+    "Put settings into a loop, and all that follows from them; nothing is changed where they are refused."
+    given, task, compare = what_follows(loop, cfg, functions)
+    score_at(loop, cfg.temperature)
     if functions or loop.settings.diff(cfg):
         loop.task, loop.given, loop.make_loss, loop.settings = task, given, given["make_loss"], cfg
-        loop.advantage_fn = own_advantages(compare)
+        loop.advantage_fn = compare
+        loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
         loop.breaker = Breaker(cfg.max_rollout_failure_rate)
         loop.state.cursor = replace(loop.state.cursor, epochs=cfg.epochs)
 

@@ -328,11 +328,15 @@ class NotedSampler:
 
 # %% ../nbs/30_rollouts.ipynb #d567aebe
 class BoundedSampler:
-    "A sampler with so many completions in flight, at most; who asks first is served first."
+    "A sampler with so many completions in flight, at most; the first request is served first."
 
     def __init__(self, sampler: Sampler, most: int):
         self.sampler, self.most, self.free = sampler, most, most
-        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # places wanted, and who wants them
+        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # places wanted, and the request for them
+
+    def at_most(self, completions: int) -> None:
+        "Another limit, for requests from now on."
+        self.free, self.most = self.free + completions - self.most, completions
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         "As the sampler does, once there is room."

@@ -458,8 +458,9 @@ async def replay(
     "Take a recorded step again, and compare every phase with its record."
     record = run.record(step)
     run.check(loop.cfg)
-    if record.changed:
-        take_settings(loop, recorded_settings(run, record, loop.cfg), {})
+    settings = recorded_settings(run, record, loop.began_with)
+    if settings.diff(loop.settings):
+        take_settings(loop, settings, {})
     loop.rest()
     async with on_stage(loop):
         phases, blocked, base = await stand_before(loop, record, run)

@@ -11,7 +11,7 @@ from tiny_models import one_thread
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, PhaseError
+from rl_notebook.core import ConfigError, LossError, PhaseError
 from rl_notebook.data import load_rows
 from rl_notebook.loop import TURNS, GRPOLoop, save_checkpoint
 from rl_notebook.recipes.rl_loop import Problem, train
@@ -200,6 +200,97 @@ def test_what_cannot_change_is_refused_by_name_and_nothing_is_changed(settings, 
     assert loop.cfg is before
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"refill": True, "weight_sync_interval": 2}, "refill"), ({"advantage_fn": "nosuch:fn"}, "No module named"),
+     ({"advantage_scale": "batch", "min_samples_per_fwd_bwd": 4}, "advantage_scale")],
+)  # fmt: skip
+@pytest.mark.parametrize("phase", ["score", "sync"])
+def test_what_the_backend_or_the_loop_refuses_is_refused_when_it_is_asked_for(phase, settings, said):
+    async def main():
+        loop = make_loop(rows=12, keep=ALL)
+        await up_to(loop, phase)
+        before = (loop.cfg, loop.given, loop.advantage_fn)
+        with pytest.raises((ConfigError, LossError), match=said):
+            loop.change(**settings)
+        assert (loop.cfg, loop.given, loop.advantage_fn, loop.next_settings) == (*before, {})
+        if phase == "sync":  # one after the other
+            first, *others = settings.items()
+            for name, value in others:
+                loop.change(**{name: value})
+            with pytest.raises((ConfigError, LossError), match=said):
+                loop.change(**dict([first]))
+        assert (await loop.step()).step == 1
+        assert (await loop.step()).step == 2
+
+    run(main())
+
+
+def signs(groups):
+    "Advantages of a test's own."
+    return [replace(g, advantages=[1.0, *[-1.0] * (len(g.samples) - 1)]) for g in groups]
+
+
+def test_another_comparison_of_rewards_takes_the_place_of_what_the_loop_was_opened_with():
+    async def main():
+        base = make_loop(rows=30)
+        halves = lambda groups: [replace(g, advantages=[0.5] * len(g.samples)) for g in groups]
+        for given in (None, halves):
+            loop = GRPOLoop(base.backend, base.rows, LENGTH, base.cfg, advantage_fn=given, dynamic_filter_fn=ALL)
+            await up_to(loop, "datums")
+            changed = loop.change(advantage_fn="test_stepping:signs")
+            assert "advantage_fn: None -> 'test_stepping:signs', in step 1, which goes back to advantages" in repr(
+                changed
+            )
+            first = await loop.step()
+            assert {tuple(g.advantages[:2]) for g in first.groups} == {(1.0, -1.0)}
+            assert (first.changed, [*first.sources][1:2]) == (
+                {"advantage_fn": "test_stepping:signs"}, ["advantage_fn signs"])  # fmt: skip
+            loop.change(advantage_fn=None)
+            second = await loop.step()
+            assert (second.changed, loop.advantage_fn) == ({}, None)
+
+    run(main())
+
+
+def test_a_setting_that_waits_can_be_put_back():
+    async def main():
+        loop = make_loop(rows=12)
+        await up_to(loop, "sample")
+        loop.change(max_completion_tokens=9)
+        assert loop.next_settings == {"max_completion_tokens": 9}
+        loop.change(max_completion_tokens=loop.cfg.max_completion_tokens)
+        assert loop.next_settings == {}
+
+    run(main())
+
+
+def test_another_limit_of_completions_in_flight_holds_from_the_next_draw_on():
+    async def main():
+        loop, in_flight, seen = make_loop(rows=12), 0, list[int]()
+        draw = loop.sampler.sampler.sample
+
+        async def counted(prompt, params):
+            nonlocal in_flight
+            in_flight += params.n
+            seen.append(in_flight)
+            try:
+                return await draw(prompt, params)
+            finally:
+                in_flight -= params.n
+
+        loop.sampler.sampler = type("Counted", (), {"sample": staticmethod(counted)})()
+        await loop.step()
+        assert max(seen) > 6
+        for most in (2, 12):
+            seen.clear()
+            loop.change(max_concurrent=most)
+            await loop.step()
+            assert max(seen) == most
+
+    run(main())
+
+
 def test_what_rows_beside_training_depend_on_is_refused_and_the_rate_is_not():
     async def main():
         loop = begin(rows=20, reward=LENGTH)
@@ -223,6 +314,11 @@ def test_seek_replay_and_resume_know_what_was_changed(tmp_path):
         records = [await loop.step() for _ in range(2)]
         found = await replay(Run.open(folder.path), 3, make_loop(rows=30))
         assert [p.phase for p in found.phases if p.same is False] == []
+        one = make_loop(rows=30)
+        again = [
+            await replay(Run.open(folder.path), step, one) for step in (3, 1)
+        ]  # the settings of 3 are not those of 1
+        assert [found.same for found in again] == [True, True]
         other = make_loop(rows=30)
         assert (await other.seek(3, Run.open(folder.path))).gap < 1e-6
         assert same(weights(other), weights(loop), 1e-6)
