@@ -20,9 +20,9 @@ from .rollouts import Prompt, Rollouts
 
 # %% auto #0
 __all__ = ['UNSEEN', 'LONGEST_TEXT', 'HUES', 'STRONGEST', 'SOFT', 'Rect', 'MOST_ITEMS', 'BUDGET', 'ROWS', 'SURPRISE', 'NUMBERED',
-           'AGREE', 'prompt_text', 'on_one_line', 'number', 'shown_text', 'token_text', 'token_texts', 'tint',
-           'signed_tint', 'styled', 'shapes', 'swatch', 'table', 'html_table', 'within', 'more', 'folded', 'frame_html',
-           'tokens_html', 'prompts_html', 'grouped', 'completions_html', 'reward_parts', 'rewards_html',
+           'AGREE', 'prompt_text', 'on_one_line', 'number', 'escape_unseen', 'shown_text', 'token_text', 'token_texts',
+           'tint', 'signed_tint', 'styled', 'shapes', 'swatch', 'table', 'html_table', 'within', 'more', 'folded',
+           'frame_html', 'tokens_html', 'prompts_html', 'grouped', 'completions_html', 'reward_parts', 'rewards_html',
            'advantages_html', 'shift_html', 'datums_html', 'reference_html', 'loss_html', 'norms_html', 'step_html']
 
 # %% ../nbs/30b_drawings.ipynb #b7f802f1
@@ -63,6 +63,11 @@ def _sign(c: str) -> str:
         return _SHOWN[c]
     plain = unicodedata.category(c) not in _UNSEEN and c not in _SHOWN.values()
     return c if plain else f"\\u{ord(c):04x}"
+
+
+def escape_unseen(text: str, keep: str = "\n\t") -> str:
+    "A text in which signs that act and do not show are written out by number."
+    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in UNSEEN and c not in keep else c for c in text)
 
 
 def shown_text(text: str, limit: int = LONGEST_TEXT) -> str:
@@ -169,8 +174,7 @@ def _cell(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     text = number(value) if isinstance(value, float) else str(value)
-    shown = (c if c in "\n\t" or unicodedata.category(c) not in UNSEEN else f"\\u{ord(c):04x}" for c in text)
-    return html.escape(without_keys("".join(shown)))
+    return html.escape(without_keys(escape_unseen(text)))
 
 
 def html_table(
@@ -361,10 +365,9 @@ def _strips(groups: Sequence[PromptGroup]) -> tuple[list[str], str]:  # a strip 
     unit = (_STRIP - 2) / ((high - low) or 1.0)
     drawn = [_strip(g, p, unit, 1 + high * unit) for g, p in zip(groups, parts, strict=True)]
     shown = ", ".join(f"{swatch(_PARTS[i % len(_PARTS)])} {_cell(on_one_line(n, 40))}" for i, n in enumerate(names))
-    legend = (
-        f"a bar is a completion, best first; its height, on one scale from {number(low)} to {number(high)}: {shown}"
-    )
-    return drawn, styled("div", legend, style=_SMALL)
+    scale = f"its height, on one scale from {number(low)} to {number(high)}"
+    legend = f"a bar is a completion, best first; {scale}: {shown}" if high > low else ""
+    return drawn, styled("div", legend, style=_SMALL) if legend else ""
 
 
 def _strip(group: PromptGroup, parts: np.ndarray, unit: float, zero: float) -> str:
@@ -389,11 +392,11 @@ def _verdict(group: PromptGroup) -> str:
         return "no sample was graded"
     if is_dead(r):
         return f"dead: all earned {number(float(r[0]))}"
-    return f"{number(float(r.mean()), '.2f')} ± {number(float(r.std()), '.2f')}"
+    return f"{number(float(r.mean()), '.2f')} ± {number(float(r.std(ddof=min(1, len(r) - 1))), '.2f')}"
 
 
 def _extremes(group: PromptGroup) -> str:
-    "The best and the worst answer of a group; one where all earned the same."
+    "The best and the worst completion of a group; one where all earned the same."
     if not group.samples:
         return "".join(_cell(on_one_line(reason, 60)) for reason in group.dropped[:1])
     order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
@@ -417,6 +420,12 @@ def rewards_html(groups: Sequence[PromptGroup]) -> str:
 NUMBERED = 200  # cells up to which a map is written in numbers
 
 
+def _farthest(groups: Sequence[PromptGroup]) -> float:
+    "The largest size of an advantage; 0 where there is none."
+    found = (g.advantages for g in groups if g.advantages is not None)
+    return max((float(np.nanmax(np.abs(a), initial=0.0)) for a in found), default=0.0)
+
+
 def _advantage_cells(group: PromptGroup, limit: float, numbered: bool) -> str:
     "One row of the heat map."
     values = np.nan_to_num(group.advantages if group.advantages is not None else np.zeros(0))
@@ -436,17 +445,16 @@ def _advantage_cells(group: PromptGroup, limit: float, numbered: bool) -> str:
 
 def advantages_html(groups: Sequence[PromptGroup]) -> str:
     "Advantages as a heat map: groups by completions."
-    limit = max(
-        (float(np.nanmax(np.abs(g.advantages), initial=0.0)) for g in groups if g.advantages is not None), default=0.0
-    )
+    limit = _farthest(groups)
     numbered = sum(len(g.samples) for g in groups) <= NUMBERED
     rows = ([_asked(g), _advantage_cells(g, limit, numbered), _verdict(g)] for g in groups)
     drawn = within(rows, BUDGET)
-    ends = " ".join(
+    ends = (
         styled("span", f" {number(v, '+.2f')} ", style=f"background:{signed_tint(v, limit)}")
         for v in (-limit, 0.0, limit)
     )
-    legend = styled("div", f"a row is a group, a cell a completion; colour: advantage {ends}", style=_SMALL)
+    scale = f"; colour: advantage {' '.join(ends)}" if limit else ""
+    legend = styled("div", f"a row is a group, a cell a completion{scale}", style=_SMALL)
     return legend + table(["row", "advantages", "reward"], drawn) + more(len(groups) - len(drawn), "groups")
 
 # %% ../nbs/30b_drawings.ipynb #7b4e6515
@@ -611,9 +619,7 @@ def step_html(
 ) -> str:
     "A finished step on one page."
     strips, legend = _strips(groups[: 2 * MOST_ITEMS])
-    limit = max(
-        (float(np.nanmax(np.abs(g.advantages), initial=0.0)) for g in groups if g.advantages is not None), default=0.0
-    )
+    limit = _farthest(groups)
     cells = lambda g: _advantage_cells(g, limit, False)
     rows = ([_asked(g), s, cells(g), _verdict(g), _extremes(g)] for g, s in zip(groups, strips, strict=False))
     drawn = within(rows, BUDGET // 2)

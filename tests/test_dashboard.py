@@ -146,7 +146,7 @@ def test_phase_step_and_undo():
         await dashboard.undo()
         assert (loop.state.number, len(loop.records), dashboard.record) == (1, 0, None)
         assert dashboard.history.column("reward")[0].tolist() == []
-        assert "No step is finished" in dashboard.screen.words.value
+        assert "No step is finished" in dashboard.screen.now.value
         with pytest.raises(PhaseError, match="dashboard: undo: got There is no update to take back"):
             await dashboard.undo()
 

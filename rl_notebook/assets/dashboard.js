@@ -137,7 +137,6 @@ function completion(open, inspecting, send) {
 
 function render({ model, el }) {
   const send = (message) => model.send(message);
-  const holder = make("div", "rld-holder");
   const pane = make("div", "rld-pane");
   const left = make("div", "rld-table");
   const caption = make("h4");
@@ -148,8 +147,7 @@ function render({ model, el }) {
   right.setAttribute("aria-live", "polite");
   left.append(caption, table, foot);
   pane.append(left, right);
-  holder.append(pane);
-  el.append(holder);
+  el.append(pane);
   let thead = null;
 
   function drawPage() {

@@ -26,7 +26,7 @@ history.scrollRestoration = "manual";
 restore(); // also after the last reading, when the run has ended
 if (seconds > 0) {
   setInterval(() => {
-    if (document.hidden || String(getSelection())) return; // nobody looks, or somebody is about to copy
+    if (document.hidden || String(getSelection())) return; // the page is not seen, or a text in it is selected
     store();
     location.reload();
   }, seconds * 1000);

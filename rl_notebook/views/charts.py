@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import html
 import math
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +20,7 @@ import numpy as np
 import traitlets
 from plotly.offline import get_plotlyjs
 
+from ..drawings import escape_unseen
 from .payloads import downsample
 
 # %% auto #0
@@ -40,8 +40,7 @@ Figure = dict[str, Any]  # plotly's JSON: `data`, a list of traces, and `layout`
 def label(text: str, limit: int = 60) -> str:
     "Any text as one line that plotly and HTML show as it is."
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
-    unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")
-    return html.escape("".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in unseen else c for c in cut))
+    return html.escape(escape_unseen(cut, keep=""))
 
 
 def tint(color: str, share: float) -> str:
@@ -181,8 +180,8 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     parts = [_panel(p, i, len(panels), payload["kl_beta"]) for i, p in enumerate(panels)]
     data, titles = [t for d, _, _ in parts for t in d], [title for _, _, title in parts]
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
-    legend = {"x": 0.01, "y": 0.99, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"}  # lines rise to the right
-    margin = {"l": 8, "r": 12, "t": 28, "b": 8}
+    legend = {"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top", "font": {"size": 10}}
+    margin = {"l": 8, "r": 12, "t": 42, "b": 8}
     return _figure(
         data, "nats", **axes, **({"annotations": titles, "legend": legend, "margin": margin} if panels else {})
     )

@@ -41,7 +41,7 @@ __all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STAT
            'chart_names', 'waiting_rows', 'Around', 'payload_of', 'map_payload', 'named', 'box_of', 'Screen',
            'make_screen', 'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'shown_step', 'draw_table',
            'open_completion', 'open_inspector', 'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing',
-           'refresh_head', 'show_error', 'stumble', 'find_words', 'say', 'recent_until', 'remember_record',
+           'refresh_head', 'show_error', 'stumble', 'find_words', 'say', 'last_records', 'remember_record',
            'forget_records', 'values_of', 'look_at_step', 'draw_step', 'draw_samples', 'draw_record', 'pause_players',
            'listen', 'tick', 'follow', 'follow_loop', 'still_html', 'closed_html', 'show_dashboard', 'refresh_still',
            'refresh_all', 'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
@@ -50,10 +50,11 @@ __all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STAT
 from ..async_loop import AT_REST, AsyncGRPOLoop
 from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
+from ..drawings import html_table
 from ..loop import PHASES, GRPOLoop, Loop, evaluation_due, next_records, phase_marks
 from ..loop import on_stage, reach_boundary, run_phase, stop_on_interrupt
 from ..metrics import completion_metrics, reward_metrics
-from ..records import StepRecord, flat_settings, html_table, utf8
+from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
 from .charts import Chart, LiveCharts, asset, chart, charts
 from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, advantage_spread_payload
@@ -654,7 +655,7 @@ HINT = "Click a cell of the map, or a row of the table, to read that completion 
 def words_html(record: StepRecord | None, previous: StepRecord | None) -> str:
     "What happened in the last step, and what should have held and did not."
     if record is None:
-        return '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
+        return ""
     said = html.escape(sentence(record, previous))
     failed = [c for c in invariants(record, previous) if c.ok is False]
     items = "".join(f"<li><b>✗ {html.escape(c.name)}</b> {html.escape(c.text)}</li>" for c in failed)
@@ -978,6 +979,7 @@ TICK = 0.25  # seconds
 def standing(loop: Loop, player: Player) -> str:
     "Where the loop is, in words."
     left = "" if math.isinf(player.left) else f"; {player.left:g} steps of this run to go"
+    left += "; all steps are done" if loop.done and player.window is None else ""
     return f"{loop.place}{left}"
 
 # %% ../../nbs/53_views.dashboard.ipynb #fedc603e
@@ -1029,29 +1031,24 @@ def say(dashboard: Dashboard) -> None:
         d.finding = home.create_task(find_words(d))
 
 # %% ../../nbs/53_views.dashboard.ipynb #15e3ba24
-def recent_until(dashboard: Dashboard, last: int) -> deque[StepRecord]:
-    "The last records, without those after a step."
-    kept = [r for r in dashboard.recent if r.step <= last]
-    dashboard.recent = deque(kept, maxlen=TIMELINE_STEPS)
-    return dashboard.recent
+def last_records(records: Iterable[StepRecord], last: int) -> deque[StepRecord]:
+    "The last of some records, without those after a step."
+    return deque((r for r in records if r.step <= last), maxlen=TIMELINE_STEPS)
 
 # %% ../../nbs/53_views.dashboard.ipynb #89bf4dac
 def remember_record(dashboard: Dashboard, record: StepRecord) -> None:
     "Take a record into the history; what was there from its step on is replaced."
     dashboard.history.rewind(record.step - 1)
     dashboard.history.add(history_row(record))
-    recent_until(dashboard, record.step - 1).append(record)
-    last = dashboard.record
-    dashboard.previous = last if last is not None and last.step < record.step else dashboard.previous
-    dashboard.record = record
+    dashboard.recent = last_records(dashboard.recent, record.step - 1)
+    dashboard.recent.append(record)
 
 # %% ../../nbs/53_views.dashboard.ipynb #83ebb222
 def forget_records(dashboard: Dashboard, last: int) -> None:
     "Take back every step after the last one that holds."
     d = dashboard
     d.history.rewind(last)
-    recent_until(d, last)
-    d.record, d.previous = [None, None, *(r for r in d.loop.records if r.step <= last)][:-3:-1]
+    d.recent = last_records(d.loop.records, last)
     draw_record(d)
 
 # %% ../../nbs/53_views.dashboard.ipynb #64a4e135
@@ -1073,8 +1070,10 @@ def look_at_step(dashboard: Dashboard) -> None:
     headline = getattr(loop.state.values.get(d.after), "headline", "")
     older = f" Map and table are of step {before}." if d.after and d.partial is None and before else ""
     text = f"{under}{html.escape(str(headline))}{older}"
-    d.screen.now.value = f'<p class="rld-sentence rld-now">{text}</p>' if under else ""
-    d.screen.value.value = value_html(loop, d.after) if d.after else f'<p class="rld-hint">{HINT}</p>'
+    none = "" if d.record else '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
+    d.screen.now.value = f'<p class="rld-sentence rld-now">{text}</p>' if under else none
+    hint = f"<p>{HINT}</p>" if shown_step(d) else ""
+    d.screen.value.value = value_html(loop, d.after) if d.after else hint
 
 
 def draw_step(dashboard: Dashboard) -> None:
@@ -1305,10 +1304,8 @@ class Dashboard(Played):
         self.player, self.watch = Player(loop, self.refresh), Watch()
         self.history, self.view = History(), View(size=rows)
         self.recent: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)  # of the timeline
-        self.record: StepRecord | None = None  # the last one
         self.partial: StepRecord | None = None  # the step under way, as far as it is
         self.values: tuple[Any, ...] = ()  # of the step under way, as they were drawn
-        self.previous: StepRecord | None = None  # the one before it
         self.columns: dict[str, np.ndarray] = {}  # of the table of completions
         self.opened: tuple[StepRecord, int, int] | None = None  # the completion that is shown: record, group, sample
         self.error: BaseException | None = None  # what is shown in the error box
@@ -1322,6 +1319,16 @@ class Dashboard(Played):
         self.following: asyncio.Task[None] | None = None  # keeps up with the loop
         self.screen = make_screen(self)
         attach_dashboard(self)
+
+    @property
+    def record(self) -> StepRecord | None:
+        "The last finished step."
+        return self.recent[-1] if self.recent else None
+
+    @property
+    def previous(self) -> StepRecord | None:
+        "The one before it."
+        return self.recent[-2] if len(self.recent) > 1 else None
 
     def update(self, record: StepRecord) -> None:
         "Add a finished step and draw it; a step that was there is replaced."

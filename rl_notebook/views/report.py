@@ -23,7 +23,7 @@ import pandas as pd
 
 from ..core import RecordError
 from ..advantages import is_dead
-from ..drawings import UNSEEN, rewards_html
+from ..drawings import UNSEEN, number, rewards_html
 from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
 from .charts import LOOKS, Chart, Figure, asset, charts, plotly_script
 from .payloads import TIMELINE_STEPS, ages_row, completions_payload, header_payload, history_row
@@ -164,20 +164,15 @@ def tag(
     text = "".join(f' {names.get(k, k)}="{html.escape(str(v))}"' for k, v in attributes.items() if v)
     return f"<{name}{text}>{''.join(inside)}</{name}>"
 
-
-def _number(value: float | None, form: str = ".4g") -> str:
-    "A number, or a dash."
-    return "–" if value is None or math.isnan(value) else format(value, form)
-
 # %% ../../nbs/59_views.report.ipynb #7fb658b6
 def _tile(label: str, first: float, last: float, start: int, end: int) -> str:
     "One number of the header, before and after."
     form = ".2f" if "reward" in label else ".3g"
     values = [first] if start == end else [first, last]
     steps = [start] if start == end else [start, end]
-    number = tag("b", " → ".join(_number(v, form) for v in values))
+    shown = tag("b", " → ".join(number(v, form) for v in values))
     when = tag("small", "step " + " → ".join(map(str, steps)))
-    return tag("div", tag("span", html.escape(label)), number, when, kind="card tile")
+    return tag("div", tag("span", html.escape(label)), shown, when, kind="card tile")
 
 
 def header_html(payload: Mapping[str, Any]) -> str:
@@ -196,8 +191,8 @@ def _sample_cells(s: Mapping[str, Any]) -> str:
     return "".join(
         (
             tag("td", tag("div", visible(s["text"]), kind="said"), kind="text"),
-            tag("td", _number(s["reward"]), kind="number"),
-            tag("td", _number(s["advantage"], "+.3f"), kind=f"number {sign}"),
+            tag("td", number(s["reward"]), kind="number"),
+            tag("td", number(s["advantage"], "+.3f"), kind=f"number {sign}"),
             tag("td", str(s["length"]), kind="number"),
             tag("td", html.escape(s["finish_reason"]), kind="" if s["finish_reason"] == "stop" else "cut"),
         )
@@ -331,11 +326,17 @@ def _dead_html(metrics: pd.DataFrame) -> str:
         return ""
     end = shares.iloc[start:]
     parts = {"frac_dead_high": "all right: the prompts are too easy", "frac_dead_low": "all wrong: they are too hard"}
-    why = "; ".join(f"{end[name].mean():.0%} {parts[name]}" for name in names if end[name].mean() >= 0.01)
-    share = f"{dead.iloc[start:].mean():.0%}".replace("%", " %")
+    percent = lambda share: f"{100 * share:.0f} %"
+    why = "; ".join(f"{percent(end[name].mean())} {parts[name]}" for name in names if end[name].mean() >= 0.01)
+    share = percent(dead.iloc[start:].mean())
     since = f"from step {dead.index[start]} on" if start else "in all steps"
     advice = "Such groups teach nothing; take other prompts, or more completions of each."
-    return tag("p", tag("b", f"{share} of the groups are dead {since}"), f" ({why}). {advice}", kind="status quiet")
+    return tag(
+        "p",
+        tag("b", f"{share} of the groups are dead {since}"),
+        f" ({why}). {advice}",
+        kind="status quiet",
+    )
 
 
 def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure]]:

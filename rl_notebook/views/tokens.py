@@ -18,7 +18,7 @@ import traitlets
 from IPython.display import display, update_display
 
 from ..core import Datum, DatumError
-from ..drawings import HUES, SOFT, STRONGEST, number, styled
+from ..drawings import HUES, SOFT, number, styled, tint
 from ..records import StepRecord
 from .charts import asset
 from .payloads import TokenRow, all_series, menu_payload, overview_payload, token_payload, token_rows
@@ -128,15 +128,9 @@ def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
 
 def css_colour(series: Mapping[str, Any], value: float | None) -> str:
     "The background of a value; empty where it would be invisible."
-    hue, strength = hue_of(series, value)
-    return f"rgba({HUES[hue]},{STRONGEST * strength:.2f})" if strength >= 0.02 else ""
+    return tint(*hue_of(series, value))
 
 # %% ../../nbs/52_views.tokens.ipynb #27b925ea
-def _digits(value: float | None) -> str:
-    "Four digits, or a dash."
-    return number(value)
-
-
 def _by_name(payload: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     "The series of a payload by name."
     return {s["name"]: s for s in payload["series"]}
@@ -145,7 +139,7 @@ def _by_name(payload: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _tooltip(payload: Mapping[str, Any], t: int, names: Sequence[str]) -> str:
     "The numbers of a target in a line."
     series = _by_name(payload)
-    parts = [f"{name} {_digits(series[name]['values'][t])}" for name in names if series[name]["values"][t] is not None]
+    parts = [f"{name} {number(series[name]['values'][t])}" for name in names if series[name]["values"][t] is not None]
     return f"target {t}: " + ", ".join(parts) if parts else f"target {t}"
 
 # %% ../../nbs/52_views.tokens.ipynb #143739fe
@@ -210,7 +204,7 @@ def chart_svg(series: Mapping[str, Any], targets: int, width: int = 760, height:
     wide = max(1.0, min(6.0, step * 0.6))
     paths = [f'<path d="{"".join(d)}" stroke="rgb({HUES[hue]})" stroke-width="{wide:.1f}"/>' for hue, d in bars.items()]
     text = lambda x, y, s, anchor: f'<text x="{x}" y="{y:.0f}" text-anchor="{anchor}">{s}</text>'
-    ends = [text(left - 6, y(v) + 4, _digits(v), "end") for v in sorted({low, center, high})]
+    ends = [text(left - 6, y(v) + 4, number(v), "end") for v in sorted({low, center, high})]
     ends += [text(left, height - 6, "target 0", "start"), text(width - 8, height - 6, str(targets - 1), "end")]
     line = f'<path d="M{left} {y(center):.1f}H{width - 8}" stroke="#7a8896" opacity=".5"/>'
     words = f'<g fill="#7a8896" font-size="11" font-family="sans-serif">{"".join(ends)}</g>'
@@ -241,7 +235,7 @@ def coordinates_html(payload: Mapping[str, Any], middle: int, side: int = 3) -> 
     rows = [("target", [str(t) for t in window], None)]
     rows += [("reads up to", [token(t) for t in window], None), ("is scored on", [token(t + 1) for t in window], None)]
     between = [f"{pair[0]}-{pair[1]}"] if payload["pair"] else []
-    rows += [(n, [_digits(series[n]["values"][t]) for t in window], series[n]) for n in [*pair, *between]]
+    rows += [(n, [number(series[n]["values"][t]) for t in window], series[n]) for n in [*pair, *between]]
     cell = "text-align:center;padding:2px 7px;white-space:nowrap"
     body = ""
     for name, cells, scale in rows:
@@ -260,7 +254,7 @@ def coordinates_html(payload: Mapping[str, Any], middle: int, side: int = 3) -> 
 def _facts_html(payload: Mapping[str, Any]) -> str:
     "Place and numbers of a sample."
     r = payload["regions"]
-    facts = [f"{k} {v if isinstance(v, str) else _digits(v)}" for k, v in payload["facts"].items() if v is not None]
+    facts = [f"{k} {v if isinstance(v, str) else number(v)}" for k, v in payload["facts"].items() if v is not None]
     facts.append(f"prompt {r['prompt']} tokens, scored {r['scored']}, masked {r['masked']}, cut {r['cut']}")
     facts += ["no tokenizer: ids are shown"] if payload["ids_only"] else []
     facts += payload["notes"]
@@ -280,7 +274,7 @@ def _legend_html(series: Mapping[str, Any]) -> str:
     bad = f", {len(series['bad'])} not a number" if series["bad"] else ""
     label = styled("b", html.escape(series["label"]))
     return styled(
-        "div", f"colour: {label} {_digits(ends[0])} ", *swatches, f" {_digits(ends[1])}{bad}", style="margin:4px 0"
+        "div", f"colour: {label} {number(ends[0])} ", *swatches, f" {number(ends[1])}{bad}", style="margin:4px 0"
     )
 
 # %% ../../nbs/52_views.tokens.ipynb #608dba58
@@ -289,12 +283,12 @@ def _shift_html(payload: Mapping[str, Any], overview: Mapping[str, Any] | None) 
     lines = []
     if shift := payload["shift"]:
         means = [
-            f"{f'{by:+d}' if by else '0'}: {_digits(m)}" for by, m in zip(shift["shifts"], shift["means"], strict=True)
+            f"{f'{by:+d}' if by else '0'}: {number(m)}" for by, m in zip(shift["shifts"], shift["means"], strict=True)
         ]
         lines.append(f"Mean |difference| by shift {', '.join(means)}. {styled('b', html.escape(shift['text']))}")
     if overview:
         pair, scope = overview["pair"], overview["scopes"][0]
-        quantiles = ", ".join(f"{name} {_digits(v)}" for name, v in scope["quantiles"].items())
+        quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
         lines.append(f"|{pair[0]} − {pair[1]}| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}.")
     return "".join(styled("div", line, style="margin:4px 0") for line in lines)
 
@@ -302,9 +296,9 @@ def _shift_html(payload: Mapping[str, Any], overview: Mapping[str, Any] | None) 
 def _worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
     "The targets farthest from the middle of the scale, in a line."
     text = lambda t: styled("bdi", html.escape(payload["texts"][t + 1][:20]))
-    value = lambda t: "not a number" if t in series["bad"] else _digits(series["values"][t])
+    value = lambda t: "not a number" if t in series["bad"] else number(series["values"][t])
     parts = [f"target {t} “{text(t)}” {value(t)}" for t in [*series["bad"], *series["worst"]][:most]]
-    line = f"Farthest from {_digits(series['center'])}: " + "; ".join(parts)
+    line = f"Farthest from {number(series['center'])}: " + "; ".join(parts)
     return styled("div", line, style="margin:4px 0") if parts else ""
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import html
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +16,7 @@ import pandas as pd
 
 from ..core import RecordError, RolloutSample
 from ..igpo import answer_scores, igpo_table
-from ..drawings import SOFT, UNSEEN, html_table, styled
+from ..drawings import SOFT, escape_unseen, html_table, styled
 from ..records import StepRecord
 from .charts import COLORS, Chart, Figure, advantage_spread_figure, tint
 from .payloads import FIVE
@@ -170,8 +169,7 @@ LONGEST = 4000  # signs of one piece
 def readable(text: str, limit: int = LONGEST) -> str:  # safe HTML
     "Text as it is, escaped; signs that act and do not show are written out, and what goes beyond the limit is counted."
     more = f" … (+{len(text) - limit:,} signs)" if len(text) > limit else ""
-    seen = (c if c in "\n\t" or unicodedata.category(c) not in UNSEEN else f"\\u{ord(c):04x}" for c in text[:limit])
-    return html.escape("".join(seen) + more)
+    return html.escape(escape_unseen(text[:limit]) + more)
 
 # %% ../../nbs/55_views.turns.ipynb #d1e04b91
 def _numbers(piece: Mapping[str, Any]) -> str:
