@@ -41,7 +41,7 @@ __all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STAT
            'chart_names', 'waiting_rows', 'Around', 'payload_of', 'map_payload', 'named', 'box_of', 'Screen',
            'make_screen', 'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'shown_step', 'draw_table',
            'open_completion', 'open_inspector', 'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing',
-           'refresh_head', 'show_error', 'stumble', 'find_words', 'say', 'last_records', 'remember_record',
+           'refresh_head', 'show_error', 'stumble', 'last_two', 'find_words', 'say', 'last_records', 'remember_record',
            'forget_records', 'values_of', 'look_at_step', 'draw_step', 'draw_samples', 'draw_record', 'pause_players',
            'listen', 'tick', 'follow', 'follow_loop', 'still_html', 'closed_html', 'show_dashboard', 'refresh_still',
            'refresh_all', 'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
@@ -1008,11 +1008,16 @@ def stumble(dashboard: Dashboard, error: Exception) -> None:
     show_error(dashboard, error)
 
 # %% ../../nbs/53_views.dashboard.ipynb #4c324996
+def last_two(dashboard: Dashboard) -> tuple[StepRecord | None, StepRecord | None]:
+    "The last finished step, and the one before it."
+    return dashboard.record, dashboard.recent[-2] if len(dashboard.recent) > 1 else None
+
+
 async def find_words(dashboard: Dashboard) -> None:
     "Find the words for the newest step, until there is no newer one."
     d = dashboard
     while d.said is not d.record and not d.player.closed:
-        record, previous = d.record, d.previous
+        record, previous = last_two(d)
         try:
             words = await asyncio.to_thread(words_html, record, previous)
         except Exception as e:  # whatever the x-ray stumbles over is shown
@@ -1026,7 +1031,7 @@ def say(dashboard: Dashboard) -> None:
     "Show the words for the last step: at once where nobody waits, else when they are found."
     d, home = dashboard, running_loop()
     if home is None or d.record is None:
-        d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
+        d.said, d.screen.words.value = d.record, words_html(*last_two(d))
     elif d.finding is None or d.finding.done():
         d.finding = home.create_task(find_words(d))
 
@@ -1166,7 +1171,7 @@ STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the tabl
 def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
     d, record = dashboard, shown_step(dashboard)
-    said = d.screen.words.value if d.said is d.record else words_html(d.record, d.previous)
+    said = d.screen.words.value if d.said is d.record else words_html(*last_two(d))
     words = f"<p>{html.escape(d.loop.place)}</p>{d.screen.now.value}{said}"
     if record is None:
         return words + d.screen.value.value
@@ -1324,11 +1329,6 @@ class Dashboard(Played):
     def record(self) -> StepRecord | None:
         "The last finished step."
         return self.recent[-1] if self.recent else None
-
-    @property
-    def previous(self) -> StepRecord | None:
-        "The one before it."
-        return self.recent[-2] if len(self.recent) > 1 else None
 
     def update(self, record: StepRecord) -> None:
         "Add a finished step and draw it; a step that was there is replaced."

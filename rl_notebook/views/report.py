@@ -331,12 +331,8 @@ def _dead_html(metrics: pd.DataFrame) -> str:
     share = percent(dead.iloc[start:].mean())
     since = f"from step {dead.index[start]} on" if start else "in all steps"
     advice = "Such groups teach nothing; take other prompts, or more completions of each."
-    return tag(
-        "p",
-        tag("b", f"{share} of the groups are dead {since}"),
-        f" ({why}). {advice}",
-        kind="status quiet",
-    )
+    said = tag("b", f"{share} of the groups are dead {since}")
+    return tag("p", f"{said} ({why}). {advice}", kind="status quiet")
 
 
 def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure]]:
