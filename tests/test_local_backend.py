@@ -254,6 +254,13 @@ def test_infinite_gradients_do_not_reach_the_weights():
     assert all(torch.equal(p, before[n]) for n, p in backend.policy.state.params.items())
 
 
+@pytest.mark.parametrize("bad", [{}, {"learning_rate": 1e33}, {"eps": 1e-31}, {"beta1": 1.0}])
+def test_a_step_is_taken_at_once_only_within_its_bounds(bad):
+    backend, datums = backend_of(reference=False), random_datums(1, 4)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    assert local_module._is_bounded(backend.policy.state, AdamParams(**bad), 1.0) == (not bad)
+
+
 def captured(backend) -> dict[str, torch.Tensor]:
     "Weights, masters, moments and the gradient that is held."
     state = backend.policy.state
@@ -262,7 +269,9 @@ def captured(backend) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"dtype": "bfloat16"}])
-@pytest.mark.parametrize("bad", [{"learning_rate": 1e38}, {"eps": 0.0}, {"weight_decay": 1e38, "learning_rate": 1e38}])
+@pytest.mark.parametrize(
+    "bad", [{"learning_rate": 1e38}, {"eps": 0.0}, {"weight_decay": 1e38, "learning_rate": 1e38}, {"beta2": -1e38}]
+)
 def test_an_update_that_would_leave_the_numbers_is_refused_and_changes_nothing(options, bad):
     one, other = (backend_of(reference=False, **options) for _ in range(2))
     datums = random_datums(1, 4)

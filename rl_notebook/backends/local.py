@@ -14,7 +14,7 @@ import shutil
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -352,61 +352,42 @@ def _with_settings(optimizer: torch.optim.AdamW, adam: AdamParams) -> torch.opti
     return optimizer
 
 # %% ../../nbs/22_backends.local.ipynb #c1dd8837
-_TRIED_AT_ONCE = 2**18  # elements that a step is tried on together: with their moments, what a CPU's cache holds
+_FAR = 1e30  # what a step computes stays below this: float32 ends at 3.4e38
 
 
-def _pieces(t: Tensor, moments: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor | None, dict[str, Tensor]]]:
-    "A target, its gradient and its moments in flat pieces."
-    for start in range(0, t.numel(), _TRIED_AT_ONCE):
-        cut = lambda x, start=start: x.detach().flatten()[start : start + _TRIED_AT_ONCE]
-        held = {key: value if key == "step" else cut(value) for key, value in moments.items()}
-        yield cut(t), None if t.grad is None else cut(t.grad), held
-
-
-def _tried(state: PolicyState, adam: AdamParams, scaled: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    "How far a step would move each target (norm of the change), found on copies of pieces; nothing is changed."
-    optimizer, moved = adamw(state, adam), list[list[Tensor]]()
-    parts, size = list[list[tuple[int, Tensor, Tensor | None, dict[str, Tensor]]]](), _TRIED_AT_ONCE
-    for i, t in enumerate(state.targets):
-        moved.append([])
-        for piece in _pieces(t, optimizer.state.get(t, {})):
-            size += len(piece[0])
-            if size > _TRIED_AT_ONCE:
-                parts.append([])
-                size = len(piece[0])
-            parts[-1].append((i, *piece))
-    for part in parts:
-        twins = [weight.clone() for _, weight, _, _ in part]
-        once = _with_settings(torch.optim.AdamW(twins, fused=True), adam)
-        for twin, (_, _, grad, held) in zip(twins, part, strict=True):
-            twin.grad = None if grad is None else scaled(grad)
-            once.state[twin] = {key: value.clone() for key, value in held.items()}
-        once.step()
-        for twin, (i, weight, _, _) in zip(twins, part, strict=True):
-            moved[i].append(torch.linalg.vector_norm(twin.sub_(weight)))
-    return [torch.linalg.vector_norm(torch.stack(norms)) for norms in moved]
+def _is_bounded(state: PolicyState, adam: AdamParams, clipped: float) -> bool:  # norm of the gradient
+    "Whether a step surely stays within the finite numbers, by its settings and the norms of weights and moments."
+    if not (0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1 and adam.eps > 1 / _FAR):
+        return False
+    held, nothing = [*adamw(state, adam).state.values()], torch.zeros(())
+    moments, squares, steps = ([s[key] for s in held] or [nothing] for key in ("exp_avg", "exp_avg_sq", "step"))
+    weight, moment = float(get_total_norm(state.targets)), float(get_total_norm(moments))  # no element is larger
+    change = abs(adam.learning_rate) / (1 - adam.beta1) * (clipped + moment) * max(1.0, 1 / adam.eps)
+    bounds = (clipped**2, moment, change, weight * (1 + abs(adam.learning_rate * adam.weight_decay)))
+    within = torch.stack([*(end for square in squares for end in torch.aminmax(square)), *steps])
+    return all(b < _FAR for b in bounds) and bool(((within >= 0) & (within < _FAR)).all())
 
 # %% ../../nbs/22_backends.local.ipynb #13b0e7e1
-def _norm(t: Tensor, count: int = 1) -> Tensor:
-    "The norm of `t / count`, found in pieces."
-    parts = t.flatten().split(_TRIED_AT_ONCE)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part / count) for part in parts]))
-
-
-def _check_moved(state: PolicyState, adam: AdamParams, moved: list[Tensor]) -> float:  # norm of the whole change
-    "Raises `BackendError` for a step that would leave the finite numbers; names the first tensor."
-    norms = torch.stack(moved)
-    whole = float(torch.linalg.vector_norm(norms))
-    if np.isfinite(whole):
-        return whole
-    bad = (~norms.isfinite()).nonzero().flatten().tolist() or [int(norms.argmax())]
-    name, where = list(state.params)[bad[0]], f"optim_step, update {state.steps + 1}"
-    if not state.targets[bad[0]].isfinite().all():
-        got, fix = f"NaN or infinity in {name} before the update", "Load an earlier state."
-        raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
-    got = f"NaN or infinity in {name}" + (f" and {len(bad) - 1} more tensors" if bad[1:] else "")
+def _try_step(state: PolicyState, adam: AdamParams, count: int, factor: float) -> None:
+    "Take a step on copies; raises `BackendError` if it leaves the finite numbers, and names the first tensor."
+    twins = [t.detach().clone() for t in state.targets]
+    optimizer, once = adamw(state, adam), _with_settings(torch.optim.AdamW(twins, fused=True), adam)
+    for t, twin in zip(state.targets, twins, strict=True):
+        twin.grad = None if t.grad is None else (t.grad / count).mul_(factor)
+        once.state[twin] = {key: value.clone() for key, value in optimizer.state.get(t, {}).items()}
+    once.step()
+    both = zip(state.targets, twins, strict=True)
+    finite = [bool(torch.linalg.vector_norm(twin.sub_(t)).isfinite()) for t, twin in both]
+    bad = [name for name, fine in zip(state.params, finite, strict=True) if not fine]
+    if not bad:
+        return
+    got, where, expected = f"NaN or infinity in {bad[0]}", f"optim_step, update {state.steps + 1}", "finite weights"
+    if not state.masters.get(bad[0], state.params[bad[0]]).isfinite().all():
+        got, fix = f"{got} before the update", "Load an earlier state."
+        raise BackendError("update refused", where=where, got=got, expected=expected, fix=fix)
+    got += f" and {len(bad) - 1} more tensors" if bad[1:] else ""
     fix = f"Lower the learning rate ({adam.learning_rate:g}) or raise adam_eps ({adam.eps:g}); nothing was changed."
-    raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
+    raise BackendError("update refused", where=where, got=got, expected=expected, fix=fix)
 
 # %% ../../nbs/22_backends.local.ipynb #15328719
 def _layer_of(name: str) -> str:
@@ -417,12 +398,13 @@ def _layer_of(name: str) -> str:
     return next((part for sign, part in signs.items() if sign in name), "other")
 
 
-def _layer_norms(kind: str, norms: Mapping[str, Tensor]) -> dict[str, float]:  # norms: of each weight, by its name
-    "Norms by layer, as `kind/layer_00`."
-    squares: dict[str, float] = {}
-    for name, norm in zip(norms, torch.stack([*norms.values()]).tolist() if norms else (), strict=True):
-        squares[_layer_of(name)] = squares.get(_layer_of(name), 0.0) + norm * norm
-    return {f"{kind}/{layer}": square**0.5 for layer, square in squares.items()}
+def _layer_norms(kind: str, names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str, float]:
+    "Norms by layer, as `kind/layer_00`, of tensors by the names of their weights."
+    layers: dict[str, list[Tensor]] = {}
+    for name, t in zip(names, tensors, strict=True):
+        if t is not None:
+            layers.setdefault(_layer_of(name), []).append(t)
+    return {f"{kind}/{layer}": float(get_total_norm(held)) for layer, held in layers.items()}
 
 # %% ../../nbs/22_backends.local.ipynb #51eaae02
 def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:
@@ -430,21 +412,25 @@ def update(state: PolicyState, adam: AdamParams, normalization: GradNormalizatio
     count = divisor(state, normalization)
     with torch.no_grad():
         grads = [t.grad for t in state.targets if t.grad is not None]
-        norm = float(torch.linalg.vector_norm(torch.stack([_norm(g, count) for g in grads])))
+        norm = float(get_total_norm(grads)) / count
         if not np.isfinite(norm):
             fix = "Call discard_gradients, and look at the loss."
             raise BackendError("gradient norm", where="optim_step", got=norm, expected="a finite value", fix=fix)
         clipped = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0 else norm
         factor = clipped / norm if clipped < norm else 1.0
-        tried = _tried(state, adam, lambda grad: (grad / count).mul_(factor))
-        moved = _check_moved(state, adam, tried)
-        for grad in grads if (count, factor) != (1, 1.0) else ():
-            grad.div_(count).mul_(factor)
+        if not _is_bounded(state, adam, clipped):
+            _try_step(state, adam, count, factor)
+        before = [t.detach().clone() for t in state.targets]
+        for grad in grads:
+            grad.div_(count) if count != 1 else None
+            grad.mul_(factor) if factor != 1 else None
         adamw(state, adam).step()
         for name, master in state.masters.items():
             state.params[name].copy_(master)
+        moved = [old.sub_(t) for old, t in zip(before, state.targets, strict=True)]
     metrics = {"grad_norm": norm, "grad_norm_clipped": clipped, "learning_rate": adam.learning_rate}
-    metrics |= {"update_norm": moved, **_layer_norms("update_norm", dict(zip(state.params, tried, strict=True)))}
+    layers = _layer_norms("update_norm", state.params, moved)
+    metrics |= {"update_norm": float(np.linalg.norm([*layers.values()])), **layers}
     metrics["num_loss_tokens"] = float(state.loss_tokens)
     metrics["num_sequences"] = float(state.sequences)
     drop_gradients(state)
@@ -772,9 +758,8 @@ def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) 
     "`evaluate`, then `backpropagate` of its slopes."
     value, metrics, series, slopes = evaluate(state, datums, loss_fn)
     backpropagate(state, datums, slopes)
-    grads = {name: t.grad for name, t in zip(state.params, state.targets, strict=True)}
-    norms = {name: torch.linalg.vector_norm(grad) for name, grad in grads.items() if grad is not None}
-    return value, metrics | _layer_norms("grad_norm", norms), series, slopes
+    norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
+    return value, metrics | norms, series, slopes
 
 # %% ../../nbs/22_backends.local.ipynb #21fa222a
 def save_named(state: PolicyState, versions: Versions, name: str) -> str:
