@@ -254,7 +254,7 @@ def test_infinite_gradients_do_not_reach_the_weights():
     assert all(torch.equal(p, before[n]) for n, p in backend.policy.state.params.items())
 
 
-@pytest.mark.parametrize("bad", [{}, {"learning_rate": 1e33}, {"eps": 1e-31}, {"beta1": 1.0}])
+@pytest.mark.parametrize("bad", [{}, {"learning_rate": 1e33}, {"eps": 1e-31}, {"beta1": 1.0}, {"beta2": 1 - 1e-12}])
 def test_a_step_is_taken_at_once_only_within_its_bounds(bad):
     backend, datums = backend_of(reference=False), random_datums(1, 4)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))

@@ -357,7 +357,7 @@ _FAR = 1e30  # what a step computes stays below this: float32 ends at 3.4e38
 
 def _is_bounded(state: PolicyState, adam: AdamParams, clipped: float) -> bool:  # norm of the gradient
     "Whether a step surely stays within the finite numbers, by its settings and the norms of weights and moments."
-    if not (0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1 and adam.eps > 1 / _FAR):
+    if not (max(adam.beta1, adam.beta2) < 1 - 1e-6 and min(adam.beta1, adam.beta2) >= 0 and adam.eps > 1 / _FAR):
         return False
     held, nothing = [*adamw(state, adam).state.values()], torch.zeros(())
     moments, squares, steps = ([s[key] for s in held] or [nothing] for key in ("exp_avg", "exp_avg_sq", "step"))
