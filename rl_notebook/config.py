@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import html
-import json
 import math
 import os
 import re
@@ -1137,12 +1136,27 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 # %% ../nbs/06_config.ipynb #3f60ac5e
+_MOST_VALUES = 100_000  # in a file of settings, counting what an alias repeats
+
+
+def _count_values(value: Any, known: dict[int, int]) -> int:  # known: of lists and mappings, by id
+    "How many values there are; raises ValueError for a list inside itself."
+    if not isinstance(value, dict | list | tuple):
+        return 1
+    if known.setdefault(id(value), 0) == 0:
+        known[id(value)] = -1  # under way
+        parts = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count_values(part, known) for part in parts)
+    if known[id(value)] < 0:
+        raise ValueError("a list inside itself")
+    return known[id(value)]
+
+
 def yaml_value(text: str) -> Any:
     "What a YAML text says; raises ValueError with the reason."
     try:
         value = yaml.load(text, Loader=_StrictLoader)
-        json.dumps(value, default=str, skipkeys=True)  # raises for a list inside itself
-        return value
+        count = _count_values(value, {})
     except yaml.YAMLError as e:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
@@ -1150,6 +1164,9 @@ def yaml_value(text: str) -> Any:
     except (ValueError, KeyError, TypeError, AttributeError) as e:  # of `!!int x`, `!!bool y`, 2020-99-99
         why = f"{type(e).__name__}: {' '.join(str(e).split())[:80]}"
         raise ValueError(f"a value that is not what it says to be ({why})") from e
+    if count > _MOST_VALUES:
+        raise ValueError(f"aliases of aliases: {count:.0e} values, {_MOST_VALUES} at most")
+    return value
 
 # %% ../nbs/06_config.ipynb #fc34cca7
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

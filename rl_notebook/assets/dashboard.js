@@ -185,12 +185,15 @@ function render({ model, el }) {
     board.prepend(note);
     for (const control of board.querySelectorAll("button, select, input")) control.disabled = true;
   }
+  const kernel = model.widget_manager?.kernel; // JupyterLab's; it tells nobody else that a kernel was shut down
+  kernel?.disposed.connect(gone);
   model.on("comm_live_update", gone);
   model.on("change:page", drawPage);
   model.on("change:completion", drawCompletion);
   model.on("change:inspecting", drawClose);
   drawCompletion();
   return () => {
+    kernel?.disposed.disconnect(gone);
     model.off("comm_live_update", gone);
     model.off("change:page", drawPage);
     model.off("change:completion", drawCompletion);

@@ -31,20 +31,21 @@ from IPython.display import display
 # %% auto #0
 __all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STATES', 'NUMERIC', 'PREVIEW', 'ABOUT', 'COLUMNS',
            'HINT', 'ICONS', 'SPEEDS', 'MAIN', 'MORE', 'BESIDE_MAIN', 'BESIDE_MORE', 'WIDE', 'OF_A_STEP', 'OVER_STEPS',
-           'POINTS', 'TICK', 'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS', 'one_phase', 'one_turn', 'by_windows',
-           'run_elsewhere', 'refusal', 'rows_under_way', 'drain_refusal', 'hold', 'open_gate', 'come_to_rest',
-           'strangers', 'quiet', 'Player', 'begin_action', 'phase_or_pause', 'advance', 'rest', 'release', 'is_over',
-           'play_on', 'to_end_of_step', 'take_back', 'wait_for_rows', 'act', 'upper_bound', 'Watch', 'rows_said',
-           'batch_progress', 'progress_of', 'strip_html', 'progress_html', 'samples_of', 'matching', 'View',
-           'chosen_rows', 'page_of', 'moved', 'find_sample', 'completion_of', 'CompletionsPane', 'last_phase',
-           'record_under_way', 'value_html', 'words_html', 'error_html', 'surfaced', 'make_buttons', 'refresh_buttons',
-           'chart_names', 'waiting_rows', 'Around', 'payload_of', 'map_payload', 'named', 'box_of', 'Screen',
-           'make_screen', 'running_loop', 'at_home', 'press', 'slow_down', 'asked', 'shown_step', 'draw_table',
-           'open_completion', 'open_inspector', 'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing',
-           'refresh_head', 'show_error', 'stumble', 'last_two', 'find_words', 'say', 'last_records', 'remember_record',
-           'forget_records', 'values_of', 'look_at_step', 'draw_step', 'draw_samples', 'draw_record', 'pause_players',
-           'listen', 'tick', 'follow', 'follow_loop', 'still_html', 'closed_html', 'show_dashboard', 'refresh_still',
-           'refresh_all', 'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
+           'POINTS', 'CHANGED_HERE', 'TICK', 'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS', 'one_phase', 'one_turn',
+           'by_windows', 'run_elsewhere', 'refusal', 'rows_under_way', 'drain_refusal', 'hold', 'open_gate',
+           'come_to_rest', 'strangers', 'quiet', 'Player', 'begin_action', 'phase_or_pause', 'advance', 'rest',
+           'release', 'is_over', 'play_on', 'to_end_of_step', 'take_back', 'wait_for_rows', 'act', 'upper_bound',
+           'Watch', 'rows_said', 'batch_progress', 'progress_of', 'strip_html', 'progress_html', 'samples_of',
+           'matching', 'View', 'chosen_rows', 'page_of', 'moved', 'find_sample', 'completion_of', 'CompletionsPane',
+           'last_phase', 'record_under_way', 'value_html', 'words_html', 'error_html', 'surfaced', 'make_buttons',
+           'refresh_buttons', 'chart_names', 'waiting_rows', 'Around', 'payload_of', 'map_payload', 'named', 'box_of',
+           'setting_text', 'typed_value', 'SettingsPane', 'Screen', 'make_screen', 'running_loop', 'at_home', 'press',
+           'slow_down', 'change_settings', 'asked', 'shown_step', 'draw_table', 'open_completion', 'open_inspector',
+           'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing', 'refresh_head', 'show_error',
+           'stumble', 'last_two', 'find_words', 'say', 'last_records', 'remember_record', 'forget_records', 'values_of',
+           'look_at_step', 'draw_step', 'draw_samples', 'draw_record', 'pause_players', 'listen', 'tick', 'follow',
+           'follow_loop', 'still_html', 'closed_html', 'show_dashboard', 'refresh_still', 'refresh_all',
+           'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..async_loop import AT_REST, AsyncGRPOLoop
@@ -53,6 +54,7 @@ from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
 from ..drawings import html_table
 from ..loop import PHASES, GRPOLoop, Loop, evaluation_due, next_records, phase_marks
 from ..loop import on_stage, reach_boundary, run_phase, stop_on_interrupt
+from ..losses import POLICY_LOSSES
 from ..metrics import completion_metrics, reward_metrics
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
@@ -124,6 +126,8 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
         return drain_refusal(player, elsewhere)
     if player.doing or elsewhere:
         return f"Busy: {player.doing}." if player.doing else f"The loop is being run elsewhere ({elsewhere})."
+    if action == "change":
+        return ""
     if action == "undo":
         return "" if loop.undo_entries else "There is no update to take back."
     if action == "phase" and by_windows(loop):
@@ -810,6 +814,57 @@ def box_of(children: Sequence[ipywidgets.Widget], *kinds: str, **layout: str) ->
         box.add_class(kind)
     return box
 
+# %% ../../nbs/53_views.dashboard.ipynb #cd3bbd62
+CHANGED_HERE: tuple[str, ...] = (
+    "learning_rate",
+    "kl_beta",
+    "temperature",
+    "policy_loss",
+    "rewards",
+)  # fields of Config
+
+
+def setting_text(loop: Loop, name: str) -> str:
+    "A setting as one would type it; one that waits for the next step as it will be."
+    value = loop.next_settings.get(name, getattr(loop.cfg, name))
+    return ", ".join(map(str, value)) if name == "rewards" else str(value)
+
+
+def typed_value(name: str, text: str) -> Any:
+    "What a text in a field means; a number that is none is left for the config to refuse."
+    if name == "rewards":
+        return [part.strip() for part in text.split(",") if part.strip()]
+    with suppress(ValueError):
+        return text if name == "policy_loss" else float(text)
+    return text
+
+
+class SettingsPane:
+    "A field for each setting that is changed here, a button, and what became of the last change."
+
+    def __init__(self, change: Callable[[], Any]):  # what the button does
+        own = {"policy_loss": {"options": [*POLICY_LOSSES]}, "rewards": {"placeholder": "those it was opened with"}}
+        self.fields = {n: ipywidgets.Combobox(description=n, **own.get(n, {})) for n in CHANGED_HERE}
+        self.texts = dict.fromkeys(CHANGED_HERE, "")  # what the loop has
+        self.button, self.said = ipywidgets.Button(description="Change", icon="check"), ipywidgets.HTML()
+        self.button.on_click(lambda _: change())
+        self.shown = ipywidgets.ToggleButton(description="Settings", icon="sliders", tooltip="Change them while paused")
+        self.box = box_of([*self.fields.values(), self.button, self.said], "rld-settings", display="none")
+        self.shown.observe(lambda c: setattr(self.box.layout, "display", "flex" if c["new"] else "none"), "value")
+
+    def look(self, loop: Loop, busy: str) -> None:  # busy: why nothing can be changed now; empty when it can
+        "Show what the loop has, where that is news."
+        texts = {name: setting_text(loop, name) for name in CHANGED_HERE}
+        for name in (name for name, text in texts.items() if text != self.texts[name]):
+            self.fields[name].value = texts[name]
+        self.texts = texts
+        self.button.disabled, self.button.tooltip = bool(busy), busy or "Change what was typed"
+
+    def typed(self) -> dict[str, Any]:
+        "What was typed and is not what the loop has."
+        texts = {name: field.value.strip() for name, field in self.fields.items()}
+        return {name: typed_value(name, text) for name, text in texts.items() if text != self.texts[name]}
+
 # %% ../../nbs/53_views.dashboard.ipynb #ad538ee0
 @dataclass(eq=False)
 class Screen:
@@ -819,6 +874,7 @@ class Screen:
     speed: ipywidgets.Dropdown  # how long to wait after a phase
     more: ipywidgets.ToggleButton  # whether more charts are shown
     rows: ipywidgets.Dropdown  # which groups the map shows, where there are too many for one
+    settings: SettingsPane
     pane: CompletionsPane  # completions
     charts: LiveCharts
     head: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the row of phases, progress
@@ -831,10 +887,11 @@ class Screen:
     @cached_property
     def root(self) -> ipywidgets.Box:
         "All of them in a box."
-        controls = box_of([*self.buttons.values(), self.speed, self.more, self.rows], "rld-controls")
+        controls = [*self.buttons.values(), self.speed, self.more, self.rows, self.settings.shown]
         self.value.add_class("rld-value")
         board = box_of([self.charts, self.value, self.pane], "rld-grid")
-        return box_of([controls, self.head, self.trouble, self.now, self.words, board, self.inspector], "rld")
+        top = [box_of(controls, "rld-controls"), self.settings.box, self.head, self.trouble, self.now, self.words]
+        return box_of([*top, board, self.inspector], "rld")
 
 # %% ../../nbs/53_views.dashboard.ipynb #c10bd17a
 def make_screen(dashboard: Dashboard) -> Screen:
@@ -855,7 +912,8 @@ def make_screen(dashboard: Dashboard) -> Screen:
     for widget in (pane, charts):
         widget.on_msg(lambda _, message, buffers: at_home(dashboard, asked, dashboard, message))
     buttons = make_buttons(lambda action: at_home(dashboard, press, dashboard, action), beside)
-    return Screen(buttons, speed, more, rows, pane, charts)
+    settings = SettingsPane(lambda: at_home(dashboard, change_settings, dashboard))
+    return Screen(buttons, speed, more, rows, settings, pane, charts)
 
 # %% ../../nbs/53_views.dashboard.ipynb #78b0e840
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -889,6 +947,17 @@ def slow_down(dashboard: Dashboard, seconds: float) -> None:
     "Wait so long after each phase from now on."
     dashboard.player.delay = seconds
     dashboard.player.wake()
+
+# %% ../../nbs/53_views.dashboard.ipynb #99f19c01
+def change_settings(dashboard: Dashboard) -> None:
+    "Change the settings that were typed, and say when each counts, or why it cannot be changed."
+    pane, loop = dashboard.screen.settings, dashboard.loop
+    try:
+        said = refusal(dashboard.player, "change") or repr(loop.change(**pane.typed()))
+    except RLNotebookError as e:
+        said = str(e)
+    pane.said.value = f'<p class="rld-sentence">{html.escape(said)}</p>'
+    dashboard.refresh()
 
 # %% ../../nbs/53_views.dashboard.ipynb #a3b495d7
 def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
@@ -989,6 +1058,7 @@ def refresh_head(dashboard: Dashboard) -> None:
     phase = loop.running or player.at
     dashboard.watch.look(loop, phase)
     refresh_buttons(dashboard.screen.buttons, player)
+    dashboard.screen.settings.look(loop, refusal(player, "change"))
     shown = progress_of(loop, dashboard.watch)
     dashboard.screen.head.value = strip_html(loop, phase) + progress_html(shown, standing(loop, player))
     old = player.doing and dashboard.error not in (None, player.error, dashboard.stumbled)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from playwright.sync_api import Locator, expect
 
-from .lab import HEAT, Lab, Notebook
+from .lab import HEAT, PANEL, Lab, Notebook
 
 CELLS = [
     """
@@ -257,6 +257,28 @@ def test_every_control_is_reached_by_keyboard(notebook: Notebook, board: Locator
     assert notebook.ask("place()[1]") == place + 1
 
 
+def test_settings_are_changed_while_paused(notebook: Notebook, board: Locator):
+    at_rest(notebook, board)
+    board.get_by_role("button", name="Settings").click()
+    pane = board.locator(".rld-settings")
+    rate = pane.get_by_label("learning_rate")
+    expect(rate).to_have_value("0.0001")
+    rate.fill("a lot")
+    pane.get_by_role("button", name="Change").click()
+    expect(pane).to_contain_text("learning_rate: got 'a lot'")
+    rate.fill("3e-5")
+    pane.get_by_role("combobox", name="policy_loss").fill("dapo")
+    pane.get_by_role("button", name="Change").click()
+    expect(pane).to_contain_text("learning_rate: 0.0001 -> 3e-05, in step")
+    notebook.shot("dashboard_settings")
+    assert notebook.ask("[loop.cfg.learning_rate, loop.cfg.policy_loss]") == [3e-5, "dapo"]
+    press(board, "step")
+    at_rest(notebook, board)
+    assert notebook.ask("loop.records[-1].changed") == {"learning_rate": 3e-5, "policy_loss": "dapo"}
+    board.get_by_role("button", name="Settings").click()
+    expect(pane).to_be_hidden()
+
+
 def test_running_the_cell_again_leaves_one_dashboard(notebook: Notebook, board: Locator):
     press(board, "play")
     notebook.run_cells(SHOW)
@@ -286,3 +308,17 @@ def test_updates_do_not_pile_up_in_the_browser(notebook: Notebook, board: Locato
     notebook.page.wait_for_function(DRAWN, arg=301)
     alone = time.monotonic() - start  # three times that: the drawing under way, the rest after it, the last drawing
     assert late < 10 + 3 * alone, f"the page was {late:.0f} s behind after 300 updates; one took it {alone:.1f} s"
+
+
+@pytest.mark.parametrize("how", ["restarted", "shut down"])
+def test_a_dashboard_whose_kernel_is_gone_says_so_and_presses_nothing(lab: Lab, how: str):
+    notebook = open_dashboard(lab, CELLS, f"gone-{how.replace(' ', '-')}.ipynb")
+    board = notebook.show(SHOW)
+    expect(control(board, "play")).to_be_enabled()
+    ending = "restart" if how == "restarted" else "shutdown"
+    notebook.page.evaluate(f"async () => {{ await {PANEL}.sessionContext.session.kernel.{ending}() }}")
+    expect(board).to_contain_text("The kernel of this dashboard is gone")
+    for name in ("play", "phase", "step", "undo"):
+        expect(control(board, name)).to_be_disabled()
+    notebook.shot(f"dashboard_gone_{ending}")
+    notebook.close()
