@@ -42,6 +42,8 @@ from rl_notebook.backends.service import (
     version_in,
 )
 from rl_notebook.backends.tinker import Session, TinkerSampler, load_or_remake, open_tinker, shifted, tinker_sdk
+from rl_notebook.backends.open import open_backend
+from rl_notebook.config import Config
 from rl_notebook.core import (
     AdamParams,
     AlignmentError,
@@ -904,6 +906,31 @@ def test_a_wrong_key_and_a_wrong_address():
     assert time.monotonic() - began < 30
     with pytest.raises(BackendError, match="tokenizer: got 'no-such-model'"):
         run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="no-such-model"))
+
+
+def test_a_length_that_the_service_does_not_take_is_refused_before_anything_is_trained(service, monkeypatch, tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    where = {"backend": "tinker", "base_url": service.url, "base_model": "a-model", "lora_rank": 4}
+    asked = lambda: {e.path.rpartition("/")[2] for e in service.emulator.log[mark:]}
+    mark = len(service.emulator.log)
+
+    async def opens():
+        async with await opened(service):
+            assert "create_model" in asked()
+
+    run(opens())
+    mark = len(service.emulator.log)
+    for longest in (4000, 257):
+        with pytest.raises(
+            ConfigError, match=rf"a-model: max_seq_len: got {longest}; expected at most 256, its context"
+        ):
+            run(
+                open_backend(
+                    Config(**where, tokenizer_model=str(tmp_path), max_seq_len=longest, max_completion_tokens=64)
+                )
+            )
+    assert asked() == {"get_server_capabilities", "healthz"}
 
 
 def test_a_key_that_the_service_does_not_know(service):
