@@ -1188,13 +1188,10 @@ def _steer_at_once(wire: Wire, method: str, path: str) -> dict[str, Any]:
 
 def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
     "What a silence is about, if it is a pause; the server is resumed where it may be (`ours`)."
-    wire.why = ""
-    if not is_paused(wire):
-        return ""
-    if ours() and resume(wire):
-        return "it was paused, and is resumed"
-    wire.why = _PAUSED
-    return "it is paused"
+    paused = is_paused(wire)
+    resumed = paused and ours() and resume(wire)
+    wire.why = _PAUSED if paused and not resumed else ""  # at once: a request may end while this is asked
+    return "it was paused, and is resumed" if resumed else "it is paused" if paused else ""
 
 
 async def check_not_paused(wire: Wire, ours: bool) -> None:
