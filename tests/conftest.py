@@ -1,6 +1,7 @@
 "What every test may rely on: no network, offline hubs, and hypothesis without a stopwatch."
 
 import os
+import re
 import sys
 import signal
 from collections.abc import Callable, Iterator
@@ -48,6 +49,26 @@ def _no_client_outlives_its_file() -> Iterator[None]:
 # last: they keep processors busy, of which the browser had better have one, and are not held up by anything themselves.
 SLOW = os.environ.get("SLOW") == "1"  # also what is long and rarely says anything new
 LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_cli", "test_whatif_view", "test_loop")
+# Whole programs, kills, services and browsers in their further variants: one of each kind is always run.
+LONG = re.compile(
+    r"""browser/test_(slow|hostile|beside)|runs_through_the_menu(?!.101)|nothing_is_cut_off
+    |test_service_faults|a_page_that_is_executed|said_aloud_does_not_say_the_key.fireworks
+    |test_train_with_defaults_runs|read_enough_ends_it_quietly(?!.check)|test_the_import_of_the_documents
+    |test_kill_9_(?!anywhere.*.full.)|an_uninterrupted_run_repeats|an_interrupt_stops(?!.*full-backward)
+    |a_second_interrupt|resume_from_begins_another|interrupted_cell
+    |seek_comes_to(?!.*plain-0)|two_branches_give(?!.*lora)|windows_of_two|windows_are_replayed|branches_of_branches
+    |branch_keeps_the_batch|a_run_in_windows_is_sought|what_cannot_be_computed_again|every_step_is_replayed(?!.*plain)
+    |replayed_as_far_as(?!.*chunks-rollouts)|on_policy_and_synchronous_is(?!.(dead.groups|a.reference)-straight)
+    |raises_ends_the_wait(?!.*0)|trainer_that_fails_once(?!.*optim_step-1)|record_whatever_the_order(?!.*0-0)
+    |several_updates_with_every_loss(?!.*grpo)|two_steps_are_taken_back|updates_that_failed_are_gone_on(?!.*1)
+    |fireworks-lora|normalizations_divide_once(?!.local)|outlives_its_client_and_is_dropped(?!.*tinker)
+    |outlives_its_backend.gone|loads_in_a_fresh_process|checks_leave_no_adapter|wrong_services_are_found
+    |ends_when_it_is_told_to.busy|without_the_web_framework|what_clients_ask_for|sdk_trains_once(?!.*before)
+    |every_ending_but_kill|provision_by_hand|test_off_policy|test_fireworks_examples.*test_recipe
+    |a_real_full_disk|disk_that_fills|reward_that_fails_late|overlap_(writes|trains)|no_schedule_is_faster(?!.1-2)
+    |one_group_and_many.512|512.groups|cancelled_step_or_undo_goes_on(?!.*local)|so_it_does_on_a_service""",
+    re.VERBOSE,
+)
 APART = ("test_the_right_cause_and_no_false_alarm",)
 
 
@@ -63,6 +84,8 @@ def unit(nodeid: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     "Longest first, tables last; without workers, the order stays. Slow ones only when asked for."
     for item in items:
+        if LONG.search(item.nodeid):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not SLOW:
             item.add_marker(pytest.mark.skip(reason="slow: runs with SLOW=1"))
     if hasattr(config, "workerinput"):
