@@ -9,6 +9,7 @@ EXTRAS := dev,lora,math,wandb,trackio,tensorboard,fireworks,tinker,emulator
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
 WORKERS ?= 4
+unexport PYTHONDONTWRITEBYTECODE # a hundred programs are started by the tests: bytecode is worth keeping
 CODE := $(wildcard setup.py nbs tests benchmarks examples)
 
 .DEFAULT_GOAL := help

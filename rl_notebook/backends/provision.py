@@ -177,7 +177,14 @@ def as_backend_errors(where: str) -> Iterator[None]:
         yield
     except RLNotebookError:
         raise
-    except (*_ODD_ANSWERS, RuntimeError, TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
+    except (
+        *_ODD_ANSWERS,
+        fireworks_sdk().APIError,
+        RuntimeError,
+        TimeoutError,
+        httpx.HTTPError,
+        httpx.InvalidURL,
+    ) as error:
         raise BackendError("Fireworks", where=where, got=said(error) or type(error).__name__) from error
 
 # %% ../../nbs/25_backends.provision.ipynb #eec9b858
@@ -1356,19 +1363,20 @@ def setup_infra(
 ) -> Infra:
     "Trainers, deployment and their clients; raises `ConfigError` and `BackendError`, and then nothing is left running."
     deploy = deploy_cfg or DeployConfig()
-    plan = plan_infra(
-        rlor_mgr=rlor_mgr, deploy_mgr=deploy_mgr, base_model=base_model, infra_cfg=infra_cfg, deploy_cfg=deploy_cfg,
-        lora_rank=lora_rank, max_seq_len=max_seq_len, learning_rate=learning_rate, policy_job_id=policy_job_id,
-        reference_job_id=reference_job_id, needs_reference=needs_reference, needs_inference=needs_inference,
-        role_prefix=role_prefix,
-    )  # fmt: skip
-    say = Reporter(on_status)
-    with undone_on_error(rlor_mgr, deploy_mgr, cleanup) as held:
-        awaited = start_all(plan, rlor_mgr, deploy_mgr, infra_cfg, deploy, held, poll_interval_s)
-        for one in awaited:
-            say(one, Look("requested"))
-        ready = watch(awaited, say, poll_interval_s, stop)
-        return connect(plan, ready, rlor_mgr, api_key, step_timeout or 3600.0, say.seconds)
+    with as_backend_errors("setting up"):
+        plan = plan_infra(
+            rlor_mgr=rlor_mgr, deploy_mgr=deploy_mgr, base_model=base_model, infra_cfg=infra_cfg, deploy_cfg=deploy_cfg,
+            lora_rank=lora_rank, max_seq_len=max_seq_len, learning_rate=learning_rate, policy_job_id=policy_job_id,
+            reference_job_id=reference_job_id, needs_reference=needs_reference, needs_inference=needs_inference,
+            role_prefix=role_prefix,
+        )  # fmt: skip
+        say = Reporter(on_status)
+        with undone_on_error(rlor_mgr, deploy_mgr, cleanup) as held:
+            awaited = start_all(plan, rlor_mgr, deploy_mgr, infra_cfg, deploy, held, poll_interval_s)
+            for one in awaited:
+                say(one, Look("requested"))
+            ready = watch(awaited, say, poll_interval_s, stop)
+            return connect(plan, ready, rlor_mgr, api_key, step_timeout or 3600.0, say.seconds)
 
 # %% ../../nbs/25_backends.provision.ipynb #c19cbb40
 def start_all(

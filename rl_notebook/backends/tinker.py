@@ -518,7 +518,7 @@ def known_length(session: Session, base_model: str) -> int | None:
     try:
         rest = session.rest_client()
         asked = rest if hasattr(rest, "get_server_capabilities") else session.get()
-        listed = made(asked.get_server_capabilities()).supported_models
+        listed = getattr(made(asked.get_server_capabilities()), "supported_models", None) or ()
     except (*session.sdk.errors, ValueError, RuntimeError, OSError):
         return None
     lengths = {m.model_name: m.max_context_length for m in listed}
