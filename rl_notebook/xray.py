@@ -35,7 +35,7 @@ from rl_notebook.core import (
     RolloutSample,
 )
 from .datums import attach, datums_from_groups
-from .loop import CHECKS, as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
+from .loop import as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .names import NAMED
 from .records import StepRecord
@@ -778,9 +778,6 @@ def invariants(
 def failed_names(record: StepRecord, previous: StepRecord | None = None) -> list[str]:
     "Names of the checks that do not hold."
     return [c.name for c in invariants(record, previous) if c.ok is False]
-
-
-CHECKS[:] = [failed_names]  # behind the verdicts that a run prints
 
 # %% ../nbs/40_xray.ipynb #485815b6
 @dataclass(frozen=True, repr=False)
