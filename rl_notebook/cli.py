@@ -337,7 +337,7 @@ async def export_run(
 
 
 def run_export(args: Sequence[str]) -> int:  # exit code
-    "Write the weights of a run for transformers and PEFT."
+    "Write the weights of a run for transformers, PEFT and vLLM."
     parser = argparse.ArgumentParser(prog="rl-notebook export", description="A run's weights for other programs.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--to", choices=("hf", "adapter", "merged"), default=None, help="default: what was trained")
@@ -441,7 +441,7 @@ usage: rl-notebook COMMAND [options]
   view     the page of a run folder; it follows a run that goes on
   doctor   why trainer and sampler disagree, step by step
   replay   recompute a recorded step and compare every phase
-  export   a run's weights as a folder for transformers and PEFT
+  export   a run's weights as a folder for transformers, PEFT and vLLM
   emulate  a local service that the Fireworks and Tinker SDKs talk to
   check    ask a service what it does: --backend tinker or fireworks
 

@@ -9,7 +9,6 @@ import asyncio
 import contextvars
 import copy
 import functools
-import importlib
 import html
 import inspect
 import itertools
@@ -32,25 +31,25 @@ from tqdm.auto import tqdm
 
 # %% auto #0
 __all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'R', 'UNDO_TO', 'TURNS', 'P', 'AnyLoop',
-           'NOT_FOR_BRANCHES', 'GRADING', 'READ_BY', 'HELD_OUT', 'LISTENING', 'BEFORE', 'GAP', 'call_text', 'StepState',
-           'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'own_advantages', 'check_loss',
-           'Stage', 'Changeable', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text',
-           'title_text', 'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way', 'timed',
-           'measured', 'encode', 'prompts_phase', 'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase',
-           'score_phase', 'compared', 'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens',
-           'list_training', 'group_datums', 'datums_phase', 'skipped', 'with_reference', 'reference_phase',
-           'chosen_options', 'chosen_loss', 'loss_phase', 'fresh_gradient', 'drop_gradient', 'gradient_of',
-           'minibatches', 'gradient_pass', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at', 'slots_in_use',
-           'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'Held', 'interrupts_held', 'settled', 'joined_report',
-           'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'no_update', 'keep_entry', 'weights_moved',
-           'sync_waits', 'sync_sampler', 'sync_phase', 'called', 'changed_since_opened', 'sources_of', 'other_sources',
-           'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots', 'bring_back',
-           'undo_step', 'park', 'take_over', 'swap', 'has_turn', 'join_turn', 'refuse_in_turn', 'claim', 'on_stage',
-           'staged', 'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off',
-           'read_by', 'Changed', 'refuse_change', 'when_read', 'refuse_settings', 'score_at', 'change_settings',
-           'settings_from', 'what_follows', 'take_settings', 'Answered', 'answer', 'take_in', 'refill_step',
-           'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk',
-           'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase',
+           'NOT_FOR_BRANCHES', 'GRADING', 'READ_BY', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text',
+           'StepState', 'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'own_advantages',
+           'check_loss', 'Stage', 'Changeable', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup',
+           'place_text', 'title_text', 'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way',
+           'timed', 'measured', 'encode', 'prompts_phase', 'side_by_side', 'patience', 'draw_prompt', 'grading',
+           'sample_phase', 'score_phase', 'compared', 'advantages_phase', 'trains_on', 'nothing_to_learn',
+           'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped', 'with_reference',
+           'reference_phase', 'chosen_options', 'chosen_loss', 'loss_phase', 'fresh_gradient', 'drop_gradient',
+           'gradient_of', 'minibatches', 'gradient_pass', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at',
+           'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'Held', 'interrupts_held', 'settled',
+           'joined_report', 'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'no_update', 'keep_entry',
+           'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'called', 'changed_since_opened', 'sources_of',
+           'other_sources', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots',
+           'bring_back', 'undo_step', 'park', 'take_over', 'swap', 'has_turn', 'join_turn', 'refuse_in_turn', 'claim',
+           'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state',
+           'branch_off', 'read_by', 'Changed', 'refuse_change', 'when_read', 'refuse_settings', 'score_at',
+           'change_settings', 'settings_from', 'what_follows', 'take_settings', 'Answered', 'answer', 'take_in',
+           'refill_step', 'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal',
+           'train_chunk', 'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase',
            'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch',
            'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops',
            'steps_left', 'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'LoopPhases',
@@ -1902,11 +1901,14 @@ class RunRecords(list[StepRecord]):
         return count if self.shown else "\n".join([*(r.verdict for r in self), *filter(None, [self.ended]), count])
 
 
+CHECKS = ["rl_notebook.xray:failed_names"]  # each gives the names of what did not hold in a step
+
+
 def verdict_line(loop: Loop, record: StepRecord) -> str:
     "The verdict of a step with the names of the checks that failed."
     previous = next((r for r in reversed(loop.records) if r.step == record.step - 1), None)
-    checks = importlib.import_module("rl_notebook.xray")
-    failed = ", ".join(checks.failed_names(record, previous))
+    checks = (named_function(name, "CHECKS", PhaseError) for name in CHECKS)
+    failed = ", ".join(name for check in checks for name in check(record, previous))
     return record.verdict + (f"  ✗ {failed}" if failed else "")
 
 # %% ../nbs/33_loop.ipynb #4a77beb7
@@ -1993,7 +1995,7 @@ class LoopPhases(Loop):
 
     @staged
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
-        """Write the policy as it stands into a new folder that transformers and PEFT load.
+        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
 
         `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
         return await export_policy(self.backend, path, to)

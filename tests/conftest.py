@@ -60,13 +60,14 @@ LONG = re.compile(
     |branch_keeps_the_batch|a_run_in_windows_is_sought|what_cannot_be_computed_again|every_step_is_replayed(?!.*plain)
     |replayed_as_far_as(?!.*chunks-rollouts)|on_policy_and_synchronous_is(?!.(dead.groups|a.reference)-straight)
     |raises_ends_the_wait(?!.*0)|trainer_that_fails_once(?!.*optim_step-1)|record_whatever_the_order(?!.*0-0)
-    |several_updates_with_every_loss(?!.*grpo)|two_steps_are_taken_back|updates_that_failed_are_gone_on(?!.*1)
+    |several_updates_with_every_loss(?!.*grpo)|undo_and_the_same_batch(?!.0-(backward|score))
+    |first_phase_that_differs_is_named(?!.a.(reward|sampled))|phase_that_fails_leaves(?!.*optimize)|two_steps_are_taken_back|updates_that_failed_are_gone_on(?!.*1)
     |fireworks-lora|normalizations_divide_once(?!.local)|outlives_its_client_and_is_dropped(?!.*tinker)
     |outlives_its_backend.gone|loads_in_a_fresh_process|checks_leave_no_adapter|wrong_services_are_found
     |ends_when_it_is_told_to.busy|without_the_web_framework|what_clients_ask_for|sdk_trains_once(?!.*before)
     |every_ending_but_kill|provision_by_hand|test_off_policy|test_fireworks_examples.*test_recipe
     |a_real_full_disk|disk_that_fills|reward_that_fails_late|overlap_(writes|trains)|no_schedule_is_faster(?!.1-2)
-    |one_group_and_many.512|512.groups|cancelled_step_or_undo_goes_on(?!.*local)|so_it_does_on_a_service""",
+    |one_group_and_many.512|loss_of_the_service(?!.given0)|what_failed_is_asked_again(?!.*garbage)|512.groups|cancelled_step_or_undo_goes_on(?!.*local)|so_it_does_on_a_service""",
     re.VERBOSE,
 )
 APART = ("test_the_right_cause_and_no_false_alarm",)
