@@ -136,11 +136,12 @@ def _panel_title(panel: Mapping[str, Any], beta: float | None) -> str:
 
 
 def _place(i: int, count: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    "Left and right, bottom and top of one of several panels, two in a row, as shares of the paper."
-    rows = (count + 1) // 2
+    "Left and right, bottom and top of one of several panels, two or three in a row, as shares of the paper."
+    beside = count if count <= 3 else 2
+    rows, width = -(-count // beside), (1 - 0.13 * (beside - 1)) / beside
     height = (1 - 0.26 * (rows - 1)) / rows
-    bottom = (rows - 1 - i // 2) * (height + 0.26)
-    return (0.0, 1.0) if count == 1 else ((0.0, 0.45), (0.55, 1.0))[i % 2], (bottom, bottom + height)
+    left, bottom = i % beside * (width + 0.13), (rows - 1 - i // beside) * (height + 0.26)
+    return (left, left + width), (bottom, bottom + height)
 
 # %% ../../nbs/51_views.charts.ipynb #149308dd
 _PANEL_COLOR = {"k1": "orange", "loss": "green"}
@@ -167,10 +168,12 @@ def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> 
     for k, s in panel["lines"].items():
         name, color = str(_PANEL_NAME.get(k, k)), _PANEL_COLOR.get(k, "blue")
         data.append(_line(s, name, color, **on, showlegend=named))
-    x = {"domain": [*across], "anchor": f"y{n}", "title": {"text": "step" if i + 2 >= count else ""}}
+    x = {"domain": [*across], "anchor": f"y{n}", "title": {"text": "step" if i + 2 >= count or count == 3 else ""}}
     axes = {f"xaxis{n}": _X | _step_ticks(data) | x}
-    axes[f"yaxis{n}"] = _y("", domain=[*up], anchor=f"x{n}", nticks=5)
-    title = {"text": label(_panel_title(panel, beta), 90), "x": across[0], "y": up[1], "showarrow": False}
+    axes[f"yaxis{n}"] = _y("", domain=[*up], anchor=f"x{n}", nticks=5 if count < 3 else 4)
+    text = label(_panel_title(panel, beta), 90)
+    text = text.replace(" · ", "<br>").replace(", ", "<br>") if count == 3 else text  # narrow ones
+    title = {"text": text, "align": "left", "x": across[0], "y": up[1], "showarrow": False}
     return data, axes, title | {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
 
 
@@ -181,7 +184,7 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     data, titles = [t for d, _, _ in parts for t in d], [title for _, _, title in parts]
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
     legend = {"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top", "font": {"size": 10}}
-    margin = {"l": 8, "r": 12, "t": 42, "b": 8}
+    margin = {"l": 8, "r": 12, "t": 54 if len(panels) == 3 else 42, "b": 8}
     return _figure(
         data, "nats", **axes, **({"annotations": titles, "legend": legend, "margin": margin} if panels else {})
     )
