@@ -70,7 +70,7 @@ LONG = re.compile(
     |one_group_and_many.512|loss_of_the_service(?!.given0)|what_failed_is_asked_again(?!.*garbage)|512.groups|cancelled_step_or_undo_goes_on(?!.*local)|so_it_does_on_a_service""",
     re.VERBOSE,
 )
-APART = ("test_the_right_cause_and_no_false_alarm",)
+APART = ("test_the_right_cause_and_no_false_alarm", "test_so_it_does_at_every_await")
 
 
 def unit(nodeid: str) -> str:

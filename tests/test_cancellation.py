@@ -505,7 +505,7 @@ def test_an_interrupted_cell_leaves_a_loop_that_goes_on():
         manager.interrupt_kernel()
         assert answer(asked)["ename"] in ("CancelledError", "KeyboardInterrupt")
         answer(client.execute("torch.optim.AdamW.step = step; before = loop.place; record = await loop.step()"))
-        wanted = {"facts": "(before[:19], record.step, backend.policy.state.steps)"}
+        wanted = {"facts": "(before[:18], record.step, backend.policy.state.steps)"}
         facts = answer(client.execute("", user_expressions=wanted, silent=False))["user_expressions"]["facts"]
         assert facts["data"]["text/plain"] == "('step 1, next: sync', 1, 1)", facts
         answer(client.execute("await loop.undo()"))
