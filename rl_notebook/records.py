@@ -617,7 +617,7 @@ def read_record(
     try:
         return restore_record(plain, arrays, tokens)
     except RecordError as e:
-        raise RecordError(str(e), where=str(folder)) from e
+        raise RecordError(str(e), where=str(folder / "record.json")) from e
 
 # %% ../nbs/31_records.ipynb #cebce721
 def config_dict(config: Config | Mapping[str, Any]) -> dict[str, Any]:
@@ -1085,7 +1085,8 @@ def read_checkpoint(
         return checkpoint
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         got, expected = f"{type(e).__name__} ({e})", f"what {CHECKPOINT_FORMAT} holds"
-        raise RecordError("parts of a checkpoint do not fit", where=str(folder), got=got, expected=expected) from e
+        where = str(folder / "checkpoint.json")
+        raise RecordError("parts of a checkpoint do not fit", where=where, got=got, expected=expected) from e
 
 # %% ../nbs/31_records.ipynb #d7f6c0d3
 async def _save_checkpoint(

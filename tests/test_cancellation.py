@@ -198,8 +198,12 @@ class Course:
 
     def same(self, want: np.ndarray, when: str) -> None:
         "The weights are these: bit for bit in this process, where the passes are the same (a batch taken back: one)."
-        exact = hasattr(self.backend.policy, "state") and self.kind != "async-chunks"
-        got, tol = weights(self.backend), 0.0 if exact else 1e-6
+        got, exact = weights(self.backend), hasattr(self.backend.policy, "state") and self.kind != "async-chunks"
+        if self.kind == "overlapped" and self.backend.capabilities.name != "local":  # summed as answers arrive
+            far, moved = (float(np.linalg.norm(x)) for x in (got - want, self.want[1] - self.want[0]))
+            assert far < 0.02 * moved, f"weights {when}: {far:.2g} off, an update moves {moved:.2g}"
+            return
+        tol = 0.0 if exact else 1e-6
         assert np.allclose(got, want, rtol=0, atol=tol), f"weights {when}: {np.abs(got - want).max():.2g} off"
 
     def check(self, loop: GRPOLoop, steps: int) -> None:

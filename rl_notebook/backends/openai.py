@@ -969,12 +969,12 @@ async def _describe(sampler: OpenAISampler) -> tuple[str, int | None]:
     "Name and version of the server, and the length that it says; raises `BackendError` for a model not served."
     name, longest, wire = "OpenAI-compatible", None, sampler.wire
     try:
-        served = (await ask(wire, "GET", "/v1/models", limited=False)).get("data") or []
+        served = (await ask(wire, "GET", "/v1/models", limited=False)).get("data")
     except Refused as reason:
         if reason.status != 404:
             raise
         return name, None
-    known = {str(entry.get("id")): entry for entry in served}
+    known = {str(e.get("id")): e for e in served if isinstance(e, dict)} if isinstance(served, list) else {}
     if known and sampler.model not in known:
         fix = "Ask for the name given to --served-model-name."
         got, expected = repr(sampler.model), f"one of {sorted(known)}"
@@ -983,7 +983,7 @@ async def _describe(sampler: OpenAISampler) -> tuple[str, int | None]:
     if entry.get("owned_by") == "vllm":
         name = f"vLLM {(await ask(wire, 'GET', '/version', limited=False)).get('version', '')}".strip()
     longest = entry.get("max_model_len")
-    return name, int(longest) if longest else None
+    return name, longest if isinstance(longest, int) and longest > 0 else None
 
 # %% ../../nbs/23_backends.openai.ipynb #0d78618c
 async def probe(
