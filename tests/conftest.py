@@ -47,7 +47,7 @@ def _no_client_outlives_its_file() -> Iterator[None]:
 # `pytest --numprocesses`. Tests of a file share fixtures and stay on one worker, and so do all browser tests; but each
 # part of a long table is on its own. What takes longest comes first, so that the workers end together. The tables come
 # last: they keep processors busy, of which the browser had better have one, and are not held up by anything themselves.
-SLOW = os.environ.get("SLOW") == "1"  # also what is long and rarely says anything new
+SLOW = os.environ.get("SLOW", "")  # "variants": also those of `LONG`; "1": also what rarely says anything new
 LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_cli", "test_whatif_view", "test_loop")
 # Whole programs, kills, services and browsers in their further variants: one of each kind is always run.
 LONG = re.compile(
@@ -85,9 +85,9 @@ def unit(nodeid: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     "Longest first, tables last; without workers, the order stays. Slow ones only when asked for."
     for item in items:
-        if LONG.search(item.nodeid):
-            item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow") and not SLOW:
+        if LONG.search(item.nodeid) and SLOW not in ("1", "variants"):
+            item.add_marker(pytest.mark.skip(reason="a further variant: runs with SLOW=variants"))
+        if item.get_closest_marker("slow") and SLOW != "1":
             item.add_marker(pytest.mark.skip(reason="slow: runs with SLOW=1"))
     if hasattr(config, "workerinput"):
         place = lambda nodeid: next((i for i, name in enumerate(LONGEST) if name in nodeid), len(LONGEST))

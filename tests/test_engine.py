@@ -355,7 +355,7 @@ WINDOWED = {  # family: settings beside the window, and the route that it takes
     "Cohere2": ({}, "full"),
     "Ministral": (MIXED, "fast"),
 }
-LONG = () if os.environ.get("SLOW") else ("Mixtral", "Phi3", "Qwen3", "Olmo3", "Cohere2", "Ministral")
+LONG = () if os.environ.get("SLOW") == "1" else ("Mixtral", "Phi3", "Qwen3", "Olmo3", "Cohere2", "Ministral")
 
 
 def random_model(family: str, **settings):
