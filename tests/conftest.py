@@ -51,7 +51,7 @@ SLOW = os.environ.get("SLOW", "")  # "variants": also those of `LONG`; "1": also
 LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_cli", "test_whatif_view", "test_loop")
 # Whole programs, kills, services and browsers in their further variants: one of each kind is always run.
 LONG = re.compile(
-    r"""browser/test_(slow|hostile|beside)|runs_through_the_menu(?!.101)|nothing_is_cut_off
+    r"""browser/test_(hostile|beside)|runs_through_the_menu(?!.101)|nothing_is_cut_off
     |test_service_faults|a_page_that_is_executed|said_aloud_does_not_say_the_key.fireworks
     |test_train_with_defaults_runs|read_enough_ends_it_quietly(?!.check)|test_the_import_of_the_documents
     |test_kill_9_(?!anywhere.*.full.)|an_uninterrupted_run_repeats|an_interrupt_stops(?!.*full-backward)

@@ -9,6 +9,7 @@ from playwright.sync_api import BrowserContext
 
 from .lab import Lab, Notebook
 
+pytestmark = pytest.mark.slow  # the page's two seconds are real ones: on a machine with other work they may pass
 SLOWER = 6  # times; a widget is given up by the page if it is not ready within two seconds
 CELLS = [
     """
