@@ -199,11 +199,12 @@ class Course:
     def same(self, want: np.ndarray, when: str) -> None:
         "The weights are these: bit for bit in this process, where the passes are the same (a batch taken back: one)."
         got, exact = weights(self.backend), hasattr(self.backend.policy, "state") and self.kind != "async-chunks"
-        if self.kind == "overlapped" and self.backend.capabilities.name != "local":  # summed as answers arrive
+        served = self.backend.capabilities.name != "local"
+        if served and self.kind in ("overlapped", "async-chunks"):  # summed as answers arrive
             far, moved = (float(np.linalg.norm(x)) for x in (got - want, self.want[1] - self.want[0]))
             assert far < 0.02 * moved, f"weights {when}: {far:.2g} off, an update moves {moved:.2g}"
             return
-        if self.kind == "async-ahead" and self.backend.capabilities.name != "local":  # a batch is what arrives first
+        if served and self.kind == "async-ahead":  # a batch is what arrives first
             far, moved = (float(np.linalg.norm(x - self.want[0])) for x in (got, want))
             assert 0.5 * moved <= far <= 1.5 * moved, f"weights {when}: moved by {far:.2g}, before by {moved:.2g}"
             return
