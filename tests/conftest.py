@@ -1,7 +1,6 @@
 "What every test may rely on: no network, offline hubs, and hypothesis without a stopwatch."
 
 import os
-import re
 import sys
 import signal
 from collections.abc import Callable, Iterator
@@ -49,27 +48,37 @@ def _no_client_outlives_its_file() -> Iterator[None]:
 # last: they keep processors busy, of which the browser had better have one, and are not held up by anything themselves.
 SLOW = os.environ.get("SLOW", "")  # "variants": also those of `LONG`; "1": also what rarely says anything new
 LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_cli", "test_whatif_view", "test_loop")
-# Whole programs, kills, services and browsers in their further variants: one of each kind is always run.
-LONG = re.compile(
-    r"""browser/test_(hostile|beside)|runs_through_the_menu(?!.101)|nothing_is_cut_off
-    |test_service_faults|a_page_that_is_executed|said_aloud_does_not_say_the_key.fireworks
-    |test_train_with_defaults_runs|read_enough_ends_it_quietly(?!.check)|test_the_import_of_the_documents
-    |test_kill_9_(?!anywhere.*.full.)|an_uninterrupted_run_repeats|an_interrupt_stops(?!.*full-backward)
-    |a_second_interrupt|resume_from_begins_another|interrupted_cell
-    |seek_comes_to(?!.*plain-0)|two_branches_give(?!.*lora)|windows_of_two|windows_are_replayed|branches_of_branches
-    |branch_keeps_the_batch|a_run_in_windows_is_sought|what_cannot_be_computed_again|every_step_is_replayed(?!.*plain)
-    |replayed_as_far_as(?!.*chunks-rollouts)|on_policy_and_synchronous_is(?!.(dead.groups|a.reference)-straight)
-    |raises_ends_the_wait(?!.*0)|trainer_that_fails_once(?!.*optim_step-1)|record_whatever_the_order(?!.*0-0)
-    |several_updates_with_every_loss(?!.*grpo)|undo_and_the_same_batch(?!.0-(backward|score))
-    |first_phase_that_differs_is_named(?!.a.(reward|sampled))|phase_that_fails_leaves(?!.*optimize)|two_steps_are_taken_back|updates_that_failed_are_gone_on(?!.*1)
-    |fireworks-lora|normalizations_divide_once(?!.local)|outlives_its_client_and_is_dropped(?!.*tinker)
-    |outlives_its_backend.gone|loads_in_a_fresh_process|checks_leave_no_adapter|wrong_services_are_found
-    |ends_when_it_is_told_to.busy|without_the_web_framework|what_clients_ask_for|sdk_trains_once(?!.*before)
-    |every_ending_but_kill|provision_by_hand|test_off_policy|test_fireworks_examples.*test_recipe
-    |a_real_full_disk|disk_that_fills|reward_that_fails_late|overlap_(writes|trains)|no_schedule_is_faster(?!.1-2)
-    |one_group_and_many.512|loss_of_the_service(?!.given0)|what_failed_is_asked_again(?!.*garbage)|512.groups|cancelled_step_or_undo_goes_on(?!.*local)|so_it_does_on_a_service""",
-    re.VERBOSE,
-)
+# Whole programs, kills, services, browsers and long tables: part of a node id, and the variant that is always run.
+LONG = {
+    "browser/test_hostile": "", "browser/test_beside": "", "test_nothing_is_cut_off": "",
+    "test_a_tutorial_runs_through_the_menu": "101", "test_service_faults": "",
+    "test_a_page_that_is_executed": "", "said_aloud_does_not_say_the_key": "tinker",
+    "test_train_with_defaults_runs": "", "has_read_enough_ends_it_quietly": "check", "import_of_the_documents": "",
+    "test_kill_9_anywhere": "full]", "test_kill_9_at": "", "test_kill_9_again": "", "an_uninterrupted_run_repeats": "",
+    "test_an_interrupt_stops_after_the_phase_saves": "full-backward", "test_a_second_interrupt_ends": "",
+    "test_resume_from_begins_another": "", "test_seek_comes_to_the_weights": "plain-0",
+    "test_two_branches_give_what": "lora", "test_windows_of_two_branches": "", "test_windows_are_replayed": "",
+    "test_branches_of_branches_by_hand": "", "test_a_branch_keeps_the_batch": "", "run_in_windows_is_sought": "",
+    "test_what_cannot_be_computed_again": "", "test_every_step_is_replayed": "plain",
+    "test_a_step_is_replayed_as_far": "chunks-rollouts", "test_on_policy_and_synchronous_is": "a reference-straight",
+    "test_a_rollout_that_raises_ends_the_wait": "plain-2", "test_a_trainer_that_fails_once": "optim_step-1",
+    "in_one_record_whatever_the_order": "0-0", "test_several_updates_with_every_loss": "AsyncGRPOLoop-grpo",
+    "test_undo_and_the_same_batch": "0-backward", "test_the_first_phase_that_differs": "a reward",
+    "test_a_phase_that_fails_leaves": "optimize", "test_two_steps_are_taken_back": "",
+    "updates_that_failed_are_gone_on_with": "optim_step-[2]", "fireworks-lora]": "",
+    "normalizations_divide_once": "local]", "outlives_its_client_and_is_dropped": "tinker",
+    "test_tinker.py::test_no_heartbeat_outlives": "served",
+    "test_a_state_loads_in_a_fresh_process": "", "test_checks_leave_no_adapter": "", "wrong_services_are_found": "",
+    "test_the_command_ends_when_it_is_told": "idle", "test_without_the_web_framework": "",
+    "test_what_clients_ask_for": "", "test_the_sdk_trains_once": "drop_before", "test_every_ending_but_kill": "",
+    "test_provision_by_hand": "", "test_off_policy": "", "test_fireworks_examples.py::test_recipe": "",
+    "test_a_real_full_disk": "", "test_a_disk_that_fills_up": "", "test_a_reward_that_fails_late": "",
+    "test_overlap_writes": "", "test_overlap_trains": "", "test_no_schedule_is_faster": "1-2",
+    "test_doctor.py::test_one_group_and_many": "1]", "test_records[512": "",
+    "test_the_loop_with_a_loss_of_the_service": "given0",
+    "test_what_failed_is_asked_again": "False-garbage", "test_a_cancelled_step_or_undo": "sync",
+    "test_so_it_does_on_a_service": "",
+}  # fmt: skip
 APART = ("test_the_right_cause_and_no_false_alarm", "test_so_it_does_at_every_await")
 
 
@@ -85,7 +94,8 @@ def unit(nodeid: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     "Longest first, tables last; without workers, the order stays. Slow ones only when asked for."
     for item in items:
-        if LONG.search(item.nodeid) and SLOW not in ("1", "variants"):
+        further = any(name in item.nodeid and not (kept and f"[{kept}" in item.nodeid) for name, kept in LONG.items())
+        if further and SLOW not in ("1", "variants"):
             item.add_marker(pytest.mark.skip(reason="a further variant: runs with SLOW=variants"))
         if item.get_closest_marker("slow") and SLOW != "1":
             item.add_marker(pytest.mark.skip(reason="slow: runs with SLOW=1"))
