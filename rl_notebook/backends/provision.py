@@ -588,8 +588,9 @@ class TrainerLook:
     placed: float | None = None  # when it got its machines
 
     def __call__(self) -> Look:
-        job = self.rlor_mgr.get(self.job_id)
-        state, detail, now = state_of(job), job_message(job), time.monotonic()
+        with as_backend_errors(f"{self.role} trainer {self.job_id}"):
+            job = self.rlor_mgr.get(self.job_id)
+            state, detail, now = state_of(job), job_message(job), time.monotonic()
         if state in STOPPED and now - self.began >= self.settle_s:
             raise self._error(state, detail)
         if state == "RUNNING":
@@ -1363,19 +1364,20 @@ def setup_infra(
 ) -> Infra:
     "Trainers, deployment and their clients; raises `ConfigError` and `BackendError`, and then nothing is left running."
     deploy = deploy_cfg or DeployConfig()
-    with as_backend_errors("setting up"):
+    with as_backend_errors("account"):
         plan = plan_infra(
             rlor_mgr=rlor_mgr, deploy_mgr=deploy_mgr, base_model=base_model, infra_cfg=infra_cfg, deploy_cfg=deploy_cfg,
             lora_rank=lora_rank, max_seq_len=max_seq_len, learning_rate=learning_rate, policy_job_id=policy_job_id,
             reference_job_id=reference_job_id, needs_reference=needs_reference, needs_inference=needs_inference,
             role_prefix=role_prefix,
         )  # fmt: skip
-        say = Reporter(on_status)
-        with undone_on_error(rlor_mgr, deploy_mgr, cleanup) as held:
-            awaited = start_all(plan, rlor_mgr, deploy_mgr, infra_cfg, deploy, held, poll_interval_s)
-            for one in awaited:
-                say(one, Look("requested"))
-            ready = watch(awaited, say, poll_interval_s, stop)
+    say = Reporter(on_status)
+    with undone_on_error(rlor_mgr, deploy_mgr, cleanup) as held:
+        awaited = start_all(plan, rlor_mgr, deploy_mgr, infra_cfg, deploy, held, poll_interval_s)
+        for one in awaited:
+            say(one, Look("requested"))
+        ready = watch(awaited, say, poll_interval_s, stop)
+        with as_backend_errors("clients of the trainers"):
             return connect(plan, ready, rlor_mgr, api_key, step_timeout or 3600.0, say.seconds)
 
 # %% ../../nbs/25_backends.provision.ipynb #c19cbb40

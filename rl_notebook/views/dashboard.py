@@ -39,13 +39,13 @@ __all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STAT
            'matching', 'View', 'chosen_rows', 'page_of', 'moved', 'find_sample', 'completion_of', 'CompletionsPane',
            'last_phase', 'record_under_way', 'value_html', 'words_html', 'error_html', 'surfaced', 'make_buttons',
            'refresh_buttons', 'chart_names', 'waiting_rows', 'Around', 'payload_of', 'map_payload', 'named', 'box_of',
-           'setting_text', 'typed_value', 'SettingsPane', 'Screen', 'make_screen', 'running_loop', 'at_home', 'press',
-           'slow_down', 'change_settings', 'asked', 'shown_step', 'draw_table', 'open_completion', 'open_inspector',
-           'close_inspector', 'offer_rows', 'around_of', 'draw_charts', 'standing', 'refresh_head', 'show_error',
-           'stumble', 'last_two', 'find_words', 'say', 'last_records', 'remember_record', 'forget_records', 'values_of',
-           'look_at_step', 'draw_step', 'draw_samples', 'draw_record', 'pause_players', 'listen', 'tick', 'follow',
-           'follow_loop', 'still_html', 'closed_html', 'show_dashboard', 'refresh_still', 'refresh_all',
-           'dashboards_of', 'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
+           'SettingsPane', 'Screen', 'make_screen', 'running_loop', 'at_home', 'press', 'slow_down', 'apply_settings',
+           'asked', 'shown_step', 'draw_table', 'open_completion', 'open_inspector', 'close_inspector', 'offer_rows',
+           'around_of', 'draw_charts', 'standing', 'refresh_head', 'show_error', 'stumble', 'last_two', 'find_words',
+           'say', 'last_records', 'remember_record', 'forget_records', 'values_of', 'look_at_step', 'draw_step',
+           'draw_samples', 'draw_record', 'pause_players', 'listen', 'tick', 'follow', 'follow_loop', 'still_html',
+           'closed_html', 'show_dashboard', 'refresh_still', 'refresh_all', 'dashboards_of', 'make_room',
+           'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..async_loop import AT_REST, AsyncGRPOLoop
@@ -824,13 +824,13 @@ CHANGED_HERE: tuple[str, ...] = (
 )  # fields of Config
 
 
-def setting_text(loop: Loop, name: str) -> str:
+def _setting_text(loop: Loop, name: str) -> str:
     "A setting as one would type it; one that waits for the next step as it will be."
     value = loop.next_settings.get(name, getattr(loop.cfg, name))
     return ", ".join(map(str, value)) if name == "rewards" else str(value)
 
 
-def typed_value(name: str, text: str) -> Any:
+def _typed_value(name: str, text: str) -> Any:
     "What a text in a field means; a number that is none is left for the config to refuse."
     if name == "rewards":
         return [part.strip() for part in text.split(",") if part.strip()]
@@ -854,7 +854,7 @@ class SettingsPane:
 
     def look(self, loop: Loop, busy: str) -> None:  # busy: why nothing can be changed now; empty when it can
         "Show what the loop has, where that is news."
-        texts = {name: setting_text(loop, name) for name in CHANGED_HERE}
+        texts = {name: _setting_text(loop, name) for name in CHANGED_HERE}
         for name in (name for name, text in texts.items() if text != self.texts[name]):
             self.fields[name].value = texts[name]
         self.texts = texts
@@ -863,7 +863,7 @@ class SettingsPane:
     def typed(self) -> dict[str, Any]:
         "What was typed and is not what the loop has."
         texts = {name: field.value.strip() for name, field in self.fields.items()}
-        return {name: typed_value(name, text) for name, text in texts.items() if text != self.texts[name]}
+        return {name: _typed_value(name, text) for name, text in texts.items() if text != self.texts[name]}
 
 # %% ../../nbs/53_views.dashboard.ipynb #ad538ee0
 @dataclass(eq=False)
@@ -912,7 +912,7 @@ def make_screen(dashboard: Dashboard) -> Screen:
     for widget in (pane, charts):
         widget.on_msg(lambda _, message, buffers: at_home(dashboard, asked, dashboard, message))
     buttons = make_buttons(lambda action: at_home(dashboard, press, dashboard, action), beside)
-    settings = SettingsPane(lambda: at_home(dashboard, change_settings, dashboard))
+    settings = SettingsPane(lambda: at_home(dashboard, apply_settings, dashboard))
     return Screen(buttons, speed, more, rows, settings, pane, charts)
 
 # %% ../../nbs/53_views.dashboard.ipynb #78b0e840
@@ -949,7 +949,7 @@ def slow_down(dashboard: Dashboard, seconds: float) -> None:
     dashboard.player.wake()
 
 # %% ../../nbs/53_views.dashboard.ipynb #99f19c01
-def change_settings(dashboard: Dashboard) -> None:
+def apply_settings(dashboard: Dashboard) -> None:
     "Change the settings that were typed, and say when each counts, or why it cannot be changed."
     pane, loop = dashboard.screen.settings, dashboard.loop
     try:
