@@ -35,8 +35,9 @@ __all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNo
            'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'ConcurrencyConfig',
            'SubConfigs', 'coerce', 'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules',
            'correction_rules', 'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'concurrency_rules',
-           'completions_at_once', 'backend_rules', 'resumes_there', 'schedule_rules', 'read_yaml', 'plain', 'nested',
-           'accepts_other_spellings', 'was_chosen', 'Stored', 'SettingsTable', 'compared', 'changed_settings', 'Config']
+           'completions_at_once', 'backend_rules', 'resumes_there', 'schedule_rules', 'yaml_text', 'read_yaml', 'plain',
+           'nested', 'accepts_other_spellings', 'was_chosen', 'Stored', 'SettingsTable', 'compared', 'changed_settings',
+           'Config']
 
 # %% ../nbs/06_config.ipynb #f1f9d6f8
 @dataclass(frozen=True, kw_only=True)
@@ -1135,6 +1136,24 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=f"{', '.join(twice)} given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
+
+class _ExactDumper(yaml.SafeDumper):
+    "YAML in which every text is read back as it was."
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    odd = any(c not in " \n" and not c.isprintable() for c in text)  # U+0085 and the like would come back as blanks
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
+
+
+_ExactDumper.add_multi_representer(str, _represent_text)
+_ExactDumper.add_representer(str, _represent_text)
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    "Plain values as YAML, in their order."
+    return yaml.dump(values, Dumper=_ExactDumper, sort_keys=False, allow_unicode=True)
+
 # %% ../nbs/06_config.ipynb #3f60ac5e
 _MOST_VALUES = 100_000  # in a file of settings, counting what an alias repeats
 
@@ -1303,7 +1322,7 @@ class Stored:
 
     def to_yaml(self, path: str | os.PathLike[str] | None = None) -> str:
         "All settings as YAML text, written to `path` if one is given."
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        text = yaml_text(self.to_dict())
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text

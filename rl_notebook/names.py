@@ -18,8 +18,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .core import RecordError, RLNotebookError
 
 # %% auto #0
@@ -39,9 +37,6 @@ class NameFromFile(str):
         name = super().__new__(cls, text)
         name.folder = folder
         return name
-
-
-yaml.SafeDumper.add_representer(NameFromFile, yaml.SafeDumper.represent_str)
 
 # %% ../nbs/00b_names.ipynb #5910701b
 def names_in(value: Any, key: Any = None) -> Iterator[str]:

@@ -35,7 +35,7 @@ import yaml
 
 from .advantages import is_dead
 from .backends.base import GradNormalization
-from .config import A_KEY, KEYLESS, Config, SettingsTable, compared, keys_in
+from .config import A_KEY, KEYLESS, Config, SettingsTable, compared, keys_in, yaml_text
 from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
 from .drawings import folded, html_table, prompt_text, step_html
 from .names import from_file, names_in, note_started, trusted_names
@@ -637,7 +637,7 @@ def _config_yaml(config: Config | Mapping[str, Any]) -> str:
     "The YAML text of a config; raises RecordError where it holds a key."
     for name in keys_in(config_dict(config)):
         raise RecordError("a key in the settings", where=name, got=A_KEY, fix=KEYLESS)
-    text = yaml.safe_dump(config_dict(config), sort_keys=False, allow_unicode=True)
+    text = yaml_text(config_dict(config))
     return f"# sha256 of the lines below: {hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 

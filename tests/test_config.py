@@ -638,6 +638,7 @@ def test_round_trip_is_exact_and_quiet(given, tmp_path):
         },
     )
 )
+@hypothesis.example({"stop": ("\x85", "a\u2028b\x85:", "\ufeff#", "\x07\r")})
 def test_any_values_survive_yaml(given):
     cfg = Config(**given)
     assert Config.from_dict(yaml.safe_load(cfg.to_yaml())) == cfg
