@@ -44,8 +44,8 @@ __all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STAT
            'around_of', 'draw_charts', 'standing', 'refresh_head', 'show_error', 'stumble', 'last_two', 'find_words',
            'say', 'last_records', 'remember_record', 'forget_records', 'values_of', 'look_at_step', 'draw_step',
            'draw_samples', 'draw_record', 'pause_players', 'listen', 'tick', 'follow', 'follow_loop', 'still_html',
-           'closed_html', 'show_dashboard', 'refresh_still', 'refresh_all', 'dashboards_of', 'make_room',
-           'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
+           'closed_html', 'show_dashboard', 'marimo_output', 'refresh_still', 'refresh_all', 'dashboards_of',
+           'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..async_loop import AT_REST, AsyncGRPOLoop
@@ -62,9 +62,18 @@ from .charts import Chart, LiveCharts, asset, chart, charts
 from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, advantage_spread_payload
 from .payloads import advantages_payload, completion_row, counts_payload
 from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
-from .payloads import pipeline_payload, reward_payload, staleness_payload, timeline_payload
-from .payloads import token_share_payload
-from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens, with_fallback
+from .payloads import overview_payload, pipeline_payload, reward_payload, staleness_payload
+from .payloads import timeline_payload, token_payload, token_rows, token_share_payload
+from rl_notebook.views.tokens import (
+    WithFallback,
+    close_all,
+    deliver_to_main,
+    in_marimo,
+    inspect_tokens,
+    place_of,
+    tokens_html,
+    with_fallback,
+)
 from ..xray import invariants, sentence
 
 # %% ../../nbs/53_views.dashboard.ipynb #5d56a09c
@@ -996,13 +1005,23 @@ def open_completion(dashboard: Dashboard, group: int, sample: int) -> None:
         dashboard.opened = record, group, sample
 
 # %% ../../nbs/53_views.dashboard.ipynb #b29a1262
+def _still_tokens(record: StepRecord, group: int, sample: int, tokenizer: Any) -> ipywidgets.HTML:
+    "The tokens of one completion, without the choices of the inspector."
+    rows = token_rows(record)
+    payload = token_payload(rows[place_of(rows, group, sample)], tokenizer)
+    return ipywidgets.HTML(tokens_html(payload, overview_payload(rows)))
+
+
 def open_inspector(dashboard: Dashboard) -> None:
     "Show the tokens of the completion that is open."
     if dashboard.opened is not None:
         close_inspector(dashboard)
-        record, group, sample = dashboard.opened
-        inspector = inspect_tokens(record, dashboard.loop.backend.tokenizer, group=group, sample=sample)
-        dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [inspector], True
+        (record, group, sample), tokenizer = dashboard.opened, dashboard.loop.backend.tokenizer
+        if type(dashboard.screen.root.comm).__module__.startswith("marimo."):  # which opens an anywidget in cells only
+            shown = _still_tokens(record, group, sample, tokenizer)
+        else:
+            shown = inspect_tokens(record, tokenizer, group=group, sample=sample)
+        dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [shown], True
 
 # %% ../../nbs/53_views.dashboard.ipynb #d5968900
 def close_inspector(dashboard: Dashboard) -> None:
@@ -1255,10 +1274,14 @@ def still_html(dashboard: Dashboard) -> str:
     return f"{words}{pictures}<p>{len(page['rows'])} of {page['total']} completions of step {record.step}</p>{table}"
 
 # %% ../../nbs/53_views.dashboard.ipynb #ffd05fc9
+_CLOSED = """<p><b>This dashboard is closed: another one has taken its place, or it was closed.
+What it shows is from before.</b>
+<code>Dashboard(loop)</code> opens a new one.</p>"""
+
+
 def closed_html(dashboard: Dashboard) -> str:
     "The picture of a dashboard that is closed, and what to do."
-    said = "This dashboard is closed: another one has taken its place, or it was closed. What it shows is from before."
-    return f"<p><b>{said}</b> <code>Dashboard(loop)</code> opens a new one.</p>{still_html(dashboard)}"
+    return _CLOSED + still_html(dashboard)
 
 # %% ../../nbs/53_views.dashboard.ipynb #b24afe74
 def show_dashboard(dashboard: Dashboard) -> None:
@@ -1269,6 +1292,13 @@ def show_dashboard(dashboard: Dashboard) -> None:
     dashboard.still = with_fallback(dashboard.screen.root, still_html(dashboard), repr(dashboard))
     dashboard.still._ipython_display_()
     dashboard.stale = False
+
+
+def marimo_output(dashboard: Dashboard) -> tuple[str, str]:
+    "Type and text of the output in marimo."
+    if dashboard.player.closed:
+        return "text/html", closed_html(dashboard)
+    return in_marimo(dashboard.screen.root, "dashboard.css", "charts.css", "tokens.css")
 
 # %% ../../nbs/53_views.dashboard.ipynb #922384d9
 def refresh_still(dashboard: Dashboard) -> None:
@@ -1323,6 +1353,8 @@ def close_dashboard(dashboard: Dashboard) -> None:
     d.player.close()
     d.loop.outputs[:] = [output for output in d.loop.outputs if output != d.take]
     d.loop.on_undo[:] = [callback for callback in d.loop.on_undo if callback != d.forget]
+    refresh_buttons(d.screen.buttons, d.player)  # marimo shows what was closed, too
+    d.screen.trouble.value = _CLOSED
     close_all(d.still.both if d.still else d.screen.root)
 
 # %% ../../nbs/53_views.dashboard.ipynb #eaf045cd
@@ -1432,5 +1464,5 @@ class Dashboard(Played):
         show_dashboard(self)
 
     def _mime_(self) -> tuple[str, str]:
-        "The still picture, for marimo, which shows no boxes of ipywidgets."
-        return "text/html", still_html(self)
+        "What marimo shows, which draws no boxes of ipywidgets."
+        return marimo_output(self)

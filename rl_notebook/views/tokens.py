@@ -114,6 +114,84 @@ def deliver_to_main(widget: ipywidgets.Widget) -> None:
         if hasattr(comm, "_reply_subshell_for"):  # ipykernel's choice of a thread; None is the main one
             comm._reply_subshell_for = lambda data, subshell: None
 
+# %% ../../nbs/52_views.tokens.ipynb #264cad40
+_KINDS: dict[type[ipywidgets.Widget], str] = {
+    anywidget.AnyWidget: "widget",
+    ipywidgets.Box: "box",
+    ipywidgets.HTML: "html",
+    ipywidgets.Button: "button",
+    ipywidgets.ToggleButton: "toggle",
+    ipywidgets.Combobox: "text",
+    ipywidgets.FloatSlider: "number",
+    ipywidgets.Dropdown: "select",
+    ipywidgets.SelectionSlider: "select",
+}
+_DRAWN = (
+    *("value", "index", "options", "children", "description", "disabled", "tooltip"),
+    *("display", "_dom_classes"),
+)
+
+
+def _described(widget: Any) -> dict[str, Any]:
+    "A widget and everything in it as plain values."
+    kind = next(kind for known, kind in _KINDS.items() if isinstance(widget, known))
+    layout = {n: v for n in ("display", "flex_flow", "flex", "grid_gap", "width") if (v := getattr(widget.layout, n))}
+    node = {"id": widget.model_id, "kind": kind, "classes": [*widget._dom_classes], "layout": layout}
+    if kind == "box":
+        return node | {"children": [_described(child) for child in widget.children]}
+    if kind == "widget":
+        return node | {"id": f"anywidget:{widget.model_id}"}
+    names = ("value", "description", "tooltip", "disabled", "icon")
+    node |= {name: getattr(widget, name, None) for name in names}
+    if kind == "select":
+        node |= {"value": widget.index, "options": [*widget._options_labels]}
+    return node | ({"range": [widget.min, widget.max, widget.step]} if kind == "number" else {})
+
+# %% ../../nbs/52_views.tokens.ipynb #8726985c
+class AsAnyWidget(anywidget.AnyWidget):
+    "A tree of ipywidgets as one anywidget, for a front end that draws only these."
+
+    _esm = asset("plain.js")
+    _css = asset("plain.css")
+    tree = traitlets.Dict().tag(sync=True)  # of `_described`
+    css = traitlets.Unicode().tag(sync=True)  # further style
+
+    def __init__(self, root: ipywidgets.DOMWidget, *styles: str):  # names of style sheets that ship with the package
+        self.root, self.known = root, {}
+        super().__init__(tree=_described(root), css="\n".join(map(asset, styles)))
+        self._listen()
+        self.on_msg(self._heard)
+
+    def _listen(self) -> None:
+        "Follow every widget of the tree that is not followed yet."
+        new = {w.model_id: w for w in widgets_in(self.root) if w.model_id not in self.known}
+        for widget in new.values():
+            names = [name for name in _DRAWN if widget.has_trait(name)]
+            if names and not isinstance(widget, anywidget.AnyWidget):
+                widget.observe(self._redraw, names)
+        self.known |= new
+
+    def _redraw(self, change: Any) -> None:
+        self._listen()
+        self.tree = _described(self.root)
+
+    def _heard(self, _: Any, message: Mapping[str, Any], buffers: Any) -> None:
+        "What was clicked, chosen or typed."
+        widget = self.known[message["widget"]]
+        if "value" not in message:
+            widget.click()
+        elif hasattr(widget, "index"):
+            widget.index = message["value"]
+        else:
+            widget.value = type(widget.value)(message["value"])
+
+
+def in_marimo(root: ipywidgets.DOMWidget, *styles: str) -> tuple[str, str]:
+    "Type and text of the output that shows widgets in marimo, for `_mime_`."
+    import marimo
+
+    return marimo.ui.anywidget(AsAnyWidget(root, *styles))._mime_()
+
 # %% ../../nbs/52_views.tokens.ipynb #dbfa51d3
 def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
     "Hue, and strength from 0 to 1, of a value on the scale of its series."

@@ -25,7 +25,7 @@ from ..losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, LossOptions
 from ..records import StepRecord
 from .charts import COLORS
 from .payloads import token_rows
-from .tokens import TokenInspector, deliver_to_main, with_fallback
+from .tokens import TokenInspector, deliver_to_main, in_marimo, with_fallback
 from ..whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
 
 # %% ../../nbs/54_views.whatif.ipynb #46a8e870
@@ -211,8 +211,8 @@ class WhatIfPanel:
         with_fallback(self.widget, self.static_html(), text=repr(self))._ipython_display_()
 
     def _mime_(self) -> tuple[str, str]:
-        "The still picture, for marimo, which shows no boxes of ipywidgets."
-        return "text/html", self.static_html()
+        "What marimo shows, which draws no boxes of ipywidgets."
+        return in_marimo(self.widget)
 
     def __repr__(self) -> str:
         return f"WhatIfPanel({self.batch.where}, chosen: {settings_text(self)})"

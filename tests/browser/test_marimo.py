@@ -1,4 +1,4 @@
-"marimo's real front end: the token inspector is live there, dashboard and sliders are pictures, phases are drawn."
+"marimo's real front end: inspector, dashboard and sliders are live there, phases are drawn."
 
 from __future__ import annotations
 
@@ -86,10 +86,31 @@ def test_views_in_marimo(address: str, browser: Browser):
     page.goto(address)
     body = page.locator("body")
     expect(body).to_contain_text("best and worst", timeout=PATIENCE * 1000)  # the step, drawn
-    expect(body).to_contain_text("completions of step 1")  # the dashboard's picture
+    expect(body).to_contain_text("Completions of step 1")  # the dashboard's table
     expect(body).not_to_contain_text("Dashboard(step")
     expect(body).not_to_contain_text("WhatIfPanel(")
     expect(body).to_contain_text("group 0, sample 0 (row")
     page.get_by_role("button", name="›").click()  # the next sample, asked of the kernel
     expect(body).to_contain_text("group 0, sample 1 (row", timeout=30_000)
+    page.get_by_role("button", name="Step", exact=False).first.click()
+    expect(body).to_contain_text("Completions of step 2", timeout=60_000)
+    expect(page.locator(".rld-chart-reward svg.main-svg").first).to_be_visible()
+    page.locator(".rld-table tbody tr").first.click()
+    page.get_by_role("button", name="Settings").click()
+    rate = page.locator(".rld-settings label", has_text="learning_rate").locator("input")
+    rate.fill("0.5")
+    rate.blur()
+    page.get_by_role("button", name="Change").click()
+    expect(page.locator(".rld-settings")).to_contain_text("-> 0.5, in step 3", timeout=30_000)
+    page.get_by_role("button", name="Play").click()
+    expect(page.get_by_role("button", name="Pause")).to_be_enabled()
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Play")).to_be_enabled(timeout=60_000)
+    page.get_by_role("button", name="Inspect").click()  # one more widget, in a place that was empty
+    expect(page.locator(".rld-inspector")).to_contain_text("group 0, sample 0 (row", timeout=30_000)
+    expect(page.get_by_role("button", name="Undo")).to_be_enabled()
+    numbers = page.get_by_role("row", name="loss", exact=False).first
+    before = numbers.inner_text()
+    page.locator("label", has_text="mean over").locator("select").select_option("sequence_mean")
+    expect(numbers).not_to_have_text(before, timeout=30_000)
     page.close()
