@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from rl_notebook.backends.emulated_server import EmulatedServer
-from rl_notebook.backends.emulated_trainer import Models, Snapshots
+from rl_notebook.emulator.server import EmulatedServer
+from rl_notebook.emulator.trainer import Models, Snapshots
 
 
 @contextlib.contextmanager

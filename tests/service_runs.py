@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from rl_notebook.backends.emulator import RunningEmulator
+from rl_notebook.emulator.service import RunningEmulator
 from rl_notebook.backends.fireworks import open_fireworks
 from rl_notebook.backends.tinker import open_tinker
 from rl_notebook.config import Config

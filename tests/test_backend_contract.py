@@ -30,7 +30,7 @@ KEY = "tml-contract"
 @functools.cache
 def service() -> Any:
     "One emulator of all services, over the model that the local backends have."
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
 
     folder = Path(tempfile.mkdtemp(prefix="contract-"))
     tiny_model().save_pretrained(folder / "model")

@@ -199,7 +199,7 @@ def test_overlap_writes_its_figures(tmp_path, monkeypatch, capsys):
 def test_overlap_trains_over_http():
     pytest.importorskip("tinker", reason="the Tinker SDK is in the extra `tinker`")
     pytest.importorskip("uvicorn", reason="the emulator needs the extra `emulator`")
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
 
     tiny = replace(SHORT, steps=2, latency=0.0)
     with start_emulator() as running:

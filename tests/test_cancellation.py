@@ -43,7 +43,7 @@ SHAPE = "accounts/fireworks/trainingShapes/a-shape"
 @functools.cache
 def service() -> Any:
     "One emulator of all services, over the model that the local backends have."
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
 
     folder = Path(tempfile.mkdtemp(prefix="cancelled-"))
     tiny_model().save_pretrained(folder / "model")

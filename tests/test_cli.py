@@ -397,7 +397,7 @@ def test_a_config_error_is_an_error_of_the_package():
 
 
 def test_check_asks_a_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
 
     with start_emulator() as emulator:
         monkeypatch.setenv("TINKER_API_KEY", emulator.key.reveal())

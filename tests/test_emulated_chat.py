@@ -13,7 +13,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rl_notebook.backends.emulator import RunningEmulator, start_emulator
+from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.toy import load_model
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed")

@@ -15,7 +15,7 @@ from live_server import app_of, emulated, serve
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.emulated_server import Shown, split_choice, text_pieces
+from rl_notebook.emulator.server import Shown, split_choice, text_pieces
 from rl_notebook.backends.local import open_local
 from rl_notebook.core import SampleParams
 

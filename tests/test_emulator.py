@@ -24,8 +24,8 @@ import httpx
 import pytest
 import torch
 
-from rl_notebook.backends.emulated_trainer import Snapshots
-from rl_notebook.backends.emulator import (
+from rl_notebook.emulator.trainer import Snapshots
+from rl_notebook.emulator.service import (
     KEY_VARIABLE,
     RunningEmulator,
     emulator,  # noqa: F401  (the fixture)
@@ -970,10 +970,10 @@ def test_a_start_that_never_ends_is_refused(seconds: float) -> None:
 
 
 def test_what_clients_ask_for_does_not_fill_its_memory(emulator: RunningEmulator, monkeypatch) -> None:
-    from rl_notebook.backends import emulated_trainer
+    from rl_notebook.emulator import trainer
 
-    monkeypatch.setattr(emulated_trainer, "KEPT_SESSIONS", 8)
-    monkeypatch.setattr(emulated_trainer, "KEPT_NUMBERS", 8)
+    monkeypatch.setattr(trainer, "KEPT_SESSIONS", 8)
+    monkeypatch.setattr(trainer, "KEPT_NUMBERS", 8)
     with by_hand(emulator) as client:
         post = lambda name, **body: client.post(f"/api/v1/{name}", json=body)
         mine = post("create_session", sdk_version="0.38.0", tags=["x" * 10_000]).json()["session_id"]
@@ -1093,9 +1093,9 @@ def test_a_failure_of_the_emulator_is_an_answer_and_one_line(
     assert "IsADirectoryError" in answers[0].json()["message"]
     assert len(ports) == 1  # the connection stays
     assert [exchange.status for exchange in emulator.emulator.log] == [500, 500]
-    lines = [record.getMessage() for record in caplog.records if record.name == "rl_notebook.backends.emulator"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "rl_notebook.emulator.service"]
     assert len(lines) == 2
-    assert re.fullmatch(rf"POST {DEPLOYMENTS}: IsADirectoryError: .* \(emulator\.py:\d+\)", lines[0])
+    assert re.fullmatch(rf"POST {DEPLOYMENTS}: IsADirectoryError: .* \(service\.py:\d+\)", lines[0])
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -1113,8 +1113,8 @@ def test_every_service_fails_in_its_own_shape(
     def broken(*args: Any, **more: Any) -> Any:
         raise ZeroDivisionError("a mistake")
 
-    for module, name in (("emulated_server", "respond"), ("emulated_trainer", "trainer_routes")):
-        monkeypatch.setattr(f"rl_notebook.backends.{module}.{name}", broken)
+    for module, name in (("server", "respond"), ("trainer", "trainer_routes")):
+        monkeypatch.setattr(f"rl_notebook.emulator.{module}.{name}", broken)
     with by_hand(emulator) as client:
         client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
         answer = client.post(path, json=body)
@@ -1136,7 +1136,7 @@ def test_the_trainer_of_a_job_is_at_hand(emulator: RunningEmulator) -> None:
 
 
 def test_without_the_web_framework_the_fix_is_named() -> None:
-    script = "import sys; sys.modules['starlette'] = None; import rl_notebook.backends.emulator"
+    script = "import sys; sys.modules['starlette'] = None; import rl_notebook.emulator.service"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "MissingExtra: the emulator" in done.stderr
     assert "pip install 'rl-notebook[emulator]'" in done.stderr
@@ -1153,3 +1153,14 @@ print(manager.create_and_wait(config, poll_interval_s=0.05).job_id)
     command, env = [sys.executable, "-c", script], os.environ | emulator.environment()
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("training-api-service-")
+
+
+def test_the_earlier_names_of_its_modules_lead_to_it() -> None:
+    from rl_notebook.backends.emulated_trainer import POSTS
+    from rl_notebook.backends.emulator import start_emulator as earlier
+    from rl_notebook.emulator import trainer
+
+    assert earlier is start_emulator
+    assert POSTS is trainer.POSTS
+    script = "import sys, rl_notebook.backends; assert not [m for m in sys.modules if 'rl_notebook.emulator' in m]"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -22,8 +22,8 @@ pytest.importorskip("uvicorn")
 from live_server import serve
 from starlette.applications import Starlette
 
-import rl_notebook.backends.emulated_trainer as module
-from rl_notebook.backends.emulated_messages import (
+import rl_notebook.emulator.trainer as module
+from rl_notebook.emulator.messages import (
     MESSAGES,
     SERVED_LOSSES,
     Batch,
@@ -33,7 +33,7 @@ from rl_notebook.backends.emulated_messages import (
     served_datum,
     served_loss,
 )
-from rl_notebook.backends.emulated_trainer import EmulatedTrainer, InOrder, Models, Snapshots, open_serving
+from rl_notebook.emulator.trainer import EmulatedTrainer, InOrder, Models, Snapshots, open_serving
 from rl_notebook.backends.local import open_local
 from rl_notebook.core import AdamParams, BackendError, Datum, LossError, MissingExtra, SampleParams
 
@@ -654,7 +654,7 @@ def test_what_cannot_be_read_is_refused(running, monkeypatch):
     assert running.http.post(url, content=b"x", headers=headers | {"content-encoding": "zstd"}).status_code == 400
     proto = {"content-type": "application/x-protobuf"}
     assert running.http.post(url, content=b"\xff\xff", headers=proto).status_code == 400
-    monkeypatch.setattr("rl_notebook.backends.emulated_messages.MAX_BODY", 1000)
+    monkeypatch.setattr("rl_notebook.emulator.messages.MAX_BODY", 1000)
     assert running.http.post(url, content=b"{" + b" " * 2000, headers=headers).status_code == 413
     zstandard = pytest.importorskip("zstandard")
     bomb = zstandard.compress(b" " * 100_000)

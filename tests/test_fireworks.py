@@ -26,7 +26,7 @@ from fireworks.training.sdk import DeploymentManager, DeploymentSampler, Firetit
 
 from rl_notebook.backends import fireworks as fw
 from rl_notebook.backends import provision
-from rl_notebook.backends.emulator import parse_faults, start_emulator, trainer_of
+from rl_notebook.emulator.service import parse_faults, start_emulator, trainer_of
 from rl_notebook.backends.fireworks import open_fireworks
 from rl_notebook.backends.openai import Secret
 from rl_notebook.backends.provision import (

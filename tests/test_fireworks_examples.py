@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from rl_notebook.backends.emulator import RunningEmulator, start_emulator
+from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.toy import load_model
 
 FOLDER = Path(__file__).parent.parent / "examples" / "fireworks"

@@ -9,7 +9,7 @@ import pytest
 from test_fireworks import QUICK, QWEN, SHAPE
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.emulator import Emulator, RunningEmulator
+from rl_notebook.emulator.service import Emulator, RunningEmulator
 from rl_notebook.backends.fireworks import open_fireworks
 from rl_notebook.backends.tinker import open_tinker
 from rl_notebook.core import AdamParams, Datum, RLNotebookError, SampleParams

@@ -70,8 +70,8 @@ def drawn(data: dict):
     return new_output("display_data", data=data)
 
 
-NAMES = ["00_core", "20_backends.base", "22_backends.local", "30_rollouts", "40_xray", "51_views.charts", "69_cli"]
-NAMES += ["tutorials/101_first"]
+NAMES = ["00_core", "20_backends.base", "22_backends.local", "30_rollouts", "40_xray", "51_views.charts"]
+NAMES += ["74_emulator.service", "80_cli", "tutorials/101_first"]
 
 PAGES = {
     "00_core": module_page("core"),
@@ -80,7 +80,8 @@ PAGES = {
     "30_rollouts": module_page("rollouts", f"from {PACKAGE}.backends.base import add as base_add"),
     "40_xray": module_page("xray"),
     "51_views.charts": module_page("views.charts", f"import {PACKAGE}.xray"),
-    "69_cli": module_page("cli", f"from {PACKAGE}.views.charts import add as charts_add"),
+    "74_emulator.service": module_page("emulator.service", f"from {PACKAGE}.backends import local"),
+    "80_cli": module_page("cli", f"from {PACKAGE}.views.charts import add as charts_add"),
     "tutorials/101_first": [new_markdown_cell("# first\n\n> Walks.\n\nSee [core](../00_core.ipynb).")],
     "index": [
         new_markdown_cell(
@@ -204,7 +205,13 @@ BREAKS: dict[str, list[Break]] = {
         adds(f"#| export\nimport {PACKAGE}.xray", to="30_rollouts"),
         adds(f"#| export\nfrom {PACKAGE}.views import charts", to="30_rollouts"),
     ],
-    "views_are_leaves": [adds(f"#| export\nfrom {PACKAGE}.views.charts import add as draw", to="40_xray")],
+    "views_are_leaves": [
+        adds(f"#| export\nfrom {PACKAGE}.views.charts import add as draw", to="40_xray"),
+        adds(f"#| export\nfrom {PACKAGE}.views.charts import add as draw", to="74_emulator.service"),
+    ],
+    "the_emulator_is_a_program_of_its_own": [
+        adds(f"#| export\ndef late():\n    from {PACKAGE}.emulator.service import add", to="22_backends.local"),
+    ],
     "the_layers_name_every_module_in_order": [
         replaces(f'    "({PACKAGE}.xray)",\n', "", "pyproject.toml"),
         replaces(f'    "({PACKAGE}.cli)",\n', f'    "({PACKAGE}.xray)",\n    "({PACKAGE}.cli)",\n', "pyproject.toml"),
@@ -321,13 +328,14 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
     ("module", "line", "contract"),
     [
         ("core", f"from {PACKAGE}.xray import add as other", "A module imports only lower-numbered notebooks"),
-        ("rollouts", f"from {PACKAGE}.backends import local", "Only recipes and the command line know"),
+        ("rollouts", f"from {PACKAGE}.backends import local", "Only recipes, the emulator and the command line know"),
         ("xray", f"from {PACKAGE}.views import charts", "Views are leaves"),
+        ("backends.local", f"from {PACKAGE}.emulator import service", "The emulator is a program of its own"),
     ],
 )
 def test_the_import_contracts_can_break(module: str, line: str, contract: str, project: Path):
     assert lint_imports(project).returncode == 0
-    path = project / PACKAGE / f"{module}.py"
+    path = project / PACKAGE / f"{module.replace('.', '/')}.py"
     path.write_text(path.read_text() + line + "\n")
     broken = lint_imports(project)
     assert broken.returncode == 1

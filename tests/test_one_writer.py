@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 from service_runs import checksum, config, open_service, problem
 
-from rl_notebook.backends.emulator import start_emulator
+from rl_notebook.emulator.service import start_emulator
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import RecordError, RewardError

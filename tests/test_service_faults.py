@@ -24,7 +24,7 @@ pytest.importorskip("starlette")
 
 from service_runs import COMPLETIONS, GROUPS, Outcome, config, killed_config, measured, open_service
 
-from rl_notebook.backends.emulator import FAULTS, RunningEmulator, start_emulator
+from rl_notebook.emulator.service import FAULTS, RunningEmulator, start_emulator
 from rl_notebook.backends.provision import leftovers
 from rl_notebook.core import BackendError
 from rl_notebook.records import Run

@@ -581,7 +581,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def service(model, tmp_path_factory):
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
 
     with start_emulator(model=model, folder=tmp_path_factory.mktemp("served"), key=KEY) as running:
         yield running
@@ -625,7 +625,7 @@ def test_a_service_that_forgets_everything_again_and_again(service):
 
 
 def test_dropped_requests_are_the_sdks_business_and_ours(model, service):
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
 
     async def calm():
         async with await opened(service) as backend:
@@ -667,7 +667,7 @@ class FullHouse:
     "A service that holds four adapters and no more, frees one only when it is unloaded, and knows one loss: as SkyRL."
 
     def __init__(self, monkeypatch):
-        from rl_notebook.backends import emulated_trainer as its
+        from rl_notebook.emulator import trainer as its
 
         self.counts, add = {"created": 0, "refused": 0}, its.POSTS["create_model"]
 
@@ -693,7 +693,7 @@ class FullHouse:
 
 
 def test_checks_leave_no_adapter_behind_where_only_unloading_frees_one(model, monkeypatch, capsys):
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
     from rl_notebook.cli import main
 
     house = FullHouse(monkeypatch)
@@ -712,7 +712,7 @@ def test_checks_leave_no_adapter_behind_where_only_unloading_frees_one(model, mo
 
 @pytest.mark.parametrize("gone", [False, True], ids=["served", "gone"])
 def test_no_heartbeat_outlives_its_backend(model, gone):
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
 
     async def test(running):
         backend = await opened(running, reference=True)
@@ -953,7 +953,7 @@ def test_no_deprecation_of_the_sdk_reaches_the_reader(service, caplog):
 
 
 def test_the_loop_trains_undoes_and_trains_again_on_a_service():
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
     from rl_notebook.backends.open import open_backend
     from rl_notebook.config import Config
     from rl_notebook.loop import GRPOLoop
@@ -1071,7 +1071,7 @@ def test_without_the_package(monkeypatch):
 def test_a_call_that_hangs_or_is_tried_again_says_so(model, monkeypatch):
     "Through the real SDK: an update that takes two seconds, one that the service refuses for a while, and a slow draw."
     from rl_notebook.backends import service as link_module
-    from rl_notebook.backends.emulator import start_emulator
+    from rl_notebook.emulator.service import start_emulator
     from rl_notebook.backends.openai import Silence
 
     lines = []

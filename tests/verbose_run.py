@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from service_runs import config, fixed_datums, policy_trainer, problem
 
-from rl_notebook.backends.emulator import RunningEmulator, start_emulator
+from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.backends.fireworks import open_fireworks
 from rl_notebook.backends.provision import fireworks_sdk
 from rl_notebook.backends.tinker import open_tinker, tinker_sdk

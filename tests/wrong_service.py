@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl_notebook.backends.emulator import Emulator, RunningEmulator
+from rl_notebook.emulator.service import Emulator, RunningEmulator
 
 
 class Layer:
