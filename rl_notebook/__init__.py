@@ -1,1 +1,130 @@
+"""GRPO you can step through. `import rl_notebook as rln` gives the names that a notebook starts with; each of them is
+imported when it is first used, so that the import itself takes milliseconds. All others are imported from their module:
+`from rl_notebook.losses import loss_terms`. The README lists the modules."""
+
+import sys as _sys
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
 __version__ = "0.1.0"
+
+# What is at the front door, and in which module it lives. A type checker reads the imports below instead: keep both equal.
+_HOMES = {
+    "core": "Completion Datum PromptGroup RLNotebookError RolloutSample SampleParams",
+    "config": "Config",
+    "data": "Row load_rows",
+    "rewards": "gsm8k_reward",
+    "chat": "sample_from_completion start_conversation",
+    "toy": "load_model toy_format_reward toy_reward toy_rows",
+    "backends.base": "Backend",
+    "backends.local": "open_local",
+    "backends.open": "open_backend",
+    "advantages": "with_advantages",
+    "datums": "datums_from_groups",
+    "losses": "make_loss_fn register_loss",
+    "rollouts": "RolloutSetup",
+    "step": "sync_weights",
+    "records": "Run RunFolder StepRecord",
+    "loop": "GRPOLoop",
+    "async_loop": "AsyncGRPOLoop",
+    "travel": "compare_loops replay",
+    "xray": "measure_noise_floor preflight xray",
+    "doctor": "diagnose",
+    "whatif": "reward_lab what_if",
+    "views.charts": "chart",
+    "views.tokens": "inspect_tokens",
+    "views.dashboard": "Dashboard",
+    "views.whatif": "WhatIfPanel",
+    "views.report": "write_report",
+    "recipes.rl_loop": "main train",
+}
+
+if TYPE_CHECKING:
+    from .advantages import with_advantages as with_advantages
+    from .async_loop import AsyncGRPOLoop as AsyncGRPOLoop
+    from .backends.base import Backend as Backend
+    from .backends.local import open_local as open_local
+    from .backends.open import open_backend as open_backend
+    from .chat import sample_from_completion as sample_from_completion
+    from .chat import start_conversation as start_conversation
+    from .config import Config as Config
+    from .core import Completion as Completion
+    from .core import Datum as Datum
+    from .core import PromptGroup as PromptGroup
+    from .core import RLNotebookError as RLNotebookError
+    from .core import RolloutSample as RolloutSample
+    from .core import SampleParams as SampleParams
+    from .data import Row as Row
+    from .data import load_rows as load_rows
+    from .datums import datums_from_groups as datums_from_groups
+    from .doctor import diagnose as diagnose
+    from .loop import GRPOLoop as GRPOLoop
+    from .losses import make_loss_fn as make_loss_fn
+    from .losses import register_loss as register_loss
+    from .recipes.rl_loop import main as main
+    from .recipes.rl_loop import train as train
+    from .records import Run as Run
+    from .records import RunFolder as RunFolder
+    from .records import StepRecord as StepRecord
+    from .rewards import gsm8k_reward as gsm8k_reward
+    from .rollouts import RolloutSetup as RolloutSetup
+    from .step import sync_weights as sync_weights
+    from .toy import load_model as load_model
+    from .toy import toy_format_reward as toy_format_reward
+    from .toy import toy_reward as toy_reward
+    from .toy import toy_rows as toy_rows
+    from .travel import compare_loops as compare_loops
+    from .travel import replay as replay
+    from .views.charts import chart as chart
+    from .views.dashboard import Dashboard as Dashboard
+    from .views.report import write_report as write_report
+    from .views.tokens import inspect_tokens as inspect_tokens
+    from .views.whatif import WhatIfPanel as WhatIfPanel
+    from .whatif import reward_lab as reward_lab
+    from .whatif import what_if as what_if
+    from .xray import measure_noise_floor as measure_noise_floor
+    from .xray import preflight as preflight
+    from .xray import xray as xray
+
+_NAMES = sorted(name for names in _HOMES.values() for name in names.split())
+
+
+def _load(name: str) -> _Any:
+    "A name of the front door, imported now and kept."
+    for home, names in _HOMES.items():
+        if name in names.split():
+            value = globals()[name] = getattr(_import_module(f"{__name__}.{home}"), name)
+            return value
+    raise AttributeError(_unknown(name), name=name)
+
+
+def _unknown(name: str) -> str:
+    "What to say of a name that is not here."
+    from difflib import get_close_matches
+
+    by_key = {n.lower().replace("_", ""): n for n in _NAMES}
+    near = get_close_matches(name.lower().replace("_", ""), by_key, 1)
+    hint = f" Did you mean {by_key[near[0]]!r}?" if near else ""
+    return f"module {__name__!r} has no attribute {name!r}.{hint} dir({__name__}) lists the names at the front door"
+
+
+def __dir__() -> list[str]:
+    "The front door, and what Python asks of every package."
+    return [*_NAMES, *(name for name in globals() if name.startswith("__") and name.endswith("__"))]
+
+
+class _FrontDoor(_ModuleType):
+    "The package. Python sets an imported submodule on it; where a name of the front door is the same, that one stays."
+
+    def __setattr__(self, name: str, value: _Any) -> None:
+        if not (isinstance(value, _ModuleType) and name in _NAMES):
+            super().__setattr__(name, value)
+
+
+if not TYPE_CHECKING:  # a checker that saw a module's __getattr__ would take every name for a good one
+    __all__ = _NAMES
+    __getattr__ = _load
+
+_sys.modules[__name__].__class__ = _FrontDoor

@@ -1,0 +1,120 @@
+"`import rl_notebook as rln`: what a researcher finds behind the dot, and what the import costs."
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+import rl_notebook as rln
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch", "numpy", "pandas", "transformers", "plotly", "yaml", "httpx")
+
+
+def python(code: str) -> str:
+    "What a fresh interpreter prints."
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_import_loads_nothing_heavy():
+    code = f"import sys, rl_notebook as rln; dir(rln); print([m for m in {HEAVY} if m in sys.modules])"
+    assert python(code) == "[]"
+    loaded = "print([m for m in sys.modules if m.startswith('rl_notebook.')])"
+    assert python(f"import sys, rl_notebook; rl_notebook.__all__; {loaded}") == "[]"
+
+
+@pytest.mark.parametrize("name", rln.__all__)
+def test_a_name_is_there_and_says_what_it_is(name):
+    value = getattr(rln, name)
+    assert vars(rln)[name] is value  # kept: the second look is a plain attribute
+    assert inspect.isfunction(value) or inspect.isclass(value)
+    assert value.__module__.startswith("rl_notebook.")
+    text = inspect.getdoc(value) or ""
+    assert len(text.split()) >= 3, f"{name}: {text!r} says too little"
+
+
+def test_only_these_names_are_listed():
+    assert 35 <= len(rln.__all__) <= 50
+    shown = dir(rln)
+    assert sorted(n for n in shown if not re.fullmatch("__.+__", n)) == rln.__all__ == sorted(rln.__all__)
+    assert {"__doc__", "__path__", "__version__"} <= set(shown)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("dashbord", "Dashboard"), ("GRPO_loop", "GRPOLoop"), ("whatif_", "what_if"), ("zzz", None)]
+)
+def test_an_unknown_name_is_told_the_nearest(typed, meant):
+    with pytest.raises(AttributeError) as caught:
+        getattr(rln, typed)
+    said = str(caught.value)
+    assert repr(typed) in said
+    assert "dir(rl_notebook)" in said
+    assert re.findall(r"Did you mean '(\w+)'", said) == ([meant] if meant else [])
+
+
+@pytest.mark.parametrize("first", ["import rl_notebook.xray", "rln.xray"])
+def test_xray_is_the_function_in_whatever_order(first):
+    "A module and a function share this name: importing the module does not replace the function."
+    lines = [
+        "import sys, rl_notebook as rln",
+        first,
+        "import rl_notebook.xray",
+        "from rl_notebook.xray import xray, invariants",
+        "from rl_notebook import xray as again, toy",
+        "assert rln.xray is xray is again and rln.toy is toy",
+        "print(type(sys.modules['rl_notebook.xray']).__name__, rln.xray.__name__)",
+    ]
+    assert python("\n".join(lines)) == "module xray"
+
+
+def test_a_star_import_brings_the_front_door():
+    names: dict[str, object] = {}
+    exec("from rl_notebook import *", names)
+    assert sorted(names.keys() - {"__builtins__"}) == rln.__all__
+
+
+def test_type_checkers_see_the_same_names(tmp_path):
+    tree = ast.parse(Path(rln.__file__).read_text(encoding="utf-8"))
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    stated = {(n.module, a.name, a.asname) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert stated == {(home, name, name) for home, names in rln._HOMES.items() for name in names.split()}
+    page, some = tmp_path / "page.py", ["Config", "GRPOLoop", "open_local", "toy_rows", "xray"]
+    page.write_text("import rl_notebook as rln\n" + "\n".join(f"reveal_type(rln.{n})" for n in (*some, "zzz")))
+    checked = subprocess.run(
+        [Path(sys.executable).with_name("pyright"), "--outputjson", "--pythonpath", sys.executable, page],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = json.loads(checked.stdout)["generalDiagnostics"]
+    errors = [d["message"] for d in said if d["severity"] == "error"]
+    assert errors == ['"zzz" is not a known attribute of module "rl_notebook"']
+    revealed = [d["message"] for d in said if d["severity"] == "information"]
+    assert [t.partition(" is ")[2].split("(")[0].strip('"') for t in revealed[:2]] == ["type[Config]", "type[GRPOLoop]"]
+    assert not [text for text in revealed[: len(some)] if '"Unknown"' in text]
+
+
+def test_completion_in_a_notebook_shows_these_names_only():
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        client.execute_interactive("import rl_notebook as rln", timeout=60)
+
+        def completed(text: str) -> list[str]:
+            return client.complete(text, len(text), reply=True, timeout=120)["content"]["matches"]
+
+        assert sorted(m.rpartition(".")[2] for m in completed("rln.")) == rln.__all__
+        assert completed("rln.open_")[-2:] == ["open_backend", "open_local"]
+        found = client.inspect("rln.what_if", len("rln.what_if"), reply=True, timeout=60)["content"]
+        assert str(rln.what_if.__doc__).partition(";")[0] in found["data"]["text/plain"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
