@@ -82,7 +82,7 @@ def odd_is_right(text: str, answer: str) -> float:
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
 def test_the_tool_example_warms_up_and_trains_here(example: SimpleNamespace, run: Callable[..., str], monkeypatch):
-    monkeypatch.setattr(example.rollout, "gsm8k_reward", odd_is_right)
+    monkeypatch.setattr(example.rollout.rln, "gsm8k_reward", odd_is_right)
     said = run("tool_use", "--warm-start", "3")
     rows = re.findall(r"^(base model|after warm start|after RL) +reward (\S+) +called (\S+)", said, re.MULTILINE)
     assert [name for name, *_ in rows] == ["base model", "after warm start", "after RL"]
@@ -94,7 +94,7 @@ def test_the_tool_example_trains_on_the_emulator(example: SimpleNamespace, emula
     pytest.importorskip("fireworks.training.sdk")
     for name, value in {**emulator.environment(), "FW_TRAINER_CANCEL_GRACE_PERIOD_S": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(example.rollout, "gsm8k_reward", odd_is_right)
+    monkeypatch.setattr(example.rollout.rln, "gsm8k_reward", odd_is_right)
     service = ["--base-model", "accounts/fireworks/models/qwen3-8b", "--deployment.tokenizer-model", "tiny"]
     cfg = example.train.Config.from_dict(example.train.SETTINGS, option_values([*SMALL, *service]))
     found = asyncio.run(example.train.run(cfg, warm_steps=2, say=lambda line: None, held_out=4))

@@ -9,9 +9,8 @@ from typing import Any
 
 import transformers
 
-from rl_notebook.data import Row, load_rows
-from rl_notebook.rewards import gsm8k_reward
-from rl_notebook.toy import tiny_path, toy_rows
+import rl_notebook as rln
+from rl_notebook.toy import tiny_path
 
 SAMPLE = Path(__file__).parent.parent / "gsm8k" / "sample.jsonl"
 ASK = "Work out the answer step by step, then give it after ####, such as: #### 42"
@@ -50,13 +49,13 @@ def load_tokenizer(name: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(tokenizer_folder(name))
 
 
-def load_task(source: str) -> list[Row]:
+def load_task(source: str) -> list[rln.Row]:
     "Conversations that end before the answer, each with the right one."
     if source == "toy":
-        return load_rows(toy_rows(256, seed=0))
-    return load_rows(source, require_answer=True, system_prompt=ASK)
+        return rln.load_rows(rln.toy_rows(256, seed=0))
+    return rln.load_rows(source, require_answer=True, system_prompt=ASK)
 
 
-def score(text: str, row: Row) -> float:
+def score(text: str, row: rln.Row) -> float:
     "1 for the right number, else 0."
-    return gsm8k_reward(text, row.answer) or 0.0
+    return rln.gsm8k_reward(text, row.answer) or 0.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rl_notebook.rewards import gsm8k_reward
+import rl_notebook as rln
 
 DISCOUNT = 0.8  # factor per retry
 
 
 def is_right(text: str, answer: str) -> bool | None:  # None = the row's own answer is no number
     "Whether the number after `####` is the right one."
-    right = gsm8k_reward(text, answer)
+    right = rln.gsm8k_reward(text, answer)
     return None if right is None else bool(right)
 
 

@@ -11,25 +11,23 @@ from typing import Any
 
 from reward import is_right, reward
 
-from rl_notebook.chat import start_conversation
-from rl_notebook.core import RolloutSample, SampleParams
-from rl_notebook.data import Row
-from rl_notebook.rollouts import RolloutSetup, prompt_seed
+import rl_notebook as rln
+from rl_notebook.rollouts import prompt_seed
 
 MAX_TURNS = 3
 FEEDBACK = "Try again."
 
 
-def make_rollout_fn(setup: RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]:
+def make_rollout_fn(setup: rln.RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
     "Called once; `setup` has the sampler, the tokenizer, how to draw, and what `rollout_extras` says."
     max_turns, feedback = setup.extras.get("max_turns", MAX_TURNS), setup.extras.get("feedback", FEEDBACK)
 
-    async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample | None:
+    async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample: a conversation to its end."
-        row = Row(key=sample_prompt.get("key", ""), messages=tuple(sample_prompt["messages"]))
-        talk = start_conversation(setup.tokenizer, row)
+        row = rln.Row(key=sample_prompt.get("key", ""), messages=tuple(sample_prompt["messages"]))
+        talk = rln.start_conversation(setup.tokenizer, row)
         while True:
-            params = SampleParams(**setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], talk.turns))
+            params = rln.SampleParams(**setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], talk.turns))
             [completion] = await setup.sampler.sample(talk.tokens, params)
             talk = talk.add_completion(completion)
             right = is_right(completion.text, sample_prompt["answer"])

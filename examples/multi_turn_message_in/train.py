@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 from rollout import make_rollout_fn
 
+import rl_notebook as rln
 from rl_notebook.cli import option_values
-from rl_notebook.core import PromptGroup
-from rl_notebook.records import StepRecord
 from rl_notebook.recipes.async_rl_loop import Config, main
-from rl_notebook.toy import toy_rows
 
 SETTINGS = {
     "base_model": "tiny",
@@ -35,12 +33,12 @@ def messages(row: dict[str, str]) -> dict[str, Any]:
     return {"messages": asked, "answer": row["answer"]}
 
 
-def learnable(group: PromptGroup) -> bool:
+def learnable(group: rln.PromptGroup) -> bool:
     "Groups whose rewards are all equal have nothing to compare."
     return len(set(group.rewards.tolist())) > 1
 
 
-def show(record: StepRecord) -> None:
+def show(record: rln.StepRecord) -> None:
     "A line of the curve."
     samples = [s for g in record.groups for s in g.samples]
     first = np.mean([bool(s.info["right"]) and s.info["turns"] == 1 for s in samples])
@@ -54,8 +52,8 @@ if __name__ == "__main__":
     result = main(
         Config.from_dict(SETTINGS, option_values(sys.argv[1:])),
         rollout_fn_factory=make_rollout_fn,
-        rows=[messages(row) for row in toy_rows(1000, seed=1)],
-        eval_rows=[messages(row) for row in toy_rows(100, seed=1, split="heldout")],
+        rows=[messages(row) for row in rln.toy_rows(1000, seed=1)],
+        eval_rows=[messages(row) for row in rln.toy_rows(100, seed=1, split="heldout")],
         dynamic_filter_fn=learnable,
         on_record=[show],
         say=lambda verdict: None,

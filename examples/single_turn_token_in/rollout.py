@@ -9,23 +9,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.core import RolloutSample, SampleParams
-from rl_notebook.rollouts import RolloutSetup
-from rl_notebook.toy import toy_format_reward, toy_reward
+import rl_notebook as rln
 
 
-def make_rollout_fn(setup: RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]:
+def make_rollout_fn(setup: rln.RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
     "Called once; `setup` has the sampler, the tokenizer and how to draw."
 
-    async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample | None:
+    async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample; `sample_prompt` has the row's columns and the prompt's tokens."
-        params = SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
+        params = rln.SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
         [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
         if completion.finish_reason == "length":
             return None
-        right = toy_reward(completion.text, sample_prompt["answer"])
-        tidy = toy_format_reward(completion.text)
-        return sample_from_completion(completion, reward=right + 0.1 * tidy, info={"right": right, "tidy": tidy})
+        right = rln.toy_reward(completion.text, sample_prompt["answer"])
+        tidy = rln.toy_format_reward(completion.text)
+        return rln.sample_from_completion(completion, reward=right + 0.1 * tidy, info={"right": right, "tidy": tidy})
 
     return rollout_fn

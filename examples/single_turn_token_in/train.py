@@ -10,12 +10,11 @@ from typing import Any
 
 from rollout import make_rollout_fn
 
+import rl_notebook as rln
 from rl_notebook.backends.service import open_tokenizer
 from rl_notebook.chat import encode_prompt
 from rl_notebook.cli import option_values
-from rl_notebook.data import load_rows
 from rl_notebook.recipes.async_rl_loop import Config, main
-from rl_notebook.toy import toy_rows
 
 SETTINGS = {
     "base_model": "tiny",
@@ -31,7 +30,7 @@ SETTINGS = {
 
 def token_rows(tokenizer: Any, n: int, split: str = "train") -> list[dict[str, Any]]:
     "Rows that are tokens already; what encodes them is up to whoever makes the data set."
-    rows = load_rows(toy_rows(n, seed=1, split=split))
+    rows = rln.load_rows(rln.toy_rows(n, seed=1, split=split))
     return [{"prompt_token_ids": encode_prompt(tokenizer, row), "answer": row.answer} for row in rows]
 
 

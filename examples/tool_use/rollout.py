@@ -12,11 +12,9 @@ from typing import Any
 
 from calculator import respond
 
-from rl_notebook.chat import Conversation, start_conversation
-from rl_notebook.core import RolloutSample, SampleParams
-from rl_notebook.data import Row
-from rl_notebook.rewards import gsm8k_reward
-from rl_notebook.rollouts import RolloutSetup, prompt_seed
+import rl_notebook as rln
+from rl_notebook.chat import Conversation
+from rl_notebook.rollouts import prompt_seed
 
 MAX_TURNS = 3  # of the policy: two calls and an answer, or one and a second thought
 CALL = re.compile(r"calc\((.*)\)\s*$")
@@ -33,27 +31,27 @@ def call_in(text: str) -> str | None:  # None = this is an answer
     return found[1] if found else None
 
 
-def begin(setup: RolloutSetup, sample_prompt: dict[str, Any]) -> Conversation:
+def begin(setup: rln.RolloutSetup, sample_prompt: dict[str, Any]) -> Conversation:
     "The conversation before the policy has said anything."
-    row = Row(key=sample_prompt.get("key", ""), messages=tuple(sample_prompt["messages"]))
-    return start_conversation(setup.tokenizer, row)
+    row = rln.Row(key=sample_prompt.get("key", ""), messages=tuple(sample_prompt["messages"]))
+    return rln.start_conversation(setup.tokenizer, row)
 
 
-def make_rollout_fn(setup: RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]:
+def make_rollout_fn(setup: rln.RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
     "Called once; `setup` has the sampler, the tokenizer and how to draw."
 
-    async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample | None:
+    async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample: turns until the policy answers, or has had all that it gets."
         talk, calls = begin(setup, sample_prompt), 0
         for turn in range(MAX_TURNS):
-            params = SampleParams(**setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], turn))
+            params = rln.SampleParams(**setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], turn))
             [completion] = await setup.sampler.sample(talk.tokens, params)
             talk = talk.add_completion(completion)
             expression = call_in(completion.text) if completion.finish_reason == "stop" else None
             if expression is None or turn == MAX_TURNS - 1:
                 break
             talk, calls = talk.add_messages({"role": "user", "content": respond(expression)}), calls + 1
-        right = gsm8k_reward(completion.text, sample_prompt["answer"])
+        right = rln.gsm8k_reward(completion.text, sample_prompt["answer"])
         return talk.to_sample(right, calls=calls)
 
     return rollout_fn

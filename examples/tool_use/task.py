@@ -10,8 +10,7 @@ import numpy as np
 from calculator import calculate
 from rollout import make_rollout_fn
 
-from rl_notebook.core import RolloutSample
-from rl_notebook.rollouts import RolloutSetup
+import rl_notebook as rln
 
 
 def tool_rows(n: int, system: str = "", seed: int = 0) -> list[dict[str, Any]]:
@@ -26,14 +25,14 @@ def tool_rows(n: int, system: str = "", seed: int = 0) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def shares(samples: Sequence[RolloutSample]) -> dict[str, float]:
+def shares(samples: Sequence[rln.RolloutSample]) -> dict[str, float]:
     "Mean reward, share of rollouts that called the calculator, and share of those that were right."
     called = [s.reward for s in samples if s.info["calls"]]
     right = float(np.mean(called)) if called else 0.0
     return {"reward": float(np.mean([s.reward for s in samples])), "calls": len(called) / len(samples), "right": right}
 
 
-async def measure(setup: RolloutSetup, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+async def measure(setup: rln.RolloutSetup, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     "`shares` of one rollout per row."
     rollout_fn = make_rollout_fn(setup)
     samples = await asyncio.gather(*[rollout_fn({**row, "seed": i}) for i, row in enumerate(rows)])

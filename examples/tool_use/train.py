@@ -15,9 +15,8 @@ from rollout import HOW, make_rollout_fn
 from task import line, measure, shares, tool_rows
 from warm_start import warm_start
 
-from rl_notebook.backends.open import open_backend
+import rl_notebook as rln
 from rl_notebook.cli import option_values
-from rl_notebook.records import StepRecord
 from rl_notebook.loop import rollout_setup
 from rl_notebook.recipes.async_rl_loop import Config, train
 
@@ -35,11 +34,11 @@ HELD_OUT, DEMONSTRATED, ROWS = 200, 500, 1500  # rows to measure on, rows of the
 WARM_STEPS = 250  # for the small model, which has never seen a call; others read the instructions
 
 
-def curve(say: Callable[[str], Any], every: int = 10) -> Callable[[StepRecord], None]:
+def curve(say: Callable[[str], Any], every: int = 10) -> Callable[[rln.StepRecord], None]:
     "A line for so many steps: means over what was drawn for training."
     seen: list[dict[str, float]] = []
 
-    def on_record(record: StepRecord) -> None:
+    def on_record(record: rln.StepRecord) -> None:
         seen.append(shares([s for g in record.groups for s in g.samples]))
         if len(seen) % every == 0:
             means = {name: float(np.mean([found[name] for found in seen[-every:]])) for name in seen[0]}
@@ -53,7 +52,7 @@ async def run(cfg: Config, warm_steps: int, say: Callable[[str], Any] = print, h
     small = cfg.base_model == "tiny" or (cfg.deployment is not None and cfg.deployment.tokenizer_model == "tiny")
     rows = tool_rows(held_out + DEMONSTRATED + ROWS, system="" if small else HOW)
     test, shown, rows = rows[:held_out], rows[held_out:][:DEMONSTRATED], rows[held_out + DEMONSTRATED :]
-    async with await open_backend(cfg, say) as backend:
+    async with await rln.open_backend(cfg, say) as backend:
         setup = rollout_setup(backend, cfg)
         found = [await measure(setup, test)]
         say(line("base model", found[-1]))

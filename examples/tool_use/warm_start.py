@@ -14,12 +14,10 @@ import torch
 from calculator import respond
 from tqdm.auto import tqdm
 
-from rl_notebook.backends.base import Backend
-from rl_notebook.chat import Conversation, start_conversation
-from rl_notebook.core import AdamParams, Completion, Datum
-from rl_notebook.data import Row
+import rl_notebook as rln
+from rl_notebook.chat import Conversation
+from rl_notebook.core import AdamParams
 from rl_notebook.datums import datum_from_tokens_weights
-from rl_notebook.step import sync_weights
 
 BATCH = 32  # traces per step
 CALLS = 0.5  # share of traces that call
@@ -28,12 +26,12 @@ CALLS = 0.5  # share of traces that call
 def spoken(talk: Conversation, text: str) -> Conversation:
     "With a turn that nobody drew: we wrote it."
     tokens = [*talk.tokenizer.encode(text, add_special_tokens=False), talk.tokenizer.eos_token_id]
-    return talk.add_completion(Completion(talk.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text))
+    return talk.add_completion(rln.Completion(talk.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text))
 
 
-def trace(tokenizer: Any, row: Mapping[str, Any], rng: np.random.Generator) -> Datum:
+def trace(tokenizer: Any, row: Mapping[str, Any], rng: np.random.Generator) -> rln.Datum:
     "One demonstration, with the mask of a rollout: 1 on what the assistant says."
-    talk = start_conversation(tokenizer, Row(key=row["expression"], messages=tuple(row["messages"])))
+    talk = rln.start_conversation(tokenizer, rln.Row(key=row["expression"], messages=tuple(row["messages"])))
     if rng.random() < CALLS:
         result = respond(row["expression"])
         talk = spoken(talk, f"calc({row['expression']})").add_messages({"role": "user", "content": result})
@@ -44,7 +42,7 @@ def trace(tokenizer: Any, row: Mapping[str, Any], rng: np.random.Generator) -> D
     return datum_from_tokens_weights(sample.tokens, sample.loss_mask)
 
 
-def cross_entropy(datums: Sequence[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def cross_entropy(datums: Sequence[rln.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
     "Mean over the assistant's tokens of -log p."
     said = [series[torch.tensor(d.active)] for d, series in zip(datums, logprobs, strict=True)]
     loss = -torch.cat(said).mean()
@@ -52,7 +50,7 @@ def cross_entropy(datums: Sequence[Datum], logprobs: list[torch.Tensor]) -> tupl
 
 
 async def warm_start(
-    backend: Backend,
+    backend: rln.Backend,
     rows: Sequence[Mapping[str, Any]],  # to demonstrate
     steps: int,
     seed: int = 0,
@@ -65,5 +63,5 @@ async def warm_start(
         output = await backend.policy.forward_backward_custom(batch, cross_entropy)
         await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
         losses.append(output.metrics["cross_entropy"])
-    await sync_weights(backend, "warm-start")
+    await rln.sync_weights(backend, "warm-start")
     return losses
