@@ -15,8 +15,8 @@ from .core import LossError, PromptGroup, RewardError, RLNotebookError
 from .names import named_function
 
 # %% auto #0
-__all__ = ['SPREAD_TOLERANCE', 'SCALES', 'AdvantageFn', 'is_dead', 'predicted_dead_fraction', 'group_advantages',
-           'batch_advantages', 'with_advantages', 'keep_signal', 'soft_overlong_penalty', 'advantages_by']
+__all__ = ['SPREAD_TOLERANCE', 'is_dead', 'predicted_dead_fraction', 'group_advantages', 'with_advantages', 'keep_signal',
+           'soft_overlong_penalty']
 
 # %% ../nbs/02_advantages.ipynb #4cb25fa0
 SPREAD_TOLERANCE = 1e-6  # rewards closer together than this are equal

@@ -12,8 +12,7 @@ import numpy as np
 from .core import AlignmentError, frozen_array
 
 # %% auto #0
-__all__ = ['Series', 'target_from_token', 'token_from_target', 'target_from_completion', 'completion_from_target',
-           'target_from_echo', 'detect_coordinate', 'align_logprobs', 'require_finite', 'align_routing']
+__all__ = ['target_from_token', 'target_from_completion', 'completion_from_target', 'target_from_echo', 'align_logprobs']
 
 # %% ../nbs/01_align.ipynb #6c3aabc1
 Series = Sequence[float | None] | np.ndarray  # logprobs as a service or a user hands them over

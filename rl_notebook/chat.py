@@ -24,9 +24,7 @@ from .core import AlignmentError, Completion, ConfigError, DataError, RolloutSam
 from .data import Row
 
 # %% auto #0
-__all__ = ['check_tokenizer', 'check_template_options', 'render', 'check_fits', 'encode_prompt', 'drawn_logprobs',
-           'sample_from_spans', 'sample_from_completion', 'Span', 'tokens_around', 'first_difference', 'Conversation',
-           'mask_coverage', 'conversation_headline', 'conversation_text', 'conversation_html', 'start_conversation']
+__all__ = ['encode_prompt', 'sample_from_spans', 'sample_from_completion', 'Conversation', 'start_conversation']
 
 # %% ../nbs/12_chat.ipynb #78754eaa
 def check_tokenizer(

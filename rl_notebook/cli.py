@@ -28,10 +28,7 @@ from .core import ConfigError, LossError, RecordError, RewardError, RLNotebookEr
 from .core import plain_text, quoted, without_keys
 
 # %% auto #0
-__all__ = ['TRAIN', 'DEMO', 'STORY', 'TRUST', 'CHECK_DEFAULTS', 'CHECK', 'COMMANDS', 'USAGE', 'option_values', 'show_options',
-           'parse_train', 'run_train', 'free_folder', 'show_answers', 'demo_config', 'run_demo', 'run_view',
-           'diagnose_run', 'run_doctor', 'run_replay', 'export_run', 'run_export', 'emulate_parser', 'run_emulate',
-           'run_check', 'main']
+__all__ = ['option_values', 'main']
 
 # %% ../nbs/80_cli.ipynb #e8fa7c43
 if TYPE_CHECKING:
@@ -447,7 +444,7 @@ usage: rl-notebook COMMAND [options]
 
 rl-notebook COMMAND --help lists the options."""
 
-
+# %% ../nbs/80_cli.ipynb #4603eb1f
 def main(argv: Sequence[str] | None = None) -> int:  # exit code
     "The rl-notebook command; prints all that it has to say, or as much as is read (`| head` reads the first lines)."
     try:

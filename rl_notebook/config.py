@@ -26,18 +26,9 @@ from .core import COLDEST, AdamParams, ConfigError, LossError, SampleParams, quo
 from .names import NAMED, from_file, trusted_names
 
 # %% auto #0
-__all__ = ['AdvantageScale', 'PolicyLoss', 'KLEstimator', 'Aggregation', 'GradNormalization', 'TrackerName', 'RecipeName',
-           'RENAMED', 'LOSS_TYPES', 'CONVERTED', 'NEUTRAL', 'AT_LEAST', 'ABOVE', 'AT_MOST_ONE', 'CLIPPED',
-           'DUAL_CLIPPED', 'CAPPED', 'UNANCHORED', 'OWN_KNOBS', 'BACKENDS', 'TRAINED_HERE', 'ONLY_FOR', 'ASYNC_ONLY',
-           'NOT_ASYNC', 'RULES', 'T', 'TaskSettings', 'SamplingSettings', 'SignalSettings', 'LossSettings',
-           'UpdateSettings', 'RunSettings', 'ScheduleSettings', 'TISConfig', 'ISConfig', 'DAPOConfig', 'GSPOConfig',
-           'CISPOConfig', 'DROConfig', 'SAPOConfig', 'IGPOConfig', 'WandBConfig', 'ResumeConfig', 'WeightSyncConfig',
-           'HotloadConfig', 'TrainerConfig', 'InfraConfig', 'WeightSyncScope', 'DeployConfig', 'ConcurrencyConfig',
-           'SubConfigs', 'coerce', 'leaf_types', 'sub_configs', 'flat', 'canonical', 'range_rules', 'loss_rules',
-           'correction_rules', 'loss_options', 'builtin_rules', 'sampling_rules', 'run_rules', 'concurrency_rules',
-           'completions_at_once', 'backend_rules', 'resumes_there', 'schedule_rules', 'yaml_text', 'read_yaml', 'plain',
-           'nested', 'accepts_other_spellings', 'was_chosen', 'Stored', 'SettingsTable', 'compared', 'changed_settings',
-           'Config']
+__all__ = ['TISConfig', 'ISConfig', 'DAPOConfig', 'GSPOConfig', 'CISPOConfig', 'DROConfig', 'SAPOConfig', 'IGPOConfig',
+           'WandBConfig', 'ResumeConfig', 'WeightSyncConfig', 'HotloadConfig', 'TrainerConfig', 'InfraConfig',
+           'WeightSyncScope', 'DeployConfig', 'ConcurrencyConfig', 'Config']
 
 # %% ../nbs/06_config.ipynb #f1f9d6f8
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +364,7 @@ class ConcurrencyConfig:
     max_window: int = 256  # adaptive: never more
     prefill_queue_target: float = 0.5  # adaptive, Fireworks: seconds in the queue from which the window shrinks
 
-
+# %% ../nbs/06_config.ipynb #bc5d57da
 @dataclass(frozen=True, kw_only=True)
 class SubConfigs:
     "Settings that belong to one loss, tracker or service; None = not used."

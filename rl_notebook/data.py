@@ -28,9 +28,7 @@ from .config import address_trouble
 from .core import DataError, plain_text, quoted, without_keys
 
 # %% auto #0
-__all__ = ['TOKEN_COLUMNS', 'PROMPT_COLUMNS', 'ANSWER_COLUMNS', 'KEY_COLUMNS', 'Row', 'find_answer', 'make_row', 'cache_dir',
-           'file_sha256', 'hide_queries', 'fetch', 'check_answer', 'load_rows', 'epoch_order', 'Cursor',
-           'restore_cursor']
+__all__ = ['Row', 'load_rows']
 
 # %% ../nbs/10_data.ipynb #56dea10b
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from .align import align_logprobs, target_from_token
 from .core import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
 
 # %% auto #0
-__all__ = ['OVERLONG', 'datum_from_tokens_weights', 'build_grpo_datums', 'warn_truncated', 'datum_from_sample', 'per_target',
-           'datums_from_groups', 'attach', 'datum_table']
+__all__ = ['datum_from_tokens_weights', 'build_grpo_datums', 'datum_from_sample', 'datums_from_groups', 'attach', 'datum_table']
 
 # %% ../nbs/04_datums.ipynb #ec986064
 def datum_from_tokens_weights(
@@ -84,7 +83,7 @@ def warn_truncated(datums: Sequence[Datum], max_seq_len: int | None) -> None:
         )
 
 # %% ../nbs/04_datums.ipynb #7365f5b2
-OVERLONG = ("keep", "mask")  # what to do with completions that were cut at their token budget
+_OVERLONG = ("keep", "mask")  # what to do with completions that were cut at their token budget
 
 
 def datum_from_sample(
@@ -93,12 +92,12 @@ def datum_from_sample(
     *,
     advantage: float | Sequence[float] | np.ndarray = 0.0,  # group-relative; several = one per turn
     max_seq_len: int | None = None,  # keep the first tokens only
-    overlong: str = "keep",  # one of OVERLONG
+    overlong: str = "keep",  # "keep" or "mask"
     **place: Any,  # group, sample, key
 ) -> Datum:
     "The training sequence of one graded sample, single- or multi-turn."
-    if overlong not in OVERLONG:
-        raise DatumError("overlong", got=repr(overlong), expected=" or ".join(map(repr, OVERLONG)))
+    if overlong not in _OVERLONG:
+        raise DatumError("overlong", got=repr(overlong), expected=" or ".join(map(repr, _OVERLONG)))
     weights = sample.loss_mask * (0 if overlong == "mask" and sample.truncated else 1)
     datum = datum_from_tokens_weights(sample.tokens, weights, max_seq_len, **place)
     series = target_from_token(sample.logprobs, num_tokens=len(sample.tokens), where=datum.where)
@@ -124,7 +123,7 @@ def datums_from_groups(
     groups: Sequence[PromptGroup],  # with advantages
     *,
     max_seq_len: int | None = None,  # keep the first tokens only
-    overlong: str = "keep",  # one of OVERLONG
+    overlong: str = "keep",  # "keep" or "mask"
 ) -> list[Datum]:  # group after group, sample after sample
     "All training sequences of a step."
     datums = []

@@ -20,17 +20,7 @@ from .records import StepRecord, html_table
 from .xray import rounding, sample_of
 
 # %% auto #0
-__all__ = ['FIXES', 'GUESS', 'SHARPNESS', 'DICE', 'HYPOTHESES', 'SURE', 'TOKEN_COLUMNS', 'CONTROLS', 'SETTLED', 'Stamps',
-           'Evidence', 'noise_floor', 'tolerance', 'excess', 'explained', 'Finding', 'strongest', 'unshifted', 'shift',
-           'RowMatch', 'by_row', 'match_rows', 'one_to_one', 'rows_permuted', 'group_sources', 'wrong_group',
-           'context_fit', 'best_context', 'scatter', 'bos_or_template', 'at_temperature', 'fit_temperature',
-           'rank_correlation', 'Probe', 'probed', 'fit_probes', 'one_sided', 'top_p_or_top_k', 'temperature', 'twins',
-           'dropout', 'padding_side', 'padding_by_length', 'stale_weights', 'dtype_or_batching', 'vocabulary',
-           'unspoken_starts', 'mask_leak', 'non_finite', 'wrong_reference', 'all_well', 'TokenGap', 'shown_tokens',
-           'Diagnosis', 'measured_words', 'finding_rows', 'token_rows', 'diagnosis_text', 'diagnosis_html', 'weigh',
-           'values_of', 'check_comparable', 'claims', 'from_samples', 'gather', 'worst_rows', 'placed', 'echo_all',
-           'rescore', 'echo', 'sync', 'prompt_of', 'behind', 'template_prompts', 'paddings', 'other_prompts',
-           'contexts', 'context', 'probe', 'chosen_controls', 'settled', 'rows_for_controls', 'diagnose']
+__all__ = ['HYPOTHESES', 'Evidence', 'Finding', 'Diagnosis', 'diagnose']
 
 # %% ../nbs/41_doctor.ipynb #d4ead6bc
 FIXES: dict[str, str] = {
@@ -165,7 +155,7 @@ class Finding:
     numbers: Mapping[str, float] = field(default_factory=dict)
     positions: tuple[int, ...] = ()  # compared positions that show it; empty = the largest gaps
 
-
+# %% ../nbs/41_doctor.ipynb #8d930ff6
 def strongest(findings: Iterable[Finding]) -> Finding:
     "The finding with the highest score, the first of equals."
     return max(findings, key=lambda f: f.score)
@@ -616,9 +606,9 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
     dtype_or_batching,
     vocabulary,
 )
-SURE = 0.9  # a score above which no other cause is named beside the best
+_SURE = 0.9  # a score above which no other cause is named beside the best
 
-
+# %% ../nbs/41_doctor.ipynb #630e634c
 @dataclass(frozen=True)
 class TokenGap:
     "One token that shows the finding."
@@ -717,7 +707,7 @@ def weigh(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
     findings = tuple(sorted((ask(e) for ask in HYPOTHESES), key=lambda f: -f.score))
     best, *others = findings
-    close = [f.cause for f in others if f.score >= best.score / 2 and f.score > 0] if best.score < SURE else []
+    close = [f.cause for f in others if f.score >= best.score / 2 and f.score > 0] if best.score < _SURE else []
     return Diagnosis(
         cause=best.cause,
         score=best.score,

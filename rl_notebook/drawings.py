@@ -19,11 +19,7 @@ from .core import Datum, LossOutput, PromptGroup, RolloutSample, without_keys
 from .rollouts import Prompt, Rollouts
 
 # %% auto #0
-__all__ = ['UNSEEN', 'LONGEST_TEXT', 'HUES', 'STRONGEST', 'SOFT', 'Rect', 'MOST_ITEMS', 'BUDGET', 'ROWS', 'SURPRISE', 'NUMBERED',
-           'AGREE', 'prompt_text', 'on_one_line', 'number', 'escape_unseen', 'shown_text', 'token_text', 'token_texts',
-           'tint', 'signed_tint', 'styled', 'shapes', 'swatch', 'table', 'html_table', 'within', 'more', 'folded',
-           'frame_html', 'tokens_html', 'prompts_html', 'grouped', 'completions_html', 'reward_parts', 'rewards_html',
-           'advantages_html', 'shift_html', 'datums_html', 'reference_html', 'loss_html', 'norms_html', 'step_html']
+__all__ = ['HUES', 'number', 'token_text', 'token_texts', 'shapes', 'table', 'html_table', 'frame_html']
 
 # %% ../nbs/30b_drawings.ipynb #b7f802f1
 def prompt_text(
@@ -111,6 +107,8 @@ def token_texts(
 # %% ../nbs/30b_drawings.ipynb #6d4c9782
 HUES = {"blue": "40,103,178", "orange": "204,98,40", "violet": "116,84,168", "green": "47,143,99"}
 _GREY = "rgba(133,147,163,.35)"
+
+# %% ../nbs/30b_drawings.ipynb #fa7872a6
 STRONGEST = 0.62  # opacity at the ends of a scale, so that text stays legible on it
 SOFT = "opacity:.62"  # instead of a grey, which would suit one theme only
 
@@ -132,10 +130,10 @@ def styled(name: str, *inside: str, style: str = "", title: str = "") -> str:
     return f"<{name}{about}>{''.join(inside)}</{name}>"
 
 # %% ../nbs/30b_drawings.ipynb #cec725fc
-Rect = tuple[str, float, float, float, float]  # colour as CSS; x, y, width, height in pixels
+_Rect = tuple[str, float, float, float, float]  # colour as CSS; x, y, width, height in pixels
 
 
-def shapes(rects: Iterable[Rect], width: float, height: float, label: str, line: float | None = None) -> str:
+def shapes(rects: Iterable[_Rect], width: float, height: float, label: str, line: float | None = None) -> str:
     "Rectangles as inline SVG, one path a colour; `line` is the height of a base line."
     paths: dict[str, list[str]] = {}
     for colour, *place in rects:
@@ -147,7 +145,7 @@ def shapes(rects: Iterable[Rect], width: float, height: float, label: str, line:
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     return f'<svg {size} role="img" aria-label="{html.escape(label)}" style="display:block">{drawn}</svg>'
 
-
+# %% ../nbs/30b_drawings.ipynb #44590e7c
 def swatch(hue: str) -> str:
     "A small square of a hue, for legends."
     return styled("span", "■", style=f"color:rgb({HUES[hue]})")
@@ -217,7 +215,7 @@ def folded(summary: str, inside: str) -> str:
     "Safe HTML that opens on a click; empty where there is nothing inside."
     return f"<details><summary>{html.escape(summary)}</summary>{inside}</details>" if inside else ""
 
-
+# %% ../nbs/30b_drawings.ipynb #a41fea68
 def frame_html(frame: pd.DataFrame) -> str:
     "The first rows of a table of numbers and text."
     plain = lambda v: v.item() if isinstance(v, np.generic) else on_one_line(v, 100) if isinstance(v, str) else v
@@ -373,7 +371,7 @@ def _strips(groups: Sequence[PromptGroup]) -> tuple[list[str], str]:  # a strip 
 def _strip(group: PromptGroup, parts: np.ndarray, unit: float, zero: float) -> str:
     "The bars of one group."
     step = min(14.0, 240 / max(1, len(parts)))
-    rects = list[Rect]()
+    rects = list[_Rect]()
     for place, i in enumerate(np.argsort(-np.nan_to_num(group.rewards), kind="stable")):
         tops = {True: zero, False: zero}
         for part, value in enumerate(parts[i]):
@@ -478,7 +476,7 @@ def _mask_bar(datum: Datum, unit: float) -> str:
     "The targets of a sequence as a bar: masked, and in the loss."
     edges = np.flatnonzero(np.diff(datum.active, prepend=False, append=False))
     blue = f"rgb({HUES['blue']})"
-    rects: list[Rect] = [(_GREY, 0, 3, len(datum.weights) * unit, 8)]
+    rects: list[_Rect] = [(_GREY, 0, 3, len(datum.weights) * unit, 8)]
     rects += [(blue, a * unit, 3, (b - a) * unit, 8) for a, b in zip(edges[::2], edges[1::2], strict=True)]
     return shapes(
         rects,

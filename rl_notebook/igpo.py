@@ -24,10 +24,7 @@ from .rewards import final_answer
 from .rollouts import RolloutFactory, RolloutFn, RolloutSetup, as_rollout_fn, first_parameter
 
 # %% auto #0
-__all__ = ['ATTEMPTS', 'Rollout', 'AnswerTokens', 'answer_tokens', 'right_answer', 'prefix_ends', 'Scored', 'mean_of_answer',
-           'score_answer', 'AnswerScorer', 'is_older', 'sample_scores', 'with_scores', 'with_information_gain',
-           'information_gain', 'z_normalize', 'discounted', 'turn_advantages', 'answer_scores', 'runs_of', 'run_gains',
-           'compare_turns', 'igpo_advantages', 'has_turn_signal', 'igpo_table']
+__all__ = ['with_information_gain', 'information_gain', 'turn_advantages', 'igpo_advantages', 'igpo_table']
 
 # %% ../nbs/35_igpo.ipynb #57e9f23b
 class AnswerTokens(NamedTuple):
@@ -297,7 +294,7 @@ def compare_turns(group: PromptGroup, igpo: IGPOConfig) -> PromptGroup:
     means = [np.average(a, weights=[b - a for a, b in s.turns]) for a, s in zip(turns, group.samples, strict=True)]
     return replace(group, turn_advantages=tuple(turns), advantages=np.array(means))
 
-
+# %% ../nbs/35_igpo.ipynb #9dae11c5
 def igpo_advantages(
     groups: Sequence[PromptGroup],  # graded, their samples with `info["answer_scores"]`
     igpo: IGPOConfig | None = None,

@@ -20,12 +20,8 @@ from .core import AlignmentError, Datum, LossError, RLNotebookError
 from .names import NAMED, named_function
 
 # %% auto #0
-__all__ = ['PolicyLoss', 'POLICY_LOSSES', 'KNOBS', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LossFn', 'TRL_PRESETS', 'BUILTIN_LOSSES',
-           'UNCOUNTED_LOSSES', 'ActiveTokens', 'log_ratio', 'grpo', 'reinforce', 'importance_sampling',
-           'clipped_surrogate', 'ppo', 'sequence_ratio', 'gspo', 'cispo', 'dro', 'sapo', 'LossOptions',
-           'raw_tis_weights', 'outside_icepop', 'tis_weights', 'natural_denominator', 'aggregate', 'SideData',
-           'register_loss', 'policy_loss_fn', 'loss_terms', 'make_loss_fn', 'loss_metrics', 'make_grpo_loss_fn',
-           'make_offpolicy_grpo_loss_fn', 'check_builtin_options', 'builtin_loss', 'builtin_inputs', 'check_builtin']
+__all__ = ['PolicyLoss', 'POLICY_LOSSES', 'AGGREGATIONS', 'KL_ESTIMATORS', 'TRL_PRESETS', 'ActiveTokens', 'LossOptions',
+           'register_loss', 'loss_terms', 'make_loss_fn', 'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn']
 
 # %% ../nbs/03_losses.ipynb #c8214c91
 @dataclass(frozen=True, eq=False)
@@ -125,6 +121,8 @@ POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     "cispo": (cispo, {"eps_clip": 0.2, "eps_clip_high": 0.28, "ratio_log_cap": 20.0}),
     "sapo": (sapo, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "ratio_log_cap": 20.0}),
 }
+
+# %% ../nbs/03_losses.ipynb #e03fad20
 KNOBS = sorted({knob for _, defaults in POLICY_LOSSES.values() for knob in defaults})
 _OURS = frozenset(POLICY_LOSSES)
 
@@ -430,7 +428,7 @@ def loss_terms(t: ActiveTokens, o: LossOptions) -> tuple[Tensor, Tensor]:  # (T,
 # %% ../nbs/03_losses.ipynb #819c325a
 LossFn = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
 
-
+# %% ../nbs/03_losses.ipynb #167550a5
 def make_loss_fn(
     datums: Sequence[Datum],  # in the order in which they will be trained
     options: LossOptions | None = None,  # or as keywords, see LossOptions

@@ -13,8 +13,7 @@ from .advantages import is_dead
 from .core import Datum, LossOutput, PromptGroup, RLNotebookError
 
 # %% auto #0
-__all__ = ['ALIASES', 'reward_metrics', 'completion_metrics', 'datum_metrics', 'staleness_metrics', 'merge_metrics',
-           'step_metrics', 'with_aliases']
+__all__ = ['reward_metrics', 'step_metrics', 'with_aliases']
 
 # %% ../nbs/05_metrics.ipynb #ff32012e
 def _mean(values: Sequence[float] | np.ndarray) -> float:

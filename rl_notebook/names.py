@@ -21,8 +21,7 @@ from typing import Any
 from .core import RecordError, RLNotebookError
 
 # %% auto #0
-__all__ = ['NAMED', 'NameFromFile', 'names_in', 'from_file', 'check_trusted', 'named_function', 'source_hash', 'note_started',
-           'trusted_names']
+__all__ = []
 
 # %% ../nbs/00b_names.ipynb #3475008f
 NAMED = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")  # module:function

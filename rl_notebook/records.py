@@ -41,12 +41,7 @@ from .drawings import folded, html_table, prompt_text, step_html
 from .names import from_file, names_in, note_started, trusted_names
 
 # %% auto #0
-__all__ = ['SHOWN', 'LONGEST', 'SAMPLE_ARRAYS', 'DATUM_ARRAYS', 'RECORD_FORMAT', 'MUST_MATCH', 'TIMERS', 'RUN_FORMAT',
-           'RUN_FILES', 'AnyRun', 'CHECKPOINT_FORMAT', 'GLANCE', 'StepRecord', 'step_verdict', 'utf8', 'encode',
-           'decode', 'ragged', 'unragged', 'record_json', 'record_arrays', 'tokens_frame', 'restore_record',
-           'staged_folder', 'replace_text', 'write_record', 'read_record', 'config_dict', 'flat_settings', 'differing',
-           'perf_metrics', 'metrics_row', 'metrics_frame', 'Run', 'RunFolder', 'hold_folder', 'spans', 'Checkpoint',
-           'read_checkpoint']
+__all__ = ['StepRecord', 'metrics_frame', 'Run', 'RunFolder', 'Checkpoint']
 
 # %% ../nbs/31_records.ipynb #47e7b542
 @dataclass(frozen=True, eq=False, repr=False)
@@ -726,7 +721,7 @@ def _metrics_line(row: Mapping[str, Any]) -> str:
     plain = {k: encode(v, f"metric {k}") for k, v in row.items()}
     return _seal_row({k: None if v == {"$float": "nan"} else v for k, v in plain.items()})
 
-
+# %% ../nbs/31_records.ipynb #60700ee6
 def metrics_frame(
     rows: Iterable[Mapping[str, Any]],  # of `metrics_row`, or of the file
 ) -> pd.DataFrame:  # one row a step, indexed by step
@@ -1050,7 +1045,7 @@ def _readable(run: Run, steps: Iterable[int]) -> Iterator[StepRecord]:
             warnings.warn(f"step {step} is left out: {e}", stacklevel=3)
 
 # %% ../nbs/31_records.ipynb #0dadf58b
-CHECKPOINT_FORMAT = "rl_notebook.checkpoint/1"
+_CHECKPOINT_FORMAT = "rl_notebook.checkpoint/1"
 
 
 @dataclass(frozen=True)
@@ -1069,13 +1064,13 @@ class Checkpoint:
         "Raise RecordError unless a run with these settings can go on from here."
         _refuse_other_past(self.config, config, str(self.path))
 
-
+# %% ../nbs/31_records.ipynb #1978942d
 def read_checkpoint(
     path: str | os.PathLike[str],  # such as runs/first/checkpoints/00010
 ) -> Checkpoint:
     "Read a checkpoint; raises RecordError with the reason when it is incomplete, damaged or of another format."
     folder = Path(path)
-    plain = _read_described(folder, "checkpoint.json", CHECKPOINT_FORMAT)
+    plain = _read_described(folder, "checkpoint.json", _CHECKPOINT_FORMAT)
     try:
         found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
         found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
@@ -1084,7 +1079,7 @@ def read_checkpoint(
         _check_fields(checkpoint)
         return checkpoint
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        got, expected = f"{type(e).__name__} ({e})", f"what {CHECKPOINT_FORMAT} holds"
+        got, expected = f"{type(e).__name__} ({e})", f"what {_CHECKPOINT_FORMAT} holds"
         where = str(folder / "checkpoint.json")
         raise RecordError("parts of a checkpoint do not fit", where=where, got=got, expected=expected) from e
 
@@ -1102,7 +1097,7 @@ async def _save_checkpoint(
         inside = Path(state).is_relative_to(folder)
         plain = {"step": step, "state": str(Path(state).relative_to(folder)) if inside else state, **facts}
         plain |= {"config": dict(run.config)}
-        _write_described(folder, "checkpoint.json", {"format": CHECKPOINT_FORMAT, "inside": inside, **encode(plain)})
+        _write_described(folder, "checkpoint.json", {"format": _CHECKPOINT_FORMAT, "inside": inside, **encode(plain)})
     return read_checkpoint(path)
 
 

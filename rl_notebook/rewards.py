@@ -39,11 +39,9 @@ from .data import ANSWER_COLUMNS, Row
 from .names import NAMED, named_function
 
 # %% auto #0
-__all__ = ['format_reward', 'gsm8k_format_reward', 'STYLES', 'REWARDS', 'spoken', 'last_boxed', 'final_answer', 'parse_number',
-           'numeric_equal', 'gsm8k_reward', 'tagged_integer', 'tagged_integer_reward', 'make_format_reward',
-           'make_pattern_reward', 'make_soft_overlong', 'make_length_reward', 'countdown_reward', 'MathVerify',
-           'reward_style', 'RewardFn', 'reward_fn', 'Scores', 'weighted_total', 'as_reward_fns', 'score',
-           'score_blocking', 'graded']
+__all__ = ['format_reward', 'gsm8k_format_reward', 'REWARDS', 'final_answer', 'numeric_equal', 'gsm8k_reward',
+           'tagged_integer_reward', 'make_format_reward', 'make_pattern_reward', 'make_soft_overlong',
+           'make_length_reward', 'countdown_reward', 'MathVerify', 'RewardFn', 'reward_fn', 'score', 'score_blocking']
 
 # %% ../nbs/11_rewards.ipynb #b8e5d71b
 def spoken(text: str) -> str:
@@ -434,7 +432,7 @@ def reward_style(function: Callable[..., Any], name: str = "reward") -> str:
 LARGEST = 1e30  # of a reward: its square, times anything, is finite
 
 # %% ../nbs/11_rewards.ipynb #d2c88f6c
-STYLES = ("native", "trl", "verl", "verifiers")
+_STYLES = ("native", "trl", "verl", "verifiers")
 
 
 @dataclass(frozen=True)
@@ -443,13 +441,13 @@ class RewardFn:
 
     name: str  # in metrics and messages
     function: Callable[..., Any]  # sync or async
-    style: str = "native"  # how it is called, see `STYLES`
+    style: str = "native"  # how it is called: "native", "trl", "verl" or "verifiers"
     weight: float = 1.0  # in the sum; 0 = only watched
 
     def __post_init__(self):
-        if self.style not in STYLES:
+        if self.style not in _STYLES:
             raise RewardError(
-                "style", where=f"reward function {self.name!r}", got=self.style, expected=f"one of {STYLES}"
+                "style", where=f"reward function {self.name!r}", got=self.style, expected=f"one of {_STYLES}"
             )
         if not isinstance(self.weight, int | float) or not abs(self.weight) <= LARGEST:
             where, expected = f"reward function {self.name!r}", f"a finite number, at most {LARGEST:g} in size"

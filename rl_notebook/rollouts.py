@@ -36,14 +36,8 @@ from rl_notebook.core import (
 from .data import Row
 
 # %% auto #0
-__all__ = ['TRANSIENT', 'Sleep', 'T', 'Segments', 'DRAW', 'RolloutFn', 'CONTEXT', 'Prompt', 'prompt_seed', 'draw_seed',
-           'encode_rows', 'Rollouts', 'is_transient', 'retry_pause', 'with_retries', 'Breaker', 'Lost', 'in_rounds',
-           'gather_draws', 'check_drawn', 'is_reward', 'draw_completions', 'DrawNote', 'NotedSampler', 'RolloutSetup',
-           'sample_prompt', 'DeploymentCompletion', 'DeploymentSampler', 'build_deployment_sampler', 'with_origin',
-           'with_origins', 'first_parameter', 'is_rollout_fn', 'context_names', 'TakenRollout', 'as_rollout_fn',
-           'RolloutFactory', 'rollout_context', 'rollout_place', 'segments_of', 'blame', 'draw_one', 'together',
-           'draw_rollouts', 'assemble', 'require_some', 'arrivals', 'window_batches', 'greedy_chunks',
-           'groups_per_pass', 'balanced_chunks', 'minibatch_slices']
+__all__ = ['RolloutFn', 'Prompt', 'prompt_seed', 'encode_rows', 'draw_completions', 'RolloutSetup', 'DeploymentSampler',
+           'build_deployment_sampler', 'RolloutFactory', 'draw_rollouts']
 
 # %% ../nbs/30_rollouts.ipynb #c944e495
 @dataclass(frozen=True, eq=False)
@@ -578,7 +572,7 @@ def as_rollout_fn(fn: RolloutFn) -> TakenRollout:
         raise ConfigError("rollout_fn", got=type(fn).__name__, expected="a function of a sample prompt", fix=fix)
     return TakenRollout(fn, context_names(fn))
 
-
+# %% ../nbs/30_rollouts.ipynb #ce1f1460
 @dataclass(frozen=True)
 class RolloutFactory:
     "A rollout factory, whatever its parameters are called."
@@ -594,7 +588,7 @@ class RolloutFactory:
     def __call__(self, setup: RolloutSetup) -> TakenRollout:
         return as_rollout_fn(self.make(setup))
 
-
+# %% ../nbs/30_rollouts.ipynb #758f7f84
 def rollout_context(prompt: Prompt, index: int, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     "The context of one draw; what is not given is that of a training prompt in the first epoch."
     return {"epoch": 0, "evaluation": False, **(given or {}), "row_index": prompt.number, "rollout_index": index}

@@ -35,10 +35,8 @@ from rl_notebook.rollouts import (
 )
 
 # %% auto #0
-__all__ = ['T', 'ScoreCache', 'LossFactory', 'NORMALIZATION', 'Listing', 'listing_text', 'listing_html', 'list_prompts', 'draw',
-           'list_rollouts', 'needs_grading', 'score_group', 'score_group_blocking', 'list_groups', 'cache_key',
-           'score_datums', 'list_datums', 'loss_factory', 'evaluate_loss', 'LossReport', 'backward', 'in_calls',
-           'merge_outputs', 'backward_builtin', 'anchored', 'scale_output', 'sync_weights', 'Measured', 'evaluate']
+__all__ = ['list_prompts', 'list_rollouts', 'score_group', 'score_group_blocking', 'list_groups', 'score_datums', 'list_datums',
+           'evaluate_loss', 'backward', 'sync_weights', 'evaluate']
 
 # %% ../nbs/32_step.ipynb #250bbb3f
 T = TypeVar("T")
@@ -299,7 +297,7 @@ async def backward(
     chunks, whole = in_calls(datums, aggregation, max_samples, denominator)
     return merge_outputs([await policy.forward_backward_custom(c, make(c, whole)) for c in chunks])
 
-
+# %% ../nbs/32_step.ipynb #004a60e8
 def in_calls(
     datums: Sequence[Datum], aggregation: str, max_samples: int | None, denominator: float | None
 ) -> tuple[list[Sequence[Datum]], float]:  # datums of each call, and what every call divides by

@@ -39,10 +39,7 @@ from transformers.utils import logging as transformers_logging
 from .core import BackendError, ConfigError, DataError, MissingExtra, RewardError
 
 # %% auto #0
-__all__ = ['SPLITS', 'SPECIAL_TOKENS', 'CHAT_TEMPLATE', 'STYLES', 'MODELS', 'is_heldout', 'toy_rows', 'toy_reward',
-           'toy_format_reward', 'build_tokenizer', 'corpus_answer', 'corpus_conversation', 'spoken_mask',
-           'corpus_batch', 'build_tiny', 'pretrain_loss', 'pretrain_tiny', 'make_tiny', 'tiny_path', 'cache_path',
-           'convert_gguf', 'load_model']
+__all__ = ['toy_rows', 'toy_reward', 'toy_format_reward', 'tiny_path', 'load_model']
 
 # %% ../nbs/13_toy.ipynb #fe7bb5dc
 SPLITS = ("train", "heldout", "hard")  # of `toy_rows`
@@ -322,7 +319,7 @@ def make_tiny(
     return losses
 
 # %% ../nbs/13_toy.ipynb #52c39d22
-MODELS = ("tiny", "smollm2")  # names that need no network
+_MODELS = ("tiny", "smollm2")  # names that need no network
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -379,7 +376,7 @@ def _model_error(name: str, got: str) -> BackendError:
         "model",
         where=f"load_model({name!r})",
         got=got,
-        expected=f"{', '.join(map(repr, MODELS))}, a folder written by save_pretrained, or a hub id",
+        expected=f"{', '.join(map(repr, _MODELS))}, a folder written by save_pretrained, or a hub id",
         fix="The first two and a folder need no network; a hub id needs one, or a copy in the Hugging Face cache.",
     )
 

@@ -22,8 +22,7 @@ from .config import WandBConfig
 from .core import ConfigError, MissingExtra, RecordError, without_keys
 
 # %% auto #0
-__all__ = ['Tracker', 'numbers', 'without_secrets', 'extra', 'RunIdentity', 'identify', 'WandBTracker', 'TrackioTracker',
-           'TensorBoardTracker', 'open_trackers', 'finish_trackers']
+__all__ = ['Tracker', 'WandBTracker', 'TrackioTracker', 'TensorBoardTracker', 'open_trackers']
 
 # %% ../nbs/36_trackers.ipynb #d27c7449
 @runtime_checkable

@@ -15,12 +15,7 @@ import numpy as np
 import pandas as pd
 
 # %% auto #0
-__all__ = ['MARKS', 'UNSCORABLE', 'NOT_AGAIN', 'PhaseComparison', 'Piece', 'differs', 'compare', 'Replay', 'row_at',
-           'encoded_again', 'prompt_pieces', 'reward_names', 'other_grading', 'ungraded', 'sample_place',
-           'reward_pieces', 'replay_score', 'replay_advantages', 'datum_pieces', 'replay_datums', 'stand_before',
-           'cannot_draw', 'drawn_together', 'sample_pieces', 'replay_sample', 'lay_out', 'replay_reference',
-           'scored_together', 'output_pieces', 'metric_pieces', 'replay_backward', 'replay_update', 'replay',
-           'compare_loops']
+__all__ = ['Replay', 'replay', 'compare_loops']
 
 # %% ../nbs/37_travel.ipynb #c54bab8c
 from .core import DataError, Datum, LossOutput, PromptGroup, RecordError
@@ -143,18 +138,18 @@ class Replay:
 
     def __repr__(self) -> str:
         width = max((len(p.phase) for p in self.phases), default=0)
-        lines = [f"  {MARKS[p.same]} {p.phase.ljust(width)}  {p.verdict}" for p in self.phases]
+        lines = [f"  {_MARKS[p.same]} {p.phase.ljust(width)}  {p.verdict}" for p in self.phases]
         more = [*([f"weights: {self.base}"] if self.base else []), *self.notes]
         return "\n".join([self.sentence, *lines, *(f"  {line}" for line in more)])
 
     def _repr_html_(self) -> str:
-        rows = [(MARKS[p.same], p.phase, p.verdict) for p in self.phases]
+        rows = [(_MARKS[p.same], p.phase, p.verdict) for p in self.phases]
         more = [*([f"weights: {self.base}"] if self.base else []), *self.notes]
         base = "".join(f"<p>{html.escape(line)}</p>" for line in more)
         return f"<p><b>{html.escape(self.sentence)}</b></p>{html_table(['', 'phase', 'result'], rows)}{base}"
 
 
-MARKS = {True: "=", False: "≠", None: "?"}  # the same, not the same, not compared
+_MARKS = {True: "=", False: "≠", None: "?"}  # the same, not the same, not compared
 
 # %% ../nbs/37_travel.ipynb #5aebee9a
 def row_at(loop: Loop, number: int) -> list[Row]:

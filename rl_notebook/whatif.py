@@ -14,14 +14,8 @@ import numpy as np
 import pandas as pd
 
 # %% auto #0
-__all__ = ['ON_POLICY', 'LOSS_SETTINGS', 'ADVANTAGE_SETTINGS', 'SAME', 'RECORDED', 'REPRODUCED', 'AT_THE_STEP', 'FrozenBatch',
-           'flat', 'advantages_of', 'ratio_text', 'check_logprobs', 'freeze', 'own_options', 'inherited', 'Variant',
-           'make_variant', 'recorded_scale', 'variant_scale', 'with_scale', 'check_series', 'gradient_row', 'cosine',
-           'likeness', 'WhatIf', 'reproduction_error', 'what_if_headline', 'own_output', 'evaluate_variant', 'what_if',
-           'RewardLab', 'saved_row', 'regrade', 'swapped_pairs', 'compare_group', 'group_row', 'lab_summary',
-           'reward_lab', 'Attribution', 'column', 'token_table', 'mass_by', 'attribution', 'check_slopes',
-           'attribution_headline', 'GradientTrainer', 'check_trainer', 'check_place', 'true_gradients', 'LogprobChange',
-           'change_summary', 'predicted_change']
+__all__ = ['FrozenBatch', 'freeze', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attribution', 'attribution',
+           'true_gradients', 'predicted_change']
 
 # %% ../nbs/42_whatif.ipynb #e0631220
 from .advantages import SCALES, AdvantageFn, advantages_by, is_dead, with_advantages
@@ -115,7 +109,7 @@ def check_logprobs(datums: Sequence[Datum], found: Sequence[Logprobs], where: st
     for d, lp in zip(datums, found, strict=True):
         require_finite(lp.values, d.weights, name="policy_logprobs", where=f"{where}, {d.where}")
 
-
+# %% ../nbs/42_whatif.ipynb #1408e1a0
 def freeze(record: StepRecord) -> FrozenBatch:
     "See `FrozenBatch.of`."
     where = f"step {record.step}"
@@ -305,7 +299,7 @@ def likeness(name: str, gradients: Mapping[str, np.ndarray]) -> str:  # "" when 
 # %% ../nbs/42_whatif.ipynb #7ca68265
 RECORDED = "recorded"  # the row of the step's own settings
 
-
+# %% ../nbs/42_whatif.ipynb #f066185d
 @dataclass(frozen=True, eq=False, repr=False)
 class WhatIf:
     "Several losses on one frozen batch."
@@ -647,7 +641,7 @@ def attribution(
     samples.insert(4, "advantage", [float(np.mean(batch.datums[i].advantage)) for i in samples["datum"]])
     return Attribution(samples, mass_by(tokens, ["group"]), tokens, batch, tuple(slopes))
 
-
+# %% ../nbs/42_whatif.ipynb #b740d9e8
 def check_slopes(batch: FrozenBatch, slopes: Sequence[np.ndarray]) -> None:
     "Raises `AlignmentError` unless there is one finite slope per target."
     got, expected = [np.shape(s) for s in slopes], [d.weights.shape for d in batch.datums]

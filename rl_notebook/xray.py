@@ -43,21 +43,10 @@ from .rollouts import Prompt, arrivals, encode_rows, require_some
 from .step import backward, draw, loss_factory, score_group
 
 # %% auto #0
-__all__ = ['MARKS', 'MUTED', 'EDGE', 'LOOKS', 'ROUNDING', 'VALUES', 'SUMS', 'SERIES', 'TOO_MANY', 'GROUP_SIZES', 'BARS_TITLE',
-           'Check', 'checks_html', 'measure_noise_floor', 'Gap', 'gap_between', 'why_no_gap', 'sample_of',
-           'comparable_sampler', 'sampler_side', 'sampler_gap', 'rounding', 'tolerance', 'version_at_start',
-           'on_policy', 'LossParts', 'loss_parts', 'short', 'moved_since_sampling', 'dead_kinds', 'signal_words',
-           'cancelling', 'lengths_words', 'made_of', 'loss_words', 'tensors_in_order', 'first_not_finite',
-           'gradient_size', 'gradient_words', 'reads_sampler', 'corrects', 'update_words', 'nothing_words',
-           'left_out_words', 'sentence', 'check_finite', 'check_completions', 'check_signal', 'check_duplicates',
-           'check_advantages', 'mask_fault', 'check_mask', 'without_loss', 'check_ratio', 'check_reference',
-           'check_correction', 'check_gradient', 'check_version', 'invariants', 'failed_names', 'XRay', 'xray',
-           'two_values', 'dead_share', 'dead_shares', 'percent', 'bars_text', 'bars_svg', 'round_trip', 'check_budget',
-           'check_reward', 'check_functions', 'check_dead', 'check_tokens', 'check_agreement', 'peak_memory', 'Cost',
-           'Preflight', 'first_answers', 'stopwatch', 'rehearse', 'preflight']
+__all__ = ['Check', 'measure_noise_floor', 'invariants', 'XRay', 'xray', 'Preflight', 'preflight']
 
 # %% ../nbs/40_xray.ipynb #62e2da8b
-MARKS = {True: "✓", False: "✗", None: "–"}
+_MARKS = {True: "✓", False: "✗", None: "–"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +64,7 @@ class Check:
     @property
     def mark(self) -> str:
         "✓, ✗ or –."
-        return MARKS[self.ok]
+        return _MARKS[self.ok]
 
     @property
     def details(self) -> str:
@@ -774,7 +763,7 @@ def invariants(
         check_version(record, weight_sync_interval),
     )
 
-
+# %% ../nbs/40_xray.ipynb #1ba16cb3
 def failed_names(record: StepRecord, previous: StepRecord | None = None) -> list[str]:
     "Names of the checks that do not hold."
     return [c.name for c in invariants(record, previous) if c.ok is False]

@@ -35,6 +35,7 @@ MAX_CELL = 60  # lines of an exported cell
 MAX_MEDIAN = 14  # lines of the median exported cell of the package
 MAX_HIDDEN = 4  # hidden cells a notebook
 MAX_BYTES = 300_000  # a notebook with its outputs
+MAX_NAMES = 740  # names in all `__all__` of the package together
 PROSE_GOAL, PROSE_FLOOR = 2.0, 1.0  # words of prose an exported line: of the package, of any notebook
 SHOWN_GOAL, SHOWN_FLOOR = 6.0, 3.0  # shown cells per hundred exported lines: of the package, of any notebook
 
@@ -504,6 +505,37 @@ def public_names_have_docstrings(house: House) -> list[str]:
         for name, node in definitions(cell.tree)
         if not ast.get_docstring(node) and not _decorators(node) & {"overload", "setter"}
     ]
+
+
+def public_names(house: House) -> list[tuple[str, str, ast.stmt | None]]:
+    "Module, name, and where it is defined there, of every name that an `__all__` lists."
+    found = []
+    for path in house.python_files():
+        tree = parsed(path.read_text(encoding="utf-8"), str(path))
+        made = {
+            node.name: node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                module = path.relative_to(house.root).as_posix()
+                found += [(module, name, made.get(name)) for name in ast.literal_eval(node.value)]
+    return found
+
+
+@rule
+def few_names_are_public(house: House) -> list[str]:
+    "`__all__` lists what a page teaches a user, with a docstring; a cell that only the package needs is `#| exporti`."
+    names = public_names(house)
+    grown = (
+        f"{len(names)} names in all __all__ together, at most {MAX_NAMES}: mark cells of internal names `#| exporti`"
+    )
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    bare = [
+        f"{where}: {name}" for where, name, node in names if isinstance(node, kinds) and not ast.get_docstring(node)
+    ]
+    return [grown] * (len(names) > MAX_NAMES) + [f"{name} is in __all__ and has no docstring" for name in bare]
 
 
 @rule

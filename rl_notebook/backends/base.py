@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from rl_notebook.losses import LossOptions
 
 # %% auto #0
-__all__ = ['LossFn', 'GradNormalization', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'Capabilities', 'Meter',
-           'Endpoint', 'Backend']
+__all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'Capabilities', 'Backend']
 
 # %% ../../nbs/20_backends.base.ipynb #1598f3a6
 LossFn: TypeAlias = "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
 
+# %% ../../nbs/20_backends.base.ipynb #bdbdcb3d
 GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
 
 # %% ../../nbs/20_backends.base.ipynb #f69a4684
@@ -148,7 +148,7 @@ class Endpoint:
     model: str  # name that it is asked for by
     key: str = field(default="", repr=False)  # for `Authorization: Bearer`
 
-
+# %% ../../nbs/20_backends.base.ipynb #76286184
 @dataclass
 class Backend:
     "The three roles of one model, the sync between them, and the tokenizer they share."

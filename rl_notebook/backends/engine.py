@@ -24,14 +24,7 @@ from .routing import Routers, find_routers, noting, replaying, write_notes
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
 # %% auto #0
-__all__ = ['CHUNK_ELEMENTS', 'PACK_BYTES', 'PACK_ELEMENTS', 'STATELESS', 'TOLERANCE', 'Choosing', 'logits_of', 'pick_logprobs',
-           'head_logprobs', 'Uniforms', 'draw_tokens', 'DrawPlan', 'cut_off', 'draw', 'SlotCache', 'reserve',
-           'add_rows', 'begin_step', 'drop_row', 'norm_fn', 'can_pack', 'packed_fn', 'linear_fn', 'linears_fn',
-           'rotate', 'RotaryTable', 'attend', 'FastLayer', 'fast_layer', 'FastDecoder', 'bare_model', 'layer_windows',
-           'check_layers', 'CausalModel', 'padded', 'prefill', 'decode_step', 'probe_error', 'open_model', 'Request',
-           'Row', 'stopped_by_text', 'finish_reason', 'final_text', 'context_length', 'eos_ids', 'check_tokens',
-           'check_length', 'Engine', 'check_request', 'by_budget', 'watched', 'admit', 'emit', 'retire', 'notes_of',
-           'drop', 'forget_cancelled', 'advance', 'echo']
+__all__ = []
 
 # %% ../../nbs/22_backends.engine.ipynb #6f5c1405
 CHUNK_ELEMENTS = 2**24  # logits that may exist at once: 64 MB in float32

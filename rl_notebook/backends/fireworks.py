@@ -20,15 +20,7 @@ import httpx
 import numpy as np
 
 # %% auto #0
-__all__ = ['UNCACHED', 'RESTARTS', 'SYNC_FIXES', 'HOTLOAD_ATTEMPTS', 'CROSS_JOB', 'CHECKS', 'completion_of', 'noted',
-           'FireworksSampler', 'draw_from', 'samplers', 'SyncError', 'sync_error', 'Saves', 'ask_for_snapshot',
-           'is_heard', 'Hotloads', 'Saved', 'FireworksSync', 'save_snapshot', 'weights_marker', 'load_snapshot',
-           'try_snapshot', 'has_weights', 'snapshots_of', 'load_again', 'FireworksTrainer', 'foreign_path', 'own_path',
-           'connector', 'load_own', 'FireworksBackend', 'check_config', 'check_plan', 'in_thread', 'infra_wishes',
-           'bundle', 'open_fireworks', 'begin', 'heeds_seeds', 'promote_weights', 'promotable', 'close_fireworks',
-           'Trial', 'expect', 'check_account', 'check_shape', 'check_set_up', 'check_forward', 'check_forward_again',
-           'check_sign', 'check_state', 'check_first_sync', 'check_second_sync', 'check_sample', 'check_echo',
-           'check_agreement', 'check_seed', 'checked', 'check_given_back', 'check_fireworks']
+__all__ = ['SyncError', 'open_fireworks', 'promote_weights', 'check_fireworks']
 
 # %% ../../nbs/28_backends.fireworks.ipynb #522633b8
 from ..align import align_routing
@@ -246,7 +238,7 @@ class SyncError(BackendError):
 
     kind: str = ""  # a key of `SYNC_FIXES`
 
-
+# %% ../../nbs/28_backends.fireworks.ipynb #3247410a
 SYNC_FIXES = {
     "not ready": "The deployment has no replica that takes weights: is it scaled to zero, or still starting?",
     "rejected": "Does the deployment belong to this trainer (hot_load_trainer_job), with hotload enabled?",
@@ -751,7 +743,7 @@ async def promote_weights(
 
     return await policy.run(publish_snapshot)
 
-
+# %% ../../nbs/28_backends.fireworks.ipynb #8957b83e
 def promotable(rows: Sequence[Mapping[str, Any]], snapshot: str) -> list[str]:
     "The names of the rows of a snapshot that can be promoted."
     return [row["name"] for row in rows if row.get("promotable") and row["name"].endswith(f"/{snapshot}")]

@@ -62,16 +62,7 @@ from rl_notebook.core import (
 )
 
 # %% auto #0
-__all__ = ['SPLIT_GAIN', 'FORMAT', 'KEPT_SNAPSHOTS', 'EXPORTS', 'plan_batches', 'Scoring', 'routed', 'score_batch', 'spread',
-           'score', 'Scores', 'not_finite', 'slope_of', 'PolicyState', 'Graph', 'trainable', 'evaluate', 'check_slopes',
-           'backpropagate', 'move_to_masters', 'drop_gradients', 'divisor', 'adamw', 'update', 'Versions', 'describe',
-           'capture', 'check_description', 'check_tensors', 'restore', 'write_folder', 'read_folder', 'Worker',
-           'stamped', 'LocalReference', 'LocalTrainer', 'loss_and_backward', 'save_named', 'find_saved', 'load_named',
-           'saved_size', 'take_snapshot', 'set_aside', 'saved_weights', 'lent', 'inner', 'sample_gradients',
-           'one_by_one', 'directional', 'linear_change', 'Letter', 'LocalSampler', 'take_letters', 'turn',
-           'keep_pumping', 'LocalSync', 'twin_of', 'with_lora', 'frozen_copy', 'torch_dtype', 'in_dtype',
-           'check_tokenizer', 'write_weights', 'export_weights', 'open_local', 'set_temperature', 'scorer_of',
-           'reference_of', 'close_local']
+__all__ = ['export_weights', 'open_local']
 
 # %% ../../nbs/23_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -1156,18 +1147,18 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 # %% ../../nbs/23_backends.local.ipynb #e0503959
-EXPORTS = ("hf", "adapter", "merged")  # kinds of folders
+_EXPORTS = ("hf", "adapter", "merged")  # kinds of folders
 
 
 def export_weights(
     state: PolicyState,
     tokenizer: Any,  # goes along where it can be saved
     folder: Path,  # to fill
-    to: str | None = None,  # one of `EXPORTS`; None = what is trained: the adapter, or the whole model
+    to: str | None = None,  # "hf", "adapter" or "merged"; None = what is trained: the adapter, or the whole model
 ) -> None:
     "Write the policy as it stands now; raises `ConfigError`, `BackendError` or `RecordError`."
     adapter, model = hasattr(state.module, "peft_config"), state.scoring.causal.model
-    if to not in (None, *EXPORTS) or (to in EXPORTS[1:] and not adapter):
+    if to not in (None, *_EXPORTS) or (to in _EXPORTS[1:] and not adapter):
         expected = "hf, adapter or merged" if adapter else "'hf': the policy has no adapter"
         raise ConfigError("export", got=repr(to), expected=expected)
     _check_finite(state.params, BackendError, "export")
@@ -1242,7 +1233,7 @@ def open_local(
     more: dict[str, Any] = {"score_at": rescore, "export": export}
     return Backend(policy, judge, sampler, sync, tokenizer, capabilities, close, engine.meter, **more)
 
-
+# %% ../../nbs/23_backends.local.ipynb #f78aeb30
 def set_temperature(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
     "Score policy and reference at another temperature from now on."
     state.scoring, state.graph = replace(state.scoring, temperature=temperature), None

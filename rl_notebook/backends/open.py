@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_notebook.backends.service import Findings
 
 # %% auto #0
-__all__ = ['OPENERS', 'CHECKERS', 'local_options', 'tinker_options', 'open_backend', 'check_backend']
+__all__ = ['open_backend', 'check_backend']
 
 # %% ../../nbs/29_backends.open.ipynb #f3f137bd
 def local_options(cfg: Config) -> dict[str, Any]:
@@ -97,7 +97,7 @@ OPENERS: dict[str, Callable[..., Awaitable[Backend]]] = {
     "fireworks": _open_fireworks,
 }
 
-
+# %% ../../nbs/29_backends.open.ipynb #2f4f56df
 async def open_backend(
     cfg: Config,
     say: Callable[[str], Any] = print,  # where the lines about provisioning and reconnects go
@@ -149,7 +149,7 @@ async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findi
     )
     return [found]
 
-
+# %% ../../nbs/29_backends.open.ipynb #8cac16b7
 CHECKERS: dict[str, Callable[[Config, Callable[[str], Any]], Awaitable[list[Findings]]]] = {
     "tinker": _check_tinker,
     "fireworks": _check_fireworks,

@@ -39,15 +39,7 @@ from ..core import quoted, without_keys
 from ..data import hide_queries
 
 # %% auto #0
-__all__ = ['HEADER_LOGGERS', 'RETRIED', 'DIALECTS', 'Kind', 'FINISH', 'CHECK_TEXT', 'Secret', 'hide_headers', 'shows_no_header',
-           'key_from_env', 'request_seed', 'AdaptiveLimit', 'slot', 'admit_waiting', 'hold', 'drained', 'Retries',
-           'AskAgain', 'retry_after', 'persist', 'Silence', 'server_root', 'Wire', 'Refused', 'server_message',
-           'without_key', 'judge', 'stream_events', 'joined', 'attempt', 'take_note', 'ask', 'Dialect', 'request_body',
-           'completion_ids', 'reported', 'scores_by_id', 'echoed_scores', 'prompt_scores', 'sort_logprobs',
-           'OpenAISampler', 'together', 'score_tokens', 'check_choice', 'draw_one', 'ServerReport', 'probe',
-           'SyncReport', 'VLLMSync', 'serve', 'steer', 'load', 'swap', 'is_paused', 'resume', 'look_if_paused',
-           'check_not_paused', 'served_scores', 'likely_cause', 'check_served', 'forget_folders', 'suspicious', 'heal',
-           'start', 'StaticSync', 'open_openai']
+__all__ = ['Secret', 'open_openai']
 
 # %% ../../nbs/24_backends.openai.ipynb #7030fff7
 class Secret:
@@ -1306,7 +1298,7 @@ class StaticSync:
         raise BackendError("weight sync", got=repr(snapshot), expected="none: the server's weights stay", fix=fix)
 
 # %% ../../nbs/24_backends.openai.ipynb #906d5eff
-CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 = 9."
+_CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 = 9."
 
 
 async def open_openai(
@@ -1341,7 +1333,7 @@ async def open_openai(
             ours = lambda: isinstance(sender, VLLMSync) and not sender.must_pause
             sampler.wire.silence.look = lambda: look_if_paused(sampler.wire, ours)
             await check_not_paused(sampler.wire, ours=sync == "vllm")
-        words = tokenizer.encode(CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
+        words = tokenizer.encode(_CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
         sampler.report = await probe(sampler, words)
         if sync == "vllm":
             where = Path(folder or own or "")

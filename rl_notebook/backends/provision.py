@@ -26,19 +26,10 @@ import httpx
 import numpy as np
 
 # %% auto #0
-__all__ = ['DEFAULT_URL', 'GIVING_BACK', 'STOPPED', 'PASSING', 'PAUSE_S', 'Leftover', 'OPEN_CLEANUPS', 'OnStatus', 'RESUMABLE',
-           'GONE', 'TRAINING', 'SCORING', 'HANG_UP_S', 'fireworks_sdk', 'open_managers', 'job_name', 'deployment_name',
-           'state_of', 'Resource', 'ask', 'said', 'as_backend_errors', 'give_back', 'ResourceFile', 'claim', 'release',
-           'leftovers', 'still_there', 'clean_leftovers', 'settle_leftovers', 'ResourceCleanup', 'arm',
-           'hear_termination', 'disarm', 'give_back_all', 'ResourceState', 'ProvisioningTable', 'Look', 'Awaited',
-           'watch', 'job_message', 'TrainerLook', 'id_part', 'new_id', 'settings_of', 'TrainerPlan', 'DeploymentPlan',
-           'trainer_request', 'deployment_request', 'InfraPlan', 'plan_trainer', 'same_shape', 'plan_deployment',
-           'plan_infra', 'check_serving', 'check_tokenizer', 'dry_run', 'start_trainer', 'start_deployment', 'serves',
-           'DeploymentLook', 'Reporter', 'undone_on_error', 'awaited_trainer', 'awaited_deployment',
-           'create_trainer_job', 'setup_deployment', 'sdk_classes', 'as_sdk_datum', 'datum_from_tokens_weights',
-           'connection_errors', 'call', 'TrainerCalls', 'ReconnectableClient', 'new_client', 'reconnect_client',
-           'Infra', 'setup_infra', 'start_all', 'connect', 'DeployConfig', 'HotloadConfig', 'InfraConfig',
-           'TrainerConfig', 'WandBConfig', 'WeightSyncConfig', 'WeightSyncScope']
+__all__ = ['ResourceFile', 'leftovers', 'clean_leftovers', 'ResourceCleanup', 'ResourceState', 'ProvisioningTable', 'plan_infra',
+           'create_trainer_job', 'setup_deployment', 'datum_from_tokens_weights', 'ReconnectableClient', 'Infra',
+           'setup_infra', 'DeployConfig', 'HotloadConfig', 'InfraConfig', 'TrainerConfig', 'WandBConfig',
+           'WeightSyncConfig', 'WeightSyncScope']
 
 # %% ../../nbs/27_backends.provision.ipynb #63b7feed
 from .openai import Secret, key_from_env
@@ -53,7 +44,7 @@ from ..datums import datum_from_tokens_weights as shifted
 _all_ = ["DeployConfig", "HotloadConfig", "InfraConfig", "TrainerConfig"]  # what the guides import beside the functions
 _all_ += ["WandBConfig", "WeightSyncConfig", "WeightSyncScope"]
 
-
+# %% ../../nbs/27_backends.provision.ipynb #5365533a
 def fireworks_sdk() -> Any:  # the module `fireworks.training.sdk`
     "The SDK; raises `MissingExtra`."
     try:
@@ -285,14 +276,14 @@ def leftovers(folder: str | os.PathLike[str]) -> list[Resource]:
     finally:
         release(file)
 
-
+# %% ../../nbs/27_backends.provision.ipynb #39e94790
 def still_there(resource: Resource, key: Secret) -> bool:
     "Whether a resource exists, running or stopped; raises `BackendError` when nothing answers."
     answer = ask(key, "GET", resource.link)
     ended = answer.is_success and state_of(_told(answer)) in ("DELETING", "DELETED", "ARCHIVED")
     return answer.status_code != 404 and not ended
 
-
+# %% ../../nbs/27_backends.provision.ipynb #70a086f6
 def clean_leftovers(folder: str | os.PathLike[str], *, key: Secret | str | None = None) -> list[Resource]:
     "Give back what `leftovers` lists; returns what was given back, raises `BackendError` for what was not."
     secret, file, gone = key_from_env("FIREWORKS_API_KEY", key=key), ResourceFile(folder), []
@@ -470,7 +461,7 @@ class ResourceState:
     def __str__(self) -> str:
         return f"{self.seconds:7.1f} s  {self.role:<10} {self.state:<12} {self.id}  {self.detail}".rstrip()
 
-
+# %% ../../nbs/27_backends.provision.ipynb #b48f8262
 OnStatus = Callable[[ResourceState], Any]  # such as print
 
 # %% ../../nbs/27_backends.provision.ipynb #cc0fbdf9
@@ -1126,7 +1117,7 @@ def as_sdk_datum(datum: Any) -> Any:  # ours, the SDK's or Tinker's
         datum = Datum(tokens=np.array([*read, targets[-1]]), weights=np.asarray(weights))
     return sdk_datum(classes, datum, datum.weights)
 
-
+# %% ../../nbs/27_backends.provision.ipynb #4ee58f3b
 def datum_from_tokens_weights(tokens: Any, weights: Any, max_length: int | None = None) -> Any:  # (N,), (N,) per token
     "The SDK's `Datum` from whole sequences, shifted by one, as a helper of the guides makes it; cut at `max_length`."
     return as_sdk_datum(shifted(tokens, weights, max_length))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..core import AlignmentError, BackendError, ConfigError
 
 # %% auto #0
-__all__ = ['RULES', 'Rule', 'find_rule', 'Routers', 'find_routers', 'write_notes', 'read_notes', 'Notes', 'noting', 'replaying']
+__all__ = []
 
 # %% ../../nbs/21_backends.routing.ipynb #1b772e54
 @dataclass(frozen=True)

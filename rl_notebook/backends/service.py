@@ -41,15 +41,7 @@ from ..losses import UNCOUNTED_LOSSES, LossOptions, builtin_inputs, builtin_loss
 from ..toy import load_model
 
 # %% auto #0
-__all__ = ['COUNTED', 'CARRIERS', 'REFUSED', 'Sdk', 'bare_datum', 'with_side', 'sdk_datum', 'loss_weights', 'Carrier', 'carried',
-           'Coverage', 'read_logprobs', 'causes', 'status_of', 'category_of', 'is_lost', 'Link', 'fresh_client',
-           'unleaked', 'Tries', 'attempt', 'result_of', 'Pass', 'Update', 'Journal', 'measured', 'forward_gap',
-           'sdk_adam', 'send_update', 'send_pass', 'label_of', 'state_name', 'version_in', 'publish', 'Limits',
-           'check_datums', 'sent_for_scoring', 'score_remotely', 'stamped', 'ServiceReference', 'save_for_sampler',
-           'load_into', 'Ways', 'Books', 'brought_up', 'loss_here', 'keep_pass', 'loss_and_keep', 'take_step',
-           'check_update', 'save_remotely', 'keep_journal_short', 'let_go', 'discard', 'load_remotely',
-           'snapshot_remotely', 'builtin_request', 'loss_there', 'sent_for_training', 'ServiceTrainer',
-           'check_reachable', 'open_tokenizer', 'Finding', 'Findings']
+__all__ = ['open_tokenizer']
 
 # %% ../../nbs/25_backends.service.ipynb #a2b44346
 @dataclass(frozen=True)

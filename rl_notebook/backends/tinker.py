@@ -64,14 +64,7 @@ from rl_notebook.core import (
 from ..losses import BUILTIN_LOSSES
 
 # %% auto #0
-__all__ = ['NOTICE', 'LOSSES', 'EPSILON', 'VISIBLE', 'OWN_LABELS', 'hush_deprecations', 'not_the_notice', 'tinker_sdk', 'made',
-           'as_future', 'end_session', 'Session', 'training_client', 'unload', 'load_or_remake', 'Broom', 'ways_of',
-           'TinkerSampler', 'ask', 'shifted', 'prefilled', 'ends', 'stops', 'ended', 'draw', 'completion', 'TinkerSync',
-           'toy_tokens', 'toy_datum', 'loss_request', 'probe_losses', 'nats', 'probe_prompt_positions',
-           'probe_server_side_loss', 'probe_prefill', 'probe_topk', 'probe_seed', 'probe_temperature', 'known_length',
-           'probe', 'check_shift', 'check_prefix', 'check_mask', 'Toy', 'Moved', 'nudge', 'visible_step', 'check_sign',
-           'check_scale', 'check_gradient', 'find_carrier', 'check_states', 'check_conformance', 'TinkerBackend',
-           'open_tinker', 'acquaint', 'close_tinker']
+__all__ = ['open_tinker']
 
 # %% ../../nbs/26_backends.tinker.ipynb #d9d415b6
 NOTICE = "DEPRECATED: TrainingClient.load_state"

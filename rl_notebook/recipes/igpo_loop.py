@@ -18,7 +18,7 @@ from . import rl_loop
 from .rl_loop import PARTS, Problem, RunResult, chosen_problem, from_script, make_problem
 
 # %% auto #0
-__all__ = ['Config', 'check_rows', 'igpo_problem', 'train', 'main']
+__all__ = ['Config', 'igpo_problem', 'train', 'main']
 
 # %% ../../nbs/62_recipes.igpo_loop.ipynb #767766ae
 @accepts_other_spellings
@@ -37,7 +37,7 @@ def check_rows(problem: Problem) -> None:
             fix = "Give it one, or say with answer_of where it stands."
             raise DataError("answer", where=row.where, got="none", expected="the answer that is scored", fix=fix)
 
-
+# %% ../../nbs/62_recipes.igpo_loop.ipynb #38bb75c5
 def igpo_problem(
     cfg: rl_notebook.config.Config,
     rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn

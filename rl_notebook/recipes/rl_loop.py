@@ -46,10 +46,7 @@ from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['PARTS', 'LOOPS', 'Problem', 'load_problem', 'make_problem', 'chosen_problem', 'check_functions', 'check_run',
-           'open_run', 'find_checkpoint', 'step_there', 'changed_in_run', 'put_aside', 'RunResult', 'open_loop',
-           'train', 'resumed_sources', 'fitted', 'Saver', 'from_script', 'main', 'loop_for', 'replay_step',
-           'diagnose_step']
+__all__ = ['Problem', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def make_problem(
         raise ConfigError("eval_interval", got=cfg.eval_interval, expected="eval_rows, or an evaluation_fn")
     return Problem(as_rows(rows), held_out, graded, **own)
 
-
+# %% ../../nbs/60_recipes.rl_loop.ipynb #2318c272
 def chosen_problem(
     cfg: Config,
     problem: Problem | None,
@@ -288,7 +285,7 @@ async def train(
         loop.outputs += [*([run.add] if run is not None else []), *told, *on_record]
         return await _train(loop, run, say, progress, trackers)
 
-
+# %% ../../nbs/60_recipes.rl_loop.ipynb #b6a13f4f
 def resumed_sources(loop: GRPOLoop, run: Run) -> list[str]:
     "The functions of a run that have another source than in its last step, in words."
     with contextlib.suppress(RecordError):  # a damaged record costs that record
@@ -456,7 +453,7 @@ def from_script(run: Coroutine[Any, Any, RunResult], instead: str) -> RunResult:
     run.close()
     raise PhaseError("main", got="a running event loop", fix=f"In a notebook use: await {instead}")
 
-
+# %% ../../nbs/60_recipes.rl_loop.ipynb #ca38cc93
 def main(
     cfg: Config,
     *,
@@ -508,7 +505,7 @@ async def loop_for(
             await restore_checkpoint(loop, named)
         yield loop
 
-
+# %% ../../nbs/60_recipes.rl_loop.ipynb #ef90de58
 async def replay_step(
     path: str | os.PathLike[str],  # the `log_path` of a run
     step: int,  # a recorded step

@@ -24,11 +24,7 @@ from ..drawings import escape_unseen
 from .payloads import downsample
 
 # %% auto #0
-__all__ = ['COLORS', 'FONT', 'INK', 'GRID', 'Figure', 'DIVERGING', 'AGES', 'PHASE_COLORS', 'ROW_COLORS', 'PICTURED', 'CAPTIONS',
-           'LOOKS', 'label', 'tint', 'reward_figure', 'functions_figure', 'kl_figure', 'length_figure', 'dead_figure',
-           'advantage_spread_figure', 'token_share_figure', 'counts_figure', 'advantage_map', 'staleness_figure',
-           'ages_figure', 'waits_figure', 'pipeline_figure', 'timeline_figure', 'Axis', 'svg', 'picture_html', 'Chart',
-           'Look', 'chart', 'charts', 'asset', 'plotly_script', 'packed', 'LiveCharts', 'about_chart', 'drawing_of']
+__all__ = ['Chart', 'chart', 'charts']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
 COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}

@@ -29,23 +29,7 @@ import traitlets
 from IPython.display import display
 
 # %% auto #0
-__all__ = ['ACTIONS', 'PAUSED', 'UNDER_WAY', 'WORK', 'FORWARD', 'COUNTED', 'STATES', 'NUMERIC', 'PREVIEW', 'ABOUT', 'COLUMNS',
-           'HINT', 'ICONS', 'SPEEDS', 'MAIN', 'MORE', 'BESIDE_MAIN', 'BESIDE_MORE', 'WIDE', 'OF_A_STEP', 'OVER_STEPS',
-           'POINTS', 'CHANGED_HERE', 'TICK', 'STILL_POINTS', 'STILL_ROWS', 'STILL_SECONDS', 'one_phase', 'one_turn',
-           'by_windows', 'run_elsewhere', 'refusal', 'rows_under_way', 'drain_refusal', 'hold', 'open_gate',
-           'come_to_rest', 'strangers', 'quiet', 'Player', 'begin_action', 'phase_or_pause', 'advance', 'rest',
-           'release', 'is_over', 'play_on', 'to_end_of_step', 'take_back', 'wait_for_rows', 'act', 'upper_bound',
-           'Watch', 'rows_said', 'batch_progress', 'progress_of', 'strip_html', 'progress_html', 'samples_of',
-           'matching', 'View', 'chosen_rows', 'page_of', 'moved', 'find_sample', 'completion_of', 'CompletionsPane',
-           'last_phase', 'record_under_way', 'value_html', 'words_html', 'error_html', 'surfaced', 'make_buttons',
-           'refresh_buttons', 'chart_names', 'waiting_rows', 'Around', 'payload_of', 'map_payload', 'named', 'box_of',
-           'SettingsPane', 'Screen', 'make_screen', 'running_loop', 'at_home', 'press', 'slow_down', 'apply_settings',
-           'asked', 'shown_step', 'draw_table', 'open_completion', 'open_inspector', 'close_inspector', 'offer_rows',
-           'around_of', 'draw_charts', 'standing', 'refresh_head', 'show_error', 'stumble', 'last_two', 'find_words',
-           'say', 'last_records', 'remember_record', 'forget_records', 'values_of', 'look_at_step', 'draw_step',
-           'draw_samples', 'draw_record', 'pause_players', 'listen', 'tick', 'follow', 'follow_loop', 'still_html',
-           'closed_html', 'show_dashboard', 'marimo_output', 'refresh_still', 'refresh_all', 'dashboards_of',
-           'make_room', 'attach_dashboard', 'close_dashboard', 'Played', 'Dashboard']
+__all__ = ['Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..async_loop import AT_REST, AsyncGRPOLoop

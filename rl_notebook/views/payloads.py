@@ -21,15 +21,7 @@ from ..drawings import prompt_text, shown_text, token_texts
 from ..records import StepRecord, metrics_row
 
 # %% auto #0
-__all__ = ['Series', 'DRAWN', 'Metrics', 'FIVE', 'FLAT', 'BARS', 'OLDEST', 'TIMELINE_STEPS', 'TIMELINE_ROWS', 'TIMELINE_LANES',
-           'Waiting', 'ROWS', 'SHOWN_GROUPS', 'SHOWN_SAMPLES', 'TRAINERS', 'FLOORS', 'LABELS', 'WORST', 'downsample',
-           'History', 'column', 'series', 'last_value', 'five_numbers', 'spread_row', 'ages_row', 'history_row',
-           'reward_payload', 'kl_payload', 'bar_means', 'length_payload', 'dead_payload', 'advantage_spread_payload',
-           'token_share_payload', 'is_asynchronous', 'staleness_payload', 'pipeline_payload', 'packed_lanes',
-           'timeline_payload', 'run_payloads', 'dead_marks', 'advantages_payload', 'counts_payload', 'step_payloads',
-           'completion_row', 'completion_rows', 'completions_payload', 'header_payload', 'TokenRow', 'token_rows',
-           'trainer_of', 'turns', 'all_series', 'series_payload', 'shift_payload', 'token_payload', 'keep_extremes',
-           'gap_quantiles', 'gap_histogram', 'overview_payload', 'menu_payload']
+__all__ = ['History', 'history_row', 'reward_payload', 'run_payloads', 'advantages_payload', 'step_payloads']
 
 # %% ../../nbs/50_views.payloads.ipynb #f6b296ea
 Series = dict[str, list]  # {"x": steps, "y": values}
@@ -116,7 +108,7 @@ class History:
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 
-
+# %% ../../nbs/50_views.payloads.ipynb #938fb6b7
 Metrics = pd.DataFrame | History  # one row a step, or one row added a step
 
 # %% ../../nbs/50_views.payloads.ipynb #41fd7a44
@@ -177,7 +169,7 @@ def ages_row(record: StepRecord) -> dict[str, float]:
     started = [g.submitted for g in record.groups if g.index in trained and g.submitted is not None]
     return {f"ages/{age}": float(n) for age, n in sorted(Counter(version - v for v in started).items())}
 
-
+# %% ../../nbs/50_views.payloads.ipynb #2f3b2976
 def history_row(record: StepRecord) -> dict[str, Any]:
     "What a record adds to a history: its metrics, its spreads, and how old its groups were."
     groups = [g for g in record.groups if g.samples and g.advantages is not None]
@@ -453,7 +445,7 @@ def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
     kind = lambda r: "" if not len(r) or not is_dead(r) else "right" if r[0] > middle else "wrong"
     return [kind(r) for r in rewards]
 
-
+# %% ../../nbs/50_views.payloads.ipynb #2e06bd09
 def advantages_payload(record: StepRecord, start: int = 0, rows: int | None = None) -> dict[str, Any]:
     "Advantages and rewards of a step: groups x completions; None where there is no such sample."
     groups = [g for g in record.groups if g.samples and g.advantages is not None]

@@ -31,9 +31,7 @@ from .payloads import is_asynchronous, run_payloads, spread_row, step_payloads, 
 from ..xray import sentence
 
 # %% auto #0
-__all__ = ['MOSTLY_DEAD', 'LAST', 'SPREAD_STEPS', 'Spreads', 'QUIET', 'Material', 'pick', 'sentences', 'read_spreads', 'material',
-           'visible', 'tag', 'header_html', 'completions_html', 'charts_over_steps', 'charts_of_last_step',
-           'content_policy', 'figures_json', 'Status', 'report_html', 'write_report', 'run_status', 'follow']
+__all__ = ['write_report', 'run_status', 'follow']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
 MOSTLY_DEAD = 0.5  # share of groups without signal from which on the page says so
@@ -412,7 +410,7 @@ def _planned(run: Run, metrics: pd.DataFrame) -> tuple[bool, str]:
     done = (steps is not None and last >= steps) or (epochs is not None and epoch >= epochs - 1e-9)
     return done, f"step {last}" + (f" of at most {steps}" if steps is not None and not done else "")
 
-
+# %% ../../nbs/59_views.report.ipynb #2a2af8c5
 def run_status(
     run: Run,
     now: float | None = None,  # seconds since the epoch; None = now

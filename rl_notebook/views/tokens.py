@@ -24,9 +24,7 @@ from .charts import asset
 from .payloads import TokenRow, all_series, menu_payload, overview_payload, token_payload, token_rows
 
 # %% auto #0
-__all__ = ['FALLBACK_CSS', 'HideStatic', 'WithFallback', 'with_fallback', 'widgets_in', 'close_all', 'deliver_to_main', 'hue_of',
-           'css_colour', 'strip_html', 'chart_svg', 'picture', 'coordinates_html', 'tokens_html', 'payload_of',
-           'first_target', 'place_of', 'TokenInspector', 'inspect_tokens']
+__all__ = ['TokenInspector', 'inspect_tokens']
 
 # %% ../../nbs/52_views.tokens.ipynb #f5a82cad
 _STILL = ".jp-OutputArea-child:has(> .jp-OutputArea-output > [data-rln-static])"

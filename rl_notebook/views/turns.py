@@ -23,9 +23,7 @@ from .payloads import FIVE
 from .tokens import css_colour
 
 # %% auto #0
-__all__ = ['LINES', 'NUMBERS', 'LONGEST', 'ROWS', 'spread_by_turn', 'score_lines', 'turns_payload', 'turn_spread_figure',
-           'scores_figure', 'turn_charts', 'conversation_payload', 'pieces_of', 'readable', 'conversation_html',
-           'table_html', 'TurnsView', 'view_turns']
+__all__ = ['turn_charts', 'TurnsView', 'view_turns']
 
 # %% ../../nbs/55_views.turns.ipynb #7daa7a79
 def spread_by_turn(

@@ -14,9 +14,7 @@ import ipywidgets
 import numpy as np
 
 # %% auto #0
-__all__ = ['CHOSEN', 'QUANTITIES', 'SIDE', 'DOTS', 'BETAS', 'AS_RECORDED', 'spoken', 'table_payload', 'dots_payload', 'dots_svg',
-           'table_html', 'result_html', 'make_controls', 'unread', 'changes_of', 'WhatIfPanel', 'make_panel', 'refresh',
-           'panel_html', 'settings_text', 'still_html', 'inspect']
+__all__ = ['WhatIfPanel']
 
 # %% ../../nbs/54_views.whatif.ipynb #595499fd
 from ..advantages import SCALES
