@@ -28,11 +28,10 @@ from rl_notebook.emulator.trainer import Snapshots
 from rl_notebook.emulator.service import (
     KEY_VARIABLE,
     RunningEmulator,
-    emulator,  # noqa: F401  (the fixture)
-    emulator_fixture,
     parse_faults,
     start_emulator,
 )
+from rl_notebook.emulator.testing import emulator, emulator_fixture  # noqa: F401  (the fixture)
 from rl_notebook.cli import main
 from rl_notebook.core import BackendError, ConfigError
 from rl_notebook.toy import load_model

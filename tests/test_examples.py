@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_notebook.emulator.service import emulator_fixture
+from rl_notebook.emulator.testing import emulator_fixture
 from rl_notebook.backends.local import open_local
 from rl_notebook.cli import option_values
 from rl_notebook.core import Completion, SampleParams

@@ -191,6 +191,9 @@ BREAKS: dict[str, list[Break]] = {
         adds(f"#| export\nimport {PACKAGE}.cli"),
         adds(f"#| export\ndef late():\n    import {PACKAGE}.cli"),
         adds(f"#| export\nimport importlib\nm = importlib.import_module('{PACKAGE}.cli')"),
+        adds(f"#| export\nfrom {PACKAGE} import core"),
+        adds(f"from {PACKAGE}.emulator.service import add as emulated", to="22_backends.local"),
+        adds(f"#| hide\nfrom {PACKAGE}.emulator import service", to="51_views.charts"),
     ],
     "core_is_pure": [
         adds("#| export\nimport torch.nn.functional as F"),
@@ -208,9 +211,6 @@ BREAKS: dict[str, list[Break]] = {
     "views_are_leaves": [
         adds(f"#| export\nfrom {PACKAGE}.views.charts import add as draw", to="40_xray"),
         adds(f"#| export\nfrom {PACKAGE}.views.charts import add as draw", to="74_emulator.service"),
-    ],
-    "the_emulator_is_a_program_of_its_own": [
-        adds(f"#| export\ndef late():\n    from {PACKAGE}.emulator.service import add", to="22_backends.local"),
     ],
     "the_layers_name_every_module_in_order": [
         replaces(f'    "({PACKAGE}.xray)",\n', "", "pyproject.toml"),

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -44,7 +44,7 @@ __all__ = ['BY_CHANCE', 'FAULTS', 'ACCOUNT', 'KEY_VARIABLE', 'LOCAL', 'OWN_MODEL
            'promotable_row', 'promoted', 'operation_of', 'promote', 'get_operation', 'changes', 'replicas',
            'deployment_bucket', 'deployment_reply', 'create_deployment', 'get_deployment', 'patch_deployment',
            'delete_deployment', 'server_of', 'deployed', 'completions', 'chat', 'hot_load', 'claim', 'Emulator',
-           'application', 'to_root', 'status', 'RunningEmulator', 'start_emulator', 'emulator_fixture']
+           'application', 'to_root', 'status', 'RunningEmulator', 'start_emulator']
 
 # %% ../../nbs/74_emulator.service.ipynb #805e9691
 try:
@@ -1297,25 +1297,3 @@ def start_emulator(
     emulator = Emulator(model, folder, key, startup_delay_s, faults, seed, promotion_delay_s)
     emulator.site.models.original()  # read now: who waits is whoever started it, and a wrong name fails here
     return RunningEmulator(emulator, host, port)
-
-# %% ../../nbs/74_emulator.service.ipynb #098b7f85
-def emulator_fixture(scope: Any = "function", **settings: Any) -> Any:
-    "A pytest fixture that yields a `RunningEmulator`; the settings are those of `start_emulator`."
-    try:
-        import pytest
-    except ImportError as error:
-        raise MissingExtra("the fixture", got="no pytest", fix="Install it: pip install pytest") from error
-
-    @pytest.fixture(scope=scope)
-    def emulator() -> Iterator[RunningEmulator]:
-        with start_emulator(**settings) as running:
-            yield running
-
-    return emulator
-
-
-def __getattr__(name: str) -> Any:
-    "`emulator`, the fixture: made when it is imported, so that pytest is needed by those who test."
-    if name == "emulator":
-        return emulator_fixture()
-    raise AttributeError(f"module 'rl_notebook.emulator.service' has no attribute {name!r}")
