@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import contextlib
+import inspect
 import os
 import shlex
 import signal
@@ -16,7 +18,7 @@ import traceback
 import typing
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,16 +79,37 @@ def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
     except ValueError as e:
         raise ConfigError(f"--{name}", got=quoted(text), expected=f"a value ({e})") from e
 
+# %% ../nbs/80_cli.ipynb #c0mment5
+def _comments(module: str) -> dict[tuple[str, str], str]:  # by class and field
+    "The comment beside each field of the classes of a module."
+    text = inspect.getsource(sys.modules[module])
+    lines = text.splitlines()
+    return {
+        (made.name, ast.unparse(node.target)): lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
+        for made in ast.parse(text).body
+        if isinstance(made, ast.ClassDef)
+        for node in made.body
+        if isinstance(node, ast.AnnAssign)
+    }
+
+
+def _with_help(cls: type, said: dict[tuple[str, str], str]) -> type:
+    "A dataclass with the fields of another, each with its comment as help: tyro would read the module for every class."
+    hints, made = typing.get_type_hints(cls), list[tuple[str, Any, Any]]()
+    for f in fields(cls):
+        text = next((said[base.__name__, f.name] for base in cls.__mro__ if (base.__name__, f.name) in said), "")
+        hint = typing.Annotated[hints[f.name], tyro.conf.arg(help=text)]
+        made.append((f.name, hint, field(default=f.default, default_factory=f.default_factory)))
+    return make_dataclass(cls.__name__, made, frozen=True)
+
 # %% ../nbs/80_cli.ipynb #00efd37a
 def show_options() -> None:
     "Print every option of `train`, those of the sub-configs as `--tis.cap`, and leave."
-    top = typing.Annotated[Config, tyro.conf.arg(name="")]
-    made = [(n, typing.Annotated[c, tyro.conf.arg(help=c.__doc__)], c()) for n, c in sub_configs(Config).items()]
-    options = make_dataclass(
-        "Options",
-        [("config", top, field(default=Config())), *((n, t, field(default=c)) for n, t, c in made)],
-        frozen=True,
-    )
+    made: list[tuple[str, Any, Any]] = [("config", Config, tyro.conf.arg(name=""))]
+    made += [(name, cls, tyro.conf.arg(help=cls.__doc__)) for name, cls in sub_configs(Config).items()]
+    said = _comments(Config.__module__)
+    shown = [(name, typing.Annotated[cls := _with_help(given, said), arg], cls()) for name, given, arg in made]
+    options = make_dataclass("Options", [(n, c, field(default=value)) for n, c, value in shown], frozen=True)
     prog = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean]"
     tyro.cli(options, args=["--help"], prog=prog, description=TRAIN, config=(tyro.conf.AvoidSubcommands,))
 
@@ -111,8 +134,6 @@ def _path(text: str) -> Path:
 # %% ../nbs/80_cli.ipynb #8dee6707
 def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (config, `resume` and `leftover` of `train`)
     "The config that a command line stands for, and how to go on with an earlier run."
-    from rl_notebook.records import Run
-
     if {"-h", "--help"} & set(args):
         show_options()
     parser = argparse.ArgumentParser(prog="rl-notebook train", add_help=False, allow_abbrev=False)
@@ -124,16 +145,19 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
     options, how = option_values(rest), {"resume": given.resume, "leftover": given.leftover}
     if given.config is not None:
         return Config.from_yaml(given.config, options, trust=given.trust), how
-    resumed = given.resume and options.get("log_path")
-    recorded = Run.open(options["log_path"], trust=given.trust).config if resumed else {}
+    recorded: dict[str, Any] = {}
+    if given.resume and options.get("log_path"):
+        from rl_notebook.records import Run
+
+        recorded = Run.open(options["log_path"], trust=given.trust).config
     return Config.from_dict(recorded, options), how
 
 
 def run_train(args: Sequence[str]) -> int:  # exit code
     "Train as the command line says."
-    from rl_notebook.recipes.rl_loop import train
-
     cfg, how = parse_train(args)
+    from rl_notebook.recipes.rl_loop import train  # only now: it loads torch, which --help and a typo need not wait for
+
     print(cfg.effective())
     result = asyncio.run(train(cfg, **how))
     print(result)
@@ -188,14 +212,14 @@ def demo_config(steps: int, log_path: Path) -> Config:
 # %% ../nbs/80_cli.ipynb #cbe14abc
 def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
-    import torch
-
-    from rl_notebook.recipes.rl_loop import train
-
     parser = argparse.ArgumentParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--log-path", type=_path, default=None, help="run folder; default: a free runs/demo")
     given = parser.parse_args(args)
+    import torch
+
+    from rl_notebook.recipes.rl_loop import train
+
     cfg = demo_config(given.steps, given.log_path or free_folder(Path("runs/demo")))
     print(STORY.format(k=cfg.completions_per_prompt))
     print(cfg.effective(), "\n")
@@ -212,9 +236,6 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
 # %% ../nbs/80_cli.ipynb #3288c9ba
 def run_view(args: Sequence[str]) -> int:  # exit code
     "Write the page of a run, say where it is, and follow the run while it goes on."
-    from rl_notebook.records import Run
-    from rl_notebook.views.report import follow, run_status, write_report
-
     parser = argparse.ArgumentParser(prog="rl-notebook view", description="The page of a run folder.")
     parser.add_argument("run", type=_path, help="run folder")
     parser.add_argument("--out", type=_path, default=None, help="default: report.html in the run folder")
@@ -223,6 +244,9 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("--once", action="store_true", help="write it once, also while the run goes on")
     parser.add_argument("--patience", type=float, default=600.0, help="follow so many seconds without a new step")
     given = parser.parse_args(args)
+    from rl_notebook.records import Run
+    from rl_notebook.views.report import follow, run_status, write_report
+
     run, out = Run.open(given.run), given.out or given.run / "report.html"
     status = run_status(run)
     goes_on = status.state == "running" and not given.once
@@ -291,13 +315,13 @@ TRUST = "import what the run names, although it was not started here; it is show
 # %% ../nbs/80_cli.ipynb #7b15b87a
 def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 something does
     "Recompute a step of a run and say which phase is the first that comes out otherwise."
-    from rl_notebook.recipes.rl_loop import replay_step
-
     parser = argparse.ArgumentParser(prog="rl-notebook replay", description="Recompute a recorded step.")
     parser.add_argument("run", type=_path, help="run folder")
     parser.add_argument("step", type=int, help="number of the step")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
+    from rl_notebook.recipes.rl_loop import replay_step
+
     result = asyncio.run(replay_step(given.run, given.step, trust=given.trust))
     print(result)
     return 1 if result.same is False else 0
@@ -361,9 +385,9 @@ def emulate_parser() -> argparse.ArgumentParser:
 
 def run_emulate(args: Sequence[str]) -> int:  # exit code
     "Serve until an interrupt."
+    given = vars(emulate_parser().parse_args(args))
     from rl_notebook.emulator.service import start_emulator
 
-    given = vars(emulate_parser().parse_args(args))
     running = start_emulator(startup_delay_s=given.pop("startup_delay"), **given)
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(KeyboardInterrupt):
@@ -383,11 +407,11 @@ def run_emulate(args: Sequence[str]) -> int:  # exit code
 # %% ../nbs/80_cli.ipynb #5fbe1517
 def run_check(args: Sequence[str]) -> int:  # exit code
     "Ask a service what it does: `--backend tinker` or `fireworks`, and where it is."
-    from rl_notebook.backends.open import check_backend
-
     if {"-h", "--help"} & set(args):
         print(CHECK)
         return 0
+    from rl_notebook.backends.open import check_backend
+
     given = option_values(args)
     usual = CHECK_DEFAULTS.get(given.get("backend"), {})
     if "base_model" in given:  # then its tokenizer is not the usual one

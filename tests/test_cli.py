@@ -340,6 +340,32 @@ def test_help(capsys):
     assert "--resume" in said
 
 
+def test_help_and_mistakes_do_not_wait_for_torch():
+    lines = [
+        "import contextlib, io, sys",
+        "from rl_notebook.cli import COMMANDS, main",
+        "said = io.StringIO()",
+        "for args in [*([name, '--help'] for name in COMMANDS), ['train', '--learning-rat', '1'], ['--help']]:",
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):",
+        "        main(args)",
+        "assert said.getvalue().count('usage: ') == len(COMMANDS) + 1",
+        "assert \"Did you mean 'learning_rate'\" in said.getvalue()",
+        "print([name for name in ('torch', 'transformers', 'pandas', 'plotly') if name in sys.modules])",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_help_says_what_every_field_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    bare = re.findall(r"(--[a-z.-]+) (?:\S+ )?\(default: ", said)
+    assert not bare
+    assert "what the centred reward is divided by, see the advantages notebook (default: std)" in said
+    assert "largest weight of a token or sequence (default: 5.0)" in said
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
