@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
 # %% auto #0
-__all__ = ['MESSAGES', 'PROTO_DTYPES', 'LOSS_SERIES', 'LOSS_KNOBS', 'SERVED_LOSSES', 'ADAM_DEFAULTS', 'NO_LOGPROB', 'MAX_BODY',
-           'ServedDatum', 'served_datum', 'Batch', 'json_tensor', 'json_tokens', 'json_batch', 'add_field', 'messages',
-           'proto_tensor', 'proto_batch', 'loss_options', 'tensor_series', 'cross_entropy', 'served_loss', 'read_count',
-           'json_adam', 'json_sample_params', 'PassResult', 'json_pass', 'proto_pass', 'SampleResult', 'json_top',
-           'json_sequence', 'json_sample', 'put_top', 'proto_sample', 'write_answer', 'result_size', 'Refusal',
-           'unpack_zstd', 'read_body', 'read_json', 'read_protobuf']
+__all__ = ['Refusal']
 
 # %% ../../nbs/70_emulator.messages.ipynb #b2495b10
 @dataclass(frozen=True, eq=False)

@@ -29,14 +29,7 @@ from ..backends.local import LocalSampler, Worker
 from ..core import Completion, ConfigError, MissingExtra, RLNotebookError, SampleParams
 
 # %% auto #0
-__all__ = ['Style', 'PIECE', 'STEERING', 'Wanted', 'check_fields', 'read_prompt', 'read_params', 'read_length', 'read_layout',
-           'read_wanted', 'Shown', 'shown', 'content_logprobs', 'list_logprobs', 'vllm_extras', 'choice_of',
-           'text_pieces', 'split_choice', 'Gate', 'end_requests', 'answer_done', 'abort_drawing', 'read_weights',
-           'read_adapter', 'copy_weights', 'HotLoad', 'check_delta', 'EmulatedServer', 'error_reply', 'guarded',
-           'read_json', 'while_connected', 'Drawn', 'draw_asked', 'respond', 'draw_wanted', 'adapter_of', 'check_alive',
-           'envelope', 'measured', 'stream_of', 'hot_load', 'run_load', 'match_rank', 'steered', 'pause', 'resume',
-           'collective_rpc', 'serve_adapter', 'load_lora_adapter', 'unload_lora_adapter', 'list_models', 'health',
-           'update_weight_version']
+__all__ = ['EmulatedServer']
 
 # %% ../../nbs/72_emulator.server.ipynb #391f3829
 try:

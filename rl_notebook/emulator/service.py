@@ -34,17 +34,7 @@ from ..backends.openai import Secret
 from ..core import BackendError, ConfigError, MissingExtra
 
 # %% auto #0
-__all__ = ['BY_CHANCE', 'FAULTS', 'ACCOUNT', 'KEY_VARIABLE', 'LOCAL', 'OWN_MODELS', 'Handler', 'Table', 'CATALOGUE', 'JOBS',
-           'CHECKPOINTS', 'DEPLOYMENTS', 'SAMPLERS', 'Fault', 'parse_fault', 'parse_faults', 'Faults', 'unavailable',
-           'Resource', 'rfc3339', 'resource_name', 'Shelf', 'error_reply', 'emulator_key', 'Exchange', 'Gate',
-           'turned_away', 'served', 'answered', 'cut_stream', 'Reply', 'Site', 'promoted_models', 'routes_of',
-           'page_of', 'json_of', 'found', 'own_account', 'listed', 'shape_version', 'get_accounts', 'get_shape',
-           'get_model', 'new_job', 'set_out', 'job_reply', 'create_job', 'get_job', 'resume_job', 'end_job',
-           'job_bucket', 'trainer_of', 'to_trainer', 'through', 'checkpoint_row', 'checkpoint_rows', 'list_checkpoints',
-           'promotable_row', 'promoted', 'operation_of', 'promote', 'get_operation', 'changes', 'replicas',
-           'deployment_bucket', 'deployment_reply', 'create_deployment', 'get_deployment', 'patch_deployment',
-           'delete_deployment', 'server_of', 'deployed', 'completions', 'chat', 'hot_load', 'claim', 'Emulator',
-           'application', 'to_root', 'status', 'RunningEmulator', 'start_emulator']
+__all__ = ['FAULTS', 'Fault', 'parse_faults', 'Emulator', 'RunningEmulator', 'start_emulator']
 
 # %% ../../nbs/74_emulator.service.ipynb #805e9691
 try:
@@ -68,6 +58,8 @@ def _check_finite(value: float, name: str, where: str) -> None:
 
 
 BY_CHANCE = {"drop_before", "drop_after", "429", "503", "slow", "truncate_sse"}
+
+# %% ../../nbs/74_emulator.service.ipynb #39fb5b26
 FAULTS: dict[str, dict[str, float]] = {
     "drop_before": {},
     "drop_after": {},

@@ -68,19 +68,7 @@ from ..core import AdamParams, BackendError, Completion, DatumError, MissingExtr
 from ..toy import load_model
 
 # %% auto #0
-__all__ = ['Work', 'KEPT_NUMBERS', 'STATE_PATHS', 'KEPT_SERVINGS', 'KEPT_UNNAMED', 'KEPT_RESULTS', 'KEPT_ANSWERS', 'Endpoint',
-           'KEPT_SESSIONS', 'KEPT_LEARNERS', 'POSTS', 'GETS', 'DELETES', 'Models', 'check_name', 'Snapshots',
-           'policy_of', 'misfits', 'Serving', 'open_serving', 'Promise', 'InOrder', 'Learner', 'run_pass', 'run_step',
-           'folder_name', 'state_place', 'save_state_at', 'state_page', 'load_state_at', 'take_weights',
-           'snapshot_weights', 'snapshot_page', 'SamplingSession', 'Shelf', 'top_logprobs', 'prompt_series',
-           'draw_and_score', 'Memory', 'EmulatedTrainer', 'close_backend', 'give_back', 'timestamp', 'list_checkpoints',
-           'Call', 'forget_oldest', 'create_session', 'session_heartbeat', 'speaks_tinker', 'lora_wanted',
-           'open_learner', 'add_learner', 'create_model', 'forward_backward', 'optim_step', 'page_of', 'save_weights',
-           'load_weights', 'create_from_state', 'weights_info', 'save_weights_for_sampler', 'stored_name',
-           'new_sampler', 'create_sampling_session', 'snapshot_of', 'get_sampler', 'asample', 'unload_model',
-           'finish_session', 'load_adapter', 'get_info', 'capabilities', 'list_names', 'rest_checkpoints',
-           'delete_checkpoint', 'training_run', 'training_runs', 'starlette_parts', 'read_call', 'answer',
-           'retrieve_future', 'trainer_routes', 'once']
+__all__ = ['POSTS', 'Models', 'Snapshots', 'EmulatedTrainer', 'snapshot_of']
 
 # %% ../../nbs/71_emulator.trainer.ipynb #a192ff1e
 if TYPE_CHECKING:
@@ -579,7 +567,7 @@ class Memory:
 # %% ../../nbs/71_emulator.trainer.ipynb #d1f5bdc1
 KEPT_ANSWERS = 4096  # answers that a repeated idempotency key gets again
 
-
+# %% ../../nbs/71_emulator.trainer.ipynb #b5dec82b
 class EmulatedTrainer:
     "One training service: sessions, models, futures, checkpoints."
 
@@ -1102,6 +1090,8 @@ POSTS: dict[str, Endpoint] = {
     "create_sampling_session": create_sampling_session,
     "asample": asample,
 }
+
+# %% ../../nbs/71_emulator.trainer.ipynb #50919e73
 GETS: dict[str, Endpoint] = {
     "healthz": lambda call: {"status": "ok"},
     "get_server_capabilities": capabilities,
