@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -25,14 +25,14 @@ from rl_notebook.loop import (
     StepState,
     answer,
     begun_anew,
+    branch_off,
     between_turns,
     compared,
     encode,
     enter,
-    fresh_gradient,
     rest_of_step,
+    score_phase,
     settle_passes,
-    settled,
     staged,
     sync_phase,
     timed,
@@ -48,8 +48,9 @@ from .step import Listing, LossReport, Measured, list_groups, list_prompts, list
 __all__ = ['T', 'DRAINING', 'BARREN', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'one_row', 'land', 'pick',
            'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers', 'teaches',
            'take_down', 'take_apart', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed', 'graded_phase',
-           'with_versions', 'open_gate', 'chunked_half', 'gate_metrics', 'wait_metrics', 'AsyncPhases', 'AsyncGRPOLoop',
-           'stand', 'take_recorded', 'take_back', 'trained_rows', 'give_up', 'refuse_under_way', 'hand_over']
+           'with_versions', 'open_gate', 'publish', 'chunked_half', 'gate_metrics', 'wait_metrics', 'rest_of_beside',
+           'stand', 'undo_beside', 'take_back_rows', 'trained_rows', 'refuse_under_way', 'hand_over', 'branch_beside',
+           'AsyncGRPOLoop']
 
 # %% ../nbs/34_async_loop.ipynb #1b102664
 @dataclass
@@ -312,8 +313,8 @@ def recall(producer: Producer[Any], newer_than: int = -1) -> None:
 class Flow:
     "Gate, rows under way, and the place in the data of one loop."
 
-    def __init__(self, loop: AsyncPhases):
-        c, self.owner, self.stage = loop.cfg, loop, loop.stage
+    def __init__(self, loop: AsyncGRPOLoop):
+        c, self.weights = loop.cfg, loop.weights
         self.gate = Gate(c.prompt_groups_per_step, c.completions_per_prompt, c.max_head_offpolicy_versions)
         self.gate.max_concurrency, self.gate.last_version = c.max_concurrency_rollout_sample, c.steps
         self.intake = loop.state.cursor  # behind the rows that were taken
@@ -330,7 +331,7 @@ class Flow:
 
     def take(self) -> int | None:
         "The next row: one that has to be drawn again, or the next of the data; none in another loop's turn."
-        if self.stage.actor is not self.owner:
+        if self.weights.shared.loaded is not self.weights:
             return None
         if self.waiting:
             return self.waiting.popleft()
@@ -350,7 +351,7 @@ class Flow:
         return sorted({*self.waiting, *p.flights, *(row.number for row in (*p.ready, *p.rejected))})
 
 # %% ../nbs/34_async_loop.ipynb #91b32346
-async def roll_out(loop: AsyncPhases, number: int) -> Answered:
+async def roll_out(loop: AsyncGRPOLoop, number: int) -> Answered:
     "Draw, grade and compare a row."
     [prompt] = encode_numbers(loop, [number])
     answered = await answer(loop, prompt)
@@ -360,13 +361,13 @@ async def roll_out(loop: AsyncPhases, number: int) -> Answered:
     return replace(answered, group=group)
 
 
-def encode_numbers(loop: AsyncPhases, numbers: Iterable[int]) -> list[Prompt]:
+def encode_numbers(loop: AsyncGRPOLoop, numbers: Iterable[int]) -> list[Prompt]:
     "Rows of the run as prompts."
     at = lambda number: replace(loop.flow.intake, consumed=number).peek(1)
     return [prompt for number in numbers for prompt in encode(loop, at(number), number)]
 
 
-def teaches(loop: AsyncPhases, answered: Answered) -> bool:
+def teaches(loop: AsyncGRPOLoop, answered: Answered) -> bool:
     "Whether a row becomes training sequences; warns where hardly any does."
     useful, flow = trains_on(loop, answered.group), loop.flow
     flow.barren = 0 if useful else flow.barren + 1
@@ -381,7 +382,7 @@ def teaches(loop: AsyncPhases, answered: Answered) -> bool:
 BARREN = 10  # batches' worth of rows without signal, after which somebody is told
 
 
-def take_down(loop: AsyncPhases, rows: Sequence[Landed[Answered]]) -> None:
+def take_down(loop: AsyncGRPOLoop, rows: Sequence[Landed[Answered]]) -> None:
     "Note the rows of a step: what was lost, and how full the pipeline was when they were complete."
     flow = loop.flow
     flow.landed = [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
@@ -393,7 +394,7 @@ def take_down(loop: AsyncPhases, rows: Sequence[Landed[Answered]]) -> None:
     flow.at_step = gate_metrics(loop)
 
 
-def take_apart(loop: AsyncPhases) -> None:
+def take_apart(loop: AsyncGRPOLoop) -> None:
     "Give up the batch of the step under way: its rows are ready, or rejected, as before."
     flow = loop.flow
     if "sample" in loop.state.values:
@@ -403,7 +404,7 @@ def take_apart(loop: AsyncPhases) -> None:
         loop.state.values.pop("sample")
 
 # %% ../nbs/34_async_loop.ipynb #dea4e9e2
-def admit_phase(loop: AsyncPhases) -> Listing[Prompt]:
+def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
     "Start the rows that may be started; shows those that are under way or back."
     enter(loop.state, "prompts")
     take_apart(loop)
@@ -413,13 +414,13 @@ def admit_phase(loop: AsyncPhases) -> Listing[Prompt]:
         p.fill()
         numbers = sorted({*p.flights, *(row.number for row in p.ready)})
         prompts = encode_numbers(loop, numbers)
-    if not (numbers or p.rejected or p.held or p.error) and loop.stage.actor is loop:
+    if not (numbers or p.rejected or p.held or p.error) and loop.weights.shared.loaded is loop.weights:
         got, fix = f"all {loop.cursor.consumed} prompts done", "Raise epochs, or pass more rows."
         raise PhaseError("prompts", got=got, fix=fix)
     return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
 
 
-async def collect_phase(loop: AsyncPhases) -> Listing[Rollouts]:
+async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
     "Wait for a batch."
     enter(loop.state, "sample")
     take_apart(loop)
@@ -432,14 +433,14 @@ async def collect_phase(loop: AsyncPhases) -> Listing[Rollouts]:
     return lay_out(loop, live)
 
 
-def at_work(loop: AsyncPhases) -> Producer[Answered]:
+def at_work(loop: AsyncGRPOLoop) -> Producer[Answered]:
     "The producer of a loop that somebody steps; a pause stays a pause."
     producer = loop.flow.producer
     producer.held = "" if producer.held == AT_REST else producer.held
     return producer
 
 
-def lay_out(loop: AsyncPhases, live: Sequence[Landed[Answered]]) -> Listing[Rollouts]:
+def lay_out(loop: AsyncGRPOLoop, live: Sequence[Landed[Answered]]) -> Listing[Rollouts]:
     "A batch as the samples of a step: useful rows in the order of the data, then the others."
     flow, in_order = loop.flow, lambda rows: sorted(rows, key=lambda row: row.number)
     rows = [*in_order(live), *in_order(flow.producer.take_rejected())]
@@ -460,8 +461,10 @@ def placed(row: Landed[Answered], index: int) -> Answered:
     return replace(answered, group=replace(answered.group, submitted=row.version))
 
 # %% ../nbs/34_async_loop.ipynb #a1dfed4f
-def graded_phase(loop: AsyncPhases) -> Listing[PromptGroup]:
-    "The grades that the rollouts got when they came back."
+def graded_phase(loop: AsyncGRPOLoop, reward_fns: Any = None) -> Listing[PromptGroup]:
+    "The grades that the rollouts got when they came back; `reward_fns` grades the batch again."
+    if reward_fns is not None or loop.state.values.get("sample") is not loop.flow.sampled:
+        return with_versions(loop, score_phase(loop, reward_fns))
     enter(loop.state, "score")
     groups = [row.value.group for row in loop.flow.landed]
     with timed(loop, "score"):
@@ -470,26 +473,31 @@ def graded_phase(loop: AsyncPhases) -> Listing[PromptGroup]:
     return loop.state.put("score", list_groups([replace(g, advantages=None, turn_advantages=None) for g in groups]))
 
 
-def with_versions(loop: AsyncPhases, groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
+def with_versions(loop: AsyncGRPOLoop, groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
     "Groups that were graded again, with the versions that their rows were started at."
     versions = {row.number: row.version for row in loop.flow.landed}
     return loop.state.put("score", list_groups([replace(g, submitted=versions.get(g.number)) for g in groups]))
 
 # %% ../nbs/34_async_loop.ipynb #71fcd11c
-async def open_gate(loop: AsyncPhases) -> Measured:
-    "Sync where it is due, and let further rows start; to be `settled`."
+async def open_gate(loop: AsyncGRPOLoop) -> Measured:
+    "Hand the new weights to the sampler where it is due, and open the gate for another batch."
+    return await loop.weights.settled(publish(loop))
+
+
+async def publish(loop: AsyncGRPOLoop) -> Measured:
+    "A sync that the gate knows of."
     done = await sync_phase(loop)
     loop.flow.gate.publish(loop.state.number)
     loop.flow.producer.fill()
     return done
 
 # %% ../nbs/34_async_loop.ipynb #a36b7797
-async def chunked_half(loop: AsyncPhases) -> None:
+async def chunked_half(loop: AsyncGRPOLoop) -> None:
     "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
     admit_phase(loop)
     p, live, reports = loop.flow.producer, list[Landed[Answered]](), list[LossReport]()
     with begun_anew(loop), kept(p, live):
-        await fresh_gradient(loop)
+        await loop.weights.accumulate()
         for count in balanced_chunks(loop.cfg.prompt_groups_per_step, loop.cfg.pipeline_chunks_per_step):
             with timed(loop, "sample"):
                 rows = await p.batch(count, loop.cfg.prompt_groups_per_step - len(live))
@@ -507,7 +515,7 @@ async def chunked_half(loop: AsyncPhases) -> None:
     loop.flow.sampled = loop.state.values["sample"]
 
 # %% ../nbs/34_async_loop.ipynb #5fdbe16e
-def gate_metrics(loop: AsyncPhases) -> dict[str, float]:
+def gate_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
     "Staleness of a batch, and how full the pipeline was when it was trained."
     flow, gate = loop.flow, loop.flow.gate
     offsets = [loop.state.number - 1 - row.version for row in flow.landed if row.useful] or [0]
@@ -528,7 +536,7 @@ def gate_metrics(loop: AsyncPhases) -> dict[str, float]:
     }
 
 # %% ../nbs/34_async_loop.ipynb #c3b9d221
-def wait_metrics(loop: AsyncPhases) -> dict[str, float]:
+def wait_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
     "Who waited for whom in a step, and how fast samples came."
     seconds, flow = loop.state.seconds, loop.flow
     timers = {name: seconds.get(phase, 0.0) for name, phase in TIMERS.items()}
@@ -551,10 +559,89 @@ def wait_metrics(loop: AsyncPhases) -> dict[str, float]:
 AT_REST = "the loop is at rest"
 
 
-class AsyncPhases(GRPOLoop):
-    "The phases of a step whose rollouts run beside training, and where it stands."
+async def rest_of_beside(loop: AsyncGRPOLoop) -> StepRecord | None:
+    "`step` for a run, which ends where a stop was requested before."
+    record = await rest_of_step(loop)
+    if loop.weights.shared.several:
+        loop.flow.producer.held = AT_REST
+        await loop.flow.producer.drain()
+    return record
+
+# %% ../nbs/34_async_loop.ipynb #aff2ee52
+def stand(flow: Flow, cursor: Cursor, pending: Iterable[int], version: int) -> None:
+    "Put a flow where a finished step left it."
+    flow.producer.recall()
+    flow.intake, flow.waiting = cursor, deque(sorted(pending))
+    flow.landed, flow.sampled = [], None
+    flow.gate.publish(version)
+    flow.gate.accepted, flow.gate.running = version * flow.gate.batch, 0
+
+
+async def undo_beside(loop: AsyncGRPOLoop, to: str = "advantages") -> None:
+    "Take back the last update, and go on from `advantages` or later with the batch that it had."
+    return await loop.weights.settled(take_back_rows(loop, to))
+
+
+async def take_back_rows(loop: AsyncGRPOLoop, to: str) -> None:
+    "Take back the last update, to be `settled`; rows that came from its weights are given up."
+    flow, before = loop.flow, loop.state
+    await undo_step(loop, "advantages" if to in ("prompts", "sample") else to)
+    kept = {p.number for p in loop.state.values["prompts"]}
+    if "sample" in before.values and before.number != loop.state.number:
+        flow.give_back(p.number for p in before.values["prompts"] if p.number not in kept)
+    version = loop.state.number - 1
+    flow.producer.recall(newer_than=version)
+    flow.gate.publish(version)
+    flow.sampled, flow.landed, flow.at_step = loop.state.batch
+    rows = trained_rows(loop) + len(flow.producer.ready)
+    flow.gate.accepted = version * flow.gate.batch + rows * flow.gate.completions_per_prompt
+
+
+def trained_rows(loop: AsyncGRPOLoop) -> int:
+    "Rows of the batch that the gate has accepted."
+    return sum(row.useful for row in loop.flow.landed)
+
+# %% ../nbs/34_async_loop.ipynb #486049e6
+def refuse_under_way(loop: AsyncGRPOLoop, what: str) -> None:
+    "Refuse what needs a sampler that nobody is drawing from."
+    if count := len(loop.flow.producer.flights):
+        fix = "Call await loop.pause(drain=True) first."
+        raise PhaseError(what, got=f"{count} rows under way", expected="none", fix=fix)
+
+
+def hand_over(loop: AsyncGRPOLoop, other: AsyncGRPOLoop) -> None:
+    "Give a branch the data of the loop that it leaves; rows that are back, and in no batch, it draws again."
+    cursor, extra = loop.place_to_resume()
+    batch = {p.number for p in other.state.values["prompts"]} if "sample" in other.state.values else set()
+    stand(other.flow, cursor, set(extra["pending"]) - batch, other.state.number - 1)
+    if batch:
+        _, other.flow.landed, other.flow.at_step = other.state.batch
+        other.flow.gate.accepted += trained_rows(other) * other.flow.gate.completions_per_prompt
+
+
+async def branch_beside(loop: AsyncGRPOLoop, **options: Any) -> AsyncGRPOLoop:
+    "A loop at the same place with other settings, see `GRPOLoop.branch`; nothing may be under way."
+    refuse_under_way(loop, "branch")
+    other = await branch_off(loop, **options)
+    if options.get("at") == "start":
+        other.state = StepState(loop.state.number, loop.state.cursor)
+    hand_over(loop, other)
+    return other
+
+# %% ../nbs/34_async_loop.ipynb #a975b850
+class AsyncGRPOLoop(GRPOLoop):
+    "GRPO with rollouts beside training, one phase at a time."
 
     recipes = ("async_rl_loop",)
+
+    prompts = between_turns(admit_phase)
+    sample = staged(collect_phase)
+    score = between_turns(graded_phase)
+    sync = staged(open_gate)
+    overlapped_half = chunked_half
+    rest_of_step = staged(rest_of_beside)
+    undo = staged(undo_beside)
+    branch = staged(branch_beside)
 
     @cached_property
     def flow(self) -> Flow:
@@ -588,47 +675,9 @@ class AsyncPhases(GRPOLoop):
         held = f"; no row is started: {p.held}" if p.held else ""
         return f"{super().place}; {len(p.flights)} rows under way, {len(p.ready)} ready{held}"
 
-    @between_turns
-    def prompts(self) -> Listing[Prompt]:
-        "Start the rows that may be started."
-        return admit_phase(self)
-
-    @staged
-    async def sample(self) -> Listing[Rollouts]:
-        "Wait for a batch of rows that can teach something."
-        return await collect_phase(self)
-
-    @between_turns
-    def score(self, reward_fns: Any = None) -> Listing[PromptGroup]:
-        "The grades of the batch; `reward_fns` grades it again."
-        fresh = reward_fns is None and self.state.values.get("sample") is self.flow.sampled
-        return graded_phase(self) if fresh else with_versions(self, super().score(reward_fns))
-
-    @staged
-    async def sync(self) -> Measured:
-        "Hand the new weights to the sampler, and open the gate for another batch."
-        return await settled(self, open_gate(self))
-
     async def refill(self, attempts: int = 10) -> int:
         "Not here: a batch has its full number of useful rows, as long as there are any."
         raise PhaseError("refill", got="a batch that fills itself", fix="Leave it out.")
-
-    async def overlapped_half(self) -> None:
-        "The phases from `prompts` to `backward`, with backward passes made while samples arrive."
-        await chunked_half(self)
-
-# %% ../nbs/34_async_loop.ipynb #a975b850
-class AsyncGRPOLoop(AsyncPhases):
-    "GRPO with rollouts beside training, one phase at a time."
-
-    @staged
-    async def rest_of_step(self) -> StepRecord | None:
-        "`step` for a run, which ends where a stop was requested before."
-        record = await rest_of_step(self)
-        if self.stage.shared:
-            self.flow.producer.held = AT_REST
-            await self.flow.producer.drain()
-        return record
 
     async def pause(self, drain: bool = False) -> None:
         "Start no further row; with `drain`, wait for those under way. What has come back stays ready."
@@ -641,10 +690,6 @@ class AsyncGRPOLoop(AsyncPhases):
         self.flow.producer.held = ""
         return self.flow.producer.fill()
 
-    async def close(self) -> None:
-        "Give up what is under way; a loop that goes on draws it again."
-        await give_up(self)
-
     def rest(self) -> None:
         "Nobody is stepping: rows under way finish, and no other is started until the next step."
         self.flow.producer.held = self.flow.producer.held or AT_REST
@@ -652,21 +697,6 @@ class AsyncGRPOLoop(AsyncPhases):
     def check_can_leave(self) -> None:
         "Raise PhaseError while rollouts are drawn from this loop's weights."
         refuse_under_way(self, "another loop's turn")
-
-    @staged
-    async def undo(self, to: str = "advantages") -> None:
-        "Take back the last update, and go on from `advantages` or later with the batch that it had."
-        await settled(self, take_back(self, to))
-
-    @staged
-    async def branch(self, **options: Any) -> Self:
-        "A loop at the same place with other settings, see `GRPOLoop.branch`; nothing may be under way."
-        refuse_under_way(self, "branch")
-        other = await super().branch(**options)
-        if options.get("at") == "start":
-            other.state = StepState(self.state.number, self.state.cursor)
-        hand_over(self, other)
-        return other
 
     def more_of_record(self) -> dict[str, Any]:
         "Staleness, waits, rows under way, and when the rows of the batch were drawn."
@@ -680,72 +710,20 @@ class AsyncGRPOLoop(AsyncPhases):
         batch = [p.number for p in self.state.values.get("sample", ()) and self.state.values["prompts"]]
         return self.flow.intake, {"pending": sorted({*self.flow.pending, *batch})}
 
-    def take_as_recorded(self, record: StepRecord) -> None:
-        "Have taken the rows that a recorded step had taken; those that were under way will be drawn."
-        take_recorded(self, record)
-
     def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
         "Take the place after a finished step."
         self.state = StepState(step + 1, cursor)
         stand(self.flow, cursor, extra.get("pending", ()), step)
 
-# %% ../nbs/34_async_loop.ipynb #aff2ee52
-def stand(flow: Flow, cursor: Cursor, pending: Iterable[int], version: int) -> None:
-    "Put a flow where a finished step left it."
-    flow.producer.recall()
-    flow.intake, flow.waiting = cursor, deque(sorted(pending))
-    flow.landed, flow.sampled = [], None
-    flow.gate.publish(version)
-    flow.gate.accepted, flow.gate.running = version * flow.gate.batch, 0
+    def take_as_recorded(self, record: StepRecord) -> None:
+        "Have taken the rows that a recorded step had taken; those that were under way will be drawn."
+        cursor, gate = replace(self.flow.intake, consumed=record.consumed), self.flow.gate
+        self.stand_at(record.step - 1, cursor, {"pending": record.pending})
+        gate.accepted += len({d.group for d in record.datums}) * gate.completions_per_prompt
 
-
-def take_recorded(loop: AsyncPhases, record: StepRecord) -> None:
-    "Stand before a recorded step, with its batch taken."
-    gate, cursor = loop.flow.gate, replace(loop.flow.intake, consumed=record.consumed)
-    loop.stand_at(record.step - 1, cursor, {"pending": record.pending})
-    gate.accepted += len({d.group for d in record.datums}) * gate.completions_per_prompt
-
-
-async def take_back(loop: AsyncPhases, to: str) -> None:
-    "Take back the last update, to be `settled`; rows that came from its weights are given up."
-    flow, before = loop.flow, loop.state
-    await undo_step(loop, "advantages" if to in ("prompts", "sample") else to)
-    kept = {p.number for p in loop.state.values["prompts"]}
-    if "sample" in before.values and before.number != loop.state.number:
-        flow.give_back(p.number for p in before.values["prompts"] if p.number not in kept)
-    version = loop.state.number - 1
-    flow.producer.recall(newer_than=version)
-    flow.gate.publish(version)
-    flow.sampled, flow.landed, flow.at_step = loop.state.batch
-    rows = trained_rows(loop) + len(flow.producer.ready)
-    flow.gate.accepted = version * flow.gate.batch + rows * flow.gate.completions_per_prompt
-
-
-def trained_rows(loop: AsyncPhases) -> int:
-    "Rows of the batch that the gate has accepted."
-    return sum(row.useful for row in loop.flow.landed)
-
-
-async def give_up(loop: AsyncPhases) -> None:
-    "Cancel what is under way, and wait until it has ended."
-    producer = loop.flow.producer
-    producer.held, tasks = AT_REST, [flight.task for flight in producer.flights.values()]
-    producer.recall()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-# %% ../nbs/34_async_loop.ipynb #486049e6
-def refuse_under_way(loop: AsyncPhases, what: str) -> None:
-    "Refuse what needs a sampler that nobody is drawing from."
-    if count := len(loop.flow.producer.flights):
-        fix = "Call await loop.pause(drain=True) first."
-        raise PhaseError(what, got=f"{count} rows under way", expected="none", fix=fix)
-
-
-def hand_over(loop: AsyncPhases, other: AsyncPhases) -> None:
-    "Give a branch the data of the loop that it leaves; rows that are back, and in no batch, it draws again."
-    cursor, extra = loop.place_to_resume()
-    batch = {p.number for p in other.state.values["prompts"]} if "sample" in other.state.values else set()
-    stand(other.flow, cursor, set(extra["pending"]) - batch, other.state.number - 1)
-    if batch:
-        _, other.flow.landed, other.flow.at_step = other.state.batch
-        other.flow.gate.accepted += trained_rows(other) * other.flow.gate.completions_per_prompt
+    async def close(self) -> None:
+        "Give up what is under way, and wait until it has ended; a loop that goes on draws it again."
+        producer = self.flow.producer
+        producer.held, tasks = AT_REST, [flight.task for flight in producer.flights.values()]
+        producer.recall()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import copy
 import functools
 import html
@@ -21,7 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
@@ -30,32 +29,29 @@ import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'R', 'UNDO_TO', 'TURNS', 'P', 'AnyLoop',
-           'NOT_FOR_BRANCHES', 'GRADING', 'READ_BY', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text',
-           'StepState', 'enter', 'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'own_advantages',
-           'check_loss', 'Stage', 'Changeable', 'LoopMemory', 'Loop', 'as_rows', 'first_cursor', 'rollout_setup',
-           'place_text', 'title_text', 'phase_marks', 'loop_text', 'loop_html', 'no_bar', 'bar_shown', 'under_way',
-           'timed', 'measured', 'encode', 'prompts_phase', 'side_by_side', 'patience', 'draw_prompt', 'grading',
-           'sample_phase', 'score_phase', 'compared', 'advantages_phase', 'trains_on', 'nothing_to_learn',
-           'have_tokens', 'list_training', 'group_datums', 'datums_phase', 'skipped', 'with_reference',
-           'reference_phase', 'chosen_options', 'chosen_loss', 'loss_phase', 'fresh_gradient', 'drop_gradient',
-           'gradient_of', 'minibatches', 'gradient_pass', 'backward_phase', 'Saved', 'UndoEntry', 'entry_at',
-           'slots_in_use', 'remember', 'UndoCost', 'cost_of_undo', 'size_of', 'Held', 'interrupts_held', 'settled',
-           'joined_report', 'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'no_update', 'keep_entry',
-           'weights_moved', 'sync_waits', 'sync_sampler', 'sync_phase', 'called', 'changed_since_opened', 'sources_of',
-           'other_sources', 'record_of', 'next_state', 'finish_phase', 'reopened', 'forget_record', 'need_snapshots',
-           'bring_back', 'undo_step', 'park', 'take_over', 'swap', 'has_turn', 'join_turn', 'refuse_in_turn', 'claim',
-           'on_stage', 'staged', 'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state',
-           'branch_off', 'read_by', 'Changed', 'refuse_change', 'when_read', 'refuse_settings', 'score_at',
-           'change_settings', 'settings_from', 'what_follows', 'take_settings', 'Answered', 'answer', 'take_in',
-           'refill_step', 'wants_rollouts', 'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal',
-           'train_chunk', 'train_arrivals', 'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase',
-           'evaluation_due', 'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch',
-           'window_steps', 'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops',
-           'steps_left', 'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'LoopPhases',
-           'GRPOLoop', 'save_checkpoint', 'restore_checkpoint', 'export_policy', 'recorded_loss', 'updates_of',
-           'repeat_backward', 'sync_as_drawn', 'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest',
-           'recorded_settings', 'names_code', 'rebuild', 'to_the_base', 'Arrival', 'seek_step']
+__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 'AnyLoop', 'NOT_FOR_BRANCHES',
+           'GRADING', 'READ_BY', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text', 'StepState', 'enter',
+           'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'own_advantages', 'check_loss',
+           'LoopState', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text', 'phase_marks',
+           'loop_text', 'loop_html', 'Loop', 'no_bar', 'bar_shown', 'under_way', 'timed', 'encode', 'prompts_phase',
+           'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase', 'score_phase', 'compared',
+           'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums',
+           'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
+           'loss_phase', 'gradient_of', 'minibatches', 'gradient_pass', 'backward_phase', 'joined_report',
+           'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'no_update', 'sync_waits', 'sync_phase',
+           'made_sync', 'called', 'changed_since_opened', 'sources_of', 'other_sources', 'record_of', 'next_state',
+           'finish_phase', 'reopened', 'forget_record', 'need_snapshots', 'undo_step', 'take_back', 'staged',
+           'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off', 'read_by',
+           'Changed', 'refuse_change', 'when_read', 'refuse_settings', 'score_at', 'change_settings', 'settings_from',
+           'what_follows', 'take_settings', 'change', 'Answered', 'answer', 'take_in', 'refill_step', 'wants_rollouts',
+           'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals',
+           'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase', 'evaluation_due', 'whole_step',
+           'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps',
+           'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left',
+           'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'save_checkpoint',
+           'restore_checkpoint', 'export_policy', 'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn',
+           'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'recorded_settings', 'names_code', 'rebuild',
+           'to_the_base', 'Arrival', 'seek_step', 'GRPOLoop']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
@@ -90,7 +86,8 @@ from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, Sco
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
 from .step import loss_factory, merge_outputs
 from .step import list_datums, list_groups, list_prompts, list_rollouts
-from .step import scale_output, score_datums, score_group, score_group_blocking, sync_weights
+from .step import scale_output, score_datums, score_group, score_group_blocking
+from .weights import SamplerHas, SharedBackend, UndoCost, Weights, interrupts_held, join_turn
 
 # %% ../nbs/33_loop.ipynb #b31efaab
 PHASES = (
@@ -131,6 +128,20 @@ class StepState:
             self.values.pop(later, None)
         self.values[phase] = value
         return value
+
+    def copied(self) -> Self:
+        "The step as it stands, which later phases leave alone."
+        own = {name: copy.copy(getattr(self, name)) for name in ("values", "seconds", "spans")}
+        return replace(self, **own)
+
+    @contextmanager
+    def measured(self, what: str) -> Iterator[None]:
+        "Put the time of a block that ends well into the seconds of the step."
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        self.seconds[what] = end - start
+        self.spans.append((what, start, end))
 
     @property
     def current(self) -> str:
@@ -258,69 +269,9 @@ def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
         fix = "Leave one of the two out."
         raise ConfigError("make_loss", got="a loss of yours", expected="none with loss_path='builtin'", fix=fix)
 
-# %% ../nbs/33_loop.ipynb #1c6a9b39
-class Stage:
-    "Whose weights a backend holds, and whose turn it is."
-
-    def __init__(self, actor: LoopMemory | None = None):
-        self.actor = actor  # whose weights the backend holds; None = nobody's, after a change that failed
-        self.names: list[str] = []  # of the loops that share it
-        self.holder: LoopMemory | None = None  # at work now
-        self.depth = 0  # how many calls of the holder lie inside each other
-        self.task: asyncio.Task[Any] | None = None  # that the holder began in
-        self.turn: object | None = None  # of the holder; who is in it has it in `TURNS`
-        self.section: asyncio.Future[Any] | None = None  # changes trainer and loop together: see `settled`
-        self.lock = asyncio.Lock()
-        self.event_loop: asyncio.AbstractEventLoop | None = None  # that the lock belongs to
-
-    @property
-    def shared(self) -> bool:
-        "Whether more than one loop was ever here."
-        return len(self.names) > 1
-
-    def join(self, loop: LoopMemory) -> int:  # the number of its seat
-        "Let a loop in, under a name of its own."
-        taken = [name for name in self.names if name == loop.name or name.startswith(f"{loop.name} (")]
-        loop.name = f"{loop.name} ({len(taken) + 1})" if loop.name in self.names else loop.name
-        self.names.append(loop.name)
-        return len(self.names) - 1
-
-# %% ../nbs/33_loop.ipynb #4ce0a3d5
-class Changeable:
-    "The settings of a loop, which can be changed between two phases: see `change_settings`."
-
-    settings: Config  # now
-    in_window: bool  # whether syncs wait for the end of a window
-
-    @property
-    def cfg(self) -> Config:
-        "The settings; others can be assigned, which says when they count."
-        return self.settings
-
-    @cfg.setter
-    def cfg(self, new: Config) -> None:
-        print(change_settings(cast("Loop", self), new))
-
-    @property
-    def draws_ahead(self) -> bool:
-        "Whether prompts of later steps are answered, graded and compared already."
-        return self.in_window
-
-    def change(
-        self,
-        *,
-        reward: Any = None,  # None = the one that it has
-        make_loss: LossFactory | None = None,  # None = the one that it has
-        **settings: Any,  # fields of Config
-    ) -> Changed:
-        "Change settings or functions between two phases; says when each counts. Records say what was changed."
-        functions = {"reward": reward, "make_loss": make_loss}
-        given = {name: function for name, function in functions.items() if function is not None}
-        return change_settings(cast("Loop", self), settings, **given)
-
 # %% ../nbs/33_loop.ipynb #09356d34
-class LoopMemory(Changeable):
-    "What a loop remembers."
+class LoopState:
+    "What a loop remembers: what it was given, the step under way, its records. To be looked at."
 
     recipes: tuple[str, ...] = ("rl_loop", "igpo_loop")  # whose settings it reads
 
@@ -341,7 +292,7 @@ class LoopMemory(Changeable):
         keep_undo: int = 1,  # steps that can be undone; 0 = none, at no cost
         extras: Mapping[str, Any] | None = None,  # handed to a rollout factory
         name: str = "main",  # told apart by it from its branches
-        stage: Stage | None = None,  # None = the backend is this loop's alone
+        shared: SharedBackend | None = None,  # None = the backend is this loop's alone
     ):
         self.backend, self.name = backend, name
         self.settings = self.began_with = cfg or Config()  # now, and when it was opened
@@ -357,35 +308,18 @@ class LoopMemory(Changeable):
         self.sampler = bounded(backend.sampler, completions_at_once(self.cfg))
         self.task = configured(as_task(reward, rollout_setup(backend, self.cfg, extras, self.sampler)), self.cfg)
         self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
-        self.make_loss, self.keep_undo = make_loss, keep_undo
+        self.make_loss = make_loss
         self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
         self.outputs, self.on_undo = list(outputs), list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
-        self.policy_version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
+        self.weights = Weights(backend, self, keep_undo, shared)
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
-        self.undo_entries: deque[UndoEntry] = deque(maxlen=keep_undo)
-        self.remembering: tuple[int, float] = (0, 0.0)  # states that `undo` put aside, and the seconds that it took
         self.eval_metrics: dict[str, float] = {}  # for the record of the step under way
-        self.holds_gradient = False  # whether the trainer has a gradient that no update has used up
-        self.moved = False  # whether the weights were updated since the sampler got them
-        self.served: Saved | None = None  # if so, the state whose weights the sampler serves, where it was put aside
-        self.parked: Saved | None = None  # its state while another loop has the backend
-        self.beginning: UndoEntry | None = None  # where its run begins, once `seek` has left it
-        self.in_window = False  # whether syncs wait for the end of a window
         self.running, self.stop_requested = "", False  # the phase under way; whether it is to be the last
         self.breaker = Breaker(self.cfg.max_rollout_failure_rate)  # ends the run when connections fail too often
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
         self.bar: Any = None  # over steps
         self.opened = time.perf_counter()  # where the timelines of its records begin
-        self.stage = stage or Stage(self)
-        self.seat = self.stage.join(self)  # its number among the loops that share the backend
-
-    def check_can_leave(self) -> None:
-        "Raise PhaseError where another loop must not have the backend now."
-
-# %% ../nbs/33_loop.ipynb #71741aa9
-class Loop(LoopMemory):
-    "What a loop remembers, what follows from it, and how it shows itself."
 
     @property
     def cursor(self) -> Cursor:
@@ -393,71 +327,31 @@ class Loop(LoopMemory):
         return self.state.after
 
     @property
+    def cfg(self) -> Config:
+        "The settings; others can be assigned, which says when they count."
+        return self.settings
+
+    @cfg.setter
+    def cfg(self, new: Config) -> None:
+        print(change_settings(cast("Loop", self), new))
+
+    @property
+    def policy_version(self) -> int:
+        "Weight syncs so far, of what the sampler serves."
+        return self.weights.version
+
+    @property
     def place(self) -> str:
         "Where the loop is, in one line."
-        return place_text(self)
+        return place_text(cast("Loop", self))
 
-    @property
-    def evaluates(self) -> bool:
-        "Whether there is anything to evaluate on."
-        return bool(self.eval_rows) or self.evaluation_fn is not None
+    def forget_gradient(self) -> None:
+        "The gradient is dropped; between two updates of a step the next one makes its own."
+        if not self.state.made:
+            self.state.values.pop("backward", None)
 
-    @property
-    def rows_left(self) -> bool:
-        "Whether there are prompts for another step."
-        return not self.state.cursor.exhausted
-
-    @property
-    def overlaps(self) -> bool:
-        "Whether backward passes of a step begin before its last group is there."
-        return self.cfg.min_samples_per_fwd_bwd is not None
-
-    @property
-    def done(self) -> bool:
-        "Whether the rows, or the configured number of steps, are used up and no step is half done."
-        return is_done(self)
-
-    def rest(self) -> None:
-        "Nobody is stepping any more, for now."
-
-    async def close(self) -> None:
-        "Give up what is under way."
-
-    def take_as_recorded(self, record: StepRecord) -> None:
-        "Have taken the rows that a recorded step had taken."
-        self.state.taken = record.consumed - self.state.cursor.consumed
-
-    def more_of_record(self) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
-        "What this kind of loop adds to the record of a step."
-        return {}
-
-    def place_to_resume(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
-        "What of a loop, beside the trainer's state, a checkpoint keeps."
-        return self.state.cursor, {}
-
-    def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
-        "Take the place after a finished step."
-        if extra.get("pending"):
-            got = f"{len(extra['pending'])} prompts that were under way"
-            fix = "Go on with the asynchronous loop: recipe='async_rl_loop'."
-            raise RecordError("a checkpoint of another loop", got=got, expected="none under way", fix=fix)
-        self.state = StepState(step + 1, cursor)
-
-    @property
-    def planned_steps(self) -> int | None:
-        "Steps of the whole run as far as they can be known; None without end."
-        return steps_planned(self)
-
-    @property
-    def undo_cost(self) -> UndoCost:
-        "What being able to undo costs: states kept, their bytes, seconds spent on them."
-        return cost_of_undo(self)
-
-    def __repr__(self) -> str:
-        return loop_text(self)
-
-    def _repr_html_(self) -> str:
-        return loop_html(self)
+    def check_can_leave(self) -> None:
+        "Raise PhaseError where another loop must not have the backend now."
 
 # %% ../nbs/33_loop.ipynb #f0b51039
 def as_rows(rows: Any) -> list[Row]:
@@ -494,7 +388,7 @@ def place_text(loop: Loop) -> str:
 
 def title_text(loop: Loop) -> str:
     "What a loop is, with its name if it shares its backend."
-    return f"{type(loop).__name__} {loop.name!r}" if loop.stage.shared else type(loop).__name__
+    return f"{type(loop).__name__} {loop.name!r}" if loop.weights.shared.several else type(loop).__name__
 
 
 def phase_marks(state: StepState) -> list[tuple[str, str]]:
@@ -518,6 +412,77 @@ def loop_html(loop: Loop) -> str:
     last = f"<p>last: {html.escape(loop.records[-1].verdict)}</p>" if loop.records else ""
     title = html.escape(title_text(loop))
     return f"<p><b>{title}</b> {html.escape(loop.place)}</p><p>{' '.join(marks)}</p>{last}"
+
+# %% ../nbs/33_loop.ipynb #71741aa9
+class Loop(LoopState):
+    "What follows from what a loop remembers, and how it shows itself. A loop with rollouts beside it says otherwise."
+
+    @property
+    def evaluates(self) -> bool:
+        "Whether there is anything to evaluate on."
+        return bool(self.eval_rows) or self.evaluation_fn is not None
+
+    @property
+    def rows_left(self) -> bool:
+        "Whether there are prompts for another step."
+        return not self.state.cursor.exhausted
+
+    @property
+    def overlaps(self) -> bool:
+        "Whether backward passes of a step begin before its last group is there."
+        return self.cfg.min_samples_per_fwd_bwd is not None
+
+    @property
+    def done(self) -> bool:
+        "Whether the rows, or the configured number of steps, are used up and no step is half done."
+        return is_done(self)
+
+    @property
+    def draws_ahead(self) -> bool:
+        "Whether prompts of later steps are answered, graded and compared already."
+        return self.weights.in_window
+
+    def rest(self) -> None:
+        "Nobody is stepping any more, for now."
+
+    async def close(self) -> None:
+        "Give up what is under way."
+
+    def take_as_recorded(self, record: StepRecord) -> None:
+        "Have taken the rows that a recorded step had taken."
+        self.state.taken = record.consumed - self.state.cursor.consumed
+
+    def more_of_record(self) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
+        "What this kind of loop adds to the record of a step."
+        return {}
+
+    def place_to_resume(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
+        "What of a loop, beside the trainer's state, a checkpoint keeps."
+        return self.state.cursor, {}
+
+    def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
+        "Take the place after a finished step."
+        if extra.get("pending"):
+            got = f"{len(extra['pending'])} prompts that were under way"
+            fix = "Go on with the asynchronous loop: recipe='async_rl_loop'."
+            raise RecordError("a checkpoint of another loop", got=got, expected="none under way", fix=fix)
+        self.state = StepState(step + 1, cursor)
+
+    @property
+    def planned_steps(self) -> int | None:
+        "Steps of the whole run as far as they can be known; None without end."
+        return steps_planned(self)
+
+    @property
+    def undo_cost(self) -> UndoCost:
+        "What being able to undo costs: states kept, their bytes, seconds spent on them."
+        return self.weights.cost
+
+    def __repr__(self) -> str:
+        return loop_text(self)
+
+    def _repr_html_(self) -> str:
+        return loop_html(self)
 
 # %% ../nbs/33_loop.ipynb #13f2c9da
 def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
@@ -546,18 +511,8 @@ def under_way(loop: Loop, phase: str) -> Iterator[None]:
 @contextmanager
 def timed(loop: Loop, phase: str) -> Iterator[None]:
     "Measure a phase, and say meanwhile that it is under way."
-    with under_way(loop, phase), measured(loop.state, phase):
+    with under_way(loop, phase), loop.state.measured(phase):
         yield
-
-
-@contextmanager
-def measured(state: StepState, what: str) -> Iterator[None]:
-    "Put the time of a block that ends well into the seconds of a step."
-    start = time.perf_counter()
-    yield
-    end = time.perf_counter()
-    state.seconds[what] = end - start
-    state.spans.append((what, start, end))
 
 # %% ../nbs/33_loop.ipynb #09a93b38
 def encode(
@@ -754,21 +709,6 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
     return loop.state.put("loss", LossReport(output, tuple(datums), loop.backend.tokenizer))
 
 # %% ../nbs/33_loop.ipynb #e89bf00d
-async def fresh_gradient(loop: Loop) -> None:
-    "Drop what an earlier pass left on the trainer."
-    if loop.holds_gradient:
-        await drop_gradient(loop)
-    loop.holds_gradient = True
-
-
-async def drop_gradient(loop: LoopMemory) -> None:
-    "Drop a gradient; between two updates of a step the next one makes its own."
-    if not loop.state.made:
-        loop.state.values.pop("backward", None)
-    await loop.backend.policy.discard_gradients()
-    loop.holds_gradient = False
-
-
 async def gradient_of(loop: Loop, datums: Sequence[Datum], **split: Any) -> LossOutput:
     "Accumulate the gradient of datums, with a loss that is computed here or by the service."
     policy, options = loop.backend.policy, LossOptions(**chosen_options(loop))
@@ -786,7 +726,7 @@ def minibatches(loop: Loop, datums: Sequence[Datum]) -> list[Sequence[Datum]]:
 
 async def gradient_pass(loop: Loop, datums: Sequence[Datum]) -> LossReport:
     "The gradient of one update, where there was none."
-    await fresh_gradient(loop)
+    await loop.weights.accumulate()
     output = await gradient_of(loop, datums, max_samples=loop.cfg.max_samples_per_fwd_bwd)
     return LossReport(output, tuple(datums), loop.backend.tokenizer)
 
@@ -804,138 +744,6 @@ async def backward_phase(loop: Loop) -> LossReport | Measured:
     divided = chosen_options(loop)["aggregation"] == "sum"
     loop.state.normalization = c.grad_accumulation_normalization if divided else "none"
     return loop.state.put("backward", report)
-
-# %% ../nbs/33_loop.ipynb #df3e362d
-@dataclass(frozen=True)
-class Saved:
-    "A state of the trainer that was put aside."
-
-    path: str  # for `load_state`
-    slot: int = -1  # of the names that are used in turn
-
-
-@dataclass(frozen=True)
-class UndoEntry:
-    "A step that can be taken back, or a place to go back to."
-
-    state: StepState  # as it was right before the update
-    saved: Saved  # the trainer's state then
-    policy_version: int  # that the sampler served
-    moved: bool = False  # whether the sampler served older weights than the trainer had
-    served: Saved | None = None  # if so, the state that has them, where it is known
-
-
-def entry_at(loop: Loop, saved: Saved) -> UndoEntry:
-    "Where a loop stands now."
-    own = {name: copy.copy(getattr(loop.state, name)) for name in ("values", "seconds", "spans")}
-    state = replace(loop.state, **own)
-    return UndoEntry(state, saved, loop.policy_version, loop.moved, loop.served)
-
-
-def slots_in_use(loop: Loop) -> set[int]:
-    "Slots whose states the loop may need again."
-    kept = [loop.served, *(s for e in loop.undo_entries for s in (e.saved, e.served))]
-    return {s.slot for s in kept if s is not None}
-
-# %% ../nbs/33_loop.ipynb #40d4f59f
-async def remember(loop: Loop) -> UndoEntry | None:  # None = nothing was put aside
-    "Put aside what `undo` needs."
-    if not loop.backend.capabilities.state_snapshots or not (loop.keep_undo or loop.stage.shared):
-        return None
-    if len(loop.undo_entries) == loop.undo_entries.maxlen and loop.undo_entries:
-        loop.undo_entries.popleft()
-    free = next(slot for slot in itertools.count() if slot not in slots_in_use(loop))
-    with measured(loop.state, "remember"):
-        saved = Saved(await loop.backend.policy.save_state(f"undo-{loop.seat}-{free}"), free)
-    times, seconds = loop.remembering
-    loop.remembering = times + 1, seconds + loop.state.seconds["remember"]
-    return entry_at(loop, saved)
-
-# %% ../nbs/33_loop.ipynb #6c043409
-@dataclass(frozen=True)
-class UndoCost:
-    "What being able to undo costs."
-
-    steps: int  # that can be taken back now
-    states: int  # of the trainer that are kept for it
-    bytes: int | None  # of these states; None = the backend does not say
-    saves: int  # states put aside so far
-    seconds: float  # that this took, all together
-
-    def __repr__(self) -> str:
-        if not self.saves:
-            return "undo costs nothing: no state was put aside"
-        size = "of unknown size" if self.bytes is None else f"{self.bytes / 1e6:.1f} MB"
-        each = f"{1e3 * self.seconds / self.saves:.1f} ms a step"
-        return f"steps that can be undone: {self.steps}; states kept: {self.states}, {size}; {each}"
-
-
-def cost_of_undo(loop: Loop) -> UndoCost:
-    "What being able to undo has cost a loop."
-    kept = {e.saved.path for e in loop.undo_entries} | {e.served.path for e in loop.undo_entries if e.served}
-    sizes = [size_of(loop.backend.policy, path) for path in kept]
-    known = None if None in sizes else sum(size for size in sizes if size is not None)
-    return UndoCost(len(loop.undo_entries), len(kept), known, *loop.remembering)
-
-
-def size_of(trainer: Any, path: str) -> int | None:
-    "Bytes of a saved state, where the trainer can tell."
-    measure = getattr(trainer, "saved_bytes", None)
-    return None if measure is None else measure(path)
-
-# %% ../nbs/33_loop.ipynb #c4561ae5
-R = TypeVar("R")
-
-
-class Held:
-    "A handler of SIGINT that keeps the first interrupt for later and passes the next ones on."
-
-    def __init__(self) -> None:
-        before = signal.getsignal(signal.SIGINT)
-        while isinstance(before, Held) and before.over:
-            before = before.before
-        self.before: Any = before
-        self.heard, self.over = 0, False
-
-    def __call__(self, signum: int, frame: Any) -> None:
-        self.heard += 1
-        if (self.over or self.heard > 1) and callable(self.before):
-            self.before(signum, frame)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[Held | None]:
-    "While inside, an interrupt of the main thread waits; it is heard when the block is over."
-    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
-        yield None
-        return
-    held = Held()
-    signal.signal(signal.SIGINT, held)
-    try:
-        yield held
-    finally:
-        held.over = True
-        if signal.getsignal(signal.SIGINT) is held:  # else another one came meanwhile, and will go back to this one
-            signal.signal(signal.SIGINT, held.before)
-        if held.heard == 1:
-            held.before(signal.SIGINT, None)
-
-# %% ../nbs/33_loop.ipynb #0e0026cd
-async def settled(loop: LoopMemory, work: Coroutine[Any, Any, R]) -> R:
-    "Do what changes trainer and loop together to its end; a cancellation goes on after it, a second one at once."
-    stage = loop.stage
-    if stage.section is asyncio.current_task():  # part of a larger piece
-        return await work
-    stage.section = section = asyncio.ensure_future(work)
-    with interrupts_held() as held:
-        try:
-            await asyncio.wait([section])
-        except asyncio.CancelledError as cancelled:
-            if not (held and held.heard):
-                await asyncio.wait([section])
-                raise cancelled from section.exception()
-            raise
-    return section.result()
 
 # %% ../nbs/33_loop.ipynb #c0791365
 def joined_report(reports: Sequence[LossReport]) -> LossReport:
@@ -962,7 +770,7 @@ async def optimize_phase(loop: Loop) -> Measured:
     enter(loop.state, "optimize")
     if nothing := skipped(loop, "optimize"):
         with under_way(loop, "optimize"):
-            await settled(loop, no_update(loop))
+            await loop.weights.settled(no_update(loop))
         return nothing
     with timed(loop, "optimize"):
         made = await all_updates(loop)
@@ -975,44 +783,32 @@ async def all_updates(loop: Loop) -> Sequence[tuple[LossReport, dict[str, float]
     "The update whose gradient is there, and those of further minibatches; called again, it goes on where it stopped."
     state = loop.state
     if not state.made:
-        await settled(loop, update(loop, state.values["backward"]))
+        await loop.weights.settled(update(loop, state.values["backward"]))
     if state.updates:
         for part in minibatches(loop, state.values["reference"])[len(state.made) :]:
-            await settled(loop, update(loop, await gradient_pass(loop, part)))
+            await loop.weights.settled(update(loop, await gradient_pass(loop, part)))
     return state.made
 
 
 async def update(loop: Loop, report: LossReport) -> None:
     "One optimizer step with the gradient of a pass, noted in the step; before its first, what `undo` needs."
-    state = loop.state
-    entry = None if state.made else await remember(loop)
-    divided_by = state.normalization
+    state, weights = loop.state, loop.weights
+    before = None if state.made else await weights.remember()
     try:
-        measured = await loop.backend.policy.optim_step(loop.cfg.adam(), grad_accumulation_normalization=divided_by)
+        measured = await weights.update(loop.cfg.adam(), state.normalization, before)
     except BackendError as error:
         if type(error) is not BackendError:
             raise
         raise BackendError(str(error), where=f"step {state.number}") from error
-    weights_moved(loop, entry.saved if entry else None)
-    keep_entry(loop, entry)
+    if before is not None:
+        weights.undoable.append(before)
     state.made = (*state.made, (report, measured))
 
 
 async def no_update(loop: Loop) -> None:
     "A step that changes no weights can be taken back, too."
-    keep_entry(loop, await remember(loop))
-
-
-def keep_entry(loop: Loop, entry: UndoEntry | None) -> None:
-    "Make a step one that can be taken back."
-    if entry is not None and loop.keep_undo:
-        loop.undo_entries.append(entry)
-
-
-def weights_moved(loop: Loop, before: Saved | None = None) -> None:
-    "Note an update: the gradient is used up, and the sampler serves what was before it."
-    loop.served, loop.moved = loop.served if loop.moved else before, True
-    loop.holds_gradient = False
+    if before := await loop.weights.remember():
+        loop.weights.undoable.append(before)
 
 # %% ../nbs/33_loop.ipynb #4c996a2e
 def sync_waits(loop: Loop) -> str:
@@ -1020,27 +816,26 @@ def sync_waits(loop: Loop) -> str:
     interval = loop.cfg.weight_sync_interval
     if interval == 0:
         return "never"
-    if loop.in_window:
+    if loop.weights.in_window:
         return "at the end of the window"
     return f"every {interval} steps" if loop.state.number % interval else ""
 
 # %% ../nbs/33_loop.ipynb #08418c06
-async def sync_sampler(loop: Loop) -> None:
-    "Make the sampler serve the trainer's weights."
-    loop.policy_version = await sync_weights(loop.backend, f"step-{loop.seat}-{loop.state.number:05d}")
-    loop.moved, loop.served = False, None
-
-
 async def sync_phase(loop: Loop) -> Measured:
-    "Hand the new weights to the sampler, if this step is due for it; to be `settled`."
+    "Hand the new weights to the sampler, if this step is due for it."
     enter(loop.state, "sync")
     if nothing := skipped(loop, "sync"):
         return nothing
     if when := sync_waits(loop):
         return loop.state.put("sync", Measured(f"weights stay where they are: synced {when}", {}))
+    return await loop.weights.settled(made_sync(loop))
+
+
+async def made_sync(loop: Loop) -> Measured:
+    "A sync, noted in the step."
     with timed(loop, "sync"):
-        await sync_sampler(loop)
-    return loop.state.put("sync", Measured("sampler has the new weights", {"policy_version": loop.policy_version}))
+        version = await loop.weights.sync()
+    return loop.state.put("sync", Measured("sampler has the new weights", {"policy_version": version}))
 
 # %% ../nbs/33_loop.ipynb #e14f9568
 def called(given: Any) -> Any:
@@ -1162,129 +957,33 @@ def need_snapshots(loop: Loop, what: str) -> None:
         )
 
 
-async def bring_back(loop: Loop, entry: UndoEntry, name: str, *, sampler: bool = True) -> None:
-    "Put weights and optimizer back, and, if it has changed, what the sampler serves."
-    saved, served = entry.saved.path, entry.served.path if entry.served else None
-    if sampler and entry.moved and served is not None:  # two states: that of the sampler first
-        await loop.backend.policy.load_state(served)
-        loop.policy_version = await sync_weights(loop.backend, name)
-    await loop.backend.policy.load_state(saved)
-    if sampler and not (entry.moved and served is not None):
-        loop.policy_version = await sync_weights(loop.backend, name)
-    loop.moved, loop.served, loop.holds_gradient = entry.moved, entry.served, False
-
-
 async def undo_step(loop: Loop, to: str = "prompts") -> None:
-    "Take back the last update and go on from a phase, to be `settled`; `reopened` says what is so of a window's step."
+    """Take back the last update; `to` is the phase to go on from, and earlier phases keep their values.
+
+    The prompts of a step that was drawn ahead in a window cannot be taken again, so instead of from `prompts` it
+    goes on from `advantages`, with the groups that it had."""
+    return await loop.weights.settled(take_back(loop, to))
+
+
+async def take_back(loop: Loop, to: str) -> None:
+    "Take back the last update, to be `settled`."
+    weights = loop.weights
     if to not in UNDO_TO:
         raise PhaseError("undo", got=f"to={to!r}", expected=", ".join(UNDO_TO))
     need_snapshots(loop, "undo")
-    if not loop.undo_entries:
-        why = "no update to take back" if loop.keep_undo else "keep_undo=0"
+    if not weights.undoable:
+        why = "no update to take back" if weights.undoable.maxlen else "keep_undo=0"
         raise PhaseError("undo", got=why, fix="Open the loop with keep_undo=N to take back the last N steps.")
-    entry = loop.undo_entries[-1]
-    name, synced_since = f"undo-{loop.seat}-{entry.state.number:05d}", loop.policy_version != entry.policy_version
-    await bring_back(loop, entry, name, sampler=synced_since)
+    entry = weights.undoable[-1]
+    name, synced_since = f"undo-{weights.loop_id}-{entry.state.number:05d}", weights.version != entry.policy_version
+    await weights.restore(entry, name, sampler=synced_since)
     forget_record(loop, entry.state.number)
-    loop.undo_entries.pop()
+    weights.undoable.pop()
     loop.state, loop.eval_metrics = reopened(entry.state, to), {}
-
-# %% ../nbs/33_loop.ipynb #f6d7c6d5
-async def park(loop: LoopMemory) -> None:
-    "Put a loop's weights aside, because another loop needs the backend."
-    if loop.moved and loop.served is None:
-        got, fix = "weights that its sampler has not got", "Sync the loop first."
-        raise PhaseError(f"{loop.name!r} cannot leave the backend", got=got, fix=fix)
-    loop.parked = Saved(await loop.backend.policy.save_state(f"branch-{loop.seat}"))
-    if loop.holds_gradient:
-        await drop_gradient(loop)
-
-
-async def take_over(loop: Loop) -> None:
-    "Put a loop's weights on the backend, if others are there, once no section is changing what it holds."
-    stage = loop.stage
-    if stage.section not in (None, asyncio.current_task()):
-        await asyncio.wait([stage.section])
-    if stage.actor is not loop:
-        await settled(loop, swap(loop))
-
-
-async def swap(loop: Loop) -> None:
-    "Put a loop's weights in the place of another's."
-    stage = loop.stage
-    with measured(loop.state, "swap"):
-        if stage.actor is not None:
-            stage.actor.check_can_leave()
-            await park(stage.actor)
-        stage.actor, parked = None, loop.parked  # until all of it is done
-        if parked is None:
-            raise PhaseError("a loop without weights", where=loop.name, fix="Make it with await loop.branch().")
-        await bring_back(loop, entry_at(loop, parked), f"turn-{loop.seat}")
-    stage.actor = loop
-
-# %% ../nbs/33_loop.ipynb #8b01f09b
-TURNS: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())  # that this task is in
-
-
-def has_turn(loop: Loop) -> bool:
-    "Whether the caller may use the backend now: in a turn of this loop, or between two steps of its window."
-    stage = loop.stage
-    if stage.holder is not loop:
-        return False
-    return stage.turn in TURNS.get() or (loop.in_window and stage.depth == 1 and not loop.running)
-
-
-def join_turn(turn: object) -> None:
-    "Go on with a turn, in whichever task one is now."
-    if turn not in TURNS.get():
-        TURNS.set((*TURNS.get(), turn))
-
-
-def refuse_in_turn(loop: Loop, what: str, fix: str) -> None:
-    "Raise PhaseError in the middle of a turn that another cell, or a dashboard, has begun."
-    if loop.stage.holder is loop and not has_turn(loop):
-        got = f"{loop.running or 'a step'} is under way, begun in another cell or by a dashboard"
-        raise PhaseError(what, where=loop.place, got=got, fix=fix)
-
-
-def claim(stage: Stage, loop: Loop) -> asyncio.Lock:
-    "The lock to wait for; raises PhaseError where waiting would never end, or not before a window does."
-    torn = stage.holder is None and stage.lock.locked()  # by an interrupt, before it was noted who has it
-    if torn or stage.event_loop is not asyncio.get_running_loop():  # the one before has ended, with all in it
-        stage.lock, stage.event_loop = asyncio.Lock(), asyncio.get_running_loop()
-        stage.holder, stage.task, stage.turn, stage.depth, stage.section = None, None, None, 0, None
-    if stage.holder not in (None, loop) and stage.task is asyncio.current_task():
-        got = f"a window of {stage.holder.name!r} that waits for this"
-        fix = "Let the window end first, or put the two loops into tasks of their own."
-        raise PhaseError(f"a turn for {loop.name!r}", got=got, expected="the backend to be free", fix=fix)
-    if loop.in_window:
-        fix = "Wait for the step under way, or press Stop (loop.stop()) to end the window."
-        refuse_in_turn(loop, "a window of several steps", fix)
-    return stage.lock
-
-
-@asynccontextmanager
-async def on_stage(loop: Loop) -> AsyncIterator[object]:  # the turn, for `join_turn`
-    "Hold the backend, with this loop's weights on it."
-    stage = loop.stage
-    lock = claim(stage, loop)
-    if not has_turn(loop):
-        await lock.acquire()
-        stage.holder, stage.task, stage.turn = loop, asyncio.current_task(), object()
-        join_turn(stage.turn)
-    stage.depth += 1
-    try:
-        await take_over(loop)
-        yield stage.turn
-    finally:
-        stage.depth -= 1
-        if not stage.depth:
-            TURNS.set(tuple(turn for turn in TURNS.get() if turn is not stage.turn))
-            stage.holder = stage.task = stage.turn = None
-            lock.release()
 
 # %% ../nbs/33_loop.ipynb #987b8f94
 P = ParamSpec("P")
+R = TypeVar("R")
 AnyLoop = TypeVar("AnyLoop", bound="Loop")
 
 
@@ -1295,7 +994,7 @@ def staged(
 
     @functools.wraps(method)
     async def in_turn(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
-        async with on_stage(loop):
+        async with loop.weights.turn():
             return await method(loop, *args, **kwargs)
 
     return in_turn
@@ -1306,7 +1005,9 @@ def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Conc
 
     @functools.wraps(method)
     def refused_in_turns(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_in_turn(loop, method.__name__, "Pause the dashboard, or wait until the other cell is done.")
+        loop.weights.refuse_in_turn(
+            method.__name__.removesuffix("_phase"), "Pause the dashboard, or wait until the other cell is done."
+        )
         return method(loop, *args, **kwargs)
 
     return refused_in_turns
@@ -1342,13 +1043,13 @@ def branch_place(loop: Loop, at: str | None) -> str:
     place = at or ("batch" if "sample" in state.values else "start")
     if place not in ("batch", "start"):
         raise PhaseError("branch", got=f"at={at!r}", expected="'batch' or 'start'")
-    if loop.in_window:
+    if loop.weights.in_window:
         fix = "Let the window end, or stop the loop."
         raise PhaseError("branch", where=where, got="a window under way", expected="a step of its own", fix=fix)
     if state.updated:
         fix = "Go back with await loop.undo(), or go on with await loop.step()."
         raise PhaseError("branch", where=where, got="updated weights", expected="a step before its update", fix=fix)
-    if loop.moved:
+    if loop.weights.sampler is not SamplerHas.CURRENT:
         expected = f"a sync first (weight_sync_interval={loop.cfg.weight_sync_interval})"
         raise PhaseError("branch", where=where, got="weights that the sampler has not got yet", expected=expected)
     if place == "batch" and "sample" not in state.values:
@@ -1363,18 +1064,24 @@ def branch_state(loop: Loop, cfg: Config, place: str, regrade: bool) -> StepStat
     state = reopened(loop.state, to)
     return replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
 
-# %% ../nbs/33_loop.ipynb #f8ea38f6
+
 GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grades may depend on
 
-
+# %% ../nbs/33_loop.ipynb #f8ea38f6
 async def branch_off(
     loop: AnyLoop,
-    changes: Mapping[str, Any],  # fields of Config
-    at: str | None = None,  # "batch", "start"; None = "batch" if there is one
-    **given: Any,  # arguments of the loop that replace its own: reward, make_loss, name, outputs, ...
+    *,
+    at: str | None = None,  # "batch": keep the samples; "start": from before the step; None = what there is
+    name: str = "",  # in charts; "" = what is different
+    reward: Any = None,  # None = this loop's
+    make_loss: LossFactory | None = None,  # None = this loop's
+    outputs: Sequence[Callable[[StepRecord], Any]] = (),  # its own
+    **changes: Any,  # fields of Config
 ) -> AnyLoop:
-    "Another loop at the same place, with other settings, on the same backend."
+    "A loop at the same place with other settings, on the same backend; both can go on, in turn or side by side."
     need_snapshots(loop, "branch")
+    named: dict[str, Any] = {"name": name, "reward": reward, "make_loss": make_loss}
+    given: dict[str, Any] = {k: v for k, v in named.items() if v not in (None, "")} | {"outputs": outputs}
     place, cfg = branch_place(loop, at), branch_config(loop.cfg, changes)
     changed = {name.partition(".")[0] for name, *_ in loop.cfg.diff(cfg).rows}
     if "rewards" in changed and "reward" not in given:
@@ -1383,13 +1090,13 @@ async def branch_off(
         given.setdefault("advantage_fn", None)  # the config's
     regrade = "reward" in given or any(name in changed for name in GRADING)
     given.setdefault("name", branch_name(loop.cfg, cfg, [n for n in ("reward", "make_loss") if n in given]))
-    options = {"eval_rows": loop.eval_rows, "stage": loop.stage} | loop.given | given
+    options = {"eval_rows": loop.eval_rows, "shared": loop.weights.shared} | loop.given | given
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
-    other.state, other.policy_version = branch_state(loop, cfg, place, regrade), loop.policy_version
+    other.state, other.weights.version = branch_state(loop, cfg, place, regrade), loop.policy_version
     try:
-        other.parked = Saved(await loop.backend.policy.save_state(f"branch-{other.seat}"))
+        other.weights.parked = await loop.weights.save(f"branch-{other.weights.loop_id}")
     except BaseException:  # cancelled, too: it was never here
-        loop.stage.names.remove(other.name)
+        loop.weights.shared.names.remove(other.name)
         raise
     return other
 
@@ -1450,7 +1157,7 @@ def refuse_settings(loop: Loop, cfg: Config) -> None:
     "Raise ConfigError for settings that the backend would ignore; some can be told to score at another temperature."
     backend, scored = loop.backend, loop.backend.capabilities.policy_temperature
     if cfg.temperature not in (scored, 0.0) and backend.score_at is not None:
-        if loop.stage.shared:
+        if loop.weights.shared.several:
             expected, fix = "that of the loops that share the backend", "Open a backend of its own for another."
             raise ConfigError("temperature", got=cfg.temperature, expected=expected, fix=fix)
         cfg = replace(cfg, temperature=scored)
@@ -1469,7 +1176,7 @@ def score_at(loop: Loop, temperature: float) -> None:
 # %% ../nbs/33_loop.ipynb #94ac8ffe
 def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
     "Change settings between two phases: a whole config, or values by dotted name; `functions`: reward, make_loss."
-    refuse_in_turn(loop, "change of settings", "Pause it first.")
+    loop.weights.refuse_in_turn("change of settings", "Pause it first.")
     old, state = loop.settings, loop.state
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
     needs = (cfg.kl_beta > 0 or cfg.kl_metric) and not (old.kl_beta > 0 or old.kl_metric)
@@ -1525,6 +1232,18 @@ def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None
         loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
         loop.breaker = Breaker(cfg.max_rollout_failure_rate)
         loop.state.cursor = replace(loop.state.cursor, epochs=cfg.epochs)
+
+# %% ../nbs/33_loop.ipynb #4e692896
+def change(
+    loop: Loop,
+    *,
+    reward: Any = None,  # None = the one that it has
+    make_loss: LossFactory | None = None,  # None = the one that it has
+    **settings: Any,  # fields of Config
+) -> Changed:
+    "Change settings or functions between two phases; says when each counts. Records say what was changed."
+    functions = {"reward": reward, "make_loss": make_loss}
+    return change_settings(loop, settings, **{name: fn for name, fn in functions.items() if fn is not None})
 
 # %% ../nbs/33_loop.ipynb #ead7b438
 @dataclass(frozen=True)
@@ -1665,7 +1384,7 @@ async def train_arrivals(loop: Loop, prompts: Sequence[Prompt]) -> tuple[list[An
     c, seen = loop.cfg, list[Answered]()
     limits = groups_per_pass(c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd)
     jobs = [lambda p=p: answer(loop, p) for p in prompts]
-    await fresh_gradient(loop)
+    await loop.weights.accumulate()
     async with aclosing(arrivals(jobs, c.max_concurrent)) as source:
         chunks = greedy_chunks(with_signal(loop, source, seen), *limits)
         reports = [await train_chunk(loop, chunk) async for chunk in chunks]
@@ -1729,6 +1448,12 @@ def evaluation_due(loop: Loop) -> bool:
     return loop.evaluates and every > 0 and loop.state.number % every == 0
 
 
+async def whole_step(loop: GRPOLoop) -> StepRecord | None:
+    "Run what is left of this step, also after a stop; None if another stop is requested before it is finished."
+    loop.stop_requested = False
+    return await loop.rest_of_step()
+
+
 async def rest_of_step(loop: GRPOLoop) -> StepRecord | None:
     "Run what is left of this step; None if a stop was requested before it was finished."
     if loop.overlaps and not loop.state.values:
@@ -1776,25 +1501,25 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
     "Sample the prompts of so many steps together; train on full batches as they arrive; sync at the end."
     first, jobs = loop.state, [lambda p=p: answer(loop, p) for p in window_prompts(loop, steps)]
     useful = lambda a: trains_on(loop, a.group)
-    trained, groups, loop.in_window = False, list[PromptGroup](), True
+    trained, groups = False, list[PromptGroup]()
     try:
-        async with aclosing(arrivals(jobs, loop.cfg.max_concurrent)) as source:
-            batches = window_batches(source, useful, loop.cfg.prompt_groups_per_step)
-            while batch := await next_batch(loop, batches):
-                take_in(loop, batch)
-                if (record := await loop.rest_of_step()) is None:
-                    return
-                trained, upcoming = trained or record.trained, loop.state
-                groups += record.groups
-                yield record
-                if loop.state is not upcoming or upcoming.values:
-                    return
-        require_some(groups)
-        if trained and loop.cfg.weight_sync_interval:
-            with under_way(loop, "sync"):
-                await settled(loop, sync_sampler(loop))
+        with loop.weights.window():
+            async with aclosing(arrivals(jobs, loop.cfg.max_concurrent)) as source:
+                batches = window_batches(source, useful, loop.cfg.prompt_groups_per_step)
+                while batch := await next_batch(loop, batches):
+                    take_in(loop, batch)
+                    if (record := await loop.rest_of_step()) is None:
+                        return
+                    trained, upcoming = trained or record.trained, loop.state
+                    groups += record.groups
+                    yield record
+                    if loop.state is not upcoming or upcoming.values:
+                        return
+            require_some(groups)
+            if trained and loop.cfg.weight_sync_interval:
+                with under_way(loop, "sync"):
+                    await loop.weights.settled(loop.weights.sync())
     finally:
-        loop.in_window = False
         if not first.values:  # nothing came of it
             first.taken = 0
     await reach_boundary(loop)
@@ -1803,7 +1528,7 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
 async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
     "The rest of the step under way, one step, or one window of at most so many steps."
     if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
-        async with on_stage(loop) as turn, aclosing(window_steps(loop, window_length(loop, left))) as records:
+        async with loop.weights.turn() as turn, aclosing(window_steps(loop, window_length(loop, left))) as records:
             async for record in records:
                 yield record
                 join_turn(turn)
@@ -1934,148 +1659,6 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
         loop.bar = None
     return done
 
-# %% ../nbs/33_loop.ipynb #bee785a1
-class LoopPhases(Loop):
-    "The phases of a step, by name. What uses the backend is done in a turn of its own: see `Stage`."
-
-    @between_turns
-    def prompts(self) -> Listing[Prompt]:
-        "Take the next rows and encode them."
-        return prompts_phase(self)
-
-    @staged
-    async def sample(self) -> Listing[Rollouts]:
-        "Draw all completions of the step."
-        return await sample_phase(self)
-
-    @between_turns
-    def score(self, reward_fns: Any = None) -> Listing[PromptGroup]:
-        "Grade the samples; `reward_fns` replaces the loop's for this step."
-        return score_phase(self, reward_fns)
-
-    @between_turns
-    def advantages(self, scale: str | None = None) -> Listing[PromptGroup]:
-        "Compare the samples of each group; `scale` replaces the config's for this step."
-        return advantages_phase(self, scale)
-
-    @between_turns
-    def datums(self, overlong: str | None = None) -> Listing[Datum]:
-        "Training sequences of the groups that can teach something."
-        return datums_phase(self, overlong)
-
-    @staged
-    async def reference(self, policy: bool = True) -> Listing[Datum] | Measured:
-        "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
-        return await reference_phase(self, policy)
-
-    @between_turns
-    def loss(self, **changes: Any) -> LossReport | Measured:
-        "Look at the loss without an update; `changes` to the config's options stay until the step ends or others come."
-        return loss_phase(self, **changes)
-
-    @staged
-    async def backward(self) -> LossReport | Measured:
-        "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
-        return await backward_phase(self)
-
-    @staged
-    async def optimize(self) -> Measured:
-        "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
-        return await optimize_phase(self)
-
-    @staged
-    async def sync(self) -> Measured:
-        "Hand the new weights to the sampler, if this step is due for it."
-        return await settled(self, sync_phase(self))
-
-    @between_turns
-    def finish(self) -> StepRecord:
-        "Close the step: make its record, hand it to the outputs, open the next step."
-        return finish_phase(self)
-
-    @staged
-    async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
-        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
-
-        `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
-        return await export_policy(self.backend, path, to)
-
-# %% ../nbs/33_loop.ipynb #6b7338b6
-class GRPOLoop(LoopPhases):
-    "GRPO, one phase at a time."
-
-    @staged
-    async def undo(self, to: str = "prompts") -> None:
-        """Take back the last update; `to` is the phase to go on from, and earlier phases keep their values.
-
-        The prompts of a step that was drawn ahead in a window cannot be taken again, so instead of from `prompts` it
-        goes on from `advantages`, with the groups that it had."""
-        return await settled(self, undo_step(self, to))
-
-    @staged
-    async def branch(
-        self,
-        *,
-        at: str | None = None,  # "batch": keep the samples; "start": from before the step; None = what there is
-        name: str = "",  # in charts; "" = what is different
-        reward: Any = None,  # None = this loop's
-        make_loss: LossFactory | None = None,  # None = this loop's
-        outputs: Sequence[Callable[[StepRecord], Any]] = (),  # its own
-        **changes: Any,  # fields of Config
-    ) -> Self:
-        "A loop at the same place with other settings, on the same backend; both can go on, in turn or side by side."
-        given = {"name": name, "reward": reward, "make_loss": make_loss}
-        return await branch_off(
-            self, changes, at, outputs=outputs, **{k: v for k, v in given.items() if v not in (None, "")}
-        )
-
-    @staged
-    async def seek(self, step: int, run: Run) -> Arrival:
-        """Go to where a recorded run was after a step: weights, optimizer, cursor, sampler.
-
-        The run folder is not touched. To record there what comes next, put later steps aside: `run.rewind(step)`."""
-        return await seek_step(self, step, run)
-
-    @staged
-    async def refill(self, attempts: int = 10) -> int:  # groups added
-        "Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out."
-        return await refill_step(self, attempts)
-
-    @staged
-    async def evaluate(self, rows: Any = None) -> dict[str, float]:
-        "Held-out reward with the sampler's weights; goes into the record of the step under way."
-        return await evaluate_rows(self, rows)
-
-    async def overlapped_half(self) -> None:
-        "The phases from `prompts` to `backward`, with backward passes made while samples arrive."
-        await greedy_half(self)
-
-    @staged
-    async def step(self) -> StepRecord | None:
-        "Run what is left of this step, also after a stop; None if another stop is requested before it is finished."
-        self.stop_requested = False
-        return await self.rest_of_step()
-
-    @staged
-    async def rest_of_step(self) -> StepRecord | None:
-        "`step` for a run, which ends where a stop was requested before."
-        return await rest_of_step(self)
-
-    def stop(self) -> None:
-        "Stop after the phase under way; `step` and `run` go on from there."
-        self.stop_requested = True
-
-    def records_from_here(self, steps: int | None = None) -> AsyncGenerator[StepRecord, None]:
-        "Records as steps finish: at most so many, until the rows end or a stop is requested."
-        return records_from(self, steps)
-
-    def __aiter__(self) -> AsyncGenerator[StepRecord, None]:
-        return self.records_from_here()
-
-    async def run(self, steps: int | None = None, *, progress: bool = True) -> RunRecords:
-        "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
-        return await run_steps(self, steps, progress=progress)
-
 # %% ../nbs/33_loop.ipynb #2cb543c8
 async def save_checkpoint(
     loop: GRPOLoop,
@@ -2093,9 +1676,9 @@ async def save_checkpoint(
         warnings.warn(f"the checkpoint after step {step} skips {lost}", stacklevel=2)
     save, version = loop.backend.policy.save_state, loop.policy_version
     cursor, extra = loop.place_to_resume()
-    async with on_stage(loop):
+    async with loop.weights.turn():
         saving = run.save_checkpoint(step, save, cursor.state(), policy_version=version, extra=extra)
-        await settled(loop, saving)
+        await loop.weights.settled(saving)
     return step
 
 # %% ../nbs/33_loop.ipynb #d2637499
@@ -2108,14 +1691,13 @@ async def restore_checkpoint(
     last, cursor = found.step if step is None else step, restore_cursor(loop.cursor, found.cursor)
 
     async def load() -> None:
-        await loop.backend.policy.load_state(found.state)
+        await loop.weights.load(found.state)
         loop.stand_at(last, cursor, found.extra)
-        loop.moved, loop.served = True, None
         if loop.cfg.weight_sync_interval:
-            await sync_sampler(loop)
+            await loop.weights.sync()
 
-    async with on_stage(loop):
-        await settled(loop, load())
+    async with loop.weights.turn():
+        await loop.weights.settled(load())
     return last
 
 # %% ../nbs/33_loop.ipynb #dc5e3195
@@ -2166,7 +1748,7 @@ async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> Lo
     datums = tuple(d for chunk in chunks for d in chunk)
     natural = natural_denominator(np.array([d.num_loss_tokens for d in datums]), aggregation)
     whole = natural if record.divided_by == "none" else 1.0
-    await fresh_gradient(loop)
+    await loop.weights.accumulate()
     outputs = [await loop.backend.policy.forward_backward_custom(c, make(c, whole)) for c in chunks]
     merged = merge_outputs(outputs)
     output = merged if whole == natural else scale_output(merged, whole / natural)
@@ -2176,7 +1758,7 @@ async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> Lo
 async def sync_as_drawn(loop: Loop, record: StepRecord) -> None:
     "Sync if a recorded step was drawn from newer weights than the sampler serves: a window ended before it."
     if max((s.policy_version for g in record.groups for s in g.samples), default=0) > loop.policy_version:
-        await sync_sampler(loop)
+        await loop.weights.sync()
 
 
 async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float:  # gap of the logprobs, nats
@@ -2187,10 +1769,9 @@ async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float
         report = await repeat_backward(loop, record, i)
         gap, done = max(gap, logprob_gap(report.output, record.loss, done)), done + len(report.datums)
         learned = replace(adam, learning_rate=record.metrics.get("learning_rate", adam.learning_rate))
-        await loop.backend.policy.optim_step(learned, grad_accumulation_normalization=record.divided_by)
-        weights_moved(loop)
+        await loop.weights.update(learned, record.divided_by)
     if record.policy_version > loop.policy_version:
-        await sync_sampler(loop)
+        await loop.weights.sync()
     loop.stand_at(record.step, replace(loop.state.cursor, consumed=record.consumed), {"pending": record.pending})
     loop.records.append(record)
     return gap
@@ -2218,7 +1799,13 @@ def way_to(loop: Loop, step: int, run: Run) -> Way:
     if step != begun:
         run.record(step)  # says which there are
     found = run.latest_checkpoint(at_most=step)
-    known = loop.beginning.state.number if loop.beginning else loop.state.number if at_rest(loop) else None
+    known = (
+        beginning.state.number
+        if (beginning := loop.weights.beginning)
+        else loop.state.number
+        if at_rest(loop)
+        else None
+    )
     if found is None and known != begun + 1:
         expected = f"a checkpoint at or before step {step}, or a loop that has not left step {begun + 1}"
         fix = "Open a fresh backend and a fresh loop; or save checkpoints (dcp_save_interval)."
@@ -2247,33 +1834,32 @@ def names_code(name: str, value: Any) -> bool:
 
 async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logprobs, nats
     "Go a way: weights, optimizer, cursor and sampler as they were at its end; cancelled, the loop is part of the way."
-    await settled(loop, to_the_base(loop, way))
+    await loop.weights.settled(to_the_base(loop, way))
     gaps = []
     for record in way.records:
         settings = recorded_settings(run, record)
         score_at(loop, settings.temperature)
-        gaps.append(await settled(loop, repeat_step(loop, record, settings.adam())))
+        gaps.append(await loop.weights.settled(repeat_step(loop, record, settings.adam())))
     score_at(loop, loop.settings.temperature)
     return max(gaps, default=0.0)
 
 
 async def to_the_base(loop: Loop, way: Way) -> None:
     "Where a way begins."
-    if loop.holds_gradient:
-        await loop.backend.policy.discard_gradients()
-        loop.holds_gradient = False
+    weights = loop.weights
+    await weights.discard()
     if way.found is not None:
         await restore_checkpoint(loop, way.found)
-    elif loop.beginning is None:
+    elif weights.beginning is None:
         loop.state = reopened(loop.state, "prompts")
         if loop.backend.capabilities.state_snapshots:
-            loop.beginning = entry_at(loop, Saved(await loop.backend.policy.save_state(f"beginning-{loop.seat}")))
+            weights.beginning = weights.snapshot(await weights.save(f"beginning-{weights.loop_id}"))
     else:
-        await bring_back(loop, loop.beginning, f"beginning-{loop.seat}")
-        loop.state = replace(loop.beginning.state)
+        await weights.restore(weights.beginning, f"beginning-{weights.loop_id}")
+        loop.state = replace(weights.beginning.state)
     if way.found is None:
         loop.stand_at(way.base, loop.state.cursor, {})
-    loop.undo_entries.clear()
+    loop.weights.undoable.clear()
     loop.eval_metrics, before = {}, [r for r in loop.records if r.step <= way.base]
     loop.records.clear()
     loop.records.extend(before)
@@ -2298,9 +1884,11 @@ class Arrival:
 
 
 async def seek_step(loop: Loop, step: int, run: Run) -> Arrival:
-    "Go to where a recorded run was after a step; warns if the weights on the way are not those of the run."
+    """Go to where a recorded run was after a step: weights, optimizer, cursor, sampler; warns if these are others.
+
+    The run folder is not touched. To record there what comes next, put later steps aside: `run.rewind(step)`."""
     need_snapshots(loop, "seek")
-    if loop.in_window:
+    if loop.weights.in_window:
         raise PhaseError("seek", got="a window under way", fix="Let the window end, or stop the loop.")
     run.check(loop.cfg)
     way = way_to(loop, step, run)
@@ -2315,3 +1903,46 @@ async def seek_step(loop: Loop, step: int, run: Run) -> Arrival:
             f"not the weights of {run.path}: logprobs differ from its records by {gap:.3g} nats", stacklevel=2
         )
     return Arrival(step, way.base, gap)
+
+# %% ../nbs/33_loop.ipynb #6b7338b6
+class GRPOLoop(Loop):
+    "GRPO, one phase at a time. What uses the backend is done in a turn of its own."
+
+    prompts = between_turns(prompts_phase)
+    sample = staged(sample_phase)
+    score = between_turns(score_phase)
+    advantages = between_turns(advantages_phase)
+    datums = between_turns(datums_phase)
+    reference = staged(reference_phase)
+    loss = between_turns(loss_phase)
+    backward = staged(backward_phase)
+    optimize = staged(optimize_phase)
+    sync = staged(sync_phase)
+    finish = between_turns(finish_phase)
+
+    step = staged(whole_step)
+    rest_of_step = staged(rest_of_step)
+    overlapped_half = greedy_half
+    refill = staged(refill_step)
+    evaluate = staged(evaluate_rows)
+    run = run_steps
+    records_from_here = records_from
+
+    undo = staged(undo_step)
+    branch = staged(branch_off)
+    seek = staged(seek_step)
+    change = change
+
+    def __aiter__(self) -> AsyncGenerator[StepRecord, None]:
+        return records_from(self)
+
+    def stop(self) -> None:
+        "Stop after the phase under way; `step` and `run` go on from there."
+        self.stop_requested = True
+
+    @staged
+    async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
+        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
+
+        `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
+        return await export_policy(self.backend, path, to)

@@ -19,7 +19,7 @@ from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
 from rl_notebook.core import BackendError, PhaseError, RecordError, RewardError, RolloutRun
 from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop, on_stage, restore_checkpoint, save_checkpoint, updates_of
+from rl_notebook.loop import GRPOLoop, restore_checkpoint, save_checkpoint, updates_of
 from rl_notebook.losses import POLICY_LOSSES
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model, toy_rows
@@ -885,7 +885,7 @@ def test_a_branch_gives_what_it_gives_alone(at):
             ours.append(await branch.step())
         assert numbers(ours)[:1] == numbers(others)[:1] == numbers(theirs)[:1]
         assert_same_training(ours, theirs)
-        async with on_stage(branch):
+        async with branch.weights.turn():
             assert same(weights(branch), weights(alone))
 
     run(main())
@@ -902,7 +902,7 @@ def test_a_branch_by_hand_draws_from_its_own_weights():
         await branch.sample()
         await up_to(branch, "score", "advantages", "datums")
         scored = await branch.reference()
-        async with on_stage(branch):
+        async with branch.weights.turn():
             found = await branch.backend.policy.forward(list(scored))
         gaps = [np.abs(f.values - d.sampler_logprobs)[d.active].max() for f, d in zip(found, scored, strict=True)]
         assert max(gaps) < 1e-4

@@ -32,7 +32,7 @@ from rl_notebook.backends.openai import open_openai
 from rl_notebook.backends.tinker import open_tinker
 from rl_notebook.config import Config
 from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop, settled
+from rl_notebook.loop import GRPOLoop
 
 __all__ = ["one_thread"]
 
@@ -217,7 +217,7 @@ class Course:
         assert loop.state.number == steps + 1, loop.place
         assert [r.step for r in loop.records] == [*range(1, steps + 1)]
         assert loop.policy_version == self.backend.sampler.policy_version  # type: ignore[attr-defined]
-        assert not loop.moved
+        assert loop.weights.sampler.name == "CURRENT"
 
     async def strike(self, work: Coroutine[Any, Any, Any], at: int, late: bool) -> None:
         "Cancel a call at its k-th suspension, if there are so many."
@@ -370,14 +370,14 @@ def test_a_second_cancellation_leaves_and_the_next_turn_waits_for_the_update():
         async with course.fresh() as loop:
             slow_updates(loop)
             task = asyncio.ensure_future(loop.step())
-            while loop.stage.section is None or loop.stage.section.done():
+            while loop.weights.shared.section is None or loop.weights.shared.section.done():
                 await asyncio.sleep(0)
             for _ in range(2):
                 task.cancel()
                 await asyncio.sleep(0)
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert not loop.stage.section.done()
+            assert not loop.weights.shared.section.done()
             await loop.step()
             course.check(loop, 1)
 
@@ -392,7 +392,7 @@ def test_what_fails_while_a_cancelled_caller_waits_is_its_cause():
             await asyncio.sleep(0.01)
             raise RuntimeError("the trainer is gone")
 
-        task = asyncio.ensure_future(settled(loop, fails()))
+        task = asyncio.ensure_future(loop.weights.settled(fails()))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError) as caught:

@@ -204,14 +204,14 @@ def test_with_windows_steps_are_played_and_single_phases_are_refused_with_the_re
         await dashboard.step()
         assert [r.step for r in loop.records] == [1]
         assert dashboard.player.window is not None
-        assert loop.in_window
+        assert loop.weights.in_window
         await dashboard.play(2)
         assert [r.step for r in loop.records] == [1, 2, 3]
         assert loop.policy_version == 1
         assert "stop" in enabled(dashboard)
         press(dashboard, "stop")
         await until(lambda: not dashboard.player.doing)
-        assert (dashboard.player.window, loop.in_window, loop.stage.holder) == (None, False, None)
+        assert (dashboard.player.window, loop.weights.in_window, loop.weights.shared.holder) == (None, False, None)
         await loop.step()
         assert len(loop.records) == 4
 

@@ -586,7 +586,7 @@ def test_a_stop_inside_a_window_takes_effect_after_the_phase():
         stop_in(loop, 2)
         assert [r.step for r in await loop.run(progress=False)] == [1]
         assert (loop.state.number, loop.state.current) == (2, "optimize")
-        assert not loop.in_window
+        assert not loop.weights.in_window
         del loop.backward
         rest = await loop.run(progress=False)
         assert [r.step for r in rest] == [2, 3, 4, 5, 6, 7]

@@ -13,7 +13,8 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, LossError, PhaseError
 from rl_notebook.data import load_rows
-from rl_notebook.loop import TURNS, GRPOLoop, save_checkpoint
+from rl_notebook.loop import GRPOLoop, save_checkpoint
+from rl_notebook.weights import TURNS
 from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.records import Run, RunFolder
 from rl_notebook.toy import load_model, toy_rows
@@ -96,7 +97,7 @@ def test_two_cells_that_step_the_same_loop_take_turns_and_a_phase_that_cannot_wa
             loop.prompts()
         others = await asyncio.gather(first, loop.step(), loop.step())
         assert [r.step for r in others] == [1, 2, 3]
-        assert (loop.stage.holder, loop.stage.turn, TURNS.get()) == (None, None, ())
+        assert (loop.weights.shared.holder, loop.weights.shared.turn, TURNS.get()) == (None, None, ())
 
     run(main())
 

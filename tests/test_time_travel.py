@@ -25,7 +25,7 @@ from rl_notebook.core import (
     RolloutSample,
     SampleParams,
 )
-from rl_notebook.loop import PHASES, StepState, on_stage, save_checkpoint
+from rl_notebook.loop import PHASES, StepState, save_checkpoint
 from rl_notebook.losses import make_loss_fn
 from rl_notebook.recipes.rl_loop import replay_step, train
 from rl_notebook.records import RunFolder, write_record
@@ -247,7 +247,7 @@ def test_what_undo_costs_is_measured():
         assert cost.bytes == pytest.approx(6 * params, rel=0.02)  # weights and two moments, twice
         assert cost.seconds == pytest.approx(sum(r.seconds["remember"] for r in loop.records))
         assert 0 < cost.seconds < sum(sum(r.seconds.values()) for r in loop.records)
-        assert repr(free.undo_cost) == "undo costs nothing: no state was put aside"
+        assert repr(free.undo_cost) == "undo costs nothing: no state was saved"
         assert not free.backend.policy.state.saved
         assert all("remember" not in r.seconds for r in free.records)
         assert_same_records(loop.records, free.records)
@@ -316,10 +316,10 @@ def test_two_branches_give_what_each_gives_alone(at, how, settings):
                 theirs.append(await branch.step())
                 ours.append(await loop.step())
         assert_same_records(ours, (expected := await alone({}, "batch", 2, **settings))[0])
-        async with on_stage(loop):
+        async with loop.weights.turn():
             assert same(weights(loop), expected[1])
         assert_same_records(theirs, (expected := await alone(CHANGES, at, 2, **settings))[0])
-        async with on_stage(branch):
+        async with branch.weights.turn():
             assert same(weights(branch), expected[1])
 
     run(main())
@@ -450,7 +450,7 @@ def test_what_a_branch_cannot_change_is_refused(changes, message):
         loop = await begun()
         with pytest.raises(ConfigError, match=message):
             await loop.branch(**changes)
-        assert loop.stage.names == ["main"]
+        assert loop.weights.shared.names == ["main"]
         assert (await loop.step()).trained
 
     run(main())
@@ -500,7 +500,7 @@ def test_a_step_that_fails_in_a_branch_frees_the_backend():
         branch = await loop.branch(reward=lambda text: 1 / 0)
         with pytest.raises(RewardError, match="ZeroDivisionError"):
             await branch.step()
-        assert (loop.stage.holder, loop.stage.depth, branch.running) == (None, 0, "")
+        assert (loop.weights.shared.holder, loop.weights.shared.depth, branch.running) == (None, 0, "")
         [expected], _ = await alone({}, "batch", 1)
         assert_same_records([await loop.step()], [expected])
 

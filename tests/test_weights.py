@@ -1,0 +1,297 @@
+"""The weights of loops that share a backend, in any order of updates, syncs, undo, turns, failures and cancellations.
+
+The model beside it knows numbers only: what each loop's trainer and sampler would hold if the loop were alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from rl_notebook.core import AdamParams, BackendError, PhaseError
+from rl_notebook.weights import SamplerHas, Weights
+
+
+class Numbers:
+    "A backend whose policy is a number and whose gradient is a sum; it can fail, or take long, at any call."
+
+    def __init__(self) -> None:
+        self.weights, self.gradient, self.served, self.version = 0, 0, 0, 0
+        self.saved: dict[str, int] = {}
+        self.to_fail, self.slow = 0, False  # which of the next calls raises, counted down; whether calls take long
+        self.policy, self.sampler = self, None
+        self.capabilities = SimpleNamespace(state_snapshots=True)
+
+    async def call(self) -> None:
+        for _ in range(3 if self.slow else 1):
+            await asyncio.sleep(0)
+        self.to_fail -= 1
+        if self.to_fail == 0:
+            raise BackendError("lost")
+
+    async def optim_step(self, adam: AdamParams, *, grad_accumulation_normalization: str) -> dict[str, float]:
+        await self.call()
+        assert self.gradient, "an update without a gradient"
+        self.weights, self.gradient = self.weights * 31 + self.gradient, 0
+        return {}
+
+    async def discard_gradients(self) -> None:
+        await self.call()
+        self.gradient = 0
+
+    async def save_state(self, name: str) -> str:
+        await self.call()
+        self.saved[name] = self.weights
+        return name
+
+    async def load_state(self, name: str) -> None:
+        await self.call()
+        self.weights, self.gradient = self.saved[name], 0
+
+    async def save_weights_for_sampler(self, name: str) -> str:
+        await self.call()
+        return name
+
+    async def sync(self, name: str) -> int:
+        await self.call()
+        self.served, self.version = self.weights, self.version + 1
+        return self.version
+
+
+@dataclass
+class Step:
+    "As much of a step as weights ask for."
+
+    number: int = 1
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def copied(self) -> Step:
+        return replace(self)
+
+    @contextmanager
+    def measured(self, what: str) -> Iterator[None]:
+        yield
+        self.seconds[what] = 0.0
+
+
+class OneLoop:
+    "As much of a loop, and what it would have if it were alone: the model."
+
+    running, place = "", "step 1"
+
+    def __init__(self, backend: Any, name: str, weights: int, served: int, shared: Any = None):
+        self.name, self.state, self.can_leave = name, Step(), True
+        self.trained, self.served, self.gradient = weights, served, 0  # the model's
+        self.before: list[tuple[int, int]] = []  # the model's: (trained, served) before each update
+        self.forgotten = 0
+        self.weights = Weights(backend, self, 2, shared)
+
+    def forget_gradient(self) -> None:
+        self.forgotten += 1
+
+    def check_can_leave(self) -> None:
+        if not self.can_leave:
+            raise PhaseError("another loop's turn", got="rows under way")
+
+
+class WeightsInAnyOrder(RuleBasedStateMachine):
+    loops = Bundle("loops")
+
+    @staticmethod
+    def done(work: Any) -> Any:
+        return asyncio.run(work)
+
+    def in_turn(self, loop: OneLoop, work: Any, failing: int = 0, cancelled: bool = False) -> bool:
+        "Whether the work was done, in a turn of the loop; a failure or a cancellation is noticed, not lost."
+
+        async def act() -> None:
+            async with loop.weights.turn():
+                self.backend.to_fail = failing
+                try:
+                    await loop.weights.settled(work())
+                finally:
+                    self.backend.to_fail = 0
+
+        async def cancel() -> None:
+            task = asyncio.ensure_future(act())
+            self.backend.slow = True
+            for _ in range(2):
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                await task
+            finally:
+                self.backend.slow = False
+
+        try:
+            self.done(cancel() if cancelled else act())
+        except BackendError:
+            return False
+        except asyncio.CancelledError:
+            pass  # what was begun is finished: the work, the swap, or nothing
+        finally:
+            for other in self.all:
+                other.gradient = other.gradient if other is self.loaded else 0  # it does not survive a swap
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = Numbers()
+        self.all = [OneLoop(self.backend, "main", 0, 0)]
+
+    @property
+    def loaded(self) -> OneLoop:
+        [loop] = [each for each in self.all if each.weights.shared.loaded is each.weights]
+        return loop
+
+    def can_go_to(self, loop: OneLoop) -> bool:
+        "Whether the loop that is loaded may leave."
+        return loop is self.loaded or (self.loaded.can_leave and self.loaded.weights.sampler is not SamplerHas.UNSAVED)
+
+    which = st.integers(0, 2)
+    failing = st.sampled_from([0, 0, 0, 1, 2, 3])
+
+    def pick(self, index: int) -> OneLoop:
+        return self.all[index % len(self.all)]
+
+    @rule(index=which, size=st.integers(1, 9), cancelled=st.booleans())
+    def backward(self, index: int, size: int, cancelled: bool) -> None:
+        loop = self.pick(index)
+        if not self.can_go_to(loop):
+            return
+
+        async def work() -> None:
+            await loop.weights.accumulate()
+            self.backend.gradient += size
+            loop.gradient = size
+
+        self.in_turn(loop, work, cancelled=cancelled)
+
+    @rule(index=which, failing=failing, undoable=st.booleans(), cancelled=st.booleans())
+    def update(self, index: int, failing: int, undoable: bool, cancelled: bool) -> None:
+        loop = self.pick(index)
+        if not self.can_go_to(loop) or not loop.gradient:
+            return
+
+        async def work() -> None:
+            before = await loop.weights.remember() if undoable else None
+            await loop.weights.update(AdamParams(), "none", before)
+            if before is not None:
+                loop.weights.undoable.append(before)
+                loop.before = [*loop.before, (loop.trained, loop.served)][-2:]
+            loop.trained, loop.gradient = loop.trained * 31 + loop.gradient, 0
+
+        whole = self.in_turn(loop, work, failing, cancelled)
+        if not whole:  # what `remember` had to give up for the new snapshot is gone
+            loop.before = loop.before[len(loop.before) - len(loop.weights.undoable) :]
+
+    @rule(index=which, failing=failing, cancelled=st.booleans())
+    def sync(self, index: int, failing: int, cancelled: bool) -> None:
+        loop = self.pick(index)
+        if not self.can_go_to(loop):
+            return
+
+        async def work() -> None:
+            await loop.weights.sync()
+            loop.served = loop.trained
+
+        self.in_turn(loop, work, failing, cancelled)
+
+    @rule(index=which)
+    def undo(self, index: int) -> None:
+        loop = self.pick(index)
+        if not self.can_go_to(loop) or not loop.before:
+            return
+
+        async def work() -> None:
+            entry = loop.weights.undoable[-1]
+            synced_since = loop.weights.version != entry.policy_version
+            await loop.weights.restore(entry, "undo", sampler=synced_since)
+            loop.weights.undoable.pop()
+            (loop.trained, loop.served), loop.gradient = loop.before.pop(), 0
+            if synced_since and entry.sampler is SamplerHas.UNSAVED:  # what it had is nowhere: it has the trainer's
+                loop.served = loop.trained
+
+        self.in_turn(loop, work)
+
+    @precondition(lambda self: len(self.all) < 3 and self.loaded.weights.sampler is SamplerHas.CURRENT)
+    @rule()
+    def branch(self) -> None:
+        loop = self.loaded
+        other = OneLoop(self.backend, "branch", loop.trained, loop.served, loop.weights.shared)
+
+        async def work() -> None:
+            other.weights.parked = await loop.weights.save(f"branch-{other.weights.loop_id}")
+            other.weights.version = loop.weights.version
+
+        if self.in_turn(loop, work):
+            self.all.append(other)
+
+    @rule(index=which)
+    def turn(self, index: int) -> None:
+        "A turn in which nothing is done; refused where the other loop's sampler has weights that are nowhere saved."
+        loop = self.pick(index)
+
+        async def work() -> None:
+            pass
+
+        if self.can_go_to(loop):
+            self.in_turn(loop, work)
+            assert self.loaded is loop
+        else:
+            with pytest.raises(PhaseError):
+                self.in_turn(loop, work)
+            assert self.loaded is not loop
+
+    @rule(index=which, at=st.integers(0, 99))
+    def checkpoint(self, index: int, at: int) -> None:
+        loop = self.pick(index)
+        if not self.can_go_to(loop):
+            return
+        self.backend.saved["checkpoint"] = at
+
+        async def work() -> None:
+            await loop.weights.discard()
+            await loop.weights.load("checkpoint")
+            loop.trained, loop.gradient = at, 0
+
+        self.in_turn(loop, work)
+
+    @invariant()
+    def it_is_as_if_each_were_alone(self) -> None:
+        loop = self.loaded
+        assert (self.backend.weights, self.backend.served) == (loop.trained, loop.served)
+        assert loop.weights.gradient >= bool(loop.gradient)
+        if loop.weights.gradient:
+            assert self.backend.gradient == loop.gradient
+
+    @invariant()
+    def what_is_noted_is_so(self) -> None:
+        for loop in self.all:
+            w = loop.weights
+            assert len(w.undoable) == len(loop.before)
+            assert (w.served is not None) == (w.sampler is SamplerHas.SAVED)
+            if w.sampler is SamplerHas.CURRENT:
+                assert loop.served == loop.trained
+            if w.served is not None:
+                assert self.backend.saved[w.served.path] == loop.served
+            for entry, (trained, _) in zip(w.undoable, loop.before, strict=True):
+                assert self.backend.saved[entry.saved.path] == trained
+            if loop is not self.loaded:
+                assert w.parked is not None
+                assert self.backend.saved[w.parked.path] == loop.trained
+        assert self.loaded.weights.shared.holder is None
+        assert self.loaded.weights.shared.depth == 0
+
+
+WeightsInAnyOrder.TestCase.settings = hypothesis.settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestWeightsInAnyOrder = WeightsInAnyOrder.TestCase
