@@ -45,12 +45,7 @@ from .rollouts import Prompt, Rollouts, balanced_chunks, require_some
 from .step import Listing, LossReport, Measured, list_groups, list_prompts, list_rollouts
 
 # %% auto #0
-__all__ = ['T', 'DRAINING', 'BARREN', 'AT_REST', 'Gate', 'Flight', 'Landed', 'Producer', 'fill', 'one_row', 'land', 'pick',
-           'next_batch', 'raise_failure', 'kept', 'drain', 'recall', 'Flow', 'roll_out', 'encode_numbers', 'teaches',
-           'take_down', 'take_apart', 'admit_phase', 'collect_phase', 'at_work', 'lay_out', 'placed', 'graded_phase',
-           'with_versions', 'open_gate', 'publish', 'chunked_half', 'gate_metrics', 'wait_metrics', 'rest_of_beside',
-           'stand', 'undo_beside', 'take_back_rows', 'trained_rows', 'refuse_under_way', 'hand_over', 'branch_beside',
-           'AsyncGRPOLoop']
+__all__ = ['Gate', 'Producer', 'Flow', 'AsyncGRPOLoop']
 
 # %% ../nbs/34_async_loop.ipynb #1b102664
 @dataclass

@@ -29,29 +29,11 @@ import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'AWAITED', 'LOOK_ONLY', 'EvaluationFn', 'MARK_STYLE', 'UNDO_TO', 'P', 'R', 'AnyLoop', 'NOT_FOR_BRANCHES',
-           'GRADING', 'READ_BY', 'HELD_OUT', 'LISTENING', 'BEFORE', 'CHECKS', 'GAP', 'call_text', 'StepState', 'enter',
-           'Task', 'as_task', 'configured', 'check_backend', 'check_recipe', 'own_advantages', 'check_loss',
-           'LoopState', 'as_rows', 'first_cursor', 'rollout_setup', 'place_text', 'title_text', 'phase_marks',
-           'loop_text', 'loop_html', 'Loop', 'no_bar', 'bar_shown', 'under_way', 'timed', 'encode', 'prompts_phase',
-           'side_by_side', 'patience', 'draw_prompt', 'grading', 'sample_phase', 'score_phase', 'compared',
-           'advantages_phase', 'trains_on', 'nothing_to_learn', 'have_tokens', 'list_training', 'group_datums',
-           'datums_phase', 'skipped', 'with_reference', 'reference_phase', 'chosen_options', 'chosen_loss',
-           'loss_phase', 'gradient_of', 'minibatches', 'gradient_pass', 'backward_phase', 'joined_report',
-           'mean_metrics', 'optimize_phase', 'all_updates', 'update', 'no_update', 'sync_waits', 'sync_phase',
-           'made_sync', 'called', 'changed_since_opened', 'sources_of', 'other_sources', 'record_of', 'next_state',
-           'finish_phase', 'reopened', 'forget_record', 'need_snapshots', 'undo_step', 'take_back', 'staged',
-           'between_turns', 'branch_config', 'branch_name', 'branch_place', 'branch_state', 'branch_off', 'read_by',
-           'Changed', 'refuse_change', 'when_read', 'refuse_settings', 'score_at', 'change_settings', 'settings_from',
-           'what_follows', 'take_settings', 'change', 'Answered', 'answer', 'take_in', 'refill_step', 'wants_rollouts',
-           'evaluation_rollouts', 'own_evaluation', 'evaluate_rows', 'with_signal', 'train_chunk', 'train_arrivals',
-           'merged_report', 'settle_passes', 'greedy_half', 'begun_anew', 'run_phase', 'evaluation_due', 'whole_step',
-           'rest_of_step', 'window_length', 'window_prompts', 'reach_boundary', 'next_batch', 'window_steps',
-           'next_records', 'is_done', 'steps_planned', 'stop_on_interrupt', 'request_stops', 'steps_left',
-           'records_from', 'why_ended', 'RunRecords', 'verdict_line', 'run_steps', 'save_checkpoint',
-           'restore_checkpoint', 'export_policy', 'recorded_loss', 'updates_of', 'repeat_backward', 'sync_as_drawn',
-           'repeat_step', 'logprob_gap', 'Way', 'way_to', 'at_rest', 'recorded_settings', 'names_code', 'rebuild',
-           'to_the_base', 'Arrival', 'seek_step', 'GRPOLoop']
+__all__ = ['PHASES', 'EvaluationFn', 'StepState', 'enter', 'Task', 'LoopState', 'rollout_setup', 'Loop', 'prompts_phase',
+           'sample_phase', 'score_phase', 'advantages_phase', 'datums_phase', 'reference_phase', 'loss_phase',
+           'backward_phase', 'optimize_phase', 'sync_phase', 'finish_phase', 'undo_step', 'branch_off', 'Changed',
+           'change', 'evaluate_rows', 'RunRecords', 'run_steps', 'save_checkpoint', 'restore_checkpoint',
+           'export_policy', 'Arrival', 'seek_step', 'GRPOLoop']
 
 # %% ../nbs/33_loop.ipynb #c379c7a7
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
@@ -93,6 +75,8 @@ from .weights import SamplerHas, SharedBackend, UndoCost, Weights, interrupts_he
 PHASES = (
     "prompts", "sample", "score", "advantages", "datums", "reference", "loss", "backward", "optimize", "sync", "finish",
 )  # fmt: skip
+
+# %% ../nbs/33_loop.ipynb #b89c5ce4
 AWAITED = ("sample", "reference", "backward", "optimize", "sync")  # `await loop.sample()`, but `loop.score()`
 LOOK_ONLY = ("loss",)  # may be left out
 
@@ -184,7 +168,7 @@ class Task:
     rollout_fn: RolloutFn | None = None  # None = completions straight from the sampler
     weights: tuple[float, ...] | None = None  # one per reward function; None = their own
 
-
+# %% ../nbs/33_loop.ipynb #194d51d4
 def as_task(given: Any, setup: RolloutSetup) -> Task:
     "Reward functions, a rollout function or a rollout factory, told apart by type, else by their first parameter."
     if isinstance(given, RolloutFactory) or first_parameter(given) == "setup":
@@ -365,7 +349,7 @@ def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
     "The place before the first row."
     return Cursor(rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle)
 
-
+# %% ../nbs/33_loop.ipynb #db0e342e
 def rollout_setup(
     backend: Backend,
     cfg: Config,
@@ -527,7 +511,7 @@ def encode(
     prompts = encode_rows(rows, loop.backend.tokenizer, first_number=first_number, **room)
     return [replace(p, index=first_index + p.index) for p in prompts]
 
-
+# %% ../nbs/33_loop.ipynb #d86c85f8
 def prompts_phase(loop: Loop) -> Listing[Prompt]:
     "Take the next rows and encode them."
     enter(loop.state, "prompts")
@@ -573,7 +557,7 @@ def grading(loop: Loop) -> dict[str, Any]:  # options of `score_group`
     "How rewards are added up, and how many of a group have to be left."
     return {"weights": loop.task.weights, "min_group_size": loop.cfg.min_group_size}
 
-
+# %% ../nbs/33_loop.ipynb #076aefa0
 async def sample_phase(loop: Loop) -> Listing[Rollouts]:
     "Draw all completions of the step."
     prompts = enter(loop.state, "sample")
@@ -599,7 +583,7 @@ def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None
         return advantages_by(loop.advantage_fn, groups)
     return with_advantages(groups, scale=scale or loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
 
-
+# %% ../nbs/33_loop.ipynb #6444b255
 def advantages_phase(loop: Loop, scale: str | None = None) -> Listing[PromptGroup]:
     "Compare the samples of each group; `scale` replaces what the loop would do for this step."
     groups = enter(loop.state, "advantages")
@@ -642,7 +626,7 @@ def group_datums(loop: Loop, groups: Sequence[PromptGroup], overlong: str | None
     "Training sequences of groups, as the config wants them."
     return datums_from_groups(groups, max_seq_len=loop.cfg.max_seq_len, overlong=overlong or loop.cfg.overlong)
 
-
+# %% ../nbs/33_loop.ipynb #f62f80b7
 def datums_phase(loop: Loop, overlong: str | None = None) -> Listing[Datum]:
     "Training sequences of the groups that can teach something."
     groups = enter(loop.state, "datums")
@@ -730,7 +714,7 @@ async def gradient_pass(loop: Loop, datums: Sequence[Datum]) -> LossReport:
     output = await gradient_of(loop, datums, max_samples=loop.cfg.max_samples_per_fwd_bwd)
     return LossReport(output, tuple(datums), loop.backend.tokenizer)
 
-
+# %% ../nbs/33_loop.ipynb #407d3b79
 async def backward_phase(loop: Loop) -> LossReport | Measured:
     "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
     datums, c = enter(loop.state, "backward"), loop.cfg
@@ -778,7 +762,7 @@ async def optimize_phase(loop: Loop) -> Measured:
     metrics = mean_metrics([measured for _, measured in made])
     return loop.state.put("optimize", Measured(f"weights updated in step {loop.state.number}", metrics))
 
-
+# %% ../nbs/33_loop.ipynb #605b28a2
 async def all_updates(loop: Loop) -> Sequence[tuple[LossReport, dict[str, float]]]:
     "The update whose gradient is there, and those of further minibatches; called again, it goes on where it stopped."
     state = loop.state
@@ -830,7 +814,7 @@ async def sync_phase(loop: Loop) -> Measured:
         return loop.state.put("sync", Measured(f"weights stay where they are: synced {when}", {}))
     return await loop.weights.settled(made_sync(loop))
 
-
+# %% ../nbs/33_loop.ipynb #e00c828f
 async def made_sync(loop: Loop) -> Measured:
     "A sync, noted in the step."
     with timed(loop, "sync"):
@@ -910,7 +894,7 @@ def next_state(state: StepState) -> StepState:
     untrained = state.untrained + state.taken - len(state.values["prompts"])
     return StepState(state.number + 1, state.after, untrained=max(0, untrained))
 
-
+# %% ../nbs/33_loop.ipynb #4615761d
 def finish_phase(loop: Loop) -> StepRecord:
     "Close the step: make its record, hand it to the outputs, open the next step."
     enter(loop.state, "finish")
@@ -956,7 +940,7 @@ def need_snapshots(loop: Loop, what: str) -> None:
             what, where=where, got="no state snapshots", expected="a trainer that saves and loads states"
         )
 
-
+# %% ../nbs/33_loop.ipynb #e0449b10
 async def undo_step(loop: Loop, to: str = "prompts") -> None:
     """Take back the last update; `to` is the phase to go on from, and earlier phases keep their values.
 
@@ -964,7 +948,7 @@ async def undo_step(loop: Loop, to: str = "prompts") -> None:
     goes on from `advantages`, with the groups that it had."""
     return await loop.weights.settled(take_back(loop, to))
 
-
+# %% ../nbs/33_loop.ipynb #0838e696
 async def take_back(loop: Loop, to: str) -> None:
     "Take back the last update, to be `settled`."
     weights = loop.weights
@@ -1119,7 +1103,7 @@ def read_by(name: str, reference: bool = False) -> str:
     found = next((phase for phase, names in READ_BY.items() if name.partition(".")[0] in names), "sample")
     return "reference" if reference and name == "kl_beta" else found
 
-
+# %% ../nbs/33_loop.ipynb #4f76de6c
 @dataclass(frozen=True)
 class Changed:
     "Settings that were changed, and when that counts."
@@ -1344,7 +1328,7 @@ async def own_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, f
         raise RewardError("evaluation_fn", got=type(found).__name__, expected="metrics by name")
     return {name if name.startswith("eval/") else f"eval/{name}": float(value) for name, value in found.items()}
 
-
+# %% ../nbs/33_loop.ipynb #c6998b4f
 async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
     "Held-out reward with the sampler's weights; goes into the record of the step under way."
     if rows is None and loop.evaluation_fn is not None:
@@ -1611,7 +1595,7 @@ def why_ended(loop: Loop, steps: int | None, made: int) -> str:
         return f"all steps of the config are done (steps={loop.cfg.steps}); raise steps"
     return "the other steps were made by another cell, or by a dashboard"
 
-
+# %% ../nbs/33_loop.ipynb #9e6923f9
 class RunRecords(list[StepRecord]):
     "The records of a run; displays those whose verdict was not shown while it ran."
 
@@ -1625,7 +1609,7 @@ class RunRecords(list[StepRecord]):
         count = f"{len(self)} record{'s' * (len(self) != 1)}{which}"
         return count if self.shown else "\n".join([*(r.verdict for r in self), *filter(None, [self.ended]), count])
 
-
+# %% ../nbs/33_loop.ipynb #7805bd1c
 CHECKS = ["rl_notebook.xray:failed_names"]  # each gives the names of what did not hold in a step
 
 
@@ -1867,7 +1851,7 @@ async def to_the_base(loop: Loop, way: Way) -> None:
 # %% ../nbs/33_loop.ipynb #77fddab6
 GAP = 1e-3  # nats; more than another machine or batch shape makes of the same weights in float32
 
-
+# %% ../nbs/33_loop.ipynb #ae3126e6
 @dataclass(frozen=True)
 class Arrival:
     "Where `seek` came out."

@@ -21,7 +21,7 @@ __all__ = ['Replay', 'replay', 'compare_loops']
 from .core import DataError, Datum, LossOutput, PromptGroup, RecordError
 from .data import Row
 from .loop import GRPOLoop, Loop, StepState
-from .loop import compared, draw_prompt, encode, group_datums, have_tokens, list_training, on_stage, rebuild
+from .loop import compared, draw_prompt, encode, group_datums, have_tokens, list_training, rebuild
 from .loop import other_sources, record_of, repeat_backward, side_by_side, sources_of, sync_as_drawn
 from .loop import recorded_settings, take_settings, trains_on, way_to
 from .records import Run, StepRecord, html_table, metrics_frame, metrics_row, spans
@@ -457,7 +457,7 @@ async def replay(
     if settings.diff(loop.settings):
         take_settings(loop, settings, {})
     loop.rest()
-    async with on_stage(loop):
+    async with loop.weights.turn():
         phases, blocked, base = await stand_before(loop, record, run)
         prompts, reasons = encoded_again(loop, record)
         phases.append(compare("prompts", prompt_pieces(loop, record, prompts, reasons)))

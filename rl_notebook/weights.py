@@ -18,8 +18,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 # %% auto #0
-__all__ = ['R', 'TURNS', 'SamplerHas', 'Saved', 'Snapshot', 'Held', 'interrupts_held', 'SharedBackend', 'UndoCost', 'Owner',
-           'Weights']
+__all__ = ['SamplerHas', 'Saved', 'Snapshot', 'SharedBackend', 'UndoCost', 'Weights']
 
 # %% ../nbs/32b_weights.ipynb #2a7894cb
 from .backends.base import Backend, GradNormalization
@@ -91,7 +90,7 @@ def interrupts_held() -> Iterator[Held | None]:
 R = TypeVar("R")
 TURNS: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())  # that this task is in
 
-
+# %% ../nbs/32b_weights.ipynb #12b87a45
 class SharedBackend:
     "Whose weights a backend has loaded, and whose turn it is."
 

@@ -37,7 +37,7 @@ from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
 from ..drawings import html_table
 from ..loop import PHASES, GRPOLoop, Loop, evaluation_due, next_records, phase_marks
-from ..loop import on_stage, reach_boundary, run_phase, stop_on_interrupt
+from ..loop import reach_boundary, run_phase, stop_on_interrupt
 from ..losses import POLICY_LOSSES
 from ..metrics import completion_metrics, reward_metrics
 from ..records import StepRecord, flat_settings, utf8
@@ -76,9 +76,9 @@ async def one_phase(loop: GRPOLoop) -> StepRecord | None:  # the record, when th
 
 async def one_turn(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
     "`one_phase` in a turn of its loop; rollouts beside training end where another loop may have the next one."
-    async with on_stage(loop):
+    async with loop.weights.turn():
         record = await one_phase(loop)
-        if isinstance(loop, AsyncGRPOLoop) and record is not None and loop.stage.shared:
+        if isinstance(loop, AsyncGRPOLoop) and record is not None and loop.weights.shared.several:
             await loop.pause(drain=True)
             loop.flow.producer.held = AT_REST
     return record
@@ -91,7 +91,7 @@ def by_windows(loop: Loop) -> bool:
 # %% ../../nbs/53_views.dashboard.ipynb #ba867203
 def run_elsewhere(loop: Loop) -> str:
     "What the loop is doing for somebody; empty when nothing."
-    at_work = loop.bar is not None or loop.stage.holder is loop
+    at_work = loop.bar is not None or loop.weights.shared.holder is loop.weights
     return loop.running or ("between two phases" if at_work else "")
 
 # %% ../../nbs/53_views.dashboard.ipynb #ad6d6879
@@ -122,7 +122,7 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
     if action == "change":
         return ""
     if action == "undo":
-        return "" if loop.undo_entries else "There is no update to take back."
+        return "" if loop.weights.undoable else "There is no update to take back."
     if action == "phase" and by_windows(loop):
         return "Single phases are not available with windows: the prompts of several steps are drawn together."
     return "All steps are done." if loop.done and player.window is None else ""
@@ -158,7 +158,7 @@ def hold(player: Player, why: str) -> None:
 async def open_gate(player: Player) -> None:
     "Start rows again, with this loop's weights on the backend."
     if isinstance(player.loop, AsyncGRPOLoop):
-        async with on_stage(player.loop):
+        async with player.loop.weights.turn():
             player.loop.resume()
 
 
@@ -181,7 +181,7 @@ UNDER_WAY: weakref.WeakSet[Player] = weakref.WeakSet()
 
 def strangers(loop: Loop) -> list[Player]:
     "Players of other loops on the same backend that do not take turns with this one."
-    return [p for p in UNDER_WAY if p.loop.backend is loop.backend and p.loop.stage is not loop.stage]
+    return [p for p in UNDER_WAY if p.loop.backend is loop.backend and p.loop.weights.shared is not loop.weights.shared]
 
 # %% ../../nbs/53_views.dashboard.ipynb #d2b09e37
 async def quiet(loop: Loop) -> None:

@@ -132,7 +132,7 @@ _DRAWN = (
 
 def _described(widget: Any) -> dict[str, Any]:
     "A widget and everything in it as plain values."
-    kind = next(kind for known, kind in _KINDS.items() if isinstance(widget, known))
+    kind = next(_KINDS[known] for known in _KINDS if issubclass(type(widget), known))
     layout = {n: v for n in ("display", "flex_flow", "flex", "grid_gap", "width") if (v := getattr(widget.layout, n))}
     node = {"id": widget.model_id, "kind": kind, "classes": [*widget._dom_classes], "layout": layout}
     if kind == "box":
@@ -186,7 +186,7 @@ class AsAnyWidget(anywidget.AnyWidget):
 
 def in_marimo(root: ipywidgets.DOMWidget, *styles: str) -> tuple[str, str]:
     "Type and text of the output that shows widgets in marimo, for `_mime_`."
-    import marimo
+    import marimo  # type: ignore[import-not-found]
 
     return marimo.ui.anywidget(AsAnyWidget(root, *styles))._mime_()
 
