@@ -13,6 +13,7 @@ from rl_notebook.async_loop import AT_REST, AsyncGRPOLoop
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import PhaseError, RolloutSample
+from rl_notebook.player import PAUSED, refusal, rows_under_way
 from rl_notebook.records import Run, RunFolder
 from rl_notebook.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import (
@@ -20,11 +21,8 @@ from rl_notebook.views.dashboard import (
     BESIDE_MORE,
     MAIN,
     MORE,
-    PAUSED,
     Dashboard,
     progress_of,
-    refusal,
-    rows_under_way,
     still_html,
     waiting_rows,
 )

@@ -16,12 +16,12 @@ from tiny_models import one_thread
 
 from rl_notebook.core import PhaseError, PromptGroup
 from rl_notebook.loop import PHASES
+from rl_notebook.player import UNDER_WAY
 from rl_notebook.records import StepRecord
 from rl_notebook.views.dashboard import (
     COLUMNS,
     MAIN,
     MORE,
-    UNDER_WAY,
     Dashboard,
     View,
     chosen_rows,

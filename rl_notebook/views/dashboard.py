@@ -9,14 +9,12 @@ import asyncio
 import html
 import math
 import re
-import signal
 import sys
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,14 +30,14 @@ from IPython.display import display
 __all__ = ['Dashboard']
 
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
-from ..async_loop import AT_REST, AsyncGRPOLoop
+from ..async_loop import AsyncGRPOLoop
 from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
 from ..drawings import html_table
-from ..loop import PHASES, GRPOLoop, Loop, evaluation_due, next_records, phase_marks
-from ..loop import reach_boundary, run_phase, stop_on_interrupt
+from ..loop import PHASES, GRPOLoop, Loop, phase_marks, stop_on_interrupt
 from ..losses import POLICY_LOSSES
 from ..metrics import completion_metrics, reward_metrics
+from ..player import ACTIONS, Player, listen, refusal, rows_under_way, run_elsewhere, strangers
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
 from .charts import Chart, LiveCharts, asset, chart, charts
@@ -59,318 +57,6 @@ from rl_notebook.views.tokens import (
     with_fallback,
 )
 from ..xray import invariants, sentence
-
-# %% ../../nbs/53_views.dashboard.ipynb #5d56a09c
-async def one_phase(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
-    "Run the next phase as a step runs it."
-    if loop.overlaps and not loop.state.values:
-        return await loop.overlapped_half()
-    if loop.state.current != "finish":
-        return await run_phase(loop, loop.state.current)
-    if evaluation_due(loop):
-        await loop.evaluate()
-    record = loop.finish()
-    await reach_boundary(loop)
-    return record
-
-
-async def one_turn(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
-    "`one_phase` in a turn of its loop; rollouts beside training end where another loop may have the next one."
-    async with loop.weights.turn():
-        record = await one_phase(loop)
-        if isinstance(loop, AsyncGRPOLoop) and record is not None and loop.weights.shared.several:
-            await loop.pause(drain=True)
-            loop.flow.producer.held = AT_REST
-    return record
-
-# %% ../../nbs/53_views.dashboard.ipynb #53513f67
-def by_windows(loop: Loop) -> bool:
-    "Whether the loop would now open a window: prompts of several steps, drawn together."
-    return loop.cfg.weight_sync_interval != 1 and not loop.state.values
-
-# %% ../../nbs/53_views.dashboard.ipynb #ba867203
-def run_elsewhere(loop: Loop) -> str:
-    "What the loop is doing for somebody; empty when nothing."
-    at_work = loop.bar is not None or loop.weights.shared.holder is loop.weights
-    return loop.running or ("between two phases" if at_work else "")
-
-# %% ../../nbs/53_views.dashboard.ipynb #ad6d6879
-ACTIONS = {
-    "play": "Run phase after phase until paused, stopped or done.",
-    "pause": "Hold after the phase under way; play goes on from there.",
-    "drain": "Pause, and wait for the rows that are under way.",
-    "phase": "Run the next phase.",
-    "step": "Run what is left of this step.",
-    "stop": "End the run after the phase under way; the loop keeps what it has.",
-    "undo": "Take back the last update and open its step again.",
-}
-
-# %% ../../nbs/53_views.dashboard.ipynb #b837edfc
-def refusal(player: Player, action: str) -> str:  # a sentence; empty when the action makes sense
-    "Why an action makes no sense now."
-    loop = player.loop
-    elsewhere = "" if player.doing else loop.running if player.window is not None else run_elsewhere(loop)
-    if player.closed:
-        return "This dashboard is closed; another one may have taken its place."
-    if action in ("pause", "stop"):
-        held = action == "stop" and player.window is not None
-        return "" if player.doing or elsewhere or held else "Nothing is running."
-    if action == "drain":
-        return drain_refusal(player, elsewhere)
-    if player.doing or elsewhere:
-        return f"Busy: {player.doing}." if player.doing else f"The loop is being run elsewhere ({elsewhere})."
-    if action == "change":
-        return ""
-    if action == "undo":
-        return "" if loop.weights.undoable else "There is no update to take back."
-    if action == "phase" and by_windows(loop):
-        return "Single phases are not available with windows: the prompts of several steps are drawn together."
-    return "All steps are done." if loop.done and player.window is None else ""
-
-# %% ../../nbs/53_views.dashboard.ipynb #e371f810
-PAUSED = "paused"  # what the loop says of a pause, too
-
-
-def rows_under_way(loop: Loop) -> int:
-    "Rows whose rollouts run now; none of a loop that takes turns."
-    return len(loop.flow.producer.flights) if isinstance(loop, AsyncGRPOLoop) else 0
-
-
-def drain_refusal(player: Player, elsewhere: str) -> str:  # a sentence; empty when it makes sense
-    "Why draining makes no sense now."
-    if not isinstance(player.loop, AsyncGRPOLoop):
-        return "Nothing runs beside training here."
-    if elsewhere:
-        return f"The loop is being run elsewhere ({elsewhere})."
-    if player.draining and player.doing:
-        return "Busy: drain."
-    return "" if player.doing or rows_under_way(player.loop) else "No row is under way."
-
-
-def hold(player: Player, why: str) -> None:
-    "Start no further row, unless a gradient is being put together from rows that still have to come."
-    loop = player.loop
-    chunked = loop.overlaps and "backward" not in loop.state.values
-    if isinstance(loop, AsyncGRPOLoop) and player.doing and not chunked:
-        loop.flow.producer.held = why
-
-
-async def open_gate(player: Player) -> None:
-    "Start rows again, with this loop's weights on the backend."
-    if isinstance(player.loop, AsyncGRPOLoop):
-        async with player.loop.weights.turn():
-            player.loop.resume()
-
-
-async def come_to_rest(player: Player) -> None:
-    "After a pause no row is started; after a drain none runs, either."
-    loop = player.loop
-    if isinstance(loop, AsyncGRPOLoop) and player.pausing and not loop.stop_requested:
-        player.at = "drain" if player.draining else ""
-        player.changed()
-        try:
-            await loop.pause(drain=player.draining)
-        except asyncio.CancelledError:
-            if player.draining or (task := asyncio.current_task()) is None:
-                raise
-            task.uncancel()  # a stop has ended the wait, and nothing else
-
-# %% ../../nbs/53_views.dashboard.ipynb #0f30b7d6
-UNDER_WAY: weakref.WeakSet[Player] = weakref.WeakSet()
-
-
-def strangers(loop: Loop) -> list[Player]:
-    "Players of other loops on the same backend that do not take turns with this one."
-    return [p for p in UNDER_WAY if p.loop.backend is loop.backend and p.loop.weights.shared is not loop.weights.shared]
-
-# %% ../../nbs/53_views.dashboard.ipynb #d2b09e37
-async def quiet(loop: Loop) -> None:
-    "Pause the strangers, and wait until their phases are over."
-    for other in strangers(loop):
-        other.pause()
-        if other.task is not None:
-            await asyncio.wait([other.task])
-
-# %% ../../nbs/53_views.dashboard.ipynb #19d6e66b
-class Player:
-    "Runs a loop in a task, one phase after the other, and can be held between any two."
-
-    def __init__(
-        self,
-        loop: GRPOLoop,
-        changed: Callable[[], Any] = lambda: None,  # called before and after each phase
-    ):
-        self.loop, self.changed = loop, changed
-        self.delay = 0.0  # seconds between two phases
-        self.doing = ""  # the action under way
-        self.at = ""  # the phase that it runs now; "" between two
-        self.pausing = False  # whether it ends after this phase
-        self.draining = False  # whether it then waits for the rows under way
-        self.closed = False
-        self.left = math.inf  # steps still to play
-        self.error: Exception | None = None  # of the last action
-        self.task: asyncio.Task[None] | None = None  # of the last action
-        self.resting: asyncio.Event | None = None  # set to end the rest between two phases
-        self.window: AsyncGenerator[StepRecord, None] | None = None  # that it is in the middle of
-
-    def start(self, action: str, steps: int | None = None) -> asyncio.Task[None]:
-        "Begin an action; raises PhaseError with the reason when it makes no sense now."
-        return begin_action(self, action, steps)
-
-    def pause(self, why: str = PAUSED) -> None:
-        "Hold after the phase under way; a run of somebody else is asked to stop."
-        if not self.doing:
-            self.loop.stop()
-        hold(self, why)
-        self.pausing = True
-        self.wake()
-        self.changed()
-
-    def drain(self) -> asyncio.Task[None]:
-        "Pause, and wait for the rows under way."
-        if self.task is None or not self.doing:
-            return self.start("drain")
-        self.draining = True
-        self.pause()
-        return self.task
-
-    def stop(self) -> None:
-        "End the run after the phase under way, and forget how many steps were left."
-        self.left, self.draining = math.inf, False
-        if self.window is not None and not self.doing:
-            self.start("stop")
-        elif self.at == "drain" and self.task is not None:
-            self.task.cancel()  # rows finish by themselves
-        else:
-            self.loop.stop()
-            self.pause(AT_REST)
-
-    def close(self) -> None:
-        "End for good, after the phase under way."
-        if self.window is not None and not self.doing:
-            self.start("stop")
-        self.closed = self.pausing = True
-        self.wake()
-
-    def wake(self) -> None:
-        "End the rest between two phases."
-        if self.resting is not None:
-            self.resting.set()
-
-# %% ../../nbs/53_views.dashboard.ipynb #69ccaac2
-def begin_action(player: Player, action: str, steps: int | None) -> asyncio.Task[None]:
-    "Begin an action in a task of its own."
-    if why := refusal(player, action):
-        raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix="Wait for it, or press stop.")
-    if action == "play" and (steps is not None or player.left <= 0):
-        player.left = math.inf if steps is None else steps
-    player.task = asyncio.get_running_loop().create_task(act(player, action))
-    player.doing, player.pausing, player.draining = action, False, False
-    player.error, player.loop.stop_requested = None, False
-    player.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `error` has it
-    player.changed()
-    return player.task
-
-# %% ../../nbs/53_views.dashboard.ipynb #7f82cd4e
-async def phase_or_pause(player: Player) -> StepRecord | None:  # the record, when a step was finished
-    "Run the next phase; a batch that a pause keeps from being complete is no error."
-    try:
-        return await one_turn(player.loop)
-    except PhaseError as error:
-        if not (player.pausing and isinstance(player.loop, AsyncGRPOLoop) and error.what == "a batch"):
-            raise
-        return None
-
-# %% ../../nbs/53_views.dashboard.ipynb #666320d3
-async def advance(player: Player) -> StepRecord | None:  # the record, when a step was finished
-    "Go forward by one phase, or by one step of a window."
-    loop = player.loop
-    player.at = loop.state.current
-    player.changed()
-    if player.window is None and not by_windows(loop):
-        return await phase_or_pause(player)
-    window = player.window = player.window or next_records(loop, player.left)
-    record = None
-    try:
-        record = await anext(window, None)
-    finally:
-        player.window = None if record is None else window
-    return record
-
-# %% ../../nbs/53_views.dashboard.ipynb #521d195a
-async def rest(player: Player) -> None:
-    "Wait as long as the speed limit says, or until somebody wakes the player."
-    player.at, player.resting = "", asyncio.Event()
-    player.changed()
-    if not player.pausing:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(player.resting.wait(), max(player.delay, 0.001))
-
-# %% ../../nbs/53_views.dashboard.ipynb #f075715d
-async def release(player: Player) -> None:
-    "Let go of a window; what it has drawn and not trained on is lost."
-    window, player.window = player.window, None
-    if window is not None:
-        await window.aclose()
-
-# %% ../../nbs/53_views.dashboard.ipynb #abc895ea
-def is_over(player: Player) -> bool:
-    "Whether there is a reason not to go on."
-    asked = player.pausing or player.loop.stop_requested
-    return asked or (player.loop.done and player.window is None)
-
-# %% ../../nbs/53_views.dashboard.ipynb #7f755115
-async def play_on(player: Player) -> None:
-    "Phase after phase, until paused, stopped or done."
-    while player.left > 0 and not is_over(player):
-        player.left -= await advance(player) is not None
-        await rest(player)
-    player.left = player.left if player.pausing and not player.loop.stop_requested else math.inf
-
-# %% ../../nbs/53_views.dashboard.ipynb #80e70019
-async def to_end_of_step(player: Player) -> None:
-    "What is left of the step."
-    while not is_over(player) and await advance(player) is None:
-        await rest(player)
-
-# %% ../../nbs/53_views.dashboard.ipynb #3693a2e0
-async def take_back(player: Player) -> None:
-    "The last update taken back."
-    player.at = "undo"
-    player.changed()
-    await release(player)
-    await player.loop.undo()
-
-
-async def wait_for_rows(player: Player) -> None:
-    "Nothing more but the wait for the rows under way."
-    player.pausing = player.draining = True
-
-
-WORK = {"play": play_on, "phase": advance, "step": to_end_of_step, "undo": take_back, "stop": release}
-WORK["drain"] = wait_for_rows
-FORWARD = ("play", "phase", "step")
-
-# %% ../../nbs/53_views.dashboard.ipynb #abc320f5
-async def act(player: Player, action: str) -> None:
-    "One action from beginning to end."
-    UNDER_WAY.add(player)
-    try:
-        await quiet(player.loop)
-        if action in FORWARD:
-            await open_gate(player)
-        await WORK[action](player)
-        await come_to_rest(player)
-    except Exception as e:  # any at all: kept for the dashboard, and raised again for whoever awaits
-        player.error = e
-        raise
-    finally:
-        if player.closed:
-            await release(player)
-        player.loop.rest()
-        UNDER_WAY.discard(player)
-        player.doing, player.at, player.loop.stop_requested = "", "", False
-        player.changed()
 
 # %% ../../nbs/53_views.dashboard.ipynb #e7160be4
 COUNTED = {
@@ -1187,22 +873,6 @@ def draw_record(dashboard: Dashboard) -> None:
     say(d)
     refresh_head(d)
     d.stale = True
-
-# %% ../../nbs/53_views.dashboard.ipynb #12bd6135
-def pause_players(signum: int, frame: Any) -> None:
-    "Pause all players; for a signal."
-    for player in UNDER_WAY:
-        asyncio.get_running_loop().call_soon_threadsafe(player.pause)
-
-
-def listen() -> None:
-    "Have an interrupt pause the players that are under way, where it is ignored otherwise."
-    if threading.current_thread() is threading.main_thread():
-        ours, handler = bool(UNDER_WAY), signal.getsignal(signal.SIGINT)
-        if ours and handler is signal.SIG_IGN:
-            signal.signal(signal.SIGINT, pause_players)
-        elif not ours and handler is pause_players:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 # %% ../../nbs/53_views.dashboard.ipynb #6b798b76
 def tick(dashboard: Dashboard) -> None:

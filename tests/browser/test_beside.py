@@ -24,7 +24,8 @@ from rl_notebook.config import Config
 from rl_notebook.core import RolloutSample
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model, toy_rows
-from rl_notebook.views.dashboard import Dashboard, rows_under_way
+from rl_notebook.player import rows_under_way
+from rl_notebook.views.dashboard import Dashboard
 
 pace = [0.2]  # seconds
 
