@@ -366,7 +366,11 @@ class Conversation:
         return _to_sample(self, reward, info)
 
     def __repr__(self) -> str:
-        return conversation_text(self)
+        lines = [conversation_headline(self)]
+        for span in self.spans:
+            text = span.text if len(span.text) <= 72 else f"{span.text[:36]} … {span.text[-34:]}"
+            lines.append(f"  {'sampled' if span.completion else 'given':<8}{len(span.tokens):>5}  {text!r}")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return conversation_html(self)
@@ -383,15 +387,6 @@ def conversation_headline(conversation: Conversation) -> str:
     tokens, sampled = mask_coverage(conversation)
     turns = f"{conversation.turns} turn{'s' * (conversation.turns != 1)}"
     return f"{conversation.row.where}: {turns}, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains"
-
-
-def conversation_text(conversation: Conversation) -> str:
-    "The headline, and a line for each span."
-    lines = [conversation_headline(conversation)]
-    for span in conversation.spans:
-        text = span.text if len(span.text) <= 72 else f"{span.text[:36]} … {span.text[-34:]}"
-        lines.append(f"  {'sampled' if span.completion else 'given':<8}{len(span.tokens):>5}  {text!r}")
-    return "\n".join(lines)
 
 
 def conversation_html(conversation: Conversation) -> str:

@@ -17,7 +17,7 @@ import sys
 import traceback
 import typing
 import webbrowser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import partial
 from pathlib import Path
@@ -145,7 +145,7 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
     options, how = option_values(rest), {"resume": given.resume, "leftover": given.leftover}
     if given.config is not None:
         return Config.from_yaml(given.config, options, trust=given.trust), how
-    recorded: dict[str, Any] = {}
+    recorded: Mapping[str, Any] = {}
     if given.resume and options.get("log_path"):
         from rl_notebook.records import Run
 

@@ -446,7 +446,12 @@ class Cursor:
     consumed: int = 0  # rows taken so far, over all epochs
 
     def __post_init__(self):
-        _check_cursor(self)
+        if not len(self.rows):
+            raise DataError("empty data set", where="Cursor", got="0 rows", expected="at least 1")
+        if self.epochs is not None and self.epochs < 1:
+            raise DataError("epochs", where="Cursor", got=self.epochs, expected="1 or more, or None for no end")
+        if not 0 <= self.consumed <= self.total:
+            raise DataError("consumed", where="Cursor", got=self.consumed, expected=f"0 to {self.total}")
 
     @property
     def total(self) -> float:
@@ -482,16 +487,6 @@ def _row_at(cursor: Cursor, position: int) -> Row:
     "The row at a position counted over all epochs."
     epoch, i = divmod(position, n := len(cursor.rows))
     return cursor.rows[epoch_order(n, cursor.seed, epoch)[i] if cursor.shuffle else i]
-
-# %% ../nbs/10_data.ipynb #f5385975
-def _check_cursor(cursor: Cursor) -> None:
-    "A cursor has rows to go through and stands among them."
-    if not len(cursor.rows):
-        raise DataError("empty data set", where="Cursor", got="0 rows", expected="at least 1")
-    if cursor.epochs is not None and cursor.epochs < 1:
-        raise DataError("epochs", where="Cursor", got=cursor.epochs, expected="1 or more, or None for no end")
-    if not 0 <= cursor.consumed <= cursor.total:
-        raise DataError("consumed", where="Cursor", got=cursor.consumed, expected=f"0 to {cursor.total}")
 
 # %% ../nbs/10_data.ipynb #1314a60d
 def restore_cursor(

@@ -661,7 +661,12 @@ class Diagnosis:
         return f"{self.cause}: {self.text}.{doubt} {self.fix}"
 
     def __repr__(self) -> str:
-        return diagnosis_text(self)
+        hypotheses = [f"  {score}  {cause:<18}{text}" for cause, score, text in finding_rows(self)]
+        places = [
+            f"  group {g}, sample {s}, target {t} (token {k}): {p} / {b}" for g, s, t, k, p, b in token_rows(self)
+        ]
+        tokens = ["trainer / sampler:", *places] if places else []
+        return "\n".join([self.sentence, measured_words(self), *hypotheses, *tokens])
 
     def _repr_html_(self) -> str:
         return diagnosis_html(self)
@@ -686,14 +691,6 @@ def token_rows(d: Diagnosis) -> list[list[Any]]:
 
 
 TOKEN_COLUMNS = ("group", "sample", "target", "token", "trainer", "sampler")
-
-
-def diagnosis_text(d: Diagnosis) -> str:
-    "A diagnosis as plain text."
-    hypotheses = [f"  {score}  {cause:<18}{text}" for cause, score, text in finding_rows(d)]
-    places = [f"  group {g}, sample {s}, target {t} (token {k}): {p} / {b}" for g, s, t, k, p, b in token_rows(d)]
-    tokens = ["trainer / sampler:", *places] if places else []
-    return "\n".join([d.sentence, measured_words(d), *hypotheses, *tokens])
 
 
 def diagnosis_html(d: Diagnosis) -> str:

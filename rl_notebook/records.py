@@ -78,7 +78,20 @@ class StepRecord:
     @property
     def verdict(self) -> str:
         "The step in one line: reward, KL, groups with signal, size of the update."
-        return step_verdict(self)
+        m = self.metrics
+        parts = [f"step {self.step}"]
+        if math.isfinite(m.get("reward", math.nan)):
+            spread = m.get("reward_std", math.nan)
+            parts.append(f"reward {m['reward']:.3f}" + (f" (±{spread:.2f})" if math.isfinite(spread) else ""))
+        if self.reason:
+            return "  ".join([*parts, f"nothing trained: {self.reason}"])
+        if "kl" in m:
+            parts.append(f"KL {m['kl']:.4f}")
+        if self.groups:
+            live = sum(not is_dead(g.rewards) for g in self.groups)
+            parts.append(f"live {live}/{len(self.groups)} groups")
+        parts += [f"update {m[name]:.1e}" for name in ("update_norm",) if name in m]
+        return "  ".join(parts)
 
     def completions_table(self) -> pd.DataFrame:
         "One row per sample: place, prompt, text, rewards, advantage, how it ended."
@@ -91,24 +104,6 @@ class StepRecord:
 
     def _repr_html_(self) -> str:
         return _record_html(self)
-
-# %% ../nbs/31_records.ipynb #875a7e6b
-def step_verdict(record: StepRecord) -> str:
-    "The step in one line, made from its metrics."
-    m = record.metrics
-    parts = [f"step {record.step}"]
-    if math.isfinite(m.get("reward", math.nan)):
-        spread = m.get("reward_std", math.nan)
-        parts.append(f"reward {m['reward']:.3f}" + (f" (±{spread:.2f})" if math.isfinite(spread) else ""))
-    if record.reason:
-        return "  ".join([*parts, f"nothing trained: {record.reason}"])
-    if "kl" in m:
-        parts.append(f"KL {m['kl']:.4f}")
-    if record.groups:
-        live = sum(not is_dead(g.rewards) for g in record.groups)
-        parts.append(f"live {live}/{len(record.groups)} groups")
-    parts += [f"update {m[name]:.1e}" for name in ("update_norm",) if name in m]
-    return "  ".join(parts)
 
 # %% ../nbs/31_records.ipynb #338ab509
 def _reward_names(groups: Sequence[PromptGroup]) -> list[str]:

@@ -37,12 +37,12 @@ from .data import Row
 
 # %% auto #0
 __all__ = ['RolloutFn', 'Prompt', 'prompt_seed', 'encode_rows', 'draw_completions', 'RolloutSetup', 'DeploymentSampler',
-           'build_deployment_sampler', 'RolloutFactory', 'draw_rollouts']
+           'build_deployment_sampler', 'RolloutFactory']
 
 # %% ../nbs/30_rollouts.ipynb #c944e495
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    "A row, encoded."
+    "A row of the data with its prompt as tokens: what completions are drawn for."
 
     row: Row  # where it came from
     tokens: np.ndarray  # (P,) ids

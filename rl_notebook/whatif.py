@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 # %% auto #0
-__all__ = ['FrozenBatch', 'freeze', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attribution', 'attribution',
-           'true_gradients', 'predicted_change']
+__all__ = ['FrozenBatch', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attribution', 'attribution', 'true_gradients',
+           'predicted_change']
 
 # %% ../nbs/42_whatif.ipynb #e0631220
 from .advantages import SCALES, AdvantageFn, advantages_by, is_dead, with_advantages
@@ -109,7 +109,7 @@ def check_logprobs(datums: Sequence[Datum], found: Sequence[Logprobs], where: st
     for d, lp in zip(datums, found, strict=True):
         require_finite(lp.values, d.weights, name="policy_logprobs", where=f"{where}, {d.where}")
 
-# %% ../nbs/42_whatif.ipynb #1408e1a0
+
 def freeze(record: StepRecord) -> FrozenBatch:
     "See `FrozenBatch.of`."
     where = f"step {record.step}"
@@ -325,7 +325,13 @@ class WhatIf:
     @property
     def headline(self) -> str:
         "The batch, and what the reader of the table must know."
-        return what_if_headline(self)
+        batch = self.batch
+        parts = [repr(batch).removeprefix("FrozenBatch(").removesuffix(")")]
+        if (error := reproduction_error(batch, self.outputs[RECORDED])) > REPRODUCED:
+            parts.insert(0, f"The recorded gradient is NOT reproduced: off by {error:.2g} of its largest slope")
+        if np.abs(batch.log_ratios).max() < ON_POLICY:
+            parts.append("clipping and the shape of the ratio cannot matter here")
+        return "; ".join(parts)
 
     def __repr__(self) -> str:
         return f"{self.headline}\n{self.table.to_string(float_format='%.4g', na_rep='–')}"
@@ -343,17 +349,6 @@ def reproduction_error(batch: FrozenBatch, output: LossOutput) -> float:  # rela
         return 0.0
     recorded = flat(batch.datums, batch.recorded.dlogprobs)
     return float(np.abs(flat(batch.datums, output.dlogprobs) - recorded).max() / max(np.abs(recorded).max(), 1e-30))
-
-
-def what_if_headline(result: WhatIf) -> str:
-    "See `WhatIf.headline`."
-    batch = result.batch
-    parts = [repr(batch).removeprefix("FrozenBatch(").removesuffix(")")]
-    if (error := reproduction_error(batch, result.outputs[RECORDED])) > REPRODUCED:
-        parts.insert(0, f"The recorded gradient is NOT reproduced: off by {error:.2g} of its largest slope")
-    if np.abs(batch.log_ratios).max() < ON_POLICY:
-        parts.append("clipping and the shape of the ratio cannot matter here")
-    return "; ".join(parts)
 
 # %% ../nbs/42_whatif.ipynb #918bd7b2
 def own_output(batch: FrozenBatch) -> tuple[Variant | None, LossOutput]:
@@ -575,7 +570,17 @@ class Attribution:
     @property
     def headline(self) -> str:
         "How concentrated the push is, in one line."
-        return attribution_headline(self)
+        where = self.batch.where
+        if not self.total:
+            return f"{where}: no token was pushed"
+        shares = np.sort(column(self.by_sample, "share"))[::-1]
+        half = int(np.searchsorted(np.cumsum(shares), 0.5)) + 1
+        up = float(column(self.by_sample, "up").sum()) / self.total
+        samples = f"half of the push is in {half} of {len(shares)} samples"
+        against = int((column(self.by_sample, "contribution") < 0).sum()) if "contribution" in self.by_sample else 0
+        parts = [f"{up:.0%} raises tokens, {1 - up:.0%} lowers them"]
+        parts += [f"{against} of {len(shares)} samples pull against the step"] if against else []
+        return f"{where}: {samples}; {'; '.join(parts)}"
 
     def __repr__(self) -> str:
         return f"{self.headline}\n{self.by_sample.to_string(index=False, float_format='%.4g', na_rep='–', max_rows=16)}"
@@ -649,21 +654,6 @@ def check_slopes(batch: FrozenBatch, slopes: Sequence[np.ndarray]) -> None:
         raise AlignmentError("dlogprobs", where=batch.where, got=f"{got}"[:120], expected=f"{expected}"[:120])
     for d, s in zip(batch.datums, slopes, strict=True):
         require_finite(s, d.weights, name="dlogprobs", where=f"{batch.where}, {d.where}")
-
-# %% ../nbs/42_whatif.ipynb #27a35299
-def attribution_headline(a: Attribution) -> str:
-    "How many samples hold half of the mass, and which way the push goes."
-    where = a.batch.where
-    if not a.total:
-        return f"{where}: no token was pushed"
-    shares = np.sort(column(a.by_sample, "share"))[::-1]
-    half = int(np.searchsorted(np.cumsum(shares), 0.5)) + 1
-    up = float(column(a.by_sample, "up").sum()) / a.total
-    samples = f"half of the push is in {half} of {len(shares)} samples"
-    against = int((column(a.by_sample, "contribution") < 0).sum()) if "contribution" in a.by_sample else 0
-    parts = [f"{up:.0%} raises tokens, {1 - up:.0%} lowers them"]
-    parts += [f"{against} of {len(shares)} samples pull against the step"] if against else []
-    return f"{where}: {samples}; {'; '.join(parts)}"
 
 # %% ../nbs/42_whatif.ipynb #43f40d6e
 @runtime_checkable

@@ -36,7 +36,7 @@ MAX_CLASS = 90  # lines of one that is a class: it is not cut into a ladder of c
 MAX_MEDIAN = 14  # lines of the median exported cell of the package
 MAX_HIDDEN = 4  # hidden cells a notebook
 MAX_BYTES = 300_000  # a notebook with its outputs
-MAX_NAMES = 500  # names in all `__all__` of the package together
+MAX_NAMES = 300  # names in all `__all__` of the package together
 PROSE_GOAL, PROSE_FLOOR = 2.0, 1.0  # words of prose an exported line: of the package, of any notebook
 SHOWN_GOAL, SHOWN_FLOOR = 6.0, 3.0  # shown cells per hundred exported lines: of the package, of any notebook
 

@@ -21,7 +21,7 @@ from ..drawings import prompt_text, shown_text, token_texts
 from ..records import StepRecord, metrics_row
 
 # %% auto #0
-__all__ = ['History', 'history_row', 'reward_payload', 'run_payloads', 'advantages_payload', 'step_payloads']
+__all__ = ['History', 'history_row', 'reward_payload', 'advantages_payload']
 
 # %% ../../nbs/50_views.payloads.ipynb #f6b296ea
 Series = dict[str, list]  # {"x": steps, "y": values}
