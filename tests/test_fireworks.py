@@ -81,7 +81,7 @@ class Site:
         self.mark, self.before = len(self.running.emulator.log), {j.name for j in self.all_jobs()}
 
     def all_jobs(self):
-        return self.running.emulator.site.shelf.all("rlorTrainerJobs")
+        return self.running.emulator.site.resources.all("rlorTrainerJobs")
 
     def asked(self, *methods) -> list[str]:
         "What was asked of the control plane since the mark: method and path, without what only reads."
@@ -344,7 +344,7 @@ def train(client: ReconnectableClient) -> None:
 def restart(site, job_id: str) -> None:
     "The trainer of a job starts again: what was in its memory is gone."
     emulated = site.running.emulator.site
-    trainer_of(emulated, emulated.shelf.find(f"accounts/local/rlorTrainerJobs/{job_id}")).lose_memory()
+    trainer_of(emulated, emulated.resources.find(f"accounts/local/rlorTrainerJobs/{job_id}")).lose_memory()
 
 
 def test_the_reference_is_never_trained(site):

@@ -55,7 +55,7 @@ class Outcome:
 def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) -> Outcome:
     "Run a script to its end; every resource that it made has to be given back."
     site, seen = emulator.emulator.site, len(emulator.emulator.log)
-    before = {job.name for job in site.shelf.all("rlorTrainerJobs")}
+    before = {job.name for job in site.resources.all("rlorTrainerJobs")}
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     quick = {"FW_TRAINER_CANCEL_GRACE_PERIOD_S": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / script), *SMALL, "--deployment", deployment, *options]
@@ -65,9 +65,9 @@ def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) 
     assert emulator.key.reveal() not in said
     assert done.returncode == 0, said[-3000:]
 
-    jobs = [job for job in site.shelf.all("rlorTrainerJobs") if job.name not in before]
+    jobs = [job for job in site.resources.all("rlorTrainerJobs") if job.name not in before]
     assert [job.goal for job in jobs] == ["JOB_STATE_CANCELLED"] * len(jobs)
-    served = site.shelf.find(f"accounts/local/deployments/{deployment}")
+    served = site.resources.find(f"accounts/local/deployments/{deployment}")
     assert served is not None
     assert served.body["maxReplicaCount"] == 0
     ids = {bool(job.body.get("forwardOnly")): job.name.rsplit("/", 1)[1] for job in jobs}

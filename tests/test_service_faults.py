@@ -114,7 +114,7 @@ def go(plan: Plan, faults: str, seed: int = 0) -> Ended:
     began = time.monotonic()
     with start_emulator(faults=faults, seed=seed) as running:
         outcome, emulator = asyncio.run(inside(running)), running.emulator
-        jobs = [job.state(time.time()) for job in emulator.site.shelf.all("rlorTrainerJobs")]
+        jobs = [job.state(time.time()) for job in emulator.site.resources.all("rlorTrainerJobs")]
         assert set(jobs) <= {"JOB_STATE_CANCELLED", "JOB_STATE_FAILED"}
     return Ended(outcome, refused, emulator.faults.counts, list(emulator.faults.log), time.monotonic() - began)
 
@@ -263,14 +263,14 @@ def half_a_run(running: RunningEmulator, folder: Path) -> None:
 
 def job_states(running: RunningEmulator, folder: Path) -> dict[str, str]:
     "The trainer jobs whose names begin with that of a folder."
-    jobs = running.emulator.site.shelf.all("rlorTrainerJobs")
+    jobs = running.emulator.site.resources.all("rlorTrainerJobs")
     states = {job.name.rsplit("/", 1)[1]: job.state(time.time()).removeprefix("JOB_STATE_") for job in jobs}
     return {name: state for name, state in states.items() if name.startswith(f"{folder.name}-")}
 
 
 def most_replicas(running: RunningEmulator, folder: Path) -> int:
     "How far the deployment of a folder may grow."
-    return running.emulator.site.shelf.find(f"accounts/local/deployments/{folder.name}").body["maxReplicaCount"]
+    return running.emulator.site.resources.find(f"accounts/local/deployments/{folder.name}").body["maxReplicaCount"]
 
 
 @pytest.fixture(scope="module")

@@ -196,7 +196,7 @@ async def _tops(d: Drawn, k: int) -> list[Any]:
 def _choices(
     d: Drawn, body: Mapping[str, Any], tops: Sequence[Any], style: Style, tokenizer: Any, processed: bool
 ) -> list:
-    "The choices of an answer."
+    "The choices of a response."
     choices = []
     for i, part in enumerate(d.parts):
         offered = body.get("tools") and body.get("tool_choice") != "none"

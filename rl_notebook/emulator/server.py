@@ -157,7 +157,7 @@ def read_wanted(
 # %% ../../nbs/72_emulator.server.ipynb #94791db2
 @dataclass(frozen=True)
 class Shown:
-    "The part of prompt and completion that an answer shows, and how it ended."
+    "The part of prompt and completion that a response shows, and how it ended."
 
     tokens: list[int]
     raw: list[float | None]  # logprob per token, None for the first token of a prompt
@@ -223,7 +223,7 @@ def choice_of(
     tokenizer: Any,
     processed: bool,  # logprobs of the distribution drawn from, where only one kind is sent
 ) -> dict[str, Any]:
-    "One choice of an answer."
+    "One choice of a response."
     choice: dict[str, Any] = {"index": index, "text": part.text, "finish_reason": part.finish_reason, "logprobs": None}
     if wanted.layout == "content":
         choice["logprobs"] = content_logprobs(part, tokenizer)
@@ -267,7 +267,7 @@ def split_choice(choice: Mapping[str, Any], part: Shown, tokenizer: Any) -> list
     return pieces
 
 # %% ../../nbs/72_emulator.server.ipynb #2e241fc8
-class Gate:
+class PausableWorker:
     "A worker whose hops can be held back."
 
     def __init__(self, worker: Worker):
@@ -301,18 +301,18 @@ def end_requests(sampler: LocalSampler) -> None:
 
 # %% ../../nbs/72_emulator.server.ipynb #043cfe91
 def answer_done(sampler: LocalSampler) -> None:
-    "Hand finished requests to whoever waits for them; runs on the event loop."
+    "Hand finished requests to their waiting tasks; runs on the event loop."
     for request in [r for r in sampler.open if r.done]:
         sampler.open.pop(request).answer(request.completions)
 
 # %% ../../nbs/72_emulator.server.ipynb #e4f475d4
-async def abort_drawing(serving: Serving, gate: Gate) -> None:
+async def abort_drawing(serving: Serving, pausable: PausableWorker) -> None:
     "End, between two hops, what the engine of a sampler is drawing."
     sampler: Any = serving.backend.sampler
-    gate.open.clear()
-    await gate.worker(end_requests, sampler)
+    pausable.open.clear()
+    await pausable.worker(end_requests, sampler)
     answer_done(sampler)
-    gate.open.set()
+    pausable.open.set()
 
 # %% ../../nbs/72_emulator.server.ipynb #5372d6a0
 def read_weights(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -386,7 +386,7 @@ def check_delta(load: HotLoad, meta: Mapping[str, Any], asked: Mapping[str, Any]
 
 # %% ../../nbs/72_emulator.server.ipynb #121369cc
 class EmulatedServer:
-    "One replica: a sampler, the weights that it serves, and the manners of a service."
+    "One replica: a sampler, the weights that it serves, and the API of a service."
 
     def __init__(
         self,
@@ -410,16 +410,16 @@ class EmulatedServer:
         self.resumed = asyncio.Event()
         self.resumed.set()
         self.adapters: dict[str, dict[str, Tensor]] = {}  # by name, what each adds to the base
-        self._serving: dict[str, tuple[Serving, Gate]] = {}  # by adapter, "" is the base
+        self._serving: dict[str, tuple[Serving, PausableWorker]] = {}  # by adapter, "" is the base
         self._lock = asyncio.Lock()
 
-    def serving(self, adapter: str = "") -> tuple[Serving, Gate]:
+    def serving(self, adapter: str = "") -> tuple[Serving, PausableWorker]:
         "The sampler of the base or of an adapter, opened on first use."
         if adapter not in self._serving:
             serving = open_serving(self.models, self.base_model, 0 if adapter else self.lora_rank)
-            gate = Gate(serving.backend.sampler.run)  # type: ignore[attr-defined]
-            serving.backend.sampler.run = gate  # type: ignore[attr-defined]
-            self._serving[adapter] = serving, gate
+            pausable = PausableWorker(serving.backend.sampler.run)  # type: ignore[attr-defined]
+            serving.backend.sampler.run = pausable  # type: ignore[attr-defined]
+            self._serving[adapter] = serving, pausable
         return self._serving[adapter]
 
     async def completions(self, request: Request) -> Response:
@@ -449,8 +449,8 @@ class EmulatedServer:
         self.resumed.set()
         if self.load.task is not None:
             self.load.task.cancel()
-        for serving, gate in self._serving.values():
-            gate.open.set()
+        for serving, pausable in self._serving.values():
+            pausable.open.set()
             await serving.close()
         self._serving.clear()
 
@@ -666,9 +666,9 @@ async def pause(server: EmulatedServer, request: Request, body: dict[str, Any]) 
     if mode not in ("abort", "wait", "keep"):
         raise Refusal(400, "mode", got=repr(mode), expected="abort, wait or keep")
     server.resumed.clear()
-    for _, gate in server._serving.values():
+    for _, pausable in server._serving.values():
         if mode == "keep":
-            gate.open.clear()
+            pausable.open.clear()
     while mode != "keep" and server.running:
         for each in server._serving.values() if mode == "abort" else ():
             await abort_drawing(*each)
@@ -678,8 +678,8 @@ async def pause(server: EmulatedServer, request: Request, body: dict[str, Any]) 
 # %% ../../nbs/72_emulator.server.ipynb #630acc1a
 async def resume(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
     "Let everything go on."
-    for _, gate in server._serving.values():
-        gate.open.set()
+    for _, pausable in server._serving.values():
+        pausable.open.set()
     server.resumed.set()
     return {"status": "resumed"}
 
@@ -688,14 +688,14 @@ async def collective_rpc(server: EmulatedServer, request: Request, body: dict[st
     "Only `reload_weights`; the weights change at once, under whatever is being drawn."
     if body.get("method") != "reload_weights":
         raise Refusal(500, f"Worker failed with error 'no attribute {body.get('method')!r}'")
-    serving, gate = server.serving()
+    serving, pausable = server.serving()
     folder = Path(str((body.get("kwargs") or {}).get("weights_path", "")))
     try:
         tensors = read_weights(folder, serving.backend.sync.served)  # type: ignore[attr-defined]
     except Refusal:
         server.bare = True
         raise
-    await gate.worker(copy_weights, serving, tensors)
+    await pausable.worker(copy_weights, serving, tensors)
     server.bare = False
     for name in server.adapters:
         await serve_adapter(server, name)
@@ -707,8 +707,8 @@ async def serve_adapter(server: EmulatedServer, name: str) -> None:
     base = server.serving()[0].backend.sync.served  # type: ignore[attr-defined]
     added = server.adapters[name]
     tensors = {key: p.detach() + added[key].to(p) if key in added else p.detach() for key, p in base.items()}
-    serving, gate = server.serving(name)
-    await gate.worker(copy_weights, serving, tensors)
+    serving, pausable = server.serving(name)
+    await pausable.worker(copy_weights, serving, tensors)
 
 # %% ../../nbs/72_emulator.server.ipynb #8969b0ca
 async def load_lora_adapter(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:

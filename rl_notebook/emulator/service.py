@@ -80,8 +80,8 @@ class Fault:
 
     kind: str  # one of FAULTS
     chance: float = 1.0  # of an occasion to be struck
-    at: int | None = None  # strike at this occasion only, counted from 1
-    times: int | None = None  # strike at most so often; None = no limit
+    at: int | None = None  # inject at this occasion only, counted from 1
+    times: int | None = None  # inject at most so often; None = no limit
     path: str = ""  # only where the address contains this
     values: Mapping[str, float] = field(default_factory=dict)  # seconds, lengths; see FAULTS
 
@@ -122,7 +122,7 @@ def parse_faults(spec: str) -> tuple[Fault, ...]:
 
 # %% ../../nbs/74_emulator.service.ipynb #0921bdf7
 class Faults:
-    "Decides what is struck, and keeps count."
+    "Decides where a fault is injected, and keeps count."
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class Faults:
         self._struck: Counter[int] = Counter()
         self.burst = 0  # requests that are still to be refused with 503
 
-    def strike(self, kind: str, where: str, aside: bool = False) -> Fault | None:
-        "The fault that strikes this occasion, if one does; what happens aside is struck only by a fault with a path."
+    def inject(self, kind: str, where: str, aside: bool = False) -> Fault | None:
+        "The fault to inject at this occasion, if any; what happens aside only gets a fault with a path."
         hit = None
         for i, fault in enumerate(self.faults):
             if fault.kind != kind or fault.path not in where or (aside and not fault.path):
@@ -165,7 +165,7 @@ def unavailable(faults: Faults, where: str) -> bool:
         faults.counts["503"] += 1
         faults.log.append(("503", where))
         return True
-    hit = faults.strike("503", where)
+    hit = faults.inject("503", where)
     if hit is not None:
         faults.burst = int(hit.values["burst"]) - 1
     return hit is not None
@@ -215,7 +215,7 @@ def resource_name(
     return f"accounts/{ACCOUNT}/{collection}/{id}"
 
 # %% ../../nbs/74_emulator.service.ipynb #90973261
-class Shelf:
+class ResourceStore:
     "Resources by name, each kept as a file."
 
     def __init__(self, folder: Path):
@@ -307,7 +307,7 @@ def _refusal(scope: Scope, key: Secret, max_body: int) -> tuple[int, str] | None
     if host not in LOCAL:
         return 403, f"the emulator answers as {' or '.join(LOCAL)} only"
     if scope["method"] == "GET" and scope["path"].endswith("/api/v1/healthz"):
-        return None  # says that a trainer is up, to whoever asks
+        return None  # says without a key that a trainer is up
     scheme, _, token = headers.get("authorization", b"").partition(b" ")
     shown = [headers.get("x-api-key", b""), token.strip() if scheme.lower() == b"bearer" else b""]
     wanted = _bare(key.reveal().encode())
@@ -326,12 +326,12 @@ class Exchange:
     method: str
     path: str
     status: int | None  # None = the connection was closed without an answer
-    fault: str = ""  # what struck it
+    fault: str = ""  # the faults that were injected
 
 # %% ../../nbs/74_emulator.service.ipynb #0d537c8f
 @dataclass
-class Gate:
-    "Lets requests in, or not; strikes faults; keeps a log."
+class FaultMiddleware:
+    "Checks host, key and size of requests, injects faults, keeps a log."
 
     app: ASGIApp
     key: Secret
@@ -349,7 +349,7 @@ class Gate:
             await _drain(receive, 4 * self.max_body)
             await error_reply(scope["path"], *refused)(scope, receive, send)
         else:
-            struck, status = await served(self, scope, _counted(receive, self.max_body), send)
+            struck, status = await serve_with_faults(self, scope, _counted(receive, self.max_body), send)
         self.log.append(Exchange(scope["method"], scope["path"], status, struck))
 
 # %% ../../nbs/74_emulator.service.ipynb #5f229f8b
@@ -377,52 +377,52 @@ def _counted(receive: Receive, most: int) -> Receive:
     return counted
 
 # %% ../../nbs/74_emulator.service.ipynb #10dfc5ea
-def turned_away(faults: Faults, scope: Scope) -> Response | None:
-    "The refusal that strikes a request, if one does."
+def injected_refusal(faults: Faults, scope: Scope) -> Response | None:
+    "The refusal that is injected for a request, if any."
     path, where = scope["path"], f"{scope['method']} {scope['path']}"
-    if hit := faults.strike("429", where):
+    if hit := faults.inject("429", where):
         return error_reply(path, 429, "rate limited", {"Retry-After": f"{hit.values['retry_after']:g}"})
     return error_reply(path, 503, "temporarily unavailable") if unavailable(faults, where) else None
 
 # %% ../../nbs/74_emulator.service.ipynb #a0a1819a
-async def served(
-    gate: Gate, scope: Scope, receive: Receive, send: Send
-) -> tuple[str, int | None]:  # what struck it, and the status that was sent
-    "Serve one request under the faults of the gate."
+async def serve_with_faults(
+    middleware: FaultMiddleware, scope: Scope, receive: Receive, send: Send
+) -> tuple[str, int | None]:  # the faults that were injected, and the status that was sent
+    "Serve one request, with the faults of the middleware."
     where = f"{scope['method']} {scope['path']}"
-    faults = Faults() if scope["path"].startswith("/emulator/") else gate.faults  # who asks what happened is not struck
-    if faults.strike("drop_before", where):
-        await _close(gate, scope, receive)
+    faults = Faults() if scope["path"].startswith("/emulator/") else middleware.faults  # the status page has none
+    if faults.inject("drop_before", where):
+        await _close(middleware, scope, receive)
         return "drop_before", None
-    if refused := turned_away(faults, scope):
-        await _drain(receive, gate.max_body)
+    if refused := injected_refusal(faults, scope):
+        await _drain(receive, middleware.max_body)
         await refused(scope, receive, send)
         return str(refused.status_code), refused.status_code
-    slow, lost = faults.strike("slow", where), faults.strike("drop_after", where)
+    slow, lost = faults.inject("slow", where), faults.inject("drop_after", where)
     if slow:
         await asyncio.sleep(slow.values["s"])
     reply = Reply(faults, where, None if lost else send)
-    await answered(gate.app, scope, receive, reply)
+    await run_app(middleware.app, scope, receive, reply)
     if lost:
-        await _close(gate, scope, receive)
+        await _close(middleware, scope, receive)
     struck = {"slow": slow, "drop_after": lost, "truncate_sse": reply.truncated}
     return "+".join(kind for kind, hit in struck.items() if hit), reply.status
 
 # %% ../../nbs/74_emulator.service.ipynb #5fbdc285
-async def _close(gate: Gate, scope: Scope, receive: Receive) -> None:
+async def _close(middleware: FaultMiddleware, scope: Scope, receive: Receive) -> None:
     "Close the connection and wait until the server has seen it."
-    if gate.hang_up is None:
+    if middleware.hang_up is None:
         raise BackendError("a dropped connection", got="an app without a server", fix="Use start_emulator().")
-    gate.hang_up(scope["client"])
+    middleware.hang_up(scope["client"])
     while (await receive())["type"] != "http.disconnect":
         pass
 
 # %% ../../nbs/74_emulator.service.ipynb #539697f3
-async def answered(app: ASGIApp, scope: Scope, receive: Receive, reply: Reply) -> None:
+async def run_app(app: ASGIApp, scope: Scope, receive: Receive, reply: Reply) -> None:
     "Let an application answer; what it raises is logged as one line, and answered with 500 unless it answered itself."
     try:
         await app(scope, receive, reply)
-    except ClientDisconnect:  # nobody is there to be told
+    except ClientDisconnect:  # the client is gone
         return
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -461,7 +461,7 @@ class Reply:
             self.status = message["status"]
             headers = dict(message["headers"])
             streamed = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-            self.truncated = streamed and bool(self.faults.strike("truncate_sse", self.where))
+            self.truncated = streamed and bool(self.faults.inject("truncate_sse", self.where))
         elif self.truncated:
             self._held += message.get("body", b"")
             if message.get("more_body", False):
@@ -485,7 +485,7 @@ class Site:
     _promoted: dict[str, Models] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.shelf = Shelf(self.folder / "control")  # jobs, deployments, models
+        self.resources = ResourceStore(self.folder / "control")  # jobs, deployments, models
 
     @cached_property
     def models(self) -> Models:
@@ -523,7 +523,7 @@ OWN_MODELS = f"accounts/{ACCOUNT}/models/"
 # %% ../../nbs/74_emulator.service.ipynb #27120e4b
 def promoted_models(site: Site, base_model: str) -> Models:
     "The model with the weights of a promoted checkpoint; 404 for one that does not exist, 400 for an adapter."
-    record = site.shelf.find(resource_name("models", base_model.removeprefix(OWN_MODELS)))
+    record = site.resources.find(resource_name("models", base_model.removeprefix(OWN_MODELS)))
     if record is None:
         raise HTTPException(404, f"there is no model {base_model!r}")
     if record.body["kind"] != "HF_BASE_MODEL":
@@ -585,27 +585,27 @@ async def json_of(request: Request) -> dict[str, Any]:
     return body
 
 # %% ../../nbs/74_emulator.service.ipynb #31528905
-def found(site: Site, request: Request, collection: str) -> Resource:
+def find_resource(site: Site, request: Request, collection: str) -> Resource:
     "The resource that a request names; 403 in another account, 404 if there is none."
-    own_account(request)
+    check_account(request)
     name = resource_name(collection, request.path_params["id"])
-    resource = site.shelf.find(name)
+    resource = site.resources.find(name)
     if resource is None:
         raise HTTPException(404, f"{name} does not exist")
     return resource
 
 # %% ../../nbs/74_emulator.service.ipynb #23f3ffe7
-def own_account(request: Request) -> None:
+def check_account(request: Request) -> None:
     "Refuses other people's accounts with status 403."
     if request.path_params["account"] != ACCOUNT:
         raise HTTPException(403, f"the key belongs to accounts/{ACCOUNT}")
 
 # %% ../../nbs/74_emulator.service.ipynb #a258cacb
-async def listed(site: Site, request: Request, collection: str) -> Response:
+async def list_resources(site: Site, request: Request, collection: str) -> Response:
     "A page of a collection."
-    own_account(request)
+    check_account(request)
     now = time.time()
-    return page_of(request, collection, [r.shown(now) for r in site.shelf.all(collection)])
+    return page_of(request, collection, [r.shown(now) for r in site.resources.all(collection)])
 
 # %% ../../nbs/74_emulator.service.ipynb #c8c60261
 def shape_version(
@@ -656,7 +656,7 @@ async def get_shape(site: Site, request: Request, kind: str = "trainingShapes") 
 async def get_model(site: Site, request: Request) -> Response:
     "A promoted model of the account, or any base model of another one."
     if request.path_params["account"] == ACCOUNT:
-        return JSONResponse(found(site, request, "models").shown(time.time()))
+        return JSONResponse(find_resource(site, request, "models").shown(time.time()))
     name = f"accounts/{request.path_params['account']}/models/{request.path_params['id']}"
     details = {"moe": False, "servedBy": site.models.name}
     return JSONResponse({"name": name, "state": "READY", "kind": "HF_BASE_MODEL", "baseModelDetails": details})
@@ -672,7 +672,7 @@ CATALOGUE: Table = [
         "/v1/accounts/{account}/deploymentShapes/{shape}/versions/{version}",
         partial(get_shape, kind="deploymentShapes"),
     ),
-    ("GET", "/v1/accounts/{account}/models", partial(listed, collection="models")),
+    ("GET", "/v1/accounts/{account}/models", partial(list_resources, collection="models")),
     ("GET", "/v1/accounts/{account}/models/{id}", get_model),
 ]
 
@@ -704,15 +704,15 @@ def new_job(
     return Resource(name, body, goal="", created=time.time())
 
 # %% ../../nbs/74_emulator.service.ipynb #efaefdba
-def set_out(site: Site, job: Resource) -> Resource:
+def start_job(site: Site, job: Resource) -> Resource:
     "The job, on its way from now: to run, or to fail if a fault says so."
-    failed = site.faults.strike("job_fails", job.name)
+    failed = site.faults.inject("job_fails", job.name)
     status = {"code": "INTERNAL", "message": "the trainer did not start (fault job_fails)"} if failed else {}
     goal = "JOB_STATE_FAILED" if failed else "JOB_STATE_RUNNING"
     way = ("JOB_STATE_PENDING", "JOB_STATE_CREATING")
     now, delay = time.time(), site.startup_delay_s
     job = replace(job, body={**job.body, "status": status}, goal=goal, meanwhile=way, delay_s=delay, since=now)
-    return site.shelf.put(job)
+    return site.resources.put(job)
 
 # %% ../../nbs/74_emulator.service.ipynb #700a8877
 def job_reply(request: Request, job: Resource) -> Response:
@@ -725,47 +725,47 @@ def job_reply(request: Request, job: Resource) -> Response:
 
 async def create_job(site: Site, request: Request) -> Response:
     "A new job; 409 if there is one of this id."
-    own_account(request)
+    check_account(request)
     name = resource_name(
         "rlorTrainerJobs", request.query_params.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
     )
-    if site.shelf.find(name):
+    if site.resources.find(name):
         raise HTTPException(409, f"{name} exists already")
     job = new_job(name, await json_of(request), request.query_params, site.context_length)
     await asyncio.to_thread(
         site.models_for, job.body["trainingConfig"]["baseModel"]
-    )  # 404 for a model that nobody promoted
+    )  # 404 for a model that was never promoted
     if owner := job.body["hotLoadDeploymentId"]:
         resource_name("deployments", owner)  # 400 for an impossible id; whether it exists yet does not matter
-    return job_reply(request, set_out(site, job))
+    return job_reply(request, start_job(site, job))
 
 # %% ../../nbs/74_emulator.service.ipynb #31c808e0
 async def get_job(site: Site, request: Request) -> Response:
     "A job as it is now."
-    return job_reply(request, found(site, request, "rlorTrainerJobs"))
+    return job_reply(request, find_resource(site, request, "rlorTrainerJobs"))
 
 # %% ../../nbs/74_emulator.service.ipynb #08f3c75c
 async def resume_job(site: Site, request: Request) -> Response:
     "A job that stopped sets out again; one that runs goes on running."
-    job, now = found(site, request, "rlorTrainerJobs"), time.time()
+    job, now = find_resource(site, request, "rlorTrainerJobs"), time.time()
     if job.state(now) == _DELETED:
         raise HTTPException(400, f"{job.name} is deleted and cannot be resumed")
-    return job_reply(request, set_out(site, job) if job.state(now) in _STOPPED else job)
+    return job_reply(request, start_job(site, job) if job.state(now) in _STOPPED else job)
 
 # %% ../../nbs/74_emulator.service.ipynb #f6e4000e
 async def end_job(site: Site, request: Request, goal: str) -> Response:
     "Stop a job."
-    job, now = found(site, request, "rlorTrainerJobs"), time.time()
+    job, now = find_resource(site, request, "rlorTrainerJobs"), time.time()
     if job.state(now) != _DELETED and (goal == _DELETED or job.state(now) not in _STOPPED):
         await site.end(job.name)
-        job = site.shelf.put(replace(job, goal=goal, delay_s=0.0, since=now))
+        job = site.resources.put(replace(job, goal=goal, delay_s=0.0, since=now))
     return job_reply(request, job)
 
 # %% ../../nbs/74_emulator.service.ipynb #97a70988
 _JOBS = "/v1/accounts/{account}/rlorTrainerJobs"
 JOBS: Table = [
     ("POST", _JOBS, create_job),
-    ("GET", _JOBS, partial(listed, collection="rlorTrainerJobs")),
+    ("GET", _JOBS, partial(list_resources, collection="rlorTrainerJobs")),
     ("POST", _JOBS + "/{id}:resume", resume_job),
     ("POST", _JOBS + "/{id}:cancel", partial(end_job, goal="JOB_STATE_CANCELLED")),
     ("GET", _JOBS + "/{id}", get_job),
@@ -791,22 +791,22 @@ def trainer_of(site: Site, job: Resource) -> EmulatedTrainer:
 async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer of the job that its address names, if that runs."
     request = Request(scope)
-    own_account(request)
-    job = site.shelf.find(resource_name("rlorTrainerJobs", request.path_params["id"]))
+    check_account(request)
+    job = site.resources.find(resource_name("rlorTrainerJobs", request.path_params["id"]))
     state = job.state(time.time()) if job else "unknown"
     if job is None or state in (*_STOPPED, _DELETED):
         raise HTTPException(404, f"no trainer runs here; the job is {state}")
     if state != "JOB_STATE_RUNNING":
         raise HTTPException(503, f"the trainer is not ready; the job is {state}")
-    await through(site, trainer_of(site, job), scope, receive, send)
+    await forward_to_trainer(site, trainer_of(site, job), scope, receive, send)
 
 # %% ../../nbs/74_emulator.service.ipynb #a03eba2b
 _ASIDE = {"healthz", "telemetry", "session_heartbeat", "retrieve_future"}  # how many there are is up to the clock
 
 
-async def through(site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send) -> None:
+async def forward_to_trainer(site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send) -> None:
     "Let a trainer answer, after a restart if a fault says so."
-    if site.faults.strike("restart_trainer", scope["path"], aside=scope["path"].rsplit("/", 1)[1] in _ASIDE):
+    if site.faults.inject("restart_trainer", scope["path"], aside=scope["path"].rsplit("/", 1)[1] in _ASIDE):
         trainer.lose_memory()
     await trainer.router(scope, receive, send)
 
@@ -835,7 +835,9 @@ def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
 # %% ../../nbs/74_emulator.service.ipynb #a65186a9
 async def list_checkpoints(site: Site, request: Request) -> Response:
     "A page of what a job saved."
-    return page_of(request, "checkpoints", checkpoint_rows(site, found(site, request, "rlorTrainerJobs")), size=200)
+    return page_of(
+        request, "checkpoints", checkpoint_rows(site, find_resource(site, request, "rlorTrainerJobs")), size=200
+    )
 
 # %% ../../nbs/74_emulator.service.ipynb #3b61fd06
 def promotable_row(site: Site, job: Resource, checkpoint: str) -> dict[str, Any]:
@@ -858,7 +860,7 @@ async def promoted(
     name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
     row = promotable_row(site, job, checkpoint)
     async with site.promoting:
-        if (model := site.shelf.find(name)) is not None:
+        if (model := site.resources.find(name)) is not None:
             if model.body["promotedFrom"] != row["name"]:
                 raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
             return model
@@ -869,7 +871,7 @@ async def promoted(
         if rank:
             body["peftDetails"] = {"baseModel": base, "r": rank}
         now, delay = time.time(), site.promotion_delay_s
-        return site.shelf.put(Resource(name, body, "READY", ("UPLOADING",), delay, since=now, created=now))
+        return site.resources.put(Resource(name, body, "READY", ("UPLOADING",), delay, since=now, created=now))
 
 # %% ../../nbs/74_emulator.service.ipynb #28d9c37b
 def operation_of(model: Resource) -> dict[str, Any]:
@@ -882,9 +884,9 @@ def operation_of(model: Resource) -> dict[str, Any]:
 # %% ../../nbs/74_emulator.service.ipynb #f072adb5
 async def promote(site: Site, request: Request) -> Response:
     "Make a model of a checkpoint; with `async_promotion`, say how far that is."
-    own_account(request)
+    check_account(request)
     asked = await json_of(request)
-    job = site.shelf.find(str(asked.get("trainer_job_id", "")))
+    job = site.resources.find(str(asked.get("trainer_job_id", "")))
     if job is None or "/rlorTrainerJobs/" not in job.name:
         raise HTTPException(404, f"trainer_job_id: there is no {asked.get('trainer_job_id')!r}")
     model = await promoted(site, job, request.path_params["checkpoint"], asked)
@@ -894,8 +896,8 @@ async def promote(site: Site, request: Request) -> Response:
 # %% ../../nbs/74_emulator.service.ipynb #cb55e550
 async def get_operation(site: Site, request: Request) -> Response:
     "How far a promotion is."
-    own_account(request)
-    model = site.shelf.find(resource_name("models", request.path_params["operation"].removeprefix("promote-")))
+    check_account(request)
+    model = site.resources.find(resource_name("models", request.path_params["operation"].removeprefix("promote-")))
     if model is None:
         raise HTTPException(404, f"there is no operation {request.path_params['operation']!r}")
     return JSONResponse(operation_of(model))
@@ -937,7 +939,7 @@ def replicas(deployment: Resource) -> int:
 # %% ../../nbs/74_emulator.service.ipynb #05c097f9
 def deployment_bucket(site: Site, deployment: Resource) -> str:
     "Where a deployment reads weights: with the trainer that it is attached to, or with itself."
-    job = site.shelf.find(deployment.body.get("hotLoadTrainerJob") or "")
+    job = site.resources.find(deployment.body.get("hotLoadTrainerJob") or "")
     return job_bucket(job) if job else f"deployment-{deployment.name.rsplit('/', 1)[1]}"
 
 # %% ../../nbs/74_emulator.service.ipynb #c1c815f6
@@ -953,7 +955,7 @@ def deployment_reply(site: Site, deployment: Resource) -> Response:
 def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
     "Refuses, with status 400, what cannot be deployed."
     job, counts = body.get("hotLoadTrainerJob"), [body.get("minReplicaCount", 0), body.get("maxReplicaCount", 1)]
-    if job and not (str(job).split("/")[2:3] == ["rlorTrainerJobs"] and site.shelf.find(job)):
+    if job and not (str(job).split("/")[2:3] == ["rlorTrainerJobs"] and site.resources.find(job)):
         raise HTTPException(400, f"hotLoadTrainerJob: there is no {job!r}")
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise HTTPException(400, f"replica counts have to be numbers from 0; got {counts}")
@@ -961,9 +963,9 @@ def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
 # %% ../../nbs/74_emulator.service.ipynb #751a9580
 async def create_deployment(site: Site, request: Request) -> Response:
     "A new deployment; 409 if there is one of this id."
-    own_account(request)
+    check_account(request)
     name = resource_name("deployments", request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}")
-    if site.shelf.find(name):
+    if site.resources.find(name):
         raise HTTPException(409, f"{name} exists already")
     body = await json_of(request)
     if not body.get("baseModel"):
@@ -971,20 +973,20 @@ async def create_deployment(site: Site, request: Request) -> Response:
     if body.get("deploymentShape") and body.get("acceleratorType"):
         raise HTTPException(400, "a deployment shape owns the accelerator; leave acceleratorType out")
     _check_deployment(site, body)
-    await asyncio.to_thread(site.models_for, body["baseModel"])  # 404 for a model that nobody promoted
+    await asyncio.to_thread(site.models_for, body["baseModel"])  # 404 for a model that was never promoted
     now, delay = time.time(), site.startup_delay_s
     made = Resource(name, body, "READY", ("CREATING",), delay, since=now, created=now)
-    return deployment_reply(site, site.shelf.put(made))
+    return deployment_reply(site, site.resources.put(made))
 
 # %% ../../nbs/74_emulator.service.ipynb #49024345
 async def get_deployment(site: Site, request: Request) -> Response:
     "A deployment as it is now."
-    return deployment_reply(site, found(site, request, "deployments"))
+    return deployment_reply(site, find_resource(site, request, "deployments"))
 
 # %% ../../nbs/74_emulator.service.ipynb #c1674350
 async def patch_deployment(site: Site, request: Request) -> Response:
     "Change a deployment; what its machines depend on replaces them."
-    old = found(site, request, "deployments")
+    old = find_resource(site, request, "deployments")
     changed = changes(await json_of(request), request.query_params.get("updateMask", ""))
     _check_deployment(site, changed)
     new = replace(old, body={**old.body, **changed})
@@ -992,21 +994,21 @@ async def patch_deployment(site: Site, request: Request) -> Response:
     if needs[0] != needs[1]:
         await site.end(old.name)
         new = replace(new, meanwhile=("UPDATING",), delay_s=site.startup_delay_s, since=time.time())
-    return deployment_reply(site, site.shelf.put(new))
+    return deployment_reply(site, site.resources.put(new))
 
 # %% ../../nbs/74_emulator.service.ipynb #f10a8074
 async def delete_deployment(site: Site, request: Request) -> Response:
     "End a deployment; its bucket stays."
-    deployment = found(site, request, "deployments")
+    deployment = find_resource(site, request, "deployments")
     await site.end(deployment.name)
-    site.shelf.drop(deployment.name)
+    site.resources.drop(deployment.name)
     return JSONResponse({})
 
 # %% ../../nbs/74_emulator.service.ipynb #d41de9db
 _DEPLOYMENTS = "/v1/accounts/{account}/deployments"
 DEPLOYMENTS: Table = [
     ("POST", _DEPLOYMENTS, create_deployment),
-    ("GET", _DEPLOYMENTS, partial(listed, collection="deployments")),
+    ("GET", _DEPLOYMENTS, partial(list_resources, collection="deployments")),
     ("GET", _DEPLOYMENTS + "/{id}", get_deployment),
     ("PATCH", _DEPLOYMENTS + "/{id}", patch_deployment),
     ("DELETE", _DEPLOYMENTS + "/{id}", delete_deployment),
@@ -1033,11 +1035,11 @@ def server_of(
 # %% ../../nbs/74_emulator.service.ipynb #4619274e
 def deployed(site: Site, name: str) -> tuple[str, str, int]:  # base model, bucket, rank of its adapters
     "What the sampler of a deployment is made of."
-    deployment = site.shelf.find(name)
+    deployment = site.resources.find(name)
     state = deployment.state(time.time()) if deployment else "unknown"
     if deployment is None or state != "READY" or not replicas(deployment):
         raise HTTPException(404, f"{name} does not serve; it is {state}")
-    job = site.shelf.find(deployment.body.get("hotLoadTrainerJob") or "")
+    job = site.resources.find(deployment.body.get("hotLoadTrainerJob") or "")
     rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
     return deployment.body["baseModel"], deployment_bucket(site, deployment), rank
 
@@ -1048,7 +1050,7 @@ async def completions(site: Site, request: Request) -> Response:
 
 # %% ../../nbs/74_emulator.service.ipynb #fdcd2557
 async def chat(site: Site, request: Request) -> Response:
-    "Likewise for messages; below /inference in Fireworks' manner, else in vLLM's."
+    "Likewise for messages; below /inference as Fireworks does it, else as vLLM."
     server = server_of(site, str((await json_of(request)).get("model", "")))
     return await chat_completions(server, request, "fireworks" if request.url.path.startswith("/inference") else "vllm")
 
@@ -1056,15 +1058,15 @@ async def chat(site: Site, request: Request) -> Response:
 async def hot_load(site: Site, request: Request) -> Response:
     "Load a snapshot into a deployment, or say which one it serves."
     name = request.headers.get("fireworks-deployment", "")
-    deployment = site.shelf.find(name)
+    deployment = site.resources.find(name)
     if request.method == "GET" and deployment and not replicas(deployment):
         return JSONResponse({"replicas": []})
     server = server_of(site, name or "the header fireworks-deployment names no /deployments/ at all")
     if request.method == "GET":
         return await server.hot_load(request)
-    stalls = site.faults.strike("hotload_stalls", name)
+    stalls = site.faults.inject("hotload_stalls", name)
     server.hotload_delay_s = stalls.values["s"] if stalls else 0.0
-    server.hotload_error = bool(site.faults.strike("hotload_error", name))
+    server.hotload_error = bool(site.faults.inject("hotload_error", name))
     reply = await server.hot_load(request)
     if server.load.task is not None and not stalls:
         await asyncio.wait({server.load.task}, timeout=2.0)
@@ -1081,7 +1083,7 @@ SAMPLERS: Table = [
 ]
 
 # %% ../../nbs/74_emulator.service.ipynb #d7c3c628
-def claim(folder: Path) -> IO[bytes]:  # close it to give the folder back
+def lock_folder(folder: Path) -> IO[bytes]:  # close it to give the folder back
     "Hold a folder, which is made if need be; raises `BackendError` when another emulator holds it."
     folder.mkdir(parents=True, exist_ok=True)
     held = (folder / "lock").open("ab")
@@ -1089,7 +1091,7 @@ def claim(folder: Path) -> IO[bytes]:  # close it to give the folder back
         import fcntl
 
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ModuleNotFoundError:  # a system without such locks: nobody is told
+    except ModuleNotFoundError:  # a system without such locks
         pass
     except BlockingIOError as e:
         held.close()
@@ -1100,7 +1102,7 @@ def claim(folder: Path) -> IO[bytes]:  # close it to give the folder back
 
 # %% ../../nbs/74_emulator.service.ipynb #5b3d3d95
 class Emulator:
-    "One local service with the manners of Fireworks, Tinker and vLLM; `app` is its ASGI application."
+    "One local service that implements the HTTP APIs of Fireworks, Tinker and vLLM; `app` is its ASGI application."
 
     def __init__(
         self,
@@ -1119,9 +1121,9 @@ class Emulator:
         key = emulator_key(key)
         self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
         self.folder = Path(self.temporary.name if self.temporary else str(folder))
-        self._claim = claim(self.folder)
+        self._lock = lock_folder(self.folder)
         self.site = Site(self.folder, model, self.faults, startup_delay_s, promotion_delay_s)
-        self.app = Gate(application(self), key, self.faults)
+        self.app = FaultMiddleware(application(self), key, self.faults)
 
     @property
     def key(self) -> Secret:
@@ -1135,7 +1137,7 @@ class Emulator:
 
     def trainer(self, job_id: str) -> EmulatedTrainer:
         "The trainer of a job, to look at it or to do something to it; raises `BackendError`."
-        jobs = {job.name.rsplit("/", 1)[1]: job for job in self.site.shelf.all("rlorTrainerJobs")}
+        jobs = {job.name.rsplit("/", 1)[1]: job for job in self.site.resources.all("rlorTrainerJobs")}
         if job_id not in jobs:
             raise BackendError("trainer job", got=repr(job_id), expected=f"one of {sorted(jobs) or 'none yet'}")
         return trainer_of(self.site, jobs[job_id])
@@ -1144,13 +1146,13 @@ class Emulator:
         "End all trainers and samplers; a folder that was made for this goes, too."
         for name in [*self.site.trainers, *self.site.servers]:
             await self.site.end(name)
-        self._claim.close()
+        self._lock.close()
         if self.temporary:
             self.temporary.cleanup()
 
 # %% ../../nbs/74_emulator.service.ipynb #f95cd283
 def application(emulator: Emulator) -> Starlette:
-    "All tables and mounts of an emulator, without its gate."
+    "All tables and mounts of an emulator, without its middleware."
     site = emulator.site
     table = [*CATALOGUE, *JOBS, *CHECKPOINTS, *DEPLOYMENTS, *SAMPLERS]
     routes = [*routes_of(site, table), Route("/emulator/v1/status", partial(status, emulator))]
@@ -1173,7 +1175,7 @@ async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
         return await server_of(site, "root").router(scope, receive, send)
     if "root" not in site.trainers:
         site.trainers["root"] = EmulatedTrainer(site.models, site.snapshots("root"), site.folder, name="root")
-    await through(site, site.trainers["root"], scope, receive, send)
+    await forward_to_trainer(site, site.trainers["root"], scope, receive, send)
 
 # %% ../../nbs/74_emulator.service.ipynb #0f3cc028
 _TRIED = {
@@ -1287,5 +1289,5 @@ def start_emulator(
 ) -> RunningEmulator:
     "Start an emulator in a thread of this process; the arguments are those of `Emulator`."
     emulator = Emulator(model, folder, key, startup_delay_s, faults, seed, promotion_delay_s)
-    emulator.site.models.original()  # read now: who waits is whoever started it, and a wrong name fails here
+    emulator.site.models.original()  # read now, so that a wrong name fails here
     return RunningEmulator(emulator, host, port)

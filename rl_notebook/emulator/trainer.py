@@ -206,7 +206,7 @@ class Promise:
     request_id: str
     digest: str  # of the request, to tell a repetition from another one
     result: Any = None  # a dict, `PassResult` or `SampleResult`
-    lost: bool = False  # nobody will fill it any more
+    lost: bool = False  # it will never be filled
     reply: Mapping[str, Any] = field(default_factory=dict)  # what the first answer says besides the id
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -441,7 +441,7 @@ class SamplingSession:
     path: str | None = None  # as the client named it
 
 # %% ../../nbs/71_emulator.trainer.ipynb #90ec029b
-class Shelf:
+class SamplerPool:
     "A few models for sampling."
 
     def __init__(self) -> None:
@@ -530,7 +530,7 @@ class Memory:
     promises: dict[str, Promise] = field(default_factory=dict)
     answers: dict[tuple[str, str], asyncio.Task] = field(default_factory=dict)  # by path and idempotency key
     tasks: set[asyncio.Task] = field(default_factory=set)
-    shelf: Shelf = field(default_factory=Shelf)
+    pool: SamplerPool = field(default_factory=SamplerPool)
     loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, request_id: str, digest: str, work: Work, **reply: Any) -> Promise:
@@ -562,7 +562,7 @@ class Memory:
         for task in [*self.tasks, *(x.order.task for x in self.learners.values()), *self.answers.values()]:
             if task is not None:
                 task.cancel()
-        return [x.backend for x in (*self.learners.values(), *self.shelf.servings)]
+        return [x.backend for x in (*self.learners.values(), *self.pool.servings)]
 
 # %% ../../nbs/71_emulator.trainer.ipynb #d1f5bdc1
 KEPT_ANSWERS = 4096  # answers that a repeated idempotency key gets again
@@ -878,7 +878,7 @@ def save_weights_for_sampler(call: Call) -> Promise:
         tensors = await learner.run(snapshot_weights, learner, page["checkpoint_type"])
         stored = stored_name(call, learner)
         await learner.run(call.trainer.snapshots.save, stored, tensors, page | {"unnamed": path is None})
-        learner.snapshot, revisions = stored, call.memory.shelf.revisions
+        learner.snapshot, revisions = stored, call.memory.pool.revisions
         revisions[stored] = revisions.get(stored, 0) + 1
         if path is None:
             return {"type": "save_weights_for_sampler", "sampling_session_id": new_sampler(call, learner, stored)}
@@ -949,11 +949,11 @@ def asample(call: Call) -> Promise:
         raise Refusal(
             404, "sampling session", got=repr(sampler_id), expected="one of this service since it was started"
         )
-    shelf, number = call.memory.shelf, call.body.get("seq_id")
+    pool, number = call.memory.pool, call.body.get("seq_id")
 
     async def work() -> SampleResult:
         prompt = json_tokens(call.body["prompt"], "prompt")
-        serving = await shelf.take(call.trainer.models, call.trainer.snapshots, call.memory.samplers[sampler_id])
+        serving = await pool.take(call.trainer.models, call.trainer.snapshots, call.memory.samplers[sampler_id])
         try:
             return await draw_and_score(cast(LocalSampler, serving.backend.sampler), prompt, call.body)
         finally:
@@ -1135,7 +1135,7 @@ async def read_call(trainer: EmulatedTrainer, request: HttpRequest, name: str) -
 
 # %% ../../nbs/71_emulator.trainer.ipynb #a731d316
 async def answer(trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint) -> tuple[int, dict]:
-    "Status and body of the answer."
+    "Status and body of the response."
     try:
         call = await read_call(trainer, request, name)
         result = endpoint(call)
@@ -1202,7 +1202,7 @@ def trainer_routes(trainer: EmulatedTrainer) -> list[Route]:
 async def once(
     trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint
 ) -> tuple[int, dict[str, Any]]:
-    "The answer; a POST whose idempotency key was seen before gets the answer that it got before."
+    "The response; a POST whose idempotency key was seen before gets the response that it got before."
     memory, key = trainer.memory, (name, request.headers.get("x-idempotency-key", ""))
     memory.loop = asyncio.get_running_loop()
     if request.method != "POST" or not key[1]:
