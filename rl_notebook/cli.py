@@ -336,7 +336,7 @@ async def export_run(
     "Write the policy of a run's checkpoint into a new folder."
     from rl_notebook.backends.local import open_local
     from rl_notebook.backends.open import local_options
-    from rl_notebook.loop import export_policy
+    from rl_notebook.back import export_policy
     from rl_notebook.records import Run, read_checkpoint
     from rl_notebook.toy import load_model
 

@@ -35,7 +35,7 @@ from rl_notebook.core import (
     RolloutSample,
 )
 from .datums import attach, datums_from_groups
-from .loop import as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
+from .phases import as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .names import NAMED
 from .records import StepRecord

@@ -21,7 +21,7 @@ from rl_notebook.async_loop import Gate, Landed, Producer
 from rl_notebook.config import Config
 from rl_notebook.core import RolloutSample
 from rl_notebook.data import Row
-from rl_notebook.loop import Answered
+from rl_notebook.phases import Answered
 from rl_notebook.rollouts import Prompt
 
 PARTLY_DONE = "a row takes the place of all its samples until it is complete; agrees when those that are done leave"

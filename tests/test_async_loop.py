@@ -19,7 +19,8 @@ from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
 from rl_notebook.core import BackendError, PhaseError, RecordError, RewardError, RolloutRun
 from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop, restore_checkpoint, save_checkpoint, updates_of
+from rl_notebook.back import restore_checkpoint, save_checkpoint, updates_of
+from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import POLICY_LOSSES
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model, toy_rows

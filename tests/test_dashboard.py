@@ -15,7 +15,7 @@ from test_loop import make_loop
 from tiny_models import one_thread
 
 from rl_notebook.core import PhaseError, PromptGroup
-from rl_notebook.loop import PHASES
+from rl_notebook.phases import PHASES
 from rl_notebook.player import UNDER_WAY
 from rl_notebook.records import StepRecord
 from rl_notebook.views.dashboard import (

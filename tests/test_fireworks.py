@@ -48,7 +48,7 @@ from rl_notebook.backends.provision import (
 )
 from rl_notebook.config import Config, ResumeConfig
 from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum, SampleParams
-from rl_notebook.loop import rollout_setup
+from rl_notebook.phases import rollout_setup
 from rl_notebook.recipes import rl_loop
 from rl_notebook.rollouts import RolloutSetup
 from rl_notebook.toy import toy_rows

@@ -13,7 +13,9 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
 from rl_notebook.data import load_rows
-from rl_notebook.loop import PHASES, GRPOLoop, save_checkpoint
+from rl_notebook.back import save_checkpoint
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.phases import PHASES
 from rl_notebook.losses import make_loss_fn
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows

@@ -13,7 +13,8 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, LossError, PhaseError
 from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop, save_checkpoint
+from rl_notebook.back import save_checkpoint
+from rl_notebook.loop import GRPOLoop
 from rl_notebook.weights import TURNS
 from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.records import Run, RunFolder

@@ -25,7 +25,8 @@ from rl_notebook.core import (
     RolloutSample,
     SampleParams,
 )
-from rl_notebook.loop import PHASES, StepState, save_checkpoint
+from rl_notebook.back import save_checkpoint
+from rl_notebook.phases import PHASES, StepState
 from rl_notebook.losses import make_loss_fn
 from rl_notebook.recipes.rl_loop import replay_step, train
 from rl_notebook.records import RunFolder, write_record

@@ -30,8 +30,12 @@ from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
 from ..async_loop import AsyncGRPOLoop
 from ..advantages import AdvantageFn
-from ..loop import EvaluationFn, GRPOLoop, as_rows, names_code, no_bar, other_sources, own_advantages
-from ..loop import restore_checkpoint, save_checkpoint, sources_of, verdict_line
+from ..back import names_code
+from ..loop import GRPOLoop
+from ..phases import EvaluationFn, as_rows, no_bar, other_sources, own_advantages
+from ..back import restore_checkpoint, save_checkpoint
+from ..loop import verdict_line
+from ..phases import sources_of
 from ..losses import LossOptions, policy_loss_fn
 from ..names import check_trusted
 from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode

@@ -34,7 +34,8 @@ from ..async_loop import AsyncGRPOLoop
 from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
 from ..drawings import html_table
-from ..loop import PHASES, GRPOLoop, Loop, phase_marks, stop_on_interrupt
+from ..loop import GRPOLoop, stop_on_interrupt
+from ..phases import PHASES, Loop, phase_marks
 from ..losses import POLICY_LOSSES
 from ..metrics import completion_metrics, reward_metrics
 from ..player import ACTIONS, Player, listen, refusal, rows_under_way, run_elsewhere, strangers

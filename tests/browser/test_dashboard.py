@@ -14,7 +14,8 @@ CELLS = [
     """
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
-from rl_notebook.loop import LOOK_ONLY, PHASES, GRPOLoop
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.phases import LOOK_ONLY, PHASES
 from rl_notebook.toy import load_model, toy_reward, toy_rows
 from rl_notebook.views.dashboard import Dashboard, dashboards_of
 
