@@ -20,9 +20,9 @@ import numpy as np
 from .core import PhaseError, PromptGroup
 from .data import Cursor
 from .back import branch_off, undo_step
-from .loop import GRPOLoop, between_turns, rest_of_step, staged
+from .loop import GRPOLoop, between_turns, rest_of_step, takes_turn
 from rl_notebook.phases import (
-    Answered,
+    Graded,
     StepState,
     answer,
     begun_anew,
@@ -105,7 +105,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
+class InFlight:
     "A row under way."
 
     number: int  # of the row in the run
@@ -115,7 +115,7 @@ class Flight:
 
 
 @dataclass(frozen=True, eq=False)
-class Landed(Generic[T]):
+class Finished(Generic[T]):
     "A row that came back."
 
     number: int  # of the row in the run
@@ -136,9 +136,9 @@ class Producer(Generic[T]):
     useful: Callable[[T], bool]  # whether it can be trained on
     give_back: Callable[[Iterable[int]], None] = lambda numbers: None  # rows that have to be drawn again
     clock: Callable[[], float] = time.perf_counter  # seconds
-    flights: dict[int, Flight] = field(default_factory=dict)  # by number
-    ready: list[Landed[T]] = field(default_factory=list)  # to be trained on, in the order in which they came
-    rejected: list[Landed[T]] = field(default_factory=list)  # the others, until a step takes them into its record
+    in_flight: dict[int, InFlight] = field(default_factory=dict)  # by number
+    ready: list[Finished[T]] = field(default_factory=list)  # to be trained on, in the order in which they came
+    rejected: list[Finished[T]] = field(default_factory=list)  # the others, until a step takes them into its record
     held: str = ""  # why no row is started; empty = they are
     error: BaseException | None = None  # of a rollout, until somebody waits for a batch
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -151,11 +151,11 @@ class Producer(Generic[T]):
         "Start what may be started."
         return fill(self)
 
-    async def batch(self, count: int, places: int | None = None) -> list[Landed[T]]:
+    async def batch(self, count: int, places: int | None = None) -> list[Finished[T]]:
         "Wait for so many useful rows, of the `places` that the optimizer step has left; fewer at the end of the data."
         return await next_batch(self, count, count if places is None else places)
 
-    def take_rejected(self) -> list[Landed[T]]:
+    def take_rejected(self) -> list[Finished[T]]:
         "The rows that were not useful, since this was last asked."
         taken, self.rejected = self.rejected, []
         return taken
@@ -171,7 +171,7 @@ class Producer(Generic[T]):
     @property
     def idle_seconds(self) -> float:
         "Time so far in which no row was under way."
-        return self.idle + (0.0 if self.flights else self.clock() - self.idle_since)
+        return self.idle + (0.0 if self.in_flight else self.clock() - self.idle_since)
 
 # %% ../nbs/37_async_loop.ipynb #8499ffea
 def fill(producer: Producer[Any]) -> int:
@@ -180,10 +180,10 @@ def fill(producer: Producer[Any]) -> int:
     while not p.held and p.error is None and p.gate.rows and (number := p.take()) is not None:
         p.gate.admit()
         now = p.clock()
-        if not p.flights:
+        if not p.in_flight:
             p.idle += now - p.idle_since
         task = event_loop.create_task(one_row(p, number))
-        p.flights[number] = Flight(number, p.gate.version, now, task)
+        p.in_flight[number] = InFlight(number, p.gate.version, now, task)
         task.add_done_callback(partial(land, p, number))
         started += 1
     return started
@@ -197,10 +197,10 @@ async def one_row(producer: Producer[T], number: int) -> T:
 def land(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
     "A task has ended: settle its row, and start the next."
     p, failed = producer, None if task.cancelled() else task.exception()  # asking for it marks it as seen
-    flight = p.flights.get(number)
+    flight = p.in_flight.get(number)
     if flight is None or flight.task is not task:  # recalled
         return
-    del p.flights[number]
+    del p.in_flight[number]
     p.idle_since = p.clock()
     try:
         if task.cancelled() or failed is not None:
@@ -212,17 +212,17 @@ def land(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
         p.error = p.error or error
     else:
         (p.gate.accept if useful else p.gate.reject)()
-        landed = Landed(number, flight.version, value, flight.began, p.clock(), useful)
-        (p.ready if useful else p.rejected).append(landed)
+        finished = Finished(number, flight.version, value, flight.began, p.clock(), useful)
+        (p.ready if useful else p.rejected).append(finished)
         p.fill()
     p.changed.set()
 
 # %% ../nbs/37_async_loop.ipynb #8692bb1f
-def pick(producer: Producer[T], places: int) -> list[Landed[T]]:
+def pick(producer: Producer[T], places: int) -> list[Finished[T]]:
     "What can be trained now: first come first served, as far as every older row keeps a place before it is too old."
-    p, gate, taken = producer, producer.gate, list[Landed[T]]()
+    p, gate, taken = producer, producer.gate, list[Finished[T]]()
     per_step, bound = gate.groups_per_step, gate.max_head_offpolicy_versions
-    waiting = [row.version for row in (*p.flights.values(), *p.ready)]
+    waiting = [row.version for row in (*p.in_flight.values(), *p.ready)]
     for row in p.ready:
         left = places - len(taken) - 1  # in this step, without this row
         until = lambda version, left=left: left + (version + bound - gate.version) * per_step  # places before too late
@@ -233,12 +233,12 @@ def pick(producer: Producer[T], places: int) -> list[Landed[T]]:
     return taken
 
 
-async def next_batch(producer: Producer[T], count: int, places: int) -> list[Landed[T]]:
+async def next_batch(producer: Producer[T], count: int, places: int) -> list[Finished[T]]:
     "Wait for so many useful rows; raises what a rollout raised."
     p = producer
     p.fill()
     enough = lambda: len(p.ready) >= count and len(pick(p, places)) >= count
-    while not enough() and p.flights and p.error is None:
+    while not enough() and p.in_flight and p.error is None:
         p.changed.clear()
         await p.changed.wait()
     raise_failure(p)
@@ -262,7 +262,7 @@ DRAINING = "waiting for the rows under way"
 
 
 @contextmanager
-def kept(producer: Producer[T], rows: list[Landed[T]]) -> Iterator[None]:
+def kept(producer: Producer[T], rows: list[Finished[T]]) -> Iterator[None]:
     "Rows of a batch are ready again if what is done with them fails."
     try:
         yield
@@ -275,7 +275,7 @@ async def drain(producer: Producer[Any]) -> None:
     "Wait until nothing is under way, and start nothing meanwhile."
     producer.held = producer.held or DRAINING
     try:
-        while producer.flights and producer.error is None:
+        while producer.in_flight and producer.error is None:
             producer.changed.clear()
             await producer.changed.wait()
     finally:
@@ -286,9 +286,9 @@ async def drain(producer: Producer[Any]) -> None:
 def recall(producer: Producer[Any], newer_than: int = -1) -> None:
     "Give up rows that were started after a version; they will be drawn again."
     p = producer
-    late = [f for f in p.flights.values() if f.version > newer_than]
+    late = [f for f in p.in_flight.values() if f.version > newer_than]
     for flight in late:
-        del p.flights[flight.number]
+        del p.in_flight[flight.number]
         flight.task.cancel()
         p.gate.reject()
     back = [row for row in p.ready if row.version > newer_than]
@@ -296,7 +296,7 @@ def recall(producer: Producer[Any], newer_than: int = -1) -> None:
     p.gate.accepted -= len(back) * p.gate.completions_per_prompt
     p.ready = [row for row in p.ready if row.version <= newer_than]
     p.rejected = [row for row in p.rejected if row.version <= newer_than]
-    p.idle_since = p.clock() if late and not p.flights else p.idle_since
+    p.idle_since = p.clock() if late and not p.in_flight else p.idle_since
     p.changed.set()
     p.give_back(row.number for row in (*late, *back, *gone))
 
@@ -310,11 +310,11 @@ class Flow:
         self.gate.max_concurrency, self.gate.last_version = c.max_concurrency_rollout_sample, c.steps
         self.intake = loop.state.cursor  # behind the rows that were taken
         self.waiting: deque[int] = deque()  # rows that were taken and have to be drawn again
-        self.producer = Producer[Answered](
+        self.producer = Producer[Graded](
             self.gate, self.take, partial(roll_out, loop), partial(teaches, loop), self.give_back
         )
         self.sampled: Any = None  # what `sample` returned last, and
-        self.landed: list[Landed[Answered]] = []  # the rows that it was made from
+        self.finished: list[Finished[Graded]] = []  # the rows that it was made from
         self.counts: Counter[str] = Counter()  # since the loop was opened
         self.barren = 0  # rows that taught nothing since the last batch
         self.at_step: dict[str, float] = {}  # metrics of the gate when the batch was complete
@@ -339,10 +339,10 @@ class Flow:
     def pending(self) -> list[int]:
         "Rows that were taken and have not become part of a step."
         p = self.producer
-        return sorted({*self.waiting, *p.flights, *(row.number for row in (*p.ready, *p.rejected))})
+        return sorted({*self.waiting, *p.in_flight, *(row.number for row in (*p.ready, *p.rejected))})
 
 # %% ../nbs/37_async_loop.ipynb #91b32346
-async def roll_out(loop: AsyncGRPOLoop, number: int) -> Answered:
+async def roll_out(loop: AsyncGRPOLoop, number: int) -> Graded:
     "Draw, grade and compare a row."
     [prompt] = encode_numbers(loop, [number])
     answered = await answer(loop, prompt)
@@ -358,7 +358,7 @@ def encode_numbers(loop: AsyncGRPOLoop, numbers: Iterable[int]) -> list[Prompt]:
     return [prompt for number in numbers for prompt in encode(loop, at(number), number)]
 
 
-def teaches(loop: AsyncGRPOLoop, answered: Answered) -> bool:
+def teaches(loop: AsyncGRPOLoop, answered: Graded) -> bool:
     "Whether a row becomes training sequences; warns where hardly any does."
     useful, flow = trains_on(loop, answered.group), loop.flow
     flow.barren = 0 if useful else flow.barren + 1
@@ -373,10 +373,10 @@ def teaches(loop: AsyncGRPOLoop, answered: Answered) -> bool:
 BARREN = 10  # batches' worth of rows without signal, after which somebody is told
 
 
-def take_down(loop: AsyncGRPOLoop, rows: Sequence[Landed[Answered]]) -> None:
+def record_batch(loop: AsyncGRPOLoop, rows: Sequence[Finished[Graded]]) -> None:
     "Note the rows of a step: what was lost, and how full the pipeline was when they were complete."
     flow = loop.flow
-    flow.landed = [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
+    flow.finished = [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
     for row in rows:
         group = row.value.group
         flow.counts["samples"] += len(group.samples)
@@ -385,25 +385,25 @@ def take_down(loop: AsyncGRPOLoop, rows: Sequence[Landed[Answered]]) -> None:
     flow.at_step = gate_metrics(loop)
 
 
-def take_apart(loop: AsyncGRPOLoop) -> None:
+def return_batch(loop: AsyncGRPOLoop) -> None:
     "Give up the batch of the step under way: its rows are ready, or rejected, as before."
     flow = loop.flow
     if "sample" in loop.state.values:
-        flow.producer.ready[:0] = [row for row in flow.landed if row.useful]
-        flow.producer.rejected[:0] = [row for row in flow.landed if not row.useful]
-        flow.landed = []
+        flow.producer.ready[:0] = [row for row in flow.finished if row.useful]
+        flow.producer.rejected[:0] = [row for row in flow.finished if not row.useful]
+        flow.finished = []
         loop.state.values.pop("sample")
 
 # %% ../nbs/37_async_loop.ipynb #dea4e9e2
 def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
     "Start the rows that may be started; shows those that are under way or back."
     enter(loop.state, "prompts")
-    take_apart(loop)
+    return_batch(loop)
     p = at_work(loop)
     loop.flow.idle_before = p.idle_seconds  # what came before is nobody's wait
     with timed(loop, "prompts"):
         p.fill()
-        numbers = sorted({*p.flights, *(row.number for row in p.ready)})
+        numbers = sorted({*p.in_flight, *(row.number for row in p.ready)})
         prompts = encode_numbers(loop, numbers)
     if not (numbers or p.rejected or p.held or p.error) and loop.weights.shared.loaded is loop.weights:
         got, fix = f"all {loop.cursor.consumed} prompts done", "Raise epochs, or pass more rows."
@@ -414,7 +414,7 @@ def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
 async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
     "Wait for a batch."
     enter(loop.state, "sample")
-    take_apart(loop)
+    return_batch(loop)
     p = at_work(loop)
     with timed(loop, "sample"):
         live = await p.batch(loop.cfg.prompt_groups_per_step)
@@ -424,29 +424,29 @@ async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
     return lay_out(loop, live)
 
 
-def at_work(loop: AsyncGRPOLoop) -> Producer[Answered]:
+def at_work(loop: AsyncGRPOLoop) -> Producer[Graded]:
     "The producer of a loop that somebody steps; a pause stays a pause."
     producer = loop.flow.producer
     producer.held = "" if producer.held == AT_REST else producer.held
     return producer
 
 
-def lay_out(loop: AsyncGRPOLoop, live: Sequence[Landed[Answered]]) -> Listing[Rollouts]:
+def lay_out(loop: AsyncGRPOLoop, live: Sequence[Finished[Graded]]) -> Listing[Rollouts]:
     "A batch as the samples of a step: useful rows in the order of the data, then the others."
     flow, in_order = loop.flow, lambda rows: sorted(rows, key=lambda row: row.number)
     rows = [*in_order(live), *in_order(flow.producer.take_rejected())]
     if not rows:
         raise PhaseError("sample", got="no row", expected="rows under way", fix="Raise epochs, or pass more rows.")
-    take_down(loop, rows)
-    rollouts = [row.value.rollouts for row in flow.landed]
+    record_batch(loop, rows)
+    rollouts = [row.value.rollouts for row in flow.finished]
     loop.state.values["prompts"] = list_prompts([r.prompt for r in rollouts], loop.backend.tokenizer)
     loop.state.policy_version = loop.policy_version
     flow.sampled = loop.state.put("sample", list_rollouts(rollouts, loop.backend.tokenizer))
-    loop.state.batch = (flow.sampled, flow.landed, flow.at_step)
+    loop.state.batch = (flow.sampled, flow.finished, flow.at_step)
     return flow.sampled
 
 
-def placed(row: Landed[Answered], index: int) -> Answered:
+def placed(row: Finished[Graded], index: int) -> Graded:
     "What came back, at its place in the step, with the version that it was started at."
     answered = row.value.at(index)
     return replace(answered, group=replace(answered.group, submitted=row.version))
@@ -457,7 +457,7 @@ def graded_phase(loop: AsyncGRPOLoop, reward_fns: Any = None) -> Listing[PromptG
     if reward_fns is not None or loop.state.values.get("sample") is not loop.flow.sampled:
         return with_versions(loop, score_phase(loop, reward_fns))
     enter(loop.state, "score")
-    groups = [row.value.group for row in loop.flow.landed]
+    groups = [row.value.group for row in loop.flow.finished]
     with timed(loop, "score"):
         if not loop.flow.counts["samples"]:
             require_some(groups)
@@ -466,7 +466,7 @@ def graded_phase(loop: AsyncGRPOLoop, reward_fns: Any = None) -> Listing[PromptG
 
 def with_versions(loop: AsyncGRPOLoop, groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
     "Groups that were graded again, with the versions that their rows were started at."
-    versions = {row.number: row.version for row in loop.flow.landed}
+    versions = {row.number: row.version for row in loop.flow.finished}
     return loop.state.put("score", list_groups([replace(g, submitted=versions.get(g.number)) for g in groups]))
 
 # %% ../nbs/37_async_loop.ipynb #71fcd11c
@@ -486,7 +486,7 @@ async def publish(loop: AsyncGRPOLoop) -> Measured:
 async def chunked_half(loop: AsyncGRPOLoop) -> None:
     "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
     admit_phase(loop)
-    p, live, reports = loop.flow.producer, list[Landed[Answered]](), list[LossReport]()
+    p, live, reports = loop.flow.producer, list[Finished[Graded]](), list[LossReport]()
     with begun_anew(loop), kept(p, live):
         await loop.weights.accumulate()
         for count in balanced_chunks(loop.cfg.prompt_groups_per_step, loop.cfg.pipeline_chunks_per_step):
@@ -500,22 +500,22 @@ async def chunked_half(loop: AsyncGRPOLoop) -> None:
                     reports.append(await train_chunk(loop, compared(loop, groups)))
     for phase in ("sample", "backward"):
         loop.state.seconds[phase] = sum(end - begin for name, begin, end in loop.state.spans if name == phase)
-    take_down(loop, [*live, *sorted(p.take_rejected(), key=lambda row: row.number)])
-    settle_passes(loop, [row.value for row in loop.flow.landed], reports)
-    loop.state.batch = (loop.state.values["sample"], loop.flow.landed, loop.flow.at_step)
+    record_batch(loop, [*live, *sorted(p.take_rejected(), key=lambda row: row.number)])
+    settle_passes(loop, [row.value for row in loop.flow.finished], reports)
+    loop.state.batch = (loop.state.values["sample"], loop.flow.finished, loop.flow.at_step)
     loop.flow.sampled = loop.state.values["sample"]
 
 # %% ../nbs/37_async_loop.ipynb #5fdbe16e
 def gate_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
     "Staleness of a batch, and how full the pipeline was when it was trained."
     flow, gate = loop.flow, loop.flow.gate
-    offsets = [loop.state.number - 1 - row.version for row in flow.landed if row.useful] or [0]
+    offsets = [loop.state.number - 1 - row.version for row in flow.finished if row.useful] or [0]
     room = gate.concurrency_capacity
     return {
         "async/version_offset_mean": float(np.mean(offsets)),
         "async/version_offset_max": float(max(offsets)),
         "async/version_offset_min": float(min(offsets)),
-        "async/in_flight": float(len(flow.producer.flights)),
+        "async/in_flight": float(len(flow.producer.in_flight)),
         "async/ready": float(len(flow.producer.ready)),
         "async/sample_fails": float(flow.counts["sample_fails"]),
         "async/filter_drops": float(flow.counts["filter_drops"]),
@@ -534,7 +534,7 @@ def wait_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
     waited, trained = seconds.get("sample", 0.0), sum(timers.values())
     idle = flow.producer.idle_seconds - flow.idle_before
     wall = max(waited + trained, 1e-9)
-    samples = [s for row in flow.landed for s in row.value.group.samples]
+    samples = [s for row in flow.finished for s in row.value.group.samples]
     return timers | {
         "perf/trainer_wait_for_sampler_time": waited,
         "perf/sampler_wait_for_trainer_time": idle,
@@ -563,7 +563,7 @@ def stand(flow: Flow, cursor: Cursor, pending: Iterable[int], version: int) -> N
     "Put a flow where a finished step left it."
     flow.producer.recall()
     flow.intake, flow.waiting = cursor, deque(sorted(pending))
-    flow.landed, flow.sampled = [], None
+    flow.finished, flow.sampled = [], None
     flow.gate.publish(version)
     flow.gate.accepted, flow.gate.running = version * flow.gate.batch, 0
 
@@ -583,19 +583,19 @@ async def take_back_rows(loop: AsyncGRPOLoop, to: str) -> None:
     version = loop.state.number - 1
     flow.producer.recall(newer_than=version)
     flow.gate.publish(version)
-    flow.sampled, flow.landed, flow.at_step = loop.state.batch
+    flow.sampled, flow.finished, flow.at_step = loop.state.batch
     rows = trained_rows(loop) + len(flow.producer.ready)
     flow.gate.accepted = version * flow.gate.batch + rows * flow.gate.completions_per_prompt
 
 
 def trained_rows(loop: AsyncGRPOLoop) -> int:
     "Rows of the batch that the gate has accepted."
-    return sum(row.useful for row in loop.flow.landed)
+    return sum(row.useful for row in loop.flow.finished)
 
 # %% ../nbs/37_async_loop.ipynb #486049e6
 def refuse_under_way(loop: AsyncGRPOLoop, what: str) -> None:
     "Refuse what needs a sampler that nobody is drawing from."
-    if count := len(loop.flow.producer.flights):
+    if count := len(loop.flow.producer.in_flight):
         fix = "Call await loop.pause(drain=True) first."
         raise PhaseError(what, got=f"{count} rows under way", expected="none", fix=fix)
 
@@ -606,7 +606,7 @@ def hand_over(loop: AsyncGRPOLoop, other: AsyncGRPOLoop) -> None:
     batch = {p.number for p in other.state.values["prompts"]} if "sample" in other.state.values else set()
     stand(other.flow, cursor, set(extra["pending"]) - batch, other.state.number - 1)
     if batch:
-        _, other.flow.landed, other.flow.at_step = other.state.batch
+        _, other.flow.finished, other.flow.at_step = other.state.batch
         other.flow.gate.accepted += trained_rows(other) * other.flow.gate.completions_per_prompt
 
 
@@ -626,13 +626,13 @@ class AsyncGRPOLoop(GRPOLoop):
     recipes = ("async_rl_loop",)
 
     prompts = between_turns(admit_phase)
-    sample = staged(collect_phase)
+    sample = takes_turn(collect_phase)
     score = between_turns(graded_phase)
-    sync = staged(open_gate)
+    sync = takes_turn(open_gate)
     overlapped_half = chunked_half
-    rest_of_step = staged(rest_of_beside)
-    undo = staged(undo_beside)
-    branch = staged(branch_beside)
+    rest_of_step = takes_turn(rest_of_beside)
+    undo = takes_turn(undo_beside)
+    branch = takes_turn(branch_beside)
 
     @cached_property
     def flow(self) -> Flow:
@@ -664,7 +664,7 @@ class AsyncGRPOLoop(GRPOLoop):
         "Where the loop is, in one line."
         p = self.flow.producer
         held = f"; no row is started: {p.held}" if p.held else ""
-        return f"{super().place}; {len(p.flights)} rows under way, {len(p.ready)} ready{held}"
+        return f"{super().place}; {len(p.in_flight)} rows under way, {len(p.ready)} ready{held}"
 
     async def refill(self, attempts: int = 10) -> int:
         "Not here: a batch has its full number of useful rows, as long as there are any."
@@ -692,7 +692,7 @@ class AsyncGRPOLoop(GRPOLoop):
     def more_of_record(self) -> dict[str, Any]:
         "Staleness, waits, rows under way, and when the rows of the batch were drawn."
         begin = self.opened
-        rows = [(f"row {r.number}", r.began - begin, r.ended - begin) for r in self.flow.landed]
+        rows = [(f"row {r.number}", r.began - begin, r.ended - begin) for r in self.flow.finished]
         metrics = self.flow.at_step | wait_metrics(self)
         return {"metrics": metrics, "pending": tuple(self.flow.pending), "timeline": tuple(rows)}
 
@@ -715,6 +715,6 @@ class AsyncGRPOLoop(GRPOLoop):
     async def close(self) -> None:
         "Give up what is under way, and wait until it has ended; a loop that goes on draws it again."
         producer = self.flow.producer
-        producer.held, tasks = AT_REST, [flight.task for flight in producer.flights.values()]
+        producer.held, tasks = AT_REST, [flight.task for flight in producer.in_flight.values()]
         producer.recall()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -436,7 +436,7 @@ def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[flo
     return (same[0], same[1]), (different[0], different[1])
 
 
-DICE = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
+NOISE_FACTOR = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
 
 
 def dropout(e: Evidence) -> Finding:
@@ -444,7 +444,7 @@ def dropout(e: Evidence) -> Finding:
     tol, there = tolerance(e), excess(e.gap, tolerance(e))
     if "policy again" in e.controls:
         twice = np.abs(e.flat("policy again") - e.flat("policy"))
-        score = min(1.0, DICE * excess(twice, tol) / there) if there else 0.0
+        score = min(1.0, NOISE_FACTOR * excess(twice, tol) / there) if there else 0.0
         text = f"scored twice, the same datums differ by up to {np.nanmax(twice, initial=0):.2g} nats"
         return Finding("dropout", score, text, {"twice": float(np.nanmax(twice, initial=0))})
     ours, theirs = twins(e)[0]

@@ -37,7 +37,7 @@ from .rollouts import require_some, window_batches
 from .weights import join_turn
 from rl_notebook.phases import (
     AWAITED,
-    Answered,
+    Graded,
     Loop,
     PHASES,
     advantages_phase,
@@ -80,7 +80,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def staged(
+def takes_turn(
     method: Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]]:
     "The method in a turn of its own, or in the turn that is under way."
@@ -161,9 +161,7 @@ async def reach_boundary(loop: Loop) -> None:
         await hook()
 
 
-async def next_batch(
-    loop: Loop, batches: AsyncGenerator[tuple[list[Answered], list[Answered]], None]
-) -> list[Answered]:
+async def next_batch(loop: Loop, batches: AsyncGenerator[tuple[list[Graded], list[Graded]], None]) -> list[Graded]:
     "Wait for the groups of the next step of a window, the live ones first; none at the end."
     with timed(loop, "sample"):
         batch = await anext(batches, None)
@@ -324,28 +322,28 @@ class GRPOLoop(Loop):
     "GRPO, one phase at a time. What uses the backend is done in a turn of its own."
 
     prompts = between_turns(prompts_phase)
-    sample = staged(sample_phase)
+    sample = takes_turn(sample_phase)
     score = between_turns(score_phase)
     advantages = between_turns(advantages_phase)
     datums = between_turns(datums_phase)
-    reference = staged(reference_phase)
+    reference = takes_turn(reference_phase)
     loss = between_turns(loss_phase)
-    backward = staged(backward_phase)
-    optimize = staged(optimize_phase)
-    sync = staged(sync_phase)
+    backward = takes_turn(backward_phase)
+    optimize = takes_turn(optimize_phase)
+    sync = takes_turn(sync_phase)
     finish = between_turns(finish_phase)
 
-    step = staged(whole_step)
-    rest_of_step = staged(rest_of_step)
+    step = takes_turn(whole_step)
+    rest_of_step = takes_turn(rest_of_step)
     overlapped_half = greedy_half
-    refill = staged(refill_step)
-    evaluate = staged(evaluate_rows)
+    refill = takes_turn(refill_step)
+    evaluate = takes_turn(evaluate_rows)
     run = run_steps
     records_from_here = records_from
 
-    undo = staged(undo_step)
-    branch = staged(branch_off)
-    seek = staged(seek_step)
+    undo = takes_turn(undo_step)
+    branch = takes_turn(branch_off)
+    seek = takes_turn(seek_step)
     change = change
 
     def __aiter__(self) -> AsyncGenerator[StepRecord, None]:
@@ -355,7 +353,7 @@ class GRPOLoop(Loop):
         "Stop after the phase under way; `step` and `run` go on from there."
         self.stop_requested = True
 
-    @staged
+    @takes_turn
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
         """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
 

@@ -915,25 +915,25 @@ def finish_phase(loop: Loop) -> StepRecord:
 
 # %% ../nbs/34_phases.ipynb #ead7b438
 @dataclass(frozen=True)
-class Answered:
+class Graded:
     "One prompt, answered and graded."
 
     rollouts: Rollouts
     group: PromptGroup
 
-    def at(self, index: int) -> Answered:
+    def at(self, index: int) -> Graded:
         "The same at another place in the step."
         prompt = replace(self.rollouts.prompt, index=index)
-        return Answered(replace(self.rollouts, prompt=prompt), replace(self.group, index=index))
+        return Graded(replace(self.rollouts, prompt=prompt), replace(self.group, index=index))
 
 
-async def answer(loop: Loop, prompt: Prompt) -> Answered:
+async def answer(loop: Loop, prompt: Prompt) -> Graded:
     "Draw and grade one prompt."
     rollouts = await draw_prompt(loop, prompt)
-    return Answered(rollouts, await score_group(rollouts, loop.task.reward_fns, **grading(loop)))
+    return Graded(rollouts, await score_group(rollouts, loop.task.reward_fns, **grading(loop)))
 
 # %% ../nbs/34_phases.ipynb #ecc0a273
-def take_in(loop: Loop, answered: Sequence[Answered]) -> Listing[PromptGroup]:
+def take_in(loop: Loop, answered: Sequence[Graded]) -> Listing[PromptGroup]:
     "Add answered prompts to the step, and compare all its groups."
     values = loop.state.values
     start = len(values.get("prompts", ()))
@@ -1031,7 +1031,7 @@ async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
 
 # %% ../nbs/34_phases.ipynb #4794fddf
 async def with_signal(
-    loop: Loop, source: AsyncIterator[list[Answered]], seen: list[Answered]
+    loop: Loop, source: AsyncIterator[list[Graded]], seen: list[Graded]
 ) -> AsyncGenerator[list[PromptGroup], None]:
     "Bursts of groups with advantages, without those that teach nothing; everything that came is added to `seen`."
     async for burst in source:
@@ -1047,9 +1047,9 @@ async def train_chunk(loop: Loop, groups: Sequence[PromptGroup]) -> LossReport:
     return LossReport(output, tuple(datums), loop.backend.tokenizer)
 
 
-async def train_arrivals(loop: Loop, prompts: Sequence[Prompt]) -> tuple[list[Answered], list[LossReport]]:
+async def train_arrivals(loop: Loop, prompts: Sequence[Prompt]) -> tuple[list[Graded], list[LossReport]]:
     "Answer prompts, with a backward pass as soon as enough groups have arrived."
-    c, seen = loop.cfg, list[Answered]()
+    c, seen = loop.cfg, list[Graded]()
     limits = groups_per_pass(c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd)
     jobs = [lambda p=p: answer(loop, p) for p in prompts]
     await loop.weights.accumulate()
@@ -1067,7 +1067,7 @@ def merged_report(reports: Sequence[LossReport], aggregation: str) -> LossReport
     return LossReport(scale_output(merged, 1 / natural_denominator(tokens, aggregation)), datums, reports[0].tokenizer)
 
 
-def settle_passes(loop: Loop, answered: Sequence[Answered], reports: Sequence[LossReport]) -> None:
+def settle_passes(loop: Loop, answered: Sequence[Graded], reports: Sequence[LossReport]) -> None:
     "The phases up to `backward` from what passes over parts of the batch have left."
     require_some([a.group for a in answered])
     loop.state.values.clear()

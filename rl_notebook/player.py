@@ -97,7 +97,7 @@ PAUSED = "paused"  # what the loop says of a pause, too
 
 def rows_under_way(loop: Loop) -> int:
     "Rows whose rollouts run now; none of a loop that takes turns."
-    return len(loop.flow.producer.flights) if isinstance(loop, AsyncGRPOLoop) else 0
+    return len(loop.flow.producer.in_flight) if isinstance(loop, AsyncGRPOLoop) else 0
 
 
 def drain_refusal(player: Player, elsewhere: str) -> str:  # a sentence; empty when it makes sense
@@ -143,14 +143,14 @@ async def come_to_rest(player: Player) -> None:
 UNDER_WAY: weakref.WeakSet[Player] = weakref.WeakSet()
 
 
-def strangers(loop: Loop) -> list[Player]:
+def unrelated_players(loop: Loop) -> list[Player]:
     "Players of other loops on the same backend that do not take turns with this one."
     return [p for p in UNDER_WAY if p.loop.backend is loop.backend and p.loop.weights.shared is not loop.weights.shared]
 
 # %% ../nbs/39b_player.ipynb #d2b09e37
 async def quiet(loop: Loop) -> None:
-    "Pause the strangers, and wait until their phases are over."
-    for other in strangers(loop):
+    "Pause the unrelated players, and wait until their phases are over."
+    for other in unrelated_players(loop):
         other.pause()
         if other.task is not None:
             await asyncio.wait([other.task])

@@ -17,11 +17,11 @@ from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, u
 
 from rl_notebook import async_loop, rollouts
 from rl_notebook.advantages import is_dead
-from rl_notebook.async_loop import Gate, Landed, Producer
+from rl_notebook.async_loop import Gate, Finished, Producer
 from rl_notebook.config import Config
 from rl_notebook.core import RolloutSample
 from rl_notebook.data import Row
-from rl_notebook.phases import Answered
+from rl_notebook.phases import Graded
 from rl_notebook.rollouts import Prompt
 
 PARTLY_DONE = "a row takes the place of all its samples until it is complete; agrees when those that are done leave"
@@ -132,7 +132,7 @@ def gate_controller(case: Case) -> Outcome:
             elif op == "advance_version":
                 gate.publish(gate.version + 1)
             else:
-                number, flight = next(iter(producer.flights.items()))
+                number, flight = next(iter(producer.in_flight.items()))
                 ends[number].set_result(op)
                 await asyncio.wait([flight.task])
                 await asyncio.sleep(0)
@@ -164,7 +164,7 @@ class Run:
         self.barren = 0
         self.cfg = SimpleNamespace(drop_dead=True, prompt_groups_per_step=gate.groups_per_step)
         clock = asyncio.get_running_loop().time
-        self.producer: Producer[Answered] = Producer(gate, self.take, self.row, self.useful, clock=clock)
+        self.producer: Producer[Graded] = Producer(gate, self.take, self.row, self.useful, clock=clock)
 
     # what a loop is asked
     @property
@@ -210,7 +210,7 @@ class Run:
         reward = 1.0 if kind == "uniform" else float(sum(at) % 2)
         return None if kind == "drop" else RolloutSample([1, 2], [float("nan"), -0.1], [0, 1], reward=reward)
 
-    async def row(self, number: int) -> Answered:
+    async def row(self, number: int) -> Graded:
         "All draws of a row, those that are lost again."
         prompt = Prompt(Row(str(number), prompt="?"), [1], index=number, number=number)
         k, again = self.c["completions_per_prompt"], self.c.get("max_incomplete_group_retries", 0)
@@ -223,9 +223,9 @@ class Run:
             if group.samples:
                 break
             self.occasions |= {WHOLE_ROW} if again else set()
-        return Answered(drawn, group)
+        return Graded(drawn, group)
 
-    def useful(self, answered: Answered) -> bool:
+    def useful(self, answered: Graded) -> bool:
         "Whether a row is trained on, as a loop decides it."
         found, number = async_loop.teaches(self, answered), answered.group.number
         self.counts["sample_fails"] += len(answered.group.dropped)
@@ -234,18 +234,18 @@ class Run:
         self.occasions |= set() if found else {AT_ONCE, BELONGS, LIVE_ONLY}
         return found
 
-    async def next_rows(self, count: int, places: int) -> list[Landed[Answered]]:
+    async def next_rows(self, count: int, places: int) -> list[Finished[Graded]]:
         "Rows to train on, as soon as there are so many."
         p = self.producer
         if FIRST_COME not in self.ways:
             return await p.batch(count, places)
         p.fill()
-        while len(p.ready) < count and p.flights:
+        while len(p.ready) < count and p.in_flight:
             p.changed.clear()
             await p.changed.wait()
         taken, p.ready = p.ready[:count], p.ready[count:]
         newest = max((row.version for row in taken), default=0)
-        older = any(row.version < newest for row in (*taken, *p.ready, *p.flights.values()))
+        older = any(row.version < newest for row in (*taken, *p.ready, *p.in_flight.values()))
         self.occasions |= {FIRST_COME} if older else set()
         return taken
 
@@ -260,11 +260,11 @@ class Run:
         most = {row: max(self.calls[row, i] for i in range(len(kinds))) for row, kinds in enumerate(self.x["kind"])}
         return sum(max(0, calls - 1) for calls in most.values())
 
-    def metrics(self, live: Sequence[Landed[Answered]]) -> dict[str, float]:
+    def metrics(self, live: Sequence[Finished[Graded]]) -> dict[str, float]:
         "Those of a step."
-        self.landed = live
+        self.finished = live
         found = async_loop.gate_metrics(self)
-        self.occasions |= {DRAWS_COUNTED} if self.out.total() != len(self.producer.flights) else set()
+        self.occasions |= {DRAWS_COUNTED} if self.out.total() != len(self.producer.in_flight) else set()
         if DRAWS_COUNTED in self.ways:
             found["async/in_flight"] = self.out.total()
         if ROWS_COUNTED in self.ways:
@@ -272,7 +272,7 @@ class Run:
         return found
 
 
-def rewards_of(rows: Sequence[Landed[Answered]]) -> list[float]:
+def rewards_of(rows: Sequence[Finished[Graded]]) -> list[float]:
     return [float(r) for row in rows for r in row.value.group.rewards]
 
 
@@ -350,7 +350,7 @@ async def played_loop(case: Case, ways: frozenset[str], names: set[str]) -> tupl
     gate = Gate(n, k, c["max_head_offpolicy_versions"], c["max_concurrent"])
     run = Run(case, ways, gate)
 
-    async def next_batch() -> list[Landed[Answered]]:
+    async def next_batch() -> list[Finished[Graded]]:
         run.looking.set()
         try:
             return await run.next_rows(n, n)
@@ -425,10 +425,10 @@ class Coordinated(Run):
     "A run whose rows are settled in the order of the data."
 
     settled = 0
-    batch: Sequence[Landed[Answered]] = ()  # rows of the step under way
-    unrecorded: Sequence[Landed[Answered]] = ()  # rows that teach nothing, taken and kept for a later step
+    batch: Sequence[Finished[Graded]] = ()  # rows of the step under way
+    unrecorded: Sequence[Finished[Graded]] = ()  # rows that teach nothing, taken and kept for a later step
 
-    def useful(self, answered: Answered) -> bool:
+    def useful(self, answered: Graded) -> bool:
         found = super().useful(answered)
         if not found and AT_ONCE in self.ways:
             self.settle()
@@ -440,12 +440,12 @@ class Coordinated(Run):
         kept = [*p.ready, *self.batch]
         if AT_ONCE not in self.ways:
             kept += [*p.rejected, *self.unrecorded]
-        pending = {*p.flights, *(row.number for row in kept)}
+        pending = {*p.in_flight, *(row.number for row in kept)}
         while self.settled < self.taken and self.settled not in pending:
             self.events.append(["resolved", self.settled, self.reasons[self.settled]])
             self.settled += 1
 
-    def take_others(self, partial: bool) -> list[Landed[Answered]]:
+    def take_others(self, partial: bool) -> list[Finished[Graded]]:
         "Rows that teach nothing, and go with the step under way."
         others = [*self.unrecorded, *self.producer.take_rejected()]
         last = float("inf") if partial or BELONGS not in self.ways else max(row.ended for row in self.batch)

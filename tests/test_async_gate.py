@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 )
 
 from rl_notebook import async_loop
-from rl_notebook.async_loop import AsyncGRPOLoop, Gate, Landed, Producer
+from rl_notebook.async_loop import AsyncGRPOLoop, Gate, Finished, Producer
 from rl_notebook.backends.local import open_local
 from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
@@ -71,7 +71,7 @@ class Rows(RuleBasedStateMachine):
         # what is going on
         self.held = False  # no row is to be started
         self.broken = False  # a rollout raised, and nobody was told yet
-        self.asking: asyncio.Task[list[Landed[Any]]] | None = None
+        self.asking: asyncio.Task[list[Finished[Any]]] | None = None
         self.draining: asyncio.Task[None] | None = None
         self.producer = Producer(self.gate, self.take, self.run, lambda value: value[1], self.give_back, self.clock)
 
@@ -171,7 +171,7 @@ class Rows(RuleBasedStateMachine):
             assert not [*self.under_way, *self.ready, *self.rejected], "something goes on behind an error"
         return error is not None
 
-    def begin_training(self, batch: list[Landed[Any]]) -> None:
+    def begin_training(self, batch: list[Finished[Any]]) -> None:
         "A batch was handed over."
         for row in batch:
             version = self.ready.pop(row.number)
@@ -199,7 +199,7 @@ class Rows(RuleBasedStateMachine):
         if not (self.held or self.broken or self.quiet):
             assert not (self.gate.rows and self.rows_left), "a row could be started"
 
-    def landed(self, number: int, outcome: str) -> None:
+    def finished(self, number: int, outcome: str) -> None:
         version, end = self.under_way[number]
         if outcome in ("raises", "cancels itself"):  # and is given back
             end.cancel() if outcome == "cancels itself" else end.set_exception(Broken())
@@ -228,14 +228,14 @@ class Rows(RuleBasedStateMachine):
     @rule(data=st.data(), outcome=ENDS)
     def a_row_ends(self, data: st.DataObject, outcome: str) -> None:
         number = data.draw(st.sampled_from(sorted(self.under_way)))
-        self.inside(lambda: self.landed(number, outcome))
+        self.inside(lambda: self.finished(number, outcome))
         self.eager()
 
     @precondition(lambda self: len(self.under_way) > 1)
     @rule(data=st.data(), outcome=st.sampled_from(["useful", "useless"]))
     def rows_end_together(self, data: st.DataObject, outcome: str) -> None:
         numbers = data.draw(st.lists(st.sampled_from(sorted(self.under_way)), unique=True, min_size=2))
-        self.inside(lambda: [self.landed(number, outcome) for number in numbers])
+        self.inside(lambda: [self.finished(number, outcome) for number in numbers])
         self.eager()
 
     def ask(self) -> None:
@@ -262,7 +262,7 @@ class Rows(RuleBasedStateMachine):
         while self.asking is not None:
             assert self.under_way, "somebody waits, and nothing is under way"
             number = next_row([*self.under_way])  # in the order in which they were started
-            self.inside(lambda number=number: self.landed(number, "useful"))
+            self.inside(lambda number=number: self.finished(number, "useful"))
         self.inside(self.publish)
         self.eager()
 
@@ -334,7 +334,7 @@ class Rows(RuleBasedStateMachine):
     @invariant()
     def the_producer_knows_them_there(self) -> None:
         p = self.producer
-        assert p.flights.keys() == self.under_way.keys()
+        assert p.in_flight.keys() == self.under_way.keys()
         assert [(row.number, row.version) for row in p.ready] == list(self.ready.items())
         assert [row.number for row in p.rejected] == self.rejected
 

@@ -106,7 +106,7 @@ def check_books(loop, records=None):
     places = [*flat(records), *under_way, *loop.flow.pending]
     assert sorted(places) == list(range(loop.flow.intake.consumed))
     gate = loop.flow.gate
-    assert gate.running == len(loop.flow.producer.flights) * gate.completions_per_prompt
+    assert gate.running == len(loop.flow.producer.in_flight) * gate.completions_per_prompt
 
 
 def check_records(records, rows, bound):
@@ -610,7 +610,7 @@ def test_a_reward_that_is_tried_by_hand_keeps_the_rows_and_their_versions():
         loop = begin(LENGTH, keep=ALL, max_head_offpolicy_versions=1)
         await loop.step()
         await up_to(loop, "prompts", "sample")
-        versions = {row.number: row.version for row in loop.flow.landed}
+        versions = {row.number: row.version for row in loop.flow.finished}
         groups = loop.score(lambda text: -float(len(text)))
         assert [g.rewards.tolist() for g in groups] == [[-float(len(s.text)) for s in g.samples] for g in groups]
         record = await loop.step()
@@ -632,7 +632,7 @@ def test_pause_starts_nothing_and_resume_goes_on():
         record = await loop.step()  # what is under way is enough for a batch
         await loop.pause(drain=True)
         assert sorted(doors.calls) == [0, 1, 2, 3, 4, 5]
-        assert (len(record.groups), len(loop.flow.producer.ready), loop.flow.producer.flights) == (3, 3, {})
+        assert (len(record.groups), len(loop.flow.producer.ready), loop.flow.producer.in_flight) == (3, 3, {})
         assert "no row is started: paused" in loop.place
         await loop.step()
         with pytest.raises(PhaseError, match=r"a batch: got 0 of 3 rows, and none started: paused. Call loop.resume"):
@@ -690,7 +690,7 @@ def test_so_many_steps_and_then_by_hand():
     async def main():
         loop = begin(rollouts(), max_head_offpolicy_versions=1)
         first = await loop.run(2, progress=False)
-        while loop.flow.producer.flights:  # nobody is stepping: they end, and no other is started
+        while loop.flow.producer.in_flight:  # nobody is stepping: they end, and no other is started
             await asyncio.sleep(0.001)
         taken = loop.cursor.consumed
         await turns()
@@ -787,15 +787,15 @@ def test_rows_of_weights_that_are_gone_are_drawn_again_and_older_ones_stay():
         loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=2)
         await loop.step()
         loop.prompts()
-        while len(loop.flow.producer.flights) > 1:
+        while len(loop.flow.producer.in_flight) > 1:
             await asyncio.sleep(0.001)
         newer = {r.number for r in loop.flow.producer.ready if r.version == 1}
         older = {r.number for r in loop.flow.producer.ready if r.version == 0}
-        assert (len(newer), len(older), set(loop.flow.producer.flights)) == (3, 5, {5})
+        assert (len(newer), len(older), set(loop.flow.producer.in_flight)) == (3, 5, {5})
         calls = doors.calls.copy()
         await loop.undo()
         assert {r.number for r in loop.flow.producer.ready} == older
-        assert set(loop.flow.producer.flights) == {5}
+        assert set(loop.flow.producer.in_flight) == {5}
         assert set(loop.flow.waiting) == newer
         check_books(loop)
         doors.open(5)

@@ -79,7 +79,7 @@ def test_a_pause_holds_admission_at_once_and_play_goes_on():
         await until(lambda: not dashboard.player.doing)
         assert "no row is started: paused" in dashboard.screen.head.value
         await until(lambda: not rows_under_way(loop))  # they finish, and wait
-        assert (loop.cursor.consumed, len(loop.flow.landed) + len(loop.flow.producer.ready)) == (taken, under_way)
+        assert (loop.cursor.consumed, len(loop.flow.finished) + len(loop.flow.producer.ready)) == (taken, under_way)
         await dashboard.play(2)
         assert dashboard.error is None
         assert [r.step for r in loop.records] == [1, 2]

@@ -404,7 +404,7 @@ def test_what_fails_while_a_cancelled_caller_waits_is_its_cause():
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
 
-FILES = ("rl_notebook/loop.py", "rl_notebook/backends/local.py")
+FILES = tuple(f"rl_notebook/{name}.py" for name in ("loop", "phases", "back", "weights", "backends/local"))
 
 
 def interrupted(run: Callable[[], Any], at: int) -> str:

@@ -543,7 +543,7 @@ def batches_are_not_filled_up(monkeypatch):
     async def never(loop, attempts=10):
         return 0
 
-    monkeypatch.setattr(loop, "refill_step", never)
+    monkeypatch.setattr(loop.GRPOLoop, "refill", never)
 
 
 @pytest.mark.skipif(FOLDER != OWN, reason="other cases may not contain what notices")

@@ -32,7 +32,7 @@ from rl_notebook.backends.service import (
     Link,
     ServiceReference,
     ServiceTrainer,
-    Ways,
+    SdkAdapter,
     carried,
     is_lost,
     label_of,
@@ -447,7 +447,7 @@ def test_losses_are_checked_here():
 def test_replaced_states_are_deleted_and_others_are_not():
     async def test():
         gone = []
-        t = trainer_of(Service(), ways=Ways(forget=gone.append))
+        t = trainer_of(Service(), adapter=SdkAdapter(forget=gone.append))
         first, other, second = [await t.save_state(name) for name in ("undo-0", "kept", "undo-0")]
         assert gone == [first]
         assert len({first, other, second}) == 3

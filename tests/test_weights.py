@@ -190,9 +190,10 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
                 loop.before = [*loop.before, (loop.trained, loop.served)][-2:]
             loop.trained, loop.gradient = loop.trained * 31 + loop.gradient, 0
 
-        whole = self.in_turn(loop, work, failing, cancelled)
-        if not whole:  # what `remember` had to give up for the new snapshot is gone
-            loop.before = loop.before[len(loop.before) - len(loop.weights.undoable) :]
+        self.in_turn(loop, work, failing, cancelled)
+        # after a failure, what `remember` had to give up for the new snapshot is gone
+        assert 0 <= len(loop.before) - len(loop.weights.undoable) <= (1 if failing and undoable else 0)
+        loop.before = loop.before[len(loop.before) - len(loop.weights.undoable) :]
 
     @rule(index=which, failing=failing, cancelled=st.booleans())
     def sync(self, index: int, failing: int, cancelled: bool) -> None:

@@ -66,7 +66,7 @@ from rl_notebook.backends.service import (
     Link,
     ServiceReference,
     ServiceTrainer,
-    Ways,
+    SdkAdapter,
     check_reachable,
     load_into,
     open_tokenizer,
@@ -621,9 +621,11 @@ def bundle(
         lora_rank=cfg.lora_rank,
     )  # fmt: skip
     sampler.is_served = sync.is_served
-    ways = Ways(snapshot=partial(save_snapshot, sync), load=partial(load_own, infra.policy_job_id))
+    adapter = SdkAdapter(snapshot=partial(save_snapshot, sync), load=partial(load_own, infra.policy_job_id))
     own = replace(classes, replays=cfg.router_replay)
-    policy = FireworksTrainer(connector(infra.policy), own, limits=limits, ways=ways, run=run, meter=meter, **link)
+    policy = FireworksTrainer(
+        connector(infra.policy), own, limits=limits, adapter=adapter, run=run, meter=meter, **link
+    )
     policy.job_id, sync.trainer = infra.policy_job_id, policy
     judge = infra.reference and ServiceReference(Link(connector(infra.reference), classes, **link), limits, run, meter)
     can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)

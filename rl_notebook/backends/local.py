@@ -799,7 +799,7 @@ def take_snapshot(state: PolicyState, name: str) -> str:
 
 # %% ../../nbs/23_backends.local.ipynb #7efe6ddd
 @contextmanager
-def set_aside(state: PolicyState) -> Iterator[None]:
+def preserved_gradients(state: PolicyState) -> Iterator[None]:
     "Put aside what is accumulated, and give it back unchanged."
     holders = [*state.params.values(), *state.masters.values()]
     grads, counts, graph = [t.grad for t in holders], (state.loss_tokens, state.sequences), state.graph
@@ -821,7 +821,7 @@ def saved_weights(state: PolicyState, path: str) -> dict[str, Tensor]:
 
 
 @contextmanager
-def lent(state: PolicyState, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def swapped_weights(state: PolicyState, weights: Mapping[str, Tensor]) -> Iterator[None]:
     "The policy under other weights; its own return at the end."
     own = {name: p.data for name, p in state.params.items()}
     try:
@@ -847,7 +847,7 @@ def sample_gradients(
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:  # logprobs; (S,) norms; (S,) products, which sum to |G|^2
     "How long the gradient of each datum's `sum(slope * logprob)` is, and how it lies to that of all datums."
     norms, products = np.zeros(len(datums)), np.zeros(len(datums))
-    with set_aside(state), lent(state, saved_weights(state, before) if before else {}):
+    with preserved_gradients(state), swapped_weights(state, saved_weights(state, before) if before else {}):
         logprobs = score(state.scoring, datums)
         backpropagate(state, datums, slopes)
         whole = [t.grad for t in state.targets]
@@ -909,13 +909,13 @@ def linear_change(
     "Logprobs at a saved state and now, and the derivative at the saved state in the direction of the change."
     then = saved_weights(state, before)
     moved = {name: (p.detach().double() - then[name].double()).to(p.dtype) for name, p in state.params.items()}
-    with lent(state, then):
+    with swapped_weights(state, then):
         was = score(state.scoring, datums)
     return was, score(state.scoring, datums), directional(state, datums, then, moved)
 
 # %% ../../nbs/23_backends.local.ipynb #d2618769
 @dataclass(eq=False)
-class Letter:
+class Pending:
     "One item in the sampler's inbox, and the future that waits for its answer."
 
     item: Any  # a Request, a sequence to score, or a function to run when nothing is being drawn
@@ -932,8 +932,8 @@ class LocalSampler:
 
     def __init__(self, engine: Engine, run: Worker):
         self.engine, self.run = engine, run
-        self.inbox: deque[Letter] = deque()
-        self.open: dict[Request, Letter] = {}  # being drawn
+        self.inbox: deque[Pending] = deque()
+        self.open: dict[Request, Pending] = {}  # being drawn
         self.pump: asyncio.Task | None = None
         self.stale = False  # the engine holds what nobody waits for
 
@@ -959,12 +959,12 @@ class LocalSampler:
         loop = asyncio.get_running_loop()
         if self.pump is not None and self.pump.get_loop() is not loop:
             self.abandon(BackendError("the sampler", got="an event loop that was left", fix="Ask again."))
-        letter = Letter(item, loop.create_future())
-        self.inbox.append(letter)
+        pending = Pending(item, loop.create_future())
+        self.inbox.append(pending)
         if self.pump is None or self.pump.done():
             self.pump = loop.create_task(keep_pumping(self))
         try:
-            return await letter.future
+            return await pending.future
         except asyncio.CancelledError:
             if isinstance(item, Request):
                 item.cancelled = True
@@ -972,17 +972,17 @@ class LocalSampler:
 
     def abandon(self, reason: BaseException) -> None:
         "Answer everything with an exception and forget it."
-        letters, self.pump, self.stale = [*self.open.values(), *self.inbox], None, True
+        waiting, self.pump, self.stale = [*self.open.values(), *self.inbox], None, True
         self.open.clear()
         self.inbox.clear()
-        for letter in letters:
-            if not letter.future.get_loop().is_closed():
-                letter.answer(reason)
+        for pending in waiting:
+            if not pending.future.get_loop().is_closed():
+                pending.answer(reason)
 
 # %% ../../nbs/23_backends.local.ipynb #503b17b8
-def take_letters(sampler: LocalSampler) -> list[Letter]:
-    "The letters up to the next function; a function alone, once nothing is being drawn."
-    taken: list[Letter] = []
+def take_waiting(sampler: LocalSampler) -> list[Pending]:
+    "The waiting up to the next function; a function alone, once nothing is being drawn."
+    taken: list[Pending] = []
     while sampler.inbox and not callable(sampler.inbox[0].item):
         taken.append(sampler.inbox.popleft())
     if not taken and sampler.inbox and not sampler.open:
@@ -990,22 +990,22 @@ def take_letters(sampler: LocalSampler) -> list[Letter]:
     return taken
 
 # %% ../../nbs/23_backends.local.ipynb #f2297190
-def turn(sampler: LocalSampler, letters: list[Letter]) -> list[tuple[Letter, Any]]:
-    "One turn in the worker: hand over, score, hop; returns answered letters."
+def turn(sampler: LocalSampler, waiting: list[Pending]) -> list[tuple[Pending, Any]]:
+    "One turn in the worker: hand over, score, hop; returns answered waiting."
     engine = sampler.engine
     if sampler.stale:
         engine.abort()
         sampler.stale = False
-    if letters and callable(letters[0].item):
-        return [(letters[0], letters[0].item())]
-    for letter in letters:
-        if isinstance(letter.item, Request) and not letter.item.cancelled:
-            sampler.open[letter.item] = letter
-            engine.waiting.extend((letter.item, i) for i in range(letter.item.params.n))
-    echoes = [letter for letter in letters if isinstance(letter.item, np.ndarray)]
-    answers: list[tuple[Letter, Any]] = []
+    if waiting and callable(waiting[0].item):
+        return [(waiting[0], waiting[0].item())]
+    for pending in waiting:
+        if isinstance(pending.item, Request) and not pending.item.cancelled:
+            sampler.open[pending.item] = pending
+            engine.waiting.extend((pending.item, i) for i in range(pending.item.params.n))
+    echoes = [pending for pending in waiting if isinstance(pending.item, np.ndarray)]
+    answers: list[tuple[Pending, Any]] = []
     if echoes:
-        answers += zip(echoes, echo(engine, [letter.item for letter in echoes]), strict=True)
+        answers += zip(echoes, echo(engine, [pending.item for pending in echoes]), strict=True)
     answers += [(sampler.open.pop(r), r.completions) for r in engine.hop() if not r.cancelled]
     for request in [r for r in sampler.open if r.cancelled]:
         del sampler.open[request]
@@ -1014,20 +1014,20 @@ def turn(sampler: LocalSampler, letters: list[Letter]) -> list[tuple[Letter, Any
 # %% ../../nbs/23_backends.local.ipynb #e4c93ace
 async def keep_pumping(sampler: LocalSampler) -> None:
     "Hop and deliver while there is work."
-    letters: list[Letter] = []
+    waiting: list[Pending] = []
     try:
         await asyncio.sleep(0)
         while sampler.inbox or sampler.open:
-            letters = take_letters(sampler)
-            for letter, value in await sampler.run(turn, sampler, letters):
-                letter.answer(value)
-            letters = []
+            waiting = take_waiting(sampler)
+            for pending, value in await sampler.run(turn, sampler, waiting):
+                pending.answer(value)
+            waiting = []
             await asyncio.sleep(0)
     except BaseException as reason:
         gone = isinstance(reason, asyncio.CancelledError)
         told = BackendError("the sampler", got="a cancelled pump", fix="Ask again.") if gone else reason
-        for letter in letters:
-            letter.answer(told)
+        for pending in waiting:
+            pending.answer(told)
         sampler.abandon(told)
         if not isinstance(reason, Exception):
             raise

@@ -84,7 +84,7 @@ def state_of(answer: Mapping[str, Any]) -> str:
     return str(answer.get("state", "")).removeprefix("JOB_STATE_")
 
 # %% ../../nbs/27_backends.provision.ipynb #66729cd8
-GIVING_BACK: dict[str, tuple[str, str, dict[str, int] | None]] = {  # action -> method, suffix of the path, body
+RELEASE_ACTIONS: dict[str, tuple[str, str, dict[str, int] | None]] = {  # action -> method, suffix of the path, body
     "cancel": ("POST", ":cancel", None),
     "delete": ("DELETE", "", None),
     "delete_deployment": ("DELETE", "?ignoreChecks=true&hard=true", None),
@@ -99,7 +99,7 @@ class Resource:
     name: str  # such as "accounts/me/rlorTrainerJobs/grpo-policy-1a2b3c4d"
     role: str  # "policy", "reference" or "deployment"
     base_url: str  # of the control plane
-    action: str = "cancel"  # how it is given back: a key of `GIVING_BACK`
+    action: str = "cancel"  # how it is given back: a key of `RELEASE_ACTIONS`
 
     @property
     def id(self) -> str:
@@ -114,7 +114,7 @@ class Resource:
     @property
     def command(self) -> str:
         "The shell command that gives it back."
-        method, suffix, body = GIVING_BACK[self.action]
+        method, suffix, body = RELEASE_ACTIONS[self.action]
         data = f" -H 'Content-Type: application/json' -d '{json.dumps(body)}'" if body else ""
         return f"curl -sS -X {method} -H \"X-Api-Key: $FIREWORKS_API_KEY\"{data} '{self.link}{suffix}'"
 
@@ -190,7 +190,7 @@ def _told(answer: httpx.Response) -> Mapping[str, Any]:
 # %% ../../nbs/27_backends.provision.ipynb #828b7682
 def give_back(resource: Resource, key: Secret, headers: Mapping[str, str] | None = None) -> None:
     "Cancel, delete or scale to zero; raises `BackendError` unless it is certain."
-    method, suffix, body = GIVING_BACK[resource.action]
+    method, suffix, body = RELEASE_ACTIONS[resource.action]
     answer = ask(key, method, resource.link + suffix, json=body, headers=headers)
     if answer.is_success or answer.status_code == 404:
         return
@@ -366,8 +366,8 @@ class ResourceCleanup:
 
     def hold(self, resource: Resource) -> None:
         "Note a resource, before it is made."
-        if resource.action not in GIVING_BACK:
-            known = " or ".join(GIVING_BACK)
+        if resource.action not in RELEASE_ACTIONS:
+            known = " or ".join(RELEASE_ACTIONS)
             raise ConfigError("action", where=resource.name, got=repr(resource.action), expected=known)
         with self.lock:
             arm(self)

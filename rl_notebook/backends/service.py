@@ -96,7 +96,7 @@ def loss_weights(
 
 # %% ../../nbs/25_backends.service.ipynb #95f7c8c2
 @dataclass(frozen=True)
-class Carrier:
+class GradientEncoding:
     "How a slope travels to a service."
 
     name: str
@@ -111,26 +111,26 @@ class Carrier:
 
 
 CARRIERS = (
-    Carrier("weights"),
-    Carrier("advantages", "importance_sampling", by_position=True),
-    Carrier("advantages, averaged", "importance_sampling", by_position=True, by_sequence=True),
+    GradientEncoding("weights"),
+    GradientEncoding("advantages", "importance_sampling", by_position=True),
+    GradientEncoding("advantages, averaged", "importance_sampling", by_position=True, by_sequence=True),
 )
 
 # %% ../../nbs/25_backends.service.ipynb #3481b26e
 def carried(
     sdk: Sdk,
-    carrier: Carrier,
+    encoding: GradientEncoding,
     datum: Datum,
     slope: np.ndarray,  # (N-1,) dL/dlogprob
     logprobs: np.ndarray | None,  # (N-1,) on which it was computed
     divided_by: float = 1.0,
 ) -> Any:
-    "The SDK's datum whose gradient under the carrier's loss is that of the slope."
+    "The SDK's datum whose gradient under the encoding's loss is that of the slope."
     weights = loss_weights(datum, slope, divided_by)
-    if not carrier.needs_logprobs:
+    if not encoding.needs_logprobs:
         return sdk_datum(sdk, datum, weights)
     mask = datum.active.astype(float)
-    advantages = weights * (mask.sum() if carrier.by_position else 1.0)
+    advantages = weights * (mask.sum() if encoding.by_position else 1.0)
     known = np.where(datum.active, np.asarray(logprobs, dtype=np.float64), 0.0)
     side = {"logprobs": known, "advantages": advantages}
     return with_side(sdk, sdk_datum(sdk, datum, mask), side)
@@ -397,13 +397,13 @@ def sdk_adam(sdk: Sdk, adam: AdamParams) -> Any:
     return sdk.AdamParams(**{name: getattr(adam, name) for name in names})
 
 # %% ../../nbs/25_backends.service.ipynb #d032a6e4
-def send_update(link: Link, client: Any, update: Update, carrier: Carrier, meter: Meter) -> dict[str, float]:
+def send_update(link: Link, client: Any, update: Update, encoding: GradientEncoding, meter: Meter) -> dict[str, float]:
     "Passes and step of one update; returns what the service measured, in our names."
     sdk, name, sequences = link.sdk, update.normalization, update.counts["num_sequences"]
     divided_by = 1 if sdk.divides else max(1, update.counts[name])
-    divided_by = divided_by / (sequences if carrier.by_sequence else 1)
+    divided_by = divided_by / (sequences if encoding.by_sequence else 1)
     passes = [p for p in update.passes if p.sent_on != link.made]
-    waiting = [send_pass(sdk, client, p, carrier, divided_by) for p in passes]
+    waiting = [send_pass(sdk, client, p, encoding, divided_by) for p in passes]
     extra = {"grad_accumulation_normalization": name} if sdk.divides else {}
     step = client.optim_step(sdk_adam(sdk, update.adam), **extra)
     gaps = [forward_gap(result_of(link, future), p) for future, p in zip(waiting, passes, strict=True)]
@@ -413,10 +413,10 @@ def send_update(link: Link, client: Any, update: Update, carrier: Carrier, meter
     return metrics | ({"forward_gap": max(known)} if known else {})
 
 
-def send_pass(sdk: Sdk, client: Any, sent: Pass, carrier: Carrier, divided_by: float) -> Any:
+def send_pass(sdk: Sdk, client: Any, sent: Pass, encoding: GradientEncoding, divided_by: float) -> Any:
     "One backward pass on its way; returns the SDK's future."
     series = zip(sent.datums, sent.slopes, sent.logprobs or [None] * len(sent.datums), strict=True)
-    return client.forward_backward([carried(sdk, carrier, *each, divided_by) for each in series], carrier.loss_fn)
+    return client.forward_backward([carried(sdk, encoding, *each, divided_by) for each in series], encoding.loss_fn)
 
 # %% ../../nbs/25_backends.service.ipynb #3c39ce3e
 def label_of(name: str, longest: int = 32) -> str:
@@ -508,7 +508,7 @@ def load_into(link: Link, client: Any, path: str, optimizer: bool) -> Any:
 
 
 @dataclass(frozen=True)
-class Ways:
+class SdkAdapter:
     "How an SDK does what differs between them."
 
     snapshot: Callable[[Link, Any, str], str] = save_for_sampler
@@ -516,7 +516,7 @@ class Ways:
     forget: Callable[[str], Any] | None = None  # deletes a saved state; None = it stays
 
 # %% ../../nbs/25_backends.service.ipynb #beb35ba0
-class Books:
+class RemotePolicy:
     "What is known about a policy on a service."
 
     def __init__(
@@ -525,7 +525,7 @@ class Books:
         sdk: Sdk,
         *,
         limits: Limits = Limits(),
-        ways: Ways = Ways(),
+        adapter: SdkAdapter = SdkAdapter(),
         versions: Versions | None = None,  # shared with the weight sync
         run: Worker | None = None,  # the thread of the calls
         meter: Meter | None = None,
@@ -533,9 +533,9 @@ class Books:
         **link: Any,  # `attempts`, `pause_s`, `timeout_s`, `say`, `secret` of the `Link`
     ):
         self.link = Link(connect, sdk, prepare=partial(brought_up, self), **link)
-        self.limits, self.ways, self.journal_steps = limits, ways, journal_steps
+        self.limits, self.adapter, self.journal_steps = limits, adapter, journal_steps
         self.versions, self.run, self.meter = versions or Versions(), run or Worker(), meter or Meter()
-        self.journal, self.pending, self.carrier = Journal(), list[Pass](), CARRIERS[0]
+        self.journal, self.pending, self.encoding = Journal(), list[Pass](), CARRIERS[0]
         self.tag, self.numbers = secrets.token_hex(2), itertools.count(1)
         self.states: dict[str, str] = {}  # label: path of the newest state under it
         self.snapshots: list[str] = []  # made so far, newest last
@@ -546,62 +546,62 @@ class Books:
         return self.link.reconnects
 
 # %% ../../nbs/25_backends.service.ipynb #00bc80a9
-def brought_up(books: Books, client: Any) -> tuple[Any, str]:
+def brought_up(remote: RemotePolicy, client: Any) -> tuple[Any, str]:
     "A fresh client with the weights and the optimizer of the last finished update; says what was done."
-    journal, link, done = books.journal, books.link, []
+    journal, link, done = remote.journal, remote.link, []
     if journal.base is not None:
-        client = books.ways.load(link, client, journal.base, journal.optimizer)
+        client = remote.adapter.load(link, client, journal.base, journal.optimizer)
         done.append(f"loaded {journal.base}")
     for update in journal.updates:
-        send_update(link, client, update, books.carrier, books.meter)
+        send_update(link, client, update, remote.encoding, remote.meter)
     if journal.updates:
         done.append(f"repeated {len(journal.updates)} update{'s' if len(journal.updates) > 1 else ''}")
     return client, ", ".join(done)
 
 # %% ../../nbs/25_backends.service.ipynb #378c77bd
-def loss_here(books: Books, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
+def loss_here(remote: RemotePolicy, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
     "Loss value, metrics, logprobs and dL/dlogprob per datum, from one forward pass of the service."
-    values = score_remotely(books.link, datums, books.limits, books.meter)
+    values = score_remotely(remote.link, datums, remote.limits, remote.meter)
     leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
     with torch.enable_grad():
-        loss, metrics, slopes = slope_of(books.limits.coverage, datums, leaves, loss_fn)
+        loss, metrics, slopes = slope_of(remote.limits.coverage, datums, leaves, loss_fn)
     return loss, metrics, values, slopes
 
 # %% ../../nbs/25_backends.service.ipynb #5aae3558
 def keep_pass(
-    books: Books, datums: list[Datum], slopes: list[np.ndarray], logprobs: list[np.ndarray] | None = None
+    remote: RemotePolicy, datums: list[Datum], slopes: list[np.ndarray], logprobs: list[np.ndarray] | None = None
 ) -> None:
     "Check a backward pass and keep it for the step."
-    check_datums(datums, books.limits.vocab_size, books.limits.max_seq_len)
-    check_slopes(books.limits.coverage, datums, slopes)
-    if logprobs is None and books.carrier.needs_logprobs:
-        logprobs = score_remotely(books.link, datums, books.limits, books.meter)
+    check_datums(datums, remote.limits.vocab_size, remote.limits.max_seq_len)
+    check_slopes(remote.limits.coverage, datums, slopes)
+    if logprobs is None and remote.encoding.needs_logprobs:
+        logprobs = score_remotely(remote.link, datums, remote.limits, remote.meter)
     kept = tuple(np.array(s, dtype=np.float64) for s in slopes)
-    books.pending.append(Pass(tuple(datums), kept, None if logprobs is None else tuple(logprobs)))
+    remote.pending.append(Pass(tuple(datums), kept, None if logprobs is None else tuple(logprobs)))
 
 
-def loss_and_keep(books: Books, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
+def loss_and_keep(remote: RemotePolicy, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
     "`loss_here`, then `keep_pass` of its slopes."
-    result = loss_here(books, datums, loss_fn)
-    keep_pass(books, datums, result[3], result[2])
+    result = loss_here(remote, datums, loss_fn)
+    keep_pass(remote, datums, result[3], result[2])
     return result
 
 # %% ../../nbs/25_backends.service.ipynb #f0ecb464
-def take_step(books: Books, adam: AdamParams, normalization: GradNormalization) -> dict[str, float]:
+def take_step(remote: RemotePolicy, adam: AdamParams, normalization: GradNormalization) -> dict[str, float]:
     "One update with what was accumulated, which it uses up; raises `BackendError`."
-    update = Update(tuple(books.pending), adam, normalization)
-    check_update(update, books.link.sdk.divides)
+    update = Update(tuple(remote.pending), adam, normalization)
+    check_update(update, remote.link.sdk.divides)
     try:
-        send = lambda client: send_update(books.link, client, update, books.carrier, books.meter)
-        metrics = books.link.call(send)
+        send = lambda client: send_update(remote.link, client, update, remote.encoding, remote.meter)
+        metrics = remote.link.call(send)
     except BaseException as error:
-        books.link.drop(books.link.text(error))
+        remote.link.drop(remote.link.text(error))
         raise
-    books.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
-    books.pending.clear()
-    books.versions.published, books.versions.upcoming = False, books.versions.current + 1
+    remote.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
+    remote.pending.clear()
+    remote.versions.published, remote.versions.upcoming = False, remote.versions.current + 1
     known = {"learning_rate": adam.learning_rate} | {k: v for k, v in update.counts.items() if k != "none"}
-    keep_journal_short(books)
+    keep_journal_short(remote)
     return metrics | {name: float(value) for name, value in known.items()}
 
 # %% ../../nbs/25_backends.service.ipynb #71c40278
@@ -620,69 +620,69 @@ def check_update(update: Update, divides: bool) -> None:
         raise BackendError(what, got=f"{update.normalization!r}, which the service cannot do", expected="none", fix=fix)
 
 # %% ../../nbs/25_backends.service.ipynb #79ed7e90
-def save_remotely(books: Books, name: str) -> str:
+def save_remotely(remote: RemotePolicy, name: str) -> str:
     "Save, let the journal rest on it, delete the state that it replaces."
-    link, label = books.link, label_of(name)
+    link, label = remote.link, label_of(name)
 
     def save(client: Any) -> str:
-        remote = state_name(label, books.versions, books.tag, next(books.numbers))
-        return result_of(link, client.save_state(remote)).path
+        there = state_name(label, remote.versions, remote.tag, next(remote.numbers))
+        return result_of(link, client.save_state(there)).path
 
     path = link.call(save)
-    books.journal.rest_on(path)
-    replaced, books.states[label] = books.states.get(label), path
-    if replaced is not None and books.ways.forget is not None:
-        books.ways.forget(replaced)
+    remote.journal.rest_on(path)
+    replaced, remote.states[label] = remote.states.get(label), path
+    if replaced is not None and remote.adapter.forget is not None:
+        remote.adapter.forget(replaced)
     return path
 
 # %% ../../nbs/25_backends.service.ipynb #f97aaaa9
-def keep_journal_short(books: Books) -> None:
+def keep_journal_short(remote: RemotePolicy) -> None:
     "Save a state once there are many updates to repeat; if that fails, the journal grows on."
-    if len(books.journal.updates) % books.journal_steps == 0:
+    if len(remote.journal.updates) % remote.journal_steps == 0:
         try:
-            save_remotely(books, "journal")
+            save_remotely(remote, "journal")
         except BackendError as error:
             warnings.warn(f"the journal could not be shortened: {error}", stacklevel=2)
 
 # %% ../../nbs/25_backends.service.ipynb #55d652d5
-def let_go(books: Books) -> None:
+def let_go(remote: RemotePolicy) -> None:
     "Give up a client whose service has a gradient of ours."
-    if any(p.sent_on == books.link.made for p in books.pending):
-        books.link.drop("its gradient was discarded")
+    if any(p.sent_on == remote.link.made for p in remote.pending):
+        remote.link.drop("its gradient was discarded")
 
 
-def discard(books: Books) -> None:
+def discard(remote: RemotePolicy) -> None:
     "Forget what was accumulated since the last update."
-    let_go(books)
-    books.pending.clear()
+    let_go(remote)
+    remote.pending.clear()
 
 # %% ../../nbs/25_backends.service.ipynb #59d78fec
-def load_remotely(books: Books, path: str, optimizer: bool) -> None:
+def load_remotely(remote: RemotePolicy, path: str, optimizer: bool) -> None:
     "Load a saved state, and count policy versions on from it; if it cannot be loaded, nothing has changed."
-    link, before, versions = books.link, books.journal, books.versions
-    books.journal = Journal(path, optimizer)
+    link, before, versions = remote.link, remote.journal, remote.versions
+    remote.journal = Journal(path, optimizer)
 
     def load(client: Any) -> None:
-        link.client = books.ways.load(link, client, path, optimizer)
+        link.client = remote.adapter.load(link, client, path, optimizer)
 
-    let_go(books)
+    let_go(remote)
     try:
         link.call(load if link.client is not None else lambda client: None)
     except BaseException as error:
-        books.journal = before
+        remote.journal = before
         link.drop(link.text(error))
         raise
-    books.pending.clear()
+    remote.pending.clear()
     found = version_in(path) if optimizer else None
     versions.current, versions.published = found or (versions.current, False)
     versions.upcoming = versions.current + (not versions.published)
 
 # %% ../../nbs/25_backends.service.ipynb #77eacf10
-def snapshot_remotely(books: Books, name: str) -> str:
+def snapshot_remotely(remote: RemotePolicy, name: str) -> str:
     "Save weights for the sampler under a name of their own; returns the path."
-    make = lambda: f"{label_of(name)}-{books.tag}-{next(books.numbers)}"
-    path = books.link.call(lambda client: books.ways.snapshot(books.link, client, make()))
-    books.snapshots.append(path)
+    make = lambda: f"{label_of(name)}-{remote.tag}-{next(remote.numbers)}"
+    path = remote.link.call(lambda client: remote.adapter.snapshot(remote.link, client, make()))
+    remote.snapshots.append(path)
     return path
 
 # %% ../../nbs/25_backends.service.ipynb #bfa705a9
@@ -698,29 +698,29 @@ def builtin_request(sdk: Sdk, datums: Sequence[Datum], options: LossOptions, den
 
 # %% ../../nbs/25_backends.service.ipynb #5a174c3b
 def loss_there(
-    books: Books, datums: list[Datum], options: LossOptions, denominator: float | None
+    remote: RemotePolicy, datums: list[Datum], options: LossOptions, denominator: float | None
 ) -> tuple[float, dict, list, list]:
     "Loss value, metrics, logprobs and dL/dlogprob per datum; the gradient stays on the service for the step."
     try:
-        values, theirs = sent_for_training(books, datums, options, denominator)
+        values, theirs = sent_for_training(remote, datums, options, denominator)
         leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
         loss_fn = make_loss_fn(datums, options, denominator=denominator)
         with torch.enable_grad():
-            loss, metrics, slopes = slope_of(books.limits.coverage, datums, leaves, loss_fn)
+            loss, metrics, slopes = slope_of(remote.limits.coverage, datums, leaves, loss_fn)
         check_builtin(datums, options, [x.detach() for x in leaves], theirs, denominator)
     except BaseException as error:
-        books.link.drop(books.link.text(error))
+        remote.link.drop(remote.link.text(error))
         raise
     counted = options.policy_loss not in UNCOUNTED_LOSSES
-    books.pending.append(Pass(tuple(datums), tuple(slopes), tuple(values), books.link.made, counted))
+    remote.pending.append(Pass(tuple(datums), tuple(slopes), tuple(values), remote.link.made, counted))
     return loss, metrics, values, slopes
 
 # %% ../../nbs/25_backends.service.ipynb #1924b1b1
 def sent_for_training(
-    books: Books, datums: list[Datum], options: LossOptions, denominator: float | None
+    remote: RemotePolicy, datums: list[Datum], options: LossOptions, denominator: float | None
 ) -> tuple[list[np.ndarray], float]:  # logprobs (N-1,) per datum, and the service's value of the loss
     "One call with the service's own loss."
-    link, limits = books.link, books.limits
+    link, limits = remote.link, remote.limits
     check_datums(datums, limits.vocab_size, limits.max_seq_len)
     name, config = builtin_loss(options, link.sdk.name.lower())
     data = builtin_request(link.sdk, datums, options, denominator)
@@ -732,7 +732,7 @@ def sent_for_training(
     return read_logprobs(output, datums, limits.coverage), float(metrics["loss:sum"])
 
 # %% ../../nbs/25_backends.service.ipynb #30a66dcf
-class ServiceTrainer(Books):
+class ServiceTrainer(RemotePolicy):
     "The policy on a service: scores, keeps gradients back until the step, updates, saves, outlives lost clients."
 
     async def open(self) -> None:

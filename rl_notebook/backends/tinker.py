@@ -36,7 +36,7 @@ from rl_notebook.backends.service import (
     ServiceReference,
     ServiceTrainer,
     Tries,
-    Ways,
+    SdkAdapter,
     bare_datum,
     check_reachable,
     fresh_client,
@@ -198,7 +198,7 @@ def load_or_remake(session: Session, link: Link, client: Any, path: str, optimiz
     return session.make(lambda service: getattr(service, maker)(path))
 
 # %% ../../nbs/26_backends.tinker.ipynb #2b2ce9e6
-class Broom:
+class CheckpointCleaner:
     "Deletes states that were replaced, as long as the service lets it."
 
     def __init__(self, session: Session):
@@ -216,9 +216,9 @@ class Broom:
         self.left += 1
 
 # %% ../../nbs/26_backends.tinker.ipynb #87e58bda
-def ways_of(session: Session) -> Ways:
+def adapter_of(session: Session) -> SdkAdapter:
     "How Tinker's SDK saves, loads and deletes."
-    return Ways(load=partial(load_or_remake, session), forget=Broom(session))
+    return SdkAdapter(load=partial(load_or_remake, session), forget=CheckpointCleaner(session))
 
 # %% ../../nbs/26_backends.tinker.ipynb #0973c9e5
 class TinkerSampler:
@@ -584,7 +584,7 @@ class Moved:
     forward_gap: float  # nats, between the forward pass and the one inside forward_backward
 
 # %% ../../nbs/26_backends.tinker.ipynb #950eb059
-async def nudge(toy: Toy, slope: float, h: float, *, trained: int | None = 1, copies: int = 1) -> Moved:
+async def perturb(toy: Toy, slope: float, h: float, *, trained: int | None = 1, copies: int = 1) -> Moved:
     "Step from the saved state with a slope at the last position of each copy."
     trainer, datum = toy.trainer, toy_datum(toy.tokens, trained)
     await trainer.load_state(toy.start)
@@ -600,18 +600,18 @@ async def nudge(toy: Toy, slope: float, h: float, *, trained: int | None = 1, co
 # %% ../../nbs/26_backends.tinker.ipynb #4e994e31
 async def visible_step(toy: Toy) -> tuple[float, Moved]:
     "A step size that moves the logprob by about `VISIBLE`, and what it did."
-    h, moved = 1e-4, await nudge(toy, -1.0, 1e-4)
+    h, moved = 1e-4, await perturb(toy, -1.0, 1e-4)
     for _ in range(6):
         if VISIBLE / 2 <= abs(moved.change) <= 2 * VISIBLE:
             break
         h *= float(np.clip(VISIBLE / max(abs(moved.change), 1e-9), 0.01, 100.0))
-        moved = await nudge(toy, -1.0, h)
+        moved = await perturb(toy, -1.0, h)
     return h, moved
 
 # %% ../../nbs/26_backends.tinker.ipynb #5642f7e8
 async def check_sign(toy: Toy, h: float, once: Moved) -> Finding:
     "A negative slope raises a logprob, a positive one lowers it."
-    back = await nudge(toy, 1.0, h)
+    back = await perturb(toy, 1.0, h)
     signed = once.change > VISIBLE / 4 and back.change < -VISIBLE / 4
     got, expected = f"{once.change:+.2g} and {back.change:+.2g} nats", "up for slope -1, down for slope +1"
     meaning = "" if signed else "Training would move logprobs the wrong way, or not at all."
@@ -627,7 +627,7 @@ async def check_scale(toy: Toy, h: float, once: Moved) -> list[Finding]:
     }
     rows = []
     for name, (slope, step, more, meaning) in ways.items():
-        moved = await nudge(toy, slope, step, **more)
+        moved = await perturb(toy, slope, step, **more)
         ratio = moved.change / once.change if once.change else math.nan
         ok = abs(ratio - 1) < 0.15
         rows.append(Finding(name, ok, f"{ratio:.3g} of the step", "1", "" if ok else meaning))
@@ -644,20 +644,20 @@ async def check_gradient(toy: Toy) -> list[Finding]:
 
 # %% ../../nbs/26_backends.tinker.ipynb #02a87a60
 async def find_carrier(toy: Toy) -> list[Finding]:
-    "The checks of the gradient under the first carrier that passes them; those of the first one if none does."
+    "The checks of the gradient under the first encoding that passes them; those of the first one if none does."
     tried: dict[str, list[Finding]] = {}
-    for carrier in CARRIERS:
-        toy.trainer.carrier = carrier
+    for encoding in CARRIERS:
+        toy.trainer.encoding = encoding
         try:
             rows = await check_gradient(toy)
         except BackendError as error:
             rows = [Finding("gradient sign", False, str(error), "a step", "Training does not work as asked.")]
-        tried[carrier.name] = rows
+        tried[encoding.name] = rows
         if all(row.ok for row in rows):
-            return [Finding("slopes travel as", True, carrier.name), *rows]
+            return [Finding("slopes travel as", True, encoding.name), *rows]
         if all(row.ok for row in rows[1:]):
-            break  # the size is right: another carrier would not turn the sign
-    toy.trainer.carrier = CARRIERS[0]
+            break  # the size is right: another encoding would not turn the sign
+    toy.trainer.encoding = CARRIERS[0]
     return tried[CARRIERS[0].name]
 
 # %% ../../nbs/26_backends.tinker.ipynb #12c3f032
@@ -728,11 +728,10 @@ async def open_tinker(
         )
     limits = Limits(len(words), longest, dtype, Coverage(prompt_logprobs))
     link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
-    meter, run, ways = Meter(), Worker(), ways_of(sessions[0])
+    meter, run, adapter = Meter(), Worker(), adapter_of(sessions[0])
     policy, judge = (training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1]))
-    trainer = ServiceTrainer(
-        policy, sessions[0].sdk, limits=limits, ways=ways, run=run, meter=meter, journal_steps=journal_steps, **link
-    )
+    own = {"limits": limits, "run": run, "meter": meter, "journal_steps": journal_steps, **link}
+    trainer = ServiceTrainer(policy, sessions[0].sdk, adapter=adapter, **own)
     frozen = ServiceReference(Link(judge, sessions[0].sdk, **link), limits, run, meter) if reference else None
     sampler = TinkerSampler(sessions[1], base_model, words, limits, meter, **link)
     close = partial(close_tinker, trainer, frozen, sampler, sessions)
@@ -741,14 +740,14 @@ async def open_tinker(
     sync = TinkerSync(sampler, trainer)
     backend = TinkerBackend(trainer, frozen, sampler, sync, words, can, close, meter)
     try:
-        await acquaint(backend, sessions[0], probing, conformance)
+        await probe_and_verify(backend, sessions[0], probing, conformance)
     except BaseException:
         await close()
         raise
     return backend
 
 # %% ../../nbs/26_backends.tinker.ipynb #22d8ebf7
-async def acquaint(backend: TinkerBackend, session: Session, probing: bool, conformance: str) -> None:
+async def probe_and_verify(backend: TinkerBackend, session: Session, probing: bool, conformance: str) -> None:
     "Connect, ask, check; raises `BackendError` when a check fails and that was asked for."
     trainer: Any = backend.policy
     sampler: Any = backend.sampler
@@ -763,7 +762,7 @@ async def acquaint(backend: TinkerBackend, session: Session, probing: bool, conf
         await trainer.save_state("start")
         return
     backend.checks = await check_conformance(trainer, sampler, tokens)
-    if trainer.carrier is not CARRIERS[0]:  # the service divides, and would divide the gradients of its own losses
+    if trainer.encoding is not CARRIERS[0]:  # the service divides, and would divide the gradients of its own losses
         backend.capabilities = replace(backend.capabilities, builtin_losses=())
     trouble = " ".join(row.sentence for row in backend.checks.failed)
     if trouble and conformance == "raise":
@@ -797,7 +796,7 @@ async def close_tinker(
                 )
             )
         for label in OWN_LABELS & trainer.states.keys():
-            trainer.ways.forget(trainer.states[label]) if trainer.ways.forget is not None else None
+            trainer.adapter.forget(trainer.states[label]) if trainer.adapter.forget is not None else None
         with ThreadPoolExecutor() as pool:
             list(pool.map(end_session, [session.service for session in sessions]))
 

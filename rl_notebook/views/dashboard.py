@@ -38,7 +38,7 @@ from ..loop import GRPOLoop, stop_on_interrupt
 from ..phases import PHASES, Loop, phase_marks
 from ..losses import POLICY_LOSSES
 from ..metrics import completion_metrics, reward_metrics
-from ..player import ACTIONS, Player, listen, refusal, rows_under_way, run_elsewhere, strangers
+from ..player import ACTIONS, Player, listen, refusal, rows_under_way, run_elsewhere, unrelated_players
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
 from .charts import Chart, LiveCharts, asset, chart, charts
@@ -101,7 +101,7 @@ def rows_said(loop: Loop) -> str:
         return ""
     producer = loop.flow.producer
     held = f"; no row is started: {producer.held}" if producer.held else ""
-    return f"{len(producer.flights)} rows under way, {len(producer.ready)} ready{held}"
+    return f"{len(producer.in_flight)} rows under way, {len(producer.ready)} ready{held}"
 
 
 def batch_progress(loop: AsyncGRPOLoop, phase: str) -> dict[str, Any]:  # count, bound, unit
@@ -429,7 +429,7 @@ def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was 
     p, begin = loop.flow.producer, loop.opened
     kinds = {"ready": p.ready, "": p.rejected}
     back = [(r.number, r.began - begin, r.ended - begin, kind) for kind, rows in kinds.items() for r in rows]
-    return [*back, *((f.number, f.began - begin, p.clock() - begin, "under way") for f in p.flights.values())]
+    return [*back, *((f.number, f.began - begin, p.clock() - begin, "under way") for f in p.in_flight.values())]
 
 # %% ../../nbs/53_views.dashboard.ipynb #090c0c24
 @dataclass(frozen=True)
@@ -981,11 +981,11 @@ def dashboards_of(loop: Loop) -> list[Dashboard]:
 
 # %% ../../nbs/53_views.dashboard.ipynb #16ac5aba
 def make_room(loop: GRPOLoop) -> None:
-    "Close the dashboard that the loop has, and pause strangers on its backend."
+    "Close the dashboard that the loop has, and pause players of unrelated loops on its backend."
     for other in dashboards_of(loop):
         other.close()
-    for stranger in strangers(loop):
-        stranger.pause()
+    for unrelated in unrelated_players(loop):
+        unrelated.pause()
 
 # %% ../../nbs/53_views.dashboard.ipynb #d6e7f4c5
 def attach_dashboard(dashboard: Dashboard) -> None:
