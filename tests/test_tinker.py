@@ -23,7 +23,7 @@ from toy_service import TOY, Dropped, Service
 from rl_notebook.backends.local import open_local
 from rl_notebook.backends.openai import Secret
 from rl_notebook.backends.service import (
-    CARRIERS,
+    ENCODINGS,
     COUNTED,
     Coverage,
     Finding,
@@ -532,9 +532,9 @@ def test_answers_are_checked():
 
 def test_what_travels_has_the_gradient_of_the_slope():
     slope, logprobs = np.array([0.0, 0.5, 0.0]), np.array([np.nan, -1.0, -2.0])
-    plain = carried(TOY, CARRIERS[0], DATUMS[0], slope, None, 2.0).loss_fn_inputs
+    plain = carried(TOY, ENCODINGS[0], DATUMS[0], slope, None, 2.0).loss_fn_inputs
     assert plain["weights"].data == [0.0, -0.25, COUNTED]
-    other = carried(TOY, CARRIERS[1], DATUMS[0], slope, logprobs, 2.0).loss_fn_inputs
+    other = carried(TOY, ENCODINGS[1], DATUMS[0], slope, logprobs, 2.0).loss_fn_inputs
     assert other["weights"].data == [0.0, 1.0, 1.0]
     assert other["advantages"].data == [0.0, -0.5, 2 * COUNTED]
     assert other["logprobs"].data == [0.0, -1.0, -2.0]
@@ -650,7 +650,7 @@ def test_probes_and_conformance_of_a_right_service(service):
             assert backend.probes["prompt logprobs"].got == "one per token, the first undefined"
             assert backend.capabilities.max_seq_len == 256
             assert backend.capabilities.seed
-            assert backend.policy.carrier == CARRIERS[0]
+            assert backend.policy.encoding == ENCODINGS[0]
             assert backend.sampler.raw_always
             completions = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=4, seed=3))
             datums = drawn_datums(completions)
@@ -749,7 +749,7 @@ def test_wrong_services_are_found_out(model):
         running = start_wrong(Averaged(), model=model, key=KEY)
         try:
             async with await opened(running, conformance="raise") as backend:
-                assert backend.policy.carrier == CARRIERS[2]
+                assert backend.policy.encoding == ENCODINGS[2]
                 async with open_local(tiny_model(), byte_tokenizer(), lora_rank=4) as local:
                     pairs = zip(await trained(backend, 2), await trained(local, 2), strict=True)
                     assert max(np.nanmax(np.abs(a - b)) for a, b in pairs) < 1e-4

@@ -110,7 +110,7 @@ class GradientEncoding:
         return self.loss_fn != "cross_entropy"
 
 
-CARRIERS = (
+ENCODINGS = (
     GradientEncoding("weights"),
     GradientEncoding("advantages", "importance_sampling", by_position=True),
     GradientEncoding("advantages, averaged", "importance_sampling", by_position=True, by_sequence=True),
@@ -535,7 +535,7 @@ class RemotePolicy:
         self.link = Link(connect, sdk, prepare=partial(brought_up, self), **link)
         self.limits, self.adapter, self.journal_steps = limits, adapter, journal_steps
         self.versions, self.run, self.meter = versions or Versions(), run or Worker(), meter or Meter()
-        self.journal, self.pending, self.encoding = Journal(), list[Pass](), CARRIERS[0]
+        self.journal, self.pending, self.encoding = Journal(), list[Pass](), ENCODINGS[0]
         self.tag, self.numbers = secrets.token_hex(2), itertools.count(1)
         self.states: dict[str, str] = {}  # label: path of the newest state under it
         self.snapshots: list[str] = []  # made so far, newest last

@@ -26,7 +26,7 @@ from .engine import check_length, check_tokens
 from .local import Worker
 from .openai import Secret, key_from_env, request_seed
 from rl_notebook.backends.service import (
-    CARRIERS,
+    ENCODINGS,
     Coverage,
     Finding,
     Findings,
@@ -643,10 +643,10 @@ async def check_gradient(toy: Toy) -> list[Finding]:
     return [*rows, Finding("forward inside backward", gap < 0.05, nats(gap), "less than 0.05", meaning)]
 
 # %% ../../nbs/26_backends.tinker.ipynb #02a87a60
-async def find_carrier(toy: Toy) -> list[Finding]:
+async def find_encoding(toy: Toy) -> list[Finding]:
     "The checks of the gradient under the first encoding that passes them; those of the first one if none does."
     tried: dict[str, list[Finding]] = {}
-    for encoding in CARRIERS:
+    for encoding in ENCODINGS:
         toy.trainer.encoding = encoding
         try:
             rows = await check_gradient(toy)
@@ -657,8 +657,8 @@ async def find_carrier(toy: Toy) -> list[Finding]:
             return [Finding("slopes travel as", True, encoding.name), *rows]
         if all(row.ok for row in rows[1:]):
             break  # the size is right: another encoding would not turn the sign
-    toy.trainer.encoding = CARRIERS[0]
-    return tried[CARRIERS[0].name]
+    toy.trainer.encoding = ENCODINGS[0]
+    return tried[ENCODINGS[0].name]
 
 # %% ../../nbs/26_backends.tinker.ipynb #12c3f032
 async def check_states(toy: Toy) -> Finding:
@@ -675,7 +675,7 @@ async def check_conformance(trainer: ServiceTrainer, sampler: TinkerSampler, tok
     start = await trainer.save_state("start")
     toy = Toy(trainer, start, tokens, (await trainer.forward([toy_datum(tokens)]))[0].values)
     rows = [await check(trainer, tokens) for check in (check_shift, check_prefix, check_mask)]
-    rows += await find_carrier(toy)
+    rows += await find_encoding(toy)
     rows.append(await check_states(toy))
     with contextlib.suppress(BackendError):
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
@@ -762,7 +762,7 @@ async def probe_and_verify(backend: TinkerBackend, session: Session, probing: bo
         await trainer.save_state("start")
         return
     backend.checks = await check_conformance(trainer, sampler, tokens)
-    if trainer.encoding is not CARRIERS[0]:  # the service divides, and would divide the gradients of its own losses
+    if trainer.encoding is not ENCODINGS[0]:  # the service divides, and would divide the gradients of its own losses
         backend.capabilities = replace(backend.capabilities, builtin_losses=())
     trouble = " ".join(row.sentence for row in backend.checks.failed)
     if trouble and conformance == "raise":
