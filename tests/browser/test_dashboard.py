@@ -198,7 +198,7 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
     read, drawn, whole = pane.bounding_box(), heat_map.bounding_box(), board.locator(".rld").bounding_box()
     assert read["x"] >= drawn["x"] + drawn["width"] - 1, "beside the map"
     assert abs(read["y"] - drawn["y"]) < 60
-    assert whole["height"] < 1000
+    assert whole["height"] < 1030  # about 1,000; a longer sentence wraps once more
 
 
 def test_it_works_while_a_cell_awaits_the_loop(notebook: Notebook, board: Locator):
