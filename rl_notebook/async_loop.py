@@ -21,21 +21,8 @@ from .core import PhaseError, PromptGroup
 from .data import Cursor
 from .back import branch_off, undo_step
 from .loop import GRPOLoop, between_turns, rest_of_step, takes_turn
-from rl_notebook.phases import (
-    Graded,
-    StepState,
-    answer,
-    begun_anew,
-    compared,
-    encode,
-    enter,
-    score_phase,
-    settle_passes,
-    sync_phase,
-    timed,
-    train_chunk,
-    trains_on,
-)
+from .phases import Graded, StepState, answer, begun_anew, compared, encode, enter, score_phase
+from .phases import settle_passes, sync_phase, timed, train_chunk, trains_on
 from .records import TIMERS, StepRecord
 from .rollouts import Prompt, Rollouts, balanced_chunks, require_some
 from .step import Listing, LossReport, Measured, list_groups, list_prompts, list_rollouts

@@ -5,7 +5,6 @@
 # %% ../nbs/35_back.ipynb #53d9a328
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -22,33 +21,14 @@ __all__ = ['save_checkpoint', 'restore_checkpoint', 'export_policy', 'Arrival']
 # %% ../nbs/35_back.ipynb #f677604c
 from .backends.base import Backend
 from .config import Config
-from rl_notebook.core import (
-    AdamParams,
-    BackendError,
-    ConfigError,
-    Datum,
-    LossOutput,
-    PhaseError,
-    RecordError,
-)
+from .core import AdamParams, BackendError, ConfigError, Datum, LossOutput, PhaseError, RecordError
 from .data import restore_cursor
 from .losses import LossOptions, natural_denominator
 from .records import Checkpoint, Run, RunFolder, StepRecord, spans, staged_folder
 from .step import LossFactory, LossReport
-from .step import loss_factory, merge_outputs
-from .step import scale_output
+from .step import loss_factory, merge_outputs, scale_output
 from .weights import SamplerHas
-from rl_notebook.phases import (
-    GRADING,
-    LOOK_ONLY,
-    Loop,
-    NOT_FOR_BRANCHES,
-    PHASES,
-    StepState,
-    finish_phase,
-    loss_phase,
-    score_at,
-)
+from .phases import GRADING, LOOK_ONLY, Loop, NOT_FOR_BRANCHES, PHASES, StepState, score_at
 
 # %% ../nbs/35_back.ipynb #378b7d5e
 UNDO_TO = PHASES[: PHASES.index("optimize")]  # where `undo` can go on from
@@ -99,11 +79,7 @@ async def take_back(loop: Loop, to: str) -> None:
     if not weights.undoable:
         why = "no update to take back" if weights.undoable.maxlen else "keep_undo=0"
         raise PhaseError("undo", got=why, fix="Open the loop with keep_undo=N to take back the last N steps.")
-    entry = weights.undoable[-1]
-    name, synced_since = f"undo-{weights.loop_id}-{entry.state.number:05d}", weights.version != entry.policy_version
-    await weights.restore(entry, name, sampler=synced_since)
-    forget_record(loop, entry.state.number)
-    weights.undoable.pop()
+    entry = await weights.undo(lambda entry: forget_record(loop, entry.state.number))
     loop.state, loop.eval_metrics = reopened(entry.state, to), {}
 
 # %% ../nbs/35_back.ipynb #47012cac
@@ -179,12 +155,8 @@ async def branch_off(
     given.setdefault("name", branch_name(loop.cfg, cfg, [n for n in ("reward", "make_loss") if n in given]))
     options = {"eval_rows": loop.eval_rows, "shared": loop.weights.shared} | loop.given | given
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
-    other.state, other.weights.version = branch_state(loop, cfg, place, regrade), loop.policy_version
-    try:
-        other.weights.parked = await loop.weights.save(f"branch-{other.weights.loop_id}")
-    except BaseException:  # cancelled, too: it was never here
-        loop.weights.shared.names.remove(other.name)
-        raise
+    other.state = branch_state(loop, cfg, place, regrade)
+    await loop.weights.fork(other.weights)
     return other
 
 # %% ../nbs/35_back.ipynb #2cb543c8
@@ -380,14 +352,13 @@ async def to_the_base(loop: Loop, way: Way) -> None:
         await restore_checkpoint(loop, way.found)
     elif weights.beginning is None:
         loop.state = reopened(loop.state, "prompts")
-        if loop.backend.capabilities.state_snapshots:
-            weights.beginning = weights.snapshot(await weights.save(f"beginning-{weights.loop_id}"))
+        await weights.mark_beginning()
     else:
         await weights.restore(weights.beginning, f"beginning-{weights.loop_id}")
         loop.state = replace(weights.beginning.state)
     if way.found is None:
         loop.stand_at(way.base, loop.state.cursor, {})
-    loop.weights.undoable.clear()
+    weights.forget_undo()
     loop.eval_metrics, before = {}, [r for r in loop.records if r.step <= way.base]
     loop.records.clear()
     loop.records.extend(before)

@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import threading
-import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -24,56 +23,20 @@ from tqdm.auto import tqdm
 __all__ = ['GRPOLoop']
 
 # %% ../nbs/36_loop.ipynb #a898a710
-from .config import Config
-from rl_notebook.core import (
-    PhaseError,
-    PromptGroup,
-)
+from .core import PhaseError, PromptGroup
 from .names import named_function
-from .records import RunFolder, StepRecord, spans
-from .rollouts import Prompt
-from .rollouts import arrivals
-from .rollouts import require_some, window_batches
+from .records import StepRecord, spans
+from .rollouts import Prompt, arrivals, require_some, window_batches
 from .weights import join_turn
-from rl_notebook.phases import (
-    AWAITED,
-    Graded,
-    Loop,
-    PHASES,
-    advantages_phase,
-    answer,
-    backward_phase,
-    change,
-    datums_phase,
-    encode,
-    evaluate_rows,
-    finish_phase,
-    greedy_half,
-    is_done,
-    loss_phase,
-    no_bar,
-    optimize_phase,
-    prompts_phase,
-    reference_phase,
-    refill_step,
-    sample_phase,
-    score_phase,
-    sync_phase,
-    take_in,
-    timed,
-    trains_on,
-    under_way,
-)
-from rl_notebook.back import (
-    AnyLoop,
-    branch_off,
-    export_policy,
-    restore_checkpoint,
-    save_checkpoint,
-    seek_step,
-    undo_step,
-)
-from .phases import rollout_setup  # noqa: F401  tutorials import it from here
+from .phases import Graded, Loop, advantages_phase, answer, backward_phase, change, datums_phase, encode
+from .phases import evaluate_rows, finish_phase, greedy_half, is_done, loss_phase, no_bar, optimize_phase
+from .phases import prompts_phase, reference_phase, refill_step, sample_phase, score_phase, sync_phase
+from .phases import take_in, timed, trains_on, under_way
+from .back import AnyLoop, branch_off, export_policy, seek_step, undo_step
+
+# not used here: names that were imported from this module before it was three
+from .back import restore_checkpoint, save_checkpoint
+from .phases import rollout_setup  # noqa: F401
 
 # %% ../nbs/36_loop.ipynb #987b8f94
 P = ParamSpec("P")

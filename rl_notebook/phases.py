@@ -5,7 +5,6 @@
 # %% ../nbs/34_phases.ipynb #545ef7dc
 from __future__ import annotations
 
-import asyncio
 import copy
 import html
 import inspect
@@ -31,19 +30,8 @@ __all__ = ['PHASES', 'StepState', 'LoopState', 'rollout_setup', 'Loop', 'prompts
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
-from rl_notebook.core import (
-    BackendError,
-    ConfigError,
-    Datum,
-    LossError,
-    LossOutput,
-    PhaseError,
-    PromptGroup,
-    RecordError,
-    RewardError,
-    RolloutRun,
-    RolloutSample,
-)
+from .core import BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError, PromptGroup
+from .core import RecordError, RewardError, RolloutRun, RolloutSample
 from .data import Cursor, Row, load_rows
 from .datums import attach, datums_from_groups
 from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss_fn
@@ -318,7 +306,7 @@ class LoopState:
     @property
     def place(self) -> str:
         "Where the loop is, in one line."
-        return place_text(cast("Loop", self))
+        return place_text(self)
 
     def forget_gradient(self) -> None:
         "The gradient is dropped; between two updates of a step the next one makes its own."
@@ -367,7 +355,7 @@ def steps_planned(loop: Loop) -> int | None:
     return math.ceil(min(known)) if known else None
 
 # %% ../nbs/34_phases.ipynb #fc80a6e4
-def place_text(loop: Loop) -> str:
+def place_text(loop: LoopState) -> str:
     "Where a loop is, in one line."
     total = loop.cursor.total
     of = "" if math.isinf(total) else f" of {int(total)}"
@@ -788,15 +776,12 @@ async def update(loop: Loop, report: LossReport) -> None:
         if type(error) is not BackendError:
             raise
         raise BackendError(str(error), where=f"step {state.number}") from error
-    if before is not None:
-        weights.undoable.append(before)
     state.made = (*state.made, (report, measured))
 
 
 async def no_update(loop: Loop) -> None:
     "A step that changes no weights can be taken back, too."
-    if before := await loop.weights.remember():
-        loop.weights.undoable.append(before)
+    loop.weights.keep(await loop.weights.remember())
 
 # %% ../nbs/34_phases.ipynb #4c996a2e
 def sync_waits(loop: Loop) -> str:

@@ -11,7 +11,7 @@ import itertools
 import signal
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -164,6 +164,16 @@ async def _restore(weights: Weights, found: Snapshot, name: str, *, sampler: boo
         w.version = await sync_weights(w.backend, name)
         w.sampler = SamplerHas.CURRENT
 
+
+async def _undo(weights: Weights, forget: Callable[[Snapshot], Any]) -> Snapshot:  # called when all is as it was
+    "Back to before the last update, what the sampler serves too if it was synced since; returns where that is."
+    w, last = weights, weights.undoable[-1]
+    name = f"undo-{w.loop_id}-{last.state.number:05d}"
+    await w.restore(last, name, sampler=w.version != last.policy_version)
+    forget(last)
+    w.undoable.pop()
+    return last
+
 # %% ../nbs/33_weights.ipynb #980aa0b5
 @dataclass(frozen=True)
 class UndoCost:
@@ -208,7 +218,7 @@ async def _settled(weights: Weights, work: Coroutine[Any, Any, R]) -> R:
             raise
     return section.result()
 
-
+# %% ../nbs/33_weights.ipynb #1d3edabc
 async def _leave(weights: Weights) -> None:
     "Save the weights, because another loop needs the backend."
     w = weights
@@ -218,6 +228,16 @@ async def _leave(weights: Weights) -> None:
         raise PhaseError(f"{w.owner.name!r} cannot leave the backend", got=got, fix=fix)
     w.parked = await w.save(f"branch-{w.loop_id}")
     await w.discard()
+
+
+async def _fork(weights: Weights, other: Weights) -> None:
+    "Let another loop begin where this one stands; it has not the backend yet."
+    try:
+        other.parked = await weights.save(f"branch-{other.loop_id}")
+    except BaseException:  # cancelled, too: it was never here
+        weights.shared.names.remove(other.owner.name)
+        raise
+    other.version = weights.version
 
 
 async def _swap(weights: Weights) -> None:
@@ -232,7 +252,7 @@ async def _swap(weights: Weights) -> None:
         await _restore(w, w.snapshot(parked), f"turn-{w.loop_id}")
     shared.loaded = w
 
-
+# %% ../nbs/33_weights.ipynb #696a9327
 @asynccontextmanager
 async def _turn(weights: Weights) -> AsyncIterator[object]:  # the turn, for `join_turn`
     "Hold the backend, with these weights loaded, once no section is changing what it has."
@@ -282,7 +302,7 @@ class Owner(Protocol):
 
 # %% ../nbs/33_weights.ipynb #34c658eb
 class Weights:
-    "Where the weights of a loop stand. Only these methods write it down."
+    "Where the weights of a loop stand. Only this page writes it down."
 
     def __init__(self, backend: Backend, owner: Owner, keep_undo: int = 1, shared: SharedBackend | None = None):
         self.backend, self.owner = backend, owner
@@ -318,7 +338,13 @@ class Weights:
             self.served = before.saved if before else None
             self.sampler = SamplerHas.SAVED if before else SamplerHas.UNSAVED
         self.gradient = False
+        self.keep(before)
         return measured
+
+    def keep(self, before: Snapshot | None) -> None:
+        "Make a step one that can be undone, if there is a snapshot of before it."
+        if before is not None:
+            self.undoable.append(before)
 
     async def sync(self) -> int:  # the new policy version
         "Make the sampler serve the trainer's weights."
@@ -330,6 +356,15 @@ class Weights:
         "Load a state of the trainer that the sampler does not have."
         await self.backend.policy.load_state(path)
         self.sampler, self.served = SamplerHas.UNSAVED, None
+
+    def forget_undo(self) -> None:
+        "From here on no earlier step can be undone."
+        self.undoable.clear()
+
+    async def mark_beginning(self) -> None:
+        "Keep the state with which the run begins, where states can be saved."
+        if self.backend.capabilities.state_snapshots:
+            self.beginning = self.snapshot(await self.save(f"beginning-{self.loop_id}"))
 
     async def save(self, name: str, slot: int = -1) -> Saved:
         "Save the trainer's state under a name of this loop."
@@ -360,4 +395,5 @@ class Weights:
             got = f"{self.owner.running or 'a step'} is under way, begun in another cell or by a dashboard"
             raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
 
-    remember, restore, settled, turn, cost = _remember, _restore, _settled, _turn, property(_cost)
+    remember, restore, undo, cost = _remember, _restore, _undo, property(_cost)
+    settled, turn, fork = _settled, _turn, _fork

@@ -5,10 +5,13 @@ The model beside it knows numbers only: what each loop's trainer and sampler wou
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
+import rl_notebook
 from rl_notebook.core import AdamParams, BackendError, PhaseError
 from rl_notebook.weights import SamplerHas, Weights
 
@@ -186,7 +190,6 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             before = await loop.weights.remember() if undoable else None
             await loop.weights.update(AdamParams(), "none", before)
             if before is not None:
-                loop.weights.undoable.append(before)
                 loop.before = [*loop.before, (loop.trained, loop.served)][-2:]
             loop.trained, loop.gradient = loop.trained * 31 + loop.gradient, 0
 
@@ -214,10 +217,9 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             return
 
         async def work() -> None:
-            entry = loop.weights.undoable[-1]
-            synced_since = loop.weights.version != entry.policy_version
-            await loop.weights.restore(entry, "undo", sampler=synced_since)
-            loop.weights.undoable.pop()
+            version = loop.weights.version
+            entry = await loop.weights.undo(lambda entry: None)
+            synced_since = version != entry.policy_version
             (loop.trained, loop.served), loop.gradient = loop.before.pop(), 0
             if synced_since and entry.sampler is SamplerHas.UNSAVED:  # what it had is nowhere: it has the trainer's
                 loop.served = loop.trained
@@ -231,8 +233,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
         other = OneLoop(self.backend, "branch", loop.trained, loop.served, loop.weights.shared)
 
         async def work() -> None:
-            other.weights.parked = await loop.weights.save(f"branch-{other.weights.loop_id}")
-            other.weights.version = loop.weights.version
+            await loop.weights.fork(other.weights)
 
         if self.in_turn(loop, work):
             self.all.append(other)
@@ -296,3 +297,26 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
 
 WeightsInAnyOrder.TestCase.settings = hypothesis.settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestWeightsInAnyOrder = WeightsInAnyOrder.TestCase
+
+
+CHANGES = ("append", "appendleft", "pop", "popleft", "clear", "extend", "remove", "add", "update", "setdefault")
+
+
+def written_elsewhere(tree: ast.AST) -> Iterator[str]:
+    "Attributes of weights that a module sets, and their collections that it changes."
+    for node in ast.walk(tree):
+        held = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        changed = held is not None and node.func.attr in CHANGES  # type: ignore[union-attr]
+        target = held if changed else node if isinstance(getattr(node, "ctx", None), ast.Store) else None
+        if isinstance(target, ast.Attribute) and re.search(r"\bweights\b", ast.unparse(target.value)):
+            yield ast.unparse(target)
+
+
+def test_nobody_else_writes_it_down():
+    wrong = ast.parse("other.weights.version, x = 1, 2; weights.undoable.pop()")
+    assert {*written_elsewhere(wrong)} == {"other.weights.version", "weights.undoable"}
+    modules = [p for p in Path(rl_notebook.__file__).parent.rglob("*.py") if p.name != "weights.py"]
+    found = {str(p): [*written_elsewhere(ast.parse(p.read_text(encoding="utf-8")))] for p in modules}
+    owners = ("loop", "phases", "back", "async_loop", "travel", "player", "rl_loop", "dashboard")  # who holds a loop
+    assert {p: names for p, names in found.items() if names and Path(p).stem in owners} == {}
+    assert {Path(p).stem for p in found} >= set(owners)

@@ -10,7 +10,6 @@ import html
 import math
 import re
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -38,7 +37,7 @@ from ..loop import GRPOLoop, stop_on_interrupt
 from ..phases import PHASES, Loop, phase_marks
 from ..losses import POLICY_LOSSES
 from ..metrics import completion_metrics, reward_metrics
-from ..player import ACTIONS, Player, listen, refusal, rows_under_way, run_elsewhere, unrelated_players
+from ..player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_players
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
 from .charts import Chart, LiveCharts, asset, chart, charts
