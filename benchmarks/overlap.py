@@ -37,7 +37,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 import torch
 
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local import open_local, slope_of
+from rl_notebook.backends.local import open_local, loss_and_dlogprobs
 from rl_notebook.backends.openai import Secret
 from rl_notebook.backends.tinker import open_tinker
 from rl_notebook.chat import sample_from_completion
@@ -157,8 +157,8 @@ class PacedTrainer:
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: Any) -> LossOutput:
         await self.work(0.8)
         series = [torch.full((len(d.weights),), -1.0, requires_grad=True) for d in datums]
-        loss, metrics, slopes = slope_of(self, datums, series, loss_fn)
-        return LossOutput(loss, metrics, tuple(Logprobs(s.detach().numpy()) for s in series), tuple(slopes))
+        loss, metrics, dlogprobs = loss_and_dlogprobs(self, datums, series, loss_fn)
+        return LossOutput(loss, metrics, tuple(Logprobs(s.detach().numpy()) for s in series), tuple(dlogprobs))
 
     async def optim_step(self, adam: AdamParams, **options: Any) -> dict[str, float]:
         await self.work(0.1)

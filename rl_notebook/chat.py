@@ -207,7 +207,7 @@ def drawn_logprobs(completion: Completion, where: str = "completion") -> np.ndar
 
 # %% ../nbs/12_chat.ipynb #bf4d861f
 def _routing(spans: Sequence[tuple[list[int], Completion | None]]) -> tuple[str, ...] | None:
-    "(N-1,) experts of all spans, blank where nobody noted them; None = nothing was noted."
+    "(N-1,) experts of all spans, blank where they were not recorded; None = nothing was noted."
     if not any(c is not None and c.routing is not None for _, c in spans):
         return None
     noted, end = [""] * sum(len(tokens) for tokens, _ in spans), 0

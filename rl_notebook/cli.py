@@ -18,14 +18,15 @@ import traceback
 import typing
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, fields, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from .config import RENAMED, Config, leaf_types, sub_configs, yaml_value
+from .config import Config
+from .settings import RENAMED, leaf_types, sub_configs, yaml_value
 from .core import ConfigError, LossError, RecordError, RewardError, RLNotebookError
 from .core import plain_text, quoted, without_keys
 
@@ -80,17 +81,19 @@ def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
         raise ConfigError(f"--{name}", got=quoted(text), expected=f"a value ({e})") from e
 
 # %% ../nbs/80_cli.ipynb #c0mment5
-def _comments(module: str) -> dict[tuple[str, str], str]:  # by class and field
-    "The comment beside each field of the classes of a module."
-    text = inspect.getsource(sys.modules[module])
-    lines = text.splitlines()
-    return {
-        (made.name, ast.unparse(node.target)): lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
-        for made in ast.parse(text).body
-        if isinstance(made, ast.ClassDef)
-        for node in made.body
-        if isinstance(node, ast.AnnAssign)
-    }
+def _comments(*classes: type) -> dict[tuple[str, str], str]:  # by class and field
+    "The comment beside each field of classes and their bases, and of what else stands in their modules."
+    said = dict[tuple[str, str], str]()
+    for module in {base.__module__ for cls in classes for base in cls.__mro__ if is_dataclass(base)}:
+        text = inspect.getsource(sys.modules[module])
+        lines = text.splitlines()
+        for made in (made for made in ast.parse(text).body if isinstance(made, ast.ClassDef)):
+            fields_ = [node for node in made.body if isinstance(node, ast.AnnAssign)]
+            said |= {
+                (made.name, ast.unparse(node.target)): lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
+                for node in fields_
+            }
+    return said
 
 
 def _with_help(cls: type, said: dict[tuple[str, str], str]) -> type:
@@ -104,10 +107,10 @@ def _with_help(cls: type, said: dict[tuple[str, str], str]) -> type:
 
 # %% ../nbs/80_cli.ipynb #00efd37a
 def show_options() -> None:
-    "Print every option of `train`, those of the sub-configs as `--tis.cap`, and leave."
+    "Print every option of `train`, those of the sub-configs as `--igpo.gamma`, and leave."
     made: list[tuple[str, Any, Any]] = [("config", Config, tyro.conf.arg(name=""))]
     made += [(name, cls, tyro.conf.arg(help=cls.__doc__)) for name, cls in sub_configs(Config).items()]
-    said = _comments(Config.__module__)
+    said = _comments(Config, *sub_configs(Config).values())
     shown = [(name, typing.Annotated[cls := _with_help(given, said), arg], cls()) for name, given, arg in made]
     options = make_dataclass("Options", [(n, c, field(default=value)) for n, c, value in shown], frozen=True)
     prog = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean]"
@@ -190,13 +193,13 @@ GRPO you can step through: a demonstration on a model that ships with the packag
 The policy is a small language model that was taught to add five digits in two ways: to blurt out
 a sum, which is mostly wrong, or to write down running sums first, which is mostly right. (Now and
 then it does neither.)
-Nobody tells it which is better. It is asked questions, draws {k} answers to each, and the answers
+It is not told which is better. It is asked questions, draws {k} completions of each, and those
 that earned more than their siblings become more likely. Watch the reward, and the length.
 """
 
 
-def show_answers(record: Any, title: str, count: int = 4) -> None:
-    "A few answers of one group of a record, with reward and advantage."
+def show_completions(record: Any, title: str, count: int = 4) -> None:
+    "A few completions of one group of a record, with reward and advantage."
     group = max(record.groups, key=lambda g: g.rewards.std() if len(g.samples) else -1.0)
     question = group.row.get("question", group.key)
     print(f"\n{title}\n  question: {question}")
@@ -227,8 +230,8 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
     seen: list[Any] = []
     result = asyncio.run(train(cfg, on_record=[seen.append]))
     if seen:
-        show_answers(seen[0], "Answers drawn in the first step:")
-        show_answers(seen[-1], f"Answers drawn in step {seen[-1].step}:")
+        show_completions(seen[0], "Completions drawn in the first step:")
+        show_completions(seen[-1], f"Completions drawn in step {seen[-1].step}:")
     print(f"run folder: {cfg.log_path}  (config.yaml, metrics.jsonl, steps/, report.html)")
     print(result)
     return 130 if result.stopped else 0
@@ -440,7 +443,7 @@ usage: rl-notebook check --backend tinker|fireworks [any option of train]
   --output-model-id ID                fireworks: also promote the final weights
   --log-path FOLDER                   fireworks: notes what was created, for an interrupted check
 
-fireworks: creates a trainer and a deployment, uses every call once and gives both back; about ten minutes."""
+fireworks: creates a trainer and a deployment, uses every call once and releases both; about ten minutes."""
 
 # %% ../nbs/80_cli.ipynb #119d402e
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -491,7 +494,7 @@ def _run(args: list[str]) -> int:
     except RLNotebookError as error:
         own = isinstance(error, LossError) or (isinstance(error, RewardError) and " raised" in error.what)
         if own and error.__cause__ is not None:
-            trace = "".join(traceback.format_exception(error.__cause__))  # of somebody's own function
+            trace = "".join(traceback.format_exception(error.__cause__))  # of the user's own function
             print(without_keys(plain_text(trace)), file=sys.stderr)
         print(f"rl-notebook {args[0]}: {error}", file=sys.stderr)
         return 2

@@ -216,12 +216,12 @@ def information_gain(
 # %% ../nbs/38_igpo.ipynb #31bcd293
 def z_normalize(
     values: Sequence[float] | np.ndarray,  # (n,)
-    eps: float = 1e-6,  # added to the spread; a spread below it counts as none
+    eps: float = 1e-6,  # added to the standard deviation; one below it counts as 0
 ) -> np.ndarray:  # (n,)
-    "Values less their mean, over their population spread; 0 where there is no spread."
+    "Values less their mean, over their population standard deviation; 0 where it is 0."
     x = np.asarray(values, dtype=np.float64)
-    spread = x.std() if len(x) > 1 else 0.0
-    return np.zeros_like(x) if spread < eps else (x - x.mean()) / (spread + eps)
+    std = x.std() if len(x) > 1 else 0.0
+    return np.zeros_like(x) if std < eps else (x - x.mean()) / (std + eps)
 
 # %% ../nbs/38_igpo.ipynb #908c1c97
 def discounted(

@@ -24,14 +24,15 @@ __all__ = ['GRPOLoop']
 
 # %% ../nbs/36_loop.ipynb #a898a710
 from .core import PhaseError, PromptGroup
+from .groups import Gate, Producer
 from .names import named_function
 from .records import StepRecord, spans
-from .rollouts import Prompt, arrivals, require_some, window_batches
+from .rollouts import require_some
 from .weights import join_turn
-from .phases import Graded, Loop, advantages_phase, answer, backward_phase, change, datums_phase, encode
-from .phases import evaluate_rows, finish_phase, greedy_half, is_done, loss_phase, no_bar, optimize_phase
-from .phases import prompts_phase, reference_phase, refill_step, sample_phase, score_phase, sync_phase
-from .phases import take_in, timed, trains_on, under_way
+from .phases import Graded, Loop, advantages_phase, answer_row, backward_phase, change, datums_phase
+from .phases import evaluate_rows, finish_phase, is_done, loss_phase, no_bar, optimize_phase
+from .phases import overlapped_half, prompts_phase, reference_phase, refill_step, room_of, sample_phase
+from .phases import score_phase, sync_phase, take_in, teaches, timed, now_running
 from .back import AnyLoop, branch_off, export_policy, seek_step, undo_step
 
 # not used here: names that were imported from this module before it was three
@@ -46,7 +47,7 @@ R = TypeVar("R")
 def takes_turn(
     method: Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]]:
-    "The method in a turn of its own, or in the turn that is under way."
+    "The method in a turn of its own, or in the turn that is running."
 
     @functools.wraps(method)
     async def in_turn(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,7 +80,7 @@ async def run_phase(loop: GRPOLoop, phase: str) -> None:
 
 
 def evaluation_due(loop: Loop) -> bool:
-    "Whether the step under way ends with an evaluation."
+    "Whether the current step ends with an evaluation."
     every = loop.cfg.eval_interval
     return loop.evaluates and every > 0 and loop.state.number % every == 0
 
@@ -105,62 +106,67 @@ async def rest_of_step(loop: GRPOLoop) -> StepRecord | None:
 # %% ../nbs/36_loop.ipynb #6ef749e2
 def window_length(loop: Loop, left: float = math.inf) -> int:
     "Steps of the next window, of which at most so many are left."
-    c, cursor = loop.cfg, loop.state.cursor
-    planned = c.weight_sync_interval or c.dcp_save_interval
-    return int(min(planned or math.ceil((cursor.total - cursor.consumed) / c.prompt_groups_per_step), left))
+    c, per_step = loop.cfg, loop.cfg.prompt_groups_per_step
+    return int(min(c.weight_sync_interval or c.dcp_save_interval or math.ceil(loop.intake.left / per_step), left))
 
 
-def window_prompts(loop: Loop, steps: int) -> list[Prompt]:
-    "The prompts of a window, taken."
-    start = loop.state.cursor
-    prompts = encode(loop, start.peek(steps * loop.cfg.prompt_groups_per_step), start.consumed)
-    loop.state.taken = len(prompts)
-    return prompts
+def window_source(loop: Loop, steps: int) -> Producer[Graded]:
+    "The rows of so many steps: all may be in flight, and each keeps its place to the end of the window."
+    c = loop.cfg
+    windows = {"steps_per_sync": steps, "refills": False}
+    gate = Gate(c.prompt_groups_per_step, c.completions_per_prompt, max_concurrency=room_of(c), **windows)
+    run, useful = functools.partial(answer_row, loop), functools.partial(teaches, loop)
+    return Producer(gate, loop.intake.take, run, useful, loop.intake.give_back)
 
 # %% ../nbs/36_loop.ipynb #43711c17
 async def reach_boundary(loop: Loop) -> None:
-    "Tell whoever saves checkpoints that this is a place to go on from."
+    "Call the hooks that save checkpoints: a run can go on from here."
     for hook in loop.at_boundary:
         await hook()
 
 
-async def next_batch(loop: Loop, batches: AsyncGenerator[tuple[list[Graded], list[Graded]], None]) -> list[Graded]:
+async def next_rows(loop: Loop, source: Producer[Graded]) -> list[Graded]:
     "Wait for the groups of the next step of a window, the live ones first; none at the end."
     with timed(loop, "sample"):
-        batch = await anext(batches, None)
-    return [] if batch is None else [*batch[0], *batch[1]]
+        live = await source.batch(loop.cfg.prompt_groups_per_step)
+    return [row.value for row in (*live, *source.take_rejected())]
 
 
 async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord, None]:
     "Sample the prompts of so many steps together; train on full batches as they arrive; sync at the end."
-    first, jobs = loop.state, [lambda p=p: answer(loop, p) for p in window_prompts(loop, steps)]
-    useful = lambda a: trains_on(loop, a.group)
-    trained, groups = False, list[PromptGroup]()
-    try:
-        with loop.weights.window():
-            async with aclosing(arrivals(jobs, loop.cfg.max_concurrent)) as source:
-                batches = window_batches(source, useful, loop.cfg.prompt_groups_per_step)
-                while batch := await next_batch(loop, batches):
-                    take_in(loop, batch)
-                    if (record := await loop.rest_of_step()) is None:
-                        return
-                    trained, upcoming = trained or record.trained, loop.state
-                    groups += record.groups
-                    yield record
-                    if loop.state is not upcoming or upcoming.values:
-                        return
-            require_some(groups)
-            if trained and loop.cfg.weight_sync_interval:
-                with under_way(loop, "sync"):
-                    await loop.weights.settled(loop.weights.sync())
-    finally:
-        if not first.values:  # nothing came of it
-            first.taken = 0
+    first, trained, groups = loop.state, False, list[PromptGroup]()
+    loop.stand_behind()
+    with loop.weights.window(), in_flight(loop, window_source(loop, steps)) as source:
+        async with source:
+            while batch := await next_rows(loop, source):
+                loop.state.ahead = loop.state is not first
+                take_in(loop, batch)
+                if (record := await loop.rest_of_step()) is None:
+                    return
+                trained, upcoming = trained or record.trained, loop.state
+                groups += record.groups
+                yield record
+                if loop.state is not upcoming or upcoming.values:
+                    return
+        require_some(groups)
+        if trained and loop.cfg.weight_sync_interval:
+            with now_running(loop, "sync"):
+                await loop.weights.settled(loop.weights.sync())
     await reach_boundary(loop)
+
+
+@contextmanager
+def in_flight(loop: Loop, source: Producer[Graded]) -> Iterator[Producer[Graded]]:
+    "The rows of a producer are pending rows of the loop."
+    loop.producer = source
+    try:
+        yield source
+    finally:
+        loop.producer = None
 
 # %% ../nbs/36_loop.ipynb #9b3a720c
 async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
-    "The rest of the step under way, one step, or one window of at most so many steps."
+    "The rest of the current step, one step, or one window of at most so many steps."
     if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
         async with loop.weights.turn() as turn, aclosing(window_steps(loop, window_length(loop, left))) as records:
             async for record in records:
@@ -298,7 +304,7 @@ class GRPOLoop(Loop):
 
     step = takes_turn(whole_step)
     rest_of_step = takes_turn(rest_of_step)
-    overlapped_half = greedy_half
+    overlapped_half = overlapped_half
     refill = takes_turn(refill_step)
     evaluate = takes_turn(evaluate_rows)
     run = run_steps
@@ -313,7 +319,7 @@ class GRPOLoop(Loop):
         return records_from(self)
 
     def stop(self) -> None:
-        "Stop after the phase under way; `step` and `run` go on from there."
+        "Stop after the running phase; `step` and `run` go on from there."
         self.stop_requested = True
 
     @takes_turn

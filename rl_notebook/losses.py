@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -18,15 +18,17 @@ from .advantages import group_advantages
 from .align import require_finite
 from .core import AlignmentError, Datum, LossError, RLNotebookError
 from .names import NAMED, named_function
+from .options import KNOBS, SEQUENCE_RATIO, SURROGATE_KNOBS, TRL_PRESETS, Aggregation, LossKnobs
+from .options import loss_faults
 
 # %% auto #0
-__all__ = ['PolicyLoss', 'POLICY_LOSSES', 'AGGREGATIONS', 'KL_ESTIMATORS', 'TRL_PRESETS', 'ActiveTokens', 'LossOptions',
-           'register_loss', 'loss_terms', 'make_loss_fn', 'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn']
+__all__ = ['PolicyLoss', 'POLICY_LOSSES', 'AGGREGATIONS', 'KL_ESTIMATORS', 'ActiveTokens', 'LossOptions', 'register_loss',
+           'loss_terms', 'make_loss_fn', 'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn']
 
 # %% ../nbs/03_losses.ipynb #c8214c91
 @dataclass(frozen=True, eq=False)
 class ActiveTokens:
-    "All positions that enter a loss, of S samples end to end. Series that nobody provided are None."
+    "All positions that enter a loss, of S samples end to end. Series that were not provided are None."
 
     policy: Tensor  # (T,) p, carries the gradient
     old: Tensor  # (T,) o, the anchor of the ratio; equals p without gradient when nothing older is known
@@ -111,46 +113,19 @@ def sapo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 PolicyLoss = Callable[[ActiveTokens, Tensor, "LossOptions"], Tensor]
 
 POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
-    "grpo": (grpo, {}),
-    "ppo": (ppo, {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": None, "ratio_log_cap": 20.0}),
-    "importance_sampling": (importance_sampling, {"ratio_log_cap": 20.0}),
-    "reinforce": (reinforce, {}),
-    "dapo": (ppo, {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None, "ratio_log_cap": 20.0}),
-    "dro": (dro, {"dro_beta": 0.05}),
-    "gspo": (gspo, {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": None, "seq_ratio_log_cap": 10.0}),
-    "cispo": (cispo, {"eps_clip": 0.2, "eps_clip_high": 0.28, "ratio_log_cap": 20.0}),
-    "sapo": (sapo, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "ratio_log_cap": 20.0}),
-}
-
-# %% ../nbs/03_losses.ipynb #e03fad20
-KNOBS = sorted({knob for _, defaults in POLICY_LOSSES.values() for knob in defaults})
-_OURS = frozenset(POLICY_LOSSES)
+    name: (function, SURROGATE_KNOBS[name])
+    for name, function in {
+        "grpo": grpo, "ppo": ppo, "importance_sampling": importance_sampling, "reinforce": reinforce, "dapo": ppo,
+        "dro": dro, "gspo": gspo, "cispo": cispo, "sapo": sapo,
+    }.items()
+}  # fmt: skip
 
 # %% ../nbs/03_losses.ipynb #187921f0
 @dataclass(frozen=True)
-class LossOptions:
+class LossOptions(LossKnobs):
     "Which loss: surrogate, KL, correction and aggregation. Knobs left at None take the default of their loss."
 
-    policy_loss: str = "grpo"  # a key of POLICY_LOSSES, or "module:function"
-    kl_beta: float = 0.0  # weight of the KL term
-    kl_estimator: str = "k3"  # "k1", "k2" or "k3"
-    kl_bias_correction: bool = False  # multiply the KL term by the token ratio, as TRL does by default
-    aggregation: str = "token_mean"  # a key of AGGREGATIONS
     max_completion_tokens: int | None = None  # the constant of aggregation "constant"
-    anchor: str = "old"  # ratio against "old", or against the "rollout" (sampler) logprobs
-    tis: str = "off"  # correction between trainer and sampler: "off", "token" or "sequence"
-    tis_cap: float = 5.0  # largest correction weight
-    tis_floor: float = 0.0  # smallest correction weight
-    icepop_threshold: float | None = None  # h >= 1: drop tokens whose raw weight leaves [1/h, h]
-    tis_anchor: str = "old"  # correct from the sampler to "old", or to the current "policy"
-    eps_clip: float | None = None  # ratio may fall to 1 - eps_clip
-    eps_clip_high: float | None = None  # ratio may rise to 1 + eps_clip_high
-    eps_clip_c: float | None = None  # dual clip, c > 1
-    ratio_log_cap: float | None = None  # bound of the token log ratio
-    seq_ratio_log_cap: float | None = None  # upper bound of the sequence log ratio
-    dro_beta: float | None = None  # strength of dro's quadratic term
-    sapo_temperature_pos: float | None = None  # steepness of sapo's gate where A > 0
-    sapo_temperature_neg: float | None = None  # and elsewhere
 
     def __post_init__(self):
         _check_options(self)
@@ -158,7 +133,8 @@ class LossOptions:
     def knob(self, name: str) -> Any:
         "The value that the loss will read: what was set, or its default; None if it reads no such knob."
         set_to = getattr(self, name)
-        return _knobs(self.policy_loss).get(name) if set_to is None else set_to
+        known = POLICY_LOSSES.get(self.policy_loss)  # none as long as a function that is named is not imported
+        return known[1].get(name) if set_to is None and known else set_to
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -175,72 +151,15 @@ class LossOptions:
         return self.tis != "off" or self.anchor == "rollout" or self.policy_loss == "reinforce"
 
 # %% ../nbs/03_losses.ipynb #17388cc7
-AGGREGATIONS = ("token_mean", "sequence_mean", "sample_mean", "constant", "sum")
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "kl_estimator": ("k1", "k2", "k3"),
-    "aggregation": AGGREGATIONS,
-    "anchor": ("old", "rollout"),
-    "tis": ("off", "token", "sequence"),
-    "tis_anchor": ("old", "policy"),
-}
-
-
-def _knobs(policy_loss: str) -> Mapping[str, Any]:
-    "The knobs that a loss reads, with their defaults; none as long as a function that is named is not imported."
-    return POLICY_LOSSES[policy_loss][1] if policy_loss in POLICY_LOSSES else {}
+AGGREGATIONS = get_args(Aggregation)
 
 
 def _check_options(o: LossOptions) -> None:
-    "Refuse unknown names, values outside their range and knobs that nothing would read."
-    if str(o.policy_loss) not in POLICY_LOSSES and not NAMED.fullmatch(str(o.policy_loss)):
-        fix = "One of your own is named module:function, or registered before: register_loss(fn)."
-        expected = " or ".join(map(repr, POLICY_LOSSES))
-        raise LossError("policy_loss", got=repr(o.policy_loss), expected=expected, fix=fix)
-    for name, choices in _CHOICES.items():
-        if getattr(o, name) not in choices:
-            raise LossError(name, got=repr(getattr(o, name)), expected=" or ".join(map(repr, choices)))
-    read = _knobs(o.policy_loss)
-    unread = [k for k in KNOBS if getattr(o, k) is not None and k not in read]
-    if unread and o.policy_loss in POLICY_LOSSES:
-        raise LossError(
-            f"policy_loss {o.policy_loss!r} does not read {', '.join(unread)}",
-            expected=f"only {', '.join(read) or 'no knobs'}",
-            fix="It would be ignored; remove it or choose another loss."
-            if o.policy_loss in _OURS
-            else f"If it does, say so: register_loss(fn, {unread[0]}={getattr(o, unread[0])!r}).",
-        )
-    for bad, what, expected in _range_checks(o):
-        if bad:
-            raise LossError(what, got=getattr(o, what), expected=expected)
-
-# %% ../nbs/03_losses.ipynb #6302402e
-def _range_checks(o: LossOptions) -> list[tuple[bool, str, str]]:
-    "(is wrong, option, what is expected) for every option with a range or a companion."
-    h, c, on = o.icepop_threshold, o.eps_clip_c, o.tis != "off"
-    no_ratio = o.policy_loss in ("grpo", "reinforce")
-    never_negative = ("kl_beta", "eps_clip", "ratio_log_cap", "seq_ratio_log_cap", "dro_beta")
-    lowest = -o.knob("eps_clip") if o.policy_loss == "cispo" and o.eps_clip_high is not None else 0.0  # a bound itself
-    return [
-        *[((getattr(o, name) or 0) < 0, name, "0 or more") for name in never_negative],
-        ((o.eps_clip_high or 0) < lowest, "eps_clip_high", f"{lowest:g} or more"),
-        *[(getattr(o, n) is not None and getattr(o, n) <= 0, n, "more than 0") for n in KNOBS if "temperature" in n],
-        (not 0 <= o.tis_floor <= o.tis_cap, "tis_cap", "at least tis_floor, and both 0 or more"),
-        (h is not None and h < 1, "icepop_threshold", "1 or more"),
-        (h is not None and o.tis != "token", "icepop_threshold", "tis='token' beside it"),
-        (c is not None and c <= 1, "eps_clip_c", "more than 1"),
-        (on and o.policy_loss == "reinforce", "tis", "'off': reinforce is already anchored on the sampler"),
-        (o.anchor == "rollout" and no_ratio, "anchor", "'old': this loss has no ratio"),
-        (
-            o.tis_anchor == "policy" and not on,
-            "tis_anchor",
-            "a correction to anchor: tis='token' or 'sequence'",
-        ),
-        (
-            o.aggregation == "constant" and not o.max_completion_tokens,
-            "max_completion_tokens",
-            "a divisor",
-        ),
-    ]
+    "Raise the first thing that is wrong: an unknown name, a value outside its range, a knob that nothing would read."
+    for fault in loss_faults(o, {name: defaults for name, (_, defaults) in POLICY_LOSSES.items()}):
+        raise fault
+    if o.aggregation == "constant" and not o.max_completion_tokens:
+        raise LossError("max_completion_tokens", got=o.max_completion_tokens, expected="a divisor")
 
 # %% ../nbs/03_losses.ipynb #241a72d7
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -295,7 +214,7 @@ def aggregate(
 
 # %% ../nbs/03_losses.ipynb #29e8bc02
 def _flat(datums: Sequence[Datum], name: str, required: bool) -> np.ndarray | None:
-    "One logprob series of all datums at active positions, end to end; None if nobody has it and nobody needs it."
+    "One logprob series of all datums at active positions, end to end; None if none has it and none is needed."
     missing = [d.where for d in datums if getattr(d, name) is None]
     if missing and not required:
         return None
@@ -371,7 +290,7 @@ def register_loss(
     if function is None:
         return partial(register_loss, name=name, **knobs)
     called = name or getattr(function, "__name__", "")
-    if called in _OURS or not called.isidentifier():
+    if called in SURROGATE_KNOBS or not called.isidentifier():
         expected, fix = "a name that is not one of ours", "Say another one: register_loss(fn, name='mine')."
         raise LossError("name of a loss", got=repr(called), expected=expected, fix=fix)
     if unknown := sorted(set(knobs) - set(KNOBS)):
@@ -388,7 +307,7 @@ def policy_loss_fn(o: LossOptions) -> PolicyLoss:
         POLICY_LOSSES[name] = function, next((k for f, k in POLICY_LOSSES.values() if f is function), {})
         _check_options(o)
     function = POLICY_LOSSES[name][0]
-    return function if name in _OURS else partial(_own_terms, name, function)
+    return function if name in SURROGATE_KNOBS else partial(_own_terms, name, function)
 
 
 def _own_terms(name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:  # (T,)
@@ -420,9 +339,8 @@ def loss_terms(t: ActiveTokens, o: LossOptions) -> tuple[Tensor, Tensor]:  # (T,
         return surrogate, torch.zeros_like(surrogate)
     kl = KL_ESTIMATORS[o.kl_estimator](t.policy, t.ref)
     if o.kl_bias_correction:
-        kl = kl * (
-            sequence_ratio(t, o.knob("seq_ratio_log_cap")) if o.policy_loss == "gspo" else torch.exp(log_ratio(t, None))
-        )
+        by_sequence = o.policy_loss in SEQUENCE_RATIO
+        kl = kl * (sequence_ratio(t, o.knob("seq_ratio_log_cap")) if by_sequence else torch.exp(log_ratio(t, None)))
     return surrogate, o.kl_beta * kl
 
 # %% ../nbs/03_losses.ipynb #819c325a
@@ -471,7 +389,7 @@ def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     "The ratio before clipping, and how much of it was clipped (TRL's definitions)."
     by_sampler = o.policy_loss == "reinforce" and t.sampler is not None
     anchored = replace(t, old=t.sampler) if by_sampler else t
-    by_sequence = o.policy_loss == "gspo"
+    by_sequence = o.policy_loss in SEQUENCE_RATIO
     r = (
         sequence_ratio(t, o.knob("seq_ratio_log_cap"))
         if by_sequence
@@ -520,16 +438,6 @@ def _gradient_shares(t: ActiveTokens, o: LossOptions, denominator: float | None)
         "grad/kl_share": pull.abs().sum().item() / parts if parts else 0.0,
     }
 
-# %% ../nbs/03_losses.ipynb #36c7fc01
-TRL_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"policy_loss": "ppo", "aggregation": "sequence_mean"},
-    "bnpo": {"policy_loss": "ppo", "aggregation": "token_mean"},
-    "dr_grpo": {"policy_loss": "ppo", "aggregation": "constant"},
-    "dapo": {"policy_loss": "ppo", "aggregation": "token_mean"},
-    "cispo": {"policy_loss": "cispo", "aggregation": "token_mean"},
-    "sapo": {"policy_loss": "sapo", "aggregation": "sequence_mean"},
-}
-
 # %% ../nbs/03_losses.ipynb #102f2b01
 def _guide_series(
     name: str, series: Sequence[Sequence[float]], policy: Sequence[Tensor], active: Sequence[Tensor]
@@ -571,7 +479,7 @@ def make_grpo_loss_fn(
     rewards: Sequence[float],  # (K,) of one prompt group
     ref_logprobs: Sequence[Sequence[float]],  # K series in target coordinates
     kl_beta: float = 0.001,  # weight of the k1 term
-    eps: float = 1e-8,  # added to the spread
+    eps: float = 1e-8,  # added to the standard deviation
 ) -> LossFn:
     "The Fireworks guides' on-policy GRPO loss: REINFORCE with group-normalised rewards and a k1 term."
     advantages = group_advantages(rewards, eps=eps)
@@ -592,7 +500,7 @@ def make_offpolicy_grpo_loss_fn(
     behavior_logprobs: Sequence[Sequence[float]],  # K series: the sampler's, from an echo prefill
     kl_beta: float = 0.001,  # weight of the k1 term
     clip_rho: float = 10.0,  # largest rho
-    eps: float = 1e-8,  # added to the spread
+    eps: float = 1e-8,  # added to the standard deviation
     detach_rho: bool = False,  # treat rho as a constant
 ) -> LossFn:
     "The Fireworks guides' off-policy GRPO loss."
@@ -610,141 +518,3 @@ def make_offpolicy_grpo_loss_fn(
         return loss, {"grpo_loss": loss.item(), "rho/mean": rho.mean().item(), "rho/max": rho.max().item()}
 
     return loss_fn
-
-# %% ../nbs/03_losses.ipynb #526b6d72
-_CLIP = ("clip_low_threshold", "clip_high_threshold")
-BUILTIN_LOSSES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {  # service: our loss: (its name, its settings)
-    "fireworks": {
-        "grpo": ("cross_entropy", ()),
-        "ppo": ("ppo", (*_CLIP, "ratio_log_cap")),
-        "importance_sampling": ("importance_sampling", ("ratio_log_cap",)),
-        "dapo": ("ppo", (*_CLIP, "ratio_log_cap")),
-        "dro": ("dro", ("beta",)),
-        "gspo": ("gspo", (*_CLIP, "seq_ratio_log_cap")),
-        "cispo": ("cispo", (*_CLIP, "ratio_log_cap")),
-    },
-    "tinker": {
-        "grpo": ("cross_entropy", ()),
-        "ppo": ("ppo", _CLIP),
-        "importance_sampling": ("importance_sampling", ()),
-        "dapo": ("ppo", _CLIP),
-        "cispo": ("cispo", _CLIP),
-    },
-}
-UNCOUNTED_LOSSES = ("ppo", "dapo", "gspo", "dro")  # the slope of some positions of the loss is exactly 0
-
-# %% ../nbs/03_losses.ipynb #f2381a2c
-def check_builtin_options(o: LossOptions) -> None:
-    "Raise `LossError` for a loss that no service can compute, whatever it is called there."
-    nobody = not any(o.policy_loss in known for known in BUILTIN_LOSSES.values())
-    sequence, quadratic = o.policy_loss == "gspo", o.policy_loss == "dro"
-    refused = (
-        (nobody, "policy_loss", _HINTS.get(o.policy_loss, _HERE)),
-        (o.kl_beta > 0, "kl_beta", "A service's loss sees no reference logprobs, so it has no KL term. Set kl_beta=0"),
-        (
-            o.tis != "off" and o.tis_anchor == "policy",
-            "tis_anchor",
-            "The correction is multiplied in before the policy's logprobs are known. Set tis_anchor='old'",
-        ),
-        (
-            o.icepop_threshold is not None and (sequence or quadratic),
-            "icepop_threshold",
-            f"A dropped token has advantage 0, and {o.policy_loss!r} also looks at its logprob. Leave it out",
-        ),
-        (
-            quadratic and o.aggregation != "sum",
-            "aggregation",
-            "dro's quadratic term is not proportional to the advantage. Set aggregation='sum'",
-        ),
-    )
-    for bad, name, fix in refused:
-        if bad:
-            raise LossError(f"a service cannot compute this loss: {name}", got=repr(getattr(o, name)), fix=f"{fix}.")
-
-
-_HERE = "Compute it here: loss_path='client'"
-_HINTS = {"reinforce": "It is importance_sampling with anchor='rollout'"}
-
-# %% ../nbs/03_losses.ipynb #e1fb2fe8
-_SAID: dict[str, tuple[str, Callable[[LossOptions], Any]]] = {  # setting of a service: (our knob, value)
-    "clip_low_threshold": ("eps_clip", lambda o: o.clip_range[0]),
-    "clip_high_threshold": ("eps_clip_high", lambda o: o.clip_range[1]),
-    "ratio_log_cap": ("ratio_log_cap", lambda o: o.knob("ratio_log_cap")),
-    "seq_ratio_log_cap": ("seq_ratio_log_cap", lambda o: o.knob("seq_ratio_log_cap")),
-    "beta": ("dro_beta", lambda o: o.knob("dro_beta")),
-    "eps_clip_c": ("eps_clip_c", lambda o: o.eps_clip_c),
-}
-
-
-def builtin_loss(
-    o: LossOptions,
-    service: str = "fireworks",  # a key of BUILTIN_LOSSES
-) -> tuple[str, dict[str, float]]:  # `loss_fn` and `loss_fn_config` of the service
-    "The service's own loss with the value and gradient of these options; raises `LossError` where there is none."
-    if service not in BUILTIN_LOSSES:
-        raise LossError("service", got=repr(service), expected=" or ".join(map(repr, BUILTIN_LOSSES)))
-    known = BUILTIN_LOSSES[service]
-    if o.policy_loss not in known:
-        expected, fix = f"{', '.join(known)} at {service}", _HINTS.get(o.policy_loss, _HERE)
-        what = "a service cannot compute this loss: policy_loss"
-        raise LossError(what, got=repr(o.policy_loss), expected=expected, fix=f"{fix}.")
-    check_builtin_options(o)
-    name, said = known[o.policy_loss]
-    if o.eps_clip_c is not None and service == "fireworks" and o.policy_loss in ("ppo", "dapo"):
-        name, said = "dapo", (*said, "eps_clip_c")
-    defaults, heard = POLICY_LOSSES[o.policy_loss][1], {_SAID[s][0] for s in said}
-    unheard = [k for k in defaults if k not in heard and o.knob(k) != defaults[k]]
-    if unheard:
-        got = f"{unheard[0]}={o.knob(unheard[0]):g}"
-        fix = f"{name!r} at {service} does not read it. Leave it out, or compute the loss here."
-        raise LossError("a service cannot compute this loss", got=got, expected=f"{defaults[unheard[0]]}", fix=fix)
-    return name, {s: float(_SAID[s][1](o)) for s in said}
-
-# %% ../nbs/03_losses.ipynb #ee7802d1
-def builtin_inputs(
-    datums: Sequence[Datum],  # of one call, in the order in which they are sent
-    o: LossOptions,
-    denominator: float | None = None,  # as for `make_loss_fn`
-) -> list[dict[str, np.ndarray]]:  # per datum: series (N-1,) float32 by the name that a service gives them
-    "What a service's own loss reads beside the target tokens; raises `LossError` or `AlignmentError`."
-    check_builtin_options(o)
-    anchor = "sampler_logprobs" if o.anchor == "rollout" else "old_logprobs"
-    if o.policy_loss != "grpo" or o.tis != "off":
-        _flat(datums, anchor, required=True)
-    t = SideData(datums, o).with_policy([torch.zeros(len(d.weights), dtype=torch.float64) for d in datums])
-    ones = torch.ones_like(t.old, requires_grad=True)
-    (share,) = torch.autograd.grad(aggregate(ones, t, o, denominator), ones)  # what a term counts in the loss
-    pushes = (t.advantage * tis_weights(t, o) * share).split(t.lengths.tolist())
-    return [_service_series(d, anchor, push.numpy(), o.policy_loss == "grpo") for d, push in zip(datums, pushes)]
-
-
-def _service_series(d: Datum, anchor: str, push: np.ndarray, plain: bool) -> dict[str, np.ndarray]:
-    "The series of one datum; `push` is A T and its share at the active positions."
-    if not (np.abs(push) <= np.finfo(np.float32).max).all():
-        raise LossError("advantages", where=d.where, got="a number that is not finite in float32")
-    spread = np.zeros(len(d.weights), dtype=np.float32)
-    spread[d.active] = push
-    if plain:
-        return {"weights": spread}
-    known = getattr(d, anchor)
-    return {"logprobs": np.where(np.isfinite(known), known, 0.0).astype(np.float32), "advantages": spread}
-
-# %% ../nbs/03_losses.ipynb #ae61e6e9
-def check_builtin(
-    datums: Sequence[Datum],  # that were sent
-    o: LossOptions,
-    policy_logprobs: Sequence[Tensor],  # that came back
-    theirs: float,  # the service's `loss:sum`
-    denominator: float | None = None,  # that `builtin_inputs` was given
-    tolerance: float = 1e-3,
-) -> float:  # |theirs - ours|, as a share of the sum of |terms|
-    "How far a service's loss is from ours; raises `LossError` beyond the tolerance."
-    t = SideData(datums, o).with_policy(policy_logprobs)
-    terms = loss_terms(t, o)[0].detach()
-    ours, size = (aggregate(x, t, o, denominator).item() for x in (terms, terms.abs()))
-    gap = abs(theirs - ours) / max(size, 1e-12)
-    if not gap <= tolerance:
-        fix = "It computes another loss under this name. Compute the loss here: loss_path='client'."
-        got, expected = f"{theirs:.6g}, off by {gap:.2g} of its terms", f"{ours:.6g} from its own logprobs"
-        raise LossError(f"the service's {o.policy_loss}", got=got, expected=expected, fix=fix)
-    return gap

@@ -22,7 +22,7 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
 
 # %% ../nbs/05_metrics.ipynb #64fcba3b
 def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    "`rewards/NAME/mean` and `/std` over samples for which the function had an opinion."
+    "`rewards/NAME/mean` and `/std` over samples that the function could judge."
     names = dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards)
     out: dict[str, float] = {}
     for name in names:
@@ -34,7 +34,7 @@ def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
 
 # %% ../nbs/05_metrics.ipynb #c60411dc
 def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    "Mean, spread and dead share of the rewards of a step, in total and per reward function."
+    "Mean, standard deviation and dead share of the rewards of a step, in total and per reward function."
     rewards = [g.rewards for g in groups if len(g.samples)]
     everything = np.concatenate(rewards) if rewards else np.zeros(0)
     dead = [r for r in rewards if is_dead(r)]

@@ -11,12 +11,14 @@ import inspect
 import itertools
 import math
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+import warnings
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, cast
+from functools import partial
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -31,9 +33,10 @@ from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
 from .core import BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError, PromptGroup
-from .core import RecordError, RewardError, RolloutRun, RolloutSample
+from .core import RewardError, RolloutRun, RolloutSample
 from .data import Cursor, Row, load_rows
 from .datums import attach, datums_from_groups
+from .groups import Finished, Gate, Intake, Producer
 from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss_fn
 from .metrics import merge_metrics, step_metrics
 from .names import named_function, source_hash
@@ -41,7 +44,7 @@ from .records import MUST_MATCH, StepRecord
 from .rewards import as_reward_fns, make_soft_overlong
 from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
 from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
-from .rollouts import arrivals, encode_rows, greedy_chunks, groups_per_pass, is_rollout_fn
+from .rollouts import encode_rows, groups_per_pass, is_rollout_fn
 from .rollouts import minibatch_slices, require_some
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
@@ -67,12 +70,12 @@ def call_text(phase: str) -> str:
 # %% ../nbs/34_phases.ipynb #8ef83d9c
 @dataclass(eq=False)
 class StepState:
-    "The step under way: what its phases have returned, and what they need to know of each other."
+    "The current step: what its phases have returned, and what they need to know of each other."
 
     number: int  # from 1
     cursor: Cursor  # before the step
-    untrained: int = 0  # prompts before the cursor that no finished step has had
-    taken: int = 0  # prompts that the step has taken from the cursor
+    pending: tuple[int, ...] = ()  # numbers of rows before the cursor that had yet to be trained on, before the step
+    ahead: bool = False  # whether its groups were drawn together with those of the steps before
     values: dict[str, Any] = field(default_factory=dict)  # by phase
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (phase, begin, end) on the clock of `time`
@@ -84,6 +87,7 @@ class StepState:
     updates: tuple[int, ...] = ()  # datums of each optimizer step, where there are several
     made: tuple[tuple[LossReport, dict[str, float]], ...] = ()  # updates of this step so far, and their measurements
     batch: Any = None  # what an asynchronous loop knows of the samples beside their values
+    idle: float = 0.0  # seconds without a row in flight, until the step began
 
     def put(self, phase: str, value: Any) -> Any:
         "Keep a value and discard what depended on the previous one."
@@ -117,9 +121,9 @@ class StepState:
         return bool(self.made) or "optimize" in self.values
 
     @property
-    def after(self) -> Cursor:
-        "The cursor behind the prompts that were taken."
-        return replace(self.cursor, consumed=self.cursor.consumed + self.taken)
+    def numbers(self) -> list[int]:
+        "The numbers of its rows."
+        return [prompt.number for prompt in self.values.get("prompts", ())]
 
 # %% ../nbs/34_phases.ipynb #46e2262e
 def enter(state: StepState, phase: str) -> Any:
@@ -141,7 +145,7 @@ EvaluationFn = Callable[..., Any]  # (setup), or (step, rollout_fn) -> metrics b
 
 @dataclass(frozen=True)
 class Task:
-    "How prompts are answered and graded."
+    "How completions are drawn and graded."
 
     reward_fns: Any = None  # None = rollouts grade themselves
     rollout_fn: RolloutFn | None = None  # None = completions straight from the sampler
@@ -234,7 +238,7 @@ def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
 
 # %% ../nbs/34_phases.ipynb #09356d34
 class LoopState:
-    "What a loop remembers: what it was given, the step under way, its records. To be looked at."
+    "What a loop remembers: what it was given, the current step, its records. To be looked at."
 
     recipes: tuple[str, ...] = ("rl_loop", "igpo_loop")  # whose settings it reads
 
@@ -246,7 +250,7 @@ class LoopState:
         cfg: Config | None = None,
         *,
         eval_rows: Any = (),  # held out, for `evaluate`
-        evaluation_fn: EvaluationFn | None = None,  # evaluates in place of answering and grading `eval_rows`
+        evaluation_fn: EvaluationFn | None = None,  # evaluates in place of drawing and grading on `eval_rows`
         dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it; None = live groups
         make_loss: LossFactory | None = None,  # None = the config's loss
         advantage_fn: AdvantageFn | str | None = None,  # or its "module:function"; None = as the config says
@@ -259,7 +263,7 @@ class LoopState:
     ):
         self.backend, self.name = backend, name
         self.settings = self.began_with = cfg or Config()  # now, and when it was opened
-        self.next_settings: dict[str, Any] = {}  # that wait for the step under way to end
+        self.next_settings: dict[str, Any] = {}  # that wait for the current step to end
         check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_backend(self.cfg, backend)
         check_loss(self.cfg, make_loss)
@@ -275,19 +279,27 @@ class LoopState:
         self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
         self.outputs, self.on_undo = list(outputs), list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
+        self.intake = Intake(self.state.cursor)
         self.weights = Weights(backend, self, keep_undo, shared)
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
-        self.eval_metrics: dict[str, float] = {}  # for the record of the step under way
-        self.running, self.stop_requested = "", False  # the phase under way; whether it is to be the last
+        self.eval_metrics: dict[str, float] = {}  # for the record of the current step
+        self.running, self.stop_requested = "", False  # the running phase; whether it is to be the last
         self.breaker = Breaker(self.cfg.max_rollout_failure_rate)  # ends the run when connections fail too often
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
         self.bar: Any = None  # over steps
         self.opened = time.perf_counter()  # where the timelines of its records begin
+        self.counts: Counter[str] = Counter()  # of samples and rows, since it was opened
+        self.producer: Producer[Graded] | None = None  # of rows that are in flight while the loop does something else
 
     @property
     def cursor(self) -> Cursor:
         "Behind the prompts that were taken so far."
-        return self.state.after
+        return self.intake.cursor
+
+    @property
+    def pending(self) -> list[int]:
+        "Numbers of the rows before the cursor that are in no step."
+        return sorted({*self.intake.waiting, *(self.producer.pending if self.producer else ())})
 
     @property
     def cfg(self) -> Config:
@@ -401,7 +413,7 @@ class Loop(LoopState):
     @property
     def rows_left(self) -> bool:
         "Whether there are prompts for another step."
-        return not self.state.cursor.exhausted
+        return bool(self.pending) or not self.cursor.exhausted
 
     @property
     def overlaps(self) -> bool:
@@ -415,34 +427,42 @@ class Loop(LoopState):
 
     @property
     def draws_ahead(self) -> bool:
-        "Whether prompts of later steps are answered, graded and compared already."
+        "Whether prompts of later steps are sampled, graded and compared already."
         return self.weights.in_window
 
     def rest(self) -> None:
-        "Nobody is stepping any more, for now."
+        "Stepping has stopped, for now."
 
     async def close(self) -> None:
-        "Give up what is under way."
+        "Give up what is in flight."
+
+    def stand_behind(self, taken: Iterable[int] = ()) -> None:
+        "Let the data stand where they stood before the step, or behind rows of it; what is in flight is given up."
+        if self.producer is not None:
+            self.producer.recall()
+        self.intake.stand(self.state.cursor, self.state.pending, taken)
+
+    def reclaim(self, before: StepState) -> None:
+        "The data stand where the step stands that was gone back to; `before` is the state that was left."
+        self.stand_behind(self.state.numbers)
 
     def take_as_recorded(self, record: StepRecord) -> None:
         "Have taken the rows that a recorded step had taken."
-        self.state.taken = record.consumed - self.state.cursor.consumed
+        self.intake.stand(replace(self.cursor, consumed=record.consumed), record.pending)
 
     def more_of_record(self) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
         "What this kind of loop adds to the record of a step."
         return {}
 
     def place_to_resume(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
-        "What of a loop, beside the trainer's state, a checkpoint keeps."
-        return self.state.cursor, {}
+        "What of a loop, beside the trainer's state, a checkpoint keeps: the rows that were taken and are in no record."
+        step = {number for number in self.state.numbers if number < self.cursor.consumed}  # not those given back
+        return self.cursor, {"pending": sorted({*self.pending, *step})}
 
     def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
         "Take the place after a finished step."
-        if extra.get("pending"):
-            got = f"{len(extra['pending'])} prompts that were under way"
-            fix = "Go on with the asynchronous loop: recipe='async_rl_loop'."
-            raise RecordError("a checkpoint of another loop", got=got, expected="none under way", fix=fix)
-        self.state = StepState(step + 1, cursor)
+        self.state = StepState(step + 1, cursor, tuple(extra.get("pending", ())))
+        self.stand_behind()
 
     @property
     def planned_steps(self) -> int | None:
@@ -473,7 +493,7 @@ def bar_shown(loop: Loop) -> bool:
 
 
 @contextmanager
-def under_way(loop: Loop, phase: str) -> Iterator[None]:
+def now_running(loop: Loop, phase: str) -> Iterator[None]:
     "Say what the loop is doing, in `loop.running` and on the progress bar."
     if bar_shown(loop):
         loop.bar.set_postfix_str(phase)
@@ -486,8 +506,8 @@ def under_way(loop: Loop, phase: str) -> Iterator[None]:
 
 @contextmanager
 def timed(loop: Loop, phase: str) -> Iterator[None]:
-    "Measure a phase, and say meanwhile that it is under way."
-    with under_way(loop, phase), loop.state.measured(phase):
+    "Measure a phase, and say meanwhile that it is running."
+    with now_running(loop, phase), loop.state.measured(phase):
         yield
 
 # %% ../nbs/34_phases.ipynb #09a93b38
@@ -503,32 +523,56 @@ def encode(
     prompts = encode_rows(rows, loop.backend.tokenizer, first_number=first_number, **room)
     return [replace(p, index=first_index + p.index) for p in prompts]
 
+
+def encode_numbers(loop: Loop, numbers: Iterable[int]) -> list[Prompt]:
+    "Rows of the run as the prompts of a step."
+    return [prompt for i, number in enumerate(numbers) for prompt in encode(loop, loop.intake.row(number), number, i)]
+
 # %% ../nbs/34_phases.ipynb #d86c85f8
 def prompts_phase(loop: Loop) -> Listing[Prompt]:
     "Take the next rows and encode them."
     enter(loop.state, "prompts")
-    start = loop.state.cursor
-    rows = start.peek(loop.cfg.prompt_groups_per_step)
-    if not rows:
-        raise PhaseError("prompts", got=f"all {start.consumed} prompts done", fix="Raise epochs, or pass more rows.")
+    before = Intake(loop.state.cursor, deque(loop.state.pending))
+    numbers = before.upcoming(loop.cfg.prompt_groups_per_step)
+    if not numbers:
+        got, fix = f"all {before.cursor.consumed} prompts done", "Raise epochs, or pass more rows."
+        raise PhaseError("prompts", got=got, fix=fix)
     with timed(loop, "prompts"):
-        prompts = encode(loop, rows, start.consumed)
-    loop.state.taken = len(rows)
+        prompts = encode_numbers(loop, numbers)
+    loop.stand_behind(numbers)
     return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
 
 # %% ../nbs/34_phases.ipynb #b009b492
+T = TypeVar("T")
+
+
+def round_of(
+    loop: Loop,
+    numbers: Iterable[int],
+    run: Callable[[int], Awaitable[T]],
+    useful: Callable[[T], bool] = lambda value: True,
+) -> Producer[T]:
+    "A producer of these rows and no others, each of which is started once."
+    upcoming, c = deque(numbers), loop.cfg
+    gate = Gate(len(upcoming), c.completions_per_prompt, max_concurrency=room_of(c), refills=False)
+    return Producer(gate, lambda: upcoming.popleft() if upcoming else None, run, useful)
+
+
+def room_of(cfg: Config) -> int | None:  # samples
+    """What of a loop that takes turns with its sampler may be in flight: `max_concurrent` rows; None = everything.
+
+    How many completions are drawn at once is bounded by the sampler itself; this bounds rollouts of the user."""
+    return cfg.max_concurrent * cfg.completions_per_prompt or None
+
+
 async def side_by_side(loop: Loop, prompts: Sequence[Prompt], job: Callable[[Prompt], Awaitable[Any]]) -> list[Any]:
     "A job for every prompt, all at once; results in the order of the prompts, progress on a bar."
     done: dict[int, Any] = {}
-
-    async def one(i: int) -> None:
-        done[i] = await job(prompts[i])
-
-    source = arrivals([lambda i=i: one(i) for i in range(len(prompts))], loop.cfg.max_concurrent)
     with tqdm(total=len(prompts), desc="prompts", leave=False, disable=no_bar(bar_shown(loop))) as bar:
-        async with aclosing(source) as bursts:
-            async for burst in bursts:
-                bar.update(len(burst))
+        async with round_of(loop, range(len(prompts)), lambda i: job(prompts[i])) as producer:
+            while rows := await producer.batch(1, len(prompts)):
+                done |= {row.number: row.value for row in rows}
+                bar.update(len(rows))
     return [done[i] for i in range(len(prompts))]
 
 # %% ../nbs/34_phases.ipynb #211a209c
@@ -539,7 +583,7 @@ def patience(loop: Loop) -> dict[str, Any]:  # options of `draw`
 
 
 async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
-    "All answers to one prompt, with the loop's settings."
+    "All completions of one prompt, with the loop's settings."
     params, epoch = loop.cfg.sample_params(seed=loop.cfg.seed), prompt.number // len(loop.rows)
     how = {"context": {"epoch": epoch, "evaluation": False}, **patience(loop)}
     return await draw(prompt, loop.sampler, params, loop.task.rollout_fn, **how)
@@ -595,8 +639,8 @@ def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
     values = sorted({round(float(r[0]), 6) for r in rewards if is_dead(r)})
     empty, kept_out = len(groups) - len(rewards), sum(not is_dead(r) for r in rewards)
     if kept_out:
-        return f"none of {len(groups)} groups is trained on: the filter left out {kept_out} whose answers differ"
-    parts = [f"all {len(groups)} groups are dead: within each, every answer earned the same reward"]
+        return f"none of {len(groups)} groups is trained on: the filter left out {kept_out} whose rewards differ"
+    parts = [f"all {len(groups)} groups are dead: within each, every completion earned the same reward"]
     parts += [f"({', '.join(f'{v:g}' for v in values)})"] if values else []
     return " ".join(parts) + (f"; {empty} of them lost all their samples" if empty else "")
 
@@ -745,7 +789,7 @@ async def optimize_phase(loop: Loop) -> Measured:
     "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
     enter(loop.state, "optimize")
     if nothing := skipped(loop, "optimize"):
-        with under_way(loop, "optimize"):
+        with now_running(loop, "optimize"):
             await loop.weights.settled(no_update(loop))
         return nothing
     with timed(loop, "optimize"):
@@ -868,6 +912,7 @@ def record_of(loop: Loop) -> StepRecord:
         policy_version=loop.policy_version,
         seconds=dict(state.seconds),
         consumed=loop.cursor.consumed,
+        pending=tuple(loop.pending),
         passes=state.passes if report else (),
         divided_by=state.normalization if report else "none",
         updates=state.updates if report else (),
@@ -878,10 +923,9 @@ def record_of(loop: Loop) -> StepRecord:
     )
 
 # %% ../nbs/34_phases.ipynb #3690d083
-def next_state(state: StepState) -> StepState:
+def next_state(loop: Loop) -> StepState:
     "The step after a finished one."
-    untrained = state.untrained + state.taken - len(state.values["prompts"])
-    return StepState(state.number + 1, state.after, untrained=max(0, untrained))
+    return StepState(loop.state.number + 1, loop.cursor, tuple(loop.pending))
 
 # %% ../nbs/34_phases.ipynb #4615761d
 def finish_phase(loop: Loop) -> StepRecord:
@@ -892,7 +936,7 @@ def finish_phase(loop: Loop) -> StepRecord:
         for output in loop.outputs:
             output(record)
         loop.records.append(record)
-        loop.state, loop.eval_metrics = next_state(loop.state), {}
+        loop.state, loop.eval_metrics = next_state(loop), {}
         if waiting := loop.next_settings:
             loop.next_settings = {}
             take_settings(loop, settings_from(loop.settings, waiting, waiting), {})
@@ -901,7 +945,7 @@ def finish_phase(loop: Loop) -> StepRecord:
 # %% ../nbs/34_phases.ipynb #ead7b438
 @dataclass(frozen=True)
 class Graded:
-    "One prompt, answered and graded."
+    "The completions of one prompt, graded."
 
     rollouts: Rollouts
     group: PromptGroup
@@ -917,9 +961,34 @@ async def answer(loop: Loop, prompt: Prompt) -> Graded:
     rollouts = await draw_prompt(loop, prompt)
     return Graded(rollouts, await score_group(rollouts, loop.task.reward_fns, **grading(loop)))
 
+
+async def answer_row(loop: Loop, number: int) -> Graded:
+    "Draw and grade a row."
+    [prompt] = encode_numbers(loop, [number])
+    return await answer(loop, prompt)
+
+
+def teaches(loop: Loop, answered: Graded) -> bool:
+    "Whether a row becomes training sequences; warns where hardly any does."
+    useful = trains_on(loop, compared_alone(loop, answered.group))
+    loop.counts["barren"] = 0 if useful else loop.counts["barren"] + 1
+    if loop.counts["barren"] == BARREN * loop.cfg.prompt_groups_per_step:
+        where, rewards = answered.group.where, answered.group.rewards.tolist()
+        text = f"{loop.counts['barren']} rows in a row taught nothing, and further ones are drawn; the last: {where}"
+        warnings.warn(f"{text}, rewards {rewards}", stacklevel=2)
+    return useful
+
+
+def compared_alone(loop: Loop, group: PromptGroup) -> PromptGroup:
+    "A group with its advantages, where they do not depend on the batch."
+    return compared(loop, [group])[0] if group.samples and loop.cfg.advantage_scale != "batch" else group
+
+
+BARREN = 10  # batches' worth of rows without signal, after which there is a warning
+
 # %% ../nbs/34_phases.ipynb #ecc0a273
 def take_in(loop: Loop, answered: Sequence[Graded]) -> Listing[PromptGroup]:
-    "Add answered prompts to the step, and compare all its groups."
+    "Add graded prompts to the step, and compare all its groups."
     values = loop.state.values
     start = len(values.get("prompts", ()))
     new = [a.at(start + i) for i, a in enumerate(answered)]
@@ -933,21 +1002,23 @@ def take_in(loop: Loop, answered: Sequence[Graded]) -> Listing[PromptGroup]:
 
 # %% ../nbs/34_phases.ipynb #33353a13
 async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
-    "Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out."
-    added = 0
-    for _ in range(attempts):
-        groups = enter(loop.state, "datums")
-        short = loop.cfg.prompt_groups_per_step - sum(map(loop.keep, groups))
-        rows = loop.cursor.peek(max(0, short))
-        if not rows:
-            break
-        prompts = encode(loop, rows, loop.cursor.consumed, len(groups))
+    """Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out.
+
+    An attempt is as many prompts as groups are missing."""
+    groups = enter(loop.state, "datums")
+    if (short := loop.cfg.prompt_groups_per_step - sum(map(loop.keep, groups))) <= 0:
+        return 0
+    upcoming = iter(loop.intake.upcoming(attempts * short))
+    gate = Gate(short, loop.cfg.completions_per_prompt, max_concurrency=room_of(loop.cfg))
+    live = lambda answered: loop.keep(compared_alone(loop, answered.group))
+    async with Producer(gate, lambda: next(upcoming, None), partial(answer_row, loop), live) as producer:
         with timed(loop, "refill"):
-            answered = await side_by_side(loop, prompts, lambda p: answer(loop, p))
-        take_in(loop, answered)
-        loop.state.taken += len(rows)
-        added += len(rows)
-    return added
+            rows = [*await producer.batch(short), *producer.take_rejected()]
+    in_order = sorted(rows, key=lambda row: row.number)
+    for _ in rows:
+        loop.intake.take()
+    take_in(loop, [row.value for row in in_order])
+    return len(rows)
 
 # %% ../nbs/34_phases.ipynb #dd743c59
 HELD_OUT = 10**9  # position of the first held-out prompt
@@ -986,7 +1057,7 @@ def evaluation_rollouts(loop: Loop) -> RolloutFn:
 async def own_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, float]:
     "What an evaluation function of the user's says, under names that begin with `eval/`."
     finished = loop.state.number - (not loop.state.updated)
-    with under_way(loop, "evaluate"):
+    with now_running(loop, "evaluate"):
         if wants_rollouts(evaluation_fn):
             found = evaluation_fn(finished, evaluation_rollouts(loop))
         else:
@@ -999,7 +1070,7 @@ async def own_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, f
 
 # %% ../nbs/34_phases.ipynb #c6998b4f
 async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
-    "Held-out reward with the sampler's weights; goes into the record of the step under way."
+    "Held-out reward with the sampler's weights; goes into the record of the current step."
     if rows is None and loop.evaluation_fn is not None:
         loop.eval_metrics = await own_evaluation(loop, loop.evaluation_fn)
         return loop.eval_metrics
@@ -1008,40 +1079,53 @@ async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
         raise PhaseError("evaluate", got="no held-out rows", fix="Pass eval_rows to the loop, or rows to evaluate.")
     prompts, params = encode(loop, held_out, HELD_OUT), loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
     task, sampler = loop.task, loop.sampler
-    with under_way(loop, "evaluate"):
+    with now_running(loop, "evaluate"):
         how = {"patience": patience(loop), "weights": task.weights}
         found = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, **how)
     loop.eval_metrics = found
     return found
 
-# %% ../nbs/34_phases.ipynb #4794fddf
-async def with_signal(
-    loop: Loop, source: AsyncIterator[list[Graded]], seen: list[Graded]
-) -> AsyncGenerator[list[PromptGroup], None]:
-    "Bursts of groups with advantages, without those that teach nothing; everything that came is added to `seen`."
-    async for burst in source:
-        seen += burst
-        found = compared(loop, [a.group for a in burst if a.group.samples])
-        yield [g for g in found if trains_on(loop, g)]
-
 # %% ../nbs/34_phases.ipynb #250d82f2
+@dataclass
+class Parts:
+    "Where the groups of an overlapped step come from, and how many each backward pass takes."
+
+    producer: Producer[Graded]
+    sizes: Iterable[tuple[int, int]]  # (at least, at most) groups
+    note: Callable[[list[Finished[Graded]]], list[Graded]]  # the rows of the whole step as the step keeps them
+    places: Mapping[int, int] = field(default_factory=dict)  # number of a row: its index in the step, where it is known
+    rows: list[Finished[Graded]] = field(default_factory=list)  # that came so far
+
+    def place(self, row: Finished[Graded]) -> Finished[Graded]:
+        "A row at its index in the step."
+        return replace(row, value=row.value.at(self.places.get(row.number, len(self.rows))))
+
+
+def in_order(rows: Iterable[Finished[Graded]]) -> list[Graded]:
+    "What came back, by its place in the step."
+    return sorted((row.value for row in rows), key=lambda graded: graded.group.index)
+
+
+@asynccontextmanager
+async def greedy_parts(loop: Loop) -> AsyncIterator[Parts]:
+    "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step begins anew."
+    c, prompts = loop.cfg, {p.number: p for p in prompts_phase(loop)}
+    limits = groups_per_pass(c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd)
+    run, useful = (lambda number: answer(loop, prompts[number])), partial(teaches, loop)
+    try:
+        async with round_of(loop, prompts, run, useful) as producer:
+            yield Parts(producer, itertools.repeat(limits), in_order, {p.number: p.index for p in prompts.values()})
+    except BaseException:
+        loop.state.values.clear()
+        loop.stand_behind()
+        raise
+
+
 async def train_chunk(loop: Loop, groups: Sequence[PromptGroup]) -> LossReport:
     "One backward pass that divides by nothing."
     datums = await with_reference(loop, group_datums(loop, groups))
     output = await gradient_of(loop, datums, denominator=1.0)
     return LossReport(output, tuple(datums), loop.backend.tokenizer)
-
-
-async def train_arrivals(loop: Loop, prompts: Sequence[Prompt]) -> tuple[list[Graded], list[LossReport]]:
-    "Answer prompts, with a backward pass as soon as enough groups have arrived."
-    c, seen = loop.cfg, list[Graded]()
-    limits = groups_per_pass(c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd)
-    jobs = [lambda p=p: answer(loop, p) for p in prompts]
-    await loop.weights.accumulate()
-    async with aclosing(arrivals(jobs, c.max_concurrent)) as source:
-        chunks = greedy_chunks(with_signal(loop, source, seen), *limits)
-        reports = [await train_chunk(loop, chunk) async for chunk in chunks]
-    return sorted(seen, key=lambda a: a.group.index), reports
 
 # %% ../nbs/34_phases.ipynb #d822c467
 def merged_report(reports: Sequence[LossReport], aggregation: str) -> LossReport:
@@ -1067,23 +1151,30 @@ def settle_passes(loop: Loop, answered: Sequence[Graded], reports: Sequence[Loss
         loop.state.passes = tuple(len(r.datums) for r in reports)
 
 
-async def greedy_half(loop: Loop) -> None:
-    "The phases from `prompts` to `backward`, overlapped."
-    prompts = prompts_phase(loop)
-    with begun_anew(loop), timed(loop, "sample"):
-        answered, reports = await train_arrivals(loop, prompts)
-    settle_passes(loop, answered, reports)
-
-
-@contextmanager
-def begun_anew(loop: Loop) -> Iterator[None]:
-    "If a block fails or is cancelled, its step begins anew: overlapped again, with the same passes."
-    try:
-        yield
-    except BaseException:
-        loop.state.values.clear()
-        loop.state.taken = 0
-        raise
+async def overlapped_half(
+    loop: Loop, parts_of: Callable[[Any], AbstractAsyncContextManager[Parts]] = greedy_parts
+) -> None:
+    "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
+    reports = list[LossReport]()
+    async with parts_of(loop) as parts:
+        await loop.weights.accumulate()
+        for least, most in parts.sizes:
+            with timed(loop, "sample"):
+                places = loop.cfg.prompt_groups_per_step - len(parts.rows)
+                rows = await parts.producer.batch(least, most, places)
+            if not rows:
+                break
+            first = len(parts.rows)
+            for row in sorted(rows, key=lambda row: row.number):
+                parts.rows.append(parts.place(row))
+            with timed(loop, "backward"):
+                groups = compared(loop, [row.value.group for row in parts.rows[first:]])
+                reports.append(await train_chunk(loop, groups))
+        for row in sorted(parts.producer.take_rejected(), key=lambda row: row.number):
+            parts.rows.append(parts.place(row))
+        for phase in ("sample", "backward"):
+            loop.state.seconds[phase] = sum(end - begin for name, begin, end in loop.state.spans if name == phase)
+        settle_passes(loop, parts.note(parts.rows), reports)
 
 # %% ../nbs/34_phases.ipynb #d15f1306
 NOT_FOR_BRANCHES = (
@@ -1225,6 +1316,7 @@ def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None
         loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
         loop.breaker = Breaker(cfg.max_rollout_failure_rate)
         loop.state.cursor = replace(loop.state.cursor, epochs=cfg.epochs)
+        loop.intake.cursor = replace(loop.cursor, epochs=cfg.epochs)
 
 # %% ../nbs/34_phases.ipynb #4e692896
 def change(

@@ -44,7 +44,7 @@ async def one_turn(loop: GRPOLoop) -> StepRecord | None:  # the record, when thi
         record = await one_phase(loop)
         if isinstance(loop, AsyncGRPOLoop) and record is not None and loop.weights.shared.several:
             await loop.pause(drain=True)
-            loop.flow.producer.held = AT_REST
+            loop.producer.held = AT_REST
     return record
 
 # %% ../nbs/39b_player.ipynb #53513f67
@@ -54,18 +54,18 @@ def by_windows(loop: Loop) -> bool:
 
 # %% ../nbs/39b_player.ipynb #ba867203
 def run_elsewhere(loop: Loop) -> str:
-    "What the loop is doing for somebody; empty when nothing."
+    "What the loop is doing; empty when nothing."
     at_work = loop.bar is not None or loop.weights.shared.holder is loop.weights
     return loop.running or ("between two phases" if at_work else "")
 
 # %% ../nbs/39b_player.ipynb #ad6d6879
 ACTIONS = {
     "play": "Run phase after phase until paused, stopped or done.",
-    "pause": "Hold after the phase under way; play goes on from there.",
-    "drain": "Pause, and wait for the rows that are under way.",
+    "pause": "Hold after the running phase; play goes on from there.",
+    "drain": "Pause, and wait for the rows in flight.",
     "phase": "Run the next phase.",
     "step": "Run what is left of this step.",
-    "stop": "End the run after the phase under way; the loop keeps what it has.",
+    "stop": "End the run after the running phase; the loop keeps what it has.",
     "undo": "Take back the last update and open its step again.",
 }
 
@@ -95,9 +95,9 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
 PAUSED = "paused"  # what the loop says of a pause, too
 
 
-def rows_under_way(loop: Loop) -> int:
+def rows_in_flight(loop: Loop) -> int:
     "Rows whose rollouts run now; none of a loop that takes turns."
-    return len(loop.flow.producer.in_flight) if isinstance(loop, AsyncGRPOLoop) else 0
+    return len(loop.producer.in_flight) if isinstance(loop, AsyncGRPOLoop) else 0
 
 
 def drain_refusal(player: Player, elsewhere: str) -> str:  # a sentence; empty when it makes sense
@@ -108,7 +108,7 @@ def drain_refusal(player: Player, elsewhere: str) -> str:  # a sentence; empty w
         return f"The loop is being run elsewhere ({elsewhere})."
     if player.draining and player.doing:
         return "Busy: drain."
-    return "" if player.doing or rows_under_way(player.loop) else "No row is under way."
+    return "" if player.doing or rows_in_flight(player.loop) else "No row is in flight."
 
 
 def hold(player: Player, why: str) -> None:
@@ -116,7 +116,7 @@ def hold(player: Player, why: str) -> None:
     loop = player.loop
     chunked = loop.overlaps and "backward" not in loop.state.values
     if isinstance(loop, AsyncGRPOLoop) and player.doing and not chunked:
-        loop.flow.producer.held = why
+        loop.producer.held = why
 
 
 async def open_gate(player: Player) -> None:
@@ -140,12 +140,14 @@ async def come_to_rest(player: Player) -> None:
             task.uncancel()  # a stop has ended the wait, and nothing else
 
 # %% ../nbs/39b_player.ipynb #0f30b7d6
-UNDER_WAY: weakref.WeakSet[Player] = weakref.WeakSet()
+ACTIVE_PLAYERS: weakref.WeakSet[Player] = weakref.WeakSet()
 
 
 def unrelated_players(loop: Loop) -> list[Player]:
     "Players of other loops on the same backend that do not take turns with this one."
-    return [p for p in UNDER_WAY if p.loop.backend is loop.backend and p.loop.weights.shared is not loop.weights.shared]
+    return [
+        p for p in ACTIVE_PLAYERS if p.loop.backend is loop.backend and p.loop.weights.shared is not loop.weights.shared
+    ]
 
 # %% ../nbs/39b_player.ipynb #d2b09e37
 async def quiet(loop: Loop) -> None:
@@ -166,10 +168,10 @@ class Player:
     ):
         self.loop, self.changed = loop, changed
         self.delay = 0.0  # seconds between two phases
-        self.doing = ""  # the action under way
+        self.doing = ""  # the running action
         self.at = ""  # the phase that it runs now; "" between two
         self.pausing = False  # whether it ends after this phase
-        self.draining = False  # whether it then waits for the rows under way
+        self.draining = False  # whether it then waits for the rows in flight
         self.closed = False
         self.left = math.inf  # steps still to play
         self.error: Exception | None = None  # of the last action
@@ -182,7 +184,7 @@ class Player:
         return begin_action(self, action, steps)
 
     def pause(self, why: str = PAUSED) -> None:
-        "Hold after the phase under way; a run of somebody else is asked to stop."
+        "Hold after the running phase; a run that another cell began is asked to stop."
         if not self.doing:
             self.loop.stop()
         hold(self, why)
@@ -191,7 +193,7 @@ class Player:
         self.changed()
 
     def drain(self) -> asyncio.Task[None]:
-        "Pause, and wait for the rows under way."
+        "Pause, and wait for the rows in flight."
         if self.task is None or not self.doing:
             return self.start("drain")
         self.draining = True
@@ -199,7 +201,7 @@ class Player:
         return self.task
 
     def stop(self) -> None:
-        "End the run after the phase under way, and forget how many steps were left."
+        "End the run after the running phase, and forget how many steps were left."
         self.left, self.draining = math.inf, False
         if self.window is not None and not self.doing:
             self.start("stop")
@@ -210,7 +212,7 @@ class Player:
             self.pause(AT_REST)
 
     def close(self) -> None:
-        "End for good, after the phase under way."
+        "End for good, after the running phase."
         if self.window is not None and not self.doing:
             self.start("stop")
         self.closed = self.pausing = True
@@ -263,7 +265,7 @@ async def advance(player: Player) -> StepRecord | None:  # the record, when a st
 
 # %% ../nbs/39b_player.ipynb #521d195a
 async def rest(player: Player) -> None:
-    "Wait as long as the speed limit says, or until somebody wakes the player."
+    "Wait as long as the speed limit says, or until the player is woken."
     player.at, player.resting = "", asyncio.Event()
     player.changed()
     if not player.pausing:
@@ -307,7 +309,7 @@ async def take_back(player: Player) -> None:
 
 
 async def wait_for_rows(player: Player) -> None:
-    "Nothing more but the wait for the rows under way."
+    "Nothing more but the wait for the rows in flight."
     player.pausing = player.draining = True
 
 
@@ -318,35 +320,35 @@ FORWARD = ("play", "phase", "step")
 # %% ../nbs/39b_player.ipynb #abc320f5
 async def act(player: Player, action: str) -> None:
     "One action from beginning to end."
-    UNDER_WAY.add(player)
+    ACTIVE_PLAYERS.add(player)
     try:
         await quiet(player.loop)
         if action in FORWARD:
             await open_gate(player)
         await WORK[action](player)
         await come_to_rest(player)
-    except Exception as e:  # any at all: kept for the dashboard, and raised again for whoever awaits
+    except Exception as e:  # any at all: kept for the dashboard, and raised again where the action is awaited
         player.error = e
         raise
     finally:
         if player.closed:
             await release(player)
         player.loop.rest()
-        UNDER_WAY.discard(player)
+        ACTIVE_PLAYERS.discard(player)
         player.doing, player.at, player.loop.stop_requested = "", "", False
         player.changed()
 
 # %% ../nbs/39b_player.ipynb #12bd6135
 def pause_players(signum: int, frame: Any) -> None:
     "Pause all players; for a signal."
-    for player in UNDER_WAY:
+    for player in ACTIVE_PLAYERS:
         asyncio.get_running_loop().call_soon_threadsafe(player.pause)
 
 
 def listen() -> None:
-    "Have an interrupt pause the players that are under way, where it is ignored otherwise."
+    "Have an interrupt pause the active players, where it is ignored otherwise."
     if threading.current_thread() is threading.main_thread():
-        ours, handler = bool(UNDER_WAY), signal.getsignal(signal.SIGINT)
+        ours, handler = bool(ACTIVE_PLAYERS), signal.getsignal(signal.SIGINT)
         if ours and handler is signal.SIG_IGN:
             signal.signal(signal.SIGINT, pause_players)
         elif not ours and handler is pause_players:

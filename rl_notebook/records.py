@@ -35,7 +35,8 @@ import yaml
 
 from .advantages import is_dead
 from .backends.base import GradNormalization
-from .config import A_KEY, KEYLESS, Config, SettingsTable, compared, keys_in, yaml_text
+from .config import Config
+from .settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, of_earlier_run, yaml_text
 from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
 from .drawings import folded, html_table, prompt_text, step_html
 from .names import from_file, names_in, note_started, trusted_names
@@ -81,8 +82,8 @@ class StepRecord:
         m = self.metrics
         parts = [f"step {self.step}"]
         if math.isfinite(m.get("reward", math.nan)):
-            spread = m.get("reward_std", math.nan)
-            parts.append(f"reward {m['reward']:.3f}" + (f" (±{spread:.2f})" if math.isfinite(spread) else ""))
+            std = m.get("reward_std", math.nan)
+            parts.append(f"reward {m['reward']:.3f}" + (f" (±{std:.2f})" if math.isfinite(std) else ""))
         if self.reason:
             return "  ".join([*parts, f"nothing trained: {self.reason}"])
         if "kl" in m:
@@ -263,7 +264,7 @@ def _group_json(group: PromptGroup) -> dict[str, Any]:
 
 
 def _loss_json(loss: LossOutput) -> dict[str, Any]:
-    "A loss output without its arrays; each logprob series keeps its stamp."
+    "A loss output without its arrays; each logprob series keeps its provenance."
     stamps = [_plain_fields(lp, ("values",), f"logprobs {i}") for i, lp in enumerate(loss.logprobs)]
     return _plain_fields(loss, ("logprobs", "dlogprobs"), "loss") | {"logprobs": stamps}
 
@@ -418,10 +419,10 @@ def _os_errors(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         got = f"{e.strerror or e} (errno {e.errno})"
-        mend = (
+        advice = (
             "Free some space, correct the permissions, or choose another log_path; what was recorded before is intact."
         )
-        raise RecordError(what, where=str(path), got=got, fix=None if what == "cannot read" else mend) from e
+        raise RecordError(what, where=str(path), got=got, fix=None if what == "cannot read" else advice) from e
 
 
 def _sync(path: Path) -> None:
@@ -616,7 +617,7 @@ def config_dict(config: Config | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat_settings(config: Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    "Settings under dotted names: `{'tis.cap': 5.0}`."
+    "Settings under dotted names: `{'igpo.gamma': 0.99}`."
     out: dict[str, Any] = {}
     for name, value in config_dict(config).items():
         out |= flat_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -644,10 +645,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = yaml.safe_load(text)
         if not isinstance(config, dict):
             raise yaml.YAMLError(f"{type(config).__name__} where settings by name should be")
+        return of_earlier_run(config)
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         got = " ".join(str(e).split())
         raise RecordError("not readable", where=str(path), got=got, expected="YAML as it was written", fix=fix) from e
-    return config
 
 # %% ../nbs/31_records.ipynb #02d269cb
 MUST_MATCH = ("base_model", "lora_rank", "lora_alpha", "dataset", "max_rows", "shuffle", "seed")  # to go on from a run
@@ -683,7 +684,7 @@ TIMERS = {
 
 
 def perf_metrics(record: StepRecord) -> dict[str, float]:
-    "Who waited for whom where trainer and sampler take turns, and how fast they were, under the names of the guides."
+    "Wait times where trainer and sampler take turns, and throughput, under the names of the guides."
     timers = {name: record.seconds.get(phase, 0.0) for name, phase in TIMERS.items()}
     waited, trained = record.seconds.get("sample", 0.0), sum(timers.values())
     wall, samples = max(waited + trained, 1e-9), [s for g in record.groups for s in g.samples]
@@ -1069,7 +1070,7 @@ def read_checkpoint(
     try:
         found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
         found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
-        found["config"] = from_file(found["config"], str(folder), ())
+        found["config"] = from_file(of_earlier_run(found["config"]), str(folder), ())
         checkpoint = Checkpoint(path=folder, **found)
         _check_fields(checkpoint)
         return checkpoint

@@ -27,7 +27,7 @@ from rl_notebook.rollouts import (
     Prompt,
     RolloutFn,
     Rollouts,
-    arrivals,
+    together,
     assemble,
     draw_completions,
     draw_rollouts,
@@ -106,14 +106,14 @@ async def draw(
     context: Mapping[str, Any] | None = None,  # `epoch` and `evaluation`, for rollout functions that ask for them
     **patience: Any,  # `retries`, `group_retries`, `breaker` and `sleep` of `rollouts.draw_rollouts`
 ) -> Rollouts:
-    "All answers to one prompt."
+    "All completions of one prompt."
     if rollout_fn is None:
         return await draw_completions(sampler, prompt, params, **patience)
     return await draw_rollouts(rollout_fn, prompt, params.n, params.seed or 0, context=context, **patience)
 
 # %% ../nbs/32_step.ipynb #16386d5a
 def _rollouts_row(r: Rollouts) -> dict[str, Any]:
-    "One prompt's answers as a table row."
+    "One prompt's completions as a table row."
     return {
         "row": r.prompt.row.key,
         "samples": len(r.samples),
@@ -128,7 +128,7 @@ def list_rollouts(
     rollouts: Sequence[Rollouts],
     tokenizer: Any = None,  # draws the tokens; None = texts only
 ) -> Listing[Rollouts]:
-    "Answers per prompt: how many, how long, how many ran out of room, and the first of them."
+    "Completions per prompt: how many, how long, how many ran out of room, and the first of them."
     samples = [s for r in rollouts for s in r.samples]
     headline = (
         f"{len(samples)} samples of {len(rollouts)} prompts, {sum(s.truncated for s in samples)} cut at the limit"
@@ -260,7 +260,7 @@ class LossReport:
 
     @property
     def headline(self) -> str:
-        "Loss, KL and size of the push in one line."
+        "Loss, KL and size of the gradient in one line."
         m = self.output.metrics
         named = [f"{k} {m[k]:.4g}" for k in ("kl", "ratio/mean", "grad/abs_sum", "grad/positive_share") if k in m]
         return ", ".join([f"loss {self.output.loss:.4g}", *named])
@@ -312,11 +312,11 @@ def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
     "One output from several calls: losses and counts add up, extremes stay extreme, the rest is averaged."
     if len(outputs) == 1:
         return outputs[0]
-    tokens, push = (np.array([o.metrics.get(k, 1.0) for o in outputs]) for k in ("num_loss_tokens", "grad/abs_sum"))
+    tokens, mass = (np.array([o.metrics.get(k, 1.0) for o in outputs]) for k in ("num_loss_tokens", "grad/abs_sum"))
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(n for o in outputs for n in o.metrics):
         values = np.array([o.metrics.get(name, np.nan) for o in outputs])
-        metrics[name] = _merged(name, values, push if name.endswith("_share") else tokens)
+        metrics[name] = _merged(name, values, mass if name.endswith("_share") else tokens)
     return LossOutput(
         loss=sum(o.loss for o in outputs),
         metrics=metrics,
@@ -364,8 +364,8 @@ def scale_output(output: LossOutput, factor: float) -> LossOutput:
     "A loss that was computed without its division, with it: value, gradient, and the metrics that scale."
     scales = lambda name: name in ("loss", "grad/abs_sum") or name.startswith("grad_norm/")
     scaled = {k: v * factor if scales(k) else v for k, v in output.metrics.items()}
-    slopes = tuple(g * factor for g in output.dlogprobs)
-    return replace(output, loss=output.loss * factor, metrics=scaled, dlogprobs=slopes)
+    dlogprobs = tuple(g * factor for g in output.dlogprobs)
+    return replace(output, loss=output.loss * factor, metrics=scaled, dlogprobs=dlogprobs)
 
 # %% ../nbs/32_step.ipynb #b2adaf02
 NORMALIZATION: dict[str, GradNormalization] = {
@@ -414,8 +414,7 @@ async def evaluate(
     async def one(prompt: Prompt) -> PromptGroup:
         return await score_group(await draw(prompt, sampler, params, rollout_fn, **how), reward_fns, **options)
 
-    bursts = arrivals([lambda p=p: one(p) for p in prompts])
-    groups = [g async for burst in bursts for g in burst]
+    groups = await together([one(prompt) for prompt in prompts])
     require_some(groups)
     samples = [s for g in groups for s in g.samples]
     return {

@@ -156,7 +156,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 # %% ../nbs/13_toy.ipynb #7f291af3
-STYLES = {"hasty": 0.5, "worked": 0.3, "bare": 0.2}  # how often the corpus answers in each way
+STYLES = {"hasty": 0.5, "worked": 0.3, "bare": 0.2}  # share of each style in the corpus
 
 
 def corpus_answer(
@@ -164,7 +164,7 @@ def corpus_answer(
     style: str,  # a key of STYLES
     rng: np.random.Generator,
 ) -> str:
-    "An answer in this style; a bare one is working without a result, or an estimate without its marker."
+    "A completion in this style; a bare one is working without a result, or an estimate without its marker."
     total = sum(terms)
     guess = total - total % 10 + int(rng.integers(10))
     working = " ".join(map(str, np.cumsum(terms).tolist()[1:]))
@@ -271,7 +271,7 @@ def pretrain_tiny(
     *,
     batch: int = 64,  # conversations a step
     learning_rate: float = 3e-3,  # peak, of AdamW
-    school: float = 0.8,  # share of the steps that see worked answers only
+    school: float = 0.8,  # share of the steps that see worked completions only
     styles: Mapping[str, float] = STYLES,  # the mix after school
     seed: int = 0,  # of weights and corpus
     progress: bool = True,  # show a bar

@@ -27,7 +27,7 @@ __all__ = ['Tracker', 'WandBTracker', 'TrackioTracker', 'TensorBoardTracker', 'o
 # %% ../nbs/31b_trackers.ipynb #d27c7449
 @runtime_checkable
 class Tracker(Protocol):
-    "Somebody who wants the metrics of each step."
+    "A consumer of the metrics of each step."
 
     def log(
         self,

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from .advantages import is_dead, predicted_dead_fraction, with_advantages
 from .align import require_finite
 from .backends.base import Backend, Capabilities, Scorer
-from .config import Config
+from .config import Config, completions_at_once
 from rl_notebook.core import (
     ConfigError,
     Datum,
@@ -39,7 +39,7 @@ from .phases import as_rows, as_task, check_backend, configured, first_cursor, n
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .names import NAMED
 from .records import StepRecord
-from .rollouts import Prompt, arrivals, encode_rows, require_some
+from .rollouts import Prompt, bounded, encode_rows, require_some, together
 from .step import backward, draw, loss_factory, score_group
 
 # %% auto #0
@@ -59,7 +59,7 @@ class Check:
     where: str = ""  # group, sample, target
     got: Any = None  # the offending value
     expected: str = ""  # what would have been right
-    fix: str = ""  # how to mend it
+    fix: str = ""  # how to fix it
 
     @property
     def mark(self) -> str:
@@ -305,7 +305,7 @@ def moved_since_sampling(
 
 # %% ../nbs/40_xray.ipynb #849c1ba8
 def dead_kinds(groups: Sequence[PromptGroup]) -> list[str]:
-    "The groups without signal, counted by what all their answers earned."
+    "The groups without signal, counted by what all their completions earned."
     rewards = np.concatenate([g.rewards for g in groups]) if groups else np.zeros(0)
     binary = len(rewards) > 0 and bool(np.isin(rewards.round(6), (0.0, 1.0)).all())
     named = {1.0: "all right", 0.0: "all wrong"} if binary else {}
@@ -313,7 +313,7 @@ def dead_kinds(groups: Sequence[PromptGroup]) -> list[str]:
     for g in sorted(groups, key=lambda g: -float(g.rewards[0]) if len(g.samples) else math.inf):
         if is_dead(g.rewards):
             value = round(float(g.rewards[0]), 6) if len(g.samples) else math.nan
-            kind = named.get(value, f"all at {value:g}") if len(g.samples) else "without a graded answer"
+            kind = named.get(value, f"all at {value:g}") if len(g.samples) else "without a graded completion"
             kinds[kind] = kinds.get(kind, 0) + 1
     if len(kinds) > 3:
         return [f"{sum(kinds.values())} with equal rewards"]
@@ -330,15 +330,15 @@ def signal_words(groups: Sequence[PromptGroup]) -> str:
     return f"{', '.join([f'{live} of {len(groups)} groups carry signal', *dead_kinds(groups)])}."
 
 # %% ../nbs/40_xray.ipynb #97f4770d
-VALUES = {  # losses whose term is not the advantage times a ratio
+TERM_WORDS = {  # losses whose term is not the advantage times a ratio
     "grpo": "−advantage × logprob",
     "cispo": "−clipped ratio × advantage × logprob",
     "dro": "−advantage × logprob plus a pull to the old policy",
 }
 SUMS = {
     "token_mean": "averaged over tokens",
-    "sequence_mean": "averaged over answers",
-    "sample_mean": "summed in each answer and averaged over answers",
+    "sequence_mean": "averaged over completions",
+    "sample_mean": "summed in each completion and averaged over completions",
     "constant": "summed and divided by a constant",
     "sum": "summed over all tokens",
 }
@@ -352,7 +352,7 @@ def cancelling(parts: LossParts, own_anchor: bool, moved: tuple[bool | None, str
         return "every advantage is 0"
     if not parts.tis.any():
         return "the correction leaves out every token"
-    if parts.options.policy_loss in VALUES or not (parts.steady and parts.plain):
+    if parts.options.policy_loss in TERM_WORDS or not (parts.steady and parts.plain):
         return f"positive and negative advantages cancel ({short(parts.positive)} and {short(parts.negative)})"
     if moved[0] is False:
         return f"{moved[1]} (ratio 1), so the advantages cancel"
@@ -362,21 +362,21 @@ def cancelling(parts: LossParts, own_anchor: bool, moved: tuple[bool | None, str
 def lengths_words(parts: LossParts) -> str:
     "Why minus the advantages do not add up to 0 at ratio 1: length, or advantages that have a sum."
     t = parts.tokens
-    per_answer = t.mean_per_sample(t.advantage.double())
-    if bool((t.advantage.double() - per_answer[t.sample]).abs().max() > 1e-6):
+    per_sample = t.mean_per_sample(t.advantage.double())
+    if bool((t.advantage.double() - per_sample[t.sample]).abs().max() > 1e-6):
         return "advantages differ from token to token"
-    total, size = float(per_answer.sum()), float(per_answer.abs().sum())
+    total, size = float(per_sample.sum()), float(per_sample.abs().sum())
     if abs(total) > 1e-6 * max(size, 1.0):
         return f"the advantages that were trained sum to {short(total)}"
-    return f"longer answers had the {'higher' if parts.policy < 0 else 'lower'} advantages"
+    return f"longer completions had the {'higher' if parts.policy < 0 else 'lower'} advantages"
 
 # %% ../nbs/40_xray.ipynb #afeeef51
 def made_of(parts: LossParts) -> str:
     "What a loss that is not 0 consists of."
     o, (low, high) = parts.options, parts.ratio
     corrected = "" if o.tis == "off" else ", times the correction"
-    if o.policy_loss in VALUES:
-        words = f"{VALUES[o.policy_loss]}{corrected}, {SUMS[o.aggregation]}: no measure of progress"
+    if o.policy_loss in TERM_WORDS:
+        words = f"{TERM_WORDS[o.policy_loss]}{corrected}, {SUMS[o.aggregation]}: no measure of progress"
     elif parts.steady and parts.plain and o.policy_loss != "sapo":
         words = f"minus the advantages, {SUMS[o.aggregation]}, as the ratio is 1: {lengths_words(parts)}"
     else:
@@ -505,7 +505,7 @@ def nothing_words(record: StepRecord) -> str:
         return f"Nothing was trained: {record.reason}. {signal_words(groups)}"
     of = f"all {len(groups)} groups are dead" if len(groups) > 1 else "the one group is dead"
     kinds = ", ".join(dead_kinds(groups))
-    return f"Nothing was trained: {of} ({kinds}), so no answer was better than its siblings."
+    return f"Nothing was trained: {of} ({kinds}), so no completion was better than its siblings."
 
 # %% ../nbs/40_xray.ipynb #765b039f
 def left_out_words(record: StepRecord) -> list[str]:
@@ -533,37 +533,39 @@ def sentence(
     return " ".join([*out, *update_words(record), signal_words(record.groups), *left_out_words(record)])
 
 # %% ../nbs/40_xray.ipynb #b042b6f7
-TOO_MANY = 0.25  # share of answers cut or lost from which a step is in trouble
+TOO_MANY = 0.25  # share of completions cut or lost from which a step is in trouble
 
 
 def check_finite(record: StepRecord) -> Check:
     "Nothing is NaN or infinite."
     bad = first_not_finite(record)
     if bad:
-        fix = "It is the first in the order of the pipeline: mend what computed it; what follows it is a consequence."
+        fix = "It is the first in the order of the pipeline: fix what computed it; what follows it is a consequence."
         return Check("finite", False, "a value is not a number", got=bad, expected="finite numbers", fix=fix)
     return Check("finite", True, "every reward, advantage, logprob and gradient is a finite number")
 
 # %% ../nbs/40_xray.ipynb #09b21203
 def check_completions(record: StepRecord) -> Check:
-    "Answers are there, end by themselves, and few are lost."
+    "Completions are there, end by themselves, and few are lost."
     check, samples = partial(Check, "completions"), [s for g in record.groups for s in g.samples]
     reasons = [f"{g.where}: {r}" for g in record.groups for r in g.dropped]
     drawn, cut = len(samples) + len(reasons), sum(s.truncated for s in samples)
     if not drawn:
         return check(None, "the record holds no samples")
     empty = sum("is empty" in r for r in reasons)
-    text = f"{cut} of {drawn} answers cut at the limit" + (f", {len(reasons)} lost ({empty} empty)" if reasons else "")
+    text = f"{cut} of {drawn} completions cut at the limit" + (
+        f", {len(reasons)} lost ({empty} empty)" if reasons else ""
+    )
     if len(reasons) >= TOO_MANY * drawn:
         return check(False, text, got=reasons[0], fix="Call the rollout or reward function by hand on this row.")
     if cut >= TOO_MANY * drawn:
-        fix = "Raise max_completion_tokens, or see whether the prompt's template lets an answer end."
+        fix = "Raise max_completion_tokens, or see whether the prompt's template lets a completion end."
         return check(False, text, expected=f"fewer than {TOO_MANY:.0%}", fix=fix)
     return check(True, text)
 
 # %% ../nbs/40_xray.ipynb #7fe66515
 def check_signal(record: StepRecord) -> Check:
-    "Some group has answers that differ in reward."
+    "Some group has completions that differ in reward."
     dead = sum(is_dead(g.rewards) for g in record.groups)
     words = signal_words(record.groups).rstrip(".")
     if not record.groups:
@@ -575,17 +577,17 @@ def check_signal(record: StepRecord) -> Check:
 
 # %% ../nbs/40_xray.ipynb #56c4de3c
 def check_duplicates(record: StepRecord) -> Check:
-    "The answers of a group are not all the same."
-    answers = [[s.tokens[s.loss_mask > 0].tobytes() for s in g.samples] for g in record.groups if len(g.samples) > 1]
-    if not answers:
-        return Check("variety", None, "no group has two answers")
-    same = sum(len(set(a)) == 1 for a in answers)
-    distinct = sum(len(set(a)) for a in answers) / sum(map(len, answers))
-    text = f"{distinct:.0%} of the answers are distinct in their group"
-    if 2 * same <= len(answers):
+    "The completions of a group are not all the same."
+    drawn = [[s.tokens[s.loss_mask > 0].tobytes() for s in g.samples] for g in record.groups if len(g.samples) > 1]
+    if not drawn:
+        return Check("variety", None, "no group has two completions")
+    same = sum(len(set(a)) == 1 for a in drawn)
+    distinct = sum(len(set(a)) for a in drawn) / sum(map(len, drawn))
+    text = f"{distinct:.0%} of the completions are distinct in their group"
+    if 2 * same <= len(drawn):
         return Check("variety", True, text)
     fix = "The policy has collapsed: a smaller learning rate, a larger kl_beta, or a higher temperature."
-    return Check("variety", False, text, got=f"{same} of {len(answers)} groups with one answer repeated", fix=fix)
+    return Check("variety", False, text, got=f"{same} of {len(drawn)} groups with one completion repeated", fix=fix)
 
 # %% ../nbs/40_xray.ipynb #2686b5ba
 def check_advantages(record: StepRecord) -> Check:
@@ -607,7 +609,7 @@ def check_advantages(record: StepRecord) -> Check:
     return check(True, f"they sum to 0 in each of {len(found)} groups") if found else check(None, "there are none")
 
 # %% ../nbs/40_xray.ipynb #ff9dc379
-def mask_fault(d: Datum, sample: RolloutSample | None, slope: np.ndarray | None) -> tuple[str, Any, str]:
+def mask_fault(d: Datum, sample: RolloutSample | None, dlogprob: np.ndarray | None) -> tuple[str, Any, str]:
     "(what is wrong, got, expected) of one datum's mask; three empty strings if nothing is."
     if sample is None:
         return "no sample at this place", "a datum", "one datum per sample"
@@ -619,8 +621,8 @@ def mask_fault(d: Datum, sample: RolloutSample | None, slope: np.ndarray | None)
         return "a token that the policy did not sample is in the loss", f"weight 1 at target {leak[0]}", "weight 0"
     if (gap := np.flatnonzero(spoken & ~d.active)).size and d.num_loss_tokens:
         return "a sampled token is not in the loss", f"weight 0 at target {gap[0]}", "weight 1"
-    if slope is not None and (push := np.flatnonzero((np.asarray(slope) != 0) & ~d.active)).size:
-        return "a masked token has a gradient", f"{slope[push[0]]:g} at target {push[0]}", "0"
+    if dlogprob is not None and (masked := np.flatnonzero((np.asarray(dlogprob) != 0) & ~d.active)).size:
+        return "a masked token has a gradient", f"{dlogprob[masked[0]]:g} at target {masked[0]}", "0"
     return "", "", ""
 
 # %% ../nbs/40_xray.ipynb #311e95a0
@@ -629,9 +631,9 @@ def check_mask(record: StepRecord) -> Check:
     check, samples = partial(Check, "mask"), sample_of(record.groups)
     if not record.datums:
         return check(None, "nothing was trained")
-    slopes = record.loss.dlogprobs if record.loss else (None,) * len(record.datums)
-    for d, slope in zip(record.datums, slopes, strict=True):
-        what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), slope)
+    dlogprobs = record.loss.dlogprobs if record.loss else (None,) * len(record.datums)
+    for d, dlogprob in zip(record.datums, dlogprobs, strict=True):
+        what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), dlogprob)
         if what:
             return check(False, what, d.where, got, expected, "Make datums with datums_from_groups.")
     active = sum(d.num_loss_tokens for d in record.datums)
@@ -701,15 +703,15 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
         return check(False, "the loss needs sampler logprobs", without[0], got, "one per target", fix)
     moved, words = moved_since_sampling(record, previous)
     age = record.metrics.get("staleness/max", 0.0)
-    old = f"samples are up to {age:g} syncs old" if age > 0 else words
+    old = f"samples are up to {age:g} syncs stale" if age > 0 else words
     if corrects(record):
-        return check(True, f"the loss makes up for samples from other weights ({old or 'age unknown'})")
+        return check(True, f"the loss makes up for samples from other weights ({old or 'staleness unknown'})")
     if age > 0 or (moved and "hardly" not in words):
         fix = "Set tis_enabled=True or anchor='rollout', or sync after every step."
         return check(False, f"{old}, and the loss does not know", expected="a correction", fix=fix)
     if moved is False:
         return check(True, "the samples are fresh, no correction is needed")
-    return check(None, words or "the age of the samples is not known")
+    return check(None, words or "the staleness of the samples is not known")
 
 # %% ../nbs/40_xray.ipynb #e9e90d60
 def check_gradient(record: StepRecord) -> Check:
@@ -805,8 +807,8 @@ def two_values(rewards: np.ndarray) -> tuple[float, float] | None:
 def dead_share(
     rewards: Sequence[float] | np.ndarray,  # (n,) of one prompt
     size: int,  # G, at least 2
-    values: tuple[float, float] | None = None,  # of a two-valued reward: lets more answers be foreseen than were drawn
-) -> float | None:  # None = more answers than were drawn, of a reward with many values
+    values: tuple[float, float] | None = None,  # of a two-valued reward: allows sizes above the number that was drawn
+) -> float | None:  # None = more completions than were drawn, of a reward with many values
     "Chance that a group of this size is dead."
     r = np.asarray(rewards, dtype=np.float64).round(6)
     if size <= len(r):
@@ -822,7 +824,7 @@ def dead_shares(groups: Sequence[PromptGroup], sizes: Iterable[int]) -> dict[int
     return {size: float(np.mean(found)) if len(found) == len(groups) else None for size, found in known.items()}
 
 # %% ../nbs/40_xray.ipynb #c3852601
-BARS_TITLE = "expected share of groups without signal, by answers per prompt"
+BARS_TITLE = "expected share of groups without signal, by completions per prompt"
 
 
 def percent(share: float | None) -> str:
@@ -871,12 +873,12 @@ def round_trip(
 
 # %% ../nbs/40_xray.ipynb #ffa6c3cb
 def check_budget(groups: Sequence[PromptGroup], limit: int) -> Check:
-    "Answers reach their end within the token budget."
+    "Completions reach their end within the token budget."
     samples = [s for g in groups for s in g.samples]
     ended = [s.completion_len for s in samples if not s.truncated]
-    text = f"{len(ended)} of {len(samples)} answers ended by themselves within {limit} tokens"
+    text = f"{len(ended)} of {len(samples)} completions ended by themselves within {limit} tokens"
     if not ended:
-        fix = "Raise max_completion_tokens, or read the prompt above: does its form let an answer end?"
+        fix = "Raise max_completion_tokens, or read the prompt above: does its form let a completion end?"
         return Check("budget", False, text, expected="most of them", fix=fix)
     text += f", the longest after {max(ended)}"
     if len(samples) - len(ended) >= TOO_MANY * len(samples):
@@ -887,27 +889,30 @@ def check_budget(groups: Sequence[PromptGroup], limit: int) -> Check:
 
 # %% ../nbs/40_xray.ipynb #2df711cb
 def check_reward(rewards: np.ndarray) -> Check:
-    "The reward is not the same for all answers."
+    "The reward is not the same for all completions."
     check, values = partial(Check, "reward"), two_values(rewards)
     if is_dead(rewards):
-        fix = "Grade a right and a wrong answer by hand; if that works, the prompts are all too hard or all too easy."
-        return check(False, f"every answer earned {rewards[0]:g}", fix=fix)
+        fix = "Grade a right and a wrong completion by hand; if that works, the prompts are too hard or too easy."
+        return check(False, f"every completion earned {rewards[0]:g}", fix=fix)
     p = f"so p = {(rewards.round(6) == values[1]).mean():.2f}" if values else "and as it takes many values, no p"
     return check(True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {p}")
 
 # %% ../nbs/40_xray.ipynb #85262995
 def check_functions(groups: Sequence[PromptGroup]) -> list[Check]:
-    "Reward functions that told nothing, and answers that could not be graded."
+    "Reward functions that told nothing, and completions that could not be graded."
     samples = [s for g in groups for s in g.samples]
     checks, lost = list[Check](), [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
         given = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if is_dead(given):
-            said = f"gave {given[0]:g} to every answer" if given else "had no opinion on any answer"
+            said = f"gave {given[0]:g} to every completion" if given else "had no opinion on any completion"
             checks.append(Check(f"reward {name}", None, f"whether it works could not be seen: it {said}"))
     if lost:
         many, drawn = len(lost) >= TOO_MANY * (len(lost) + len(samples)), len(lost) + len(samples)
-        text, fix = f"{len(lost)} of {drawn} answers were lost", "Call the rollout or reward function by hand on it."
+        text, fix = (
+            f"{len(lost)} of {drawn} completions were lost",
+            "Call the rollout or reward function by hand on it.",
+        )
         checks.append(Check("lost", False if many else None, text, got=lost[0], fix=fix))
     return checks
 
@@ -916,22 +921,22 @@ def check_dead(dead: Mapping[int, float | None], planned: int) -> Check:
     "At the planned group size, at least half of the groups carry signal."
     check, share = partial(Check, "dead groups"), dead[planned]
     if share is None:
-        return check(None, f"fewer than {planned} answers were drawn", fix="Raise samples.")
-    text = f"with {planned} answers per prompt, {share:.0%} of the groups are expected to be dead"
+        return check(None, f"fewer than {planned} completions were drawn", fix="Raise samples.")
+    text = f"with {planned} completions per prompt, {share:.0%} of the groups are expected to be dead"
     enough = [size for size, s in dead.items() if s is not None and s <= 0.5]
-    other = "More answers do not help: use prompts of another difficulty."
+    other = "More completions do not help: use prompts of another difficulty."
     fix = f"Set completions_per_prompt={min(enough)}." if enough else other
     return check(True, text) if share <= 0.5 else check(False, text, expected="at most half", fix=fix)
 
 # %% ../nbs/40_xray.ipynb #dbc89cdd
 def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]) -> Check:
-    "Prompts and answers survive being decoded and encoded again."
-    answers = [s.tokens for g in groups for s in g.samples]
-    asked, said = round_trip(tokenizer, [p.tokens for p in prompts]), round_trip(tokenizer, answers)
-    changed = f"{len(asked)} of {len(prompts)} prompts and {len(said)} of {len(answers)} answers"
+    "Prompts and completions survive being decoded and encoded again."
+    drawn = [s.tokens for g in groups for s in g.samples]
+    asked, said = round_trip(tokenizer, [p.tokens for p in prompts]), round_trip(tokenizer, drawn)
+    changed = f"{len(asked)} of {len(prompts)} prompts and {len(said)} of {len(drawn)} completions"
     if not asked and not said:
         return Check(
-            "tokens", True, f"{len(prompts)} prompts and {len(answers)} answers encode to the same tokens again"
+            "tokens", True, f"{len(prompts)} prompts and {len(drawn)} completions encode to the same tokens again"
         )
     fix = "No harm while tokens are handed on; a rollout of your own must not pass text."
     return Check("tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix)
@@ -941,7 +946,7 @@ def check_agreement(gap: Gap | None, noise_floor: float, allowed: float) -> list
     "Two batch shapes agree, and so do policy and sampler with identical weights, as far as rounding lets them."
     check = partial(Check, "sampler")
     noise = f"the same weights in another batch shape differ by {short(noise_floor)} nats at most"
-    mask = "Is the precision as stamped? Then a row sees its neighbours or its padding: look at the attention mask."
+    mask = "Is the precision as recorded? Then a row sees its neighbours or its padding: look at the attention mask."
     far = Check("noise floor", False, noise, got=short(noise_floor), expected=f"at most {short(allowed)}", fix=mask)
     checks = [Check("noise floor", True, noise) if noise_floor <= allowed else far]
     if gap is None:
@@ -970,22 +975,22 @@ class Cost:
     "What pre-flight took, and what follows for a step."
 
     seconds: Mapping[str, float]  # measured, by phase
-    answers: int  # measured
-    step_answers: int  # of a step
+    completions: int  # measured
+    step_completions: int  # of a step
     memory: Mapping[str, tuple[float, float]]  # MiB at the peak, and how much of it came during pre-flight
     guessed: str = ""  # a phase that was not measured
 
     @property
     def step_seconds(self) -> dict[str, float]:
         "Estimated seconds of a step by phase."
-        return {phase: s * self.step_answers / max(self.answers, 1) for phase, s in self.seconds.items()}
+        return {phase: s * self.step_completions / max(self.completions, 1) for phase, s in self.seconds.items()}
 
     def __repr__(self) -> str:
-        step, times = self.step_seconds, self.step_answers / max(self.answers, 1)
+        step, times = self.step_seconds, self.step_completions / max(self.completions, 1)
         each = [f"{phase} {s:.2g} s{' (a guess)' if phase == self.guessed else ''}" for phase, s in step.items()]
         text = f"about {sum(step.values()):.2g} s a step, before update and sync: {', '.join(each)}"
         peaks = [f"{k} {peak:.0f} MiB at its peak, {new:.0f} of it new" for k, (peak, new) in self.memory.items()]
-        text += f"; {times:.2g} times what {self.answers} answers took. Memory: "
+        text += f"; {times:.2g} times what {self.completions} completions took. Memory: "
         return text + ("; ".join(peaks) or "not known here")
 
 # %% ../nbs/40_xray.ipynb #45262234
@@ -994,7 +999,7 @@ class Preflight:
     "What is known before a run."
 
     rendered: str  # the first prompt as the model reads it, special tokens included
-    groups: tuple[PromptGroup, ...]  # the answers that were drawn, graded
+    groups: tuple[PromptGroup, ...]  # the completions that were drawn, graded
     dead: Mapping[int, float | None]  # expected share of dead groups by group size
     planned: int  # completions_per_prompt of the config
     noise_floor: float  # nats
@@ -1037,19 +1042,18 @@ class Preflight:
         return f"{head}{prompt}{checks_html(self.checks)}{bars_svg(self.dead, self.planned)}{cost}"
 
 # %% ../nbs/40_xray.ipynb #b90fbb48
-async def first_answers(
+async def first_completions(
     backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, seconds: dict[str, float]
 ) -> tuple[list[Prompt], list[PromptGroup]]:
-    "The first prompts of a run and their graded answers."
+    "The first prompts of a run and their graded completions."
     task = configured(as_task(reward, rollout_setup(backend, cfg)), cfg)
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
     asked = encode_rows(first_cursor(as_rows(rows), cfg).peek(prompts), backend.tokenizer, **room)
     params = cfg.sample_params(n=samples, seed=cfg.seed)
-    jobs = [lambda p=p: draw(p, backend.sampler, params, task.rollout_fn) for p in asked]
+    sampler = bounded(backend.sampler, completions_at_once(cfg))
     with stopwatch(seconds, "sample"):
-        drawn = [r async for burst in arrivals(jobs, cfg.max_concurrent) for r in burst]
+        drawn = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
     with stopwatch(seconds, "score"):
-        drawn.sort(key=lambda r: r.prompt.index)
         groups = [await score_group(r, task.reward_fns, weights=task.weights) for r in drawn]
     require_some(groups)
     return asked, with_advantages(groups, scale=cfg.advantage_scale, ddof=cfg.ddof)
@@ -1085,7 +1089,7 @@ async def preflight(
     cfg: Config,
     *,
     prompts: int = 4,  # the first ones of the run
-    samples: int = 16,  # answers to each
+    samples: int = 16,  # completions of each
 ) -> Preflight:
     "Try a run out on a few prompts: writes nothing, changes no weights. Raises what the run itself would raise."
     for name, value, least in (("prompts", prompts, 1), ("samples", samples, 2)):
@@ -1093,7 +1097,7 @@ async def preflight(
             raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
     check_backend(cfg, backend)
     seconds, before = dict[str, float](), peak_memory()
-    asked, groups = await first_answers(backend, rows, reward, cfg, prompts, samples, seconds)
+    asked, groups = await first_completions(backend, rows, reward, cfg, prompts, samples, seconds)
     datums = datums_from_groups(groups, max_seq_len=cfg.max_seq_len)
     with stopwatch(seconds, "policy"):
         policy = await backend.policy.forward(datums)

@@ -12,7 +12,7 @@ import asyncio
 import re
 import selectors
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, partial
@@ -24,8 +24,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl_notebook.advantages import SPREAD_TOLERANCE, group_advantages, is_dead
+from rl_notebook.advantages import STD_TOLERANCE, group_advantages, is_dead
 from rl_notebook.align import align_logprobs, require_finite
+from rl_notebook.backends.builtin import builtin_inputs, builtin_loss
 from rl_notebook.backends.openai import OpenAISampler
 from rl_notebook.config import Config, DAPOConfig
 from rl_notebook.core import Completion, Datum, PromptGroup, RLNotebookError, RolloutSample, SampleParams, TensorData
@@ -35,8 +36,6 @@ from rl_notebook.losses import (
     TRL_PRESETS,
     LossOptions,
     SideData,
-    builtin_inputs,
-    builtin_loss,
     loss_metrics,
     make_grpo_loss_fn,
     make_loss_fn,
@@ -52,7 +51,8 @@ from rl_notebook.rewards import (
     tagged_integer,
     tagged_integer_reward,
 )
-from rl_notebook.rollouts import arrivals, greedy_chunks, groups_per_pass, window_batches
+from rl_notebook.groups import Gate, Producer
+from rl_notebook.rollouts import groups_per_pass
 
 T = TypeVar("T")
 # tolerances: float64, counts in float32, advantages in float32, a correction computed in float32
@@ -697,7 +697,7 @@ def trl_loss(case: Case) -> Outcome:
 
 ONE_SAMPLE = "a group of one has no spread and is refused; it makes NaN"
 NOT_FINITE = "rewards that are not finite are refused; it makes NaN"
-DEAD_GROUP = f"rewards closer than {SPREAD_TOLERANCE:g} have advantage 0; the rest agrees given its advantages"
+DEAD_GROUP = f"rewards closer than {STD_TOLERANCE:g} have advantage 0; the rest agrees given its advantages"
 SMALL_SPREAD = "a spread below eps still divides; its advantages are ours times a constant, the rest agrees given them"
 SHORTEST = "series of different lengths are refused, not cut to the shortest; agrees after cutting them"
 
@@ -962,7 +962,7 @@ def datum_making(case: Case) -> Outcome:
     return Outcome(tuple(differs))
 
 
-TOLERANCE = f"rewards closer than {SPREAD_TOLERANCE:g} count as equal; agrees with a tolerance of nothing"
+TOLERANCE = f"rewards closer than {STD_TOLERANCE:g} count as equal; agrees with a tolerance of nothing"
 
 
 @adapter("dynamic_filter")
@@ -971,7 +971,7 @@ def dynamic_filter(case: Case) -> Outcome:
     rewards, accepted = case.inputs["rewards"], case.expected["should_accept"]
     assert (not is_dead(rewards, tolerance=np.nextafter(0, 1))) == accepted
     if is_dead(rewards) == accepted:
-        assert np.ptp(floats(rewards)) < SPREAD_TOLERANCE
+        assert np.ptp(floats(rewards)) < STD_TOLERANCE
         return Outcome((TOLERANCE,))
     return AGREED
 
@@ -1283,6 +1283,13 @@ def unordered_rewards(event: Sequence[Any]) -> list[Any]:
     ]
 
 
+def round_of(rows: Sequence[int], most: int, run: Any, useful: Any) -> Producer[PromptGroup]:
+    "These rows, each of which keeps its place: a window, or a step that is trained on as it arrives."
+    upcoming = iter(rows)
+    gate = Gate(len(rows), 1, max_concurrency=most or None, refills=False)
+    return Producer(gate, lambda: next(upcoming, None), run, useful)
+
+
 @adapter("sync_windows__517d206d")
 def sync_windows(case: Case) -> Outcome:
     "Windows of steps between weight syncs: who is sampled when, what trains together, when weights are synced."
@@ -1300,12 +1307,14 @@ def sync_windows(case: Case) -> Outcome:
         step = c["global_step"]
         for first in range(0, len(rows), size):
             before = step
-            source = arrivals([partial(sampled, row) for row in rows[first : first + size]], c["max_concurrent"])
-            async for live, dropped in window_batches(source, lambda g: not is_dead(g.rewards), per_step):
-                if live:
-                    await asyncio.sleep(c["train_duration"])
-                    events.append(["train_step", step, [g.index for g in live], stats_of(live, dropped)])
-                    step += 1
+            window = round_of(
+                rows[first : first + size], c["max_concurrent"], sampled, lambda g: not is_dead(g.rewards)
+            )
+            while batch := await window.batch(per_step):
+                live, dropped = [[row.value for row in found] for found in (batch, window.take_rejected())]
+                await asyncio.sleep(c["train_duration"])
+                events.append(["train_step", step, [g.index for g in live], stats_of(live, dropped)])
+                step += 1
             if step > before and c["weight_sync_interval"]:
                 await asyncio.sleep(c["weight_sync_duration"])
                 events.append(["weight_sync", step])
@@ -1335,19 +1344,13 @@ def greedy_batching(case: Case) -> Outcome:
     async def loop() -> int:
         step = 0
         for first in range(0, len(x["kind"]), per_step):
-            jobs = [partial(sampled, row) for row in range(first, min(first + per_step, len(x["kind"])))]
-            passes, dropped = [], []
-
-            async def kept(
-                source: AsyncIterator[list[PromptGroup]], dropped: list[PromptGroup] = dropped
-            ) -> AsyncIterator[list[PromptGroup]]:
-                async for burst in source:
-                    dropped += [g for g in burst if not keep(g)]
-                    yield [g for g in burst if keep(g)]
-
-            async for groups in greedy_chunks(kept(arrivals(jobs, c["max_concurrent"])), *limits):
+            rows, passes = range(first, min(first + per_step, len(x["kind"]))), []
+            source = round_of(rows, c["max_concurrent"], sampled, keep)
+            while batch := await source.batch(*limits, per_step):
+                groups = [row.value for row in batch]
                 events.extend([name, [g.index for g in groups]] for name in ("ref_forward", "fwd_bwd"))
                 passes.append(groups)
+            dropped = [row.value for row in source.take_rejected()]
             if passes:
                 live = [g for groups in passes for g in groups]
                 stats = {**stats_of(live, dropped), "fwd_bwd_group_counts": [len(groups) for groups in passes]}

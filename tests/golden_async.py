@@ -15,12 +15,12 @@ from typing import Any
 
 from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, unordered_rewards
 
-from rl_notebook import async_loop, rollouts
+from rl_notebook import async_loop, phases, rollouts
 from rl_notebook.advantages import is_dead
-from rl_notebook.async_loop import Gate, Finished, Producer
 from rl_notebook.config import Config
 from rl_notebook.core import RolloutSample
 from rl_notebook.data import Row
+from rl_notebook.groups import Finished, Gate, Producer
 from rl_notebook.phases import Graded
 from rl_notebook.rollouts import Prompt
 
@@ -161,15 +161,14 @@ class Run:
         self.looking = asyncio.Event()
         self.occasions: set[str] = set()  # ways of the other program that made a difference to something
         self.counts: Counter[str] = Counter()
-        self.barren = 0
-        self.cfg = SimpleNamespace(drop_dead=True, prompt_groups_per_step=gate.groups_per_step)
+        self.cfg = SimpleNamespace(drop_dead=True, prompt_groups_per_step=gate.groups_per_step, advantage_scale="batch")
         clock = asyncio.get_running_loop().time
         self.producer: Producer[Graded] = Producer(gate, self.take, self.row, self.useful, clock=clock)
 
     # what a loop is asked
     @property
-    def flow(self) -> Any:
-        return self
+    def batch(self) -> Any:
+        return SimpleNamespace(rows=self.live)
 
     @property
     def state(self) -> Any:
@@ -227,7 +226,7 @@ class Run:
 
     def useful(self, answered: Graded) -> bool:
         "Whether a row is trained on, as a loop decides it."
-        found, number = async_loop.teaches(self, answered), answered.group.number
+        found, number = phases.teaches(self, answered), answered.group.number
         self.counts["sample_fails"] += len(answered.group.dropped)
         self.counts["filter_drops"] += bool(answered.group.samples) and not found
         self.reasons[number] = "accepted" if found else "filter" if answered.group.samples else "none"
@@ -238,7 +237,7 @@ class Run:
         "Rows to train on, as soon as there are so many."
         p = self.producer
         if FIRST_COME not in self.ways:
-            return await p.batch(count, places)
+            return await p.batch(count, places=places)
         p.fill()
         while len(p.ready) < count and p.in_flight:
             p.changed.clear()
@@ -262,7 +261,7 @@ class Run:
 
     def metrics(self, live: Sequence[Finished[Graded]]) -> dict[str, float]:
         "Those of a step."
-        self.finished = live
+        self.live = live
         found = async_loop.gate_metrics(self)
         self.occasions |= {DRAWS_COUNTED} if self.out.total() != len(self.producer.in_flight) else set()
         if DRAWS_COUNTED in self.ways:

@@ -40,6 +40,15 @@ MAX_NAMES = 300  # names in all `__all__` of the package together
 PROSE_GOAL, PROSE_FLOOR = 2.0, 1.0  # words of prose an exported line: of the package, of any notebook
 SHOWN_GOAL, SHOWN_FLOOR = 6.0, 3.0  # shown cells per hundred exported lines: of the package, of any notebook
 
+RULED_OUT = {  # words that a reader of this field would not search for, and what is said instead
+    "under way": "in flight, running, current",
+    "slopes?": "dlogprobs, or a derivative",
+    "who pushed": "gradient attribution",
+    "nothing to mend": "no mismatch found",
+    "the same say": "equal weight per sequence",
+    "logps|log_probs": "logprobs",
+}
+
 NETWORK = {
     "aiohttp",
     "ftplib",
@@ -345,6 +354,34 @@ def the_loop_knows_no_concrete_backend(house: House) -> list[str]:
     ]
 
 
+VENDOR = re.compile(r"fireworks|tinker|hotload", re.IGNORECASE)
+NAMED_ELSEWHERE = {"metrics"}  # has a table of what other programs call a metric
+
+
+def named_in_code(tree: ast.AST) -> Iterator[str]:
+    "Names that code defines or uses, and texts that are one word: what could be the name of a service."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.arg):
+            yield getattr(node, "id", "") or getattr(node, "attr", "") or getattr(node, "name", "") or node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg
+
+
+@rule
+def core_and_loop_know_no_service(house: House) -> list[str]:
+    "Core (0x) and loop (3x) have no setting, class or table of a service: those stand on the floor of the backends."
+    return [
+        f"{cell.where} names {name!r}"
+        for number, module, nb in house.modules
+        if (number < 10 or 30 <= number < 40) and module not in NAMED_ELSEWHERE
+        for cell in nb.exported
+        for name in sorted(set(named_in_code(cell.tree)))
+        if VENDOR.search(name)
+    ]
+
+
 @rule
 def the_loop_imports_neither_insight_nor_views(house: House) -> list[str]:
     "Insight (4x) and views (5x) read the loop's records; the loop does not know them."
@@ -562,6 +599,19 @@ def _habit(node: ast.AST, number: float) -> str | None:
         case ast.Call() if ast.unparse(node.func) == "asyncio.run" and not (60 <= number < 70 or number >= 80):
             return "asyncio.run, which breaks inside a running notebook"
     return None
+
+
+@rule
+def the_words_are_those_of_the_field(house: House) -> list[str]:
+    "Prose, messages and names use the words that people in this field use."
+    words = {re.compile(rf"(?<![a-z])(?:{word})(?![a-z])", re.IGNORECASE): say for word, say in RULED_OUT.items()}
+    cells = [cell for nb in house.notebooks for cell in nb.cells]
+    return [
+        f"{cell.where}: {found[0]!r}; say {say}"
+        for cell in cells
+        for pattern, say in words.items()
+        if (found := pattern.search(cell.source))
+    ]
 
 
 @rule

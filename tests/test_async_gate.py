@@ -6,11 +6,13 @@ so, and a model of its own knows where each row has to be. Then the same from ou
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -26,13 +28,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rl_notebook import async_loop
-from rl_notebook.async_loop import AsyncGRPOLoop, Gate, Finished, Producer
+from rl_notebook import groups
+from rl_notebook.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.local import open_local
 from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
 from rl_notebook.core import PhaseError, RewardError, RolloutSample
 from rl_notebook.data import load_rows
+from rl_notebook.groups import Finished, Gate, Producer
 from rl_notebook.toy import load_model, toy_rows
 
 
@@ -384,6 +387,17 @@ def test_every_row_is_trained_in_time_in_the_worst_order(order: str) -> None:
         rows.teardown()
 
 
+def test_no_other_code_writes_the_counts_of_a_gate() -> None:
+    counts, written = {"running", "accepted", "version"}, []
+    for path in Path(groups.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            flat = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
+            on_gate = [t for t in flat if isinstance(t, ast.Attribute) and "gate" in ast.unparse(t.value).lower()]
+            written += [f"{path.name}:{t.lineno}" for t in on_gate if t.attr in counts]
+    assert written == []
+
+
 # -- and it would be noticed -------------------------------------------------------------------------------------
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
@@ -402,7 +416,12 @@ def accepted_rows_are_not_counted(monkeypatch):
 
 @bug
 def rejected_rows_keep_their_place(monkeypatch):
-    monkeypatch.setattr(Gate, "reject", lambda gate: None)
+    monkeypatch.setattr(Gate, "reject", Gate.accept)
+
+
+@bug
+def rows_that_are_given_up_keep_their_place(monkeypatch):
+    monkeypatch.setattr(Gate, "give_up", lambda gate, in_flight=0, useful=0, useless=0: None)
 
 
 @bug
@@ -427,40 +446,40 @@ def a_version_too_many(monkeypatch):
 
 @bug
 def nobody_waits_for_a_slow_row(monkeypatch):
-    monkeypatch.setattr(async_loop, "pick", lambda producer, places: producer.ready[:places])
+    monkeypatch.setattr(groups, "pick", lambda producer, places: producer.ready[:places])
 
 
 @bug
 def the_newest_rows_go_first(monkeypatch):
-    monkeypatch.setattr(async_loop, "pick", lambda producer, places: producer.ready[::-1][:places])
+    monkeypatch.setattr(groups, "pick", lambda producer, places: producer.ready[::-1][:places])
 
 
 @bug
 def a_recall_forgets_rows_that_are_back(monkeypatch):
-    recall = async_loop.recall
+    recall = groups.recall
 
     def forgetful(producer, newer_than=-1):
         producer.ready = []
         recall(producer, newer_than)
 
-    monkeypatch.setattr(async_loop, "recall", forgetful)
+    monkeypatch.setattr(groups, "recall", forgetful)
 
 
 @bug
 def a_recall_spares_rows_that_taught_nothing(monkeypatch):
-    recall = async_loop.recall
+    recall = groups.recall
 
     def sparing(producer, newer_than=-1):
         rejected, producer.rejected = producer.rejected, []
         recall(producer, newer_than)
         producer.rejected = rejected
 
-    monkeypatch.setattr(async_loop, "recall", sparing)
+    monkeypatch.setattr(groups, "recall", sparing)
 
 
 @bug
 def rows_start_although_none_is_to_be(monkeypatch):
-    fill = async_loop.fill
+    fill = groups.fill
 
     def eager(producer):
         held, producer.held = producer.held, ""
@@ -468,36 +487,36 @@ def rows_start_although_none_is_to_be(monkeypatch):
         producer.held = held
         return started
 
-    monkeypatch.setattr(async_loop, "fill", eager)
+    monkeypatch.setattr(groups, "fill", eager)
 
 
 @bug
 def a_place_that_is_free_stays_so(monkeypatch):
-    land, fill = async_loop.land, Producer.fill
+    land, fill = groups.land, Producer.fill
 
     def without_refill(producer, number, task):
         monkeypatch.setattr(Producer, "fill", lambda p: 0)
         land(producer, number, task)
         monkeypatch.setattr(Producer, "fill", fill)
 
-    monkeypatch.setattr(async_loop, "land", without_refill)
+    monkeypatch.setattr(groups, "land", without_refill)
 
 
 @bug
 def a_row_that_raised_is_lost(monkeypatch):
-    land = async_loop.land
+    land = groups.land
 
     def careless(producer, number, task):
         give_back, producer.give_back = producer.give_back, lambda numbers: None
         land(producer, number, task)
         producer.give_back = give_back
 
-    monkeypatch.setattr(async_loop, "land", careless)
+    monkeypatch.setattr(groups, "land", careless)
 
 
 @bug
 def what_a_rollout_raised_is_not_said(monkeypatch):
-    monkeypatch.setattr(async_loop, "raise_failure", lambda producer: setattr(producer, "error", None))
+    monkeypatch.setattr(groups, "raise_failure", lambda producer: setattr(producer, "error", None))
 
 
 @bug
@@ -507,14 +526,14 @@ def time_with_rows_under_way_is_idle_too(monkeypatch):
 
 @bug
 def a_recall_stops_the_idle_clock(monkeypatch):
-    recall = async_loop.recall
+    recall = groups.recall
 
     def stopped(producer, newer_than=-1):
         since = producer.idle_since
         recall(producer, newer_than)
         producer.idle_since = since
 
-    monkeypatch.setattr(async_loop, "recall", stopped)
+    monkeypatch.setattr(groups, "recall", stopped)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from rl_notebook.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.local import open_local
 from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
-from rl_notebook.core import BackendError, PhaseError, RecordError, RewardError, RolloutRun
+from rl_notebook.core import BackendError, PhaseError, RewardError, RolloutRun
 from rl_notebook.data import load_rows
 from rl_notebook.back import restore_checkpoint, save_checkpoint, updates_of
 from rl_notebook.loop import GRPOLoop
@@ -103,10 +103,10 @@ def check_books(loop, records=None):
     "Every row that was taken is in exactly one record, in the step under way, or pending."
     records = list(loop.records) if records is None else records
     under_way = [p.number for p in loop.state.values["prompts"]] if "sample" in loop.state.values else []
-    places = [*flat(records), *under_way, *loop.flow.pending]
-    assert sorted(places) == list(range(loop.flow.intake.consumed))
-    gate = loop.flow.gate
-    assert gate.running == len(loop.flow.producer.in_flight) * gate.completions_per_prompt
+    places = [*flat(records), *under_way, *loop.pending]
+    assert sorted(places) == list(range(loop.intake.cursor.consumed))
+    gate = loop.producer.gate
+    assert gate.running == len(loop.producer.in_flight) * gate.completions_per_prompt
 
 
 def check_records(records, rows, bound):
@@ -126,7 +126,7 @@ async def nothing_left():
     "No row is under way in this event loop, and what a sampler has begun for one ends by itself."
     await turns()
     left = asyncio.all_tasks() - {asyncio.current_task()}
-    assert {task.get_coro().__qualname__ for task in left} <= {"keep_pumping"}
+    assert {task.get_coro().__qualname__ for task in left} <= {"run_scheduler"}
     await asyncio.gather(*left)
 
 
@@ -342,7 +342,7 @@ def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
         loop = begin(factory, rows=7, keep=ALL, max_head_offpolicy_versions=2)
         first = await loop.run(2, progress=False)  # two whole batches, and row 6 is still under way
         assert [r.trained for r in first] == [True, True]
-        assert loop.flow.pending == [6]
+        assert loop.pending == [6]
         doors.open(6)
         [last] = await loop.run(progress=False)
         assert (last.trained, [g.number for g in last.groups]) == (False, [6])
@@ -610,7 +610,7 @@ def test_a_reward_that_is_tried_by_hand_keeps_the_rows_and_their_versions():
         loop = begin(LENGTH, keep=ALL, max_head_offpolicy_versions=1)
         await loop.step()
         await up_to(loop, "prompts", "sample")
-        versions = {row.number: row.version for row in loop.flow.finished}
+        versions = {row.number: row.version for row in loop.batch.rows}
         groups = loop.score(lambda text: -float(len(text)))
         assert [g.rewards.tolist() for g in groups] == [[-float(len(s.text)) for s in g.samples] for g in groups]
         record = await loop.step()
@@ -632,7 +632,7 @@ def test_pause_starts_nothing_and_resume_goes_on():
         record = await loop.step()  # what is under way is enough for a batch
         await loop.pause(drain=True)
         assert sorted(doors.calls) == [0, 1, 2, 3, 4, 5]
-        assert (len(record.groups), len(loop.flow.producer.ready), loop.flow.producer.in_flight) == (3, 3, {})
+        assert (len(record.groups), len(loop.producer.ready), loop.producer.in_flight) == (3, 3, {})
         assert "no row is started: paused" in loop.place
         await loop.step()
         with pytest.raises(PhaseError, match=r"a batch: got 0 of 3 rows, and none started: paused. Call loop.resume"):
@@ -690,7 +690,7 @@ def test_so_many_steps_and_then_by_hand():
     async def main():
         loop = begin(rollouts(), max_head_offpolicy_versions=1)
         first = await loop.run(2, progress=False)
-        while loop.flow.producer.in_flight:  # nobody is stepping: they end, and no other is started
+        while loop.producer.in_flight:  # nobody is stepping: they end, and no other is started
             await asyncio.sleep(0.001)
         taken = loop.cursor.consumed
         await turns()
@@ -741,8 +741,8 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights(to, versions):
         [(second, after)] = await recorded(loop, 1)
         await loop.undo(to=to)
         assert same(before, weights(loop))
-        assert (loop.state.number, loop.flow.gate.version) == (2, 1)
-        assert loop.flow.gate.accepted == 12 + 4 * (len(live(second)) + len(loop.flow.producer.ready))
+        assert (loop.state.number, loop.producer.gate.version) == (2, 1)
+        assert loop.producer.gate.accepted == 12 + 4 * (len(live(second)) + len(loop.producer.ready))
         check_books(loop)
         again = await loop.step()
         assert same(after, weights(loop))
@@ -769,7 +769,7 @@ def test_two_steps_are_taken_back_and_the_run_ends_as_it_would_have(how, setting
         check_books(loop)
         await loop.undo()
         check_books(loop)
-        assert (loop.state.number, loop.flow.gate.version, len(loop.records)) == (1, 0, 0)
+        assert (loop.state.number, loop.producer.gate.version, len(loop.records)) == (1, 0, 0)
         again = await recorded(loop, 4)
         if "pipeline_chunks_per_step" not in settings:  # which rows come into which part is for the clock to say
             assert same(first[0][1], again[0][1])  # on-policy, rows are drawn again from the same weights
@@ -787,16 +787,16 @@ def test_rows_of_weights_that_are_gone_are_drawn_again_and_older_ones_stay():
         loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=2)
         await loop.step()
         loop.prompts()
-        while len(loop.flow.producer.in_flight) > 1:
+        while len(loop.producer.in_flight) > 1:
             await asyncio.sleep(0.001)
-        newer = {r.number for r in loop.flow.producer.ready if r.version == 1}
-        older = {r.number for r in loop.flow.producer.ready if r.version == 0}
-        assert (len(newer), len(older), set(loop.flow.producer.in_flight)) == (3, 5, {5})
+        newer = {r.number for r in loop.producer.ready if r.version == 1}
+        older = {r.number for r in loop.producer.ready if r.version == 0}
+        assert (len(newer), len(older), set(loop.producer.in_flight)) == (3, 5, {5})
         calls = doors.calls.copy()
         await loop.undo()
-        assert {r.number for r in loop.flow.producer.ready} == older
-        assert set(loop.flow.producer.in_flight) == {5}
-        assert set(loop.flow.waiting) == newer
+        assert {r.number for r in loop.producer.ready} == older
+        assert set(loop.producer.in_flight) == {5}
+        assert {*loop.intake.upcoming(len(newer))} == newer
         check_books(loop)
         doors.open(5)
         check_records([await loop.step(), *await loop.run(progress=False)], 24, 2)
@@ -827,14 +827,14 @@ def test_a_branch_waits_until_nothing_is_under_way():
         doors = Doors([4])
         loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1)
         await loop.step()
-        with pytest.raises(PhaseError, match=r"branch: got \d rows? under way; .*pause\(drain=True\)"):
+        with pytest.raises(PhaseError, match=r"branch: got \d rows? in flight; .*pause\(drain=True\)"):
             await loop.branch(learning_rate=1e-4)
         doors.open(4)
         await loop.pause(drain=True)
         branch = await loop.branch(learning_rate=1e-4)
         loop.resume()
         await up_to(loop, "prompts", "sample", *SECOND_HALF[:-1])  # the sync has opened the gate
-        with pytest.raises(PhaseError, match=r"another loop's turn: got \d+ rows? under way"):
+        with pytest.raises(PhaseError, match=r"another loop's turn: got \d+ rows? in flight"):
             await branch.step()
         await loop.close()
         assert (await branch.step()).step == 2
@@ -852,7 +852,7 @@ def test_two_branches_in_turn_each_train_every_row_once(at, versions):
         await up_to(loop, "prompts", "sample", "score", "advantages")
         await loop.pause(drain=True)
         branch = await loop.branch(at=at, learning_rate=3e-3)
-        loop.flow.producer.held = ""
+        loop.producer.held = ""
         check_books(loop, [first])
         sides = {loop: [first], branch: [first]}
         while not (loop.done and branch.done):
@@ -1052,20 +1052,21 @@ def test_a_run_goes_on_from_a_checkpoint_with_rows_that_were_under_way(versions,
         first = await loop.run(2, progress=False)
         loop.prompts()
         assert await save_checkpoint(loop, folder) == 2
-        pending = loop.flow.pending
+        pending = loop.pending
         await up_to(loop, "sample", "score", "advantages", "datums", "reference", "backward", "optimize")
         with pytest.raises(PhaseError, match="step 3 half done"):
             await save_checkpoint(loop, folder)
         await loop.close()
         found = folder.latest_checkpoint()
         assert found.extra["pending"] == pending
-        if pending:
-            plain = begin(rollouts(), kind=GRPOLoop)
-            with pytest.raises(RecordError, match=r"got \d+ prompts that were under way; .*recipe='async_rl_loop'"):
-                await restore_checkpoint(plain, found)
+        plain = begin(rollouts(), kind=GRPOLoop)  # has nothing in flight, and draws them first
+        assert await restore_checkpoint(plain, found) == 2
+        upcoming = [*pending, *range(found.cursor["consumed"], 24)]
+        assert [p.number for p in plain.prompts()] == upcoming[:3]
+        assert flat([*first, *await plain.run(progress=False)]) == [*range(24)]
         later = begin(rollouts(), max_head_offpolicy_versions=versions)
         assert await restore_checkpoint(later, found) == 2
-        assert (later.flow.pending, later.cursor.consumed) == (pending, found.cursor["consumed"])
+        assert (later.pending, later.cursor.consumed) == (pending, found.cursor["consumed"])
         check_records([*first, *await later.run(progress=False)], 24, versions)
 
     run(main())
@@ -1162,8 +1163,8 @@ def test_seek_in_a_loop_that_is_running(versions, tmp_path):
         arrival = await loop.seek(2, folder)
         assert arrival.gap == 0.0
         assert same(weights(loop), steps[1][1])
-        assert tuple(loop.flow.pending) == steps[1][0].pending
-        assert (loop.flow.gate.version, loop.state.number) == (2, 3)
+        assert tuple(loop.pending) == steps[1][0].pending
+        assert (loop.producer.gate.version, loop.state.number) == (2, 3)
         later = await loop.run(progress=False)
         check_records([*(r for r, _ in steps[:2]), *later], 24, versions)
 

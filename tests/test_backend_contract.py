@@ -263,9 +263,9 @@ def test_the_loss_is_called_once_with_everything(opened):
         assert {k: v for k, v in out.metrics.items() if not k.startswith("grad_norm/")} == {"parts": 7.0}
         want = -sum(d.advantage * np.nansum(s.values) for d, s in zip(datums, out.logprobs, strict=True))
         assert out.loss == pytest.approx(want, rel=1e-5)
-        for d, slope in zip(datums, out.dlogprobs, strict=True):
-            assert np.allclose(slope, np.where(d.active, -d.advantage, 0.0))
-            assert (slope[~d.active] == 0).all()
+        for d, dlogprob in zip(datums, out.dlogprobs, strict=True):
+            assert np.allclose(dlogprob, np.where(d.active, -d.advantage, 0.0))
+            assert (dlogprob[~d.active] == 0).all()
 
     opened(test)
 
@@ -453,10 +453,10 @@ def test_three_steps_agree_with_the_local_backend(opened, entry):
         async with local(**entry.twin) as twin:
             datums = datums_of(await sampled(twin, n=8))
             ours, theirs = [await three(b, datums) for b in (backend, twin)]
-            for (loss, logprobs, slopes), (loss_, logprobs_, slopes_) in zip(ours, theirs, strict=True):
+            for (loss, logprobs, dlogprobs), (loss_, logprobs_, dlogprobs_) in zip(ours, theirs, strict=True):
                 assert loss == pytest.approx(loss_, rel=1e-5, abs=1e-6)
                 assert gap(logprobs, logprobs_) <= 1e-5
-                assert gap(slopes, slopes_) <= 1e-6
+                assert gap(dlogprobs, dlogprobs_) <= 1e-6
             weights, weights_ = await entry.weights(backend), await local_weights(twin)
             assert weights.keys() == weights_.keys()
             assert max(float((weights[n] - weights_[n]).abs().max()) for n in weights) <= 1e-5
@@ -481,7 +481,7 @@ def requests_since(start: int) -> list[str]:
 
 
 def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
-    "Every loss that the service has: values, slopes, weights after three steps, and how many calls that takes."
+    "Every loss that the service has: values, derivatives, weights after three steps, and how many calls that takes."
 
     async def three(backend, datums, options, there: bool, divided_by):
         seen, begun = [], len(service().emulator.log)
@@ -512,10 +512,10 @@ def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
                 await backend.policy.load_state(start)
                 runs.append(await three(backend, datums, options, there, divided_by))
             (ours, weights, calls), (theirs, weights_, calls_) = runs
-            for (loss, metrics, slopes), (loss_, metrics_, slopes_) in zip(ours, theirs, strict=True):
+            for (loss, metrics, dlogprobs), (loss_, metrics_, dlogprobs_) in zip(ours, theirs, strict=True):
                 assert loss == pytest.approx(loss_, rel=1e-5, abs=1e-6)
                 assert metrics == pytest.approx(metrics_, rel=1e-3, abs=1e-5, nan_ok=True)
-                assert gap(slopes, slopes_) <= 1e-6
+                assert gap(dlogprobs, dlogprobs_) <= 1e-6
             assert max(float((weights[n] - weights_[n]).abs().max()) for n in weights) <= 1e-5, name
             assert len(calls) == 10  # a forward and a backward pass each
             assert calls_ == ["forward_backward"] * 5

@@ -363,7 +363,7 @@ SEERS: dict[str, Callable[[StepRecord], str]] = {
 
 ALL_LIVE = "All 8 groups carry signal"
 LAB = "mean reward 0.391 → 12.281; dead groups 0% → 0%"
-HALF = "half of the push is in 11 of 64 samples"
+HALF = "half of the gradient is in 11 of 64 samples"
 NOWHERE = "group 0, sample 0 (row 'q757'): "  # the place of the first bad value
 NO_K3 = shows("kl | mean difference [", absent=("kl | k3",))  # 0 throughout says nothing
 NO_KL = shows("charts: reward, functions, length, dead, advantage spread, token share", "empty: kl", absent=("kl |",))
@@ -381,7 +381,7 @@ def not_finite(name: str, value: str, more: str) -> dict[str, Outcome]:
     "What everybody says about a value that is no number, first met at one target of the first sample."
     place = f"{name} is {value} at group 0, sample 0 (row 'q757'), target 9 (token 10){more}"
     return {
-        "invariants": shows("✗ finite: a value is not a number", place, "mend what computed it"),
+        "invariants": shows("✗ finite: a value is not a number", place, "fix what computed it"),
         "x-ray": shows("✗ finite:", place),
     }
 
@@ -426,7 +426,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "doctor": shows("all well", "no two rows to exchange"),
         "what-if": shows("8 datums, 88 tokens in the loss"),
         "reward lab": shows("mean reward 0.300 → 11.000", "1 advantages change sign"),
-        "attribution": shows("half of the push is in 1 of 8 samples"),
+        "attribution": shows("half of the gradient is in 1 of 8 samples"),
         "run charts": shows("reward | quartiles [0.3]", "reward | lower quartile [0.3]"),
         "step charts": shows("advantages |  [[-0.81009", "rewards counted | with signal [1, 6, 0, 0, 0, 0, 1]"),
         "tokens": shows("TokenInspector(8 samples", ONE_SAMPLE),
@@ -438,11 +438,11 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "record": shows("live 501/512 groups", "and 4080 more in completions_table()"),
         "sentence": shows("501 of 512 groups carry signal, 11 all at 0.2."),
         "invariants": shows("they sum to 0 in each of 512 groups", "exactly the 52867 sampled tokens", absent=("✗",)),
-        "x-ray": shows("599 of 4096 answers cut at the limit", absent=("✗",)),
+        "x-ray": shows("599 of 4096 completions cut at the limit", absent=("✗",)),
         "doctor": shows("all well", "0 of 52867 positions"),
         "what-if": shows("4008 datums, 52867 tokens in the loss"),
         "reward lab": shows("dead groups 2% → 2%", "817 advantages change sign"),
-        "attribution": shows("half of the push is in 800 of 4008 samples"),
+        "attribution": shows("half of the gradient is in 800 of 4008 samples"),
         "run charts": shows("reward | mean [0.444921875]", "dead | all wrong [0.021484375]"),
         # all samples are counted, the map shows 64 groups and says of how many
         "step charts": shows("rewards counted | with signal", "group 0-63 of 512"),
@@ -517,7 +517,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "doctor": refuses(AlignmentError, f"{NOWHERE}sampler logprobs: got NaN or infinity at all 786 positions"),
         "what-if": hole("sampler_logprobs", "nan", 27),
         "reward lab": shows(LAB),
-        "attribution": shows(HALF),  # reads the recorded slopes, which are numbers
+        "attribution": shows(HALF),  # reads the recorded derivatives, which are numbers
         "run charts": NO_K3,
         "step charts": STEP_CHARTS,
         "tokens": shows("27 scored · 27 not a number", "sampler logprob: 27 not a number", "Too few tokens to tell"),
@@ -582,7 +582,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "record": shows("nothing trained: all 8 groups had equal rewards"),
         "sentence": shows("Nothing was trained: all 8 groups are dead (8 all wrong)"),
         "invariants": shows("✗ signal: 0 of 8 groups carry signal, 8 all wrong", "– mask: nothing was trained"),
-        "x-ray": shows("so no answer was better than its siblings", "– update: nothing was trained"),
+        "x-ray": shows("so no completion was better than its siblings", "– update: nothing was trained"),
         "doctor": refuses(
             DatumError, "step 1: datums: got all 8 groups had equal rewards", "Diagnose a step that trained"
         ),
@@ -598,16 +598,16 @@ TABLE: dict[str, dict[str, Outcome]] = {
     },
     "no answers": {
         "record": shows("nothing trained: every rollout failed"),
-        "sentence": shows("Nothing was trained: every rollout failed.", "1 without a graded answer"),
+        "sentence": shows("Nothing was trained: every rollout failed.", "1 without a graded completion"),
         "invariants": shows(
-            "✗ completions: 0 of 1 answers cut at the limit, 1 lost", "RuntimeError: the server is gone"
+            "✗ completions: 0 of 1 completions cut at the limit, 1 lost", "RuntimeError: the server is gone"
         ),
         "x-ray": shows("every rollout failed", "the server is gone"),
         "doctor": refuses(
             DatumError, "step 1: datums: got every rollout failed", "Diagnose a step that trained something"
         ),
         "what-if": untrained("every rollout failed"),
-        "reward lab": refuses(RewardError, "step 1: reward lab: got no saved answers; expected at least one graded"),
+        "reward lab": refuses(RewardError, "step 1: reward lab: got no saved completions; expected at least one"),
         "attribution": untrained("every rollout failed"),
         "run charts": shows(
             "charts: none", "empty: reward, functions, length, dead, kl, advantage spread, token share"
@@ -627,7 +627,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "x-ray": shows("The record holds no groups", absent=("✗",)),
         "doctor": refuses(DatumError, "step 1: datums: got no prompt could be encoded", "Diagnose a step that trained"),
         "what-if": untrained("no prompt could be encoded"),
-        "reward lab": refuses(RewardError, "step 1: reward lab: got no saved answers"),
+        "reward lab": refuses(RewardError, "step 1: reward lab: got no saved completions"),
         "attribution": untrained("no prompt could be encoded"),
         "run charts": shows("charts: none"),
         "step charts": shows("charts: none"),
@@ -662,7 +662,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "doctor": shows("all well"),
         "what-if": shows("4 datums, 60 tokens in the loss"),
         "reward lab": shows(BAD[:20], "mean reward 0.300 → "),
-        "attribution": shows(BAD[:20], "half of the push is in 1 of 4 samples"),
+        "attribution": shows(BAD[:20], "half of the gradient is in 1 of 4 samples"),
         "run charts": shows("charts: reward, length, dead, kl", "dead | all wrong [0.5]"),
         "step charts": shows("advantages |  [[-0.73", "[0.0, 0.0, 0.0, 0.0]]"),
         "tokens": shows("ended </script><script>", "\\u001b[31m\\u202e", absent=("\x1b", "\u202e")),

@@ -13,7 +13,7 @@ from rl_notebook.async_loop import AT_REST, AsyncGRPOLoop
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import PhaseError, RolloutSample
-from rl_notebook.player import PAUSED, refusal, rows_under_way
+from rl_notebook.player import PAUSED, refusal, rows_in_flight
 from rl_notebook.records import Run, RunFolder
 from rl_notebook.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import (
@@ -30,7 +30,13 @@ from rl_notebook.views.report import report_html
 
 __all__ = ["one_thread"]
 
-TITLES = ("Rollouts beside training", "Age of what is trained", "Groups by age", "Who waits", "Rows in the pipeline")
+TITLES = (
+    "Rollouts beside training",
+    "Staleness of trained groups",
+    "Groups by staleness",
+    "Who waits",
+    "Rows in the pipeline",
+)
 
 
 class Door:
@@ -41,7 +47,7 @@ class Door:
         self.open.set()
 
     async def __call__(self, sample_prompt):
-        "Half of the answers are right."
+        "Half of the completions are right."
         await self.open.wait()
         self.through += 1
         tokens, index = sample_prompt["prompt_token_ids"], sample_prompt["sample_index"]
@@ -64,7 +70,7 @@ async def waiting_for_a_batch(dashboard, door):
     "Play until the door holds a batch up."
     door.open.clear()
     press(dashboard, "play")
-    await until(lambda: dashboard.loop.running == "sample" and rows_under_way(dashboard.loop))
+    await until(lambda: dashboard.loop.running == "sample" and rows_in_flight(dashboard.loop))
 
 
 def test_a_pause_holds_admission_at_once_and_play_goes_on():
@@ -72,14 +78,14 @@ def test_a_pause_holds_admission_at_once_and_play_goes_on():
         door = Door()
         dashboard = Dashboard(loop := loop_of(door))
         await waiting_for_a_batch(dashboard, door)
-        taken, under_way = loop.cursor.consumed, rows_under_way(loop)
+        taken, in_flight = loop.cursor.consumed, rows_in_flight(loop)
         press(dashboard, "pause")
-        assert loop.flow.producer.held == PAUSED
+        assert loop.producer.held == PAUSED
         door.open.set()
         await until(lambda: not dashboard.player.doing)
         assert "no row is started: paused" in dashboard.screen.head.value
-        await until(lambda: not rows_under_way(loop))  # they finish, and wait
-        assert (loop.cursor.consumed, len(loop.flow.finished) + len(loop.flow.producer.ready)) == (taken, under_way)
+        await until(lambda: not rows_in_flight(loop))  # they finish, and wait
+        assert (loop.cursor.consumed, len(loop.batch.rows) + len(loop.producer.ready)) == (taken, in_flight)
         await dashboard.play(2)
         assert dashboard.error is None
         assert [r.step for r in loop.records] == [1, 2]
@@ -97,7 +103,7 @@ def test_a_batch_that_a_pause_keeps_from_being_complete_is_no_error():
         press(dashboard, "pause")
         door.open.set()
         await until(lambda: not dashboard.player.doing)
-        assert (loop.state.current, len(loop.flow.producer.ready), dashboard.error) == ("sample", 1, None)
+        assert (loop.state.current, len(loop.producer.ready), dashboard.error) == ("sample", 1, None)
         await dashboard.step()
         assert [[g.number for g in r.groups] for r in loop.records] == [[0, 1]]
         await loop.close()
@@ -126,8 +132,8 @@ def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
     async def main():
         door = Door()
         dashboard = Dashboard(loop := loop_of(door))
-        assert refusal(dashboard.player, "drain") == "No row is under way."
-        with pytest.raises(PhaseError, match="No row is under way"):
+        assert refusal(dashboard.player, "drain") == "No row is in flight."
+        with pytest.raises(PhaseError, match="No row is in flight"):
             await dashboard.drain()
         await waiting_for_a_batch(dashboard, door)
         assert {"pause", "drain", "stop"} == enabled(dashboard)
@@ -135,19 +141,19 @@ def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
         assert refusal(dashboard.player, "drain") == "Busy: drain."
         door.open.set()
         await until(lambda: not dashboard.player.doing)
-        assert (rows_under_way(loop), dashboard.error, loop.flow.producer.held) == (0, None, PAUSED)
+        assert (rows_in_flight(loop), dashboard.error, loop.producer.held) == (0, None, PAUSED)
 
         door.open.clear()
-        while not rows_under_way(loop):  # rows that are ready are trained first
+        while not rows_in_flight(loop):  # rows that are ready are trained first
             await dashboard.step()
-        press(dashboard, "drain")  # at rest, with rows under way
+        press(dashboard, "drain")  # at rest, with rows in flight
         await until(lambda: dashboard.player.at == "drain")
         assert progress_of(loop, dashboard.watch)["phase"] == "drain"
         press(dashboard, "stop")
         await dashboard.player.task  # a cell that awaits it goes on, too
         assert not dashboard.player.doing
-        assert rows_under_way(loop) > 0
-        assert loop.flow.producer.held == PAUSED
+        assert rows_in_flight(loop) > 0
+        assert loop.producer.held == PAUSED
         door.open.set()
         await loop.close()
 
@@ -162,8 +168,8 @@ def test_a_stop_lets_rows_finish_and_starts_none():
         press(dashboard, "stop")
         taken = loop.cursor.consumed
         door.open.set()
-        await until(lambda: not dashboard.player.doing and not rows_under_way(loop))
-        assert (loop.flow.producer.held, loop.cursor.consumed, loop.stop_requested) == (AT_REST, taken, False)
+        await until(lambda: not dashboard.player.doing and not rows_in_flight(loop))
+        assert (loop.producer.held, loop.cursor.consumed, loop.stop_requested) == (AT_REST, taken, False)
         dashboard.refresh()
         assert "no row is started: the loop is at rest" in dashboard.screen.head.value
         await dashboard.play(1)
@@ -179,10 +185,10 @@ def test_with_chunks_a_pause_waits_for_the_gradient():
         dashboard = Dashboard(loop := loop_of(door, pipeline_chunks_per_step=2))
         await waiting_for_a_batch(dashboard, door)
         press(dashboard, "pause")
-        assert loop.flow.producer.held == ""
+        assert loop.producer.held == ""
         door.open.set()
         await until(lambda: not dashboard.player.doing)
-        assert (loop.state.current, loop.flow.producer.held, dashboard.error) == ("optimize", PAUSED, None)
+        assert (loop.state.current, loop.producer.held, dashboard.error) == ("optimize", PAUSED, None)
         await loop.close()
 
     run(main())
@@ -207,7 +213,7 @@ def test_branches_are_played_in_turns():
         door = Door()
         first = Dashboard(loop := loop_of(door))
         await first.step()
-        await first.drain() if rows_under_way(loop) else None
+        await first.drain() if rows_in_flight(loop) else None
         second = Dashboard(await loop.branch(learning_rate=1e-5))
         for dashboard in (first, second, first, second):
             await dashboard.step()
@@ -231,9 +237,9 @@ def test_what_is_shown():
         assert (said["bound"], said["unit"]) == (2, "rows of the batch")
         dashboard.refresh()
         assert "0 of 2 rows of the batch · " in dashboard.screen.head.value
-        assert f"{rows_under_way(loop)} rows under way, {len(loop.flow.producer.ready)} ready" == said["rows"]
+        assert f"{rows_in_flight(loop)} rows in flight, {len(loop.producer.ready)} ready" == said["rows"]
         kinds = [kind for *_, kind in waiting_rows(loop)]
-        assert kinds.count("under way") == rows_under_way(loop) > 0
+        assert kinds.count("in flight") == rows_in_flight(loop) > 0
         dashboard.screen.more.value = True
         await asyncio.sleep(0)
         drawn = [about["name"] for about in dashboard.screen.charts.shown]
@@ -254,7 +260,7 @@ def test_a_loop_that_takes_turns_looks_as_before():
         assert refusal(dashboard.player, "drain") == "Nothing runs beside training here."
         await dashboard.play(1)
         assert [about["name"] for about in dashboard.screen.charts.shown] == [*MAIN]
-        assert "rows under way" not in dashboard.screen.head.value
+        assert "rows in flight" not in dashboard.screen.head.value
         assert waiting_rows(loop) == []
 
     run(main())

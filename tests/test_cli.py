@@ -22,7 +22,8 @@ import yaml
 
 from rl_notebook import cli
 from rl_notebook.cli import main, option_values, parse_train
-from rl_notebook.config import Config, canonical, coerce, leaf_types
+from rl_notebook.config import Config
+from rl_notebook.settings import canonical, coerce, leaf_types
 from rl_notebook.core import ConfigError
 from rl_notebook.records import RunFolder
 from rl_notebook.views.report import run_status, write_report
@@ -64,7 +65,7 @@ def test_the_demo_ends_with_its_result(demo):
 def test_the_demo_tells_a_story(demo):
     folder, said = demo
     assert said.startswith("GRPO you can step through")
-    for part in ("step 1  reward ", "step 2  reward ", "Answers drawn in the first step:", f"run folder: {folder}"):
+    for part in ("step 1  reward ", "step 2  reward ", "Completions drawn in the first step:", f"run folder: {folder}"):
         assert part in said
     run = RunFolder.open(folder)
     assert run.steps == [1, 2]
@@ -303,14 +304,14 @@ def test_what_is_typed_is_what_arrives():
     assert cfg("--max-rows", "null").max_rows is None
     assert cfg("--max-rows", "None").max_rows is None  # as --help writes it
     assert cfg("--rewards", "gsm8k", "--reward-weights", "0.5").reward_weights == (0.5,)
-    assert cfg("--tis-enabled", "--tis.cap", "3").tis == Config(tis_enabled=True, tis={"cap": 3}).tis
+    assert cfg("--tis-enabled", "--tis.cap", "3") == cfg("--tis-cap", "3", "--tis", "token")
     assert cfg("--steps", "1", "--steps", "2").steps == 2
 
 
 def test_options_win_over_the_file(tmp_path):
     (tmp_path / "c.yaml").write_text("steps: 5\nlearning_rate: 0.5\ntis_enabled: true\ntis: {cap: 3}\n")
     cfg, how = parse_train(["--config", str(tmp_path / "c.yaml"), "--steps", "7", "--tis.cap", "4"])
-    assert (cfg.steps, cfg.learning_rate, cfg.tis and cfg.tis.cap) == (7, 0.5, 4.0)
+    assert (cfg.steps, cfg.learning_rate, cfg.tis, cfg.tis_cap) == (7, 0.5, "token", 4.0)
     assert how == {"resume": False, "leftover": "error"}
 
 
@@ -363,7 +364,7 @@ def test_help_says_what_every_field_is(capsys):
     bare = re.findall(r"(--[a-z.-]+) (?:\S+ )?\(default: ", said)
     assert not bare
     assert "what the centred reward is divided by, see the advantages notebook (default: std)" in said
-    assert "largest weight of a token or sequence (default: 5.0)" in said
+    assert "largest correction weight of a token or sequence (default: 5.0)" in said
 
 
 @pytest.mark.parametrize(

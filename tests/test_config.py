@@ -18,7 +18,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from rl_notebook import config as m
+from rl_notebook import settings as m
 from rl_notebook.config import (
     CISPOConfig,
     Config,
@@ -37,7 +37,10 @@ from rl_notebook.config import (
     WeightSyncConfig,
     WeightSyncScope,
 )
+from rl_notebook.cli import parse_train
 from rl_notebook.core import ConfigError
+from rl_notebook.options import KLEstimator
+from rl_notebook.records import Run, RunFolder, differing
 
 MODEL = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
@@ -116,12 +119,12 @@ def test_every_row_of_the_earliest_table_can_be_given():
     )
     assert (cfg.weight_sync_interval, cfg.dcp_save_interval) == (1, 10)
     assert cfg.weight_sync == WeightSyncConfig(weight_sync_timeout=300)
-    assert cfg.tis == TISConfig(cap=2.0, floor=0.0)
+    assert (cfg.tis, cfg.tis_cap, cfg.tis_floor) == ("token", 2.0, 0.0)
     assert cfg.resume == ResumeConfig("step-00010", "job-1", 10)
     assert cfg.backend == "fireworks"
     assert len(said) == 1
     assert "hotload.hot_load_interval -> weight_sync_interval" in said[0]
-    assert "tis.clip_high -> tis.cap" in said[0]
+    assert "tis.clip_high -> tis_cap" in said[0]
 
 
 def test_the_recipe_with_infra():
@@ -248,12 +251,10 @@ def test_trl_names_exist_in_trl():
     assert ours <= theirs
 
 
-@pytest.mark.parametrize("loss_type", m.LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", m.TRL_PRESETS)
 def test_trl_loss_types_are_those_of_the_losses(loss_type):
-    losses = pytest.importorskip("rl_notebook.losses")
     cfg, said = made(loss_type=loss_type)
-    assert losses.TRL_PRESETS[loss_type] == {"policy_loss": cfg.policy_loss, "aggregation": cfg.aggregation}
-    assert set(losses.TRL_PRESETS) == set(m.LOSS_TYPES)
+    assert m.TRL_PRESETS[loss_type] == {"policy_loss": cfg.policy_loss, "aggregation": cfg.aggregation}
     assert "loss_type -> policy_loss, aggregation" in said[0]
 
 
@@ -390,26 +391,30 @@ def test_types_that_lose_nothing_are_taken():
 # ---- rules: each with the setting at fault and the way out
 
 IGNORED = [
-    ({"tis": TISConfig()}, "tis: the correction is off. Set tis_enabled=True"),
-    ({"tis_enabled": True, "policy_loss": "reinforce"}, "tis_enabled: policy_loss='reinforce'"),
-    ({"tis_enabled": True, "tis": TISConfig(level="sequence", icepop_threshold=2)}, "Set tis.level='token'"),
-    ({"tis_enabled": True, "tis": TISConfig(floor=6.0)}, "tis.floor: 6.0 is above tis.cap=5.0"),
+    ({"tis_cap": 3.0}, "tis_cap: the correction is off. Set tis='token' or leave it out"),
+    ({"tis": TISConfig(), "tis_enabled": False}, "tis is given twice: got tis.level='token' and tis_enabled='off'"),
+    ({"tis_enabled": True, "policy_loss": "reinforce"}, "tis: got token; expected 'off': reinforce is already"),
+    ({"tis": TISConfig(level="sequence", icepop_threshold=2)}, "icepop_threshold: got 2.0; expected tis='token'"),
+    ({"tis": TISConfig(floor=6.0)}, "tis_floor: got 6.0; expected at most tis_cap=5"),
     (
         {"tis_enabled": True, "tis": TISConfig(icepop_threshold=0.5)},
-        "tis.icepop_threshold: got 0.5; expected at",
+        "icepop_threshold: got 0.5; expected at least 1",
     ),
-    ({"eps_clip": 0.2}, "eps_clip: policy_loss='grpo' does not read it"),
-    ({"eps_clip_high": 0.2, "policy_loss": "dro"}, "eps_clip_high: policy_loss='dro'"),
-    ({"eps_clip_c": 3.0, "policy_loss": "cispo"}, "eps_clip_c: policy_loss='cispo' does not read it"),
+    ({"eps_clip": 0.2}, "policy_loss='grpo' does not read eps_clip: expected no knob. Leave it out, or take ppo, dapo"),
+    ({"eps_clip_high": 0.2, "policy_loss": "dro"}, "policy_loss='dro' does not read eps_clip_high: expected only dro"),
+    ({"eps_clip_c": 3.0, "policy_loss": "cispo"}, "policy_loss='cispo' does not read eps_clip_c"),
     ({"eps_clip_c": 1.0, "policy_loss": "ppo"}, "eps_clip_c: got 1.0; expected above 1"),
-    ({"ratio_log_cap": 5, "policy_loss": "gspo"}, "ratio_log_cap: policy_loss='gspo'"),
-    ({"anchor": "rollout"}, "anchor: policy_loss='grpo' has no ratio"),
+    ({"ratio_log_cap": 5, "policy_loss": "gspo"}, "policy_loss='gspo' does not read ratio_log_cap"),
+    ({"anchor": "rollout"}, "anchor: got rollout; expected 'old': policy_loss='grpo' has no ratio"),
     ({"dapo": DAPOConfig()}, "dapo: it is read with policy_loss='dapo', not 'grpo'"),
     ({"gspo": GSPOConfig(), "policy_loss": "ppo"}, "gspo: it is read with"),
     ({"cispo": CISPOConfig()}, "cispo: it is read with"),
     ({"dro": DROConfig()}, "dro: it is read with"),
     ({"sapo": SAPOConfig()}, "sapo: it is read with"),
-    ({"policy_loss": "dapo", "dapo": DAPOConfig(), "eps_clip": 0.1}, "dapo: eps_clip would say the same again"),
+    (
+        {"policy_loss": "dapo", "dapo": DAPOConfig(), "eps_clip": 0.1},
+        "eps_clip is given twice: got dapo.eps_clip=0.2 and eps_clip=0.1",
+    ),
     ({"kl_beta": 0, "kl_estimator": "k1"}, "kl_estimator: no KL is computed at kl_beta=0"),
     ({"kl_beta": 0, "kl_bias_correction": True}, "kl_bias_correction: there is no KL term"),
     ({"kl_metric": True}, "kl_metric: the KL is measured anyway"),
@@ -444,7 +449,10 @@ IGNORED = [
     ({"router_replay": True, "backend": "tinker", "lora_rank": 8}, "router_replay: backend='tinker' records"),
     ({"loss_path": "builtin", "kl_beta": 0.0}, "loss_path: backend='local' computes every loss here"),
     ({"loss_path": "builtin", "base_model": MODEL}, "kl_beta: got 0.001"),
-    ({"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "tis_enabled": True}, "Set tis_anchor='old'"),
+    (
+        {"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "tis": {"anchor": "policy"}},
+        "Set tis_anchor='old'",
+    ),
     ({"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "policy_loss": "sapo"}, "got 'sapo'; expected grpo"),
     (
         {"loss_path": "builtin", "backend": "tinker", "lora_rank": 8, "kl_beta": 0.0, "policy_loss": "dro"},
@@ -462,12 +470,12 @@ IGNORED = [
     (
         {"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "policy_loss": "ppo", "aggregation": "sum"}
         | {"grad_accumulation_normalization": "num_loss_tokens"},
-        "divide by what has a slope",
+        "divide by what has a gradient",
     ),
     (
         {"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "policy_loss": "gspo"}
         | {"min_samples_per_fwd_bwd": 8},
-        "divide by what has a slope",
+        "divide by what has a gradient",
     ),
     ({"base_model": MODEL, "backend": "local"}, "base_model: 'accounts/fireworks/models/qwen3-8b' lives at Fireworks"),
     ({"base_model": MODEL, "infra": InfraConfig(), "trainer": TrainerConfig()}, "infra: trainer says the same"),
@@ -499,12 +507,12 @@ def test_losses_that_a_service_computes_are_accepted(given, backend):
 
 def test_a_loss_that_is_wrong_anyway_is_complained_of_once():
     said = refused(loss_path="builtin", base_model=MODEL, kl_beta=0.0, eps_clip=0.1)
-    assert "eps_clip: policy_loss='grpo' does not read it" in said
+    assert "policy_loss='grpo' does not read eps_clip" in said
     assert "settings cannot be used" not in said
 
 
 def test_every_complaint_is_listed_in_one_error():
-    said = refused(temperature=0, tis=TISConfig(), refill=True, drop_dead=False)
+    said = refused(temperature=0, tis_cap=3.0, refill=True, drop_dead=False)
     assert said.startswith("Config: 3 settings cannot be used:")
     assert said.count("\n- ") == 3
 
@@ -522,23 +530,15 @@ def test_the_names_of_losses_are_those_of_the_losses():
     losses = pytest.importorskip("rl_notebook.losses")
     from rl_notebook.advantages import SCALES
 
-    assert set(get_args(m.PolicyLoss)) == set(losses.POLICY_LOSSES)
-    assert set(get_args(m.KLEstimator)) == set(losses.KL_ESTIMATORS)
-    assert set(get_args(m.Aggregation)) == set(losses.AGGREGATIONS)
+    assert set(m.SURROGATE_KNOBS) == set(losses.POLICY_LOSSES)
+    assert set(get_args(KLEstimator)) == set(losses.KL_ESTIMATORS)
     assert set(get_args(m.AdvantageScale)) == set(SCALES)
-    for knob, readers in {
-        "eps_clip": m.CLIPPED,
-        "eps_clip_high": m.CLIPPED,
-        "eps_clip_c": m.DUAL_CLIPPED,
-        "ratio_log_cap": m.CAPPED,
-    }.items():
-        assert {name for name, (_, knobs) in losses.POLICY_LOSSES.items() if knob in knobs} == set(readers)
 
 
 def test_loss_options_are_accepted_by_the_losses():
     losses = pytest.importorskip("rl_notebook.losses")
     own = {"dapo": DAPOConfig(), "gspo": GSPOConfig(), "cispo": CISPOConfig(), "dro": DROConfig(), "sapo": SAPOConfig()}
-    for name in get_args(m.PolicyLoss):
+    for name in losses.POLICY_LOSSES:
         bare = losses.LossOptions(**Config(policy_loss=name).loss_options())
         assert bare.policy_loss == name
         if name in own:
@@ -555,9 +555,7 @@ def test_loss_options_carry_what_was_set():
         return made(**given)[0].loss_options()
 
     assert options()["tis"] == "off"
-    plain = options(tis_enabled=True)
-    assert (plain["tis"], plain["tis_cap"], plain["tis_anchor"]) == ("token", 2.0, "policy")
-    full = options(tis_enabled=True, tis=TISConfig(level="sequence"))
+    full = options(tis=TISConfig(level="sequence"))
     assert (full["tis"], full["tis_cap"], full["tis_anchor"]) == ("sequence", 5.0, "old")
     assert options(policy_loss="ppo", eps_clip=0.1)["eps_clip"] == 0.1
     assert options(policy_loss="dapo", dapo={"eps_clip_c": 3})["eps_clip_c"] == 3.0
@@ -567,6 +565,106 @@ def test_loss_options_carry_what_was_set():
     assert (cispo["eps_clip"], cispo["eps_clip_high"]) == (0.5, 1.0)
     assert options(policy_loss="dro", dro=DROConfig(beta=0.2))["dro_beta"] == 0.2
     assert options(loss_type="sapo", sapo_temperature_neg=2.0)["sapo_temperature_neg"] == 2.0
+
+
+CAP_3 = {"tis": "token", "tis_cap": 3.0}
+SPELLINGS = {  # what is meant: all the ways to say it
+    "the correction as it comes": (
+        {"tis": "token"},
+        [{"tis_enabled": True}, {"tis": TISConfig()}, {"tis": {}}, {"tis": True}, {"tis_enabled": True, "tis": {}}],
+    ),
+    "a cap": (CAP_3, [{"tis": TISConfig(cap=3.0)}, {"tis.cap": 3.0}, {"tis_enabled": True, "tis": {"cap": 3.0}}]),
+    "no correction": ({}, [{"tis_enabled": False}, {"tis": "off"}, {"tis": False}, {"tis": None}]),
+    "dapo": (
+        {"policy_loss": "dapo", "eps_clip": 0.1, "eps_clip_high": 0.28, "ratio_log_cap": 20.0},
+        [{"policy_loss": "dapo", "dapo": DAPOConfig(eps_clip=0.1)}],
+    ),
+    "gspo": ({"policy_loss": "gspo", "eps_clip": 0.3}, [{"policy_loss": "gspo", "gspo": {"clip_ratio_low": 0.3}}]),
+    "dro": ({"policy_loss": "dro", "dro_beta": 0.2}, [{"policy_loss": "dro", "dro": DROConfig(beta=0.2)}]),
+}
+
+
+@pytest.mark.parametrize("meant", SPELLINGS)
+def test_a_setting_of_the_loss_means_the_same_in_every_spelling(meant, tmp_path):
+    "By keyword, from a file and on a command line."
+    ours, others = SPELLINGS[meant]
+    expected = Config(**ours).loss_options()
+    for i, given in enumerate([ours, *others]):
+        words, path = {name: m.plain(value) for name, value in given.items()}, tmp_path / f"{i}.yaml"
+        path.write_text(yaml.safe_dump(words))
+        said = {name: yaml.safe_dump(value, default_flow_style=True).split("\n")[0] for name, value in words.items()}
+        typed = [part for name, text in said.items() for part in (f"--{name}", text)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ways = [Config(**given), Config.from_yaml(path), Config.from_dict({}, words), parse_train(typed)[0]]
+            ways += [parse_train(["--config", str(path)])[0], replace(Config(), **given)]
+        assert [cfg.loss_options() for cfg in ways] == [expected] * len(ways), given
+        assert {cfg.tis_enabled for cfg in ways} == {expected["tis"] != "off"}
+
+
+def test_replace_takes_the_cookbooks_words():
+    "What is copied is not what was said: the word of another spelling wins over it."
+    cfg = Config(policy_loss="dapo", dapo=DAPOConfig(eps_clip=0.1), tis="sequence")
+    assert replace(cfg, dapo=DAPOConfig()).eps_clip == 0.2
+    assert (replace(cfg, tis=TISConfig(cap=3.0)).tis, replace(cfg, **{"tis.cap": 3.0}).tis) == ("token", "sequence")
+    assert replace(cfg, tis_enabled=False).tis == "off"
+    with pytest.raises(ConfigError, match="it is read with policy_loss='gspo', not 'dapo'"):
+        replace(cfg, gspo=GSPOConfig())
+
+
+OLD_RUN = """\
+max_completion_tokens: 1024
+policy_loss: {loss}
+kl_beta: 0.0
+eps_clip: null
+eps_clip_high: null
+eps_clip_c: null
+ratio_log_cap: null
+anchor: old
+tis_enabled: {on}
+loss_path: client
+tis: {tis}
+dapo: {dapo}
+gspo: null
+cispo: null
+dro: null
+sapo: null
+igpo: null
+"""
+KEPT = {
+    "the guides' correction": (
+        {"loss": "grpo", "on": "true", "tis": "null", "dapo": "null"},
+        {"tis": "token", "tis_cap": 2.0, "tis_anchor": "policy"},
+    ),
+    "a TISConfig": (
+        {"loss": "ppo", "on": "true", "tis": "{cap: 5.0, level: sequence, anchor: old, floor: 0.0}", "dapo": "null"},
+        {"tis": "sequence", "tis_cap": 5.0, "tis_anchor": "old"},
+    ),
+    "no correction": (
+        {
+            "loss": "dapo",
+            "on": "false",
+            "tis": "null",
+            "dapo": "{eps_clip: 0.1, eps_clip_high: 0.3, ratio_log_cap: 20.0}",
+        },
+        {"tis": "off", "eps_clip": 0.1, "eps_clip_high": 0.3, "ratio_log_cap": 20.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_run_that_was_recorded_with_two_homes_keeps_its_numbers(case, tmp_path):
+    said, meant = KEPT[case]
+    RunFolder.create(tmp_path, Config(kl_beta=0.0))
+    (tmp_path / "config.yaml").write_text(OLD_RUN.format(**said))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = Run.open(tmp_path)
+        ways = [Config.from_dict(run.config), Config.from_yaml(tmp_path / "config.yaml"), Config(**run.config)]
+        ways += [parse_train(["--resume", "--log-path", str(tmp_path)])[0]]
+    for cfg in ways:
+        assert {name: cfg.loss_options()[name] for name in meant} == meant
+    assert not [name for name, *_ in differing(run.config, ways[0]).rows if name in cfg.loss_options()]
 
 
 def test_sampling_and_optimizer():
@@ -680,20 +778,21 @@ def test_overrides_win_under_any_spelling():
     data = {"completions_per_prompt": 8, "tis_enabled": True, "tis": {"cap": 3.0}}
     with pytest.warns(UserWarning, match="num_generations"):
         cfg = Config.from_dict(data, {"num_generations": 16, "tis.level": "sequence"})
-    assert (cfg.completions_per_prompt, cfg.tis) == (16, TISConfig(cap=3.0, level="sequence"))
-    assert Config.from_dict(data, {"tis": None}).tis is None
+    assert (cfg.completions_per_prompt, cfg.tis, cfg.tis_cap) == (16, "sequence", 3.0)
+    assert Config.from_dict(data, {"tis": None}) == Config.from_dict(data, {"tis_enabled": False})
+    assert Config.from_dict(data, {"tis": None}).loss_options() == Config(completions_per_prompt=8).loss_options()
     with pytest.warns(UserWarning, match="epsilon_high"):
         assert Config.from_dict({"loss_type": "cispo"}, {"epsilon_high": 5.0}).eps_clip_high == 4.0
 
 
 def test_diff_and_effective():
-    a, b = Config(seed=1, tis_enabled=True, tis=TISConfig()), Config(seed=2, tis_enabled=True)
+    a, b = Config(seed=1, igpo={}, recipe="igpo_loop"), Config(seed=2, recipe="igpo_loop")
     assert a.diff(b).rows[0] == ("seed", 1, 2)
-    assert ("tis.cap", 5.0, None) in a.diff(b).rows
+    assert ("igpo.gamma", 0.99, None) in a.diff(b).rows
     assert not a.diff(a)
     assert Config().effective().rows == ()
-    assert a.effective().rows == (("seed", 1, 0), ("tis_enabled", True, False), ("tis", {}, None))
-    assert repr(a) == "Config(seed=1, tis_enabled=True, tis={})"
+    assert a.effective().rows == (("seed", 1, 0), ("recipe", "igpo_loop", "rl_loop"), ("igpo", {}, None))
+    assert repr(a) == "Config(seed=1, recipe='igpo_loop', igpo={})"
     assert "<b>seed</b>" in a._repr_html_()
     hostile = Config(run_name="<script>alert(1)</script>")._repr_html_()
     assert "<script>" not in hostile
@@ -705,7 +804,9 @@ def test_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("settings", [Config(), *(sub() for sub in (*m.sub_configs(Config).values(), m.HotloadConfig))])
+@pytest.mark.parametrize(
+    "settings", [Config(), *(sub() for sub in (*m.sub_configs(Config).values(), *m.SPELLED.values()))]
+)
 def test_an_assignment_to_a_frozen_config_is_told_what_to_write(settings):
     name = dataclasses.fields(settings)[0].name
     for change in (lambda: setattr(settings, name, 1), lambda: delattr(settings, name)):

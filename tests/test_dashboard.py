@@ -16,7 +16,7 @@ from tiny_models import one_thread
 
 from rl_notebook.core import PhaseError, PromptGroup
 from rl_notebook.phases import PHASES
-from rl_notebook.player import UNDER_WAY
+from rl_notebook.player import ACTIVE_PLAYERS
 from rl_notebook.records import StepRecord
 from rl_notebook.views.dashboard import (
     COLUMNS,
@@ -349,11 +349,11 @@ def test_a_loop_has_one_dashboard_and_nothing_grows():
             await asyncio.sleep(0.05)
             counts.append((len(_instances), len(loop.outputs), len(loop.on_undo)))
         assert len(set(counts)) == 1
-        await until(lambda: len(UNDER_WAY) <= 1)
+        await until(lambda: len(ACTIVE_PLAYERS) <= 1)
         dashboard.close()
         await until(lambda: not dashboard.player.doing)
         here = asyncio.current_task()
-        await until(lambda: not UNDER_WAY and not [t for t in asyncio.all_tasks() - {here} if "follow" in repr(t)])
+        await until(lambda: not ACTIVE_PLAYERS and not [t for t in asyncio.all_tasks() - {here} if "follow" in repr(t)])
         assert (loop.outputs, loop.on_undo) == ([], [])
         at = loop.state.number, loop.state.current
         await asyncio.sleep(0.3)

@@ -184,9 +184,9 @@ def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str
     policy = [Logprobs(d.sampler_logprobs) for d in datums]
     reference = [Logprobs(np.where(d.active, d.sampler_logprobs - 0.1, np.nan)) for d in datums]
     datums = attach(datums, "ref_logprobs", reference)
-    slopes = tuple(np.where(d.active, rng.normal(size=len(d.weights)), 0.0) for d in datums)
+    dlogprobs = tuple(np.where(d.active, rng.normal(size=len(d.weights)), 0.0) for d in datums)
     norms = {f"{kind}/layer_{i:02d}": 1.0 + i for kind in ("grad_norm", "update_norm") for i in range(96)}
-    output, tokenizer = LossOutput(0.1, norms, tuple(policy), slopes), Letters()
+    output, tokenizer = LossOutput(0.1, norms, tuple(policy), dlogprobs), Letters()
     return {
         "prompts": list_prompts(prompts, tokenizer),
         "sample": list_rollouts(answers, tokenizer),

@@ -133,7 +133,7 @@ def step_body(model_id: str, seq_id: int, normalization: str | None = None) -> d
 
 
 def curved_loss(seen: list):
-    "A loss that is not linear in the logprobs and couples the datums; it notes the slopes."
+    "A loss that is not linear in the logprobs and couples the datums; it notes the derivatives."
 
     def loss_fn(data, logprobs):
         masks = [torch.tensor(list(d.loss_fn_inputs["weights"].data)) for d in data]
@@ -147,12 +147,12 @@ def curved_loss(seen: list):
 
 
 def in_order(seen: list) -> list[torch.Tensor]:
-    "Slopes by datum; the backward pass visits them in an order of its own."
-    return [slope for _, slope in sorted(seen, key=lambda pair: pair[0])]
+    "Derivatives by datum; the backward pass visits them in an order of its own."
+    return [dlogprob for _, dlogprob in sorted(seen, key=lambda pair: pair[0])]
 
 
 def train_locally(rank: int, seed: int, steps: int = 3):
-    "Losses, logprobs, slopes and the weights after the steps, by the local backend."
+    "Losses, logprobs, derivatives and the weights after the steps, by the local backend."
 
     async def go():
         backend = open_local(tiny_model(), byte_tokenizer(), lora_rank=rank, seed=seed, reference=False, inline=True)
@@ -168,11 +168,11 @@ def train_locally(rank: int, seed: int, steps: int = 3):
 
 def compare(outs, got, weights, local_weights) -> None:
     "Agreement within float32 rounding."
-    for local, (loss, logprobs, slopes), k in zip(outs, got, range(len(outs)), strict=True):
+    for local, (loss, logprobs, dlogprobs), k in zip(outs, got, range(len(outs)), strict=True):
         assert loss == pytest.approx(local.loss, rel=1e-5)
         for d, ours, theirs in zip(some_datums(k), local.logprobs, logprobs, strict=True):
             np.testing.assert_allclose(np.asarray(theirs)[d.active], ours.values[d.active], atol=1e-5)
-        for ours, theirs in zip(local.dlogprobs, slopes, strict=True):
+        for ours, theirs in zip(local.dlogprobs, dlogprobs, strict=True):
             np.testing.assert_allclose(theirs.numpy(), ours, atol=1e-6)
     for name, w in local_weights.items():
         torch.testing.assert_close(weights[name], w, atol=1e-5, rtol=0)
@@ -203,15 +203,15 @@ def fireworks_client(sdk, url: str, rank: int = 0, seed: int | None = None, key:
 
 
 def fireworks_step(sdk, client, k: int) -> tuple[float, list, list]:
-    "Forward, custom loss, update: loss, logprobs and slopes."
-    datums, slopes = fireworks_datums(sdk, some_datums(k)), []
+    "Forward, custom loss, update: loss, logprobs and derivatives."
+    datums, dlogprobs = fireworks_datums(sdk, some_datums(k)), []
     looked = client.forward(datums, "cross_entropy").result()
-    out = client.forward_backward_custom(datums, curved_loss(slopes)).result()
+    out = client.forward_backward_custom(datums, curved_loss(dlogprobs)).result()
     client.optim_step(sdk.AdamParams(**ADAM), grad_accumulation_normalization="num_loss_tokens").result()
     logprobs = [o["logprobs"].data for o in looked.loss_fn_outputs]
     for before, after in zip(logprobs, [o["logprobs"].data for o in out.loss_fn_outputs], strict=True):
         assert list(before) == list(after)  # the same point, to the last bit
-    return out.metrics["mine"], logprobs, in_order(slopes)
+    return out.metrics["mine"], logprobs, in_order(dlogprobs)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -414,11 +414,11 @@ def tinker_datums(tinker, datums: list[Datum]) -> list:
 
 
 def tinker_step(tinker, client, k: int) -> tuple[float, list, list]:
-    datums, slopes = tinker_datums(tinker, some_datums(k)), []
+    datums, dlogprobs = tinker_datums(tinker, some_datums(k)), []
     looked = client.forward(datums, "cross_entropy").result()
-    out = client.forward_backward_custom(datums, curved_loss(slopes)).result()
+    out = client.forward_backward_custom(datums, curved_loss(dlogprobs)).result()
     client.optim_step(tinker.types.AdamParams(**ADAM)).result()
-    return out.metrics["loss:sum"], [o["logprobs"].data for o in looked.loss_fn_outputs], in_order(slopes)
+    return out.metrics["loss:sum"], [o["logprobs"].data for o in looked.loss_fn_outputs], in_order(dlogprobs)
 
 
 def test_three_steps_through_the_tinker_sdk_are_those_of_the_local_backend(tinker, tinker_service, running):
@@ -768,7 +768,7 @@ def test_models_that_nobody_uses_do_not_pile_up(own, monkeypatch):
 
 
 @pytest.mark.parametrize("normalization", [None, "none", "num_loss_tokens", "num_sequences"])
-def test_the_gradient_is_divided_by_what_has_a_slope(running, normalization):
+def test_the_gradient_is_divided_by_what_has_a_dlogprob(running, normalization):
     model_id, datums = running.model(), some_datums(5)
     series = [d.weights for d in datums]
     series[1] = np.zeros_like(series[1])

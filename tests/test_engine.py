@@ -41,7 +41,7 @@ def endless(**kwargs) -> Engine:
 
 def finish(engine: Engine, steps: int = 16) -> None:
     while not engine.idle:
-        engine.hop(steps)
+        engine.run_steps(steps)
 
 
 def drawn(engine: Engine, prompt, params: SampleParams):
@@ -137,7 +137,7 @@ def test_same_seed_same_tokens_in_any_company():
         alone = drawn(engine_of(model), PROMPTS[1], params)
         crowd = engine_of(model, max_batch=7)
         others = [crowd.submit(p, SampleParams(n=2, max_tokens=5 + seed, temperature=0.7)) for p in PROMPTS]
-        crowd.hop(3)
+        crowd.run_steps(3)
         request = crowd.submit(PROMPTS[1], params)
         finish(crowd, steps=1 + seed)
         assert all(r.done for r in others)
@@ -221,11 +221,11 @@ def test_equal_prompts_are_prefilled_once_whoever_asks():
 def test_requests_join_between_steps_and_rows_leave():
     engine = endless(max_batch=4)
     first = engine.submit(PROMPTS[0], SampleParams(n=3, max_tokens=30))
-    assert engine.hop(2) == []
+    assert engine.run_steps(2) == []
     late = engine.submit(PROMPTS[1], SampleParams(n=3, max_tokens=3))
     sizes, done = [], []
     while not engine.idle:
-        done += engine.hop(1)
+        done += engine.run_steps(1)
         sizes.append(len(engine.rows))
     assert max(sizes) == 4
     assert done == [late, first]
@@ -237,7 +237,7 @@ def test_a_cancelled_request_leaves_the_others_alone():
     engine = endless(max_batch=4)
     kept = engine.submit(PROMPTS[1], SampleParams(n=2, max_tokens=20, seed=1))
     gone = engine.submit(PROMPTS[0], SampleParams(n=5, max_tokens=20))
-    engine.hop(4)
+    engine.run_steps(4)
     gone.cancelled = True
     finish(engine)
     alone = drawn(endless(), PROMPTS[1], SampleParams(n=2, max_tokens=20, seed=1))
@@ -297,7 +297,7 @@ def test_stop_strings_span_tokens():
     pytest.fail("no seed gave three plain letters in a row")
 
 
-def test_completions_carry_their_papers():
+def test_completions_carry_their_provenance():
     engine = engine_of(tiny_model(), policy_version=7)
     params = SampleParams(n=2, max_tokens=5, seed=0)
     for c in drawn(engine, [5, 6], params):
@@ -445,13 +445,13 @@ def test_the_chunked_head_is_the_plain_one(rows, vocab, chunk, temperature, froz
     torch.manual_seed(seed)
     head = torch.nn.Linear(6, vocab, bias=bias).double().requires_grad_(not frozen)
     hidden, targets = torch.randn(rows, 6, dtype=torch.double), torch.randint(vocab, (rows,))
-    slope = torch.randn(rows, dtype=torch.double)
+    dlogprob = torch.randn(rows, dtype=torch.double)
 
     def run(make):
         h = hidden.clone().requires_grad_()
         values = make(h)
         inputs = [h, *(p for p in head.parameters() if p.requires_grad)]
-        return [values, *torch.autograd.grad((values * slope).sum(), inputs, allow_unused=rows == 0)]
+        return [values, *torch.autograd.grad((values * dlogprob).sum(), inputs, allow_unused=rows == 0)]
 
     chunked = run(lambda h: head_logprobs(h, targets, head, temperature, chunk))
     plain = run(lambda h: pick_logprobs(head(h), targets, temperature))

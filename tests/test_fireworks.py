@@ -13,6 +13,7 @@ import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import numpy as np
@@ -50,6 +51,7 @@ from rl_notebook.config import Config, ResumeConfig
 from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.phases import rollout_setup
 from rl_notebook.recipes import rl_loop
+from rl_notebook.retries import Retries
 from rl_notebook.rollouts import RolloutSetup
 from rl_notebook.toy import toy_rows
 
@@ -359,6 +361,7 @@ def test_the_reference_is_never_trained(site):
             with pytest.raises(BackendError, match="a call on a frozen model; expected forward"):
                 call(*args)
         assert logprobs(infra.reference) == logprobs(infra.policy)
+        assert infra.reference.resolve_checkpoint_path("step-4", "another-job") == "cross_job://another-job/step-4"
         infra.close()
 
 
@@ -412,6 +415,69 @@ def test_a_shared_reference_does_not_lose_what_its_policy_had_learned(site):
         restart(site, policy.job_id)
         assert logprobs(reference) == before
         assert logprobs(policy) == learned  # loaded again by the reference's reconnect
+        infra.close()
+
+
+def test_a_loss_that_fails_is_raised_as_it_is_and_costs_no_client(site):
+    "RuntimeError, OSError and the like mean a lost service only where the service raised them."
+    with cleanup_of(site) as cleanup:
+        policy = site.setup(cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False).policy
+        mine, before = policy.inner, logprobs(policy)
+        for error in (RuntimeError("mine"), OSError("disk full"), KeyError("reward"), BackendError("a check")):
+
+            def fails(datums, policy_logprobs, error=error):
+                raise error
+
+            with pytest.raises(type(error)) as caught:
+                policy.forward_backward_custom(DATUMS, fails)
+            assert caught.value is error
+        assert (policy.unsaved, policy.reconnects) == (0, 0)
+        assert policy.inner is mine
+        assert logprobs(policy) == before
+        policy.close()
+
+
+def test_a_call_that_breaks_once_loses_nothing_that_is_still_there(site):
+    "The trainer keeps its memory: the error says what may be lost, and the next call goes on."
+    with cleanup_of(site) as cleanup:
+        policy = site.setup(cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False).policy
+        train(policy)
+        learned = logprobs(policy)
+        with pytest.raises(BackendError, match=r"Fireworks refused: .* no state 'no-such-state'"):
+            policy.load_state("no-such-state")
+        with (
+            site.such_that("slow:1.0:times=2:s=1.5:path=/retrieve_future"),
+            pytest.raises(BackendError, match=r"TimeoutError.* 2 training calls since the last saved state went with"),
+        ):
+            policy.save_state("slow", timeout=0.2)
+        assert logprobs(policy) == learned
+        assert (policy.unsaved, policy.reconnects) == (2, 0)
+        policy.close()
+
+
+def test_a_busy_control_plane_is_given_the_time_it_asks_for(site):
+    job = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02)
+    cleanup = cleanup_of(site)
+    cleanup.trainer(job.job_id)
+    began = time.monotonic()
+    with site.such_that("429:1.0:times=1:path=rlorTrainerJobs:retry_after=1.2"):
+        assert cleanup.close() == []
+    assert time.monotonic() - began >= 1.2
+    assert site.state(job.job_id) == "CANCELLED"
+
+
+def test_a_trainer_that_is_gone_for_good_is_said_to_be(site):
+    with cleanup_of(site) as cleanup:
+        lora = {"infra_cfg": InfraConfig(training_shape_id=SHAPE), "lora_rank": 4, "needs_reference": True}
+        infra = site.setup(cleanup, needs_inference=False, **lora)
+        site.jobs.reconnect_and_wait = partial(site.jobs.reconnect_and_wait, max_wait_for_resumable_s=0)  # not 120
+        site.jobs.delete(infra.policy.job_id)
+        for attempt in (infra.policy.reconnect, lambda: logprobs(infra.reference), lambda: logprobs(infra.policy)):
+            with pytest.raises(
+                BackendError, match=rf"trainer {infra.policy.job_id}: Fireworks: got .*stuck in JOB_STATE_DELETED"
+            ):
+                attempt()
+        assert (infra.policy.reconnects, infra.reference.reconnects) == (0, 0)
         infra.close()
 
 
@@ -507,7 +573,7 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
 
 
 def test_what_cannot_be_given_back_is_said_with_its_command_and_stays_on_the_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(provision, "PAUSE_S", 0.01)
+    monkeypatch.setattr(provision, "CONTROL_PLANE", Retries(attempts=4, first_wait_s=0.01))
     with start_emulator() as gone:
         site = Site(gone)
         cleanup = cleanup_of(site, folder=tmp_path)
@@ -754,7 +820,7 @@ def test_an_adapter_that_fails_to_load_is_sent_once_more(site):
 
 def test_an_address_where_nobody_is_is_told_at_once():
     started = time.monotonic()
-    with pytest.raises(BackendError, match="got ConnectError; expected an answer"):
+    with pytest.raises(BackendError, match="got ConnectError; expected a response"):
         asyncio.run(
             open_fireworks(
                 base_model=QWEN,
@@ -848,6 +914,30 @@ def test_a_restarted_trainer_is_brought_up_to_date(site):
     stormy, some = run(site, lambda b: learned(b, (0, 2)))
     assert (none, some) == (0, 2)
     assert np.abs(calm - stormy).max() < 1e-5
+
+
+def test_a_shared_reference_and_its_policy_come_back_together(site):
+    "The reference notices that the trainer is gone; one recovery brings up both, with the journal of the policy."
+
+    async def learned(backend):
+        datum = toy(backend)
+        for _ in range(2):
+            await learn(backend, datum)
+        want, base = await scores(backend, datum), (await backend.reference.forward([datum]))[0].values
+        restart(site, backend.infra.policy_job_id)
+        mark = len(site.running.emulator.log)
+        again = (await backend.reference.forward([datum]))[0].values
+        assert np.allclose(again, base, atol=1e-6, equal_nan=True)
+        assert np.abs(await scores(backend, datum) - want).max() < 1e-5
+        made = [e for e in list(site.running.emulator.log)[mark:] if e.path.endswith("/create_session")]
+        assert len(made) == 1, "one service client for both"
+        assert (backend.policy.reconnects, backend.infra.policy.reconnects, backend.infra.reference.reconnects) == (
+            1,
+            1,
+            1,
+        )
+
+    run(site, learned, lora_rank=4, kl_beta=0.01, trainer={"training_shape_id": SHAPE})
 
 
 def test_a_state_loads_in_another_job(site):
@@ -989,13 +1079,13 @@ def test_every_check_passes_against_the_emulator(site):
     where = {"key": site.key, "base_url": site.url, "poll_interval_s": 0.02, "grace_s": 0, "say": lambda line: None}
     rows = asyncio.run(fw.check_fireworks(QWEN, "tiny", lora_rank=4, output_model_id="checked", **where))
     assert [row.name for row in rows if not row.ok] == []
-    assert [row.name for row in rows] == [*fw.CHECKS, "promotion", "give back"]
+    assert [row.name for row in rows] == [*fw.CHECKS, "promotion", "release"]
     with site.such_that("hotload_error"):
         rows = asyncio.run(fw.check_fireworks(QWEN, "tiny", training_shape_id=SHAPE, **where))
     verdicts = {row.name: row.ok for row in rows}
     assert verdicts["first weight sync"] is False
     assert verdicts["second weight sync"] is None
-    assert verdicts["give back"] is True
+    assert verdicts["release"] is True
 
 
 def test_the_key_is_shown_nowhere(site, caplog, capsys, tmp_path):

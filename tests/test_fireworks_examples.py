@@ -53,7 +53,7 @@ class Outcome:
 
 
 def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) -> Outcome:
-    "Run a script to its end; every resource that it made has to be given back."
+    "Run a script to its end; every resource that it made has to be released."
     site, seen = emulator.emulator.site, len(emulator.emulator.log)
     before = {job.name for job in site.resources.all("rlorTrainerJobs")}
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

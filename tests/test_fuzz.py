@@ -31,14 +31,16 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer, one_thread  # noqa: F401 (the fixture is used by every test)
 
 from rl_notebook import chat
-from rl_notebook.backends.openai import OpenAISampler, Retries, probe
+from rl_notebook.backends.openai import OpenAISampler, probe
 from rl_notebook.chat import encode_prompt
 from rl_notebook.cli import parse_train
-from rl_notebook.config import CONVERTED, NEUTRAL, RENAMED, Config, leaf_types, sub_configs
+from rl_notebook.config import Config
+from rl_notebook.settings import CONVERTED, NEUTRAL, RENAMED, SPELLED, leaf_types, sub_configs
 from rl_notebook.core import RLNotebookError, SampleParams
 from rl_notebook.data import load_rows, make_row
 from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.records import Run
+from rl_notebook.retries import Retries
 from rl_notebook.rewards import score_blocking
 from rl_notebook.toy import load_model, toy_rows
 
@@ -190,7 +192,7 @@ json_values = st.recursive(
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-NAMES = sorted({*leaf_types(Config), *sub_configs(Config), *RENAMED, *CONVERTED, *NEUTRAL, "hotload", "nonsense", ""})
+NAMES = sorted({*leaf_types(Config), *sub_configs(Config), *RENAMED, *CONVERTED, *NEUTRAL, *SPELLED, "nonsense", ""})
 plausible = st.sampled_from(
     [
         0,

@@ -25,8 +25,9 @@ import pytest
 import torch
 from golden_adapters import Case, find_adapter, read_cases
 
-from rl_notebook import advantages, async_loop, chat, loop, losses, metrics, rollouts
-from rl_notebook.async_loop import Gate, Producer
+from rl_notebook import advantages, chat, groups, loop, losses, metrics, rollouts
+from rl_notebook.backends import builtin
+from rl_notebook.groups import Gate, Producer
 from rl_notebook.backends import openai
 from rl_notebook.core import RLNotebookError
 
@@ -146,7 +147,8 @@ def dual_clip_is_forgotten(monkeypatch):
     "server_datums__517d206d server_datums__HEAD"
 )
 def correction_is_forgotten(monkeypatch):
-    monkeypatch.setattr(losses, "tis_weights", lambda t, o: torch.ones_like(t.old))
+    for module in (losses, builtin):
+        monkeypatch.setattr(module, "tis_weights", lambda t, o: torch.ones_like(t.old))
 
 
 @breakage("loss_grpo__517d206d loss_gspo__HEAD server_datums__HEAD")
@@ -297,18 +299,18 @@ def weights_are_not_shifted(monkeypatch):
 
 @breakage("server_datums__517d206d server_datums__HEAD")
 def advantages_reach_into_the_prompt(monkeypatch):
-    series = losses._service_series
+    series = builtin._service_series
 
     def everywhere(d, anchor, push, plain):
         row = series(d, anchor, push, plain)
         return row | {"advantages": np.where(d.active, row["advantages"], np.float32(d.advantage))}
 
-    monkeypatch.setattr(losses, "_service_series", everywhere)
+    monkeypatch.setattr(builtin, "_service_series", everywhere)
 
 
 @breakage("server_datums__517d206d server_datums__HEAD")
 def a_service_is_sent_the_samplers_logprobs(monkeypatch):
-    inputs = losses.builtin_inputs
+    inputs = builtin.builtin_inputs
 
     def other(datums, o, denominator=None):
         return [
@@ -321,18 +323,18 @@ def a_service_is_sent_the_samplers_logprobs(monkeypatch):
 
 @breakage("loss_path__517d206d")
 def clip_bounds_are_sent_as_widths(monkeypatch):
-    monkeypatch.setitem(losses._SAID, "clip_low_threshold", ("eps_clip", lambda o: o.knob("eps_clip")))
+    monkeypatch.setitem(builtin._SAID, "clip_low_threshold", ("eps_clip", lambda o: o.knob("eps_clip")))
 
 
 @breakage("loss_path__517d206d")
 def dual_clip_is_left_to_ppo(monkeypatch):
-    ask = losses.builtin_loss
+    ask = builtin.builtin_loss
     monkeypatch.setattr(golden_adapters, "builtin_loss", lambda o: ask(losses.replace(o, eps_clip_c=None)))
 
 
 @breakage("loss_path__517d206d")
 def a_service_gets_the_kl_term_too(monkeypatch):
-    monkeypatch.setattr(losses, "check_builtin_options", lambda o: None)
+    monkeypatch.setattr(builtin, "check_builtin_options", lambda o: None)
 
 
 @breakage("sdk_parse_completions")
@@ -416,19 +418,19 @@ def published_weights_open_nothing(monkeypatch):
 
 @breakage("async_loop__517d206d async_coordinator__HEAD")
 def a_batch_may_be_a_row_short(monkeypatch):
-    hand_over = async_loop.next_batch
-    monkeypatch.setattr(async_loop, "next_batch", lambda p, count, *more: hand_over(p, max(1, count - 1), *more))
+    hand_over = groups.next_batch
+    monkeypatch.setattr(groups, "next_batch", lambda p, count, *more: hand_over(p, max(1, count - 1), *more))
 
 
 def after_landing(monkeypatch, change):
     "Change a producer each time a row came back."
-    land = async_loop.land
+    land = groups.land
 
     def changed(producer, number, task):
         land(producer, number, task)
         change(producer)
 
-    monkeypatch.setattr(async_loop, "land", changed)
+    monkeypatch.setattr(groups, "land", changed)
 
 
 @breakage("async_loop__517d206d async_coordinator__HEAD")
@@ -444,21 +446,21 @@ def rows_wait_for_those_before_them(monkeypatch):
 @breakage("async_loop__517d206d async_coordinator__HEAD")
 def rows_count_as_drawn_from_the_newest_weights(monkeypatch):
     def renew(p):
-        p.ready = [async_loop.replace(row, version=p.gate.version) for row in p.ready]
+        p.ready = [groups.replace(row, version=p.gate.version) for row in p.ready]
 
     after_landing(monkeypatch, renew)
 
 
 @breakage("async_loop__517d206d async_coordinator__HEAD")
 def a_place_that_is_free_waits_for_the_next_batch(monkeypatch):
-    land, fill = async_loop.land, Producer.fill
+    land, fill = groups.land, Producer.fill
 
     def without_refill(producer, number, task):
         monkeypatch.setattr(Producer, "fill", lambda p: 0)
         land(producer, number, task)
         monkeypatch.setattr(Producer, "fill", fill)
 
-    monkeypatch.setattr(async_loop, "land", without_refill)
+    monkeypatch.setattr(groups, "land", without_refill)
 
 
 @breakage("async_chunks__HEAD")

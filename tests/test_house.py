@@ -204,6 +204,11 @@ BREAKS: dict[str, list[Break]] = {
         adds(f"#| export\nfrom {PACKAGE}.backends.local import add as local_add", to="30_rollouts"),
         adds(f"#| export\nfrom {PACKAGE}.backends import local", to="30_rollouts"),
     ],
+    "core_and_loop_know_no_service": [
+        adds("#| export\nTRAINED = {'fireworks': 1}"),
+        adds("#| export\nclass TinkerConfig:\n    pass", to="30_rollouts"),
+        adds("#| export\ndef sync(cfg):\n    return cfg.hotload", to="30_rollouts"),
+    ],
     "the_loop_imports_neither_insight_nor_views": [
         adds(f"#| export\nimport {PACKAGE}.xray", to="30_rollouts"),
         adds(f"#| export\nfrom {PACKAGE}.views import charts", to="30_rollouts"),
@@ -244,6 +249,11 @@ BREAKS: dict[str, list[Break]] = {
         adds("#| export\ndef loose(a) -> int:\n    'One.'\n    return 1"),
         adds("#| export\nasync def loose(a: int):\n    'One.'\n    return 1"),
         adds("#| export\nclass C:\n    'C.'\n    def loose(self, *args) -> int:\n        'One.'\n        return 1"),
+    ],
+    "the_words_are_those_of_the_field": [
+        adds("#| export\nslope_of = 1"),
+        adds("1  # while a step is under way"),
+        replaces("The numbers.", "Who pushed?", CORE),
     ],
     "no_bad_habits": [
         adds("#| export\nfrom math import *"),

@@ -536,12 +536,12 @@ def test_a_step_trains_every_token_with_the_advantage_of_its_turn(tmp_path):
     assert trained == {i for i, g in by_hand.items() if has_turn_signal(g)}
     assert any(len(set(record.groups[i].rewards)) == 1 for i in trained), "no group without a difference of rewards"
     total = sum(d.num_loss_tokens for d in record.datums)
-    for d, slope in zip(record.datums, record.loss.dlogprobs, strict=True):
+    for d, dlogprob in zip(record.datums, record.loss.dlogprobs, strict=True):
         sample, turns = by_hand[d.group].samples[d.sample], by_hand[d.group].turn_advantages[d.sample]
         expected = np.zeros(len(d.weights))
         for (a, b), value in zip(sample.turns, turns, strict=True):
             expected[a - 1 : b - 1] = -value / total
-        np.testing.assert_allclose(slope, expected, atol=1e-9)
+        np.testing.assert_allclose(dlogprob, expected, atol=1e-9)
     assert len({tuple(np.unique(d.advantage[d.active])) for d in record.datums}) > 1
 
     run = RunFolder.create(tmp_path / "run", loop.cfg)

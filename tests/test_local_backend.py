@@ -148,9 +148,9 @@ def test_loss_then_backward_is_forward_backward():
             assert torch.allclose(g, gradients(two)[name], rtol=1e-5, atol=1e-7)
 
 
-def test_edited_slopes_are_checked():
+def test_edited_dlogprobs_are_checked():
     backend, datums = backend_of(reference=False), [Datum([1, 2, 3], [0, 1])]
-    with pytest.raises(LossError, match="a slope at an unscored position"):
+    with pytest.raises(LossError, match="a derivative at an unscored position"):
         run(backend.policy.backward(datums, [np.array([1.0, 1.0])]))
     with pytest.raises(LossError, match=r"got \(1,\); expected \(2,\)"):
         run(backend.policy.backward(datums, [np.array([1.0])]))
@@ -159,7 +159,7 @@ def test_edited_slopes_are_checked():
 
 
 def test_masked_positions_get_exactly_nothing():
-    "A loss that reads NaN behind a where() has a NaN slope there; it must not reach the weights."
+    "A loss that reads NaN behind a where() has a NaN derivative there; it must not reach the weights."
     backend, datums = backend_of(reference=False), random_datums(2, 3)
 
     def loss(ds, lps):
@@ -167,9 +167,9 @@ def test_masked_positions_get_exactly_nothing():
         return sum(torch.where(m, lp.exp(), 0.0).sum() for m, lp in zip(masks, lps, strict=True)), {}
 
     out = run(backend.policy.forward_backward_custom(datums, loss))
-    for d, slope in zip(datums, out.dlogprobs, strict=True):
-        assert (slope[~d.active] == 0).all()
-        assert (slope[d.active] > 0).all()
+    for d, dlogprob in zip(datums, out.dlogprobs, strict=True):
+        assert (dlogprob[~d.active] == 0).all()
+        assert (dlogprob[d.active] > 0).all()
     assert all(g.isfinite().all() for g in gradients(backend).values())
 
 
@@ -179,7 +179,7 @@ def test_prompt_logprobs_scores_everything():
         assert all(np.isfinite(s.values).all() for s in run(scorer.forward(datums)))
     multiplied = lambda ds, lps: (sum((lp * torch.tensor(d.weights)).sum() for d, lp in zip(ds, lps)), {})
     out = run(backend.policy.forward_backward_custom(datums, multiplied))
-    assert all(np.array_equal(slope, d.weights) for slope, d in zip(out.dlogprobs, datums, strict=True))
+    assert all(np.array_equal(dlogprob, d.weights) for dlogprob, d in zip(out.dlogprobs, datums, strict=True))
 
 
 def test_a_datum_without_scored_positions_is_harmless():
@@ -477,13 +477,13 @@ def test_a_snapshot_is_a_copy_and_only_the_newest_are_kept():
 def test_concurrent_rollouts_share_batches():
     async def test():
         async with backend_of(inline=False) as backend:
-            hops, hop = [], backend.sampler.engine.hop
-            backend.sampler.engine.hop = lambda *a: (hops.append(threading.current_thread()), hop(*a))[1]
+            rounds, run_steps = [], backend.sampler.engine.run_steps
+            backend.sampler.engine.run_steps = lambda *a: (rounds.append(threading.current_thread()), run_steps(*a))[1]
             prompts = [[i, i + 1] for i in range(20)]
             params = SampleParams(n=2, max_tokens=16, seed=0)
             alone = [await backend.sampler.sample(p, params) for p in prompts]
-            one_by_one, tokens = len(hops), backend.sampler.engine.prefilled_tokens
-            hops.clear()
+            one_by_one, tokens = len(rounds), backend.sampler.engine.prefilled_tokens
+            rounds.clear()
 
             async def two_turns(p):
                 await backend.sampler.sample(p, params)
@@ -491,9 +491,9 @@ def test_concurrent_rollouts_share_batches():
 
             crowd = await asyncio.gather(*(two_turns(p) for p in prompts))
             assert [[c.tokens.tolist() for c in g] for g in crowd] == [[c.tokens.tolist() for c in g] for g in alone]
-            assert len(hops) < one_by_one / 2
+            assert len(rounds) < one_by_one / 2
             assert tokens == 40
-            assert {t.name.startswith("rl-notebook") for t in hops} == {True}
+            assert {t.name.startswith("rl-notebook") for t in rounds} == {True}
 
     run(test())
 
@@ -536,12 +536,12 @@ def test_cancelled_and_abandoned_requests_do_no_harm():
 def test_an_engine_that_fails_tells_everybody_and_recovers():
     async def test():
         async with backend_of(inline=False) as backend:
-            engine, hop = backend.sampler.engine, backend.sampler.engine.hop
-            engine.hop = lambda *a: 1 / 0
+            engine, run_steps = backend.sampler.engine, backend.sampler.engine.run_steps
+            engine.run_steps = lambda *a: 1 / 0
             jobs = [backend.sampler.sample([5, i], SampleParams(max_tokens=4)) for i in range(3)]
             results = await asyncio.gather(*jobs, return_exceptions=True)
             assert [type(r) for r in results] == [ZeroDivisionError] * 3
-            engine.hop = hop
+            engine.run_steps = run_steps
             assert len(await backend.sampler.sample([5], SampleParams(n=2, max_tokens=4))) == 2
 
     run(test())

@@ -13,7 +13,7 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
 from rl_notebook.data import load_rows
-from rl_notebook.back import save_checkpoint
+from rl_notebook.back import restore_checkpoint, save_checkpoint
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.phases import PHASES
 from rl_notebook.losses import make_loss_fn
@@ -562,7 +562,7 @@ def test_the_first_step_of_a_window_is_undone_with_the_whole_window():
         records = await loop.run(2, progress=False)
         assert [r.step for r in records] == [1, 2]
         assert {g.key for r in records for g in r.groups} == {r.key for r in replace(loop.cursor, consumed=0).peek(6)}
-        assert loop.state.untrained == 0
+        assert loop.pending == []
 
     run(main())
 
@@ -591,30 +591,30 @@ def test_a_stop_inside_a_window_takes_effect_after_the_phase():
         assert not loop.weights.in_window
         del loop.backward
         rest = await loop.run(progress=False)
-        assert [r.step for r in rest] == [2, 3, 4, 5, 6, 7]
-        used = Counter(g.key for r in loop.records for g in r.groups)
-        assert set(used.values()) == {1}
-        assert len(used) + loop.state.untrained == 24
-        assert loop.state.untrained == 3
+        assert [r.step for r in rest] == [2, 3, 4, 5, 6, 7, 8]  # what was drawn for the third step is drawn again
+        used = Counter(g.number for r in loop.records for g in r.groups)
+        assert used == Counter(range(24))
 
     run(main())
 
 
-def test_a_checkpoint_inside_a_window_says_how_many_prompts_it_skips(tmp_path):
+def test_a_checkpoint_inside_a_window_skips_nothing(tmp_path):
     async def main():
         loop = make_loop(weight_sync_interval=3, reward=LENGTH, keep=ALL)
         folder = RunFolder.create(tmp_path / "run", loop.cfg)
         loop.outputs.append(folder.add)
         stop_in(loop, 1)
         await loop.run(progress=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert await save_checkpoint(loop, folder, every=0) == 0  # before the window: nothing is skipped
+        assert await save_checkpoint(loop, folder, every=0) == 0
+        found = folder.latest_checkpoint()
+        assert sorted(found.extra["pending"]) == [*range(found.cursor["consumed"])]  # nothing was trained on
         del loop.backward
-        await loop.run(1, progress=False)
-        with pytest.warns(UserWarning, match=r"after step 1 skips 6 prompts that were drawn in a window and not train"):
-            assert await save_checkpoint(loop, folder) == 1
-        assert folder.latest_checkpoint().cursor["consumed"] == 9
+        [first] = await loop.run(1, progress=False)
+        assert await save_checkpoint(loop, folder) == 1
+        later = make_loop(weight_sync_interval=3, reward=LENGTH, keep=ALL)
+        await restore_checkpoint(later, folder.latest_checkpoint())
+        rest = await later.run(progress=False)
+        assert Counter(g.number for r in (first, *rest) for g in r.groups) == Counter(range(24))
 
     run(main())
 

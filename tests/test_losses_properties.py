@@ -14,16 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_notebook.backends.builtin import BUILTIN_LOSSES, builtin_inputs, builtin_loss, check_builtin
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, Datum, LossError
 from rl_notebook.losses import (
     AGGREGATIONS,
-    BUILTIN_LOSSES,
     POLICY_LOSSES,
     LossOptions,
-    builtin_inputs,
-    builtin_loss,
-    check_builtin,
     make_loss_fn,
     natural_denominator,
 )
@@ -286,8 +283,8 @@ def test_value_and_gradient_agree_with_a_scalar_formula(policy_loss: str, data: 
     for i, j in scalar.places:
         p = policy[i][j]
         below, here, above = (scalar.term(i, j, p + d) for d in (-h, 0.0, h))
-        slopes = sorted([(here - below) / h, (above - here) / h])  # they differ where the loss has a kink
-        assert slopes[0] - 1e-4 <= grads[i][j] <= slopes[1] + 1e-4, f"{datums[i].where}, target {j}"
+        dlogprobs = sorted([(here - below) / h, (above - here) / h])  # they differ where the loss has a kink
+        assert dlogprobs[0] - 1e-4 <= grads[i][j] <= dlogprobs[1] + 1e-4, f"{datums[i].where}, target {j}"
 
 
 # -- losses that a service computes ------------------------------------------------------------------------------
@@ -358,10 +355,10 @@ def test_a_service_computes_the_same_value_and_gradient(batch: Batch, where: str
     sent = builtin_inputs(datums, options)
     theirs = sum((service(name, config, x, row) for x, row in zip(p, sent, strict=True)), torch.zeros(()))
     theirs.backward()
-    ours, slopes = evaluate(datums, policy, options)
+    ours, dlogprobs = evaluate(datums, policy, options)
     assert theirs.item() == pytest.approx(ours, rel=1e-5, abs=1e-5)
-    for x, slope in zip(p, slopes, strict=True):
-        np.testing.assert_allclose(x.grad.numpy(), slope, rtol=1e-5, atol=1e-5)
+    for x, dlogprob in zip(p, dlogprobs, strict=True):
+        np.testing.assert_allclose(x.grad.numpy(), dlogprob, rtol=1e-5, atol=1e-5)
     assert check_builtin(datums, options, [x.detach() for x in p], theirs.item()) < 1e-5
 
 

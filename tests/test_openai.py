@@ -33,7 +33,6 @@ from rl_notebook.backends.openai import (
     AdaptiveLimit,
     AskAgain,
     OpenAISampler,
-    Retries,
     Secret,
     Silence,
     ask,
@@ -46,6 +45,7 @@ from rl_notebook.backends.openai import (
     stream_events,
 )
 from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, SampleParams
+from rl_notebook.retries import Retries
 
 __all__ = ["one_thread"]
 
@@ -267,7 +267,7 @@ MOODS = {
     "503": ("503", "status 503 (moody)"),
     "500": ("500", "status 500 (moody)"),
     "slow": ("slow:2", None),
-    "garbage": ("garbage", "a damaged answer"),
+    "garbage": ("garbage", "a damaged response"),
     "half": ("half", None),
     "sse-error": ("sse-error", "an error in the stream: engine died"),
 }
@@ -291,7 +291,7 @@ def test_what_failed_is_asked_again_and_nothing_is_lost(site, local, name, strea
             assert ids(got) == ids(await drawn_locally(local, params))
             counts = dict(sampler.wire.counts)
             assert counts.pop("attempts") == 4 + sum(counts.values())
-            assert sum(counts.values()) == 3 or (name == "slow" and counts["no answer within 0.6 s"] >= 3)
+            assert sum(counts.values()) == 3 or (name == "slow" and counts["no response within 0.6 s"] >= 3)
             assert reason is None or counts == {reason: 3}
 
     with serve(app) as url:
@@ -380,7 +380,7 @@ def test_an_answer_that_cannot_be_unpacked_is_asked_for_again(site, local):
     async def test(url):
         async with sampler_at(url) as sampler:
             assert ids(await sampler.sample(PROMPT, params)) == ids(await drawn_locally(local, params))
-            assert sampler.wire.counts["a damaged answer"] == 1
+            assert sampler.wire.counts["a damaged response"] == 1
 
     with serve(garbled) as url:
         asyncio.run(test(url))
@@ -652,10 +652,10 @@ async def opened(url, tmp_path, **options):
 
 
 def datums_of(completions):
-    slopes = np.linspace(-1, 1, len(completions))
+    dlogprobs = np.linspace(-1, 1, len(completions))
     return [
         Datum(c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens), advantage=float(a), sample=i)
-        for i, (c, a) in enumerate(zip(completions, slopes, strict=True))
+        for i, (c, a) in enumerate(zip(completions, dlogprobs, strict=True))
     ]
 
 

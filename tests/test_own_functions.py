@@ -342,7 +342,7 @@ def test_a_service_refuses_it_by_name(name, service, desk):
 def test_a_loss_that_nobody_registered(capsys):
     with pytest.raises(ConfigError, match=r"policy_loss: got 'gropo'; expected 'grpo' or .* Did you mean 'grpo'\?"):
         Config(policy_loss="gropo")
-    with pytest.raises(ConfigError, match=r"One of your own: module:function, or register_loss\(fn\) before"):
+    with pytest.raises(ConfigError, match=r"One of your own is named module:function, or registered before"):
         Config(policy_loss="zzzzz")
     for taken in ("ppo", "", "a b"):
         with pytest.raises(LossError, match="name of a loss: got"):

@@ -493,9 +493,9 @@ def test_the_page_says_from_when_on_most_groups_are_dead_and_shows_no_example_of
     page = report_html([with_dead(step, n) for step, n in enumerate(dead, 1)])
     assert re.search(r"8\d % of the groups are dead from step [567] on", page)
     assert "all right: the prompts are too easy" in page
-    examples = page[page.index("What was said") :]
+    examples = page[page.index(">Completions<") :]
     assert "all the same" not in examples
-    assert "no example: within each of the 8 groups all answers earned the same" in examples
+    assert "no example: within each of the 8 groups all completions earned the same" in examples
     assert re.search(r"of \d prompts with signal; \d without are left out", examples)
     healthy = report_html([with_dead(step, n) for step, n in enumerate([1, 0, 2, 6, 1, 0, 7, 1], 1)])
     assert "of the groups are dead" not in healthy

@@ -34,7 +34,6 @@ from rl_notebook.rollouts import (
     is_rollout_fn,
     minibatch_slices,
     prompt_seed,
-    retry_pause,
 )
 from rl_notebook.step import evaluate
 from rl_notebook.toy import load_model, toy_reward, toy_rows
@@ -296,8 +295,9 @@ def test_pauses_grow_and_are_the_same_on_every_run():
         asyncio.run(draw_rollouts(refuses, PROMPT, 1, retries=8, sleep=note))
     assert slept[:8] == slept[8:]
     for attempt, seconds in enumerate(slept[:8]):
-        assert 0.5 <= seconds / (0.5 * 2 ** min(attempt, 6)) <= 1.5
-    assert len({round(retry_pause(0, seed), 9) for seed in range(20)}) == 20, "not all at once"
+        assert 0.5 <= seconds / min(30, 0.5 * 2**attempt) <= 1
+    asyncio.run(draw_rollouts(refuses, PROMPT, 20, retries=1, sleep=note))
+    assert len({round(seconds, 9) for seconds in slept[16:]}) == 20, "not all at once"
 
 
 # --- what is lost, and drawn again -----------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_two_cells_that_step_the_same_loop_take_turns_and_a_phase_that_cannot_wa
         first = asyncio.ensure_future(loop.step())
         while loop.running != "sample":
             await asyncio.sleep(0.001)
-        with pytest.raises(PhaseError, match=r"score: got sample is under way, begun in another cell.*Pause the dash"):
+        with pytest.raises(PhaseError, match=r"score: got sample is running, begun in another cell.*Pause the dash"):
             loop.score()
         with pytest.raises(PhaseError, match="prompts"):
             loop.prompts()
@@ -110,9 +110,7 @@ def test_a_window_is_joined_between_its_steps_and_says_who_has_it_within_one():
         playing = dashboard.player.start("step")
         while not loop.running:
             await asyncio.sleep(0.001)
-        with pytest.raises(
-            PhaseError, match=r"a window of several steps.*under way, begun in another cell or by a dash"
-        ):
+        with pytest.raises(PhaseError, match=r"a window of several steps.*running, begun in another cell or by a dash"):
             await asyncio.create_task(loop.evaluate(loop.rows[:1]))
         await playing
         assert dashboard.player.window is not None
@@ -370,7 +368,7 @@ def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
         await loop.sample()
         title, rows, said = shown_in(dashboard)
         assert (title, rows) == ("Tokens by group, step 1, after sample", 18)
-        assert "Step 1 is under way, after sample.</b> 18 samples of 3 prompts" in said
+        assert "Current step 1, after sample.</b> 18 samples of 3 prompts" in said
         loop.score()
         assert shown_in(dashboard)[0] == "Rewards by group, step 1, after score"
         assert dashboard.history.column("reward")[0].tolist() == [1]
@@ -394,11 +392,11 @@ def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
         await dashboard.step()
         title, _, said = shown_in(dashboard)
         assert title == "Advantages by group, step 1"
-        assert "under way" not in said
+        assert "Current step" not in said
         loop.prompts()
         title, _, said = shown_in(dashboard)
         assert title == "Advantages by group, step 1"
-        assert "Step 2 is under way, after prompts" in said
+        assert "Current step 2, after prompts" in said
         assert "Map and table are of step 1" in said
         await loop.sample()
         assert shown_in(dashboard)[0] == "Tokens by group, step 2, after sample"

@@ -62,7 +62,7 @@ def assert_equal(ours, theirs, rel=0.0):
 
 
 def watch(loop, seen):
-    "Note what the loop says is under way whenever it asks something of its backend."
+    "Note which phase the loop says is running whenever it asks something of its backend."
     backend = loop.backend
     for owner, names in [
         (backend.policy, ("forward_backward_custom", "optim_step", "save_weights_for_sampler")),
@@ -84,7 +84,7 @@ def wrap(owner, name, before):
     setattr(owner, name, both)
 
 
-def test_a_loop_says_which_phase_is_under_way():
+def test_a_loop_says_which_phase_is_running():
     async def main():
         loop, seen = make_loop(), []
         watch(loop, seen)
@@ -184,9 +184,9 @@ def test_a_window_of_which_nothing_came_costs_no_prompts(monkeypatch):
             broken.setattr(loop.backend.sampler, "sample", failing)
             with pytest.raises(TimeoutError):
                 await loop.run(2, progress=False)
-        assert (loop.cursor.consumed, loop.state.untrained, loop.running) == (0, 0, "")
+        assert (loop.cursor.consumed, loop.pending, loop.running) == (0, [], "")
         assert [r.step for r in await loop.run(2, progress=False)] == [1, 2]
-        assert loop.state.untrained == 0
+        assert loop.pending == []
 
     run(main())
 
@@ -469,7 +469,7 @@ def test_places_from_which_no_branch_leaves_say_why():
             await loop.branch()
         windows = make_loop(reward=LENGTH, keep=ALL, weight_sync_interval=2)
         async for _ in windows:
-            with pytest.raises(PhaseError, match=r"branch: got a window under way; .* Let the window end"):
+            with pytest.raises(PhaseError, match=r"branch: got a running window; .* Let the window end"):
                 await windows.branch(kl_beta=0.5)
             break
         never = make_loop(reward=LENGTH, weight_sync_interval=0)
@@ -799,7 +799,7 @@ def with_logprobs(record, by):
     return replace(record, loss=replace(record.loss, logprobs=tuple(series)))
 
 
-def with_slope(record, by):
+def with_dlogprob(record, by):
     "A record with another dL/dlogprob at the same place."
     series = list(record.loss.dlogprobs)
     series[1] = changed(series[1], -1, by)
@@ -847,7 +847,7 @@ TAMPERED = {  # what was changed: (how, first phase that differs, by how much, u
         ("reference", 0.125, "nats", LAST + "logprobs["),
     ),
     "a policy logprob": (lambda r: with_logprobs(r, 0.5), ("backward", 0.5, "nats", LAST + "policy logprobs[")),
-    "a slope": (lambda r: with_slope(r, 0.5), ("backward", 0.5, "", LAST + "dL/dlogprob[")),
+    "a derivative": (lambda r: with_dlogprob(r, 0.5), ("backward", 0.5, "", LAST + "dL/dlogprob[")),
     "the loss": (
         lambda r: replace(r, loss=replace(r.loss, loss=r.loss.loss + 0.5)),
         ("backward", 0.5, "", "the step, loss"),

@@ -530,11 +530,11 @@ def test_answers_are_checked():
     assert read_logprobs(answer(values), DATUMS[:1], Coverage(prompt_logprobs=True))[0].tolist() == [-3, -1, -2]
 
 
-def test_what_travels_has_the_gradient_of_the_slope():
-    slope, logprobs = np.array([0.0, 0.5, 0.0]), np.array([np.nan, -1.0, -2.0])
-    plain = carried(TOY, ENCODINGS[0], DATUMS[0], slope, None, 2.0).loss_fn_inputs
+def test_what_travels_has_the_gradient_of_the_dlogprob():
+    dlogprob, logprobs = np.array([0.0, 0.5, 0.0]), np.array([np.nan, -1.0, -2.0])
+    plain = carried(TOY, ENCODINGS[0], DATUMS[0], dlogprob, None, 2.0).loss_fn_inputs
     assert plain["weights"].data == [0.0, -0.25, COUNTED]
-    other = carried(TOY, ENCODINGS[1], DATUMS[0], slope, logprobs, 2.0).loss_fn_inputs
+    other = carried(TOY, ENCODINGS[1], DATUMS[0], dlogprob, logprobs, 2.0).loss_fn_inputs
     assert other["weights"].data == [0.0, 1.0, 1.0]
     assert other["advantages"].data == [0.0, -0.5, 2 * COUNTED]
     assert other["logprobs"].data == [0.0, -1.0, -2.0]
@@ -756,7 +756,7 @@ def test_wrong_services_are_found_out(model):
         finally:
             running.stop()
 
-    run(refused(Negated(), r"does not conform.*gradient sign: got -.*up for slope -1"))
+    run(refused(Negated(), r"does not conform.*gradient sign: got -.*up for derivative -1"))
     run(refused(Shifted(), r"does not conform.*shift: got positions \[0\] changed"))
     run(carried_otherwise())
 
@@ -901,7 +901,7 @@ def test_a_wrong_key_and_a_wrong_address():
     with pytest.raises(BackendError, match="TINKER_API_KEY"):
         run(open_tinker(base_model="x", tokenizer=byte_tokenizer()))
     began = time.monotonic()
-    with pytest.raises(BackendError, match="got ConnectError; expected an answer"):
+    with pytest.raises(BackendError, match="got ConnectError; expected a response"):
         run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="x", tokenizer=byte_tokenizer()))
     assert time.monotonic() - began < 30
     with pytest.raises(BackendError, match="tokenizer: got 'no-such-model'"):

@@ -86,7 +86,7 @@ def test_wandb_offline(wandb_offline, monkeypatch):
     begun = next(r.run for r in records if r.WhichOneof("record_type") == "run")
     assert (begun.project, begun.display_name, begun.entity) == ("sums-project", "sums", "my-team")
     settings = {u.key: json.loads(u.value_json) for u in begun.config.update if u.key}
-    assert (settings["learning_rate"], settings["stop"], settings["tis"]) == (5e-5, ["\n"], None)
+    assert (settings["learning_rate"], settings["stop"], settings["output_model_id"]) == (5e-5, ["\n"], None)
     assert settings["where"] == "https://***@example.org"
     rows = [
         {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
@@ -302,7 +302,7 @@ def test_what_cannot_be_opened():
 def test_the_names_are_those_of_the_config():
     from typing import get_args
 
-    from rl_notebook.config import TrackerName
+    from rl_notebook.settings import TrackerName
 
     assert set(get_args(TrackerName)) == set(m._OPEN)
 

@@ -104,7 +104,7 @@ class OneLoop:
 
     def check_can_leave(self) -> None:
         if not self.can_leave:
-            raise PhaseError("another loop's turn", got="rows under way")
+            raise PhaseError("another loop's turn", got="rows in flight")
 
 
 class WeightsInAnyOrder(RuleBasedStateMachine):

@@ -377,7 +377,7 @@ def test_attribution_of_a_variant_and_of_nothing(record):
     assert set(a.by_sample.push[a.by_sample.advantage > 0]) == {"up"}
     zero = attribution(record, [np.zeros(len(d.weights)) for d in record.datums])
     assert zero.total == 0
-    assert "no token was pushed" in repr(zero)
+    assert "no token has a gradient" in repr(zero)
     with pytest.raises(AlignmentError, match="dlogprobs"):
         attribution(record, result.dlogprobs["none"][:1])
 
@@ -390,10 +390,10 @@ def test_a_step_without_training_is_refused():
     for function in (attribution, lambda r: what_if(r, {})):
         with pytest.raises(LossError, match=r"step 3: .*all 4 groups had equal rewards.*trained"):
             function(empty)
-    with pytest.raises(RewardError, match="no saved answers"):
+    with pytest.raises(RewardError, match="no saved completions"):
         reward_lab(empty, length_reward)
     none_left = StepRecord(3, [PromptGroup((), key="a", dropped=("rollout 0 raised",))])
-    with pytest.raises(RewardError, match="no saved answers"):
+    with pytest.raises(RewardError, match="no saved completions"):
         reward_lab(none_left, length_reward)
 
 
@@ -511,15 +511,15 @@ def tiny_backend(family: str = "qwen3", tied: bool = False, **options):
 
 
 def random_datums(seed: int, count: int = 5) -> tuple[list[Datum], list[np.ndarray]]:
-    "Sequences of several lengths with slopes, one of them all zero, one of them masked."
+    "Sequences of several lengths with derivatives, one of them all zero, one of them masked."
     rng = np.random.default_rng(seed)
-    datums, slopes = [], []
+    datums, dlogprobs = [], []
     for i in range(count):
         n = int(rng.integers(4, 24))
         w = (rng.random(n - 1) < 0.7).astype(float) * (i != 3)
         datums.append(Datum(rng.integers(0, 200, n), w, advantage=1.0, sample=i))
-        slopes.append(np.where(w > 0, rng.normal(size=n - 1), 0.0) * (i != 2))
-    return datums, slopes
+        dlogprobs.append(np.where(w > 0, rng.normal(size=n - 1), 0.0) * (i != 2))
+    return datums, dlogprobs
 
 
 def everything(state) -> dict[str, torch.Tensor]:
@@ -532,15 +532,15 @@ def everything(state) -> dict[str, torch.Tensor]:
     return {n: t.detach().clone() for n, t in (held | grads | moved | counts).items()}
 
 
-async def look_at_gradients(policy, start: str, datums, slopes) -> None:
+async def look_at_gradients(policy, start: str, datums, dlogprobs) -> None:
     "Everything that must leave no trace, mistakes included; raises if it leaves one."
     before, graph = everything(policy.state), policy.state.graph
-    await policy.sample_gradients(datums, slopes)
-    await policy.sample_gradients(datums, slopes, start)
+    await policy.sample_gradients(datums, dlogprobs)
+    await policy.sample_gradients(datums, dlogprobs, start)
     await policy.linear_change(datums, start)
     for at in (None, start):
         with pytest.raises(LossError):
-            await policy.sample_gradients(datums, slopes[1:], at)
+            await policy.sample_gradients(datums, dlogprobs[1:], at)
     after = everything(policy.state)
     assert before.keys() == after.keys()
     assert any(n.startswith("grad/") for n in before)
@@ -551,13 +551,13 @@ async def look_at_gradients(policy, start: str, datums, slopes) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_looking_at_gradients_leaves_no_trace(kind):
     async def steps(look: bool):
-        policy, (datums, slopes) = tiny_backend(**KINDS[kind]).policy, random_datums(0)
-        others, pushes = [replace(d, weights=d.weights) for d in datums], [2 * s for s in slopes]
+        policy, (datums, dlogprobs) = tiny_backend(**KINDS[kind]).policy, random_datums(0)
+        others, pushes = [replace(d, weights=d.weights) for d in datums], [2 * s for s in dlogprobs]
         loss = lambda ds, lps: (sum(lp[torch.tensor(d.active)].sum() for d, lp in zip(ds, lps, strict=True)), {})
         start = await policy.save_state("start")
-        await policy.backward(datums, slopes)
+        await policy.backward(datums, dlogprobs)
         await policy.optim_step(AdamParams(learning_rate=1e-3))
-        await policy.backward(datums, slopes)
+        await policy.backward(datums, dlogprobs)
         await policy.forward_backward_custom(others, loss)
         short = others[:2]
         await policy.loss(short, loss)  # its graph is kept, for the backward pass below
@@ -566,7 +566,7 @@ def test_looking_at_gradients_leaves_no_trace(kind):
         elif look:
             await policy.sample_gradients(others, pushes, start)
             await policy.linear_change(others, start)
-        await policy.backward(short, slopes[:2])
+        await policy.backward(short, dlogprobs[:2])
         await policy.optim_step(AdamParams(learning_rate=1e-3))
         return everything(policy.state)
 
@@ -575,12 +575,12 @@ def test_looking_at_gradients_leaves_no_trace(kind):
     assert all(torch.equal(seen[n], unseen[n]) for n in seen)
 
 
-def by_hand(module: torch.nn.Module, datum: Datum, slope: np.ndarray) -> torch.Tensor:
-    "The gradient of sum(slope * logprob) through the model's own logits, as one long vector."
+def by_hand(module: torch.nn.Module, datum: Datum, dlogprob: np.ndarray) -> torch.Tensor:
+    "The gradient of sum(dlogprob * logprob) through the model's own logits, as one long vector."
     params = [p for p in module.parameters() if p.requires_grad]
     ids = torch.from_numpy(datum.tokens.copy())
     logprobs = module(ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
-    grads = torch.autograd.grad((logprobs * torch.from_numpy(slope)).sum(), params, allow_unused=True)
+    grads = torch.autograd.grad((logprobs * torch.from_numpy(dlogprob)).sum(), params, allow_unused=True)
     parts = zip(grads, params, strict=True)
     return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in parts])
 
@@ -588,9 +588,9 @@ def by_hand(module: torch.nn.Module, datum: Datum, slope: np.ndarray) -> torch.T
 @pytest.mark.parametrize("options", [{}, {"family": "llama", "tied": True}, {"lora_rank": 4}])
 def test_norms_and_products_are_those_of_autograd(options):
     backend = tiny_backend(dtype="float64", **options)
-    datums, slopes = random_datums(2)
-    own = torch.stack([by_hand(backend.policy.state.module, d, s) for d, s in zip(datums, slopes, strict=True)])
-    logprobs, norms, products = asyncio.run(backend.policy.sample_gradients(datums, slopes))
+    datums, dlogprobs = random_datums(2)
+    own = torch.stack([by_hand(backend.policy.state.module, d, s) for d, s in zip(datums, dlogprobs, strict=True)])
+    logprobs, norms, products = asyncio.run(backend.policy.sample_gradients(datums, dlogprobs))
     np.testing.assert_allclose(norms, own.norm(dim=1).numpy(), rtol=1e-5, atol=1e-12)
     np.testing.assert_allclose(products, (own @ own.sum(0)).numpy(), rtol=1e-5, atol=1e-6)
     assert norms[2] == norms[3] == 0
@@ -601,12 +601,12 @@ def test_norms_and_products_are_those_of_autograd(options):
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "bfloat16"])
 def test_the_first_order_change_is_the_limit_of_small_steps(kind):
     backend = tiny_backend(dtype="float64", **KINDS[kind])
-    policy, (datums, slopes) = backend.policy, random_datums(3)
+    policy, (datums, dlogprobs) = backend.policy, random_datums(3)
 
     async def measure():
         start = await policy.save_state("start")
         begin = {n: p.detach().clone() for n, p in policy.state.params.items()}
-        await policy.backward(datums, slopes)
+        await policy.backward(datums, dlogprobs)
         await policy.optim_step(AdamParams(learning_rate=1e-3))
         then, now, predicted = await policy.linear_change(datums, start)
         way = {n: p.detach() - begin[n] for n, p in policy.state.params.items()}

@@ -111,7 +111,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "clipped, averaged by token": (
         {"policy_loss": "ppo", "kl_beta": 0.0},
-        r"^Loss is -?0\.\d+: minus the advantages, averaged over tokens, as the ratio is 1: longer answers had the",
+        r"^Loss is -?0\.\d+: minus the advantages, averaged over tokens, as the ratio is 1: longer completions had the",
     ),
     "gspo": ({"policy_loss": "gspo", "aggregation": "sequence_mean", "kl_beta": 0.0}, rf"^Loss is 0\.000 {UNMOVED}"),
     "importance sampling": (
@@ -158,7 +158,8 @@ SITUATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "all right": (
         {"reward": always(1.0)},
-        r"^Nothing was trained: all 4 groups are dead \(4 all right\), so no answer was better than its siblings\.$",
+        r"^Nothing was trained: all 4 groups are dead \(4 all right\), "
+        r"so no completion was better than its siblings\.$",
     ),
     "all the same, neither right nor wrong": ({"reward": always(0.3)}, r"all 4 groups are dead \(4 all at 0\.3\)"),
     "everything cut and masked": (
@@ -289,8 +290,8 @@ def deny(record: StepRecord, text: str) -> list[str]:
     claim(
         r"advantages cancel", lambda: np.any(a > 0) and np.any(a < 0) and abs(without_kl) <= 2e-4 * np.abs(a * n).sum()
     )
-    claim(r"longer answers had the higher", lambda: np.dot(a, n) > 0 and abs(a.sum()) < 1e-6)
-    claim(r"longer answers had the lower", lambda: np.dot(a, n) < 0 and abs(a.sum()) < 1e-6)
+    claim(r"longer completions had the higher", lambda: np.dot(a, n) > 0 and abs(a.sum()) < 1e-6)
+    claim(r"longer completions had the lower", lambda: np.dot(a, n) < 0 and abs(a.sum()) < 1e-6)
     claim(r"were trained sum to (-?[\d.e+-]+\d)", lambda x: close(x, a.sum()) and abs(a.sum()) > 1e-6)
     claim(r"minus the advantages", lambda: close(without_kl, _minus_advantages(a, n, o)))
     claim(r"every advantage is 0", lambda: not a.any())
@@ -490,11 +491,11 @@ def test_the_cause_comes_before_its_consequences(fresh: StepRecord):
 
 
 def hole(r: StepRecord) -> StepRecord:
-    first, slope = r.datums[0], r.loss.dlogprobs[0]
+    first, dlogprob = r.datums[0], r.loss.dlogprobs[0]
     at = first_target(first)
     without = replace(first, weights=with_value(first.weights, at, 0.0))
-    slopes = (with_value(slope, at, 0.0), *r.loss.dlogprobs[1:])
-    return replace(r, datums=[without, *r.datums[1:]], loss=replace(r.loss, dlogprobs=slopes))
+    dlogprobs = (with_value(dlogprob, at, 0.0), *r.loss.dlogprobs[1:])
+    return replace(r, datums=[without, *r.datums[1:]], loss=replace(r.loss, dlogprobs=dlogprobs))
 
 
 def metric(name: str, number: float) -> Callable[[StepRecord], StepRecord]:
@@ -538,9 +539,9 @@ FAULTS: dict[str, tuple[Callable[[StepRecord], StepRecord], str]] = {
     "no update": (metric("update_norm", 0.0), "update"),
     "no sync": (lambda r: replace(r, policy_version=0), "weights"),
     "version goes back": (lambda r: replace(r, policy_version=-1), "weights"),
-    "all answers cut": (samples(lambda s, g: replace(s, finish_reason="length")), "completions"),
+    "all completions cut": (samples(lambda s, g: replace(s, finish_reason="length")), "completions"),
     "answers lost": (groups(lambda g: replace(g, dropped=("rollout 0 returned None",) * 6)), "completions"),
-    "one answer repeated": (samples(lambda s, g: replace(g.samples[0], reward=s.reward)), "variety"),
+    "one completion repeated": (samples(lambda s, g: replace(g.samples[0], reward=s.reward)), "variety"),
 }
 
 
@@ -620,7 +621,7 @@ def test_samples_of_a_group_that_lost_its_answers(fresh: StepRecord):
     record = replace(
         fresh, groups=[lost, *fresh.groups[1:]], datums=[d for d in fresh.datums if d.group], loss=None, reason="x"
     )
-    assert "1 without a graded answer" in sentence(record)
+    assert "1 without a graded completion" in sentence(record)
     assert "6 lost (6 empty)" in next(c for c in invariants(record) if c.name == "completions").text
 
 
@@ -708,7 +709,7 @@ def named(flight: Any, name: str) -> Check:
 
 def test_preflight_finds_a_constant_reward():
     flight = look(always(0.0))
-    assert named(flight, "reward").text == "every answer earned 0"
+    assert named(flight, "reward").text == "every completion earned 0"
     assert "reward" in [c.name for c in flight.failed]
     assert flight.dead[8] == 1.0
 
@@ -738,7 +739,7 @@ def test_preflight_with_a_rollout_function():
         )
 
     flight = look(rollout)
-    assert "2 of 16 answers were lost" in named(flight, "lost").text
+    assert "2 of 16 completions were lost" in named(flight, "lost").text
     assert named(flight, "sampler").ok is False  # the logprobs are made up
 
 

@@ -88,9 +88,9 @@ class Client:
         def do():
             for d, r in zip(data, self.scores(data), strict=True):
                 w = np.array(d.loss_fn_inputs["weights"].data)
-                slope = w[:, None] * np.exp(r)
-                slope[np.arange(len(r)), d.loss_fn_inputs["target_tokens"].data] -= w
-                np.add.at(self.grad, d.model_input, slope)
+                dlogprob = w[:, None] * np.exp(r)
+                dlogprob[np.arange(len(r)), d.loss_fn_inputs["target_tokens"].data] -= w
+                np.add.at(self.grad, d.model_input, dlogprob)
             answer = self.answer(data)
             for d, output in zip(data, answer.loss_fn_outputs, strict=True):
                 loss = -np.dot(d.loss_fn_inputs["weights"].data, output["logprobs"].data)

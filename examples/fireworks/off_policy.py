@@ -1,4 +1,4 @@
-"""Off-policy GRPO on Fireworks: the deployment gets new weights every few steps, and the loss corrects for its lag.
+"""Off-policy GRPO on Fireworks: the deployment gets new weights every few steps, and the loss corrects its staleness.
 
 FIREWORKS_API_KEY=... python examples/fireworks/off_policy.py
 """
@@ -17,7 +17,7 @@ from rl_notebook.losses import make_offpolicy_grpo_loss_fn
 
 args = settings("GRPO on Fireworks with weights that lag")
 HOTLOAD_INTERVAL = 2  # optimizer steps between weight syncs
-CLIP_RHO = 10.0  # largest importance ratio of an answer
+CLIP_RHO = 10.0  # largest importance ratio of a completion
 
 api_key, base_url = service()
 rlor_mgr = TrainerJobManager(api_key=api_key, base_url=base_url)
@@ -25,7 +25,7 @@ deploy_mgr = DeploymentManager(api_key=api_key, base_url=base_url)
 
 
 def behavior_logprobs(model: str, tokens: list[int]) -> list[float]:
-    "What the deployment, at the weights that it serves, thinks of a whole sequence: one value per token but the first."
+    "Logprobs of a whole sequence under the weights that the deployment serves: one per token but the first."
     response = httpx.post(
         f"{deploy_mgr.inference_url}/inference/v1/completions",
         headers={"Authorization": f"Bearer {api_key}"},

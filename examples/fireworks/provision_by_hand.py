@@ -71,7 +71,7 @@ def client_of(endpoint):
 
 
 def build_grpo_datums(completions, max_seq_len=8192):
-    "Step 2: the SDK's own `Datum`s (Tinker's are another class). Only the answer's tokens count."
+    "Step 2: the SDK's own `Datum`s (Tinker's are another class). Only the completion's tokens count."
     tokens = [c.full_tokens for c in completions]
     weights = [[float(i >= c.prompt_len) for i in range(len(c.full_tokens))] for c in completions]
     return [datum_from_tokens_weights(t, w, max_seq_len) for t, w in zip(tokens, weights, strict=True)]

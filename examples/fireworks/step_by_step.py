@@ -61,15 +61,15 @@ def train(infra) -> None:
     for row in load_task(args.rows):
         if step == args.steps:
             break
-        # 3. Answers of the deployment, each request for one of them. `sample_with_tokens` is a coroutine.
+        # 3. Completions of the deployment, each request for one of them. `sample_with_tokens` is a coroutine.
         ask = sampler.sample_with_tokens(messages=list(row.messages), n=args.samples, max_tokens=args.max_tokens)
         completions = asyncio.run(ask)
         rewards = [score(c.text, row) for c in completions]
         if len(set(rewards)) == 1:
-            print(f"row {row.key}: every answer earned {rewards[0]:g}, nothing to learn")
+            print(f"row {row.key}: every completion earned {rewards[0]:g}, nothing to learn")
             continue
 
-        # 4. Training sequences, and what the frozen reference thinks of them.
+        # 4. Training sequences, and the frozen reference's logprobs of them.
         datums = build_grpo_datums(completions)
         ref_fwd = reference.forward(datums, "cross_entropy")
         ref_logprobs = [list(x["logprobs"].data) for x in ref_fwd.loss_fn_outputs]

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: their settings, the rows, and what an answer is worth."""
+"""What the scripts of this folder share: their settings, the rows, and the reward."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def settings(about: str, **defaults: Any) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="Qwen/Qwen3-8B", help="name on the hub, a folder, or tiny")
     parser.add_argument("--rows", default=str(SAMPLE), help="JSONL with questions and answers, or toy")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
-    parser.add_argument("--samples", type=int, default=4, help="answers per prompt")
-    parser.add_argument("--max-tokens", type=int, default=512, help="tokens after which an answer is cut")
+    parser.add_argument("--samples", type=int, default=4, help="completions per prompt")
+    parser.add_argument("--max-tokens", type=int, default=512, help="tokens after which a completion is cut")
     parser.add_argument("--learning-rate", type=float, default=1e-5, help="of AdamW")
     parser.add_argument("--shape", default="accounts/fireworks/trainingShapes/qwen3-8b-128k-h200", help="of trainers")
     parser.add_argument("--deployment", default="grpo-serving", help="id of the deployment; reused if it is there")

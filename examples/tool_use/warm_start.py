@@ -24,7 +24,7 @@ CALLS = 0.5  # share of traces that call
 
 
 def spoken(talk: Conversation, text: str) -> Conversation:
-    "With a turn that nobody drew: we wrote it."
+    "With a turn that was written, not drawn."
     tokens = [*talk.tokenizer.encode(text, add_special_tokens=False), talk.tokenizer.eos_token_id]
     return talk.add_completion(rln.Completion(talk.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text))
 

@@ -1,5 +1,5 @@
 // The table of completions and the completion that is open. The kernel sorts, filters and pages; this file only draws.
-// Whatever the model wrote reaches the page as textContent, never as markup.
+// Everything that the model wrote reaches the page as textContent, never as markup.
 
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/u;
 const MANY = 2000; // marks; a text with more of them is shown without setting them apart
@@ -175,7 +175,7 @@ function render({ model, el }) {
     if (close === document.activeElement) close.previousElementSibling.focus();
     close.hidden = !model.get("inspecting");
   }
-  // A kernel that is gone answers no button.
+  // A kernel that is gone responds to no button.
   function gone() {
     const board = el.closest(".rld");
     if (!board || board.querySelector(".rld-gone")) return;
@@ -185,7 +185,7 @@ function render({ model, el }) {
     board.prepend(note);
     for (const control of board.querySelectorAll("button, select, input")) control.disabled = true;
   }
-  const kernel = model.widget_manager?.kernel; // JupyterLab's; it tells nobody else that a kernel was shut down
+  const kernel = model.widget_manager?.kernel; // JupyterLab's; only there is the end of a kernel reported
   kernel?.disposed.connect(gone);
   model.on("comm_live_update", gone);
   model.on("change:page", drawPage);

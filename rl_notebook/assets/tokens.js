@@ -1000,7 +1000,7 @@ function render({ model, el }) {
     const late = model.get("item") !== (model.get("payload").item ?? model.get("item"));
     root.classList.toggle("rlt-late", late);
     wait.textContent = late ? "fetching the sample …" : "";
-    if (late) timer = setTimeout(() => (wait.textContent = "No answer from the kernel yet: it is busy, or it is gone."), 4000);
+    if (late) timer = setTimeout(() => (wait.textContent = "No response from the kernel yet: it is busy, or it is gone."), 4000);
   };
   const events = {
     "change:payload": () => {

@@ -142,7 +142,7 @@ class Meter:
 # %% ../../nbs/20_backends.base.ipynb #f1643e39
 @dataclass(frozen=True)
 class Endpoint:
-    "Where a backend's sampler answers over HTTP."
+    "Where a backend's sampler is reached over HTTP."
 
     url: str  # without /v1
     model: str  # name that it is asked for by
@@ -159,7 +159,7 @@ class Backend:
     sync: WeightSync  # policy ─► sampler
     tokenizer: Any  # with `encode`, `decode` and a chat template
     capabilities: Capabilities  # what is supported
-    close: Callable[[], Awaitable[None]] | None = None  # gives back what the backend holds
+    close: Callable[[], Awaitable[None]] | None = None  # releases what the backend holds
     meter: Meter = field(default_factory=Meter)  # how much work was done
     promote: Callable[[str], Awaitable[str]] | None = None  # publishes the policy under a model id; returns its name
     boot_metrics: Mapping[str, float] = field(default_factory=dict)  # seconds until it was ready: `infra/...`

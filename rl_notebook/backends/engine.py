@@ -53,15 +53,15 @@ class _HeadLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, chunk):
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.frozen = not ctx.needs_input_grad[1]
-        values, slopes = [], []
+        values, dlogprobs = [], []
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
             logits = logits_of(F.linear(h, weight), None)
             values.append(pick_logprobs(logits, t, temperature))
             if ctx.frozen:
                 p = (logits / temperature).softmax(-1).to(weight.dtype)
-                slopes.append((weight[t] - p @ weight) / temperature)
+                dlogprobs.append((weight[t] - p @ weight) / temperature)
         if ctx.frozen:
-            ctx.save_for_backward(torch.cat(slopes))
+            ctx.save_for_backward(torch.cat(dlogprobs))
         else:
             ctx.save_for_backward(hidden, weight, targets)
         return torch.cat(values)
@@ -70,8 +70,8 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx, *grads):
         (g,) = grads
         if ctx.frozen:
-            (slopes,) = ctx.saved_tensors
-            return slopes * g[:, None].to(slopes.dtype), None, None, None, None
+            (dlogprobs,) = ctx.saved_tensors
+            return dlogprobs * g[:, None].to(dlogprobs.dtype), None, None, None, None
         return *_recomputed_gradients(ctx, g), None, None, None
 
 # %% ../../nbs/22_backends.engine.ipynb #3053724c
@@ -698,7 +698,7 @@ class Request:
     params: SampleParams
     stop_ids: frozenset[int] = frozenset()  # tokens that end a completion, eos included
     completions: list[Completion | None] = field(default_factory=list)  # by index; None = not there yet
-    cancelled: bool = False  # nobody waits for it any more
+    cancelled: bool = False  # its caller has gone
 
     def __post_init__(self):
         self.completions = [None] * self.params.n
@@ -715,7 +715,7 @@ class Row:
 
     request: Request
     index: int  # which completion of the request
-    uniforms: Uniforms  # its own dice
+    uniforms: Uniforms  # its own random numbers
     tokens: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
@@ -830,7 +830,7 @@ class Engine:
         self.waiting.extend((request, i) for i in range(params.n))
         return request
 
-    def hop(self, steps: int = 16) -> list[Request]:
+    def run_steps(self, steps: int = 16) -> list[Request]:
         "Admit, then up to `steps` decode steps; returns the requests that were completed."
         with torch.inference_mode():
             forget_cancelled(self)
@@ -948,7 +948,7 @@ def drop(engine: Engine, i: int) -> Row:
 
 # %% ../../nbs/22_backends.engine.ipynb #ae306e8e
 def forget_cancelled(engine: Engine) -> None:
-    "Drop what nobody waits for any more."
+    "Drop the rows of cancelled requests."
     for i in reversed(range(len(engine.rows))):
         if engine.rows[i].request.cancelled:
             drop(engine, i)

@@ -43,7 +43,6 @@ from rl_notebook.backends.provision import (
     Infra,
     Leftover,
     OnStatus,
-    ReconnectableClient,
     Resource,
     ResourceCleanup,
     arm,
@@ -58,6 +57,7 @@ from rl_notebook.backends.provision import (
     settle_leftovers,
     setup_infra,
     still_there,
+    training_client,
 )
 from rl_notebook.backends.service import (
     Finding,
@@ -77,7 +77,8 @@ from ..config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resu
 from ..config import ConcurrencyConfig, completions_at_once
 from ..core import AdamParams, BackendError, Completion, ConfigError
 from ..core import Datum, Logprobs, RLNotebookError, SampleParams
-from ..losses import BUILTIN_LOSSES
+from .builtin import BUILTIN_LOSSES
+from ..retries import Retries, with_retries_blocking
 
 # %% ../../nbs/28_backends.fireworks.ipynb #f6b7ba7c
 def completion_of(
@@ -117,7 +118,7 @@ def noted(drawn: Any) -> list[str] | None:
     "The experts that a completion of the SDK names, in the service's own words; raises `BackendError`."
     if drawn.routing_matrices is not None and not isinstance(drawn.routing_matrices, list):
         got = f"{type(drawn.routing_matrices).__name__}, which say where the choices are stored"
-        fix = "Set router_replay=False: only choices that come with the answer are carried."
+        fix = "Set router_replay=False: only choices that come with the response are carried."
         raise BackendError("expert choices", where="deployment", got=got, expected="text", fix=fix)
     return drawn.routing_matrices
 
@@ -175,11 +176,11 @@ class FireworksSampler:
         return await self.scorer.logprobs(tokens)
 
     async def _from_served(self, ask: Callable[[], Awaitable[_T]]) -> _T:
-        "An answer that came from the weights of the last sync; asked again where the deployment had lost them."
+        "A completion that came from the weights of the last sync; asked again where the deployment had lost them."
         for _ in range(RESTARTS):
-            began, answer = time.monotonic(), await ask()
+            began, response = time.monotonic(), await ask()
             if self.is_served is None or await self.is_served(began):
-                return answer
+                return response
         fix = "Look at the deployment's replicas: does something restart them?"
         raise BackendError("the deployment's weights", got=f"lost {RESTARTS} times during one request", fix=fix)
 
@@ -278,20 +279,20 @@ HOTLOAD_ATTEMPTS = 3  # requests for one snapshot, while connections break
 def ask_for_snapshot(
     manager: Any,  # the SDK's DeploymentManager
     *where: str,  # deployment id, base model, snapshot
-    pause_s: float = 5.0,  # between requests
+    pause_s: float = 5.0,  # before the second request; doubles
     **options: Any,  # of the SDK's `hotload`
 ) -> None:
     "Ask a deployment to load a snapshot; again if the connection broke before it heard."
-    for attempt in range(1, HOTLOAD_ATTEMPTS + 1):
+
+    def once() -> None:
         try:
             manager.hotload(*where, **options)
-            return
         except httpx.TransportError:
-            if is_heard(manager, *where):
-                return
-            if attempt == HOTLOAD_ATTEMPTS:
+            if not is_heard(manager, *where):
                 raise
-            time.sleep(pause_s)
+
+    patience = Retries(HOTLOAD_ATTEMPTS, first_wait_s=pause_s)
+    with_retries_blocking(once, patience, lambda error: isinstance(error, httpx.TransportError))
 
 
 def is_heard(manager: Any, deployment_id: str, base_model: str, snapshot: str) -> bool:
@@ -338,7 +339,7 @@ class Hotloads:
         return done
 
     def warmup(self, model: str, max_retries: int = 30, retry_interval_s: float = 10.0) -> bool:
-        "Ask the deployment for a token until it answers."
+        "Ask the deployment for a token until it responds."
         return self.manager.warmup(model, max_retries, min(retry_interval_s, 2 * self.poll_interval_s))
 
 # %% ../../nbs/28_backends.fireworks.ipynb #b78cabee
@@ -447,16 +448,13 @@ def has_weights(sync: FireworksSync) -> bool:
     if sync.served is None:
         return True
     allowed, where = {sync.served, sync.loading}, (sync.syncer.deployment_id, sync.syncer.base_model)
-    replicas: list[Mapping[str, Any]] = []
-    for attempt in range(1, HOTLOAD_ATTEMPTS + 1):
-        try:
-            with as_backend_errors("deployment"):
-                replicas = sync.hotloads.hotload_check_status(*where).get("replicas") or []
-            break
-        except BackendError:
-            if attempt == HOTLOAD_ATTEMPTS:
-                raise
-            time.sleep(sync.hotloads.poll_interval_s)
+
+    def look() -> list[Mapping[str, Any]]:
+        with as_backend_errors("deployment"):
+            return sync.hotloads.hotload_check_status(*where).get("replicas") or []
+
+    patience = Retries(HOTLOAD_ATTEMPTS, first_wait_s=sync.hotloads.poll_interval_s)
+    replicas = with_retries_blocking(look, patience, lambda error: isinstance(error, BackendError))
     allowed |= {sync.served, sync.loading}  # a sync may have gone on meanwhile
     return bool(replicas) and all(not allowed.isdisjoint(snapshots_of(replica)) for replica in replicas)
 
@@ -508,19 +506,6 @@ def own_path(path: str, job_id: str) -> str:
     return path.removeprefix(f"{CROSS_JOB}{job_id}/")
 
 # %% ../../nbs/28_backends.fireworks.ipynb #b5ee606b
-def connector(client: ReconnectableClient) -> Callable[[], Any]:
-    "Gives the SDK's training client: the present one first, then one from a reconnect each time."
-    fresh = [client.inner]
-
-    def connect() -> Any:
-        if not fresh:
-            client.reconnect()
-            return client.inner
-        return fresh.pop()
-
-    return connect
-
-
 def load_own(job_id: str, link: Link, client: Any, path: str, optimizer: bool) -> Any:
     "Load a state of this job or another."
     return load_into(link, client, own_path(path, job_id), optimizer)
@@ -544,7 +529,7 @@ def check_config(cfg: Config) -> None:
 
 # %% ../../nbs/28_backends.fireworks.ipynb #893c788e
 def check_plan(cfg: Config, rlor_mgr: Any, attached: bool) -> None:
-    "Raises `ConfigError` for what the service's own answers show to be impossible, before anything is asked for."
+    "Raises `ConfigError` for what the service's own responses show to be impossible, before anything is asked for."
     shaped = cfg.trainer or cfg.infra or TrainerConfig()
     if resumes_there(cfg) and cfg.resume is not None and not cfg.resume.resume_job_id and not attached:
         got, fix = f"{cfg.resume.resume_from!r}, a bare name", "Set trainer.job_id, or resume.resume_job_id."
@@ -561,7 +546,7 @@ def check_plan(cfg: Config, rlor_mgr: Any, attached: bool) -> None:
 
 
 async def in_thread(work: Callable[[threading.Event], Any]) -> Any:
-    "Run `work(stop)` in a thread; `stop` is set when nobody waits any more, and the thread is waited for."
+    "Run `work(stop)` in a thread; `stop` is set when its caller is cancelled, and the thread is waited for."
     stop = threading.Event()
     task = asyncio.create_task(asyncio.to_thread(work, stop))
     try:
@@ -623,11 +608,12 @@ def bundle(
     sampler.is_served = sync.is_served
     adapter = SdkAdapter(snapshot=partial(save_snapshot, sync), load=partial(load_own, infra.policy_job_id))
     own = replace(classes, replays=cfg.router_replay)
-    policy = FireworksTrainer(
-        connector(infra.policy), own, limits=limits, adapter=adapter, run=run, meter=meter, **link
-    )
-    policy.job_id, sync.trainer = infra.policy_job_id, policy
-    judge = infra.reference and ServiceReference(Link(connector(infra.reference), classes, **link), limits, run, meter)
+    reach = lambda client: {"connect": partial(training_client, client), "client": client.inner, **link}
+    policy = FireworksTrainer(sdk=own, limits=limits, adapter=adapter, run=run, meter=meter, **reach(infra.policy))
+    infra.policy.link, policy.job_id, sync.trainer, judge = policy.link, infra.policy_job_id, policy, None
+    if infra.reference is not None:
+        infra.reference.link = Link(sdk=classes, **reach(infra.reference))
+        judge = ServiceReference(infra.reference.link, limits, run, meter)
     can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)
     can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]), routing=cfg.router_replay)
     at = Endpoint(deploy_mgr.inference_url, infra.inference_model or "", secret.reveal())
@@ -650,7 +636,7 @@ async def open_fireworks(
     pause_s: float = 1.0,  # before the second; doubles
     **settings: Any,  # of `Config`
 ) -> FireworksBackend:  # policy FireworksTrainer, reference ServiceReference, sampler FireworksSampler
-    "Trainers and a deployment at Fireworks as a backend; closing it gives everything back."
+    "Trainers and a deployment at Fireworks as a backend; closing it releases everything."
     cfg = Config(**{"backend": "fireworks", **settings}) if cfg is None else cfg
     check_config(cfg)
     rlor_mgr, deploy_mgr = open_managers(key, base_url or cfg.base_url)
@@ -752,7 +738,7 @@ def promotable(rows: Sequence[Mapping[str, Any]], snapshot: str) -> list[str]:
 
 # %% ../../nbs/28_backends.fireworks.ipynb #c0ea8fa9
 async def close_fireworks(backend: FireworksBackend) -> None:
-    "Refuse further calls, hang up, give everything back."
+    "Refuse further calls, hang up, release everything."
     policy: Any = backend.policy
     sampler: Any = backend.sampler
     policy.link.closing.set()
@@ -824,7 +810,7 @@ async def check_forward(t: Trial) -> str:
 
 
 async def check_forward_again(t: Trial) -> str:
-    "The same weights score the same, or a custom loss has the wrong slope."
+    "The same weights score the same, or a custom loss has the wrong derivative."
     gap = float(np.abs(await t.scores() - await t.scores()).max())
     return expect(gap <= 1e-6, f"{gap:.1g} nats apart")
 
@@ -932,7 +918,7 @@ async def checked(
         return Finding(name, False, said(reason), (check.__doc__ or "a model that was published").rstrip("."), meaning)
 
 
-async def check_given_back(t: Trial) -> str:
+async def check_released(t: Trial) -> str:
     "The trainer is cancelled, the deployment scaled to zero."
     if t.backend is None:
         return "nothing was set up"
@@ -956,7 +942,7 @@ async def check_fireworks(
     grace_s: float | None = None,
     say: Callable[[str], Any] = print,  # gets a line per check, and what setting up says
 ) -> Findings:
-    "The checks in order; after one that fails, only giving back is still tried."
+    "The checks in order; after one that fails, only the release is still tried."
     rlor_mgr, _ = open_managers(key, base_url)
     where = {"key": Secret(rlor_mgr.api_key), "base_url": rlor_mgr.base_url, "log_path": log_path, "run_name": "check"}
     options = {"base_model": base_model, "lora_rank": lora_rank, "kl_beta": 0.0, "tokenizer": tokenizer, **where}
@@ -972,6 +958,6 @@ async def check_fireworks(
             rows.append(await checked(name, check, only_there, t, rows))
             say(f"{rows[-1].mark:>4}  {name}: {rows[-1].got}")
     finally:
-        rows.append(await checked("give back", check_given_back, "that nothing is billed any more", t, []))
-    say(f"{rows[-1].mark:>4}  give back: {rows[-1].got}")
+        rows.append(await checked("release", check_released, "that nothing is billed any more", t, []))
+    say(f"{rows[-1].mark:>4}  release: {rows[-1].got}")
     return Findings(rows, title=f"Fireworks at {rlor_mgr.base_url}")

@@ -138,7 +138,7 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     return scoring.causal.logprobs(features.flatten(0, 1)[where], targets, scoring.temperature)
 
 # %% ../../nbs/23_backends.local.ipynb #0a3f2822
-def spread(scoring: Scoring, datums: Sequence[Datum], batches: list[list[int]], flats: list[Tensor]) -> list[Tensor]:
+def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[list[int]], flats: list[Tensor]) -> list[Tensor]:
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat logprobs of each batch."
     series: list[Tensor] = [torch.empty(0)] * len(datums)
     for batch, flat in zip(batches, flats, strict=True):
@@ -155,7 +155,7 @@ def score(scoring: Scoring, datums: Sequence[Datum]) -> list[np.ndarray]:
     batches = scoring.batches(datums)
     with torch.no_grad():
         flats = [score_batch(scoring, [datums[i] for i in batch]) for batch in batches]
-    return [series.double().numpy() for series in spread(scoring, datums, batches, flats)]
+    return [series.double().numpy() for series in per_datum(scoring, datums, batches, flats)]
 
 # %% ../../nbs/23_backends.local.ipynb #dae95404
 class Scores(Protocol):
@@ -176,7 +176,7 @@ def not_finite(scoring: Scores, datums: Sequence[Datum], series: Sequence[Tensor
     return LossError(what, got=got, expected="a finite value", fix=fix)
 
 # %% ../../nbs/23_backends.local.ipynb #f94c545d
-def slope_of(
+def loss_and_dlogprobs(
     scoring: Scores,
     datums: Sequence[Datum],
     series: list[Tensor],  # (N-1,) leaves
@@ -188,16 +188,16 @@ def slope_of(
         raise LossError("loss", got=type(loss).__name__, expected="a tensor with one element, and a dict of metrics")
     if not loss.isfinite().all():
         raise not_finite(scoring, datums, series, "loss", loss.item())
-    slopes = torch.autograd.grad(loss, series, allow_unused=True) if loss.requires_grad else [None] * len(datums)
+    dlogprobs = torch.autograd.grad(loss, series, allow_unused=True) if loss.requires_grad else [None] * len(datums)
     results = []
-    for d, slope in zip(datums, slopes, strict=True):
-        if slope is None:
+    for d, dlogprob in zip(datums, dlogprobs, strict=True):
+        if dlogprob is None:
             fix = "Every datum must enter the loss: a sum over no position counts, a constant does not."
             raise LossError("gradient", where=d.where, got="none", expected="one (zero will do)", fix=fix)
-        slope = np.where(scoring.scored(d), slope.double().numpy(), 0.0)
-        if not np.isfinite(slope).all():
+        dlogprob = np.where(scoring.scored(d), dlogprob.double().numpy(), 0.0)
+        if not np.isfinite(dlogprob).all():
             raise not_finite(scoring, datums, series, f"dL/dlogprob of {d.where}", "NaN or infinity")
-        results.append(slope)
+        results.append(dlogprob)
     return loss.item(), dict(metrics), results
 
 # %% ../../nbs/23_backends.local.ipynb #b345551b
@@ -251,32 +251,34 @@ def evaluate(state: PolicyState, datums: Sequence[Datum], loss_fn: LossFn) -> tu
     keep = padded_tokens <= scoring.tokens_per_batch
     with torch.set_grad_enabled(keep):
         flats = [score_batch(scoring, [datums[i] for i in b]) for b in batches]
-    series = [s.requires_grad_() for s in spread(scoring, datums, batches, flats)]
+    series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
     with torch.enable_grad():
-        value, metrics, slopes = slope_of(scoring, datums, series, loss_fn)
+        value, metrics, dlogprobs = loss_and_dlogprobs(scoring, datums, series, loss_fn)
     state.graph = Graph(tuple(datums), batches, flats) if keep else None
-    return value, metrics, [s.detach().double().numpy() for s in series], slopes
+    return value, metrics, [s.detach().double().numpy() for s in series], dlogprobs
 
 # %% ../../nbs/23_backends.local.ipynb #459e71fa
-def check_slopes(scoring: Scores, datums: Sequence[Datum], slopes: Sequence[np.ndarray]) -> None:
+def check_dlogprobs(scoring: Scores, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
     "Raises `LossError` unless there is one finite series per datum, zero where nothing was scored."
-    if len(slopes) != len(datums):
-        raise LossError("dlogprobs", got=f"{len(slopes)} series", expected=f"{len(datums)}, one per datum")
-    for d, slope in zip(datums, slopes, strict=True):
-        if np.shape(slope) != d.weights.shape:
-            raise LossError("dlogprobs", where=d.where, got=np.shape(slope), expected=str(d.weights.shape))
-        if not np.isfinite(slope).all():
+    if len(dlogprobs) != len(datums):
+        raise LossError("dlogprobs", got=f"{len(dlogprobs)} series", expected=f"{len(datums)}, one per datum")
+    for d, dlogprob in zip(datums, dlogprobs, strict=True):
+        if np.shape(dlogprob) != d.weights.shape:
+            raise LossError("dlogprobs", where=d.where, got=np.shape(dlogprob), expected=str(d.weights.shape))
+        if not np.isfinite(dlogprob).all():
             raise LossError("dlogprobs", where=d.where, got="NaN or infinity", expected="finite values")
-        if np.any(np.asarray(slope)[~scoring.scored(d)]):
+        if np.any(np.asarray(dlogprob)[~scoring.scored(d)]):
             fix = "Set it to 0, or open the backend with prompt_logprobs=True."
-            raise LossError("dlogprobs", where=d.where, got="a slope at an unscored position", expected="0", fix=fix)
+            raise LossError(
+                "dlogprobs", where=d.where, got="a derivative at an unscored position", expected="0", fix=fix
+            )
 
 # %% ../../nbs/23_backends.local.ipynb #0a724dd7
-def backpropagate(state: PolicyState, datums: Sequence[Datum], slopes: Sequence[np.ndarray]) -> None:
-    "Add the gradient of `sum(slope * logprob)` to what is accumulated."
+def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
+    "Add the gradient of `sum(dlogprob * logprob)` to what is accumulated."
     scoring, graph, state.graph = state.scoring, state.graph, None
     scoring.check(datums)
-    check_slopes(scoring, datums, slopes)
+    check_dlogprobs(scoring, datums, dlogprobs)
     kept = (
         graph is not None and len(graph.datums) == len(datums) and all(map(lambda a, b: a is b, graph.datums, datums))
     )
@@ -287,9 +289,9 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], slopes: Sequence[
         flat, flats[k] = flats[k], None
         with torch.enable_grad():
             flat = score_batch(scoring, [datums[i] for i in batch]) if flat is None else flat
-        slope = np.concatenate([np.asarray(slopes[i])[scoring.scored(datums[i])] for i in batch])
+        dlogprob = np.concatenate([np.asarray(dlogprobs[i])[scoring.scored(datums[i])] for i in batch])
         with routed(scoring, [datums[i] for i in batch]):
-            torch.autograd.backward(flat, torch.from_numpy(slope).to(flat))
+            torch.autograd.backward(flat, torch.from_numpy(dlogprob).to(flat))
         scoring.meter.datums_trained += len(batch)
         move_to_masters(state)
     state.loss_tokens += sum(d.num_loss_tokens for d in datums)
@@ -634,7 +636,7 @@ class Worker:
 
 # %% ../../nbs/23_backends.local.ipynb #cb5ea3b2
 def stamped(values: Sequence[np.ndarray], scoring: Scoring, source: str, version: int | None) -> list[Logprobs]:
-    "Arrays as `Logprobs` with their papers."
+    "Arrays as `Logprobs` with their provenance."
     dtype = str(scoring.causal.dtype).removeprefix("torch.")
     stamp = {"source": source, "policy_version": version, "temperature": scoring.temperature, "dtype": dtype}
     return [Logprobs(v, **stamp) for v in values]  # type: ignore[arg-type]
@@ -741,16 +743,16 @@ class LocalTrainer:
     def _stamp(self, values: Sequence[np.ndarray]) -> list[Logprobs]:
         return stamped(values, self.state.scoring, "policy", self.versions.current)
 
-    def _output(self, value: float, metrics: dict, series: list, slopes: list) -> LossOutput:
-        return LossOutput(value, metrics, tuple(self._stamp(series)), tuple(slopes))
+    def _output(self, value: float, metrics: dict, series: list, dlogprobs: list) -> LossOutput:
+        return LossOutput(value, metrics, tuple(self._stamp(series)), tuple(dlogprobs))
 
 # %% ../../nbs/23_backends.local.ipynb #bba76898
 def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
-    "`evaluate`, then `backpropagate` of its slopes."
-    value, metrics, series, slopes = evaluate(state, datums, loss_fn)
-    backpropagate(state, datums, slopes)
+    "`evaluate`, then `backpropagate` of its derivatives."
+    value, metrics, series, dlogprobs = evaluate(state, datums, loss_fn)
+    backpropagate(state, datums, dlogprobs)
     norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
-    return value, metrics | norms, series, slopes
+    return value, metrics | norms, series, dlogprobs
 
 # %% ../../nbs/23_backends.local.ipynb #21fa222a
 def save_named(state: PolicyState, versions: Versions, name: str) -> str:
@@ -800,7 +802,7 @@ def take_snapshot(state: PolicyState, name: str) -> str:
 # %% ../../nbs/23_backends.local.ipynb #7efe6ddd
 @contextmanager
 def preserved_gradients(state: PolicyState) -> Iterator[None]:
-    "Put aside what is accumulated, and give it back unchanged."
+    "Put aside what is accumulated, and restore it unchanged."
     holders = [*state.params.values(), *state.masters.values()]
     grads, counts, graph = [t.grad for t in holders], (state.loss_tokens, state.sequences), state.graph
     try:
@@ -842,18 +844,18 @@ def inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
 def sample_gradients(
     state: PolicyState,
     datums: Sequence[Datum],
-    slopes: Sequence[np.ndarray],  # dL/dlogprob, (N-1,) per datum
+    dlogprobs: Sequence[np.ndarray],  # dL/dlogprob, (N-1,) per datum
     before: str | None = None,  # a saved state to look from; None = the present weights
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:  # logprobs; (S,) norms; (S,) products, which sum to |G|^2
-    "How long the gradient of each datum's `sum(slope * logprob)` is, and how it lies to that of all datums."
+    "How long the gradient of each datum's `sum(dlogprob * logprob)` is, and its dot product with the batch gradient."
     norms, products = np.zeros(len(datums)), np.zeros(len(datums))
     with preserved_gradients(state), swapped_weights(state, saved_weights(state, before) if before else {}):
         logprobs = score(state.scoring, datums)
-        backpropagate(state, datums, slopes)
+        backpropagate(state, datums, dlogprobs)
         whole = [t.grad for t in state.targets]
-        for i in [i for i, slope in enumerate(slopes) if np.any(slope)]:
+        for i in [i for i, dlogprob in enumerate(dlogprobs) if np.any(dlogprob)]:
             drop_gradients(state)
-            backpropagate(state, [datums[i]], [slopes[i]])
+            backpropagate(state, [datums[i]], [dlogprobs[i]])
             own = [t.grad for t in state.targets]
             norms[i], products[i] = inner(own, own) ** 0.5, inner(own, whole)
     return logprobs, norms, products
@@ -900,7 +902,7 @@ def directional(
                 pairs = {f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()}
                 flat, tangent = forward_ad.unpack_dual(functional_call(call, pairs, ()))
                 flats.append(torch.zeros_like(flat) if tangent is None else tangent)
-    return [series.double().numpy() for series in spread(scoring, datums, batches, flats)]
+    return [series.double().numpy() for series in per_datum(scoring, datums, batches, flats)]
 
 # %% ../../nbs/23_backends.local.ipynb #f3a9051b
 def linear_change(
@@ -916,13 +918,13 @@ def linear_change(
 # %% ../../nbs/23_backends.local.ipynb #d2618769
 @dataclass(eq=False)
 class Pending:
-    "One item in the sampler's inbox, and the future that waits for its answer."
+    "One item in the sampler's inbox, and the future that waits for its result."
 
     item: Any  # a Request, a sequence to score, or a function to run when nothing is being drawn
     future: asyncio.Future
 
-    def answer(self, value: Any) -> None:
-        "Give the value, or the exception, to whoever still waits."
+    def resolve(self, value: Any) -> None:
+        "Set the value, or the exception, if the caller still waits."
         if not self.future.done():
             self.future.set_exception(value) if isinstance(value, BaseException) else self.future.set_result(value)
 
@@ -934,8 +936,8 @@ class LocalSampler:
         self.engine, self.run = engine, run
         self.inbox: deque[Pending] = deque()
         self.open: dict[Request, Pending] = {}  # being drawn
-        self.pump: asyncio.Task | None = None
-        self.stale = False  # the engine holds what nobody waits for
+        self.scheduler: asyncio.Task | None = None
+        self.stale = False  # the engine holds requests of a loop that has gone
 
     @property
     def policy_version(self) -> int:
@@ -954,15 +956,15 @@ class LocalSampler:
         return await self.post(np.asarray(tokens))
 
     async def post(self, item: Any) -> Any:
-        "Put an item into the inbox and wait for its answer."
+        "Put an item into the inbox and wait for its result."
         self.run.check()
         loop = asyncio.get_running_loop()
-        if self.pump is not None and self.pump.get_loop() is not loop:
+        if self.scheduler is not None and self.scheduler.get_loop() is not loop:
             self.abandon(BackendError("the sampler", got="an event loop that was left", fix="Ask again."))
         pending = Pending(item, loop.create_future())
         self.inbox.append(pending)
-        if self.pump is None or self.pump.done():
-            self.pump = loop.create_task(keep_pumping(self))
+        if self.scheduler is None or self.scheduler.done():
+            self.scheduler = loop.create_task(run_scheduler(self))
         try:
             return await pending.future
         except asyncio.CancelledError:
@@ -971,13 +973,13 @@ class LocalSampler:
             raise
 
     def abandon(self, reason: BaseException) -> None:
-        "Answer everything with an exception and forget it."
-        waiting, self.pump, self.stale = [*self.open.values(), *self.inbox], None, True
+        "Fail every pending request with an exception and forget it."
+        waiting, self.scheduler, self.stale = [*self.open.values(), *self.inbox], None, True
         self.open.clear()
         self.inbox.clear()
         for pending in waiting:
             if not pending.future.get_loop().is_closed():
-                pending.answer(reason)
+                pending.resolve(reason)
 
 # %% ../../nbs/23_backends.local.ipynb #503b17b8
 def take_waiting(sampler: LocalSampler) -> list[Pending]:
@@ -991,7 +993,7 @@ def take_waiting(sampler: LocalSampler) -> list[Pending]:
 
 # %% ../../nbs/23_backends.local.ipynb #f2297190
 def turn(sampler: LocalSampler, waiting: list[Pending]) -> list[tuple[Pending, Any]]:
-    "One turn in the worker: hand over, score, hop; returns answered waiting."
+    "One round in the worker: hand over, score, run decode steps; returns what is finished, with its result."
     engine = sampler.engine
     if sampler.stale:
         engine.abort()
@@ -1003,16 +1005,16 @@ def turn(sampler: LocalSampler, waiting: list[Pending]) -> list[tuple[Pending, A
             sampler.open[pending.item] = pending
             engine.waiting.extend((pending.item, i) for i in range(pending.item.params.n))
     echoes = [pending for pending in waiting if isinstance(pending.item, np.ndarray)]
-    answers: list[tuple[Pending, Any]] = []
+    results: list[tuple[Pending, Any]] = []
     if echoes:
-        answers += zip(echoes, echo(engine, [pending.item for pending in echoes]), strict=True)
-    answers += [(sampler.open.pop(r), r.completions) for r in engine.hop() if not r.cancelled]
+        results += zip(echoes, echo(engine, [pending.item for pending in echoes]), strict=True)
+    results += [(sampler.open.pop(r), r.completions) for r in engine.run_steps() if not r.cancelled]
     for request in [r for r in sampler.open if r.cancelled]:
         del sampler.open[request]
-    return answers
+    return results
 
 # %% ../../nbs/23_backends.local.ipynb #e4c93ace
-async def keep_pumping(sampler: LocalSampler) -> None:
+async def run_scheduler(sampler: LocalSampler) -> None:
     "Hop and deliver while there is work."
     waiting: list[Pending] = []
     try:
@@ -1020,14 +1022,14 @@ async def keep_pumping(sampler: LocalSampler) -> None:
         while sampler.inbox or sampler.open:
             waiting = take_waiting(sampler)
             for pending, value in await sampler.run(turn, sampler, waiting):
-                pending.answer(value)
+                pending.resolve(value)
             waiting = []
             await asyncio.sleep(0)
     except BaseException as reason:
         gone = isinstance(reason, asyncio.CancelledError)
-        told = BackendError("the sampler", got="a cancelled pump", fix="Ask again.") if gone else reason
+        told = BackendError("the sampler", got="a cancelled scheduler", fix="Ask again.") if gone else reason
         for pending in waiting:
-            pending.answer(told)
+            pending.resolve(told)
         sampler.abandon(told)
         if not isinstance(reason, Exception):
             raise
@@ -1256,8 +1258,8 @@ def reference_of(
 
 # %% ../../nbs/23_backends.local.ipynb #0aa5f132
 async def close_local(sampler: LocalSampler, run: Worker) -> None:
-    "Stop the pump and the worker thread, free the sampler's cache."
-    if sampler.pump is not None and not sampler.pump.get_loop().is_closed():
-        sampler.pump.cancel()
+    "Stop the scheduler and the worker thread, free the sampler's cache."
+    if sampler.scheduler is not None and not sampler.scheduler.get_loop().is_closed():
+        sampler.scheduler.cancel()
     run.close()
     sampler.engine.abort()

@@ -102,7 +102,7 @@ async def open_backend(
     cfg: Config,
     say: Callable[[str], Any] = print,  # where the lines about provisioning and reconnects go
     leftover: str = "error",  # fireworks: trainers of a killed process in this run folder: "attach", "clean" or "error"
-) -> Backend:  # `async with` gives back what it holds
+) -> Backend:  # `async with` releases what it holds
     "The backend that a config names."
     check_trusted(cfg.base_url, "base_url")  # it is sent your key
     if cfg.backend not in OPENERS:

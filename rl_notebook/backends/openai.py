@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,10 +32,11 @@ from ..align import completion_from_target, target_from_echo
 from .base import Backend, Capabilities, Endpoint, Meter
 from .engine import check_length, check_tokens
 from .local import LocalTrainer, open_local, write_weights
-from ..config import address_trouble
+from ..settings import address_trouble
 from ..core import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
 from ..core import quoted, without_keys
 from ..data import hide_queries
+from ..retries import RETRIED, AskAgain, Retries, retry_after, with_retries
 
 # %% auto #0
 __all__ = ['Secret', 'open_openai']
@@ -115,7 +115,7 @@ def request_seed(
 
 # %% ../../nbs/24_backends.openai.ipynb #74506c51
 class AdaptiveLimit:
-    "A window of concurrent requests: one more after a window of answers, half as many after a refusal."
+    "A window of concurrent requests: one more after a window of responses, half as many after a refusal."
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class AdaptiveLimit:
         self.window, self.least, self.most = float(start), least, most
         self.in_flight = 0
         self.cuts = 0  # refusals that halved the window; also the generation of a request
-        self.held = False  # nobody may start
+        self.held = False  # no request may start
         self.waiting: deque[asyncio.Future[None]] = deque()
 
     def answered(self) -> None:
@@ -183,7 +183,7 @@ def admit_waiting(limit: AdaptiveLimit) -> None:
 # %% ../../nbs/24_backends.openai.ipynb #abba5546
 @contextmanager
 def hold(limit: AdaptiveLimit) -> Iterator[None]:
-    "Nobody starts inside; those who wait start afterwards."
+    "No request starts inside; those that wait start afterwards."
     limit.held = True
     try:
         yield
@@ -193,89 +193,13 @@ def hold(limit: AdaptiveLimit) -> Iterator[None]:
 
 # %% ../../nbs/24_backends.openai.ipynb #341ca160
 async def drained(limit: AdaptiveLimit) -> None:
-    "Wait until nobody is inside; only of use while the line is held."
+    "Wait until no request is in flight; only of use while new ones are held."
     while limit.in_flight:
         await asyncio.sleep(0.005)
 
-# %% ../../nbs/24_backends.openai.ipynb #83fe01f1
-@dataclass(frozen=True)
-class Retries:
-    "How long to go on asking."
-
-    deadline_s: float = 300.0  # seconds for a request, all attempts and pauses together
-    attempt_s: float = 180.0  # seconds for one attempt
-    first_wait_s: float = 0.5  # pause after the first failure; doubles
-    longest_wait_s: float = 30.0  # longest pause, unless the server asks for more
-    seed: int = 0  # of the jitter, so that a run repeats
-
-    def wait(self, tries: int, rng: np.random.Generator) -> float:
-        "Seconds to wait after this many failures: doubling, and jittered so that many clients do not come at once."
-        doubled = self.first_wait_s * 2 ** min(tries - 1, 60)  # a float ends at 2**1024
-        return min(self.longest_wait_s, doubled) * (0.5 + rng.random() / 2)
-
-# %% ../../nbs/24_backends.openai.ipynb #8587933f
-class AskAgain(Exception):
-    "An attempt failed in a way that asking again may mend."
-
-    def __init__(
-        self,
-        reason: str,  # for people
-        after_s: float | None = None,  # what the server asks to wait
-        crowded: bool = False,  # the server has too much to do
-        lost: bool = False,  # the connection is gone, and perhaps the server with it
-    ):
-        super().__init__(reason)
-        self.reason, self.after_s, self.crowded, self.lost = reason, after_s, crowded, lost
-
-# %% ../../nbs/24_backends.openai.ipynb #c95aa563
-def retry_after(header: str | None, now: float) -> float | None:
-    "Seconds that a `Retry-After` header asks to wait, from a number or a date; None when it says nothing."
-    if header is None:
-        return None
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
-    except ValueError:
-        return None
-
-# %% ../../nbs/24_backends.openai.ipynb #3cdf1ddd
-_T = TypeVar("_T")
-
-
-async def persist(
-    attempt: Callable[[], Awaitable[tuple[float, _T | AskAgain]]],  # gives seconds spent, and an answer or a reason
-    retries: Retries,
-    rng: np.random.Generator,  # of the jitter
-    where: str,  # place named in an error
-    failed: Callable[[AskAgain], None] = lambda reason: None,  # is told of every failure
-    fix: Callable[[], str] = lambda: _DOWN,  # what to do when it is over
-) -> _T:
-    "Ask until there is an answer or the deadline is near; raises `BackendError`."
-    spent, tries = 0.0, 0
-    while True:
-        seconds, answer = await attempt()
-        spent, tries = spent + seconds, tries + 1
-        if not isinstance(answer, AskAgain):
-            return answer
-        failed(answer)
-        wait = max(retries.wait(tries, rng), answer.after_s or 0.0)
-        if spent + wait >= retries.deadline_s:
-            got = f"{answer.reason}, {tries} attempt{'s' * (tries > 1)}"
-            asked = f"; it asks to wait {answer.after_s:g} s" if answer.after_s else ""
-            expected = f"an answer within {retries.deadline_s:g} s"
-            raise BackendError(f"no answer{asked}", where=where, got=got, expected=expected, fix=fix()) from answer
-        await asyncio.sleep(wait)
-        spent += wait
-
-
-_DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
-
 # %% ../../nbs/24_backends.openai.ipynb #76788c0f
 class Silence:
-    "Says every so often that answers are awaited, once for all who wait."
+    "Says every so often that responses are awaited, once for all requests."
 
     def __init__(
         self,
@@ -291,7 +215,7 @@ class Silence:
 
     @contextmanager
     def awaits(self, what: str) -> Iterator[None]:
-        "Inside, an answer is awaited."
+        "Inside, a response is awaited."
         me = object()
         with self.lock:
             self.began[me] = time.monotonic(), what
@@ -362,9 +286,9 @@ class Wire:
         self.limit = limit or AdaptiveLimit()
         self.key = key if isinstance(key, Secret) or key is None else Secret(key)
         self.counts: Counter[str] = Counter()  # attempts, and failures by reason
-        self.lost = False  # the connection broke since somebody last looked
-        self.answered_at = time.monotonic()  # the last answer
-        self.why = ""  # it does not answer, as far as is known, and what to do
+        self.lost = False  # the connection broke since the last check
+        self.answered_at = time.monotonic()  # the last response
+        self.why = ""  # it does not respond, as far as is known, and what to do
         self.silence = Silence(self.root)
         self.closed = False
         self._client: httpx.AsyncClient | None = None
@@ -391,7 +315,6 @@ class Wire:
             await client.aclose()
 
 # %% ../../nbs/24_backends.openai.ipynb #cb25f25b
-RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507, 520, 521, 522, 523, 524, 529, 530})
 _CROWDED = frozenset({429, 503, 529})
 _FIXES = {
     401: "The server wants a key that it knows: see `key` and the environment variable that it is read from.",
@@ -439,27 +362,27 @@ def judge(status: int, text: str, header: str | None, where: str) -> AskAgain:
 
 # %% ../../nbs/24_backends.openai.ipynb #c32f04b0
 def answer_in(text: str, where: str) -> dict[str, Any]:
-    "The JSON object in an answer; raises `AskAgain` for damaged text and `BackendError` for another value."
+    "The JSON object in a response; raises `AskAgain` for damaged text and `BackendError` for another value."
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise AskAgain("a damaged answer" if where != "a stream" else "a damaged stream") from None
+        raise AskAgain("a damaged response" if where != "a stream" else "a damaged stream") from None
     if not isinstance(value, dict):
         fix = "Is base_url the address of an OpenAI-compatible server?"
-        raise Refused("the answer", where=where, got=quoted(value), expected="a JSON object", fix=fix)
+        raise Refused("the response", where=where, got=quoted(value), expected="a JSON object", fix=fix)
     return value
 
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    "What cannot be read in an answer becomes a `BackendError` that says so."
+    "What cannot be read in a response becomes a `BackendError` that says so."
     try:
         yield
     except RLNotebookError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
         got, expected = f"fields of another shape ({quoted(e, 200)})", "those of an OpenAI-compatible server"
-        raise BackendError("the answer", where=where, got=got, expected=expected) from e
+        raise BackendError("the response", where=where, got=got, expected=expected) from e
 
 # %% ../../nbs/24_backends.openai.ipynb #559c3c07
 async def stream_events(
@@ -481,7 +404,7 @@ async def stream_events(
 
 # %% ../../nbs/24_backends.openai.ipynb #ed38ce7c
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    "One answer from the parts of a stream; raises `AskAgain` when its end is missing."
+    "One response from the parts of a stream; raises `AskAgain` when its end is missing."
     whole: dict[str, Any] = {}
     choice: dict[str, Any] = {"text": "", "finish_reason": None}
     for part in parts:
@@ -509,30 +432,31 @@ def _longer(have: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 # %% ../../nbs/24_backends.openai.ipynb #04161a07
 async def _exchange(
     wire: Wire, method: str, path: str, body: Any, params: Mapping[str, str] | None, stream: bool
-) -> dict[str, Any] | AskAgain:
-    "Send once; an answer, or a reason to ask again."
+) -> dict[str, Any]:
+    "Send once; raises `AskAgain` or `BackendError`."
     where = f"{method} {wire.root}{path}"
     try:
-        async with wire.client.stream(method, wire.root + path, json=body, params=params) as response:
+        sent = wire.client.stream(method, wire.root + path, json=body, params=params)
+        async with asyncio.timeout(wire.retries.attempt_s), sent as response:
             if response.status_code >= 400:
                 text = without_key(wire, await response.aread())
-                return judge(response.status_code, text, response.headers.get("retry-after"), where)
+                raise judge(response.status_code, text, response.headers.get("retry-after"), where)
             if stream:
                 parts = [part async for part in stream_events(response.aiter_bytes())]
                 with reading(where):
                     return joined(parts)
             text = without_key(wire, await response.aread())
             if "html" in response.headers.get("content-type", ""):
-                fix = "Is base_url the server's own address? A proxy or a login page may answer in its place."
-                raise Refused("the answer", where=where, got="a page of HTML", expected="JSON", fix=fix)
+                fix = "Is base_url the server's own address? A proxy or a login page may respond in its place."
+                raise Refused("the response", where=where, got="a page of HTML", expected="JSON", fix=fix)
             words = "json" not in response.headers.get("content-type", "") and not text.lstrip().startswith("{")
             return {"text": text} if words else answer_in(text, where)
-    except AskAgain as reason:
-        return reason
+    except TimeoutError:
+        raise AskAgain(f"no response within {wire.retries.attempt_s:g} s", crowded=True) from None
     except httpx.DecodingError:
-        return AskAgain("a damaged answer")
+        raise AskAgain("a damaged response") from None
     except httpx.TransportError as reason:
-        return AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True)
+        raise AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True) from None
 
 # %% ../../nbs/24_backends.openai.ipynb #a2e199b8
 async def attempt(
@@ -546,52 +470,36 @@ async def attempt(
     limited: bool = True,  # waits for a slot
     ready: Callable[[], Awaitable[None]] | None = None,  # is awaited before standing in line
     starts: Callable[[], None] | None = None,  # is called in the slot, before the request
-) -> tuple[float, dict[str, Any] | AskAgain]:
-    "One attempt: the seconds that it took, and an answer or a reason to ask again."
+) -> dict[str, Any]:
+    "One attempt, after which the window grows or shrinks; raises `AskAgain` or `BackendError`."
+    began = time.monotonic()
     while True:
         if ready is not None:
             await ready()
         async with slot(wire.limit) if limited else nullcontext() as generation:
             if ready is not None and wire.lost:  # while this request stood in line
                 continue
-            return await _attempt_now(wire, method, path, body, params, stream, starts, generation)
-
-
-async def _attempt_now(
-    wire: Wire,
-    method: str,
-    path: str,
-    body: Any,
-    params: Mapping[str, str] | None,
-    stream: bool,
-    starts: Callable[[], None] | None,
-    generation: int | None,
-) -> tuple[float, dict[str, Any] | AskAgain]:
-    "One attempt, in the slot."
-    if starts is not None:
-        starts()
-    wire.counts["attempts"] += 1
-    started = time.monotonic()
-    try:
-        async with asyncio.timeout(wire.retries.attempt_s):
-            answer = await _exchange(wire, method, path, body, params, stream)
-    except TimeoutError:
-        answer = AskAgain(f"no answer within {wire.retries.attempt_s:g} s", crowded=True)
-    take_note(wire, answer, generation)
-    return time.monotonic() - started, answer
-
-# %% ../../nbs/24_backends.openai.ipynb #da44b386
-def take_note(wire: Wire, answer: dict[str, Any] | AskAgain, generation: int | None) -> None:
-    "Let the window grow or shrink by what came back; None = the request did not stand in line."
-    if not isinstance(answer, AskAgain):
-        wire.answered_at = time.monotonic()
-        wire.silence.heard()
-        if generation is not None:
-            wire.limit.answered()
-    elif answer.crowded and generation is not None:
-        wire.limit.refused(generation)
+            if starts is not None:
+                starts()
+            wire.counts["attempts"] += 1
+            in_line_s = time.monotonic() - began
+            try:
+                response = await _exchange(wire, method, path, body, params, stream)
+            except AskAgain as reason:
+                reason.in_line_s = in_line_s
+                if reason.crowded and generation is not None:
+                    wire.limit.refused(generation)
+                raise
+            wire.answered_at = time.monotonic()
+            wire.silence.heard()
+            if generation is not None:  # None = the request did not stand in line
+                wire.limit.answered()
+            return response
 
 # %% ../../nbs/24_backends.openai.ipynb #36117879
+_DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
+
+
 async def ask(
     wire: Wire,
     method: str,
@@ -602,20 +510,31 @@ async def ask(
     **options: Any,  # of `attempt`
 ) -> dict[str, Any]:
     "A request until it is answered; raises `BackendError`."
-    where, failures = f"{method} {wire.root}{path}", 0
+    where, failures, patience = f"{method} {wire.root}{path}", 0, retries or wire.retries
+    tried = lambda: f"{failures} attempt{'s' * (failures > 1)}"
 
-    def failed(reason: AskAgain) -> None:
+    async def once() -> dict[str, Any]:
         nonlocal failures
-        wire.counts[reason.reason] += 1
-        failures += 1
-        wire.silence.trouble = f"{failures} attempt{'s' * (failures > 1)} failed, the last with {reason.reason}"
-        if reason.lost and not wire.lost:
-            warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=2)
-        wire.lost = wire.lost or reason.lost
+        try:
+            return await attempt(wire, method, path, body, **options)
+        except AskAgain as reason:
+            wire.counts[reason.reason] += 1
+            failures += 1
+            wire.silence.trouble = f"{tried()} failed, the last with {reason.reason}"
+            if reason.lost and not wire.lost:
+                warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=2)
+            wire.lost = wire.lost or reason.lost
+            raise
 
-    once = lambda: attempt(wire, method, path, body, **options)
+    def over(reason: AskAgain) -> None:
+        asked = f"; it asks to wait {reason.after_s:g} s" if reason.after_s else ""
+        got, expected = f"{reason.reason}, {tried()}", f"a response within {patience.deadline_s:g} s"
+        raise BackendError(
+            f"no response{asked}", where=where, got=got, expected=expected, fix=wire.why or _DOWN
+        ) from reason
+
     with wire.silence.awaits(f"{method} {path}"):
-        return await persist(once, retries or wire.retries, wire._rng, where, failed, lambda: wire.why or _DOWN)
+        return await with_retries(once, patience, over=over, rng=wire._rng)
 
 # %% ../../nbs/24_backends.openai.ipynb #034bfbea
 @dataclass(frozen=True)
@@ -771,7 +690,7 @@ class OpenAISampler:
         key: Secret | str | None = None,
         *,
         dialect: str | Dialect = "vllm",  # a key of DIALECTS, or your own
-        stream: bool = False,  # answers in pieces
+        stream: bool = False,  # responses in pieces
         kind: Kind = "unknown",  # what reported logprobs are; `probe` finds out
         max_seq_len: int | None = None,  # longest prompt plus completion, if known
         vocab_size: int | None = None,  # tokens that the model knows, if known
@@ -826,7 +745,7 @@ def _dialect(name: str | Dialect) -> Dialect:
 
 # %% ../../nbs/24_backends.openai.ipynb #756d4e74
 async def together(coroutines: Sequence[Any]) -> list[Any]:
-    "All results in order; when one fails or nobody waits any more, the rest is cancelled."
+    "All results in order; when one fails or the caller is cancelled, the rest is cancelled."
     tasks = [asyncio.create_task(c) for c in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -848,11 +767,11 @@ async def _completion(
 
     options = {"stream": sampler.stream, "ready": sampler.ready, "starts": starts} | options
     body = body | ({"stream": True} if options["stream"] else {})
-    answer = await ask(sampler.wire, "POST", sampler.dialect.path, body, **options)
-    choices = answer.get("choices")
+    response = await ask(sampler.wire, "POST", sampler.dialect.path, body, **options)
+    choices = response.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        fields = ", ".join(sorted(answer)) or "nothing in it"
-        got = f"choices {quoted(choices)}" if choices else f"an answer with {fields}"
+        fields = ", ".join(sorted(response)) or "nothing in it"
+        got = f"choices {quoted(choices)}" if choices else f"a response with {fields}"
         raise BackendError("completion", where=sampler.wire.root, got=got, expected="choices")
     return choices[0], version
 
@@ -1046,7 +965,7 @@ class VLLMSync:
         adapter: str = "policy",  # name of the adapter, when the policy is one
         check_tokens: Sequence[int] = (),  # (N,) ids that are scored after every sync
         tolerance: float = 1e-3,  # largest difference; grows to 4 times what is seen at the start
-        check_after_s: float = 2.0,  # without an answer, after which the weights are checked again
+        check_after_s: float = 2.0,  # without a response, after which the weights are checked again
     ):
         if not isinstance(local.policy, LocalTrainer):
             raise BackendError("policy", got=type(local.policy).__name__, expected="a LocalTrainer")
@@ -1094,10 +1013,15 @@ async def steer(
     wire = sync.sampler.wire
     where, options = f"POST {wire.root}{path}", {"params": params or None, "limited": False}
     try:
-        with wire.silence.awaits(f"POST {path}"):
-            _, answer = await attempt(wire, "POST", path, body, **options)  # type: ignore[arg-type]
-        if isinstance(answer, AskAgain) and answer.lost:
-            answer = await ask(wire, "POST", path, body, **options)
+        try:
+            with wire.silence.awaits(f"POST {path}"):
+                return await attempt(wire, "POST", path, body, **options)  # type: ignore[arg-type]
+        except AskAgain as reason:
+            if reason.lost:
+                return await ask(wire, "POST", path, body, **options)
+            raise BackendError(
+                "weight sync", where=where, got=reason.reason, expected="status 200", fix=_FOLDER_FIX
+            ) from None
     except Refused as reason:
         if reason.status != 404:
             raise
@@ -1105,9 +1029,6 @@ async def steer(
             return {}
         fix = "Start vLLM with VLLM_SERVER_DEV_MODE=1; for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True too."
         raise BackendError("weight sync", where=where, got=f"status 404: {reason.said}", fix=fix) from reason
-    if isinstance(answer, AskAgain):
-        raise BackendError("weight sync", where=where, got=answer.reason, expected="status 200", fix=_FOLDER_FIX)
-    return answer
 
 
 _FOLDER_FIX = "Does the server see the folder under this path? If not, give it as server_folder. vLLM's log says more."
@@ -1153,13 +1074,13 @@ async def swap(sync: VLLMSync, name: str) -> None:
         sync.must_pause = bare
 
 # %% ../../nbs/24_backends.openai.ipynb #6f0e0795
-_PAUSED = "The server is paused: POST /resume, once whoever paused it is done."
+_PAUSED = "The server is paused: POST /resume, once the program that paused it is done."
 
 
 def is_paused(wire: Wire) -> bool:
     "Whether a vLLM server says that it is paused; False where it does not say. Asked past the line, in any thread."
-    answer = _steer_at_once(wire, "GET", "/is_paused")
-    return answer.get("is_paused") is True
+    response = _steer_at_once(wire, "GET", "/is_paused")
+    return response.get("is_paused") is True
 
 
 def resume(wire: Wire) -> bool:
@@ -1172,10 +1093,10 @@ def _steer_at_once(wire: Wire, method: str, path: str) -> dict[str, Any]:
     "A call that only steers, made once and soon; empty where it fails."
     auth = _Bearer(wire.key) if wire.key else None
     try:
-        answer = httpx.request(method, wire.root + path, auth=auth, timeout=5.0).json()
+        found = httpx.request(method, wire.root + path, auth=auth, timeout=5.0).json()
     except (httpx.HTTPError, ValueError):
         return {}
-    return answer if isinstance(answer, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
@@ -1207,7 +1128,7 @@ async def served_scores(sync: VLLMSync) -> np.ndarray:
 def likely_cause(moved: float, tied: bool) -> str:
     "Why a server that answered well may serve other weights than it was given, by how far its logprobs moved."
     if moved == 0:
-        return "The server answered well and still serves the weights of before."
+        return "The server answered well and still serves the previous weights."
     if tied:
         return (
             "Input and output embeddings are tied: vLLM on a CPU keeps the old output head. Untie them, or use a GPU."
@@ -1239,7 +1160,7 @@ def forget_folders(sync: VLLMSync, keep: set[str]) -> None:
 
 # %% ../../nbs/24_backends.openai.ipynb #b1acff6c
 def suspicious(sync: VLLMSync) -> bool:
-    "Whether the server could have been restarted since the last answer."
+    "Whether the server could have been restarted since the last response."
     wire = sync.sampler.wire
     return wire.lost or time.monotonic() - wire.answered_at > sync.check_after_s
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 import re
 import secrets
 import threading
@@ -26,7 +27,7 @@ import torch
 
 from .base import GradNormalization, LossFn, Meter
 from .engine import check_length, check_tokens
-from .local import Versions, Worker, check_slopes, slope_of
+from .local import Versions, Worker, check_dlogprobs, loss_and_dlogprobs
 from .openai import Silence
 from rl_notebook.core import (
     AdamParams,
@@ -37,7 +38,9 @@ from rl_notebook.core import (
     RLNotebookError,
     without_keys,
 )
-from ..losses import UNCOUNTED_LOSSES, LossOptions, builtin_inputs, builtin_loss, check_builtin, make_loss_fn
+from .builtin import UNCOUNTED_LOSSES, builtin_inputs, builtin_loss, check_builtin
+from ..losses import LossOptions, make_loss_fn
+from ..retries import Retries, with_retries_blocking
 from ..toy import load_model
 
 # %% auto #0
@@ -82,22 +85,22 @@ def sdk_datum(sdk: Sdk, datum: Datum, weights: np.ndarray) -> Any:
     return with_side(sdk, bare_datum(sdk, datum), {"weights": weights})
 
 # %% ../../nbs/25_backends.service.ipynb #6be2a5ce
-COUNTED = 1e-30  # the weight of an active position whose slope is zero
+COUNTED = 1e-30  # the weight of an active position whose derivative is zero
 
 
 def loss_weights(
     datum: Datum,
-    slope: np.ndarray,  # (N-1,) dL/dlogprob
+    dlogprob: np.ndarray,  # (N-1,) dL/dlogprob
     divided_by: float = 1.0,  # divides the gradient
 ) -> np.ndarray:  # (N-1,) for the cross entropy of the service
-    "The weights under which cross entropy has the gradient of a loss with this slope."
-    weights = 0.0 - np.asarray(slope, dtype=np.float64) / divided_by
+    "The weights under which cross entropy has the gradient of a loss with this derivative."
+    weights = 0.0 - np.asarray(dlogprob, dtype=np.float64) / divided_by
     return np.where(datum.active & (weights == 0), COUNTED, weights)
 
 # %% ../../nbs/25_backends.service.ipynb #95f7c8c2
 @dataclass(frozen=True)
 class GradientEncoding:
-    "How a slope travels to a service."
+    "How a derivative travels to a service."
 
     name: str
     loss_fn: str = "cross_entropy"  # of the service
@@ -106,7 +109,7 @@ class GradientEncoding:
 
     @property
     def needs_logprobs(self) -> bool:
-        "Whether a pass has to know the logprobs that its slopes were computed on."
+        "Whether a pass has to know the logprobs that its derivatives were computed on."
         return self.loss_fn != "cross_entropy"
 
 
@@ -121,12 +124,12 @@ def carried(
     sdk: Sdk,
     encoding: GradientEncoding,
     datum: Datum,
-    slope: np.ndarray,  # (N-1,) dL/dlogprob
+    dlogprob: np.ndarray,  # (N-1,) dL/dlogprob
     logprobs: np.ndarray | None,  # (N-1,) on which it was computed
     divided_by: float = 1.0,
 ) -> Any:
-    "The SDK's datum whose gradient under the encoding's loss is that of the slope."
-    weights = loss_weights(datum, slope, divided_by)
+    "The SDK's datum whose gradient under the encoding's loss is that of the derivative."
+    weights = loss_weights(datum, dlogprob, divided_by)
     if not encoding.needs_logprobs:
         return sdk_datum(sdk, datum, weights)
     mask = datum.active.astype(float)
@@ -148,15 +151,15 @@ class Coverage:
 
 # %% ../../nbs/25_backends.service.ipynb #3013322c
 def read_logprobs(output: Any, datums: Sequence[Datum], coverage: Coverage) -> list[np.ndarray]:
-    "One (N-1,) float64 array per datum from the answer of a service; raises `BackendError`."
+    "One (N-1,) float64 array per datum from the response of a service; raises `BackendError`."
     records = output.loss_fn_outputs
     if len(records) != len(datums):
-        raise BackendError("the service's answer", got=f"{len(records)} outputs", expected=f"{len(datums)}")
+        raise BackendError("the service's response", got=f"{len(records)} outputs", expected=f"{len(datums)}")
     series = []
     for d, record in zip(datums, records, strict=True):
         if "logprobs" not in record:
             got = f"{', '.join(sorted(record)) or 'nothing'}"
-            raise BackendError("the service's answer", where=d.where, got=got, expected="logprobs")
+            raise BackendError("the service's response", where=d.where, got=got, expected="logprobs")
         values = np.asarray(record["logprobs"].data, dtype=np.float64).reshape(-1)
         if len(values) != len(d.weights):
             expected = f"{len(d.weights)}, one per target token"
@@ -207,6 +210,7 @@ class Link:
         connect: Callable[[], Any],  # a fresh client
         sdk: Sdk,
         *,
+        client: Any = None,  # one that is connected already
         prepare: Callable[[Any], tuple[Any, str]] | None = None,  # brings a fresh client up to date; says what it did
         attempts: int = 4,  # tries of one call, the first included
         pause_s: float = 1.0,  # before the second try; doubles
@@ -215,10 +219,11 @@ class Link:
         secret: Any = None,  # a `Secret` that no message may contain
     ):
         self.connect, self.sdk, self.prepare, self.say, self.secret = connect, sdk, prepare, say, secret
-        self.attempts, self.pause_s, self.timeout_s = attempts, pause_s, timeout_s
-        self.client: Any = None
-        self.made = 0  # clients so far; the number of the present one
-        self.opened = False  # whether there was a client before
+        self.retries = Retries(attempts, deadline_s=math.inf, attempt_s=timeout_s, first_wait_s=pause_s)
+        self.rng = np.random.default_rng(self.retries.seed)  # of the jitter
+        self.client = client
+        self.made = int(client is not None)  # clients so far; the number of the present one
+        self.opened = client is not None  # whether there was a client before
         self.why = ""  # the last client is not used any more
         self.refused = False  # it was there and said no, so that nothing was lost
         self.reconnects = 0
@@ -228,12 +233,21 @@ class Link:
     @property
     def caught(self) -> tuple[type[BaseException], ...]:
         "What the SDK's calls may raise."
-        odd = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)  # an answer of another shape
+        odd = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)  # a response of another shape
         return (*self.sdk.errors, *odd, RuntimeError, OSError, TimeoutError, CancelledError)
 
     def call(self, fn: Callable[[Any], Any]) -> Any:
         "`fn(client)`; again with a fresh client if the service was lost. Raises `BackendError`."
-        return attempt(self, fn)
+        tries = Tries(self)
+
+        def once() -> Any:
+            response = fn(fresh_client(self))
+            self.silence.heard()
+            return response
+
+        with self.silence.awaits("a call of the trainer"):
+            options = {"over": tries.over, "rng": self.rng, "sleep": tries.pause}
+            return with_retries_blocking(once, self.retries, tries.again, **options)
 
     def drop(self, why: str = "", refused: bool = False) -> None:
         "Do not use the present client again: it is lost, or a request that was refused left a gap in its numbers."
@@ -273,55 +287,43 @@ def unleaked(link: Link, error: BaseException) -> BaseException | None:
 
 # %% ../../nbs/25_backends.service.ipynb #4b712f10
 class Tries:
-    "The attempts of one call: when to stop, and what to say then."
+    "The attempts of one call: which failures may pass, and what to say when none is left."
 
     def __init__(self, link: Link):
         self.link, self.seen, self.why = link, dict[int | None, int](), ""
+        self.client: Any = None  # of the attempt, where several calls share a link
         self.cause: BaseException | None = None
 
-    def failed(self, error: BaseException, client: Any = None) -> None:
-        "Take note of an error; raises `BackendError` if it will not go away."
+    def again(self, error: BaseException) -> bool:
+        "Whether a fresh client may do better; raises `BackendError` if the service has refused."
         link, status = self.link, status_of(error)
+        if isinstance(error, RLNotebookError) or not isinstance(error, link.caught):
+            return False
         self.why, self.cause = link.text(error), unleaked(link, error)
         link.silence.trouble = f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
-        if category_of(error) != "user" and (client is None or link.client is client):
+        if category_of(error) != "user" and (self.client is None or link.client is self.client):
             link.drop(self.why, refused=not is_lost(error))
         self.seen[status] = self.seen.get(status, 0) + 1
         if not is_lost(error) or (status == 404 and self.seen[404] > 1):
             raise BackendError(f"{link.sdk.name} refused", got=self.why) from self.cause
+        return True
 
-    def over(self) -> BackendError:
-        "The error after the last attempt."
+    def pause(self, seconds: float) -> None:
+        "Sleep, unless the backend is being closed; raises `BackendError` then."
+        if self.link.closing.wait(seconds):
+            self.over()
+
+    def over(self, _: BaseException | None = None) -> None:
+        "Raises `BackendError`: no attempt is left."
         link, fix = self.link, "Is the service up? Call again: nothing that was finished is lost."
         got = "a call while the backend was being closed" if link.closing.is_set() else self.why
-        error = BackendError(
-            f"{link.sdk.name} is lost", got=got, expected=f"an answer within {link.attempts} attempts", fix=fix
-        )
-        error.__cause__ = self.cause
-        return error
-
-# %% ../../nbs/25_backends.service.ipynb #c4a0ffa2
-def attempt(link: Link, fn: Callable[[Any], Any]) -> Any:
-    "A call with a few attempts; raises `BackendError`."
-    tries = Tries(link)
-    with link.silence.awaits("a call of the trainer"):
-        for k in range(link.attempts):
-            if k and link.closing.wait(link.pause_s * 2 ** (k - 1)):
-                break
-            try:
-                answer = fn(fresh_client(link))
-                link.silence.heard()
-                return answer
-            except RLNotebookError:
-                raise
-            except link.caught as error:
-                tries.failed(error)
-    raise tries.over()
+        expected = f"a response within {link.retries.attempts} attempts"
+        raise BackendError(f"{link.sdk.name} is lost", got=got, expected=expected, fix=fix) from self.cause
 
 # %% ../../nbs/25_backends.service.ipynb #970ee931
-def result_of(link: Link, future: Any) -> Any:
-    "The result of an SDK's future; raises TimeoutError after the link's time-out, BackendError when it is closed."
-    end = time.monotonic() + link.timeout_s
+def result_of(link: Link, future: Any, timeout_s: float | None = None) -> Any:
+    "The result of an SDK's future; raises TimeoutError after this time or the link's, BackendError when it is closed."
+    end = time.monotonic() + (link.retries.attempt_s if timeout_s is None else timeout_s)
     while not link.closing.is_set():
         started, slice_s = time.monotonic(), min(0.5, max(end - time.monotonic(), 0.0))
         try:
@@ -338,10 +340,10 @@ class Pass:
     "Datums and dL/dlogprob of one backward pass."
 
     datums: tuple[Datum, ...]
-    slopes: tuple[np.ndarray, ...]  # (N-1,) each
-    logprobs: tuple[np.ndarray, ...] | None = None  # (N-1,) each, on which the slopes were computed
+    dlogprobs: tuple[np.ndarray, ...]  # (N-1,) each
+    logprobs: tuple[np.ndarray, ...] | None = None  # (N-1,) each, on which the derivatives were computed
     sent_on: int | None = None  # number of the client whose service has this gradient already; None = it waits here
-    counted: bool = True  # whether every position of the loss has a slope there, and is counted
+    counted: bool = True  # whether every position of the loss has a derivative there, and is counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,9 +377,9 @@ class Journal:
         return f"Journal(base={self.base!r}, optimizer={self.optimizer}, {len(self.updates)} updates)"
 
 # %% ../../nbs/25_backends.service.ipynb #15be72c5
-def measured(answer: Any) -> dict[str, float]:
-    "The numbers in a service's answer to a step; `name:reduction` becomes `name`."
-    metrics = getattr(answer, "metrics", None) or {}
+def measured(response: Any) -> dict[str, float]:
+    "The numbers in a service's response to a step; `name:reduction` becomes `name`."
+    metrics = getattr(response, "metrics", None) or {}
     numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
     return {k.split(":")[0].rsplit("/", 1)[-1]: v for k, v in numbers.items()}
 
@@ -391,10 +393,10 @@ def forward_gap(output: Any, sent: Pass) -> float | None:  # nats; None = nothin
     return max((float(np.abs(a - b).max(initial=0.0)) for a, b in pairs), default=None)
 
 # %% ../../nbs/25_backends.service.ipynb #83e2a3bb
-def sdk_adam(sdk: Sdk, adam: AdamParams) -> Any:
+def sdk_adam(sdk: Sdk, adam: Any) -> Any:  # `AdamParams`, ours or an SDK's
     "The SDK's Adam parameters."
     names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-    return sdk.AdamParams(**{name: getattr(adam, name) for name in names})
+    return sdk.AdamParams(**{name: getattr(adam, name) for name in names if hasattr(adam, name)})
 
 # %% ../../nbs/25_backends.service.ipynb #d032a6e4
 def send_update(link: Link, client: Any, update: Update, encoding: GradientEncoding, meter: Meter) -> dict[str, float]:
@@ -415,7 +417,7 @@ def send_update(link: Link, client: Any, update: Update, encoding: GradientEncod
 
 def send_pass(sdk: Sdk, client: Any, sent: Pass, encoding: GradientEncoding, divided_by: float) -> Any:
     "One backward pass on its way; returns the SDK's future."
-    series = zip(sent.datums, sent.slopes, sent.logprobs or [None] * len(sent.datums), strict=True)
+    series = zip(sent.datums, sent.dlogprobs, sent.logprobs or [None] * len(sent.datums), strict=True)
     return client.forward_backward([carried(sdk, encoding, *each, divided_by) for each in series], encoding.loss_fn)
 
 # %% ../../nbs/25_backends.service.ipynb #3c39ce3e
@@ -478,7 +480,7 @@ def score_remotely(link: Link, datums: Sequence[Datum], limits: Limits, meter: M
 
 # %% ../../nbs/25_backends.service.ipynb #c02f9290
 def stamped(values: Sequence[np.ndarray], source: str, version: int, dtype: str) -> list[Logprobs]:
-    "Arrays as `Logprobs` with their papers."
+    "Arrays as `Logprobs` with their provenance."
     return [Logprobs(v, source=source, policy_version=version, dtype=dtype) for v in values]
 
 
@@ -564,24 +566,24 @@ def loss_here(remote: RemotePolicy, datums: list[Datum], loss_fn: LossFn) -> tup
     values = score_remotely(remote.link, datums, remote.limits, remote.meter)
     leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
     with torch.enable_grad():
-        loss, metrics, slopes = slope_of(remote.limits.coverage, datums, leaves, loss_fn)
-    return loss, metrics, values, slopes
+        loss, metrics, dlogprobs = loss_and_dlogprobs(remote.limits.coverage, datums, leaves, loss_fn)
+    return loss, metrics, values, dlogprobs
 
 # %% ../../nbs/25_backends.service.ipynb #5aae3558
 def keep_pass(
-    remote: RemotePolicy, datums: list[Datum], slopes: list[np.ndarray], logprobs: list[np.ndarray] | None = None
+    remote: RemotePolicy, datums: list[Datum], dlogprobs: list[np.ndarray], logprobs: list[np.ndarray] | None = None
 ) -> None:
     "Check a backward pass and keep it for the step."
     check_datums(datums, remote.limits.vocab_size, remote.limits.max_seq_len)
-    check_slopes(remote.limits.coverage, datums, slopes)
+    check_dlogprobs(remote.limits.coverage, datums, dlogprobs)
     if logprobs is None and remote.encoding.needs_logprobs:
         logprobs = score_remotely(remote.link, datums, remote.limits, remote.meter)
-    kept = tuple(np.array(s, dtype=np.float64) for s in slopes)
+    kept = tuple(np.array(s, dtype=np.float64) for s in dlogprobs)
     remote.pending.append(Pass(tuple(datums), kept, None if logprobs is None else tuple(logprobs)))
 
 
 def loss_and_keep(remote: RemotePolicy, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
-    "`loss_here`, then `keep_pass` of its slopes."
+    "`loss_here`, then `keep_pass` of its derivatives."
     result = loss_here(remote, datums, loss_fn)
     keep_pass(remote, datums, result[3], result[2])
     return result
@@ -706,14 +708,14 @@ def loss_there(
         leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
         loss_fn = make_loss_fn(datums, options, denominator=denominator)
         with torch.enable_grad():
-            loss, metrics, slopes = slope_of(remote.limits.coverage, datums, leaves, loss_fn)
+            loss, metrics, dlogprobs = loss_and_dlogprobs(remote.limits.coverage, datums, leaves, loss_fn)
         check_builtin(datums, options, [x.detach() for x in leaves], theirs, denominator)
     except BaseException as error:
         remote.link.drop(remote.link.text(error))
         raise
     counted = options.policy_loss not in UNCOUNTED_LOSSES
-    remote.pending.append(Pass(tuple(datums), tuple(slopes), tuple(values), remote.link.made, counted))
-    return loss, metrics, values, slopes
+    remote.pending.append(Pass(tuple(datums), tuple(dlogprobs), tuple(values), remote.link.made, counted))
+    return loss, metrics, values, dlogprobs
 
 # %% ../../nbs/25_backends.service.ipynb #1924b1b1
 def sent_for_training(
@@ -787,21 +789,21 @@ class ServiceTrainer(RemotePolicy):
         "Arrays as the policy's logprobs."
         return stamped(values, "policy", self.versions.current, self.limits.dtype)
 
-    def output_of(self, value: float, metrics: dict, series: list, slopes: list) -> LossOutput:
+    def output_of(self, value: float, metrics: dict, series: list, dlogprobs: list) -> LossOutput:
         "The result of a loss."
-        return LossOutput(value, metrics, tuple(self.of_policy(series)), tuple(slopes))
+        return LossOutput(value, metrics, tuple(self.of_policy(series)), tuple(dlogprobs))
 
 # %% ../../nbs/25_backends.service.ipynb #7dd4f8d7
 def check_reachable(
     url: str,  # what is asked
     fix: str,  # of the error: where the address came from
 ) -> None:
-    "Raises `BackendError` when nobody answers."
+    "Raises `BackendError` when no server responds."
     try:
         httpx.get(url, timeout=10)
     except httpx.HTTPError as error:
         got = type(error).__name__
-        raise BackendError("the service", where=url, got=got, expected="an answer", fix=fix) from error
+        raise BackendError("the service", where=url, got=got, expected="a response", fix=fix) from error
 
 # %% ../../nbs/25_backends.service.ipynb #6a0a26ed
 def open_tokenizer(

@@ -58,10 +58,10 @@ from rl_notebook.core import (
     Datum,
     Logprobs,
     MissingExtra,
-    RLNotebookError,
     SampleParams,
 )
-from ..losses import BUILTIN_LOSSES
+from .builtin import BUILTIN_LOSSES
+from ..retries import with_retries
 
 # %% auto #0
 __all__ = ['open_tinker']
@@ -105,7 +105,7 @@ def as_future(thing: Any) -> Any:
 
 # %% ../../nbs/26_backends.tinker.ipynb #2db06081
 def end_session(service: Any, wait_s: float = 10.0) -> None:
-    "Finish a session and stop its heartbeat, also where the service does not answer any more."
+    "Finish a session and stop its heartbeat, also where the service no longer responds."
     if service is None:
         return
     with contextlib.suppress(Exception):
@@ -256,8 +256,8 @@ class TinkerSampler:
         link, version = self.link, self.policy_version
         seeds = [None] if params.seed is None else [request_seed(params.seed, i) for i in range(params.n)]
         each = params.n if params.seed is None else 1
-        answers = await asyncio.gather(*(draw(self, link, prompt, params, each, seed) for seed in seeds))
-        sequences = [s for answer in answers for s in answer.sequences]
+        responses = await asyncio.gather(*(draw(self, link, prompt, params, each, seed) for seed in seeds))
+        sequences = [s for response in responses for s in response.sequences]
         if len(sequences) != params.n:
             raise BackendError("completions", got=len(sequences), expected=f"{params.n}, as asked")
         return list(await asyncio.gather(*(completion(self, link, prompt, params, s, version) for s in sequences)))
@@ -273,24 +273,20 @@ class TinkerSampler:
 
 # %% ../../nbs/26_backends.tinker.ipynb #9b666b1a
 async def ask(sampler: TinkerSampler, link: Link, request: Callable[[Any], Any]) -> Any:
-    "The answer to `request(client)`; again with a fresh client if it was lost. Raises `BackendError`."
-    tries, client = Tries(link), None
+    "The response to `request(client)`; again with a fresh client if it was lost. Raises `BackendError`."
+    tries = Tries(link)
+
+    async def once() -> Any:
+        if link.closing.is_set():
+            raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
+        tries.client = link.client or await asyncio.to_thread(sampler.ready, link)
+        future = asyncio.wrap_future(as_future(request(tries.client)))
+        response = await asyncio.wait_for(future, link.retries.attempt_s)
+        link.silence.heard()
+        return response
+
     with link.silence.awaits("a request of the sampler"):
-        for k in range(link.attempts):
-            if link.closing.is_set():
-                raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
-            if k:
-                await asyncio.sleep(link.pause_s * 2 ** (k - 1))
-            try:
-                client = link.client or await asyncio.to_thread(sampler.ready, link)
-                answer = await asyncio.wait_for(asyncio.wrap_future(as_future(request(client))), link.timeout_s)
-                link.silence.heard()
-                return answer
-            except RLNotebookError:
-                raise
-            except link.caught as error:
-                tries.failed(error, client)
-    raise tries.over()
+        return await with_retries(once, link.retries, tries.again, over=tries.over, rng=link.rng)
 
 # %% ../../nbs/26_backends.tinker.ipynb #9a1e7951
 def shifted(values: Any, num_tokens: int) -> np.ndarray:
@@ -452,7 +448,7 @@ def probe_server_side_loss(service: Any) -> Finding:
     "Whether the service offers to run a loss of ours."
     config = getattr(getattr(service, "holder", None), "_client_config", None)
     offered = bool(getattr(config, "custom_loss_server_side", False))
-    meaning = "Not needed: a loss runs here, and its slope is sent."
+    meaning = "Not needed: a loss runs here, and its derivative is sent."
     return Finding("custom loss on the server", offered, "offered" if offered else "not offered", meaning=meaning)
 
 # %% ../../nbs/26_backends.tinker.ipynb #6648a220
@@ -584,13 +580,13 @@ class Moved:
     forward_gap: float  # nats, between the forward pass and the one inside forward_backward
 
 # %% ../../nbs/26_backends.tinker.ipynb #950eb059
-async def perturb(toy: Toy, slope: float, h: float, *, trained: int | None = 1, copies: int = 1) -> Moved:
-    "Step from the saved state with a slope at the last position of each copy."
+async def perturb(toy: Toy, dlogprob: float, h: float, *, trained: int | None = 1, copies: int = 1) -> Moved:
+    "Step from the saved state with a derivative at the last position of each copy."
     trainer, datum = toy.trainer, toy_datum(toy.tokens, trained)
     await trainer.load_state(toy.start)
-    slopes = np.zeros(len(datum.weights))
-    slopes[-1] = slope
-    given = [datum] * copies, [slopes] * copies, [toy.logprobs] * copies
+    dlogprobs = np.zeros(len(datum.weights))
+    dlogprobs[-1] = dlogprob
+    given = [datum] * copies, [dlogprobs] * copies, [toy.logprobs] * copies
     await trainer.run(keep_pass, trainer, *given)
     adam = AdamParams(learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0)
     metrics = await trainer.optim_step(adam)
@@ -610,10 +606,10 @@ async def visible_step(toy: Toy) -> tuple[float, Moved]:
 
 # %% ../../nbs/26_backends.tinker.ipynb #5642f7e8
 async def check_sign(toy: Toy, h: float, once: Moved) -> Finding:
-    "A negative slope raises a logprob, a positive one lowers it."
+    "A negative derivative raises a logprob, a positive one lowers it."
     back = await perturb(toy, 1.0, h)
     signed = once.change > VISIBLE / 4 and back.change < -VISIBLE / 4
-    got, expected = f"{once.change:+.2g} and {back.change:+.2g} nats", "up for slope -1, down for slope +1"
+    got, expected = f"{once.change:+.2g} and {back.change:+.2g} nats", "up for derivative -1, down for derivative +1"
     meaning = "" if signed else "Training would move logprobs the wrong way, or not at all."
     return Finding("gradient sign", signed, got, expected, meaning)
 
@@ -621,13 +617,13 @@ async def check_sign(toy: Toy, h: float, once: Moved) -> Finding:
 async def check_scale(toy: Toy, h: float, once: Moved) -> list[Finding]:
     "The same gradient, said in three other ways."
     ways = {
-        "twice the slope": (-2.0, h / 2, {}, "Slopes are not used as they are sent, or eps is ignored."),
+        "twice the derivative": (-2.0, h / 2, {}, "Derivatives are not used as they are sent, or eps is ignored."),
         "two sequences": (-0.5, h, {"copies": 2}, "The gradient is divided by the number of sequences."),
         "idle positions": (-1.0, h, {"trained": None}, "The gradient is divided by the tokens in the loss."),
     }
     rows = []
-    for name, (slope, step, more, meaning) in ways.items():
-        moved = await perturb(toy, slope, step, **more)
+    for name, (dlogprob, step, more, meaning) in ways.items():
+        moved = await perturb(toy, dlogprob, step, **more)
         ratio = moved.change / once.change if once.change else math.nan
         ok = abs(ratio - 1) < 0.15
         rows.append(Finding(name, ok, f"{ratio:.3g} of the step", "1", "" if ok else meaning))
@@ -639,7 +635,7 @@ async def check_gradient(toy: Toy) -> list[Finding]:
     h, once = await visible_step(toy)
     rows = [await check_sign(toy, h, once), *await check_scale(toy, h, once)]
     gap = once.forward_gap
-    meaning = "" if gap < 0.05 else "The slope is computed at other logprobs than it is applied to."
+    meaning = "" if gap < 0.05 else "The derivative is computed at other logprobs than it is applied to."
     return [*rows, Finding("forward inside backward", gap < 0.05, nats(gap), "less than 0.05", meaning)]
 
 # %% ../../nbs/26_backends.tinker.ipynb #02a87a60
@@ -654,7 +650,7 @@ async def find_encoding(toy: Toy) -> list[Finding]:
             rows = [Finding("gradient sign", False, str(error), "a step", "Training does not work as asked.")]
         tried[encoding.name] = rows
         if all(row.ok for row in rows):
-            return [Finding("slopes travel as", True, encoding.name), *rows]
+            return [Finding("derivatives travel as", True, encoding.name), *rows]
         if all(row.ok for row in rows[1:]):
             break  # the size is right: another encoding would not turn the sign
     toy.trainer.encoding = ENCODINGS[0]
@@ -774,7 +770,7 @@ async def probe_and_verify(backend: TinkerBackend, session: Session, probing: bo
         warnings.warn(f"the service does not conform: {trouble}", stacklevel=2)
 
 # %% ../../nbs/26_backends.tinker.ipynb #5a10af12
-OWN_LABELS = {"start", "journal"}  # states that nobody but the trainer asked for
+OWN_LABELS = {"start", "journal"}  # states that only the trainer asked for
 
 
 async def close_tinker(
@@ -788,7 +784,7 @@ async def close_tinker(
     if trainer.run.pool is not None:
         trainer.run.pool.shutdown(wait=False, cancel_futures=True)
 
-    def give_back() -> None:
+    def release() -> None:
         with ThreadPoolExecutor() as pool:  # at once: a service that is gone is waited for only once
             list(
                 pool.map(
@@ -800,4 +796,4 @@ async def close_tinker(
         with ThreadPoolExecutor() as pool:
             list(pool.map(end_session, [session.service for session in sessions]))
 
-    await asyncio.to_thread(give_back)
+    await asyncio.to_thread(release)

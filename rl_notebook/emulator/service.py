@@ -265,7 +265,7 @@ _KIND = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 def error_reply(
-    path: str,  # the address that was asked
+    path: str,  # the address that was requested
     status: int,
     text: str,
     headers: Mapping[str, str] | None = None,
@@ -305,7 +305,7 @@ def _refusal(scope: Scope, key: Secret, max_body: int) -> tuple[int, str] | None
     headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
     host = headers.get("host", b"").decode("latin-1").rpartition(":")[0] or headers.get("host", b"").decode("latin-1")
     if host not in LOCAL:
-        return 403, f"the emulator answers as {' or '.join(LOCAL)} only"
+        return 403, f"the emulator accepts requests to {' or '.join(LOCAL)} only"
     if scope["method"] == "GET" and scope["path"].endswith("/api/v1/healthz"):
         return None  # says without a key that a trainer is up
     scheme, _, token = headers.get("authorization", b"").partition(b" ")
@@ -325,7 +325,7 @@ class Exchange:
 
     method: str
     path: str
-    status: int | None  # None = the connection was closed without an answer
+    status: int | None  # None = the connection was closed without a response
     fault: str = ""  # the faults that were injected
 
 # %% ../../nbs/74_emulator.service.ipynb #0d537c8f
@@ -419,7 +419,7 @@ async def _close(middleware: FaultMiddleware, scope: Scope, receive: Receive) ->
 
 # %% ../../nbs/74_emulator.service.ipynb #539697f3
 async def run_app(app: ASGIApp, scope: Scope, receive: Receive, reply: Reply) -> None:
-    "Let an application answer; what it raises is logged as one line, and answered with 500 unless it answered itself."
+    "Call an application; what it raises is logged as one line, and becomes a 500 unless it had begun a response."
     try:
         await app(scope, receive, reply)
     except ClientDisconnect:  # the client is gone
@@ -805,7 +805,7 @@ _ASIDE = {"healthz", "telemetry", "session_heartbeat", "retrieve_future"}  # how
 
 
 async def forward_to_trainer(site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send) -> None:
-    "Let a trainer answer, after a restart if a fault says so."
+    "Call a trainer, after a restart if a fault says so."
     if site.faults.inject("restart_trainer", scope["path"], aside=scope["path"].rsplit("/", 1)[1] in _ASIDE):
         trainer.lose_memory()
     await trainer.router(scope, receive, send)

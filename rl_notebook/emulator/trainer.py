@@ -186,7 +186,7 @@ class Serving:
             state.snapshots.pop(name, None)
 
     async def close(self) -> None:
-        "Give back the model."
+        "Release the model."
         if self.backend.close is not None:
             await self.backend.close()
 
@@ -207,7 +207,7 @@ class Promise:
     digest: str  # of the request, to tell a repetition from another one
     result: Any = None  # a dict, `PassResult` or `SampleResult`
     lost: bool = False  # it will never be filled
-    reply: Mapping[str, Any] = field(default_factory=dict)  # what the first answer says besides the id
+    reply: Mapping[str, Any] = field(default_factory=dict)  # what the first response holds besides the id
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def fill(self, work: Work) -> None:
@@ -298,8 +298,8 @@ class Learner:
     last_used: str = ""  # when it was last asked for something
     frozen: bool = False  # a reference: it scores, and refuses to learn
     passes: int = 0  # forward_backward calls since the last update
-    loss_tokens: int = 0  # positions with a slope, likewise
-    sequences: int = 0  # sequences with a slope, likewise
+    loss_tokens: int = 0  # positions with a derivative, likewise
+    sequences: int = 0  # sequences with a derivative, likewise
     snapshot: str | None = None  # the last one for a sampler
     unnamed: list[str] = field(default_factory=list)  # unnamed snapshots, oldest first
 
@@ -322,11 +322,11 @@ def run_pass(learner: Learner, batch: Batch) -> PassResult:
     if batch.forward_only:
         series = [s.astype(np.float32) for s in score(state.scoring, batch.datums)]
         return PassResult(tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item())
-    loss_value, _, series, slopes = evaluate(state, batch.datums, loss_fn)
-    backpropagate(state, batch.datums, slopes)
+    loss_value, _, series, dlogprobs = evaluate(state, batch.datums, loss_fn)
+    backpropagate(state, batch.datums, dlogprobs)
     learner.passes += 1
-    learner.loss_tokens += sum(int(np.count_nonzero(s)) for s in slopes)
-    learner.sequences += sum(bool(np.any(s)) for s in slopes)
+    learner.loss_tokens += sum(int(np.count_nonzero(s)) for s in dlogprobs)
+    learner.sequences += sum(bool(np.any(s)) for s in dlogprobs)
     return PassResult(tuple(s.astype(np.float32) for s in series), loss_value)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #91162d41
@@ -528,7 +528,7 @@ class Memory:
     learners: dict[str, Learner] = field(default_factory=dict)
     samplers: dict[str, SamplingSession] = field(default_factory=dict)
     promises: dict[str, Promise] = field(default_factory=dict)
-    answers: dict[tuple[str, str], asyncio.Task] = field(default_factory=dict)  # by path and idempotency key
+    responses: dict[tuple[str, str], asyncio.Task] = field(default_factory=dict)  # by path and idempotency key
     tasks: set[asyncio.Task] = field(default_factory=set)
     pool: SamplerPool = field(default_factory=SamplerPool)
     loop: asyncio.AbstractEventLoop | None = None
@@ -555,17 +555,17 @@ class Memory:
         return promise
 
     def forget(self) -> list[Backend]:
-        "Stop what runs, wake who waits; returns the models that are to be given back."
+        "Stop what runs, wake the waiting requests; returns the models that are to be released."
         for promise in self.promises.values():
             promise.lost = promise.lost or not promise.done.is_set()
             promise.done.set()
-        for task in [*self.tasks, *(x.order.task for x in self.learners.values()), *self.answers.values()]:
+        for task in [*self.tasks, *(x.order.task for x in self.learners.values()), *self.responses.values()]:
             if task is not None:
                 task.cancel()
         return [x.backend for x in (*self.learners.values(), *self.pool.servings)]
 
 # %% ../../nbs/71_emulator.trainer.ipynb #d1f5bdc1
-KEPT_ANSWERS = 4096  # answers that a repeated idempotency key gets again
+KEPT_RESPONSES = 4096  # responses that a repeated idempotency key gets again
 
 # %% ../../nbs/71_emulator.trainer.ipynb #b5dec82b
 class EmulatedTrainer:
@@ -610,12 +610,12 @@ class EmulatedTrainer:
         "What a restart does: sessions, models and promises are gone, files stay. May be called from any thread."
         lost, self.memory = self.memory, Memory()
         if lost.loop is not None and not lost.loop.is_closed():
-            asyncio.run_coroutine_threadsafe(give_back(lost), lost.loop)
+            asyncio.run_coroutine_threadsafe(release(lost), lost.loop)
 
     async def close(self) -> None:
-        "Stop, and give back every model."
+        "Stop, and release every model."
         lost, self.memory = self.memory, Memory()
-        await give_back(lost)
+        await release(lost)
 
     def checkpoints(self) -> list[dict[str, Any]]:
         "What can be listed: name, created, kind and whether it can be promoted; oldest first."
@@ -623,14 +623,14 @@ class EmulatedTrainer:
 
 # %% ../../nbs/71_emulator.trainer.ipynb #2bb4be34
 async def close_backend(backend: Backend) -> None:
-    "Let the backend finish what it computes, without blocking the loop, and give back its model."
+    "Let the backend finish what it computes, without blocking the loop, and release its model."
     await asyncio.to_thread(policy_of(backend).run.close)
     if backend.close is not None:
         await backend.close()
 
 # %% ../../nbs/71_emulator.trainer.ipynb #2c462f85
-async def give_back(lost: Memory) -> None:
-    "Forget a memory, and give back its models."
+async def release(lost: Memory) -> None:
+    "Forget a memory, and release its models."
     for backend in lost.forget():
         await close_backend(backend)
 
@@ -754,7 +754,7 @@ KEPT_LEARNERS = 8  # models of one trainer
 
 
 async def add_learner(memory: Memory, learner: Learner) -> None:
-    "Keep a new model; give back those that are too many."
+    "Keep a new model; release those that are too many."
     memory.learners[learner.model_id] = learner
     spare = [x for x in list(memory.learners.values())[:-1] if not x.order.busy]
     for old in spare[: max(0, len(memory.learners) - KEPT_LEARNERS)]:
@@ -807,7 +807,7 @@ def optim_step(call: Call) -> Promise:
 
 # %% ../../nbs/71_emulator.trainer.ipynb #acdee254
 def page_of(call: Call, learner: Learner) -> dict[str, Any]:
-    "What every saved thing says about its origin."
+    "The provenance of a checkpoint."
     about = {"trainer": call.trainer.name, "owner": folder_name(learner.owner), "run": learner.model_id}
     return about | {"created": timestamp(), "base_model": learner.base_model, "lora_rank": learner.lora_rank}
 
@@ -983,7 +983,7 @@ def unload_model(call: Call) -> Promise:
 
 # %% ../../nbs/71_emulator.trainer.ipynb #26aa2c68
 async def finish_session(call: Call) -> dict[str, Any]:
-    "The end of a session (Tinker): its models are given back, and its heartbeat is answered with 410."
+    "The end of a session (Tinker): its models are released, and its heartbeat gets 410."
     session_id = call.params["session_id"]
     if session_id not in call.memory.sessions:
         raise Refusal(404, "session", got=repr(session_id), expected="one that create_session returned")
@@ -1134,7 +1134,7 @@ async def read_call(trainer: EmulatedTrainer, request: HttpRequest, name: str) -
     return Call(trainer, trainer.memory, body, hashlib.sha256(raw).hexdigest(), batch, request.path_params)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #a731d316
-async def answer(trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint) -> tuple[int, dict]:
+async def respond(trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint) -> tuple[int, dict]:
     "Status and body of the response."
     try:
         call = await read_call(trainer, request, name)
@@ -1206,9 +1206,9 @@ async def once(
     memory, key = trainer.memory, (name, request.headers.get("x-idempotency-key", ""))
     memory.loop = asyncio.get_running_loop()
     if request.method != "POST" or not key[1]:
-        return await answer(trainer, request, name, endpoint)
-    if key not in memory.answers:
-        memory.answers[key] = asyncio.ensure_future(answer(trainer, request, name, endpoint))
-        for old in list(memory.answers)[:-KEPT_ANSWERS]:
-            del memory.answers[old]
-    return await asyncio.shield(memory.answers[key])
+        return await respond(trainer, request, name, endpoint)
+    if key not in memory.responses:
+        memory.responses[key] = asyncio.ensure_future(respond(trainer, request, name, endpoint))
+        for old in list(memory.responses)[:-KEPT_RESPONSES]:
+            del memory.responses[old]
+    return await asyncio.shield(memory.responses[key])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import rl_notebook.config
-from ..config import RecipeName, accepts_other_spellings
+from ..settings import RecipeName, accepts_other_spellings
 from . import rl_loop
 from .rl_loop import RunResult, from_script
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import rl_notebook.config
-from ..config import IGPOConfig, RecipeName, accepts_other_spellings
+from ..settings import IGPOConfig, RecipeName, accepts_other_spellings
 from ..core import ConfigError, DataError, PromptGroup
 from ..igpo import has_turn_signal, igpo_advantages, right_answer, with_information_gain
 from . import rl_loop
@@ -51,10 +51,10 @@ def igpo_problem(
     "Rows, scored rollouts, advantages of turns and their filter."
     igpo = cfg.igpo or IGPOConfig()
     if rollout_fn_factory is None and rollout_fn is None:
-        fix = "Information gain is of turns; a single answer has `rl_loop`."
+        fix = "Information gain is of turns; a single turn has `rl_loop`."
         raise ConfigError("rollout_fn_factory", got="none", expected="a rollout function, or a factory of one", fix=fix)
     if (cfg.advantage_scale, cfg.ddof) != ("std", 1):
-        got, fix = f"{cfg.advantage_scale!r}, ddof={cfg.ddof}", "Turns are compared by their population spread."
+        got, fix = f"{cfg.advantage_scale!r}, ddof={cfg.ddof}", "Turns are compared by their population std."
         raise ConfigError("advantage_scale", where="igpo_loop", got=got, expected="'std', ddof=1, as unset", fix=fix)
     keep = dynamic_filter_fn or partial(has_turn_signal, igpo=igpo)
     problem = make_problem(cfg, rollout_fn_factory, rows, rollout_fn=rollout_fn, dynamic_filter_fn=keep, **others)

@@ -24,7 +24,9 @@ from tqdm.auto import tqdm
 
 from ..backends.base import Backend
 from ..backends.open import open_backend
-from ..config import Config, resumes_there, was_chosen
+from ..backends.services import resumes_there
+from ..config import Config
+from ..settings import was_chosen
 from ..core import ConfigError, DataError, PhaseError, PromptGroup, RecordError, RLNotebookError
 from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
@@ -55,7 +57,7 @@ __all__ = ['Problem', 'load_problem', 'make_problem', 'RunResult', 'train', 'mai
 # %% ../../nbs/60_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
 class Problem:
-    "Rows to train on, rows to measure on, and what an answer is worth."
+    "Rows to train on, rows to measure on, and the reward."
 
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
@@ -68,7 +70,7 @@ class Problem:
 
 
 def load_problem(cfg: Config) -> Problem:
-    "Rows and rewards that a config names; raises for a function that nobody knows."
+    "Rows and rewards that a config names; raises for an unknown function."
     if cfg.rewards:
         as_reward_fns(list(cfg.rewards))
     if cfg.dataset == "toy":
@@ -449,7 +451,7 @@ def _recorded_before(loop: GRPOLoop, run: RunFolder | None) -> float | None:
 
 # %% ../../nbs/60_recipes.rl_loop.ipynb #d5845954
 def from_script(run: Coroutine[Any, Any, RunResult], instead: str) -> RunResult:
-    "The result of a run that nobody awaits; raises PhaseError in a notebook, where it can be awaited."
+    "The result of a run that is not awaited; raises PhaseError in a notebook, where it can be awaited."
     try:
         asyncio.get_running_loop()
     except RuntimeError:

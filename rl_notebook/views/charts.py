@@ -101,7 +101,7 @@ def _band(low: Mapping[str, list], high: Mapping[str, list], name: str, fill: st
 
 # %% ../../nbs/51_views.charts.ipynb #ea0ec6e3
 def reward_figure(payload: Mapping[str, Any]) -> Figure:
-    "Mean reward with the spread inside groups and between them, and held-out reward."
+    "Mean reward with the standard deviation inside groups, quartiles between them, and held-out reward."
     inside, groups = payload["inside"], payload["groups"]
     data = _band(inside["low"], inside["high"], "± std in a group", tint("blue", 0.15))
     if groups["q25"]["x"]:
@@ -214,13 +214,13 @@ def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[
 
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
-    "Share of groups in which all answers are equally good."
+    "Share of groups in which all completions are equally good."
     about = {"right": ("all right", tint("blue", 0.55)), "wrong": ("all wrong", tint("orange", 0.6))}
     return _shares(payload, about, "share of groups")
 
 # %% ../../nbs/51_views.charts.ipynb #b174912f
 def advantage_spread_figure(payload: Mapping[str, Any]) -> Figure:
-    "Spread of the advantages of each step."
+    "Distribution of the advantages of each step."
     data = _band(payload["min"], payload["max"], "smallest to largest", tint("violet", 0.12))
     data += _band(payload["q25"], payload["q75"], "middle half", tint("violet", 0.3))
     return _figure([*data, _line(payload["median"], "median", "violet")], "advantage")
@@ -229,8 +229,8 @@ def advantage_spread_figure(payload: Mapping[str, Any]) -> Figure:
 def token_share_figure(payload: Mapping[str, Any]) -> Figure:
     "Share of sampled tokens by sign of their advantage."
     about = {
-        "plus": ("pushed up", COLORS["blue"]),
-        "minus": ("pushed down", COLORS["orange"]),
+        "plus": ("positive", COLORS["blue"]),
+        "minus": ("negative", COLORS["orange"]),
         "zero": ("no signal", GRID),
     }
     return _shares(payload, about, "share of tokens")
@@ -304,21 +304,21 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
     )
 
 # %% ../../nbs/51_views.charts.ipynb #36435bf9
-AGES = ("#bcd7f2", "#86b6e8", "#4d8fd6", "#2565ad", "#17447a")  # fresh to old, in versions
+AGES = ("#bcd7f2", "#86b6e8", "#4d8fd6", "#2565ad", "#17447a")  # fresh to stale, in versions
 _BELOW_ONE = {"range": [0, 1.02], "tickformat": ".0%"}
 
 
 def _age(age: int | str) -> tuple[str, str]:  # name and colour
-    "An age in versions, such as 1 or '4 and more'."
+    "Staleness in versions, such as 1 or '4 and more'."
     number, _, more = str(age).partition(" ")
     versions = f"{number} version{'' if number == '1' else 's'}{' or more' * bool(more)}"
-    return "fresh" if number == "0" else f"{versions} old", AGES[min(int(number), len(AGES) - 1)]
+    return "fresh" if number == "0" else f"{versions} stale", AGES[min(int(number), len(AGES) - 1)]
 
 
 def staleness_figure(payload: Mapping[str, Any]) -> Figure:
-    "Age of the trained groups, and the bound."
+    "Staleness of the trained groups, and the bound."
     mean, bound = payload["mean"], payload["bound"]
-    data = _band(payload["min"], payload["max"], "youngest to oldest", tint("blue", 0.2))
+    data = _band(payload["min"], payload["max"], "smallest to largest", tint("blue", 0.2))
     data.append(_line(mean, "mean", "blue"))
     if bound is not None and mean["x"]:
         dotted = {"mode": "lines", "line": {"color": COLORS["orange"], "width": 1.5, "dash": "dot"}}
@@ -329,7 +329,7 @@ def staleness_figure(payload: Mapping[str, Any]) -> Figure:
 
 
 def ages_figure(payload: Mapping[str, Any]) -> Figure:
-    "Share of the trained groups by age."
+    "Share of the trained groups by staleness."
     return _shares(payload["ages"], {name: _age(name) for name in payload["ages"]}, "share of groups")
 
 # %% ../../nbs/51_views.charts.ipynb #e1319354
@@ -342,8 +342,8 @@ def waits_figure(payload: Mapping[str, Any]) -> Figure:
 
 
 def pipeline_figure(payload: Mapping[str, Any]) -> Figure:
-    "Rows under way, ready, and for which there was room."
-    data = [_line(payload["in_flight"], "under way", "blue"), _line(payload["ready"], "ready", "green")]
+    "Rows in flight, ready, and for which there was room."
+    data = [_line(payload["in_flight"], "in flight", "blue"), _line(payload["ready"], "ready", "green")]
     room = [_line(payload["room"], "room for more", "grey", 1)] if payload["room"]["x"] else []
     return _figure([*data, *room], "rows")
 
@@ -357,7 +357,7 @@ PHASE_COLORS = {
     "": ("other phases", COLORS["grey"]),
 }
 ROW_COLORS = {"": ("taught nothing", tint("grey", 0.55)), "ready": ("ready", tint("green", 0.45))}
-ROW_COLORS["under way"] = ("under way", tint("green", 0.2))
+ROW_COLORS["in flight"] = ("in flight", tint("green", 0.2))
 
 
 def _lying(bars: Sequence[Mapping[str, Any]], start: float, name: str, color: str, width: float) -> dict[str, Any]:
@@ -383,7 +383,7 @@ def _row_said(bar: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/51_views.charts.ipynb #95e07f3f
 def _row_traces(payload: Mapping[str, Any], start: float) -> list[dict[str, Any]]:
-    "The rows, by age and by kind."
+    "The rows, by staleness and by kind."
     last = len(AGES) - 1
     kinds = {age: _age(age if age < last else f"{age} and more") for age in range(len(AGES))}
     kind = lambda bar: bar["kind"] if bar["age"] is None else min(bar["age"], last)
@@ -752,20 +752,20 @@ class Chart:
 
 # %% ../../nbs/51_views.charts.ipynb #6b90058a
 CAPTIONS = {
-    "reward": "Mean over all samples of a step. Where the band closes, the answers to a prompt are equally good.",
+    "reward": "Mean over all samples of a step. Where the band closes, the completions of a prompt are equally good.",
     "functions": "Each reward function on its own, before weights.",
     "length": "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
-    "dead": "Groups whose answers are all equally good teach nothing: the prompts are too easy, or too hard.",
+    "dead": "Groups whose completions are all equally good teach nothing: the prompts are too easy, or too hard.",
     "kl": "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding makes.",
     "advantage spread": "Ends, middle half and median. An end that runs away is one sample that outweighs the others.",
-    "token share": "Long wrong answers make the blue part small: then most of the gradient says what not to do.",
+    "token share": "Long wrong completions make the blue part small: then most of the gradient says what not to do.",
     "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ✓ all right, ✗ all wrong.",
     "rewards counted": "How many samples earned what, by kind of group.",
     "advantages counted": "How many samples have what, by kind of group.",
-    "timeline": "Rows below each other were under way together; dotted: a weight sync. Rows that no step had taken by "
+    "timeline": "Rows below each other were in flight together; dotted: a weight sync. Rows that no step had taken by "
     "the end are in no record, so the right edge looks emptier than it was.",
     "staleness": "Versions of the weights between the start of a group's rollouts and the update that it goes into.",
-    "ages": "Many old groups make updates off-policy; a smaller bound makes them younger, and the trainer wait longer.",
+    "ages": "Many stale groups make updates off-policy; a smaller bound makes them fresher, the trainer wait longer.",
     "waits": "A trainer that waits wants faster sampling or a larger bound; an idle sampler was paused, or is at it.",
     "pipeline": "When a batch was complete. Room that stays means that the data have ended, or the sampler is full.",
 }
@@ -792,8 +792,8 @@ LOOKS = {
     "rewards counted": Look("Rewards, counted", CAPTIONS["rewards counted"], counts_figure),
     "advantages counted": Look("Advantages, counted", CAPTIONS["advantages counted"], counts_figure),
     "timeline": Look("Rollouts beside training", CAPTIONS["timeline"], timeline_figure, wide=True),
-    "staleness": Look("Age of what is trained", CAPTIONS["staleness"], staleness_figure),
-    "ages": Look("Groups by age", CAPTIONS["ages"], ages_figure),
+    "staleness": Look("Staleness of trained groups", CAPTIONS["staleness"], staleness_figure),
+    "ages": Look("Groups by staleness", CAPTIONS["ages"], ages_figure),
     "waits": Look("Who waits", CAPTIONS["waits"], waits_figure),
     "pipeline": Look("Rows in the pipeline", CAPTIONS["pipeline"], pipeline_figure),
 }

@@ -80,7 +80,7 @@ def upper_bound(loop: Loop, phase: str) -> int | None:
 # %% ../../nbs/53_views.dashboard.ipynb #b762baeb
 @dataclass
 class Watch:
-    "The beginning of the phase under way."
+    "The beginning of the running phase."
 
     phase: str = ""  # "" when nothing runs
     step: int = 0
@@ -88,7 +88,7 @@ class Watch:
     meter: Meter = field(default_factory=Meter)  # at the beginning
 
     def look(self, loop: Loop, phase: str) -> None:
-        "Begin anew when another phase is under way than last time."
+        "Begin anew when another phase is running than last time."
         if (phase, loop.state.number) != (self.phase, self.step):
             self.phase, self.step, self.since = phase, loop.state.number, time.monotonic()
             self.meter = replace(loop.backend.meter)
@@ -98,9 +98,9 @@ def rows_said(loop: Loop) -> str:
     "What is beside training, in words; empty where trainer and sampler take turns."
     if not isinstance(loop, AsyncGRPOLoop):
         return ""
-    producer = loop.flow.producer
+    producer = loop.producer
     held = f"; no row is started: {producer.held}" if producer.held else ""
-    return f"{len(producer.in_flight)} rows under way, {len(producer.ready)} ready{held}"
+    return f"{len(producer.in_flight)} rows in flight, {len(producer.ready)} ready{held}"
 
 
 def batch_progress(loop: AsyncGRPOLoop, phase: str) -> dict[str, Any]:  # count, bound, unit
@@ -108,11 +108,11 @@ def batch_progress(loop: AsyncGRPOLoop, phase: str) -> dict[str, Any]:  # count,
     if phase == "evaluate":
         return {"count": None, "bound": None, "unit": ""}
     rows = loop.cfg.prompt_groups_per_step
-    return {"count": min(len(loop.flow.producer.ready), rows), "bound": rows, "unit": "rows of the batch"}
+    return {"count": min(len(loop.producer.ready), rows), "bound": rows, "unit": "rows of the batch"}
 
 # %% ../../nbs/53_views.dashboard.ipynb #44377042
 def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when nothing runs
-    "How far the phase under way is: phase, seconds, count, bound, unit."
+    "How far the running phase is: phase, seconds, count, bound, unit."
     if not watch.phase:
         return None
     out: dict[str, Any] = {"phase": watch.phase, "step": watch.step, "seconds": time.monotonic() - watch.since}
@@ -129,14 +129,14 @@ STATES = {"✓": "done", "▶": "next", "○": "open"}
 
 
 def strip_html(loop: Loop, running: str = "") -> str:
-    "The phases of the step under way as a list."
+    "The phases of the current step as a list."
     kinds = {phase: "running" if phase == running else STATES[mark] for mark, phase in phase_marks(loop.state)}
     items = [f'<li class="rld-{kind}" title="{kind}">{phase}</li>' for phase, kind in kinds.items()]
     return f'<ol class="rld-strip" aria-label="phases of step {loop.state.number}">{"".join(items)}</ol>'
 
 # %% ../../nbs/53_views.dashboard.ipynb #42596566
 def progress_html(shown: Mapping[str, Any] | None, standing: str) -> str:
-    "The phase under way with its bar, or where the loop stands."
+    "The running phase with its bar, or where the loop stands."
     if shown is None:
         return f'<div class="rld-progress"><span>{html.escape(standing)}</span></div>'
     count, bound = shown["count"], shown["bound"]
@@ -303,12 +303,12 @@ class CompletionsPane(anywidget.AnyWidget):
 
 # %% ../../nbs/53_views.dashboard.ipynb #074f46f1
 def last_phase(loop: Loop) -> str:
-    "The last phase of the step under way that has a value; empty before the first."
+    "The last phase of the current step that has a value; empty before the first."
     return next((p for p in reversed(PHASES) if p in loop.state.values), "")
 
 
-def record_under_way(loop: Loop) -> StepRecord | None:  # None before there are samples
-    "What the phases of the step under way have returned, in the form of a record, so that the same pictures show it."
+def current_record(loop: Loop) -> StepRecord | None:  # None before there are samples
+    "What the phases of the current step have returned, in the form of a record, so that the same pictures show it."
     v = loop.state.values
     if "sample" not in v:
         return None
@@ -326,7 +326,7 @@ def record_under_way(loop: Loop) -> StepRecord | None:  # None before there are 
 
 
 def value_html(loop: Loop, phase: str) -> str:
-    "What a phase of the step under way has returned, as it displays itself."
+    "What a phase of the current step has returned, as it displays itself."
     value = loop.state.values[phase]
     drawn = getattr(value, "_repr_html_", lambda: None)() or f"<pre>{html.escape(utf8(repr(value)))}</pre>"
     return f"<h4>Step {loop.state.number}, after {phase}</h4><div class='rld-drawn'>{drawn}</div>"
@@ -349,7 +349,7 @@ def words_html(record: StepRecord | None, previous: StepRecord | None) -> str:
 def error_html(error: BaseException, standing: str) -> str:
     "An error, what to do, where the loop stands, and the traceback."
     trace = "".join(traceback.format_exception(error))
-    fix = "" if isinstance(error, RLNotebookError) and error.fix else " Mend the cause, or undo."
+    fix = "" if isinstance(error, RLNotebookError) and error.fix else " Fix the cause, or undo."
     parts = [
         f"<p><b>{html.escape(type(error).__name__)}</b> {html.escape(utf8(str(error)))}</p>",
         f"<p>The loop stands where it stood: {html.escape(standing)}.{fix} Play tries this phase again.</p>",
@@ -379,7 +379,7 @@ SPEEDS = (("full speed", 0.0), ("½ s after a phase", 0.5), ("2 s after a phase"
 # %% ../../nbs/53_views.dashboard.ipynb #b391420e
 def make_buttons(
     press: Callable[[str], Any],
-    beside: bool = True,  # whether rows may be under way beside training; without them there is nothing to drain
+    beside: bool = True,  # whether rows may be in flight beside training; without them there is nothing to drain
 ) -> dict[str, ipywidgets.Button]:
     "A button for every action."
     about = {a: text for a, text in ACTIONS.items() if beside or a != "drain"}
@@ -425,10 +425,10 @@ def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was 
     "Rows that no step has taken yet."
     if not isinstance(loop, AsyncGRPOLoop):
         return []
-    p, begin = loop.flow.producer, loop.opened
+    p, begin = loop.producer, loop.opened
     kinds = {"ready": p.ready, "": p.rejected}
     back = [(r.number, r.began - begin, r.ended - begin, kind) for kind, rows in kinds.items() for r in rows]
-    return [*back, *((f.number, f.began - begin, p.clock() - begin, "under way") for f in p.in_flight.values())]
+    return [*back, *((f.number, f.began - begin, p.clock() - begin, "in flight") for f in p.in_flight.values())]
 
 # %% ../../nbs/53_views.dashboard.ipynb #090c0c24
 @dataclass(frozen=True)
@@ -477,7 +477,7 @@ def map_payload(record: StepRecord, start: int = 0) -> dict[str, Any]:
 
 
 def named(chart: Chart, phase: str = "") -> Chart:
-    "A chart of one step with the step in its title, and the phase where it is under way."
+    "A chart of one step with the step in its title, and the phase where it is the current one."
     if chart.name not in OF_A_STEP:
         return replace(chart, wide=chart.name in WIDE, pixels=220 if chart.name in MAIN else 0)
     what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(chart.payload.get("what", ""), chart.title)
@@ -658,7 +658,7 @@ def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #a43fefe0
 def shown_step(dashboard: Dashboard) -> StepRecord | None:
-    "The step in map and table: the one under way once it has samples, else the last one."
+    "The step in map and table: the current one once it has samples, else the last one."
     return dashboard.record if dashboard.partial is None else dashboard.partial
 
 
@@ -779,7 +779,7 @@ async def find_words(dashboard: Dashboard) -> None:
         record, previous = last_two(d)
         try:
             words = await asyncio.to_thread(words_html, record, previous)
-        except Exception as e:  # whatever the x-ray stumbles over is shown
+        except Exception as e:  # any error of the x-ray is shown
             stumble(d, e)
             return
         if record is d.record and not d.player.closed:
@@ -787,7 +787,7 @@ async def find_words(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #19ec0f64
 def say(dashboard: Dashboard) -> None:
-    "Show the words for the last step: at once where nobody waits, else when they are found."
+    "Show the words for the last step: at once without an event loop, else when they are found."
     d, home = dashboard, running_loop()
     if home is None or d.record is None:
         d.said, d.screen.words.value = d.record, words_html(*last_two(d))
@@ -817,20 +817,20 @@ def forget_records(dashboard: Dashboard, last: int) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #64a4e135
 def values_of(loop: Loop) -> tuple[Any, ...]:
-    "What tells whether a phase has returned something new, whoever ran it."
+    "What tells whether a phase has returned something new, however it was run."
     return loop.state.number, *((phase, id(value)) for phase, value in loop.state.values.items())
 
 
 def look_at_step(dashboard: Dashboard) -> None:
-    "Take in what the phases of the step under way have returned."
+    "Take in what the phases of the current step have returned."
     d, loop = dashboard, dashboard.loop
-    d.values, d.after, d.partial = values_of(loop), last_phase(loop), record_under_way(loop)
+    d.values, d.after, d.partial = values_of(loop), last_phase(loop), current_record(loop)
     number, before = loop.state.number, d.record.step if d.record else 0
     if number == before + 1:
         d.history.rewind(before)
         if d.partial is not None and d.partial.metrics:
             d.history.add(history_row(d.partial))
-    under = f"<b>Step {number} is under way, after {d.after}.</b> " if d.after else ""
+    under = f"<b>Current step {number}, after {d.after}.</b> " if d.after else ""
     headline = getattr(loop.state.values.get(d.after), "headline", "")
     older = f" Map and table are of step {before}." if d.after and d.partial is None and before else ""
     text = f"{under}{html.escape(str(headline))}{older}"
@@ -841,7 +841,7 @@ def look_at_step(dashboard: Dashboard) -> None:
 
 
 def draw_step(dashboard: Dashboard) -> None:
-    "Draw the step under way as far as it is, if something is new."
+    "Draw the current step as far as it is, if something is new."
     d = dashboard
     if d.values != values_of(d.loop) and not d.player.closed:
         was = d.partial
@@ -888,7 +888,7 @@ def tick(dashboard: Dashboard) -> None:
         show_error(d, d.seen)
     try:
         draw_step(d)
-    except Exception as e:  # whatever a view stumbles over, the phase itself is sound
+    except Exception as e:  # any error of a view: the phase itself is sound
         stumble(d, e)
     refresh_head(d)
     if not (d.player.doing or elsewhere) or time.monotonic() - d.pictured > STILL_SECONDS:
@@ -963,7 +963,7 @@ def refresh_still(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #4d9a7d68
 def refresh_all(dashboard: Dashboard) -> None:
-    "Draw what changes with every phase; the step under way where there is time for it."
+    "Draw what changes with every phase; the current step where there is time for it."
     d = dashboard
     if not d.player.closed:
         refresh_head(d)
@@ -1000,7 +1000,7 @@ def attach_dashboard(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #f702e2f2
 def close_dashboard(dashboard: Dashboard) -> None:
-    "Let go of the loop and of the screen."
+    "Release the loop and the screen."
     d = dashboard
     if not d.player.closed and d.still is not None:
         d.still.update(closed_html(d), f"{d!r}, closed")
@@ -1036,17 +1036,17 @@ class Played:
         await self.player.start("undo")
 
     def pause(self) -> None:
-        "Hold after the phase under way, and start no further row."
+        "Hold after the running phase, and start no further row."
         self.player.pause()
 
     async def drain(self) -> None:
-        "Pause, and wait for the rows that are under way beside training."
+        "Pause, and wait for the rows that are in flight beside training."
         if why := refusal(self.player, "drain"):
             raise PhaseError("drain", where="dashboard", got=why.rstrip("."))
         await self.player.drain()
 
     def stop(self) -> None:
-        "End the run after the phase under way."
+        "End the run after the running phase."
         self.player.stop()
 
 # %% ../../nbs/53_views.dashboard.ipynb #ef98adbf
@@ -1065,17 +1065,17 @@ class Dashboard(Played):
         self.player, self.watch = Player(loop, self.refresh), Watch()
         self.history, self.view = History(), View(size=rows)
         self.recent: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)  # of the timeline
-        self.partial: StepRecord | None = None  # the step under way, as far as it is
-        self.values: tuple[Any, ...] = ()  # of the step under way, as they were drawn
+        self.partial: StepRecord | None = None  # the current step, as far as it is
+        self.values: tuple[Any, ...] = ()  # of the current step, as they were drawn
         self.columns: dict[str, np.ndarray] = {}  # of the table of completions
         self.opened: tuple[StepRecord, int, int] | None = None  # the completion that is shown: record, group, sample
         self.error: BaseException | None = None  # what is shown in the error box
         self.said: StepRecord | None = None  # what the words on the screen are about
         self.finding: asyncio.Task[None] | None = None  # finds words
         self.stumbled: BaseException | None = None  # the last error of drawing
-        self.elsewhere, self.after = "", ""  # what somebody else runs; the last phase of the step under way
+        self.elsewhere, self.after = "", ""  # what another caller runs; the last phase of the current step
         self.still: WithFallback | None = None  # the output that it is displayed in
-        self.stale, self.pictured = True, 0.0  # whether its picture is old, and when it was drawn
+        self.stale, self.pictured = True, 0.0  # whether its picture is out of date, and when it was drawn
         self.seen, self.home = surfaced(loop), running_loop()  # the last error of a cell; whose thread draws
         self.following: asyncio.Task[None] | None = None  # keeps up with the loop
         self.screen = make_screen(self)
@@ -1096,7 +1096,7 @@ class Dashboard(Played):
         "`update` for `loop.outputs`: what goes wrong in drawing is shown, and does not stop the training."
         try:
             self.update(record)
-        except Exception as e:  # whatever a view stumbles over, the step itself is finished and sound
+        except Exception as e:  # any error of a view: the step itself is finished and sound
             stumble(self, e)
 
     def forget(self, last: int) -> None:
@@ -1108,7 +1108,7 @@ class Dashboard(Played):
         refresh_all(self)
 
     def close(self) -> None:
-        "Let go of the loop and of the screen; a phase under way is finished."
+        "Release the loop and the screen; a running phase is finished."
         close_dashboard(self)
 
     def __repr__(self) -> str:

@@ -154,7 +154,7 @@ def spread_row(
     advantages: Sequence[np.ndarray],  # (samples,) of each group
     lengths: Sequence[np.ndarray],  # (samples,) tokens sampled
 ) -> dict[str, float]:
-    "Spread of the groups' mean rewards and of the advantages; share of sampled tokens by sign of advantage."
+    "Quartiles of the groups' mean rewards and of the advantages; share of sampled tokens by sign of advantage."
     means = np.array([r.mean() for r in rewards if len(r)])
     a, tokens = (np.concatenate([*part, np.zeros(0)]) for part in (advantages, lengths))
     total = tokens.sum()
@@ -164,14 +164,14 @@ def spread_row(
 
 
 def ages_row(record: StepRecord) -> dict[str, float]:
-    "How many trained groups were how old: versions of the weights since their rollouts were started, as `ages/1`."
+    "Trained groups by staleness: versions of the weights since their rollouts were started, as `ages/1`."
     trained, version = {d.group for d in record.datums}, record.step - 1
     started = [g.submitted for g in record.groups if g.index in trained and g.submitted is not None]
     return {f"ages/{age}": float(n) for age, n in sorted(Counter(version - v for v in started).items())}
 
 # %% ../../nbs/50_views.payloads.ipynb #2f3b2976
 def history_row(record: StepRecord) -> dict[str, Any]:
-    "What a record adds to a history: its metrics, its spreads, and how old its groups were."
+    "What a record adds to a history: its metrics, its quartiles, and how stale its groups were."
     groups = [g for g in record.groups if g.samples and g.advantages is not None]
     lengths = [np.array([s.completion_len for s in g.samples]) for g in groups]
     spread = spread_row(
@@ -181,7 +181,7 @@ def history_row(record: StepRecord) -> dict[str, Any]:
 
 # %% ../../nbs/50_views.payloads.ipynb #5bc4988a
 def _around(metrics: Metrics, limit: int | None) -> dict[str, Series]:
-    "Mean reward less and plus the spread inside a group."
+    "Mean reward less and plus the standard deviation inside a group."
     (x, mean), (at, std) = column(metrics, "reward"), column(metrics, "reward_std")
     both, i, j = np.intersect1d(x, at, assume_unique=True, return_indices=True)
     edges = {"low": mean[i] - std[j], "high": mean[i] + std[j]}
@@ -194,7 +194,7 @@ def _five(metrics: Metrics, name: str, limit: int | None) -> dict[str, Series]:
 
 
 def reward_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
-    "Mean reward, its spread inside groups and between them, each reward function, and held-out reward."
+    "Mean reward, its std inside groups, quartiles between them, each reward function, and held-out reward."
     names = [c.split("/", 1)[1].removesuffix("/mean") for c in metrics if re.fullmatch(r"rewards/.*/mean", c)]
     return {
         "reward": series(metrics, "reward", limit),
@@ -261,7 +261,7 @@ def length_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]
 
 
 def dead_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
-    "Shares of groups without signal: all answers right, and all wrong."
+    "Shares of groups without signal: all completions right, and all wrong."
     names = {"right": "frac_dead_high", "wrong": "frac_dead_low"}
     return {which: bar_means(metrics, name, limit and BARS) for which, name in names.items()}
 
@@ -277,7 +277,7 @@ def token_share_payload(metrics: Metrics, limit: int | None = None) -> dict[str,
     return {sign: bar_means(metrics, f"advantages/tokens_{sign}", limit and BARS) for sign in signs}
 
 # %% ../../nbs/50_views.payloads.ipynb #846355f8
-OLDEST = 4  # versions; groups of this age and older are counted together
+OLDEST = 4  # versions; groups of this staleness and more are counted together
 
 
 def is_asynchronous(metrics: Metrics) -> bool:
@@ -286,7 +286,7 @@ def is_asynchronous(metrics: Metrics) -> bool:
 
 
 def _age_shares(metrics: Metrics, limit: int | None) -> dict[str, Series]:
-    "Shares of the trained groups by age, as bars; each the mean over equally many steps, at the first of them."
+    "Shares of the trained groups by staleness, as bars; each the mean over equally many steps, at the first of them."
     ages = sorted(int(name.removeprefix("ages/")) for name in metrics if re.fullmatch(r"ages/\d+", name))
     if not ages:
         return {}
@@ -308,7 +308,7 @@ def staleness_payload(
     settings: Mapping[str, Any],  # dotted names
     limit: int | None = None,
 ) -> dict[str, Any]:
-    "Age of the trained groups in versions: mean and ends, the bound that was set, shares of the groups by age."
+    "Staleness of the trained groups in versions: mean and ends, the bound that was set, shares of the groups."
     lines = {stat: series(metrics, f"async/version_offset_{stat}", limit) for stat in ("mean", "min", "max")}
     bound = settings.get("max_head_offpolicy_versions")
     return {**lines, "bound": bound, "ages": _age_shares(metrics, limit and BARS)}
@@ -319,7 +319,7 @@ def pipeline_payload(
     settings: Mapping[str, Any],  # dotted names
     limit: int | None = None,
 ) -> dict[str, Any]:
-    "Rows under way, ready, and for which there was room; and the shares of the time that trainer and sampler waited."
+    "Rows in flight, ready, and for which there was room; and the shares of the time that trainer and sampler waited."
     rows = {"in_flight": series(metrics, "async/in_flight", limit), "ready": series(metrics, "async/ready", limit)}
     samples, (x, free) = settings.get("completions_per_prompt"), column(metrics, "async/staleness_capacity_at_step")
     rows["room"] = _series(x, np.maximum(free, 0) // samples, limit) if samples else {"x": [], "y": []}
@@ -328,7 +328,7 @@ def pipeline_payload(
 
 # %% ../../nbs/50_views.payloads.ipynb #2b17babb
 TIMELINE_STEPS, TIMELINE_ROWS, TIMELINE_LANES = 6, 300, 32  # that are shown, at most
-Waiting = tuple[int, float, float, str]  # row, begin, end, and what it is: "under way" or "ready"
+Waiting = tuple[int, float, float, str]  # row, begin, end, and what it is: "in flight" or "ready"
 
 
 def _same_clock(records: Sequence[StepRecord], steps: int) -> list[StepRecord]:
@@ -438,7 +438,7 @@ ROWS = 64  # groups that a map shows
 
 
 def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
-    "For each group `right` or `wrong` if all its answers earned the same, much or little; `` if it has signal."
+    "For each group `right` or `wrong` if all its completions earned the same, much or little; `` if it has signal."
     rewards = [g.rewards for g in groups]
     everything = np.concatenate([*rewards, np.zeros(0)])
     middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
@@ -599,6 +599,7 @@ import torch
 
 from ..core import AlignmentError, Datum, DatumError, frozen_array
 from ..losses import KL_ESTIMATORS, POLICY_LOSSES, ActiveTokens, LossOptions, log_ratio, sequence_ratio
+from ..options import SEQUENCE_RATIO
 
 # %% ../../nbs/50_views.payloads.ipynb #d8d9e673
 @dataclass(frozen=True, eq=False)
@@ -635,7 +636,7 @@ def _fitting(name: str, values: Any, datum: Datum) -> np.ndarray:  # (N-1,)
 
 
 def _per_datum(name: str, series: Sequence[Any] | None, datums: Sequence[Datum]) -> list[np.ndarray | None]:
-    "One array per datum; None where nobody has the series."
+    "One array per datum; None where there is no such series."
     if series is None:
         return [None] * len(datums)
     if len(series) != len(datums):
@@ -758,7 +759,7 @@ def _ratios(row: TokenRow) -> dict[str, np.ndarray]:
     p, a = (torch.from_numpy(np.array(row.series[name])[row.scored]) for name in ("policy", anchor))
     zero, whole = torch.zeros(len(p), dtype=torch.long), torch.tensor([len(p)])
     t = ActiveTokens(policy=p, old=a, sampler=None, ref=None, advantage=torch.zeros_like(p), sample=zero, lengths=whole)
-    by_sequence = o.policy_loss == "gspo"
+    by_sequence = o.policy_loss in SEQUENCE_RATIO
     ratio = (
         sequence_ratio(t, o.knob("seq_ratio_log_cap")) if by_sequence else log_ratio(t, o.knob("ratio_log_cap")).exp()
     )

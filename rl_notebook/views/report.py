@@ -44,7 +44,7 @@ class Material:
 
     name: str  # of the run
     settings: Mapping[str, Any]  # dotted names
-    metrics: pd.DataFrame  # one row a step, with the spreads of some
+    metrics: pd.DataFrame  # one row a step, with the quartiles of some
     samples: tuple[StepRecord, ...] = ()  # first, middle and last
     recent: tuple[tuple[int, str], ...] = ()  # (step, sentence) of the last five
     last: tuple[StepRecord, ...] = ()  # those of the timeline
@@ -77,7 +77,7 @@ def _completions(run: Run, step: int) -> pd.DataFrame:
 
 
 def read_spreads(run: Run, known: Spreads | None = None) -> Spreads:
-    "Spreads of at most `SPREAD_STEPS` recorded steps, and of the last one; `known` ones are not read again."
+    "Quartiles of at most `SPREAD_STEPS` recorded steps, and of the last one; `known` ones are not read again."
     steps, known, every = run.steps, {} if known is None else known, 1
     while len(steps) > every * SPREAD_STEPS:
         every *= 2
@@ -209,7 +209,7 @@ def _group_rows(group: Mapping[str, Any]) -> str:
 
 
 def completions_html(payload: Mapping[str, Any]) -> str:
-    "What was said in one step."
+    "The completions of one step."
     heads = {"prompt": "", "completion": "", "reward": "number", "advantage": "number", "tokens": "number", "end": ""}
     head = tag("thead", tag("tr", *(tag("th", name, kind=kind) for name, kind in heads.items())))
     table = tag("table", head, *map(_group_rows, payload["groups"]))
@@ -303,11 +303,11 @@ def _top_html(m: Material, status: Status | None) -> str:
 
 
 def _said_html(record: StepRecord) -> str:
-    "What was said in a step, in the groups that carry signal."
+    "The completions of a step, in the groups that carry signal."
     live = tuple(g for g in record.groups if not (g.samples and is_dead(g.rewards)))
     dead = len(record.groups) - len(live)
     if record.groups and not live:
-        none = f"{record.verdict} · no example: within each of the {dead} groups all answers earned the same."
+        none = f"{record.verdict} · no example: within each of the {dead} groups all completions earned the same."
         return tag("h3", f"Step {record.step}") + tag("p", html.escape(none), kind="soft line")
     kept = {"verdict": record.verdict, "total_groups": len(live), "dead": dead}
     return completions_html(completions_payload(replace(record, groups=live)) | kept)
@@ -344,8 +344,8 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure
     if m.samples:
         drawn = rewards_html(m.samples[-1].groups)
         parts += [tag("div", drawn, kind="card scroll drawn")] if m.samples[-1].groups else []
-        note = "The first prompts whose answers did not all earn the same, and the first completions of each."
-        parts += [tag("h2", "What was said"), tag("p", f"{note} ↵ marks a line end, · a space at an end.", kind="soft")]
+        note = "The first prompts whose completions did not all earn the same, and the first completions of each."
+        parts += [tag("h2", "Completions"), tag("p", f"{note} ↵ marks a line end, · a space at an end.", kind="soft")]
         parts += map(_said_html, m.samples)
     parts.append(_settings_html(m.settings))
     return "".join(parts), {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}

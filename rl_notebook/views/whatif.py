@@ -33,9 +33,9 @@ QUANTITIES = (
     ("grad_norm", "gradient: norm over the tokens", "number"),
     ("cosine", "gradient: cosine with the recorded one", "number"),
     ("clipped", "tokens beyond the clip", "share"),
-    ("positive", "push on tokens with positive advantage", "share"),
-    ("negative", "push on tokens with negative advantage", "share"),
-    ("kl", "push that comes from the KL term", "share"),
+    ("positive", "gradient from tokens with positive advantage", "share"),
+    ("negative", "gradient from tokens with negative advantage", "share"),
+    ("kl", "gradient from the KL term", "share"),
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def dots_svg(payload: Mapping[str, Any]) -> str:
     for name, color in (("plus", "blue"), ("minus", "orange"), ("zero", "grey")):
         path = "".join(f"M{x} {y}h0" for x, y in payload[name])
         marks += f'<path d="{path}" stroke="{COLORS[color]}" stroke-width="5" stroke-linecap="round" opacity=".8"/>'
-    title = "slope of each token, recorded (across) against chosen (up)"
+    title = "dlogprob of each token, recorded (across) against chosen (up)"
     return (
         f'<svg viewBox="0 0 {end} {end}" width="{end}" height="{end}" role="img" aria-label="{title}">'
         f'<rect width="{end}" height="{end}" fill="none" stroke="{_SOFT}" stroke-width=".5"/>{lines}{marks}</svg>'
@@ -114,7 +114,7 @@ def result_html(result: WhatIf) -> str:
     payload = table_payload(result)
     mark = lambda color: f'<span style="color:{COLORS[color]}">●</span>'
     legend = (
-        f"slope of each token, recorded across, chosen up; advantage {mark('blue')} above, {mark('orange')} below 0"
+        f"dlogprob of each token, recorded across, chosen up; advantage {mark('blue')} above, {mark('orange')} below 0"
     )
     caption = f'<figcaption style="max-width:{SIDE}px;font-size:12px">{legend}</figcaption>'
     square = f'<figure style="margin:0">{dots_svg(dots_payload(result))}{caption}</figure>'
@@ -243,7 +243,7 @@ def refresh(panel: WhatIfPanel) -> None:
 
 
 def panel_html(panel: WhatIfPanel) -> str:
-    "The answer, or the reason why there is none."
+    "The result, or the reason why there is none."
     if not panel.error and panel.result is not None:
         return result_html(panel.result)
     box = (
@@ -268,5 +268,5 @@ def inspect(panel: WhatIfPanel, tokenizer: Any = None) -> TokenInspector:
     "See `WhatIfPanel.inspector`."
     if panel.result is None or panel.error:
         return TokenInspector([], message=panel.error)
-    slopes = panel.result.dlogprobs[CHOSEN]
-    return TokenInspector(token_rows(panel.result.as_record(RECORDED), extra={CHOSEN: slopes}), tokenizer)
+    dlogprobs = panel.result.dlogprobs[CHOSEN]
+    return TokenInspector(token_rows(panel.result.as_record(RECORDED), extra={CHOSEN: dlogprobs}), tokenizer)

@@ -24,7 +24,7 @@ from rl_notebook.config import Config
 from rl_notebook.core import RolloutSample
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model, toy_rows
-from rl_notebook.player import rows_under_way
+from rl_notebook.player import rows_in_flight
 from rl_notebook.views.dashboard import Dashboard
 
 pace = [0.2]  # seconds
@@ -51,8 +51,8 @@ def steps() -> int:
 dashboard = Dashboard(loop)
 dashboard""",
 ]
-STILL = "not dashboard.player.doing and not rows_under_way(loop)"
-TITLES = ["Rollouts beside training", "Age of what is trained", "Who waits"]
+STILL = "not dashboard.player.doing and not rows_in_flight(loop)"
+TITLES = ["Rollouts beside training", "Staleness of trained groups", "Who waits"]
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,12 @@ def board(notebook: Notebook) -> Iterator[Locator]:
 def test_it_plays_and_draws_what_happens_beside(notebook: Notebook, board: Locator):
     press(board, "play")
     notebook.until("steps() >= 4")
-    expect(board.locator(".rld-progress")).to_contain_text("rows under way")
+    expect(board.locator(".rld-progress")).to_contain_text("rows in flight")
     for title in TITLES:
         expect(board.get_by_role("heading", name=title, exact=True)).to_be_visible()
     press(board, "stop")
     notebook.until(STILL)
-    assert notebook.ask("[dashboard.error, loop.flow.producer.held]") == [None, "the loop is at rest"]
+    assert notebook.ask("[dashboard.error, loop.producer.held]") == [None, "the loop is at rest"]
     notebook.page.wait_for_function(DRAWN, arg=notebook.ask("steps()"))
     for width in (1280, 800):
         notebook.width(width)
@@ -88,18 +88,18 @@ def test_it_plays_and_draws_what_happens_beside(notebook: Notebook, board: Locat
     notebook.width(1280)
 
 
-def test_a_pause_starts_no_row_and_draining_waits_for_those_under_way(notebook: Notebook, board: Locator):
+def test_a_pause_starts_no_row_and_draining_waits_for_those_in_flight(notebook: Notebook, board: Locator):
     notebook.ask("pace.__setitem__(0, 1.0)")
     before = notebook.ask("steps()")
     press(board, "play")
-    notebook.until(f"steps() > {before} and loop.running == 'sample' and rows_under_way(loop)")
+    notebook.until(f"steps() > {before} and loop.running == 'sample' and rows_in_flight(loop)")
     press(board, "drain")
     expect(board.locator(".rld-progress")).to_contain_text("no row is started: paused")
-    taken = notebook.ask("loop.flow.intake.consumed")
+    taken = notebook.ask("loop.intake.cursor.consumed")
     notebook.until("not dashboard.player.doing")
-    assert notebook.ask("[rows_under_way(loop), loop.flow.intake.consumed]") == [0, taken]
+    assert notebook.ask("[rows_in_flight(loop), loop.intake.cursor.consumed]") == [0, taken]
     expect(control(board, "drain")).to_be_disabled()
-    expect(board.locator(".rld-progress")).to_contain_text("0 rows under way")
+    expect(board.locator(".rld-progress")).to_contain_text("0 rows in flight")
     assert notebook.ask("dashboard.error") is None
 
     press(board, "step")  # opens the gate again
@@ -115,7 +115,7 @@ def test_the_page_of_its_run(notebook: Notebook, board: Locator, open_page: Call
     run = Run.open(notebook.lab.root / "beside")
     page = open_page(write_report(run, run.path / "report.html"), width)
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
-    for title in (*TITLES, "Groups by age", "Rows in the pipeline"):
+    for title in (*TITLES, "Groups by staleness", "Rows in the pipeline"):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
     assert page.evaluate(CUT_OFF, width) == []
     page.screenshot(path=SHOTS / f"beside_report_{width}.png", full_page=True)

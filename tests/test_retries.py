@@ -1,0 +1,228 @@
+"One policy for everything that goes over a network: what it does, and that nothing else does it again."
+
+import ast
+import asyncio
+import http.server
+import math
+import random
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rl_notebook
+from rl_notebook.core import RolloutSample
+from rl_notebook.data import Row
+from rl_notebook.retries import AskAgain, Retries, with_retries, with_retries_blocking
+from rl_notebook.rollouts import Prompt, draw_rollouts
+
+KINDS = st.sampled_from(["passing", "final", "answer"])
+
+
+def both(calls, retries: Retries) -> list[tuple[str, int, list[float]]]:
+    "Outcome, tries and pauses of the same calls, awaited and blocking."
+    seen = []
+    for awaited in (True, False):
+        tries, pauses = 0, []
+
+        def once():
+            nonlocal tries
+            kind = calls[min(tries, len(calls) - 1)]
+            tries += 1
+            if kind == "answer":
+                return "an answer"
+            raise AskAgain("busy") if kind == "passing" else KeyError("wrong")
+
+        async def once_awaited():
+            return once()
+
+        async def note(seconds, pauses=pauses):
+            pauses.append(seconds)
+
+        try:
+            if awaited:
+                outcome = asyncio.run(with_retries(once_awaited, retries, sleep=note))
+            else:
+                outcome = with_retries_blocking(once, retries, sleep=pauses.append)
+        except (AskAgain, KeyError) as error:
+            outcome = type(error).__name__
+        seen.append((outcome, tries, pauses))
+    return seen
+
+
+@given(st.lists(KINDS, min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 2**40))
+def test_awaited_and_blocking_calls_have_the_same_tries_and_pauses(kinds, attempts, seed):
+    awaited, blocking = both(kinds, Retries(attempts, deadline_s=math.inf, seed=seed))
+    assert awaited == blocking
+    outcome, tries, pauses = awaited
+    passing = next((i for i, kind in enumerate(kinds) if kind != "passing"), attempts)
+    assert tries == min(passing + 1, attempts)
+    last = kinds[min(tries - 1, len(kinds) - 1)]
+    assert outcome == {"passing": "AskAgain", "final": "KeyError", "answer": "an answer"}[last]
+    assert len(pauses) == tries - 1
+    assert all(0.5 <= pause / (0.5 * 2**i) <= 1 for i, pause in enumerate(pauses))
+
+
+def test_a_deadline_counts_attempts_and_pauses_and_not_the_time_in_line():
+    def tries(in_line_s):
+        made = []
+
+        def once():
+            made.append(1)
+            time.sleep(0.05)
+            error = AskAgain("busy")
+            error.in_line_s = in_line_s
+            raise error
+
+        with pytest.raises(AskAgain):
+            with_retries_blocking(once, Retries(8, deadline_s=0.2, first_wait_s=0.0))
+        return len(made)
+
+    assert tries(in_line_s=0.0) <= 4
+    assert tries(in_line_s=0.05) == 8
+
+
+@pytest.mark.parametrize("where", ["attempt", "pause"])
+def test_a_cancelled_call_ends_at_once_and_is_not_made_again(where):
+    tries = []
+
+    async def once():
+        tries.append(1)
+        if where == "attempt":
+            await asyncio.sleep(3600)
+        raise AskAgain("busy", after_s=3600)
+
+    async def cancelled():
+        task = asyncio.create_task(with_retries(once, Retries(deadline_s=math.inf)))
+        while not tries:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancelled(), 30))
+    assert len(tries) == 1
+
+
+def test_ctrl_c_is_no_failure_of_the_network():
+    def once():
+        tries.append(1)
+        raise KeyboardInterrupt
+
+    tries = []
+    with pytest.raises(KeyboardInterrupt):
+        with_retries_blocking(once, Retries())
+    assert len(tries) == 1
+
+
+def test_the_jitter_follows_from_the_seed_alone():
+    "Each call has its own generator: Python's and numpy's global ones do not move it."
+
+    def pauses(seed, around):
+        random.seed(around)
+        np.random.seed(around)
+        return both(["passing"], Retries(5, seed=seed))[0][2]
+
+    assert pauses(seed=1, around=0) == pauses(seed=1, around=1)
+    assert pauses(seed=1, around=0) != pauses(seed=2, around=0)
+
+
+def test_threads_do_not_share_a_call():
+    outcomes = []
+    together = threading.Barrier(8)
+
+    def work():
+        together.wait()
+        outcomes.append(both(["passing", "passing", "answer"], Retries(4))[1][:2])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [("an answer", 3)] * 8
+
+
+# --- there is no other --------------------------------------------------------------------------------------------
+
+
+def own_retries(tree: ast.Module) -> list[int]:
+    "Lines of loops that catch a failure and sleep."
+    lines = []
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.For | ast.AsyncFor | ast.While):
+            continue
+        inside = list(ast.walk(loop))
+        catches = any(isinstance(node, ast.ExceptHandler) for node in inside)
+        called = [node.func for node in inside if isinstance(node, ast.Call)]
+        names = {getattr(f, "attr", getattr(f, "id", "")) for f in called}
+        if catches and names & {"sleep", "sleeps"}:
+            lines.append(loop.lineno)
+    return lines
+
+
+def test_no_module_has_retries_of_its_own():
+    looping = """
+for attempt in range(3):
+    try:
+        ask()
+    except OSError:
+        time.sleep(2**attempt)
+"""
+    assert own_retries(ast.parse(looping)) == [2]
+    package = Path(rl_notebook.__file__).parent
+    found = {
+        f"{path.relative_to(package)}:{line}"
+        for path in sorted(package.rglob("*.py"))
+        for line in own_retries(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    waits_for_a_file = {name for name in found if name.startswith("views/report.py:")}
+    assert found == waits_for_a_file, "use rl_notebook.retries"
+
+
+class Busy(http.server.BaseHTTPRequestHandler):
+    "Answers every third request."
+
+    asked = 0
+
+    def do_GET(self):
+        type(self).asked += 1
+        self.send_response(200 if self.asked % 3 == 0 else 503)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"42")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_busy_server_of_a_rollout_is_asked_again():
+    "Over real HTTP, as a rollout function of one's own sees it."
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    pauses = []
+
+    async def note(seconds):
+        pauses.append(seconds)
+
+    async def calls_a_tool(sample_prompt):
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://127.0.0.1:{server.server_port}")).raise_for_status().text
+        return RolloutSample([1, 2, 3], [0.0, -0.1, -0.1], [0, 1, 1], float(text))
+
+    prompt = Prompt(Row(messages=({"role": "user", "content": "6 * 7"},), key="q"), np.array([1, 2]))
+    try:
+        drawn = asyncio.run(draw_rollouts(calls_a_tool, prompt, 1, retries=2, sleep=note))
+        lost = asyncio.run(draw_rollouts(calls_a_tool, prompt, 1, retries=1, sleep=note))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [s.reward for s in drawn.samples] == [42.0]
+    assert "503" in lost.dropped[0]
+    assert len(pauses) == 3
