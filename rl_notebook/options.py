@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .core import LossError
+from .core import LossError, quoted
 from .names import NAMED
 
 # %% auto #0
@@ -84,7 +84,7 @@ def _out_of_range(o: LossKnobs, read: Mapping[str, Any]) -> Iterator[LossError]:
     "Numbers outside their range, and words that are none of the choices."
     for name, choices in _CHOICES.items():
         if getattr(o, name) not in choices:
-            yield LossError(name, got=repr(getattr(o, name)), expected=" or ".join(map(repr, choices)))
+            yield LossError(name, got=quoted(getattr(o, name)), expected=" or ".join(map(repr, choices)))
     at_least: dict[str, float] = dict(_AT_LEAST)
     low = read.get("eps_clip") if o.eps_clip is None else o.eps_clip
     at_least["eps_clip_high"] = -(low or 0.0) if o.policy_loss == "cispo" and o.eps_clip_high is not None else 0.0
@@ -125,7 +125,7 @@ def loss_faults(
         near = difflib.get_close_matches(loss, list(known), n=1)
         own = "One of your own is named module:function, or registered before: register_loss(fn)."
         fix = f"Did you mean {near[0]!r}?" if near else own
-        yield LossError("policy_loss", got=repr(o.policy_loss), expected=" or ".join(map(repr, known)), fix=fix)
+        yield LossError("policy_loss", got=quoted(o.policy_loss), expected=" or ".join(map(repr, known)), fix=fix)
         return
     read = known.get(loss, {})
     unread = [k for k in KNOBS if getattr(o, k) is not None and k not in read]

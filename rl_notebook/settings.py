@@ -758,7 +758,7 @@ def loss_options(c: Any) -> dict[str, Any]:  # fields of LossOptions
 def sampling_rules(c: Any) -> Iterator[str]:
     "Groups without signal, and lengths that do not fit."
     if c.advantage_fn is not None and not NAMED.fullmatch(c.advantage_fn):
-        yield f"advantage_fn: got {c.advantage_fn!r}; expected 'module:function'"
+        yield f"advantage_fn: got {quoted(c.advantage_fn)}; expected 'module:function'"
     if c.advantage_fn is not None and (c.advantage_scale, c.ddof) != ("std", 1):
         yield "advantage_fn: advantage_scale and ddof would be ignored. Leave them out"
     if c.advantage_fn is not None and c.recipe == "igpo_loop":

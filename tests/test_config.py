@@ -431,7 +431,7 @@ IGNORED = [
     ({"report_to": "tensorboard"}, "report_to: TensorBoard's event files"),
     ({"dcp_save_interval": 5}, "dcp_save_interval: checkpoints go into the run folder"),
     ({"temperature": 0}, "temperature: got 0.0; expected above 0"),
-    ({"concurrency": {}}, "concurrency: backend='local' refuses nothing to adapt to"),
+    ({"concurrency": {}}, "concurrency: backend='local' refuses nothing"),
     ({"concurrency": {"mode": "fixed"}}, "concurrency: mode='fixed' reads max_concurrency"),
     ({"concurrency": {"mode": "fixed", "max_concurrency": 2}, "max_concurrent": 4}, "max_concurrent says the same"),
     ({"temperature": 0.7, "backend": "tinker", "lora_rank": 8}, "temperature: got 0.7; backend='tinker' scores at 1"),

@@ -820,3 +820,10 @@ def test_answers_of_a_server(body: bytes, stream: bool, status: bytes, cut: int,
     try_openai(
         puppet, body, stream, status=status, cut=cut, kind=b"text/event-stream" if stream else b"application/json"
     )
+
+
+@pytest.mark.parametrize("name", list(Config().flat()))
+def test_a_long_text_is_quoted_in_short(name: str) -> None:
+    for text in ("{a: " * 3000, "x" * 9000):
+        error = refused(lambda text=text: Config.from_dict({name: text}))
+        assert error is None or len(str(error)) < 2500, (name, len(str(error)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .base import Sampler
-from ..core import Completion, ConfigError, LossError, SampleParams
+from ..core import Completion, ConfigError, LossError, SampleParams, quoted
 from ..settings import ABOVE, RENAMED, SPELLED, SubConfigs, address_trouble, in_our_words, loss_options
 from ..settings import sub_configs
 
@@ -178,7 +178,7 @@ def builtin_rules(c: Any) -> Iterator[str]:
 
     if c.backend not in BUILTIN_LOSSES:
         instead = " or ".join(f"backend={b!r}" for b in BUILTIN_LOSSES)
-        yield f"loss_path: backend={c.backend!r} computes every loss here. Leave it out or set {instead}"
+        yield f"loss_path: backend={quoted(c.backend)} computes every loss here. Leave it out or set {instead}"
         return
     try:
         options = LossOptions(**loss_options(c))
@@ -230,9 +230,9 @@ def concurrency_rules(c: Any) -> Iterator[str]:
     if own.mode == "adaptive" and own.max_concurrency is not None:
         yield "concurrency.max_concurrency: mode='adaptive' has max_window. Set mode='fixed' or leave it out"
     if own.mode == "adaptive" and c.backend not in ("openai", "fireworks"):
-        yield f"concurrency: backend={c.backend!r} refuses nothing to adapt to. Set mode='fixed' with max_concurrency"
+        yield f"concurrency: backend={quoted(c.backend)} refuses nothing. Set mode='fixed' with max_concurrency"
     if own.prefill_queue_target != 0.5 and c.backend != "fireworks":
-        yield f"concurrency.prefill_queue_target: backend={c.backend!r} does not report it. Leave it out"
+        yield f"concurrency.prefill_queue_target: backend={quoted(c.backend)} does not report it. Leave it out"
     if not own.min_window <= (own.initial_window or own.min_window) <= own.max_window:
         yield "concurrency: expected min_window <= initial_window <= max_window"
 
@@ -240,19 +240,19 @@ def concurrency_rules(c: Any) -> Iterator[str]:
 def backend_rules(c: Any) -> Iterator[str]:
     "Settings that the backend would ignore, and those that it needs."
     if c.backend not in BACKENDS:
-        yield f"backend: got {c.backend!r}; expected one of {', '.join(BACKENDS)}"
+        yield f"backend: got {quoted(c.backend)}; expected one of {', '.join(BACKENDS)}"
     for name, backends in ONLY_FOR.items():
         if getattr(c, name) is not None and c.backend not in backends:
             instead = " or ".join(f"backend={b!r}" for b in backends)
-            yield f"{name}: backend={c.backend!r} would ignore it. Set {instead} or leave it out"
+            yield f"{name}: backend={quoted(c.backend)} would ignore it. Set {instead} or leave it out"
     for name, default in (("device", "auto"), ("dtype", "float32")):
         if c.backend not in TRAINED_HERE and getattr(c, name) != default:
-            yield f"{name}: backend={c.backend!r} decides it. Leave it out or set backend='local'"
+            yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
     if c.backend in TRAINED_HERE and c.base_model.startswith("accounts/"):
-        yield f"base_model: {c.base_model!r} lives at Fireworks. Set backend='fireworks' or name a model to load here"
+        yield f"base_model: {quoted(c.base_model)} lives at Fireworks. Set backend='fireworks' or another model"
     yield from {"fireworks": _fireworks_rules, "tinker": _tinker_rules}.get(c.backend, _no_jobs)(c)
     if c.router_replay and c.backend not in ("local", "fireworks"):
-        yield f"router_replay: backend={c.backend!r} records no expert choices. Leave it out"
+        yield f"router_replay: backend={quoted(c.backend)} records no expert choices. Leave it out"
     if not (c.router_replay or c.router_replay_completion_only):
         yield "router_replay_completion_only: nothing is replayed. Set router_replay=True or leave it out"
     if c.backend == "openai" and c.base_url is None:
@@ -260,12 +260,12 @@ def backend_rules(c: Any) -> Iterator[str]:
     if c.base_url is not None and (trouble := address_trouble(c.base_url)):
         yield f"base_url: got {trouble}; expected http://host:port or https://host"
     if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d{1,3})?", c.device):
-        yield f"device: got {c.device!r}; expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"
+        yield f"device: got {quoted(c.device)}; expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"
 
 # %% ../../nbs/20c_backends.services.ipynb #5b6ab9cf
 def _no_jobs(c: Any) -> Iterator[str]:
     if c.resume is not None and c.resume.resume_job_id is not None:
-        yield f"resume.resume_job_id: backend={c.backend!r} has no trainer jobs. Leave it out"
+        yield f"resume.resume_job_id: backend={quoted(c.backend)} has no trainer jobs. Leave it out"
 
 
 def _tinker_rules(c: Any) -> Iterator[str]:
@@ -280,7 +280,7 @@ def _tinker_rules(c: Any) -> Iterator[str]:
 def _temperature_rules(c: Any) -> Iterator[str]:
     if c.temperature != 1:
         yield (
-            f"temperature: got {c.temperature}; backend={c.backend!r} scores at 1, so ratios would compare two"
+            f"temperature: got {c.temperature}; backend={quoted(c.backend)} scores at 1, so ratios would compare two"
             " distributions. Leave it out, or draw hotter inside a rollout_fn"
         )
 
@@ -299,7 +299,7 @@ def _fireworks_rules(c: Any) -> Iterator[str]:
     if c.infra is not None and c.trainer is not None:
         yield "infra: trainer says the same in the later spelling. Keep one of the two"
     if c.output_model_id is not None and not re.fullmatch(r"[a-z0-9-]{1,63}", c.output_model_id):
-        yield f"output_model_id: got {c.output_model_id!r}; expected 1 to 63 of a-z, 0-9 and '-'"
+        yield f"output_model_id: got {quoted(c.output_model_id)}; expected 1 to 63 of a-z, 0-9 and '-'"
 
 # %% ../../nbs/20c_backends.services.ipynb #b7a51d52
 SERVICE_RULES = (builtin_rules, backend_rules, concurrency_rules)
