@@ -427,9 +427,9 @@ def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict
 
 # %% ../nbs/30_rollouts.ipynb #b3a3062b
 def __getattr__(name: str) -> Any:
-    "`build_deployment_sampler` of the Fireworks guides, which stands on the floor of the services."
+    "`build_deployment_sampler` of the Fireworks guides, which stands above the backends."
     if name in ("build_deployment_sampler", "DeploymentSampler", "DeploymentCompletion"):
-        return getattr(import_module(f"{__package__}.backends.services"), name)
+        return getattr(import_module(f"{__package__}.backends.open"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 # %% ../nbs/30_rollouts.ipynb #e93b1ee1

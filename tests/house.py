@@ -156,12 +156,12 @@ class Notebook:
         return self.path.name
 
     @cached_property
-    def numbered(self) -> tuple[float, str] | None:
-        "Number and module of `NN_dotted.name.ipynb`; `NNb` is NN.1, `NNc` NN.2; None for the index and the tutorials."
-        match = re.fullmatch(r"(\d\d)([b-j]?)_([a-z_][a-z_0-9.]*)", self.path.stem)
+    def numbered(self) -> tuple[int, str] | None:
+        "Number and module of `NN_dotted.name.ipynb`; None for the index and the tutorials."
+        match = re.fullmatch(r"(\d\d)_([a-z_][a-z_0-9.]*)", self.path.stem)
         if match is None or self.path.parent.name != "nbs":
             return None
-        return int(match[1]) + (ord(match[2] or "a") - ord("a")) / 10, match[3]
+        return int(match[1]), match[2]
 
     @property
     def exported(self) -> list[Cell]:
@@ -190,12 +190,12 @@ class House:
         return [Notebook(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
     @cached_property
-    def modules(self) -> list[tuple[float, str, Notebook]]:
+    def modules(self) -> list[tuple[int, str, Notebook]]:
         "Number, module and notebook of those that export."
         return [(*nb.numbered, nb) for nb in self.notebooks if nb.numbered]
 
     @cached_property
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, int]:
         "The number of each module."
         return {module: number for number, module, _ in self.modules}
 
@@ -238,7 +238,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
-def own_imports(house: House, shown: bool = False) -> Iterator[tuple[float, Cell, float, str]]:
+def own_imports(house: House, shown: bool = False) -> Iterator[tuple[int, Cell, int, str]]:
     """Every import of our own modules: number of the importer, cell, number and name of the imported.
 
     Of exported cells, and where `shown` says so of all others."""
@@ -301,8 +301,8 @@ def no_module_is_an_orphan(house: House) -> list[str]:
 
 @rule
 def a_notebook_is_named_after_its_module(house: House) -> list[str]:
-    "`NN_dotted.name` or `NNb_dotted.name` exports `dotted.name`; no number twice; the index and the tutorials do not."
-    problems, seen = [], dict[float, str]()
+    "`NN_dotted.name` exports `dotted.name`; no number twice; the index and the tutorials do not."
+    problems, seen = [], dict[int, str]()
     for nb in house.notebooks:
         exports = [mark.split()[-1] for cell in nb.cells for mark in cell.marks if mark.startswith("default_exp")]
         if nb.numbered is None:
@@ -324,7 +324,7 @@ def a_notebook_is_named_after_its_module(house: House) -> list[str]:
 def numbers_only_go_down(house: House) -> list[str]:
     "A notebook imports only lower-numbered notebooks, in any cell; what is not exported may import its own module."
     return [
-        f"{cell.where} imports {module} ({there:g})"
+        f"{cell.where} imports {module} ({there})"
         for here, cell, there, module in own_imports(house, shown=True)
         if there > here or (cell.exported and there == here)
     ]
@@ -332,12 +332,12 @@ def numbers_only_go_down(house: House) -> list[str]:
 
 @rule
 def core_is_pure(house: House) -> list[str]:
-    "Core (0x) knows no network, no display, and outside 03 no torch."
+    "Core (0x) knows no network, no display, and outside 05 no torch."
     problems = []
     for number, _, nb in house.modules:
         if number >= 10:
             continue
-        banned = NETWORK | DISPLAY | (set() if number == 3 else TORCH)
+        banned = NETWORK | DISPLAY | (set() if number == 5 else TORCH)
         for cell in nb.exported:
             roots = {name.split(".")[0] for name in imported(cell.tree)}
             problems += [f"{cell.where} imports {root}" for root in sorted(roots & banned)]
@@ -585,7 +585,7 @@ def public_names_have_types(house: House) -> list[str]:
     return problems
 
 
-def _habit(node: ast.AST, number: float) -> str | None:
+def _habit(node: ast.AST, number: int) -> str | None:
     "What is wrong with a node of an exported cell of the notebook with this number."
     match node:
         case ast.ImportFrom(level=level) if level:
