@@ -1,0 +1,16 @@
+"""A zoo of faults between sampler and trainer, made by really running things differently.
+
+The doctor (`rl_notebook.doctor`) names the cause of a mismatch. Here it is judged from outside: an inference server and
+a trainer that share no code with the package (`machines`: `generate` and eager modules of Hugging Face) take real steps
+with one thing wrong (`faults`): another temperature, weights that did not arrive, logprobs in base 2, a batch sorted
+and never put back. No recorded series is ever edited; what a bug does to numbers, the code of the bug does.
+
+Each case says what a right answer is: one cause of `doctor.FIXES`, or several that are equally right, or `NONE`, or for
+clean steps `CLEAN`. One part of the zoo (`build`) is there to improve the doctor by. The other (`unseen`) says how good
+it has become: a third of its kinds are in it only, the others come with other seeds and strengths. Improve nothing by
+it, and do not look at its answers while you improve.
+
+    python -m tests.zoo build                    # a table, and a row per kind
+    python -m tests.zoo build --only temperature -v
+    python -m tests.zoo unseen --dry             # run the cases, ask no doctor
+"""

@@ -1,0 +1,45 @@
+"`python -m tests.zoo build`: see the package."
+
+import argparse
+import asyncio
+import json
+import time
+import warnings
+
+import torch
+
+from .faults import BUILD, UNSEEN, cases
+from .judge import Answer, judged, tables
+
+
+def options() -> argparse.Namespace:
+    "The command line."
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo")
+    parser.add_argument("split", choices=(BUILD, UNSEEN))
+    parser.add_argument("--alone", action="store_true", help="from the record alone, without a backend")
+    parser.add_argument("--only", default="", help="kinds or families whose name has this in it")
+    parser.add_argument("--limit", type=int, help="so many cases at most")
+    parser.add_argument("--large", action="store_true", help="with the cases of SmolLM2, which are slow")
+    parser.add_argument("--dry", action="store_true", help="run the cases, ask no doctor")
+    parser.add_argument("--json", metavar="PATH", help="write the answers there")
+    parser.add_argument("-v", action="store_true", dest="verbose", help="a line per case")
+    return parser.parse_args()
+
+
+async def main() -> None:
+    "Judge the doctor on one part."
+    args, begin, answers = options(), time.perf_counter(), list[Answer]()
+    chosen = [c for c in cases(args.split) if args.only in c.kind.name or args.only == c.kind.family]
+    chosen = [c for c in chosen if args.large or c.setting != "large"]
+    for case in chosen[: args.limit]:
+        answers.append(await judged(case, alone=args.alone, dry=args.dry))
+    print("\n".join(tables(answers, args.verbose)))
+    print(f"\n{len(answers)} cases in {time.perf_counter() - begin:.0f} s")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump([a.row for a in answers], file, indent=1)
+
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", category=FutureWarning)
+asyncio.run(main())

@@ -1,0 +1,137 @@
+"Runs cases, asks the doctor, and counts how good its answers are."
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rl_notebook.doctor import Diagnosis, diagnose
+from rl_notebook.records import StepRecord
+
+from .faults import CLEAN, NONE, Case
+from .steps import Run, World, gap, opened
+
+FAULTS = ("right", "second", "none, wrongly", "wrong, in doubt", "wrong, sure", "silent", "error")
+OUTCOMES = {"known": FAULTS, "none": FAULTS, "clean": ("right", "false alarm", "error")}
+SURE = 0.9  # a score that states a cause
+
+
+@dataclass(frozen=True)
+class Answer:
+    "What the doctor said of a case, and what that is worth."
+
+    case: Case
+    outcome: str
+    cause: str
+    score: float
+    second: str
+    gap: float  # nats
+    floor: float  # the gap of the same step with nothing wrong
+    seconds: float
+
+    @property
+    def counted(self) -> bool:
+        "Whether there is anything to be found."
+        return self.case.kind.family == "clean" or self.gap > self.floor
+
+    @property
+    def row(self) -> dict[str, object]:
+        "As plain values."
+        c = self.case
+        what = {"name": c.name, "kind": c.kind.name, "family": c.kind.family, "split": c.split, "right": c.kind.right}
+        said = {"outcome": self.outcome, "cause": self.cause, "score": self.score, "second": self.second}
+        return what | said | {"gap": self.gap, "floor": self.floor, "counted": self.counted, "seconds": self.seconds}
+
+
+def section(case: Case) -> str:
+    "What is asked of a case: a cause, that there is none, or that all is well."
+    return "clean" if case.kind.family == "clean" else "none" if case.kind.right[0] == NONE else "known"
+
+
+def worth(case: Case, d: Diagnosis) -> str:
+    "The outcome of an answer."
+    right = case.kind.right
+    if d.cause in right:
+        return "right"
+    if section(case) == "clean":
+        return "false alarm"
+    others = (*d.undecided, *(f.cause for f in d.findings if f.cause != d.cause))
+    if d.cause == CLEAN:
+        return "silent"
+    if right != (NONE,) and ({*d.undecided, *others[:1]} & {*right}):
+        return "second"
+    if d.cause == NONE:
+        return "none, wrongly"
+    return "wrong, sure" if d.score >= SURE and not d.undecided else "wrong, in doubt"
+
+
+@functools.cache
+def floors() -> dict[World, float]:
+    "Gaps of steps with nothing wrong."
+    return {}
+
+
+async def floor_of(world: World) -> float:
+    "The gap of the same step with nothing wrong."
+    if world not in floors():
+        floors()[world] = gap(await (await opened(world)).step())
+    return floors()[world]
+
+
+async def made(case: Case) -> tuple[Run, StepRecord]:
+    "The step of a case, and the machines as it left them."
+    run = await opened(case.world)
+    return run, await case.kind.make(run, case.strength)
+
+
+async def judged(case: Case, *, alone: bool = False, dry: bool = False) -> Answer:
+    "What the doctor says of a case: from the record alone, or with the machines; or nothing, if it is not asked."
+    begin = time.perf_counter()
+    run, record = await made(case)
+    found = {"gap": gap(record), "floor": await floor_of(case.world)}
+    if dry:
+        return Answer(case, "not asked", "", 0.0, "", **found, seconds=time.perf_counter() - begin)
+    try:
+        d = await diagnose(record, backend=None if alone else run.backend)
+    except Exception as error:  # the doctor must answer whatever a run did
+        said = {"outcome": "error", "cause": f"{type(error).__name__}: {error}", "score": 0.0, "second": ""}
+    else:
+        second = next((f.cause for f in d.findings if f.cause != d.cause), "")
+        said = {
+            "outcome": worth(case, d),
+            "cause": d.cause,
+            "score": d.score,
+            "second": "/".join(d.undecided) or second,
+        }
+    return Answer(case, **said, **found, seconds=time.perf_counter() - begin)
+
+
+def counts(answers: Iterable[Answer]) -> Counter[str]:
+    "Answers by outcome."
+    return Counter(a.outcome for a in answers)
+
+
+def tables(answers: list[Answer], verbose: bool) -> Iterator[str]:
+    "The confusion table, a row per kind, and with `verbose` a line per case."
+    counted = [a for a in answers if a.counted]
+    titles = {"known": "a known cause", "none": "none of the known", "clean": "nothing is wrong"}
+    for name, outcomes in OUTCOMES.items():
+        n = counts(a for a in counted if section(a.case) == name)
+        parts = "  ".join(f"{o} {n[o]}" for o in (*outcomes, "not asked") if n[o] or o in outcomes[:1])
+        yield f"{titles[name]:<20}{sum(n.values()):>4} cases   {parts}"
+    left = len(answers) - len(counted)
+    yield f"{left} more cases have no gap above that of their clean step, and are not counted"
+    yield ""
+    for kind in dict.fromkeys(a.case.kind for a in answers):
+        own = [a for a in answers if a.case.kind == kind]
+        n = counts(a for a in own if a.counted)
+        parts = "  ".join(f"{o} {n[o]}" for o in (*FAULTS, "false alarm", "not asked") if n[o])
+        flat = sum(not a.counted for a in own)
+        yield f"{kind.family:<12}{kind.name:<56}{parts}{f'  no gap {flat}' * bool(flat)}"
+        for a in own if verbose else ():
+            gaps = f"gap {a.gap:.2g} (clean {a.floor:.1g})"
+            said = f"{a.cause} {a.score:.2f}, then {a.second}"
+            yield f"    {a.outcome:<16}{a.case.strength!s:<10.10}{a.case.setting:<7}seed {a.case.seed:<4}{gaps:<28}{said}"

@@ -1,0 +1,319 @@
+"A server and a trainer made of Hugging Face modules, with switches for what can be wrong with either."
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl_notebook.backends.base import Backend, Capabilities, Meter
+from rl_notebook.core import AdamParams, BackendError, Completion, Datum, Logprobs, LossOutput, SampleParams
+from rl_notebook.toy import load_model
+
+Weights = dict[str, Tensor]
+Alteration = Callable[[nn.Module], Any]  # changes a model in place
+
+
+@functools.cache
+def shipped(name: str) -> tuple[Any, Any]:
+    "A model and its tokenizer, to be copied and never changed."
+    return load_model(name)
+
+
+def plain_weights(model: Any) -> Weights:
+    "Weights of a model without adapters; those of an adapter are merged in."
+    whole = copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    return {name: t.detach().clone() for name, t in whole.state_dict().items()}
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    "A block with a generator of its own."
+    with torch.random.fork_rng():
+        torch.manual_seed(0 if seed is None else seed % 2**63)
+        yield
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    "The model with parameters of this type; what it computes with, such as rotary frequencies, stays as it is."
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model
+
+
+@dataclass(eq=False)
+class Server:
+    "Draws with `generate`. What a client does not know of it is a field."
+
+    model: Any  # of its own
+    tokenizer: Any
+    forced: dict[str, Any] = field(default_factory=dict)  # arguments of `generate`, whatever was asked for
+    reports: str = "both"  # "both", or only "raw" or "processed" logprobs, under either name
+    writes: Callable[[np.ndarray], np.ndarray] = staticmethod(lambda logprobs: logprobs)  # how it writes numbers
+    reads: Callable[[list[int]], list[int]] = staticmethod(list)  # what it makes of a prompt
+    prefix: tuple[int, ...] = ()  # ids that it puts before everything that it reads
+    bucket: int = 1  # prompts are padded on the left to a multiple of it, and nothing is told of the padding
+    can_echo: bool = True
+    altered: Alteration | None = None  # after each load
+    says: Callable[[Completion], Completion] = staticmethod(lambda completion: completion)  # on the way to the client
+    version: int = 0
+
+    def __post_init__(self):
+        self.base = plain_weights(self.model)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        "Serve these weights; what is not among them stays as it is."
+        self.model.load_state_dict({n: t.to(self.model.dtype) for n, t in weights.items()}, strict=False)
+        if self.altered is not None:
+            self.altered(self.model)
+
+    def alter(self, alteration: Alteration) -> None:
+        "Serve an altered model from now on."
+        self.altered = alteration
+        alteration(self.model)
+
+    def wrapped(self, tokens: Sequence[int]) -> list[int]:
+        "What the model is fed for a sequence."
+        return [*self.prefix, *map(int, tokens)]
+
+    def fill(self, length: int) -> list[int]:
+        "Padding before so many tokens."
+        return [self.tokenizer.pad_token_id] * (-length % self.bucket)
+
+    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+        "Completions, with raw logprobs and those of the distribution drawn from."
+        return [self.says(c) for c in self._drawn([int(t) for t in prompt_tokens], params)]
+
+    def _drawn(self, prompt: list[int], params: SampleParams) -> list[Completion]:
+        if not prompt or params.stop:
+            raise BackendError("request", got="no tokens" if not prompt else "stop strings", expected="token ids")
+        read = self.wrapped(self.reads(prompt))
+        ids = torch.tensor([[*self.fill(len(read)), *read]] * params.n)
+        asked: dict[str, Any] = {"do_sample": params.temperature > 0, "max_new_tokens": params.max_tokens}
+        if params.temperature > 0:
+            asked |= {"temperature": float(params.temperature), "top_k": params.top_k, "top_p": float(params.top_p)}
+        eos = [self.tokenizer.eos_token_id, *params.stop_token_ids]
+        asked |= {"eos_token_id": eos, "pad_token_id": self.tokenizer.pad_token_id} | self.forced
+        told = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+        with torch.no_grad(), seeded(params.seed):
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **told)
+        drawn = out.sequences[:, ids.shape[1] :]
+        series = [_picked(torch.stack(parts, 1), drawn) for parts in (out.logits, out.scores)]
+        ends = [_end(row.tolist(), eos) for row in drawn]
+        return [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
+                for row, r, p, n in zip(drawn.numpy(), *series, ends, strict=True)]  # fmt: skip
+
+    def _completion(self, prompt, tokens, raw, processed, params, eos) -> Completion:
+        told = {"both": (raw, processed), "raw": (raw, raw), "processed": (processed, processed)}[self.reports]
+        logprobs, sampling_logprobs = map(self.writes, told)
+        text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        reason = "stop" if tokens[-1] in eos else "length"
+        return Completion(prompt, tokens, logprobs, sampling_logprobs, text, reason, self.version, params)
+
+    async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
+        "Raw logprobs of given tokens (N-1,)."
+        if not self.can_echo:
+            raise BackendError("echo", where="a server of the zoo", got="a request", expected="none: it cannot echo")
+        fed = self.wrapped(tokens)
+        fed = [*self.fill(len(fed)), *fed]
+        with torch.no_grad():
+            logits = self.model(torch.tensor([fed])).logits[0, -len(tokens) : -1]
+        series = _picked(logits[None], torch.tensor([list(map(int, tokens[1:]))]))[0]
+        return Logprobs(self.writes(series), source="sampler", policy_version=self.version)
+
+
+def _picked(logits: Tensor, ids: Tensor) -> np.ndarray:  # (B, C)
+    "Logprobs of ids (B, C) under logits (B, C, V)."
+    return logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0].double().numpy()
+
+
+def _end(tokens: Sequence[int], eos: Sequence[int]) -> int:
+    "Tokens up to the first eos, and it."
+    return next((i + 1 for i, t in enumerate(tokens) if t in eos), len(tokens))
+
+
+@dataclass(eq=False)
+class Trainer:
+    "Scores in right-padded batches of eager modules, and learns by `torch.optim.AdamW`."
+
+    model: Any  # of its own
+    pad: int
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32  # of the arithmetic, by autocast
+    batch: int = 8  # sequences of one pass
+    altered: Alteration | None = None  # of a copy that scores
+    pads_left: bool = False
+    tells: tuple[str, ...] = ("attention_mask", "position_ids")  # what the model is told of the padding
+    dropout_seed: int | None = None  # set before each pass
+    training: bool = False  # whether the model is left in training mode
+    sorts_back: bool = True  # sequences are scored by length, to pad less; whether results are brought back in order
+    version: int = 0
+    source: str = "policy"
+    snapshots: dict[str, Weights] = field(default_factory=dict)
+    states: dict[str, Weights] = field(default_factory=dict)
+    sequences: int = 0  # in the accumulated gradient
+    loss_tokens: int = 0
+    optimizer: torch.optim.AdamW | None = None
+    meter: Meter = field(default_factory=Meter)
+
+    def scorer(self) -> Any:
+        "The model that scores."
+        if self.altered is None:
+            return self.model
+        other = copy.deepcopy(self.model)
+        self.altered(other)
+        return other
+
+    def score(self, datums: Sequence[Datum]) -> list[Tensor]:
+        "One (N-1,) tensor per datum, NaN where its weight is 0."
+        model, series = self.scorer(), [torch.empty(0)] * len(datums)
+        model.train(self.training)
+        if self.dropout_seed is not None:
+            torch.manual_seed(self.dropout_seed)
+        order = sorted(range(len(datums)), key=lambda i: len(datums[i].tokens))
+        for at in range(0, len(order), self.batch):
+            part = order[at : at + self.batch]
+            for i, found in zip(part, self._pass(model, [datums[i].tokens for i in part]), strict=True):
+                series[i] = found
+        self.meter.datums_scored += len(datums)
+        if not self.sorts_back:
+            table = nn.utils.rnn.pad_sequence([series[i] for i in order], batch_first=True)
+            series = [row[: len(d.weights)] for row, d in zip(table, datums, strict=True)]
+        holes = [torch.from_numpy(np.where(d.active, 0.0, np.nan)).float() for d in datums]
+        return [s + hole for s, hole in zip(series, holes, strict=True)]
+
+    def _pass(self, model: Any, rows: Sequence[np.ndarray]) -> list[Tensor]:
+        longest = max(map(len, rows))
+        starts = torch.tensor([longest - len(r) if self.pads_left else 0 for r in rows])[:, None]
+        ends = starts + torch.tensor([len(r) for r in rows])[:, None]
+        place = torch.arange(longest)[None]
+        known = (place >= starts) & (place < ends)
+        ids = torch.full(known.shape, self.pad)
+        ids[known] = torch.from_numpy(np.concatenate(rows))
+        told = {"attention_mask": known.long(), "position_ids": (place - starts).clamp(min=0)}
+        told = {name: t for name, t in told.items() if name in self.tells}
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            logits = model(ids, **told, use_cache=False).logits[:, :-1]
+        logprobs = (logits.float() / self.temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return [p[int(a) : int(a) + len(r) - 1] for p, a, r in zip(logprobs, starts[:, 0], rows, strict=True)]
+
+    def stamped(self, series: Sequence[Tensor]) -> list[Logprobs]:
+        "Series with what is true of them as far as a trainer knows."
+        what = {"source": self.source, "policy_version": self.version, "temperature": self.temperature}
+        kind = str(self.dtype).removeprefix("torch.")
+        return [Logprobs(s.detach().double().numpy(), **what, dtype=kind) for s in series]
+
+    async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
+        with torch.no_grad():
+            return self.stamped(self.score(datums))
+
+    async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: Any) -> LossOutput:
+        series = self.score(datums)
+        leaves = [s.detach().clone().requires_grad_() for s in series]
+        loss, metrics = loss_fn(datums, leaves)
+        loss.backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.nan_to_num(0.0) for p in leaves]
+        whole = [
+            (s[a], g[a]) for s, g, d in zip(series, found, datums, strict=True) for a in [torch.from_numpy(d.active)]
+        ]
+        parts = [(s * g).sum() for s, g in whole]
+        torch.stack(parts).sum().backward()
+        self.sequences += len(datums)
+        self.loss_tokens += sum(d.num_loss_tokens for d in datums)
+        dlogprobs = tuple(g.double().numpy() for g in found)
+        return LossOutput(loss.item(), dict(metrics), tuple(self.stamped(series)), dlogprobs)
+
+    async def optim_step(self, adam: AdamParams, *, grad_accumulation_normalization: str = "none") -> dict[str, float]:
+        if not self.sequences:
+            raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum")
+        by = {"none": 1, "num_sequences": self.sequences, "num_loss_tokens": self.loss_tokens}
+        learning = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self.optimizer or torch.optim.AdamW(learning)
+        how = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
+        self.optimizer.param_groups[0].update(how, weight_decay=adam.weight_decay)
+        for p in learning:
+            if p.grad is not None:
+                p.grad.div_(by[grad_accumulation_normalization])
+        norm = float(nn.utils.clip_grad_norm_(learning, adam.grad_clip_norm or float("inf")))
+        self.optimizer.step()
+        await self.discard_gradients()
+        return {"grad_norm": norm, "learning_rate": adam.learning_rate}
+
+    async def discard_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.sequences = self.loss_tokens = 0
+
+    async def save_state(self, name: str) -> str:
+        self.states[name] = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+        return name
+
+    async def load_state(self, path: str, *, optimizer: bool = True) -> None:
+        self.take(self.states[path])
+
+    def take(self, weights: Weights) -> None:
+        "Go on from these weights."
+        self.model.load_state_dict(weights, strict=False)
+
+    async def save_weights_for_sampler(self, name: str) -> str:
+        self.snapshots[name] = plain_weights(self.model)
+        return name
+
+
+@dataclass(eq=False)
+class Reference:
+    "A frozen scorer."
+
+    trainer: Trainer
+
+    async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
+        return await self.trainer.forward(datums)
+
+
+@dataclass(eq=False)
+class Sync:
+    "Copies a snapshot of the trainer into the server, as far as it does its work."
+
+    trainer: Trainer
+    server: Server
+    travels: Callable[[str], bool] = staticmethod(lambda name: True)  # which weights arrive
+    scale: float = 1.0  # of what was learned
+
+    async def __call__(self, snapshot: str) -> int:
+        if snapshot not in self.trainer.snapshots:
+            raise BackendError("snapshot", got=repr(snapshot), expected=f"one of {sorted(self.trainer.snapshots)}")
+        base, new = self.server.base, self.trainer.snapshots[snapshot]
+        mixed = {n: t if self.scale == 1 else base[n] + self.scale * (t - base[n]) for n, t in new.items()}
+        self.server.load({n: t for n, t in mixed.items() if self.travels(n)})
+        self.server.version += 1
+        self.trainer.version = self.server.version
+        return self.server.version
+
+
+def with_adapter(model: Any, rank: int, dropout: float = 0.0) -> Any:
+    "The model, of which only a LoRA adapter learns."
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    with seeded(0):
+        return get_peft_model(model, config)
+
+
+def assembled(trainer: Trainer, reference: Trainer, server: Server, sync: Sync, lora_rank: int) -> Backend:
+    "The machines as a backend."
+
+    def score_at(temperature: float) -> None:
+        trainer.temperature = reference.temperature = temperature
+
+    capabilities = Capabilities("zoo", lora_rank=lora_rank, policy_temperature=trainer.temperature)
+    roles = {"policy": trainer, "reference": Reference(reference), "sampler": server, "sync": sync}
+    return Backend(**roles, tokenizer=server.tokenizer, capabilities=capabilities, score_at=score_at)

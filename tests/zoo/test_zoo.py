@@ -1,0 +1,61 @@
+"The zoo in short: its machines agree when nothing is wrong, its faults can be seen, and the doctor answers."
+
+import asyncio
+import os
+
+import pytest
+import torch
+
+from rl_notebook.backends.base import Sampler, Scorer, Trainer, WeightSync
+from rl_notebook.doctor import FIXES
+
+from .faults import BUILD, KINDS, NONE, UNSEEN, Case, cases
+from .judge import judged
+from .steps import World, gap, opened
+
+FEW = ("the server has its own temperature", "rollouts are late", "another template", "a step")
+ALL = os.environ.get("SLOW") == "1"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    "Tensors this small are faster on one thread."
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_machines_are_a_backend_that_agrees_with_itself():
+    async def test():
+        run = await opened(World(prompts=2))
+        backend = run.backend
+        for role, protocol in (("policy", Trainer), ("reference", Scorer), ("sampler", Sampler), ("sync", WeightSync)):
+            assert isinstance(getattr(backend, role), protocol)
+        assert gap(await run.step()) < 1e-4
+        await run.update(publish=False)
+        assert gap(await run.step()) > 1e-2
+        await run.publish()
+        assert gap(await run.step()) < 1e-4
+
+    asyncio.run(test())
+
+
+def test_the_two_parts_share_no_case():
+    assert all({*k.right} <= {*FIXES, NONE} for k in KINDS)
+    keys = [{(c.kind.name, c.strength, c.setting, c.seed) for c in cases(split)} for split in (BUILD, UNSEEN)]
+    assert not keys[0] & keys[1]
+    assert not {c.seed for c in cases(BUILD)} & {c.seed for c in cases(UNSEEN)}
+    names = {split: {c.kind.name for c in cases(split)} for split in (BUILD, UNSEEN)}
+    assert len(names[UNSEEN] - names[BUILD]) >= len(KINDS) / 4
+
+
+CHOSEN = [c for c in cases(BUILD) if c.setting != "large"]
+CHOSEN = CHOSEN if ALL else [next(c for c in CHOSEN if c.kind.name == name) for name in FEW]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
+def test_the_doctor_answers(case: Case):
+    answer = asyncio.run(judged(case))
+    assert answer.outcome != "error", answer.cause
+    assert answer.cause in {*FIXES, NONE}
