@@ -134,4 +134,5 @@ def tables(answers: list[Answer], verbose: bool) -> Iterator[str]:
         for a in own if verbose else ():
             gaps = f"gap {a.gap:.2g} (clean {a.floor:.1g})"
             said = f"{a.cause} {a.score:.2f}, then {a.second}"
-            yield f"    {a.outcome:<16}{a.case.strength!s:<10.10}{a.case.setting:<7}seed {a.case.seed:<4}{gaps:<28}{said}"
+            what = f"{str(a.case.strength)[:10]!r:<13}{a.case.setting:<7}seed {a.case.seed:<4}"
+            yield f"    {a.outcome:<16}{what}{gaps:<28}{said}"

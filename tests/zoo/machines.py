@@ -56,13 +56,13 @@ class Server:
     tokenizer: Any
     forced: dict[str, Any] = field(default_factory=dict)  # arguments of `generate`, whatever was asked for
     reports: str = "both"  # "both", or only "raw" or "processed" logprobs, under either name
-    writes: Callable[[np.ndarray], np.ndarray] = staticmethod(lambda logprobs: logprobs)  # how it writes numbers
-    reads: Callable[[list[int]], list[int]] = staticmethod(list)  # what it makes of a prompt
+    writes: Callable[[np.ndarray], np.ndarray] = np.asarray  # how it writes numbers
+    reads: Callable[[list[int]], list[int]] = list  # what it makes of a prompt
     prefix: tuple[int, ...] = ()  # ids that it puts before everything that it reads
     bucket: int = 1  # prompts are padded on the left to a multiple of it, and nothing is told of the padding
     can_echo: bool = True
     altered: Alteration | None = None  # after each load
-    says: Callable[[Completion], Completion] = staticmethod(lambda completion: completion)  # on the way to the client
+    says: Callable[[Completion], Completion] = copy.copy  # on the way to the client
     version: int = 0
 
     def __post_init__(self):
@@ -282,7 +282,7 @@ class Sync:
 
     trainer: Trainer
     server: Server
-    travels: Callable[[str], bool] = staticmethod(lambda name: True)  # which weights arrive
+    travels: Callable[[str], bool] = bool  # which weights arrive
     scale: float = 1.0  # of what was learned
 
     async def __call__(self, snapshot: str) -> int:
