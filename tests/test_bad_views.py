@@ -324,11 +324,11 @@ def dashboard_words(record: StepRecord) -> str:
     "The dashboard's sentence, warnings and table, live and still."
     d = dashboard()
     d.update(record)
-    page = d.screen.pane.page
-    json.dumps(page, allow_nan=False)
-    assert page["total"] == sum(len(g.samples) for g in record.groups)
+    table = d.screen.pane.table
+    json.dumps(table, allow_nan=False)
+    assert len(table["rows"]) == sum(len(g.samples) for g in record.groups)
     names = [name for name, _ in d.screen.rows.options]
-    return f"{words(d.screen.words.value)}\n{page['total']} completions\n{names}\n{words(dashboard_html(d))}"
+    return f"{words(d.screen.words.value)}\n{len(table['rows'])} completions\n{names}\n{words(dashboard_html(d))}"
 
 
 def sliders(record: StepRecord) -> str:

@@ -356,7 +356,7 @@ def shown_in(dashboard):
     tick(dashboard)
     screen = dashboard.screen
     about = {a["name"]: a["title"] for a in screen.charts.shown}.get("advantages", "")
-    return about, screen.pane.page["total"], screen.now.value + screen.value.value
+    return about, len(screen.pane.table["rows"]), screen.now.value + screen.value.value
 
 
 def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
@@ -372,13 +372,13 @@ def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
         loop.score()
         assert shown_in(dashboard)[0] == "Rewards by group, step 1, after score"
         assert dashboard.history.column("reward")[0].tolist() == [1]
-        assert dashboard.screen.pane.page["rows"][0]["reward"] == loop.state.values["score"][0].samples[0].reward
+        assert dashboard.screen.pane.table["rows"][0]["reward"] == loop.state.values["score"][0].samples[0].reward
         loop.advantages()
         assert shown_in(dashboard)[0] == "Advantages by group, step 1, after advantages"
-        first = dashboard.screen.pane.page["rows"][0]["advantage"]
+        first = dashboard.screen.pane.table["rows"][0]["advantage"]
         loop.advantages(scale="none")  # again, otherwise
         assert "after advantages" in shown_in(dashboard)[0]
-        assert dashboard.screen.pane.page["rows"][0]["advantage"] != first
+        assert dashboard.screen.pane.table["rows"][0]["advantage"] != first
         loop.datums()
         await loop.reference()
         loop.loss()

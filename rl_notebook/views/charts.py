@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -823,6 +824,13 @@ def charts(
 def asset(name: str) -> str:
     "A text file that ships with the package."
     return (resources.files("rl_notebook") / "assets" / name).read_text(encoding="utf-8")
+
+
+def module(name: str) -> str:
+    "An ES module that ships with the package, and in it the modules that it imports: a widget cannot fetch them."
+    body = lambda other: re.sub(r"^export ", "", module(other), flags=re.MULTILINE)
+    inner = lambda m: f"const {{ {m[1]} }} = (() => {{\n{body(m[2])}\nreturn {{ {m[1]} }};\n}})();"
+    return re.sub(r'^import \{ (.+) \} from "\./(.+)";$', inner, asset(name), flags=re.MULTILINE)
 
 
 @cache

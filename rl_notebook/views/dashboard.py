@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import html
 import math
-import re
 import sys
 import time
 import traceback
@@ -40,9 +39,9 @@ from ..metrics import completion_metrics, reward_metrics
 from ..player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_players
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
-from .charts import Chart, LiveCharts, asset, chart, charts
+from .charts import Chart, LiveCharts, asset, chart, charts, module
 from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, advantage_spread_payload
-from .payloads import advantages_payload, completion_row, counts_payload
+from .payloads import advantages_payload, completion_row, completions_table, counts_payload
 from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
 from .payloads import overview_payload, pipeline_payload, reward_payload, staleness_payload
 from .payloads import timeline_payload, token_payload, token_rows, token_share_payload
@@ -152,120 +151,22 @@ def progress_html(shown: Mapping[str, Any] | None, standing: str) -> str:
     return f'<div class="rld-progress"><span>{text}</span>{full}</div>'
 
 # %% ../../nbs/53_views.dashboard.ipynb #f6008dd8
-NUMERIC = ("group", "sample", "reward", "advantage", "length")
-PREVIEW = 160  # characters of a completion in the table
-
-
-def samples_of(groups: Iterable[PromptGroup]) -> dict[str, np.ndarray]:  # equally long columns
-    "The samples of a step in columns; NaN where there is no number."
-    rows = [(g, i, s) for g in groups for i, s in enumerate(g.samples)]
-    advantage = lambda g, i: np.nan if g.advantages is None else g.advantages[i]
-    number = lambda values: np.array([np.nan if v is None else v for v in values], dtype=np.float64)
-    return {
-        "group": np.array([g.index for g, _, _ in rows], dtype=np.int64),
-        "sample": np.array([i for _, i, _ in rows], dtype=np.int64),
-        "reward": number(s.reward for _, _, s in rows),
-        "advantage": number(advantage(g, i) for g, i, _ in rows),
-        "length": np.array([s.completion_len for _, _, s in rows], dtype=np.int64),
-        "finish": np.array([s.finish_reason for _, _, s in rows], dtype=object),
-        "text": np.array([s.text for _, _, s in rows], dtype=object),
-    }
-
-# %% ../../nbs/53_views.dashboard.ipynb #7b72fec5
-_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
-_COMPARE: dict[str, Callable[..., np.ndarray]] = {
-    "": np.isclose, "=": np.isclose, "<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal,
-}  # fmt: skip
-
-
-def matching(column: np.ndarray, wanted: str) -> np.ndarray:  # True where a value fits
-    "Which values of a column a filter lets through; raises ValueError with a sentence when it cannot be read."
-    if not (wanted := wanted.strip()):
-        return np.ones(len(column), bool)
-    if column.dtype == object:
-        return np.array([wanted.lower() in str(value).lower() for value in column], dtype=bool)
-    if found := re.fullmatch(rf"({_NUMBER})\s*\.\.\s*({_NUMBER})", wanted, re.IGNORECASE):
-        return (column >= float(found[1])) & (column <= float(found[2]))
-    if found := re.fullmatch(rf"(<=|>=|<|>|=|)\s*({_NUMBER})", wanted, re.IGNORECASE):
-        return _COMPARE[found[1]](column, float(found[2]))
-    raise ValueError(f"{wanted!r} is none of: 1, >0.5, <=12, 3..7")
-
-# %% ../../nbs/53_views.dashboard.ipynb #b4185cde
-@dataclass(frozen=True)
-class View:
-    "How the table is looked at."
-
-    sort: str = "group"
-    descending: bool = False
-    filters: Mapping[str, str] = field(default_factory=dict)
-    page: int = 0
-    size: int = 12  # rows of a page
-
-# %% ../../nbs/53_views.dashboard.ipynb #56dd2189
-def chosen_rows(columns: Mapping[str, np.ndarray], view: View) -> tuple[np.ndarray, dict[str, str]]:
-    "Row numbers in the order of the view, and the filters that could not be read, with the reason."
-    keep, problems = np.ones(len(columns["group"]), bool), dict[str, str]()
-    for name, wanted in view.filters.items():
-        try:
-            keep &= matching(columns[name], wanted)
-        except ValueError as e:
-            problems[name] = str(e)
-    rows, values = np.flatnonzero(keep), columns[view.sort]
-    if values.dtype == object:
-        rank = {text: i for i, text in enumerate(sorted(set(values)))}
-        values = np.array([rank[text] for text in values], dtype=np.float64)
-    order = np.where(np.isnan(values[rows]), np.inf, -values[rows] if view.descending else values[rows])
-    return rows[np.argsort(order, kind="stable")], problems
-
-# %% ../../nbs/53_views.dashboard.ipynb #ddabe864
-ABOUT = "A number, >0.5, <=12 or 3..7"
+PREVIEW = 160  # characters of a completion in the still picture
 COLUMNS = (
-    {"name": "group", "label": "group", "numeric": True, "width": "56px", "hint": "=", "help": ABOUT},
-    {"name": "sample", "label": "no.", "numeric": True, "width": "44px", "hint": "=", "help": ABOUT},
-    {"name": "reward", "label": "reward", "numeric": True, "width": "66px", "hint": ">0", "help": ABOUT},
-    {"name": "advantage", "label": "advantage", "numeric": True, "width": "84px", "hint": "<0", "help": ABOUT},
-    {"name": "length", "label": "tokens", "numeric": True, "width": "62px", "hint": ">9", "help": ABOUT},
-    {"name": "finish", "label": "ended", "numeric": False, "width": "62px", "hint": "stop", "help": "Part of it"},
-    {
-        "name": "text",
-        "label": "completion",
-        "numeric": False,
-        "width": "auto",
-        "hint": "contains",
-        "help": "Part of it",
-    },
+    {"name": "group", "label": "group", "kind": "number", "width": "56px", "filter": "="},
+    {"name": "sample", "label": "no.", "kind": "number", "width": "44px", "filter": "="},
+    {"name": "reward", "label": "reward", "kind": "number", "width": "66px", "filter": ">0"},
+    {"name": "advantage", "label": "advantage", "kind": "bar", "width": "84px", "filter": "<0"},
+    {"name": "length", "label": "tokens", "kind": "number", "width": "62px", "filter": ">9"},
+    {"name": "finish_reason", "label": "ended", "kind": "text", "width": "62px", "filter": "stop"},
+    {"name": "text", "label": "completion", "kind": "text", "filter": "contains", "opens": True},
 )
 
-# %% ../../nbs/53_views.dashboard.ipynb #70580028
-def page_of(columns: Mapping[str, np.ndarray], view: View, step: int) -> dict[str, Any]:
-    "The page of the table that a view shows."
-    rows, problems = chosen_rows(columns, view)
-    pages = max(1, math.ceil(len(rows) / view.size))
-    page = min(max(view.page, 0), pages - 1)
-    here = rows[page * view.size : (page + 1) * view.size]
-    number = lambda v: None if math.isnan(v) else float(v) if isinstance(v, np.floating) else int(v)
-    text = lambda name, i: utf8(str(columns[name][i])[:PREVIEW])
-    listed = [
-        {name: number(columns[name][i]) for name in NUMERIC} | {"finish": text("finish", i), "text": text("text", i)}
-        for i in here
-    ]
-    counts = {"found": len(rows), "total": len(columns["group"]), "page": page, "pages": pages}
-    chosen = {"sort": view.sort, "descending": view.descending, "filters": dict(view.filters), "problems": problems}
-    return {"step": step, "columns": [*COLUMNS], "rows": listed, **counts, **chosen}
 
-# %% ../../nbs/53_views.dashboard.ipynb #fa3ca76a
-def moved(view: View, message: Mapping[str, Any]) -> View:
-    "The view after a message of the table; the same view when the message makes no sense."
-    names = [c["name"] for c in COLUMNS]
-    match message:
-        case {"sort": str(name)} if name in names:
-            return replace(view, sort=name, descending=name == view.sort and not view.descending, page=0)
-        case {"filter": [str(name), str(wanted)]} if name in names:
-            filters = {k: v for k, v in {**view.filters, name: wanted[:200]}.items() if v.strip()}
-            return replace(view, filters=filters, page=0)
-        case {"page": int(page)}:
-            return replace(view, page=page)
-    return view
+def step_table(record: StepRecord | None) -> dict[str, Any]:
+    "The completions of a step as columns and rows; before the first step there are none."
+    title = f"Completions of step {record.step}" if record else "Completions"
+    return {"title": title, **completions_table(record or StepRecord(0), COLUMNS)}
 
 # %% ../../nbs/53_views.dashboard.ipynb #5853c606
 def find_sample(record: StepRecord, group: int, sample: int) -> tuple[PromptGroup, RolloutSample]:
@@ -283,6 +184,7 @@ def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -
     facts = {"row": row["row"], "reward": row["reward"], **rewards, "advantage": row["advantage"]}
     facts |= {"ended": row["finish_reason"], "tokens": row["length"]}
     return {
+        "id": f"{record.step}-{group}-{sample}",
         "step": record.step,
         "group": group,
         "sample": sample,
@@ -295,9 +197,11 @@ def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -
 class CompletionsPane(anywidget.AnyWidget):
     "The table of completions and the one that is open."
 
-    _esm = asset("dashboard.js")
-    _css = asset("dashboard.css")
-    page = traitlets.Dict().tag(sync=True)  # of `page_of`
+    _esm = module("dashboard.js")
+    _css = asset("table.css") + asset("dashboard.css")
+    table = traitlets.Dict().tag(sync=True)  # of `step_table`
+    size = traitlets.Int(8).tag(sync=True)  # rows of a page
+    view = traitlets.Dict({"sort": "group"}).tag(sync=True)  # sort, search, filters, page: what the reader has chosen
     completion = traitlets.Dict().tag(sync=True)  # of `completion_of`; empty when none is open
     inspecting = traitlets.Bool(False).tag(sync=True)  # whether tokens are shown below
 
@@ -573,7 +477,7 @@ class Screen:
         return box_of([*top, board, self.inspector], "rld")
 
 # %% ../../nbs/53_views.dashboard.ipynb #c10bd17a
-def make_screen(dashboard: Dashboard) -> Screen:
+def make_screen(dashboard: Dashboard, size: int) -> Screen:  # size: rows of a page of the table
     "Make the widgets of a dashboard and connect their events."
     about = "How long to wait after each phase"
     speed = ipywidgets.Dropdown(options=SPEEDS, value=0.0, tooltip=about, layout={"width": "150px"})
@@ -587,7 +491,7 @@ def make_screen(dashboard: Dashboard) -> Screen:
     rows.add_class("rld-groups")
     for control in (more, rows):
         control.observe(lambda change: at_home(dashboard, draw_charts, dashboard), "value")
-    beside, pane, charts = isinstance(dashboard.loop, AsyncGRPOLoop), CompletionsPane(), LiveCharts()
+    beside, pane, charts = isinstance(dashboard.loop, AsyncGRPOLoop), CompletionsPane(size=size), LiveCharts()
     for widget in (pane, charts):
         widget.on_msg(lambda _, message, buffers: at_home(dashboard, asked, dashboard, message))
     buttons = make_buttons(lambda action: at_home(dashboard, press, dashboard, action), beside)
@@ -640,7 +544,7 @@ def apply_settings(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #a3b495d7
 def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
-    "A message of the completions pane: another view of the table, a row that was clicked, tokens to inspect."
+    "A message of the completions pane or of the map: what was clicked, tokens to inspect."
     match message:
         case {"open": [int(group), int(sample)]}:
             with suppress(PhaseError):  # a click on a step that has just gone
@@ -652,20 +556,11 @@ def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
             dashboard.screen.pane.completion, dashboard.opened = {}, None
         case {"inspect": bool(wanted)}:
             (open_inspector if wanted else close_inspector)(dashboard)
-        case _:
-            dashboard.view = moved(dashboard.view, message)
-            draw_table(dashboard)
 
 # %% ../../nbs/53_views.dashboard.ipynb #a43fefe0
 def shown_step(dashboard: Dashboard) -> StepRecord | None:
     "The step in map and table: the current one once it has samples, else the last one."
     return dashboard.record if dashboard.partial is None else dashboard.partial
-
-
-def draw_table(dashboard: Dashboard) -> None:
-    "The page of completions that is asked for."
-    record = shown_step(dashboard)
-    dashboard.screen.pane.page = page_of(dashboard.columns, dashboard.view, record.step if record else 0)
 
 # %% ../../nbs/53_views.dashboard.ipynb #3676a14e
 def open_completion(dashboard: Dashboard, group: int, sample: int) -> None:
@@ -853,10 +748,8 @@ def draw_step(dashboard: Dashboard) -> None:
 
 def draw_samples(dashboard: Dashboard) -> None:
     "Draw the samples of the step that is shown: table, map, charts."
-    d, record = dashboard, shown_step(dashboard)
-    d.columns = samples_of(record.groups if record else ())
-    d.view = replace(d.view, page=0)
-    draw_table(d)
+    d = dashboard
+    d.screen.pane.table = step_table(shown_step(d))
     offer_rows(d)
     draw_charts(d)
 
@@ -923,9 +816,11 @@ def still_html(dashboard: Dashboard) -> str:
     beside = "flex:1 1 400px;max-width:660px;min-width:0"
     pictures = "".join(f'<div style="{beside}">{c.static_html()}</div>' for c in charts(found).values())
     pictures = f'<div style="display:flex;flex-wrap:wrap;gap:12px">{pictures}</div>'
-    page = page_of(d.columns, replace(d.view, page=0, size=STILL_ROWS), record.step)
-    table = html_table([c["label"] for c in COLUMNS], ([row[c["name"]] for c in COLUMNS] for row in page["rows"]))
-    return f"{words}{pictures}<p>{len(page['rows'])} of {page['total']} completions of step {record.step}</p>{table}"
+    rows = completions_table(record, COLUMNS)["rows"]
+    short = lambda v: v[:PREVIEW] if isinstance(v, str) else v
+    first = [[short(row[c["name"]]) for c in COLUMNS] for row in rows[:STILL_ROWS]]
+    table = html_table([c["label"] for c in COLUMNS], first)
+    return f"{words}{pictures}<p>{len(first)} of {len(rows)} completions of step {record.step}</p>{table}"
 
 # %% ../../nbs/53_views.dashboard.ipynb #ffd05fc9
 _CLOSED = """<p><b>This dashboard is closed: another one has taken its place, or it was closed.
@@ -952,7 +847,7 @@ def marimo_output(dashboard: Dashboard) -> tuple[str, str]:
     "Type and text of the output in marimo."
     if dashboard.player.closed:
         return "text/html", closed_html(dashboard)
-    return in_marimo(dashboard.screen.root, "dashboard.css", "charts.css", "tokens.css")
+    return in_marimo(dashboard.screen.root, "table.css", "dashboard.css", "charts.css", "tokens.css")
 
 # %% ../../nbs/53_views.dashboard.ipynb #922384d9
 def refresh_still(dashboard: Dashboard) -> None:
@@ -1063,11 +958,10 @@ class Dashboard(Played):
         make_room(loop)
         self.loop, self.noise_floor = loop, noise_floor
         self.player, self.watch = Player(loop, self.refresh), Watch()
-        self.history, self.view = History(), View(size=rows)
+        self.history = History()
         self.recent: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)  # of the timeline
         self.partial: StepRecord | None = None  # the current step, as far as it is
         self.values: tuple[Any, ...] = ()  # of the current step, as they were drawn
-        self.columns: dict[str, np.ndarray] = {}  # of the table of completions
         self.opened: tuple[StepRecord, int, int] | None = None  # the completion that is shown: record, group, sample
         self.error: BaseException | None = None  # what is shown in the error box
         self.said: StepRecord | None = None  # what the words on the screen are about
@@ -1078,7 +972,7 @@ class Dashboard(Played):
         self.stale, self.pictured = True, 0.0  # whether its picture is out of date, and when it was drawn
         self.seen, self.home = surfaced(loop), running_loop()  # the last error of a cell; whose thread draws
         self.following: asyncio.Task[None] | None = None  # keeps up with the loop
-        self.screen = make_screen(self)
+        self.screen = make_screen(self, rows)
         attach_dashboard(self)
 
     @property

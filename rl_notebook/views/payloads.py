@@ -18,7 +18,7 @@ import pandas as pd
 from ..advantages import is_dead
 from ..core import PromptGroup, RecordError, RolloutSample
 from ..drawings import prompt_text, shown_text, token_texts
-from ..records import StepRecord, metrics_row
+from ..records import StepRecord, metrics_row, utf8
 
 # %% auto #0
 __all__ = ['History', 'history_row', 'reward_payload', 'advantages_payload']
@@ -538,9 +538,21 @@ def completion_row(
 
 
 def completion_rows(record: StepRecord, tokenizer: Any = None) -> list[dict[str, Any]]:
-    "Every sample of a step, and whether its group is dead."
+    "Every sample of a step, its id, and whether its group is dead."
     marks = zip(record.groups, dead_marks(record.groups), strict=True)
-    return [completion_row(g, i, tokenizer) | {"dead": mark} for g, mark in marks for i in range(len(g.samples))]
+    named = lambda g, i: {"id": f"{record.step}-{g.index}-{i}"} | completion_row(g, i, tokenizer)
+    return [named(g, i) | {"dead": mark} for g, mark in marks for i in range(len(g.samples))]
+
+
+def completions_table(
+    record: StepRecord,
+    columns: Sequence[Mapping[str, Any]],  # as `makeTable` of table.js takes them; named as in `completion_row`
+) -> dict[str, Any]:
+    "The samples of a step as columns and rows, which a page sorts, searches and filters by itself."
+    names = {"id", "group", "sample", *(c["name"] for c in columns)}
+    clean = lambda v: utf8(v) if isinstance(v, str) else v
+    rows = [{n: clean(v) for n, v in row.items() if n in names} for row in completion_rows(record)]
+    return {"columns": [*columns], "rows": rows}
 
 # %% ../../nbs/50_views.payloads.ipynb #0bf1d64a
 SHOWN_GROUPS, SHOWN_SAMPLES = 3, 4  # per step

@@ -59,8 +59,9 @@ for step in range(1, 301):
     fed.update(synthetic_record(step, groups=2, completions=2))
     await asyncio.sleep(0)
 feeding = time.monotonic() - feeding""",
+    "import time\n\ntime.sleep(15)",
 ]
-LOOP, SHOW, RUN, SCRATCH, FAIL, FED, FEED = range(len(CELLS))
+LOOP, SHOW, RUN, SCRATCH, FAIL, FED, FEED, BUSY = range(len(CELLS))
 
 # Points of the longest line that is drawn, noted whenever it changes.
 RECORD = """() => {
@@ -83,7 +84,7 @@ POINTED = "([plot, group, sample]) => plot._hoverdata?.[0]?.x === sample && plot
 FOCUSED = """() => {
     const e = document.activeElement;
     return [...e.classList].find(c => /^rld-(play|pause|phase|step|stop|undo)$/.test(c))
-        ?? (e.closest('.rld-speed') && 'speed') ?? (e.closest('.rld-filters') && 'filter')
+        ?? (e.closest('.rld-speed') && 'speed') ?? (e.closest('.rltable-filters') && 'filter')
         ?? (e.closest('.rld-table tbody') && 'row') ?? (e.closest('.rld-table thead') && 'sort') ?? e.tagName;
 }"""
 
@@ -199,6 +200,45 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
     assert read["x"] >= drawn["x"] + drawn["width"] - 1, "beside the map"
     assert abs(read["y"] - drawn["y"]) < 60
     assert whole["height"] < 1030  # about 1,000; a longer sentence wraps once more
+
+
+def rewards_shown(board: Locator) -> list[float]:
+    "The rewards of the table's page."
+    return [float(cell.inner_text()) for cell in board.locator(".rld-table tbody td:nth-child(3)").all()]
+
+
+def test_the_table_is_sorted_searched_and_filtered_in_the_page(notebook: Notebook, board: Locator):
+    "Also while a cell keeps the kernel busy; what was chosen stays for the next step."
+    press(board, "step")
+    at_rest(notebook, board)
+    table = board.locator(".rld-table")
+    expect(table.get_by_role("status")).to_have_text("12 completions, page 1 of 2")
+    notebook.start_cell(BUSY)
+    notebook.show(SHOW)
+    for order in (sorted, lambda values: sorted(values, reverse=True)):
+        table.get_by_role("button", name="reward").click()
+        said = rewards_shown(board)
+        assert said == order(said)
+    table.get_by_label("Filter by group").fill("1..2")
+    expect(table.get_by_role("status")).to_have_text("8 of 12 completions")
+    assert notebook.runs(BUSY)
+    notebook.wait_for_cell(BUSY)
+    notebook.show(SHOW)
+    best = notebook.ask("max(s.reward for g in loop.records[-1].groups[1:] for s in g.samples)")
+    assert rewards_shown(board)[0] == pytest.approx(best, abs=1e-3)
+    press(board, "step")
+    at_rest(notebook, board)
+    expect(table.locator("h4")).to_have_text(f"Completions of step {notebook.ask('loop.records[-1].step')}")
+    said = rewards_shown(board)
+    assert said == sorted(said, reverse=True)
+    expect(table.get_by_role("status")).to_have_text("8 of 12 completions")
+    table.locator("tbody tr").nth(1).click()
+    expect(table.locator("tr[aria-current]")).to_have_count(1)
+    expect(board.locator(".rld-completion h4").first).to_contain_text("group")
+    notebook.shot("dashboard_sorted")
+    table.get_by_label("Filter by group").fill("")
+    table.get_by_role("button", name="group").click()
+    board.get_by_title("Close this completion").click()
 
 
 def test_it_works_while_a_cell_awaits_the_loop(notebook: Notebook, board: Locator):
@@ -321,5 +361,7 @@ def test_a_dashboard_whose_kernel_is_gone_says_so_and_presses_nothing(lab: Lab, 
     expect(board).to_contain_text("The kernel of this dashboard is gone")
     for name in ("play", "phase", "step", "undo"):
         expect(control(board, name)).to_be_disabled()
+    board.get_by_role("button", name="reward").click()  # the table needs no kernel
+    expect(board.locator("th[aria-sort=ascending]")).to_contain_text("reward")
     notebook.shot(f"dashboard_gone_{ending}")
     notebook.close()
