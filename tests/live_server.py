@@ -5,13 +5,15 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from rl_notebook.emulator.server import EmulatedServer
+from rl_notebook.emulator.messages import ON_ERROR
+from rl_notebook.emulator.server import EmulatedServer, completions, hot_load
 from rl_notebook.emulator.trainer import Models, Snapshots
 
 
@@ -55,10 +57,11 @@ def app_of(server: EmulatedServer) -> Starlette:
 
     return Starlette(
         lifespan=lifespan,
+        exception_handlers=ON_ERROR,
         routes=[
             *server.routes(),
-            Route("/inference/v1/completions", server.completions, methods=["POST"]),
-            Route("/hot_load/v1/models/hot_load", server.hot_load, methods=["GET", "POST"]),
+            Route("/inference/v1/completions", partial(completions, server, style="fireworks"), methods=["POST"]),
+            Route("/hot_load/v1/models/hot_load", partial(hot_load, server), methods=["GET", "POST"]),
             Route("/v1/accounts", accounts),
         ],
     )

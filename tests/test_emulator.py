@@ -1112,8 +1112,8 @@ def test_every_service_fails_in_its_own_shape(
     def broken(*args: Any, **more: Any) -> Any:
         raise ZeroDivisionError("a mistake")
 
-    for module, name in (("server", "respond"), ("trainer", "trainer_routes")):
-        monkeypatch.setattr(f"rl_notebook.emulator.{module}.{name}", broken)
+    for name in ("server.draw_asked", "trainer.respond"):
+        monkeypatch.setattr(f"rl_notebook.emulator.{name}", broken)
     with by_hand(emulator) as client:
         client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
         answer = client.post(path, json=body)
@@ -1134,8 +1134,9 @@ def test_the_trainer_of_a_job_is_at_hand(emulator: RunningEmulator) -> None:
     managers.close()
 
 
-def test_without_the_web_framework_the_fix_is_named() -> None:
-    script = "import sys; sys.modules['starlette'] = None; import rl_notebook.emulator.service"
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn", "google.protobuf"])
+def test_without_a_package_of_the_extra_the_fix_is_named(missing: str) -> None:
+    script = f"import sys; sys.modules['{missing}'] = None; import rl_notebook.emulator.service"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "MissingExtra: the emulator" in done.stderr
     assert "pip install 'rl-notebook[emulator]'" in done.stderr

@@ -14,23 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from .messages import Refusal, read_count
+from .messages import Refusal, json_of, read_count
 from .server import PIECE, Drawn, EmulatedServer, Shown, Style
-from .server import check_fields, draw_asked, guarded, read_json, text_pieces
+from .server import check_fields, draw_asked, text_pieces
 from .trainer import top_logprobs
-from ..core import MissingExtra
 
 # %% auto #0
 __all__ = ['chat_completions']
 
 # %% ../../nbs/73_emulator.chat.ipynb #15720894
-try:
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-except ImportError as error:
-    raise MissingExtra(
-        "the emulator", got=f"no {error.name}", fix="Install it: pip install 'rl-notebook[emulator]'"
-    ) from error
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 # %% ../../nbs/73_emulator.chat.ipynb #b4d64e6b
 def _text_of(content: Any, where: str) -> str:
@@ -254,12 +248,7 @@ async def _stream(
 # %% ../../nbs/73_emulator.chat.ipynb #4efe11b2
 async def chat_completions(server: EmulatedServer, request: Request, style: Style) -> Response:
     "POST /v1/chat/completions (vLLM) and /inference/v1/chat/completions (Fireworks)."
-    return await guarded(_respond(server, request, style))
-
-
-async def _respond(server: EmulatedServer, request: Request, style: Style) -> Response:
-    "Read, draw, reply."
-    body, tokenizer = await read_json(request), server.models.tokenizer
+    body, tokenizer = await json_of(request), server.models.tokenizer
     k = read_count(body["top_logprobs"], "top_logprobs") if body.get("top_logprobs") else 0
     d = await draw_asked(server, request, _as_completion(body, style, tokenizer), style)
     tops = await _tops(d, k) if k else []

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +24,27 @@ from rl_notebook.core import (
     DatumError,
     LossError,
     MissingExtra,
+    RLNotebookError,
     SampleParams,
 )
 from ..losses import POLICY_LOSSES, ActiveTokens, LossOptions
 
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-
 # %% auto #0
 __all__ = ['Refusal']
+
+# %% ../../nbs/70_emulator.messages.ipynb #ee74684c
+try:
+    import uvicorn  # noqa: F401
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf.message import DecodeError
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise MissingExtra(
+        "the emulator", got=f"no {error.name}", fix="Install it: pip install 'rl-notebook[emulator]'"
+    ) from error
 
 # %% ../../nbs/70_emulator.messages.ipynb #b2495b10
 @dataclass(frozen=True, eq=False)
@@ -157,11 +169,7 @@ def add_field(message: Any, owner: str, name: str, spec: str) -> None:
 # %% ../../nbs/70_emulator.messages.ipynb #9d93e68f
 @cache
 def messages() -> dict[str, Any]:
-    "The message classes by name; raises `MissingExtra`."
-    try:
-        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-    except ImportError as reason:
-        raise MissingExtra("the emulator", got="no protobuf", fix="pip install 'rl-notebook[emulator]'") from reason
+    "The message classes by name."
     file = descriptor_pb2.FileDescriptorProto(name="wire.proto", package="wire", syntax="proto2")
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -392,18 +400,13 @@ def proto_sample(result: SampleResult) -> bytes:
     return message.SerializeToString()
 
 # %% ../../nbs/70_emulator.messages.ipynb #dc1a4535
-def write_answer(result: Any, accept: str) -> tuple[bytes, str]:  # content, media type
+def answer(result: Any, accept: str = "", status: int = 200) -> Response:
     "A result as the client reads it."
-    if "application/x-protobuf" in accept and "json" not in accept:
-        if isinstance(result, PassResult):
-            return proto_pass(result), "application/x-protobuf"
-        if isinstance(result, SampleResult):
-            return proto_sample(result), "application/x-protobuf"
-    if isinstance(result, PassResult):
-        result = json_pass(result)
-    if isinstance(result, SampleResult):
-        result = json_sample(result)
-    return json.dumps(result).encode(), "application/json"
+    kinds = {PassResult: (json_pass, proto_pass), SampleResult: (json_sample, proto_sample)}
+    as_json, as_proto = kinds.get(type(result), (dict, None))
+    if as_proto and "application/x-protobuf" in accept and "json" not in accept:
+        return Response(as_proto(result), status, media_type="application/x-protobuf")
+    return Response(json.dumps(as_json(result)), status, media_type="application/json")
 
 # %% ../../nbs/70_emulator.messages.ipynb #4a6facac
 def result_size(result: Any) -> int:
@@ -442,20 +445,19 @@ def unpack_zstd(body: bytes) -> bytes:
     return unpacked
 
 # %% ../../nbs/70_emulator.messages.ipynb #04ad083c
-async def read_body(request: HttpRequest) -> bytes:
-    "The body, unpacked; raises `Refusal` when it is too long or packed in a way that we do not know."
-    parts, size, packing = [], 0, request.headers.get("content-encoding", "identity")
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise Refusal(413, "request", got=f"more than {MAX_BODY} bytes", fix="Send fewer datums at once.")
-        parts.append(part)
-    body = b"".join(parts)
+async def read_body(request: Request) -> bytes:
+    "The body, unpacked; raises `Refusal` when it is packed in a way that we do not know."
+    body, packing = await request.body(), request.headers.get("content-encoding", "identity")
     if packing == "zstd":
         return unpack_zstd(body)
     if packing != "identity":
         raise Refusal(415, "Content-Encoding", got=repr(packing), expected="identity or zstd")
     return body
+
+
+async def json_of(request: Request, status: int = 400) -> dict[str, Any]:
+    "The JSON object in a body; raises `Refusal`."
+    return read_json(await read_body(request), status)
 
 # %% ../../nbs/70_emulator.messages.ipynb #1aa42780
 def read_json(raw: bytes, status: int = 422) -> dict[str, Any]:  # the status of what is none
@@ -472,10 +474,55 @@ def read_json(raw: bytes, status: int = 422) -> dict[str, Any]:  # the status of
 def read_protobuf(raw: bytes) -> tuple[dict[str, Any], Any]:
     "Body and message of a ForwardBackwardRequest; raises `Refusal`."
     kind = messages()["ForwardBackwardRequest"]
-    from google.protobuf.message import DecodeError
-
     try:
         message = kind.FromString(raw)
     except DecodeError as reason:
         raise Refusal(400, "body", got=str(reason), expected="a ForwardBackwardRequest") from reason
     return {"model_id": message.model_id, "seq_id": message.seq_id}, message
+
+# %% ../../nbs/70_emulator.messages.ipynb #eab059c2
+Table = list[tuple[str, str, Callable[..., Any]]]  # method, path, function of its owner and the request
+
+
+def routes_of(owner: Any, table: Table) -> list[Route]:
+    "The routes of a table."
+    return [Route(path, partial(serve, owner), methods=[method]) for method, path, serve in table]
+
+# %% ../../nbs/70_emulator.messages.ipynb #82ccc3dd
+_GRPC = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 413: 8, 429: 8, 500: 13, 501: 12, 503: 14}
+_KIND = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
+_ENGINE = {404: "NotFoundError", 409: "ConflictError", 503: "ServiceUnavailable"}
+
+
+def error_reply(
+    path: str,  # the address that was requested
+    status: int,
+    text: str,
+    headers: Mapping[str, str] | None = None,
+    engine: bool = False,  # whether the engine of a sampler says so
+) -> Response:
+    "A refusal, in the JSON of the service that the address belongs to."
+    if path.startswith("/v1/accounts"):
+        shape: dict[str, Any] = {"code": _GRPC.get(status, 2), "message": text, "details": []}
+    elif engine:
+        kind = _ENGINE.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+        shape = {"error": {"message": text, "type": kind, "param": None, "code": status}}
+    elif path.startswith(("/training/", "/api/", "/emulator/")):
+        shape = {"detail": text}
+    else:
+        kind = _KIND.get(status, "invalid_request_error" if status < 500 else "server_error")
+        shape = {"error": {"object": "error", "type": kind, "code": kind, "message": text}}
+    return JSONResponse(shape, status, headers=dict(headers or {}))
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    "The response to a request that was refused; raises what is a failure of the emulator itself."
+    path = request.url.path
+    if isinstance(error, HTTPException):
+        return error_reply(path, error.status_code, str(error.detail), error.headers)
+    if isinstance(error, Refusal) or (isinstance(error, RLNotebookError) and not path.startswith("/v1/accounts")):
+        return error_reply(path, getattr(error, "status", 400), str(error), engine="/api/v1/" not in path)
+    raise error
+
+
+ON_ERROR: dict[Any, Any] = dict.fromkeys((HTTPException, RLNotebookError, Exception), on_error)

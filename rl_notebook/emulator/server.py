@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,25 +21,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..align import token_from_target
-from .messages import Refusal, read_body, read_count
-from .messages import read_json as json_object
+from .messages import Refusal, Table, json_of, read_count, routes_of
 from .trainer import Models, Serving, Snapshots, open_serving
 from ..backends.engine import retire
 from ..backends.local import LocalSampler, Worker
-from ..core import Completion, ConfigError, MissingExtra, RLNotebookError, SampleParams
+from ..core import Completion, ConfigError, RLNotebookError, SampleParams
 
 # %% auto #0
 __all__ = ['EmulatedServer']
 
 # %% ../../nbs/72_emulator.server.ipynb #391f3829
-try:
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route, Router
-except ImportError as error:
-    raise MissingExtra(
-        "the emulator", got=f"no {error.name}", fix="Install it: pip install 'rl-notebook[emulator]'"
-    ) from error
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route, Router
 
 # %% ../../nbs/72_emulator.server.ipynb #6da4ce05
 Style = Literal["fireworks", "vllm"]
@@ -422,22 +416,9 @@ class EmulatedServer:
             self._serving[adapter] = serving, pausable
         return self._serving[adapter]
 
-    async def completions(self, request: Request) -> Response:
-        "POST /inference/v1/completions, as Fireworks serves it."
-        return await guarded(respond(self, request, "fireworks"))
-
-    async def vllm_completions(self, request: Request) -> Response:
-        "POST /v1/completions, as vLLM serves it."
-        return await guarded(respond(self, request, "vllm"))
-
-    async def hot_load(self, request: Request) -> Response:
-        "GET and POST /hot_load/v1/models/hot_load."
-        return await guarded(hot_load(self, request))
-
     def routes(self) -> list[Route]:
         "The paths of a vLLM server, relative to its root."
-        steering = [Route(path, partial(steered, self, fn), methods=[method]) for method, path, fn in STEERING]
-        return [*steering, Route("/v1/completions", self.vllm_completions, methods=["POST"])]
+        return routes_of(self, ENDPOINTS)
 
     @cached_property
     def router(self) -> Router:
@@ -453,28 +434,6 @@ class EmulatedServer:
             pausable.open.set()
             await serving.close()
         self._serving.clear()
-
-# %% ../../nbs/72_emulator.server.ipynb #8abb4e7b
-def error_reply(status: int, message: str) -> JSONResponse:
-    "An error as OpenAI-compatible servers write it."
-    kinds = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError", 503: "ServiceUnavailable"}
-    kind = kinds.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
-
-# %% ../../nbs/72_emulator.server.ipynb #643b58de
-async def guarded(work: Awaitable[Response]) -> Response:
-    "The reply, or the error as a reply."
-    try:
-        return await work
-    except Refusal as reason:
-        return error_reply(reason.status, str(reason))
-    except RLNotebookError as reason:
-        return error_reply(400, str(reason))
-
-# %% ../../nbs/72_emulator.server.ipynb #38fa0158
-async def read_json(request: Request) -> dict[str, Any]:
-    "The body as a JSON object; raises `Refusal`."
-    return json_object(await read_body(request), status=400)
 
 # %% ../../nbs/72_emulator.server.ipynb #fe591005
 async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
@@ -530,9 +489,9 @@ async def draw_asked(server: EmulatedServer, request: Request, body: Mapping[str
     return Drawn(wanted, serving, completions, parts, scores, whole)
 
 
-async def respond(server: EmulatedServer, request: Request, style: Style) -> Response:
-    "Read, draw, reply."
-    body = await read_json(request)
+async def completions(server: EmulatedServer, request: Request, style: Style = "vllm") -> Response:
+    "POST /v1/completions, as vLLM serves it, or /inference/v1/completions, as Fireworks does."
+    body = await json_of(request)
     d = await draw_asked(server, request, body, style)
     tokenizer, processed = server.models.tokenizer, server.processed and style == "vllm"
     choices = [choice_of(d.wanted, p, i, d.scores, style, tokenizer, processed) for i, p in enumerate(d.parts)]
@@ -608,10 +567,10 @@ async def stream_of(
 
 # %% ../../nbs/72_emulator.server.ipynb #c37c43db
 async def hot_load(server: EmulatedServer, request: Request) -> Response:
-    "Tell how far a load is, or start one."
+    "GET and POST /hot_load/v1/models/hot_load: tell how far a load is, or start one."
     if request.method == "GET":
         return JSONResponse(server.load.status())
-    body = await read_json(request)
+    body = await json_of(request)
     name = body.get("identity")
     if not isinstance(name, str) or name not in server.snapshots.names():
         raise Refusal(404, "identity", got=repr(name), expected=f"one of {server.snapshots.names() or 'none yet'}")
@@ -649,18 +608,8 @@ async def match_rank(server: EmulatedServer, rank: int) -> None:
         if (old := server._serving.pop("", None)) is not None:
             await old[0].close()
 
-# %% ../../nbs/72_emulator.server.ipynb #f81bf21a
-async def steered(server: EmulatedServer, fn: Callable[..., Awaitable[Any]], request: Request) -> Response:
-    "The reply of one steering function."
-
-    async def reply() -> Response:
-        result = await fn(server, request, {} if request.method == "GET" else await read_json(request))
-        return result if isinstance(result, Response) else JSONResponse(result)
-
-    return await guarded(reply())
-
 # %% ../../nbs/72_emulator.server.ipynb #3c9ed077
-async def pause(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
+async def pause(server: EmulatedServer, request: Request) -> Response:
     "New requests wait; running ones finish, end or freeze."
     mode = request.query_params.get("mode", "abort")
     if mode not in ("abort", "wait", "keep"):
@@ -673,19 +622,20 @@ async def pause(server: EmulatedServer, request: Request, body: dict[str, Any]) 
         for each in server._serving.values() if mode == "abort" else ():
             await abort_drawing(*each)
         await asyncio.sleep(0.002)
-    return {"status": "paused"}
+    return JSONResponse({"status": "paused"})
 
 # %% ../../nbs/72_emulator.server.ipynb #630acc1a
-async def resume(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
+async def resume(server: EmulatedServer, request: Request) -> Response:
     "Let everything go on."
     for _, pausable in server._serving.values():
         pausable.open.set()
     server.resumed.set()
-    return {"status": "resumed"}
+    return JSONResponse({"status": "resumed"})
 
 # %% ../../nbs/72_emulator.server.ipynb #da040642
-async def collective_rpc(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
+async def collective_rpc(server: EmulatedServer, request: Request) -> Response:
     "Only `reload_weights`; the weights change at once, under whatever is being drawn."
+    body = await json_of(request)
     if body.get("method") != "reload_weights":
         raise Refusal(500, f"Worker failed with error 'no attribute {body.get('method')!r}'")
     serving, pausable = server.serving()
@@ -699,7 +649,7 @@ async def collective_rpc(server: EmulatedServer, request: Request, body: dict[st
     server.bare = False
     for name in server.adapters:
         await serve_adapter(server, name)
-    return {"results": [None]}
+    return JSONResponse({"results": [None]})
 
 # %% ../../nbs/72_emulator.server.ipynb #1368b912
 async def serve_adapter(server: EmulatedServer, name: str) -> None:
@@ -711,8 +661,9 @@ async def serve_adapter(server: EmulatedServer, name: str) -> None:
     await pausable.worker(copy_weights, serving, tensors)
 
 # %% ../../nbs/72_emulator.server.ipynb #8969b0ca
-async def load_lora_adapter(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
+async def load_lora_adapter(server: EmulatedServer, request: Request) -> Response:
     "Serve an adapter under a name; in place only when asked."
+    body = await json_of(request)
     name, folder = str(body.get("lora_name", "")), str(body.get("lora_path", ""))
     if not name or not folder:
         raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
@@ -723,9 +674,9 @@ async def load_lora_adapter(server: EmulatedServer, request: Request, body: dict
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
 # %% ../../nbs/72_emulator.server.ipynb #62fad731
-async def unload_lora_adapter(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
+async def unload_lora_adapter(server: EmulatedServer, request: Request) -> Response:
     "Forget an adapter."
-    name = str(body.get("lora_name", ""))
+    name = str((await json_of(request)).get("lora_name", ""))
     if name not in server.adapters:
         raise Refusal(404, f"The lora adapter '{name}' cannot be found.")
     del server.adapters[name]
@@ -733,46 +684,35 @@ async def unload_lora_adapter(server: EmulatedServer, request: Request, body: di
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
 # %% ../../nbs/72_emulator.server.ipynb #9d68e223
-async def list_models(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
+async def list_models(server: EmulatedServer, request: Request) -> Response:
     "The names that completions can ask for."
     longest = server.serving()[0].backend.capabilities.max_seq_len
     entry = {"object": "model", "owned_by": "rl-notebook", "max_model_len": longest}
-    return {"object": "list", "data": [{"id": name, **entry} for name in (server.base_model, *server.adapters)]}
-
-# %% ../../nbs/72_emulator.server.ipynb #26769ea5
-async def health(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
-    "200, or 503 once the engine is dead."
-    return Response(status_code=503 if server.dead else 200)
+    data = [{"id": name, **entry} for name in (server.base_model, *server.adapters)]
+    return JSONResponse({"object": "list", "data": data})
 
 # %% ../../nbs/72_emulator.server.ipynb #77f5bd06
-async def update_weight_version(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
+async def update_weight_version(server: EmulatedServer, request: Request) -> Response:
     "Name the weights."
-    if not isinstance(body.get("new_version"), str):
+    name = (await json_of(request)).get("new_version")
+    if not isinstance(name, str):
         raise Refusal(400, "new_version", expected="a name")
-    server.version = body["new_version"]
-    return {"success": True, "new_version": server.version}
-
-# %% ../../nbs/72_emulator.server.ipynb #44a5b963
-def _say(value: Callable[[EmulatedServer], Any]) -> Callable[..., Awaitable[Any]]:
-    "A steering function that only tells something."
-
-    async def tell(server: EmulatedServer, request: Request, body: dict[str, Any]) -> Any:
-        return value(server)
-
-    return tell
+    server.version = name
+    return JSONResponse({"success": True, "new_version": name})
 
 # %% ../../nbs/72_emulator.server.ipynb #90d7be21
-STEERING: list[tuple[str, str, Callable[..., Awaitable[Any]]]] = [
-    ("GET", "/health", health),
-    ("GET", "/version", _say(lambda server: {"version": "rl-notebook emulator"})),
+ENDPOINTS: Table = [
+    ("GET", "/health", lambda server, request: Response(status_code=503 if server.dead else 200)),
+    ("GET", "/version", lambda server, request: JSONResponse({"version": "rl-notebook emulator"})),
     ("GET", "/v1/models", list_models),
+    ("POST", "/v1/completions", completions),
     ("POST", "/pause", pause),
     ("POST", "/resume", resume),
-    ("GET", "/is_paused", _say(lambda server: {"is_paused": not server.resumed.is_set()})),
+    ("GET", "/is_paused", lambda server, request: JSONResponse({"is_paused": not server.resumed.is_set()})),
     ("POST", "/collective_rpc", collective_rpc),
-    ("POST", "/reset_prefix_cache", _say(lambda server: {"success": True})),
+    ("POST", "/reset_prefix_cache", lambda server, request: JSONResponse({"success": True})),
     ("POST", "/update_weight_version", update_weight_version),
-    ("GET", "/weight_info", _say(lambda server: {"weight_version": server.version})),
+    ("GET", "/weight_info", lambda server, request: JSONResponse({"weight_version": server.version})),
     ("POST", "/v1/load_lora_adapter", load_lora_adapter),
     ("POST", "/v1/unload_lora_adapter", unload_lora_adapter),
 ]

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -28,27 +28,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from .chat import chat_completions
-from .server import EmulatedServer
+from .messages import MAX_BODY, ON_ERROR, Table, error_reply, json_of, routes_of
+from .server import EmulatedServer, completions, hot_load
 from .trainer import EmulatedTrainer, Models, Snapshots
 from ..backends.openai import Secret
-from ..core import BackendError, ConfigError, MissingExtra
+from ..core import BackendError, ConfigError
 
 # %% auto #0
 __all__ = ['FAULTS', 'Fault', 'parse_faults', 'Emulator', 'RunningEmulator', 'start_emulator']
 
 # %% ../../nbs/74_emulator.service.ipynb #805e9691
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, Response
-    from starlette.routing import BaseRoute, Mount, Route
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-except ImportError as error:
-    raise MissingExtra(
-        "the emulator", got=f"no {error.name}", fix="Install it: pip install 'rl-notebook[emulator]'"
-    ) from error
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # %% ../../nbs/74_emulator.service.ipynb #55e4e1b4
 def _check_finite(value: float, name: str, where: str) -> None:
@@ -259,27 +255,6 @@ class ResourceStore:
         own = [r for r in self._known.values() if r.name.split("/")[2] == collection]
         return sorted(own, key=lambda r: (r.created, r.name))
 
-# %% ../../nbs/74_emulator.service.ipynb #73c60ea1
-_GRPC = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 413: 8, 429: 8, 500: 13, 501: 12, 503: 14}
-_KIND = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
-
-
-def error_reply(
-    path: str,  # the address that was requested
-    status: int,
-    text: str,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    "A refusal, in the JSON of the service that the address belongs to."
-    if path.startswith("/v1/accounts"):
-        shape: dict[str, Any] = {"code": _GRPC.get(status, 2), "message": text, "details": []}
-    elif path.startswith(("/training/", "/api/", "/emulator/")):
-        shape = {"detail": text}
-    else:
-        kind = _KIND.get(status, "invalid_request_error" if status < 500 else "server_error")
-        shape = {"error": {"object": "error", "type": kind, "code": kind, "message": text}}
-    return JSONResponse(shape, status, headers=dict(headers or {}))
-
 # %% ../../nbs/74_emulator.service.ipynb #0b5f50f0
 KEY_VARIABLE = "RL_NOTEBOOK_EMULATOR_KEY"
 LOCAL = ("127.0.0.1", "localhost")
@@ -336,7 +311,7 @@ class FaultMiddleware:
     app: ASGIApp
     key: Secret
     faults: Faults
-    max_body: int = 64 * 2**20  # bytes
+    max_body: int = MAX_BODY
     hang_up: Callable[[Any], None] | None = None  # closes the connection of a client address
     log: deque[Exchange] = field(default_factory=lambda: deque(maxlen=100_000))
 
@@ -537,21 +512,6 @@ def promoted_models(site: Site, base_model: str) -> Models:
         )
     return Models((model, tokenizer), site.models.dtype)
 
-# %% ../../nbs/74_emulator.service.ipynb #62fa8b35
-Handler = Callable[[Site, Request], Awaitable[Response]]
-Table = list[tuple[str, str, Handler]]  # method, path, handler
-
-
-def routes_of(site: Site, table: Table) -> list[BaseRoute]:
-    "The routes of a table."
-    return [Route(path, partial(handler, site), methods=[method]) for method, path, handler in table]
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        return error_reply(request.url.path, error.status_code, str(error.detail), error.headers)
-    return error_reply(request.url.path, 500, f"the emulator failed: {type(error).__name__}: {error}")
-
 # %% ../../nbs/74_emulator.service.ipynb #fc05200d
 def page_of(
     request: Request,
@@ -572,17 +532,6 @@ def page_of(
     end = start + min(size, 200)
     token = str(end) if end < len(rows) else ""
     return JSONResponse({key: list(rows[start:end]), "nextPageToken": token, "totalSize": len(rows)})
-
-# %% ../../nbs/74_emulator.service.ipynb #a023c492
-async def json_of(request: Request) -> dict[str, Any]:
-    "The body of a request; anything but a JSON object is refused with status 400."
-    try:
-        body = json.loads(await request.body() or b"{}")
-    except ValueError as e:
-        raise HTTPException(400, f"the body is no JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise HTTPException(400, "the body has to be a JSON object")
-    return body
 
 # %% ../../nbs/74_emulator.service.ipynb #31528905
 def find_resource(site: Site, request: Request, collection: str) -> Resource:
@@ -1044,9 +993,9 @@ def deployed(site: Site, name: str) -> tuple[str, str, int]:  # base model, buck
     return deployment.body["baseModel"], deployment_bucket(site, deployment), rank
 
 # %% ../../nbs/74_emulator.service.ipynb #f4ea6453
-async def completions(site: Site, request: Request) -> Response:
+async def complete(site: Site, request: Request) -> Response:
     "Completions of the deployment, or of the model, that the request names."
-    return await server_of(site, str((await json_of(request)).get("model", ""))).completions(request)
+    return await completions(server_of(site, str((await json_of(request)).get("model", ""))), request, "fireworks")
 
 # %% ../../nbs/74_emulator.service.ipynb #fdcd2557
 async def chat(site: Site, request: Request) -> Response:
@@ -1055,7 +1004,7 @@ async def chat(site: Site, request: Request) -> Response:
     return await chat_completions(server, request, "fireworks" if request.url.path.startswith("/inference") else "vllm")
 
 
-async def hot_load(site: Site, request: Request) -> Response:
+async def load(site: Site, request: Request) -> Response:
     "Load a snapshot into a deployment, or say which one it serves."
     name = request.headers.get("fireworks-deployment", "")
     deployment = site.resources.find(name)
@@ -1063,11 +1012,11 @@ async def hot_load(site: Site, request: Request) -> Response:
         return JSONResponse({"replicas": []})
     server = server_of(site, name or "the header fireworks-deployment names no /deployments/ at all")
     if request.method == "GET":
-        return await server.hot_load(request)
+        return await hot_load(server, request)
     stalls = site.faults.inject("hotload_stalls", name)
     server.hotload_delay_s = stalls.values["s"] if stalls else 0.0
     server.hotload_error = bool(site.faults.inject("hotload_error", name))
-    reply = await server.hot_load(request)
+    reply = await hot_load(server, request)
     if server.load.task is not None and not stalls:
         await asyncio.wait({server.load.task}, timeout=2.0)
     return reply
@@ -1075,11 +1024,11 @@ async def hot_load(site: Site, request: Request) -> Response:
 # %% ../../nbs/74_emulator.service.ipynb #76a2196b
 _HOT_LOAD = "/hot_load/v1/models/hot_load"
 SAMPLERS: Table = [
-    ("POST", "/inference/v1/completions", completions),
+    ("POST", "/inference/v1/completions", complete),
     ("POST", "/inference/v1/chat/completions", chat),
     ("POST", "/v1/chat/completions", chat),
-    ("GET", _HOT_LOAD, hot_load),
-    ("POST", _HOT_LOAD, hot_load),
+    ("GET", _HOT_LOAD, load),
+    ("POST", _HOT_LOAD, load),
 ]
 
 # %% ../../nbs/74_emulator.service.ipynb #d7c3c628
@@ -1165,8 +1114,7 @@ def application(emulator: Emulator) -> Starlette:
         yield
         await emulator.close()
 
-    handlers: Any = {HTTPException: _on_error, Exception: _on_error}
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    return Starlette(routes=routes, exception_handlers=ON_ERROR, lifespan=lifespan)
 
 # %% ../../nbs/74_emulator.service.ipynb #e959419a
 async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,7 +21,7 @@ from datetime import datetime, UTC
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,8 +34,10 @@ from rl_notebook.emulator.messages import (
     PassResult,
     Refusal,
     SampleResult,
+    answer,
     json_adam,
     json_batch,
+    json_of,
     json_sample_params,
     json_tokens,
     proto_batch,
@@ -45,7 +47,6 @@ from rl_notebook.emulator.messages import (
     read_protobuf,
     result_size,
     served_loss,
-    write_answer,
 )
 from ..backends.engine import Engine, Request, check_request, check_tokens, logits_of, padded
 from rl_notebook.backends.local import (
@@ -64,17 +65,16 @@ from rl_notebook.backends.local import (
     update,
     write_folder,
 )
-from ..core import AdamParams, BackendError, Completion, DatumError, MissingExtra, RLNotebookError
+from ..core import AdamParams, BackendError, Completion, DatumError, RLNotebookError
 from ..toy import load_model
 
 # %% auto #0
 __all__ = ['POSTS', 'Models', 'Snapshots', 'EmulatedTrainer', 'snapshot_of']
 
-# %% ../../nbs/71_emulator.trainer.ipynb #a192ff1e
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
-    from starlette.routing import Route, Router
+# %% ../../nbs/71_emulator.trainer.ipynb #bff92318
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route, Router
 
 # %% ../../nbs/71_emulator.trainer.ipynb #113794aa
 class Models:
@@ -599,12 +599,15 @@ class EmulatedTrainer:
 
     def routes(self) -> list[Route]:
         "The endpoints, relative to the trainer's base URL."
-        return trainer_routes(self)
+        tables = {"POST": POSTS, "GET": GETS, "DELETE": DELETES}
+        rows = [(method, name, table) for method, table in tables.items() for name in table]
+        own = [Route(f"/api/v1/{name}", partial(once, self, name, table), methods=[way]) for way, name, table in rows]
+        return [*own, Route("/api/v1/retrieve_future", partial(retrieve_future, self), methods=["POST"])]
 
     @cached_property
     def router(self) -> Router:
         "The endpoints as one ASGI application."
-        return starlette_parts()[1].Router(routes=self.routes())
+        return Router(self.routes())
 
     def lose_memory(self) -> None:
         "What a restart does: sessions, models and promises are gone, files stay. May be called from any thread."
@@ -1104,16 +1107,6 @@ GETS: dict[str, Endpoint] = {
 }
 DELETES: dict[str, Endpoint] = {"training_runs/{run}/checkpoints/{checkpoint:path}": delete_checkpoint}
 
-# %% ../../nbs/71_emulator.trainer.ipynb #c024406f
-def starlette_parts() -> Any:
-    "The web framework; raises `MissingExtra`."
-    try:
-        from starlette import responses, routing
-    except ImportError as reason:
-        fix = "pip install 'rl-notebook[emulator]'"
-        raise MissingExtra("the emulator", got="no starlette", fix=fix) from reason
-    return responses, routing
-
 # %% ../../nbs/71_emulator.trainer.ipynb #09fb35f6
 async def read_call(trainer: EmulatedTrainer, request: HttpRequest, name: str) -> Call:
     "A request as a `Call`; raises `Refusal` for what cannot be read."
@@ -1134,27 +1127,25 @@ async def read_call(trainer: EmulatedTrainer, request: HttpRequest, name: str) -
     return Call(trainer, trainer.memory, body, hashlib.sha256(raw).hexdigest(), batch, request.path_params)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #a731d316
-async def respond(trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint) -> tuple[int, dict]:
-    "Status and body of the response."
+async def respond(trainer: EmulatedTrainer, name: str, endpoint: Endpoint, request: HttpRequest) -> Response:
+    "What an endpoint says; raises `Refusal`."
     try:
         call = await read_call(trainer, request, name)
         result = endpoint(call)
         result = await result if inspect.isawaitable(result) else result
-        if isinstance(result, Promise):
-            known = {"model_id": call.body["model_id"]} if call.body.get("model_id") else {}
-            return 200, {"request_id": result.request_id, **known, **result.reply}
-        return 200, result
-    except Refusal as reason:
-        return reason.status, {"detail": str(reason)}
-    except RLNotebookError as reason:
-        return 400, {"detail": str(reason)}
+    except RLNotebookError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as reason:
-        return 422, {"detail": f"{name}: {type(reason).__name__}: {reason}"}
+        raise Refusal(422, f"{name}: {type(reason).__name__}: {reason}") from reason
+    if isinstance(result, Promise):
+        known = {"model_id": call.body["model_id"]} if call.body.get("model_id") else {}
+        result = {"request_id": result.request_id, **known, **result.reply}
+    return answer(result)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #dbefb46a
-async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> tuple[int, Any]:
+async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> Response:
     "The result of a promise; after `poll_s` without one, the request to ask again."
-    body = read_json(await read_body(request))
+    body = await json_of(request, status=422)
     promise = trainer.memory.promises.get(str(body.get("request_id")))
     if promise is None:
         got = repr(body.get("request_id"))
@@ -1162,53 +1153,31 @@ async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> tup
     try:
         await asyncio.wait_for(promise.done.wait(), trainer.poll_s)
     except TimeoutError:
-        again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
         odd = request.headers.get("x-tinker-request-iteration", "0")[-1:] in "13579"
-        return (408 if odd else 200), again
+        again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
+        return answer(again, status=408 if odd else 200)
     if promise.lost:
         raise Refusal(404, "request", got=repr(promise.request_id), expected="no restart of the service before its end")
     size = result_size(promise.result)
     if body.get("allow_metadata_only") and size > trainer.inline_bytes:
         about = {"status": "complete_metadata", "request_id": promise.request_id}
-        return 200, about | {"response_payload_size": size}
-    return 200, promise.result
-
-# %% ../../nbs/71_emulator.trainer.ipynb #f133aca4
-def trainer_routes(trainer: EmulatedTrainer) -> list[Route]:
-    "Every endpoint as a route below /api/v1; raises `MissingExtra`."
-    responses, routing = starlette_parts()
-
-    def reply(status: int, result: Any, accept: str = "") -> Response:
-        content, media_type = write_answer(result, accept)
-        return responses.Response(content, status, media_type=media_type)
-
-    def route(name: str, table: Mapping[str, Endpoint], method: str) -> Route:
-        async def handle(request: HttpRequest) -> Response:  # looks its row up, so that one can be replaced
-            return reply(*await once(trainer, request, name, table[name]))
-
-        return routing.Route(f"/api/v1/{name}", handle, methods=[method])
-
-    async def fetch(request: HttpRequest) -> Response:
-        try:
-            return reply(*await retrieve_future(trainer, request), request.headers.get("accept", ""))
-        except Refusal as reason:
-            return reply(reason.status, {"detail": str(reason)})
-
-    tables = (("POST", POSTS), ("GET", GETS), ("DELETE", DELETES))
-    routes = [route(name, table, method) for method, table in tables for name in table]
-    return [*routes, routing.Route("/api/v1/retrieve_future", fetch, methods=["POST"])]
+        return answer(about | {"response_payload_size": size})
+    return answer(promise.result, request.headers.get("accept", ""))
 
 # %% ../../nbs/71_emulator.trainer.ipynb #b063d957
 async def once(
-    trainer: EmulatedTrainer, request: HttpRequest, name: str, endpoint: Endpoint
-) -> tuple[int, dict[str, Any]]:
+    trainer: EmulatedTrainer,
+    name: str,
+    table: Mapping[str, Endpoint],  # looked into now, so that a row can be replaced
+    request: HttpRequest,
+) -> Response:
     "The response; a POST whose idempotency key was seen before gets the response that it got before."
     memory, key = trainer.memory, (name, request.headers.get("x-idempotency-key", ""))
     memory.loop = asyncio.get_running_loop()
     if request.method != "POST" or not key[1]:
-        return await respond(trainer, request, name, endpoint)
+        return await respond(trainer, name, table[name], request)
     if key not in memory.responses:
-        memory.responses[key] = asyncio.ensure_future(respond(trainer, request, name, endpoint))
+        memory.responses[key] = asyncio.ensure_future(respond(trainer, name, table[name], request))
         for old in list(memory.responses)[:-KEPT_RESPONSES]:
             del memory.responses[old]
     return await asyncio.shield(memory.responses[key])
