@@ -40,7 +40,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
-    from starlette.routing import Route
+    from starlette.routing import BaseRoute, Route
 except ImportError as error:
     raise MissingExtra(
         "the emulator", got=f"no {error.name}", fix="Install it: pip install 'rl-notebook[emulator]'"
@@ -484,7 +484,7 @@ def read_protobuf(raw: bytes) -> tuple[dict[str, Any], Any]:
 Table = list[tuple[str, str, Callable[..., Any]]]  # method, path, function of its owner and the request
 
 
-def routes_of(owner: Any, table: Table) -> list[Route]:
+def routes_of(owner: Any, table: Table) -> list[BaseRoute]:
     "The routes of a table."
     return [Route(path, partial(serve, owner), methods=[method]) for method, path, serve in table]
 

@@ -33,7 +33,7 @@ __all__ = ['EmulatedServer']
 # %% ../../nbs/72_emulator.server.ipynb #391f3829
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route, Router
+from starlette.routing import BaseRoute, Router
 
 # %% ../../nbs/72_emulator.server.ipynb #6da4ce05
 Style = Literal["fireworks", "vllm"]
@@ -416,7 +416,7 @@ class EmulatedServer:
             self._serving[adapter] = serving, pausable
         return self._serving[adapter]
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[BaseRoute]:
         "The paths of a vLLM server, relative to its root."
         return routes_of(self, ENDPOINTS)
 
