@@ -28,26 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import Backend
-from rl_notebook.emulator.messages import (
-    NO_LOGPROB,
-    Batch,
-    PassResult,
-    Refusal,
-    SampleResult,
-    answer,
-    json_adam,
-    json_batch,
-    json_of,
-    json_sample_params,
-    json_tokens,
-    proto_batch,
-    read_body,
-    read_count,
-    read_json,
-    read_protobuf,
-    result_size,
-    served_loss,
-)
 from ..backends.engine import Engine, Request, check_request, check_tokens, logits_of, padded
 from rl_notebook.backends.local import (
     LocalSampler,
@@ -72,6 +52,26 @@ from ..toy import load_model
 __all__ = ['POSTS', 'Models', 'Snapshots', 'EmulatedTrainer', 'snapshot_of']
 
 # %% ../../nbs/71_emulator.trainer.ipynb #bff92318
+from rl_notebook.emulator.messages import (
+    NO_LOGPROB,
+    Batch,
+    PassResult,
+    Refusal,
+    SampleResult,
+    answer,
+    json_adam,
+    json_batch,
+    json_of,
+    json_sample_params,
+    json_tokens,
+    proto_batch,
+    read_body,
+    read_count,
+    read_json,
+    read_protobuf,
+    result_size,
+    served_loss,
+)
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route, Router
