@@ -778,8 +778,8 @@ BODIES = [
 ONCE = Retries(deadline_s=0.2, attempt_s=5, first_wait_s=0.2)
 
 
-async def ask_openai(url: str, stream: bool) -> None:
-    sampler = OpenAISampler(url, "tiny", None, dialect="vllm", stream=stream, retries=ONCE, kind="both")
+async def ask_openai(url: str) -> None:
+    sampler = OpenAISampler(url, "tiny", None, dialect="vllm", retries=ONCE, kind="both")
     try:
         for call in (sampler.sample([1, 2, 3], SampleParams(max_tokens=2, seed=1)), sampler.logprobs([1, 2, 3])):
             with contextlib.suppress(RLNotebookError):
@@ -790,11 +790,11 @@ async def ask_openai(url: str, stream: bool) -> None:
         await sampler.close()
 
 
-def try_openai(puppet: Puppet, body: bytes, stream: bool = False, **options: Any) -> None:
+def try_openai(puppet: Puppet, body: bytes, **options: Any) -> None:
     puppet.says(body, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        refused(lambda: asyncio.run(ask_openai(puppet.url, stream)))
+        refused(lambda: asyncio.run(ask_openai(puppet.url)))
 
 
 def wrong_answer(pick: int, new: Any) -> bytes:
@@ -810,16 +810,11 @@ answers = st.sampled_from(BODIES) | st.builds(wrong_answer, st.integers(0, 10**6
 @cases(25)
 @given(
     body=answers,
-    stream=st.booleans(),
     status=st.sampled_from([b"200 OK", b"200 OK", b"200 OK", b"400 Bad", b"401 No", b"999 What"]),
     cut=st.sampled_from([0, 0, 0, 5]),
 )
-def test_answers_of_a_server(body: bytes, stream: bool, status: bytes, cut: int, puppet: Puppet) -> None:
-    if stream:
-        body = b"data: " + body.replace(b"\n", b"") + b"\n\ndata: [DONE]\n\n"
-    try_openai(
-        puppet, body, stream, status=status, cut=cut, kind=b"text/event-stream" if stream else b"application/json"
-    )
+def test_answers_of_a_server(body: bytes, status: bytes, cut: int, puppet: Puppet) -> None:
+    try_openai(puppet, body, status=status, cut=cut)
 
 
 @pytest.mark.parametrize("name", list(Config().flat()))

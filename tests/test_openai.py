@@ -31,18 +31,15 @@ from rl_notebook.backends import openai
 from rl_notebook.backends.local import open_local
 from rl_notebook.backends.openai import (
     AdaptiveLimit,
-    AskAgain,
     OpenAISampler,
     Secret,
     Silence,
     ask,
-    joined,
     key_from_env,
     open_openai,
     probe,
     request_seed,
     slot,
-    stream_events,
 )
 from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, SampleParams
 from rl_notebook.retries import Retries
@@ -104,13 +101,12 @@ async def drawn_locally(local, params, prompt=PROMPT):
 # --- what comes back ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", ["vllm", "fireworks", "echo"])
-def test_completions_are_those_of_the_model(site, local, dialect, stream):
+def test_completions_are_those_of_the_model(site, local, dialect):
     params = SampleParams(n=5, max_tokens=9, seed=3)
 
     async def test():
-        async with sampler_at(site[1], dialect=dialect, stream=stream) as sampler:
+        async with sampler_at(site[1], dialect=dialect) as sampler:
             got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
             assert ids(got) == ids(want)
             assert [c.text for c in got] == [c.text for c in want]
@@ -269,22 +265,18 @@ MOODS = {
     "slow": ("slow:2", None),
     "garbage": ("garbage", "a damaged response"),
     "half": ("half", None),
-    "sse-error": ("sse-error", "an error in the stream: engine died"),
 }
 
 
 @pytest.mark.parametrize("name", MOODS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_failed_is_asked_again_and_nothing_is_lost(site, local, name, stream):
+def test_what_failed_is_asked_again_and_nothing_is_lost(site, local, name):
     mood, reason = MOODS[name]
-    if name in ("sse-error", "garbage") and stream != (name == "sse-error"):
-        pytest.skip("belongs to the other kind of answer")
     params = SampleParams(n=4, max_tokens=9, seed=3)
     app = Moody(site[0], ["", mood, "", mood, mood])
 
     async def test(url):
         retries = replace(QUICK, attempt_s=0.6 if name == "slow" else QUICK.attempt_s)
-        async with sampler_at(url, stream=stream, retries=retries) as sampler:
+        async with sampler_at(url, retries=retries) as sampler:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 got = await sampler.sample(PROMPT, params)
@@ -475,84 +467,6 @@ def test_scores_that_do_not_fit_are_refused(name):
         asyncio.run(test(url))
 
 
-# --- streams ------------------------------------------------------------------------------------------------------
-
-
-@given(
-    texts=st.lists(st.text(max_size=8), min_size=1, max_size=6),
-    size=st.integers(1, 40),
-    newline=st.sampled_from(["\n", "\r\n"]),
-)
-def test_a_stream_is_read_the_same_however_it_is_cut(texts, size, newline):
-    parts = [{"choices": [{"text": t, "token_ids": [i], "finish_reason": None}]} for i, t in enumerate(texts)]
-    parts[-1]["choices"][0]["finish_reason"] = "stop"
-    lines = [f"data: {json.dumps(p, ensure_ascii=False)}{newline}{newline}" for p in parts]
-    raw = ("".join(lines) + f"data: [DONE]{newline}{newline}").encode()
-
-    async def read():
-        async def chunks():
-            for i in range(0, len(raw), size):
-                yield raw[i : i + size]
-
-        return [part async for part in stream_events(chunks())]
-
-    read_parts = asyncio.run(read())
-    assert read_parts == parts
-    (choice,) = joined(read_parts)["choices"]
-    assert (choice["text"], choice["token_ids"]) == ("".join(texts), list(range(len(texts))))
-    with pytest.raises(AskAgain, match="ended in the middle"):
-        joined(read_parts[:-1])
-
-
-def test_a_client_that_stops_waiting_stops_the_server(site):
-    server, url = site
-
-    async def test():
-        async with sampler_at(url) as sampler:
-            task = asyncio.create_task(sampler.sample(PROMPT, SampleParams(n=6, max_tokens=90)))
-            while not server.running:
-                await asyncio.sleep(0.002)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert sampler.wire.limit.in_flight == 0
-            async with asyncio.timeout(60):
-                while server.running:
-                    await asyncio.sleep(0.01)
-            await sampler.sample(PROMPT, SampleParams(max_tokens=2))
-
-    asyncio.run(test())
-
-
-def test_one_that_fails_for_good_takes_the_others_with_it(site):
-    app = Moody(site[0], ["slow:60", "400", "slow:60", "slow:60"])
-
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            started = time.monotonic()
-            with pytest.raises(BackendError, match="status 400"):
-                await sampler.sample(PROMPT, SampleParams(n=4, max_tokens=2))
-            assert time.monotonic() - started < 30
-            assert sampler.wire.limit.in_flight == 0
-
-    with serve(app) as url:
-        asyncio.run(test(url))
-
-
-def test_a_closed_sampler_says_so_and_another_event_loop_is_fine(site):
-    sampler = OpenAISampler(site[1], "tiny", byte_tokenizer())
-    params = SampleParams(max_tokens=3, seed=1)
-    first, second = (ids(asyncio.run(sampler.sample(PROMPT, params))) for _ in range(2))
-    assert first == second
-
-    async def closed():
-        await sampler.close()
-        await sampler.sample(PROMPT, params)
-
-    with pytest.raises(BackendError, match="after it was closed"):
-        asyncio.run(closed())
-
-
 # --- the limit ----------------------------------------------------------------------------------------------------
 
 
@@ -680,7 +594,7 @@ async def gap_to_policy(backend):
     return float(max(gaps)), {c.policy_version for c in drawn}
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"mode": "keep"}, {"stream": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"mode": "keep"}], ids=str)
 def test_weights_reach_the_server(tmp_path, options):
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
@@ -889,8 +803,7 @@ DEV = "python -m vllm.entrypoints.openai.api_server --model DIR --served-model-n
 
 
 @pytest.mark.skipif(not VLLM, reason=f"RL_NOTEBOOK_VLLM_URL is not set; start {DEV}, DIR being the tiny model as saved")
-@pytest.mark.parametrize("stream", [False, True])
-def test_vllm(tmp_path, stream):
+def test_vllm(tmp_path):
     from rl_notebook.toy import load_model
 
     async def test():
@@ -898,9 +811,7 @@ def test_vllm(tmp_path, stream):
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": "What is 1+2+3?"}], add_generation_prompt=True, return_dict=False
         )
-        async with await open_openai(
-            policy, tokenizer, base_url=VLLM, served_model="tiny", folder=tmp_path, stream=stream
-        ) as backend:
+        async with await open_openai(policy, tokenizer, base_url=VLLM, served_model="tiny", folder=tmp_path) as backend:
             assert backend.sampler.report.server.startswith("vLLM")
             assert backend.capabilities.seed
             for version in (1, 2):

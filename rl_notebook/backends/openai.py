@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -103,6 +104,14 @@ def key_from_env(
     fix = "Set it in the shell that starts the notebook; it does not belong into a config or a cell."
     raise BackendError("key", got=f"no {' and no '.join(names)}", expected="an environment variable", fix=fix)
 
+# %% ../../nbs/25_backends.openai.ipynb #fabcb7aa
+def one_line(text: Any, key: Secret | str | None = None, longest: int = 600) -> str:
+    "What a service or an SDK said, in one line of at most `longest` characters, without the key."
+    line = " ".join(str(text).split()).split(" Agent debug: ")[0]  # Fireworks' SDK ends its errors with where to search
+    hidden = key.reveal() if isinstance(key, Secret) else key
+    line = without_keys(line.replace(hidden, "***") if hidden else line)
+    return line if len(line) <= longest else line[:longest] + " ..."
+
 # %% ../../nbs/25_backends.openai.ipynb #7df0f3e0
 def request_seed(
     seed: int | None,  # `SampleParams.seed`; None = fresh entropy
@@ -147,29 +156,22 @@ class AdaptiveLimit:
 @asynccontextmanager
 async def slot(limit: AdaptiveLimit) -> AsyncIterator[int]:
     "Wait in line, then hold one place; gives the generation to report a refusal with."
-    if not limit.free:
-        limit.waiting.append(asyncio.get_running_loop().create_future())
-        mine = limit.waiting[-1]
-        try:
-            await mine
-        except asyncio.CancelledError:
-            if mine in limit.waiting:
-                limit.waiting.remove(mine)
-            elif not mine.cancelled():
-                _leave(limit)
-            raise
-    else:
+    mine: asyncio.Future[None] | None = None
+    if limit.free:
         limit.in_flight += 1
+    else:
+        mine = asyncio.get_running_loop().create_future()
+        limit.waiting.append(mine)
     try:
+        if mine is not None:
+            await mine
         yield limit.cuts
     finally:
-        _leave(limit)
-
-# %% ../../nbs/25_backends.openai.ipynb #2eef44cf
-def _leave(limit: AdaptiveLimit) -> None:
-    "Give a place back, and let in who now fits."
-    limit.in_flight -= 1
-    admit_waiting(limit)
+        if mine is not None and mine in limit.waiting:  # cancelled in line
+            limit.waiting.remove(mine)
+        elif mine is None or not mine.cancelled():
+            limit.in_flight -= 1
+            admit_waiting(limit)
 
 # %% ../../nbs/25_backends.openai.ipynb #315550bf
 def admit_waiting(limit: AdaptiveLimit) -> None:
@@ -247,17 +249,6 @@ class Silence:
                 line = "; ".join(filter(None, parts))
                 self.say(line) if self.say is not None else warnings.warn(line, stacklevel=1)
 
-# %% ../../nbs/25_backends.openai.ipynb #f9833973
-class _Bearer(httpx.Auth):
-    "Puts the key on a request."
-
-    def __init__(self, key: Secret):
-        self.key = key
-
-    def auth_flow(self, request: httpx.Request) -> Any:
-        request.headers["Authorization"] = f"Bearer {self.key.reveal()}"
-        yield request
-
 # %% ../../nbs/25_backends.openai.ipynb #fb2737f2
 def server_root(base_url: str) -> str:
     "The address without a trailing slash or `/v1`; raises `BackendError`."
@@ -295,6 +286,12 @@ class Wire:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rng = np.random.default_rng(retries.seed)
 
+    def signed(self, request: httpx.Request) -> httpx.Request:
+        "The request with the key on it."
+        if self.key:
+            request.headers["Authorization"] = f"Bearer {self.key.reveal()}"
+        return request
+
     @property
     def client(self) -> httpx.AsyncClient:
         "The client of the running event loop; raises `BackendError` once the wire is closed."
@@ -302,10 +299,9 @@ class Wire:
             raise BackendError("the sampler", got="a call after it was closed", fix="Open the backend again.")
         if self._client is None or self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
-            auth = _Bearer(self.key) if self.key else None
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             wait = httpx.Timeout(None, connect=10.0)
-            self._client = httpx.AsyncClient(auth=auth, limits=limits, timeout=wait, transport=self.transport)
+            self._client = httpx.AsyncClient(auth=self.signed, limits=limits, timeout=wait, transport=self.transport)
         return self._client
 
     async def close(self) -> None:
@@ -334,30 +330,24 @@ class Refused(BackendError):
 def server_message(text: str) -> str:
     "What a server says in an error, whatever the shape; at most 300 characters."
     try:
-        said = json.loads(text)
+        words = json.loads(text)
     except (ValueError, RecursionError):
-        said = text
+        words = text
     for name in ("error", "message", "detail"):
-        if isinstance(said, dict) and name in said:
-            said = said[name]
-    return without_keys(" ".join((said if isinstance(said, str) else json.dumps(said)).split()))[:300]
-
-# %% ../../nbs/25_backends.openai.ipynb #c44d062e
-def without_key(wire: Wire, raw: bytes) -> str:
-    "A response as text, with stars for the key."
-    text = raw.decode(errors="replace")
-    return text.replace(wire.key.reveal(), "***") if wire.key else text
+        if isinstance(words, dict) and name in words:
+            words = words[name]
+    return one_line(words if isinstance(words, str) else json.dumps(words), longest=300)
 
 # %% ../../nbs/25_backends.openai.ipynb #b660acaf
 def judge(status: int, text: str, header: str | None, where: str) -> AskAgain:
     "The reason to ask again that a failed response gives; raises `BackendError` when there is none."
-    said = server_message(text)
+    words = server_message(text)
     if status in RETRIED:
-        reason = f"status {status}" + (f" ({said})" if said else "")
+        reason = f"status {status}" + (f" ({words})" if words else "")
         return AskAgain(reason, retry_after(header, time.time()), crowded=status in _CROWDED)
-    got, fix = f"status {status}: {said or 'no words'}", _FIXES.get(status)
+    got, fix = f"status {status}: {words or 'no words'}", _FIXES.get(status)
     error = Refused("refused", where=where, got=got, **({"fix": fix} if fix else {}))
-    error.status, error.said = status, said
+    error.status, error.said = status, words
     raise error
 
 # %% ../../nbs/25_backends.openai.ipynb #c32f04b0
@@ -366,7 +356,7 @@ def answer_in(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise AskAgain("a damaged response" if where != "a stream" else "a damaged stream") from None
+        raise AskAgain("a damaged response") from None
     if not isinstance(value, dict):
         fix = "Is base_url the address of an OpenAI-compatible server?"
         raise Refused("the response", where=where, got=quoted(value), expected="a JSON object", fix=fix)
@@ -384,79 +374,30 @@ def reading(where: str) -> Iterator[None]:
         got, expected = f"fields of another shape ({quoted(e, 200)})", "those of an OpenAI-compatible server"
         raise BackendError("the response", where=where, got=got, expected=expected) from e
 
-# %% ../../nbs/25_backends.openai.ipynb #559c3c07
-async def stream_events(
-    chunks: AsyncIterator[bytes],  # as they arrive
-) -> AsyncIterator[dict[str, Any]]:
-    "The JSON values of a server-sent stream, up to [DONE]; raises `AskAgain` for one that is damaged."
-    buffer, data = b"", []
-    async for chunk in chunks:
-        *lines, buffer = (buffer + chunk).split(b"\n")
-        for line in lines:
-            line = line.rstrip(b"\r")
-            if line.startswith(b"data:"):
-                data.append(line[5:].strip())
-            elif not line and data:
-                event, data = b"\n".join(data), []
-                if event == b"[DONE]":
-                    return
-                yield answer_in(event.decode(errors="replace"), "a stream")
-
-# %% ../../nbs/25_backends.openai.ipynb #ed38ce7c
-def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    "One response from the parts of a stream; raises `AskAgain` when its end is missing."
-    whole: dict[str, Any] = {}
-    choice: dict[str, Any] = {"text": "", "finish_reason": None}
-    for part in parts:
-        whole |= {k: v for k, v in part.items() if k != "choices" and v is not None}
-        for piece in part.get("choices", ()):
-            choice["text"] += piece.get("text") or ""
-            for name, value in piece.items():
-                if name == "logprobs" and value:
-                    choice["logprobs"] = _longer(choice.get("logprobs", {}), value)
-                elif name == "token_ids" and value is not None:
-                    choice[name] = [*choice.get(name, ()), *value]
-                elif name != "text" and value is not None:
-                    choice[name] = value
-    if "error" in whole:
-        raise AskAgain(f"an error in the stream: {server_message(json.dumps(whole))}")
-    if choice["finish_reason"] is None:
-        raise AskAgain("a stream that ended in the middle")
-    return whole | {"choices": [choice]}
-
-# %% ../../nbs/25_backends.openai.ipynb #ae428b77
-def _longer(have: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    "Lists of logprobs, one after the other."
-    return {**have, **{k: [*have.get(k, ()), *v] for k, v in more.items() if isinstance(v, list)}}
-
 # %% ../../nbs/25_backends.openai.ipynb #04161a07
 async def _exchange(
-    wire: Wire, method: str, path: str, body: Any, params: Mapping[str, str] | None, stream: bool
+    wire: Wire, method: str, path: str, body: Any = None, params: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     "Send once; raises `AskAgain` or `BackendError`."
     where = f"{method} {wire.root}{path}"
     try:
-        sent = wire.client.stream(method, wire.root + path, json=body, params=params)
-        async with asyncio.timeout(wire.retries.attempt_s), sent as response:
-            if response.status_code >= 400:
-                text = without_key(wire, await response.aread())
-                raise judge(response.status_code, text, response.headers.get("retry-after"), where)
-            if stream:
-                parts = [part async for part in stream_events(response.aiter_bytes())]
-                with reading(where):
-                    return joined(parts)
-            text = without_key(wire, await response.aread())
-            if "html" in response.headers.get("content-type", ""):
-                fix = "Is base_url the server's own address? A proxy or a login page may respond in its place."
-                raise Refused("the response", where=where, got="a page of HTML", expected="JSON", fix=fix)
-            words = "json" not in response.headers.get("content-type", "") and not text.lstrip().startswith("{")
-            return {"text": text} if words else answer_in(text, where)
+        async with asyncio.timeout(wire.retries.attempt_s):
+            response = await wire.client.request(method, wire.root + path, json=body, params=params)
     except TimeoutError:
         raise AskAgain(f"no response within {wire.retries.attempt_s:g} s", crowded=True) from None
     except httpx.DecodingError:
         raise AskAgain("a damaged response") from None
     except httpx.TransportError as reason:
         raise AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True) from None
+    text, kind = response.content.decode(errors="replace"), response.headers.get("content-type", "")
+    text = text.replace(wire.key.reveal(), "***") if wire.key else text
+    if response.status_code >= 400:
+        raise judge(response.status_code, text, response.headers.get("retry-after"), where)
+    if "html" in kind:
+        fix = "Is base_url the server's own address? A proxy or a login page may respond in its place."
+        raise Refused("the response", where=where, got="a page of HTML", expected="JSON", fix=fix)
+    words = "json" not in kind and not text.lstrip().startswith("{")
+    return {"text": text} if words else answer_in(text, where)
 
 # %% ../../nbs/25_backends.openai.ipynb #a2e199b8
 async def attempt(
@@ -466,7 +407,6 @@ async def attempt(
     body: Any = None,
     *,
     params: Mapping[str, str] | None = None,  # of the address
-    stream: bool = False,
     limited: bool = True,  # waits for a slot
     ready: Callable[[], Awaitable[None]] | None = None,  # is awaited before standing in line
     starts: Callable[[], None] | None = None,  # is called in the slot, before the request
@@ -484,7 +424,7 @@ async def attempt(
             wire.counts["attempts"] += 1
             in_line_s = time.monotonic() - began
             try:
-                response = await _exchange(wire, method, path, body, params, stream)
+                response = await _exchange(wire, method, path, body, params)
             except AskAgain as reason:
                 reason.in_line_s = in_line_s
                 if reason.crowded and generation is not None:
@@ -690,7 +630,6 @@ class OpenAISampler:
         key: Secret | str | None = None,
         *,
         dialect: str | Dialect = "vllm",  # a key of DIALECTS, or your own
-        stream: bool = False,  # responses in pieces
         kind: Kind = "unknown",  # what reported logprobs are; `probe` finds out
         max_seq_len: int | None = None,  # longest prompt plus completion, if known
         vocab_size: int | None = None,  # tokens that the model knows, if known
@@ -700,9 +639,11 @@ class OpenAISampler:
         transport: httpx.AsyncBaseTransport | None = None,  # None = the network
     ):
         self.wire = Wire(base_url, key, retries=retries, limit=limit, transport=transport)
-        self.model, self.tokenizer, self.stream = model, tokenizer, stream
+        self.model, self.tokenizer = model, tokenizer
         self.kind: Kind = kind
-        self.dialect = _dialect(dialect)
+        if not isinstance(dialect, Dialect) and dialect not in DIALECTS:
+            raise BackendError("dialect", got=repr(dialect), expected=" or ".join(map(repr, DIALECTS)))
+        self.dialect = dialect if isinstance(dialect, Dialect) else DIALECTS[dialect]
         self.max_seq_len, self.vocab_size, self.meter = max_seq_len, vocab_size or 2**31, meter or Meter()
         self.policy_version = 0  # of the weights that the server has
         self.report: ServerReport | None = None  # what `probe` found
@@ -734,15 +675,6 @@ class OpenAISampler:
         "Close the connections; later calls are refused."
         await self.wire.close()
 
-# %% ../../nbs/25_backends.openai.ipynb #5129c4c1
-def _dialect(name: str | Dialect) -> Dialect:
-    "A dialect by name; raises `BackendError`."
-    if isinstance(name, Dialect):
-        return name
-    if name not in DIALECTS:
-        raise BackendError("dialect", got=repr(name), expected=" or ".join(map(repr, DIALECTS)))
-    return DIALECTS[name]
-
 # %% ../../nbs/25_backends.openai.ipynb #756d4e74
 async def together(coroutines: Sequence[Any]) -> list[Any]:
     "All results in order; when one fails or the caller is cancelled, the rest is cancelled."
@@ -765,8 +697,7 @@ async def _completion(
         nonlocal version
         version = sampler.policy_version
 
-    options = {"stream": sampler.stream, "ready": sampler.ready, "starts": starts} | options
-    body = body | ({"stream": True} if options["stream"] else {})
+    options = {"ready": sampler.ready, "starts": starts} | options
     response = await ask(sampler.wire, "POST", sampler.dialect.path, body, **options)
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -783,7 +714,7 @@ async def score_tokens(
 ) -> tuple[np.ndarray, int]:
     "(N-1,) raw logprobs of given tokens, and the version of the weights."
     body = {"model": sampler.model, "prompt": list(tokens), **sampler.dialect.neutral, **sampler.dialect.prefill}
-    choice, version = await _completion(sampler, body, stream=False, **options)
+    choice, version = await _completion(sampler, body, **options)
     with reading(sampler.wire.root):
         return prompt_scores(choice, tokens, int(body["max_tokens"]), sampler.wire.root), version
 
@@ -852,6 +783,7 @@ class ServerReport:
     @property
     def rows(self) -> list[tuple[str, str, str]]:
         "Feature, finding, consequence."
+        yes = {True: "yes", False: "no"}
         kinds = {
             "raw": "of the model itself: draw at temperature 1, or start vLLM with --logprobs-mode processed_logprobs",
             "processed": "of the distribution drawn from; raw ones are had by scoring once more",
@@ -862,18 +794,14 @@ class ServerReport:
             ("server", self.server, f"serves {self.model!r}"),
             ("token ids", "yes", "prompts and completions are ids both ways"),
             ("longest sequence", str(self.max_seq_len or "not said"), "prompt and completion together"),
-            ("prompt logprobs", _yes(self.prompt_logprobs), "scores given tokens; the check of a weight sync needs it"),
+            ("prompt logprobs", yes[self.prompt_logprobs], "scores given tokens; the check of a weight sync needs it"),
             ("logprobs", self.kind, kinds[self.kind]),
-            ("seed", _yes(self.seed), "same seed, same tokens" if self.seed else "a retry may be another draw"),
+            ("seed", yes[self.seed], "same seed, same tokens" if self.seed else "a retry may be another draw"),
         ]
 
     def _repr_markdown_(self) -> str:
         lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in self.rows]
         return "\n".join(["| | seen | which means |", "|---|---|---|", *lines])
-
-# %% ../../nbs/25_backends.openai.ipynb #9991ed65
-def _yes(flag: bool) -> str:
-    return "yes" if flag else "no"
 
 # %% ../../nbs/25_backends.openai.ipynb #185799f8
 async def _describe(sampler: OpenAISampler) -> tuple[str, int | None]:
@@ -997,12 +925,14 @@ class VLLMSync:
 
 # %% ../../nbs/25_backends.openai.ipynb #befeeabc
 async def serve(sync: VLLMSync, name: str, version: int) -> None:
-    "Load a written folder into the server, and check it."
+    "Load a written folder into the server, check it, and delete the folders that no longer serve."
     with hold(sync.sampler.wire.limit):
         await swap(sync, name)
         await check_served(sync, version)
         sync.sampler.policy_version = version
-    forget_folders(sync, {name, sync.served or name})
+    for path in sync.folder.glob("weights-*"):
+        if path.name not in (name, sync.served):
+            shutil.rmtree(path, ignore_errors=True)
     sync.served = name
 
 # %% ../../nbs/25_backends.openai.ipynb #18b2d8c7
@@ -1077,86 +1007,58 @@ async def swap(sync: VLLMSync, name: str) -> None:
 _PAUSED = "The server is paused: POST /resume, once the program that paused it is done."
 
 
-def is_paused(wire: Wire) -> bool:
-    "Whether a vLLM server says that it is paused; False where it does not say. Asked past the line, in any thread."
-    response = _steer_at_once(wire, "GET", "/is_paused")
-    return response.get("is_paused") is True
-
-
-def resume(wire: Wire) -> bool:
-    "Let a paused server go on; whether it says that it does."
-    _steer_at_once(wire, "POST", "/resume")
-    return not is_paused(wire)
-
-
-def _steer_at_once(wire: Wire, method: str, path: str) -> dict[str, Any]:
-    "A call that only steers, made once and soon; empty where it fails."
-    auth = _Bearer(wire.key) if wire.key else None
-    try:
-        found = httpx.request(method, wire.root + path, auth=auth, timeout=5.0).json()
-    except (httpx.HTTPError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def is_paused(wire: Wire, resume: bool = False) -> bool:
+    "Whether a vLLM server says that it is paused, after it was resumed if it is to be; False where it does not say."
+    found: Any = None
+    for method, path in (("POST", "/resume"),) * resume + (("GET", "/is_paused"),):  # once and soon, past the line
+        try:
+            found = httpx.request(method, wire.root + path, auth=wire.signed, timeout=5.0).json()
+        except (httpx.HTTPError, ValueError):
+            found = None
+    return isinstance(found, dict) and found.get("is_paused") is True
 
 
 def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
     "What a silence is about, if it is a pause; the server is resumed where it may be (`ours`)."
     paused = is_paused(wire)
-    resumed = paused and ours() and resume(wire)
+    resumed = paused and ours() and not is_paused(wire, resume=True)
     wire.why = _PAUSED if paused and not resumed else ""  # at once: a request may end while this is asked
     return "it was paused, and is resumed" if resumed else "it is paused" if paused else ""
 
 
 async def check_not_paused(wire: Wire, ours: bool) -> None:
     "Resume a server that was left paused, if it is ours; raises `BackendError` otherwise."
-    if await asyncio.to_thread(is_paused, wire):
-        if not (ours and await asyncio.to_thread(resume, wire)):
-            raise BackendError(
-                "the server", where=wire.root, got="a paused one", expected="one that draws", fix=_PAUSED
-            )
-        warnings.warn(
-            f"{wire.root} was left paused, as by a process that ended in a weight sync: resumed", stacklevel=2
-        )
+    found = await asyncio.to_thread(look_if_paused, wire, lambda: ours)
+    if wire.why:
+        raise BackendError("the server", where=wire.root, got="a paused one", expected="one that draws", fix=_PAUSED)
+    if found:
+        end = "as by a process that ended in a weight sync"
+        warnings.warn(f"{wire.root} was left paused, {end}: resumed", stacklevel=2)
 
 # %% ../../nbs/25_backends.openai.ipynb #efa52255
-async def served_scores(sync: VLLMSync) -> np.ndarray:
-    "(N-1,) the server's logprobs of the check tokens, asked past the line."
-    scores, _ = await score_tokens(sync.sampler, sync.check_tokens, limited=False, ready=None)
-    return scores
-
-# %% ../../nbs/25_backends.openai.ipynb #2805cf1e
-def likely_cause(moved: float, tied: bool) -> str:
-    "Why a server that answered well may serve other weights than it was given, by how far its logprobs moved."
-    if moved == 0:
-        return "The server answered well and still serves the previous weights."
-    if tied:
-        return (
-            "Input and output embeddings are tied: vLLM on a CPU keeps the old output head. Untie them, or use a GPU."
-        )
-    return "The server answered well and serves other weights than it was given."
+async def gap_served(sync: VLLMSync) -> float:
+    "How far the server's logprobs of the check tokens, asked past the line, are from the trainer's."
+    sync.seen, _ = await score_tokens(sync.sampler, sync.check_tokens, limited=False, ready=None)
+    return float(np.abs(sync.seen - sync.expected).max())
 
 # %% ../../nbs/25_backends.openai.ipynb #5273f48a
 async def check_served(sync: VLLMSync, version: int) -> None:
-    "Compare server and trainer; raises `BackendError` with the likely cause."
+    "Compare server and trainer; raises `BackendError` with the likely cause, by how far the server's logprobs moved."
     before, old = sync.seen, sync.expected
     sync.expected = np.asarray((await sync.local.sampler.logprobs(sync.check_tokens)).values)
-    sync.seen = await served_scores(sync)
-    gap = float(np.abs(sync.seen - sync.expected).max())
+    gap = await gap_served(sync)
     moved = float(np.abs(sync.seen - before).max()) if len(before) else float("nan")
     sync.reports.append(SyncReport(version, gap, moved, sync.tolerance))
-    if gap > sync.tolerance:
-        sync.seen, sync.expected = before, old
-        tied = getattr(getattr(sync.policy.state.module, "config", None), "tie_word_embeddings", False)
-        got, expected = f"logprobs that differ from the trainer's by up to {gap:.3g}", f"{sync.tolerance:.3g}"
-        fix = likely_cause(moved, tied)
-        raise BackendError("weight sync", where=f"version {version}", got=got, expected=expected, fix=fix)
-
-# %% ../../nbs/25_backends.openai.ipynb #682678f4
-def forget_folders(sync: VLLMSync, keep: set[str]) -> None:
-    "Delete written weights that no longer serve."
-    for path in sync.folder.glob("weights-*"):
-        if path.name not in keep:
-            shutil.rmtree(path, ignore_errors=True)
+    if gap <= sync.tolerance:
+        return
+    sync.seen, sync.expected = before, old
+    got, expected = f"logprobs that differ from the trainer's by up to {gap:.3g}", f"{sync.tolerance:.3g}"
+    fix = "The server answered well and serves other weights than it was given."
+    if moved == 0:
+        fix = "The server answered well and still serves the previous weights."
+    elif getattr(getattr(sync.policy.state.module, "config", None), "tie_word_embeddings", False):
+        fix = "Input and output embeddings are tied: vLLM on a CPU keeps the old output head. Untie them, or use a GPU."
+    raise BackendError("weight sync", where=f"version {version}", got=got, expected=expected, fix=fix)
 
 # %% ../../nbs/25_backends.openai.ipynb #b1acff6c
 def suspicious(sync: VLLMSync) -> bool:
@@ -1176,7 +1078,7 @@ async def heal(sync: VLLMSync) -> None:
         if wire.transport is None and not sync.must_pause:
             await check_not_paused(wire, ours=True)
         try:
-            intact = float(np.abs(await served_scores(sync) - sync.expected).max()) <= sync.tolerance
+            intact = await gap_served(sync) <= sync.tolerance
         except Refused as reason:  # 404: the adapter is unknown
             if reason.status != 404:
                 raise
@@ -1192,16 +1094,12 @@ async def start(sync: VLLMSync) -> None:
     weights = {n: p.detach() for n, p in sync.policy.state.params.items()}
     await sync.policy.run(write_weights, sync.policy.state.module, weights, sync.folder / name)
     sync.expected = np.asarray((await sync.local.sampler.logprobs(sync.check_tokens)).values)
-    same = False
-    if not sync.lora:
-        sync.seen = await served_scores(sync)
-        same = float(np.abs(sync.seen - sync.expected).max()) <= sync.tolerance
-    if not same:
+    gap = math.inf if sync.lora else await gap_served(sync)
+    if not gap <= sync.tolerance:
         await swap(sync, name)
         sync.sampler.model = sync.adapter if sync.lora else sync.sampler.model
-        sync.seen = await served_scores(sync)
-    gap = float(np.abs(sync.seen - sync.expected).max())
-    if gap > _SAME_MODEL:
+        gap = await gap_served(sync)
+    if not gap <= _SAME_MODEL:
         fix = "Start the server anew with this model: a folder written by save_pretrained. Has an earlier run moved it?"
         raise BackendError("the server's model", got=f"logprobs off by {gap:.3g}", expected="this model's", fix=fix)
     sync.served, sync.tolerance, sync.sampler.ready = name, max(sync.tolerance, 4 * gap), lambda: heal(sync)
@@ -1234,7 +1132,6 @@ async def open_openai(
     server_folder: str | None = None,  # the same folder as the server sees it
     mode: Literal["wait", "keep"] = "wait",  # what a sync does to completions that are being drawn
     dialect: str | Dialect = "vllm",
-    stream: bool = False,
     retries: Retries = Retries(),
     limit: AdaptiveLimit | None = None,
     transport: httpx.AsyncBaseTransport | None = None,  # None = the network
@@ -1242,12 +1139,19 @@ async def open_openai(
 ) -> Backend:  # policy LocalTrainer, sampler OpenAISampler
     "A policy in this process, a sampler behind a server; `backend.sampler.report` shows what the server does."
     local = open_local(model, tokenizer, **local_options)
-    options = {"dialect": dialect, "stream": stream, "retries": retries, "limit": limit, "transport": transport}
+    options = {"dialect": dialect, "retries": retries, "limit": limit, "transport": transport}
     sampler = OpenAISampler(base_url, served_model, tokenizer, key, meter=local.meter, **options)  # type: ignore[arg-type]
     sampler.vocab_size = local.sampler.engine.causal.vocab_size  # type: ignore[attr-defined]
     sampler.max_seq_len = local.capabilities.max_seq_len
     own = tempfile.mkdtemp(prefix="rl-notebook-weights-") if sync == "vllm" and folder is None else None
-    close = lambda: _close(local, sampler, own)
+
+    async def close() -> None:
+        await sampler.close()
+        async with local:
+            pass
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+
     sender: Any = StaticSync()
     try:
         if transport is None and dialect == "vllm":
@@ -1264,28 +1168,9 @@ async def open_openai(
         await close()
         raise
     can = _capabilities(local.capabilities, sampler)
-    at = Endpoint(sampler.wire.root, served_model, key.reveal() if isinstance(key, Secret) else key or "")
-    return Backend(
-        local.policy,
-        local.reference,
-        sampler,
-        sender,
-        tokenizer,
-        can,
-        close,
-        local.meter,
-        export=local.export,
-        endpoint=at,
-    )
-
-# %% ../../nbs/25_backends.openai.ipynb #6588c6de
-async def _close(local: Backend, sampler: OpenAISampler, folder: str | None) -> None:
-    "Close the server's connections and the local part; delete a temporary folder."
-    await sampler.close()
-    async with local:
-        pass
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    at = Endpoint(sampler.wire.root, served_model, sampler.wire.key.reveal() if sampler.wire.key else "")
+    given: Any = {"sampler": sampler, "sync": sender, "capabilities": can, "close": close, "endpoint": at}
+    return replace(local, score_at=None, **given)
 
 # %% ../../nbs/25_backends.openai.ipynb #382d6d9b
 def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
