@@ -27,8 +27,8 @@ import torch
 
 from rl_notebook.advantages import with_advantages
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.engine import CausalModel
-from rl_notebook.backends.local import open_local, scorer_of
+from rl_notebook.backends.engine import CausalModel, open_model
+from rl_notebook.backends.local import open_local
 from rl_notebook.core import (
     AdamParams,
     AlignmentError,
@@ -54,6 +54,7 @@ from rl_notebook.xray import ROUNDING, check_ratio
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 SLOW = os.environ.get("SLOW") == "1"
+SCORING = {"routes": ("modules", "full"), "sampling": False}  # how a trainer runs its model
 STRENGTHS, SEEDS, CLEAN = range(3), range(10 if SLOW else 2), 200 if SLOW else 40
 Case = tuple[StepRecord, Backend]
 Rows = Sequence[np.ndarray]
@@ -113,8 +114,8 @@ class Bench:
     def __init__(self):
         model, self.tokenizer = load_model("tiny")
         self.backend = open_local(model, self.tokenizer, inline=True)
-        self.live = scorer_of(model)
-        self.frozen = scorer_of(load_model("tiny")[0])
+        self.live = open_model(model, **SCORING)
+        self.frozen = open_model(load_model("tiny")[0], **SCORING)
         self.noisy = load_model("tiny")[0]
         self.noisy.set_attn_implementation("eager")
         self.coarse = self._coarse()
@@ -125,7 +126,7 @@ class Bench:
         rounded = load_model("tiny")[0].bfloat16().float()
         halves = load_model("tiny", dtype="float16")[0], load_model("tiny", dtype="bfloat16")[0]
         named = zip((rounded, *halves), ("float32", "float16", "bfloat16"), strict=True)
-        return [(scorer_of(model), name) for model, name in named]
+        return [(open_model(model, **SCORING), name) for model, name in named]
 
     async def reset(self) -> None:
         "The weights that the package ships, on both sides."
@@ -346,7 +347,7 @@ async def wrong_reference(b: Bench, seed: int, k: int) -> Case:
     record, _ = await b.healthy(seed)
     if k < 2:
         await b.train(seed + 1000, (1, 4)[k])
-    other = b.live if k < 2 else scorer_of(build_tiny(b.tokenizer, seed + 1).eval())
+    other = b.live if k < 2 else open_model(build_tiny(b.tokenizer, seed + 1).eval(), **SCORING)
     series = [Logprobs(x, source="reference") for x in logprobs(other, [d.tokens for d in record.datums])]
     await b.reset()
     return replace(record, step=1, datums=tuple(attach(record.datums, "ref_logprobs", series))), b.backend

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 import rl_notebook.backends.local as local_module
-from rl_notebook.backends.local import open_local, plan_batches
+from rl_notebook.backends.engine import plan_batches
+from rl_notebook.backends.local import open_local
 from rl_notebook.core import (
     AdamParams,
     BackendError,

@@ -25,7 +25,6 @@ from rl_notebook.backends.openai import Secret
 from rl_notebook.backends.service import (
     ENCODINGS,
     COUNTED,
-    Coverage,
     Finding,
     Findings,
     Limits,
@@ -36,7 +35,6 @@ from rl_notebook.backends.service import (
     carried,
     is_lost,
     label_of,
-    publish,
     read_logprobs,
     state_name,
     version_in,
@@ -499,8 +497,8 @@ def test_versions_are_counted_as_locally():
 
     async def test():
         async with open_local(tiny_model(), byte_tokenizer()) as local:
-            here = await counted(local.policy, lambda p: publish(p.versions))
-        assert await counted(trainer_of(Service()), lambda p: publish(p.versions)) == here
+            here = await counted(local.policy, lambda p: p.versions.publish())
+        assert await counted(trainer_of(Service()), lambda p: p.versions.publish()) == here
 
     run(test())
 
@@ -520,14 +518,14 @@ def test_answers_are_checked():
 
     answer = lambda *records: Box(loss_fn_outputs=list(records))
     with pytest.raises(BackendError, match="0 outputs; expected 1"):
-        read_logprobs(answer(), DATUMS[:1], Coverage())
+        read_logprobs(answer(), DATUMS[:1])
     with pytest.raises(BackendError, match="got elementwise_loss; expected logprobs"):
-        read_logprobs(answer({"elementwise_loss": 1}), DATUMS[:1], Coverage())
+        read_logprobs(answer({"elementwise_loss": 1}), DATUMS[:1])
     with pytest.raises(BackendError, match="got 2; expected 3, one per target"):
-        read_logprobs(answer({"logprobs": Box(data=[0.0, 1.0])}), DATUMS[:1], Coverage())
+        read_logprobs(answer({"logprobs": Box(data=[0.0, 1.0])}), DATUMS[:1])
     values = {"logprobs": Box(data=[-3.0, -1.0, -2.0])}
-    assert np.array_equal(read_logprobs(answer(values), DATUMS[:1], Coverage())[0], [np.nan, -1, -2], equal_nan=True)
-    assert read_logprobs(answer(values), DATUMS[:1], Coverage(prompt_logprobs=True))[0].tolist() == [-3, -1, -2]
+    assert np.array_equal(read_logprobs(answer(values), DATUMS[:1])[0], [np.nan, -1, -2], equal_nan=True)
+    assert read_logprobs(answer(values), DATUMS[:1], True)[0].tolist() == [-3, -1, -2]
 
 
 def test_what_travels_has_the_gradient_of_the_dlogprob():

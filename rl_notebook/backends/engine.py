@@ -5,6 +5,7 @@
 # %% ../../nbs/23_backends.engine.ipynb #8b882155
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -72,20 +73,15 @@ class _HeadLogprobs(torch.autograd.Function):
         if ctx.frozen:
             (dlogprobs,) = ctx.saved_tensors
             return dlogprobs * g[:, None].to(dlogprobs.dtype), None, None, None, None
-        return *_recomputed_gradients(ctx, g), None, None, None
-
-# %% ../../nbs/23_backends.engine.ipynb #3053724c
-def _recomputed_gradients(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
-    "Gradients of hidden states and head weight, the logits of each chunk made once more."
-    hidden, weight, targets = ctx.saved_tensors
-    d_hidden, d_weight = [], torch.zeros_like(weight, dtype=g.dtype)
-    for h, t, gc in zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), g.split(ctx.chunk), strict=True):
-        scale = (gc / ctx.temperature)[:, None]
-        p = (logits_of(F.linear(h, weight), None) / ctx.temperature).softmax(-1)
-        d_logits = p.mul_(-scale).scatter_add_(1, t[:, None], scale).to(weight.dtype)
-        d_hidden.append(d_logits @ weight)
-        d_weight += d_logits.t() @ h
-    return torch.cat(d_hidden), d_weight.to(weight.dtype)
+        hidden, weight, targets = ctx.saved_tensors
+        d_hidden, d_weight = [], torch.zeros_like(weight, dtype=g.dtype)
+        for h, t, gc in zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), g.split(ctx.chunk), strict=True):
+            scale = (gc / ctx.temperature)[:, None]
+            p = (logits_of(F.linear(h, weight), None) / ctx.temperature).softmax(-1)
+            d_logits = p.mul_(-scale).scatter_add_(1, t[:, None], scale).to(weight.dtype)
+            d_hidden.append(d_logits @ weight)
+            d_weight += d_logits.t() @ h
+        return torch.cat(d_hidden), d_weight.to(weight.dtype), None, None, None
 
 # %% ../../nbs/23_backends.engine.ipynb #ca1e1a9e
 def head_logprobs(
@@ -579,11 +575,6 @@ def decode_step(model: CausalModel, cache: SlotCache, tokens: Sequence[int], len
 # %% ../../nbs/23_backends.engine.ipynb #e511d2c5
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
 
-
-def _zero_adapters(model: nn.Module) -> list[nn.Parameter]:
-    "The LoRA matrices that are still zero."
-    return [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
-
 # %% ../../nbs/23_backends.engine.ipynb #a7f274ff
 Choosing = Callable[[Tensor], AbstractContextManager[Any]]  # makes routers choose as they did at these (T,) positions
 
@@ -641,7 +632,7 @@ def _probed(causal: CausalModel, sampling: bool) -> float:
     "The difference, as the model is."
     rng = np.random.default_rng(0)
     ids = torch.from_numpy(rng.integers(0, causal.vocab_size, (2, 12))).to(causal.device)
-    asleep = _zero_adapters(causal.model)
+    asleep = [p for name, p in causal.model.named_parameters() if "lora_B" in name and not p.any()]
     with torch.no_grad():
         for p in asleep:
             p.normal_(std=0.1, generator=torch.Generator(p.device).manual_seed(0))
@@ -769,28 +760,31 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for ids in lists for i in ids if i is not None)
 
 # %% ../../nbs/23_backends.engine.ipynb #ebb85761
-def check_tokens(tokens: Iterable[int], vocab_size: int, where: str) -> tuple[int, ...]:
-    "The ids as a tuple of ints; raises `BackendError` for an empty sequence or an id outside the vocabulary."
-    ids = tuple(map(int, tokens))
+def check_tokens(
+    tokens: Iterable[int],
+    vocab_size: int | None,  # None = unknown
+    where: str,
+    limit: int | None = None,  # longest sequence, what is drawn included; None = unknown
+    *,
+    new: int = 0,  # tokens that are to be drawn
+    least: int = 1,  # 2 = they are to be scored
+) -> tuple[int, ...]:
+    "The ids as a tuple of ints; raises `BackendError` for too few, too many, or one outside the vocabulary."
+    ids, size = tuple(map(int, tokens)), vocab_size or 2**31
     if not ids:
         raise BackendError("tokens", where=where, got="none", expected="at least one", fix="Start it with bos.")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        bad = next(i for i in ids if not 0 <= i < vocab_size)
+    if len(ids) < least:
+        fix = "The first token has no logprob."
+        raise BackendError("tokens", where=where, got=len(ids), expected=f"at least {least}", fix=fix)
+    if min(ids) < 0 or max(ids) >= size:
+        bad = next(i for i in ids if not 0 <= i < size)
         fix = "Do tokenizer and model belong together?"
-        raise BackendError("token id", where=where, got=bad, expected=f"0 to {vocab_size - 1}", fix=fix)
+        raise BackendError("token id", where=where, got=bad, expected=f"0 to {size - 1}", fix=fix)
+    if limit is not None and (total := len(ids) + new) > limit:
+        got, expected = f"{len(ids)} prompt tokens + {new} new tokens = {total}", f"at most {limit} (max_seq_len)"
+        fix = "Shorten the prompt, lower max_tokens or raise max_seq_len."
+        raise BackendError("sequence too long", where=where, got=got, expected=expected, fix=fix)
     return ids
-
-# %% ../../nbs/23_backends.engine.ipynb #f0a1d681
-def check_length(prompt: int, new: int, limit: int | None, where: str) -> None:
-    "Raises `BackendError` when a prompt and its completion do not fit."
-    if limit is not None and prompt + new > limit:
-        raise BackendError(
-            "sequence too long",
-            where=where,
-            got=f"{prompt} prompt tokens + {new} new tokens = {prompt + new}",
-            expected=f"at most {limit} (max_seq_len)",
-            fix="Shorten the prompt, lower max_tokens or raise max_seq_len.",
-        )
 
 # %% ../../nbs/23_backends.engine.ipynb #04346bbe
 @dataclass(eq=False)
@@ -850,22 +844,28 @@ class Engine:
 # %% ../../nbs/23_backends.engine.ipynb #1e99732a
 def check_request(engine: Engine, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> Request:
     "A request that fits the model; raises `BackendError`."
-    prompt = check_tokens(prompt_tokens, engine.causal.vocab_size, "prompt")
-    check_length(len(prompt), params.max_tokens, engine.max_seq_len, "prompt")
+    vocab_size, limit = engine.causal.vocab_size, engine.max_seq_len
+    prompt = check_tokens(prompt_tokens, vocab_size, "prompt", limit, new=params.max_tokens)
     if params.stop and engine.tokenizer is None:
         raise BackendError("stop strings", got=params.stop, expected="a tokenizer", fix="Use stop_token_ids.")
     return Request(prompt, params, (engine.eos_token_ids or frozenset()) | frozenset(params.stop_token_ids))
 
 # %% ../../nbs/23_backends.engine.ipynb #a2eff2a2
-def by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    "Indices in groups, longest first, so that rows times longest of each group stays within `budget`."
-    groups: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+def plan_batches(
+    lengths: Sequence[int],  # tokens of each sequence
+    budget: int,  # padded tokens of one batch
+    split_gain: float = math.inf,  # padding that justifies one more batch
+) -> list[list[int]]:
+    "Indices in batches, longest first; every index exactly once."
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    batches: list[list[int]] = []
+    for rank, i in enumerate(order):
+        longest = lengths[batches[-1][0]] if batches else 0
+        full = not batches or longest * (len(batches[-1]) + 1) > budget
+        if full or (longest - lengths[i]) * (len(order) - rank) >= split_gain:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
 
 # %% ../../nbs/23_backends.engine.ipynb #566e2309
 def watched(engine: Engine, run: Callable[[], Tensor]) -> tuple[Tensor, np.ndarray | None]:
@@ -886,7 +886,7 @@ def admit(engine: Engine) -> list[Request]:
         new.setdefault(request.prompt, []).append(Row(request, i, Uniforms(request.params.seed, i)))
         free -= 1
     prompts, done = list(new), []
-    for group in by_budget([len(p) for p in prompts], engine.tokens_per_batch):
+    for group in plan_batches([len(p) for p in prompts], engine.tokens_per_batch):
         chosen = [prompts[i] for i in group]
         features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, chosen))
         engine.prefilled_tokens += sum(map(len, chosen))
@@ -922,20 +922,15 @@ def emit(engine: Engine, logits: Tensor, start: int = 0) -> list[Request]:
 
 # %% ../../nbs/23_backends.engine.ipynb #58f12613
 def retire(engine: Engine, i: int, reason: str) -> Request:
-    "Take row `i` out of the batch; its completion goes to its request."
+    "Take row `i` out of the batch; its completion goes to its request, with a note for each token that was read."
     row = drop(engine, i)
     request, text = row.request, final_text(row, engine.tokenizer)
+    notes, first = None, 0 if engine.note_prompt else len(request.prompt) - 1
+    if engine.routers is not None:
+        notes = write_notes(engine.routers, np.concatenate(row.chosen)[first:])
     made = (request.prompt, row.tokens, row.raw, row.used, text, reason, engine.policy_version, request.params)
-    request.completions[row.index] = Completion(*made, routing=notes_of(engine, row))  # type: ignore[arg-type]
+    request.completions[row.index] = Completion(*made, routing=notes)  # type: ignore[arg-type]
     return request
-
-
-def notes_of(engine: Engine, row: Row) -> tuple[str, ...] | None:
-    "(N-1,) notes of a finished row, (N-P,) without the prompt's; None where nothing is noted."
-    if engine.routers is None:
-        return None
-    first = 0 if engine.note_prompt else len(row.request.prompt) - 1
-    return write_notes(engine.routers, np.concatenate(row.chosen)[first:])
 
 # %% ../../nbs/23_backends.engine.ipynb #88224b38
 def drop(engine: Engine, i: int) -> Row:
@@ -968,12 +963,10 @@ def advance(engine: Engine) -> list[Request]:
 def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Logprobs]:
     "Raw logprobs of given token sequences, target coordinates (N-1,); raises `BackendError`."
     for tokens in sequences:
-        if len(check_tokens(tokens, engine.causal.vocab_size, "tokens")) < 2:
-            raise BackendError("tokens", got=1, expected="at least 2", fix="The first token has no logprob.")
-        check_length(len(tokens), 0, engine.max_seq_len, "tokens")
+        check_tokens(tokens, engine.causal.vocab_size, "tokens", engine.max_seq_len, least=2)
     results: list[np.ndarray] = [np.empty(0)] * len(sequences)
     with torch.inference_mode():
-        for group in by_budget([len(s) for s in sequences], engine.tokens_per_batch):
+        for group in plan_batches([len(s) for s in sequences], engine.tokens_per_batch):
             ids = padded([sequences[i] for i in group], engine.causal.device)
             real = torch.zeros(len(group), ids.shape[1] - 1, dtype=torch.bool)
             for row, i in enumerate(group):

@@ -25,7 +25,7 @@ __all__ = ['SyncError', 'open_fireworks', 'promote_weights', 'check_fireworks']
 # %% ../../nbs/29_backends.fireworks.ipynb #522633b8
 from ..align import align_routing
 from .base import Backend, Capabilities, Endpoint, Meter
-from .engine import check_length, check_tokens
+from .engine import check_tokens
 from .local import Worker
 from rl_notebook.backends.openai import (
     DIALECTS,
@@ -70,7 +70,6 @@ from rl_notebook.backends.service import (
     check_reachable,
     load_into,
     open_tokenizer,
-    publish,
     snapshot_remotely,
 )
 from ..config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resumes_there, was_chosen
@@ -155,8 +154,7 @@ class FireworksSampler:
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
         self.run.check()
-        prompt = [int(t) for t in check_tokens(prompt_tokens, 2**31, "prompt")]
-        check_length(len(prompt), params.max_tokens, self.max_seq_len, "prompt")
+        prompt = [*check_tokens(prompt_tokens, None, "prompt", self.max_seq_len, new=params.max_tokens)]
         seeds = [request_seed(params.seed, i) for i in range(params.n)]
         return await self._from_served(lambda: together([draw_from(self, prompt, params, seed) for seed in seeds]))
 
@@ -375,7 +373,7 @@ class FireworksSync:
             raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=known, fix=fix)
         with self.sampler.scorer.wire.silence.awaits(f"until the deployment has loaded {snapshot}"):
             await self.trainer.run(load_snapshot, self, snapshot)
-        version = publish(self.trainer.versions)
+        version = self.trainer.versions.publish()
         self.sampler.serve(version)
         return version
 

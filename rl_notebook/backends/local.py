@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,12 +38,12 @@ from rl_notebook.backends.engine import (
     CausalModel,
     Engine,
     Request,
-    check_length,
     check_request,
     check_tokens,
     echo,
     open_model,
     padded,
+    plan_batches,
 )
 from .routing import Routers, find_routers, read_notes, replaying
 from rl_notebook.core import (
@@ -67,23 +67,6 @@ __all__ = ['export_weights', 'open_local']
 # %% ../../nbs/24_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
 
-
-def plan_batches(
-    lengths: Sequence[int],  # tokens of each sequence
-    budget: int,  # padded tokens of one batch
-    split_gain: int,  # padding that justifies one more batch
-) -> list[list[int]]:
-    "Indices in batches, longest first; every index exactly once."
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    batches: list[list[int]] = []
-    for rank, i in enumerate(order):
-        longest = lengths[batches[-1][0]] if batches else 0
-        full = not batches or longest * (len(batches[-1]) + 1) > budget
-        if full or (longest - lengths[i]) * (len(order) - rank) >= split_gain:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
-
 # %% ../../nbs/24_backends.local.ipynb #6a163b53
 @dataclass(frozen=True, eq=False)
 class Scoring:
@@ -97,22 +80,18 @@ class Scoring:
     meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
     routers: Routers | None = None  # take the experts that `Datum.routing` names; None = the model chooses
 
-    def scored(self, datum: Datum) -> np.ndarray:
-        "(N-1,) bool: the positions that get a logprob."
-        return np.ones(len(datum.weights), dtype=bool) if self.prompt_logprobs else datum.active
-
     def batches(self, datums: Sequence[Datum]) -> list[list[int]]:
         "Indices in batches within the token budget."
         lengths = [len(d.weights) for d in datums]
         return plan_batches(lengths, self.tokens_per_batch, SPLIT_GAIN.get(self.causal.device.type, 8192))
 
-    def check(self, datums: Sequence[Datum]) -> None:
-        "Raises `BackendError` for datums that the model cannot read."
-        if not datums:
-            raise BackendError("datums", got="none", expected="at least one")
-        for d in datums:
-            check_tokens(d.tokens, self.causal.vocab_size, d.where)
-            check_length(len(d.tokens), 0, self.max_seq_len, d.where)
+
+def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: int | None) -> None:
+    "Raises `BackendError` for datums that a model cannot read."
+    if not datums:
+        raise BackendError("datums", got="none", expected="at least one")
+    for d in datums:
+        check_tokens(d.tokens, vocab_size, d.where, max_seq_len)
 
 # %% ../../nbs/24_backends.local.ipynb #01b28b24
 def routed(scoring: Scoring, datums: Sequence[Datum]) -> AbstractContextManager[None]:
@@ -129,7 +108,7 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     device = scoring.causal.device
     picked = np.zeros((len(datums), max(len(d.weights) for d in datums)), dtype=bool)
     for row, d in zip(picked, datums, strict=True):
-        row[: len(d.weights)] = scoring.scored(d)
+        row[: len(d.weights)] = d.active | scoring.prompt_logprobs
     where = torch.from_numpy(picked.reshape(-1).nonzero()[0]).to(device)
     targets = padded([d.target_tokens for d in datums], device).flatten()[where]
     with routed(scoring, datums):
@@ -141,35 +120,30 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
 def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[list[int]], flats: list[Tensor]) -> list[Tensor]:
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat logprobs of each batch."
     series: list[Tensor] = [torch.empty(0)] * len(datums)
+    scored = [torch.from_numpy(d.active | scoring.prompt_logprobs) for d in datums]
     for batch, flat in zip(batches, flats, strict=True):
-        parts = flat.detach().cpu().split([int(scoring.scored(datums[i]).sum()) for i in batch])
+        parts = flat.detach().cpu().split([int(scored[i].sum()) for i in batch])
         for i, part in zip(batch, parts, strict=True):
-            series[i] = part.new_full((len(datums[i].weights),), torch.nan)
-            series[i][torch.from_numpy(scoring.scored(datums[i]))] = part
+            series[i] = part.new_full(scored[i].shape, torch.nan)
+            series[i][scored[i]] = part
     return series
 
 # %% ../../nbs/24_backends.local.ipynb #298e43ba
 def score(scoring: Scoring, datums: Sequence[Datum]) -> list[np.ndarray]:
     "One (N-1,) array per datum, in the order given."
-    scoring.check(datums)
+    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches = scoring.batches(datums)
     with torch.no_grad():
         flats = [score_batch(scoring, [datums[i] for i in batch]) for batch in batches]
     return [series.double().numpy() for series in per_datum(scoring, datums, batches, flats)]
 
-# %% ../../nbs/24_backends.local.ipynb #dae95404
-class Scores(Protocol):
-    "What knows which positions get a logprob: a model here, or what a service was asked for."
-
-    def scored(self, datum: Datum) -> np.ndarray:
-        "(N-1,) bool."
-        ...
-
 # %% ../../nbs/24_backends.local.ipynb #4c6941e2
-def not_finite(scoring: Scores, datums: Sequence[Datum], series: Sequence[Tensor], what: str, got: Any) -> LossError:
+def not_finite(
+    datums: Sequence[Datum], series: Sequence[Tensor], prompt_logprobs: bool, what: str, got: Any
+) -> LossError:
     "The error for a loss or derivative that is not finite, with its likely cause."
     for d, s in zip(datums, series, strict=True):
-        if not s.detach()[torch.from_numpy(scoring.scored(d))].isfinite().all():
+        if not s.detach()[torch.from_numpy(d.active | prompt_logprobs)].isfinite().all():
             fix = "The weights have diverged: lower the learning rate, or load an earlier state."
             return LossError("policy logprobs", where=d.where, got="NaN or infinity", expected="finite values", fix=fix)
     fix = "Unscored positions are NaN: index with weights > 0, or open the backend with prompt_logprobs=True."
@@ -177,26 +151,26 @@ def not_finite(scoring: Scores, datums: Sequence[Datum], series: Sequence[Tensor
 
 # %% ../../nbs/24_backends.local.ipynb #f94c545d
 def loss_and_dlogprobs(
-    scoring: Scores,
     datums: Sequence[Datum],
     series: list[Tensor],  # (N-1,) leaves
     loss_fn: LossFn,
+    prompt_logprobs: bool = False,  # positions of weight 0 are scored too
 ) -> tuple[float, dict[str, float], list[np.ndarray]]:  # value, metrics, dL/dlogprob (N-1,) per datum
     "Call the loss and differentiate it with respect to the logprobs; raises `LossError`."
     loss, metrics = loss_fn(datums, series)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise LossError("loss", got=type(loss).__name__, expected="a tensor with one element, and a dict of metrics")
     if not loss.isfinite().all():
-        raise not_finite(scoring, datums, series, "loss", loss.item())
+        raise not_finite(datums, series, prompt_logprobs, "loss", loss.item())
     dlogprobs = torch.autograd.grad(loss, series, allow_unused=True) if loss.requires_grad else [None] * len(datums)
     results = []
     for d, dlogprob in zip(datums, dlogprobs, strict=True):
         if dlogprob is None:
             fix = "Every datum must enter the loss: a sum over no position counts, a constant does not."
             raise LossError("gradient", where=d.where, got="none", expected="one (zero will do)", fix=fix)
-        dlogprob = np.where(scoring.scored(d), dlogprob.double().numpy(), 0.0)
+        dlogprob = np.where(d.active | prompt_logprobs, dlogprob.double().numpy(), 0.0)
         if not np.isfinite(dlogprob).all():
-            raise not_finite(scoring, datums, series, f"dL/dlogprob of {d.where}", "NaN or infinity")
+            raise not_finite(datums, series, prompt_logprobs, f"dL/dlogprob of {d.where}", "NaN or infinity")
         results.append(dlogprob)
     return loss.item(), dict(metrics), results
 
@@ -245,7 +219,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 def evaluate(state: PolicyState, datums: Sequence[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
     "Loss value, metrics, logprobs and dL/dlogprob per datum; no gradient reaches the weights."
     scoring, state.graph = state.scoring, None
-    scoring.check(datums)
+    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches = scoring.batches(datums)
     padded_tokens = sum(len(b) * len(datums[b[0]].weights) for b in batches)
     keep = padded_tokens <= scoring.tokens_per_batch
@@ -253,12 +227,12 @@ def evaluate(state: PolicyState, datums: Sequence[Datum], loss_fn: LossFn) -> tu
         flats = [score_batch(scoring, [datums[i] for i in b]) for b in batches]
     series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
     with torch.enable_grad():
-        value, metrics, dlogprobs = loss_and_dlogprobs(scoring, datums, series, loss_fn)
+        value, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn, scoring.prompt_logprobs)
     state.graph = Graph(tuple(datums), batches, flats) if keep else None
     return value, metrics, [s.detach().double().numpy() for s in series], dlogprobs
 
 # %% ../../nbs/24_backends.local.ipynb #459e71fa
-def check_dlogprobs(scoring: Scores, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
+def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], prompt_logprobs: bool = False) -> None:
     "Raises `LossError` unless there is one finite series per datum, zero where nothing was scored."
     if len(dlogprobs) != len(datums):
         raise LossError("dlogprobs", got=f"{len(dlogprobs)} series", expected=f"{len(datums)}, one per datum")
@@ -267,29 +241,26 @@ def check_dlogprobs(scoring: Scores, datums: Sequence[Datum], dlogprobs: Sequenc
             raise LossError("dlogprobs", where=d.where, got=np.shape(dlogprob), expected=str(d.weights.shape))
         if not np.isfinite(dlogprob).all():
             raise LossError("dlogprobs", where=d.where, got="NaN or infinity", expected="finite values")
-        if np.any(np.asarray(dlogprob)[~scoring.scored(d)]):
-            fix = "Set it to 0, or open the backend with prompt_logprobs=True."
-            raise LossError(
-                "dlogprobs", where=d.where, got="a derivative at an unscored position", expected="0", fix=fix
-            )
+        if np.any(np.asarray(dlogprob)[~(d.active | prompt_logprobs)]):
+            got, fix = "a derivative at an unscored position", "Set it to 0, or open with prompt_logprobs=True."
+            raise LossError("dlogprobs", where=d.where, got=got, expected="0", fix=fix)
 
 # %% ../../nbs/24_backends.local.ipynb #0a724dd7
 def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
     "Add the gradient of `sum(dlogprob * logprob)` to what is accumulated."
     scoring, graph, state.graph = state.scoring, state.graph, None
-    scoring.check(datums)
-    check_dlogprobs(scoring, datums, dlogprobs)
-    kept = (
-        graph is not None and len(graph.datums) == len(datums) and all(map(lambda a, b: a is b, graph.datums, datums))
-    )
-    batches = graph.batches if graph and kept else scoring.batches(datums)
-    flats: list[Tensor | None] = list(graph.flats) if graph and kept else [None] * len(batches)
+    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
+    check_dlogprobs(datums, dlogprobs, scoring.prompt_logprobs)
+    if graph is not None and [*map(id, graph.datums)] != [*map(id, datums)]:
+        graph = None
+    batches = graph.batches if graph else scoring.batches(datums)
+    flats: list[Tensor | None] = list(graph.flats) if graph else [None] * len(batches)
     del graph
     for k, batch in enumerate(batches):
         flat, flats[k] = flats[k], None
         with torch.enable_grad():
             flat = score_batch(scoring, [datums[i] for i in batch]) if flat is None else flat
-        dlogprob = np.concatenate([np.asarray(dlogprobs[i])[scoring.scored(datums[i])] for i in batch])
+        dlogprob = np.concatenate([np.asarray(dlogprobs[i])[datums[i].active | scoring.prompt_logprobs] for i in batch])
         with routed(scoring, [datums[i] for i in batch]):
             torch.autograd.backward(flat, torch.from_numpy(dlogprob).to(flat))
         scoring.meter.datums_trained += len(batch)
@@ -442,6 +413,15 @@ class Versions:
     upcoming: int = 1  # what the next sync returns
     published: bool = True  # whether the policy's weights are those of `current`
 
+    def publish(self) -> int:
+        "Count a sync; returns the new policy version."
+        self.current, self.upcoming, self.published = self.upcoming, self.upcoming + 1, True
+        return self.current
+
+    def stand_at(self, current: int, published: bool = False) -> None:
+        "The policy has the weights of a version, or moved on from them."
+        self.current, self.upcoming, self.published = current, current + (not published), published
+
 # %% ../../nbs/24_backends.local.ipynb #1bfd63ee
 def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], where: str) -> None:
     "Raise the error `kind` that names the first tensor with NaN or infinity; reads each once where all is well."
@@ -558,10 +538,10 @@ def restore(
             master.copy_(tensors[f"masters/{name}"] if optimizer else state.params[name])
     state.optimizer = None
     if not optimizer:
-        versions.published, versions.upcoming = False, versions.current + 1
+        versions.stand_at(versions.current)
         return
-    state.steps, versions.current, versions.published = meta["steps"], meta["version"], meta["published"]
-    versions.upcoming = versions.current + (not versions.published)
+    state.steps = meta["steps"]
+    versions.stand_at(meta["version"], meta["published"])
     if any(name.startswith("adam/") for name in tensors):
         fresh = adamw(state, AdamParams())
         for name, target in zip(state.params, state.targets, strict=True):
@@ -702,7 +682,7 @@ class LocalTrainer:
     ) -> dict[str, float]:
         "One AdamW update; returns gradient norms, the size of the update and what was accumulated."
         metrics = await self.run(update, self.state, adam, grad_accumulation_normalization)
-        self.versions.published, self.versions.upcoming = False, self.versions.current + 1
+        self.versions.stand_at(self.versions.current)
         return metrics
 
     async def discard_gradients(self) -> None:
@@ -893,7 +873,7 @@ def directional(
 ) -> list[np.ndarray]:  # (N-1,) per datum, NaN where not scored
     "Derivative of every logprob in a direction of the weights."
     scoring = state.scoring
-    scoring.check(datums)
+    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches, flats = scoring.batches(datums), []
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), one_by_one(scoring.causal.model):
         for batch in batches:
@@ -950,9 +930,7 @@ class LocalSampler:
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights of the last sync."
-        if len(check_tokens(tokens, self.engine.causal.vocab_size, "tokens")) < 2:
-            raise BackendError("tokens", got=1, expected="at least 2", fix="The first token has no logprob.")
-        check_length(len(tokens), 0, self.engine.max_seq_len, "tokens")
+        check_tokens(tokens, self.engine.causal.vocab_size, "tokens", self.engine.max_seq_len, least=2)
         return await self.post(np.asarray(tokens))
 
     async def post(self, item: Any) -> Any:
@@ -1053,10 +1031,8 @@ class LocalSync:
         with torch.no_grad():
             for name, p in self.served.items():
                 p.copy_(weights[name])
-        version = self.versions.upcoming
-        self.versions.current, self.versions.upcoming, self.versions.published = version, version + 1, True
-        self.sampler.engine.policy_version = version
-        return version
+        self.sampler.engine.policy_version = self.versions.publish()
+        return self.versions.current
 
 # %% ../../nbs/24_backends.local.ipynb #be0478a2
 _SEEDING = threading.Lock()  # torch has one generator for all threads
@@ -1065,8 +1041,18 @@ _SEEDING = threading.Lock()  # torch has one generator for all threads
 def twin_of(module: nn.Module, of: Callable[[Tensor], Tensor]) -> Any:
     "A copy of a module, each parameter and buffer `of` the module's own; nothing of it learns."
     tensors = (*module.parameters(), *module.buffers())
-    own = lambda t: nn.Parameter(of(t), requires_grad=False) if isinstance(t, nn.Parameter) else of(t)
+
+    def own(t: Tensor) -> Tensor:
+        made = of(t)
+        return nn.Parameter(made, requires_grad=False) if isinstance(t, nn.Parameter) and made is not t else made
+
     return copy.deepcopy(module, {id(t): own(t) for t in tensors})
+
+
+def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
+    "A copy that does not learn, with its own `learning` tensors; it shares the others."
+    own = {id(t) for t in learning.values()}
+    return twin_of(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
 
 
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
@@ -1081,30 +1067,17 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module
         torch.manual_seed(seed)
         return get_peft_model(twin_of(model, Tensor.detach), config)  # type: ignore[arg-type, return-value]
 
-# %% ../../nbs/24_backends.local.ipynb #15b07c66
-def frozen_copy(module: nn.Module, shared: Sequence[Tensor]) -> nn.Module:
-    "A copy that does not learn and shares the given tensors."
-    twin = copy.deepcopy(module, {id(t): t for t in shared})
-    own = {id(t) for t in shared}
-    for p in twin.parameters():
-        if id(p) not in own:
-            p.requires_grad_(False)
-    return twin.eval()
-
 # %% ../../nbs/24_backends.local.ipynb #ec824bd3
-def torch_dtype(name: str) -> torch.dtype:
-    "The torch dtype of that name; raises `ConfigError`."
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if name not in known:
-        raise ConfigError("dtype", where="open_local", got=repr(name), expected=" or ".join(known))
-    return known[name]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-# %% ../../nbs/24_backends.local.ipynb #4a79a7db
-def in_dtype(model: Any, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
-    "The model in a precision, with experts that can be computed in it."
-    if dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+
+def in_dtype(model: Any, name: str, device: str | torch.device) -> nn.Module:
+    "The model in the precision of that name, with experts that can be computed in it; raises `ConfigError`."
+    if name not in _DTYPES:
+        raise ConfigError("dtype", where="open_local", got=repr(name), expected=" or ".join(_DTYPES))
+    if name == "float64" and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         model.set_experts_implementation("eager")
-    return model.to(device=device, dtype=dtype).eval()
+    return model.to(device=device, dtype=_DTYPES[name]).eval()
 
 # %% ../../nbs/24_backends.local.ipynb #cb3a1f54
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
@@ -1200,66 +1173,43 @@ def open_local(
 ) -> Backend:  # policy LocalTrainer, reference LocalReference, sampler LocalSampler
     "Policy, reference, sampler and sync over one model in this process."
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    module = in_dtype(model, torch_dtype(dtype), device)
+    module = in_dtype(model, dtype, device)
     module = with_lora(module, lora_rank, lora_alpha, seed) if lora_rank else module
     params, run, versions = trainable(module), Worker(inline), Versions()
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
     if not params:
         raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
-    learning = {id(p) for p in params.values()}
-    shared = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in learning]
-    served = frozen_copy(module, shared)
+    served = frozen_copy(module, params)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
     check_tokenizer(tokenizer, engine.causal.vocab_size)
     limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len)
-    score_as = lambda m: Scoring(scorer_of(m), *limits, engine.meter)
+    score_as = lambda m: Scoring(open_model(m, routes=("modules", "full"), sampling=False), *limits, engine.meter)
     state = PolicyState(module, replace(score_as(module), routers=routers), params)
-    judge = reference_of(state, score_as, run, shared) if reference else None
+    judge = None
+    if reference and hasattr(module, "disable_adapter"):  # the base, which chooses its experts itself
+        judge = LocalReference(replace(state.scoring, routers=None), run, module.disable_adapter)  # type: ignore[arg-type]
+    elif reference:
+        judge = LocalReference(score_as(frozen_copy(module, params)), run)
     sampler = LocalSampler(engine, run)
-    capabilities = Capabilities(
-        "local",
-        prompt_logprobs=prompt_logprobs,
-        policy_temperature=temperature,
-        lora_rank=lora_rank,
-        routing=router_replay,
-        max_seq_len=engine.max_seq_len,
-    )
+    can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
+    can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len)
     served_params = {name: p for name, p in served.named_parameters() if name in params}
     sync = LocalSync(state, sampler, served_params, versions)
-    close = partial(close_local, sampler, run)
     policy = LocalTrainer(state, run, versions)
-    rescore = partial(set_temperature, state, judge)
+
+    def score_at(temperature: float) -> None:
+        for one in (state, judge) if judge is not None else (state,):
+            one.scoring = replace(one.scoring, temperature=temperature)
+        state.graph = None
+
+    async def close() -> None:
+        if sampler.scheduler is not None and not sampler.scheduler.get_loop().is_closed():
+            sampler.scheduler.cancel()
+        run.close()
+        engine.abort()
+
     export = lambda folder, to=None: run(export_weights, state, tokenizer, Path(folder), to)
-    more: dict[str, Any] = {"score_at": rescore, "export": export}
-    return Backend(policy, judge, sampler, sync, tokenizer, capabilities, close, engine.meter, **more)
-
-# %% ../../nbs/24_backends.local.ipynb #f78aeb30
-def set_temperature(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
-    "Score policy and reference at another temperature from now on."
-    state.scoring, state.graph = replace(state.scoring, temperature=temperature), None
-    if judge is not None:
-        judge.scoring = replace(judge.scoring, temperature=temperature)
-
-# %% ../../nbs/24_backends.local.ipynb #54f194f6
-def scorer_of(module: nn.Module) -> CausalModel:
-    "The model for scoring with gradient, over its own modules."
-    return open_model(module, routes=("modules", "full"), sampling=False)
-
-# %% ../../nbs/24_backends.local.ipynb #5c5549af
-def reference_of(
-    state: PolicyState, score_as: Callable[[nn.Module], Scoring], run: Worker, shared: Sequence[Tensor]
-) -> LocalReference:
-    "The base without its adapter, or a frozen copy; it chooses its experts itself."
-    if hasattr(state.module, "disable_adapter"):
-        return LocalReference(replace(state.scoring, routers=None), run, state.module.disable_adapter)  # type: ignore[arg-type]
-    return LocalReference(score_as(frozen_copy(state.module, shared)), run)
-
-# %% ../../nbs/24_backends.local.ipynb #0aa5f132
-async def close_local(sampler: LocalSampler, run: Worker) -> None:
-    "Stop the scheduler and the worker thread, free the sampler's cache."
-    if sampler.scheduler is not None and not sampler.scheduler.get_loop().is_closed():
-        sampler.scheduler.cancel()
-    run.close()
-    sampler.engine.abort()
+    more: dict[str, Any] = {"score_at": score_at, "export": export}
+    return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

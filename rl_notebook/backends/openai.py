@@ -31,7 +31,7 @@ from torch import nn
 
 from ..align import completion_from_target, target_from_echo
 from .base import Backend, Capabilities, Endpoint, Meter
-from .engine import check_length, check_tokens
+from .engine import check_tokens
 from .local import LocalTrainer, open_local, write_weights
 from ..settings import address_trouble
 from ..core import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
@@ -644,7 +644,7 @@ class OpenAISampler:
         if not isinstance(dialect, Dialect) and dialect not in DIALECTS:
             raise BackendError("dialect", got=repr(dialect), expected=" or ".join(map(repr, DIALECTS)))
         self.dialect = dialect if isinstance(dialect, Dialect) else DIALECTS[dialect]
-        self.max_seq_len, self.vocab_size, self.meter = max_seq_len, vocab_size or 2**31, meter or Meter()
+        self.max_seq_len, self.vocab_size, self.meter = max_seq_len, vocab_size, meter or Meter()
         self.policy_version = 0  # of the weights that the server has
         self.report: ServerReport | None = None  # what `probe` found
         self.ready: Callable[[], Awaitable[None]] | None = None  # is awaited before each request
@@ -656,18 +656,15 @@ class OpenAISampler:
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
-        prompt = check_tokens(prompt_tokens, self.vocab_size, "prompt")
-        check_length(len(prompt), params.max_tokens, self.max_seq_len, "prompt")
+        prompt = check_tokens(prompt_tokens, self.vocab_size, "prompt", self.max_seq_len, new=params.max_tokens)
         seeds = [request_seed(params.seed, i) for i in range(params.n)]
         seeds = [secrets.randbits(31) if seed is None else seed for seed in seeds]
         return await together([draw_one(self, prompt, params, seed) for seed in seeds])
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights that the server has."
-        ids = check_tokens(tokens, self.vocab_size, "tokens")
-        if len(ids) < 2:
-            raise BackendError("tokens", got=1, expected="at least 2", fix="The first token has no logprob.")
-        check_length(len(ids), int(self.dialect.prefill["max_tokens"]), self.max_seq_len, "tokens")
+        drawn = int(self.dialect.prefill["max_tokens"])
+        ids = check_tokens(tokens, self.vocab_size, "tokens", self.max_seq_len, new=drawn, least=2)
         values, version = await score_tokens(self, ids)
         return Logprobs(values, source="sampler", policy_version=version)
 

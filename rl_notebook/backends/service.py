@@ -26,8 +26,7 @@ import pandas as pd
 import torch
 
 from .base import GradNormalization, LossFn, Meter
-from .engine import check_length, check_tokens
-from .local import Versions, Worker, check_dlogprobs, loss_and_dlogprobs
+from .local import Versions, Worker, check_datums, check_dlogprobs, loss_and_dlogprobs
 from .openai import Silence
 from rl_notebook.core import (
     AdamParams,
@@ -138,19 +137,8 @@ def carried(
     side = {"logprobs": known, "advantages": advantages}
     return with_side(sdk, sdk_datum(sdk, datum, mask), side)
 
-# %% ../../nbs/26_backends.service.ipynb #c260b9b9
-@dataclass(frozen=True)
-class Coverage:
-    "Which positions get a logprob."
-
-    prompt_logprobs: bool = False  # also those of weight 0
-
-    def scored(self, datum: Datum) -> np.ndarray:
-        "(N-1,) bool."
-        return np.ones(len(datum.weights), dtype=bool) if self.prompt_logprobs else datum.active
-
 # %% ../../nbs/26_backends.service.ipynb #3013322c
-def read_logprobs(output: Any, datums: Sequence[Datum], coverage: Coverage) -> list[np.ndarray]:
+def read_logprobs(output: Any, datums: Sequence[Datum], prompt_logprobs: bool = False) -> list[np.ndarray]:
     "One (N-1,) float64 array per datum from the response of a service; raises `BackendError`."
     records = output.loss_fn_outputs
     if len(records) != len(datums):
@@ -164,7 +152,7 @@ def read_logprobs(output: Any, datums: Sequence[Datum], coverage: Coverage) -> l
         if len(values) != len(d.weights):
             expected = f"{len(d.weights)}, one per target token"
             raise BackendError("logprobs of the service", where=d.where, got=len(values), expected=expected)
-        series.append(np.where(coverage.scored(d), values, np.nan))
+        series.append(np.where(d.active | prompt_logprobs, values, np.nan))
     return series
 
 # %% ../../nbs/26_backends.service.ipynb #38753027
@@ -388,7 +376,7 @@ def forward_gap(output: Any, sent: Pass) -> float | None:  # nats; None = nothin
     "Largest difference between the logprobs that a loss was computed on and those of its backward pass."
     if sent.logprobs is None:
         return None
-    again = read_logprobs(output, sent.datums, Coverage())
+    again = read_logprobs(output, sent.datums)
     pairs = [(a[d.active], b[d.active]) for a, b, d in zip(again, sent.logprobs, sent.datums, strict=True)]
     return max((float(np.abs(a - b).max(initial=0.0)) for a, b in pairs), default=None)
 
@@ -438,13 +426,6 @@ def version_in(path: str) -> tuple[int, bool] | None:
     found = re.search(r"-v(\d+)([pm])-[0-9a-f]{4}-\d+$", path)
     return (int(found[1]), found[2] == "p") if found else None
 
-# %% ../../nbs/26_backends.service.ipynb #01f73f3e
-def publish(versions: Versions) -> int:
-    "Count a sync; returns the new policy version."
-    version = versions.upcoming
-    versions.current, versions.upcoming, versions.published = version, version + 1, True
-    return version
-
 # %% ../../nbs/26_backends.service.ipynb #4d58d1c8
 @dataclass(frozen=True)
 class Limits:
@@ -453,28 +434,16 @@ class Limits:
     vocab_size: int | None = None  # ids below it
     max_seq_len: int | None = None  # longest sequence
     dtype: str = "unknown"  # precision of its forward pass; tolerances follow it
-    coverage: Coverage = Coverage()
-
-# %% ../../nbs/26_backends.service.ipynb #549877ec
-def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: int | None) -> None:
-    "Raises `BackendError` for datums that the service would refuse."
-    if not datums:
-        raise BackendError("datums", got="none", expected="at least one")
-    for d in datums:
-        check_tokens(d.tokens, vocab_size or 2**31, d.where)
-        check_length(len(d.tokens), 0, max_seq_len, d.where)
-
-# %% ../../nbs/26_backends.service.ipynb #a79dae3a
-def sent_for_scoring(link: Link, client: Any, datums: Sequence[Datum], coverage: Coverage) -> list[np.ndarray]:
-    "Logprobs of the service, one (N-1,) array per datum."
-    data = [sdk_datum(link.sdk, d, coverage.scored(d).astype(float)) for d in datums]
-    return read_logprobs(result_of(link, client.forward(data, "cross_entropy")), datums, coverage)
+    prompt_logprobs: bool = False  # also score positions of weight 0
 
 # %% ../../nbs/26_backends.service.ipynb #a32489e5
 def score_remotely(link: Link, datums: Sequence[Datum], limits: Limits, meter: Meter) -> list[np.ndarray]:
-    "Check, send, count."
+    "Check, send, count: logprobs of the service, one (N-1,) array per datum."
     check_datums(datums, limits.vocab_size, limits.max_seq_len)
-    values = link.call(lambda client: sent_for_scoring(link, client, datums, limits.coverage))
+    everywhere = limits.prompt_logprobs
+    data = [sdk_datum(link.sdk, d, (d.active | everywhere).astype(float)) for d in datums]
+    scores = lambda client: result_of(link, client.forward(data, "cross_entropy"))
+    values = link.call(lambda client: read_logprobs(scores(client), datums, everywhere))
     meter.datums_scored += len(datums)
     return values
 
@@ -566,7 +535,7 @@ def loss_here(remote: RemotePolicy, datums: list[Datum], loss_fn: LossFn) -> tup
     values = score_remotely(remote.link, datums, remote.limits, remote.meter)
     leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
     with torch.enable_grad():
-        loss, metrics, dlogprobs = loss_and_dlogprobs(remote.limits.coverage, datums, leaves, loss_fn)
+        loss, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, remote.limits.prompt_logprobs)
     return loss, metrics, values, dlogprobs
 
 # %% ../../nbs/26_backends.service.ipynb #5aae3558
@@ -575,7 +544,7 @@ def keep_pass(
 ) -> None:
     "Check a backward pass and keep it for the step."
     check_datums(datums, remote.limits.vocab_size, remote.limits.max_seq_len)
-    check_dlogprobs(remote.limits.coverage, datums, dlogprobs)
+    check_dlogprobs(datums, dlogprobs, remote.limits.prompt_logprobs)
     if logprobs is None and remote.encoding.needs_logprobs:
         logprobs = score_remotely(remote.link, datums, remote.limits, remote.meter)
     kept = tuple(np.array(s, dtype=np.float64) for s in dlogprobs)
@@ -601,7 +570,7 @@ def take_step(remote: RemotePolicy, adam: AdamParams, normalization: GradNormali
         raise
     remote.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
     remote.pending.clear()
-    remote.versions.published, remote.versions.upcoming = False, remote.versions.current + 1
+    remote.versions.stand_at(remote.versions.current)
     known = {"learning_rate": adam.learning_rate} | {k: v for k, v in update.counts.items() if k != "none"}
     keep_journal_short(remote)
     return metrics | {name: float(value) for name, value in known.items()}
@@ -676,8 +645,7 @@ def load_remotely(remote: RemotePolicy, path: str, optimizer: bool) -> None:
         raise
     remote.pending.clear()
     found = version_in(path) if optimizer else None
-    versions.current, versions.published = found or (versions.current, False)
-    versions.upcoming = versions.current + (not versions.published)
+    versions.stand_at(*(found or (versions.current, False)))
 
 # %% ../../nbs/26_backends.service.ipynb #77eacf10
 def snapshot_remotely(remote: RemotePolicy, name: str) -> str:
@@ -708,7 +676,7 @@ def loss_there(
         leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
         loss_fn = make_loss_fn(datums, options, denominator=denominator)
         with torch.enable_grad():
-            loss, metrics, dlogprobs = loss_and_dlogprobs(remote.limits.coverage, datums, leaves, loss_fn)
+            loss, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, remote.limits.prompt_logprobs)
         check_builtin(datums, options, [x.detach() for x in leaves], theirs, denominator)
     except BaseException as error:
         remote.link.drop(remote.link.text(error))
@@ -731,7 +699,7 @@ def sent_for_training(
     if "loss:sum" not in metrics:
         got, fix = f"{', '.join(sorted(metrics)) or 'no metrics'}", "Compute the loss here: loss_path='client'."
         raise BackendError("the service's value of its loss", got=got, expected="loss:sum, to be checked", fix=fix)
-    return read_logprobs(output, datums, limits.coverage), float(metrics["loss:sum"])
+    return read_logprobs(output, datums, limits.prompt_logprobs), float(metrics["loss:sum"])
 
 # %% ../../nbs/26_backends.service.ipynb #30a66dcf
 class ServiceTrainer(RemotePolicy):

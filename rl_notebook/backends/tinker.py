@@ -22,12 +22,11 @@ import numpy as np
 
 from ..align import target_from_token
 from .base import Backend, Capabilities, Meter
-from .engine import check_length, check_tokens
+from .engine import check_tokens
 from .local import Worker
 from .openai import Secret, key_from_env, request_seed
 from rl_notebook.backends.service import (
     ENCODINGS,
-    Coverage,
     Finding,
     Findings,
     Limits,
@@ -44,7 +43,6 @@ from rl_notebook.backends.service import (
     keep_pass,
     load_into,
     open_tokenizer,
-    publish,
     read_logprobs,
     result_of,
     sdk_datum,
@@ -251,8 +249,8 @@ class TinkerSampler:
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, from the weights of the last sync."
-        prompt = check_tokens(prompt_tokens, self.limits.vocab_size or 2**31, "prompt")
-        check_length(len(prompt), params.max_tokens, self.limits.max_seq_len, "prompt")
+        longest = self.limits.max_seq_len
+        prompt = check_tokens(prompt_tokens, self.limits.vocab_size, "prompt", longest, new=params.max_tokens)
         link, version = self.link, self.policy_version
         seeds = [None] if params.seed is None else [request_seed(params.seed, i) for i in range(params.n)]
         each = params.n if params.seed is None else 1
@@ -264,11 +262,9 @@ class TinkerSampler:
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights of the last sync."
-        if len(check_tokens(tokens, self.limits.vocab_size or 2**31, "tokens")) < 2:
-            raise BackendError("tokens", got=1, expected="at least 2", fix="The first token has no logprob.")
-        check_length(len(tokens), 0, self.limits.max_seq_len, "tokens")
+        ids = check_tokens(tokens, self.limits.vocab_size, "tokens", self.limits.max_seq_len, least=2)
         version = self.policy_version
-        values = await prefilled(self, self.link, [int(t) for t in tokens])
+        values = await prefilled(self, self.link, list(ids))
         return Logprobs(values, source="sampler", policy_version=version, dtype=self.limits.dtype)
 
 # %% ../../nbs/27_backends.tinker.ipynb #9b666b1a
@@ -385,7 +381,7 @@ class TinkerSync:
         link = sampler.link_to(model_path=snapshot)
         await asyncio.to_thread(link.call, lambda client: None)
         link.reconnects = sampler.link.reconnects
-        sampler.link, sampler.policy_version = link, publish(self.trainer.versions)
+        sampler.link, sampler.policy_version = link, self.trainer.versions.publish()
         return sampler.policy_version
 
 # %% ../../nbs/27_backends.tinker.ipynb #a22ba2d0
@@ -432,11 +428,10 @@ def nats(gap: float) -> str:
 def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     "Whether the policy also scores positions of weight 0."
     datum, link = toy_datum(tokens, 1), trainer.link
-    everywhere = Coverage(prompt_logprobs=True)
 
     def scored(client: Any, weights: np.ndarray) -> np.ndarray:
         output = result_of(link, client.forward([sdk_datum(link.sdk, datum, weights)], "cross_entropy"))
-        return read_logprobs(output, [datum], everywhere)[0]
+        return read_logprobs(output, [datum], prompt_logprobs=True)[0]
 
     asked, masked = (link.call(lambda c, w=w: scored(c, w)) for w in (np.ones(len(tokens) - 1), datum.weights))
     gap = float(np.abs(asked - masked).max())
@@ -722,7 +717,7 @@ async def open_tinker(
         raise ConfigError(
             "max_seq_len", where=base_model, got=needed, expected=f"at most {longest}, its context", fix=fix
         )
-    limits = Limits(len(words), longest, dtype, Coverage(prompt_logprobs))
+    limits = Limits(len(words), longest, dtype, prompt_logprobs)
     link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
     meter, run, adapter = Meter(), Worker(), adapter_of(sessions[0])
     policy, judge = (training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1]))
