@@ -35,6 +35,7 @@ from rl_notebook.backends.local import (
     PolicyState,
     backpropagate,
     capture,
+    check_datums,
     check_description,
     drop_gradients,
     evaluate,
@@ -316,9 +317,10 @@ class Learner:
 def run_pass(learner: Learner, batch: Batch) -> PassResult:
     "Score a batch and, unless only that was asked for, accumulate its gradient."
     state, loss_fn = learner.state, served_loss(batch)
-    state.scoring.check(batch.datums)
+    vocab_size = state.scoring.causal.vocab_size
+    check_datums(batch.datums, vocab_size, state.scoring.max_seq_len)
     for d in batch.datums:
-        check_tokens(d.targets, state.scoring.causal.vocab_size, f"{d.where}, target_tokens")
+        check_tokens(d.targets, vocab_size, f"{d.where}, target_tokens")
     if batch.forward_only:
         series = [s.astype(np.float32) for s in score(state.scoring, batch.datums)]
         return PassResult(tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item())
