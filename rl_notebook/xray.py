@@ -35,6 +35,7 @@ from rl_notebook.core import (
     RolloutSample,
 )
 from .datums import attach, datums_from_groups
+from .drawings import shapes, styled, table
 from .phases import as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .names import NAMED
@@ -841,20 +842,14 @@ def bars_text(dead: Mapping[int, float | None], planned: int, width: int = 20) -
     return "\n".join(lines)
 
 # %% ../nbs/40_xray.ipynb #2949eb49
-def bars_svg(dead: Mapping[int, float | None], planned: int) -> str:
-    "The same as a small picture."
-    parts = []
-    for i, (size, share) in enumerate(dead.items()):
-        x, high = 10 + 48 * i, 60 * (share or 0)
-        fill, weight = ("#0072b2", "bold") if size == planned else ("#9aa5b1", "normal")
-        text = f'text-anchor="middle" font-size="11" font-weight="{weight}" fill="currentColor"'
-        parts.append(f'<rect x="{x}" y="{78 - high:.1f}" width="32" height="{high:.1f}" fill="{fill}"/>')
-        parts.append(f'<text x="{x + 16}" y="{73 - high:.1f}" {text}>{percent(share)}</text>')
-        parts.append(f'<text x="{x + 16}" y="93" {text}>G={size}</text>')
-    parts.append(f'<text x="10" y="110" font-size="11" fill="{MUTED}">{BARS_TITLE}</text>')
-    size = f'width="{max(380, 20 + 48 * len(dead))}" height="116"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{BARS_TITLE}" {size}>'
-    return f"{head}{''.join(parts)}</svg>"
+def bars_html(dead: Mapping[int, float | None], planned: int) -> str:
+    "The same as bars in a table; the planned size is bold."
+    rows = []
+    for size, share in dead.items():
+        color, strong = ("#0072b2", "b") if size == planned else ("#9aa5b1", "span")
+        bar = shapes([(color, 0, 3, 200 * (share or 0), 12)], 200, 18, f"{BARS_TITLE}: {size}, {percent(share)}")
+        rows.append([styled(strong, f"G={size}"), bar, styled(strong, percent(share))])
+    return styled("div", BARS_TITLE, style=f"font-size:13px;color:{MUTED}") + table(["", "", ""], rows)
 
 # %% ../nbs/40_xray.ipynb #084fea18
 def round_trip(
@@ -1039,7 +1034,7 @@ class Preflight:
         cost = f'<p style="color:{MUTED}">cost: {html.escape(repr(self.cost))}</p>' if self.cost else ""
         head = f"<p><b>{html.escape(self.verdict)}</b></p>"
         prompt = f'<pre style="{pre}">{html.escape(self.prompt)}</pre>'
-        return f"{head}{prompt}{checks_html(self.checks)}{bars_svg(self.dead, self.planned)}{cost}"
+        return f"{head}{prompt}{checks_html(self.checks)}{bars_html(self.dead, self.planned)}{cost}"
 
 # %% ../nbs/40_xray.ipynb #b90fbb48
 async def first_completions(

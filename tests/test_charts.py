@@ -12,6 +12,7 @@ from typing import ClassVar
 from xml.etree import ElementTree
 
 import comm
+import matplotlib
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -23,9 +24,8 @@ from rl_notebook.core import RecordError
 from rl_notebook.metrics import reward_metrics
 from rl_notebook.records import StepRecord, metrics_frame, metrics_row
 from rl_notebook.views.charts import (
-    GRID,
+    COLORS,
     LOOKS,
-    Axis,
     Chart,
     LiveCharts,
     advantage_map,
@@ -279,22 +279,40 @@ def test_plotly_takes_every_figure(name: str):
     assert json.loads(json.dumps(payload, allow_nan=False)) == payload
     assert json.loads(json.dumps(found[name].figure, allow_nan=False)) == found[name].figure
     assert set(elements(svg(found[name].figure, name))) <= {
-        "svg", "g", "title", "text", "line", "polyline", "polygon", "circle", "rect", "path",
+        "svg", "g", "title", "text", "path", "defs", "use", "clipPath", "rect",
     }  # fmt: skip
 
 
 def test_the_picture_draws_the_numbers():
-    one = {"x": [0, 10], "y": [0.0, 1.0]}
+    three = {"x": [0, 5, 10], "y": [0.0, 0.25, 1.0]}
     empty = {"x": [], "y": []}
-    payload = {"reward": one, "inside": {"low": empty, "high": empty}, "held_out": empty, "functions": {}}
+    payload = {"reward": three, "inside": {"low": empty, "high": empty}, "held_out": empty, "functions": {}}
     figure = chart("reward", payload | {"groups": dict.fromkeys(("q25", "q75"), empty)}).figure
-    points = re.search(r'<polyline points="(\S+) (\S+)"', svg(figure))
-    (x0, y0), (x1, y1) = ([float(v) for v in p.split(",")] for p in points.groups())
-    assert x0 < x1
-    assert y0 > y1  # up is more
-    x, y = Axis(-0.2, 10.2, 56, 628), Axis(0.0, 1.04, 224, 26)
-    assert (x0, x1) == (round(x(0), 1), round(x(10), 1))
-    assert (y0, y1) == (round(y(0), 1), round(y(1), 1))
+    (x0, y0), (x1, y1), (x2, y2) = points_of(svg(figure), COLORS["blue"])
+    assert x0 < x1 < x2
+    assert y0 > y1 > y2  # up is more
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert (y0 - y1) / (y0 - y2) == pytest.approx(0.25, abs=0.005)
+
+
+def points_of(picture: str, color: str) -> list[tuple[float, ...]]:
+    "The points of the line of a colour, in pixels."
+    line, _legend = re.findall(rf'<path d="([^"]+)"[^>]*style="fill: none; stroke: {color}; stroke-width: 2', picture)
+    return [tuple(map(float, p)) for p in re.findall(r"[ML] (\S+) (\S+)", line)]
+
+
+def cells_of(picture: str) -> dict[str, int]:
+    "How many rectangles of each colour are drawn, by the first of their paths: the scale of a map comes later."
+    found = re.findall(r'<path d="([^"]+)"[^>]*style="fill: (#\w+)"', picture)
+    return {fill: path.count("M") for path, fill in reversed(found)}
+
+
+def test_a_picture_is_the_same_bytes_whatever_the_reader_has_set():
+    figure = drawn(beside(synthetic_record(20)))["timeline"].figure
+    once = svg(figure, "Rollouts")
+    with matplotlib.rc_context({"font.size": 20, "axes.grid": True, "svg.fonttype": "path", "lines.linewidth": 9}):
+        assert svg(figure, "Rollouts") == once
+        assert matplotlib.rcParams["font.size"] == 20  # and leaves it alone
 
 
 def test_a_map_has_a_cell_for_each_sample_and_a_colour_for_each_sign():
@@ -302,10 +320,11 @@ def test_a_map_has_a_cell_for_each_sample_and_a_colour_for_each_sign():
     first = replace(record.groups[0], advantages=[-1.0, 0.0, 0.5, 1.0])
     short = replace(record.groups[1], samples=record.groups[1].samples[:2], advantages=[0.0, 0.0])
     picture = svg(chart("advantages", advantages_payload(replace(record, groups=(first, short)))).figure)
-    map_, scale, _ = re.split("</?g>", picture)
-    cells = {fill: path.count("M") for path, fill in re.findall(r'<path d="([^"]+)" fill="(#\w+)"', map_)}
-    assert re.findall(r">([-\d.]+)</text>", scale) == ["1", "0", "-1"]
-    assert cells == {"#c8602c": 1, "#ffffff": 3, "#94b3d8": 1, "#2867b2": 1}
+    cells = cells_of(picture)
+    assert {"1", "0", "-1"} <= {*re.findall(r">([-\d.]+)</text>", picture)}
+    assert {c: cells[c] for c in ("#c8602c", "#ffffff", "#93b3d8", "#2867b2")} == {
+        "#c8602c": 1, "#ffffff": 3, "#93b3d8": 1, "#2867b2": 1
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -540,17 +559,14 @@ def test_what_a_page_loads_is_small_and_asks_for_nothing():
 
 def test_in_the_picture_of_a_map_nothing_is_written_behind_the_cells():
     payload = step_payloads(synthetic_record(4, groups=2))["advantages"]
-    root = ElementTree.fromstring(svg(chart("advantages", payload).figure))
-    name = "{http://www.w3.org/2000/svg}"
-    paper = next(p for p in root.iter(f"{name}path") if p.get("fill") == GRID)
-    left, top, width, height = map(float, re.findall(r"[\d.]+", str(paper.get("d")))[:4])
-    scale = [*next(root.iter(f"{name}g")).iter(f"{name}text")]
-    assert all(float(t.get("x", 0)) > left + width for t in scale)
-    texts = [t for t in root.iter(f"{name}text") if t.text not in ("✓", "✗") and t not in scale]
-    inside = [
-        t.text
-        for t in texts
-        if left < float(t.get("x", 0)) < left + width and top < float(t.get("y", 0)) < top + height + 8
-    ]
+    picture = svg(chart("advantages", payload).figure)
+    (paper,) = re.findall(r'<path d="([^"]+)" style="fill: #808c9b; fill-opacity: 0.2"', picture)
+    corners = np.array(re.findall(r"[ML] (\S+) (\S+)", paper), dtype=float)
+    (left, top), (right, bottom) = corners.min(axis=0), corners.max(axis=0)
+    texts = re.findall(r'<text [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]+)<', picture)
+    scale = [text for x, _, text in texts if float(x) > right]
+    assert len(scale) == 3
+    inside = [text for x, y, text in texts if left < float(x) < right and top < float(y) < bottom + 8]
     assert inside == []
-    assert [t.text for t in texts if t.text and t.text.isdigit()] == ["0", "1", *map(str, range(0, 8, 2))]
+    assert sorted(t for x, _, t in texts if float(x) < left and t.isdigit()) == ["0", "1"]
+    assert [t for x, _, t in texts if left < float(x) < right and t.isdigit()] == [*map(str, range(0, 8, 2))]

@@ -351,7 +351,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         "        main(args)",
         "assert said.getvalue().count('usage: ') == len(COMMANDS) + 1",
         "assert \"Did you mean 'learning_rate'\" in said.getvalue()",
-        "print([name for name in ('torch', 'transformers', 'pandas', 'plotly') if name in sys.modules])",
+        "print([name for name in ('torch', 'transformers', 'pandas', 'plotly', 'matplotlib') if name in sys.modules])",
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -14,7 +14,7 @@ from jupyter_client.manager import start_new_kernel
 import rl_notebook as rln
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("torch", "numpy", "pandas", "transformers", "plotly", "yaml", "httpx")
+HEAVY = ("torch", "numpy", "pandas", "transformers", "plotly", "matplotlib", "yaml", "httpx")
 
 
 def python(code: str) -> str:

@@ -114,7 +114,7 @@ def test_dots_are_the_tokens(record):
     assert all(0 <= x <= SIDE and 0 <= y <= SIDE for x, y in places)
     assert any(y == SIDE // 2 and x != SIDE // 2 for x, y in places)  # clipped tokens
     assert all(x <= SIDE // 2 for x, _ in payload["plus"])  # raised by the recorded gradient, but for a weak KL term
-    assert dots_svg(payload).count("h0") == len(places)
+    assert dots_svg(payload).count("h4v4") == len(places)
 
 
 def test_many_tokens_stay_a_small_picture():

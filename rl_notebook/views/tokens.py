@@ -5,9 +5,7 @@
 # %% ../../nbs/52_views.tokens.ipynb #16b4dfa0
 from __future__ import annotations
 
-import base64
 import html
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,8 +18,16 @@ from IPython.display import display, update_display
 from ..core import Datum, DatumError
 from ..drawings import HUES, SOFT, number, styled, tint
 from ..records import StepRecord
-from .charts import asset
-from .payloads import TokenRow, all_series, menu_payload, overview_payload, token_payload, token_rows
+from .charts import Figure, asset, figure_of, picture_html
+from rl_notebook.views.payloads import (
+    TokenRow,
+    all_series,
+    downsample,
+    menu_payload,
+    overview_payload,
+    token_payload,
+    token_rows,
+)
 
 # %% auto #0
 __all__ = ['TokenInspector', 'inspect_tokens']
@@ -256,42 +262,36 @@ def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any], budget: in
     return styled("div", *parts, style=box + "border-radius:6px;padding:6px 8px;max-height:320px;overflow:auto")
 
 # %% ../../nbs/52_views.tokens.ipynb #e2a62dc3
-def _columns(values: Sequence[float | None], most: int) -> list[tuple[float, float]]:
-    "(position, value) of what is drawn: all values, or the lowest and highest of each column."
-    size = max(1, math.ceil(len(values) / most))
-    out = []
-    for start in range(0, len(values), size):
-        here = [v for v in values[start : start + size] if v is not None]
-        out += [(start / size, v) for v in sorted({min(here), max(here)})] if here else []
-    return out
+WIDE, MOST = 760, 720  # pixels of the picture under the strip, and bars in it
 
 
-def chart_svg(series: Mapping[str, Any], targets: int, width: int = 760, height: int = 120) -> str:
-    "A series by target position as an SVG picture."
-    most, left, center = 360, 64, series["center"]
-    points = _columns(series["values"], most)
+def series_figure(series: Mapping[str, Any], targets: int) -> Figure:
+    "A series by target position: a bar from the centre to each value."
+    center, places = series["center"], {"x": [*range(len(series["values"]))], "y": series["values"]}
+    thin = downsample(places, MOST)
+    points = [(x, v) for x, v in zip(thin["x"], thin["y"], strict=True) if v is not None]
     low, high = min([center, *(v for _, v in points)]), max([center, *(v for _, v in points)])
     low, high = (low, high) if high > low else (center - series["limit"], center + series["limit"])
-    step = (width - left - 8) / min(most, max(targets, 1))
-    y = lambda v: 8 + (height - 30) * (high - v) / (high - low)
-    bars: dict[str, list[str]] = {}
-    for at, v in points:
-        bars.setdefault(hue_of(series, v)[0], []).append(f"M{left + (at + 0.5) * step:.1f} {y(center):.1f}V{y(v):.1f}")
-    wide = max(1.0, min(6.0, step * 0.6))
-    paths = [f'<path d="{"".join(d)}" stroke="rgb({HUES[hue]})" stroke-width="{wide:.1f}"/>' for hue, d in bars.items()]
-    text = lambda x, y, s, anchor: f'<text x="{x}" y="{y:.0f}" text-anchor="{anchor}">{s}</text>'
-    ends = [text(left - 6, y(v) + 4, number(v), "end") for v in sorted({low, center, high})]
-    ends += [text(left, height - 6, "target 0", "start"), text(width - 8, height - 6, str(targets - 1), "end")]
-    line = f'<path d="M{left} {y(center):.1f}H{width - 8}" stroke="#7a8896" opacity=".5"/>'
-    words = f'<g fill="#7a8896" font-size="11" font-family="sans-serif">{"".join(ends)}</g>'
-    box = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-    return f"{box}{line}{''.join(paths)}{words}</svg>"
-
-
-def picture(svg: str, alt: str) -> str:
-    "An SVG picture as an image: where pictures are taken away, no stray words of it remain."
-    data = base64.b64encode(svg.encode()).decode()
-    return f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(alt)}" style="max-width:100%">'
+    style = {"type": "scatter", "mode": "lines"}
+    wide = round(max(1.0, min(6.0, 0.6 * WIDE / min(MOST / 2, max(targets, 1)))), 1)
+    bars: dict[str, list[tuple[int | None, float | None]]] = {}
+    for x, v in points:
+        bars.setdefault(hue_of(series, v)[0], []).extend([(x, center), (x, v), (None, None)])
+    ends = {"x": [-0.5, targets - 0.5], "y": [center, center]}
+    data: list[dict[str, Any]] = [{**style, **ends, "line": {"color": "#7a8896", "width": 0.5}}]
+    for hue, places in bars.items():
+        x, y = zip(*places, strict=True)
+        line = {"color": f"rgba({HUES[hue]},1)", "width": wide}
+        data.append({**style, "x": [*x[:-1]], "y": [*y[:-1]], "line": line, "showlegend": False})
+    ticks, room = sorted({low, center, high}), 0.05 * (high - low)
+    axis = {
+        "tickvals": ticks,
+        "ticktext": [number(v) for v in ticks],
+        "range": [low - room, high + room],
+        "showgrid": False,
+    }
+    across = {"title": {"text": "target"}, "tickformat": "d", "range": [-0.5, targets - 0.5]}
+    return figure_of(data, "", xaxis=across, yaxis={"title": {"text": ""}} | axis)
 
 # %% ../../nbs/52_views.tokens.ipynb #a8a61b7b
 def _middle(payload: Mapping[str, Any], series: Mapping[str, Any]) -> int:
@@ -389,7 +389,9 @@ def tokens_html(
     named = _by_name(payload)
     chosen = named[series if series in named else payload["first"]]
     parts = [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen)]
-    parts.append(picture(chart_svg(chosen, len(payload["tokens"]) - 1), f"{chosen['label']} by target"))
+    parts.append(
+        picture_html(series_figure(chosen, len(payload["tokens"]) - 1), f"{chosen['label']} by target", WIDE, 140)
+    )
     parts += [
         _worst_html(payload, chosen),
         coordinates_html(payload, _middle(payload, chosen)),

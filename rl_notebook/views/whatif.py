@@ -19,6 +19,7 @@ __all__ = ['WhatIfPanel']
 # %% ../../nbs/54_views.whatif.ipynb #595499fd
 from ..advantages import SCALES
 from ..core import Logprobs, RLNotebookError
+from ..drawings import shapes
 from ..losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, LossOptions
 from ..records import StepRecord
 from .charts import COLORS
@@ -79,19 +80,14 @@ _CELL = "padding:2px 10px;text-align:"
 
 
 def dots_svg(payload: Mapping[str, Any]) -> str:
-    "The square of dots."
-    half, end = SIDE // 2, SIDE
-    lines = f'<path d="M0 {half}H{end}M{half} 0V{end}" stroke="{_SOFT}" stroke-width=".5"/>'
-    lines += f'<path d="M0 {end}L{end} 0" stroke="{_SOFT}" stroke-width="1" stroke-dasharray="3 3"/>'
-    marks = ""
-    for name, color in (("plus", "blue"), ("minus", "orange"), ("zero", "grey")):
-        path = "".join(f"M{x} {y}h0" for x, y in payload[name])
-        marks += f'<path d="{path}" stroke="{COLORS[color]}" stroke-width="5" stroke-linecap="round" opacity=".8"/>'
+    "The square of dots: both axes, the line of what has not changed, and the tokens."
     title = "dlogprob of each token, recorded (across) against chosen (up)"
-    return (
-        f'<svg viewBox="0 0 {end} {end}" width="{end}" height="{end}" role="img" aria-label="{title}">'
-        f'<rect width="{end}" height="{end}" fill="none" stroke="{_SOFT}" stroke-width=".5"/>{lines}{marks}</svg>'
-    )
+    ends = (0.0, SIDE / 2, SIDE - 0.5)
+    marks = [(_SOFT, 0.0, at, float(SIDE), 0.5) for at in ends] + [(_SOFT, at, 0.0, 0.5, float(SIDE)) for at in ends]
+    marks += [(_SOFT, float(x), float(SIDE - x), 2.0, 1.0) for x in range(0, SIDE, 5)]
+    for name, color in (("plus", "blue"), ("minus", "orange"), ("zero", "grey")):
+        marks += [(f"{COLORS[color]}cc", x - 2.0, y - 2.0, 4.0, 4.0) for x, y in payload[name]]
+    return shapes(marks, SIDE, SIDE, title)
 
 # %% ../../nbs/54_views.whatif.ipynb #b2b7b1a9
 def table_html(payload: Mapping[str, Any]) -> str:
