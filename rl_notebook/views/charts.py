@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anywidget
 import numpy as np
@@ -24,12 +25,17 @@ from plotly.offline import get_plotlyjs
 from ..drawings import escape_unseen
 from .payloads import downsample
 
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Sheet
+
 # %% auto #0
 __all__ = ['Chart', 'chart', 'charts']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
 COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
-FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, GRID = "#7a8896", "rgba(128,140,155,0.2)"  # legible on white and on black
 Figure = dict[str, Any]  # plotly's JSON: `data`, a list of traces, and `layout`
 
@@ -55,7 +61,7 @@ def _y(title: str, **options: Any) -> dict[str, Any]:
     return {**_AXIS, "title": {"text": title}, "rangemode": "tozero", "exponentformat": "e", "nticks": 6, **options}
 
 
-def _figure(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
+def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
     "Traces with the common look; a note where there is nothing to draw."
     drawn = any(len(t.get("x", ())) or len(t.get("z", ())) for t in data)
     note = {"text": "nothing measured yet", "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
@@ -115,14 +121,14 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
         style: dict[str, Any] = {"mode": "lines+markers", "marker": marker}
         dotted = {"color": COLORS["orange"], "width": 1, "dash": "dot"}
         data.append(_line(payload["held_out"], "held out", "orange", **style, line=dotted))
-    return _figure(data, "reward")
+    return figure_of(data, "reward")
 
 
 def functions_figure(payload: Mapping[str, Any]) -> Figure:
     "Mean of each reward function."
     colors = ["blue", "orange", "green", "violet", "grey"]
     lines = [_line(s, name, colors[i % len(colors)]) for i, (name, s) in enumerate(payload["functions"].items())]
-    return _figure(lines, "mean reward")
+    return figure_of(lines, "mean reward")
 
 # %% ../../nbs/51_views.charts.ipynb #c28b2311
 def _panel_title(panel: Mapping[str, Any], beta: float | None) -> str:
@@ -182,7 +188,7 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
     legend = {"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top", "font": {"size": 10}}
     margin = {"l": 8, "r": 12, "t": 54 if len(panels) == 3 else 42, "b": 8}
-    return _figure(
+    return figure_of(
         data, "nats", **axes, **({"annotations": titles, "legend": legend, "margin": margin} if panels else {})
     )
 
@@ -196,7 +202,7 @@ def length_figure(payload: Mapping[str, Any]) -> Figure:
         _line(payload["max"], "longest", "grey", 1),
         _line(payload["clipped"], "cut", "orange", yaxis="y2", hovertemplate="%{y:.1%}"),
     ]
-    return _figure(data, "tokens", yaxis2={**_AXIS, **right})
+    return figure_of(data, "tokens", yaxis2={**_AXIS, **right})
 
 
 _STACKED: dict[str, Any] = {
@@ -211,7 +217,7 @@ def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[
         {"type": "bar", **series[key], "name": name, "marker": {"color": color}, "hovertemplate": "%{y:.1%}"}
         for key, (name, color) in about.items()
     ]
-    return _figure(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat=".0%"), **_STACKED, bargap=0)
+    return figure_of(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat=".0%"), **_STACKED, bargap=0)
 
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
@@ -224,7 +230,7 @@ def advantage_spread_figure(payload: Mapping[str, Any]) -> Figure:
     "Distribution of the advantages of each step."
     data = _band(payload["min"], payload["max"], "smallest to largest", tint("violet", 0.12))
     data += _band(payload["q25"], payload["q75"], "middle half", tint("violet", 0.3))
-    return _figure([*data, _line(payload["median"], "median", "violet")], "advantage")
+    return figure_of([*data, _line(payload["median"], "median", "violet")], "advantage")
 
 
 def token_share_figure(payload: Mapping[str, Any]) -> Figure:
@@ -247,7 +253,7 @@ def counts_figure(payload: Mapping[str, Any]) -> Figure:
         for k, name in kinds.items()
     ]
     x = {**_AXIS, "title": {"text": f"{payload['what']}, step {payload['step']}"}, "showgrid": False, "zeroline": False}
-    return _figure(bars, "samples", xaxis=x, **_STACKED)
+    return figure_of(bars, "samples", xaxis=x, **_STACKED)
 
 # %% ../../nbs/51_views.charts.ipynb #18f43013
 DIVERGING = [[0, "#c8602c"], [0.5, "#ffffff"], [1, "#2867b2"]]  # minus, none, plus
@@ -295,7 +301,7 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         "title": {"text": f"completion, step {payload['step']}"},
         "dtick": max(1, len(values[0]) // 8) if values else 1,
     }
-    return _figure(
+    return figure_of(
         [heat],
         "",
         xaxis=x,
@@ -326,7 +332,7 @@ def staleness_figure(payload: Mapping[str, Any]) -> Figure:
         data.append(_line({"x": [mean["x"][0], mean["x"][-1]], "y": [bound] * 2}, "bound", "orange", **dotted))
     highest = max([bound or 0, *(v for v in payload["max"]["y"] if v is not None)])
     whole = {"tickformat": "d", "dtick": max(1, math.ceil(highest / 5))}
-    return _figure(data, "versions", yaxis=_y("versions", range=[0, 1.1 * highest or 1], **whole))
+    return figure_of(data, "versions", yaxis=_y("versions", range=[0, 1.1 * highest or 1], **whole))
 
 
 def ages_figure(payload: Mapping[str, Any]) -> Figure:
@@ -339,14 +345,14 @@ def waits_figure(payload: Mapping[str, Any]) -> Figure:
     who = {"trainer": ("trainer waits", "orange"), "sampler": ("sampler idle", "blue")}
     percent: dict[str, Any] = {"hovertemplate": "%{y:.0%}"}
     data = [_line(payload["waits"][key], name, color, **percent) for key, (name, color) in who.items()]
-    return _figure(data, "share of the time", yaxis=_y("share of the time", **_BELOW_ONE))
+    return figure_of(data, "share of the time", yaxis=_y("share of the time", **_BELOW_ONE))
 
 
 def pipeline_figure(payload: Mapping[str, Any]) -> Figure:
     "Rows in flight, ready, and for which there was room."
     data = [_line(payload["in_flight"], "in flight", "blue"), _line(payload["ready"], "ready", "green")]
     room = [_line(payload["room"], "room for more", "grey", 1)] if payload["room"]["x"] else []
-    return _figure([*data, *room], "rows")
+    return figure_of([*data, *room], "rows")
 
 # %% ../../nbs/51_views.charts.ipynb #4801b950
 PHASE_COLORS = {
@@ -432,235 +438,202 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
     x |= {"showgrid": False, "zeroline": False}
     legend = {"orientation": "h", "x": 0, "y": 1.09, "yanchor": "bottom", "traceorder": "normal"}
     look = {"barmode": "overlay", "hovermode": "closest", "legend": legend}
-    return _figure(data, "", xaxis=x, yaxis=y, **look, **({"annotations": steps} if data else {}))
+    return figure_of(data, "", xaxis=x, yaxis=y, **look, **({"annotations": steps} if data else {}))
 
 # %% ../../nbs/51_views.charts.ipynb #9b4a8a67
-@dataclass(frozen=True)
-class Axis:
-    "A range of values and the pixels that it covers."
-
-    low: float
-    high: float
-    start: float  # pixel of `low`
-    end: float  # pixel of `high`
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-    def ticks(self, count: int = 5) -> list[float]:
-        "Round numbers in the range, about so many."
-        rough = (self.high - self.low) / count
-        power = 10.0 ** math.floor(math.log10(rough))
-        width = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
-        first = math.ceil(self.low / width - 1e-9)
-        return [k * width for k in range(first, math.floor(self.high / width + 1e-9) + 1)]
+PICTURED = 200  # points of a line in a picture
+STYLE: Any = {
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "legend.borderpad", "legend.borderaxespad"), 0),
+    **{"figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False, "legend.handlelength": 1.2},
+    **{"axes.axisbelow": True, "axes.unicode_minus": False, "axes.xmargin": 0.02, "axes.ymargin": 0.04},
+    **{"font.family": "DejaVu Sans", "font.size": 11, "legend.fontsize": 11, "text.parse_math": False},
+    **{"lines.solid_capstyle": "butt", "svg.fonttype": "none", "svg.hashsalt": "rl_notebook"},
+}
 
 
-def _tick_text(value: float, form: str) -> str:
-    "A tick as text."
-    if form.endswith("%"):
-        return f"{value:.0%}"
-    return f"{value:.0f}" if form == "d" else f"{value:g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.0e}"
-
-# %% ../../nbs/51_views.charts.ipynb #ebc4faf4
-def _numbers(values: Sequence[Any]) -> np.ndarray:
-    "Finite numbers of a list."
-    found = np.array([v for v in values if v is not None], dtype=np.float64)
-    return found[np.isfinite(found)]
+def _paint(color: str) -> Any:
+    "A colour of CSS as matplotlib takes it."
+    if not color.startswith("rgba("):
+        return color
+    *rgb, alpha = map(float, color[5:-1].split(","))
+    return (*(c / 255 for c in rgb), alpha)
 
 
-def _bar_width(bar: Mapping[str, Any]) -> float:
-    "As told, or up to the next one."
-    return bar.get("width") or min((b - a for a, b in pairwise(bar["x"])), default=1)
-
-
-def _extent(traces: Sequence[Mapping[str, Any]], which: str, axis: Mapping[str, Any]) -> tuple[float, float]:
-    "The range that an axis shows: as told, or what its traces need."
-    if "range" in axis:
-        return axis["range"][0], axis["range"][1]
-    parts = [_numbers(t[which]) for t in traces if which in t]
-    bars = [t for t in traces if t["type"] == "bar"]
-    if bars and which == "y":
-        parts = [np.sum([[v or 0.0 for v in t["y"]] for t in bars], axis=0)]
-    if bars and which == "x":
-        parts += [p + side * _bar_width(bars[0]) / 2 for p in parts for side in (-1, 1)]
-    if heat := [t for t in traces if t["type"] == "heatmap"]:
-        z, rows = heat[0]["z"], heat[0]["y"]
-        size = len(z[0]) if which == "x" and z else len(rows)
-        first = rows[0] if which == "y" and rows else 0
-        return first - 0.5, first + max(size, 1) - 0.5
-    found = np.concatenate([*parts, np.zeros(1) if axis.get("rangemode") == "tozero" else np.zeros(0)])
-    low, high = (float(found.min()), float(found.max())) if len(found) else (0.0, 1.0)
-    pad = (0.04 * (high - low) or 0.5 * abs(high) or 0.5) if which == "y" else (0.02 * (high - low) or 1.0)
-    return (low if low == 0 and which == "y" else low - pad), high + pad
-
-
-def _frame(axis: Mapping[str, Any], layout: Mapping[str, Any], box: tuple[float, float]) -> tuple[float, float]:
-    "The pixels that an axis covers inside those of the picture."
-    over = axis.get("overlaying")
-    low, high = (layout[f"yaxis{over[1:]}"] if over else axis).get("domain", (0.0, 1.0))
-    return box[0] + low * (box[1] - box[0]), box[0] + high * (box[1] - box[0])
+def _floats(values: Sequence[float | None]) -> np.ndarray:
+    "Numbers of a series, NaN where there is none."
+    return np.array([math.nan if v is None else v for v in values], dtype=np.float64)
 
 # %% ../../nbs/51_views.charts.ipynb #595ccffc
-PICTURED = 200  # points of a line in a picture
+def _draw_line(axes: Axes, t: Mapping[str, Any], before: Mapping[str, Any]) -> Artist | None:
+    "A line with its marks, or the area between it and the trace before it; an outline of an area is not drawn."
+    x, y = _points(t)
+    if "fill" in t:
+        known, (lower, bottom) = np.isfinite(y), _points(before)
+        back = np.flatnonzero(np.isfinite(bottom))[::-1]
+        edge = np.concatenate([x[known], lower[back]]), np.concatenate([y[known], bottom[back]])
+        return axes.fill(*edge, color=_paint(t["fillcolor"]), lw=0)[0]
+    line, marked = t["line"], "markers" in t["mode"]
+    if not line["width"]:
+        return None
+    (drawn,) = axes.plot(x, y, color=_paint(line["color"]), lw=line["width"], ls=":" if "dash" in line else "-")
+    if marked:
+        diamond = "symbol" in t["marker"]
+        drawn.set(marker="d" if diamond else "o", markersize=t["marker"]["size"], markeredgewidth=0)
+    return drawn
 
 
-def _runs(t: Mapping[str, Any], x: Axis, y: Axis) -> list[list[str]]:
-    "The points of a line as `x,y`, in unbroken runs."
-    runs: list[list[str]] = [[]]
-    thin = downsample({"x": t["x"], "y": t["y"]}, PICTURED)
-    for a, b in zip(thin["x"], thin["y"], strict=True):
-        if b is None:
-            runs.append([])
-        else:
-            runs[-1].append(f"{x(a):.1f},{y(b):.1f}")
-    return [run for run in runs if run]
-
-
-def _svg_line(t: Mapping[str, Any], before: Mapping[str, Any], x: Axis, y: Axis) -> str:
-    "A line, its marks, and the area down to the trace before it."
-    runs, line, mark = _runs(t, x, y), t["line"], t.get("marker", {})
-    out = []
-    if "fill" in t and runs:
-        edge = [p for run in _runs(before, x, y) for p in run]
-        points = " ".join([*(p for run in runs for p in run), *reversed(edge)])
-        out.append(f'<polygon points="{points}" fill="{t["fillcolor"]}"/>')
-    if "lines" in t["mode"] and line["width"]:
-        dash = ' stroke-dasharray="2 3"' if "dash" in line else ""
-        style = f'fill="none" stroke="{line["color"]}" stroke-width="{line["width"]}" stroke-linejoin="round"{dash}'
-        out += [f'<polyline points="{" ".join(run)}" {style}/>' for run in runs if len(run) > 1]
-    if "markers" in t["mode"]:
-        points = [p.split(",") for run in runs for p in run]
-        out += [f'<circle cx="{a}" cy="{b}" r="{mark["size"] / 2:g}" fill="{mark["color"]}"/>' for a, b in points]
-    return "".join(out)
+def _points(t: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    "A line as it is drawn."
+    thin = t if None in t["x"] else downsample({"x": t["x"], "y": t["y"]}, PICTURED)
+    return _floats(thin["x"]), _floats(thin["y"])
 
 # %% ../../nbs/51_views.charts.ipynb #ff2d89d7
-def _box(left: float, top: float, width: float, height: float) -> str:
-    "A rectangle as a piece of a path."
-    return f"M{left:.1f} {top:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"
+def _draw_boxes(axes: Axes, color: str, left: Any, bottom: Any, width: Any, height: Any) -> Artist:
+    "Rectangles of one colour."
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    a, b, c, d = np.broadcast_arrays(left, bottom, np.add(left, width), np.add(bottom, height))
+    corners = np.stack([a, b, c, b, c, d, a, d, a, b], axis=-1).reshape(-1, 2)
+    codes = [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY] * (len(corners) // 5)
+    drawn = axes.add_patch(PathPatch(Path(corners, codes), color=_paint(color), lw=0))
+    axes.autoscale_view()
+    return drawn
 
 
-def _svg_bars(bars: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
-    "Bars on each other."
-    half, base, out = _bar_width(bars[0]) / 2, [0.0] * len(bars[0]["x"]), []
-    for t in bars:
-        boxes = []
-        for i, (a, b) in enumerate(zip(t["x"], t["y"], strict=True)):
-            left, top = x(a - half), y(base[i] + (b or 0.0))
-            boxes += [_box(left, top, x(a + half) - left, y(base[i]) - top)] if b else []
-            base[i] += b or 0.0
-        out += [f'<path d="{"".join(boxes)}" fill="{t["marker"]["color"]}"/>'] if boxes else []
-    return "".join(out)
-
-
-def _svg_lying(t: Mapping[str, Any], x: Axis, y: Axis) -> str:
-    "Bars that lie in lanes."
-    high, boxes = abs(y(t["width"]) - y(0)), []
-    for begin, length, lane in zip(t["base"], t["x"], t["y"], strict=True):
-        boxes.append(_box(x(begin), y(lane) - high / 2, max(x(begin + length) - x(begin) - 0.7, 0.4), high))
-    return f'<path d="{"".join(boxes)}" fill="{t["marker"]["color"]}"/>'
+def _draw_bars(axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Artist:
+    "Bars on those of the traces before, or bars that lie in lanes."
+    color, x, y = t["marker"]["color"], _floats(t["x"]), np.nan_to_num(_floats(t["y"]))
+    if t.get("orientation") == "h":
+        return _draw_boxes(axes, color, t["base"], y - t["width"] / 2, x, t["width"])
+    width = t.get("width") or min(np.diff(x), default=1.0)
+    base = sum((np.nan_to_num(_floats(b["y"])) for b in before), np.zeros(len(y)))
+    some = y != 0
+    axes.update_datalim([(at + side * width / 2, 0.0) for at in x for side in (-1, 1)])
+    return _draw_boxes(axes, color, x[some] - width / 2, base[some], width, y[some])
 
 # %% ../../nbs/51_views.charts.ipynb #1544f507
-def _shade(value: float, limit: float) -> str:
-    "A colour of the diverging scale."
-    share = min(abs(value) / limit, 1.0)
-    end = DIVERGING[2 if value > 0 else 0][1]
-    mixed = (round(255 + share * (int(str(end)[i : i + 2], 16) - 255)) for i in (1, 3, 5))
-    return "#" + "".join(f"{c:02x}" for c in mixed)
+def _draw_map(axes: Axes, t: Mapping[str, Any]) -> None:
+    "A map of cells with its scale on the right."
+    from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
+    from matplotlib.path import Path
 
-
-def _svg_map(t: Mapping[str, Any], x: Axis, y: Axis) -> str:
-    "A map of cells."
-    gap = 1.0 if len(t["z"]) <= 32 else 0.4
-    width, height = abs(x(1) - x(0)) - gap, abs(y(1) - y(0)) - gap
-    cells: dict[str, list[str]] = {GRID: [_box(x.start, min(y.start, y.end), x.end - x.start, abs(y.end - y.start))]}
-    signs = []
+    shades, scale = LinearSegmentedColormap.from_list("", t["colorscale"], 257), Normalize(t["zmin"], t["zmax"])
+    shade = lambda v: to_hex(shades(scale(v)))
+    rows, count = t["y"] or [0], len(t["z"][0]) if t["z"] else 1
+    axes.set(xlim=(-0.5, count - 0.5), ylim=(rows[-1] + 0.5, rows[0] - 0.5))
+    gap = 1.0 if len(rows) <= 32 else 0.4  # pixels
+    wide, high = 1 - gap * count / axes.bbox.width, 1 - gap * len(rows) / axes.bbox.height
+    cells: dict[str, list[tuple[float, float]]] = {}
+    signs: dict[str, list[tuple[float, float]]] = {}
     for row, values, texts in zip(t["y"], t["z"], t["text"], strict=True):
         for i, value in enumerate(values):
             if value is not None:
-                box = _box(x(i - 0.5), min(y(row - 0.5), y(row + 0.5)), width, height)
-                cells.setdefault(_shade(value, t["zmax"]), []).append(box)
-                signs += [_text(x(i), y(row) + 4, texts[i], "middle")] if texts[i] else []
-    return "".join(f'<path d="{"".join(boxes)}" fill="{fill}"/>' for fill, boxes in cells.items()) + "".join(signs)
-
-
-def _svg_scale(t: Mapping[str, Any], left: float, top: float, bottom: float) -> str:
-    "The shades of a map, with the values of both ends and of the middle."
-    limit, high = t["zmax"], (bottom - top) / 24
-    shades = [(_shade(limit * (1 - (i + 0.5) / 12), limit), top + i * high) for i in range(24)]
-    out = [f'<path d="{_box(left, at, 10, high + 0.3)}" fill="{color}"/>' for color, at in shades]
-    named = ((limit, top), (0.0, (top + bottom) / 2), (-limit, bottom))
-    return f"<g>{''.join([*out, *(_text(left + 14, at + 4, f'{v:.2g}') for v, at in named)])}</g>"
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
-    "A text that may or may not be escaped already."
-    safe = html.escape(html.unescape(text))
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{INK}"{more}>{safe}</text>'
+                cells.setdefault(shade(value), []).append((i - wide / 2, row - high / 2))
+                signs.setdefault(texts[i], []).append((i, row))
+    for color, at in cells.items():
+        left, bottom = np.transpose(at)
+        _draw_boxes(axes, color, left, bottom, wide, high)
+    for sign in sorted(signs.keys() - {""}):
+        drawn = axes.plot(*np.transpose(signs[sign]), ls="", color=COLORS["grey"], markersize=8, fillstyle="none")
+        drawn[0].set_marker("x" if sign == "✗" else Path([(-1, 0), (-0.3, -0.7), (1, 0.8)]))
+    side = axes.inset_axes((1.02, 0, 0.02, 1))
+    values, each = np.linspace(t["zmin"], t["zmax"], 24, endpoint=False, retstep=True)
+    for value in values:
+        _draw_boxes(side, shade(value + each / 2), 0, value, 1, 1.02 * each)
+    side.set(xticks=[], xlim=(0, 1), ylim=(t["zmin"], t["zmax"]))
+    side.set_yticks(ends := [t["zmin"], (t["zmin"] + t["zmax"]) / 2, t["zmax"]], [f"{v:.2g}" for v in ends])
+    side.yaxis.tick_right()
 
 # %% ../../nbs/51_views.charts.ipynb #1e5c4927
-def _whole(ticks: Sequence[float], axis: Mapping[str, Any]) -> list[float]:
-    "The ticks that an axis can have: of steps, groups and completions only whole ones."
-    return [v for v in ticks if axis.get("tickformat") != "d" or v == round(v)]
+def _dress(axes: Axes, x: Mapping[str, Any], y: Mapping[str, Any]) -> None:
+    "Ranges, ticks, grid and titles of a pair of axes."
+    from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-
-def _svg_axes(x: Axis, y: Axis, xs: Mapping[str, Any], ys: Mapping[str, Any]) -> str:
-    "Grid, ticks and titles of a pair of axes."
-    right = ys.get("side") == "right"
-    at, anchor = (x.end + 4, "start") if right else (x.start - 5, "end")
-    out = []
-    ticks = ys.get("tickvals") or _whole(y.ticks(4 if ys.get("nticks", 6) > 5 else 3), ys)
-    named = ys.get("ticktext") or [_tick_text(v, ys.get("tickformat", "")) for v in ticks]
-    for v, name in zip(ticks, named, strict=False):
-        grid = f'<line x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{y(v):.1f}" y2="{y(v):.1f}" stroke="{GRID}"/>'
-        out.append("" if ys.get("showgrid") is False else grid)
-        out.append(_text(at, y(v) + 4, name, anchor))
-    if not right:
-        bottom = max(y.start, y.end)  # the first row of a map is above
-        ticks = _whole(x.ticks(6), xs)
-        out += [_text(x(v), bottom + 15, _tick_text(v, xs.get("tickformat", "")), "middle") for v in ticks]
-        out.append(_text((x.start + x.end) / 2, bottom + 29, xs["title"]["text"], "middle"))
-    turned = x.end + 42 if right else x.start - 42
-    middle = (y.start + y.end) / 2
-    out.append(
-        _text(turned, middle, ys["title"]["text"], "middle", f' transform="rotate(-90 {turned:.1f} {middle:.1f})"')
-    )
-    return "".join(out)
-
-
-def _svg_legend(data: Sequence[Mapping[str, Any]], start: float, top: float, end: float) -> tuple[str, float]:
-    "Names and colours in lines, and how high the lines after the first are; nothing where there is one name."
-    named = {t["name"]: t for t in data if t.get("showlegend", True) and t.get("name")}
-    out, x, y = [], start, top
-    for name, t in named.items() if len(named) > 1 else ():
-        width = 16 + 6.4 * len(html.unescape(name))
-        x, y = (start, y + 15) if x > start and x + width > end else (x, y)
-        color = t.get("fillcolor") or (t["marker"] if t["type"] == "bar" else t["line"])["color"]
-        out.append(f'<rect x="{x:.0f}" y="{y - 9:.0f}" width="12" height="9" fill="{color}"/>')
-        out.append(_text(x + 16, y, name))
-        x += width + 14
-    return "".join(out), y - top
+    for axis, about, most in ((axes.xaxis, x, 7), (axes.yaxis, y, 5)):
+        axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=about.get("tickformat") == "d"))
+        share = about.get("tickformat", "").endswith("%")
+        axis.set_major_formatter(PercentFormatter(1, 0) if share else StrMethodFormatter("{x:g}"))
+        axis.set_label_text(html.unescape(about["title"]["text"]))
+        if "tickvals" in about:
+            axis.set_ticks(about["tickvals"], about.get("ticktext"))
+    low, high = axes.get_ylim()
+    if "range" in y:
+        axes.set_ylim(*y["range"])
+    elif y.get("rangemode") == "tozero":
+        axes.set_ylim(min(low, 0) if axes.dataLim.y0 < 0 else 0, high)
+    if "range" in x:
+        axes.set_xlim(*x["range"])
+    if y.get("showgrid", True):
+        axes.grid(axis="y", color=_paint(GRID), lw=1)
 
 # %% ../../nbs/51_views.charts.ipynb #d3e6f2a5
-def _subplots(figure: Figure) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    "Traces by pair of axes."
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for t in figure["data"]:
-        found.setdefault((t.get("xaxis", "x"), t.get("yaxis", "y")), []).append(t)
-    return found or {("x", "y"): []}
-
-
-def _svg_plot(traces: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> str:
-    "The traces of a pair of axes."
-    bars = [t for t in traces if t["type"] == "bar" and t.get("orientation") != "h"]
-    out = [_svg_bars(bars, x, y)] if bars else []
-    out += [_svg_lying(t, x, y) for t in traces if t.get("orientation") == "h"]
+def _draw_traces(axes: Axes, traces: Sequence[Mapping[str, Any]]) -> dict[str, Artist]:
+    "The traces of a pair of axes; what the legend names."
+    named = {}
     for i, t in enumerate(traces):
-        if t["type"] == "scatter":
-            out.append(_svg_line(t, traces[i - 1], x, y))
-        elif t["type"] == "heatmap":
-            out.append(_svg_map(t, x, y))
-    return "".join(out)
+        if t["type"] == "heatmap":
+            _draw_map(axes, t)
+        elif len(t["x"]):
+            scatter = t["type"] == "scatter"
+            drawn = _draw_line(axes, t, traces[i - 1]) if scatter else _draw_bars(axes, t, traces[:i])
+            if drawn and t.get("name") and t.get("showlegend", True):
+                named[html.unescape(t["name"])] = drawn
+    return named
+
+# %% ../../nbs/51_views.charts.ipynb #1c5552a6
+def _sheet(figure: Figure, title: str, width: int, height: int) -> Sheet:
+    "A figure on transparent paper of so many pixels."
+    from matplotlib.figure import Figure as Sheet
+
+    layout, notes = figure["layout"], figure["layout"]["annotations"]
+    shown = [html.unescape(t["name"]) for t in figure["data"] if t.get("name") and t.get("showlegend", True)]
+    columns = max(1, int((width - 68) // (34 + 6.4 * max(map(len, shown), default=1))))
+    legend = 17 * -(-len(set(shown)) // columns) if len(set(shown)) > 1 else 0
+    heads = max((a["text"].count("<br>") + 1 for a in notes if a["y"] > 0.9), default=0)
+    maps, second = any(t["type"] == "heatmap" for t in figure["data"]), "overlaying" in layout.get("yaxis2", ())
+    top, left, bottom = 8 + 20 * bool(title) + legend + 14 * heads, 56, 36 if layout["xaxis"]["title"]["text"] else 22
+    wide, tall = width - left - (58 if maps else 52 if second else 12), height - bottom - top
+    sheet = Sheet((width / 72, height / 72), 72)
+    named: dict[str, Artist] = {}
+    across = lambda share: (left + share * wide) / width
+    up = lambda share: (bottom + share * tall) / height
+    for n in [name[5:] for name in layout if name.startswith("yaxis")]:
+        x, y = layout.get(f"xaxis{n}", layout["xaxis"]), layout[f"yaxis{n}"]
+        (start, end), (low, high) = x.get("domain", (0, 1)), y.get("domain", (0, 1))
+        place = (across(start), up(low), across(end) - across(start), up(high) - up(low))
+        axes = sheet.axes[0].twinx() if "overlaying" in y else sheet.add_axes(place)
+        axes.set_facecolor(_paint(layout["plot_bgcolor"]))
+        named |= _draw_traces(axes, [t for t in figure["data"] if t.get("yaxis", "y")[1:] == n])
+        _dress(axes, x, y)
+    if title:
+        sheet.text(4 / width, 1 - 16 / height, html.unescape(title), weight="bold")
+    if legend:
+        corner = (left / width, 1 - (4 + 20 * bool(title)) / height)
+        rows = [name for c in range(columns) for name in list(named)[c::columns]]  # matplotlib fills columns
+        sheet.legend([named[name] for name in rows], rows, loc="upper left", bbox_to_anchor=corner, ncols=columns)
+    for a in notes:
+        x = across(a["x"]) if a["xref"] == "paper" else sheet.axes[0].transData.transform((a["x"], 0))[0] / width
+        text, middle = html.unescape(a["text"].replace("<br>", "\n")), a["xref"] != "paper" or a["x"] == 0.5
+        sheet.text(x, up(a["y"]) + 4 / height, text, ha="center" if middle else "left")
+    return sheet
+
+# %% ../../nbs/51_views.charts.ipynb #e5602521
+_SAID = re.compile(r""" id="[\w.]+_\d+"| transform="rotate\(-0 [^"]*"|font-size: 11px; |font-family: 'DejaVu Sans'; """)
+
+
+def _slim_tag(tag: re.Match[str]) -> str:
+    "A tag with numbers in tenths of pixels, without line ends and without what the picture says once."
+    short = lambda v: f"{float(v[0]):.{1 if abs(float(v[0])) > 1 else 2}f}".removesuffix(".0")
+    return re.sub(r"\s+", " ", re.sub(r"-?\d+\.\d{2,}", short, _SAID.sub("", tag[0])))
+
+
+def _slim(drawn: str) -> str:
+    "The elements of a picture that matplotlib has drawn, in short."
+    inside = drawn[drawn.index('<g id="figure') : drawn.rindex("</svg>")]
+    return re.sub(r"(?<=>)\n\s*(?=<)|<g/>", "", re.sub(r"<[^>]*>", _slim_tag, inside))
 
 # %% ../../nbs/51_views.charts.ipynb #b8dfa4f9
 def svg(
@@ -669,41 +642,27 @@ def svg(
     width: int = 640,  # pixels
     height: int = 260,
 ) -> str:
-    "A figure as a small self-contained picture."
-    layout = figure["layout"]
-    named = any(a["y"] > 0.9 for a in layout["annotations"])  # panels have their names above them
-    legend, lower = _svg_legend(figure["data"], 56, 32 if title else 12, width - 12)
-    top = (46 if title else 26) + (18 if named else 0) + lower
-    maps = [t for t in figure["data"] if t["type"] == "heatmap"]
-    right = 58 if maps else 52 if "overlaying" in layout.get("yaxis2", ()) else 12
-    box = ((56.0, float(width - right)), (float(height - 36), float(top)))
-    out, across = [_text(4, 16, title, more=' font-weight="600"')] if title else [], dict[str, Axis]()
-    for (xa, ya), traces in _subplots(figure).items():
-        xs, ys = layout[f"xaxis{xa[1:]}"], layout[f"yaxis{ya[1:]}"]
-        same_x = [t for t in figure["data"] if t.get("xaxis", "x") == xa]
-        x = across[xa] = Axis(*_extent(same_x, "x", xs), *_frame(xs, layout, box[0]))
-        low, high = _extent(traces, "y", ys)
-        y = Axis(low, high, *(reversed if ys.get("autorange") == "reversed" else list)(_frame(ys, layout, box[1])))
-        out.append(_svg_axes(x, y, xs, ys) + _svg_plot(traces, x, y))
-    for a in layout["annotations"]:
-        place = [low + a[k] * (high - low) for k, (low, high) in zip("xy", box, strict=True)]
-        axis = across.get(a["xref"])
-        at, middle = (axis(a["x"]), True) if axis else (place[0], a["x"] == 0.5)
-        out.append(_text(at, place[1] - 4, a["text"], "middle" if middle else "start"))
-    out += [_svg_scale(t, box[0][1] + 10, box[1][1], box[1][0]) for t in maps]
-    out.append(legend)
-    head = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    font = 'font-family="system-ui, \'Segoe UI\', Roboto, Arial, sans-serif" font-size="11"'
+    "A figure as a small self-contained picture, the same bytes each time."
+    from matplotlib import rc_context, rcdefaults, rcParams
+
+    drawn = io.StringIO()
+    with rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a sign that the font for measuring lacks; who looks has others
+        rcdefaults()
+        rcParams.update(STYLE)
+        _sheet(figure, title, width, height).savefig(drawn, format="svg", metadata={"Date": None})
+    head = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" stroke-linejoin="round" '
+    head += f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-size="11" font-family="{FONT}"'
     name = html.escape(html.unescape(title)) or "chart"
-    return f'<svg {head} role="img" aria-label="{name}" {font}><title>{name}</title>{"".join(out)}</svg>'
+    return f'<svg {head} role="img" aria-label="{name}"><title>{name}</title>{_slim(drawn.getvalue())}</svg>'
 
 # %% ../../nbs/51_views.charts.ipynb #a50131fd
-def picture_html(figure: Figure, title: str, height: int = 260) -> str:
+def picture_html(figure: Figure, title: str, width: int = 640, height: int = 260) -> str:
     "A figure as an image element that carries its picture."
-    data = base64.b64encode(svg(figure, title, height=height).encode("utf-8", "backslashreplace")).decode()
+    data = base64.b64encode(svg(figure, title, width, height).encode("utf-8", "backslashreplace")).decode()
     name = html.escape(html.unescape(label(title)))
     fits = 'style="max-width:100%;height:auto"'
-    return f'<img alt="{name}" width="640" height="{height}" {fits} src="data:image/svg+xml;base64,{data}">'
+    return f'<img alt="{name}" width="{width}" height="{height}" {fits} src="data:image/svg+xml;base64,{data}">'
 
 # %% ../../nbs/51_views.charts.ipynb #91c7499d
 @dataclass(frozen=True, eq=False)
@@ -742,7 +701,7 @@ class Chart:
     def static_html(self) -> str:
         "The chart as HTML without script."
         text = f'<div style="opacity:.75">{html.escape(self.caption)}</div>'
-        return f"<div>{picture_html(self.figure, self.title, self.height)}{text}</div>"
+        return f"<div>{picture_html(self.figure, self.title, height=self.height)}{text}</div>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {
