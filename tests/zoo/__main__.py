@@ -17,7 +17,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo")
     parser.add_argument("split", choices=(BUILD, UNSEEN))
     parser.add_argument("--alone", action="store_true", help="from the record alone, without a backend")
-    parser.add_argument("--only", default="", help="kinds or families whose name has this in it")
+    parser.add_argument("--only", default="", help="kinds with this in their name, or a family, or a setting")
     parser.add_argument("--limit", type=int, help="so many cases at most")
     parser.add_argument("--large", action="store_true", help="with the cases of SmolLM2, which are slow")
     parser.add_argument("--dry", action="store_true", help="run the cases, ask no doctor")
@@ -29,7 +29,7 @@ def options() -> argparse.Namespace:
 async def main() -> None:
     "Judge the doctor on one part."
     args, begin, answers = options(), time.perf_counter(), list[Answer]()
-    chosen = [c for c in cases(args.split) if args.only in c.kind.name or args.only == c.kind.family]
+    chosen = [c for c in cases(args.split) if args.only in c.kind.name or args.only in (c.kind.family, c.setting)]
     chosen = [c for c in chosen if args.large or c.setting != "large"]
     for case in chosen[: args.limit]:
         answers.append(await judged(case, alone=args.alone, dry=args.dry))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rl_notebook.doctor import Diagnosis, diagnose
 from rl_notebook.records import StepRecord
 
-from .faults import CLEAN, NONE, Case
+from .faults import CLEAN, NONE, Case, run_case
 from .steps import Run, World, gap, opened
 
 FAULTS = ("right", "second", "none, wrongly", "wrong, in doubt", "wrong, sure", "silent", "error")
@@ -34,8 +34,8 @@ class Answer:
 
     @property
     def counted(self) -> bool:
-        "Whether there is anything to be found."
-        return self.case.kind.family == "clean" or self.gap > self.floor
+        "Whether there is anything to be found: more than another order of the same arithmetic makes."
+        return self.case.kind.family == "clean" or self.gap > 2 * self.floor
 
     @property
     def row(self) -> dict[str, object]:
@@ -84,14 +84,14 @@ async def floor_of(world: World) -> float:
 async def made(case: Case) -> tuple[Run, StepRecord]:
     "The step of a case, and the machines as it left them."
     run = await opened(case.world)
-    return run, await case.kind.make(run, case.strength)
+    return run, await run_case(case, run)
 
 
 async def judged(case: Case, *, alone: bool = False, dry: bool = False) -> Answer:
     "What the doctor says of a case: from the record alone, or with the machines; or nothing, if it is not asked."
     begin = time.perf_counter()
     run, record = await made(case)
-    found = {"gap": gap(record), "floor": await floor_of(case.world)}
+    found = {"gap": gap(record), "floor": 0.0 if section(case) == "clean" else await floor_of(case.world)}
     if dry:
         return Answer(case, "not asked", "", 0.0, "", **found, seconds=time.perf_counter() - begin)
     try:

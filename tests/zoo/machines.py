@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_notebook.backends.base import Backend, Capabilities, Meter
+from rl_notebook.backends.base import Backend, Capabilities
 from rl_notebook.core import AdamParams, BackendError, Completion, Datum, Logprobs, LossOutput, SampleParams
 from rl_notebook.toy import load_model
 
@@ -79,13 +79,10 @@ class Server:
         self.altered = alteration
         alteration(self.model)
 
-    def wrapped(self, tokens: Sequence[int]) -> list[int]:
-        "What the model is fed for a sequence."
-        return [*self.prefix, *map(int, tokens)]
-
-    def fill(self, length: int) -> list[int]:
-        "Padding before so many tokens."
-        return [self.tokenizer.pad_token_id] * (-length % self.bucket)
+    def fed(self, tokens: Sequence[int] | np.ndarray) -> list[int]:
+        "What the model reads for a sequence."
+        read = [*self.prefix, *map(int, tokens)]
+        return [self.tokenizer.pad_token_id] * (-len(read) % self.bucket) + read
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "Completions, with raw logprobs and those of the distribution drawn from."
@@ -94,8 +91,7 @@ class Server:
     def _drawn(self, prompt: list[int], params: SampleParams) -> list[Completion]:
         if not prompt or params.stop:
             raise BackendError("request", got="no tokens" if not prompt else "stop strings", expected="token ids")
-        read = self.wrapped(self.reads(prompt))
-        ids = torch.tensor([[*self.fill(len(read)), *read]] * params.n)
+        ids = torch.tensor([self.fed(self.reads(prompt))] * params.n)
         asked: dict[str, Any] = {"do_sample": params.temperature > 0, "max_new_tokens": params.max_tokens}
         if params.temperature > 0:
             asked |= {"temperature": float(params.temperature), "top_k": params.top_k, "top_p": float(params.top_p)}
@@ -106,7 +102,7 @@ class Server:
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **told)
         drawn = out.sequences[:, ids.shape[1] :]
         series = [_picked(torch.stack(parts, 1), drawn) for parts in (out.logits, out.scores)]
-        ends = [_end(row.tolist(), eos) for row in drawn]
+        ends = [next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row)) for row in drawn]
         return [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
                 for row, r, p, n in zip(drawn.numpy(), *series, ends, strict=True)]  # fmt: skip
 
@@ -121,10 +117,8 @@ class Server:
         "Raw logprobs of given tokens (N-1,)."
         if not self.can_echo:
             raise BackendError("echo", where="a server of the zoo", got="a request", expected="none: it cannot echo")
-        fed = self.wrapped(tokens)
-        fed = [*self.fill(len(fed)), *fed]
         with torch.no_grad():
-            logits = self.model(torch.tensor([fed])).logits[0, -len(tokens) : -1]
+            logits = self.model(torch.tensor([self.fed(tokens)])).logits[0, -len(tokens) : -1]
         series = _picked(logits[None], torch.tensor([list(map(int, tokens[1:]))]))[0]
         return Logprobs(self.writes(series), source="sampler", policy_version=self.version)
 
@@ -132,11 +126,6 @@ class Server:
 def _picked(logits: Tensor, ids: Tensor) -> np.ndarray:  # (B, C)
     "Logprobs of ids (B, C) under logits (B, C, V)."
     return logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0].double().numpy()
-
-
-def _end(tokens: Sequence[int], eos: Sequence[int]) -> int:
-    "Tokens up to the first eos, and it."
-    return next((i + 1 for i, t in enumerate(tokens) if t in eos), len(tokens))
 
 
 @dataclass(eq=False)
@@ -161,7 +150,6 @@ class Trainer:
     sequences: int = 0  # in the accumulated gradient
     loss_tokens: int = 0
     optimizer: torch.optim.AdamW | None = None
-    meter: Meter = field(default_factory=Meter)
 
     def scorer(self) -> Any:
         "The model that scores."
@@ -182,7 +170,6 @@ class Trainer:
             part = order[at : at + self.batch]
             for i, found in zip(part, self._pass(model, [datums[i].tokens for i in part]), strict=True):
                 series[i] = found
-        self.meter.datums_scored += len(datums)
         if not self.sorts_back:
             table = nn.utils.rnn.pad_sequence([series[i] for i in order], batch_first=True)
             series = [row[: len(d.weights)] for row, d in zip(table, datums, strict=True)]
@@ -267,16 +254,6 @@ class Trainer:
 
 
 @dataclass(eq=False)
-class Reference:
-    "A frozen scorer."
-
-    trainer: Trainer
-
-    async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
-        return await self.trainer.forward(datums)
-
-
-@dataclass(eq=False)
 class Sync:
     "Copies a snapshot of the trainer into the server, as far as it does its work."
 
@@ -315,5 +292,5 @@ def assembled(trainer: Trainer, reference: Trainer, server: Server, sync: Sync, 
         trainer.temperature = reference.temperature = temperature
 
     capabilities = Capabilities("zoo", lora_rank=lora_rank, policy_temperature=trainer.temperature)
-    roles = {"policy": trainer, "reference": Reference(reference), "sampler": server, "sync": sync}
+    roles = {"policy": trainer, "reference": reference, "sampler": server, "sync": sync}
     return Backend(**roles, tokenizer=server.tokenizer, capabilities=capabilities, score_at=score_at)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_notebook.advantages import with_advantages
@@ -16,13 +18,14 @@ from rl_notebook.chat import start_conversation
 from rl_notebook.core import AdamParams, Datum, LossOutput, PromptGroup, RolloutSample, SampleParams
 from rl_notebook.data import load_rows
 from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.losses import LossOptions, make_loss_fn
+from rl_notebook.losses import make_loss_fn
 from rl_notebook.records import StepRecord
 from rl_notebook.rollouts import Prompt, Rollouts, assemble, draw_completions, encode_rows, minibatch_slices
-from rl_notebook.step import evaluate_loss, loss_factory, merge_outputs
+from rl_notebook.step import evaluate_loss, merge_outputs
 from rl_notebook.toy import toy_rows
+from rl_notebook.xray import sample_of
 
-from .machines import Reference, Server, Sync, Trainer, Weights, assembled, cast, shipped, with_adapter
+from .machines import Server, Sync, Trainer, Weights, assembled, cast, shipped, with_adapter
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,12 @@ LEARNS = ("dtype", "lora_rank", "lora_dropout", "learning_rate", "model", "seed"
 def history(learns: tuple[Any, ...]) -> list[Weights]:
     "Weights after 0, 1, 2, ... real updates of a world; grows."
     return []
+
+
+def reinforce(datums: Sequence[Datum], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    "A loss of one's own, which does not look at the sampler's logprobs."
+    parts = [-d.advantage * lp[torch.from_numpy(d.active)].sum() for d, lp in zip(datums, logprobs, strict=True)]
+    return torch.stack(parts).sum(), {}
 
 
 class Run:
@@ -123,14 +132,14 @@ class Run:
         graded = [assemble(r, [replace(s, reward=float(len(s.text) % 5)) for s in r.samples]) for r in drawn]
         groups = with_advantages(graded)
         datums = list(collate(groups))
-        datums = attach(datums, "ref_logprobs", await Reference(self.reference).forward(datums))
+        datums = attach(datums, "ref_logprobs", await self.reference.forward(datums))
         if minibatches > 1:
             datums = attach(datums, "old_logprobs", await self.trainer.forward(datums))
         parts = [datums[part] for part in minibatch_slices(len(datums), minibatches)]
         if minibatches > 1:
             loss = await self.updated(parts)
         else:
-            loss = evaluate_loss(datums, await self.trainer.forward(datums), loss_factory(LossOptions()))
+            loss = evaluate_loss(datums, await self.trainer.forward(datums), lambda datums, _: reinforce)
         sizes = tuple(map(len, parts))
         more = {"policy_version": self.server.version, "passes": sizes, "updates": sizes if minibatches > 1 else ()}
         return StepRecord(self.updates + 1, tuple(groups), tuple(datums), loss, **more)
@@ -172,9 +181,15 @@ async def opened(world: World) -> Run:
 
 
 def gap(record: StepRecord) -> float:
-    "The largest difference of sampler and trainer at a trained token, nats; infinite where one has no number."
+    """What is to be found in a record: the largest difference of sampler and trainer at a trained token, nats.
+
+    Infinite where one has no number, and where nobody drew the token; before any update, of the reference, too."""
     assert record.loss is not None
-    differ = [
-        abs(d.sampler_logprobs - lp.values)[d.active] for d, lp in zip(record.datums, record.loss.logprobs, strict=True)
-    ]
-    return max(float("inf") if (v != v).any() else float(v.max()) for v in differ if len(v))
+    samples, worst = sample_of(record.groups), [0.0]
+    for d, lp in zip(record.datums, record.loss.logprobs, strict=True):
+        drawn = samples[d.group, d.sample].loss_mask[1:]
+        leak = len(drawn) != len(d.weights) or (drawn < d.weights).any()
+        others = [d.sampler_logprobs] + [d.ref_logprobs] * (record.step == 1)
+        differ = [abs(np.asarray(s) - lp.values)[d.active] for s in others]
+        worst += [math.inf if leak or (v != v).any() else float(v.max()) for v in differ if len(v)]
+    return max(worst)
