@@ -409,7 +409,7 @@ KINDS: list[Kind] = [
 
     # Arithmetic.
     Kind("arithmetic", "the server computes in half precision", DTYPE, (torch.bfloat16,), (torch.float16,),
-         lambda run, dtype: cast(run.server.model, dtype), large=True),
+         lambda run, dtype: put(run.server, model=cast(run.server.model, dtype)), large=True),
     Kind("arithmetic", "the trainer computes in half precision", DTYPE, (torch.bfloat16,), (),
          lambda run, dtype: put(run.trainer, dtype=dtype)),
     Kind("arithmetic", "logits are of half precision", DTYPE, (), (torch.bfloat16,),
@@ -440,7 +440,8 @@ KINDS: list[Kind] = [
     Kind("model", "dropout with a fixed seed", DROPOUT, (), (0.005, 0.2), partial(dropped, seed=1)),
     Kind("model", "dropout in the adapter", DROPOUT, ("on",), (), lambda run, _: put(run.trainer, training=True),
          ("leaky",)),
-    Kind("model", "the server has another vocabulary", ("vocabulary",), (slice(21, 31), slice(40, 240)), (slice(18, 80),),
+    Kind("model", "the server has another vocabulary", ("vocabulary",), (slice(21, 31), slice(40, 240)),
+         (slice(18, 80),),
          lambda run, ids: run.server.alter(lambda model: reordered(model, ids))),
 
     # Bookkeeping.
