@@ -339,6 +339,13 @@ def sliders(record: StepRecord) -> str:
     return f"{before}\n{words(panel.static_html())}"
 
 
+def report_words(record: StepRecord) -> str:
+    "The page of a run of one step, and the rows of its table."
+    page = report_html([record])
+    table = re.search(r'id="tables">(.*?)</script>', page)
+    return f"{words(page)}\n{table and table[1]}"
+
+
 SEERS: dict[str, Callable[[StepRecord], str]] = {
     "record": lambda r: f"{r!r}\n{words(r._repr_html_())}",
     "sentence": sentence,
@@ -355,7 +362,7 @@ SEERS: dict[str, Callable[[StepRecord], str]] = {
     "tokens": tokens,
     "dashboard": dashboard_words,
     "sliders": sliders,
-    "report": lambda r: words(report_html([r])),
+    "report": report_words,
 }
 
 
@@ -432,7 +439,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "tokens": shows("TokenInspector(8 samples", ONE_SAMPLE),
         "dashboard": shows("8 completions", "The one group carries signal"),
         "sliders": shows("8 datums, 88 tokens"),
-        "report": shows("the first 1 of 1 prompts", "4 of 8 completions"),
+        "report": shows("the first 1 of 1 prompts"),
     },
     "512 groups": {
         "record": shows("live 501/512 groups", "and 4080 more in completions_table()"),
@@ -450,7 +457,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "dashboard": shows("4096 completions", "'groups 0 to 63'", "'groups 448 to 511'", "8 of 4096 completions"),
         "sliders": shows("4008 datums, 52867 tokens in the loss"),
         "report": shows(
-            "the first 3 of 501 prompts with signal; 11 without are left out", "501 of 512 groups carry signal"
+            "the first 112 of 501 prompts with signal; 11 without are left out", "501 of 512 groups carry signal"
         ),
     },
     "all masked": {
@@ -576,7 +583,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "tokens": shows("group 0, sample 0 · reward nan", "· reward nan · ended length"),
         "dashboard": shows("finite a value is not a number", "advantages a group does not sum to 0"),
         "sliders": shows("64 datums, 786 tokens"),
-        "report": shows(ALL_LIVE, "– – 27 length"),
+        "report": shows(ALL_LIVE, '"reward":null,"advantage":null,"length":27,"finish_reason":"length"'),
     },
     "nothing trained": {
         "record": shows("nothing trained: all 8 groups had equal rewards"),

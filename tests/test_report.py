@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 import json
 import re
 import shutil
@@ -41,7 +40,6 @@ from rl_notebook.views.report import (
     read_spreads,
     report_html,
     run_status,
-    visible,
     write_report,
 )
 from rl_notebook.xray import sentence
@@ -169,32 +167,36 @@ def test_advantages_of_uneven_groups():
     }
 
 
-def test_completions_are_the_first_ones():
+def test_completions_are_those_of_the_first_groups_with_signal():
     record = synthetic_record(2, groups=3, completions=4)
-    payload = completions_payload(record, groups=1, samples=2)
-    group = record.groups[0]
-    assert payload == {
+    same = lambda g: replace(g, samples=tuple(replace(s, reward=1.0) for s in g.samples))
+    record = replace(record, groups=(same(record.groups[0]), *record.groups[1:]))
+    payload = completions_payload(record, limit=0)
+    group = record.groups[1]
+    assert {k: v for k, v in payload.items() if k != "table"} == {
         "step": 2,
         "verdict": record.verdict,
-        "total_groups": 3,
-        "groups": [
-            {
-                "prompt": group.row["question"],
-                "total_samples": 4,
-                "dropped": 0,
-                "samples": [
-                    {
-                        "text": s.text,
-                        "reward": s.reward,
-                        "advantage": a,
-                        "finish_reason": s.finish_reason,
-                        "length": len(s.text),
-                    }
-                    for s, a in zip(group.samples[:2], group.advantages[:2].tolist(), strict=True)
-                ],
-            }
-        ],
+        "groups": 1,
+        "live": 2,
+        "dead": 1,
+        "dropped": 0,
+        "ungraded": 0,
     }
+    assert payload["table"]["rows"] == [
+        {
+            "id": f"2-1-{i}",
+            "group": 1,
+            "sample": i,
+            "prompt": group.row["question"],
+            "text": s.text,
+            "reward": s.reward,
+            "advantage": a,
+            "length": len(s.text),
+            "finish_reason": s.finish_reason,
+        }
+        for i, (s, a) in enumerate(zip(group.samples, group.advantages.tolist(), strict=True))
+    ]
+    assert len(completions_payload(record)["table"]["rows"]) == 8
 
 
 def test_the_header(run: RunFolder):
@@ -268,7 +270,7 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     assert page.figures["f7"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
     title = page.figures["f4"]["layout"]["annotations"][0]["text"]
     assert title == "policy to reference · kl_beta = 0.001"
-    for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "4 of 5 completions", "base_model"):
+    for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "the first 4 of 4 prompts", "base_model"):
         assert words in page.text
     assert "Settings (4)" in page.text  # `note` says nothing
 
@@ -277,7 +279,7 @@ def test_the_page_needs_nothing_from_outside(run: RunFolder):
     text = report_html(run)
     page = Page(text)
     assert page.links == []
-    assert page.tags.count("script") == 3
+    assert page.tags.count("script") == 4
     assert {"link", "img", "iframe", "object"} & set(page.tags) == set()
     assert "default-src 'none'" in text
     assert page.open == []  # every element is closed
@@ -311,21 +313,12 @@ def test_everything_from_a_run_is_escaped(tmp_path: Path):
     for record in records:
         run.add(record)
     for page in (Page(report_html(records, title=bad)), Page(report_html(run, title=bad))):
-        assert page.tags.count("script") == 3
+        assert page.tags.count("script") == 4
         assert "img" not in page.tags
         assert page.handlers == []
-        assert page.text.count(bad) > 20
-        assert "<" not in page.scripts[0]
-
-
-def test_what_cannot_be_seen_gets_a_mark():
-    mark = lambda s: f'<span class="mark">{s}</span>'
-    assert visible("a b") == "a b"
-    assert visible(" a\n") == mark("·") + "a" + mark("↵") + "\n"
-    assert visible("a\t") == "a" + mark("⇥") + "\t"
-    assert visible("\u202e\x1b[31m\ud800") == mark("\\u202e") + mark("\\u001b") + "[31m" + mark("\\ud800")
-    assert visible("") == ""
-    assert visible('<a "b" & c>') == html.escape('<a "b" & c>')
+        assert page.text.count(bad) > 5
+        assert "<" not in page.scripts[0] + page.scripts[1]
+        assert bad[:9] in json.loads(page.scripts[1])["t0"]["rows"][0]["text"]
 
 
 def test_writing(run: RunFolder, tmp_path: Path):
@@ -377,7 +370,7 @@ def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
 def test_a_page_that_reads_itself_again(run: RunFolder):
     page = Page(report_html(run, status=Status("running", "Running: <b>step</b> 7."), refresh=2.5))
     assert "Running: <b>step</b> 7." in page.text
-    assert page.tags.count("script") == 3
+    assert page.tags.count("script") == 4
     assert 'data-refresh="2.5"' in report_html(run, refresh=2.5)
     assert "data-refresh" not in report_html(run)
     waiting = Page(report_html([], refresh=2.5))
@@ -505,4 +498,4 @@ def test_the_page_follows_a_dark_theme(run: RunFolder):
     page = write_report(run, run.path / "report.html").read_text()
     dark = re.search(r"prefers-color-scheme: dark\) \{(.*?\})\s*\}", page, flags=re.S)[1]
     set_there = set(re.findall(r"--[a-z]+(?=:)", dark))
-    assert {"--ink", "--soft", "--line", "--paper", "--ground", "--plus", "--minus"} <= set_there
+    assert {"--ink", "--soft", "--line", "--paper", "--ground"} <= set_there

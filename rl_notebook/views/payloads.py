@@ -10,6 +10,8 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -555,32 +557,37 @@ def completions_table(
     return {"columns": [*columns], "rows": rows}
 
 # %% ../../nbs/50_views.payloads.ipynb #0bf1d64a
-SHOWN_GROUPS, SHOWN_SAMPLES = 3, 4  # per step
+SHOWN_TEXT = 200_000  # characters of a step's completions in a report, about; the first group is always there
+READ_COLUMNS = (
+    {"name": "prompt", "label": "prompt", "kind": "block", "width": "27%", "merge": ["group"]},
+    {"name": "sample", "label": "no.", "kind": "number", "width": "46px", "opens": True},
+    {"name": "text", "label": "completion", "kind": "block"},
+    {"name": "reward", "label": "reward", "kind": "number", "width": "86px"},
+    {"name": "advantage", "label": "advantage", "kind": "bar", "width": "104px", "format": "+.3f"},
+    {"name": "length", "label": "tokens", "kind": "number", "width": "72px"},
+    {"name": "finish_reason", "label": "end", "kind": "text", "width": "68px"},
+)
 
 
-def completions_payload(record: StepRecord, groups: int = SHOWN_GROUPS, samples: int = SHOWN_SAMPLES) -> dict[str, Any]:
-    "The first samples of the first groups of a step, and how many there are."
+def completions_payload(
+    record: StepRecord,
+    limit: int = SHOWN_TEXT,  # characters, about
+) -> dict[str, Any]:
+    "The completions of the first groups with signal as a table, and how many groups there are."
+    live = [g for g in record.groups if not (g.samples and is_dead(g.rewards))]
+    size = lambda g: sum(200 + len(prompt_text(g.row)) + len(s.text) for s in g.samples)
+    fits = [total <= limit for total in accumulate(map(size, live))]
+    shown = live[: max(sum(fits), 1)]
     return {
         "step": record.step,
         "verdict": record.verdict,
-        "total_groups": len(record.groups),
-        "groups": [
-            {
-                "prompt": prompt_text(g.row) or g.key,
-                "total_samples": len(g.samples),
-                "dropped": len(g.dropped),
-                "samples": [_sample(s, g.advantages, i) for i, s in enumerate(g.samples[:samples])],
-            }
-            for g in record.groups[:groups]
-        ],
+        "groups": len(shown),
+        "live": len(live),
+        "dead": len(record.groups) - len(live),
+        "dropped": sum(len(g.dropped) for g in live),
+        "ungraded": sum(not g.samples for g in live),
+        "table": completions_table(replace(record, groups=tuple(shown)), READ_COLUMNS),
     }
-
-
-def _sample(sample: RolloutSample, advantages: np.ndarray | None, i: int) -> dict[str, Any]:
-    "One row of a report's completions."
-    advantage = None if advantages is None else _number(advantages[i])
-    kept = {"text": sample.text, "reward": _number(sample.reward), "advantage": advantage}
-    return kept | {"finish_reason": sample.finish_reason, "length": sample.completion_len}
 
 # %% ../../nbs/50_views.payloads.ipynb #91f5f229
 def header_payload(
@@ -605,8 +612,6 @@ def header_payload(
     return {"name": name, "facts": facts, "numbers": numbers, "steps": recorded, "idle": idle}
 
 # %% ../../nbs/50_views.payloads.ipynb #710c5f41
-from dataclasses import dataclass, field, fields, replace
-
 import torch
 
 from ..core import AlignmentError, Datum, DatumError, frozen_array

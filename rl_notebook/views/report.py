@@ -13,7 +13,6 @@ import json
 import math
 import os
 import time
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +21,9 @@ from typing import Any
 import pandas as pd
 
 from ..core import RecordError
-from ..advantages import is_dead
-from ..drawings import UNSEEN, number, rewards_html
+from ..drawings import number, rewards_html
 from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
-from .charts import LOOKS, Chart, Figure, asset, charts, plotly_script
+from .charts import LOOKS, Chart, Figure, asset, charts, module, plotly_script
 from .payloads import TIMELINE_STEPS, ages_row, completions_payload, header_payload, history_row
 from .payloads import is_asynchronous, run_payloads, spread_row, step_payloads, timeline_payload
 from ..xray import sentence
@@ -129,28 +127,6 @@ def _told(
     last = [read[s] for s in steps[-LAST:]]
     return tuple(read[s] for s in pick(steps)), sentences(last), tuple(last)
 
-# %% ../../nbs/59_views.report.ipynb #66af6862
-def _mark(shown: str) -> str:
-    "A visible stand-in, set apart from the text."
-    return f'<span class="mark">{html.escape(shown)}</span>'
-
-
-def _visible(c: str) -> str:
-    "One character, escaped, or marked when it cannot be seen."
-    if c in "\n\t":
-        return _mark("↵" if c == "\n" else "⇥") + c
-    if unicodedata.category(c) in UNSEEN:
-        return _mark(f"\\u{ord(c):04x}")
-    return html.escape(c)
-
-
-def visible(text: str) -> str:
-    "A text as safe HTML in which white space at the ends and unseen characters are marked."
-    body = text.strip(" ")
-    start = len(text) - len(text.lstrip(" ")) if body else len(text)
-    end = len(text) - start - len(body)
-    return _mark("·" * start) * bool(start) + "".join(map(_visible, body)) + _mark("·" * end) * bool(end)
-
 # %% ../../nbs/59_views.report.ipynb #f39fd76c
 def tag(
     name: str,  # of the element
@@ -182,41 +158,21 @@ def header_html(payload: Mapping[str, Any]) -> str:
     return tag("header", title, tag("p", *spans, kind="facts"), tag("div", *tiles, kind="tiles"))
 
 # %% ../../nbs/59_views.report.ipynb #9889b009
-def _sample_cells(s: Mapping[str, Any]) -> str:
-    "The cells of one completion."
-    a = s["advantage"] or 0.0
-    sign = "plus" if a > 0 else "minus" if a < 0 else ""
-    return "".join(
-        (
-            tag("td", tag("div", visible(s["text"]), kind="said"), kind="text"),
-            tag("td", number(s["reward"]), kind="number"),
-            tag("td", number(s["advantage"], "+.3f"), kind=f"number {sign}"),
-            tag("td", str(s["length"]), kind="number"),
-            tag("td", html.escape(s["finish_reason"]), kind="" if s["finish_reason"] == "stop" else "cut"),
-        )
-    )
-
-
-def _group_rows(group: Mapping[str, Any]) -> str:
-    "The rows of one prompt."
-    shown, total = len(group["samples"]), group["total_samples"]
-    counts = [f"{shown} of {total} completions"] if shown < total else []
-    counts += [f"{group['dropped']} dropped"] if group["dropped"] else []
-    note = tag("p", ", ".join(counts), kind="soft") if counts else ""
-    prompt = tag("td", tag("div", visible(group["prompt"]), kind="said"), note, kind="prompt", rowspan=max(shown, 1))
-    cells = [_sample_cells(s) for s in group["samples"]] or [tag("td", "no sample was graded", colspan=5, kind="soft")]
-    return tag("tbody", *(tag("tr", prompt if i == 0 else "", c) for i, c in enumerate(cells)), kind="group")
-
-
-def completions_html(payload: Mapping[str, Any]) -> str:
-    "The completions of one step."
-    heads = {"prompt": "", "completion": "", "reward": "number", "advantage": "number", "tokens": "number", "end": ""}
-    head = tag("thead", tag("tr", *(tag("th", name, kind=kind) for name, kind in heads.items())))
-    table = tag("table", head, *map(_group_rows, payload["groups"]))
-    shown = f"the first {len(payload['groups'])} of {payload['total_groups']} prompts"
-    shown += f" with signal; {payload['dead']} without are left out" if payload.get("dead") else ""
-    line = tag("p", html.escape(payload["verdict"]), " · ", shown, kind="soft line")
-    return tag("h3", f"Step {payload['step']}") + line + tag("div", table, kind="card scroll")
+def completions_html(
+    payload: Mapping[str, Any],  # of `completions_payload`
+    place: str,  # id of the element that the table is put into
+) -> str:
+    "What is said about the completions of one step, and the place of their table."
+    title, dead = tag("h3", f"Step {payload['step']}"), payload["dead"]
+    if dead and not payload["live"]:
+        said = f"no example: within each of the {dead} groups all completions earned the same."
+        return title + tag("p", html.escape(f"{payload['verdict']} · {said}"), kind="soft line")
+    parts = [payload["verdict"], f"the first {payload['groups']} of {payload['live']} prompts"]
+    parts[-1] += f" with signal; {dead} without are left out" if dead else ""
+    parts += [f"{payload['ungraded']} of which no sample was graded"] if payload["ungraded"] else []
+    parts += [f"{payload['dropped']} dropped"] if payload["dropped"] else []
+    none = tag("noscript", "This table needs JavaScript.")
+    return title + tag("p", html.escape(" · ".join(parts)), kind="soft line") + tag("div", none, id=place, kind="card")
 
 # %% ../../nbs/59_views.report.ipynb #1eb4ee8a
 def charts_over_steps(m: Material) -> list[Chart]:
@@ -239,9 +195,9 @@ def content_policy(scripts: Iterable[str]) -> str:
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; font-src data:"
 
 
-def figures_json(figures: Mapping[str, Figure]) -> str:
-    "Figures by element id as JSON that may stand inside a script element."
-    return json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+def script_json(values: Mapping[str, Any]) -> str:
+    "Figures or tables by element id as JSON that may stand inside a script element."
+    return json.dumps(values, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 # %% ../../nbs/59_views.report.ipynb #177a64a7
 def _figures_html(shown: Sequence[Chart], start: int) -> str:
@@ -302,17 +258,6 @@ def _top_html(m: Material, status: Status | None) -> str:
     return header_html(header) + where + "".join(notes) + none
 
 
-def _said_html(record: StepRecord) -> str:
-    "The completions of a step, in the groups that carry signal."
-    live = tuple(g for g in record.groups if not (g.samples and is_dead(g.rewards)))
-    dead = len(record.groups) - len(live)
-    if record.groups and not live:
-        none = f"{record.verdict} · no example: within each of the {dead} groups all completions earned the same."
-        return tag("h3", f"Step {record.step}") + tag("p", html.escape(none), kind="soft line")
-    kept = {"verdict": record.verdict, "total_groups": len(live), "dead": dead}
-    return completions_html(completions_payload(replace(record, groups=live)) | kept)
-
-
 def _dead_html(metrics: pd.DataFrame) -> str:
     "From which step on most groups carry no signal, where that is so to the end; empty otherwise."
     names = [name for name in ("frac_dead_high", "frac_dead_low") if name in metrics]
@@ -333,40 +278,46 @@ def _dead_html(metrics: pd.DataFrame) -> str:
     return tag("p", f"{said} ({why}). {advice}", kind="status quiet")
 
 
-def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure]]:
-    "The body of the page, and its figures by place."
+Tables = dict[str, Mapping[str, Any]]  # by place
+
+
+def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure], Tables]:
+    "The body of the page, its figures and its tables by place."
     over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
     idle = header_payload(m.metrics, m.settings)["idle"]
     parts = [_top_html(m, status)]
     parts += [_dead_html(m.metrics), _figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
     parts += [tag("h2", "The last steps, in words"), _recent_html(m.recent)] if m.recent else []
     parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
+    said = {f"t{i}": completions_payload(record) for i, record in enumerate(m.samples)}
     if m.samples:
         drawn = rewards_html(m.samples[-1].groups)
         parts += [tag("div", drawn, kind="card scroll drawn")] if m.samples[-1].groups else []
-        note = "The first prompts whose completions did not all earn the same, and the first completions of each."
+        note = "The first prompts whose completions did not all earn the same."
         parts += [tag("h2", "Completions"), tag("p", f"{note} ↵ marks a line end, · a space at an end.", kind="soft")]
-        parts += map(_said_html, m.samples)
+        parts += [completions_html(payload, place) for place, payload in said.items()]
     parts.append(_settings_html(m.settings))
-    return "".join(parts), {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}
+    figures = {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}
+    return "".join(parts), figures, {place: p["table"] for place, p in said.items() if p["live"]}
 
 # %% ../../nbs/59_views.report.ipynb #09ec8d2c
 def _page(m: Material, status: Status | None, refresh: float | None) -> str:
     "The page of a material."
-    body, figures = _sections(m, status)
+    body, figures, tables = _sections(m, status)
     scripts = [plotly_script()] if figures else []
-    scripts += [asset("report.js")] if figures or refresh else []
-    foot = tag("footer", "Made by rl_notebook. This page needs no network and lets nothing in it run but its charts.")
+    scripts += [module("report.js")] if figures or tables or refresh else []
+    made = "Made by rl_notebook. This page needs no network and lets nothing in it run but its charts and tables."
     head = [
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{content_policy(scripts)}">',
         tag("title", html.escape(m.name)),
-        tag("style", asset("report.css")),
+        tag("style", asset("report.css") + asset("table.css")),
     ]
-    data = tag("script", figures_json(figures), type="application/json", id="figures") if figures else ""
-    tail = "".join([data, *(tag("script", s) for s in scripts)])
-    main = tag("main", body, foot, **({"data-refresh": refresh} if refresh else {}))
+    data = {name: found for name, found in {"figures": figures, "tables": tables}.items() if found}
+    carried = [tag("script", script_json(v), type="application/json", id=name) for name, v in data.items()]
+    tail = "".join([*carried, *(tag("script", s) for s in scripts)])
+    main = tag("main", body, tag("footer", made), **({"data-refresh": refresh} if refresh else {}))
     html_ = tag("html", tag("head", *head), tag("body", main, tail), lang="en")
     return f"<!doctype html>\n{html_}\n".encode("utf-8", "backslashreplace").decode()
 

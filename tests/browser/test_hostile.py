@@ -19,7 +19,7 @@ def test_in_a_report(open_page: Callable[..., Page], tmp_path: Path, text: str):
     page = open_page(write_report(records, tmp_path / "report.html", title=SHORT))
     page.locator(".js-plotly-plot").first.wait_for()
     assert page.evaluate(HARM) == HARMLESS
-    said = page.locator("td .said").first.inner_text()
+    said = page.locator("td .rltable-block").first.inner_text()
     assert OPENING in said
     assert "</script><script>window.pwned = 'script'</script><img src=x" in said
     assert all(mark in said for mark in ("\\u001b[31mred", "\\u202eright to left"))
