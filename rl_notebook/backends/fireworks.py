@@ -34,6 +34,7 @@ from rl_notebook.backends.openai import (
     OpenAISampler,
     Refused,
     Secret,
+    one_line,
     request_seed,
     slot,
     sort_logprobs,
@@ -52,7 +53,6 @@ from rl_notebook.backends.provision import (
     fireworks_sdk,
     id_part,
     open_managers,
-    said,
     sdk_classes,
     settle_leftovers,
     setup_infra,
@@ -96,7 +96,11 @@ def completion_of(
         raise BackendError("no logprobs came back", where="deployment", expected="one per token", fix=fix)
     if drawn.finish_reason not in FINISH:
         raise BackendError("finish_reason", got=repr(drawn.finish_reason), expected=" or ".join(FINISH))
-    skip = drawn.echoed_prompt_logprob_count if drawn.logprobs_echoed else 0
+    if drawn.routing_matrices is not None and not isinstance(drawn.routing_matrices, list):
+        got = f"{type(drawn.routing_matrices).__name__}, which say where the choices are stored"
+        fix = "Set router_replay=False: only choices that come with the response are carried."
+        raise BackendError("expert choices", where="deployment", got=got, expected="text", fix=fix)
+    skip, read = drawn.echoed_prompt_logprob_count if drawn.logprobs_echoed else 0, len(drawn.full_tokens) - 1
     sampling = drawn.sampling_logprobs
     known = None if sampling is None or None in sampling[skip:] else sampling[skip:]
     raw, own = sort_logprobs(drawn.inference_logprobs[skip:], known, params, "both")
@@ -109,17 +113,8 @@ def completion_of(
         FINISH[drawn.finish_reason],
         policy_version,
         params,
-        align_routing(noted(drawn), drawn.prompt_len, len(drawn.full_tokens) - 1, completion_only, where="deployment"),
+        align_routing(drawn.routing_matrices, drawn.prompt_len, read, completion_only, where="deployment"),
     )
-
-
-def noted(drawn: Any) -> list[str] | None:
-    "The experts that a completion of the SDK names, in the service's own words; raises `BackendError`."
-    if drawn.routing_matrices is not None and not isinstance(drawn.routing_matrices, list):
-        got = f"{type(drawn.routing_matrices).__name__}, which say where the choices are stored"
-        fix = "Set router_replay=False: only choices that come with the response are carried."
-        raise BackendError("expert choices", where="deployment", got=got, expected="text", fix=fix)
-    return drawn.routing_matrices
 
 # %% ../../nbs/29_backends.fireworks.ipynb #c4a09f7c
 UNCACHED = "prompt_cache_max_len"  # of a request; 0 = score every token anew
@@ -249,7 +244,7 @@ SYNC_FIXES = {
 
 def sync_error(kind: str, snapshot: str, got: Any) -> SyncError:
     "The error of one kind."
-    error = SyncError(f"weight sync {kind}", where=snapshot, got=said(got), fix=SYNC_FIXES[kind])
+    error = SyncError(f"weight sync {kind}", where=snapshot, got=one_line(got), fix=SYNC_FIXES[kind])
     error.kind = kind
     return error
 
@@ -322,7 +317,7 @@ class Hotloads:
             pause = self.poll_interval_s
             ask_for_snapshot(self.manager, deployment_id, base_model, snapshot_identity, pause_s=pause, **options)
         except httpx.HTTPStatusError as reason:
-            got = f"HTTP {reason.response.status_code} {said(reason.response.text, self.manager.api_key)}"
+            got = f"HTTP {reason.response.status_code} {one_line(reason.response.text, self.manager.api_key)}"
             self.trouble = sync_error("rejected", snapshot_identity, got)
             return False
         except httpx.TransportError as reason:
@@ -503,11 +498,6 @@ def own_path(path: str, job_id: str) -> str:
     "A state as the job that saved it names it."
     return path.removeprefix(f"{CROSS_JOB}{job_id}/")
 
-# %% ../../nbs/29_backends.fireworks.ipynb #b5ee606b
-def load_own(job_id: str, link: Link, client: Any, path: str, optimizer: bool) -> Any:
-    "Load a state of this job or another."
-    return load_into(link, client, own_path(path, job_id), optimizer)
-
 # %% ../../nbs/29_backends.fireworks.ipynb #2752ab67
 @dataclass
 class FireworksBackend(Backend):
@@ -604,7 +594,8 @@ def bundle(
         lora_rank=cfg.lora_rank,
     )  # fmt: skip
     sampler.is_served = sync.is_served
-    adapter = SdkAdapter(snapshot=partial(save_snapshot, sync), load=partial(load_own, infra.policy_job_id))
+    load = lambda link, client, path, optimizer: load_into(link, client, own_path(path, infra.policy_job_id), optimizer)
+    adapter = SdkAdapter(snapshot=partial(save_snapshot, sync), load=load)
     own = replace(classes, replays=cfg.router_replay)
     reach = lambda client: {"connect": partial(training_client, client), "client": client.inner, **link}
     policy = FireworksTrainer(sdk=own, limits=limits, adapter=adapter, run=run, meter=meter, **reach(infra.policy))
@@ -720,19 +711,19 @@ async def promote_weights(
         snapshot, end = policy.link.call(save), time.monotonic() + appear_s
         sync.newest = snapshot  # a delta would be one against it
         with as_backend_errors(f"promotion of {snapshot}"):
-            while not (rows := promotable(rlor_mgr.list_checkpoints(policy.job_id), snapshot)):
+            mine = lambda row: row.get("promotable") and row["name"].endswith(f"/{snapshot}")
+            while not (rows := [*filter(mine, rlor_mgr.list_checkpoints(policy.job_id))]):
                 if time.monotonic() > end:
                     raise BackendError("the final snapshot", got="not listed", expected=f"a row within {appear_s:g} s")
                 time.sleep(poll_interval_s)
-            named = {"name": rows[0], "output_model_id": output_model_id, "base_model": backend.infra.policy.base_model}
+            named = {
+                "name": rows[0]["name"],
+                "output_model_id": output_model_id,
+                "base_model": backend.infra.policy.base_model,
+            }
             return rlor_mgr.promote_checkpoint(**named)["name"]
 
     return await policy.run(publish_snapshot)
-
-# %% ../../nbs/29_backends.fireworks.ipynb #8957b83e
-def promotable(rows: Sequence[Mapping[str, Any]], snapshot: str) -> list[str]:
-    "The names of the rows of a snapshot that can be promoted."
-    return [row["name"] for row in rows if row.get("promotable") and row["name"].endswith(f"/{snapshot}")]
 
 # %% ../../nbs/29_backends.fireworks.ipynb #c0ea8fa9
 async def close_fireworks(backend: FireworksBackend) -> None:
@@ -913,7 +904,9 @@ async def checked(
     try:
         return Finding(name, True, str(await check(t)), meaning=meaning)
     except RLNotebookError as reason:
-        return Finding(name, False, said(reason), (check.__doc__ or "a model that was published").rstrip("."), meaning)
+        return Finding(
+            name, False, one_line(reason), (check.__doc__ or "a model that was published").rstrip("."), meaning
+        )
 
 
 async def check_released(t: Trial) -> str:

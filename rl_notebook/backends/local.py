@@ -247,7 +247,7 @@ def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], pr
 
 # %% ../../nbs/24_backends.local.ipynb #0a724dd7
 def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
-    "Add the gradient of `sum(dlogprob * logprob)` to what is accumulated."
+    "Add the gradient of `sum(dlogprob * logprob)` to what is accumulated, in float32 where there is a master."
     scoring, graph, state.graph = state.scoring, state.graph, None
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     check_dlogprobs(datums, dlogprobs, scoring.prompt_logprobs)
@@ -264,18 +264,13 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequen
         with routed(scoring, [datums[i] for i in batch]):
             torch.autograd.backward(flat, torch.from_numpy(dlogprob).to(flat))
         scoring.meter.datums_trained += len(batch)
-        move_to_masters(state)
+        for name, master in state.masters.items():
+            p = state.params[name]
+            if p.grad is not None:
+                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                p.grad = None
     state.loss_tokens += sum(d.num_loss_tokens for d in datums)
     state.sequences += len(datums)
-
-# %% ../../nbs/24_backends.local.ipynb #fe109fdc
-def move_to_masters(state: PolicyState) -> None:
-    "Add low-precision gradients to their float32 masters."
-    for name, master in state.masters.items():
-        p = state.params[name]
-        if p.grad is not None:
-            master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
-            p.grad = None
 
 # %% ../../nbs/24_backends.local.ipynb #b4ba1bd0
 def drop_gradients(state: PolicyState) -> None:
@@ -292,10 +287,8 @@ def divisor(state: PolicyState, normalization: GradNormalization) -> int:
     "What the accumulated gradient is divided by; raises `BackendError`."
     known = {"none": 1, "num_loss_tokens": state.loss_tokens, "num_sequences": state.sequences}
     if normalization not in known:
-        where = "optim_step"
-        raise BackendError(
-            "grad_accumulation_normalization", where=where, got=repr(normalization), expected=" or ".join(known)
-        )
+        what, got = "grad_accumulation_normalization", repr(normalization)
+        raise BackendError(what, where="optim_step", got=got, expected=" or ".join(known))
     if state.sequences == 0:
         fix = "Call forward_backward_custom first."
         raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)

@@ -363,6 +363,9 @@ def answer_in(text: str, where: str) -> dict[str, Any]:
     return value
 
 
+ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # raised over a response of another shape
+
+
 @contextmanager
 def reading(where: str) -> Iterator[None]:
     "What cannot be read in a response becomes a `BackendError` that says so."
@@ -370,7 +373,7 @@ def reading(where: str) -> Iterator[None]:
         yield
     except RLNotebookError:
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
+    except ODD as e:
         got, expected = f"fields of another shape ({quoted(e, 200)})", "those of an OpenAI-compatible server"
         raise BackendError("the response", where=where, got=got, expected=expected) from e
 

@@ -33,12 +33,12 @@ __all__ = ['ResourceFile', 'leftovers', 'clean_leftovers', 'ResourceCleanup', 'R
            'WeightSyncConfig', 'WeightSyncScope']
 
 # %% ../../nbs/28_backends.provision.ipynb #63b7feed
-from .openai import Secret, key_from_env
+from .openai import ODD, Secret, key_from_env, one_line
 from .service import Link, Sdk, fresh_client, load_into, result_of, sdk_adam, sdk_datum
 from ..config import DeployConfig, InfraConfig, TrainerConfig, WeightSyncScope
 from ..config import HotloadConfig, WandBConfig, WeightSyncConfig  # noqa: F401 (handed on)
 from ..core import BackendError, ConfigError, Datum, DatumError, LossError, MissingExtra, RecordError
-from ..core import RLNotebookError, without_keys
+from ..core import RLNotebookError
 from ..datums import datum_from_tokens_weights as shifted
 from ..retries import RETRIED, AskAgain, Retries, retry_after, with_retries_blocking
 
@@ -157,34 +157,17 @@ def ask(
 
     return with_retries_blocking(once, retries or CONTROL_PLANE, over=over)
 
-# %% ../../nbs/28_backends.provision.ipynb #53d86bc8
-def said(text: Any, key: Secret | str | None = None) -> str:
-    "What a service or the SDK said, in one line of bearable length, without the key."
-    line = " ".join(str(text).split()).split(" Agent debug: ")[0]  # the SDK ends its errors with where to search
-    hidden = key.reveal() if isinstance(key, Secret) else key
-    line = without_keys(line.replace(hidden, "***") if hidden else line)
-    return line if len(line) <= 600 else line[:600] + " ..."
-
 # %% ../../nbs/28_backends.provision.ipynb #18fd5e1d
-_ODD_ANSWERS = (ValueError, TypeError, AttributeError, LookupError)  # what the SDK raises over one of another shape
-
-
 @contextlib.contextmanager
 def as_backend_errors(where: str) -> Iterator[None]:
     "Errors of the SDK become `BackendError`s that say where."
+    sdk_errors = (fireworks_sdk().APIError, RuntimeError, TimeoutError, httpx.HTTPError, httpx.InvalidURL)
     try:
         yield
     except RLNotebookError:
         raise
-    except (
-        *_ODD_ANSWERS,
-        fireworks_sdk().APIError,
-        RuntimeError,
-        TimeoutError,
-        httpx.HTTPError,
-        httpx.InvalidURL,
-    ) as error:
-        raise BackendError("Fireworks", where=where, got=said(error) or type(error).__name__) from error
+    except (*ODD, *sdk_errors) as error:
+        raise BackendError("Fireworks", where=where, got=one_line(error) or type(error).__name__) from error
 
 # %% ../../nbs/28_backends.provision.ipynb #eec9b858
 def _told(response: httpx.Response) -> Mapping[str, Any]:
@@ -205,7 +188,7 @@ def release_resource(resource: Resource, key: Secret, headers: Mapping[str, str]
     now = ask(key, "GET", resource.link, headers=headers)
     if now.status_code == 404 or (now.is_success and state_of(_told(now)) in STOPPED):
         return
-    got = f"HTTP {response.status_code} {said(response.text, key)}"
+    got = f"HTTP {response.status_code} {one_line(response.text, key)}"
     raise BackendError(resource.action, where=resource.name, got=got, expected="a released resource")
 
 # %% ../../nbs/28_backends.provision.ipynb #c4d5d1bf
@@ -384,8 +367,25 @@ class ResourceCleanup:
             self.held = [*(r for r in self.held if r.name != resource.name), resource]
 
     def close(self, *, grace: bool = True) -> list[Resource]:
-        "Release everything; returns what could not be."
-        return release_all(self, grace)
+        "Trainers, newest first, then deployments; warns of what could not be released and returns it."
+        order = sorted(self.held[::-1], key=lambda r: r.role == "deployment")
+        key, headers = Secret(self.rlor_mgr.api_key), self.rlor_mgr.additional_headers
+        if grace and any(r.role != "deployment" for r in order):
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(self.grace_s)
+        for resource in order:
+            try:
+                release_resource(resource, key, headers)
+            except BackendError as reason:
+                self.left.append(resource)
+                text = f"{resource.role} {resource.id} still runs and costs: {one_line(reason, key)}"
+                warnings.warn(f"{text}\n  {resource.command}", RuntimeWarning, stacklevel=2)
+            else:
+                if self.file is not None:
+                    self.file.strike(resource)
+            self.held.remove(resource)
+        disarm(self)
+        return self.left
 
 # %% ../../nbs/28_backends.provision.ipynb #ec56455d
 OPEN_CLEANUPS: set[ResourceCleanup] = set()  # those that hold something
@@ -431,29 +431,6 @@ def _at_exit() -> None:
         if cleanup.pid == os.getpid():
             cleanup.close(grace=False)
 
-# %% ../../nbs/28_backends.provision.ipynb #f9e2415d
-def release_all(cleanup: ResourceCleanup, grace: bool = True) -> list[Resource]:
-    "Trainers, newest first, then deployments; warns of what could not be released and returns it."
-    trainers = [r for r in reversed(cleanup.held) if r.role != "deployment"]
-    order = [*trainers, *(r for r in reversed(cleanup.held) if r.role == "deployment")]
-    key, headers = Secret(cleanup.rlor_mgr.api_key), cleanup.rlor_mgr.additional_headers
-    if grace and trainers:
-        with contextlib.suppress(KeyboardInterrupt):
-            time.sleep(cleanup.grace_s)
-    for resource in order:
-        try:
-            release_resource(resource, key, headers)
-        except BackendError as reason:
-            cleanup.left.append(resource)
-            text = f"{resource.role} {resource.id} still runs and costs: {said(reason, key)}\n  {resource.command}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-        else:
-            if cleanup.file is not None:
-                cleanup.file.strike(resource)
-        cleanup.held.remove(resource)
-    disarm(cleanup)
-    return cleanup.left
-
 # %% ../../nbs/28_backends.provision.ipynb #2703e40b
 @dataclass(frozen=True)
 class ResourceState:
@@ -487,17 +464,15 @@ class ProvisioningTable:
         return "\n".join(map(str, self.rows.values())) or "nothing was asked for yet"
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("resource", "id", "state", "seconds", "detail"))
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, self.rows.values()))}</tbody></table>"
-
-
-def _row(state: ResourceState) -> str:
-    "One state as a row of HTML."
-    role, name, now, detail = map(html.escape, (state.role, state.id, state.state, state.detail))
-    if state.link.startswith(("http://", "https://")):
-        name = f'<a href="{html.escape(state.link)}">{name}</a>'
-    cells = (role, name, now, f"{state.seconds:.0f}", detail)
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        head, rows = ("resource", "id", "state", "seconds", "detail"), []
+        for s in self.rows.values():
+            role, name, now, detail = map(html.escape, (s.role, s.id, s.state, s.detail))
+            if s.link.startswith(("http://", "https://")):
+                name = f'<a href="{html.escape(s.link)}">{name}</a>'
+            rows.append((role, name, now, f"{s.seconds:.0f}", detail))
+        lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
+        titles = "".join(f"<th>{title}</th>" for title in head)
+        return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 # %% ../../nbs/28_backends.provision.ipynb #ec7285ba
 @dataclass(frozen=True)
@@ -539,7 +514,7 @@ def watch(
                 one, found = news.get(timeout=0.2)
             except queue.Empty:
                 continue
-            look = Look("failed", said(found)) if isinstance(found, Exception) else found
+            look = Look("failed", one_line(found)) if isinstance(found, Exception) else found
             if last.get(one.role) != (look.state, look.detail):
                 last[one.role] = look.state, look.detail
                 say(one, look)
@@ -570,45 +545,7 @@ def job_message(job: Mapping[str, Any]) -> str:
     "What the control plane says about a job."
     status = job.get("status")
     inside = status.get("message") or status.get("detail") if isinstance(status, Mapping) else status
-    return said(job.get("statusMessage") or job.get("message") or inside or "")
-
-
-@dataclass(eq=False)
-class TrainerLook:
-    "Looks at one trainer job; raises `BackendError` when it will never be ready."
-
-    rlor_mgr: Any
-    job_id: str
-    role: str
-    timeout_s: float  # from when it has its machines until it must be ready
-    pending_timeout_s: float = 48 * 3600.0  # for capacity
-    settle_s: float = 0.0  # a job that was just resumed may show its old state this long
-    began: float = field(default_factory=time.monotonic)
-    placed: float | None = None  # when it got its machines
-
-    def __call__(self) -> Look:
-        with as_backend_errors(f"{self.role} trainer {self.job_id}"):
-            job = self.rlor_mgr.get(self.job_id)
-            state, detail, now = state_of(job), job_message(job), time.monotonic()
-        if state in STOPPED and now - self.began >= self.settle_s:
-            raise self._error(state, detail)
-        if state == "RUNNING":
-            try:
-                endpoint = self.rlor_mgr.wait_for_ready(self.job_id, poll_interval_s=0, timeout_s=0)
-                return Look(state, result=endpoint)
-            except TimeoutError:
-                detail = detail or "its address does not respond yet"
-        if state != "PENDING" and self.placed is None:
-            self.placed = now
-        since, budget = (self.began, self.pending_timeout_s) if self.placed is None else (self.placed, self.timeout_s)
-        if now - since > budget:
-            raise self._error(f"{state} for {now - since:.0f} s", detail)
-        return Look(state, detail)
-
-    def _error(self, state: str, detail: str) -> BackendError:
-        got, where = f"{state}: {detail}" if detail else state, f"{self.role} trainer {self.job_id}"
-        fix = f"Look at {self.rlor_mgr.base_url}/v1/{job_name(self.rlor_mgr, self.job_id)} and at the job's log."
-        return BackendError("trainer", where=where, got=got, expected="RUNNING", fix=fix)
+    return one_line(job.get("statusMessage") or job.get("message") or inside or "")
 
 # %% ../../nbs/28_backends.provision.ipynb #e0fc9d28
 def id_part(text: str) -> str:
@@ -709,7 +646,7 @@ def trainer_request(
     try:
         request.validate()
     except ValueError as reason:
-        raise ConfigError("trainer", where="infra", got=said(reason)) from reason
+        raise ConfigError("trainer", where="infra", got=one_line(reason)) from reason
     return request
 
 # %% ../../nbs/28_backends.provision.ipynb #dbeb0a48
@@ -813,11 +750,6 @@ def plan_trainer(
 GONE = ("FAILED", "DELETED", "DELETING")  # states of a deployment that cannot be reused
 
 
-def same_shape(a: str | None, b: str | None) -> bool:
-    "Whether two deployment shapes agree, whatever their versions; an unknown one agrees with any."
-    return not a or not b or a.split("/versions/")[0] == b.split("/versions/")[0]
-
-
 def plan_deployment(
     deploy_mgr: Any,
     deploy: DeployConfig,
@@ -842,9 +774,10 @@ def plan_deployment(
             fix = "Set create_deployment=True, or name one that is there."
             raise BackendError("deployment", where=where, got=got, expected="one that is there", fix=fix)
         return DeploymentPlan(request)
-    if not same_shape(shape, found.deployment_shape_version):
+    bare = lambda name: name.split("/versions/")[0]
+    if shape and found.deployment_shape_version and bare(shape) != bare(found.deployment_shape_version):
         got, fix = found.deployment_shape_version, "Name another deployment_id, or delete the deployment."
-        raise BackendError("deployment shape", where=where, got=got, expected=str(shape), fix=fix)
+        raise BackendError("deployment shape", where=where, got=got, expected=shape, fix=fix)
     raw = ask(Secret(deploy_mgr.api_key), "GET", f"{deploy_mgr.base_url}/v1/{deployment_name(deploy_mgr, named)}")
     at_zero = raw.is_success and _told(raw).get("maxReplicaCount") == 0
     replicas = (request.min_replica_count, max(1, request.max_replica_count)) if at_zero else None
@@ -868,8 +801,11 @@ def plan_infra(
     role_prefix: str = "grpo",  # begins the names of what is made
 ) -> InfraPlan:
     "Decide what to set up, without asking for any of it; raises `ConfigError` and `BackendError`."
+    if needs_inference and deploy_mgr is None:
+        fix = "needs_inference=True asks for one."
+        raise ConfigError("deploy_mgr", got="None", expected="a DeploymentManager", fix=fix)
     if needs_inference:
-        check_serving(deploy_mgr, deploy_cfg)
+        check_tokenizer(deploy_cfg)
     earlier = isinstance(infra_cfg, InfraConfig)
     ref_shape = infra_cfg.ref_training_shape_id if earlier else infra_cfg.reference_training_shape_id
     policy_job_id = policy_job_id or getattr(infra_cfg, "job_id", None)
@@ -904,14 +840,6 @@ def plan_infra(
     return InfraPlan(base_model, lora_rank, length, policy, reference, deployment, scope, shared, notes)
 
 # %% ../../nbs/28_backends.provision.ipynb #ccbc9af6
-def check_serving(deploy_mgr: Any, deploy: DeployConfig | None) -> None:
-    "Raises `ConfigError`, which is a `ValueError`."
-    if deploy_mgr is None:
-        fix = "needs_inference=True asks for one."
-        raise ConfigError("deploy_mgr", got="None", expected="a DeploymentManager", fix=fix)
-    check_tokenizer(deploy)
-
-
 def check_tokenizer(deploy: DeployConfig | None) -> None:
     "Raises `ConfigError` when no tokenizer is named."
     if deploy is None or deploy.tokenizer_model is None:
@@ -952,6 +880,43 @@ def start_deployment(deploy_mgr: Any, plan: DeploymentPlan, cleanup: ResourceCle
             mask = ["min_replica_count", "max_replica_count"]
             deploy_mgr.update(request.deployment_id, {"minReplicaCount": low, "maxReplicaCount": high}, mask)
 
+# %% ../../nbs/28_backends.provision.ipynb #38920966
+PENDING_TIMEOUT_S = 48 * 3600.0  # for capacity
+
+
+def awaited_trainer(rlor_mgr: Any, plan: TrainerPlan, infra: InfraConfig | TrainerConfig) -> Awaited:
+    "A trainer to `watch`; its look raises `BackendError` when it will never be ready."
+    where, link = f"{plan.role} trainer {plan.job_id}", f"{rlor_mgr.base_url}/v1/{job_name(rlor_mgr, plan.job_id)}"
+    timeout_s = infra.trainer_timeout_s if isinstance(infra, InfraConfig) else infra.timeout_s
+    settle_s = 30.0 if plan.state in RESUMABLE else 0.0  # a job that was just resumed may show its old state this long
+    began: float = time.monotonic()
+    placed: float | None = None  # when it got its machines
+
+    def error(state: str, detail: str) -> BackendError:
+        got, fix = f"{state}: {detail}" if detail else state, f"Look at {link} and at the job's log."
+        return BackendError("trainer", where=where, got=got, expected="RUNNING", fix=fix)
+
+    def look() -> Look:
+        nonlocal placed
+        with as_backend_errors(where):
+            job = rlor_mgr.get(plan.job_id)
+            state, detail, now = state_of(job), job_message(job), time.monotonic()
+        if state in STOPPED and now - began >= settle_s:
+            raise error(state, detail)
+        if state == "RUNNING":
+            try:
+                return Look(state, result=rlor_mgr.wait_for_ready(plan.job_id, poll_interval_s=0, timeout_s=0))
+            except TimeoutError:
+                detail = detail or "its address does not respond yet"
+        if state != "PENDING" and placed is None:
+            placed = now
+        since, budget = (began, PENDING_TIMEOUT_S) if placed is None else (placed, timeout_s)
+        if now - since > budget:
+            raise error(f"{state} for {now - since:.0f} s", detail)
+        return Look(state, detail)
+
+    return Awaited(plan.role, plan.job_id, look, link)
+
 # %% ../../nbs/28_backends.provision.ipynb #14913e7b
 def serves(deploy_mgr: Any, deployment: Any) -> bool:  # of a DeploymentInfo
     "Whether a deployment completes a prompt of two tokens."
@@ -964,43 +929,32 @@ def serves(deploy_mgr: Any, deployment: Any) -> bool:  # of a DeploymentInfo
         return False
 
 # %% ../../nbs/28_backends.provision.ipynb #d4026269
-@dataclass(eq=False)
-class DeploymentLook:
-    "Looks at the deployment, after linking it; raises `BackendError` when it will never be ready."
+def awaited_deployment(deploy_mgr: Any, plan: DeploymentPlan, deploy: DeployConfig, poll_interval_s: float) -> Awaited:
+    "A deployment to `watch`; its look links it first, and raises `BackendError` when it will never be ready."
+    request, existing, began, linked = plan.request, plan.existing, time.monotonic(), plan.what != "re-attach"
+    named, timeout_s = request.deployment_id, deploy.deployment_timeout_s
+    where = f"deployment {named}"
 
-    deploy_mgr: Any
-    plan: DeploymentPlan
-    timeout_s: float
-    settle_s: float  # for linking it to another trainer
-    poll_interval_s: float = 5.0
-    began: float = field(default_factory=time.monotonic)
-    linked: bool = False
-
-    def __call__(self) -> Look:
-        request, where = self.plan.request, f"deployment {self.plan.request.deployment_id}"
+    def look() -> Look:
+        nonlocal linked
         with as_backend_errors(where):
-            if self.plan.what == "re-attach" and not self.linked:
-                self._link()
-            self.linked = True
-            found = self.deploy_mgr.get(request.deployment_id)
+            if not linked:
+                limit_s = deploy.reattach_settle_timeout_s if existing.state in ("READY", "UPDATING") else timeout_s
+                deploy_mgr.reattach_trainer(
+                    existing, base_model=request.base_model, trainer_job_name=request.hot_load_trainer_job,
+                    timeout_s=limit_s, poll_interval_s=poll_interval_s,
+                )  # fmt: skip
+            linked = True
+            found = deploy_mgr.get(named)
         state = "DELETED" if found is None else found.state
-        if found is not None and (state == "READY" or (state == "CREATING" and serves(self.deploy_mgr, found))):
+        if found is not None and (state == "READY" or (state == "CREATING" and serves(deploy_mgr, found))):
             return Look("READY", result=replace(found, state="READY"))
-        if time.monotonic() - self.began > self.timeout_s:
-            got, fix = f"{state} after {self.timeout_s:.0f} s", "Raise deployment_timeout_s, or look at its events."
+        if time.monotonic() - began > timeout_s:
+            got, fix = f"{state} after {timeout_s:.0f} s", "Raise deployment_timeout_s, or look at its events."
             raise BackendError("deployment", where=where, got=got, expected="READY", fix=fix)
         return Look(state)
 
-    def _link(self) -> None:
-        "Have it serve another trainer's weights."
-        request, existing = self.plan.request, self.plan.existing
-        self.deploy_mgr.reattach_trainer(
-            existing,
-            base_model=request.base_model,
-            trainer_job_name=request.hot_load_trainer_job,
-            timeout_s=self.settle_s if existing.state in ("READY", "UPDATING") else self.timeout_s,
-            poll_interval_s=self.poll_interval_s,
-        )
+    return Awaited("deployment", named, look, f"{deploy_mgr.base_url}/v1/{deployment_name(deploy_mgr, named)}")
 
 # %% ../../nbs/28_backends.provision.ipynb #eed0a11a
 class Reporter:
@@ -1023,29 +977,9 @@ def undone_on_error(rlor_mgr: Any, deploy_mgr: Any, cleanup: ResourceCleanup | N
     if cleanup is not None:
         yield cleanup
         return
-    own = ResourceCleanup(rlor_mgr, deploy_mgr, 0.0)
-    try:
+    with ResourceCleanup(rlor_mgr, deploy_mgr, 0.0) as own:
         yield own
-    except BaseException:
-        own.close()
-        raise
-    own.held.clear()
-    disarm(own)
-
-# %% ../../nbs/28_backends.provision.ipynb #38920966
-def awaited_trainer(rlor_mgr: Any, plan: TrainerPlan, infra: InfraConfig | TrainerConfig) -> Awaited:
-    "A trainer to `watch`."
-    budget = infra.trainer_timeout_s if isinstance(infra, InfraConfig) else infra.timeout_s
-    settle = 30.0 if plan.state in RESUMABLE else 0.0
-    look = TrainerLook(rlor_mgr, plan.job_id, plan.role, budget, settle_s=settle)
-    return Awaited(plan.role, plan.job_id, look, f"{rlor_mgr.base_url}/v1/{job_name(rlor_mgr, plan.job_id)}")
-
-
-def awaited_deployment(deploy_mgr: Any, plan: DeploymentPlan, deploy: DeployConfig, poll_interval_s: float) -> Awaited:
-    "A deployment to `watch`."
-    named, budget = plan.request.deployment_id, deploy.deployment_timeout_s
-    look = DeploymentLook(deploy_mgr, plan, budget, deploy.reattach_settle_timeout_s, poll_interval_s)
-    return Awaited("deployment", named, look, f"{deploy_mgr.base_url}/v1/{deployment_name(deploy_mgr, named)}")
+        own.held.clear()  # all went well: it is the caller's to release
 
 # %% ../../nbs/28_backends.provision.ipynb #be9dc100
 def create_trainer_job(
@@ -1295,7 +1229,11 @@ def training_client(client: ReconnectableClient) -> Any:
     owner, link = client.parent or client, client.link
     lost = link.opened and client.service is owner.service
     if lost and owner.unsaved:
-        raise training_lost(owner, link.why)
+        gone = f"{owner.unsaved} training calls since the last saved state went with the trainer's memory."
+        load = f"load_state_with_optimizer({owner.saved_at!r})"
+        fix = f"{gone} reconnect(), then {load if owner.saved_at else 'start again, since nothing was saved'}."
+        where = f"trainer {owner.job_id}"
+        raise BackendError("its client", where=where, got=link.why, expected="a response", fix=fix)
     if owner is not client:
         if lost:
             owner.link.drop(link.why)
@@ -1314,14 +1252,6 @@ def training_client(client: ReconnectableClient) -> Any:
         if client.base_only:
             return client.service.create_base_training_client(client.base_model)
         return client.service.create_training_client(base_model=client.base_model, lora_rank=client.lora_rank)
-
-
-def training_lost(client: ReconnectableClient, why: str) -> BackendError:
-    "The error that says what went with the trainer."
-    lost = f"{client.unsaved} training calls since the last saved state went with the trainer's memory."
-    load = f"load_state_with_optimizer({client.saved_at!r})"
-    fix = f"{lost} reconnect(), then {load if client.saved_at else 'start again, since nothing was saved'}."
-    return BackendError("its client", where=f"trainer {client.job_id}", got=why, expected="a response", fix=fix)
 
 
 def load_saved(client: ReconnectableClient, inner: Any) -> tuple[Any, str]:
@@ -1387,9 +1317,19 @@ def setup_infra(
             reference_job_id=reference_job_id, needs_reference=needs_reference, needs_inference=needs_inference,
             role_prefix=role_prefix,
         )  # fmt: skip
-    say = Reporter(on_status)
+    say, serving = Reporter(on_status), plan.deployment
+    first = plan.scope is WeightSyncScope.PER_DEPLOYMENT
     with undone_on_error(rlor_mgr, deploy_mgr, cleanup) as held:
-        awaited = start_all(plan, rlor_mgr, deploy_mgr, infra_cfg, deploy, held, poll_interval_s)
+        if serving is not None and first:
+            start_deployment(deploy_mgr, serving, held)
+        awaited = []
+        for trainer in filter(None, (plan.policy, plan.reference)):
+            start_trainer(rlor_mgr, trainer, held)
+            awaited.append(awaited_trainer(rlor_mgr, trainer, infra_cfg))
+        if serving is not None and not first:
+            start_deployment(deploy_mgr, serving, held)
+        if serving is not None:
+            awaited.append(awaited_deployment(deploy_mgr, serving, deploy, poll_interval_s))
         for one in awaited:
             say(one, Look("requested"))
         ready = watch(awaited, say, poll_interval_s, stop)
@@ -1397,30 +1337,6 @@ def setup_infra(
             return connect(plan, ready, rlor_mgr, api_key, step_timeout or 3600.0, say.seconds)
 
 # %% ../../nbs/28_backends.provision.ipynb #c19cbb40
-def start_all(
-    plan: InfraPlan,
-    rlor_mgr: Any,
-    deploy_mgr: Any,
-    infra: InfraConfig | TrainerConfig,
-    deploy: DeployConfig,
-    cleanup: ResourceCleanup,
-    poll_interval_s: float,
-) -> list[Awaited]:
-    "Ask for every part, in the order of the plan."
-    trainers = [t for t in (plan.policy, plan.reference) if t is not None]
-    first, awaited = plan.scope is WeightSyncScope.PER_DEPLOYMENT, []
-    if plan.deployment is not None and first:
-        start_deployment(deploy_mgr, plan.deployment, cleanup)
-    for trainer in trainers:
-        start_trainer(rlor_mgr, trainer, cleanup)
-        awaited.append(awaited_trainer(rlor_mgr, trainer, infra))
-    if plan.deployment is not None:
-        if not first:
-            start_deployment(deploy_mgr, plan.deployment, cleanup)
-        awaited.append(awaited_deployment(deploy_mgr, plan.deployment, deploy, poll_interval_s))
-    return awaited
-
-
 def connect(
     plan: InfraPlan,
     ready: Mapping[str, Any],  # role -> endpoint or deployment

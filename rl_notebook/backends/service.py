@@ -27,7 +27,7 @@ import torch
 
 from .base import GradNormalization, LossFn, Meter
 from .local import Versions, Worker, check_datums, check_dlogprobs, loss_and_dlogprobs
-from .openai import Silence
+from .openai import ODD, Silence, one_line
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -221,8 +221,7 @@ class Link:
     @property
     def caught(self) -> tuple[type[BaseException], ...]:
         "What the SDK's calls may raise."
-        odd = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)  # a response of another shape
-        return (*self.sdk.errors, *odd, RuntimeError, OSError, TimeoutError, CancelledError)
+        return (*self.sdk.errors, *ODD, RuntimeError, OSError, TimeoutError, CancelledError)
 
     def call(self, fn: Callable[[Any], Any]) -> Any:
         "`fn(client)`; again with a fresh client if the service was lost. Raises `BackendError`."
@@ -243,9 +242,7 @@ class Link:
 
     def text(self, error: BaseException) -> str:
         "An error as one line, without the key."
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        line = without_keys(line.replace(self.secret.reveal(), "***") if self.secret else line)
-        return line if len(line) <= 300 else line[:300] + " …"
+        return one_line(f"{type(error).__name__}: {error}", self.secret, longest=300)
 
 # %% ../../nbs/26_backends.service.ipynb #01954fe5
 def fresh_client(link: Link) -> Any:
@@ -393,7 +390,11 @@ def send_update(link: Link, client: Any, update: Update, encoding: GradientEncod
     divided_by = 1 if sdk.divides else max(1, update.counts[name])
     divided_by = divided_by / (sequences if encoding.by_sequence else 1)
     passes = [p for p in update.passes if p.sent_on != link.made]
-    waiting = [send_pass(sdk, client, p, encoding, divided_by) for p in passes]
+    waiting = []
+    for p in passes:
+        series = zip(p.datums, p.dlogprobs, p.logprobs or [None] * len(p.datums), strict=True)
+        data = [carried(sdk, encoding, *each, divided_by) for each in series]
+        waiting.append(client.forward_backward(data, encoding.loss_fn))
     extra = {"grad_accumulation_normalization": name} if sdk.divides else {}
     step = client.optim_step(sdk_adam(sdk, update.adam), **extra)
     gaps = [forward_gap(result_of(link, future), p) for future, p in zip(waiting, passes, strict=True)]
@@ -401,12 +402,6 @@ def send_update(link: Link, client: Any, update: Update, encoding: GradientEncod
     meter.datums_trained += sequences
     known = [gap for gap in gaps if gap is not None]
     return metrics | ({"forward_gap": max(known)} if known else {})
-
-
-def send_pass(sdk: Sdk, client: Any, sent: Pass, encoding: GradientEncoding, divided_by: float) -> Any:
-    "One backward pass on its way; returns the SDK's future."
-    series = zip(sent.datums, sent.dlogprobs, sent.logprobs or [None] * len(sent.datums), strict=True)
-    return client.forward_backward([carried(sdk, encoding, *each, divided_by) for each in series], encoding.loss_fn)
 
 # %% ../../nbs/26_backends.service.ipynb #3c39ce3e
 def label_of(name: str, longest: int = 32) -> str:
@@ -572,7 +567,11 @@ def take_step(remote: RemotePolicy, adam: AdamParams, normalization: GradNormali
     remote.pending.clear()
     remote.versions.stand_at(remote.versions.current)
     known = {"learning_rate": adam.learning_rate} | {k: v for k, v in update.counts.items() if k != "none"}
-    keep_journal_short(remote)
+    if len(remote.journal.updates) % remote.journal_steps == 0:
+        try:
+            save_remotely(remote, "journal")
+        except BackendError as error:  # the journal grows on
+            warnings.warn(f"the journal could not be shortened: {error}", stacklevel=2)
     return metrics | {name: float(value) for name, value in known.items()}
 
 # %% ../../nbs/26_backends.service.ipynb #71c40278
@@ -605,15 +604,6 @@ def save_remotely(remote: RemotePolicy, name: str) -> str:
     if replaced is not None and remote.adapter.forget is not None:
         remote.adapter.forget(replaced)
     return path
-
-# %% ../../nbs/26_backends.service.ipynb #f97aaaa9
-def keep_journal_short(remote: RemotePolicy) -> None:
-    "Save a state once there are many updates to repeat; if that fails, the journal grows on."
-    if len(remote.journal.updates) % remote.journal_steps == 0:
-        try:
-            save_remotely(remote, "journal")
-        except BackendError as error:
-            warnings.warn(f"the journal could not be shortened: {error}", stacklevel=2)
 
 # %% ../../nbs/26_backends.service.ipynb #55d652d5
 def let_go(remote: RemotePolicy) -> None:

@@ -71,9 +71,7 @@ NOTICE = "DEPRECATED: TrainingClient.load_state"
 def hush_deprecations() -> None:
     "Do not show the SDK's notice about `load_state`: without the call, a client from the state is used."
     warnings.filterwarnings("ignore", message=NOTICE, category=FutureWarning)
-    logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
-    if not any(getattr(f, "__name__", "") == "not_the_notice" for f in logger.filters):
-        logger.addFilter(not_the_notice)
+    logging.getLogger("tinker.lib.public_interfaces.training_client").addFilter(not_the_notice)
 
 
 def not_the_notice(record: logging.LogRecord) -> bool:
@@ -212,11 +210,6 @@ class CheckpointCleaner:
         except (*self.session.sdk.errors, ValueError, RuntimeError, OSError, TimeoutError):
             self.able = False
         self.left += 1
-
-# %% ../../nbs/27_backends.tinker.ipynb #87e58bda
-def adapter_of(session: Session) -> SdkAdapter:
-    "How Tinker's SDK saves, loads and deletes."
-    return SdkAdapter(load=partial(load_or_remake, session), forget=CheckpointCleaner(session))
 
 # %% ../../nbs/27_backends.tinker.ipynb #0973c9e5
 class TinkerSampler:
@@ -424,6 +417,11 @@ def nats(gap: float) -> str:
     "A difference of logprobs as text."
     return f"{gap:.2g} nats" if gap >= 1e-4 else "under 0.0001 nats"
 
+
+def within(name: str, gap: float, least: float, otherwise: str, how: str = "") -> Finding:
+    "Whether logprobs that should be one differ by less than `least` nats; `otherwise` is what it means for a run."
+    return Finding(name, gap < least, nats(gap) + how, f"less than {least:g}", "" if gap < least else otherwise)
+
 # %% ../../nbs/27_backends.tinker.ipynb #afba6af6
 def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     "Whether the policy also scores positions of weight 0."
@@ -524,31 +522,20 @@ async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Sessio
     return Findings(rows, f"what the service can do (tinker {session.sdk.version})")
 
 # %% ../../nbs/27_backends.tinker.ipynb #18ae0471
-async def check_shift(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
-    "Logprob i scores token i+1: another last token changes the last logprob and no other."
+async def check_scores(trainer: ServiceTrainer, tokens: list[int]) -> list[Finding]:
+    "What belongs to which token: another last token, tokens that are missing, weights of zero."
     other = [*tokens[:-1], next(t for t in tokens if t != tokens[-1])]
-    a, b = (lp.values for lp in await trainer.forward([toy_datum(tokens), toy_datum(other)]))
-    changed = np.abs(a - b) > 1e-3
-    only_last = bool(changed[-1]) and not changed[:-1].any()
-    got = f"positions {np.flatnonzero(changed).tolist()} changed"
-    meaning = "Logprobs belong to other tokens than we think; every ratio would be wrong."
-    return Finding("shift", only_last, got, f"position {len(tokens) - 2} alone", "" if only_last else meaning)
-
-# %% ../../nbs/27_backends.tinker.ipynb #ee2229dc
-async def check_prefix(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
-    "What comes later does not change what was said before."
-    a, b = (lp.values for lp in await trainer.forward([toy_datum(tokens), toy_datum(tokens[:-2])]))
-    gap = float(np.abs(a[: len(b)] - b).max())
-    meaning = "" if gap < 0.05 else "A token's logprob depends on what follows it, or on its neighbours in the batch."
-    return Finding("prefix", gap < 0.05, nats(gap), "less than 0.05", meaning)
-
-
-async def check_mask(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
-    "Weights decide what is trained, not what is scored."
-    a, b = (lp.values for lp in await trainer.forward([toy_datum(tokens), toy_datum(tokens, 1)]))
-    gap = abs(float(a[-1] - b[-1]))
-    meaning = "" if gap < 0.05 else "The weights of other positions change a logprob."
-    return Finding("mask", gap < 0.05, nats(gap), "less than 0.05", meaning)
+    toys = [toy_datum(tokens), toy_datum(other), toy_datum(tokens[:-2]), toy_datum(tokens, 1)]
+    whole, last, shorter, masked = (lp.values for lp in await trainer.forward(toys))
+    changed = np.flatnonzero(np.abs(whole - last) > 1e-3).tolist()
+    wrong = "Logprobs belong to other tokens than we think; every ratio would be wrong."
+    ok, expected = changed == [len(tokens) - 2], f"position {len(tokens) - 2} alone"
+    follows = "A token's logprob depends on what follows it, or on its neighbours in the batch."
+    return [
+        Finding("shift", ok, f"positions {changed} changed", expected, "" if ok else wrong),
+        within("prefix", float(np.abs(whole[: len(shorter)] - shorter).max()), 0.05, follows),
+        within("mask", abs(float(whole[-1] - masked[-1])), 0.05, "The weights of other positions change a logprob."),
+    ]
 
 # %% ../../nbs/27_backends.tinker.ipynb #0b664b0c
 EPSILON = 1e4  # of Adam in the checks: far above any gradient
@@ -629,9 +616,8 @@ async def check_gradient(toy: Toy) -> list[Finding]:
     "Sign and scale of a gradient, and the forward pass inside of a backward pass."
     h, once = await visible_step(toy)
     rows = [await check_sign(toy, h, once), *await check_scale(toy, h, once)]
-    gap = once.forward_gap
-    meaning = "" if gap < 0.05 else "The derivative is computed at other logprobs than it is applied to."
-    return [*rows, Finding("forward inside backward", gap < 0.05, nats(gap), "less than 0.05", meaning)]
+    otherwise = "The derivative is computed at other logprobs than it is applied to."
+    return [*rows, within("forward inside backward", once.forward_gap, 0.05, otherwise)]
 
 # %% ../../nbs/27_backends.tinker.ipynb #02a87a60
 async def find_encoding(toy: Toy) -> list[Finding]:
@@ -656,22 +642,20 @@ async def check_states(toy: Toy) -> Finding:
     "A loaded state scores as it did when it was saved."
     await toy.trainer.load_state(toy.start)
     after = (await toy.trainer.forward([toy_datum(toy.tokens)]))[0].values
-    gap = float(np.abs(after - toy.logprobs).max())
-    meaning = "" if gap < 0.02 else "Undo, resume and reconnect would go on from other weights."
-    return Finding("states", gap < 0.02, nats(gap), "less than 0.02", meaning)
+    otherwise = "Undo, resume and reconnect would go on from other weights."
+    return within("states", float(np.abs(after - toy.logprobs).max()), 0.02, otherwise)
 
 # %% ../../nbs/27_backends.tinker.ipynb #6615363f
 async def check_conformance(trainer: ServiceTrainer, sampler: TinkerSampler, tokens: list[int]) -> Findings:
     "Shift, mask, gradient and states on toy datums; the model is left as it was found."
     start = await trainer.save_state("start")
     toy = Toy(trainer, start, tokens, (await trainer.forward([toy_datum(tokens)]))[0].values)
-    rows = [await check(trainer, tokens) for check in (check_shift, check_prefix, check_mask)]
-    rows += await find_encoding(toy)
+    rows = [*await check_scores(trainer, tokens), *await find_encoding(toy)]
     rows.append(await check_states(toy))
     with contextlib.suppress(BackendError):
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
-        meaning = "" if gap < 0.2 else "Policy and sampler are not the same model, or one of them is shifted."
-        rows.append(Finding("policy and sampler", gap < 0.2, f"{nats(gap)} on average", "less than 0.2", meaning))
+        otherwise = "Policy and sampler are not the same model, or one of them is shifted."
+        rows.append(within("policy and sampler", gap, 0.2, otherwise, " on average"))
     return Findings(rows, "does the service do what we think?")
 
 # %% ../../nbs/27_backends.tinker.ipynb #e2a38b7c
@@ -719,7 +703,8 @@ async def open_tinker(
         )
     limits = Limits(len(words), longest, dtype, prompt_logprobs)
     link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
-    meter, run, adapter = Meter(), Worker(), adapter_of(sessions[0])
+    meter, run, first = Meter(), Worker(), sessions[0]
+    adapter = SdkAdapter(load=partial(load_or_remake, first), forget=CheckpointCleaner(first))
     policy, judge = (training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1]))
     own = {"limits": limits, "run": run, "meter": meter, "journal_steps": journal_steps, **link}
     trainer = ServiceTrainer(policy, sessions[0].sdk, adapter=adapter, **own)
@@ -780,12 +765,9 @@ async def close_tinker(
         trainer.run.pool.shutdown(wait=False, cancel_futures=True)
 
     def release() -> None:
+        trained = [link.client for link in links if link is not sampler.link and link.client is not None]
         with ThreadPoolExecutor() as pool:  # at once: a service that is gone is waited for only once
-            list(
-                pool.map(
-                    unload, [link.client for link in links if link is not sampler.link and link.client is not None]
-                )
-            )
+            list(pool.map(unload, trained))
         for label in OWN_LABELS & trainer.states.keys():
             trainer.adapter.forget(trainer.states[label]) if trainer.adapter.forget is not None else None
         with ThreadPoolExecutor() as pool:
