@@ -368,7 +368,8 @@ class ResourceCleanup:
 
     def close(self, *, grace: bool = True) -> list[Resource]:
         "Trainers, newest first, then deployments; warns of what could not be released and returns it."
-        order = sorted(self.held[::-1], key=lambda r: r.role == "deployment")
+        newest = self.held[::-1]
+        order = sorted(newest, key=lambda r: r.role == "deployment")
         key, headers = Secret(self.rlor_mgr.api_key), self.rlor_mgr.additional_headers
         if grace and any(r.role != "deployment" for r in order):
             with contextlib.suppress(KeyboardInterrupt):
