@@ -716,12 +716,8 @@ async def promote_weights(
                 if time.monotonic() > end:
                     raise BackendError("the final snapshot", got="not listed", expected=f"a row within {appear_s:g} s")
                 time.sleep(poll_interval_s)
-            named = {
-                "name": rows[0]["name"],
-                "output_model_id": output_model_id,
-                "base_model": backend.infra.policy.base_model,
-            }
-            return rlor_mgr.promote_checkpoint(**named)["name"]
+            named = {"name": rows[0]["name"], "output_model_id": output_model_id}
+            return rlor_mgr.promote_checkpoint(base_model=backend.infra.policy.base_model, **named)["name"]
 
     return await policy.run(publish_snapshot)
 
@@ -904,9 +900,8 @@ async def checked(
     try:
         return Finding(name, True, str(await check(t)), meaning=meaning)
     except RLNotebookError as reason:
-        return Finding(
-            name, False, one_line(reason), (check.__doc__ or "a model that was published").rstrip("."), meaning
-        )
+        expected = (check.__doc__ or "a model that was published").rstrip(".")
+        return Finding(name, False, one_line(reason), expected, meaning)
 
 
 async def check_released(t: Trial) -> str:
