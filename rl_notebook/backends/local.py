@@ -283,13 +283,13 @@ def drop_gradients(state: PolicyState) -> None:
     state.graph = None
 
 # %% ../../nbs/24_backends.local.ipynb #62ea96bb
-def divisor(state: PolicyState, normalization: GradNormalization) -> int:
-    "What the accumulated gradient is divided by; raises `BackendError`."
-    known = {"none": 1, "num_loss_tokens": state.loss_tokens, "num_sequences": state.sequences}
+def divisor(normalization: GradNormalization, loss_tokens: int, sequences: int) -> int:
+    "What a gradient of so many tokens and sequences is divided by; raises `BackendError`."
+    known = {"none": 1, "num_loss_tokens": loss_tokens, "num_sequences": sequences}
     if normalization not in known:
         what, got = "grad_accumulation_normalization", repr(normalization)
         raise BackendError(what, where="optim_step", got=got, expected=" or ".join(known))
-    if state.sequences == 0:
+    if sequences == 0:
         fix = "Call forward_backward_custom first."
         raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)
     return max(1, known[normalization])
@@ -366,7 +366,7 @@ def _layer_norms(kind: str, names: Iterable[str], tensors: Iterable[Tensor | Non
 # %% ../../nbs/24_backends.local.ipynb #51eaae02
 def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:
     "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, and then changes nothing."
-    count = divisor(state, normalization)
+    count = divisor(normalization, state.loss_tokens, state.sequences)
     with torch.no_grad():
         grads = [t.grad for t in state.targets if t.grad is not None]
         norm = float(get_total_norm(grads)) / count

@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 
 from .base import GradNormalization, LossFn, Meter
-from .local import Versions, Worker, check_datums, check_dlogprobs, loss_and_dlogprobs
+from .local import Versions, Worker, check_datums, check_dlogprobs, divisor, loss_and_dlogprobs
 from .openai import ODD, Silence, one_line
 from rl_notebook.core import (
     AdamParams,
@@ -340,10 +340,10 @@ class Update:
     normalization: GradNormalization = "none"
 
     @property
-    def counts(self) -> dict[str, int]:
-        "What the accumulated gradient may be divided by."
+    def counts(self) -> tuple[int, int]:
+        "Tokens and sequences of the accumulated gradient."
         datums = [d for p in self.passes for d in p.datums]
-        return {"none": 1, "num_loss_tokens": sum(d.num_loss_tokens for d in datums), "num_sequences": len(datums)}
+        return sum(d.num_loss_tokens for d in datums), len(datums)
 
 # %% ../../nbs/26_backends.service.ipynb #21b73d42
 @dataclass(eq=False)
@@ -386,8 +386,8 @@ def sdk_adam(sdk: Sdk, adam: Any) -> Any:  # `AdamParams`, ours or an SDK's
 # %% ../../nbs/26_backends.service.ipynb #d032a6e4
 def send_update(link: Link, client: Any, update: Update, encoding: GradientEncoding, meter: Meter) -> dict[str, float]:
     "Passes and step of one update; returns what the service measured, in our names."
-    sdk, name, sequences = link.sdk, update.normalization, update.counts["num_sequences"]
-    divided_by = 1 if sdk.divides else max(1, update.counts[name])
+    sdk, name, (tokens, sequences) = link.sdk, update.normalization, update.counts
+    divided_by = 1 if sdk.divides else divisor(name, tokens, sequences)
     divided_by = divided_by / (sequences if encoding.by_sequence else 1)
     passes = [p for p in update.passes if p.sent_on != link.made]
     waiting = []
@@ -482,8 +482,8 @@ class SdkAdapter:
     forget: Callable[[str], Any] | None = None  # deletes a saved state; None = it stays
 
 # %% ../../nbs/26_backends.service.ipynb #beb35ba0
-class RemotePolicy:
-    "What is known about a policy on a service."
+class ServiceTrainer:
+    "The policy on a service: scores, keeps gradients back until the step, updates, saves, outlives lost clients."
 
     def __init__(
         self,
@@ -510,190 +510,6 @@ class RemotePolicy:
     def reconnects(self) -> int:
         "How often a lost client was replaced."
         return self.link.reconnects
-
-# %% ../../nbs/26_backends.service.ipynb #00bc80a9
-def brought_up(remote: RemotePolicy, client: Any) -> tuple[Any, str]:
-    "A fresh client with the weights and the optimizer of the last finished update; says what was done."
-    journal, link, done = remote.journal, remote.link, []
-    if journal.base is not None:
-        client = remote.adapter.load(link, client, journal.base, journal.optimizer)
-        done.append(f"loaded {journal.base}")
-    for update in journal.updates:
-        send_update(link, client, update, remote.encoding, remote.meter)
-    if journal.updates:
-        done.append(f"repeated {len(journal.updates)} update{'s' if len(journal.updates) > 1 else ''}")
-    return client, ", ".join(done)
-
-# %% ../../nbs/26_backends.service.ipynb #378c77bd
-def loss_here(remote: RemotePolicy, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
-    "Loss value, metrics, logprobs and dL/dlogprob per datum, from one forward pass of the service."
-    values = score_remotely(remote.link, datums, remote.limits, remote.meter)
-    leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
-    with torch.enable_grad():
-        loss, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, remote.limits.prompt_logprobs)
-    return loss, metrics, values, dlogprobs
-
-# %% ../../nbs/26_backends.service.ipynb #5aae3558
-def keep_pass(
-    remote: RemotePolicy, datums: list[Datum], dlogprobs: list[np.ndarray], logprobs: list[np.ndarray] | None = None
-) -> None:
-    "Check a backward pass and keep it for the step."
-    check_datums(datums, remote.limits.vocab_size, remote.limits.max_seq_len)
-    check_dlogprobs(datums, dlogprobs, remote.limits.prompt_logprobs)
-    if logprobs is None and remote.encoding.needs_logprobs:
-        logprobs = score_remotely(remote.link, datums, remote.limits, remote.meter)
-    kept = tuple(np.array(s, dtype=np.float64) for s in dlogprobs)
-    remote.pending.append(Pass(tuple(datums), kept, None if logprobs is None else tuple(logprobs)))
-
-
-def loss_and_keep(remote: RemotePolicy, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
-    "`loss_here`, then `keep_pass` of its derivatives."
-    result = loss_here(remote, datums, loss_fn)
-    keep_pass(remote, datums, result[3], result[2])
-    return result
-
-# %% ../../nbs/26_backends.service.ipynb #f0ecb464
-def take_step(remote: RemotePolicy, adam: AdamParams, normalization: GradNormalization) -> dict[str, float]:
-    "One update with what was accumulated, which it uses up; raises `BackendError`."
-    update = Update(tuple(remote.pending), adam, normalization)
-    check_update(update, remote.link.sdk.divides)
-    try:
-        send = lambda client: send_update(remote.link, client, update, remote.encoding, remote.meter)
-        metrics = remote.link.call(send)
-    except BaseException as error:
-        remote.link.drop(remote.link.text(error))
-        raise
-    remote.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
-    remote.pending.clear()
-    remote.versions.stand_at(remote.versions.current)
-    known = {"learning_rate": adam.learning_rate} | {k: v for k, v in update.counts.items() if k != "none"}
-    if len(remote.journal.updates) % remote.journal_steps == 0:
-        try:
-            save_remotely(remote, "journal")
-        except BackendError as error:  # the journal grows on
-            warnings.warn(f"the journal could not be shortened: {error}", stacklevel=2)
-    return metrics | {name: float(value) for name, value in known.items()}
-
-# %% ../../nbs/26_backends.service.ipynb #71c40278
-def check_update(update: Update, divides: bool) -> None:
-    "Raises `BackendError` for an update that cannot be made; `divides` says whether the service divides gradients."
-    if update.normalization not in update.counts:
-        what, where = "grad_accumulation_normalization", "optim_step"
-        raise BackendError(what, where=where, got=repr(update.normalization), expected=" or ".join(update.counts))
-    if not update.passes:
-        fix = "Call forward_backward_custom first."
-        raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)
-    there = [p for p in update.passes if p.sent_on is not None]
-    right = not there or (divides and all(p.counted for p in there))
-    if update.normalization != "none" and not right:
-        what, fix = "grad_accumulation_normalization", "Give the loss its denominator: the gradient is on the service."
-        raise BackendError(what, got=f"{update.normalization!r}, which the service cannot do", expected="none", fix=fix)
-
-# %% ../../nbs/26_backends.service.ipynb #79ed7e90
-def save_remotely(remote: RemotePolicy, name: str) -> str:
-    "Save, let the journal rest on it, delete the state that it replaces."
-    link, label = remote.link, label_of(name)
-
-    def save(client: Any) -> str:
-        there = state_name(label, remote.versions, remote.tag, next(remote.numbers))
-        return result_of(link, client.save_state(there)).path
-
-    path = link.call(save)
-    remote.journal.rest_on(path)
-    replaced, remote.states[label] = remote.states.get(label), path
-    if replaced is not None and remote.adapter.forget is not None:
-        remote.adapter.forget(replaced)
-    return path
-
-# %% ../../nbs/26_backends.service.ipynb #55d652d5
-def let_go(remote: RemotePolicy) -> None:
-    "Give up a client whose service has a gradient of ours."
-    if any(p.sent_on == remote.link.made for p in remote.pending):
-        remote.link.drop("its gradient was discarded")
-
-
-def discard(remote: RemotePolicy) -> None:
-    "Forget what was accumulated since the last update."
-    let_go(remote)
-    remote.pending.clear()
-
-# %% ../../nbs/26_backends.service.ipynb #59d78fec
-def load_remotely(remote: RemotePolicy, path: str, optimizer: bool) -> None:
-    "Load a saved state, and count policy versions on from it; if it cannot be loaded, nothing has changed."
-    link, before, versions = remote.link, remote.journal, remote.versions
-    remote.journal = Journal(path, optimizer)
-
-    def load(client: Any) -> None:
-        link.client = remote.adapter.load(link, client, path, optimizer)
-
-    let_go(remote)
-    try:
-        link.call(load if link.client is not None else lambda client: None)
-    except BaseException as error:
-        remote.journal = before
-        link.drop(link.text(error))
-        raise
-    remote.pending.clear()
-    found = version_in(path) if optimizer else None
-    versions.stand_at(*(found or (versions.current, False)))
-
-# %% ../../nbs/26_backends.service.ipynb #77eacf10
-def snapshot_remotely(remote: RemotePolicy, name: str) -> str:
-    "Save weights for the sampler under a name of their own; returns the path."
-    make = lambda: f"{label_of(name)}-{remote.tag}-{next(remote.numbers)}"
-    path = remote.link.call(lambda client: remote.adapter.snapshot(remote.link, client, make()))
-    remote.snapshots.append(path)
-    return path
-
-# %% ../../nbs/26_backends.service.ipynb #bfa705a9
-def builtin_request(sdk: Sdk, datums: Sequence[Datum], options: LossOptions, denominator: float | None) -> list[Any]:
-    "The SDK's datums for the service's own loss; raises `LossError` or `AlignmentError`."
-    data = []
-    for d, series in zip(datums, builtin_inputs(datums, options, denominator), strict=True):
-        push = "weights" if "weights" in series else "advantages"
-        if options.policy_loss != "dro":  # whose quadratic term would come with it
-            series = {**series, push: np.where(d.active & (series[push] == 0), COUNTED, series[push])}
-        data.append(with_side(sdk, bare_datum(sdk, d), series))
-    return data
-
-# %% ../../nbs/26_backends.service.ipynb #5a174c3b
-def loss_there(
-    remote: RemotePolicy, datums: list[Datum], options: LossOptions, denominator: float | None
-) -> tuple[float, dict, list, list]:
-    "Loss value, metrics, logprobs and dL/dlogprob per datum; the gradient stays on the service for the step."
-    try:
-        values, theirs = sent_for_training(remote, datums, options, denominator)
-        leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
-        loss_fn = make_loss_fn(datums, options, denominator=denominator)
-        with torch.enable_grad():
-            loss, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, remote.limits.prompt_logprobs)
-        check_builtin(datums, options, [x.detach() for x in leaves], theirs, denominator)
-    except BaseException as error:
-        remote.link.drop(remote.link.text(error))
-        raise
-    counted = options.policy_loss not in UNCOUNTED_LOSSES
-    remote.pending.append(Pass(tuple(datums), tuple(dlogprobs), tuple(values), remote.link.made, counted))
-    return loss, metrics, values, dlogprobs
-
-# %% ../../nbs/26_backends.service.ipynb #1924b1b1
-def sent_for_training(
-    remote: RemotePolicy, datums: list[Datum], options: LossOptions, denominator: float | None
-) -> tuple[list[np.ndarray], float]:  # logprobs (N-1,) per datum, and the service's value of the loss
-    "One call with the service's own loss."
-    link, limits = remote.link, remote.limits
-    check_datums(datums, limits.vocab_size, limits.max_seq_len)
-    name, config = builtin_loss(options, link.sdk.name.lower())
-    data = builtin_request(link.sdk, datums, options, denominator)
-    output = link.call(lambda client: result_of(link, client.forward_backward(data, name, config or None)))
-    metrics = output.metrics or {}
-    if "loss:sum" not in metrics:
-        got, fix = f"{', '.join(sorted(metrics)) or 'no metrics'}", "Compute the loss here: loss_path='client'."
-        raise BackendError("the service's value of its loss", got=got, expected="loss:sum, to be checked", fix=fix)
-    return read_logprobs(output, datums, limits.prompt_logprobs), float(metrics["loss:sum"])
-
-# %% ../../nbs/26_backends.service.ipynb #30a66dcf
-class ServiceTrainer(RemotePolicy):
-    "The policy on a service: scores, keeps gradients back until the step, updates, saves, outlives lost clients."
 
     async def open(self) -> None:
         "Connect now, not with the first call."
@@ -750,6 +566,181 @@ class ServiceTrainer(RemotePolicy):
     def output_of(self, value: float, metrics: dict, series: list, dlogprobs: list) -> LossOutput:
         "The result of a loss."
         return LossOutput(value, metrics, tuple(self.of_policy(series)), tuple(dlogprobs))
+
+# %% ../../nbs/26_backends.service.ipynb #00bc80a9
+def brought_up(remote: ServiceTrainer, client: Any) -> tuple[Any, str]:
+    "A fresh client with the weights and the optimizer of the last finished update; says what was done."
+    journal, link, done = remote.journal, remote.link, []
+    if journal.base is not None:
+        client = remote.adapter.load(link, client, journal.base, journal.optimizer)
+        done.append(f"loaded {journal.base}")
+    for update in journal.updates:
+        send_update(link, client, update, remote.encoding, remote.meter)
+    if journal.updates:
+        done.append(f"repeated {len(journal.updates)} update{'s' if len(journal.updates) > 1 else ''}")
+    return client, ", ".join(done)
+
+# %% ../../nbs/26_backends.service.ipynb #378c77bd
+def loss_here(remote: ServiceTrainer, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
+    "Loss value, metrics, logprobs and dL/dlogprob per datum, from one forward pass of the service."
+    values = score_remotely(remote.link, datums, remote.limits, remote.meter)
+    leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
+    with torch.enable_grad():
+        loss, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, remote.limits.prompt_logprobs)
+    return loss, metrics, values, dlogprobs
+
+# %% ../../nbs/26_backends.service.ipynb #5aae3558
+def keep_pass(
+    remote: ServiceTrainer, datums: list[Datum], dlogprobs: list[np.ndarray], logprobs: list[np.ndarray] | None = None
+) -> None:
+    "Check a backward pass and keep it for the step."
+    check_datums(datums, remote.limits.vocab_size, remote.limits.max_seq_len)
+    check_dlogprobs(datums, dlogprobs, remote.limits.prompt_logprobs)
+    if logprobs is None and remote.encoding.needs_logprobs:
+        logprobs = score_remotely(remote.link, datums, remote.limits, remote.meter)
+    kept = tuple(np.array(s, dtype=np.float64) for s in dlogprobs)
+    remote.pending.append(Pass(tuple(datums), kept, None if logprobs is None else tuple(logprobs)))
+
+
+def loss_and_keep(remote: ServiceTrainer, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
+    "`loss_here`, then `keep_pass` of its derivatives."
+    result = loss_here(remote, datums, loss_fn)
+    keep_pass(remote, datums, result[3], result[2])
+    return result
+
+# %% ../../nbs/26_backends.service.ipynb #f0ecb464
+def take_step(remote: ServiceTrainer, adam: AdamParams, normalization: GradNormalization) -> dict[str, float]:
+    "One update with what was accumulated, which it uses up; raises `BackendError`."
+    update = Update(tuple(remote.pending), adam, normalization)
+    check_update(update, remote.link.sdk.divides)
+    try:
+        send = lambda client: send_update(remote.link, client, update, remote.encoding, remote.meter)
+        metrics = remote.link.call(send)
+    except BaseException as error:
+        remote.link.drop(remote.link.text(error))
+        raise
+    remote.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
+    remote.pending.clear()
+    remote.versions.stand_at(remote.versions.current)
+    known = (adam.learning_rate, *update.counts)
+    if len(remote.journal.updates) % remote.journal_steps == 0:
+        try:
+            save_remotely(remote, "journal")
+        except BackendError as error:  # the journal grows on
+            warnings.warn(f"the journal could not be shortened: {error}", stacklevel=2)
+    return metrics | dict(zip(("learning_rate", "num_loss_tokens", "num_sequences"), map(float, known), strict=True))
+
+# %% ../../nbs/26_backends.service.ipynb #71c40278
+def check_update(update: Update, divides: bool) -> None:
+    "Raises `BackendError` for an update that cannot be made; `divides` says whether the service divides gradients."
+    divisor(update.normalization, *update.counts)
+    there = [p for p in update.passes if p.sent_on is not None]
+    right = not there or (divides and all(p.counted for p in there))
+    if update.normalization != "none" and not right:
+        what, fix = "grad_accumulation_normalization", "Give the loss its denominator: the gradient is on the service."
+        raise BackendError(what, got=f"{update.normalization!r}, which the service cannot do", expected="none", fix=fix)
+
+# %% ../../nbs/26_backends.service.ipynb #79ed7e90
+def save_remotely(remote: ServiceTrainer, name: str) -> str:
+    "Save, let the journal rest on it, delete the state that it replaces."
+    link, label = remote.link, label_of(name)
+
+    def save(client: Any) -> str:
+        there = state_name(label, remote.versions, remote.tag, next(remote.numbers))
+        return result_of(link, client.save_state(there)).path
+
+    path = link.call(save)
+    remote.journal.rest_on(path)
+    replaced, remote.states[label] = remote.states.get(label), path
+    if replaced is not None and remote.adapter.forget is not None:
+        remote.adapter.forget(replaced)
+    return path
+
+# %% ../../nbs/26_backends.service.ipynb #55d652d5
+def let_go(remote: ServiceTrainer) -> None:
+    "Give up a client whose service has a gradient of ours."
+    if any(p.sent_on == remote.link.made for p in remote.pending):
+        remote.link.drop("its gradient was discarded")
+
+
+def discard(remote: ServiceTrainer) -> None:
+    "Forget what was accumulated since the last update."
+    let_go(remote)
+    remote.pending.clear()
+
+# %% ../../nbs/26_backends.service.ipynb #59d78fec
+def load_remotely(remote: ServiceTrainer, path: str, optimizer: bool) -> None:
+    "Load a saved state, and count policy versions on from it; if it cannot be loaded, nothing has changed."
+    link, before, versions = remote.link, remote.journal, remote.versions
+    remote.journal = Journal(path, optimizer)
+
+    def load(client: Any) -> None:
+        link.client = remote.adapter.load(link, client, path, optimizer)
+
+    let_go(remote)
+    try:
+        link.call(load if link.client is not None else lambda client: None)
+    except BaseException as error:
+        remote.journal = before
+        link.drop(link.text(error))
+        raise
+    remote.pending.clear()
+    found = version_in(path) if optimizer else None
+    versions.stand_at(*(found or (versions.current, False)))
+
+# %% ../../nbs/26_backends.service.ipynb #77eacf10
+def snapshot_remotely(remote: ServiceTrainer, name: str) -> str:
+    "Save weights for the sampler under a name of their own; returns the path."
+    make = lambda: f"{label_of(name)}-{remote.tag}-{next(remote.numbers)}"
+    path = remote.link.call(lambda client: remote.adapter.snapshot(remote.link, client, make()))
+    remote.snapshots.append(path)
+    return path
+
+# %% ../../nbs/26_backends.service.ipynb #bfa705a9
+def builtin_request(sdk: Sdk, datums: Sequence[Datum], options: LossOptions, denominator: float | None) -> list[Any]:
+    "The SDK's datums for the service's own loss; raises `LossError` or `AlignmentError`."
+    data = []
+    for d, series in zip(datums, builtin_inputs(datums, options, denominator), strict=True):
+        push = "weights" if "weights" in series else "advantages"
+        if options.policy_loss != "dro":  # whose quadratic term would come with it
+            series = {**series, push: np.where(d.active & (series[push] == 0), COUNTED, series[push])}
+        data.append(with_side(sdk, bare_datum(sdk, d), series))
+    return data
+
+# %% ../../nbs/26_backends.service.ipynb #5a174c3b
+def loss_there(
+    remote: ServiceTrainer, datums: list[Datum], options: LossOptions, denominator: float | None
+) -> tuple[float, dict, list, list]:
+    "Loss value, metrics, logprobs and dL/dlogprob per datum; the gradient stays on the service for the step."
+    try:
+        values, theirs = sent_for_training(remote, datums, options, denominator)
+        leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
+        loss_fn = make_loss_fn(datums, options, denominator=denominator)
+        with torch.enable_grad():
+            loss, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, remote.limits.prompt_logprobs)
+        check_builtin(datums, options, [x.detach() for x in leaves], theirs, denominator)
+    except BaseException as error:
+        remote.link.drop(remote.link.text(error))
+        raise
+    counted = options.policy_loss not in UNCOUNTED_LOSSES
+    remote.pending.append(Pass(tuple(datums), tuple(dlogprobs), tuple(values), remote.link.made, counted))
+    return loss, metrics, values, dlogprobs
+
+# %% ../../nbs/26_backends.service.ipynb #1924b1b1
+def sent_for_training(
+    remote: ServiceTrainer, datums: list[Datum], options: LossOptions, denominator: float | None
+) -> tuple[list[np.ndarray], float]:  # logprobs (N-1,) per datum, and the service's value of the loss
+    "One call with the service's own loss."
+    link, limits = remote.link, remote.limits
+    check_datums(datums, limits.vocab_size, limits.max_seq_len)
+    name, config = builtin_loss(options, link.sdk.name.lower())
+    data = builtin_request(link.sdk, datums, options, denominator)
+    output = link.call(lambda client: result_of(link, client.forward_backward(data, name, config or None)))
+    metrics = output.metrics or {}
+    if "loss:sum" not in metrics:
+        got, fix = f"{', '.join(sorted(metrics)) or 'no metrics'}", "Compute the loss here: loss_path='client'."
+        raise BackendError("the service's value of its loss", got=got, expected="loss:sum, to be checked", fix=fix)
+    return read_logprobs(output, datums, limits.prompt_logprobs), float(metrics["loss:sum"])
 
 # %% ../../nbs/26_backends.service.ipynb #7dd4f8d7
 def check_reachable(

@@ -586,36 +586,27 @@ async def visible_step(toy: Toy) -> tuple[float, Moved]:
         moved = await perturb(toy, -1.0, h)
     return h, moved
 
-# %% ../../nbs/27_backends.tinker.ipynb #5642f7e8
-async def check_sign(toy: Toy, h: float, once: Moved) -> Finding:
-    "A negative derivative raises a logprob, a positive one lowers it."
+# %% ../../nbs/27_backends.tinker.ipynb #9ba100cc
+WAYS = {  # one gradient said otherwise: dL/dlogprob, share of the step, options of `perturb`, what a difference means
+    "twice the derivative": (-2.0, 0.5, {}, "Derivatives are not used as they are sent, or eps is ignored."),
+    "two sequences": (-0.5, 1.0, {"copies": 2}, "The gradient is divided by the number of sequences."),
+    "idle positions": (-1.0, 1.0, {"trained": None}, "The gradient is divided by the tokens in the loss."),
+}
+
+
+async def check_gradient(toy: Toy) -> list[Finding]:
+    "Sign and scale of a gradient, and the forward pass inside of a backward pass."
+    h, once = await visible_step(toy)
     back = await perturb(toy, 1.0, h)
     signed = once.change > VISIBLE / 4 and back.change < -VISIBLE / 4
     got, expected = f"{once.change:+.2g} and {back.change:+.2g} nats", "up for derivative -1, down for derivative +1"
     meaning = "" if signed else "Training would move logprobs the wrong way, or not at all."
-    return Finding("gradient sign", signed, got, expected, meaning)
-
-
-async def check_scale(toy: Toy, h: float, once: Moved) -> list[Finding]:
-    "The same gradient, said in three other ways."
-    ways = {
-        "twice the derivative": (-2.0, h / 2, {}, "Derivatives are not used as they are sent, or eps is ignored."),
-        "two sequences": (-0.5, h, {"copies": 2}, "The gradient is divided by the number of sequences."),
-        "idle positions": (-1.0, h, {"trained": None}, "The gradient is divided by the tokens in the loss."),
-    }
-    rows = []
-    for name, (dlogprob, step, more, meaning) in ways.items():
-        moved = await perturb(toy, dlogprob, step, **more)
+    rows = [Finding("gradient sign", signed, got, expected, meaning)]
+    for name, (dlogprob, share, more, meaning) in WAYS.items():
+        moved = await perturb(toy, dlogprob, h * share, **more)
         ratio = moved.change / once.change if once.change else math.nan
         ok = abs(ratio - 1) < 0.15
         rows.append(Finding(name, ok, f"{ratio:.3g} of the step", "1", "" if ok else meaning))
-    return rows
-
-# %% ../../nbs/27_backends.tinker.ipynb #9ba100cc
-async def check_gradient(toy: Toy) -> list[Finding]:
-    "Sign and scale of a gradient, and the forward pass inside of a backward pass."
-    h, once = await visible_step(toy)
-    rows = [await check_sign(toy, h, once), *await check_scale(toy, h, once)]
     otherwise = "The derivative is computed at other logprobs than it is applied to."
     return [*rows, within("forward inside backward", once.forward_gap, 0.05, otherwise)]
 
