@@ -34,7 +34,7 @@ from rl_notebook.emulator.messages import (
     served_datum,
     served_loss,
 )
-from rl_notebook.emulator.trainer import EmulatedTrainer, InOrder, Models, Snapshots, open_serving
+from rl_notebook.emulator.trainer import EmulatedTrainer, InOrder, Models, Serving, Snapshots
 from rl_notebook.backends.local import open_local
 from rl_notebook.core import AdamParams, BackendError, Datum, LossError, SampleParams
 
@@ -842,7 +842,7 @@ def test_a_merged_snapshot_serves_what_the_adapter_serves(running):
 
     async def scores(name: str) -> np.ndarray:
         weights, page = running.trainer.snapshots.load(name)
-        serving = open_serving(new_models(), BASE, page["lora_rank"])
+        serving = Serving(new_models(), page["lora_rank"])
         assert await serving.swap(name, weights) == 1
         seen = await serving.backend.sampler.logprobs([5, 6, 7, 8])
         with pytest.raises(BackendError, match="do not fit"):

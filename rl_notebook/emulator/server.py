@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..align import token_from_target
 from .messages import Refusal, Table, json_of, read_count, routes_of
-from .trainer import Models, Serving, Snapshots, open_serving
+from .trainer import Models, Serving, Snapshots
 from ..backends.engine import retire
 from ..backends.local import LocalSampler, Worker
 from ..core import Completion, ConfigError, RLNotebookError, SampleParams
@@ -410,7 +410,7 @@ class EmulatedServer:
     def serving(self, adapter: str = "") -> tuple[Serving, PausableWorker]:
         "The sampler of the base or of an adapter, opened on first use."
         if adapter not in self._serving:
-            serving = open_serving(self.models, self.base_model, 0 if adapter else self.lora_rank)
+            serving = Serving(self.models, 0 if adapter else self.lora_rank)
             pausable = PausableWorker(serving.backend.sampler.run)  # type: ignore[attr-defined]
             serving.backend.sampler.run = pausable  # type: ignore[attr-defined]
             self._serving[adapter] = serving, pausable

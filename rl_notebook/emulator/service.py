@@ -22,7 +22,6 @@ import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +29,7 @@ from typing import IO, Any
 from .chat import chat_completions
 from .messages import MAX_BODY, ON_ERROR, Table, error_reply, json_of, routes_of
 from .server import EmulatedServer, completions, hot_load
-from .trainer import EmulatedTrainer, Models, Snapshots
+from .trainer import EmulatedTrainer, Models, Snapshots, timestamp
 from ..backends.openai import Secret
 from ..core import BackendError, ConfigError
 
@@ -188,13 +187,8 @@ class Resource:
 
     def shown(self, now: float) -> dict[str, Any]:
         "The description that a client gets."
-        times = {"createTime": rfc3339(self.created), "updateTime": rfc3339(self.since)}
+        times = {"createTime": timestamp(self.created), "updateTime": timestamp(self.since)}
         return {"name": self.name, **self.body, **times, "state": self.state(now)}
-
-# %% ../../nbs/74_emulator.service.ipynb #7d208cf4
-def rfc3339(seconds: float) -> str:
-    "A time of the clock, as the services write it."
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 # %% ../../nbs/74_emulator.service.ipynb #0c55e7f6
 ACCOUNT = "local"
