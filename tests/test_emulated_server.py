@@ -505,6 +505,6 @@ def test_a_client_that_hangs_up_is_no_longer_served(site):
 
     asyncio.run(asyncio.wait_for(hang_up(), 60))
     until(lambda: server.running == 0)
-    sampler = server.serving()[0].backend.sampler
+    sampler = server.serving().backend.sampler
     until(sampler.scheduler.done)
     assert sampler.engine.meter.tokens_sampled < 64 * 91

@@ -700,7 +700,7 @@ def test_a_folder_that_the_server_cannot_see_leaves_the_old_weights(tmp_path):
 def test_a_server_that_keeps_its_old_head_is_caught(tmp_path):
     "It answers 200 and serves a mixture, as vLLM on a CPU does with tied embeddings."
     server = emulated(model(), byte_tokenizer(), tmp_path)
-    head = server.serving()[0].backend.sync.served.pop("lm_head.weight")
+    head = server.serving().backend.sync.served.pop("lm_head.weight")
 
     async def test(url):
         async with opened(url, tmp_path) as backend:

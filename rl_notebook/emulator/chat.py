@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from .messages import Refusal, json_of, read_count
 from .server import PIECE, Drawn, EmulatedServer, Shown, Style
-from .server import check_fields, draw_asked, text_pieces
+from .server import check_fields, draw_asked, stream_of, text_pieces
 from .trainer import top_logprobs
 
 # %% auto #0
@@ -179,7 +179,7 @@ def _logprobs(d: Drawn, part: Shown, top: Any, style: Style, tokenizer: Any, pro
 
 async def _tops(d: Drawn, k: int) -> list[Any]:
     "The k likeliest tokens at the place of each drawn token, for every completion."
-    sampler: Any = d.serving.backend.sampler
+    sampler = d.serving.sampler
     rows = []
     for part in d.parts:
         both = await sampler.post(partial(top_logprobs, sampler.engine, [*d.wanted.prompt, *part.tokens], k))
@@ -229,22 +229,6 @@ def _deltas(choice: Mapping[str, Any], part: Shown, tokenizer: Any) -> list[dict
     pieces.append({"delta": {}} | {k: choice[k] for k in ("finish_reason", "raw_output") if k in choice})
     return [{"index": choice["index"], "finish_reason": None, "logprobs": None} | piece for piece in pieces]
 
-
-async def _stream(
-    whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], body: Mapping[str, Any], style: Style
-) -> AsyncIterator[str]:
-    "The pieces as server-sent events."
-    tail = {k: whole[k] for k in ("usage", "perf_metrics") if k in whole}
-    head = {k: v for k, v in whole.items() if k not in tail} | {"object": "chat.completion.chunk"}
-    counted = bool((body.get("stream_options") or {}).get("include_usage"))
-    for i, piece in enumerate(pieces):
-        last = i == len(pieces) - 1
-        yield f"data: {json.dumps(head | {'choices': [piece]} | (tail if last and style == 'fireworks' else {}))}\n\n"
-        head.pop("prompt_token_ids", None)  # said once
-    if counted and style == "vllm":
-        yield f"data: {json.dumps(head | tail | {'choices': []})}\n\n"
-    yield "data: [DONE]\n\n"
-
 # %% ../../nbs/73_emulator.chat.ipynb #4efe11b2
 async def chat_completions(server: EmulatedServer, request: Request, style: Style) -> Response:
     "POST /v1/chat/completions (vLLM) and /inference/v1/chat/completions (Fireworks)."
@@ -253,9 +237,9 @@ async def chat_completions(server: EmulatedServer, request: Request, style: Styl
     d = await draw_asked(server, request, _as_completion(body, style, tokenizer), style)
     tops = await _tops(d, k) if k else []
     choices = _choices(d, body, tops, style, tokenizer, server.processed and style == "vllm")
-    about = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion"}
+    about = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": f"chat.completion{'.chunk' * d.wanted.stream}"}
     whole = d.whole | about | ({"prompt_token_ids": list(d.wanted.prompt)} if d.wanted.token_ids else {})
     if not d.wanted.stream:
         return JSONResponse(whole | {"choices": choices})
     pieces = [p for choice, part in zip(choices, d.parts, strict=True) for p in _deltas(choice, part, tokenizer)]
-    return StreamingResponse(_stream(whole, pieces, body, style), media_type="text/event-stream")
+    return StreamingResponse(stream_of(whole, pieces, body, style), media_type="text/event-stream")

@@ -296,21 +296,26 @@ def json_adam(params: Mapping[str, Any]) -> AdamParams:
     return AdamParams(**{name: float(params.get(name, getattr(ADAM_DEFAULTS, name))) for name in names})
 
 # %% ../../nbs/70_emulator.messages.ipynb #7185ae60
-def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) -> SampleParams:
-    "How to draw; raises `ConfigError`."
-    given = body.get("sampling_params") or {}
+def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SampleParams:
+    "How to draw, in the words of either service; raises `ConfigError`, `TypeError` or `ValueError`."
     stop = given.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     return SampleParams(
-        n=read_count(body.get("num_samples") or 1, "num_samples"),
-        max_tokens=int(given.get("max_tokens") or max(1, (limit or 2048) - prompt)),
+        n=n,
+        max_tokens=max_tokens,
         temperature=float(given.get("temperature", 1.0)),
         top_p=float(given.get("top_p", 1.0)),
-        top_k=max(0, int(given.get("top_k", -1))),
+        top_k=max(0, int(given.get("top_k", 0))),
         stop=tuple(x for x in stops if isinstance(x, str)),
-        stop_token_ids=tuple(x for x in stops if isinstance(x, int)),
-        seed=given.get("seed"),
+        stop_token_ids=(*(x for x in stops if isinstance(x, int)), *map(int, given.get("stop_token_ids") or ())),
+        seed=None if given.get("seed") is None else int(given["seed"]),
     )
+
+
+def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) -> SampleParams:
+    "How a training service draws; raises likewise."
+    given, count = body.get("sampling_params") or {}, read_count(body.get("num_samples") or 1, "num_samples")
+    return sample_params(given, count, int(given.get("max_tokens") or max(1, (limit or 2048) - prompt)))
 
 # %% ../../nbs/70_emulator.messages.ipynb #bf584938
 @dataclass(frozen=True, eq=False)

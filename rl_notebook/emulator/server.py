@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..align import token_from_target
-from .messages import Refusal, Table, json_of, read_count, routes_of
+from .messages import Refusal, Table, json_of, read_count, routes_of, sample_params
 from .trainer import Models, Serving, Snapshots
 from ..backends.engine import retire
 from ..backends.local import LocalSampler, Worker
@@ -87,18 +87,8 @@ def read_prompt(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
 # %% ../../nbs/72_emulator.server.ipynb #e28798b9
 def read_params(body: Mapping[str, Any], max_tokens: int) -> SampleParams:
     "The sampling settings of a body; raises `Refusal`."
-    stop = body.get("stop") or ()
     try:
-        return SampleParams(
-            n=read_count(body.get("n") or 1, "n"),
-            max_tokens=max_tokens,
-            temperature=float(body.get("temperature", 1.0)),
-            top_p=float(body.get("top_p", 1.0)),
-            top_k=max(0, int(body.get("top_k", 0))),
-            stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
-            stop_token_ids=tuple(map(int, body.get("stop_token_ids") or ())),
-            seed=None if body.get("seed") is None else int(body["seed"]),
-        )
+        return sample_params(body, read_count(body.get("n") or 1, "n"), max_tokens)
     except (ConfigError, TypeError, ValueError) as reason:
         raise Refusal(400, f"sampling parameters: {reason}") from reason
 
@@ -293,20 +283,15 @@ def end_requests(sampler: LocalSampler) -> None:
         request.completions[index] = Completion(*nothing)
     engine.waiting.clear()
 
-# %% ../../nbs/72_emulator.server.ipynb #043cfe91
-def answer_done(sampler: LocalSampler) -> None:
-    "Hand finished requests to their waiting tasks; runs on the event loop."
+# %% ../../nbs/72_emulator.server.ipynb #e4f475d4
+async def abort_drawing(serving: Serving) -> None:
+    "End, between two rounds, what the engine of a sampler is drawing."
+    sampler = serving.sampler
+    sampler.run.open.clear()
+    await sampler.run.worker(end_requests, sampler)
     for request in [r for r in sampler.open if r.done]:
         sampler.open.pop(request).resolve(request.completions)
-
-# %% ../../nbs/72_emulator.server.ipynb #e4f475d4
-async def abort_drawing(serving: Serving, pausable: PausableWorker) -> None:
-    "End, between two rounds, what the engine of a sampler is drawing."
-    sampler: Any = serving.backend.sampler
-    pausable.open.clear()
-    await pausable.worker(end_requests, sampler)
-    answer_done(sampler)
-    pausable.open.set()
+    sampler.run.open.set()
 
 # %% ../../nbs/72_emulator.server.ipynb #5372d6a0
 def read_weights(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -404,16 +389,14 @@ class EmulatedServer:
         self.resumed = asyncio.Event()
         self.resumed.set()
         self.adapters: dict[str, dict[str, Tensor]] = {}  # by name, what each adds to the base
-        self._serving: dict[str, tuple[Serving, PausableWorker]] = {}  # by adapter, "" is the base
+        self._serving: dict[str, Serving] = {}  # by adapter, "" is the base
         self._lock = asyncio.Lock()
 
-    def serving(self, adapter: str = "") -> tuple[Serving, PausableWorker]:
+    def serving(self, adapter: str = "") -> Serving:
         "The sampler of the base or of an adapter, opened on first use."
         if adapter not in self._serving:
-            serving = Serving(self.models, 0 if adapter else self.lora_rank)
-            pausable = PausableWorker(serving.backend.sampler.run)  # type: ignore[attr-defined]
-            serving.backend.sampler.run = pausable  # type: ignore[attr-defined]
-            self._serving[adapter] = serving, pausable
+            serving = self._serving[adapter] = Serving(self.models, 0 if adapter else self.lora_rank)
+            serving.sampler.run = PausableWorker(serving.sampler.run)
         return self._serving[adapter]
 
     def routes(self) -> list[BaseRoute]:
@@ -430,8 +413,8 @@ class EmulatedServer:
         self.resumed.set()
         if self.load.task is not None:
             self.load.task.cancel()
-        for serving, pausable in self._serving.values():
-            pausable.open.set()
+        for serving in self._serving.values():
+            serving.sampler.run.open.set()
             await serving.close()
         self._serving.clear()
 
@@ -461,7 +444,6 @@ class Drawn:
 
     wanted: Wanted
     serving: Serving
-    completions: list[Completion | None]  # None = nothing was drawn
     parts: list[Shown]  # of the completions
     scores: np.ndarray | None  # (P-1,) of the prompt, if they are asked for
     whole: dict[str, Any]  # everything of a reply but its choices
@@ -473,8 +455,11 @@ async def draw_asked(server: EmulatedServer, request: Request, body: Mapping[str
     adapter = adapter_of(server, str(body.get("model", "")), style)
     while not server.resumed.is_set():
         await while_connected(request, server.resumed.wait())
-    check_alive(server)
-    serving, _ = server.serving(adapter)
+    if server.bare and not server.dead:  # without weights, a request kills the engine
+        server.dead = "a request came after a reload that failed"
+    if server.dead:
+        raise Refusal(500, f"EngineCore encountered an issue: {server.dead}")
+    serving = server.serving(adapter)
     longest = serving.backend.capabilities.max_seq_len or 2**20
     wanted = read_wanted(body, style, server.models.tokenizer, longest)
     waited, server.running = time.monotonic() - started, server.running + 1
@@ -486,7 +471,7 @@ async def draw_asked(server: EmulatedServer, request: Request, body: Mapping[str
     if wanted.perf_metrics:
         whole["perf_metrics"] = measured(server, wanted, waited, time.monotonic() - started)
     parts = [shown(wanted, c, scores, server.models.tokenizer) for c in completions]
-    return Drawn(wanted, serving, completions, parts, scores, whole)
+    return Drawn(wanted, serving, parts, scores, whole)
 
 
 async def completions(server: EmulatedServer, request: Request, style: Style = "vllm") -> Response:
@@ -497,8 +482,8 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
     choices = [choice_of(d.wanted, p, i, d.scores, style, tokenizer, processed) for i, p in enumerate(d.parts)]
     if not d.wanted.stream:
         return JSONResponse(d.whole | {"choices": choices})
-    split = [split_choice(choice, part, tokenizer) for choice, part in zip(choices, d.parts, strict=True)]
-    return StreamingResponse(stream_of(d.whole, split, d.wanted, body, style), media_type="text/event-stream")
+    pieces = [p for choice, part in zip(choices, d.parts, strict=True) for p in split_choice(choice, part, tokenizer)]
+    return StreamingResponse(stream_of(d.whole, pieces, body, style), media_type="text/event-stream")
 
 # %% ../../nbs/72_emulator.server.ipynb #b62a0b16
 async def draw_wanted(serving: Serving, wanted: Wanted) -> tuple[list[Completion | None], np.ndarray | None]:
@@ -519,14 +504,6 @@ def adapter_of(server: EmulatedServer, model: str, style: Style) -> str:
         known = ", ".join([server.base_model, *server.adapters])
         raise Refusal(404, f"The model `{model}` does not exist. Valid aliases: {known}.")
     return ""
-
-# %% ../../nbs/72_emulator.server.ipynb #0a05af8f
-def check_alive(server: EmulatedServer) -> None:
-    "Raises `Refusal` when the engine is dead; a request without weights kills it."
-    if server.bare and not server.dead:
-        server.dead = "a request came after a reload that failed"
-    if server.dead:
-        raise Refusal(500, f"EngineCore encountered an issue: {server.dead}")
 
 # %% ../../nbs/72_emulator.server.ipynb #0033b01c
 def envelope(server: EmulatedServer, wanted: Wanted, body: Mapping[str, Any], drawn: int) -> dict[str, Any]:
@@ -550,16 +527,16 @@ def measured(server: EmulatedServer, wanted: Wanted, queued: float, total: float
 
 # %% ../../nbs/72_emulator.server.ipynb #d13d9fb9
 async def stream_of(
-    whole: Mapping[str, Any], split: list[list[dict[str, Any]]], wanted: Wanted, body: Mapping[str, Any], style: Style
+    whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], body: Mapping[str, Any], style: Style
 ) -> AsyncIterator[str]:
     "The pieces as server-sent events, usage and measurements with the last one."
     tail = {k: whole[k] for k in ("usage", "perf_metrics") if k in whole}
     head = {k: v for k, v in whole.items() if k not in tail}
-    pieces = [piece for choice in split for piece in choice]
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
         event = head | {"choices": [piece]} | (tail if last and style == "fireworks" else {})
         yield f"data: {json.dumps(event)}\n\n"
+        head.pop("prompt_token_ids", None)  # said once
         await asyncio.sleep(0)
     if style == "vllm" and (body.get("stream_options") or {}).get("include_usage"):
         yield f"data: {json.dumps(head | tail | {'choices': []})}\n\n"
@@ -594,19 +571,14 @@ async def run_load(server: EmulatedServer, name: str) -> None:
             raise Refusal(500, "an injected fault")
         tensors, meta = await asyncio.to_thread(server.snapshots.load, name)
         async with server._lock:
-            await match_rank(server, int(meta.get("lora_rank", 0)))
-            await server.serving()[0].swap(name, tensors)
+            if (rank := int(meta.get("lora_rank", 0))) != server.lora_rank:  # that takes another sampler
+                server.lora_rank = rank
+                if old := server._serving.pop("", None):
+                    await old.close()
+            await server.serving().swap(name, tensors)
         load.current, load.stage = name, "done"
     except RLNotebookError as reason:
         load.stage, load.message = "error", str(reason)
-
-# %% ../../nbs/72_emulator.server.ipynb #50c59c26
-async def match_rank(server: EmulatedServer, rank: int) -> None:
-    "Serve adapters of this rank, or whole weights for 0, from now on."
-    if rank != server.lora_rank:
-        server.lora_rank = rank
-        if (old := server._serving.pop("", None)) is not None:
-            await old[0].close()
 
 # %% ../../nbs/72_emulator.server.ipynb #3c9ed077
 async def pause(server: EmulatedServer, request: Request) -> Response:
@@ -615,20 +587,19 @@ async def pause(server: EmulatedServer, request: Request) -> Response:
     if mode not in ("abort", "wait", "keep"):
         raise Refusal(400, "mode", got=repr(mode), expected="abort, wait or keep")
     server.resumed.clear()
-    for _, pausable in server._serving.values():
-        if mode == "keep":
-            pausable.open.clear()
+    for serving in server._serving.values() if mode == "keep" else ():
+        serving.sampler.run.open.clear()
     while mode != "keep" and server.running:
-        for each in server._serving.values() if mode == "abort" else ():
-            await abort_drawing(*each)
+        for serving in server._serving.values() if mode == "abort" else ():
+            await abort_drawing(serving)
         await asyncio.sleep(0.002)
     return JSONResponse({"status": "paused"})
 
 # %% ../../nbs/72_emulator.server.ipynb #630acc1a
 async def resume(server: EmulatedServer, request: Request) -> Response:
     "Let everything go on."
-    for _, pausable in server._serving.values():
-        pausable.open.set()
+    for serving in server._serving.values():
+        serving.sampler.run.open.set()
     server.resumed.set()
     return JSONResponse({"status": "resumed"})
 
@@ -638,14 +609,14 @@ async def collective_rpc(server: EmulatedServer, request: Request) -> Response:
     body = await json_of(request)
     if body.get("method") != "reload_weights":
         raise Refusal(500, f"Worker failed with error 'no attribute {body.get('method')!r}'")
-    serving, pausable = server.serving()
+    serving = server.serving()
     folder = Path(str((body.get("kwargs") or {}).get("weights_path", "")))
     try:
         tensors = read_weights(folder, serving.backend.sync.served)  # type: ignore[attr-defined]
     except Refusal:
         server.bare = True
         raise
-    await pausable.worker(copy_weights, serving, tensors)
+    await serving.sampler.run.worker(copy_weights, serving, tensors)
     server.bare = False
     for name in server.adapters:
         await serve_adapter(server, name)
@@ -654,11 +625,11 @@ async def collective_rpc(server: EmulatedServer, request: Request) -> Response:
 # %% ../../nbs/72_emulator.server.ipynb #1368b912
 async def serve_adapter(server: EmulatedServer, name: str) -> None:
     "Work an adapter into a copy of the base as it is now."
-    base = server.serving()[0].backend.sync.served  # type: ignore[attr-defined]
+    base = server.serving().backend.sync.served  # type: ignore[attr-defined]
     added = server.adapters[name]
     tensors = {key: p.detach() + added[key].to(p) if key in added else p.detach() for key, p in base.items()}
-    serving, pausable = server.serving(name)
-    await pausable.worker(copy_weights, serving, tensors)
+    serving = server.serving(name)
+    await serving.sampler.run.worker(copy_weights, serving, tensors)
 
 # %% ../../nbs/72_emulator.server.ipynb #8969b0ca
 async def load_lora_adapter(server: EmulatedServer, request: Request) -> Response:
@@ -669,7 +640,7 @@ async def load_lora_adapter(server: EmulatedServer, request: Request) -> Respons
         raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
     if name in server.adapters and not body.get("load_inplace"):
         raise Refusal(400, f"The lora adapter '{name}' has already been loaded.")
-    server.adapters[name] = read_adapter(Path(folder), server.serving()[0].backend.sync.served)  # type: ignore[attr-defined]
+    server.adapters[name] = read_adapter(Path(folder), server.serving().backend.sync.served)  # type: ignore[attr-defined]
     await serve_adapter(server, name)
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
@@ -680,13 +651,13 @@ async def unload_lora_adapter(server: EmulatedServer, request: Request) -> Respo
     if name not in server.adapters:
         raise Refusal(404, f"The lora adapter '{name}' cannot be found.")
     del server.adapters[name]
-    await server._serving.pop(name)[0].close()
+    await server._serving.pop(name).close()
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
 # %% ../../nbs/72_emulator.server.ipynb #9d68e223
 async def list_models(server: EmulatedServer, request: Request) -> Response:
     "The names that completions can ask for."
-    longest = server.serving()[0].backend.capabilities.max_seq_len
+    longest = server.serving().backend.capabilities.max_seq_len
     entry = {"object": "model", "owned_by": "rl-notebook", "max_model_len": longest}
     data = [{"id": name, **entry} for name in (server.base_model, *server.adapters)]
     return JSONResponse({"object": "list", "data": data})

@@ -152,19 +152,6 @@ class Faults:
             self.log.append((kind, where))
         return hit
 
-# %% ../../nbs/74_emulator.service.ipynb #c888deb4
-def unavailable(faults: Faults, where: str) -> bool:
-    "Whether this request falls into a burst of 503s, an old one or a new one."
-    if faults.burst:
-        faults.burst -= 1
-        faults.counts["503"] += 1
-        faults.log.append(("503", where))
-        return True
-    hit = faults.inject("503", where)
-    if hit is not None:
-        faults.burst = int(hit.values["burst"]) - 1
-    return hit is not None
-
 # %% ../../nbs/74_emulator.service.ipynb #bdfe1596
 @dataclass(frozen=True)
 class Resource:
@@ -318,8 +305,37 @@ class FaultMiddleware:
             await _drain(receive, 4 * self.max_body)
             await error_reply(scope["path"], *refused)(scope, receive, send)
         else:
-            struck, status = await serve_with_faults(self, scope, _counted(receive, self.max_body), send)
+            struck, status = await self.serve(scope, _counted(receive, self.max_body), send)
         self.log.append(Exchange(scope["method"], scope["path"], status, struck))
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> tuple[str, int | None]:
+        "Serve one request; returns the faults that were injected, and the status that was sent."
+        where = f"{scope['method']} {scope['path']}"
+        faults = Faults() if scope["path"].startswith("/emulator/") else self.faults  # the status page has none
+        if faults.inject("drop_before", where):
+            await self.drop(scope, receive)
+            return "drop_before", None
+        if refused := injected_refusal(faults, scope):
+            await _drain(receive, self.max_body)
+            await refused(scope, receive, send)
+            return str(refused.status_code), refused.status_code
+        slow, lost = faults.inject("slow", where), faults.inject("drop_after", where)
+        if slow:
+            await asyncio.sleep(slow.values["s"])
+        reply = Reply(faults, where, None if lost else send)
+        await run_app(self.app, scope, receive, reply)
+        if lost:
+            await self.drop(scope, receive)
+        struck = {"slow": slow, "drop_after": lost, "truncate_sse": reply.truncated}
+        return "+".join(kind for kind, hit in struck.items() if hit), reply.status
+
+    async def drop(self, scope: Scope, receive: Receive) -> None:
+        "Close the connection and wait until the server has seen it."
+        if self.hang_up is None:
+            raise BackendError("a dropped connection", got="an app without a server", fix="Use start_emulator().")
+        self.hang_up(scope["client"])
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
 # %% ../../nbs/74_emulator.service.ipynb #5f229f8b
 async def _drain(receive: Receive, most: int) -> None:
@@ -351,40 +367,15 @@ def injected_refusal(faults: Faults, scope: Scope) -> Response | None:
     path, where = scope["path"], f"{scope['method']} {scope['path']}"
     if hit := faults.inject("429", where):
         return error_reply(path, 429, "rate limited", {"Retry-After": f"{hit.values['retry_after']:g}"})
-    return error_reply(path, 503, "temporarily unavailable") if unavailable(faults, where) else None
-
-# %% ../../nbs/74_emulator.service.ipynb #a0a1819a
-async def serve_with_faults(
-    middleware: FaultMiddleware, scope: Scope, receive: Receive, send: Send
-) -> tuple[str, int | None]:  # the faults that were injected, and the status that was sent
-    "Serve one request, with the faults of the middleware."
-    where = f"{scope['method']} {scope['path']}"
-    faults = Faults() if scope["path"].startswith("/emulator/") else middleware.faults  # the status page has none
-    if faults.inject("drop_before", where):
-        await _close(middleware, scope, receive)
-        return "drop_before", None
-    if refused := injected_refusal(faults, scope):
-        await _drain(receive, middleware.max_body)
-        await refused(scope, receive, send)
-        return str(refused.status_code), refused.status_code
-    slow, lost = faults.inject("slow", where), faults.inject("drop_after", where)
-    if slow:
-        await asyncio.sleep(slow.values["s"])
-    reply = Reply(faults, where, None if lost else send)
-    await run_app(middleware.app, scope, receive, reply)
-    if lost:
-        await _close(middleware, scope, receive)
-    struck = {"slow": slow, "drop_after": lost, "truncate_sse": reply.truncated}
-    return "+".join(kind for kind, hit in struck.items() if hit), reply.status
-
-# %% ../../nbs/74_emulator.service.ipynb #5fbdc285
-async def _close(middleware: FaultMiddleware, scope: Scope, receive: Receive) -> None:
-    "Close the connection and wait until the server has seen it."
-    if middleware.hang_up is None:
-        raise BackendError("a dropped connection", got="an app without a server", fix="Use start_emulator().")
-    middleware.hang_up(scope["client"])
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    if faults.burst:  # a service that is unavailable stays so for a moment, for any client
+        faults.burst -= 1
+        faults.counts["503"] += 1
+        faults.log.append(("503", where))
+    elif hit := faults.inject("503", where):
+        faults.burst = int(hit.values["burst"]) - 1
+    else:
+        return None
+    return error_reply(path, 503, "temporarily unavailable")
 
 # %% ../../nbs/74_emulator.service.ipynb #539697f3
 async def run_app(app: ASGIApp, scope: Scope, receive: Receive, reply: Reply) -> None:
@@ -455,11 +446,7 @@ class Site:
 
     def __post_init__(self):
         self.resources = ResourceStore(self.folder / "control")  # jobs, deployments, models
-
-    @cached_property
-    def models(self) -> Models:
-        "The model, read when it is first needed."
-        return Models(self.model)
+        self.models = Models(self.model)  # read when it is first needed
 
     @cached_property
     def context_length(self) -> int:
@@ -479,32 +466,27 @@ class Site:
             await self.servers.pop(name).close()
 
     def models_for(self, base_model: str) -> Models:
-        "What a base-model name stands for: the one model, or the weights of a model that was promoted here."
+        "What a base-model name stands for: the one model, or one promoted here (404 if none is, 400 for an adapter)."
         if not base_model.startswith(OWN_MODELS):
             return self.models
         if base_model not in self._promoted:
-            self._promoted[base_model] = promoted_models(self, base_model)
+            id = base_model.removeprefix(OWN_MODELS)
+            record = self.resources.find(resource_name("models", id))
+            if record is None:
+                raise HTTPException(404, f"there is no model {base_model!r}")
+            if record.body["kind"] != "HF_BASE_MODEL":
+                raise HTTPException(400, f"{base_model!r} is an adapter, which cannot be trained or served on its own")
+            tensors, _ = self.snapshots("models").load(id)
+            model, tokenizer = self.models.load()
+            missing, extra = model.load_state_dict(tensors, strict=False)
+            if extra or set(missing) & {name for name, _ in model.named_parameters()}:
+                got = {"got": "weights that do not fit", "expected": self.models.name}
+                raise BackendError("a promoted model", where=base_model, **got)
+            self._promoted[base_model] = Models((model, tokenizer), self.models.dtype)
         return self._promoted[base_model]
 
 # %% ../../nbs/74_emulator.service.ipynb #f4f01110
 OWN_MODELS = f"accounts/{ACCOUNT}/models/"
-
-# %% ../../nbs/74_emulator.service.ipynb #27120e4b
-def promoted_models(site: Site, base_model: str) -> Models:
-    "The model with the weights of a promoted checkpoint; 404 for one that does not exist, 400 for an adapter."
-    record = site.resources.find(resource_name("models", base_model.removeprefix(OWN_MODELS)))
-    if record is None:
-        raise HTTPException(404, f"there is no model {base_model!r}")
-    if record.body["kind"] != "HF_BASE_MODEL":
-        raise HTTPException(400, f"{base_model!r} is an adapter, which cannot be trained or served on its own")
-    tensors, _ = site.snapshots("models").load(base_model.removeprefix(OWN_MODELS))
-    model, tokenizer = site.models.load()
-    missing, extra = model.load_state_dict(tensors, strict=False)
-    if extra or set(missing) & {name for name, _ in model.named_parameters()}:
-        raise BackendError(
-            "a promoted model", where=base_model, got="weights that do not fit", expected=site.models.name
-        )
-    return Models((model, tokenizer), site.models.dtype)
 
 # %% ../../nbs/74_emulator.service.ipynb #fc05200d
 def page_of(
@@ -582,9 +564,11 @@ async def get_accounts(site: Site, request: Request) -> Response:
 _ANY_SHAPE = {"LORA_TRAINER": "emulated-lora", "FORWARD_ONLY": "emulated-forward"}  # by trainer mode
 
 
-async def get_shape(site: Site, request: Request, kind: str = "trainingShapes") -> Response:
+async def get_shape(site: Site, request: Request) -> Response:
     "A version of a shape, or the list of its versions, which has one; of any shape (`-`), one of the mode asked for."
-    ids = request.path_params
+    ids, kind = request.path_params, request.path_params["kind"]
+    if kind not in ("trainingShapes", "deploymentShapes"):
+        raise HTTPException(404, "Not Found")
     asked = re.search(r'trainer_mode\s*=\s*"?(\w+)', request.query_params.get("filter", ""))
     account = "fireworks" if ids["account"] == "-" else ids["account"]
     shape = _ANY_SHAPE.get(asked[1] if asked else "", "emulated") if ids["shape"] == "-" else ids["shape"]
@@ -607,14 +591,8 @@ async def get_model(site: Site, request: Request) -> Response:
 # %% ../../nbs/74_emulator.service.ipynb #ca34c348
 CATALOGUE: Table = [
     ("GET", "/v1/accounts", get_accounts),
-    ("GET", "/v1/accounts/{account}/trainingShapes/{shape}/versions", get_shape),
-    ("GET", "/v1/accounts/{account}/trainingShapes/{shape}/versions/{version}", get_shape),
-    ("GET", "/v1/accounts/{account}/deploymentShapes/{shape}/versions", partial(get_shape, kind="deploymentShapes")),
-    (
-        "GET",
-        "/v1/accounts/{account}/deploymentShapes/{shape}/versions/{version}",
-        partial(get_shape, kind="deploymentShapes"),
-    ),
+    ("GET", "/v1/accounts/{account}/{kind}/{shape}/versions", get_shape),
+    ("GET", "/v1/accounts/{account}/{kind}/{shape}/versions/{version}", get_shape),
     ("GET", "/v1/accounts/{account}/models", partial(list_resources, collection="models")),
     ("GET", "/v1/accounts/{account}/models/{id}", get_model),
 ]
@@ -753,27 +731,22 @@ async def forward_to_trainer(site: Site, trainer: EmulatedTrainer, scope: Scope,
         trainer.lose_memory()
     await trainer.router(scope, receive, send)
 
-# %% ../../nbs/74_emulator.service.ipynb #60267044
+# %% ../../nbs/74_emulator.service.ipynb #6b5e2119
 _CHECKPOINT_TYPES = {"INFERENCE_DELTA": "INFERENCE_ARC_V2", "LORA": "INFERENCE_LORA"}
 
 
-def checkpoint_row(
-    job: Resource,
-    saved: Mapping[str, Any],  # as the trainer lists it: name, created, kind, promotable
-) -> dict[str, Any]:
-    "A checkpoint as the control plane describes it."
-    return {
-        "name": f"{job.name}/checkpoints/{saved['name']}",
-        "createTime": saved["created"],
-        "updateTime": saved["created"],
-        "checkpointType": f"CHECKPOINT_TYPE_{_CHECKPOINT_TYPES.get(saved['kind'], saved['kind'])}",
-        "promotable": bool(saved["promotable"]),
-    }
-
-# %% ../../nbs/74_emulator.service.ipynb #6b5e2119
 def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
-    "All that a job saved, oldest first."
-    return [checkpoint_row(job, saved) for saved in trainer_of(site, job).checkpoints()]
+    "All that a job saved, oldest first, as the control plane describes it."
+    return [
+        {
+            "name": f"{job.name}/checkpoints/{saved['name']}",
+            "createTime": saved["created"],
+            "updateTime": saved["created"],
+            "checkpointType": f"CHECKPOINT_TYPE_{_CHECKPOINT_TYPES.get(saved['kind'], saved['kind'])}",
+            "promotable": saved["promotable"],
+        }
+        for saved in trainer_of(site, job).checkpoints()
+    ]
 
 # %% ../../nbs/74_emulator.service.ipynb #a65186a9
 async def list_checkpoints(site: Site, request: Request) -> Response:
@@ -967,24 +940,19 @@ def server_of(
     if name.startswith(OWN_MODELS):
         base, bucket, rank = name, "models", 0
     elif "/deployments/" in name:
-        base, bucket, rank = deployed(site, name)
+        deployment = site.resources.find(name)
+        state = deployment.state(time.time()) if deployment else "unknown"
+        if deployment is None or state != "READY" or not replicas(deployment):
+            raise HTTPException(404, f"{name} does not serve; it is {state}")
+        base, bucket = deployment.body["baseModel"], deployment_bucket(site, deployment)
+        job = site.resources.find(deployment.body.get("hotLoadTrainerJob") or "")
+        rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
     else:
         name, base, bucket, rank = "root", site.models.name, "root", 0
     if name not in site.servers:
         models, snapshots = site.models_for(base), site.snapshots(bucket)
         site.servers[name] = EmulatedServer(models, snapshots, base_model=base, lora_rank=rank, name=name)
     return site.servers[name]
-
-# %% ../../nbs/74_emulator.service.ipynb #4619274e
-def deployed(site: Site, name: str) -> tuple[str, str, int]:  # base model, bucket, rank of its adapters
-    "What the sampler of a deployment is made of."
-    deployment = site.resources.find(name)
-    state = deployment.state(time.time()) if deployment else "unknown"
-    if deployment is None or state != "READY" or not replicas(deployment):
-        raise HTTPException(404, f"{name} does not serve; it is {state}")
-    job = site.resources.find(deployment.body.get("hotLoadTrainerJob") or "")
-    rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
-    return deployment.body["baseModel"], deployment_bucket(site, deployment), rank
 
 # %% ../../nbs/74_emulator.service.ipynb #f4ea6453
 async def complete(site: Site, request: Request) -> Response:
