@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, UTC
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,7 +97,7 @@ class Models:
                 self.pair = load_model(self.name, dtype=self.dtype)
         return self.pair
 
-    def load(self, base_model: str = "") -> tuple[nn.Module, Any]:
+    def load(self) -> tuple[nn.Module, Any]:
         "A fresh copy of the model, and its tokenizer."
         model, tokenizer = self.original()
         return copy.deepcopy(model), tokenizer
@@ -107,9 +107,9 @@ class Models:
         "The model's tokenizer."
         return self.original()[1]
 
-    def open(self, base_model: str = "", lora_rank: int = 0, lora_alpha: float = 32, seed: int = 0) -> Backend:
+    def open(self, lora_rank: int = 0, lora_alpha: float = 32, seed: int = 0) -> Backend:
         "A copy as a local backend that scores every position."
-        model, tokenizer = self.load(base_model)
+        model, tokenizer = self.load()
         options: dict[str, Any] = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed, "dtype": self.dtype}
         with self.lock:
             return open_local(model, tokenizer, reference=False, prompt_logprobs=True, **options)
@@ -171,8 +171,9 @@ def misfits(state: PolicyState, tensors: Mapping[str, Tensor]) -> list[str]:
 class Serving:
     "A sampler, and what it serves."
 
-    def __init__(self, backend: Backend, lora_rank: int = 0):
-        self.backend, self.lora_rank, self.name, self.users = backend, lora_rank, "", 0
+    def __init__(self, models: Models, lora_rank: int = 0):
+        self.backend, self.lora_rank, self.name, self.users = models.open(lora_rank), lora_rank, "", 0
+        self.sampler: Any = self.backend.sampler  # a `LocalSampler`
 
     async def swap(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         "Serve these weights; returns how many swaps there were. Raises `BackendError` for another model's."
@@ -190,11 +191,6 @@ class Serving:
         "Release the model."
         if self.backend.close is not None:
             await self.backend.close()
-
-# %% ../../nbs/71_emulator.trainer.ipynb #449c4b01
-def open_serving(models: Models, base_model: str = "", lora_rank: int = 0) -> Serving:
-    "A sampler of the base model, whose weights can be swapped."
-    return Serving(models.open(base_model, lora_rank), lora_rank)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #d6cb1f45
 Work = Callable[[], Awaitable[Any]]
@@ -261,28 +257,23 @@ class InOrder:
         return self.task is not None and not self.task.done()
 
     async def run(self) -> None:
-        "Take turns while there is work."
+        "Take turns while there is work; a number that does not come fails those behind it."
         while self.waiting:
-            if self.next in self.waiting or await self.wait_for_next():
-                number, self.next = self.next, self.next + 1
-                await self.promises[number].fill(self.waiting.pop(number))
-
-    async def wait_for_next(self) -> bool:
-        "Wait for the next number; if it does not come, fail what is behind it."
-        deadline = time.monotonic() + self.patience_s
-        while self.next not in self.waiting:
-            self.arrived.clear()
             try:
-                await asyncio.wait_for(self.arrived.wait(), max(0.0, deadline - time.monotonic()))
+                async with asyncio.timeout(self.patience_s):
+                    while self.next not in self.waiting:
+                        self.arrived.clear()
+                        await self.arrived.wait()
             except TimeoutError:
                 missing, self.next = self.next, max(self.waiting) + 1
                 text = f"seq_id {missing} has not arrived within {self.patience_s:g} s"
-                for number in sorted(self.waiting):
+                for number in self.waiting:
                     self.promises[number].result = {"error": text, "category": "server"}
                     self.promises[number].done.set()
                 self.waiting.clear()
-                return False
-        return True
+            else:
+                number, self.next = self.next, self.next + 1
+                await self.promises[number].fill(self.waiting.pop(number))
 
 # %% ../../nbs/71_emulator.trainer.ipynb #c24e815c
 @dataclass(eq=False)
@@ -312,6 +303,13 @@ class Learner:
     async def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         "Compute in the backend's worker."
         return await policy_of(self.backend).run(fn, *args)
+
+# %% ../../nbs/71_emulator.trainer.ipynb #2bb4be34
+async def close_backend(backend: Backend) -> None:
+    "Let the backend finish what it computes, without blocking the loop, and release its model."
+    await asyncio.to_thread(policy_of(backend).run.close)
+    if backend.close is not None:
+        await backend.close()
 
 # %% ../../nbs/71_emulator.trainer.ipynb #be9e3c4b
 def run_pass(learner: Learner, batch: Batch) -> PassResult:
@@ -464,12 +462,12 @@ class SamplerPool:
     async def fetch(self, models: Models, snapshots: Snapshots, sampling: SamplingSession, tag: str) -> Serving:
         "A model that starts to serve a tag: a new one, or one that is idle when there are enough."
         if not tag:
-            return await asyncio.to_thread(open_serving, models, sampling.base_model)
+            return await asyncio.to_thread(Serving, models)
         tensors, meta = await asyncio.to_thread(snapshots.load, sampling.snapshot)
         alike = [x for x in self.servings if x.name and x.lora_rank == meta["lora_rank"]]
         idle = [x for x in alike if not x.users]
         if len(alike) < KEPT_SERVINGS or not idle:
-            idle = [await asyncio.to_thread(open_serving, models, meta["base_model"], meta["lora_rank"])]
+            idle = [await asyncio.to_thread(Serving, models, meta["lora_rank"])]
         await idle[0].swap(tag, tensors)
         return idle[0]
 
@@ -483,16 +481,6 @@ def top_logprobs(engine: Engine, tokens: Sequence[int], k: int) -> tuple[np.ndar
     width = best.values.shape[1]
     ids[1:, :width], logprobs[1:, :width] = best.indices[:-1].cpu().numpy(), best.values[:-1].cpu().numpy()
     return ids, logprobs
-
-# %% ../../nbs/71_emulator.trainer.ipynb #1152db8e
-def prompt_series(
-    prompt: Sequence[int], scored: Sequence[float] | np.ndarray, last_n: int | None
-) -> np.ndarray:  # (P,)
-    "Logprobs of the prompt's tokens, token coordinates; NaN at the first and at those that were not asked for."
-    series = np.concatenate([[np.nan], scored])
-    if last_n is not None:
-        series[: len(prompt) - last_n] = np.nan
-    return series
 
 # %% ../../nbs/71_emulator.trainer.ipynb #5309031c
 async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]) -> SampleResult:
@@ -508,10 +496,11 @@ async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping
     series = topk_prompt = topk_drawn = None
     if body.get("prompt_logprobs"):
         scored = await sampler.logprobs(prompt) if len(prompt) > 1 else []
-        series = prompt_series(prompt, np.asarray(scored), body.get("prompt_logprobs_last_n"))
+        series = np.concatenate([[np.nan], np.asarray(scored)])  # the first token has no logprob
+        if (last_n := body.get("prompt_logprobs_last_n")) is not None:
+            series[: len(prompt) - last_n] = np.nan
     if k := body.get("topk_prompt_logprobs"):
-        k = read_count(k, "topk_prompt_logprobs")
-        topk_prompt = await top(prompt, k)
+        topk_prompt = await top(prompt, read_count(k, "topk_prompt_logprobs"))
     if k := body.get("topk_sample_logprobs"):
         k = read_count(k, "topk_sample_logprobs")
         both = [await top(c.full_tokens, k) for c in completions]
@@ -556,15 +545,16 @@ class Memory:
                 self.promises.pop(key).result = {"error": "this result was forgotten", "category": "server"}
         return promise
 
-    def forget(self) -> list[Backend]:
-        "Stop what runs, wake the waiting requests; returns the models that are to be released."
+    async def release(self) -> None:
+        "Stop what runs, wake the waiting requests, release the models."
         for promise in self.promises.values():
             promise.lost = promise.lost or not promise.done.is_set()
             promise.done.set()
         for task in [*self.tasks, *(x.order.task for x in self.learners.values()), *self.responses.values()]:
             if task is not None:
                 task.cancel()
-        return [x.backend for x in (*self.learners.values(), *self.pool.servings)]
+        for held in (*self.learners.values(), *self.pool.servings):
+            await close_backend(held.backend)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #d1f5bdc1
 KEPT_RESPONSES = 4096  # responses that a repeated idempotency key gets again
@@ -615,51 +605,34 @@ class EmulatedTrainer:
         "What a restart does: sessions, models and promises are gone, files stay. May be called from any thread."
         lost, self.memory = self.memory, Memory()
         if lost.loop is not None and not lost.loop.is_closed():
-            asyncio.run_coroutine_threadsafe(release(lost), lost.loop)
+            asyncio.run_coroutine_threadsafe(lost.release(), lost.loop)
 
     async def close(self) -> None:
         "Stop, and release every model."
         lost, self.memory = self.memory, Memory()
-        await release(lost)
+        await lost.release()
 
     def checkpoints(self) -> list[dict[str, Any]]:
         "What can be listed: name, created, kind and whether it can be promoted; oldest first."
-        return list_checkpoints(self)
-
-# %% ../../nbs/71_emulator.trainer.ipynb #2bb4be34
-async def close_backend(backend: Backend) -> None:
-    "Let the backend finish what it computes, without blocking the loop, and release its model."
-    await asyncio.to_thread(policy_of(backend).run.close)
-    if backend.close is not None:
-        await backend.close()
-
-# %% ../../nbs/71_emulator.trainer.ipynb #2c462f85
-async def release(lost: Memory) -> None:
-    "Forget a memory, and release its models."
-    for backend in lost.forget():
-        await close_backend(backend)
+        pages = self.states.glob("*/[!.]*/state.json")
+        found = [(page.parent.name, "TRAINING", json.loads(page.read_text())) for page in pages]
+        for name in self.snapshots.names():
+            meta = self.snapshots.meta(name)
+            kind = "INFERENCE_DELTA" if meta.get("checkpoint_type") == "delta" else "INFERENCE_BASE"
+            found.append((name, "LORA" if meta["lora_rank"] else kind, meta))
+        rows = [
+            {"name": name, "kind": kind, "promotable": kind in ("INFERENCE_BASE", "LORA")}
+            | {key: meta[key] for key in ("created", "owner", "run")}
+            for name, kind, meta in found
+            if meta.get("trainer") == self.name and not meta.get("unnamed")
+        ]
+        return sorted(rows, key=lambda row: (row["created"], row["name"]))
 
 # %% ../../nbs/71_emulator.trainer.ipynb #e9ffbbaf
-def timestamp() -> str:
-    "The time, as checkpoints show it."
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-# %% ../../nbs/71_emulator.trainer.ipynb #61735672
-def list_checkpoints(trainer: EmulatedTrainer) -> list[dict[str, Any]]:
-    "States and snapshots that a trainer wrote, oldest first."
-    pages = trainer.states.glob("*/[!.]*/state.json")
-    found = [(page.parent.name, "TRAINING", json.loads(page.read_text())) for page in pages]
-    for name in trainer.snapshots.names():
-        meta = trainer.snapshots.meta(name)
-        kind = "INFERENCE_DELTA" if meta.get("checkpoint_type") == "delta" else "INFERENCE_BASE"
-        found.append((name, "LORA" if meta["lora_rank"] else kind, meta))
-    rows = [
-        {"name": name, "kind": kind, "promotable": kind in ("INFERENCE_BASE", "LORA")}
-        | {key: meta[key] for key in ("created", "owner", "run")}
-        for name, kind, meta in found
-        if meta.get("trainer") == trainer.name and not meta.get("unnamed")
-    ]
-    return sorted(rows, key=lambda row: (row["created"], row["name"]))
+def timestamp(seconds: float | None = None) -> str:
+    "A time of the clock, or now, as the services write it."
+    at = time.time() if seconds is None else seconds
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 # %% ../../nbs/71_emulator.trainer.ipynb #243e5b4b
 @dataclass(frozen=True, eq=False)
@@ -691,13 +664,22 @@ class Call:
             raise Refusal(410, "session", got="one that was finished", fix="Create a new one.")
         return self.memory.sessions[session_id]
 
-    def in_turn(self, work: Work) -> Promise:
-        "Work for the model, in the order of seq_id."
-        learner = self.learner()
-        return self.memory.keep(learner.order.submit(self.body.get("seq_id"), self.digest, work))
-
 # %% ../../nbs/71_emulator.trainer.ipynb #6ed97034
 Endpoint = Callable[[Call], Any]
+
+
+def in_turn(work: Callable[[Call, Learner], Awaitable[Any]]) -> Endpoint:
+    "The endpoint that has work done for a model, in the order of seq_id."
+
+    @wraps(work)
+    def endpoint(call: Call) -> Promise:
+        learner = call.learner()
+        submitted = learner.order.submit(call.body.get("seq_id"), call.digest, partial(work, call, learner))
+        return call.memory.keep(submitted)
+
+    return endpoint
+
+
 KEPT_SESSIONS = 1024  # sessions, and sampling sessions
 
 
@@ -748,7 +730,7 @@ def lora_wanted(body: Mapping[str, Any]) -> Mapping[str, Any]:
 def open_learner(call: Call, model_id: str, base_model: str, lora: Mapping[str, Any]) -> Learner:
     "A fresh model to train."
     trainer, tinker, rank = call.trainer, speaks_tinker(call), int(lora.get("rank") or 0)
-    backend = trainer.models.open(base_model, rank, float(lora.get("alpha") or 32), int(lora.get("seed") or 0))
+    backend = trainer.models.open(rank, float(lora.get("alpha") or 32), int(lora.get("seed") or 0))
     owner = model_id if tinker else trainer.name
     order = InOrder(model_id, trainer.patience_s)
     frozen = trainer.forward_only or bool(call.body.get("base_only"))
@@ -782,33 +764,26 @@ def create_model(call: Call) -> Promise:
     return call.memory.start(f"{model_id}:create", call.digest, work)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #b9b5a504
-def forward_backward(call: Call) -> Promise:
+@in_turn
+async def forward_backward(call: Call, learner: Learner) -> PassResult:
     "Score a batch, and accumulate its gradient unless only a forward was asked for."
-    learner, batch = call.learner(), call.batch
-
-    async def work() -> PassResult:
-        if not isinstance(batch, Batch):
-            raise batch or DatumError("data", got="nothing")
-        if learner.frozen and not batch.forward_only:
-            raise BackendError("forward_backward", got="a forward-only model", expected="forward")
-        return await learner.run(run_pass, learner, batch)
-
-    return call.in_turn(work)
+    batch = call.batch
+    if not isinstance(batch, Batch):
+        raise batch or DatumError("data", got="nothing")
+    if learner.frozen and not batch.forward_only:
+        raise BackendError("forward_backward", got="a forward-only model", expected="forward")
+    return await learner.run(run_pass, learner, batch)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #61d4c62b
-def optim_step(call: Call) -> Promise:
+@in_turn
+async def optim_step(call: Call, learner: Learner) -> dict[str, Any]:
     "One update."
-    learner = call.learner()
-
-    async def work() -> dict[str, Any]:
-        if learner.frozen:
-            raise BackendError("optim_step", got="a forward-only model", expected="forward")
-        if "adam_params" not in call.body:
-            raise BackendError("optimizer", got="another one", expected="adam_params")
-        adam = json_adam(call.body["adam_params"])
-        return {"metrics": await learner.run(run_step, learner, adam, call.body.get("grad_accumulation_normalization"))}
-
-    return call.in_turn(work)
+    if learner.frozen:
+        raise BackendError("optim_step", got="a forward-only model", expected="forward")
+    if "adam_params" not in call.body:
+        raise BackendError("optimizer", got="another one", expected="adam_params")
+    adam = json_adam(call.body["adam_params"])
+    return {"metrics": await learner.run(run_step, learner, adam, call.body.get("grad_accumulation_normalization"))}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #acdee254
 def page_of(call: Call, learner: Learner) -> dict[str, Any]:
@@ -817,33 +792,23 @@ def page_of(call: Call, learner: Learner) -> dict[str, Any]:
     return about | {"created": timestamp(), "base_model": learner.base_model, "lora_rank": learner.lora_rank}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #50869159
-def save_weights(call: Call) -> Promise:
+@in_turn
+async def save_weights(call: Call, learner: Learner) -> dict[str, Any]:
     "Save a state under a name of the owner."
-    learner = call.learner()
-
-    async def work() -> dict[str, Any]:
-        name = check_name(call.body["path"], label=not learner.tinker)
-        place = call.trainer.states / folder_name(learner.owner) / name
-        overwrite = bool(call.body.get("overwrite")) or not learner.tinker
-        await learner.run(save_state_at, learner, place, page_of(call, learner), overwrite)
-        path = f"tinker://{learner.owner}/weights/{name}" if learner.tinker else name
-        return {"type": "save_weights", "path": path}
-
-    return call.in_turn(work)
+    name = check_name(call.body["path"], label=not learner.tinker)
+    place = call.trainer.states / folder_name(learner.owner) / name
+    overwrite = bool(call.body.get("overwrite")) or not learner.tinker
+    await learner.run(save_state_at, learner, place, page_of(call, learner), overwrite)
+    path = f"tinker://{learner.owner}/weights/{name}" if learner.tinker else name
+    return {"type": "save_weights", "path": path}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #c0894d36
-def load_weights(call: Call) -> Promise:
+@in_turn
+async def load_weights(call: Call, learner: Learner) -> dict[str, Any]:
     "Go back to a state."
-    if call.body.get("model_id") is None:
-        return create_from_state(call)
-    learner = call.learner()
-
-    async def work() -> dict[str, Any]:
-        place = call.trainer.state_folder(call.body["path"], learner.owner)
-        await learner.run(load_state_at, learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
-        return {"type": "load_weights", "path": call.body["path"], "model_id": learner.model_id}
-
-    return call.in_turn(work)
+    place = call.trainer.state_folder(call.body["path"], learner.owner)
+    await learner.run(load_state_at, learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
+    return {"type": "load_weights", "path": call.body["path"], "model_id": learner.model_id}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #bcf87f66
 def create_from_state(call: Call) -> Promise:
@@ -874,23 +839,20 @@ def weights_info(call: Call) -> dict[str, Any]:
     return {"base_model": page["base_model"], "is_lora": rank > 0, "lora_rank": rank or None}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #e540cc2c
-def save_weights_for_sampler(call: Call) -> Promise:
+@in_turn
+async def save_weights_for_sampler(call: Call, learner: Learner) -> dict[str, Any]:
     "Save a snapshot that a sampler can serve."
-    learner, path = call.learner(), call.body.get("path")
-
-    async def work() -> dict[str, Any]:
-        page = page_of(call, learner) | snapshot_page(learner, call.body.get("checkpoint_type"))
-        tensors = await learner.run(snapshot_weights, learner, page["checkpoint_type"])
-        stored = stored_name(call, learner)
-        await learner.run(call.trainer.snapshots.save, stored, tensors, page | {"unnamed": path is None})
-        learner.snapshot, revisions = stored, call.memory.pool.revisions
-        revisions[stored] = revisions.get(stored, 0) + 1
-        if path is None:
-            return {"type": "save_weights_for_sampler", "sampling_session_id": new_sampler(call, learner, stored)}
-        public = f"tinker://{learner.owner}/sampler_weights/{path}" if learner.tinker else path
-        return {"type": "save_weights_for_sampler", "path": public}
-
-    return call.in_turn(work)
+    path = call.body.get("path")
+    page = page_of(call, learner) | snapshot_page(learner, call.body.get("checkpoint_type"))
+    tensors = await learner.run(snapshot_weights, learner, page["checkpoint_type"])
+    stored = stored_name(call, learner)
+    await learner.run(call.trainer.snapshots.save, stored, tensors, page | {"unnamed": path is None})
+    learner.snapshot, revisions = stored, call.memory.pool.revisions
+    revisions[stored] = revisions.get(stored, 0) + 1
+    if path is None:
+        return {"type": "save_weights_for_sampler", "sampling_session_id": new_sampler(call, learner, stored)}
+    public = f"tinker://{learner.owner}/sampler_weights/{path}" if learner.tinker else path
+    return {"type": "save_weights_for_sampler", "path": public}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #f55495ff
 def stored_name(call: Call, learner: Learner) -> str:
@@ -960,7 +922,7 @@ def asample(call: Call) -> Promise:
         prompt = json_tokens(call.body["prompt"], "prompt")
         serving = await pool.take(call.trainer.models, call.trainer.snapshots, call.memory.samplers[sampler_id])
         try:
-            return await draw_and_score(cast(LocalSampler, serving.backend.sampler), prompt, call.body)
+            return await draw_and_score(serving.sampler, prompt, call.body)
         finally:
             serving.users -= 1
 
@@ -998,17 +960,13 @@ async def finish_session(call: Call) -> dict[str, Any]:
     return {}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #327ab6e2
-def load_adapter(call: Call) -> Promise:
+@in_turn
+async def load_adapter(call: Call, learner: Learner) -> dict[str, Any]:
     "Take the weights of an adapter that was saved for a sampler; the last part of the path is its name."
-    learner = call.learner()
-
-    async def work() -> dict[str, Any]:
-        name = str(call.body.get("adapter_path")).rsplit("/", 1)[-1]
-        tensors, _ = await asyncio.to_thread(call.trainer.snapshots.load, name)
-        await learner.run(take_weights, learner, tensors, name)
-        return {"type": "load_adapter", "model_id": learner.model_id, "adapter_path": call.body["adapter_path"]}
-
-    return call.in_turn(work)
+    name = str(call.body.get("adapter_path")).rsplit("/", 1)[-1]
+    tensors, _ = await asyncio.to_thread(call.trainer.snapshots.load, name)
+    await learner.run(take_weights, learner, tensors, name)
+    return {"type": "load_adapter", "model_id": learner.model_id, "adapter_path": call.body["adapter_path"]}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #3c0f5144
 def get_info(call: Call) -> dict[str, Any]:
@@ -1027,11 +985,6 @@ def capabilities(call: Call) -> dict[str, Any]:
     limit = getattr(model.config, "max_position_embeddings", None)
     one = {"model_name": call.trainer.models.name, "max_context_length": limit, "trainable": True, "sampleable": True}
     return {"supported_models": [one]}
-
-# %% ../../nbs/71_emulator.trainer.ipynb #d172a2fd
-def list_names(call: Call) -> dict[str, Any]:
-    "Names of the states that this trainer saved (Fireworks)."
-    return {"checkpoints": sorted(row["name"] for row in call.trainer.checkpoints() if row["kind"] == "TRAINING")}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #76b14c6d
 def rest_checkpoints(call: Call) -> dict[str, Any]:
@@ -1086,7 +1039,7 @@ POSTS: dict[str, Endpoint] = {
     "forward_backward": forward_backward,
     "optim_step": optim_step,
     "save_weights": save_weights,
-    "load_weights": load_weights,
+    "load_weights": lambda call: (create_from_state if call.body.get("model_id") is None else load_weights)(call),
     "save_weights_for_sampler": save_weights_for_sampler,
     "unload_model": unload_model,
     "load_adapter": load_adapter,
@@ -1100,7 +1053,9 @@ POSTS: dict[str, Endpoint] = {
 GETS: dict[str, Endpoint] = {
     "healthz": lambda call: {"status": "ok"},
     "get_server_capabilities": capabilities,
-    "list_checkpoints": list_names,
+    "list_checkpoints": lambda call: {
+        "checkpoints": sorted(row["name"] for row in call.trainer.checkpoints() if row["kind"] == "TRAINING")
+    },
     "samplers/{sampler_id}": get_sampler,
     "checkpoints": rest_checkpoints,
     "training_runs": training_runs,
