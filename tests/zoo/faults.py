@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -126,14 +127,6 @@ def raw_at(run: Run, t: float) -> dict[str, Any]:
     "All agree on a temperature, at which the server draws, and does not report."
     put(run.trainer, temperature=t), put(run.reference, temperature=t), put(run.server, reports="raw")
     return {"temperature": t}
-
-
-def without_eos(completion: Completion, blank: float) -> Completion:
-    "What a server says that has no logprob for the token which ends it."
-    if completion.finish_reason != "stop":
-        return completion
-    told = np.r_[completion.logprobs[:-1], blank]
-    return replace(completion, logprobs=told, sampling_logprobs=told)
 
 
 def fitted(values: np.ndarray, length: int) -> np.ndarray:
@@ -266,6 +259,7 @@ def off_by_one(groups: Sequence[PromptGroup], by: int, edge: float) -> list[Datu
 
 
 def blank_eos(groups: Sequence[PromptGroup], blank: float) -> list[Datum]:
+    "The server has no logprob for the token that ends a completion, and the client fills in something."
     datums = datums_from_groups(groups)
     ends = [s.finish_reason == "stop" for g in groups for s in g.samples]
     return paired(datums, [np.r_[v[:-1], blank] if end else v for v, end in zip(told(datums), ends, strict=True)])
@@ -321,6 +315,7 @@ def under_next_prompt(groups: Sequence[PromptGroup], by: int) -> list[Datum]:
 async def other_reference(run: Run, updates: int) -> None:
     "The reference is a later policy."
     await run.update(updates, publish=False)
+    put(run.reference, model=copy.deepcopy(run.reference.model))
     run.reference.take(run.trainer.states[await run.trainer.save_state("later")])
     await run.update(-updates, publish=False)
 
@@ -370,7 +365,7 @@ KINDS: list[Kind] = [
     Kind("report", "logprobs have a floor", UNKNOWN, (), (-0.5, -3.0),
          lambda run, floor: put(run.server, writes=lambda v: np.maximum(v, floor))),
     Kind("report", "eos has a logprob of 0", UNKNOWN, (0.0,), (-1.0,),
-         lambda run, v: put(run.server, says=lambda completion: without_eos(completion, v))),
+         lambda run, v: {"collate": partial(blank_eos, blank=v)}),
     Kind("report", "eos has no logprob", ("non-finite",), (), (np.nan,),
          lambda run, v: {"collate": partial(blank_eos, blank=v)}),
 

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rl_notebook.doctor import Diagnosis, diagnose
-from rl_notebook.records import StepRecord
 
 from .faults import CLEAN, NONE, Case, run_case
-from .steps import Run, World, gap, opened
+from .steps import World, gap, opened
 
 FAULTS = ("right", "second", "none, wrongly", "wrong, in doubt", "wrong, sure", "silent", "error")
 OUTCOMES = {"known": FAULTS, "none": FAULTS, "clean": ("right", "false alarm", "error")}
@@ -81,16 +80,11 @@ async def floor_of(world: World) -> float:
     return floors()[world]
 
 
-async def made(case: Case) -> tuple[Run, StepRecord]:
-    "The step of a case, and the machines as it left them."
-    run = await opened(case.world)
-    return run, await run_case(case, run)
-
-
 async def judged(case: Case, *, alone: bool = False, dry: bool = False) -> Answer:
     "What the doctor says of a case: from the record alone, or with the machines; or nothing, if it is not asked."
     begin = time.perf_counter()
-    run, record = await made(case)
+    run = await opened(case.world)
+    record = await run_case(case, run)
     found = {"gap": gap(record), "floor": 0.0 if section(case) == "clean" else await floor_of(case.world)}
     if dry:
         return Answer(case, "not asked", "", 0.0, "", **found, seconds=time.perf_counter() - begin)

@@ -65,9 +65,6 @@ class Server:
     says: Callable[[Completion], Completion] = copy.copy  # on the way to the client
     version: int = 0
 
-    def __post_init__(self):
-        self.base = plain_weights(self.model)
-
     def load(self, weights: Mapping[str, Tensor]) -> None:
         "Serve these weights; what is not among them stays as it is."
         self.model.load_state_dict({n: t.to(self.model.dtype) for n, t in weights.items()}, strict=False)
@@ -147,8 +144,6 @@ class Trainer:
     source: str = "policy"
     snapshots: dict[str, Weights] = field(default_factory=dict)
     states: dict[str, Weights] = field(default_factory=dict)
-    sequences: int = 0  # in the accumulated gradient
-    loss_tokens: int = 0
     optimizer: torch.optim.AdamW | None = None
 
     def scorer(self) -> Any:
@@ -212,22 +207,16 @@ class Trainer:
         ]
         parts = [(s * g).sum() for s, g in whole]
         torch.stack(parts).sum().backward()
-        self.sequences += len(datums)
-        self.loss_tokens += sum(d.num_loss_tokens for d in datums)
         dlogprobs = tuple(g.double().numpy() for g in found)
         return LossOutput(loss.item(), dict(metrics), tuple(self.stamped(series)), dlogprobs)
 
     async def optim_step(self, adam: AdamParams, *, grad_accumulation_normalization: str = "none") -> dict[str, float]:
-        if not self.sequences:
-            raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum")
-        by = {"none": 1, "num_sequences": self.sequences, "num_loss_tokens": self.loss_tokens}
+        if grad_accumulation_normalization != "none":
+            raise BackendError("optim_step", got=grad_accumulation_normalization, expected="none")
         learning = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.optimizer or torch.optim.AdamW(learning)
         how = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
         self.optimizer.param_groups[0].update(how, weight_decay=adam.weight_decay)
-        for p in learning:
-            if p.grad is not None:
-                p.grad.div_(by[grad_accumulation_normalization])
         norm = float(nn.utils.clip_grad_norm_(learning, adam.grad_clip_norm or float("inf")))
         self.optimizer.step()
         await self.discard_gradients()
@@ -235,7 +224,6 @@ class Trainer:
 
     async def discard_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
-        self.sequences = self.loss_tokens = 0
 
     async def save_state(self, name: str) -> str:
         self.states[name] = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
@@ -259,15 +247,15 @@ class Sync:
 
     trainer: Trainer
     server: Server
+    base: Weights  # of the model before any update
     travels: Callable[[str], bool] = bool  # which weights arrive
     scale: float = 1.0  # of what was learned
 
     async def __call__(self, snapshot: str) -> int:
         if snapshot not in self.trainer.snapshots:
             raise BackendError("snapshot", got=repr(snapshot), expected=f"one of {sorted(self.trainer.snapshots)}")
-        base, new = self.server.base, self.trainer.snapshots[snapshot]
-        mixed = {n: t if self.scale == 1 else base[n] + self.scale * (t - base[n]) for n, t in new.items()}
-        self.server.load({n: t for n, t in mixed.items() if self.travels(n)})
+        new = {n: t for n, t in self.trainer.snapshots[snapshot].items() if self.travels(n)}
+        self.server.load({n: torch.lerp(self.base[n], t, self.scale) for n, t in new.items()})
         self.server.version += 1
         self.trainer.version = self.server.version
         return self.server.version
@@ -291,6 +279,7 @@ def assembled(trainer: Trainer, reference: Trainer, server: Server, sync: Sync, 
     def score_at(temperature: float) -> None:
         trainer.temperature = reference.temperature = temperature
 
-    capabilities = Capabilities("zoo", lora_rank=lora_rank, policy_temperature=trainer.temperature)
+    can = {"lora_rank": lora_rank, "policy_temperature": trainer.temperature}
+    capabilities = Capabilities("zoo", grad_accumulation_normalization=("none",), **can)
     roles = {"policy": trainer, "reference": reference, "sampler": server, "sync": sync}
     return Backend(**roles, tokenizer=server.tokenizer, capabilities=capabilities, score_at=score_at)

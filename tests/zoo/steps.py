@@ -74,10 +74,9 @@ class Run:
         learner = with_adapter(base, world.lora_rank, world.lora_dropout) if world.lora_rank else base
         how = {"pad": pad, "temperature": world.temperature, "dtype": dtype}
         self.trainer = Trainer(learner, **how)
-        frozen = model if world.model != "tiny" else copy.deepcopy(model)
-        self.reference = Trainer(frozen, source="reference", **how)
+        self.reference = Trainer(model, source="reference", **how)
         self.server = Server(cast(copy.deepcopy(model), dtype), self.tokenizer, can_echo=world.can_echo)
-        self.sync = Sync(self.trainer, self.server)
+        self.sync = Sync(self.trainer, self.server, model.state_dict())
         self.updates = 0
 
     @property
