@@ -23,6 +23,7 @@ from rl_notebook.core import AlignmentError, Datum, DatumError, Logprobs, Prompt
 from rl_notebook.drawings import HUES, STRONGEST, shown_text, token_text
 from rl_notebook.records import StepRecord
 from rl_notebook.views import tokens as views
+from rl_notebook.views.charts import module
 from rl_notebook.views.payloads import (
     all_series,
     keep_extremes,
@@ -471,7 +472,7 @@ def asset(name: str) -> str:
 
 
 def test_the_module_asks_for_nothing_and_writes_no_markup():
-    code = asset("tokens.js")
+    code = module("tokens.js")
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\s*\(|srcdoc", code
     )
@@ -487,7 +488,7 @@ def test_both_pictures_use_the_same_colours():
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_the_module_is_a_module(tmp_path):
-    (tmp_path / "tokens.mjs").write_text(asset("tokens.js"), encoding="utf-8")
+    (tmp_path / "tokens.mjs").write_text(module("tokens.js"), encoding="utf-8")
     run = subprocess.run(
         ["node", "-e", f"import('{tmp_path / 'tokens.mjs'}').then(m => console.log(typeof m.default.render))"],
         capture_output=True,

@@ -96,7 +96,7 @@ function chosenRows(rows, columns, view) {
   if (!column) return { found, problems };
   const key = column.key ?? column.name; // what has no number comes last, whichever way the rest is sorted
   const missing = (row) => row[key] === null || row[key] === undefined;
-  const less = numeric(column) ? (a, b) => a - b : ORDER.compare;
+  const less = numeric(column) || column.key ? (a, b) => a - b || 0 : ORDER.compare;
   const way = view.descending ? -1 : 1;
   found.sort((a, b) => missing(a) - missing(b) || (missing(a) ? 0 : way * less(a[key], b[key])));
   return { found, problems };
@@ -131,7 +131,7 @@ function alike(rows, i, names) {
 
 // A table in an element. A column is {name, label, kind, ...}: kind is "number", "bar" (a number with a bar behind it),
 // "text" (one line) or "block" (the whole text); format is one of `number`; width is CSS; filter is the placeholder of a
-// filter field; key names the value to sort by; merge names columns, rows that agree in them share a cell; opens marks
+// filter field; key names the number to sort by; merge names columns, rows that agree in them share a cell; opens marks
 // the column whose cells open their row. Every row has an id.
 export function makeTable({
   label, // what the rows are, such as "completions"

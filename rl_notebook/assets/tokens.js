@@ -1,4 +1,5 @@
 // The token inspector. Text of a model enters the page through textContent only. No network, no dependencies.
+import { make, makeTable } from "./table.js";
 
 // --- numbers and colours ---------------------------------------------------------------------------------------------
 
@@ -40,13 +41,6 @@ function ticks(low, high, count) {
 }
 
 // --- elements --------------------------------------------------------------------------------------------------------
-
-function make(tag, kind, text) {
-  const node = document.createElement(tag);
-  if (kind) node.className = kind;
-  if (text !== undefined) node.textContent = text;
-  return node;
-}
 
 function labelled(name, control) {
   const node = make("label", "rlt-label");
@@ -775,33 +769,43 @@ function coordinates(state) {
 
 // --- the worst tokens --------------------------------------------------------------------------------------------------------
 
+// All scored tokens, those first where the value is farthest from the middle of the scale, or should be a number and is none.
 function worst(state) {
   const node = make("div", "rlt-worst");
-  const title = make("h4");
-  const list = make("ol");
-  node.append(title, list);
+  const none = make("p", "rlt-soft");
+  const table = makeTable({
+    label: "tokens",
+    size: 12,
+    view: { sort: "shown", descending: true },
+    open: (row) => state.select(row.target),
+    paint: (row, column) => (column.name === "shown" ? paint(state.palette, tint(state.series, row.value), 0.5) : ""),
+  });
+  const columns = [
+    { name: "target", label: "target", kind: "number", format: ".9g", width: "64px" },
+    { name: "text", label: "token", kind: "text", opens: true },
+    { name: "shown", label: "value", kind: "text", key: "off", width: "92px" },
+  ];
+  node.append(none, table.element);
   const draw = () => {
     const s = state.series;
-    list.replaceChildren();
-    title.textContent = s && s.kind !== "class" ? `Farthest from ${form(s.center)}: ${s.label}` : "Worst tokens";
-    if (!s) return;
-    const shown = [...s.bad.slice(0, 6), ...s.worst];
-    const none = s.kind === "class" ? "Choose a series with a scale." : `Every value is ${form(s.center)}, or there is none.`;
-    if (!shown.length) list.append(make("li", "rlt-soft", none));
-    for (const t of shown) {
-      const button = make("button", "rlt-jump");
-      button.dataset.target = t;
-      button.append(make("span", "rlt-soft", String(t)), word(state.payload.texts[t + 1], make("span", "rlt-text")));
-      const value = make("b", "", known(s.values[t]) ? form(s.values[t]) : "not a number");
-      value.style.backgroundColor = paint(state.palette, tint(s, s.values[t]), 0.5);
-      button.append(value);
-      button.onclick = () => state.select(t);
-      const item = make("li");
-      item.append(button);
-      list.append(item);
+    const { texts, roles } = state.payload;
+    const rows = [];
+    const bad = new Set(s?.bad);
+    for (let t = 0; s && s.kind !== "class" && t < state.targets; t++) {
+      const value = s.values[t];
+      if (roles[t + 1] !== "s" || (!known(value) && !bad.has(t))) continue;
+      const off = known(value) ? Math.abs(value - s.center) : Infinity;
+      rows.push({ id: String(t), target: t, text: texts[t + 1], value, shown: known(value) ? form(value) : "not a number", off });
     }
+    const scale = s && s.kind !== "class";
+    const still = rows.every((row) => row.off === 0);
+    none.textContent = !scale ? "Choose a series with a scale." : still ? `Every value is ${form(s.center)}, or there is none.` : "";
+    table.element.hidden = !rows.length;
+    table.draw({ title: scale ? `Farthest from ${form(s.center)}: ${s.label}` : "", columns, rows });
   };
+  const mark = () => table.select(state.selected === null ? null : String(state.selected));
   for (const what of ["payload", "series", "theme"]) state.on(what, draw);
+  for (const what of ["payload", "target"]) state.on(what, mark);
   return node;
 }
 

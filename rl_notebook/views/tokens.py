@@ -18,7 +18,7 @@ from IPython.display import display, update_display
 from ..core import Datum, DatumError
 from ..drawings import HUES, SOFT, number, styled, tint
 from ..records import StepRecord
-from .charts import Figure, asset, figure_of, picture_html
+from .charts import Figure, asset, figure_of, module, picture_html
 from rl_notebook.views.payloads import (
     TokenRow,
     all_series,
@@ -430,8 +430,8 @@ def place_of(rows: Sequence[TokenRow], group: int, sample: int, target: int | No
 class TokenInspector(anywidget.AnyWidget):
     "Tokens of a step with all their series: hover, zoom, arrow keys, the worst tokens, coordinates, all samples."
 
-    _esm = asset("tokens.js")
-    _css = asset("tokens.css")
+    _esm = module("tokens.js")
+    _css = asset("tokens.css") + asset("table.css")
     items = traitlets.List().tag(sync=True)  # of `menu_payload`
     payload = traitlets.Dict().tag(sync=True)  # of `payload_of`
     overview = traitlets.Dict(allow_none=True).tag(sync=True)  # of `overview_payload`

@@ -90,7 +90,7 @@ def test_views_in_marimo(address: str, browser: Browser):
     expect(body).not_to_contain_text("Dashboard(step")
     expect(body).not_to_contain_text("WhatIfPanel(")
     expect(body).to_contain_text("group 0, sample 0 (row")
-    page.get_by_role("button", name="›").click()  # the next sample, asked of the kernel
+    page.get_by_role("button", name="›", exact=True).click()  # the next sample, asked of the kernel
     expect(body).to_contain_text("group 0, sample 1 (row", timeout=30_000)
     page.get_by_role("button", name="Step", exact=False).first.click()
     expect(body).to_contain_text("Completions of step 2", timeout=60_000)

@@ -179,6 +179,29 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
     assert math.isclose(float(found[5]), x, rel_tol=1e-3)
 
 
+def test_tokens_are_sorted_and_searched_in_their_table(inspector: Locator):
+    index = shown_sample(inspector)
+    datum, logprobs = RECORD.datums[index], np.asarray(RECORD.loss.logprobs[index].values)
+    inspector.locator(".rlt-series").select_option("policy")
+    table = inspector.locator(".rlt-worst .rltable")
+    scored = np.flatnonzero(datum.active)
+    worst = scored[np.argsort(-np.abs(logprobs[scored]), kind="stable")]
+    targets = lambda: [int(row.get_attribute("data-id")) for row in table.locator("tbody tr").all()]
+    assert targets() == worst[:12].tolist()  # the farthest from 0 first
+    table.locator("tbody tr").nth(1).click()
+    agree(inspector, index, int(worst[1]))
+    expect(table.locator("tr[aria-current]")).to_have_attribute("data-id", str(worst[1]))
+    table.get_by_role("button", name="target").click()
+    assert targets() == scored[:12].tolist()
+    inspector.locator(".rlt-sample").select_option(index=2)
+    expect(table.locator("th[aria-sort=ascending]")).to_have_text("target")  # as it was chosen
+    table.get_by_label("Search tokens").fill("#")
+    assert all("#" in row.inner_text() for row in table.locator("tbody tr").all())
+    table.get_by_label("Search tokens").fill("")
+    for _ in range(2):
+        table.get_by_role("button", name="value").click()
+
+
 def test_the_inspector_is_used_by_keyboard(inspector: Locator, notebook: Notebook):
     cells = notebook.page.evaluate(f"() => {PANEL}.content.widgets.length")
     index, keyboard = shown_sample(inspector), notebook.page.keyboard
