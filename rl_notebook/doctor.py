@@ -17,14 +17,17 @@ import numpy as np
 from .backends.base import Backend
 from .core import AlignmentError, BackendError, ConfigError, Datum, DatumError, Logprobs, SampleParams
 from .records import StepRecord, html_table
-from .xray import rounding, sample_of
+from .xray import ROUNDING, Rounding, rounding, sample_of
 
 # %% auto #0
-__all__ = ['HYPOTHESES', 'Evidence', 'Finding', 'Diagnosis', 'diagnose']
+__all__ = ['HYPOTHESES', 'COUNTED', 'Evidence', 'Finding', 'Diagnosis', 'diagnose']
 
 # %% ../nbs/41_doctor.ipynb #d4ead6bc
+NONE = "none of the known causes"
 FIXES: dict[str, str] = {
     "all well": "No mismatch found.",
+    NONE: "Compare the two programs layer by layer on one of the tokens below: kernels, quantisation, positions, "
+    "norms, and what the sampler does to the logits.",
     "shift": "Target i is token i + 1, on both sides: rl_notebook.align converts, and checks lengths.",
     "temperature": "Divide the logits by the sampling temperature on both sides, or on neither.",
     "top-p or top-k": "Compare raw logprobs with raw ones, or draw with top_p=1 and top_k=0.",
@@ -118,6 +121,9 @@ class Evidence:
         return self.s - self.p
 
 # %% ../nbs/41_doctor.ipynb #51943f6d
+NOISE_FACTOR = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
+
+
 def noise_floor(e: Evidence) -> float | None:
     "Largest change of the policy's logprobs between a batch and single rows; None = not measured."
     if "policy alone" not in e.controls:
@@ -126,10 +132,38 @@ def noise_floor(e: Evidence) -> float | None:
     return float(np.nanmax(moved)) if np.isfinite(moved).any() else None
 
 
+def size(gap: np.ndarray) -> Rounding:
+    "Mean and largest of a gap; 0 where there is nothing to compare."
+    found = np.abs(gap[np.isfinite(gap)])
+    return Rounding(float(found.mean()), float(found.max())) if len(found) else Rounding(0.0, 0.0)
+
+
+def floor(e: Evidence) -> Rounding:
+    "What rounding explains: the table's for the finer precision, or less where both sides were seen to agree closer."
+    named = [rounding(d) for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
+    table, least = min(named, key=lambda r: r.largest, default=rounding("float32")), rounding("float32")
+    if not {"policy", "sampler"} <= e.controls.keys() or table.largest <= least.largest:
+        return table
+    seen = size(e.flat("sampler") - e.flat("policy"))
+    narrow = lambda most, at_least, found: min(most, max(at_least, NOISE_FACTOR * found))
+    return Rounding(narrow(table.mean, least.mean, seen.mean), narrow(table.largest, least.largest, seen.largest))
+
+
+def beyond(gap: np.ndarray, allowed: Rounding) -> bool:
+    "Whether a difference is more than rounding."
+    found = size(gap)
+    return found.mean > allowed.mean or found.largest > allowed.largest
+
+
+def differs(e: Evidence) -> bool:
+    "Whether trainer and sampler differ by more than rounding."
+    return beyond(e.gap, floor(e))
+
+
 def tolerance(e: Evidence) -> float:
-    "Differences up to so many nats mean nothing; the finer of the two precisions decides."
-    named = [d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
-    return min(map(rounding, named), default=rounding("float32"))
+    "A difference of one token up to so many nats counts as rounding."
+    allowed = floor(e)
+    return min(allowed.largest, 2 * allowed.mean)
 
 # %% ../nbs/41_doctor.ipynb #2bafb04f
 def excess(gap: np.ndarray, tol: float) -> float:
@@ -302,7 +336,7 @@ GUESS = {"BOS or template": 0.2, "stale weights": 0.25, "dtype or batching": 0.1
 
 def scatter(e: Evidence, cause: str, score: float | None = None) -> Finding:
     "What is left to say of a gap in which no structure was found."
-    if excess(e.gap, tolerance(e)) == 0:
+    if not differs(e):
         return Finding(cause, 0.0, "no gap")
     text = f"a scatter of {np.nanstd(e.gap):.2g} nats around {np.nanmean(e.gap):+.2g}; the record alone cannot tell"
     return Finding(cause, GUESS[cause] if score is None else score, text)
@@ -395,7 +429,7 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     below, chance, kept = one_sided(e)
     score = 0.97 * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1)
     text = f"{below:.0%} of the gap lies below the trainer's; kept mass from {kept:.2f}"
-    text = text if excess(e.gap, tolerance(e)) > 0 else "no gap"
+    text = text if differs(e) else "no gap"
     return Finding("top-p or top-k", score, text, {"below": below, "kept": kept})
 
 # %% ../nbs/41_doctor.ipynb #d45d63d8
@@ -410,9 +444,9 @@ def temperature(e: Evidence) -> Finding:
     order = max(0.0, rank_correlation(e.p, e.s))
     by_raw = explained(e.gap, flat - e.p, tol) * (one_sided(e)[0] > 0.02)
     claimed = {e.stamps.trainer_temperature, e.stamps.sampler_temperature} - {None}
-    stamped = 0.6 if len(claimed) > 1 and excess(e.gap, tol) > 0 else 0.0
+    stamped = 0.6 if len(claimed) > 1 and differs(e) else 0.0
     text = f"the sampler's are the trainer's at temperature {t:.2f}, or the trainer's the sampler's at {1 / t:.2f}"
-    text = text if excess(e.gap, tol) > 0 else "no gap"
+    text = text if differs(e) else "no gap"
     return Finding("temperature", max(0.95 * order * score, 0.9 * order * by_raw, stamped), text, {"temperature": t})
 
 # %% ../nbs/41_doctor.ipynb #d0389fdd
@@ -436,9 +470,6 @@ def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[flo
     return (same[0], same[1]), (different[0], different[1])
 
 
-NOISE_FACTOR = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
-
-
 def dropout(e: Evidence) -> Finding:
     "The trainer's forward pass is nondeterministic (dropout is active)."
     tol, there = tolerance(e), excess(e.gap, tolerance(e))
@@ -448,7 +479,7 @@ def dropout(e: Evidence) -> Finding:
         text = f"scored twice, the same datums differ by up to {np.nanmax(twice, initial=0):.2g} nats"
         return Finding("dropout", score, text, {"twice": float(np.nanmax(twice, initial=0))})
     ours, theirs = twins(e)[0]
-    if ours > tol >= theirs:
+    if ours > floor(e).largest >= theirs:
         text = f"the same past, in rows of the same length, differs by up to {ours:.2g} nats for the trainer"
         return Finding("dropout", 0.6, text, {"twins": ours})
     return scatter(e, "dropout")
@@ -457,8 +488,8 @@ def dropout(e: Evidence) -> Finding:
 def padding_side(e: Evidence) -> Finding:
     "Rows were padded on the left without a mask, so that a row depends on the others in its batch."
     if "policy alone" in e.controls:
-        moved = excess(e.flat("policy alone") - e.flat("policy"), rounding(e.stamps.trainer_dtype or "float32")) > 0
-        steady = excess(e.flat("policy again") - e.flat("policy"), tolerance(e)) == 0
+        moved = beyond(e.flat("policy alone") - e.flat("policy"), rounding(e.stamps.trainer_dtype or "float32"))
+        steady = not beyond(e.flat("policy again") - e.flat("policy"), floor(e))
         score = explained(e.gap, e.s - e.flat("policy alone"), tolerance(e)) * moved * steady
         alone = Finding("padding side", score, f"scored alone, rows lose {score:.0%} of their gap")
         return strongest([alone, replace(best_context(e, "padding"), cause="padding side")])
@@ -467,7 +498,7 @@ def padding_side(e: Evidence) -> Finding:
 
 def padding_by_length(e: Evidence) -> Finding:
     "The same from the lengths of the rows."
-    tol, lengths = tolerance(e), np.array([len(d.tokens) for d in e.datums])
+    tol, lengths = floor(e).largest, np.array([len(d.tokens) for d in e.datums])
     same, different = twins(e)
     if max(same) <= tol < max(different) and min(different) <= tol:
         text = f"the same past differs by up to {max(different):.2g} nats, only between rows of different length"
@@ -498,7 +529,7 @@ def stale_weights(e: Evidence) -> Finding:
             "stale weights", 0.5 * before, f"the sampler still says it ({before:.0%}); only a sync can prove it"
         )
     ours, theirs = e.stamps.trainer_version, e.stamps.sampler_version
-    if ours is not None and theirs is not None and theirs < ours and excess(e.gap, tol) > 0:
+    if ours is not None and theirs is not None and theirs < ours and differs(e):
         return Finding("stale weights", 0.7, f"drawn by version {theirs}, scored by version {ours}")
     return scatter(e, "stale weights")
 
@@ -507,9 +538,9 @@ def dtype_or_batching(e: Evidence) -> Finding:
     "Rounding of one side: small, and still there with the same weights."
     tol, there = tolerance(e), excess(e.gap, tolerance(e))
     dtypes = sorted({d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d})
-    if there == 0:
+    if not differs(e):
         widest = np.nanmax(np.abs(e.gap), initial=0)
-        coarse = "sampler" not in e.controls and dtypes != ["float32"] and widest > rounding("float32")
+        coarse = "sampler" not in e.controls and dtypes != ["float32"] and widest > rounding("float32").largest
         text = f"up to {widest:.2g} nats, within what {' and '.join(dtypes)} makes" if coarse else "no gap"
         return Finding("dtype or batching", 0.5 * coarse, text)
     if "sampler synced" in e.controls:
@@ -580,15 +611,16 @@ def wrong_reference(e: Evidence) -> Finding:
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
     if not np.isfinite(off).all():
         return Finding("wrong reference", 0.0, "not every reference logprob is a finite number")
-    score = float(excess(off, tolerance(e)) > 0 and excess(e.gap, tolerance(e)) == 0)
+    score = float(beyond(off, floor(e)) and not differs(e))
     text = f"before any update the reference differs by up to {np.nanmax(np.abs(off), initial=0):.2g} nats"
     return Finding("wrong reference", score, text, {"kl": float(np.nanmean(-off))}, tuple(np.argsort(-np.abs(off))[:3]))
 
 
 def all_well(e: Evidence) -> Finding:
     "Every difference is within the tolerance."
-    tol, share = tolerance(e), float((np.abs(e.gap) > tolerance(e)).mean())
-    return Finding("all well", 0.99 * (share == 0), f"{share:.0%} of the tokens differ by more than {tol:.1g} nats")
+    share = float((np.abs(e.gap) > tolerance(e)).mean())
+    text = f"{share:.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
+    return Finding("all well", 0.99 * (not differs(e)), text)
 
 # %% ../nbs/41_doctor.ipynb #5306cdfb
 HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
@@ -608,7 +640,9 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
     dtype_or_batching,
     vocabulary,
 )
+COUNTED = ("all well", "mask leak", "non-finite", "wrong reference")  # these need no gap
 _SURE = 0.9  # a score above which no other cause is named beside the best
+_NAMED = 0.5  # a score below which a cause that could be tested is not named
 
 # %% ../nbs/41_doctor.ipynb #630e634c
 @dataclass(frozen=True)
@@ -644,7 +678,7 @@ class Diagnosis:
     fix: str
     findings: tuple[Finding, ...]  # of all hypotheses, best first
     undecided: tuple[str, ...] = ()  # other causes that explain it nearly as well
-    tolerance: float = 0.0  # nats
+    tolerance: Rounding = ROUNDING["float32"]  # what was taken for rounding
     noise_floor: float | None = None  # nats, as measured; None = it was not
     largest: float = 0.0  # nats, the largest gap
     controls: tuple[str, ...] = ()  # experiments that were made
@@ -677,7 +711,7 @@ class Diagnosis:
 def measured_words(d: Diagnosis) -> str:
     "What the verdict rests on, in a line."
     floor = "not measured" if d.noise_floor is None else f"{d.noise_floor:.1g}"
-    parts = [f"largest gap {d.largest:.2g} nats, tolerance {d.tolerance:.1g}, noise floor {floor}"]
+    parts = [f"largest gap {d.largest:.2g} nats, rounding explains {d.tolerance}; noise floor {floor}"]
     parts += [f"controls: {', '.join(d.controls)}" if d.controls else "from the record alone"]
     return "; ".join([*parts, *(f"{name} was refused: {why}" for name, why in d.refused.items())])
 
@@ -702,9 +736,23 @@ def diagnosis_html(d: Diagnosis) -> str:
     return f"<p><b>{html.escape(d.sentence)}</b></p><p>{html.escape(measured_words(d))}</p>{table}{tokens}"
 
 # %% ../nbs/41_doctor.ipynb #1c41e3f7
+def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
+    "What is said when every experiment was made, and no cause explains half of the gap."
+    best = findings[0]
+    if "sampler synced" not in e.controls or not differs(e) or best.score >= _NAMED:
+        return Finding(NONE, 0.0, "a cause explains the gap, or an experiment is left to make")
+    left = size(e.flat("sampler synced") - e.flat("policy")).mean
+    text = f"with the same weights {left:.2g} nats a token are left; {best.cause} comes nearest with {best.score:.0%}"
+    return Finding(NONE, 1 - best.score, text)
+
+
 def weigh(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
-    findings = tuple(sorted((ask(e) for ask in HYPOTHESES), key=lambda f: -f.score))
+    asked = [ask(e) for ask in HYPOTHESES]
+    if not differs(e):
+        asked = [f if f.cause in (*COUNTED, "dtype or batching") else replace(f, score=0.0) for f in asked]
+    ranked = sorted(asked, key=lambda f: -f.score)
+    findings = tuple(sorted([none_of_these(e, ranked), *ranked], key=lambda f: -f.score))
     best, *others = findings
     close = [f.cause for f in others if f.score >= best.score / 2 and f.score > 0] if best.score < _SURE else []
     return Diagnosis(
@@ -716,9 +764,9 @@ def weigh(e: Evidence) -> Diagnosis:
         fix=FIXES[best.cause],
         findings=findings,
         undecided=tuple(close),
-        tolerance=tolerance(e),
+        tolerance=floor(e),
         noise_floor=noise_floor(e),
-        largest=float(np.nanmax(np.abs(e.gap), initial=0)),
+        largest=size(e.gap).largest,
         controls=tuple(c for c in e.controls if "," not in c),
         refused=e.refused,
     )

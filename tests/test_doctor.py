@@ -518,7 +518,7 @@ def test_the_right_cause_and_no_false_alarm(part: int, say: Callable[[str], None
     lines.append(f"doctor: right {hits}/{total}, false alarms {alarms}/{len(clean)}")
     say("\n".join(lines))
     assert total + small == len(FAULTS) * len(STRENGTHS) * len(seeds)
-    assert set(FAULTS) == set(FIXES) - {"all well"}
+    assert set(FAULTS) == set(FIXES) - {"all well", "none of the known causes"}
     assert hits >= 0.95 * total
     assert alarms == 0
     assert alone >= 0.8 * total
@@ -581,7 +581,7 @@ def test_bfloat16_on_both_sides_is_well() -> None:
     b.backend = open_local(model, tokenizer, dtype="bfloat16", inline=True)
     verdict = ask(asyncio.run(b.record(asyncio.run(b.groups(100)))), backend=b.backend)
     assert verdict.ok
-    assert 1e-3 < verdict.largest < verdict.tolerance
+    assert 1e-3 < verdict.largest < verdict.tolerance.largest
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -590,7 +590,7 @@ def test_the_x_ray_and_the_doctor_draw_one_line(bench: Bench, dtype: str) -> Non
     record, _ = asyncio.run(bench.healthy(100))
     assert record.loss is not None
     for share in (0.9, 1.1):
-        off = [np.asarray(d.sampler_logprobs) + share * ROUNDING[dtype] for d in record.datums]
+        off = [np.asarray(d.sampler_logprobs) + share * ROUNDING[dtype].mean for d in record.datums]
         loss = replace(record.loss, logprobs=tuple(Logprobs(x, dtype=dtype, policy_version=0) for x in off))
         told = replace(record, step=1, loss=loss)
         assert (check_ratio(told).ok, ask(told).ok) == (share < 1, share < 1)
