@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from .backends.base import Backend
-from .core import AlignmentError, BackendError, ConfigError, Datum, DatumError, Logprobs, SampleParams
+from .core import AlignmentError, BackendError, Completion, ConfigError, Datum, DatumError, Logprobs
+from .core import SampleParams
 from .records import StepRecord, html_table
 from .xray import ROUNDING, Rounding, rounding, sample_of
 
@@ -71,6 +72,7 @@ class Evidence:
     stamps: Stamps = Stamps()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
     probes: tuple[Probe, ...] = ()  # heads of distributions
+    redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
     refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
 
     def __post_init__(self):
@@ -411,6 +413,66 @@ def fit_probes(e: Evidence) -> Finding:
         found.append(Finding("temperature", score, text, {"sampler": theirs, "trainer": ours}))
     return strongest(found)
 
+# %% ../nbs/41_doctor.ipynb #72a4b759
+@dataclass(frozen=True, eq=False)
+class Redraw:
+    "The next token at one place, drawn again many times."
+
+    logprobs: np.ndarray  # (H,) claimed, of the different tokens that came up, likeliest first
+    counts: np.ndarray  # (2, H) how often each was drawn in either half; 0 for those that only a flatter draw showed
+
+    def sharpened(self, sharpness: float, tail: int = 32) -> np.ndarray:
+        "(H,) logprobs at temperature 1 / sharpness, if what did not come up is shared by `tail` tokens."
+        rest = np.log(max(1 - np.exp(self.logprobs).sum(), 1e-15))
+        other = sharpness * rest + (1 - sharpness) * np.log(tail)
+        return sharpness * self.logprobs - np.logaddexp.reduce(np.r_[sharpness * self.logprobs, other])
+
+    def cut(self, keep: np.ndarray) -> np.ndarray:
+        "(H,) logprobs if only these tokens are drawn, but for one draw in a thousand."
+        p = np.exp(self.logprobs)
+        return np.log(0.999 * np.where(keep, p, 0) / p[keep].sum() + 0.001 * p)
+
+    def tried(self) -> dict[tuple[str, float], np.ndarray]:
+        "(H,) logprobs by what may have been done to the distribution, and how much of it."
+        p = np.exp(self.logprobs)
+        before = np.cumsum(p) - p
+        made = {("temperature", float(1 / a)): self.sharpened(a) for a in SHARPNESS}
+        made |= {("top-p", x): self.cut(before < x) for x in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)}
+        made |= {("top-k", float(k)): self.cut(np.arange(len(p)) < k) for k in (1, 2, 3, 4, 5, 8, 10, 16, 20)}
+        return made | {("min-p", x): self.cut(p >= x * p.max()) for x in (0.02, 0.05, 0.1, 0.2, 0.3)}
+
+
+CLEAR = 8.0  # nats of log-likelihood
+
+
+def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (nats gained, how much)}
+    "What fits the draws better than the claim does, each fitted on one half of them and judged on the other."
+    total = dict[tuple[str, float], np.ndarray]()
+    for r in e.redraws:
+        for key, logprobs in r.tried().items():
+            total[key] = total.get(key, 0) + r.counts @ (logprobs - r.logprobs)
+    found = dict[str, tuple[float, float]]()
+    for kind in dict.fromkeys(kind for kind, _ in total):
+        gains = {amount: gain for (k, amount), gain in total.items() if k == kind}
+        fitted = [max(gains, key=lambda x: gains[x][half]) for half in (0, 1)]
+        found[kind] = (float(gains[fitted[0]][1] + gains[fitted[1]][0]), fitted[0])
+    return found
+
+
+def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
+    "What the draws say for a cause."
+    if not e.redraws:
+        return Finding(cause, 0.0, "nothing was drawn again")
+    found, n = redrawn(e), int(sum(r.counts.sum() for r in e.redraws))
+    kind = max(kinds, key=lambda k: found[k][0])
+    gain, amount = found[kind]
+    best = max(found, key=lambda k: found[k][0])
+    text = f"{n} tokens drawn again fit {kind} {amount:.2g} better than what is claimed of them, by {gain:.0f} nats"
+    clear = gain > CLEAR and (best in kinds or gain > found[best][0] - CLEAR)
+    score = (0.97 if best in kinds else 0.4) * clear
+    text = text if clear else f"{n} tokens drawn again look drawn as claimed"
+    return Finding(cause, score, text, {"draws": n, "nats": gain, kind: amount})
+
 # %% ../nbs/41_doctor.ipynb #5c435ef7
 def one_sided(e: Evidence) -> tuple[float, float, float]:
     "Share of the gap that lies below, probability that the rest rose by chance, smallest kept mass."
@@ -430,13 +492,18 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     score = 0.97 * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1)
     text = f"{below:.0%} of the gap lies below the trainer's; kept mass from {kept:.2f}"
     text = text if differs(e) else "no gap"
-    return Finding("top-p or top-k", score, text, {"below": below, "kept": kept})
+    drawn = from_draws(e, "top-p or top-k", ["top-p", "top-k", "min-p"])
+    return strongest([drawn, Finding("top-p or top-k", score, text, {"below": below, "kept": kept})])
 
 # %% ../nbs/41_doctor.ipynb #d45d63d8
 def temperature(e: Evidence) -> Finding:
     "One side divided its logits by a temperature."
-    if e.probes:
-        return fit_probes(e)
+    drawn = from_draws(e, "temperature", ["temperature"])
+    return strongest([drawn, fit_probes(e) if e.probes else fit_series(e)])
+
+
+def fit_series(e: Evidence) -> Finding:
+    "The same from the two series."
     tol, flat = tolerance(e), e.flat(e.raw)
     forward, t = fit_temperature(e.p, e.s, tol)
     back, inverse = fit_temperature(e.s, e.p, tol)
@@ -620,7 +687,8 @@ def all_well(e: Evidence) -> Finding:
     "Every difference is within the tolerance."
     share = float((np.abs(e.gap) > tolerance(e)).mean())
     text = f"{share:.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
-    return Finding("all well", 0.99 * (not differs(e)), text)
+    as_claimed = not e.redraws or max(gain for gain, _ in redrawn(e).values()) <= CLEAR
+    return Finding("all well", 0.99 * (not differs(e) and as_claimed), text)
 
 # %% ../nbs/41_doctor.ipynb #5306cdfb
 HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
@@ -750,7 +818,8 @@ def weigh(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
     asked = [ask(e) for ask in HYPOTHESES]
     if not differs(e):
-        asked = [f if f.cause in (*COUNTED, "dtype or batching") else replace(f, score=0.0) for f in asked]
+        without_gap = lambda f: f.cause in (*COUNTED, "dtype or batching") or "draws" in f.numbers
+        asked = [f if without_gap(f) else replace(f, score=0.0) for f in asked]
     ranked = sorted(asked, key=lambda f: -f.score)
     findings = tuple(sorted([none_of_these(e, ranked), *ranked], key=lambda f: -f.score))
     best, *others = findings
@@ -987,9 +1056,30 @@ async def probe(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
         probes.append(Probe(k, float(fresh[k]), np.array(others)))
     return replace(e, probes=tuple(probes))
 
+# %% ../nbs/41_doctor.ipynb #3bd236a9
+async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 16, draws: int = 64) -> Evidence:
+    "Next tokens at so many places where the sampler was in doubt, each drawn so many times."
+    doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
+    order = [int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])][:places]
+    heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in order]
+    params = [SampleParams(n=draws, max_tokens=1, temperature=t) for t in (1.0, 2.0)]
+    wanted = [(h, p) for h in heads for p in params]  # a seed of its own for each: draws must not repeat
+    asked = [backend.sampler.sample(h, replace(p, seed=seed)) for seed, (h, p) in enumerate(wanted)]
+    known = lambda drawn: [c for c in drawn if len(c.tokens) and np.isfinite(c.logprobs[0])]
+    found = [known(drawn) for drawn in await asyncio.gather(*asked)]
+    return replace(e, redraws=tuple(counted(*pair) for pair in zip(found[::2], found[1::2], strict=True) if pair[0]))
+
+
+def counted(drawn: Sequence[Completion], seen: Sequence[Completion]) -> Redraw:
+    "Draws of one token, counted; the flatter draw says how likely more tokens are."
+    claimed = {int(c.tokens[0]): float(c.logprobs[0]) for c in (*seen, *drawn)}
+    order = sorted(claimed, key=lambda t: -claimed[t])
+    halves = [[int(c.tokens[0]) for c in drawn[half::2]] for half in (0, 1)]
+    return Redraw(np.array([claimed[t] for t in order]), np.array([[half.count(t) for t in order] for half in halves]))
+
 # %% ../nbs/41_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, probe)}
+CONTROLS = {run.__name__: run for run in (rescore, redraw, echo, sync, context, probe)}
 SETTLED = 0.95  # a score after which no further control is run
 
 
@@ -997,7 +1087,8 @@ def chosen_controls(names: Sequence[str]) -> list[str]:
     "Controls in the order in which they run; the later ones need the first two. Raises ConfigError."
     if unknown := [name for name in names if name not in CONTROLS]:
         raise ConfigError("controls", where="diagnose", got=repr(unknown[0]), expected=f"some of {', '.join(CONTROLS)}")
-    return [c for c in CONTROLS if c in names or (names and c in ("rescore", "echo"))]
+    needed = ("rescore", "echo") if set(names) - {"redraw"} else ()
+    return [c for c in CONTROLS if c in names or c in needed]
 
 
 def settled(e: Evidence) -> bool:
@@ -1032,7 +1123,7 @@ async def diagnose(
     rows = rows_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():
         assert backend is not None
-        if name != "rescore" and settled(e):
+        if name not in ("rescore", "redraw") and settled(e):
             break
         if name in ("sync", "context", "probe") and "sampler" not in e.controls:
             continue

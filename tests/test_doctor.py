@@ -637,6 +637,9 @@ class Deaf:
     async def logprobs(self, tokens: Any) -> Logprobs:
         raise BackendError("prompt logprobs", got="a server without echo")
 
+    async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
+        raise BackendError("completions", got="a server that is busy")
+
 
 def test_a_refused_control_is_named(bench: Bench) -> None:
     "What the backend cannot do is listed, and what needs it is left out."
@@ -646,7 +649,7 @@ def test_a_refused_control_is_named(bench: Bench) -> None:
     quiet, _ = asyncio.run(stale_weights(bench, 100, 0))
     asyncio.run(bench.reset())
     verdict = ask(quiet, backend=replace(bench.backend, sampler=Deaf()))  # type: ignore[arg-type]
-    assert verdict.refused.keys() == {"echo"}
+    assert verdict.refused.keys() == {"redraw", "echo"}
     assert "a server without echo" in repr(verdict)
 
 
