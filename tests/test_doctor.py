@@ -33,6 +33,7 @@ from rl_notebook.core import (
     AdamParams,
     AlignmentError,
     BackendError,
+    Completion,
     ConfigError,
     Datum,
     DatumError,
