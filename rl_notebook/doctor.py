@@ -1057,7 +1057,7 @@ async def probe(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     return replace(e, probes=tuple(probes))
 
 # %% ../nbs/41_doctor.ipynb #3bd236a9
-async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 16, draws: int = 64) -> Evidence:
+async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
     "Next tokens at so many places where the sampler was in doubt, each drawn so many times."
     doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
     order = [int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])][:places]
@@ -1079,7 +1079,7 @@ def counted(drawn: Sequence[Completion], seen: Sequence[Completion]) -> Redraw:
 
 # %% ../nbs/41_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, redraw, echo, sync, context, probe)}
+CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, probe, redraw)}
 SETTLED = 0.95  # a score after which no further control is run
 
 
@@ -1123,8 +1123,8 @@ async def diagnose(
     rows = rows_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():
         assert backend is not None
-        if name not in ("rescore", "redraw") and settled(e):
-            break
+        if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
+            continue
         if name in ("sync", "context", "probe") and "sampler" not in e.controls:
             continue
         try:
