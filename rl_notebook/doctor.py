@@ -607,7 +607,7 @@ def stale_weights(e: Evidence) -> Finding:
         proven = max(min(before, agree), min(by_raw, moved))
         frozen = 0.97 * exact(explained(e.gap, e.s - e.flat("reference"), tol)) if "reference" in e.controls else 0.0
         if frozen > max(proven, since):
-            text = f"the sampler says what the reference says, before and after a sync: it never got the update ({frozen:.0%})"
+            text = f"the sampler says what the reference says ({frozen:.0%}): it never got an update"
         return Finding("stale weights", max(proven, since, frozen), text, numbers)
     if "sampler" in e.controls:
         before = explained(e.gap, e.s - e.flat("sampler"), tol)
@@ -638,9 +638,7 @@ def dtype_or_batching(e: Evidence) -> Finding:
         return Finding("dtype or batching", 0.5 * coarse, text)
     if digits := reported_digits(e.s):
         score = explained(e.gap, np.where(np.abs(e.gap) <= 0.5001 * 10.0**-digits, 0, e.gap), tol)
-        return Finding(
-            "dtype or batching", 0.98 * score, f"the sampler reports {digits} digit{'s' * (digits > 1)} only"
-        )
+        return Finding("dtype or batching", 0.98 * score, f"the sampler's values have {digits} decimals")
     if "sampler synced" in e.controls:
         stays = min(1.0, excess(e.flat("sampler synced") - e.flat("policy"), tol) / there)
         small = min(1.0, 0.1 / float(np.nanmean(np.abs(e.gap))))

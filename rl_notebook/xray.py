@@ -184,17 +184,37 @@ def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: 
     return gap_between(datums, policy, sampler_side(groups, datums, policy))
 
 # %% ../nbs/40_xray.ipynb #562acdb1
-ROUNDING = {"float64": 1e-6, "float32": 3e-4, "float16": 0.12, "bfloat16": 1.0}  # nats, largest of a batch
+@dataclass(frozen=True)
+class Rounding:
+    "What a precision may do to the logprobs of a batch, in nats."
+
+    mean: float  # over the tokens
+    largest: float  # of a token
+
+    def explains(self, gap: Gap) -> bool:
+        "Whether a gap needs no other cause."
+        return gap.mean <= self.mean and gap.largest <= self.largest
+
+    def __str__(self) -> str:
+        return f"at most {self.mean:.1g} on average, {self.largest:.1g} at a token"
 
 
-def rounding(dtype: str) -> float:
-    "Largest difference of a token's logprobs that a precision explains, in nats; of an unknown one, the coarsest's."
-    return ROUNDING.get(dtype, max(ROUNDING.values()))
+ROUNDING = {
+    "float64": Rounding(1e-7, 1e-6),
+    "float32": Rounding(1e-4, 3e-4),
+    "float16": Rounding(0.01, 0.12),
+    "bfloat16": Rounding(0.08, 1.0),
+}
 
 
-def tolerance(logprobs: Sequence[Logprobs]) -> float:
-    "Largest difference between these logprobs and another series that their precision explains, in nats."
-    return max((rounding(lp.dtype) for lp in logprobs), default=rounding("float32"))
+def rounding(dtype: str) -> Rounding:
+    "What a precision explains; of an unknown one, what the coarsest does."
+    return ROUNDING.get(dtype, ROUNDING["bfloat16"])
+
+
+def tolerance(logprobs: Sequence[Logprobs]) -> Rounding:
+    "What the precision of these logprobs explains, if another series of the same tokens differs."
+    return max((rounding(lp.dtype) for lp in logprobs), key=lambda r: r.largest, default=rounding("float32"))
 
 # %% ../nbs/40_xray.ipynb #1b48634b
 def version_at_start(record: StepRecord) -> int | None:
@@ -295,7 +315,7 @@ def moved_since_sampling(
     "Whether the policy has moved since it drew the samples of a step."
     known, policy = on_policy(record, previous), record.loss.logprobs if record.loss else ()
     gap = sampler_gap(record.groups, record.datums, policy) if policy else None
-    agree = known is True if gap is None else gap.largest <= tolerance(policy)
+    agree = known is True if gap is None else tolerance(policy).explains(gap)
     if agree and known is not False:
         return False, "the policy has not moved since sampling"
     by = f"{short(gap.mean)} nats a token on average" if gap else ""
@@ -663,14 +683,16 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
         return check(None, why_no_gap(record.datums, policy, theirs, absent))
     allowed = tolerance(record.loss.logprobs)
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
-    if gap.largest <= allowed:
+    if allowed.explains(gap):
         return check(True, f"ratio 1: {text}")
     if known is False:
         return check(None, f"{text}; the samples come from older weights, so nothing else is expected")
     if known is None:
         return check(None, f"{text}; whether the weights are the same needs the record of the step before")
     fix = "The weights are the same: ask the alignment doctor (rl_notebook.doctor) which cause explains it."
-    return check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
+    return check(
+        False, text, gap.where, f"{short(gap.mean)} on average, {short(gap.largest)} at a token", str(allowed), fix
+    )
 
 # %% ../nbs/40_xray.ipynb #858ed6a9
 def check_reference(record: StepRecord) -> Check:
@@ -687,10 +709,12 @@ def check_reference(record: StepRecord) -> Check:
     if record.step != 1 or version_at_start(record):
         return check(None, f"{text}; only before the first update it has to be 0")
     allowed = tolerance(record.loss.logprobs)
-    if gap.largest <= allowed:
+    if allowed.explains(gap):
         return check(True, f"KL 0 before the first update: {text}")
     fix = "Is the reference the model that training starts from, scored at the same temperature and without dropout?"
-    return check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
+    return check(
+        False, text, gap.where, f"{short(gap.mean)} on average, {short(gap.largest)} at a token", str(allowed), fix
+    )
 
 # %% ../nbs/40_xray.ipynb #ec28e5ec
 def check_correction(record: StepRecord, previous: StepRecord | None = None) -> Check:
@@ -937,19 +961,23 @@ def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[Pro
     return Check("tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix)
 
 # %% ../nbs/40_xray.ipynb #00066beb
-def check_agreement(gap: Gap | None, noise_floor: float, allowed: float) -> list[Check]:
+def check_agreement(gap: Gap | None, noise_floor: float, allowed: Rounding) -> list[Check]:
     "Two batch shapes agree, and so do policy and sampler with identical weights, as far as rounding lets them."
     check = partial(Check, "sampler")
     noise = f"the same weights in another batch shape differ by {short(noise_floor)} nats at most"
     mask = "Is the precision as recorded? Then a row sees its neighbours or its padding: look at the attention mask."
-    far = Check("noise floor", False, noise, got=short(noise_floor), expected=f"at most {short(allowed)}", fix=mask)
-    checks = [Check("noise floor", True, noise) if noise_floor <= allowed else far]
+    far = Check(
+        "noise floor", False, noise, got=short(noise_floor), expected=f"at most {short(allowed.largest)}", fix=mask
+    )
+    checks = [Check("noise floor", True, noise) if noise_floor <= allowed.largest else far]
     if gap is None:
         return [*checks, check(None, "policy and sampler report logprobs of different distributions")]
-    text = f"policy and sampler differ by {short(gap.largest)} nats at most"
+    text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rl_notebook.doctor)."
-    bad = check(False, text, gap.where, short(gap.largest), f"at most {short(allowed)}", fix)
-    return [*checks, check(True, text) if gap.largest <= allowed else bad]
+    bad = check(
+        False, text, gap.where, f"{short(gap.mean)} on average, {short(gap.largest)} at a token", str(allowed), fix
+    )
+    return [*checks, check(True, text) if allowed.explains(gap) else bad]
 
 # %% ../nbs/40_xray.ipynb #cd815bef
 def peak_memory() -> dict[str, float]:  # MiB
