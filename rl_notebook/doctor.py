@@ -18,7 +18,7 @@ from .backends.base import Backend
 from .core import AlignmentError, BackendError, Completion, ConfigError, Datum, DatumError, Logprobs
 from .core import SampleParams
 from .records import StepRecord, html_table
-from .xray import ROUNDING, Rounding, rounding, sample_of
+from .xray import ROUNDING, Rounding, rounding, sample_of, scored_first
 
 # %% auto #0
 __all__ = ['HYPOTHESES', 'COUNTED', 'Evidence', 'Finding', 'Diagnosis', 'diagnose']
@@ -917,6 +917,12 @@ def claims(record: StepRecord, untrained: bool | None) -> Stamps:
     )
 
 
+def as_long(d: Datum, series: np.ndarray, fill: float) -> np.ndarray:  # (N-1,)
+    "A sample's series at the length of its datum, which may have been cut, or padded."
+    room = len(d.weights)
+    return np.r_[series[:room], np.full(max(0, room - len(series)), fill)]
+
+
 def from_samples(record: StepRecord) -> tuple[tuple[np.ndarray | None, ...], tuple[np.ndarray | None, ...]]:
     "Raw logprobs and masks of the samples, one per datum, where the samples are in the record."
     samples = sample_of(record.groups)
@@ -924,8 +930,8 @@ def from_samples(record: StepRecord) -> tuple[tuple[np.ndarray | None, ...], tup
     drawn: list[np.ndarray | None] = []
     for d in record.datums:
         s = samples.get((d.group, d.sample))
-        raw.append(None if s is None or s.raw_logprobs is None else s.raw_logprobs[1 : len(d.tokens)])
-        drawn.append(None if s is None else s.loss_mask[1 : len(d.tokens)])
+        raw.append(None if s is None or s.raw_logprobs is None else as_long(d, s.raw_logprobs[1:], np.nan))
+        drawn.append(None if s is None else as_long(d, s.loss_mask[1:], 0))
     return tuple(raw), tuple(drawn)
 
 # %% ../nbs/41_doctor.ipynb #4daf4971
@@ -944,7 +950,7 @@ def gather(
         fix = "Diagnose a step that trained something."
         raise DatumError("datums", where=where, got=got, expected="at least one", fix=fix)
     if trainer is None and record and record.loss:
-        trainer = record.loss.logprobs
+        trainer = scored_first(record)
     if trainer is None:
         fix = "Hand over trainer_logprobs, or a backend that scores the datums."
         raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)

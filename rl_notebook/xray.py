@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -183,6 +183,13 @@ def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: 
     "Policy against sampler; None where no sample can be compared."
     return gap_between(datums, policy, sampler_side(groups, datums, policy))
 
+
+def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
+    "The policy's logprobs of a step, before the first of its updates where it made several; none without a loss."
+    last = record.loss.logprobs if record.loss else ()
+    before = [d.old_logprobs for d in record.datums]
+    return tuple(lp if x is None else replace(lp, values=x) for lp, x in zip(last, before, strict=bool(last)))
+
 # %% ../nbs/40_xray.ipynb #562acdb1
 @dataclass(frozen=True)
 class Rounding:
@@ -313,7 +320,7 @@ def moved_since_sampling(
     record: StepRecord, previous: StepRecord | None = None
 ) -> tuple[bool | None, str]:  # (None = not known, in words)
     "Whether the policy has moved since it drew the samples of a step."
-    known, policy = on_policy(record, previous), record.loss.logprobs if record.loss else ()
+    known, policy = on_policy(record, previous), scored_first(record)
     gap = sampler_gap(record.groups, record.datums, policy) if policy else None
     agree = known is True if gap is None else tolerance(policy).explains(gap)
     if agree and known is not False:
@@ -675,13 +682,13 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
     check = partial(Check, "on-policy")
     if record.loss is None:
         return check(None, without_loss(record))
-    gap, known = sampler_gap(record.groups, record.datums, record.loss.logprobs), on_policy(record, previous)
+    policy = scored_first(record)
+    gap, known = sampler_gap(record.groups, record.datums, policy), on_policy(record, previous)
     if gap is None:
         absent = "the sampler's logprobs are of another distribution (temperature, top-p, top-k) or absent"
-        policy = record.loss.logprobs
         theirs = sampler_side(record.groups, record.datums, policy)
         return check(None, why_no_gap(record.datums, policy, theirs, absent))
-    allowed = tolerance(record.loss.logprobs)
+    allowed = tolerance(policy)
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if allowed.explains(gap):
         return check(True, f"ratio 1: {text}")
