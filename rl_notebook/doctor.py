@@ -467,8 +467,8 @@ def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (
 
 def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
     "What the draws say for a cause."
-    if not e.redraws:
-        return Finding(cause, 0.0, "nothing was drawn again")
+    if not e.redraws or differs(e):  # where the numbers are wrong, they claim nothing
+        return Finding(cause, 0.0, "nothing was drawn again, or the numbers differ already")
     found, n = redrawn(e), int(sum(r.counts.sum() for r in e.redraws))
     kind = max(kinds, key=lambda k: found[k][0])
     gain, amount = found[kind]
@@ -639,7 +639,7 @@ def dtype_or_batching(e: Evidence) -> Finding:
     if digits := reported_digits(e.s):
         score = explained(e.gap, np.where(np.abs(e.gap) <= 0.5001 * 10.0**-digits, 0, e.gap), tol)
         return Finding("dtype or batching", 0.98 * score, f"the sampler's values have {digits} decimals")
-    if "sampler synced" in e.controls:
+    if "sampler synced" in e.controls and e.stamps.trainer_temperature in (None, 1.0):  # an echo is at temperature 1
         stays = min(1.0, excess(e.flat("sampler synced") - e.flat("policy"), tol) / there)
         small = min(1.0, 0.1 / float(np.nanmean(np.abs(e.gap))))
         text = f"with the same weights ({' and '.join(dtypes)}) {stays:.0%} of the gap stays"

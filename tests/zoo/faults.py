@@ -354,6 +354,12 @@ KINDS: list[Kind] = [
          lambda run, t: put(run.trainer, temperature=t * run.world.temperature)),
     Kind("draw", "one of two servers has its own temperature", TEMPERATURE, (), (0.6, 1.3), every_other),
 
+    # Hidden: numbers that are right, of tokens that were drawn otherwise. There is no gap to be seen.
+    Kind("hidden", "the server cuts, and reports raw", CUT, (0.8, 0.6), (0.9, 0.7),
+         lambda run, p: forced(run, top_p=p) or put(run.server, reports="raw"), ("plain", "lora", "mute", "slow")),
+    Kind("hidden", "the server has its own temperature, and reports raw", TEMPERATURE, (0.7, 1.3), (0.8, 0.6),
+         lambda run, t: forced(run, temperature=t) or put(run.server, reports="raw"), ("plain", "lora", "mute")),
+
     # The report: the right draw, and numbers that say something else of it.
     Kind("report", "raw is reported where a temperature was asked", TEMPERATURE, (0.7, 1.3), (0.8, 0.5), raw_at),
     # Right but for noise in the last digit that is left: what "dtype" says, though it is no dtype.
@@ -486,8 +492,6 @@ KINDS: list[Kind] = [
     Kind("clean", "several updates a step", (CLEAN,), range(35), range(15),
          lambda run, n: {"minibatches": 2 + n % 4}, ("plain", "slow", "lora", "mute", "wide", "small")),
     Kind("clean", "two turns", (CLEAN,), range(6), range(3), lambda run, _: {"turns": 2}, ("small", "lora", "mute")),
-    Kind("clean", "a cut draw, with raw logprobs", (CLEAN,), range(12), range(6),
-         lambda run, n: forced(run, top_p=0.8) or put(run.server, reports="raw"), ("plain", "lora", "mute", "slow")),
     # Both sides in half precision: what is left is noise of the arithmetic, and "dtype" says so.
     Kind("clean", "half precision on both sides", (CLEAN, *DTYPE), range(12), range(6), lambda run, _: None, ("half",)),
     Kind("clean", "other batches", (CLEAN,), range(12), range(6),
