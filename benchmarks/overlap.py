@@ -143,9 +143,6 @@ class PacedTrainer:
     def __init__(self, seconds: float, ledger: Ledger):
         self.seconds, self.ledger, self.version = seconds, ledger, 0
 
-    def scored(self, datum: Datum) -> Any:
-        return datum.active
-
     async def work(self, share: float) -> None:
         begin = now()
         await asyncio.sleep(share * self.seconds)
@@ -157,7 +154,7 @@ class PacedTrainer:
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: Any) -> LossOutput:
         await self.work(0.8)
         series = [torch.full((len(d.weights),), -1.0, requires_grad=True) for d in datums]
-        loss, metrics, dlogprobs = loss_and_dlogprobs(self, datums, series, loss_fn)
+        loss, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn)
         return LossOutput(loss, metrics, tuple(Logprobs(s.detach().numpy()) for s in series), tuple(dlogprobs))
 
     async def optim_step(self, adam: AdamParams, **options: Any) -> dict[str, float]:

@@ -187,8 +187,9 @@ def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: 
 def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
     "The policy's logprobs of a step, before the first of its updates where it made several; none without a loss."
     last = record.loss.logprobs if record.loss else ()
-    before = [d.old_logprobs for d in record.datums]
-    return tuple(lp if x is None else replace(lp, values=x) for lp, x in zip(last, before, strict=bool(last)))
+    known = lambda d, lp: d.old_logprobs is not None and np.isfinite(lp.values[d.active]).all()  # NaN is never hidden
+    pairs = zip(record.datums, last, strict=bool(last))
+    return tuple(replace(lp, values=d.old_logprobs) if known(d, lp) else lp for d, lp in pairs)
 
 # %% ../nbs/40_xray.ipynb #562acdb1
 @dataclass(frozen=True)
