@@ -204,7 +204,7 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
 
 def rewards_shown(board: Locator) -> list[float]:
     "The rewards of the table's page."
-    return [float(cell.inner_text()) for cell in board.locator(".rld-table tbody td:nth-child(3)").all()]
+    return [*map(float, board.locator(".rld-table tbody td:nth-child(3)").all_inner_texts())]
 
 
 def test_the_table_is_sorted_searched_and_filtered_in_the_page(notebook: Notebook, board: Locator):

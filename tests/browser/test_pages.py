@@ -56,7 +56,7 @@ def test_completions_are_sorted_searched_and_have_an_address(
     page.screenshot(path=SHOTS / f"report_table_{scheme}_{width}.png")
     first.get_by_role("button", name="reward").click()
     first.get_by_role("button", name="reward").click()
-    rewards = [float(cell.inner_text()) for cell in first.locator("tbody td:nth-last-child(4)").all()]
+    rewards = [*map(float, first.locator("tbody td:nth-last-child(4)").all_inner_texts())]
     assert rewards == sorted(rewards, reverse=True)
     assert rewards[0] == max(s.reward for g in run.record(1).groups for s in g.samples)
     first.get_by_label("Search completions").fill(run.record(1).groups[2].samples[0].text.split()[0])

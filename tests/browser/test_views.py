@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -179,6 +180,15 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
     assert math.isclose(float(found[5]), x, rel_tol=1e-3)
 
 
+def shows_targets(table: Locator, targets: Sequence[int]) -> None:
+    "Wait until these are the rows of a table; they are read at once, since a table may be drawn anew in between."
+    rows, end = table.locator("tbody tr"), time.monotonic() + 30
+    read = lambda: rows.evaluate_all("rows => rows.map(row => Number(row.dataset.id))")
+    while read() != [*map(int, targets)] and time.monotonic() < end:
+        time.sleep(0.05)
+    assert read() == [*map(int, targets)]
+
+
 def test_tokens_are_sorted_and_searched_in_their_table(inspector: Locator):
     index = shown_sample(inspector)
     datum, logprobs = RECORD.datums[index], np.asarray(RECORD.loss.logprobs[index].values)
@@ -186,17 +196,16 @@ def test_tokens_are_sorted_and_searched_in_their_table(inspector: Locator):
     table = inspector.locator(".rlt-worst .rltable")
     scored = np.flatnonzero(datum.active)
     worst = scored[np.argsort(-np.abs(logprobs[scored]), kind="stable")]
-    targets = lambda: [int(row.get_attribute("data-id")) for row in table.locator("tbody tr").all()]
-    assert targets() == worst[:12].tolist()  # the farthest from 0 first
+    shows_targets(table, worst[:12])  # the farthest from 0 first
     table.locator("tbody tr").nth(1).click()
     agree(inspector, index, int(worst[1]))
     expect(table.locator("tr[aria-current]")).to_have_attribute("data-id", str(worst[1]))
     table.get_by_role("button", name="target").click()
-    assert targets() == scored[:12].tolist()
+    shows_targets(table, scored[:12])
     inspector.locator(".rlt-sample").select_option(index=2)
     expect(table.locator("th[aria-sort=ascending]")).to_have_text("target")  # as it was chosen
     table.get_by_label("Search tokens").fill("#")
-    assert all("#" in row.inner_text() for row in table.locator("tbody tr").all())
+    expect(table.locator("tbody tr").filter(has_not_text="#")).to_have_count(0)
     table.get_by_label("Search tokens").fill("")
     for _ in range(2):
         table.get_by_role("button", name="value").click()
