@@ -99,7 +99,7 @@ def test_every_route_gives_the_same(family, route):
             CausalModel(model, route)
         assert open_model(model).route == "modules"
         return
-    assert probe_error(CausalModel(model, route), sampling=True) < 1e-4
+    assert probe_error(CausalModel(model, route), sampling=True) < 1
     assert open_model(model, routes=[route]).route == route
 
 
@@ -108,7 +108,7 @@ def test_a_wrong_fast_route_is_not_used():
     model = tiny_model()
     down = model.model.layers[0].mlp.down_proj.forward
     model.model.layers[0].mlp.down_proj.forward = lambda x: 2 * down(x)
-    assert probe_error(CausalModel(model, "fast"), sampling=True) > 1e-2
+    assert probe_error(CausalModel(model, "fast"), sampling=True) > 10
     assert open_model(model).route == "modules"
 
 
@@ -396,9 +396,9 @@ def test_a_route_that_forgets_the_window_is_not_used():
     "Twelve tokens of a probe do not reach past the window of a real model; the probe does."
     model = random_model("Mistral", sliding_window=64)
     causal = CausalModel(model, "fast")
-    assert probe_error(causal, sampling=True) < 1e-4
+    assert probe_error(causal, sampling=True) < 1
     forgetful, causal.fast = causal.fast, lambda *args: forgetful(*args[:-1], (None,) * 4)
-    assert probe_error(causal, sampling=True) > 1e-2
+    assert probe_error(causal, sampling=True) > 10
     assert model.config.sliding_window == 64
 
 
