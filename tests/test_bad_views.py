@@ -527,7 +527,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "attribution": shows(HALF),  # reads the recorded derivatives, which are numbers
         "run charts": NO_K3,
         "step charts": STEP_CHARTS,
-        "tokens": shows("27 scored · 27 not a number", "sampler logprob: 27 not a number", "Too few tokens to tell"),
+        "tokens": shows("27 scored · 27 not a number", "sampler logprob: 27 not a number"),
         "dashboard": shows("sampler_logprobs: got nan", "finite a value is not a number"),
         "sliders": shows("sampler_logprobs: got nan at target 9", absent=("gradient: norm",)),
         "report": shows("sampler_logprobs: got nan"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -19,9 +20,14 @@ from hypothesis import strategies as st
 from ipykernel.comm.comm import BaseComm
 from synthetic import hostile_record, synthetic_record
 
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
 from rl_notebook.core import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
+from rl_notebook.doctor import Diagnosis, diagnose
 from rl_notebook.drawings import HUES, STRONGEST, shown_text, token_text
+from rl_notebook.loop import GRPOLoop
 from rl_notebook.records import StepRecord
+from rl_notebook.toy import load_model, toy_reward, toy_rows
 from rl_notebook.views import tokens as views
 from rl_notebook.views.charts import module
 from rl_notebook.views.payloads import (
@@ -30,7 +36,6 @@ from rl_notebook.views.payloads import (
     menu_payload,
     overview_payload,
     series_payload,
-    shift_payload,
     token_payload,
     token_rows,
 )
@@ -116,13 +121,6 @@ def test_one_sample_as_plain_values():
         "first": "policy-sampler",
         "clip": None,
         "pair": ["policy", "sampler"],
-        "shift": {
-            "shifts": [-2, -1, 0, 1, 2],
-            "means": [None, 0.75, 0.375, 1.0, None],
-            "counts": [0, 1, 2, 1, 0],
-            "best": 0,
-            "text": "Too few tokens to tell.",
-        },
         "notes": [],
     }
     assert list(series) == ["policy", "old", "sampler", "policy-sampler", "policy-old", "ratio", "mask"]
@@ -132,7 +130,9 @@ def test_one_sample_as_plain_values():
         "kind": "difference",
         "values": [None, None, -0.5, 0.25],
         "center": 0.0,
-        "limit": 0.497,
+        "limit": 3.0,
+        "near": 0.01,
+        "floor": 2e-4,
         "worst": [2, 3],
         "bad": [],
     }
@@ -219,7 +219,12 @@ def test_series_that_do_not_fit_are_refused():
         token_rows("text")
 
 
-# --- the shift --------------------------------------------------------------------------------------------------------
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def verdict(source: StepRecord | list[Datum], **options) -> dict[str, str]:
+    "What stands above the inspector."
+    return inspect_tokens(source, **options).overview["verdict"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,26 +232,71 @@ def test_series_that_do_not_fit_are_refused():
     shift=st.integers(-2, 2),
     seed=st.integers(0, 10**6),
     size=st.integers(12, 60),
-    noise=st.sampled_from([0.0, 1e-4, 0.02]),
+    noise=st.sampled_from([0.0, 1e-5, 0.02]),
 )
-def test_the_smallest_difference_is_at_the_shift_that_was_made(shift: int, seed: int, size: int, noise: float):
+def test_a_shift_that_was_made_is_found(shift: int, seed: int, size: int, noise: float):
     rng = np.random.default_rng(seed)
-    policy = -rng.exponential(1.0, size)
-    sampler = np.full(size, NAN)
-    for i in range(size):
-        if 0 <= i + shift < size:
-            sampler[i + shift] = policy[i] + noise * rng.normal()
-    found = shift_payload(policy, sampler, np.ones(size, bool))
-    assert found["best"] == shift
-    assert ("shift" in found["text"]) == (shift != 0)
+    policy = -rng.exponential(1.0, (4, size))
+    sampler = np.full_like(policy, -1.0)
+    to = np.arange(max(0, shift), size + min(0, shift))
+    sampler[:, to] = policy[:, to - shift] + noise * rng.normal(size=(4, len(to)))
+    datums = [Datum(range(size + 1), np.ones(size), sampler_logprobs=row, sample=i) for i, row in enumerate(sampler)]
+    overview = inspect_tokens(datums, policy_logprobs=policy).overview
+    means = overview["shift"]["means"]
+    assert overview["shift"]["shifts"][int(np.argmin(means))] == shift
+    assert overview["verdict"]["text"].startswith("Shift") == (shift != 0)
+    assert (overview["verdict"]["state"] == "well") == (shift == 0 and noise < 1e-3)
 
 
-def test_the_shift_of_nothing():
-    nothing = np.full(3, NAN)
-    found = shift_payload(nothing, nothing, np.ones(3, bool))
-    assert found["best"] is None
-    assert found["means"] == [None] * 5
-    assert found["text"] == "Too few tokens to tell."
+def stale_steps(seed: int) -> list[StepRecord]:
+    "Steps of the tiny model after 3, 7 and 11 updates that its sampler never got."
+
+    async def run() -> list[StepRecord]:
+        async with open_local(*load_model("tiny")) as backend:
+            sizes = {"prompt_groups_per_step": 4, "completions_per_prompt": 8, "max_completion_tokens": 24}
+            cfg = Config(**sizes, learning_rate=1e-4, seed=seed, weight_sync_interval=0)
+            loop = GRPOLoop(backend, toy_rows(256, seed=seed), toy_reward, cfg)
+            return await loop.run(12, progress=False)
+
+    return [r for r in asyncio.run(run()) if r.step in (4, 8, 12) and r.loss]
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_old_weights_are_never_called_a_shift(seed: int):
+    for record in stale_steps(seed):
+        said = verdict(record)
+        assert "hift" not in said["text"]
+        assert said["state"] != "well"
+        syncs = f"stale weights (0 weight syncs in {record.step - 1} steps)"
+        assert syncs in said["text"] or said["state"] == "likely"
+        assert diagnosed(record).startswith(("stale weights", "BOS or template", "temperature", "dtype"))
+
+
+def diagnosed(record: StepRecord) -> str:
+    "What the doctor says of the record alone."
+    return asyncio.run(diagnose(record)).sentence
+
+
+def test_the_verdict_is_the_doctors():
+    record = synthetic_record(1)
+    found = Diagnosis("dropout", 0.95, "scored twice, it differs", {}, (), "Call eval.", (), controls=("policy",))
+    assert verdict(record, diagnosis=found)["text"] == "Dropout: scored twice, it differs"
+    assert verdict(record, diagnosis=found)["more"].endswith("Call eval.")
+    likely = verdict(record, diagnosis=replace(found, score=0.7, undecided=("padding side",)))
+    assert (likely["state"], likely["text"]) == (
+        "likely",
+        "Probably dropout: scored twice, it differs; or padding side",
+    )
+    half = verdict(record, diagnosis=replace(found, cause="shift", score=0.7, undecided=("dropout",), controls=()))
+    assert (half["state"], half["text"].endswith("causes fit: dropout")) == ("open", True)
+    assert "diagnose(record, backend=backend)" in half["more"]
+
+
+def test_versions_of_both_sides_are_shown():
+    record = synthetic_record(5)
+    versions = {s.policy_version for g in record.groups for s in g.samples}
+    sides = inspect_tokens(record).overview["sides"]
+    assert sides[:2] == ["step 5", f"sampler version {min(versions)}"]
 
 
 # --- scales and the overview ------------------------------------------------------------------------------------------
@@ -254,7 +304,9 @@ def test_the_shift_of_nothing():
 
 def test_noise_is_not_stretched_to_full_colour():
     noise = np.random.default_rng(0).normal(0, 1e-7, 50)
-    assert series_payload("policy-sampler", noise, np.ones(50, bool))["limit"] == 1e-3
+    found = series_payload("policy-sampler", noise, np.ones(50, bool))
+    assert {views.css_colour(found, v) for v in noise} == {""}
+    assert views.hue_of(found, 0.01)[1] < 0.2 < views.hue_of(found, 0.8)[1] < views.hue_of(found, 3.0)[1] == 1
     assert series_payload("dlogprob", noise, np.ones(50, bool))["limit"] < 1e-6
 
 
@@ -271,13 +323,14 @@ def test_the_overview_counts_all_and_draws_some():
     policy = [d.sampler_logprobs + np.random.default_rng(i).normal(0, 0.01, 4000) for i, d in enumerate(datums)]
     policy[3][1500] += 7.0
     rows = token_rows(datums, policy_logprobs=policy)
-    found = overview_payload(rows)
+    found = overview_payload(datums, rows, policy_logprobs=policy)
     gap = np.concatenate([(p - d.sampler_logprobs)[d.active] for p, d in zip(policy, datums, strict=True)])
     assert len(found["points"]["x"]) == 5000 < found["tokens"] == len(gap)
     assert found["scopes"][0]["quantiles"]["max"] == pytest.approx(7.0, abs=0.1)
     assert found["scopes"][0]["quantiles"]["p90"] == pytest.approx(np.quantile(np.abs(gap), 0.9))
     assert [s["name"] for s in found["scopes"]] == ["all 4 samples", "group 0", "group 1"]
-    assert sum(sum(s["histogram"]["counts"]) for s in found["scopes"][1:]) == len(gap)
+    assert sum(s["tokens"] for s in found["scopes"][1:]) == len(gap)
+    assert found["line"] == pytest.approx([1.0, 0.0], abs=0.05)
     assert (3, 1500) in zip(found["points"]["item"], found["points"]["target"], strict=True)
     json.dumps(found, allow_nan=False)
 
@@ -337,7 +390,7 @@ def test_many_groups():
     record = synthetic_record(1, groups=512, completions=2)
     rows = token_rows(record)
     assert len(rows) == len(menu_payload(rows)) == 1024
-    assert len(overview_payload(rows)["scopes"]) == 1 + len({d.group for d in record.datums})
+    assert len(overview_payload(record, rows)["scopes"]) == 1 + len({d.group for d in record.datums})
 
 
 # --- hostile text -----------------------------------------------------------------------------------------------------
@@ -375,7 +428,23 @@ def test_nothing_that_a_model_wrote_becomes_markup():
         )
         inspector.series = BAD
         page = Page(inspector.static_html())
-        allowed = ["div", "b", "bdi", "span", "i", "wbr", "br", "img", "table", "tbody", "tr", "td", "small"]
+        allowed = [
+            "div",
+            "b",
+            "bdi",
+            "span",
+            "i",
+            "wbr",
+            "br",
+            "img",
+            "table",
+            "tbody",
+            "tr",
+            "td",
+            "small",
+            "details",
+            "summary",
+        ]
         assert page.tags <= set(allowed)
         assert not {a for a in page.attributes if a.startswith("on") or a == "href"}
         assert all(src.startswith("data:image/svg+xml;base64,") for src in page.sources)
@@ -390,7 +459,7 @@ def test_a_still_picture_is_small_and_honest():
     assert len(still.encode()) < 60_000
     left = int(re.search(r"…and (\d+) tokens more", still)[1])
     before = int(re.search(r">(\d+) prompt tokens before", still)[1])
-    shown = len(re.findall(r"<bdi", still.split("<img")[0]))
+    shown = len(re.findall(r"<bdi", still[still.index("<details") :].split("<img")[0]))
     assert before + shown + left == 8192
 
 

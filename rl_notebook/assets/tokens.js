@@ -23,10 +23,19 @@ function form(v, digits = 4) {
 function tint(series, v) {
   if (!known(v)) return ["blue", 0];
   if (series.kind === "class") return v === 0 ? ["blue", 0] : [CLASSES[(v - 1) % CLASSES.length], 0.45];
-  const t = clamp((v - series.center) / series.limit, -1, 1);
+  const off = v - series.center;
+  if (series.kind === "difference") {
+    const far = Math.abs(off) > series.floor ? symlog(series, Math.abs(off)) / symlog(series, series.limit) : 0;
+    return [off < 0 ? "orange" : "blue", Math.min(1, far)];
+  }
+  const t = clamp(off / series.limit, -1, 1);
   if (series.kind === "logprob" || series.kind === "kl") return ["violet", Math.abs(t)];
   return [t < 0 ? "orange" : "blue", Math.abs(t)];
 }
+
+// Where a difference stands on its axis: even around 0, in decades beyond.
+const symlog = (series, v) => Math.sign(v) * Math.log1p(Math.abs(v) / series.near);
+const DECADES = [-10, -1, -0.1, 0, 0.1, 1, 10];
 
 const paint = (palette, [name, strength], most = STRONGEST) =>
   strength ? `rgba(${palette[name].join(",")},${(most * strength).toFixed(3)})` : "";
@@ -205,12 +214,14 @@ function head(state) {
     const bar = make("span", "rlt-bar");
     const both = !(s.kind === "logprob" || s.kind === "kl");
     const at = both ? [-1, -0.5, 0, 0.5, 1] : s.kind === "kl" ? [0, 0.5, 1] : [-1, -0.5, 0];
-    const stops = at.map((t) => paint(state.palette, tint(s, s.center + t * s.limit)) || "transparent");
+    const values = s.kind === "difference" ? [-s.limit, -0.2, -0.02, 0, 0.02, 0.2, s.limit] : at.map((t) => s.center + t * s.limit);
+    const stops = values.map((v) => paint(state.palette, tint(s, v)) || "transparent");
     bar.style.backgroundImage = `linear-gradient(to right, ${stops.join(", ")})`;
     const low = s.kind === "kl" ? s.center : s.center - s.limit;
     const high = s.kind === "logprob" ? s.center : s.center + s.limit;
     const beyond = s.values.filter((v) => known(v) && Math.abs(v - s.center) > s.limit).length;
     legend.append(make("span", "", form(low)), bar, make("span", "", form(high)));
+    if (s.kind === "difference") legend.append(make("span", "rlt-soft", `nats, in decades; none within ${form(s.floor, 2)}`));
     if (beyond) legend.append(make("span", "rlt-soft", `${beyond} beyond`));
     if (s.bad.length) legend.append(make("span", "rlt-alarm", `${s.bad.length} not a number`));
   };
@@ -244,6 +255,20 @@ function strip(state, id) {
   node.setAttribute("aria-label", "tokens of the sample; arrow keys move");
   let spans = [];
   let marked = {};
+  let folded = true;
+  const fold = make("button", "rlt-fold");
+  const setFolded = (on) => {
+    folded = on;
+    state.folded = on && (state.payload.regions?.prompt ?? 0) > 0;
+    node.classList.toggle("rlt-folded", folded);
+    fold.textContent = `${folded ? "▸" : "▾"} prompt ${state.payload.regions?.prompt ?? 0}`;
+    fold.setAttribute("aria-expanded", String(!folded));
+    fold.title = folded ? "show the prompt" : "fold the prompt";
+  };
+  fold.onclick = () => {
+    setFolded(!folded);
+    state.tell("fold");
+  };
 
   const token = (p, j, special) => {
     const span = make("span", `rlt-token rlt-${{ p: "prompt", m: "masked", s: "scored" }[p.roles[j]]}`);
@@ -263,18 +288,22 @@ function strip(state, id) {
     spans = new Array(size);
     let line = null;
     let chunk = null;
+    const prompt = p.regions?.prompt ?? 0;
+    setFolded(folded);
+    if (prompt) page.append(fold);
     for (let j = 0; j < size; j++) {
+      if (j === prompt) line = null;
       if (line === null || line.childElementCount >= BLOCK) {
         if (chunk === null || j - chunk.start >= CHUNK) {
           chunk = { node: make("div", "rlt-chunk"), start: j };
           page.append(chunk.node);
         }
-        const block = make("div", "rlt-block");
+        const block = make("div", j < prompt ? "rlt-block rlt-ofprompt" : "rlt-block");
         line = make("div", "rlt-line");
         block.append(make("span", "rlt-gutter", String(j)), line);
         chunk.node.append(block);
       }
-      if (j === 0 || p.roles[j] !== p.roles[j - 1]) {
+      if (p.roles[j] !== "p" && (j === 0 || p.roles[j] !== p.roles[j - 1])) {
         let end = j;
         while (end < size && p.roles[end] === p.roles[j]) end++;
         line.append(make("span", "rlt-region", `${NAMES[p.roles[j]]} ${end - j}`));
@@ -285,7 +314,7 @@ function strip(state, id) {
     }
     if (p.regions?.cut) (line ?? page).append(make("span", "rlt-region rlt-cut", `✂ ${p.regions.cut} tokens cut off here`));
     if (p.message) page.append(make("p", "rlt-message", p.message));
-    for (const part of page.children) part.style.containIntrinsicHeight = `auto ${part.childElementCount * LINE}px`;
+    for (const part of page.querySelectorAll(".rlt-chunk")) part.style.containIntrinsicHeight = `auto ${part.childElementCount * LINE}px`;
     node.replaceChildren(page);
     node.scrollTop = 0;
     marked = {};
@@ -318,6 +347,7 @@ function strip(state, id) {
     }
   };
   const drawSelected = () => {
+    if (folded && state.selected !== null && state.payload.roles[state.selected + 1] === "p") fold.onclick();
     mark("rlt-selected", state.selected, true);
     for (const old of node.querySelectorAll("[aria-selected]")) old.removeAttribute("aria-selected");
     const span = state.selected === null ? null : spans[state.selected + 1];
@@ -407,10 +437,13 @@ function chart(state, stops) {
   const xOf = (t, width) => PAD.left + (t + 0.5 - view[0]) * spread(width);
   const at = (x, width) => clamp(Math.floor(view[0] + (x - PAD.left) / spread(width)), 0, state.targets - 1);
 
-  // Lowest and highest value in view, with the middle of the scale and a little air.
+  // Where a value stands on the axis of its series.
+  const height = (s, v) => (s.kind === "difference" ? symlog(s, v) : v);
+
+  // Lowest and highest value in view, with the middle of the scale and a little air; of a difference always a nat and more.
   const reach = (s) => {
-    let low = s.center;
-    let high = s.center;
+    let low = s.kind === "difference" ? -1 : s.center;
+    let high = s.kind === "difference" ? 1 : s.center;
     for (let t = Math.floor(view[0]); t < Math.min(view[1], state.targets); t++) {
       const v = s.values[t];
       if (!known(v)) continue;
@@ -418,8 +451,10 @@ function chart(state, stops) {
       if (v > high) high = v;
     }
     if (low === high) [low, high] = [low - (s.kind === "kl" ? 0 : s.limit), high + (s.kind === "logprob" ? 0 : s.limit)];
+    [low, high] = [height(s, low), height(s, high)];
     const air = 0.06 * (high - low);
-    return [low < s.center ? low - air : low, high > s.center ? high + air : high];
+    const middle = height(s, s.center);
+    return [low < middle ? low - air : low, high > middle ? high + air : high];
   };
 
   const regions = (g, width, height, ink) => {
@@ -442,23 +477,30 @@ function chart(state, stops) {
     }
   };
 
-  const axes = (g, width, height, low, high, yOf, ink) => {
+  const axes = (g, s, width, tall, low, high, yOf, ink) => {
     g.textAlign = "right";
     g.textBaseline = "middle";
-    for (const v of ticks(low, high, 4)) {
+    const decades = s.kind === "difference";
+    const shown = decades ? DECADES.filter((v) => symlog(s, v) >= low && symlog(s, v) <= high) : ticks(low, high, 4);
+    for (const v of shown) {
       g.fillStyle = `${ink}22`;
       g.fillRect(PAD.left, Math.round(yOf(v)), width - PAD.left - PAD.right, 1);
       g.fillStyle = `${ink}b0`;
-      g.fillText(form(Math.abs(v) < (high - low) * 1e-9 ? 0 : v), PAD.left - 6, yOf(v));
+      g.fillText(form(!decades && Math.abs(v) < (high - low) * 1e-9 ? 0 : v), PAD.left - 6, yOf(v));
     }
+    if (decades) {
+      g.fillStyle = `${ink}26`;
+      g.fillRect(PAD.left, yOf(s.floor), width - PAD.left - PAD.right, Math.max(1, yOf(-s.floor) - yOf(s.floor)));
+    }
+    g.fillStyle = `${ink}b0`;
     g.textAlign = "center";
     g.textBaseline = "alphabetic";
     const last = width - PAD.right - 46;
     for (const t of ticks(view[0], view[1] - 1, Math.max(2, width / 110))) {
-      if (Number.isInteger(t) && xOf(t, width) < last) g.fillText(String(t), xOf(t, width), height - 10);
+      if (Number.isInteger(t) && xOf(t, width) < last) g.fillText(String(t), xOf(t, width), tall - 10);
     }
     g.textAlign = "right";
-    g.fillText("target", width - PAD.right, height - 10);
+    g.fillText("target", width - PAD.right, tall - 10);
     g.textAlign = "left";
   };
 
@@ -510,16 +552,16 @@ function chart(state, stops) {
   // Everything but the markers, drawn once and copied under them while the pointer moves.
   const still = document.createElement("canvas");
   let stale = true;
-  const drawStill = (ratio, width, height, ink) => {
+  const drawStill = (ratio, width, tall, ink) => {
     const s = state.series;
-    [still.width, still.height] = [Math.round(width * ratio), Math.round(height * ratio)];
+    [still.width, still.height] = [Math.round(width * ratio), Math.round(tall * ratio)];
     const g = still.getContext("2d");
     g.setTransform(ratio, 0, 0, ratio, 0, 0);
     g.font = FONT;
     const [low, high] = reach(s);
-    const yOf = (v) => PAD.top + ((high - v) / (high - low)) * (height - PAD.top - PAD.bottom);
-    regions(g, width, height, ink);
-    axes(g, width, height, low, high, yOf, ink);
+    const yOf = (v) => PAD.top + ((high - height(s, v)) / (high - low)) * (tall - PAD.top - PAD.bottom);
+    regions(g, width, tall, ink);
+    axes(g, s, width, tall, low, high, yOf, ink);
     values(g, s, width, yOf);
     if (s.kind === "ratio" && state.payload.clip) {
       g.setLineDash([4, 3]);
@@ -562,7 +604,7 @@ function chart(state, stops) {
   canvas.tabIndex = 0;
   canvas.title = "drag to zoom in; wheel to zoom once clicked; double click to see all";
   const look = (from, to) => {
-    const size = clamp(to - from, Math.min(8, state.targets), Math.max(1, state.targets));
+    const size = clamp(to - from, Math.min(2, state.targets), Math.max(1, state.targets));
     const start = clamp(from, 0, state.targets - size);
     view = [start, start + size];
     canvas.dataset.from = String(Math.round(view[0]));
@@ -626,7 +668,9 @@ function chart(state, stops) {
     if (t !== null && (t < view[0] || t >= view[1])) look(t - (view[1] - view[0]) / 2, t + (view[1] - view[0]) / 2);
     ask();
   };
-  state.on("payload", () => look(0, state.targets));
+  const home = () => look(state.folded ? clamp(state.payload.regions.prompt - 1, 0, state.targets) : 0, state.targets);
+  state.on("payload", home);
+  state.on("fold", home);
   for (const what of ["series", "theme"]) state.on(what, () => ((stale = true), ask()));
   state.on("hover", ask);
   state.on("target", follow);
@@ -721,7 +765,7 @@ function coordinates(state) {
       const gap = known(a.values[t]) && known(other) ? Math.abs(a.values[t] - other) : null;
       const node = cell(kind(t), form(gap, 3));
       const like = state.one(`${a.name}-${b.name}`);
-      if (like && gap !== null) node.style.backgroundColor = paint(state.palette, ["orange", clamp(gap / like.limit, 0, 1)], 0.5);
+      if (like && gap !== null) node.style.backgroundColor = paint(state.palette, ["orange", tint(like, gap)[1]], 0.5);
       return node;
     });
     rows.append(moved, row("|difference|", `|${a.label} − ${b.label}|`, gaps));
@@ -736,9 +780,9 @@ function coordinates(state) {
   };
 
   const drawShift = () => {
-    const s = state.payload.shift;
+    const s = model.get("overview")?.shift;
     slide.replaceChildren();
-    if (!s) return;
+    if (!s || !state.payload.pair) return;
     const top = Math.max(...s.means.map((m) => m ?? 0)) || 1;
     const bars = make("div", "rlt-bars");
     bars.setAttribute("role", "group");
@@ -747,7 +791,6 @@ function coordinates(state) {
       const button = make("button", "rlt-shiftby");
       button.dataset.shift = String(by);
       button.setAttribute("aria-pressed", String(by === model.get("shift")));
-      button.classList.toggle("rlt-best", by === s.best);
       button.title = `mean |difference| ${form(s.means[k])} over ${s.counts[k]} tokens`;
       const bar = make("i");
       bar.style.height = `${Math.max(2, (34 * (s.means[k] ?? 0)) / top)}px`;
@@ -760,10 +803,10 @@ function coordinates(state) {
       };
       bars.append(button);
     });
-    slide.append(make("p", "rlt-soft", "Mean |difference| when the sampler's row is slid:"), bars, make("p", "rlt-verdict", s.text));
+    slide.append(make("p", "rlt-soft", "Mean |difference| of all samples when the sampler's row is slid; click to slide it here:"), bars);
   };
   for (const what of ["payload", "target", "hover", "shift", "theme", "size"]) state.on(what, drawRows);
-  for (const what of ["payload", "shift"]) state.on(what, drawShift);
+  for (const what of ["payload", "shift", "overview"]) state.on(what, drawShift);
   return node;
 }
 
@@ -811,137 +854,224 @@ function worst(state) {
 
 // --- the overview ------------------------------------------------------------------------------------------------------------
 
+const DEEPEST = -8; // decades; the axis of the gap begins there
+const decades = (v) => (v > 0 ? Math.max(Math.log10(v), DEEPEST) : DEEPEST);
+
+// What all samples say: the verdict, trainer against sampler, and the gap by place in the completion.
 function overview(state, stops) {
   const { model } = state;
-  const node = make("details", "rlt-overview");
-  node.open = true;
-  const title = make("summary");
+  const node = make("div", "rlt-overview");
+  const verdict = make("div", "rlt-verdict");
   const body = make("div", "rlt-overviewbody");
+  const numbers = make("div", "rlt-numbers");
   const scope = make("select", "rlt-scope");
   const table = make("div", "rlt-quantiles");
   const tip = make("p", "rlt-soft rlt-tip");
-  node.append(title, body);
+  const HINT = "A point is a token; click one to go there. Dark: the sample shown below.";
   const data = () => model.get("overview");
   const chosen = () => data()?.scopes?.[Number(scope.value) || 0];
-  let placed = [];
+  const colour = (name, alpha) => `rgba(${state.palette[name].join(",")},${alpha})`;
+  const ink = () => (state.dark ? "#d5dbe3" : "#3b4754");
+
+  // Points of the chosen samples, those of the sample shown last; returns where they are.
+  const dots = (g, X, Y) => {
+    const placed = [];
+    const { x, item } = data().points;
+    const items = model.get("items");
+    const group = chosen()?.group;
+    for (const own of [false, true]) {
+      g.fillStyle = own ? `${ink()}e6` : colour("blue", 0.4);
+      for (let k = 0; k < x.length; k++) {
+        if ((item[k] === model.get("item")) !== own) continue;
+        if (known(group) && items[item[k]]?.group !== group) continue;
+        g.beginPath();
+        g.arc(X(k), Y(k), own ? 2.8 : 2.4, 0, 7);
+        g.fill();
+        placed.push([X(k), Y(k), k]);
+      }
+    }
+    return placed;
+  };
+  const upright = (g, text, x, y) => {
+    g.save();
+    g.translate(x, y);
+    g.rotate(-Math.PI / 2);
+    g.fillText(text, 0, 0);
+    g.restore();
+  };
 
   const scatter = (g, width, height) => {
     const o = data();
     g.clearRect(0, 0, width, height);
-    placed = [];
-    if (!o?.points) return;
-    const ink = state.dark ? "#d5dbe3" : "#3b4754";
-    const { x, y, item, target } = o.points;
-    const low = Math.min(-0.1, ...[...x, ...y].filter(known)) * 1.04;
+    if (!o?.points) return [];
+    const { x, y } = o.points;
+    const low = Math.min(-0.1, ...x, ...y) * 1.04;
     const size = Math.min(width - 62, height - 46);
     const X = (v) => 52 + size * (1 - v / low);
     const Y = (v) => 10 + (size * v) / low;
-    g.fillStyle = `${ink}b0`;
     g.textAlign = "center";
     for (const v of ticks(low, 0, 4)) {
-      g.fillStyle = `${ink}1c`;
+      g.fillStyle = `${ink()}1c`;
       g.fillRect(X(v), 10, 1, size);
       g.fillRect(52, Y(v), size, 1);
-      g.fillStyle = `${ink}b0`;
+      g.fillStyle = `${ink()}b0`;
       g.fillText(form(v), X(v), size + 24);
       g.textAlign = "right";
       g.fillText(form(v), 47, Y(v) + 4);
       g.textAlign = "center";
     }
-    g.fillText(`${o.pair[1]} logprob`, 52 + size / 2, size + 39);
+    g.fillText("sampler logprob", 52 + size / 2, size + 39);
+    upright(g, "trainer logprob", 11, 10 + size / 2);
+    const line = (factor, up, style, wide) => {
+      g.strokeStyle = style;
+      g.lineWidth = wide;
+      g.beginPath();
+      g.moveTo(X(low), Y(factor * low + up));
+      g.lineTo(X(0), Y(up));
+      g.stroke();
+      g.lineWidth = 1;
+    };
     g.save();
-    g.translate(11, 10 + size / 2);
-    g.rotate(-Math.PI / 2);
-    g.fillText(`${o.pair[0]} logprob`, 0, 0);
-    g.restore();
-    g.strokeStyle = `${ink}66`;
     g.beginPath();
-    g.moveTo(X(low), Y(low));
-    g.lineTo(X(0), Y(0));
-    g.stroke();
-    const items = model.get("items");
-    const group = chosen()?.group;
-    for (const own of [false, true]) {
-      g.fillStyle = `rgba(${state.palette[own ? "orange" : "blue"].join(",")},${own ? 0.95 : 0.4})`;
-      for (let k = 0; k < x.length; k++) {
-        if ((item[k] === model.get("item")) !== own || !known(x[k]) || !known(y[k])) continue;
-        if (known(group) && items[item[k]]?.group !== group) continue;
-        g.beginPath();
-        g.arc(X(x[k]), Y(y[k]), own ? 3 : 2.4, 0, 7);
-        g.fill();
-        placed.push([X(x[k]), Y(y[k]), k]);
-      }
+    g.rect(52, 10, size, size);
+    g.clip();
+    line(1, 0, `${ink()}66`, 1);
+    g.restore();
+    const placed = dots(g, (k) => X(x[k]), (k) => Y(y[k]));
+    if (o.line) {
+      g.save();
+      g.beginPath();
+      g.rect(52, 10, size, size);
+      g.clip();
+      line(o.line[0], o.line[1], colour("orange", 1), 1.6);
+      g.restore();
+      g.textAlign = "left";
+      g.fillStyle = colour("orange", 1);
+      g.fillText(`trainer ≈ ${o.line[0].toFixed(2)} × sampler ${o.line[1] < 0 ? "−" : "+"} ${Math.abs(o.line[1]).toFixed(2)}`, 60, 24);
+    } else {
+      g.textAlign = "left";
+      g.fillStyle = `${ink()}b0`;
+      g.fillText("no line fits", 60, 24);
     }
+    return placed;
   };
-  const bars = (g, width, height) => {
-    const h = chosen()?.histogram;
-    g.clearRect(0, 0, width, height);
-    if (!h) return;
-    const ink = state.dark ? "#d5dbe3" : "#3b4754";
-    const top = Math.log1p(Math.max(...h.counts, 1));
-    const step = (width - 20) / h.counts.length;
-    h.counts.forEach((n, k) => {
-      const tall = ((height - 40) * Math.log1p(n)) / top;
-      const middle = h.low + ((k + 0.5) / h.counts.length) * (h.high - h.low);
-      const side = Math.abs(middle) < (h.high - h.low) / h.counts.length / 2 ? "green" : middle < 0 ? "orange" : "blue";
-      g.fillStyle = `rgba(${state.palette[side].join(",")},0.8)`;
-      g.fillRect(10 + k * step, height - 24 - tall, Math.max(1, step - 1), tall);
-    });
-    g.fillStyle = `${ink}b0`;
-    for (const [v, align, x] of [[h.low, "left", 10], [0, "center", width / 2], [h.high, "right", width - 10]]) {
-      g.textAlign = align;
-      g.fillText(form(v), x, height - 8);
-    }
-    g.textAlign = "left";
-    g.fillText(`${data().pair.join(" − ")}, counted (log scale)`, 10, 11);
-  };
-  const points = surface("rlt-scatter", 300, "trainer against sampler logprob, one point a token", scatter);
-  const counts = surface("rlt-histogram", 150, "histogram of the difference", bars);
-  stops.push(points.stop, counts.stop);
 
-  const nearest = (e) => {
-    const box = points.canvas.getBoundingClientRect();
-    const [mx, my] = [e.clientX - box.left, e.clientY - box.top];
-    let best = null;
-    let least = 14 ** 2;
-    for (const [x, y, k] of placed) {
-      const d = (x - mx) ** 2 + (y - my) ** 2;
-      if (d < least) [best, least] = [k, d];
+  const byPlace = (g, width, height) => {
+    const o = data();
+    g.clearRect(0, 0, width, height);
+    if (!o?.points) return [];
+    const { x, y, at } = o.points;
+    const gap = x.map((v, k) => Math.abs(y[k] - v));
+    const last = Math.max(1, ...at);
+    const top = Math.max(1.3, decades(Math.max(0, ...gap)) + 0.2);
+    const base = DEEPEST - 0.3;
+    const [left, right, under] = [46, width - 8, height - 36];
+    const X = (v) => left + 6 + ((right - left - 12) * v) / last;
+    const Y = (v) => 10 + ((under - 10) * (top - v)) / (top - base);
+    const floor = Y(decades(o.floor));
+    g.fillStyle = `${ink()}1f`;
+    g.fillRect(left, floor, right - left, under - floor);
+    g.fillStyle = `${ink()}b0`;
+    g.textAlign = "right";
+    g.fillText(`rounding: up to ${form(o.floor, 2)}`, right - 5, under - 6);
+    for (let power = DEEPEST; power <= top; power += 2) {
+      g.fillStyle = `${ink()}1c`;
+      g.fillRect(left, Y(power), right - left, 1);
+      g.fillStyle = `${ink()}b0`;
+      g.fillText(power < -3 ? `1e${power}` : String(10 ** power), left - 5, Y(power) + 4);
     }
-    return best;
+    g.textAlign = "center";
+    for (const v of ticks(0, last, 6)) if (Number.isInteger(v)) g.fillText(String(v), X(v), under + 14);
+    g.fillText("token of the completion", (left + right) / 2, height - 7);
+    upright(g, "nats", 9, 10 + (under - 10) / 2);
+    if (o.half > o.floor) {
+      g.textAlign = "right";
+      g.strokeStyle = `${ink()}99`;
+      g.setLineDash([2, 3]);
+      g.beginPath();
+      g.moveTo(left, Y(decades(o.half)));
+      g.lineTo(right, Y(decades(o.half)));
+      g.stroke();
+      g.setLineDash([]);
+      g.fillText(`rounding of bfloat16: up to ${form(o.half, 2)}`, right - 5, Y(decades(o.half)) - 4);
+      g.textAlign = "center";
+    }
+    const placed = dots(g, (k) => X(at[k]), (k) => Y(decades(gap[k])));
+    g.strokeStyle = colour("orange", 1);
+    g.lineWidth = 1.6;
+    g.beginPath();
+    o.places.x.forEach((v, k) => g[k ? "lineTo" : "moveTo"](X(v), Y(decades(o.places.y[k]))));
+    g.stroke();
+    g.lineWidth = 1;
+    g.textAlign = "left";
+    g.fillStyle = colour("orange", 1);
+    g.fillText("mean", left + 6, 20);
+    return placed;
   };
-  points.canvas.addEventListener("pointermove", (e) => {
-    const k = nearest(e);
-    const { x, y, item, target } = data()?.points ?? {};
-    points.canvas.style.cursor = k === null ? "" : "pointer";
-    const where = k === null ? null : model.get("items")[item[k]];
-    tip.textContent = where
-      ? `group ${where.group}, sample ${where.sample}, target ${target[k]}: ${form(y[k])} against ${form(x[k])}. Click to go there.`
-      : "A point is a token; click one to go there. Orange: the sample shown above.";
-  });
-  points.canvas.addEventListener("click", (e) => {
-    const k = nearest(e);
-    if (k !== null) state.select(data().points.target[k], data().points.item[k]);
-  });
+
+  // A canvas of points that say what they are and lead to their token.
+  const pointed = (kind, label, draw) => {
+    let placed = [];
+    const made = surface(kind, 300, label, (g, width, height) => {
+      placed = draw(g, width, height);
+    });
+    stops.push(made.stop);
+    const { canvas } = made;
+    const nearest = (e) => {
+      const box = canvas.getBoundingClientRect();
+      const [mx, my] = [e.clientX - box.left, e.clientY - box.top];
+      let best = null;
+      let least = 14 ** 2;
+      for (const [x, y, k] of placed) {
+        const d = (x - mx) ** 2 + (y - my) ** 2;
+        if (d < least) [best, least] = [k, d];
+      }
+      return best;
+    };
+    canvas.addEventListener("pointermove", (e) => {
+      const k = nearest(e);
+      const { x, y, item, target } = data()?.points ?? {};
+      canvas.style.cursor = k === null ? "" : "pointer";
+      const where = k === null ? null : model.get("items")[item[k]];
+      tip.textContent = where
+        ? `group ${where.group}, sample ${where.sample}, target ${target[k]}: ${form(y[k])} against ${form(x[k])}. Click to go there.`
+        : HINT;
+    });
+    canvas.addEventListener("click", (e) => {
+      const k = nearest(e);
+      if (k !== null) state.select(data().points.target[k], data().points.item[k]);
+    });
+    return made;
+  };
+  const points = pointed("rlt-scatter", "trainer against sampler logprob, one point a token", scatter);
+  const places = pointed("rlt-places", "gap by place in the completion, one point a token", byPlace);
   scope.onchange = () => state.tell("scope");
 
-  const right = make("div", "rlt-numbers");
-  right.append(labelled("tokens of", scope), table, counts.canvas, tip);
+  const figure = (title, canvas) => {
+    const made = make("figure");
+    made.append(make("figcaption", "", title), canvas);
+    return made;
+  };
+  body.append(figure("Trainer against sampler", points.canvas), figure("|trainer − sampler| by place, nats", places.canvas));
+  numbers.append(labelled("tokens of", scope), table);
+  node.append(verdict, body, numbers, tip);
+
   const drawAll = () => {
     const o = data();
     node.hidden = !o?.points;
     if (node.hidden) return;
-    title.textContent = `All samples: ${o.pair[0]} against ${o.pair[1]}`;
-    if (!body.childElementCount) body.append(points.canvas, right);
+    verdict.dataset.state = o.verdict.state;
+    verdict.replaceChildren(make("b", "", o.verdict.text));
+    for (const line of [o.verdict.more, o.sides.join(" · ")]) if (line) verdict.append(make("p", "rlt-soft", line));
     fill(scope, o.scopes.map((s, k) => [String(k), s.name]), scope.value || "0");
-    tip.textContent = "A point is a token; click one to go there. Orange: the sample shown above.";
+    tip.textContent = HINT;
     drawNumbers();
   };
   const drawNumbers = () => {
     const s = chosen();
     if (!s) return;
     const o = data();
-    table.replaceChildren(make("span", "rlt-soft", `|${o.pair.join(" − ")}| over ${s.tokens.toLocaleString("en")} tokens`));
+    table.replaceChildren(make("span", "rlt-soft", `|difference| over ${s.tokens.toLocaleString("en")} tokens`));
     for (const [name, v] of Object.entries(s.quantiles)) {
       const pair = make("span", "rlt-quantile");
       pair.append(make("span", "rlt-soft", name), make("b", "", form(v)));
@@ -951,11 +1081,11 @@ function overview(state, stops) {
     if (drawn < o.tokens - o.undefined) table.append(make("span", "rlt-soft", `${drawn.toLocaleString("en")} drawn, the farthest among them`));
     if (o.undefined) table.append(make("span", "rlt-alarm", `${o.undefined} not a number`));
     points.ask();
-    counts.ask();
+    places.ask();
   };
   state.on("overview", drawAll);
   state.on("scope", drawNumbers);
-  for (const what of ["payload", "theme"]) state.on(what, () => (points.ask(), counts.ask()));
+  for (const what of ["payload", "theme"]) state.on(what, () => (points.ask(), places.ask()));
   return node;
 }
 
@@ -972,13 +1102,13 @@ function render({ model, el }) {
   const below = make("div", "rlt-below");
   below.append(coordinates(state), worst(state));
   root.append(
+    overview(state, stops),
     head(state),
     wait,
     strip(state, `rlt${count++}`),
     readout(state),
     chart(state, stops),
     below,
-    overview(state, stops),
   );
   el.append(root);
 

@@ -40,7 +40,7 @@ from ..player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
 from .charts import Chart, LiveCharts, asset, chart, charts, module
-from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, advantage_spread_payload
+from .payloads import NOISE, ROWS, TIMELINE_STEPS, History, Waiting, advantage_spread_payload
 from .payloads import advantages_payload, completion_row, completions_table, counts_payload
 from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
 from .payloads import overview_payload, pipeline_payload, reward_payload, staleness_payload
@@ -573,8 +573,10 @@ def open_completion(dashboard: Dashboard, group: int, sample: int) -> None:
 def _still_tokens(record: StepRecord, group: int, sample: int, tokenizer: Any) -> ipywidgets.HTML:
     "The tokens of one completion, without the choices of the inspector."
     rows = token_rows(record)
-    payload = token_payload(rows[place_of(rows, group, sample)], tokenizer)
-    return ipywidgets.HTML(tokens_html(payload, overview_payload(rows)))
+    overview = overview_payload(record, rows)
+    floor = overview["floor"] if overview else NOISE
+    payload = token_payload(rows[place_of(rows, group, sample)], tokenizer, floor)
+    return ipywidgets.HTML(tokens_html(payload, overview))
 
 
 def open_inspector(dashboard: Dashboard) -> None:

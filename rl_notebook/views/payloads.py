@@ -615,8 +615,10 @@ def header_payload(
 import torch
 
 from ..core import AlignmentError, Datum, DatumError, frozen_array
+from ..doctor import SETTLED, Diagnosis, Evidence, gather, tolerance, weigh
 from ..losses import KL_ESTIMATORS, POLICY_LOSSES, ActiveTokens, LossOptions, log_ratio, sequence_ratio
 from ..options import SEQUENCE_RATIO
+from ..xray import ROUNDING, scored_first, version_at_start
 
 # %% ../../nbs/50_views.payloads.ipynb #d8d9e673
 @dataclass(frozen=True, eq=False)
@@ -665,7 +667,7 @@ def _about(sample: RolloutSample | None) -> dict[str, Any]:
     "What a sample says about itself in a line."
     if sample is None:
         return {}
-    return {"reward": sample.reward, "ended": sample.finish_reason, "policy version": sample.policy_version}
+    return {"reward": sample.reward, "ended": sample.finish_reason, "sampler version": sample.policy_version}
 
 
 def _raw(sample: RolloutSample | None, size: int) -> dict[str, np.ndarray]:
@@ -813,7 +815,12 @@ def all_series(row: TokenRow) -> dict[str, np.ndarray]:  # (N-1,) each
     return out | ({"turn": turn.astype(np.float64)} if turn.max(initial=0) > 1 else {})
 
 # %% ../../nbs/50_views.payloads.ipynb #1ee69416
-FLOORS = {"logprob": 1.0, "difference": 1e-3, "ratio": 1e-3, "kl": 1e-3, "gradient": 0.0}  # smallest scale of a kind
+FLOORS = {"logprob": 1.0, "ratio": 1e-3, "kl": 1e-3, "gradient": 0.0}  # smallest scale of a kind
+NEAR, FAR = (
+    0.01,
+    3.0,
+)  # nats; the scale of a difference: even to the first, then logarithmic, full at the second
+NOISE = ROUNDING["float32"].mean * 2  # nats; what counts as rounding where nothing else is known
 LABELS = {
     "policy": ("policy logprob", "logprob"),
     "old": ("old logprob", "logprob"),
@@ -844,7 +851,7 @@ def _plain(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.7g}") if math.isfinite(v) else None for v in values.tolist()]
 
 
-def series_payload(name: str, values: np.ndarray, scored: np.ndarray) -> dict[str, Any]:
+def series_payload(name: str, values: np.ndarray, scored: np.ndarray, floor: float = NOISE) -> dict[str, Any]:
     "One series with its scale, its worst positions, and those where it should be a number and is none."
     label, kind = _label(name)
     center = 1.0 if kind == "ratio" else 0.0
@@ -853,50 +860,18 @@ def series_payload(name: str, values: np.ndarray, scored: np.ndarray) -> dict[st
     worst = [int(i) for i in np.argsort(-off, kind="stable")[:WORST] if off[i] > 0] if kind != "class" else []
     inside = off[off >= 0] if kind != "class" else np.zeros(0)
     limit = float(np.quantile(inside, 0.99)) if len(inside) else 0.0
+    fits = float(f"{max(limit, FLOORS.get(kind, 0.0)) or 1.0:.3g}")
     return {
         "name": name,
         "label": label,
         "kind": kind,
         "values": _plain(values),
         "center": center,
-        "limit": float(f"{max(limit, FLOORS.get(kind, 0.0)) or 1.0:.3g}"),
+        "limit": FAR if kind == "difference" else fits,
+        **({"near": NEAR, "floor": floor} if kind == "difference" else {}),
         "worst": worst,
         "bad": np.flatnonzero(scored & ~finite).tolist(),
     }
-
-# %% ../../nbs/50_views.payloads.ipynb #f1d33e38
-def shift_payload(
-    trainer: np.ndarray,  # (N-1,)
-    sampler: np.ndarray,  # (N-1,)
-    scored: np.ndarray,  # (N-1,) bool
-    reach: int = 2,  # largest shift
-) -> dict[str, Any]:
-    "Mean |trainer[i] - sampler[i + shift]| for every shift, over the pairs that exist."
-    size, shifts = len(scored), range(-reach, reach + 1)
-    means, counts = [], []
-    for s in shifts:
-        here = np.flatnonzero(scored & (np.arange(size) + s >= 0) & (np.arange(size) + s < size))
-        gap = np.abs(trainer[here] - sampler[here + s])
-        gap = gap[np.isfinite(gap)]
-        means.append(float(gap.mean()) if len(gap) else None)
-        counts.append(len(gap))
-    measured = [(m, abs(s), s) for m, s in zip(means, shifts, strict=True) if m is not None]
-    out = {"shifts": [*shifts], "means": means, "counts": counts, "best": min(measured)[2] if measured else None}
-    return out | {"text": _shift_text(out)}
-
-
-def _shift_text(shift: Mapping[str, Any]) -> str:
-    "What the means say, or that they say nothing."
-    best, at = shift["best"], dict(zip(shift["shifts"], shift["means"], strict=True))
-    if best is None or max(shift["counts"]) < 4:
-        return "Too few tokens to tell."
-    if best == 0:
-        return "The rows fit best as they are."
-    if at[0] is not None and at[best] > at[0] / 2:
-        return f"Shift {best:+d} fits a little better, which may be chance."
-    late = "late" if best > 0 else "early"
-    steps = f"{abs(best)} {'entry' if abs(best) == 1 else 'entries'}"
-    return f"The rows fit at shift {best:+d}: one of them is off, the sampler's is {steps} {late} beside the trainer's."
 
 # %% ../../nbs/50_views.payloads.ipynb #0afc65e5
 def _roles(row: TokenRow) -> str:  # N letters
@@ -907,8 +882,9 @@ def _roles(row: TokenRow) -> str:  # N letters
 
 def _first_look(series: Sequence[Mapping[str, Any]], row: TokenRow) -> str:
     "The series to begin with: a difference that is more than noise, else the trainer's logprobs, else any."
-    gaps = [s for s in series if s["kind"] == "difference" and (s["bad"] or s["limit"] > FLOORS["difference"])]
-    return gaps[0]["name"] if gaps and gaps[0]["name"].endswith("-sampler") else trainer_of(row) or series[0]["name"]
+    far = lambda s: bool(s["bad"]) or any(abs(s["values"][t]) > s["floor"] for t in s["worst"][:1])
+    gap = next((s for s in series if s["kind"] == "difference" and s["name"].endswith("-sampler")), None)
+    return gap["name"] if gap and far(gap) else trainer_of(row) or series[0]["name"]
 
 
 def _fact(value: Any) -> float | str | None:
@@ -926,11 +902,15 @@ def _holes(series: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{s['label']}: {len(s['bad'])} not a number" for s in given]
 
 
-def token_payload(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
-    "One sample as plain values: tokens, roles, every series with its scale, and the shift of its rows."
+def token_payload(
+    row: TokenRow,
+    tokenizer: Any = None,
+    floor: float = NOISE,  # nats; smaller differences are rounding
+) -> dict[str, Any]:
+    "One sample as plain values: tokens, roles, and every series with its scale."
     texts, special = token_texts(row.tokens, tokenizer)
     roles = _roles(row)
-    series = [series_payload(name, np.asarray(v), row.scored) for name, v in all_series(row).items()]
+    series = [series_payload(name, np.asarray(v), row.scored, floor) for name, v in all_series(row).items()]
     trainer, options, found = trainer_of(row), _options(row), row.series
     both = trainer is not None and "sampler" in found
     clip = options is not None and options.knob("eps_clip") is not None
@@ -947,11 +927,81 @@ def token_payload(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
         "first": _first_look(series, row),
         "clip": [*options.clip_range] if clip and options else None,
         "pair": [trainer, "sampler"] if both else None,
-        "shift": shift_payload(found[trainer], found["sampler"], row.scored) if trainer and both else None,
         "notes": [*row.notes, *_holes(series)],
     }
 
+# %% ../../nbs/50_views.payloads.ipynb #f0816e26
+def evidence_of(
+    source: StepRecord | Sequence[Datum],
+    policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
+) -> Evidence | None:
+    "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
+    record = source if isinstance(source, StepRecord) else None
+    datums = list(source.datums if isinstance(source, StepRecord) else source)
+    given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
+    given = [None] * len(datums) if given is None or not len(given) else given
+    first = lambda d, own: next((s for s in (own, d.old_logprobs, d.ref_logprobs) if s is not None), None)
+    both = [(d, first(d, own)) for d, own in zip(datums, given, strict=True) if d.sampler_logprobs is not None]
+    both = [(d, trainer) for d, trainer in both if trainer is not None]
+    kept, trainer = tuple(d for d, _ in both), [t for _, t in both]
+    try:
+        return gather(replace(record, datums=kept) if record else kept, trainer) if kept else None
+    except (AlignmentError, DatumError):  # every token is masked, or not a number: the samples say it themselves
+        return None
+
+# %% ../../nbs/50_views.payloads.ipynb #bfe48695
+SURE, LIKELY = 0.9, 0.5  # scores of the doctor from which a cause is said, and said with doubt
+MOVED = ("shift", "rows permuted", "wrong group")  # move numbers about: all of the gap must go
+
+
+def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
+    "The doctor's finding, as far as it is one; `well`, `found`, `likely` or `open`."
+    if d.ok:
+        return "well", ""
+    if d.score >= (SETTLED if d.cause in MOVED else SURE):
+        return "found", f"{d.cause}: {d.text}"
+    if d.score >= LIKELY and d.cause not in MOVED:
+        return "likely", f"probably {d.cause}: {d.text}" + (f"; or {' or '.join(d.undecided)}" if d.undecided else "")
+    causes = [c for c in (d.cause, *d.undecided) if c not in MOVED]
+    causes = [f"{c} ({syncs})" if syncs and c == "stale weights" else c for c in causes]
+    return "open", f"several causes fit: {'; '.join(causes)}" if causes else "no known cause fits"
+
+
+def verdict_payload(
+    e: Evidence,
+    d: Diagnosis,
+    syncs: str = "",  # how often the sampler was given weights, where that is too seldom
+) -> dict[str, str]:
+    "What the numbers of all tokens say, in a line, and what to do about it."
+    (state, cause), gap, floor = _cause_words(d, syncs), np.abs(e.gap), tolerance(e)
+    close = f"{int((gap <= floor).sum()):,} of {len(gap):,} tokens agree (floor {floor:.2g} nats)"
+    ask = "" if d.controls else "Experiments tell: await rln.diagnose(record, backend=backend)."
+    largest = f"largest gap {float(np.nanmax(gap)):.2g} nats"
+    text = f"{close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
+    more = "" if state == "well" else f"{close}, {largest}. {ask if state == 'open' else d.fix}".strip()
+    return {"state": state, "text": text, "more": more}
+
+# %% ../../nbs/50_views.payloads.ipynb #30df4651
+def syncs_words(source: StepRecord | Sequence[Datum]) -> str:
+    "Weight syncs before a step, where there were fewer than steps; else nothing."
+    if not isinstance(source, StepRecord) or (synced := version_at_start(source)) is None:
+        return ""
+    before = source.step - 1
+    return f"{synced} weight syncs in {before} steps" if synced < before else ""
+
+
+def sides_payload(source: StepRecord | Sequence[Datum], e: Evidence) -> list[str]:
+    "Versions of the weights on both sides, in words; nothing where there is no record."
+    if not isinstance(source, StepRecord):
+        return []
+    versions = {"sampler version": e.stamps.sampler_version, "trainer version": e.stamps.trainer_version}
+    out = [f"step {source.step}", *(f"{name} {v}" for name, v in versions.items() if v is not None)]
+    return [*out, *filter(None, [syncs_words(source)])]
+
 # %% ../../nbs/50_views.payloads.ipynb #9149f176
+ALONG = 0.9  # correlation from which points lie along a line
+
+
 def keep_extremes(size: np.ndarray, limit: int) -> np.ndarray:  # sorted indices, at most `limit`
     "The largest fifth of what may be kept, and an even choice of the rest."
     if len(size) <= limit:
@@ -969,46 +1019,85 @@ def gap_quantiles(gap: np.ndarray) -> dict[str, float | None]:
     return dict(zip(cuts, np.quantile(gap, [*cuts.values()]).tolist() if len(gap) else [None] * len(cuts), strict=True))
 
 
-def gap_histogram(gap: np.ndarray, limit: float, bins: int = 41) -> dict[str, Any]:
-    "Counts of a difference between -limit and limit."
-    counts, edges = np.histogram(gap[np.isfinite(gap)], bins=bins, range=(-limit, limit))
-    return {"low": float(edges[0]), "high": float(edges[-1]), "counts": counts.tolist()}
-
-# %% ../../nbs/50_views.payloads.ipynb #77aa19c2
-def _scope(name: str, group: int | None, gap: np.ndarray, limit: float) -> dict[str, Any]:
-    "Quantiles and histogram of some of the tokens."
-    out = {"name": name, "group": group, "tokens": len(gap), "quantiles": gap_quantiles(gap)}
-    return out | {"histogram": gap_histogram(gap, limit)}
-
-
-def overview_payload(rows: Sequence[TokenRow], limit: int = 5000) -> dict[str, Any] | None:
-    "Trainer against sampler over all scored tokens; None when no sample has both."
-    trainer = next((t for t in TRAINERS for r in rows if t in r.series and "sampler" in r.series), None)
-    here = [i for i, r in enumerate(rows) if trainer in r.series and "sampler" in r.series]
-    if trainer is None:
+def fitted_line(x: np.ndarray, y: np.ndarray) -> list[float] | None:  # factor and offset: y = factor * x + offset
+    "The line from which points are least far; None where they do not lie along one."
+    if len(x) < 3:
         return None
-    at = [np.flatnonzero(rows[i].scored) for i in here]
-    x, y = (
-        np.concatenate([rows[i].series[name][t] for i, t in zip(here, at, strict=True)])
-        for name in ("sampler", trainer)
-    )
-    item, target = np.repeat(here, [len(t) for t in at]), np.concatenate(at)
-    gap, group = y - x, np.array([r.group for r in rows])[item]
-    finite = np.flatnonzero(np.isfinite(gap))
-    drawn = finite[keep_extremes(np.abs(gap[finite]), limit)]
-    reach = float(np.abs(gap[finite]).max(initial=0.0)) or 1e-6
-    scopes = [_scope(f"all {len(here)} samples", None, gap, reach)]
-    scopes += [_scope(f"group {g}", int(g), gap[group == g], reach) for g in np.unique(group)]
+    (xx, xy), (_, yy) = np.cov(x, y)
+    if not xy > ALONG * math.sqrt(xx * yy):
+        return None
+    factor = float((yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy))
+    return [factor, float(y.mean() - factor * x.mean())]
+
+
+def gap_by_place(at: np.ndarray, gap: np.ndarray, most: int = 100) -> dict[str, list]:
+    "Mean |difference| by place in the completion; of long completions over equally many places."
+    bins = min(most, max(4, len(at) // 8))  # so that few tokens do not make a zigzag
+    width = max(1, -(-(int(at.max(initial=0)) + 1) // bins))
+    count = np.bincount(at // width)
+    mean = np.bincount(at // width, gap)[count > 0] / count[count > 0]
+    return {"x": (np.flatnonzero(count) * width + (width - 1) / 2).tolist(), "y": mean.tolist()}
+
+# %% ../../nbs/50_views.payloads.ipynb #2f0209c3
+def shift_payload(e: Evidence, reach: int = 2) -> dict[str, list]:
+    "Mean |trainer[i] - sampler[i + shift]| over all rows for every shift, over the pairs that exist."
+    shifts, means, counts = [*range(-reach, reach + 1)], list[float | None](), list[int]()
+    for by in shifts:
+        i = np.arange(max(0, -by), len(e.row) - max(0, by))
+        i = i[(e.row[i] == e.row[i + by]) & (e.target[i] + by == e.target[i + by])]
+        gap = np.abs(e.p[i] - e.s[i + by])
+        gap = gap[np.isfinite(gap)]
+        means.append(float(gap.mean()) if len(gap) else None)
+        counts.append(len(gap))
+    return {"shifts": shifts, "means": means, "counts": counts}
+
+# %% ../../nbs/50_views.payloads.ipynb #46f79dd6
+def _scope(name: str, group: int | None, gap: np.ndarray) -> dict[str, Any]:
+    "Quantiles of some of the tokens."
+    return {"name": name, "group": group, "tokens": len(gap), "quantiles": gap_quantiles(gap)}
+
+# %% ../../nbs/50_views.payloads.ipynb #d0e68bc2
+def _points(e: Evidence, rows: Sequence[TokenRow], limit: int) -> dict[str, list]:
+    "The tokens that are drawn: both logprobs, the sample, the target, and the place in the completion."
+    items = {(r.group, r.sample, r.tokens.tobytes()): i for i, r in enumerate(rows)}
+    item = np.array([items[d.group, d.sample, d.tokens.tobytes()] for d in e.datums])[e.row]
+    finite = np.flatnonzero(np.isfinite(e.gap))
+    k = finite[keep_extremes(np.abs(e.gap[finite]), limit)]
+    places = {"item": item[k], "target": e.target[k], "at": _place(e)[k]}
+    return {"x": _plain(e.s[k]), "y": _plain(e.p[k])} | {name: v.tolist() for name, v in places.items()}
+
+
+def _place(e: Evidence) -> np.ndarray:  # (K,)
+    "How many compared tokens of the same row are before each."
+    return np.arange(len(e.row)) - np.searchsorted(e.row, e.row)
+
+# %% ../../nbs/50_views.payloads.ipynb #e36a85bd
+def overview_payload(
+    source: StepRecord | Sequence[Datum],  # that the rows are of
+    rows: Sequence[TokenRow],
+    *,
+    policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
+    diagnosis: Diagnosis | None = None,  # None = what the doctor says of the record alone
+    limit: int = 5000,  # points
+) -> dict[str, Any] | None:
+    "Verdict, and trainer against sampler over all tokens; None when no sample has both."
+    if (e := evidence_of(source, policy_logprobs)) is None:
+        return None
+    finite = np.isfinite(e.gap)
+    gap, group = np.abs(e.gap), np.array([d.group for d in e.datums])[e.row]
+    scopes = [_scope(f"all {len(e.datums)} samples", None, gap)]
+    scopes += [_scope(f"group {g}", int(g), gap[group == g]) for g in np.unique(group)]
     return {
-        "pair": [trainer, "sampler"],
-        "points": {
-            "x": _plain(x[drawn]),
-            "y": _plain(y[drawn]),
-            "item": item[drawn].tolist(),
-            "target": target[drawn].tolist(),
-        },
+        "verdict": verdict_payload(e, diagnosis or weigh(e), syncs_words(source)),
+        "sides": sides_payload(source, e),
+        "floor": tolerance(e),
+        "half": 2 * ROUNDING["bfloat16"].mean,
+        "points": _points(e, rows, limit),
+        "line": fitted_line(e.s[finite], e.p[finite]),
+        "places": gap_by_place(_place(e)[finite], gap[finite]),
+        "shift": shift_payload(e),
         "tokens": len(gap),
-        "undefined": len(gap) - len(finite),
+        "undefined": int((~finite).sum()),
         "scopes": scopes,
     }
 

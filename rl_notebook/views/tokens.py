@@ -6,23 +6,28 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import anywidget
 import ipywidgets
+import numpy as np
 import traitlets
-from IPython.display import display, update_display
+from IPython.display import HTML, display, update_display
 
 from ..core import Datum, DatumError
-from ..drawings import HUES, SOFT, number, styled, tint
+from ..doctor import Diagnosis
+from ..drawings import HUES, SOFT, folded, number, styled, tint
 from ..records import StepRecord
-from .charts import Figure, asset, figure_of, module, picture_html
+from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
 from rl_notebook.views.payloads import (
+    NOISE,
     TokenRow,
     all_series,
     downsample,
+    keep_extremes,
     menu_payload,
     overview_payload,
     token_payload,
@@ -203,9 +208,21 @@ def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
         return "blue", 0.0
     if series["kind"] == "class":
         return [*HUES][int(value - 1) % len(HUES)], 0.45
-    t = max(-1.0, min(1.0, (value - series["center"]) / series["limit"]))
+    off = value - series["center"]
     one_sided = series["kind"] in ("logprob", "kl")
-    return "violet" if one_sided else "orange" if t < 0 else "blue", abs(t)
+    return "violet" if one_sided else "orange" if off < 0 else "blue", _strength(series, abs(off))
+
+
+def _strength(series: Mapping[str, Any], off: float) -> float:
+    "How far along its scale a distance from the middle is; of a difference in decades, and 0 within the noise floor."
+    if series["kind"] != "difference":
+        return min(1.0, off / series["limit"])
+    return min(1.0, symlog(series, off) / symlog(series, series["limit"])) if off > series["floor"] else 0.0
+
+
+def symlog(series: Mapping[str, Any], value: float) -> float:
+    "Where a difference stands on its axis: even around 0, in decades beyond."
+    return math.copysign(math.log1p(abs(value) / series["near"]), value)
 
 
 def css_colour(series: Mapping[str, Any], value: float | None) -> str:
@@ -244,12 +261,14 @@ def _tooltip_names(payload: Mapping[str, Any], series: Mapping[str, Any]) -> lis
     return list(dict.fromkeys([*logprobs, *([series["name"]] if series["kind"] != "class" else [])]))
 
 
-def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any], budget: int = 30_000) -> str:
+def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any], budget: int = 20_000) -> str:
     "The tokens of a sample, coloured by a series; stops at `budget` bytes and says how many are left."
     names, size = _tooltip_names(payload, series), len(payload["tokens"])
     start = max(0, payload["regions"]["prompt"] - 40)
     parts = [styled("i", f"{start} prompt tokens before… ", style=SOFT)] if start else []
     for j in range(start, size):
+        if j == payload["regions"]["prompt"]:
+            parts = [folded(f"prompt, {j} tokens", "".join(parts))] if parts else []
         part = _token_html(payload, j, series, names)
         budget -= len(part.encode())
         if budget < 0:
@@ -262,35 +281,53 @@ def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any], budget: in
     return styled("div", *parts, style=box + "border-radius:6px;padding:6px 8px;max-height:320px;overflow:auto")
 
 # %% ../../nbs/52_views.tokens.ipynb #e2a62dc3
-WIDE, MOST = 760, 720  # pixels of the picture under the strip, and bars in it
+WIDE, MOST = 760, 600  # pixels of the picture under the strip, and bars in it
+BAND = "rgba(128,140,155,0.25)"  # what rounding explains
 
 
-def series_figure(series: Mapping[str, Any], targets: int) -> Figure:
-    "A series by target position: a bar from the centre to each value."
-    center, places = series["center"], {"x": [*range(len(series["values"]))], "y": series["values"]}
+def _band(left: float, right: float, low: float, high: float) -> list[dict[str, Any]]:
+    "A grey rectangle."
+    edge = {"type": "scatter", "mode": "lines", "x": [left, right], "line": {"width": 0}, "showlegend": False}
+    return [edge | {"y": [low, low]}, edge | {"y": [high, high], "fill": "tonexty", "fillcolor": BAND}]
+
+
+def _vertical(series: Mapping[str, Any], points: Sequence[tuple[int, float]]) -> tuple[dict[str, Any], Any]:
+    "Axis of a series, and what turns a value into a height on it."
+    center, limit = series["center"], series["limit"]
+    low, high = min([center, *(v for _, v in points)]), max([center, *(v for _, v in points)])
+    height, ticks = float, sorted({low, center, high})
+    if series["kind"] == "difference":
+        height = lambda v: symlog(series, v)
+        low, high = height(min(low, -1.0)), height(max(high, 1.0))
+        ticks = [-10, -1, -0.1, 0, 0.1, 1, 10]
+    elif low == high:
+        low, high = center - limit, center + limit
+        ticks = [low, center, high]
+    room, at = 0.05 * (high - low), [(height(v), number(v)) for v in ticks]
+    shown = [(y, text) for y, text in at if low - room <= y <= high + room]
+    marks = {"tickvals": [y for y, _ in shown], "ticktext": [text for _, text in shown]}
+    return marks | {"range": [low - room, high + room], "showgrid": False}, height
+
+
+def series_figure(series: Mapping[str, Any], targets: int, first: int = 0) -> Figure:
+    "A series by target position, from the first that is shown: a bar from the centre to each value."
+    places = {"x": [*range(first, len(series["values"]))], "y": series["values"][first:]}
     thin = downsample(places, MOST)
     points = [(x, v) for x, v in zip(thin["x"], thin["y"], strict=True) if v is not None]
-    low, high = min([center, *(v for _, v in points)]), max([center, *(v for _, v in points)])
-    low, high = (low, high) if high > low else (center - series["limit"], center + series["limit"])
-    style = {"type": "scatter", "mode": "lines"}
-    wide = round(max(1.0, min(6.0, 0.6 * WIDE / min(MOST / 2, max(targets, 1)))), 1)
+    axis, height = _vertical(series, points)
+    center, style = height(series["center"]), {"type": "scatter", "mode": "lines"}
+    wide = round(max(1.0, min(6.0, 0.6 * WIDE / min(MOST / 2, max(targets - first, 1)))), 1)
     bars: dict[str, list[tuple[int | None, float | None]]] = {}
     for x, v in points:
-        bars.setdefault(hue_of(series, v)[0], []).extend([(x, center), (x, v), (None, None)])
-    ends = {"x": [-0.5, targets - 0.5], "y": [center, center]}
-    data: list[dict[str, Any]] = [{**style, **ends, "line": {"color": "#7a8896", "width": 0.5}}]
-    for hue, places in bars.items():
-        x, y = zip(*places, strict=True)
+        bars.setdefault(hue_of(series, v)[0], []).extend([(x, center), (x, height(v)), (None, None)])
+    left, right = first - 0.5, targets - 0.5
+    data = _band(left, right, height(-series["floor"]), height(series["floor"])) if "floor" in series else []
+    data.append({**style, "x": [left, right], "y": [center, center], "line": {"color": INK, "width": 0.5}})
+    for hue, drawn in bars.items():
+        x, y = zip(*drawn, strict=True)
         line = {"color": f"rgba({HUES[hue]},1)", "width": wide}
         data.append({**style, "x": [*x[:-1]], "y": [*y[:-1]], "line": line, "showlegend": False})
-    ticks, room = sorted({low, center, high}), 0.05 * (high - low)
-    axis = {
-        "tickvals": ticks,
-        "ticktext": [number(v) for v in ticks],
-        "range": [low - room, high + room],
-        "showgrid": False,
-    }
-    across = {"title": {"text": "target"}, "tickformat": "d", "range": [-0.5, targets - 0.5]}
+    across = {"title": {"text": "target"}, "tickformat": "d", "range": [left, right]}
     return figure_of(data, "", xaxis=across, yaxis={"title": {"text": ""}} | axis)
 
 # %% ../../nbs/52_views.tokens.ipynb #a8a61b7b
@@ -344,29 +381,106 @@ def _legend_html(series: Mapping[str, Any]) -> str:
     center, limit = series["center"], series["limit"]
     ends = {"logprob": (-limit, 0.0), "kl": (0.0, limit)}.get(series["kind"], (center - limit, center + limit))
     steps = [ends[0] + k / 4 * (ends[1] - ends[0]) for k in range(5)]
+    decades = series["kind"] == "difference"
+    steps = [-limit, -0.3, -0.03, 0.0, 0.03, 0.3, limit] if decades else steps
     swatches = [
         styled("span", "&nbsp;" * 4, style=f"background:{css_colour(series, v) or 'transparent'}") for v in steps
     ]
     bad = f", {len(series['bad'])} not a number" if series["bad"] else ""
+    bad = f" nats, in decades; none within {number(series['floor'])}{bad}" if decades else bad
     label = styled("b", html.escape(series["label"]))
     return styled(
         "div", f"colour: {label} {number(ends[0])} ", *swatches, f" {number(ends[1])}{bad}", style="margin:4px 0"
     )
 
 # %% ../../nbs/52_views.tokens.ipynb #608dba58
-def _shift_html(payload: Mapping[str, Any], overview: Mapping[str, Any] | None) -> str:
-    "Means by shift, and the quantiles of the whole step."
-    lines = []
-    if shift := payload["shift"]:
-        means = [
-            f"{f'{by:+d}' if by else '0'}: {number(m)}" for by, m in zip(shift["shifts"], shift["means"], strict=True)
-        ]
-        lines.append(f"Mean |difference| by shift {', '.join(means)}. {styled('b', html.escape(shift['text']))}")
-    if overview:
-        pair, scope = overview["pair"], overview["scopes"][0]
-        quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
-        lines.append(f"|{pair[0]} − {pair[1]}| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}.")
-    return "".join(styled("div", line, style="margin:4px 0") for line in lines)
+EDGES = {"well": "green", "found": "orange", "likely": "orange", "open": "violet"}  # of a verdict
+DOTS = 200  # of a still picture
+DEEPEST = -8  # decades; the gap's axis begins there
+
+
+def verdict_html(overview: Mapping[str, Any]) -> str:
+    "The verdict, what to do about it, and the versions of both sides."
+    v = overview["verdict"]
+    edge = f"border-left:4px solid {COLORS[EDGES[v['state']]]};padding:2px 10px;margin:4px 0"
+    lines = [styled("b", html.escape(v["text"]), style="font-size:15px"), html.escape(v["more"])]
+    lines.append(styled("span", html.escape(" · ".join(overview["sides"])), style=SOFT))
+    return styled("div", *(styled("div", line) for line in lines if line), style=edge)
+
+# %% ../../nbs/52_views.tokens.ipynb #e917571c
+def _dots(x: Sequence[float], y: Sequence[float], wide: float) -> dict[str, Any]:
+    "Points as short lines."
+    line = {"color": COLORS["blue"], "width": 3}
+    ends = {"x": [v for at in x for v in (at - wide, at + wide, None)], "y": [v for at in y for v in (at, at, None)]}
+    return {"type": "scatter", "mode": "lines", "showlegend": False, "line": line} | {
+        name: v[:-1] for name, v in ends.items()
+    }
+
+
+def scatter_figure(overview: Mapping[str, Any]) -> Figure:
+    "Trainer against sampler, the identity line, and the fitted one."
+    x, y = overview["points"]["x"], overview["points"]["y"]
+    kept = keep_extremes(np.abs(np.subtract(y, x)), DOTS)
+    low = 1.05 * min([-0.1, *x, *y])
+    line = lambda a, b, color, width: {
+        **{"type": "scatter", "mode": "lines", "x": [low, 0.0], "y": [a * low + b, b], "showlegend": False},
+        "line": {"color": color, "width": width},
+    }
+    data = [line(1.0, 0.0, INK, 1), _dots([x[k] for k in kept], [y[k] for k in kept], -low / 180)]
+    fit = "no line fits"
+    if overview["line"]:
+        steep, lift = overview["line"]
+        data.append(line(steep, lift, COLORS["orange"], 1.5))
+        fit = f"line: trainer ≈ {steep:.2f} × sampler {lift:+.2f}"
+    across = {"title": {"text": f"sampler logprob ({fit})"}, "range": [low, 0]}
+    up = {"title": {"text": "trainer logprob"}, "range": [low, 0]}
+    return figure_of(data, "", xaxis=across, yaxis=up)
+
+# %% ../../nbs/52_views.tokens.ipynb #6a4d10ea
+def _decades(gap: float) -> float:
+    "Height of a gap on its axis."
+    return max(math.log10(gap), DEEPEST) if gap > 0 else DEEPEST
+
+
+def places_figure(overview: Mapping[str, Any]) -> Figure:
+    "The gap by place in the completion, in decades, its mean, and what rounding explains."
+    points, mean = overview["points"], overview["places"]
+    gap = np.abs(np.subtract(points["y"], points["x"]))
+    kept, last = keep_extremes(gap, DOTS), max([*points["at"], 1])
+    left, right, top = -0.02 * last, 1.02 * last, max(1.3, _decades(float(gap.max(initial=0))) + 0.3)
+    data = _band(left, right, DEEPEST - 0.3, _decades(overview["floor"]))
+    data.append(_dots([points["at"][k] for k in kept], [_decades(float(gap[k])) for k in kept], last / 250))
+    if overview["half"] > overview["floor"]:
+        line = {"color": INK, "width": 1, "dash": "dot"}
+        half = {"x": [left, right], "y": [_decades(overview["half"])] * 2, "line": line, "showlegend": False}
+        data.append({"type": "scatter", "mode": "lines"} | half)
+    drawn = {"type": "scatter", "mode": "lines", "x": mean["x"], "y": [_decades(v) for v in mean["y"]]}
+    data.append(drawn | {"line": {"color": COLORS["orange"], "width": 1.5}, "showlegend": False})
+    ticks = {"tickvals": [-8, -6, -4, -2, 0], "ticktext": ["1e-8", "1e-6", "1e-4", "0.01", "1"]}
+    title = "token of the completion; grey: rounding, dotted: of bfloat16, line: mean"
+    across = {"title": {"text": title}, "range": [left, right]}
+    up = {"title": {"text": "|trainer − sampler|, nats"}, "range": [DEEPEST - 0.3, top]}
+    return figure_of(data, "", xaxis=across | {"tickformat": "d"}, yaxis=up | ticks)
+
+# %% ../../nbs/52_views.tokens.ipynb #23e98c38
+def overview_html(overview: Mapping[str, Any]) -> str:
+    "All samples as a still picture."
+    pictures = (
+        picture_html(scatter_figure(overview), "Trainer against sampler", 330, 300),
+        picture_html(places_figure(overview), "Gap by place in the completion", 470, 300),
+    )
+    scope = overview["scopes"][0]
+    quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
+    far = f"|trainer − sampler| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}."
+    side = styled("div", *pictures, style="display:flex;flex-wrap:wrap;gap:4px 16px")
+    return styled("div", verdict_html(overview), side, styled("div", far, style=SOFT), style="font-size:13px")
+
+# %% ../../nbs/52_views.tokens.ipynb #7c901ada
+def _shift_html(shift: Mapping[str, Any]) -> str:
+    "Mean difference by shift."
+    pairs = zip(shift["shifts"], shift["means"], strict=True)
+    means = ", ".join(f"{f'{by:+d}' if by else '0'}: {number(m)}" for by, m in pairs)
+    return styled("div", f"Mean |difference| of all samples with the sampler's row slid by {means}.", style=SOFT)
 
 
 def _worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
@@ -377,34 +491,34 @@ def _worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int
     line = f"Farthest from {number(series['center'])}: " + "; ".join(parts)
     return styled("div", line, style="margin:4px 0") if parts else ""
 
-
+# %% ../../nbs/52_views.tokens.ipynb #449e3fb4
 def tokens_html(
     payload: Mapping[str, Any],  # of `token_payload`
     overview: Mapping[str, Any] | None = None,  # of `overview_payload`
     series: str | None = None,  # name of the series that colours; None = the payload's choice
 ) -> str:  # safe HTML without script, below 60 kB
-    "One sample as a still picture."
+    "All samples and one of them as a still picture."
     if not payload.get("tokens"):
         return styled("p", html.escape(payload.get("message", "There are no tokens to show.")))
     named = _by_name(payload)
-    chosen = named[series if series in named else payload["first"]]
-    parts = [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen)]
-    parts.append(
-        picture_html(series_figure(chosen, len(payload["tokens"]) - 1), f"{chosen['label']} by target", WIDE, 140)
-    )
-    parts += [
-        _worst_html(payload, chosen),
-        coordinates_html(payload, _middle(payload, chosen)),
-        _shift_html(payload, overview),
-    ]
+    chosen, targets = named[series if series in named else payload["first"]], len(payload["tokens"]) - 1
+    first = max(min(payload["regions"]["prompt"], targets) - 1, 0)
+    by_target = series_figure(chosen, targets, first)
+    parts = [overview_html(overview)] if overview else []
+    parts += [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen)]
+    parts += [picture_html(by_target, f"{chosen['label']} by target", WIDE, 140)]
+    parts += [_worst_html(payload, chosen), coordinates_html(payload, _middle(payload, chosen))]
+    parts += [_shift_html(overview["shift"])] if overview else []
     return styled("div", *parts, style="font-size:13px;max-width:1000px")
 
 # %% ../../nbs/52_views.tokens.ipynb #46b4f235
-def payload_of(rows: Sequence[TokenRow], item: int, tokenizer: Any, message: str) -> dict[str, Any]:
+def payload_of(
+    rows: Sequence[TokenRow], item: int, tokenizer: Any, message: str, floor: float = NOISE
+) -> dict[str, Any]:
     "The payload of one of the rows, or a message where there is no such row."
     if not 0 <= item < len(rows):
         return {"item": item, "message": message}
-    return {"item": item, **token_payload(rows[item], tokenizer)}
+    return {"item": item, **token_payload(rows[item], tokenizer, floor)}
 
 
 def first_target(payload: Mapping[str, Any], series: str = "") -> int:  # -1 without tokens
@@ -445,19 +559,21 @@ class TokenInspector(anywidget.AnyWidget):
         rows: Sequence[TokenRow],  # of `token_rows`
         tokenizer: Any = None,  # with `decode`; None = ids are shown
         *,
+        overview: Mapping[str, Any] | None = None,  # of `overview_payload`; None = nothing to compare
         message: str = "There are no tokens to show.",  # shown when there are no rows
         series: str = "",  # name of the series that colours
     ):
         self.rows, self.tokenizer, self.message = list(rows), tokenizer, message
-        payload = payload_of(self.rows, 0, tokenizer, message)
-        made = {"items": menu_payload(self.rows), "overview": overview_payload(self.rows), "payload": payload}
+        self.floor: float = overview["floor"] if overview else NOISE
+        payload = payload_of(self.rows, 0, tokenizer, message, self.floor)
+        made = {"items": menu_payload(self.rows), "overview": overview, "payload": payload}
         super().__init__(**made, series=series, target=first_target(payload, series))
         deliver_to_main(self)
 
     @traitlets.observe("item")
     def _fetch(self, change: Any) -> None:
         "Another sample was chosen, here or in the browser."
-        self.payload = payload_of(self.rows, change["new"], self.tokenizer, self.message)
+        self.payload = payload_of(self.rows, change["new"], self.tokenizer, self.message, self.floor)
         if self.target < 0:
             self.target = first_target(self.payload, self.series)
 
@@ -472,6 +588,10 @@ class TokenInspector(anywidget.AnyWidget):
     def static_html(self) -> str:
         "What is shown now, as a still picture."
         return tokens_html(self.payload, self.overview, self.series or None)
+
+    def summary(self) -> HTML:
+        "The verdict and the two pictures of all samples, without the tokens."
+        return HTML(overview_html(self.overview) if self.overview else styled("p", "There is nothing to compare."))
 
     def _ipython_display_(self) -> None:
         "Live where there is a kernel, still where there is none."
@@ -492,6 +612,7 @@ def inspect_tokens(
     policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
     extra: Mapping[str, Sequence[Any]] | None = None,  # further series by name, one array per datum, (N-1,)
     series: str = "",  # name of the series that colours; "" = chosen by what there is
+    diagnosis: Diagnosis | None = None,  # of `diagnose`, for the verdict; None = what the record alone says
 ) -> TokenInspector:
     "Look at the tokens of a step; raises DatumError or AlignmentError where sample or series do not fit."
     rows = token_rows(source, policy_logprobs=policy_logprobs, extra=extra)
@@ -499,7 +620,8 @@ def inspect_tokens(
     message = "There is no sample in this step" + (f": {reason}." if reason else ".")
     if series and rows and series not in (names := {n for r in rows for n in all_series(r)}):
         raise DatumError("series", got=repr(series), expected=" or ".join(map(repr, sorted(names))))
-    inspector = TokenInspector(rows, tokenizer, message=message, series=series)
+    overview = overview_payload(source, rows, policy_logprobs=policy_logprobs, diagnosis=diagnosis)
+    inspector = TokenInspector(rows, tokenizer, overview=overview, message=message, series=series)
     if group is not None:
         inspector.select(group, sample, target)
     return inspector

@@ -23,7 +23,7 @@ from ..drawings import shapes
 from ..losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, LossOptions
 from ..records import StepRecord
 from .charts import COLORS
-from .payloads import token_rows
+from .payloads import overview_payload, token_rows
 from .tokens import TokenInspector, deliver_to_main, in_marimo, with_fallback
 from ..whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
 
@@ -265,4 +265,6 @@ def inspect(panel: WhatIfPanel, tokenizer: Any = None) -> TokenInspector:
     if panel.result is None or panel.error:
         return TokenInspector([], message=panel.error)
     dlogprobs = panel.result.dlogprobs[CHOSEN]
-    return TokenInspector(token_rows(panel.result.as_record(RECORDED), extra={CHOSEN: dlogprobs}), tokenizer)
+    record = panel.result.as_record(RECORDED)
+    rows = token_rows(record, extra={CHOSEN: dlogprobs})
+    return TokenInspector(rows, tokenizer, overview=overview_payload(record, rows))

@@ -13,6 +13,9 @@ import pytest
 from playwright.sync_api import BrowserContext, Locator, expect
 from synthetic import synthetic_record
 
+from rl_notebook.views.tokens import inspect_tokens
+from rl_notebook.xray import scored_first
+
 from .lab import PANEL, Lab, Notebook, Watch
 
 BROKEN = ("Error displaying widget", "model not found", "Error creating widget", "Loading widget")
@@ -90,6 +93,7 @@ def test_a_live_chart_takes_new_points(notebook: Notebook):
 # --- the token inspector ----------------------------------------------------------------------------------------------
 
 RECORD = synthetic_record(3)
+VERDICT = inspect_tokens(RECORD).overview["verdict"]
 SERIES = {
     "policy": lambda d, i: RECORD.loss.logprobs[i],
     "old": lambda d, i: d.old_logprobs,
@@ -105,6 +109,8 @@ def inspector(notebook: Notebook) -> Locator:
     found = view(notebook, "inspector").locator(".rlt[data-ready]")
     found.wait_for()
     found.locator(".rlt-sample").select_option(index=0)
+    if found.locator(".rlt-fold").get_attribute("aria-expanded") == "true":
+        found.locator(".rlt-fold").click()
     return found
 
 
@@ -126,7 +132,23 @@ def agree(inspector: Locator, index: int, target: int) -> None:
         assert text == "–" if math.isnan(value) else math.isclose(float(text), value, rel_tol=1e-3), (name, target)
 
 
+def test_the_cause_stands_above_and_the_prompt_is_folded(inspector: Locator):
+    said = inspector.locator(".rlt-verdict").inner_text()
+    for words in (VERDICT["text"], VERDICT["more"], "step 3 · sampler version"):
+        assert words in said
+    first = inspector.locator(".rlt-strip [data-token='0']")
+    expect(first).to_be_hidden()
+    inspector.locator(".rlt-fold").click()
+    expect(first).to_be_visible()
+    inspector.locator(".rlt-fold").click()
+    expect(first).to_be_hidden()
+    inspector.locator(".rlt-strip").focus()
+    inspector.page.keyboard.press("Home")  # a token of the prompt
+    expect(first).to_be_visible()
+
+
 def test_hovering_shows_the_numbers_of_the_record(inspector: Locator):
+    inspector.locator(".rlt-fold").click()
     for index in (0, 3):
         datum = RECORD.datums[index]
         where = f"group {datum.group}, sample {datum.sample} "
@@ -175,7 +197,7 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
     notebook.page.mouse.move(5, 5)
     agree(inspector, index, target)
     datum = RECORD.datums[index]
-    x, y = datum.sampler_logprobs[target], RECORD.loss.logprobs[index].values[target]
+    x, y = datum.sampler_logprobs[target], scored_first(RECORD)[index].values[target]
     assert math.isclose(float(found[4]), y, rel_tol=1e-3)
     assert math.isclose(float(found[5]), x, rel_tol=1e-3)
 
