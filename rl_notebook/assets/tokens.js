@@ -945,14 +945,10 @@ function overview(state, stops) {
       g.clip();
       line(o.line[0], o.line[1], colour("orange", 1), 1.6);
       g.restore();
-      g.textAlign = "left";
-      g.fillStyle = colour("orange", 1);
-      g.fillText(`trainer ≈ ${o.line[0].toFixed(2)} × sampler ${o.line[1] < 0 ? "−" : "+"} ${Math.abs(o.line[1]).toFixed(2)}`, 60, 24);
-    } else {
-      g.textAlign = "left";
-      g.fillStyle = `${ink()}b0`;
-      g.fillText("no line fits", 60, 24);
     }
+    g.textAlign = "left";
+    g.fillStyle = o.line ? colour("orange", 1) : `${ink()}b0`;
+    g.fillText(o.fit, 60, 24);
     return placed;
   };
 

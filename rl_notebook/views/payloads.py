@@ -951,6 +951,7 @@ def evidence_of(
 
 # %% ../../nbs/50_views.payloads.ipynb #bfe48695
 SURE, LIKELY = 0.9, 0.5  # scores of the doctor from which a cause is said, and said with doubt
+HALF = 2 * ROUNDING["bfloat16"].mean  # nats that the rounding of bfloat16 explains at a token, as `tolerance` counts
 MOVED = ("shift", "rows permuted", "wrong group")  # move numbers about: all of the gap must go
 
 
@@ -977,6 +978,7 @@ def verdict_payload(
     close = f"{int((gap <= floor).sum()):,} of {len(gap):,} tokens agree (floor {floor:.2g} nats)"
     ask = "" if d.controls else "Experiments tell: await rln.diagnose(record, backend=backend)."
     largest = f"largest gap {float(np.nanmax(gap)):.2g} nats"
+    largest += f", all within the {HALF:.2g} of bfloat16" if floor < np.nanmax(gap) <= HALF else ""
     text = f"{close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
     more = "" if state == "well" else f"{close}, {largest}. {ask if state == 'open' else d.fix}".strip()
     return {"state": state, "text": text, "more": more}
@@ -1028,6 +1030,15 @@ def fitted_line(x: np.ndarray, y: np.ndarray) -> list[float] | None:  # factor a
         return None
     factor = float((yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy))
     return [factor, float(y.mean() - factor * x.mean())]
+
+
+def fit_words(line: Sequence[float] | None) -> str:
+    "A fitted line as an equation."
+    if line is None:
+        return "no line fits"
+    factor, offset = line
+    beside = f" {'−' if offset < 0 else '+'} {abs(offset):.2f}" if abs(offset) >= 0.005 else ""
+    return f"trainer ≈ {factor:.2f} × sampler{beside}"
 
 
 def gap_by_place(at: np.ndarray, gap: np.ndarray, most: int = 100) -> dict[str, list]:
@@ -1091,9 +1102,10 @@ def overview_payload(
         "verdict": verdict_payload(e, diagnosis or weigh(e), syncs_words(source)),
         "sides": sides_payload(source, e),
         "floor": tolerance(e),
-        "half": 2 * ROUNDING["bfloat16"].mean,
+        "half": HALF,
         "points": _points(e, rows, limit),
-        "line": fitted_line(e.s[finite], e.p[finite]),
+        "line": (line := fitted_line(e.s[finite], e.p[finite])),
+        "fit": fit_words(line),
         "places": gap_by_place(_place(e)[finite], gap[finite]),
         "shift": shift_payload(e),
         "tokens": len(gap),

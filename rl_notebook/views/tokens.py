@@ -427,12 +427,10 @@ def scatter_figure(overview: Mapping[str, Any]) -> Figure:
         "line": {"color": color, "width": width},
     }
     data = [line(1.0, 0.0, INK, 1), _dots([x[k] for k in kept], [y[k] for k in kept], -low / 180)]
-    fit = "no line fits"
     if overview["line"]:
         steep, lift = overview["line"]
         data.append(line(steep, lift, COLORS["orange"], 1.5))
-        fit = f"line: trainer ≈ {steep:.2f} × sampler {lift:+.2f}"
-    across = {"title": {"text": f"sampler logprob ({fit})"}, "range": [low, 0]}
+    across = {"title": {"text": "sampler logprob"}, "range": [low, 0]}
     up = {"title": {"text": "trainer logprob"}, "range": [low, 0]}
     return figure_of(data, "", xaxis=across, yaxis=up)
 
@@ -466,7 +464,7 @@ def places_figure(overview: Mapping[str, Any]) -> Figure:
 def overview_html(overview: Mapping[str, Any]) -> str:
     "All samples as a still picture."
     pictures = (
-        picture_html(scatter_figure(overview), "Trainer against sampler", 330, 300),
+        picture_html(scatter_figure(overview), f"Trainer against sampler: {overview['fit']}", 360, 300),
         picture_html(places_figure(overview), "Gap by place in the completion", 470, 300),
     )
     scope = overview["scopes"][0]
