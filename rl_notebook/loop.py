@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -250,17 +250,18 @@ class RunRecords(list[StepRecord]):
     def __repr__(self) -> str:
         which = f", steps {spans([r.step for r in self])}" if self else ""
         count = f"{len(self)} record{'s' * (len(self) != 1)}{which}"
-        return count if self.shown else "\n".join([*(r.verdict for r in self), *filter(None, [self.ended]), count])
+        said = () if self.shown else (*(verdict_line(self, r) for r in self), self.ended)
+        return "\n".join([*filter(None, said), count])
 
 # %% ../nbs/37_loop.ipynb #7805bd1c
-CHECKS = ["rl_notebook.xray:failed_names"]  # each gives the names of what did not hold in a step
+CHECKS = ["rl_notebook.xray:failed_words"]  # each gives, in words, what did not hold in a step
 
 
-def verdict_line(loop: Loop, record: StepRecord) -> str:
-    "The verdict of a step with the names of the checks that failed."
-    previous = next((r for r in reversed(loop.records) if r.step == record.step - 1), None)
+def verdict_line(records: Sequence[StepRecord], record: StepRecord) -> str:
+    "The verdict of a step and what failed; the step before it is looked for in `records`."
+    previous = next((r for r in reversed(records) if r.step == record.step - 1), None)
     checks = (named_function(name, "CHECKS", PhaseError) for name in CHECKS)
-    failed = ", ".join(name for check in checks for name in check(record, previous))
+    failed = "; ".join(words for check in checks for words in check(record, previous))
     return record.verdict + (f"  ✗ {failed}" if failed else "")
 
 # %% ../nbs/37_loop.ipynb #4a77beb7
@@ -275,7 +276,7 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
                     done.append(record)
                     loop.bar.update()
                     if progress:
-                        loop.bar.write(await asyncio.to_thread(verdict_line, loop, record))
+                        loop.bar.write(await asyncio.to_thread(verdict_line, loop.records, record))
             done.ended = why_ended(loop, steps, len(done))
             if done.ended and progress:
                 loop.bar.set_postfix_str(done.ended.partition(" (")[0])

@@ -48,7 +48,7 @@ from .rollouts import encode_rows, groups_per_pass, is_rollout_fn
 from .rollouts import minibatch_slices, require_some
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
-from .step import loss_factory, merge_outputs
+from .step import join_updates, loss_factory, merge_outputs
 from .step import list_datums, list_groups, list_prompts, list_rollouts
 from .step import scale_output, score_datums, score_group, score_group_blocking
 from .weights import SharedBackend, UndoCost, Weights, interrupts_held
@@ -770,11 +770,8 @@ def joined_report(reports: Sequence[LossReport]) -> LossReport:
     "The passes of several updates as one; its loss is their mean."
     if len(reports) == 1:
         return reports[0]
-    merged = merge_outputs([r.output for r in reports])
-    loss = merged.loss / len(reports)
-    metrics = {name: loss if name == "loss" else value for name, value in merged.metrics.items()}
     datums = tuple(d for r in reports for d in r.datums)
-    return LossReport(replace(merged, loss=loss, metrics=metrics), datums, reports[0].tokenizer)
+    return LossReport(join_updates([r.output for r in reports]), datums, reports[0].tokenizer)
 
 
 def mean_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -324,6 +324,14 @@ def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
         dlogprobs=tuple(g for o in outputs for g in o.dlogprobs),
     )
 
+
+def join_updates(outputs: Sequence[LossOutput]) -> LossOutput:
+    "One output from several updates, each of which divided by its own part of the batch: its loss is their mean."
+    merged = merge_outputs(outputs)
+    loss = merged.loss / len(outputs)
+    metrics = {name: loss if name == "loss" else value for name, value in merged.metrics.items()}
+    return replace(merged, loss=loss, metrics=metrics)
+
 # %% ../nbs/33_step.ipynb #592ee47b
 def _merged(name: str, values: np.ndarray, weights: np.ndarray) -> float:
     "One metric of several calls; `weights` are tokens, or sums of |dL/dp| for shares of the gradient."

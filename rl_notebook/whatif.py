@@ -36,7 +36,7 @@ from .losses import KNOBS, POLICY_LOSSES, LossOptions
 from .names import NAMED, NameFromFile
 from .records import StepRecord
 from .rewards import as_reward_fns, graded, score_blocking
-from .step import evaluate_loss, loss_factory, on_one_line
+from .step import evaluate_loss, join_updates, loss_factory, on_one_line
 
 # %% ../nbs/42_whatif.ipynb #35ceee11
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,6 +50,7 @@ class FrozenBatch:
     recorded: LossOutput | None = None  # what the step itself computed; None once the policy has moved
     custom: str = ""  # name of the step's loss when it is not one of ours
     step: int = 0  # of the record
+    updates: tuple[int, ...] = ()  # datums of each optimizer step, in order; () = one with all of them
 
     @property
     def where(self) -> str:
@@ -123,7 +124,7 @@ def freeze(record: StepRecord) -> FrozenBatch:
     anchored = [d if d.old_logprobs is not None else replace(d, old_logprobs=lp.values) for d, lp in both]
     options, custom = own_options(record.options, where)
     series, groups = record.loss.logprobs, record.groups
-    return FrozenBatch(tuple(anchored), series, options, groups, record.loss, custom, record.step)
+    return FrozenBatch(tuple(anchored), series, options, groups, record.loss, custom, record.step, record.updates)
 
 # %% ../nbs/42_whatif.ipynb #733256fb
 LOSS_SETTINGS = tuple(f.name for f in fields(LossOptions))
@@ -320,7 +321,8 @@ class WhatIf:
         output, options = self.outputs[name], dict(self.batch.options)
         options = asdict(self.variants[name].options) if name in self.variants else options
         metrics = dict(output.metrics)
-        return StepRecord(self.batch.step, self.batch.groups, self.datums[name], output, metrics, options)
+        made = {"options": options, "updates": self.batch.updates}
+        return StepRecord(self.batch.step, self.batch.groups, self.datums[name], output, metrics, **made)
 
     @property
     def headline(self) -> str:
@@ -366,8 +368,10 @@ def own_output(batch: FrozenBatch) -> tuple[Variant | None, LossOutput]:
 def evaluate_variant(batch: FrozenBatch, variant: Variant) -> tuple[tuple[Datum, ...], LossOutput]:
     "The datums of a variant, and its loss, metrics and dL/dlogprob."
     check_series(batch, variant)
-    datums = with_scale(batch, variant)
-    return datums, evaluate_loss(datums, batch.policy_logprobs, loss_factory(variant.options))
+    datums, make = with_scale(batch, variant), loss_factory(variant.options)
+    ends = np.cumsum(batch.updates or (len(datums),)).tolist()
+    parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return datums, join_updates([evaluate_loss(datums[p], batch.policy_logprobs[p], make) for p in parts])
 
 # %% ../nbs/42_whatif.ipynb #2c0c80fa
 def what_if(
@@ -691,8 +695,10 @@ AT_THE_STEP = 1e-3  # nats; more than rounding, less than an update
 
 
 def check_place(batch: FrozenBatch, found: Sequence[Logprobs], tolerance: float = AT_THE_STEP) -> None:
-    "Raises `BackendError` when logprobs are not those that the batch was trained from."
-    gap = flat(batch.datums, [f.values - p.values for f, p in zip(found, batch.policy_logprobs, strict=True)])
+    "Raises `BackendError` when logprobs are not those that the batch was trained from, before its first update."
+    trained = zip(batch.datums, batch.policy_logprobs, strict=True)
+    began = [d.old_logprobs if batch.updates else p.values for d, p in trained]
+    gap = flat(batch.datums, [f.values - b for f, b in zip(found, began, strict=True)])
     if not np.abs(gap).max() <= tolerance:
         raise BackendError(
             "the trainer's weights are not those of the step",
@@ -713,6 +719,10 @@ async def true_gradients(
 ) -> Attribution:
     "`attribution` with the true gradient norm of each sample, its cosine with the batch gradient, and its part in it."
     a = attribution(source, dlogprobs, tokenizer=tokenizer)
+    if a.batch.updates:
+        got = f"{len(a.batch.updates)} updates, each from weights of its own"
+        fix = "attribution(record) needs no weights."
+        raise LossError("true gradients", where=a.batch.where, got=got, expected="one update a step", fix=fix)
     found, norms, products = await check_trainer(trainer).sample_gradients(a.batch.datums, a.dlogprobs, before)
     check_place(a.batch, found)
     size = float(np.sqrt(max(products.sum(), 0.0)))

@@ -10,7 +10,7 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +44,7 @@ from .rollouts import Prompt, bounded, encode_rows, require_some, together
 from .step import backward, draw, loss_factory, score_group
 
 # %% auto #0
-__all__ = ['Check', 'measure_noise_floor', 'invariants', 'XRay', 'xray', 'Preflight', 'preflight']
+__all__ = ['Check', 'measure_noise_floor', 'loss_parts', 'invariants', 'sentence', 'XRay', 'xray', 'Preflight', 'preflight']
 
 # %% ../nbs/40_xray.ipynb #62e2da8b
 _MARKS = {True: "✓", False: "✗", None: "–"}
@@ -61,6 +61,7 @@ class Check:
     got: Any = None  # the offending value
     expected: str = ""  # what would have been right
     fix: str = ""  # how to fix it
+    notable: bool = False  # a fact that the sentence of the step says, though it is no failure
 
     @property
     def mark(self) -> str:
@@ -266,6 +267,7 @@ class LossParts:
     tokens: ActiveTokens  # every position of the loss
     tis: np.ndarray  # (T,) correction weights; ones when off
     options: LossOptions
+    updates: int = 1  # of the step; the total is the mean of their losses
 
     @property
     def policy(self) -> float:
@@ -302,12 +304,17 @@ def loss_parts(record: StepRecord) -> LossParts:
     except TypeError as e:
         raise LossError("options of the record", got=sorted(record.options), expected="those of LossOptions") from e
     policy = [torch.tensor(lp.values) for lp in record.loss.logprobs] if record.loss else []
+    ends = np.cumsum(record.updates or (len(record.datums),)).tolist()
+    shares = np.zeros(4)
+    for first, end in zip([0, *ends[:-1]], ends, strict=True):
+        t = SideData(record.datums[first:end], o).with_policy(policy[first:end])
+        terms, kl = loss_terms(t, o)
+        up, down = (torch.where(mine, terms, torch.zeros_like(terms)) for mine in (t.advantage > 0, t.advantage < 0))
+        shares += [float(aggregate(x, t, o)) / len(ends) for x in (up, down, kl, terms.abs() + kl.abs())]
     t = SideData(record.datums, o).with_policy(policy)
-    terms, kl = loss_terms(t, o)
-    whole = lambda x: float(aggregate(x, t, o))
-    up, down = (torch.where(mine, terms, torch.zeros_like(terms)) for mine in (t.advantage > 0, t.advantage < 0))
-    shares = {"positive": whole(up), "negative": whole(down), "kl": whole(kl), "scale": whole(terms.abs() + kl.abs())}
-    return LossParts(whole(terms + kl), **shares, tokens=t, tis=tis_weights(t, o).numpy(), options=o)
+    positive, negative, beyond, scale = shares.tolist()
+    total = positive + negative + beyond
+    return LossParts(total, positive, negative, beyond, scale, t, tis_weights(t, o).numpy(), o, len(ends))
 
 # %% ../nbs/40_xray.ipynb #fda4cfac
 def short(x: float) -> str:
@@ -335,28 +342,37 @@ def moved_since_sampling(
 # %% ../nbs/40_xray.ipynb #849c1ba8
 def dead_kinds(groups: Sequence[PromptGroup]) -> list[str]:
     "The groups without signal, counted by what all their completions earned."
-    rewards = np.concatenate([g.rewards for g in groups]) if groups else np.zeros(0)
-    binary = len(rewards) > 0 and bool(np.isin(rewards.round(6), (0.0, 1.0)).all())
-    named = {1.0: "all right", 0.0: "all wrong"} if binary else {}
     kinds: dict[str, int] = {}
     for g in sorted(groups, key=lambda g: -float(g.rewards[0]) if len(g.samples) else math.inf):
         if is_dead(g.rewards):
             value = round(float(g.rewards[0]), 6) if len(g.samples) else math.nan
-            kind = named.get(value, f"all at {value:g}") if len(g.samples) else "without a graded completion"
+            kind = f"with the same reward {value:g}" if len(g.samples) else "without a graded completion"
             kinds[kind] = kinds.get(kind, 0) + 1
     if len(kinds) > 3:
-        return [f"{sum(kinds.values())} with equal rewards"]
+        return [f"{sum(kinds.values())} with the same reward throughout"]
     return [f"{n} {kind}" for kind, n in kinds.items()]
 
 # %% ../nbs/40_xray.ipynb #38e76ddb
-def signal_words(groups: Sequence[PromptGroup]) -> str:
-    "How many groups carry signal, as a sentence."
-    live = sum(not is_dead(g.rewards) for g in groups)
-    if not groups:
-        return "The record holds no groups."
-    if live == len(groups):
-        return f"All {live} groups carry signal." if live > 1 else "The one group carries signal."
-    return f"{', '.join([f'{live} of {len(groups)} groups carry signal', *dead_kinds(groups)])}."
+def signal_words(record: StepRecord) -> str:
+    "How many groups carry signal, and which of them were not trained, or trained without it."
+    groups, trained = record.groups, {d.group for d in record.datums}
+    live = {g.index for g in groups if not is_dead(g.rewards)}
+    carry = "carries" if len(live) == 1 else "carry"
+    if not any(g.samples for g in groups):
+        words = "no completion was graded"
+    elif not live:
+        of = f"all {len(groups)} groups are dead" if len(groups) > 1 else "the one group is dead"
+        words = f"{of} ({', '.join(dead_kinds(groups))}), so no completion was better than its siblings"
+    elif 2 * len(live) < len(groups):
+        words = f"only {len(live)} of {len(groups)} groups {carry} signal ({', '.join(dead_kinds(groups))})"
+    elif len(live) < len(groups):
+        words = f"{len(live)} of {len(groups)} groups {carry} signal"
+    else:
+        words = f"all {len(groups)} groups carry signal" if len(groups) > 1 else "the one group carries signal"
+    lost = len(live - trained) if record.trained and record.datums else 0
+    dead = len(trained & {g.index for g in groups} - live)
+    words += f"; {lost} of them left out by the filter" if lost else ""
+    return words + (f"; {dead} without signal trained all the same, with advantage 0" if dead else "")
 
 # %% ../nbs/40_xray.ipynb #97f4770d
 TERM_WORDS = {  # losses whose term is not the advantage times a ratio
@@ -406,7 +422,7 @@ def made_of(parts: LossParts) -> str:
     corrected = "" if o.tis == "off" else ", times the correction"
     if o.policy_loss in TERM_WORDS:
         words = f"{TERM_WORDS[o.policy_loss]}{corrected}, {SUMS[o.aggregation]}: no measure of progress"
-    elif parts.steady and parts.plain and o.policy_loss != "sapo":
+    elif parts.steady and parts.plain and o.policy_loss != "sapo" and parts.updates == 1:
         words = f"minus the advantages, {SUMS[o.aggregation]}, as the ratio is 1: {lengths_words(parts)}"
     else:
         shares = f"{short(parts.positive)} from positive and {short(parts.negative)} from negative advantages"
@@ -421,7 +437,7 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     value, named = record.loss.loss, str(record.options.get("policy_loss", "grpo"))
     custom = record.options.get("make_loss") or (named if NAMED.fullmatch(named) else None)
     if not math.isfinite(value):
-        return f"Loss is {value}; first value that is not finite: {first_not_finite(record)}"
+        return f"Loss is {value}"
     if custom:  # what is named as module:function is not imported for a sentence
         return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
     try:
@@ -431,8 +447,7 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     if abs(parts.total - value) > 1e-3 * parts.scale + 1e-6:
         return f"Loss is {short(value)}, but the record's options give {short(parts.total)}, so its cause is not known"
     if not parts.vanishes(parts.policy):
-        clipped = record.loss.metrics.get("clip_ratio/region_mean", 0.0)
-        return f"Loss is {short(value)}: {made_of(parts)}" + (f"; {clipped:.1%} of tokens clipped" if clipped else "")
+        return f"Loss is {short(value)}: {made_of(parts)}"
     o = parts.options
     own = o.anchor == "old" and o.policy_loss != "reinforce" and all(d.old_logprobs is None for d in record.datums)
     why = cancelling(parts, own, moved_since_sampling(record, previous))
@@ -458,7 +473,7 @@ def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]
             if (series := getattr(d, name)) is not None:
                 yield name, place, np.where(active, series, 0.0)
     if record.loss is not None:
-        for name, all_series in (("policy_logprobs", record.loss.logprobs), ("dlogprobs", record.loss.dlogprobs)):
+        for name, all_series in (("policy_logprobs", record.loss.logprobs), ("dL/dlogprob", record.loss.dlogprobs)):
             for (_, active, place), series in zip(scored, all_series, strict=True):
                 yield name, place, np.where(active, getattr(series, "values", series), 0.0)
         yield "loss", "", np.array([record.loss.loss])
@@ -488,18 +503,6 @@ def gradient_size(record: StepRecord) -> tuple[float, str]:
     total = float(sum(np.abs(g).sum() for g in record.loss.dlogprobs))
     return total, f"sum of |dL/dlogprob| {short(total)}"
 
-# %% ../nbs/40_xray.ipynb #b87dd6f2
-def gradient_words(record: StepRecord, zero_loss: bool) -> str:
-    "The gradient, as the end of the first sentence."
-    size, measured = gradient_size(record)
-    if math.isnan(size):
-        return ""
-    if size == 0:
-        return "; the gradient is 0 too" if zero_loss else "; the gradient is 0"
-    limit = record.metrics.get("grad_norm_clipped", math.inf)
-    clipped = f", clipped to {short(limit)}" if limit < size * (1 - 1e-6) else ""
-    return f"; the gradient is not 0 ({measured}{clipped})" if zero_loss else f"; gradient {measured}{clipped}"
-
 # %% ../nbs/40_xray.ipynb #a3ed9d98
 def reads_sampler(record: StepRecord) -> bool:
     "Whether the loss reads the sampler's logprobs."
@@ -512,57 +515,8 @@ def corrects(record: StepRecord) -> bool:
     has_ratio = record.options.get("policy_loss", "grpo") not in ("grpo", "reinforce")
     return reads_sampler(record) or (has_ratio and any(d.old_logprobs is not None for d in record.datums))
 
-# %% ../nbs/40_xray.ipynb #24581320
-def update_words(record: StepRecord) -> list[str]:
-    "What the weights did, where that is worth a sentence."
-    m, size = record.metrics, gradient_size(record)[0]
-    moved, start, out = m.get("update_norm", math.nan), version_at_start(record), list[str]()
-    if moved == 0:
-        why = "the learning rate is 0" if m.get("learning_rate") == 0 else "the gradient is 0" if size == 0 else ""
-        out.append("The weights did not move" + (f": {why}." if why else "."))
-    elif moved > 0 and size == 0:
-        out.append(f"The weights moved all the same (by {short(moved)}): momentum or weight decay.")
-    if start is not None and record.policy_version == start and moved != 0:
-        out.append(f"No weight sync in this step: the sampler keeps version {start}.")
-    return out
-
-# %% ../nbs/40_xray.ipynb #3bba6143
-def nothing_words(record: StepRecord) -> str:
-    "Why a step trained nothing."
-    groups, answered = record.groups, any(g.samples for g in record.groups)
-    if not answered or any(not is_dead(g.rewards) for g in groups):
-        return f"Nothing was trained: {record.reason}. {signal_words(groups)}"
-    of = f"all {len(groups)} groups are dead" if len(groups) > 1 else "the one group is dead"
-    kinds = ", ".join(dead_kinds(groups))
-    return f"Nothing was trained: {of} ({kinds}), so no completion was better than its siblings."
-
-# %% ../nbs/40_xray.ipynb #765b039f
-def left_out_words(record: StepRecord) -> list[str]:
-    "Groups that had signal and were not trained, and the reverse."
-    trained = {d.group for d in record.datums}
-    live = {g.index for g in record.groups if not is_dead(g.rewards)}
-    lost, dead = len(live - trained), len(trained & {g.index for g in record.groups} - live)
-    out = [f"{lost} of them left out by the filter."] if lost else []
-    return out + ([f"{dead} without signal trained all the same, with advantage 0."] if dead else [])
-
-# %% ../nbs/40_xray.ipynb #b452d513
-def sentence(
-    record: StepRecord,
-    previous: StepRecord | None = None,  # the record of the step before, if there is one
-) -> str:
-    "What happened in a step and why its loss is what it is, in a few plain sentences."
-    if record.reason:
-        return nothing_words(record)
-    text = loss_words(record, previous)
-    out = [text + gradient_words(record, text.startswith("Loss is 0.000")) + "."]
-    moved, words = moved_since_sampling(record, previous)
-    if moved is not False and words and words not in text:
-        known = " The loss corrects for it." if corrects(record) else " The loss does not correct for it."
-        out.append(f"{words[0].upper()}{words[1:]}." + (known if moved else ""))
-    return " ".join([*out, *update_words(record), signal_words(record.groups), *left_out_words(record)])
-
 # %% ../nbs/40_xray.ipynb #b042b6f7
-TOO_MANY = 0.25  # share of completions cut or lost from which a step is in trouble
+TOO_MANY = 0.25  # share of completions cut or lost, or of tokens clipped, from which a step is in trouble
 
 
 def check_finite(record: StepRecord) -> Check:
@@ -570,7 +524,7 @@ def check_finite(record: StepRecord) -> Check:
     bad = first_not_finite(record)
     if bad:
         fix = "It is the first in the order of the pipeline: fix what computed it; what follows it is a consequence."
-        return Check("finite", False, "a value is not a number", got=bad, expected="finite numbers", fix=fix)
+        return Check("finite", False, bad, expected="finite numbers", fix=fix)
     return Check("finite", True, "every reward, advantage, logprob and gradient is a finite number")
 
 # %% ../nbs/40_xray.ipynb #09b21203
@@ -582,9 +536,9 @@ def check_completions(record: StepRecord) -> Check:
     if not drawn:
         return check(None, "the record holds no samples")
     empty = sum("is empty" in r for r in reasons)
-    text = f"{cut} of {drawn} completions cut at the limit" + (
-        f", {len(reasons)} lost ({empty} empty)" if reasons else ""
-    )
+    lost = f"{len(reasons)} of {drawn} completions lost" + (f" ({empty} empty)" if empty else "")
+    text = "all completions were cut at the limit" if cut == drawn else f"{cut} of {drawn} completions cut at the limit"
+    text = (f"{lost}, {cut} cut at the limit" if cut else lost) if reasons else text
     if len(reasons) >= TOO_MANY * drawn:
         return check(False, text, got=reasons[0], fix="Call the rollout or reward function by hand on this row.")
     if cut >= TOO_MANY * drawn:
@@ -592,17 +546,34 @@ def check_completions(record: StepRecord) -> Check:
         return check(False, text, expected=f"fewer than {TOO_MANY:.0%}", fix=fix)
     return check(True, text)
 
+# %% ../nbs/40_xray.ipynb #fb9da5d3
+def check_prompts(record: StepRecord) -> Check:
+    "The completions of a group answer one prompt, and each group another."
+    prompt = lambda s: s.tokens[: s.prompt_len].tobytes()
+    asked = [{prompt(g.samples[i]) for i in g.run_starts} for g in record.groups if g.samples]
+    if not asked:
+        return Check("prompts", None, "the record holds no samples")
+    if mixed := [prompts for prompts in asked if len(prompts) > 1]:
+        text = f"{len(mixed)} of {len(asked)} groups mix completions of different prompts"
+        fix = "An advantage compares completions of one prompt: give each prompt a group of its own."
+        return Check("prompts", False, text, got=f"{len(mixed[0])} prompts in one group", expected="one", fix=fix)
+    distinct = len(set().union(*asked))
+    if distinct < len(asked):
+        different = f"{distinct} different prompt{'s' * (distinct > 1)}"
+        text = f"only {different} in {len(asked)} groups: some groups have the same prompt"
+        return Check("prompts", True, text, notable=True)
+    return Check("prompts", True, f"one prompt in each of {len(asked)} groups")
+
 # %% ../nbs/40_xray.ipynb #7fe66515
 def check_signal(record: StepRecord) -> Check:
     "Some group has completions that differ in reward."
     dead = sum(is_dead(g.rewards) for g in record.groups)
-    words = signal_words(record.groups).rstrip(".")
     if not record.groups:
-        return Check("signal", None, words)
+        return Check("signal", None, "the record holds no groups", notable=True)
     if 2 * dead <= len(record.groups):
-        return Check("signal", True, words)
+        return Check("signal", True, signal_words(record), notable=True)
     fix = "More completions_per_prompt, prompts of another difficulty, or refill=True."
-    return Check("signal", False, words, expected="at least half of the groups", fix=fix)
+    return Check("signal", False, signal_words(record), expected="at least half of the groups", fix=fix)
 
 # %% ../nbs/40_xray.ipynb #56c4de3c
 def check_duplicates(record: StepRecord) -> Check:
@@ -615,17 +586,31 @@ def check_duplicates(record: StepRecord) -> Check:
     text = f"{distinct:.0%} of the completions are distinct in their group"
     if 2 * same <= len(drawn):
         return Check("variety", True, text)
-    fix = "The policy has collapsed: a smaller learning rate, a larger kl_beta, or a higher temperature."
-    return Check("variety", False, text, got=f"{same} of {len(drawn)} groups with one completion repeated", fix=fix)
+    text = f"all completions of a group are identical in {same} of {len(drawn)} groups"
+    fix = "Has the policy collapsed, or every draw the same seed? A higher temperature, a smaller learning rate."
+    return Check("variety", False, text, got=f"{distinct:.0%} distinct", fix=fix)
 
 # %% ../nbs/40_xray.ipynb #2686b5ba
+def within_groups(groups: Iterable[PromptGroup], values: Callable[[PromptGroup], Any]) -> np.ndarray:  # (samples,)
+    "What a function gives for the samples of each live group, less its mean in the group."
+    live = [np.asarray(values(g), np.float64) for g in groups if g.advantages is not None and not is_dead(g.rewards)]
+    return np.concatenate([v - v.mean() for v in live]) if live else np.zeros(0)
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    "Of two series of mean 0; NaN where one of them does not vary."
+    size = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / size if size > 0 else math.nan
+
+
 def check_advantages(record: StepRecord) -> Check:
-    "Advantages sum to 0 in each group, and each datum carries its own sample's."
+    "Advantages sum to 0 in each group, rise with the rewards, and each datum carries its own sample's."
     check, off = partial(Check, "advantages"), lambda x, size: not abs(x) <= 1e-6 * max(size, 1.0)
     found = {g.index: g.advantages for g in record.groups if g.advantages is not None}
+    own_function = any(name.startswith("advantage_fn ") for name in record.sources)
     for g in record.groups:
-        own = found.get(g.index, np.zeros(0))
-        if off(own.sum(), np.abs(own).sum()):
+        own = found[g.index][g.run_starts] if g.index in found else np.zeros(0)
+        if off(own.sum(), np.abs(own).sum()) and not own_function:
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
             return check(False, "a group does not sum to 0", g.where, short(float(own.sum())), "0", fix)
     for d in record.datums:
@@ -635,6 +620,12 @@ def check_advantages(record: StepRecord) -> Check:
         if off(carried.mean() - own[d.sample], abs(own[d.sample])):
             text, fix = "a datum carries another advantage than its sample", "Are datums and samples in the same order?"
             return check(False, text, d.where, short(float(carried.mean())), short(float(own[d.sample])), fix)
+    sides = [within_groups(record.groups, of) for of in (lambda g: g.advantages, lambda g: g.rewards)]
+    if (corr := correlation(*sides)) < -0.5:
+        text = f"advantages have the opposite sign of the rewards (correlation {corr:.2f})"
+        return check(None if own_function else False, text, expected="a positive correlation", notable=True)
+    if own_function:
+        return check(None, "they are those of an advantage_fn, which is not judged")
     return check(True, f"they sum to 0 in each of {len(found)} groups") if found else check(None, "there are none")
 
 # %% ../nbs/40_xray.ipynb #ff9dc379
@@ -672,6 +663,30 @@ def check_mask(record: StepRecord) -> Check:
     also = f"; {hidden} datums are masked as a whole" if hidden else ""
     return check(True, f"the loss covers exactly the {active} sampled tokens{also}")
 
+# %% ../nbs/40_xray.ipynb #c383bcc6
+MOST, TIED = 0.8, 0.95  # share of the loss's tokens in one group, and correlation of reward and length, that are told
+
+
+def check_lengths(record: StepRecord) -> Check:
+    "Rewards do not follow length, and no group holds most of the tokens of the loss."
+    check = partial(Check, "length")
+    lengths = within_groups(record.groups, lambda g: [s.completion_len for s in g.samples])
+    corr = correlation(lengths, within_groups(record.groups, lambda g: g.rewards))
+    if len(lengths) >= 8 and abs(corr) >= TIED:
+        goes, which = ("rise", "longer") if corr > 0 else ("fall", "shorter")
+        text = f"rewards {goes} with length: {which} completions have the higher reward (correlation {corr:+.2f})"
+        return check(True, text, notable=True)
+    tokens: dict[int, int] = {}
+    for d in record.datums:
+        tokens[d.group] = tokens.get(d.group, 0) + d.num_loss_tokens
+    total, largest = sum(tokens.values()), max(tokens, key=lambda i: tokens[i], default=0)
+    if len(tokens) > 1 and tokens[largest] >= MOST * total > 0:
+        text = f"group {largest} has {tokens[largest] / total:.0%} of the tokens of the loss"
+        return check(True, f"{text}, of {len(tokens)} groups", notable=True)
+    return check(
+        None if math.isnan(corr) else True, "rewards do not follow length, and no group has most of the tokens"
+    )
+
 # %% ../nbs/40_xray.ipynb #7a215848
 def without_loss(record: StepRecord) -> str:
     "Why a record has no loss to look at."
@@ -696,69 +711,125 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
     if known is False:
         return check(None, f"{text}; the samples come from older weights, so nothing else is expected")
     if known is None:
-        return check(None, f"{text}; whether the weights are the same needs the record of the step before")
+        needed = f"{text}; whether the weights are the same needs the record of the step before"
+        return check(None, needed, notable=True)
     fix = "The weights are the same: ask the alignment doctor (rl_notebook.doctor) which cause explains it."
+    text = f"the policy is not what the sampler drew from: {text}"
     return check(
         False, text, gap.where, f"{short(gap.mean)} on average, {short(gap.largest)} at a token", str(allowed), fix
     )
 
 # %% ../nbs/40_xray.ipynb #858ed6a9
-def check_reference(record: StepRecord) -> Check:
-    "Before any update the policy is the reference, and their KL is 0."
-    check = partial(Check, "reference")
+FAR = 1.0  # nats a token between policy and reference from which they are far apart
+
+
+def check_reference(record: StepRecord, previous: StepRecord | None = None) -> Check:
+    "Before any update the policy is the reference; after one it is not, nor far from it."
+    check, policy = partial(Check, "reference"), scored_first(record)
     if record.loss is None:
         return check(None, without_loss(record))
     theirs = [d.ref_logprobs for d in record.datums]
-    gap = gap_between(record.datums, record.loss.logprobs, theirs)
+    gap = gap_between(record.datums, policy, theirs)
     if gap is None:
-        absent = "no reference logprobs were attached"
-        return check(None, why_no_gap(record.datums, record.loss.logprobs, theirs, absent))
+        return check(None, why_no_gap(record.datums, policy, theirs, "no reference logprobs were attached"))
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
-    if record.step != 1 or version_at_start(record):
-        return check(None, f"{text}; only before the first update it has to be 0")
-    allowed = tolerance(record.loss.logprobs)
-    if allowed.explains(gap):
-        return check(True, f"KL 0 before the first update: {text}")
-    fix = "Is the reference the model that training starts from, scored at the same temperature and without dropout?"
-    return check(
-        False, text, gap.where, f"{short(gap.mean)} on average, {short(gap.largest)} at a token", str(allowed), fix
-    )
+    apart, allowed = f"{short(gap.mean)} on average, {short(gap.largest)} at a token", tolerance(policy)
+    if record.step == 1 and not version_at_start(record):
+        if allowed.explains(gap):
+            return check(True, f"KL 0 before the first update: {text}")
+        fix = "Is it scored at the same temperature and without dropout?"
+        text = f"the reference is not the model that training starts from: {text}"
+        return check(False, text, gap.where, apart, str(allowed), fix)
+    moved = previous.metrics.get("update_norm", 0.0) if previous and previous.step == record.step - 1 else 0.0
+    if gap.largest == 0 and moved > 0 and allowed == ROUNDING["float32"]:
+        text = f"KL to the reference is 0 although step {record.step - 1} moved the weights"
+        fix = "Is the reference the policy itself, or was the policy loaded again as it was at the beginning?"
+        return check(False, f"{text}: the reference follows the policy, or the policy was reset", fix=fix)
+    if gap.mean >= FAR:
+        kl = record.metrics.get("kl", math.nan)
+        text = f"the policy is far from the reference (KL {short(kl)}): {text}"
+        fix = "A smaller learning rate, a larger kl_beta, or a checkpoint from before it left."
+        return check(False, text, gap.where, apart, f"below {FAR:g} on average", fix)
+    return check(True, text)
 
 # %% ../nbs/40_xray.ipynb #ec28e5ec
 def check_correction(record: StepRecord, previous: StepRecord | None = None) -> Check:
     "A correction has what it needs, and stale samples have a correction."
     check, without = partial(Check, "correction"), [d.where for d in record.datums if d.sampler_logprobs is None]
-    if record.loss is None or "make_loss" in record.options:
-        return check(None, without_loss(record) if record.loss is None else "the loss is a custom one")
+    if record.loss is None:
+        return check(None, without_loss(record))
+    moved, words = moved_since_sampling(record, previous)
+    if "make_loss" in record.options:
+        text = f"{words}; the loss is a custom one" if moved else "the loss is a custom one"
+        return check(None, text, notable=bool(moved))
     if without and reads_sampler(record):
         fix = "Use a sampler that reports them, or switch the correction off."
         got = f"none in {len(without)} datums"
         return check(False, "the loss needs sampler logprobs", without[0], got, "one per target", fix)
-    moved, words = moved_since_sampling(record, previous)
     age = record.metrics.get("staleness/max", 0.0)
-    old = f"samples are up to {age:g} syncs stale" if age > 0 else words
+    old = f"samples are up to {age:g} sync{'s' * (age != 1)} stale" if age > 0 else words
     if corrects(record):
-        return check(True, f"the loss makes up for samples from other weights ({old or 'staleness unknown'})")
+        aged = f"{old}, and the loss corrects for it" if age > 0 or moved else "the loss corrects for older weights"
+        return check(True, aged, notable=bool(age > 0 or moved))
     if age > 0 or (moved and "hardly" not in words):
         fix = "Set tis_enabled=True or anchor='rollout', or sync after every step."
-        return check(False, f"{old}, and the loss does not know", expected="a correction", fix=fix)
+        return check(False, f"{old}, and the loss does not correct for it", expected="a correction", fix=fix)
     if moved is False:
         return check(True, "the samples are fresh, no correction is needed")
-    return check(None, words or "the staleness of the samples is not known")
+    return check(None, words or "the staleness of the samples is not known", notable=bool(moved))
+
+# %% ../nbs/40_xray.ipynb #2a6e0301
+def check_clipping(record: StepRecord) -> Check:
+    "Few tokens are clipped."
+    share = record.metrics.get("clip_ratio/region_mean", math.nan)
+    check, text = partial(Check, "clipping"), f"{share:.1%} of the tokens are clipped"
+    if math.isnan(share):
+        return check(None, "the loss does not clip, or does not tell")
+    if share < TOO_MANY:
+        return check(True, text, notable=share > 0)
+    fix = "A smaller learning rate, fewer updates a batch, or a wider eps_clip."
+    return check(False, text, expected=f"less than {TOO_MANY:.0%}", fix=fix)
 
 # %% ../nbs/40_xray.ipynb #e9e90d60
+LARGE = 1000.0  # norm of the gradient of a mean over tokens; a healthy one is around 1
+SMALL = 1e-8  # norm of an update that does nothing
+
+
+def gradient_scale(record: StepRecord) -> float:
+    "How much larger the gradient of a loss is than that of its mean over tokens, by its aggregation."
+    lengths = [d.num_loss_tokens for d in record.datums]
+    sizes = {"sum": sum(lengths), "sample_mean": sum(lengths) / max(len(lengths), 1)}
+    return max(1.0, sizes.get(record.options.get("aggregation", ""), 1.0)) if record.divided_by == "none" else 1.0
+
+
 def check_gradient(record: StepRecord) -> Check:
-    "There is a gradient, and the update moved the weights."
-    (size, measured), moved = gradient_size(record), record.metrics.get("update_norm", math.nan)
-    check = partial(Check, "update")
+    "There is a gradient of ordinary size, it reaches the weights, and the update moved them."
+    (size, measured), m, check = gradient_size(record), record.metrics, partial(Check, "update")
+    moved, rate = m.get("update_norm", math.nan), m.get("learning_rate", math.nan)
     if record.reason or math.isnan(size):
         return check(None, "nothing was trained" if record.reason else "the record does not tell")
-    if size == 0:
-        return check(False, "the gradient is 0", got=measured, fix="The first sentence says why, if it is known.")
+    arrives = size > 0 or not any(g.any() for g in (record.loss.dlogprobs if record.loss else ()))
+    none = "the gradient is 0" if arrives else "no gradient reaches the weights, though dL/dlogprob is not 0"
+    fix = "The last sentence says why, if it is known." if arrives else "Are the weights frozen, or detached?"
+    if moved == 0 and size > 0:
+        fix = "Raise the learning rate, or see what the optimizer does with it."
     if moved == 0:
-        rate = record.metrics.get("learning_rate")
-        return check(False, "the weights did not move", got="update norm 0", fix=f"The learning rate is {rate}.")
-    return check(True, f"gradient {measured}" + (f", update norm {short(moved)}" if moved > 0 else ""))
+        why = none if size == 0 else f"the learning rate is {rate:g}"
+        return check(False, f"the weights did not move: {why}", got="update norm 0", fix=fix)
+    if size == 0:
+        also = f"; the weights moved all the same (by {short(moved)}): momentum or weight decay" if moved > 0 else ""
+        return check(False, none + also, got=measured, fix=fix)
+    if moved < SMALL:
+        text = f"the weights hardly moved (by {short(moved)}): the learning rate is {rate:g}"
+        return check(False, text, expected=f"an update norm above {SMALL:g}", fix="Raise the learning rate.")
+    limit = m.get("grad_norm_clipped", math.inf)
+    clipped = limit < size * (1 - 1e-6)
+    if size > LARGE * gradient_scale(record) and "grad_norm" in m and not clipped:
+        fix = "Set grad_clip_norm, and look at the size of the rewards and of the loss."
+        text = f"the gradient is very large ({measured}) and not clipped"
+        return check(False, text, expected=f"below {LARGE:g}", fix=fix)
+    text = f"gradient {measured}" + (f", clipped to {short(limit)}" if clipped else "")
+    return check(True, text + (f", update norm {short(moved)}" if moved > 0 else ""), notable=True)
 
 # %% ../nbs/40_xray.ipynb #126c135b
 def check_version(record: StepRecord, weight_sync_interval: int | None = None) -> Check:
@@ -773,7 +844,7 @@ def check_version(record: StepRecord, weight_sync_interval: int | None = None) -
         fix = "Was loop.sync() left out, or did the sampler refuse the snapshot?"
         return check(False, text, got=end, expected=f"{start + 1}", fix=fix)
     if weight_sync_interval is None:
-        return check(None, f"{text}; right only if weight_sync_interval is not 1")
+        return check(None, f"{text}; right only if weight_sync_interval is not 1", notable=True)
     return check(True, f"{text}, as weight_sync_interval is {weight_sync_interval}")
 
 # %% ../nbs/40_xray.ipynb #1eace189
@@ -783,25 +854,43 @@ def invariants(
     *,
     weight_sync_interval: int | None = None,  # of the config; None = not known
 ) -> tuple[Check, ...]:
-    "What must hold in a step, checked in the order in which a step computes."
+    "What must hold in a step, what matters most first."
     return (
         check_finite(record),
         check_completions(record),
+        check_prompts(record),
         check_duplicates(record),
-        check_signal(record),
         check_advantages(record),
         check_mask(record),
         check_ratio(record, previous),
-        check_reference(record),
+        check_reference(record, previous),
         check_correction(record, previous),
+        check_clipping(record),
+        check_lengths(record),
+        check_signal(record),
         check_gradient(record),
         check_version(record, weight_sync_interval),
     )
 
 # %% ../nbs/40_xray.ipynb #1ba16cb3
-def failed_names(record: StepRecord, previous: StepRecord | None = None) -> list[str]:
-    "Names of the checks that do not hold."
-    return [c.name for c in invariants(record, previous) if c.ok is False]
+def failed_words(record: StepRecord, previous: StepRecord | None = None) -> list[str]:
+    "The checks that do not hold, each as its name and its outcome."
+    return [f"{c.name}: {c.text}" for c in invariants(record, previous) if c.ok is False]
+
+# %% ../nbs/40_xray.ipynb #b452d513
+def sentence(
+    record: StepRecord,
+    previous: StepRecord | None = None,  # the record of the step before, if there is one
+) -> str:
+    "What happened in a step, what failed first, and why its loss is what it is last, in a few plain sentences."
+    checks, failed = invariants(record, previous), failed_words(record, previous)
+    out = [f"✗ {'; '.join(failed)}"] if failed else []
+    if record.reason:
+        dead = any(g.samples for g in record.groups) and all(is_dead(g.rewards) for g in record.groups)
+        out.append("Nothing was trained" + ("" if dead else f": {record.reason}"))
+    out += [f"{c.text[0].upper()}{c.text[1:]}" for c in checks if c.notable and c.ok is not False]
+    out += [] if record.reason else [loss_words(record, previous)]
+    return " ".join(f"{said}." for said in out)
 
 # %% ../nbs/40_xray.ipynb #485815b6
 @dataclass(frozen=True, repr=False)

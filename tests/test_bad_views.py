@@ -385,10 +385,10 @@ def untrained(reason: str) -> Refuses:
 
 
 def not_finite(name: str, value: str, more: str) -> dict[str, Outcome]:
-    "What everybody says about a value that is no number, first met at one target of the first sample."
+    "What everybody says about a value that is not finite, first met at one target of the first sample."
     place = f"{name} is {value} at group 0, sample 0 (row 'q757'), target 9 (token 10){more}"
     return {
-        "invariants": shows("✗ finite: a value is not a number", place, "fix what computed it"),
+        "invariants": shows("✗ finite: " + place, "fix what computed it"),
         "x-ray": shows("✗ finite:", place),
     }
 
@@ -407,7 +407,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
             "✓ finite",
             "✓ mask",
             "✓ on-policy: ratio 1",
-            "– reference: policy and reference differ by 0.000",
+            "✓ reference: policy and reference differ by 0.000",
             absent=("✗",),
         ),
         "x-ray": shows(ALL_LIVE, "✓ weights: synced: version 1 to 2", absent=("✗",)),
@@ -421,14 +421,14 @@ TABLE: dict[str, dict[str, Outcome]] = {
         ),
         "step charts": STEP_CHARTS,
         "tokens": shows("TokenInspector(64 samples", ONE_SAMPLE, "masked 0, cut 0", absent=("not a number",)),
-        "dashboard": shows("Step 1. Loss is -0.166", "64 completions", "8 of 64 completions of step 1"),
+        "dashboard": shows("Step 1. All 8 groups carry signal", "64 completions", "8 of 64 completions of step 1"),
         "sliders": shows("Chosen: the record's own", "Chosen: kl_beta=0.1", "same gradient as recorded"),
         "report": shows("steps 1", "KL to the reference 0 step 1", ALL_LIVE),
     },
     "1 group": {
         "record": shows("reward 0.300 (±0.37)", "live 1/1 groups"),
         "sentence": shows("The one group carries signal."),
-        "invariants": shows("✓ signal: The one group carries signal", absent=("✗",)),
+        "invariants": shows("✓ signal: the one group carries signal", absent=("✗",)),
         "x-ray": shows("The one group carries signal", absent=("✗",)),
         "doctor": shows("all well", "no two rows to exchange"),
         "what-if": shows("8 datums, 88 tokens in the loss"),
@@ -443,7 +443,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
     },
     "512 groups": {
         "record": shows("live 501/512 groups", "and 4080 more in completions_table()"),
-        "sentence": shows("501 of 512 groups carry signal, 11 all at 0.2."),
+        "sentence": shows("501 of 512 groups carry signal."),
         "invariants": shows("they sum to 0 in each of 512 groups", "exactly the 52867 sampled tokens", absent=("✗",)),
         "x-ray": shows("599 of 4096 completions cut at the limit", absent=("✗",)),
         "doctor": shows("all well", "0 of 52867 positions"),
@@ -462,7 +462,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
     },
     "all masked": {
         "record": shows("update 0.0e+00", absent=("KL",)),
-        "sentence": shows("Loss is 0.000 because every target is masked; the gradient is 0 too."),
+        "sentence": shows("✗ mask: every datum is masked", "Loss is 0.000 because every target is masked."),
         "invariants": shows(
             "✗ mask: every datum is masked", "See overlong and max_seq_len", "– on-policy: every target"
         ),
@@ -476,14 +476,14 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "run charts": NO_KL,
         "step charts": STEP_CHARTS,
         "tokens": shows("0 scored", "scored 0, masked 27", "no token of it is scored", absent=("not a number",)),
-        "dashboard": shows("every target is masked", "mask every datum is masked"),
+        "dashboard": shows("every target is masked", "mask: every datum is masked"),
         "sliders": MASKED,
         "report": shows("every target is masked", absent=("KL to the reference",)),
     },
     "NaN policy": {
         **not_finite("policy_logprobs", "nan", ", and 26 more there"),
         "record": shows("KL nan", "update nan"),
-        "sentence": shows("Loss is nan; first value that is not finite: policy_logprobs is nan at " + NOWHERE[:-2]),
+        "sentence": shows("✗ finite: policy_logprobs is nan at " + NOWHERE[:-2], "Loss is nan."),
         "doctor": refuses(AlignmentError, f"{NOWHERE}trainer logprobs: got NaN or infinity at all 786 positions"),
         "what-if": refuses(
             AlignmentError, f"step 1, {NOWHERE}policy_logprobs: got nan at target 9 (token 10), 27 such"
@@ -493,12 +493,12 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "run charts": NO_KL,
         "step charts": STEP_CHARTS,
         "tokens": shows("27 scored · 27 not a number", "policy logprob: 27 not a number", "dL/dlogprob: 27 not"),
-        "dashboard": shows("Loss is nan", "finite a value is not a number"),
+        "dashboard": shows("Loss is nan", "✗ finite: "),
         "sliders": refuses(AlignmentError, f"step 1, {NOWHERE}policy_logprobs: got nan"),
-        "report": shows("Loss is nan; first value", absent=("KL to the reference",)),
+        "report": shows("Loss is nan", absent=("KL to the reference",)),
     },
     "one NaN of the policy": {
-        **not_finite("policy_logprobs", "nan", "; expected"),
+        **not_finite("policy_logprobs", "nan", ""),
         "x-ray": shows("✗ finite:", "policy_logprobs is nan at"),
         "record": shows("live 8/8 groups"),
         "sentence": shows("its cause is not known, as it cannot be recomputed", "policy_logprobs: got nan at target 9"),
@@ -511,7 +511,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "tokens": shows(
             "1 not a number", "policy logprob: 1 not a number", "target 9 “ </script><script>doc ” not a number"
         ),
-        "dashboard": shows("cannot be recomputed", "finite a value is not a number"),
+        "dashboard": shows("cannot be recomputed", "✗ finite: "),
         "sliders": refuses(AlignmentError, f"step 1, {NOWHERE}policy_logprobs: got nan"),
         "report": shows("cannot be recomputed"),
     },
@@ -528,7 +528,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "run charts": NO_K3,
         "step charts": STEP_CHARTS,
         "tokens": shows("27 scored · 27 not a number", "sampler logprob: 27 not a number"),
-        "dashboard": shows("sampler_logprobs: got nan", "finite a value is not a number"),
+        "dashboard": shows("sampler_logprobs: got nan", "✗ finite: "),
         "sliders": shows("sampler_logprobs: got nan at target 9", absent=("gradient: norm",)),
         "report": shows("sampler_logprobs: got nan"),
     },
@@ -545,7 +545,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "run charts": NO_K3,
         "step charts": STEP_CHARTS,
         "tokens": shows("max |policy − sampler| 2e-05 · 1 not a number", "sampler logprob: 1 not a number"),
-        "dashboard": shows("got -inf", "finite a value is not a number"),
+        "dashboard": shows("got -inf", "✗ finite: "),
         "sliders": shows("sampler_logprobs: got -inf at target 9", absent=("gradient: norm",)),
         "report": shows("got -inf"),
     },
@@ -563,7 +563,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "run charts": NO_K3,  # as it was measured then; the step's own metric is a number
         "step charts": STEP_CHARTS,
         "tokens": shows("reference logprob: 27 not a number"),
-        "dashboard": shows("ref_logprobs: got nan", "finite a value is not a number"),
+        "dashboard": shows("ref_logprobs: got nan", "✗ finite: "),
         "sliders": shows("ref_logprobs: got nan at target 9", absent=("gradient: norm",)),
         "report": shows("ref_logprobs: got nan"),
     },
@@ -581,14 +581,14 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "run charts": shows("reward | lower quartile [0.35]"),  # of the seven groups with a mean
         "step charts": shows("[[null, null, null, null, null, null, null, null], [-0.715", "with signal [8, 41,"),
         "tokens": shows("group 0, sample 0 · reward nan", "· reward nan · ended length"),
-        "dashboard": shows("finite a value is not a number", "advantages a group does not sum to 0"),
+        "dashboard": shows("✗ finite: ", "advantages: a group does not sum to 0"),
         "sliders": shows("64 datums, 786 tokens"),
         "report": shows(ALL_LIVE, '"reward":null,"advantage":null,"length":27,"finish_reason":"length"'),
     },
     "nothing trained": {
         "record": shows("nothing trained: all 8 groups had equal rewards"),
-        "sentence": shows("Nothing was trained: all 8 groups are dead (8 all wrong)"),
-        "invariants": shows("✗ signal: 0 of 8 groups carry signal, 8 all wrong", "– mask: nothing was trained"),
+        "sentence": shows("✗ signal: all 8 groups are dead (8 with the same reward 0)", "Nothing was trained."),
+        "invariants": shows("✗ signal: all 8 groups are dead", "– mask: nothing was trained"),
         "x-ray": shows("so no completion was better than its siblings", "– update: nothing was trained"),
         "doctor": refuses(
             DatumError, "step 1: datums: got all 8 groups had equal rewards", "Diagnose a step that trained"
@@ -599,16 +599,14 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "run charts": shows("charts: reward, length, dead, advantage spread, token share", "dead | all wrong [1.0]"),
         "step charts": shows("advantages |  [[0.0, 0.0", "rewards counted | all wrong [64]"),
         "tokens": shows("· not trained)", "not trained: all 8 groups had equal rewards"),
-        "dashboard": shows("Nothing was trained: all 8 groups are dead", "signal 0 of 8 groups carry signal"),
+        "dashboard": shows("Nothing was trained.", "✗ signal: all 8 groups are dead"),
         "sliders": untrained("all 8 groups had equal rewards"),
         "report": shows("Steps that trained nothing: 1 × all 8 groups had equal rewards"),
     },
     "no answers": {
         "record": shows("nothing trained: every rollout failed"),
-        "sentence": shows("Nothing was trained: every rollout failed.", "1 without a graded completion"),
-        "invariants": shows(
-            "✗ completions: 0 of 1 completions cut at the limit, 1 lost", "RuntimeError: the server is gone"
-        ),
+        "sentence": shows("Nothing was trained: every rollout failed.", "no completion was graded"),
+        "invariants": shows("✗ completions: 1 of 1 completions lost", "RuntimeError: the server is gone"),
         "x-ray": shows("every rollout failed", "the server is gone"),
         "doctor": refuses(
             DatumError, "step 1: datums: got every rollout failed", "Diagnose a step that trained something"
@@ -621,7 +619,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         ),
         "step charts": shows("charts: none", "empty: advantages, rewards counted, advantages counted"),
         "tokens": shows("There is no sample in this step: every rollout failed."),
-        "dashboard": shows("Nothing was trained: every rollout failed", "1 lost", "0 completions"),
+        "dashboard": shows("Nothing was trained: every rollout failed", "1 of 1 completions lost", "0 completions"),
         "sliders": untrained("every rollout failed"),
         "report": shows("Nothing was trained: every rollout failed.", "1 dropped", "no sample was graded"),
     },
@@ -663,9 +661,9 @@ TABLE: dict[str, dict[str, Outcome]] = {
     },
     "hostile text": {  # that nothing becomes markup is checked in `words`, for every page of every pair
         "record": shows(BAD[:20], "live 1/2 groups"),
-        "sentence": shows("1 of 2 groups carry signal, 1 all at 0.2.", absent=("script",)),
-        "invariants": shows("2 lost (0 empty)"),
-        "x-ray": shows("1 of 2 groups carry signal"),
+        "sentence": shows("1 of 2 groups carries signal.", absent=("script",)),
+        "invariants": shows("2 of 10 completions lost"),
+        "x-ray": shows("1 of 2 groups carries signal"),
         "doctor": shows("all well"),
         "what-if": shows("4 datums, 60 tokens in the loss"),
         "reward lab": shows(BAD[:20], "mean reward 0.300 → "),

@@ -472,7 +472,7 @@ def test_a_browser_draws_the_charts_and_runs_nothing_else(tmp_path: Path):
 
 
 def with_dead(step: int, dead: int) -> StepRecord:
-    "A step of eight groups, some of them all right."
+    "A step of eight groups, some of them dead."
     record = synthetic_record(step, groups=8, completions=4)
     same = lambda g: replace(g, samples=tuple(replace(s, reward=1.0, text="all the same") for s in g.samples))
     mixed = lambda g: replace(g, samples=tuple(replace(s, reward=float(i)) for i, s in enumerate(g.samples)))
@@ -485,7 +485,7 @@ def test_the_page_says_from_when_on_most_groups_are_dead_and_shows_no_example_of
     dead = [1, 0, 2, 1, 1, 0, 7, 6, 7, 6, 6, 8]
     page = report_html([with_dead(step, n) for step, n in enumerate(dead, 1)])
     assert re.search(r"8\d % of the groups are dead from step [567] on", page)
-    assert "all right: the prompts are too easy" in page
+    assert "with the same high reward: the prompts may be too easy" in page
     examples = page[page.index(">Completions<") :]
     assert "all the same" not in examples
     assert "no example: within each of the 8 groups all completions earned the same" in examples

@@ -20,6 +20,7 @@ from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
 from rl_notebook.records import StepRecord, read_record, write_record
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.xray import sentence
 from rl_notebook.whatif import (
     RECORDED,
     REPRODUCED,
@@ -732,3 +733,43 @@ def test_a_step_that_did_not_move(stepped):
     assert not change.tokens.predicted.any()
     assert np.isnan(change.summary["correlation"])
     assert "nan" in repr(change)
+
+
+# --- several updates a step ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"policy_loss": "ppo"},
+        {"policy_loss": "gspo", "aggregation": "sequence_mean"},
+        {"policy_loss": "cispo", "aggregation": "sum", "max_samples_per_fwd_bwd": 4},
+        {"policy_loss": "ppo", "tis_enabled": True, "ppo_n_minibatches": 3},
+    ],
+    ids=str,
+)
+def test_a_clean_step_of_several_updates_is_reproduced(settings: dict):
+    record = trained(**{"ppo_n_minibatches": 2} | settings)
+    assert len(record.updates) > 1
+    result = what_if(record, {"sum": {"aggregation": "sum"}})
+    assert "NOT reproduced" not in result.headline
+    assert result.outputs[RECORDED].loss == pytest.approx(record.loss.loss, rel=1e-4)
+    assert "cause is not known" not in sentence(record)
+    assert "cause is not known" not in sentence(result.as_record("sum"))
+
+
+def test_the_change_of_several_updates_is_predicted_and_realised():
+    async def run():
+        loop = open_loop(ppo_n_minibatches=2, policy_loss="ppo", learning_rate=5e-6)
+        before = await loop.backend.policy.save_state("before")
+        record = await loop.step()
+        change = await predicted_change(loop.backend.policy, record, before)
+        assert change.summary["correlation"] > 0.99
+        assert change.summary["rms_error"] < 0.2 * change.summary["rms_change"]
+        with pytest.raises(BackendError, match="weights are not those of the step"):
+            await predicted_change(loop.backend.policy, record, await loop.backend.policy.save_state("after"))
+        with pytest.raises(LossError, match="2 updates, each from weights of its own"):
+            await true_gradients(loop.backend.policy, record, before)
+
+    asyncio.run(run())

@@ -362,7 +362,7 @@ async def _train(
         with tqdm(total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar(progress)) as loop.bar:
             async for record in loop:
                 loop.bar.update()
-                say(await asyncio.to_thread(verdict_line, loop, record))
+                say(await asyncio.to_thread(verdict_line, loop.records, record))
         stopped = loop.stop_requested and not loop.done
         await saver.save()
     except Exception as error:

@@ -55,7 +55,7 @@ from rl_notebook.views.tokens import (
     tokens_html,
     with_fallback,
 )
-from ..xray import invariants, sentence
+from ..xray import failed_words, sentence
 
 # %% ../../nbs/53_views.dashboard.ipynb #e7160be4
 COUNTED = {
@@ -240,14 +240,14 @@ HINT = "Click a cell of the map, or a row of the table, to read that completion 
 
 # %% ../../nbs/53_views.dashboard.ipynb #2b7fe13d
 def words_html(record: StepRecord | None, previous: StepRecord | None) -> str:
-    "What happened in the last step, and what should have held and did not."
+    "What failed in the last step, and what happened in it."
     if record is None:
         return ""
-    said = html.escape(sentence(record, previous))
-    failed = [c for c in invariants(record, previous) if c.ok is False]
-    items = "".join(f"<li><b>✗ {html.escape(c.name)}</b> {html.escape(c.text)}</li>" for c in failed)
-    listed = f'<ul class="rld-warnings">{items}</ul>' if items else ""
-    return f'<p class="rld-sentence"><b>Step {record.step}.</b> {said}</p>{listed}'
+    failed = "; ".join(failed_words(record, previous))
+    lead = f"✗ {failed}." if failed else ""
+    said = sentence(record, previous).removeprefix(lead).strip()
+    warned = f'<p class="rld-warnings">{html.escape(lead)}</p>' if lead else ""
+    return f'{warned}<p class="rld-sentence"><b>Step {record.step}.</b> {html.escape(said)}</p>'
 
 # %% ../../nbs/53_views.dashboard.ipynb #f657de1e
 def error_html(error: BaseException, standing: str) -> str:

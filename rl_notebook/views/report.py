@@ -268,7 +268,8 @@ def _dead_html(metrics: pd.DataFrame) -> str:
     if not names or len(dead) - start < 3:
         return ""
     end = shares.iloc[start:]
-    parts = {"frac_dead_high": "all right: the prompts are too easy", "frac_dead_low": "all wrong: they are too hard"}
+    parts = {"frac_dead_high": "with the same high reward: the prompts may be too easy"}
+    parts |= {"frac_dead_low": "with the same low reward: they may be too hard"}
     percent = lambda share: f"{100 * share:.0f} %"
     why = "; ".join(f"{percent(end[name].mean())} {parts[name]}" for name in names if end[name].mean() >= 0.01)
     share = percent(dead.iloc[start:].mean())

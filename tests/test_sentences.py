@@ -1,0 +1,453 @@
+"""What a step says of itself when it goes wrong: each situation is made by running the loop wrongly.
+
+`SITUATIONS` and `VARIATIONS` pair a way to go wrong with words that the sentence must have and words that would be
+false. The words were chosen before the sentences were.
+"""
+
+import asyncio
+import copy
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_notebook.backends.base import Backend
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import Completion, LossOutput, PromptGroup
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.losses import make_loss_fn
+from rl_notebook.records import StepRecord
+from rl_notebook.step import evaluate_loss
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.xray import failed_words, sentence
+from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+
+Records = list[StepRecord]
+shipped = functools.cache(load_model)
+
+
+def tiny(change: Callable[[Any], Any] = lambda model: None, **options: Any) -> Backend:
+    "The tiny model as it ships, or with something done to it."
+    model, tokenizer = shipped("tiny")
+    model = copy.deepcopy(model)
+    change(model)
+    return open_local(model, tokenizer, **options)
+
+
+def opened(reward: Any = toy_reward, *, backend: Backend | None = None, rows: Any = None, **given: Any) -> GRPOLoop:
+    "A loop on sums; keywords that are not the loop's are settings."
+    own = {name: given.pop(name) for name in ("make_loss", "advantage_fn") if name in given}
+    size = {"prompt_groups_per_step": 4, "completions_per_prompt": 6, "max_completion_tokens": 24, "max_seq_len": 96}
+    cfg = Config(**size | {"learning_rate": 5e-4, "kl_beta": 0.01} | given)
+    return GRPOLoop(backend or tiny(), toy_rows(40) if rows is None else rows, reward, cfg, **own)
+
+
+def run(n: int, *args: Any, **given: Any) -> Records:
+    "Steps of such a loop."
+    return list(asyncio.run(opened(*args, **given).run(n, progress=False)))
+
+
+def between(n: int, do: Callable[[GRPOLoop], Any], **given: Any) -> Records:
+    "Steps of a loop to which something is done after each."
+
+    async def steps() -> Records:
+        loop, records = opened(**given), []
+        for _ in range(n):
+            records += [await loop.step()]
+            await do(loop)
+        return records
+
+    return asyncio.run(steps())
+
+
+# --- ways to go wrong ---------------------------------------------------------------------------------------------
+
+
+def uneven(text: str) -> float:
+    "A reward that nearly always differs inside a group."
+    return float(sum(map(ord, text)) % 7)
+
+
+def always(value: float) -> Callable[[str], float]:
+    "A reward that tells nothing."
+    return lambda text: value
+
+
+def shape(text: str) -> float:
+    "What every completion gets."
+    return 0.2
+
+
+def right(text: str) -> float:
+    "What no completion gets."
+    return 0.0
+
+
+def times(factor: float) -> Any:
+    "The loss of the config, multiplied."
+
+    def make(datums: Any, denominator: float | None) -> Any:
+        plain = make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
+
+        def loss(datums: Any, logprobs: Any) -> Any:
+            value, metrics = plain(datums, logprobs)
+            return value * factor, metrics
+
+        return loss
+
+    return make
+
+
+def root(datums: Any, denominator: float | None) -> Any:
+    "A loss whose value is fine, and whose derivative is 0 times infinity."
+    plain = make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
+
+    def loss(datums: Any, logprobs: Any) -> Any:
+        value, metrics = plain(datums, logprobs)
+        live = torch.tensor(datums[0].active)
+        return value + torch.sqrt((logprobs[0] - logprobs[0].detach()).abs())[live].sum(), metrics
+
+    return loss
+
+
+class Careless:
+    "A trainer that checks nothing, as some services do: it reports the gradient that it was handed."
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def forward_backward_custom(self, datums: Any, loss_fn: Any) -> LossOutput:
+        logprobs = await self.inner.forward(datums)
+        out = evaluate_loss(datums, logprobs, lambda ds, denominator: loss_fn)
+        await self.inner.backward(datums, [np.nan_to_num(g) for g in out.dlogprobs])
+        self.norm = float(np.sum([g.sum() for g in out.dlogprobs]))
+        return out
+
+    async def optim_step(self, adam: Any, **how: Any) -> dict[str, float]:
+        return await self.inner.optim_step(adam, **how) | {"grad_norm": self.norm, "grad_norm_clipped": self.norm}
+
+
+class Scheduled(Careless):
+    "A trainer whose own schedule of learning rates has come to its end."
+
+    async def forward_backward_custom(self, datums: Any, loss_fn: Any) -> LossOutput:
+        return await self.inner.forward_backward_custom(datums, loss_fn)
+
+    async def optim_step(self, adam: Any, **how: Any) -> dict[str, float]:
+        return await self.inner.optim_step(replace(adam, learning_rate=0.0), **how)
+
+
+def trained_by(kind: type[Careless]) -> Backend:
+    backend = tiny()
+    backend.policy = kind(backend.policy)
+    return backend
+
+
+class Bent:
+    "A sampler that is asked something else than the loop asked."
+
+    def __init__(self, inner: Any, ask: Callable[..., Any]):
+        self.inner, self.ask, self.calls = inner, ask, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def sample(self, prompt: Any, params: Any) -> list[Completion]:
+        self.calls += 1
+        return await self.ask(self.inner.sample, np.asarray(prompt), params, self.calls)
+
+
+def sampled_by(ask: Callable[..., Any]) -> Backend:
+    backend = tiny()
+    backend.sampler = Bent(backend.sampler, ask)
+    return backend
+
+
+async def one_long(sample: Any, prompt: Any, params: Any, call: int) -> list[Completion]:
+    "The first prompt may be answered at length, the others may not."
+    return await sample(prompt, params if call == 1 else replace(params, max_tokens=1))
+
+
+async def another_prompt(sample: Any, prompt: Any, params: Any, call: int) -> list[Completion]:
+    "Half of a group belongs to another prompt."
+    n = params.n // 2
+    other = prompt.copy()
+    other[len(other) // 2] += 1
+    mine, theirs = await sample(prompt, replace(params, n=n)), await sample(other, replace(params, n=params.n - n))
+    return [*mine, *theirs]
+
+
+async def one_seed(sample: Any, prompt: Any, params: Any, call: int) -> list[Completion]:
+    "Every completion is drawn with the same seed."
+    return [(await sample(prompt, replace(params, n=1)))[0] for _ in range(params.n)]
+
+
+def negated(groups: Sequence[PromptGroup]) -> list[PromptGroup]:
+    return [replace(g, advantages=g.rewards.mean() - g.rewards) for g in groups]
+
+
+def ranked(groups: Sequence[PromptGroup]) -> list[PromptGroup]:
+    "A deliberate comparison of one's own: ranks, centred."
+    ranks = lambda r: np.array([(r < x).mean() - (r > x).mean() for x in r])
+    return [replace(g, advantages=ranks(g.rewards)) for g in groups]
+
+
+def transposed(groups: Sequence[PromptGroup]) -> list[PromptGroup]:
+    "Rewards compared by sample number instead of by prompt."
+    rewards = np.array([g.rewards for g in groups])
+    found = (rewards - rewards.mean(0)) / (rewards.std(0) + 1e-8)
+    return [replace(g, advantages=a) for g, a in zip(groups, found, strict=True)]
+
+
+def no_gradient(model: Any) -> None:
+    "Every weight is kept where it is by a hook."
+    for p in model.parameters():
+        p.register_hook(torch.zeros_like)
+
+
+def other_model(model: Any) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.15 * p.std().nan_to_num() * torch.randn_like(p))
+
+
+def other_reference() -> Backend:
+    backend, other = tiny(), tiny(other_model)
+    backend.reference = other.reference
+    return backend
+
+
+def own_reference() -> Backend:
+    backend = tiny()
+    backend.reference = backend.policy
+    return backend
+
+
+def reset_policy(sampler_too: bool) -> Records:
+    "After each step the policy is loaded as it was at the beginning."
+
+    async def steps() -> Records:
+        loop = opened(uneven, learning_rate=2e-3)
+        start = await loop.backend.policy.save_state("start")
+        records = []
+        for _ in range(2):
+            records += [await loop.step()]
+            await loop.backend.policy.load_state(start)
+            if sampler_too:
+                await loop.backend.sync(await loop.backend.policy.save_weights_for_sampler("again"))
+        return records
+
+    return asyncio.run(steps())
+
+
+def by_row(text: str, row: Any) -> float:
+    "Only the first row is ever graded apart from 0."
+    return uneven(text) if row.data["question"] == toy_rows(1)[0]["question"] else 0.0
+
+
+# --- what must be said, and what would be false -------------------------------------------------------------------
+
+Situation = tuple[Callable[[], Records], str, str]  # how it is made, what must be said, what must not
+MOVED = r"cancel|has not moved since|on-policy"
+SITUATIONS: dict[str, Situation] = {
+    "all rewards 0": (lambda: run(1, always(0.0)), r"(?i)reward 0\b|rewards are (all )?0\b", r"all right|cut|masked"),
+    "all rewards 1": (lambda: run(1, always(1.0)), r"(?i)reward 1\b|rewards are (all )?1\b", r"all wrong|cut|masked"),
+    "NaN gradient": (
+        lambda: run(1, uneven, backend=trained_by(Careless), make_loss=root),
+        r"(?i)(NaN|not finite)[^.]*(gradient|dL/d)|(gradient|dL/d)[^.]*(NaN|not finite)",
+        r"gradient is not 0|norm \d|cancel",
+    ),
+    "exploding gradient": (
+        lambda: run(1, lambda text: 1e6 * uneven(text), advantage_scale="none", grad_clip_norm=0),
+        r"(?i)gradient[^.]*(explo|huge|very large|large)",
+        r"clipped to|gradient is 0",
+    ),
+    "KL explosion": (
+        lambda: run(2, uneven, learning_rate=0.01, kl_beta=0.1, grad_clip_norm=0),
+        r"(?i)KL[^.]*(far|large|high|explo)|far from the reference|reference[^.]*far",
+        r"is the reference|close to|KL is 0",
+    ),
+    "collapse to one completion": (
+        lambda: run(1, top_k=1),
+        r"(?i)identical|the same completion|the same text|collapse",
+        r"cut at|masked|different",
+    ),
+    "truncation": (
+        lambda: run(1, max_completion_tokens=3),
+        r"(?i)(all|every)[^.]*(cut|truncat)|(cut|truncat)[^.]*(all|every)",
+        r"all right|masked",
+    ),
+    "wrong sign of advantages": (
+        lambda: run(1, uneven, advantage_fn=negated),
+        r"(?i)advantage[^.]*(opposite|against|negative(ly)? corr|sign)",
+        r"corr[^.]*\+0|higher rewards? (has|have) (a )?higher",
+    ),
+    "learning rate 0": (
+        lambda: run(2, uneven, backend=trained_by(Scheduled)),
+        r"(?i)learning rate (is |of )?0|weights (did|have|were) not (move|change)|no weight (moved|changed)",
+        r"(?i)gradient is 0|policy has moved",
+    ),
+    "loss coefficient 0": (
+        lambda: run(1, uneven, make_loss=times(0.0)),
+        r"(?i)gradient[^.]*\b(is|was) (exactly )?0\b|no gradient|gradient 0\b",
+        r"cancel|gradient is not 0|same reward",
+    ),
+    "frozen parameters": (
+        lambda: run(1, uneven, backend=tiny(no_gradient), weight_decay=0.0),
+        r"(?i)frozen|no gradient reach|gradient[^.]*does not reach|weights (did|have|were) not (move|change)",
+        r"gradient is not 0|same reward",
+    ),
+    "everything masked out": (
+        lambda: run(1, uneven, max_completion_tokens=3, overlong="mask"),
+        r"(?i)mask",
+        r"all right|all wrong|same reward",
+    ),
+    "one group dominates by length": (
+        lambda: run(1, uneven, backend=sampled_by(one_long)),
+        r"(?i)group \d+[^.]*\d+ ?%|\d+ ?%[^.]*group \d+|one group[^.]*(most|\d+ ?%)",
+        r"(?i)equal weight|same reward",
+    ),
+    "length hacking": (
+        lambda: run(1, lambda text: float(len(text))),
+        r"(?i)reward[^.]*length|length[^.]*reward|longer[^.]*reward|reward[^.]*longer",
+        r"(?i)shorter",
+    ),
+    "duplicate prompts": (
+        lambda: run(1, uneven, rows=[toy_rows(1)[0] | {"id": i} for i in range(8)]),
+        r"(?i)(same|duplicate|repeat)\w*[^.]*prompt|prompts?[^.]*(same|duplicate|repeat|times|twice|equal)",
+        r"(?i)same completion|same reward",
+    ),
+    "wrong group ids": (
+        lambda: run(1, uneven, backend=sampled_by(another_prompt)),
+        r"(?i)(different|another|two|more than one|not the same|mix)[^.]*prompt|prompts[^.]*(differ|mix)",
+        r"(?i)duplicate prompt|same reward",
+    ),
+    "the reference is the policy": (
+        lambda: run(3, uneven, backend=own_reference()),
+        r"(?i)reference[^.]*(policy|moves|follow|same)[^.]*|KL[^.]*\b0\b[^.]*although",
+        r"(?i)far from the reference|first step",
+    ),
+    "the policy is reset between steps": (
+        lambda: reset_policy(False),
+        r"(?i)(policy|trainer)[^.]*(not|differ|other|than|moved)[^.]*(sampl|drew|drawn)",
+        r"cancel|has not moved since|ratio 1\b",
+    ),
+    "everything is clipped": (
+        lambda: run(
+            2, uneven, policy_loss="ppo", anchor="rollout", eps_clip=0.0, weight_sync_interval=0, learning_rate=2e-2,
+            ppo_n_minibatches=2,
+        ),
+        r"(?i)clip[^.]*\d+ ?%|\d+ ?%[^.]*clip",
+        MOVED,
+    ),
+    "one live group": (
+        lambda: run(1, by_row, rows=toy_rows(4), shuffle=False),
+        r"(?i)(one|1)( live)? of (the )?(4|four)|only (one|1) (live )?(prompt )?group|3 of 4 groups",
+        r"all right|all wrong",
+    ),
+}  # fmt: skip
+
+# Other ways into the same situations; their words were chosen with those above, and tried when the sentences were done.
+VARIATIONS: dict[str, Situation] = {
+    "the same reward 0.2 of two": (
+        lambda: run(1, [shape, right]),
+        r"reward 0\.2\b",
+        r"all right|all wrong",
+    ),
+    "dead groups that count": (
+        lambda: run(1, always(1.0), drop_dead=False, kl_beta=0.1),
+        r"(?i)reward 1\b.*|KL",
+        r"all wrong|cancel",
+    ),
+    "truncation with a live reward": (
+        lambda: run(1, uneven, max_completion_tokens=3, seed=3, policy_loss="ppo"),
+        r"\d\d of 24 completions cut at the limit",
+        r"all right|all wrong|masked",
+    ),
+    "wrong sign with two updates": (
+        lambda: run(1, uneven, advantage_fn=negated, ppo_n_minibatches=2, policy_loss="ppo", completions_per_prompt=4),
+        r"(?i)advantage[^.]*(opposite|against|negative(ly)? corr|sign)",
+        r"corr[^.]*\+0",
+    ),
+    "a learning rate that rounds away": (
+        lambda: run(1, uneven, learning_rate=1e-14, weight_decay=0.0, seed=1),
+        r"(?i)learning rate|weights (did|have|were) not (move|change)|no weight (moved|changed)",
+        r"(?i)gradient is 0\b",
+    ),
+    "policy and sampler are reset": (
+        lambda: reset_policy(True),
+        r"(?i)(reset|again|went back|fell)|KL[^.]*\b0\b[^.]*(although|step|update)",
+        r"far from the reference",
+    ),
+    "advantages by wrong group ids": (  # of a deliberate advantage_fn, which is not judged
+        lambda: run(1, uneven, advantage_fn=transposed, seed=2),
+        "",
+        r"same reward",
+    ),
+    "another reference in the first step": (
+        lambda: run(1, uneven, backend=other_reference(), kl_beta=0.05),
+        r"(?i)reference[^.]*(not|other|differ|another|far)",
+        r"is the reference\b|KL is 0",
+    ),
+    "brevity is rewarded": (
+        lambda: run(1, lambda text: -float(len(text)), prompt_groups_per_step=6, completions_per_prompt=5),
+        r"(?i)shorter[^.]*reward|reward[^.]*shorter|length",
+        r"(?i)longer completions (get|have)[^.]*higher",
+    ),
+    "a loss times 1e5, two updates": (
+        lambda: run(1, uneven, make_loss=times(1e5), grad_clip_norm=0, ppo_n_minibatches=2, seed=3),
+        r"(?i)gradient[^.]*(explo|huge|very large|large)",
+        r"clipped to",
+    ),
+    "one seed for all": (
+        lambda: run(1, uneven, backend=sampled_by(one_seed), prompt_groups_per_step=2),
+        r"(?i)identical|the same completion|the same text|collapse",
+        r"all right|all wrong",
+    ),
+}  # fmt: skip
+
+# Nothing is wrong: words that would be a false alarm.
+ALARMS = (
+    r"(?i)identical|explo|very large|far from|opposite|against|frozen|did not move|did not change|mask|duplicate"
+    r"|learning rate|is not the|another reference|collapse|NaN|length"
+)
+CLEAN: dict[str, Callable[[], Records]] = {
+    "plain": lambda: run(3),
+    "uneven": lambda: run(2, uneven, seed=4),
+    "two updates": lambda: run(2, policy_loss="ppo", ppo_n_minibatches=2),
+    "no reference": lambda: run(2, kl_beta=0.0, prompt_groups_per_step=8),
+    "an advantage_fn of one's own": lambda: run(2, uneven, advantage_fn=ranked),
+    "on the sampler, in windows": lambda: run(3, uneven, policy_loss="ppo", anchor="rollout", weight_sync_interval=3),
+}
+
+
+def said(records: Records) -> str:
+    "The sentence of the last step."
+    return sentence(records[-1], records[-2] if records[1:] else None)
+
+
+@pytest.mark.parametrize("name", [*SITUATIONS, *VARIATIONS])
+def test_the_sentence_says_the_main_thing_and_nothing_false(name: str) -> None:
+    make, must, not_true = (SITUATIONS | VARIATIONS)[name]
+    text = said(make())
+    assert re.search(must, text), f"not said in: {text}"
+    assert not re.search(not_true, text), f"false: {text}"
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_run_raises_no_alarm(name: str) -> None:
+    records = CLEAN[name]()
+    for previous, record in zip([None, *records], records, strict=False):
+        text = sentence(record, previous)
+        assert not re.search(ALARMS, text), text
+        assert not failed_words(record, previous)
