@@ -466,10 +466,23 @@ def test_a_still_picture_is_small_and_honest():
 # --- the widget -------------------------------------------------------------------------------------------------------
 
 
+def largest_gap(record: StepRecord) -> float:
+    "The largest difference of a step."
+    gaps = (lp.values - d.sampler_logprobs for d, lp in zip(record.datums, record.loss.logprobs, strict=True))
+    return max(float(np.nanmax(np.abs(gap[d.active]))) for gap, d in zip(gaps, record.datums, strict=True))
+
+
+def test_two_series_that_never_have_a_number_at_the_same_token():
+    d = small_datum(sampler_logprobs=[NAN, NAN, -1.0, NAN], old_logprobs=None)
+    inspector = inspect_tokens([d], policy_logprobs=[[NAN, NAN, NAN, -1.0]])
+    assert inspector.overview["points"]["x"] == []
+    assert "0 of 2 tokens agree" in inspector.static_html()
+
+
 def test_another_sample_is_fetched_when_it_is_asked_for():
     record = synthetic_record(1, groups=3, completions=4)
     inspector = inspect_tokens(record, series="policy")
-    assert inspector.payload["where"].startswith("group 0, sample 0")
+    assert f"max |policy − sampler| {largest_gap(record):.2g}" in inspector.items[inspector.item]["label"]
     inspector.set_state({"item": 5, "target": 2})  # as the browser does it
     assert inspector.payload["where"].startswith("group 1, sample 1")
     assert (inspector.payload["item"], inspector.target) == (5, 2)

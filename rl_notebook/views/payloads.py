@@ -971,25 +971,27 @@ def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
 def verdict_payload(
     e: Evidence,
     d: Diagnosis,
-    syncs: str = "",  # how often the sampler was given weights, where that is too seldom
+    syncs: str = "",  # how often the sampler was given weights
 ) -> dict[str, str]:
     "What the numbers of all tokens say, in a line, and what to do about it."
     (state, cause), gap, floor = _cause_words(d, syncs), np.abs(e.gap), tolerance(e)
     close = f"{int((gap <= floor).sum()):,} of {len(gap):,} tokens agree (floor {floor:.2g} nats)"
     ask = "" if d.controls else "Experiments tell: await rln.diagnose(record, backend=backend)."
-    largest = f"largest gap {float(np.nanmax(gap)):.2g} nats"
-    largest += f", all within the {HALF:.2g} of bfloat16" if floor < np.nanmax(gap) <= HALF else ""
+    most = float(np.nanmax(gap, initial=0.0))
+    largest = f"largest gap {most:.2g} nats"
+    largest += f", all within the {HALF:.2g} of bfloat16" if state == "open" and most <= HALF else ""
     text = f"{close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
     more = "" if state == "well" else f"{close}, {largest}. {ask if state == 'open' else d.fix}".strip()
     return {"state": state, "text": text, "more": more}
 
 # %% ../../nbs/50_views.payloads.ipynb #30df4651
 def syncs_words(source: StepRecord | Sequence[Datum]) -> str:
-    "Weight syncs before a step, where there were fewer than steps; else nothing."
+    "Weight syncs before a step, and the steps that there were; nothing where they are not known."
     if not isinstance(source, StepRecord) or (synced := version_at_start(source)) is None:
         return ""
     before = source.step - 1
-    return f"{synced} weight syncs in {before} steps" if synced < before else ""
+    several = lambda count, what: f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{several(synced, 'weight sync')} in {several(before, 'step')}" if before else "in the first step"
 
 
 def sides_payload(source: StepRecord | Sequence[Datum], e: Evidence) -> list[str]:
@@ -998,7 +1000,7 @@ def sides_payload(source: StepRecord | Sequence[Datum], e: Evidence) -> list[str
         return []
     versions = {"sampler version": e.stamps.sampler_version, "trainer version": e.stamps.trainer_version}
     out = [f"step {source.step}", *(f"{name} {v}" for name, v in versions.items() if v is not None)]
-    return [*out, *filter(None, [syncs_words(source)])]
+    return [*out, *filter(None, [syncs_words(source)])] if source.step > 1 else out
 
 # %% ../../nbs/50_views.payloads.ipynb #9149f176
 ALONG = 0.9  # correlation from which points lie along a line
@@ -1046,8 +1048,8 @@ def gap_by_place(at: np.ndarray, gap: np.ndarray, most: int = 100) -> dict[str, 
     bins = min(most, max(4, len(at) // 8))  # so that few tokens do not make a zigzag
     width = max(1, -(-(int(at.max(initial=0)) + 1) // bins))
     count = np.bincount(at // width)
-    mean = np.bincount(at // width, gap)[count > 0] / count[count > 0]
-    return {"x": (np.flatnonzero(count) * width + (width - 1) / 2).tolist(), "y": mean.tolist()}
+    mean = lambda values: (np.bincount(at // width, values)[count > 0] / count[count > 0]).tolist()
+    return {"x": mean(at), "y": mean(gap)}
 
 # %% ../../nbs/50_views.payloads.ipynb #2f0209c3
 def shift_payload(e: Evidence, reach: int = 2) -> dict[str, list]:
@@ -1098,12 +1100,15 @@ def overview_payload(
     gap, group = np.abs(e.gap), np.array([d.group for d in e.datums])[e.row]
     scopes = [_scope(f"all {len(e.datums)} samples", None, gap)]
     scopes += [_scope(f"group {g}", int(g), gap[group == g]) for g in np.unique(group)]
+    points, verdict = _points(e, rows, limit), verdict_payload(e, diagnosis or weigh(e), syncs_words(source))
+    far = np.abs(np.subtract(points["y"], points["x"]))
     return {
-        "verdict": verdict_payload(e, diagnosis or weigh(e), syncs_words(source)),
+        "verdict": verdict,
+        "item": points["item"][int(far.argmax())] if len(far) and verdict["state"] != "well" else 0,
         "sides": sides_payload(source, e),
         "floor": tolerance(e),
         "half": HALF,
-        "points": _points(e, rows, limit),
+        "points": points,
         "line": (line := fitted_line(e.s[finite], e.p[finite])),
         "fit": fit_words(line),
         "places": gap_by_place(_place(e)[finite], gap[finite]),

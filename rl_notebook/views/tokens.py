@@ -563,9 +563,10 @@ class TokenInspector(anywidget.AnyWidget):
     ):
         self.rows, self.tokenizer, self.message = list(rows), tokenizer, message
         self.floor: float = overview["floor"] if overview else NOISE
-        payload = payload_of(self.rows, 0, tokenizer, message, self.floor)
+        item = overview["item"] if overview else 0
+        payload = payload_of(self.rows, item, tokenizer, message, self.floor)
         made = {"items": menu_payload(self.rows), "overview": overview, "payload": payload}
-        super().__init__(**made, series=series, target=first_target(payload, series))
+        super().__init__(**made, item=item, series=series, target=first_target(payload, series))
         deliver_to_main(self)
 
     @traitlets.observe("item")
@@ -604,7 +605,7 @@ def inspect_tokens(
     source: StepRecord | Sequence[Datum],  # a step, or datums of one
     tokenizer: Any = None,  # with `decode`; None = ids are shown
     *,
-    group: int | None = None,  # index of the prompt group to show first; None = the first sample
+    group: int | None = None,  # index of the prompt group to show first; None = the sample with the largest gap
     sample: int = 0,  # index in the group
     target: int | None = None,  # token to select; None = the worst
     policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
