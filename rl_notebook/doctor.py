@@ -18,10 +18,10 @@ from .backends.base import Backend
 from .core import AlignmentError, BackendError, Completion, ConfigError, Datum, DatumError, Logprobs
 from .core import SampleParams
 from .records import StepRecord, html_table
-from .xray import ROUNDING, Rounding, rounding, sample_of, scored_first
+from .xray import ROUNDING, Gap, Rounding, rounding, sample_of, scored_first
 
 # %% auto #0
-__all__ = ['HYPOTHESES', 'COUNTED', 'Evidence', 'Finding', 'Diagnosis', 'diagnose']
+__all__ = ['HYPOTHESES', 'Evidence', 'Finding', 'Diagnosis', 'diagnose']
 
 # %% ../nbs/41_doctor.ipynb #d4ead6bc
 NONE = "none of the known causes"
@@ -43,6 +43,14 @@ FIXES: dict[str, str] = {
     "wrong reference": "Make the reference a frozen copy of the policy as it is before its first update.",
     "vocabulary": "Give policy and sampler one tokenizer, and embeddings in the order of its ids.",
     "non-finite": "Look for weights that diverged, or for a series that was never filled.",
+}
+SETTLES = {
+    "dtype or batching": "load both sides in float32 and diagnose again: rounding goes, anything else stays",
+    "stale weights": "sync, draw a step anew, and diagnose that one",
+    "temperature": "draw a step at temperature 1, top_p 1 and top_k 0, and diagnose that one",
+    "top-p or top-k": "draw a step at temperature 1, top_p 1 and top_k 0, and diagnose that one",
+    "BOS or template": "compare the token ids that the sampler read with those that were sent",
+    NONE: "score two tokens with both programs, then three, until they differ",
 }
 
 # %% ../nbs/41_doctor.ipynb #9cf2306c
@@ -72,6 +80,7 @@ class Evidence:
     stamps: Stamps = Stamps()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
     probes: tuple[Probe, ...] = ()  # heads of distributions
+    pairs: tuple[Pair, ...] = ()  # tokens behind a single other one
     redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
     refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
 
@@ -134,10 +143,10 @@ def noise_floor(e: Evidence) -> float | None:
     return float(np.nanmax(moved)) if np.isfinite(moved).any() else None
 
 
-def size(gap: np.ndarray) -> Rounding:
+def size(gap: np.ndarray) -> Gap:
     "Mean and largest of a gap; 0 where there is nothing to compare."
     found = np.abs(gap[np.isfinite(gap)])
-    return Rounding(float(found.mean()), float(found.max())) if len(found) else Rounding(0.0, 0.0)
+    return Gap(float(found.mean()), float(found.max()), "") if len(found) else Gap(0.0, 0.0, "")
 
 
 def floor(e: Evidence) -> Rounding:
@@ -153,8 +162,7 @@ def floor(e: Evidence) -> Rounding:
 
 def beyond(gap: np.ndarray, allowed: Rounding) -> bool:
     "Whether a difference is more than rounding."
-    found = size(gap)
-    return found.mean > allowed.mean or found.largest > allowed.largest
+    return not allowed.explains(size(gap))
 
 
 def differs(e: Evidence) -> bool:
@@ -181,9 +189,9 @@ def explained(before: np.ndarray, after: np.ndarray, tol: float) -> float:
     return max(0.0, 1 - excess(after[known], tol) / there) if there > 0 else 0.0
 
 
-def exact(score: float) -> float:
-    "The score of a hypothesis that predicts every number: what leaves a tenth of the gap is half a success at most."
-    return score if score >= 0.9 else score / 2
+def exact(score: float, least: float = 0.9) -> float:
+    "The score of a hypothesis that predicts every number: what leaves more of the gap than it may is half a success."
+    return score if score >= least else score / 2
 
 # %% ../nbs/41_doctor.ipynb #de9327a3
 @dataclass(frozen=True)
@@ -281,7 +289,7 @@ def rows_permuted(e: Evidence) -> Finding:
     score = m.explained(np.arange(len(m.rows)), source)
     moved = [f"{i} from {j}" for i, j in zip(m.rows, source, strict=True) if i != j]
     text = f"rows paired anew ({', '.join(moved[:3])}): {score:.0%} gone" if moved else "every row fits its own place"
-    return Finding("rows permuted", 0.99 * score, text, {"rows": len(moved)})
+    return Finding("rows permuted", 0.99 * exact(score, 0.8), text, {"rows": len(moved)})
 
 # %% ../nbs/41_doctor.ipynb #79a332c4
 def group_sources(e: Evidence, m: RowMatch) -> dict[int, tuple[list[int], list[int]]]:
@@ -305,7 +313,7 @@ def wrong_group(e: Evidence) -> Finding:
     score = m.explained(lines, rows)
     names = [f"{g} has {e.datums[of[0]].group}'s" for g, (_, of) in pairs.items()]
     text = f"series by group ({', '.join(names[:3])}): {score:.0%} gone" if names else "every group fits its own place"
-    by_series = Finding("wrong group", score, text, {"groups": len(pairs)})
+    by_series = Finding("wrong group", exact(score, 0.8), text, {"groups": len(pairs)})
     return strongest([by_series, replace(best_context(e, "prompt of group"), cause="wrong group")])
 
 # %% ../nbs/41_doctor.ipynb #ecda9370
@@ -321,10 +329,9 @@ def context_fit(e: Evidence, side: str, tried: Sequence[str]) -> Finding:
             name = min(fresh, key=lambda c: excess(given[at] - fresh[c], tol))
             best[at] = fresh[name]
             used[name.partition(", ")[2]] = None
-    score = exact(explained(given - e.flat(side), given - best, tol))
-    return Finding(
-        "", score, f"{side} reading {' or '.join(list(used)[:3])} says what the {other} said: {score:.0%} gone"
-    )
+    gone = explained(given - e.flat(side), given - best, tol)
+    text = f"{side} reading {' or '.join(list(used)[:3])} says what the {other} said: {gone:.0%} gone"
+    return Finding("", exact(gone), text)
 
 
 def best_context(e: Evidence, *names: str) -> Finding:
@@ -353,7 +360,18 @@ def bos_or_template(e: Evidence) -> Finding:
     "One side read the prompt without its BOS or its template, or with one more."
     if not any("," in name for name in e.controls):
         return scatter(e, "BOS or template", 0.3 if np.nanmax(np.abs(e.gap), initial=0) > 5 else None)
-    return replace(best_context(e, "without", "a second"), cause="BOS or template")
+    rendered = replace(best_context(e, "without", "a second"), cause="BOS or template")
+    return strongest([rendered, on_the_way(e)])
+
+
+def on_the_way(e: Evidence) -> Finding:
+    "The prompt is changed on its way to the sampler, by nothing that was tried."
+    drawing, form = drawn_otherwise(e), shape(e)
+    if form is None or drawing < 0.9:
+        return Finding("BOS or template", 0.0, "the sampler draws as it scores")
+    other = min(form.unseen, form.sloped) / max(form.spread, 1e-300)  # a cut, a temperature, a penalty leave nothing
+    text = f"given tokens the sampler scores as the trainer does ({drawing:.0%} gone); drawing, it reads another prompt"
+    return Finding("BOS or template", 0.85 * min(1.0, 2 * other), text)
 
 # %% ../nbs/41_doctor.ipynb #d16cf33c
 SHARPNESS = np.geomspace(0.25, 4.0, 81)  # 1/T
@@ -395,6 +413,16 @@ class Probe:
     others: np.ndarray  # raw logprobs of other tokens
 
 
+@dataclass(frozen=True)
+class Pair:
+    "A token behind a single other one, scored by both sides: there is nothing but the two, at the first positions."
+
+    before: int  # id
+    token: int  # id
+    trainer: float  # at the trainer's temperature
+    sampler: float  # raw
+
+
 def probed(probes: Sequence[Probe], tail: int) -> np.ndarray:  # (len(SHARPNESS), Q)
     "The chosen tokens' logprobs at every sharpness, what was not seen shared by `tail` tokens."
     columns = []
@@ -412,11 +440,10 @@ def fit_probes(e: Evidence) -> Finding:
     for tail in (1, 8, 64, 512) if at else ():
         curves = probed(e.probes, tail)
         s, p = (int(np.argmin([excess(x[at] - curve, tol) for curve in curves])) for x in (e.s, e.p))
-        score = explained(e.gap[at], e.gap[at] - (curves[s] - curves[p]), tol)
-        score = score if score >= 0.8 else score / 2
+        gone = explained(e.gap[at], e.gap[at] - (curves[s] - curves[p]), tol)
         ours, theirs = float(1 / SHARPNESS[p]), float(1 / SHARPNESS[s])
-        text = f"the sampler's are at temperature {theirs:.2f}, the trainer's at {ours:.2f}: {score:.0%} gone"
-        found.append(Finding("temperature", score, text, {"sampler": theirs, "trainer": ours}))
+        text = f"the sampler's are at temperature {theirs:.2f}, the trainer's at {ours:.2f}: {gone:.0%} gone"
+        found.append(Finding("temperature", exact(gone, 0.8), text, {"sampler": theirs, "trainer": ours}))
     return strongest(found)
 
 # %% ../nbs/41_doctor.ipynb #72a4b759
@@ -424,8 +451,11 @@ def fit_probes(e: Evidence) -> Finding:
 class Redraw:
     "The next token at one place, drawn again many times."
 
-    logprobs: np.ndarray  # (H,) claimed, of the different tokens that came up, likeliest first
+    tokens: np.ndarray  # (H,) the different ids that came up, likeliest first
+    logprobs: np.ndarray  # (H,) claimed of them
     counts: np.ndarray  # (2, H) how often each was drawn in either half; 0 for those that only a flatter draw showed
+    trainer: np.ndarray  # (H,) the trainer's logprobs of the first few, where the two sides differ; NaN = not scored
+    at: int = 0  # compared position
 
     def sharpened(self, sharpness: float, tail: int = 32) -> np.ndarray:
         "(H,) logprobs at temperature 1 / sharpness, if what did not come up is shared by `tail` tokens."
@@ -465,6 +495,44 @@ def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (
     return found
 
 
+def spread(values: Sequence[np.ndarray], tol: float) -> float:
+    "How far the values of a place lie from their middle, beyond the tolerance; mean over all."
+    parts = [np.maximum(np.abs(v - np.median(v)) - tol, 0) for v in values if len(v) > 1]
+    return float(np.concatenate(parts).mean()) if parts else 0.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    "How the logprobs claimed of a place's tokens lie to the trainer's, apart from a number that all of them share."
+
+    tokens: int  # scored by both sides
+    spread: float  # nats
+    sloped: float  # nats left if one side is sharper by the same factor everywhere
+    unseen: float  # nats of spread among the tokens that do not stand in their context
+
+
+def shape(e: Evidence) -> Shape | None:
+    "None where no token that was drawn again has been scored by the trainer."
+    tol, t, places = floor(e).largest, e.stamps.trainer_temperature or 1.0, list[tuple[np.ndarray, ...]]()
+    for r in e.redraws:
+        known = np.isfinite(r.trainer) & (r.counts.sum(axis=0) > 0)
+        past = e.datums[e.row[r.at]].tokens[: e.target[r.at] + 1]
+        places.append((r.logprobs[known], t * r.trainer[known], ~np.isin(r.tokens[known], past)))
+    n = sum(len(y) for y, _, _ in places)
+    if not n:
+        return None
+    left = [spread([y - a * x for y, x, _ in places], tol) for a in SHARPNESS]
+    unseen = spread([(y - x)[new] for y, x, new in places], tol)
+    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), unseen)
+
+
+def drawn_otherwise(e: Evidence) -> float:
+    "Share of the gap that is there when the sampler draws and not when it scores the same tokens; 0 = not known."
+    if not {"sampler", "sampler drawing"} <= e.controls.keys() or "echo" in e.refused:
+        return 0.0
+    return explained(e.flat("sampler drawing") - e.p, e.flat("sampler") - e.p, tolerance(e))
+
+
 def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
     "What the draws say for a cause."
     if not e.redraws or differs(e):  # where the numbers are wrong, they claim nothing
@@ -480,10 +548,22 @@ def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
     return Finding(cause, score, text, {"draws": n, "nats": gain, kind: amount})
 
 # %% ../nbs/41_doctor.ipynb #5c435ef7
-def factor(e: Evidence) -> float:
-    "The number that turns the trainer's logprobs into the sampler's best; of logarithms to base b it is 1 / ln b."
-    known = np.isfinite(e.gap) & (e.p < -1e-3)
-    return float(np.median(e.s[known] / e.p[known])) if known.any() else 1.0
+def filled_in(e: Evidence) -> float | None:
+    "The one value that the sampler has wherever it is off, if other tokens that are not certain are as they should be."
+    off = np.abs(e.gap) > tolerance(e)
+    same = off.sum() > 1 and np.ptp(e.s[off]) < 1e-7
+    return float(e.s[off][0]) if same and (~off & (e.p < np.log(0.9))).sum() > off.sum() else None
+
+
+def told_otherwise(e: Evidence) -> str:
+    "How the sampler's numbers were written down, if that alone is wrong; empty = it is not seen."
+    written = {"logarithms to base 2": e.p / np.log(2), "logarithms to base 10": e.p / np.log(10)}
+    written["probabilities"] = np.exp(np.minimum(e.p, 0))
+    for name, series in written.items():
+        if explained(e.gap, e.s - series, tolerance(e)) >= 0.9:
+            return f"the sampler's numbers are {name}"
+    value = filled_in(e)
+    return "" if value is None else f"all that is off says {value:.4g}: a number that was filled in, or a limit"
 
 
 def one_sided(e: Evidence) -> tuple[float, float, float]:
@@ -501,8 +581,7 @@ def one_sided(e: Evidence) -> tuple[float, float, float]:
 def top_p_or_top_k(e: Evidence) -> Finding:
     "The sampler's values are renormalised over what was kept, so they are never below the raw ones."
     below, chance, kept = one_sided(e)
-    proportional = explained(e.gap, e.gap - (factor(e) - 1) * e.p, tolerance(e))
-    score = 0.97 * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * (proportional < 0.9)
+    score = 0.97 * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * (not told_otherwise(e))
     text = f"{below:.0%} of the gap lies below the trainer's; kept mass from {kept:.2f}"
     text = text if differs(e) else "no gap"
     drawn = from_draws(e, "top-p or top-k", ["top-p", "top-k", "min-p"])
@@ -512,7 +591,24 @@ def top_p_or_top_k(e: Evidence) -> Finding:
 def temperature(e: Evidence) -> Finding:
     "One side divided its logits by a temperature."
     drawn = from_draws(e, "temperature", ["temperature"])
-    return strongest([drawn, fit_probes(e) if e.probes else fit_series(e)])
+    fitted = strongest([fit_shape(e), fit_probes(e) if e.probes else fit_series(e)])
+    return strongest([drawn, replace(fitted, score=fitted.score * (0.0 if told_otherwise(e) else 1.0))])
+
+
+def repeats(e: Evidence) -> bool:
+    "Whether the sampler claims the same again when it draws."
+    again = e.flat("sampler drawing")
+    return any(np.isfinite(x - again).any() and not beyond(x - again, floor(e)) for x in (e.s, e.flat(e.raw)))
+
+
+def fit_shape(e: Evidence) -> Finding:
+    "What the logprobs of tokens drawn again say, as far as both sides scored them."
+    form, claimed = shape(e), {e.stamps.trainer_temperature, e.stamps.sampler_temperature} - {None}
+    if form is None or not differs(e) or not repeats(e):
+        return Finding("temperature", 0.0, "nothing was drawn again as it was drawn before, and scored")
+    sharper = exact(1 - form.sloped / form.spread) if form.spread > 0 else float(len(claimed) > 1)
+    text = f"{form.tokens} tokens drawn again: one side is sharper by the same factor everywhere"
+    return Finding("temperature", 0.95 * sharper, text)
 
 
 def fit_series(e: Evidence) -> Finding:
@@ -598,16 +694,17 @@ def stale_weights(e: Evidence) -> Finding:
         agree = explained(e.gap, synced - e.p, tol)
         moved = min(0.9, excess(synced - asked, tol) / max(excess(e.gap, tol), 1e-300))
         wide = min(1.0, 2 * float((np.abs(e.gap) > tol).mean()))  # other weights move nearly every token
-        still = explained(e.gap, e.s - e.flat("sampler drawing"), tol) if "sampler drawing" in e.controls else 0.0
-        since = 0.7 * explained(e.gap, asked - e.p, tol) * (1 - max(before, by_raw, still)) * wide
+        since = 0.7 * explained(e.gap, asked - e.p, tol) * (1 - max(before, by_raw, drawn_otherwise(e))) * wide
         text = f"before a sync the sampler still says it ({before:.0%}), after it what the trainer says ({agree:.0%})"
         if since > max(min(before, agree), min(by_raw, moved)):
             text = f"the sampler says today what the trainer says, and no longer what it drew with ({before:.0%})"
+        elif by_raw > max(before, agree):
+            text = f"before a sync the sampler still says what was recorded as raw ({by_raw:.0%}), after it not"
         numbers = {"before": before, "after": agree, "moved": moved}
         proven = max(min(before, agree), min(by_raw, moved))
-        frozen = 0.97 * exact(explained(e.gap, e.s - e.flat("reference"), tol)) if "reference" in e.controls else 0.0
+        frozen = 0.65 * ("reference" in e.controls and not beyond(e.s - e.flat("reference"), floor(e)))
         if frozen > max(proven, since):
-            text = f"the sampler says what the reference says ({frozen:.0%}): it never got an update"
+            text = "the sampler says what the reference says: it got no update, unless the policy learned nothing"
         return Finding("stale weights", max(proven, since, frozen), text, numbers)
     if "sampler" in e.controls:
         before = explained(e.gap, e.s - e.flat("sampler"), tol)
@@ -629,7 +726,7 @@ def reported_digits(series: np.ndarray) -> int:  # 0 = all
 
 def dtype_or_batching(e: Evidence) -> Finding:
     "Rounding of one side: small, and still there with the same weights."
-    tol, there = tolerance(e), excess(e.gap, tolerance(e))
+    tol = tolerance(e)
     dtypes = sorted({d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d})
     if not differs(e):
         widest = np.nanmax(np.abs(e.gap), initial=0)
@@ -640,15 +737,44 @@ def dtype_or_batching(e: Evidence) -> Finding:
         score = explained(e.gap, np.where(np.abs(e.gap) <= 0.5001 * 10.0**-digits, 0, e.gap), tol)
         return Finding("dtype or batching", 0.98 * score, f"the sampler's values have {digits} decimals")
     if "sampler synced" in e.controls and e.stamps.trainer_temperature in (None, 1.0):  # an echo is at temperature 1
-        stays = min(1.0, excess(e.flat("sampler synced") - e.flat("policy"), tol) / there)
+        left = e.flat("sampler synced") - e.flat("policy")
+        stays = min(1.0, excess(left, tol) / max(excess(e.gap[np.isfinite(left)], tol), 1e-300))
+        form = shape(e)
+        noisy = form is None or form.unseen > 0  # noise spares no token, and no pair of tokens
+        noisy &= not e.pairs or bool((np.abs(pair_gaps(e)) > floor(e).largest).any())
+        stays *= noisy and not told_otherwise(e)
         small = min(1.0, 0.1 / float(np.nanmean(np.abs(e.gap))))
         text = f"with the same weights ({' and '.join(dtypes)}) {stays:.0%} of the gap stays"
-        return Finding("dtype or batching", stays * small * (0.9 if len(dtypes) > 1 else 0.6), text)
+        return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 else 0.6), text)
     return scatter(e, "dtype or batching", 0.5 if {"bfloat16", "float16"} & set(dtypes) else None)
 
 # %% ../nbs/41_doctor.ipynb #c2d17c2e
+def pair_gaps(e: Evidence) -> np.ndarray:
+    "(M,) sampler minus trainer behind single tokens; at another temperature, apart from what a first token's share."
+    t = e.stamps.trainer_temperature or 1.0
+    gaps, firsts = np.array([p.sampler - t * p.trainer for p in e.pairs]), np.array([p.before for p in e.pairs])
+    if t == 1.0:
+        return gaps
+    return gaps - np.array([np.median(gaps[firsts == first]) for first in firsts])
+
+
+def other_ids(e: Evidence) -> Finding:
+    "Some ids are off with any other, and the rest agree among themselves."
+    gaps = np.abs(pair_gaps(e))
+    off = gaps > floor(e).largest
+    right = {t for p, bad in zip(e.pairs, off, strict=True) if not bad for t in (p.before, p.token)}
+    against = sum(p.before in right and p.token in right for p, bad in zip(e.pairs, off, strict=True) if bad)
+    wrong = {t for p in e.pairs for t in (p.before, p.token)} - right
+    apart = off.any() and len(right) > 2 and against <= 0.05 * off.sum() and gaps[off].mean() > 0.5
+    text = f"two tokens alone: {len(wrong)} ids are always off, {len(right)} agree, against it {against} of {off.sum()}"
+    return Finding("vocabulary", 0.97 * bool(apart), text, {"ids": len(wrong)})
+
+
 def vocabulary(e: Evidence) -> Finding:
     "The trainer's ids mean other tokens than the sampler's."
+    gaps = np.abs(pair_gaps(e))
+    if len(gaps) and not (gaps > 0.5).all():
+        return other_ids(e)
     size = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     absurd = np.isfinite(e.gap) & (e.p < -np.log(size)) & (e.s > -np.log(size))
     off = np.isfinite(e.gap) & (e.gap > 1)
@@ -737,9 +863,9 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
     dtype_or_batching,
     vocabulary,
 )
-COUNTED = ("all well", "mask leak", "non-finite", "wrong reference")  # these need no gap
+_COUNTED = ("all well", "mask leak", "non-finite", "wrong reference")  # these need no gap
 _SURE = 0.9  # a score above which no other cause is named beside the best
-_NAMED = 0.5  # a score below which a cause that could be tested is not named
+_SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../nbs/41_doctor.ipynb #630e634c
 @dataclass(frozen=True)
@@ -789,12 +915,24 @@ class Diagnosis:
     @property
     def sentence(self) -> str:
         "Cause, numbers, doubt and fix in a line or two."
+        sure = "" if self.score >= _SURE else ", likely" if self.score >= 0.5 else ", a guess"
         other = " or ".join(self.undecided)
         doubt = f" With what is known it cannot be told from {other}." if other else ""
-        return f"{self.cause}: {self.text}.{doubt} {self.fix}"
+        settles = f" To settle it: {self.settles}." if self.settles else ""
+        return f"{self.cause}{sure}: {self.text}.{doubt}{settles} {self.fix}"
+
+    @property
+    def settles(self) -> str:
+        "The experiment that would remove the doubt; empty = there is none."
+        if self.ok or self.score >= _SURE:
+            return ""
+        if not self.controls:
+            return "diagnose(record, backend=backend), so that both sides score the same tokens again"
+        return next((SETTLES[c] for c in (self.cause, *self.undecided) if c in SETTLES), "")
 
     def __repr__(self) -> str:
-        hypotheses = [f"  {score}  {cause:<18}{text}" for cause, score, text in finding_rows(self)]
+        hypotheses = [f"  {score}  {cause:<24}{text}" for cause, score, text in finding_rows(self)]
+        hypotheses += [f"  excluded: {', '.join(f.cause for f in self.findings if f.score < _SEEN)}"]
         places = [
             f"  group {g}, sample {s}, target {t} (token {k}): {p} / {b}" for g, s, t, k, p, b in token_rows(self)
         ]
@@ -814,8 +952,8 @@ def measured_words(d: Diagnosis) -> str:
 
 
 def finding_rows(d: Diagnosis) -> list[list[Any]]:
-    "Findings as table rows."
-    return [[f.cause, f"{f.score:.2f}", f.text] for f in d.findings]
+    "Findings that have something for them, as table rows."
+    return [[f.cause, f"{f.score:.2f}", f.text] for f in d.findings if f.score >= _SEEN]
 
 
 def token_rows(d: Diagnosis) -> list[list[Any]]:
@@ -829,25 +967,43 @@ TOKEN_COLUMNS = ("group", "sample", "target", "token", "trainer", "sampler")
 def diagnosis_html(d: Diagnosis) -> str:
     "A diagnosis as HTML, everything escaped."
     tokens = html_table(TOKEN_COLUMNS, token_rows(d)) if d.tokens else ""
-    table = html_table(("hypothesis", "explains", "finding"), finding_rows(d))
-    return f"<p><b>{html.escape(d.sentence)}</b></p><p>{html.escape(measured_words(d))}</p>{table}{tokens}"
+    columns = ("hypothesis", "explains", "finding")
+    rest = html_table(columns, [[f.cause, f"{f.score:.2f}", f.text] for f in d.findings if f.score < _SEEN])
+    folded = f"<details><summary>Excluded</summary>{rest}</details>"
+    said = f"<p><b>{html.escape(d.sentence)}</b></p><p>{html.escape(measured_words(d))}</p>"
+    return f"{said}{html_table(columns, finding_rows(d))}{folded}{tokens}"
 
 # %% ../nbs/41_doctor.ipynb #1c41e3f7
+def where_to_look(e: Evidence) -> str:
+    "What the experiments leave over."
+    form, off = shape(e), [gap > floor(e).largest for gap in np.abs(pair_gaps(e))]
+    if drawn_otherwise(e) >= 0.9:
+        penalty = form is not None and form.spread > 0 == form.unseen
+        return "it is there only when the sampler draws" + (", for tokens of the context: a penalty" if penalty else "")
+    if form is not None and form.spread > 0 == form.unseen:
+        return "only tokens that stand in the context are claimed otherwise: a penalty"
+    if off and not any(off):
+        return "two tokens alone agree: positions, attention, length"
+    return "two tokens alone differ: weights, norms, precision" if any(off) else "no experiment isolates it"
+
+
 def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
-    "What is said when every experiment was made, and no cause explains half of the gap."
+    "What is said when every experiment was made, as far as no cause explains the gap."
     best = findings[0]
-    if "sampler synced" not in e.controls or not differs(e) or best.score >= _NAMED:
+    if written := told_otherwise(e):
+        return Finding(NONE, 0.9 * differs(e), written)
+    if "sampler synced" not in e.controls or not differs(e) or best.score >= _SURE:
         return Finding(NONE, 0.0, "a cause explains the gap, or an experiment is left to make")
     left = size(e.flat("sampler synced") - e.flat("policy")).mean
-    text = f"with the same weights {left:.2g} nats a token are left; {best.cause} comes nearest with {best.score:.0%}"
-    return Finding(NONE, 1 - best.score, text)
+    text = f"with the same weights {left:.2g} nats a token are left; {best.cause} comes nearest with {best.score:.0%}; "
+    return Finding(NONE, 1 - best.score, text + where_to_look(e))
 
 
 def weigh(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
     asked = [ask(e) for ask in HYPOTHESES]
     if not differs(e):
-        without_gap = lambda f: f.cause in (*COUNTED, "dtype or batching") or "draws" in f.numbers
+        without_gap = lambda f: f.cause in (*_COUNTED, "dtype or batching") or "draws" in f.numbers
         asked = [f if without_gap(f) else replace(f, score=0.0) for f in asked]
     ranked = sorted(asked, key=lambda f: -f.score)
     findings = tuple(sorted([none_of_these(e, ranked), *ranked], key=lambda f: -f.score))
@@ -994,17 +1150,44 @@ async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     return replace(e, controls={**e.controls, **series}, stamps=stamps)
 
 # %% ../nbs/41_doctor.ipynb #3be9939c
+async def hear(e: Evidence, backend: Backend, rows: Sequence[int], name: str, places: int = 24) -> Evidence:
+    "What the sampler says of likely tokens when it draws them again: for servers that score no given tokens."
+    likely = np.isin(e.row, list(rows)) & (e.s > np.log(0.2))
+    order = np.argsort(-np.where(likely, np.nan_to_num(np.abs(e.gap)), -1), kind="stable")
+    chosen = [int(k) for k in order if likely[k]][:places]
+    t = e.stamps.sampler_temperature
+    params = SampleParams(n=32, max_tokens=1, temperature=1.0 if t is None else t)
+    heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in chosen]
+    asked = (backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(heads))
+    said = [np.full(len(d.weights), np.nan) for d in e.datums]
+    for k, drawn in zip(chosen, await asyncio.gather(*asked), strict=True):
+        told = (float(c.logprobs[0]) for c in drawn if len(c.tokens) and c.tokens[0] == e.token[k])
+        said[e.row[k]][e.target[k]] = next(told, np.nan)
+    return replace(e, controls={**e.controls, name: tuple(said)})
+
+
 async def echo(e: Evidence, backend: Backend, rows: Sequence[int], name: str = "sampler") -> Evidence:
-    "The sampler scores the same tokens."
-    found = await echo_all(backend, [e.datums[r].tokens for r in rows])
+    "The sampler scores the same tokens, or, if it cannot, draws some of them again."
+    try:
+        found = await echo_all(backend, [e.datums[r].tokens for r in rows])
+    except BackendError as refusal:
+        e = replace(e, refused={**e.refused, "echo": str(refusal)})
+        try:
+            return await hear(e, backend, rows, name)
+        except BackendError:
+            return e
     stamps = replace(e.stamps, sampler_dtype=found[0].dtype)
     return replace(e, controls={**e.controls, name: placed(e, rows, found)}, stamps=stamps)
 
 
 async def sync(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
-    "The sampler scores them again after it was given the policy's weights, and the reference does."
+    "The sampler scores them again with the policy's weights; once the policy has learned, so does the reference."
     await backend.sync(await backend.policy.save_weights_for_sampler("doctor"))
-    return await echo(e, backend, rows, "sampler synced")
+    e = await echo(e, backend, rows, "sampler synced")
+    if backend.reference is None or e.stamps.untrained:
+        return e
+    found = await backend.reference.forward([e.datums[r] for r in rows])
+    return replace(e, controls={**e.controls, "reference": placed(e, rows, found)})
 
 # %% ../nbs/41_doctor.ipynb #b9b7844c
 def prompt_of(d: Datum) -> list[int]:
@@ -1063,10 +1246,9 @@ async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     "Both sides score the worst rows behind other prompts."
     few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][:3]
     jobs = [(name, r, datum) for r in few for name, datum in contexts(e, backend, r).items()]
-    scored = {
-        "policy": await backend.policy.forward([d for _, _, d in jobs]),
-        "sampler": await echo_all(backend, [d.tokens for _, _, d in jobs]),
-    }
+    scored = {"policy": await backend.policy.forward([d for _, _, d in jobs])}
+    if "echo" not in e.refused:
+        scored["sampler"] = await echo_all(backend, [d.tokens for _, _, d in jobs])
     series: dict[str, list[np.ndarray | None]] = {}
     for side, found in scored.items():
         for (name, r, datum), lp in zip(jobs, found, strict=True):
@@ -1076,6 +1258,28 @@ async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     return replace(e, controls={**e.controls, **{name: tuple(x) for name, x in series.items()}})
 
 # %% ../nbs/41_doctor.ipynb #fbbfb2dc
+async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int = 12, each: int = 4) -> Evidence:
+    "Both sides score a few tokens behind single ones: half of those with the largest gaps, half of any."
+    order = np.argsort(-np.nan_to_num(np.abs(e.gap)), kind="stable")
+    worst = [int(e.datums[e.row[k]].tokens[e.target[k]]) for k in order]
+    rng, known = np.random.default_rng(0), np.unique(np.concatenate([e.datums[r].tokens for r in rows]))
+    any_ids = [int(t) for t in rng.permutation(known)]
+    chosen = [*dict.fromkeys(worst)][: firsts // 2]
+    chosen += [t for t in any_ids if t not in chosen][: firsts - len(chosen)]
+    wanted = [(b, int(t)) for b in chosen for t in rng.permutation(known)[:each]]
+    if "echo" in e.refused:
+        params = SampleParams(n=4 * each, max_tokens=1)
+        asked = (backend.sampler.sample([b], replace(params, seed=i)) for i, b in enumerate(chosen))
+        drawn = zip(chosen, await asyncio.gather(*asked), strict=True)
+        said = {(b, int(c.tokens[0])): float(c.logprobs[0]) for b, found in drawn for c in found if len(c.tokens)}
+    else:
+        found = await echo_all(backend, [np.array(p) for p in wanted])
+        said = {p: float(lp.values[0]) for p, lp in zip(wanted, found, strict=True)}
+    ours = await backend.policy.forward([Datum(np.array(p), np.ones(1)) for p in said])
+    found = zip(said.items(), ours, strict=True)
+    return replace(e, pairs=tuple(Pair(*p, float(lp.values[0]), told) for (p, told), lp in found))
+
+
 async def probe(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     "Heads of the sampler's distribution at eight positions with large gaps."
     fresh = e.flat("sampler synced" if "sampler synced" in e.controls else "sampler")
@@ -1095,8 +1299,13 @@ async def probe(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
 async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
     "Next tokens at so many places where the sampler was in doubt, each drawn so many times."
     doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
-    order = [int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])][:places]
-    heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in order]
+    ranked = [int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])]
+    past = lambda k: e.datums[e.row[k]].tokens[: e.target[k] + 1]
+    once = dict[bytes, int]()
+    for k in ranked:
+        once.setdefault(past(k).tobytes(), k)
+    order = [*once.values()][:places]
+    heads = [past(k) for k in order]
     params = [SampleParams(n=draws, max_tokens=1, temperature=t) for t in (1.0, 2.0)]
     wanted = [(h, p) for h in heads for p in params]  # a seed of its own for each: draws must not repeat
     asked = [backend.sampler.sample(h, replace(p, seed=seed)) for seed, (h, p) in enumerate(wanted)]
@@ -1107,21 +1316,33 @@ async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int
     for k, drawn, _ in pairs:
         told = (float(c.logprobs[0]) for c in drawn if c.tokens[0] == e.token[k])
         again[e.row[k]][e.target[k]] = next(told, np.nan)
-    drawing = {"sampler drawing": tuple(again)} if e.stamps.sampler_temperature in (None, 1.0) else {}
-    redraws = tuple(counted(drawn, seen) for _, drawn, seen in pairs)
-    return replace(e, redraws=redraws, controls={**e.controls, **drawing})
+    redraws = [counted(*pair) for pair in pairs]
+    if differs(e):
+        redraws = await rescored(redraws, {k: past(k) for k in order}, backend)
+    return replace(e, redraws=tuple(redraws), controls={**e.controls, "sampler drawing": tuple(again)})
 
 
-def counted(drawn: Sequence[Completion], seen: Sequence[Completion]) -> Redraw:
+async def rescored(redraws: Sequence[Redraw], past: Mapping[int, np.ndarray], backend: Backend) -> list[Redraw]:
+    "The trainer scores the likeliest eight tokens of each place, too."
+    behind = lambda k, token: Datum(np.r_[past[k], token], np.r_[np.zeros(len(past[k]) - 1), 1.0])
+    jobs = [(i, j, behind(r.at, t)) for i, r in enumerate(redraws) for j, t in enumerate(r.tokens[:8])]
+    found = [np.full(len(r.tokens), np.nan) for r in redraws]
+    for (i, j, _), lp in zip(jobs, await backend.policy.forward([d for _, _, d in jobs]), strict=True):
+        found[i][j] = lp.values[-1]
+    return [replace(r, trainer=values) for r, values in zip(redraws, found, strict=True)]
+
+
+def counted(at: int, drawn: Sequence[Completion], seen: Sequence[Completion]) -> Redraw:
     "Draws of one token, counted; the flatter draw says how likely more tokens are."
     claimed = {int(c.tokens[0]): float(c.logprobs[0]) for c in (*seen, *drawn)}
     order = sorted(claimed, key=lambda t: -claimed[t])
     halves = [[int(c.tokens[0]) for c in drawn[half::2]] for half in (0, 1)]
-    return Redraw(np.array([claimed[t] for t in order]), np.array([[half.count(t) for t in order] for half in halves]))
+    counts = np.array([[half.count(t) for t in order] for half in halves])
+    return Redraw(np.array(order), np.array([claimed[t] for t in order]), counts, np.full(len(order), np.nan), at)
 
 # %% ../nbs/41_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, probe, redraw)}
+CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, pairs, probe, redraw)}
 SETTLED = 0.95  # a score after which no further control is run
 
 
@@ -1136,7 +1357,8 @@ def chosen_controls(names: Sequence[str]) -> list[str]:
 def settled(e: Evidence) -> bool:
     "Whether one cause explains nearly everything; a coarse precision waits until the sampler's is known, too."
     coarse = e.stamps.trainer_dtype in ("bfloat16", "float16") and e.stamps.sampler_dtype is None
-    return weigh(e).score >= SETTLED and not coarse
+    d = weigh(e)
+    return d.score >= SETTLED and d.cause != NONE and not coarse
 
 
 def rows_for_controls(e: Evidence, limit: int) -> list[int]:
@@ -1167,7 +1389,7 @@ async def diagnose(
         assert backend is not None
         if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
             continue
-        if name in ("sync", "context", "probe") and "sampler" not in e.controls:
+        if name in ("sync", "context", "pairs", "probe") and "sampler" not in e.controls:
             continue
         try:
             e = await CONTROLS[name](e, backend, rows)

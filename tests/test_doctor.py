@@ -98,12 +98,12 @@ class Policy:
     "A trainer that scores in its own way."
 
     def __init__(self, inner: Any, score: Callable[[Sequence[Datum]], list[np.ndarray]], dtype: str = "float32"):
-        self.inner, self.score, self.dtype = inner, score, dtype
+        self.inner, self.score, self.dtype, self.temperature = inner, score, dtype, 1.0
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         values = self.score(list(datums))
         masked = [np.where(d.active, v, np.nan) for d, v in zip(datums, values, strict=True)]
-        return [Logprobs(v, dtype=self.dtype, policy_version=0) for v in masked]
+        return [Logprobs(v, dtype=self.dtype, policy_version=0, temperature=self.temperature) for v in masked]
 
     async def save_weights_for_sampler(self, name: str) -> str:
         return await self.inner.save_weights_for_sampler(name)
@@ -456,7 +456,8 @@ async def fault_tables(b: Bench, seeds: Sequence[int], tables: dict[str, Table])
                 small += 1
                 continue
             for mode, found in tables.items():
-                verdict = await diagnose(record, backend=backend if mode == "with backend" else None)
+                given = backend if mode == "with backend" else None
+                verdict = await diagnose(record, backend=given, untrained=not b.moved or record.step == 1)
                 found.setdefault(cause, Counter())[verdict.cause] += 1
     return small
 
@@ -563,6 +564,7 @@ def test_a_fault_is_found_at_a_temperature_other_than_one(bench: Bench) -> None:
 
     async def behind_at(t: float) -> Diagnosis:
         policy = bench.policy(lambda ds: logprobs(bench.live, [d.tokens for d in ds], t))
+        policy.temperature = t
         groups = await bench.groups(100, temperature=t)
         await bench.train(1100, 2)
         record = await bench.record(groups, policy)

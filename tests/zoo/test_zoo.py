@@ -4,7 +4,7 @@ import asyncio
 import os
 
 import pytest
-import torch
+from tiny_models import one_thread
 
 from rl_notebook.backends.base import Sampler, Scorer, Trainer, WeightSync
 from rl_notebook.doctor import FIXES
@@ -13,17 +13,10 @@ from .faults import BUILD, KINDS, NONE, UNSEEN, Case, cases
 from .judge import judged
 from .steps import World, gap, opened
 
+__all__ = ["one_thread"]
+
 FEW = ("the server has its own temperature", "rollouts are late", "another template", "a step")
 ALL = os.environ.get("SLOW") == "1"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    "Tensors this small are faster on one thread."
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_machines_are_a_backend_that_agrees_with_itself():
