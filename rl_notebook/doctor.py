@@ -495,6 +495,21 @@ def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (
     return found
 
 
+def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
+    "What the draws say for a cause."
+    if not e.redraws or differs(e):  # where the numbers are wrong, they claim nothing
+        return Finding(cause, 0.0, "nothing was drawn again, or the numbers differ already")
+    found, n = redrawn(e), int(sum(r.counts.sum() for r in e.redraws))
+    kind = max(kinds, key=lambda k: found[k][0])
+    gain, amount = found[kind]
+    best = max(found, key=lambda k: found[k][0])
+    text = f"{n} tokens drawn again fit {kind} {amount:.2g} better than what is claimed of them, by {gain:.0f} nats"
+    clear = gain > CLEAR and (best in kinds or gain > found[best][0] - CLEAR)
+    score = (0.97 if best in kinds else 0.4) * clear
+    text = text if clear else f"{n} tokens drawn again look drawn as claimed"
+    return Finding(cause, score, text, {"draws": n, "nats": gain, kind: amount})
+
+# %% ../nbs/41_doctor.ipynb #147fbccb
 def spread(values: Sequence[np.ndarray], tol: float) -> float:
     "How far the values of a place lie from their middle, beyond the tolerance; mean over all."
     parts = [np.maximum(np.abs(v - np.median(v)) - tol, 0) for v in values if len(v) > 1]
@@ -531,21 +546,6 @@ def drawn_otherwise(e: Evidence) -> float:
     if not {"sampler", "sampler drawing"} <= e.controls.keys() or "echo" in e.refused:
         return 0.0
     return explained(e.flat("sampler drawing") - e.p, e.flat("sampler") - e.p, tolerance(e))
-
-
-def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
-    "What the draws say for a cause."
-    if not e.redraws or differs(e):  # where the numbers are wrong, they claim nothing
-        return Finding(cause, 0.0, "nothing was drawn again, or the numbers differ already")
-    found, n = redrawn(e), int(sum(r.counts.sum() for r in e.redraws))
-    kind = max(kinds, key=lambda k: found[k][0])
-    gain, amount = found[kind]
-    best = max(found, key=lambda k: found[k][0])
-    text = f"{n} tokens drawn again fit {kind} {amount:.2g} better than what is claimed of them, by {gain:.0f} nats"
-    clear = gain > CLEAR and (best in kinds or gain > found[best][0] - CLEAR)
-    score = (0.97 if best in kinds else 0.4) * clear
-    text = text if clear else f"{n} tokens drawn again look drawn as claimed"
-    return Finding(cause, score, text, {"draws": n, "nats": gain, kind: amount})
 
 # %% ../nbs/41_doctor.ipynb #5c435ef7
 def filled_in(e: Evidence) -> float | None:
