@@ -79,7 +79,6 @@ class Evidence:
     drawn: tuple[np.ndarray | None, ...] = ()  # 1 where the samples' masks say that the policy drew the token
     stamps: Stamps = Stamps()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
-    probes: tuple[Probe, ...] = ()  # heads of distributions
     pairs: tuple[Pair, ...] = ()  # tokens behind a single other one
     redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
     refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
@@ -403,49 +402,6 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     rank = lambda v: np.argsort(np.argsort(v[known], kind="stable"), kind="stable")
     return float(np.corrcoef(rank(x), rank(y))[0, 1]) if known.sum() > 2 else 0.0
 
-# %% ../nbs/41_doctor.ipynb #6d379517
-@dataclass(frozen=True, eq=False)
-class Probe:
-    "The head of the distribution at one compared position."
-
-    at: int  # compared position
-    chosen: float  # raw logprob of the token that stands there
-    others: np.ndarray  # raw logprobs of other tokens
-
-
-@dataclass(frozen=True)
-class Pair:
-    "A token behind a single other one, scored by both sides: there is nothing but the two, at the first positions."
-
-    before: int  # id
-    token: int  # id
-    trainer: float  # at the trainer's temperature
-    sampler: float  # raw
-
-
-def probed(probes: Sequence[Probe], tail: int) -> np.ndarray:  # (len(SHARPNESS), Q)
-    "The chosen tokens' logprobs at every sharpness, what was not seen shared by `tail` tokens."
-    columns = []
-    for q in probes:
-        seen = np.r_[q.chosen, q.others]
-        rest = np.log(max(1 - np.exp(seen).sum(), 1e-15))
-        terms = np.c_[SHARPNESS[:, None] * seen, SHARPNESS * rest + (1 - SHARPNESS) * np.log(tail)]
-        columns.append(SHARPNESS * q.chosen - np.logaddexp.reduce(terms, axis=1))
-    return np.array(columns).T
-
-
-def fit_probes(e: Evidence) -> Finding:
-    "The temperatures of both sides, each against the raw logprobs, and how much of the gap they leave."
-    tol, at, found = tolerance(e), [q.at for q in e.probes], [Finding("temperature", 0.0, "no position to probe")]
-    for tail in (1, 8, 64, 512) if at else ():
-        curves = probed(e.probes, tail)
-        s, p = (int(np.argmin([excess(x[at] - curve, tol) for curve in curves])) for x in (e.s, e.p))
-        gone = explained(e.gap[at], e.gap[at] - (curves[s] - curves[p]), tol)
-        ours, theirs = float(1 / SHARPNESS[p]), float(1 / SHARPNESS[s])
-        text = f"the sampler's are at temperature {theirs:.2f}, the trainer's at {ours:.2f}: {gone:.0%} gone"
-        found.append(Finding("temperature", exact(gone, 0.8), text, {"sampler": theirs, "trainer": ours}))
-    return strongest(found)
-
 # %% ../nbs/41_doctor.ipynb #72a4b759
 @dataclass(frozen=True, eq=False)
 class Redraw:
@@ -536,7 +492,10 @@ def shape(e: Evidence) -> Shape | None:
     n = sum(len(y) for y, _, _ in places)
     if not n:
         return None
-    left = [spread([y - a * x for y, x, _ in places], tol) for a in SHARPNESS]
+    slope = lambda y, x: np.diff(y)[np.abs(np.diff(x)) > 0.1] / np.diff(x)[np.abs(np.diff(x)) > 0.1]
+    slopes = np.concatenate([slope(y, x) for y, x, _ in places])
+    tried = [1.0, *(np.quantile(slopes, (0.3, 0.5, 0.7)) if len(slopes) else ())]
+    left = [spread([y - a * x for y, x, _ in places], tol) for a in tried]
     unseen = spread([(y - x)[new] for y, x, new in places], tol)
     return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), unseen)
 
@@ -591,7 +550,7 @@ def top_p_or_top_k(e: Evidence) -> Finding:
 def temperature(e: Evidence) -> Finding:
     "One side divided its logits by a temperature."
     drawn = from_draws(e, "temperature", ["temperature"])
-    fitted = strongest([fit_shape(e), fit_probes(e) if e.probes else fit_series(e)])
+    fitted = strongest([fit_shape(e), fit_heads(e)]) if e.redraws and differs(e) else fit_series(e)
     return strongest([drawn, replace(fitted, score=fitted.score * (0.0 if told_otherwise(e) else 1.0))])
 
 
@@ -599,6 +558,21 @@ def repeats(e: Evidence) -> bool:
     "Whether the sampler claims the same again when it draws."
     again = e.flat("sampler drawing")
     return any(np.isfinite(x - again).any() and not beyond(x - again, floor(e)) for x in (e.s, e.flat(e.raw)))
+
+
+def fit_heads(e: Evidence) -> Finding:
+    "A temperature for each side, against what the sampler now says of all the tokens that may stand at a place."
+    ids = {r.at: np.flatnonzero(r.tokens == e.token[r.at]) for r in e.redraws}
+    known = [r for r in e.redraws if len(ids[r.at])]
+    if not known:
+        return Finding("temperature", 0.0, "nothing was drawn again")
+    tol, at = tolerance(e), [r.at for r in known]
+    curves = np.array([[r.sharpened(a)[ids[r.at][0]] for r in known] for a in SHARPNESS])
+    s, p = (int(np.argmin([excess(x[at] - curve, tol) for curve in curves])) for x in (e.s, e.p))
+    gone = explained(e.gap[at], e.gap[at] - (curves[s] - curves[p]), tol)
+    ours, theirs = float(1 / SHARPNESS[p]), float(1 / SHARPNESS[s])
+    text = f"the sampler's are at temperature {theirs:.2f}, the trainer's at {ours:.2f}: {gone:.0%} gone"
+    return Finding("temperature", exact(gone, 0.8), text, {"sampler": theirs, "trainer": ours})
 
 
 def fit_shape(e: Evidence) -> Finding:
@@ -749,6 +723,16 @@ def dtype_or_batching(e: Evidence) -> Finding:
     return scatter(e, "dtype or batching", 0.5 if {"bfloat16", "float16"} & set(dtypes) else None)
 
 # %% ../nbs/41_doctor.ipynb #c2d17c2e
+@dataclass(frozen=True)
+class Pair:
+    "A token behind a single other one, scored by both sides: there is nothing but the two, at the first positions."
+
+    before: int  # id
+    token: int  # id
+    trainer: float  # at the trainer's temperature
+    sampler: float  # raw
+
+
 def pair_gaps(e: Evidence) -> np.ndarray:
     "(M,) sampler minus trainer behind single tokens; at another temperature, apart from what a first token's share."
     t = e.stamps.trainer_temperature or 1.0
@@ -772,8 +756,7 @@ def other_ids(e: Evidence) -> Finding:
 
 def vocabulary(e: Evidence) -> Finding:
     "The trainer's ids mean other tokens than the sampler's."
-    gaps = np.abs(pair_gaps(e))
-    if len(gaps) and not (gaps > 0.5).all():
+    if (np.abs(pair_gaps(e)) <= floor(e).largest).any():
         return other_ids(e)
     size = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     absurd = np.isfinite(e.gap) & (e.p < -np.log(size)) & (e.s > -np.log(size))
@@ -1279,22 +1262,6 @@ async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int 
     found = zip(said.items(), ours, strict=True)
     return replace(e, pairs=tuple(Pair(*p, float(lp.values[0]), told) for (p, told), lp in found))
 
-
-async def probe(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
-    "Heads of the sampler's distribution at eight positions with large gaps."
-    fresh = e.flat("sampler synced" if "sampler synced" in e.controls else "sampler")
-    order = np.argsort(-np.nan_to_num(np.abs(e.gap)), kind="stable")
-    worst = [int(k) for k in order if np.isfinite(fresh[k])][:8]
-    params = SampleParams(n=32, max_tokens=1, temperature=2.0, seed=0)
-    heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in worst]
-    drawn = await asyncio.gather(*(backend.sampler.sample(h, params) for h in heads))
-    probes = []
-    for k, completions in zip(worst, drawn, strict=True):
-        seen = {int(c.tokens[0]): float(c.logprobs[0]) for c in completions if len(c.tokens)}
-        others = [lp for token, lp in seen.items() if token != e.token[k]]
-        probes.append(Probe(k, float(fresh[k]), np.array(others)))
-    return replace(e, probes=tuple(probes))
-
 # %% ../nbs/41_doctor.ipynb #3bd236a9
 async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
     "Next tokens at so many places where the sampler was in doubt, each drawn so many times."
@@ -1342,7 +1309,7 @@ def counted(at: int, drawn: Sequence[Completion], seen: Sequence[Completion]) ->
 
 # %% ../nbs/41_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, pairs, probe, redraw)}
+CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, pairs, redraw)}
 SETTLED = 0.95  # a score after which no further control is run
 
 
@@ -1389,7 +1356,7 @@ async def diagnose(
         assert backend is not None
         if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
             continue
-        if name in ("sync", "context", "pairs", "probe") and "sampler" not in e.controls:
+        if name in ("sync", "context", "pairs") and "sampler" not in e.controls:
             continue
         try:
             e = await CONTROLS[name](e, backend, rows)

@@ -619,7 +619,7 @@ def test_without_sync_the_sampler_is_left_alone(bench: Bench) -> None:
     async def behind_one() -> tuple[Diagnosis, Diagnosis, list[int]]:
         record, backend = await stale_weights(bench, 100, 1)
         versions = [bench.backend.sampler.engine.policy_version]  # type: ignore[attr-defined]
-        careful = await diagnose(record, backend=backend, controls=("rescore", "echo", "context", "probe"))
+        careful = await diagnose(record, backend=backend, controls=("rescore", "echo", "context", "pairs"))
         versions.append(bench.backend.sampler.engine.policy_version)  # type: ignore[attr-defined]
         sure = await diagnose(record, backend=backend)
         return careful, sure, versions
