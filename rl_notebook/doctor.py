@@ -492,9 +492,9 @@ def shape(e: Evidence) -> Shape | None:
     n = sum(len(y) for y, _, _ in places)
     if not n:
         return None
-    slope = lambda y, x: np.diff(y)[np.abs(np.diff(x)) > 0.1] / np.diff(x)[np.abs(np.diff(x)) > 0.1]
-    slopes = np.concatenate([slope(y, x) for y, x, _ in places])
-    tried = [1.0, *(np.quantile(slopes, (0.3, 0.5, 0.7)) if len(slopes) else ())]
+    steps = [(np.diff(y), np.diff(x)) for y, x, _ in places]
+    factors = np.concatenate([dy[np.abs(dx) > 0.1] / dx[np.abs(dx) > 0.1] for dy, dx in steps])
+    tried = [1.0, *(np.quantile(factors, (0.3, 0.5, 0.7)) if len(factors) else ())]
     left = [spread([y - a * x for y, x, _ in places], tol) for a in tried]
     unseen = spread([(y - x)[new] for y, x, new in places], tol)
     return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), unseen)
@@ -517,7 +517,8 @@ def filled_in(e: Evidence) -> float | None:
 def told_otherwise(e: Evidence) -> str:
     "How the sampler's numbers were written down, if that alone is wrong; empty = it is not seen."
     written = {"logarithms to base 2": e.p / np.log(2), "logarithms to base 10": e.p / np.log(10)}
-    written["probabilities"] = np.exp(np.minimum(e.p, 0))
+    if not (e.s < 0).any():
+        written = {"probabilities": np.exp(np.minimum(e.p, 0))}
     for name, series in written.items():
         if explained(e.gap, e.s - series, tolerance(e)) >= 0.9:
             return f"the sampler's numbers are {name}"
