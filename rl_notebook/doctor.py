@@ -64,6 +64,7 @@ class Stamps:
     sampler_temperature: float | None = None
     trainer_version: int | None = None  # weight syncs so far
     sampler_version: int | None = None  # the oldest of the samples
+    unsynced: int | None = None  # steps before this one, less the weight syncs before the oldest sample was drawn
     untrained: bool = False  # the policy was not updated yet, so it must equal its reference
     vocab_size: int | None = None  # of the backend's tokenizer
 
@@ -689,7 +690,10 @@ def stale_weights(e: Evidence) -> Finding:
     ours, theirs = e.stamps.trainer_version, e.stamps.sampler_version
     if ours is not None and theirs is not None and theirs < ours and differs(e):
         return Finding("stale weights", 0.7, f"drawn by version {theirs}, scored by version {ours}")
-    return scatter(e, "stale weights")
+    if e.stamps.unsynced is None:
+        return scatter(e, "stale weights")
+    found = scatter(e, "stale weights", 0.45 if e.stamps.unsynced > 0 and not e.stamps.untrained else 0.1)
+    return replace(found, text=f"{found.text}, but for {e.stamps.unsynced} steps without a sync" * differs(e))
 
 # %% ../nbs/41_doctor.ipynb #3ce8fcc4
 def reported_digits(series: np.ndarray) -> int:  # 0 = all
@@ -1047,12 +1051,14 @@ def claims(record: StepRecord, untrained: bool | None) -> Stamps:
     samples = [s for g in record.groups for s in g.samples]
     trainer = record.loss.logprobs[0] if record.loss and record.loss.logprobs else None
     drawn_at = {s.temperature for s in samples}
+    synced = min((s.policy_version for s in samples), default=None)
     return Stamps(
         trainer_dtype=trainer.dtype if trainer else None,
         trainer_temperature=trainer.temperature if trainer else None,
         sampler_temperature=drawn_at.pop() if len(drawn_at) == 1 else None,
         trainer_version=trainer.policy_version if trainer else None,
-        sampler_version=min((s.policy_version for s in samples), default=None),
+        sampler_version=synced,
+        unsynced=None if synced is None else record.step - 1 - synced,
         untrained=record.step == 1 if untrained is None else untrained,
     )
 
