@@ -903,11 +903,16 @@ class Diagnosis:
     @property
     def sentence(self) -> str:
         "Cause, numbers, doubt and fix in a line or two."
+        return " ".join(filter(None, self.answer))
+
+    @property
+    def answer(self) -> tuple[str, str, str, str]:
+        "How sure and which cause, why, what would settle it, and the fix."
         sure = "" if self.score >= _SURE else ", likely" if self.score >= 0.5 else ", a guess"
         other = " or ".join(self.undecided)
-        doubt = f" With what is known it cannot be told from {other}." if other else ""
-        settles = f" To settle it: {self.settles}." if self.settles else ""
-        return f"{self.cause}{sure}: {self.text}.{doubt}{settles} {self.fix}"
+        doubt = [f"With what is known it cannot be told from {other}."] if other else []
+        doubt += [f"To settle it: {self.settles}."] if self.settles else []
+        return f"{self.cause}{sure}:", f"{self.text}.", " ".join(doubt), self.fix
 
     @property
     def settles(self) -> str:
@@ -919,7 +924,7 @@ class Diagnosis:
         return next((SETTLES[c] for c in (self.cause, *self.undecided) if c in SETTLES), "")
 
     def __repr__(self) -> str:
-        hypotheses = [f"  {score}  {cause:<24}{text}" for cause, score, text in finding_rows(self)]
+        hypotheses = [f"  {score}  {cause:<25}{text}" for cause, score, text in finding_rows(self)]
         hypotheses += [f"  excluded: {', '.join(f.cause for f in self.findings if f.score < _SEEN)}"]
         places = [
             f"  group {g}, sample {s}, target {t} (token {k}): {p} / {b}" for g, s, t, k, p, b in token_rows(self)
@@ -955,10 +960,11 @@ TOKEN_COLUMNS = ("group", "sample", "target", "token", "trainer", "sampler")
 def diagnosis_html(d: Diagnosis) -> str:
     "A diagnosis as HTML, everything escaped."
     tokens = html_table(TOKEN_COLUMNS, token_rows(d)) if d.tokens else ""
-    columns = ("hypothesis", "explains", "finding")
+    columns = ("hypothesis", "score", "finding")
     rest = html_table(columns, [[f.cause, f"{f.score:.2f}", f.text] for f in d.findings if f.score < _SEEN])
     folded = f"<details><summary>Excluded</summary>{rest}</details>"
-    said = f"<p><b>{html.escape(d.sentence)}</b></p><p>{html.escape(measured_words(d))}</p>"
+    cause, why, *more = map(html.escape, (*d.answer, measured_words(d)))
+    said = f"<p><b>{cause}</b> {why}</p>" + "".join(f"<p>{line}</p>" for line in more if line)
     return f"{said}{html_table(columns, finding_rows(d))}{folded}{tokens}"
 
 # %% ../nbs/41_doctor.ipynb #1c41e3f7
@@ -971,8 +977,8 @@ def where_to_look(e: Evidence) -> str:
     if form is not None and form.spread > 0 == form.unseen:
         return "only tokens that stand in the context are claimed otherwise: a penalty"
     if off and not any(off):
-        return "two tokens alone agree: positions, attention, length"
-    return "two tokens alone differ: weights, norms, precision" if any(off) else "no experiment isolates it"
+        return "two tokens alone agree, so look at positions, attention, length"
+    return "two tokens alone differ, so look at weights, norms, precision" if any(off) else "no experiment isolates it"
 
 
 def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
