@@ -924,7 +924,7 @@ class Diagnosis:
         return next((SETTLES[c] for c in (self.cause, *self.undecided) if c in SETTLES), "")
 
     def __repr__(self) -> str:
-        hypotheses = [f"  {score}  {cause:<25}{text}" for cause, score, text in finding_rows(self)]
+        hypotheses = [f"  {score:.2f}  {cause:<25}{text}" for cause, score, text in finding_rows(self)]
         hypotheses += [f"  excluded: {', '.join(f.cause for f in self.findings if f.score < _SEEN)}"]
         places = [
             f"  group {g}, sample {s}, target {t} (token {k}): {p} / {b}" for g, s, t, k, p, b in token_rows(self)
@@ -946,7 +946,7 @@ def measured_words(d: Diagnosis) -> str:
 
 def finding_rows(d: Diagnosis) -> list[list[Any]]:
     "Findings that have something for them, as table rows."
-    return [[f.cause, f"{f.score:.2f}", f.text] for f in d.findings if f.score >= _SEEN]
+    return [[f.cause, round(float(f.score), 2), f.text] for f in d.findings if f.score >= _SEEN]
 
 
 def token_rows(d: Diagnosis) -> list[list[Any]]:
@@ -961,7 +961,7 @@ def diagnosis_html(d: Diagnosis) -> str:
     "A diagnosis as HTML, everything escaped."
     tokens = html_table(TOKEN_COLUMNS, token_rows(d)) if d.tokens else ""
     columns = ("hypothesis", "score", "finding")
-    rest = html_table(columns, [[f.cause, f"{f.score:.2f}", f.text] for f in d.findings if f.score < _SEEN])
+    rest = html_table(columns, [[f.cause, round(float(f.score), 2), f.text] for f in d.findings if f.score < _SEEN])
     folded = f"<details><summary>Excluded</summary>{rest}</details>"
     cause, why, *more = map(html.escape, (*d.answer, measured_words(d)))
     said = f"<p><b>{cause}</b> {why}</p>" + "".join(f"<p>{line}</p>" for line in more if line)
