@@ -367,9 +367,12 @@ def bos_or_template(e: Evidence) -> Finding:
 def on_the_way(e: Evidence) -> Finding:
     "The prompt is changed on its way to the sampler, by nothing that was tried."
     drawing, form = drawn_otherwise(e), shape(e)
-    if form is None or drawing < 0.9:
+    if form is None or (drawing < 0.9 and "echo" not in e.refused):
         return Finding("BOS or template", 0.0, "the sampler draws as it scores")
     other = min(form.unseen, form.sloped) / max(form.spread, 1e-300)  # a cut, a temperature, a penalty leave nothing
+    if "echo" in e.refused:
+        text = "what is drawn has another form than the trainer's; without echo nothing tells prompts from arithmetic"
+        return Finding("BOS or template", 0.45 * min(1.0, 2 * other) * repeats(e), text)
     text = f"given tokens the sampler scores as the trainer does ({drawing:.0%} gone); drawing, it reads another prompt"
     return Finding("BOS or template", 0.85 * min(1.0, 2 * other), text)
 
@@ -481,6 +484,7 @@ class Shape:
     spread: float  # nats
     sloped: float  # nats left if one side is sharper by the same factor everywhere
     unseen: float  # nats of spread among the tokens that do not stand in their context
+    lifted: float  # nats by which all tokens of a place are above the trainer's; 0 if some place is below
 
 
 def shape(e: Evidence) -> Shape | None:
@@ -498,21 +502,26 @@ def shape(e: Evidence) -> Shape | None:
     tried = [1.0, *(np.quantile(factors, (0.3, 0.5, 0.7)) if len(factors) else ())]
     left = [spread([y - a * x for y, x, _ in places], tol) for a in tried]
     unseen = spread([(y - x)[new] for y, x, new in places], tol)
-    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), unseen)
+    middle = np.array([np.median(y - x) for y, x, _ in places if len(y)])
+    lifted = max(0.0, float(middle.max()) - tol) if (middle > -tol).all() else 0.0
+    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), unseen, lifted)
 
 
 def drawn_otherwise(e: Evidence) -> float:
     "Share of the gap that is there when the sampler draws and not when it scores the same tokens; 0 = not known."
     if not {"sampler", "sampler drawing"} <= e.controls.keys() or "echo" in e.refused:
         return 0.0
+    if e.stamps.trainer_temperature not in (None, 1.0):  # what is drawn again and scored is at 1, the trainer is not
+        return float(beyond(e.flat("sampler drawing") - e.flat("sampler"), floor(e)))
     return explained(e.flat("sampler drawing") - e.p, e.flat("sampler") - e.p, tolerance(e))
 
 # %% ../nbs/41_doctor.ipynb #5c435ef7
 def filled_in(e: Evidence) -> float | None:
-    "The one value that the sampler has wherever it is off, if other tokens that are not certain are as they should be."
+    "The one value that the sampler has wherever it is off; 0, which a cut makes, too, only if most others are right."
     off = np.abs(e.gap) > tolerance(e)
-    same = off.sum() > 1 and np.ptp(e.s[off]) < 1e-7
-    return float(e.s[off][0]) if same and (~off & (e.p < np.log(0.9))).sum() > off.sum() else None
+    same = off.sum() > 1 and np.ptp(e.s[off]) < 1e-7 and np.ptp(e.p[off]) > tolerance(e)
+    spared = same and (e.s[off][0] < 0 or (~off & (e.p < np.log(0.9))).sum() > off.sum())
+    return float(e.s[off][0]) if spared else None
 
 
 def told_otherwise(e: Evidence) -> str:
@@ -546,7 +555,17 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     text = f"{below:.0%} of the gap lies below the trainer's; kept mass from {kept:.2f}"
     text = text if differs(e) else "no gap"
     drawn = from_draws(e, "top-p or top-k", ["top-p", "top-k", "min-p"])
-    return strongest([drawn, Finding("top-p or top-k", score, text, {"below": below, "kept": kept})])
+    return strongest([drawn, lifted(e), Finding("top-p or top-k", score, text, {"below": below, "kept": kept})])
+
+
+def lifted(e: Evidence) -> Finding:
+    "What tokens drawn again say: all that are left of a place rose by the same amount."
+    form = shape(e)
+    claimed = {e.stamps.trainer_temperature, e.stamps.sampler_temperature} - {None}
+    if form is None or form.spread > 0 or not repeats(e) or len(claimed) > 1:
+        return Finding("top-p or top-k", 0.0, "nothing was drawn again, or not all tokens of a place rose alike")
+    text = f"{form.tokens} tokens drawn again: all of a place rose alike, by up to {form.lifted:.2g} nats"
+    return Finding("top-p or top-k", 0.9 * (form.lifted > 0), text)
 
 # %% ../nbs/41_doctor.ipynb #d45d63d8
 def temperature(e: Evidence) -> Finding:
@@ -622,6 +641,12 @@ def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[flo
     return (same[0], same[1]), (different[0], different[1])
 
 
+def batch_matters(e: Evidence) -> bool:
+    "Whether the policy scores a row alone otherwise than among others, and the same each time."
+    moved = beyond(e.flat("policy alone") - e.flat("policy"), rounding(e.stamps.trainer_dtype or "float32"))
+    return moved and not beyond(e.flat("policy again") - e.flat("policy"), floor(e))
+
+
 def dropout(e: Evidence) -> Finding:
     "The trainer's forward pass is nondeterministic (dropout is active)."
     tol, there = tolerance(e), excess(e.gap, tolerance(e))
@@ -629,6 +654,8 @@ def dropout(e: Evidence) -> Finding:
         twice = np.abs(e.flat("policy again") - e.flat("policy"))
         score = min(1.0, NOISE_FACTOR * excess(twice, tol) / there) if there else 0.0
         text = f"scored twice, the same datums differ by up to {np.nanmax(twice, initial=0):.2g} nats"
+        if batch_matters(e) and beyond(e.s - e.flat("policy alone"), floor(e)):
+            score, text = 0.7, "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps"
         return Finding("dropout", score, text, {"twice": float(np.nanmax(twice, initial=0))})
     ours, theirs = twins(e)[0]
     if ours > floor(e).largest >= theirs:
@@ -640,9 +667,8 @@ def dropout(e: Evidence) -> Finding:
 def padding_side(e: Evidence) -> Finding:
     "Rows were padded on the left without a mask, so that a row depends on the others in its batch."
     if "policy alone" in e.controls:
-        moved = beyond(e.flat("policy alone") - e.flat("policy"), rounding(e.stamps.trainer_dtype or "float32"))
-        steady = not beyond(e.flat("policy again") - e.flat("policy"), floor(e))
-        score = explained(e.gap, e.s - e.flat("policy alone"), tolerance(e)) * moved * steady
+        score = explained(e.gap, e.s - e.flat("policy alone"), tolerance(e)) * batch_matters(e)
+        score = score if not beyond(e.s - e.flat("policy alone"), floor(e)) else score / 2
         alone = Finding("padding side", score, f"scored alone, rows lose {score:.0%} of their gap")
         return strongest([alone, replace(best_context(e, "padding"), cause="padding side")])
     return padding_by_length(e)
@@ -1210,6 +1236,7 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     yield "without the template but its first token", [*prompt[:1], *bare]
     if bos is not None:
         yield "a second BOS", [bos, *prompt]
+        yield "a second and a third BOS", [bos, bos, *prompt]
 
 # %% ../nbs/41_doctor.ipynb #f4c13aa3
 def paddings(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[int]]]:
