@@ -1,0 +1,25 @@
+"Planted bug: a join has doubled the rows of the data."
+
+import pandas as pd
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.xray import preflight
+
+
+def sums():
+    "Questions with their source, from two tables."
+    questions = pd.DataFrame(toy_rows(20))
+    sources = pd.DataFrame({"question": [*questions.question, *questions.question], "source": ["a"] * 20 + ["b"] * 20})
+    return questions.merge(sources, on="question").to_dict("records")
+
+
+async def train():
+    backend, rows = open_local(*load_model("tiny")), sums()
+    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=24, learning_rate=1e-3)
+    print(await preflight(backend, rows, toy_reward, cfg))
+    loop = GRPOLoop(backend, rows, toy_reward, cfg)
+    await loop.run(1)
+    return loop

@@ -1,0 +1,33 @@
+"Planted bug: a KL term of one's own has the wrong sign."
+
+import torch
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.losses import make_loss_fn
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+
+BETA = 0.1
+
+
+def grpo_with_kl(datums, denominator):
+    grpo = make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
+
+    def loss_fn(datums, logprobs):
+        loss, metrics = grpo(datums, logprobs)
+        for d, pi in zip(datums, logprobs, strict=True):
+            log_ratio = torch.tensor(d.ref_logprobs) - pi
+            k3 = log_ratio.exp() - log_ratio - 1
+            loss = loss - BETA * k3[torch.tensor(d.active)].sum() / denominator
+        return loss, metrics
+
+    return loss_fn
+
+
+async def train():
+    backend = open_local(*load_model("tiny"))
+    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=24, learning_rate=1e-3)
+    loop = GRPOLoop(backend, toy_rows(40), toy_reward, cfg, make_loss=grpo_with_kl)
+    await loop.run(4)
+    return loop

@@ -1,0 +1,22 @@
+"Planted bug: a reward is computed on prompt and completion."
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.xray import preflight
+
+
+def form(prompt, completion):
+    "Half a point for an answer in the right form."
+    return 0.5 * ("####" in prompt + completion)
+
+
+async def train():
+    backend = open_local(*load_model("tiny"))
+    rows = [{**row, "prompt": row["question"] + " End with ####."} for row in toy_rows(40)]
+    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=32, learning_rate=1e-3)
+    print(await preflight(backend, rows, [toy_reward, form], cfg))
+    loop = GRPOLoop(backend, rows, [toy_reward, form], cfg)
+    await loop.run(1)
+    return loop

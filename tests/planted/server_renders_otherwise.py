@@ -1,0 +1,34 @@
+"Planted bug: the inference server renders the conversation itself, with a system prompt that the trainer does not know."
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+
+
+class ChatServer:
+    "Our inference server: takes messages."
+
+    def __init__(self, engine, tokenizer):
+        self.engine, self.tokenizer = engine, tokenizer
+
+    def rendered(self, question):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def sample(self, prompt_tokens, params):
+        question = self.tokenizer.decode(prompt_tokens, skip_special_tokens=True)
+        return await self.engine.sample(self.rendered(question), params)
+
+    async def logprobs(self, tokens):
+        return await self.engine.logprobs(tokens)
+
+
+async def train():
+    backend = open_local(*load_model("tiny"))
+    backend.sampler = ChatServer(backend.sampler, backend.tokenizer)
+    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=24, learning_rate=1e-3)
+    loop = GRPOLoop(backend, toy_rows(40), toy_reward, cfg)
+    await loop.run(1)
+    return loop
