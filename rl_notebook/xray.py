@@ -31,15 +31,18 @@ from rl_notebook.core import (
     Logprobs,
     LossError,
     PromptGroup,
+    RewardError,
     RLNotebookError,
     RolloutSample,
 )
+from .data import Row
 from .datums import attach, datums_from_groups
 from .drawings import shapes, styled, table
 from .phases import as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .names import NAMED
 from .records import StepRecord
+from .rewards import score
 from .rollouts import Prompt, bounded, encode_rows, require_some, together
 from .step import backward, draw, loss_factory, score_group
 
@@ -546,6 +549,27 @@ def check_completions(record: StepRecord) -> Check:
         return check(False, text, expected=f"fewer than {TOO_MANY:.0%}", fix=fix)
     return check(True, text)
 
+# %% ../nbs/40_xray.ipynb #4185c909
+def same_start(rows: Sequence[np.ndarray]) -> int:
+    "How many tokens all rows begin with."
+    n = min(map(len, rows))
+    same = np.all([r[:n] == rows[0][:n] for r in rows], axis=0)
+    return n if same.all() else int(np.argmin(same))
+
+
+def prompt_in_loss(groups: Sequence[PromptGroup]) -> int:
+    "Tokens at least with which each group's completions begin, other than those of other groups; 0 = it may be chance."
+    drawn = [[g.samples[i] for i in g.run_starts] for g in groups if len(g.run_starts) > 1]
+    if len(drawn) < 2 or len({s.tokens[: s.prompt_len].tobytes() for group in drawn for s in group}) > 1:
+        return 0
+    said = [[s.tokens[s.prompt_len :] for s in group] for group in drawn]
+    own, shared = [same_start(rows) for rows in said], same_start([rows[0] for rows in said])
+    if min(own) <= shared or all(n == min(map(len, rows)) for n, rows in zip(own, said, strict=True)):
+        return 0
+    spoken = lambda s, n: float(np.nansum(s.logprobs[s.prompt_len + shared : s.prompt_len + n]))
+    chance = sum((len(group) - 1) * spoken(group[0], n) for group, n in zip(drawn, own, strict=True))
+    return min(own) if chance < -20 else 0
+
 # %% ../nbs/40_xray.ipynb #fb9da5d3
 def check_prompts(record: StepRecord) -> Check:
     "The completions of a group answer one prompt, and each group another."
@@ -557,6 +581,8 @@ def check_prompts(record: StepRecord) -> Check:
         text = f"{len(mixed)} of {len(asked)} groups mix completions of different prompts"
         fix = "An advantage compares completions of one prompt: give each prompt a group of its own."
         return Check("prompts", False, text, got=f"{len(mixed[0])} prompts in one group", expected="one", fix=fix)
+    if prompt_in_loss(record.groups):
+        return Check("prompts", None, "the mask does not tell prompt and completion apart")
     distinct = len(set().union(*asked))
     if distinct < len(asked):
         different = f"{distinct} different prompt{'s' * (distinct > 1)}"
@@ -624,6 +650,12 @@ def check_advantages(record: StepRecord) -> Check:
     if (corr := correlation(*sides)) < -0.5:
         text = f"advantages have the opposite sign of the rewards (correlation {corr:.2f})"
         return check(None if own_function else False, text, expected="a positive correlation", notable=True)
+    live = [g.index for g in record.groups if g.index in found and not is_dead(g.rewards)]
+    apart = [i for i in live if abs(found[i].sum()) > 1e-3 * np.abs(found[i]).sum()]
+    if own_function and apart:
+        where = f"in {len(apart)} of {len(live)} live groups"
+        text = f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}"
+        return check(None, text, f"group {apart[0]}", short(float(found[apart[0]].sum())), "0", notable=True)
     if own_function:
         return check(None, "they are those of an advantage_fn, which is not judged")
     return check(True, f"they sum to 0 in each of {len(found)} groups") if found else check(None, "there are none")
@@ -656,6 +688,10 @@ def check_mask(record: StepRecord) -> Check:
         what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), dlogprob)
         if what:
             return check(False, what, d.where, got, expected, "Make datums with datums_from_groups.")
+    if begins := prompt_in_loss(record.groups):
+        text = f"the prompt is in the loss: all completions of a group begin with the same {begins} tokens or more"
+        fix = "The loss_mask of a rollout is 1 only where the policy sampled the token."
+        return check(False, f"{text}, those of another group with others", fix=fix)
     active = sum(d.num_loss_tokens for d in record.datums)
     hidden = sum(d.num_loss_tokens == 0 for d in record.datums)
     if not active:
@@ -693,6 +729,17 @@ def without_loss(record: StepRecord) -> str:
     return "nothing was trained" if record.reason else "the record holds no loss"
 
 # %% ../nbs/40_xray.ipynb #2a8b916c
+def sampler_words(record: StepRecord, allowed: Rounding) -> str:
+    "What the record knows of a sampler that has other logprobs than the policy; empty = nothing."
+    if record.step == 1 and not version_at_start(record):
+        return ", though no weights can be stale before an update (does it read the same prompt, template included?)"
+    theirs = sampler_side(record.groups, record.datums, scored_first(record))
+    start = gap_between(record.datums, theirs, [d.ref_logprobs for d in record.datums])
+    if start and allowed.explains(start):
+        return ", whose logprobs are the reference's, as if it still had the first weights"
+    return ""
+
+
 def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check:
     "On-policy, policy and sampler give each token the same logprob."
     check = partial(Check, "on-policy")
@@ -714,10 +761,31 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
         needed = f"{text}; whether the weights are the same needs the record of the step before"
         return check(None, needed, notable=True)
     fix = "The weights are the same: ask the alignment doctor (rl_notebook.doctor) which cause explains it."
-    text = f"the policy is not what the sampler drew from: {text}"
+    text = f"the policy is not what the sampler drew from{sampler_words(record, allowed)}: {text}"
     return check(
         False, text, gap.where, f"{short(gap.mean)} on average, {short(gap.largest)} at a token", str(allowed), fix
     )
+
+# %% ../nbs/40_xray.ipynb #5c3f801d
+def ranks(values: np.ndarray) -> np.ndarray:
+    "The ranks of values, less their mean; zeros where they are all the same."
+    same = np.ptp(values) <= 1e-6 * np.abs(values).max(initial=0.0)
+    return np.zeros(len(values)) if same else np.argsort(np.argsort(values)) - (len(values) - 1) / 2
+
+
+def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from it; NaN = not known
+    "Rank correlation of dL/dlogprob with policy less reference in a datum, the higher of both signs of advantage."
+    sides: dict[float, list[float]] = {}
+    loss = record.loss
+    for d, lp, g in zip(record.datums, loss.logprobs, loss.dlogprobs, strict=True) if loss else ():
+        above = lp.values - d.ref_logprobs if d.ref_logprobs is not None else np.zeros(len(d.weights))
+        apart = d.active & (np.abs(above) > 1e-3)
+        if apart.sum() > 2:
+            found = correlation(ranks(np.asarray(g)[apart]), ranks(above[apart]))
+            sides.setdefault(float(np.sign(np.mean(d.advantage))), []).append(found)
+    if len(record.updates) > 1 or not {-1.0, 1.0} <= sides.keys():
+        return math.nan
+    return float(np.max([np.mean(found) for found in sides.values()]))
 
 # %% ../nbs/40_xray.ipynb #858ed6a9
 FAR = 1.0  # nats a token between policy and reference from which they are far apart
@@ -745,6 +813,9 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> C
         text = f"KL to the reference is 0 although step {record.step - 1} moved the weights"
         fix = "Is the reference the policy itself, or was the policy loaded again as it was at the beginning?"
         return check(False, f"{text}: the reference follows the policy, or the policy was reset", fix=fix)
+    if "make_loss" in record.options and pull_to_reference(record) < -0.9:
+        text = "the custom loss pushes the policy away from the reference: where it is above, dL/dlogprob is lower"
+        return check(False, text, expected="a KL term that is added", fix="loss + beta * kl, not loss - beta * kl.")
     if gap.mean >= FAR:
         kl = record.metrics.get("kl", math.nan)
         text = f"the policy is far from the reference (KL {short(kl)}): {text}"
@@ -793,6 +864,7 @@ def check_clipping(record: StepRecord) -> Check:
 # %% ../nbs/40_xray.ipynb #e9e90d60
 LARGE = 1000.0  # norm of the gradient of a mean over tokens; a healthy one is around 1
 SMALL = 1e-8  # norm of an update that does nothing
+COLLAPSE = 100.0  # how many times smaller learning rate and update must be than in the step before to be told
 
 
 def gradient_scale(record: StepRecord) -> float:
@@ -802,7 +874,18 @@ def gradient_scale(record: StepRecord) -> float:
     return max(1.0, sizes.get(record.options.get("aggregation", ""), 1.0)) if record.divided_by == "none" else 1.0
 
 
-def check_gradient(record: StepRecord) -> Check:
+def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
+    "How far the learning rate fell since the step before, if the update fell as far; empty = it did not."
+    if previous is None or previous.step != record.step - 1:
+        return ""
+    sizes = lambda r: [r.metrics.get(name, math.nan) for name in ("learning_rate", "update_norm")]
+    before, now = sizes(previous), sizes(record)
+    if not all(a >= COLLAPSE * b > 0 for a, b in zip(before, now, strict=True)):
+        return ""
+    return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
+
+
+def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Check:
     "There is a gradient of ordinary size, it reaches the weights, and the update moved them."
     (size, measured), m, check = gradient_size(record), record.metrics, partial(Check, "update")
     moved, rate = m.get("update_norm", math.nan), m.get("learning_rate", math.nan)
@@ -822,6 +905,9 @@ def check_gradient(record: StepRecord) -> Check:
     if moved < SMALL:
         text = f"the weights hardly moved (by {short(moved)}): the learning rate is {rate:g}"
         return check(False, text, expected=f"an update norm above {SMALL:g}", fix="Raise the learning rate.")
+    if fell := fallen_rate(record, previous):
+        fix = "Is the length of the schedule counted in steps of this run?"
+        return check(False, f"{fell}, and the weights hardly moved (by {short(moved)})", fix=fix)
     limit = m.get("grad_norm_clipped", math.inf)
     clipped = limit < size * (1 - 1e-6)
     if size > LARGE * gradient_scale(record) and "grad_norm" in m and not clipped:
@@ -868,7 +954,7 @@ def invariants(
         check_clipping(record),
         check_lengths(record),
         check_signal(record),
-        check_gradient(record),
+        check_gradient(record, previous),
         check_version(record, weight_sync_interval),
     )
 
@@ -1003,6 +1089,17 @@ def check_budget(groups: Sequence[PromptGroup], limit: int) -> Check:
         )
     return Check("budget", True, text)
 
+# %% ../nbs/40_xray.ipynb #3fd4e228
+def check_rows(rows: Sequence[Row]) -> list[Check]:
+    "Rows whose prompt another row has, too; no check where there are none."
+    different = len({repr((r.messages, r.prompt, r.prompt_tokens)) for r in rows})
+    if different == len(rows):
+        return []
+    again = len(rows) - different
+    text = f"{again} of {len(rows)} rows have the prompt of another row, so an epoch has {different} different prompts"
+    fix = "If that is not meant: drop them, and see what doubled them."
+    return [Check("rows", None if again < TOO_MANY * len(rows) else False, text, fix=fix)]
+
 # %% ../nbs/40_xray.ipynb #2df711cb
 def check_reward(rewards: np.ndarray) -> Check:
     "The reward is not the same for all completions."
@@ -1014,7 +1111,7 @@ def check_reward(rewards: np.ndarray) -> Check:
     return check(True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {p}")
 
 # %% ../nbs/40_xray.ipynb #85262995
-def check_functions(groups: Sequence[PromptGroup]) -> list[Check]:
+def check_functions(groups: Sequence[PromptGroup], empty: Mapping[str, float | None] | None = None) -> list[Check]:
     "Reward functions that told nothing, and completions that could not be graded."
     samples = [s for g in groups for s in g.samples]
     checks, lost = list[Check](), [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
@@ -1022,7 +1119,11 @@ def check_functions(groups: Sequence[PromptGroup]) -> list[Check]:
         given = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if is_dead(given):
             said = f"gave {given[0]:g} to every completion" if given else "had no opinion on any completion"
-            checks.append(Check(f"reward {name}", None, f"whether it works could not be seen: it {said}"))
+            same = bool(given) and given[0] > 0 and (empty or {}).get(name) == given[0]
+            said += ", and an empty completion earns as much" if same else ""
+            fix = "Does it read the prompt with the completion?" if same else ""
+            text = f"whether it works could not be seen: it {said}"
+            checks.append(Check(f"reward {name}", None, text, fix=fix))
     if lost:
         many, drawn = len(lost) >= TOO_MANY * (len(lost) + len(samples)), len(lost) + len(samples)
         text, fix = (
@@ -1031,6 +1132,21 @@ def check_functions(groups: Sequence[PromptGroup]) -> list[Check]:
         )
         checks.append(Check("lost", False if many else None, text, got=lost[0], fix=fix))
     return checks
+
+# %% ../nbs/40_xray.ipynb #a95ef258
+async def empty_rewards(reward_fns: Any, row: Row, groups: Sequence[PromptGroup]) -> dict[str, float | None]:
+    "What an empty completion earns from each function; asked only where one of them gave all the same above 0."
+    given: dict[str, set[float]] = {}
+    for s in (s for g in groups for s in g.samples):
+        for name, value in s.rewards.items():
+            given.setdefault(name, set()).add(0.0 if value is None else value)
+    if reward_fns is None or not any(len(values) == 1 and min(values) > 0 for values in given.values()):
+        return {}
+    try:
+        found = await score([""], row, reward_fns)
+    except RewardError:
+        return {}
+    return {fn.name: float(values[0]) for fn, values in zip(found.functions, found.values, strict=True)}
 
 # %% ../nbs/40_xray.ipynb #752bf9b3
 def check_dead(dead: Mapping[int, float | None], planned: int) -> Check:
@@ -1164,8 +1280,8 @@ class Preflight:
 # %% ../nbs/40_xray.ipynb #b90fbb48
 async def first_completions(
     backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, seconds: dict[str, float]
-) -> tuple[list[Prompt], list[PromptGroup]]:
-    "The first prompts of a run and their graded completions."
+) -> tuple[list[Prompt], list[PromptGroup], dict[str, float | None]]:
+    "The first prompts of a run, their graded completions, and what an empty one earns."
     task = configured(as_task(reward, rollout_setup(backend, cfg)), cfg)
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
     asked = encode_rows(first_cursor(as_rows(rows), cfg).peek(prompts), backend.tokenizer, **room)
@@ -1176,7 +1292,8 @@ async def first_completions(
     with stopwatch(seconds, "score"):
         groups = [await score_group(r, task.reward_fns, weights=task.weights) for r in drawn]
     require_some(groups)
-    return asked, with_advantages(groups, scale=cfg.advantage_scale, ddof=cfg.ddof)
+    empty = await empty_rewards(task.reward_fns, asked[0].row, groups)
+    return asked, with_advantages(groups, scale=cfg.advantage_scale, ddof=cfg.ddof), empty
 
 
 @contextmanager
@@ -1217,7 +1334,8 @@ async def preflight(
             raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
     check_backend(cfg, backend)
     seconds, before = dict[str, float](), peak_memory()
-    asked, groups = await first_completions(backend, rows, reward, cfg, prompts, samples, seconds)
+    rows = as_rows(rows)
+    asked, groups, empty = await first_completions(backend, rows, reward, cfg, prompts, samples, seconds)
     datums = datums_from_groups(groups, max_seq_len=cfg.max_seq_len)
     with stopwatch(seconds, "policy"):
         policy = await backend.policy.forward(datums)
@@ -1233,9 +1351,10 @@ async def preflight(
     lengths = [len(p.tokens) for p in asked]
     checks = (
         Check("prompts", True, f"{len(asked)} prompts of {min(lengths)} to {max(lengths)} tokens"),
+        *check_rows(rows),
         check_budget(live, cfg.max_completion_tokens),
         check_reward(np.concatenate([g.rewards for g in live])),
-        *check_functions(groups),
+        *check_functions(groups, empty),
         check_dead(dead, cfg.completions_per_prompt),
         check_tokens(backend.tokenizer, asked, live),
         *check_agreement(sampler_gap(groups, datums, policy), floor, allowed),

@@ -1,1 +1,1 @@
-"Short scripts as a researcher writes them, each with one bug that raises nothing. `tests/test_reader.py` reads what they display."
+"Short scripts as a researcher writes them, each with a bug that raises nothing. `test_reader.py` reads their displays."

@@ -9,12 +9,13 @@ from rl_notebook.xray import preflight
 
 def form(prompt, completion):
     "Half a point for an answer in the right form."
-    return 0.5 * ("####" in prompt + completion)
+    text = "".join(message["content"] for message in prompt + completion)
+    return 0.5 * ("####" in text)
 
 
 async def train():
     backend = open_local(*load_model("tiny"))
-    rows = [{**row, "prompt": row["question"] + " End with ####."} for row in toy_rows(40)]
+    rows = [{**row, "question": row["question"] + " End with ####."} for row in toy_rows(40)]
     cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=32, learning_rate=1e-3)
     print(await preflight(backend, rows, [toy_reward, form], cfg))
     loop = GRPOLoop(backend, rows, [toy_reward, form], cfg)

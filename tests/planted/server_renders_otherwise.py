@@ -1,4 +1,6 @@
-"Planted bug: the inference server renders the conversation itself, with a system prompt that the trainer does not know."
+"Planted bug: the inference server renders the conversation itself, with a system prompt of its own."
+
+from dataclasses import replace
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
@@ -19,7 +21,8 @@ class ChatServer:
 
     async def sample(self, prompt_tokens, params):
         question = self.tokenizer.decode(prompt_tokens, skip_special_tokens=True)
-        return await self.engine.sample(self.rendered(question), params)
+        drawn = await self.engine.sample(self.rendered(question), params)
+        return [replace(c, prompt_tokens=prompt_tokens) for c in drawn]  # the server does not send the prompt back
 
     async def logprobs(self, tokens):
         return await self.engine.logprobs(tokens)
