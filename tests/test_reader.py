@@ -37,7 +37,10 @@ SAID: tuple[tuple[str, str, int, str], ...] = (  # bug, display, step (0 = befor
     ("duplicated_rows", PREFLIGHT, 0, r"(?i)\b(rows|prompts)\b[^.\n]*(duplicate|repeat|twice|another row)"),
 )
 NOT_SAID = {
-    ("server_renders_otherwise", DOCTOR): "from the record alone the doctor guesses stale weights, before any update",
+    (
+        "server_ignores_syncs",
+        DOCTOR,
+    ): "the doctor believes the syncs, and does not compare the sampler with the reference",
 }
 
 
