@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -255,14 +255,17 @@ class RunRecords(list[StepRecord]):
 
 # %% ../nbs/37_loop.ipynb #7805bd1c
 CHECKS = ["rl_notebook.xray:failed_words"]  # each gives, in words, what did not hold in a step
+TRENDS = "rl_notebook.trends:new_words"  # gives, in words, what is new at a step of a run
 
 
-def verdict_line(records: Sequence[StepRecord], record: StepRecord) -> str:
-    "The verdict of a step and what failed; the step before it is looked for in `records`."
+def verdict_line(records: Iterable[StepRecord], record: StepRecord) -> str:
+    "The verdict of a step, what failed, and what began in the steps up to it; those before are in `records`."
+    records = [*records]
     previous = next((r for r in reversed(records) if r.step == record.step - 1), None)
     checks = (named_function(name, "CHECKS", PhaseError) for name in CHECKS)
     failed = "; ".join(words for check in checks for words in check(record, previous))
-    return record.verdict + (f"  ✗ {failed}" if failed else "")
+    began = "; ".join(named_function(TRENDS, "TRENDS", PhaseError)(records, record))
+    return record.verdict + (f"  ✗ {failed}" if failed else "") + (f"  ! {began}" if began else "")
 
 # %% ../nbs/37_loop.ipynb #4a77beb7
 async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool = True) -> RunRecords:
