@@ -36,12 +36,6 @@ SAID: tuple[tuple[str, str, int, str], ...] = (  # bug, display, step (0 = befor
     ("server_renders_otherwise", DOCTOR, 1, r"(?i)^(BOS or )?template|^[^.]*(another|other) prompt"),
     ("duplicated_rows", PREFLIGHT, 0, r"(?i)\b(rows|prompts)\b[^.\n]*(duplicate|repeat|twice|another row)"),
 )
-NOT_SAID = {
-    (
-        "server_ignores_syncs",
-        DOCTOR,
-    ): "the doctor believes the syncs, and does not compare the sampler with the reference",
-}
 
 
 def planted(bug: str) -> Any:
@@ -67,9 +61,7 @@ def shown(loop: Any, printed: str, display: str, step: int) -> str:
 
 
 def case(bug: str, display: str, step: int, words: str) -> Any:
-    why = NOT_SAID.get((bug, display))
-    marks = [pytest.mark.xfail(strict=True, reason=why)] if why else []
-    return pytest.param(bug, display, step, words, marks=marks, id=f"{bug}, {display}")
+    return pytest.param(bug, display, step, words, id=f"{bug}, {display}")
 
 
 @pytest.mark.parametrize(("bug", "display", "step", "words"), [case(*s) for s in SAID])
