@@ -77,7 +77,8 @@ LONG = {
     "test_doctor.py::test_one_group_and_many": "1]", "test_records[512": "",
     "test_the_loop_with_a_loss_of_the_service": "given0",
     "test_what_failed_is_asked_again": "False-garbage", "test_a_cancelled_step_or_undo": "sync",
-    "test_so_it_does_on_a_service": "",
+    "test_so_it_does_on_a_service": "", "test_what_goes_wrong_is_named_within": "rate-21",
+    "test_a_healthy_run_gives_no_alarm": "31", "test_the_right_cause_and_no_false_alarm": "0]",
 }  # fmt: skip
 APART = ("test_the_right_cause_and_no_false_alarm", "test_so_it_does_at_every_await")
 
