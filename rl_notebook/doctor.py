@@ -523,7 +523,7 @@ def drawn_otherwise(e: Evidence) -> float:
 def filled_in(e: Evidence) -> float | None:
     "The one value that the sampler has wherever it is off; 0, which a cut makes, too, only if most others are right."
     off = np.abs(e.gap) > tolerance(e)
-    same = off.sum() > 1 and np.ptp(e.s[off]) < 1e-7 and np.ptp(e.p[off]) > tolerance(e)
+    same = 1 < off.sum() < len(off) and np.ptp(e.s[off]) < 1e-7 and np.ptp(e.p[off]) > tolerance(e)
     spared = same and (e.s[off][0] < 0 or (~off & (e.p < np.log(0.9))).sum() > off.sum())
     return float(e.s[off][0]) if spared else None
 
