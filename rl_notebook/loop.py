@@ -250,22 +250,31 @@ class RunRecords(list[StepRecord]):
     def __repr__(self) -> str:
         which = f", steps {spans([r.step for r in self])}" if self else ""
         count = f"{len(self)} record{'s' * (len(self) != 1)}{which}"
-        said = () if self.shown else (*(verdict_line(self, r) for r in self), self.ended)
+        said = () if self.shown else (*verdict_lines(self), self.ended)
         return "\n".join([*filter(None, said), count])
 
 # %% ../nbs/37_loop.ipynb #7805bd1c
 CHECKS = ["rl_notebook.xray:failed_words"]  # each gives, in words, what did not hold in a step
-TRENDS = "rl_notebook.trends:new_words"  # gives, in words, what is new at a step of a run
+TRENDS = "rl_notebook.trends:new_words"  # gives, in words by step, what is new from a step on
+
+
+def verdict_lines(records: Iterable[StepRecord], since: int = 0) -> list[str]:
+    "For each step from `since` on its verdict, what failed, and what began in the steps up to it."
+    records, lines = [*records], []
+    checks = [named_function(name, "CHECKS", PhaseError) for name in CHECKS]
+    began = named_function(TRENDS, "TRENDS", PhaseError)(records, since)
+    for i, record in enumerate(records):
+        if record.step >= since:
+            previous = next((r for r in reversed(records[:i]) if r.step == record.step - 1), None)
+            failed = "; ".join(words for check in checks for words in check(record, previous))
+            new = "; ".join(began.get(record.step, ()))
+            lines.append(record.verdict + (f"  ✗ {failed}" if failed else "") + (f"  ! {new}" if new else ""))
+    return lines
 
 
 def verdict_line(records: Iterable[StepRecord], record: StepRecord) -> str:
-    "The verdict of a step, what failed, and what began in the steps up to it; those before are in `records`."
-    records = [*records]
-    previous = next((r for r in reversed(records) if r.step == record.step - 1), None)
-    checks = (named_function(name, "CHECKS", PhaseError) for name in CHECKS)
-    failed = "; ".join(words for check in checks for words in check(record, previous))
-    began = "; ".join(named_function(TRENDS, "TRENDS", PhaseError)(records, record))
-    return record.verdict + (f"  ✗ {failed}" if failed else "") + (f"  ! {began}" if began else "")
+    "That of one step; the steps before it are in `records`."
+    return verdict_lines([*(r for r in records if r.step < record.step), record], record.step)[0]
 
 # %% ../nbs/37_loop.ipynb #4a77beb7
 async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool = True) -> RunRecords:

@@ -315,7 +315,9 @@ def watch_run(
     return tuple(sorted(found, key=lambda trend: trend.seen))
 
 # %% ../nbs/43_trends.ipynb #a7728b0d
-def new_words(records: Iterable[StepRecord], record: StepRecord) -> list[str]:
-    "What is new at a step, given those up to it, in sentences."
-    upto = [r for r in records if r.step < record.step]
-    return [trend.sentence for trend in watch_run([*upto, record], since=record.step)]
+def new_words(records: Iterable[StepRecord], since: int) -> dict[int, list[str]]:
+    "What is new from a step on, in sentences, by the step whose record was enough to tell."
+    said: dict[int, list[str]] = {}
+    for trend in watch_run(records, since):
+        said.setdefault(trend.seen, []).append(trend.sentence)
+    return said

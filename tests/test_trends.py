@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-import torch
+from tiny_models import one_thread
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
@@ -13,6 +13,8 @@ from rl_notebook.loop import GRPOLoop, verdict_line
 from rl_notebook.records import Run, RunFolder
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
 from rl_notebook.trends import watch_run
+
+__all__ = ["one_thread"]
 
 BROKEN = 16  # the step at which something is changed
 SETTINGS = {
@@ -24,15 +26,6 @@ SETTINGS = {
     "kl_beta": 0.02,
     "epochs": 20,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    "Tensors this small are faster on one thread."
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def recorded(steps, seed, rows=32, folder=None, **given):
