@@ -47,8 +47,9 @@ FIXES: dict[str, str] = {
 SETTLES = {
     "dtype or batching": "load both sides in float32 and diagnose again: rounding goes, anything else stays",
     "stale weights": "sync, draw a step anew, and diagnose that one",
-    "temperature": "draw a step at temperature 1, top_p 1 and top_k 0, and diagnose that one",
-    "top-p or top-k": "draw a step at temperature 1, top_p 1 and top_k 0, and diagnose that one",
+    **dict.fromkeys(
+        ("temperature", "top-p or top-k"), "draw a step at temperature 1, top_p 1 and top_k 0, and diagnose that one"
+    ),
     "BOS or template": "compare the token ids that the sampler read with those that were sent",
     NONE: "score two tokens with both programs, then three, until they differ",
 }
@@ -78,7 +79,7 @@ class Evidence:
     sampler: tuple[np.ndarray, ...]
     raw: tuple[np.ndarray | None, ...] = ()  # the sampler's at temperature 1 over the full vocabulary
     drawn: tuple[np.ndarray | None, ...] = ()  # 1 where the samples' masks say that the policy drew the token
-    foreign: tuple[int, ...] = ()  # datums whose tokens are not those of their sample
+    foreign: Mapping[int, int | None] = field(default_factory=dict)  # datums with other tokens than their sample: whose
     stamps: Stamps = Stamps()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
     pairs: tuple[Pair, ...] = ()  # tokens behind a single other one
@@ -306,11 +307,16 @@ def group_sources(e: Evidence, m: RowMatch) -> dict[int, tuple[list[int], list[i
     return found
 
 
+def misplaced(e: Evidence) -> list[int]:
+    "Datums that begin with the prompt of another group's samples."
+    return [row for row, group in e.foreign.items() if group is not None]
+
+
 def wrong_group(e: Evidence) -> Finding:
     "Whole groups have another group's series, or were scored behind another group's prompt."
-    if e.foreign:
-        text = f"{len(e.foreign)} of {len(e.datums)} datums have other tokens than their sample"
-        return Finding("wrong group", 0.99, text, {"datums": len(e.foreign)})
+    if others := misplaced(e):
+        text = f"{len(others)} of {len(e.datums)} datums begin with the prompt of another group"
+        return Finding("wrong group", 0.99, text, {"datums": len(others)})
     m = match_rows(e)
     pairs = group_sources(e, m)
     lines, rows = ([k for pair in pairs.values() for k in pair[part]] for part in (0, 1))
@@ -362,6 +368,9 @@ def scatter(e: Evidence, cause: str, score: float | None = None) -> Finding:
 
 def bos_or_template(e: Evidence) -> Finding:
     "One side read the prompt without its BOS or its template, or with one more."
+    if len(e.foreign) > len(misplaced(e)):
+        text = f"{len(e.foreign)} of {len(e.datums)} datums have other tokens than their sample"
+        return Finding("BOS or template", 0.99, text, {"datums": len(e.foreign)})
     if not any("," in name for name in e.controls):
         return scatter(e, "BOS or template", 0.3 if np.nanmax(np.abs(e.gap), initial=0) > 5 else None)
     rendered = replace(best_context(e, "without", "a second"), cause="BOS or template")
@@ -700,9 +709,33 @@ def serves_reference(e: Evidence) -> bool:
     return bool(np.isfinite(gap).any()) and not beyond(gap, floor(e))
 
 
+ALIKE = 0.35  # share of a gap from which what the policy learned explains it: rounding and prompts stay below
+
+
+def unlearned(e: Evidence) -> tuple[float, float]:
+    "What part of all that the policy has learned the sampler lacks, and the share of the gap that goes with it."
+    synced = "sampler synced" in e.controls and e.stamps.trainer_temperature in (None, 1.0)
+    policy, sampler = (e.flat("policy"), e.flat("sampler synced")) if synced else (e.p, e.s)
+    gap, learned = sampler - policy, policy - e.flat(e.controls.get("reference", [d.ref_logprobs for d in e.datums]))
+    known, odd = np.isfinite(gap) & np.isfinite(learned) & (learned != 0), e.row % 2 == 1
+    parts, left = [], np.full(len(gap), np.nan)
+    for judged in (odd, ~odd):
+        fitted = known & ~judged
+        if not fitted.any():
+            return 0.0, 0.0
+        lag, weights = -gap[fitted] / learned[fitted], np.abs(learned[fitted])
+        order = np.argsort(lag)
+        reached = np.cumsum(weights[order])
+        parts.append(float(lag[order][np.searchsorted(reached, reached[-1] / 2)]))
+        left[judged] = gap[judged] + parts[-1] * learned[judged]
+    return float(np.mean(parts)), explained(gap, left, tolerance(e))
+
+# %% ../nbs/41_doctor.ipynb #c9c2497a
 def stale_weights(e: Evidence) -> Finding:
     "The sampler drew from older weights than the trainer scored with."
-    tol = tolerance(e)
+    tol, (part, gone) = tolerance(e), unlearned(e)
+    behind = (0.5 + 0.4 * gone) * (gone >= ALIKE and 0.02 < part < 0.95 and not e.stamps.untrained)
+    lacking = f"the sampler lacks {part:.0%} of what the policy learned, which is {gone:.0%} of the gap"
     if "sampler synced" in e.controls:
         asked, synced = e.flat("sampler"), e.flat("sampler synced")
         before, by_raw = (explained(e.gap, x - asked, tol) for x in (e.s, e.flat(e.raw)))
@@ -718,11 +751,13 @@ def stale_weights(e: Evidence) -> Finding:
         numbers = {"before": before, "after": agree, "moved": moved}
         proven = max(min(before, agree), min(by_raw, moved))
         frozen = 0.65 * serves_reference(e)
-        if frozen > max(proven, since):
-            text = "the sampler says what the reference says: it got no update, unless the policy learned nothing"
-        return Finding("stale weights", max(proven, since, frozen), text, numbers)
+        if max(frozen, behind) > max(proven, since):
+            text = "the sampler says what the reference says, as if it had got no update" if frozen else lacking
+        return Finding("stale weights", max(proven, since, frozen, behind), text, numbers)
     if serves_reference(e):
         return Finding("stale weights", 0.65, "the sampler says what the reference says, as if it had got no update")
+    if behind:
+        return Finding("stale weights", behind, lacking)
     if "sampler" in e.controls:
         before = explained(e.gap, e.s - e.flat("sampler"), tol)
         return Finding(
@@ -752,7 +787,7 @@ def dtype_or_batching(e: Evidence) -> Finding:
         widest = np.nanmax(np.abs(e.gap), initial=0)
         coarse = "sampler" not in e.controls and dtypes != ["float32"] and widest > rounding("float32").largest
         text = f"up to {widest:.2g} nats, within what {' and '.join(dtypes)} makes" if coarse else "no gap"
-        return Finding("dtype or batching", 0.5 * coarse, text)
+        return Finding("dtype or batching", 0.5 * bool(coarse), text)
     if digits := reported_digits(e.s):
         score = explained(e.gap, np.where(np.abs(e.gap) <= 0.5001 * 10.0**-digits, 0, e.gap), tol)
         return Finding("dtype or batching", 0.98 * score, f"the sampler's values have {digits} decimals")
@@ -762,11 +797,14 @@ def dtype_or_batching(e: Evidence) -> Finding:
         form = shape(e)
         noisy = form is None or form.unseen > 0  # noise spares no token, and no pair of tokens
         noisy &= not e.pairs or bool((np.abs(pair_gaps(e)) > floor(e).largest).any())
-        stays *= noisy and not told_otherwise(e)
+        noisy &= not beyond(pair_gaps(e), rounding("bfloat16"))  # nor does it amount to more, in so few operations
+        stays *= noisy and not told_otherwise(e) and unlearned(e)[1] < ALIKE
         small = min(1.0, 0.1 / float(np.nanmean(np.abs(e.gap))))
         text = f"with the same weights ({' and '.join(dtypes)}) {stays:.0%} of the gap stays"
         return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 else 0.6), text)
-    return scatter(e, "dtype or batching", 0.5 if {"bfloat16", "float16"} & set(dtypes) else None)
+    small = size(e.gap).largest <= rounding("float16").largest  # another prompt, or other weights, move some token more
+    claimed = {"bfloat16", "float16"} & set(dtypes)
+    return scatter(e, "dtype or batching", 0.5 if claimed else 0.3 if small else None)
 
 # %% ../nbs/41_doctor.ipynb #c2d17c2e
 @dataclass(frozen=True)
@@ -894,6 +932,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
 )
 _COUNTED = ("all well", "mask leak", "non-finite", "wrong reference")  # these need no gap
 _SURE = 0.9  # a score above which no other cause is named beside the best
+_LIKELY = 0.5  # and one below which it is a guess
 _SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../nbs/41_doctor.ipynb #630e634c
@@ -942,6 +981,11 @@ class Diagnosis:
         return self.cause == "all well"
 
     @property
+    def certainty(self) -> str:
+        "`sure`, `likely` or `a guess`."
+        return "sure" if self.score >= _SURE else "likely" if self.score >= _LIKELY else "a guess"
+
+    @property
     def sentence(self) -> str:
         "Cause, numbers, doubt and fix in a line or two."
         return " ".join(filter(None, self.answer))
@@ -949,7 +993,7 @@ class Diagnosis:
     @property
     def answer(self) -> tuple[str, str, str, str]:
         "How sure and which cause, why, what would settle it, and the fix."
-        sure = "" if self.score >= _SURE else ", likely" if self.score >= 0.5 else ", a guess"
+        sure = "" if self.certainty == "sure" else f", {self.certainty}"
         other = " or ".join(self.undecided)
         doubt = [f"With what is known it cannot be told from {other}."] if other else []
         doubt += [f"To settle it: {self.settles}."] if self.settles else []
@@ -958,7 +1002,7 @@ class Diagnosis:
     @property
     def settles(self) -> str:
         "The experiment that would remove the doubt; empty = there is none."
-        if self.ok or self.score >= _SURE:
+        if self.ok or self.certainty == "sure":
             return ""
         if not self.controls:
             return "diagnose(record, backend=backend), so that both sides score the same tokens again"
@@ -1011,6 +1055,9 @@ def diagnosis_html(d: Diagnosis) -> str:
 # %% ../nbs/41_doctor.ipynb #1c41e3f7
 def where_to_look(e: Evidence) -> str:
     "What the experiments leave over."
+    part, gone = unlearned(e)
+    if gone >= 0.6 and part < 0.95:
+        return f"the sampler has {1 - part:.0%} of what the policy learned: is an adapter scaled alike on both sides?"
     form, off = shape(e), [gap > floor(e).largest for gap in np.abs(pair_gaps(e))]
     if drawn_otherwise(e) >= 0.9:
         penalty = form is not None and form.spread > 0 == form.unseen
@@ -1029,9 +1076,11 @@ def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
         return Finding(NONE, 0.9 * differs(e), written)
     if "sampler synced" not in e.controls or not differs(e) or best.score >= _SURE:
         return Finding(NONE, 0.0, "a cause explains the gap, or an experiment is left to make")
+    part, gone = unlearned(e)
+    scaled = gone >= 0.95 and 0.05 < part < 0.95  # older weights leave the line
     left = size(e.flat("sampler synced") - e.flat("policy")).mean
     text = f"with the same weights {left:.2g} nats a token are left; {best.cause} comes nearest with {best.score:.0%}; "
-    return Finding(NONE, 1 - best.score, text + where_to_look(e))
+    return Finding(NONE, max(0.9 * scaled, 1 - best.score), text + where_to_look(e))
 
 
 def weigh(e: Evidence) -> Diagnosis:
@@ -1116,23 +1165,24 @@ def as_long(d: Datum, series: np.ndarray, fill: float) -> np.ndarray:  # (N-1,)
     return np.r_[series[:room], np.full(max(0, room - len(series)), fill)]
 
 
-Found = tuple[tuple[np.ndarray | None, ...], tuple[np.ndarray | None, ...], tuple[int, ...]]
+Found = tuple[tuple[np.ndarray | None, ...], tuple[np.ndarray | None, ...], dict[int, int | None]]
 
 
 def from_samples(record: StepRecord) -> Found:
-    "Raw logprobs and masks of the samples, one per datum, where the record has them, and the datums with other tokens."
+    "Raw logprobs and masks of the samples, one per datum, where known, and whose prompt other tokens begin with."
     samples = sample_of(record.groups)
+    prompts = {group: s.tokens[: int(np.argmax(s.loss_mask > 0))].tolist() for (group, _), s in samples.items()}
     raw: list[np.ndarray | None] = []
     drawn: list[np.ndarray | None] = []
-    foreign = []
+    foreign: dict[int, int | None] = {}
     for row, d in enumerate(record.datums):
         s = samples.get((d.group, d.sample))
         if s is not None and (n := min(len(s.tokens), len(d.tokens))) and (s.tokens[:n] != d.tokens[:n]).any():
-            foreign.append(row)
-            s = None
+            of = (g for g, p in prompts.items() if p != prompts[d.group] and d.tokens[: len(p)].tolist() == p)
+            foreign[row], s = next(of, None), None
         raw.append(None if s is None or s.raw_logprobs is None else as_long(d, s.raw_logprobs[1:], np.nan))
         drawn.append(None if s is None else as_long(d, s.loss_mask[1:], 0))
-    return tuple(raw), tuple(drawn), tuple(foreign)
+    return tuple(raw), tuple(drawn), foreign
 
 # %% ../nbs/41_doctor.ipynb #4daf4971
 def gather(

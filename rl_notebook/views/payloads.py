@@ -950,7 +950,6 @@ def evidence_of(
         return None
 
 # %% ../../nbs/50_views.payloads.ipynb #bfe48695
-SURE, LIKELY = 0.9, 0.5  # scores of the doctor from which a cause is said, and said with doubt
 HALF = 2 * ROUNDING["bfloat16"].mean  # nats that the rounding of bfloat16 explains at a token, as `tolerance` counts
 MOVED = ("shift", "rows permuted", "wrong group")  # move numbers about: all of the gap must go
 
@@ -959,9 +958,9 @@ def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
     "The doctor's finding, as far as it is one; `well`, `found`, `likely` or `open`."
     if d.ok:
         return "well", ""
-    if d.score >= (SETTLED if d.cause in MOVED else SURE):
+    if d.certainty == "sure" and (d.cause not in MOVED or d.score >= SETTLED):
         return "found", f"{d.cause}: {d.text}"
-    if d.score >= LIKELY and d.cause not in MOVED:
+    if d.certainty == "likely" and d.cause not in MOVED:
         return "likely", f"probably {d.cause}: {d.text}" + (f"; or {' or '.join(d.undecided)}" if d.undecided else "")
     causes = [c for c in (d.cause, *d.undecided) if c not in MOVED]
     causes = [f"{c} ({syncs})" if syncs and c == "stale weights" else c for c in causes]
