@@ -249,6 +249,15 @@ async def draw_completions(
             return [_lost("the request", error, breaker)] * len(missing)
         if len(drawn) != own.n:
             raise BackendError("sampler", where=prompt.where, got=f"{len(drawn)} completions", expected=f"{own.n}")
+        for i, c in enumerate(drawn):
+            if not np.array_equal(c.prompt_tokens, prompt.tokens):
+                where, got = (
+                    f"{prompt.where}, completion {i}",
+                    f"{len(c.prompt_tokens)} ids, and not those sent",
+                )
+                fix = "Send token ids instead of text; does the server add a bos token, or cut long prompts?"
+                expected = f"the {len(prompt.tokens)} ids of the prompt"
+                raise BackendError("the sampler read another prompt", where=where, got=got, expected=expected, fix=fix)
         if breaker is not None:
             breaker.note()
         return [_from_completion(c, i, prompt.where) for i, c in zip(missing, drawn, strict=True)]

@@ -689,7 +689,7 @@ async def together(coroutines: Sequence[Any]) -> list[Any]:
 # %% ../../nbs/25_backends.openai.ipynb #127c6edb
 async def _completion(
     sampler: OpenAISampler, body: dict[str, Any], **options: Any
-) -> tuple[dict[str, Any], int]:  # the first choice, and the version of the weights when it was asked for
+) -> tuple[dict[str, Any], int]:  # the first choice, with the usage, and the version that was asked
     "Ask for a completion."
     version = sampler.policy_version
 
@@ -704,7 +704,7 @@ async def _completion(
         fields = ", ".join(sorted(response)) or "nothing in it"
         got = f"choices {quoted(choices)}" if choices else f"a response with {fields}"
         raise BackendError("completion", where=sampler.wire.root, got=got, expected="choices")
-    return choices[0], version
+    return {"usage": response.get("usage"), **choices[0]}, version
 
 # %% ../../nbs/25_backends.openai.ipynb #22d1c109
 async def score_tokens(
@@ -731,9 +731,11 @@ def check_choice(sampler: OpenAISampler, choice: Mapping[str, Any], prompt: Sequ
         got = f"a choice with {sorted(k for k, v in choice.items() if v is not None)}"
         raise BackendError("no token ids came back", where=where, got=got, expected="ids of the completion", fix=fix)
     read = choice.get("prompt_token_ids")
-    if read is not None and list(read) != list(prompt):
+    usage = choice.get("usage")
+    count = usage.get("prompt_tokens") if isinstance(usage, Mapping) and read is None else None
+    if (read is not None and list(read) != list(prompt)) or (count or len(prompt)) != len(prompt):
         fix = "Does the server add a bos token, or cut long prompts?"
-        got = f"a prompt of {len(read)} ids"
+        got = f"a prompt of {count or len(read or ())} ids"
         raise BackendError("the server read another prompt", where=where, got=got, expected=f"{len(prompt)}", fix=fix)
     reason = choice.get("finish_reason")
     if reason not in FINISH:
