@@ -30,7 +30,7 @@ _HOMES = {
     "loop": "GRPOLoop",
     "async_loop": "AsyncGRPOLoop",
     "travel": "compare_loops replay",
-    "trends": "watch_run",
+    "trends": "ledger watch_run",
     "xray": "measure_noise_floor preflight xray",
     "doctor": "diagnose",
     "whatif": "reward_lab what_if",
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from .toy import toy_rows as toy_rows
     from .travel import compare_loops as compare_loops
     from .travel import replay as replay
+    from .trends import ledger as ledger
     from .trends import watch_run as watch_run
     from .views.charts import chart as chart
     from .views.dashboard import Dashboard as Dashboard

@@ -406,10 +406,14 @@ def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
 
 # %% ../nbs/05_losses.ipynb #11bf108b
 def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
-    "Trainer against sampler (TRL's names), and the correction before and after its cap."
+    "Trainer against sampler: gap, KL, perplexity, effective sample size; and the correction before and after its cap."
     assert t.sampler is not None
-    gap = (t.policy - t.sampler).abs()
+    log_ratio = (t.policy - t.sampler).double()
+    gap, both = log_ratio.abs(), torch.logsumexp(torch.stack([log_ratio, 2 * log_ratio]), dim=1)
     out = {f"sampling/sampling_logp_difference/{k}": v.item() for k, v in (("mean", gap.mean()), ("max", gap.max()))}
+    out["sampling/kl"] = KL_ESTIMATORS["k3"](t.sampler, t.policy).mean().item()
+    out["sampling/perplexity_ratio"] = (-log_ratio.mean()).exp().item()
+    out["sampling/ess"] = (2 * both[0] - both[1]).exp().item() / len(log_ratio)
     if o.tis != "off":
         raw, w = raw_tis_weights(t, o), tis_weights(t, o)
         out |= {"tis/raw_min": raw.min().item(), "tis/raw_p50": raw.median().item(), "tis/raw_max": raw.max().item()}

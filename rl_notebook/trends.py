@@ -9,15 +9,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from .advantages import is_dead
-from .core import PromptGroup
+from .core import DataError, PromptGroup
 from .records import StepRecord
 
 # %% auto #0
-__all__ = ['Trend', 'watch_run']
+__all__ = ['Trend', 'ledger', 'watch_run']
 
 # %% ../nbs/43_trends.ipynb #51597fee
 FIXES = {  # what: what to try
@@ -281,6 +283,39 @@ def row_lost(past: Past, t: int) -> Change | None:
     key = max(fell, key=lambda k: fell[k][0] - fell[k][1])
     ranking = by_sample(lambda g, i: -g.rewards[i] if g.key == key else -math.inf)
     return Change(visits[key][-2][0], {"before": fell[key][0], "now": fell[key][1]}, ranking, f"row {key}")
+
+# %% ../nbs/43_trends.ipynb #48729866
+def ledger(
+    records: Iterable[StepRecord],  # of a run, or one
+    k: int | None = None,  # of pass@k; None = the samples of the largest group
+) -> pd.DataFrame:  # one line a row of the data, most of the gradient first
+    "Visits, samples, what was solved, dead and repeated, and the shares of trained tokens and of the gradient, by row."
+    past, lines = Past(records), list[dict[str, Any]]()
+    if not past.records:
+        raise DataError("records", got="none", expected="at least one step")
+    middle = sum(past.reward_range(len(past.records) - 1)) / 2
+    for record in past.records:
+        gradient = {(g, s): value for value, g, s in gradient_by_sample(record)}
+        trained = {(d.group, d.sample): d.num_loss_tokens for d in record.datums}
+        for g in (g for g in record.groups if len(g.samples)):
+            of = [(g.index, i) for i in range(len(g.samples))]
+            line = {"row": g.key, "visits": 1, "samples": len(of), "solved": int((g.rewards > middle).sum())}
+            line |= {"dead": float(is_dead(g.rewards)), "repeated": len(of) - len({s.text for s in g.samples})}
+            line |= {"tokens": sum(trained.get(x, 0) for x in of)}
+            lines.append(
+                line
+                | {"gradient": sum(gradient.get(x, 0.0) for x in of) if gradient or not record.datums else math.nan}
+            )
+    k = int(k or max(line["samples"] for line in lines))
+    table = pd.DataFrame(pd.DataFrame(lines).groupby("row").sum(min_count=1))
+    draws = zip(table["samples"], table["samples"] - table["solved"], strict=True)
+    some = [1 - math.comb(failed, k) / math.comb(n, k) if n >= k else math.nan for n, failed in draws]
+    table.insert(3, f"pass@{k}", some)
+    table["solved"], table["repeated"] = table["solved"] / table["samples"], table["repeated"] / table["samples"]
+    table["dead"] /= table["visits"]
+    for share in ("tokens", "gradient"):
+        table[share] /= table[share].sum()
+    return table.sort_values("gradient", ascending=False, kind="stable")
 
 # %% ../nbs/43_trends.ipynb #b13f2400
 RULES: dict[str, Rule] = {

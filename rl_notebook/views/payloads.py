@@ -213,6 +213,7 @@ _PANELS = (  # name, unit, lines and their metrics, power of the noise floor
     ("policy to reference", "nats per token", {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"}, 2),
     ("policy to old", "nats per token", {"k3": "ppo_kl"}, 2),
     ("trainer to sampler, mean", "nats", {"mean": f"{_GAP}/mean"}, 1),
+    ("trainer to sampler, k3", "nats per token", {"k3": "sampling/kl"}, 2),
     ("trainer to sampler, largest", "nats", {"max": f"{_GAP}/max"}, 1),
 )
 
