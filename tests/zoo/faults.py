@@ -47,8 +47,7 @@ class Kind:
     family: str
     name: str
     right: tuple[str, ...]  # causes that are right answers
-    build: Sequence[Any]  # strengths
-    unseen: Sequence[Any]
+    strengths: Sequence[Any]
     make: Callable[[Run, Any], Any]  # (run, strength) -> arguments of `Run.step`, or nothing, or an awaitable of it
     worlds: tuple[str, ...] = USUAL
     large: bool = False  # its first strength with SmolLM2, too
@@ -85,16 +84,19 @@ async def run_case(case: Case, run: Run) -> StepRecord:
 
 
 def cases(split: str) -> Iterator[Case]:
-    "All cases of a part, kind by kind: two settings for each strength. The seeds of the two parts differ."
-    first = 0 if split == BUILD else 10
-    for number, kind in enumerate(KINDS):
-        strengths = kind.build if split == BUILD else kind.unseen
-        for i, strength in enumerate(strengths):
+    "All cases of a part, kind by kind: each strength in two settings, or unseen in one. The seeds differ."
+    from .unseen import UNSEEN_KINDS
+
+    build = split == BUILD
+    kinds, seeds = (KINDS, (0, 1, 2, 10, 11, 12)) if build else (UNSEEN_KINDS, (20, 21, 22))
+    for number, kind in enumerate(kinds):
+        for i, strength in enumerate(kind.strengths):
             start = number + 2 * i
-            settings = dict.fromkeys(kind.worlds[(start + j) % len(kind.worlds)] for j in range(2))
-            yield from (Case(kind, split, strength, name, first + (i + j) % 3) for j, name in enumerate(settings))
-        if kind.large and strengths:
-            yield Case(kind, split, strengths[0], "large", first)
+            settings = dict.fromkeys(kind.worlds[(start + j) % len(kind.worlds)] for j in range(1 + build))
+            for j, name in enumerate(settings):
+                yield Case(kind, split, strength, name, seeds[(i + j) % len(seeds)])
+        if kind.large:
+            yield Case(kind, split, kind.strengths[0], "large", seeds[0])
 
 
 # --- machines -----------------------------------------------------------------------------------------------------
@@ -297,19 +299,22 @@ def of_next_group(groups: Sequence[PromptGroup], by: int) -> list[Datum]:
     return paired(datums, [*values[by * len(groups[0].samples) :], *values[: by * len(groups[0].samples)]])
 
 
+def reprompted(datums: Sequence[Datum], prompts: Sequence[np.ndarray]) -> list[Datum]:
+    "The same completions, each after this prompt."
+    out = []
+    for d, prompt in zip(datums, prompts, strict=True):
+        start, blank = int(np.argmax(d.active)), np.zeros(len(prompt) - 1)
+        series = np.r_[blank + np.nan, d.sampler_logprobs[start:]]
+        weights, place = np.r_[blank, d.weights[start:]], {"group": d.group, "sample": d.sample, "key": d.key}
+        out.append(Datum(np.r_[prompt, d.tokens[start + 1 :]], weights, d.advantage, series, **place))
+    return out
+
+
 def under_next_prompt(groups: Sequence[PromptGroup], by: int) -> list[Datum]:
     "Completions after the prompt of another group."
-    out = []
-    for d in datums_from_groups(groups):
-        other = groups[(d.group + by) % len(groups)].samples[0]
-        prompt, start = other.tokens[: other.prompt_len], int(np.argmax(d.active))
-        blank, rest = np.zeros(len(prompt) - 1), slice(start, None)
-        series = np.r_[blank + np.nan, d.sampler_logprobs[rest]]
-        place = {"group": d.group, "sample": d.sample, "key": d.key}
-        out.append(
-            Datum(np.r_[prompt, d.tokens[start + 1 :]], np.r_[blank, d.weights[rest]], d.advantage, series, **place)
-        )
-    return out
+    datums = datums_from_groups(groups)
+    others = [groups[(d.group + by) % len(groups)].samples[0] for d in datums]
+    return reprompted(datums, [other.tokens[: other.prompt_len] for other in others])
 
 
 async def other_reference(run: Run, updates: int) -> None:
@@ -337,164 +342,163 @@ SHIFT, LEAK, PADDING, DROPOUT, UNKNOWN = ("shift",), ("mask leak",), ("padding s
 # fmt: off
 KINDS: list[Kind] = [
     # The draw: a server that processes logits as nobody asked it to, or a trainer that does.
-    Kind("draw", "the server has its own temperature", TEMPERATURE, (0.6, 0.9, 1.04, 1.4), (0.75, 0.95, 1.15),
+    Kind("draw", "the server has its own temperature", TEMPERATURE, (0.6, 0.9, 1.04, 1.4, 0.75, 0.95, 1.15),
          lambda run, t: forced(run, temperature=t * run.world.temperature), large=True),
-    Kind("draw", "the server has its own top-k", CUT, (2, 8), (3, 20), lambda run, k: forced(run, top_k=k), large=True),
-    Kind("draw", "the server has its own top-p", CUT, (0.7, 0.97), (0.85, 0.95), lambda run, p: forced(run, top_p=p)),
-    Kind("draw", "top-p is asked for", CUT, (0.8, 0.95), (), lambda run, p: {"top_p": p}),
-    Kind("draw", "top-k is asked for", CUT, (), (2, 6), lambda run, k: {"top_k": k}),
+    Kind("draw", "the server has its own top-k", CUT, (2, 8, 3, 20), lambda run, k: forced(run, top_k=k), large=True),
+    Kind("draw", "the server has its own top-p", CUT, (0.7, 0.97, 0.85, 0.95), lambda run, p: forced(run, top_p=p)),
+    Kind("draw", "top-p is asked for", CUT, (0.8, 0.95), lambda run, p: {"top_p": p}),
+    Kind("draw", "top-k is asked for", CUT, (2, 6), lambda run, k: {"top_k": k}),
     # Min-p cuts off and renormalises, as top-p and top-k do: either answer leads there.
-    Kind("draw", "the server has a min-p", CUT + UNKNOWN, (), (0.02, 0.1, 0.4), lambda run, p: forced(run, min_p=p)),
-    Kind("draw", "the server penalises repetition", UNKNOWN, (1.05, 1.2, 1.5), (),
+    Kind("draw", "the server has a min-p", CUT + UNKNOWN, (0.02, 0.1, 0.4), lambda run, p: forced(run, min_p=p)),
+    Kind("draw", "the server penalises repetition", UNKNOWN, (1.05, 1.2, 1.5),
          lambda run, penalty: forced(run, repetition_penalty=penalty)),
     # One token is cut off and the rest renormalised: "top-p or top-k" has found the truncation.
-    Kind("draw", "the server forbids eos at first", CUT + UNKNOWN, (), (4, 12),
+    Kind("draw", "the server forbids eos at first", CUT + UNKNOWN, (4, 12),
          lambda run, n: forced(run, min_new_tokens=n)),
-    Kind("draw", "the trainer has its own temperature", TEMPERATURE, (0.8, 1.1, 2.0), (),
+    Kind("draw", "the trainer has its own temperature", TEMPERATURE, (0.8, 1.1, 2.0),
          lambda run, t: put(run.trainer, temperature=t * run.world.temperature)),
-    Kind("draw", "one of two servers has its own temperature", TEMPERATURE, (), (0.6, 1.3), every_other),
+    Kind("draw", "one of two servers has its own temperature", TEMPERATURE, (0.6, 1.3), every_other),
 
     # Hidden: numbers that are right, of tokens that were drawn otherwise. There is no gap to be seen.
-    Kind("hidden", "the server cuts, and reports raw", CUT, (0.8, 0.6), (0.9, 0.7),
+    Kind("hidden", "the server cuts, and reports raw", CUT, (0.8, 0.6, 0.9, 0.7),
          lambda run, p: forced(run, top_p=p) or put(run.server, reports="raw"), ("plain", "lora", "mute", "slow")),
-    Kind("hidden", "the server has its own temperature, and reports raw", TEMPERATURE, (0.7, 1.3), (0.8, 0.6),
+    Kind("hidden", "the server has its own temperature, and reports raw", TEMPERATURE, (0.7, 1.3, 0.8, 0.6),
          lambda run, t: forced(run, temperature=t) or put(run.server, reports="raw"), ("plain", "lora", "mute")),
 
     # The report: the right draw, and numbers that say something else of it.
-    Kind("report", "raw is reported where a temperature was asked", TEMPERATURE, (0.7, 1.3), (0.8, 0.5), raw_at),
+    Kind("report", "raw is reported where a temperature was asked", TEMPERATURE, (0.7, 1.3, 0.8, 0.5), raw_at),
     # Right but for noise in the last digit that is left: what "dtype" says, though it is no dtype.
-    Kind("report", "logprobs are rounded", DTYPE + UNKNOWN, (2, 1), (3, 0),
+    Kind("report", "logprobs are rounded", DTYPE + UNKNOWN, (2, 1, 3, 0),
          lambda run, n: put(run.server, writes=lambda v: np.round(v, n))),
-    Kind("report", "logprobs have another base", UNKNOWN, (2.0,), (10.0,),
+    Kind("report", "logprobs have another base", UNKNOWN, (2.0, 10.0),
          lambda run, base: put(run.server, writes=lambda v: v / np.log(base))),
-    Kind("report", "probabilities are reported", UNKNOWN, (), ("exp",), lambda run, _: put(run.server, writes=np.exp)),
-    Kind("report", "logprobs have a floor", UNKNOWN, (), (-0.5, -3.0),
+    Kind("report", "probabilities are reported", UNKNOWN, ("exp",), lambda run, _: put(run.server, writes=np.exp)),
+    Kind("report", "logprobs have a floor", UNKNOWN, (-0.5, -3.0),
          lambda run, floor: put(run.server, writes=lambda v: np.maximum(v, floor))),
-    Kind("report", "eos has a logprob of 0", UNKNOWN, (0.0,), (-1.0,),
+    Kind("report", "eos has a logprob of 0", UNKNOWN, (0.0, -1.0),
          lambda run, v: {"collate": partial(blank_eos, blank=v)}),
-    Kind("report", "eos has no logprob", ("non-finite",), (), (np.nan,),
+    Kind("report", "eos has no logprob", ("non-finite",), (np.nan,),
          lambda run, v: {"collate": partial(blank_eos, blank=v)}),
 
     # Text: what the server reads is not what the trainer reads.
-    Kind("text", "another template", TEXT, ("Q: {}\nA: ", "<|user|>{}<|assistant|>"), ("### {}\n",), templated),
-    Kind("text", "the server adds a system prompt", TEXT, ("You are a calculator.",), ("Be brief.", "After ####."),
+    Kind("text", "another template", TEXT, ("Q: {}\nA: ", "<|user|>{}<|assistant|>", "### {}\n"), templated),
+    Kind("text", "the server adds a system prompt", TEXT, ("You are a calculator.", "Be brief.", "After ####."),
          lambda run, say: through_text(run, lambda s: s.replace("<|bos|>", f"<|bos|><|system|>{say}<|end|>"))),
-    Kind("text", "the server has another bos", TEXT, ("", "<|system|>"), ("<|pad|>", "<|end|>"),
+    Kind("text", "the server has another bos", TEXT, ("", "<|system|>", "<|pad|>", "<|end|>"),
          lambda run, bos: through_text(run, lambda s: s.replace("<|bos|>", bos))),
-    Kind("text", "the server adds bos to everything", TEXT, (), (1, 2),
+    Kind("text", "the server adds bos to everything", TEXT, (1, 2),
          lambda run, n: put(run.server, prefix=(run.tokenizer.bos_token_id,) * n)),
-    Kind("text", "white space ends the prompt", TEXT, (), (" ", "\n"),
+    Kind("text", "white space ends the prompt", TEXT, (" ", "\n"),
          lambda run, space: through_text(run, lambda s: s + space)),
     # The beginning of the template is gone, and something of the question: another prompt, by no template.
-    Kind("text", "the server cuts long prompts", TEXT + UNKNOWN, (16, 10), (),
+    Kind("text", "the server cuts long prompts", TEXT + UNKNOWN, (16, 10),
          lambda run, n: put(run.server, reads=lambda ids: ids[-n:])),
     # "Hand over token ids instead of text" is the remedy.
-    Kind("text", "completions are encoded anew", TEXT + UNKNOWN, (), (False, True), reencoded, ("hot",), large=True),
+    Kind("text", "completions are encoded anew", TEXT + UNKNOWN, (False, True), reencoded, ("hot",), large=True),
 
     # Weights: those of the server are not the trainer's.
-    Kind("weights", "rollouts are late", STALE, (1, 2, 5), (3, 4), late, ("plain", "lora", "cool", "mute", "slow")),
-    Kind("weights", "nobody syncs", STALE, (1, 4), (), partial(late, known=False), ("plain", "lora", "slow", "half")),
+    Kind("weights", "rollouts are late", STALE, (1, 2, 5, 3, 4), late, ("plain", "lora", "cool", "mute", "slow")),
+    Kind("weights", "nobody syncs", STALE, (1, 4), partial(late, known=False), ("plain", "lora", "slow", "half")),
     # Nothing that is asked of the machines tells weights that never arrive from a server that computes otherwise.
-    Kind("weights", "a sync copies nothing", STALE + UNKNOWN, (1, 3), (2,),
+    Kind("weights", "a sync copies nothing", STALE + UNKNOWN, (1, 3, 2),
          lambda run, n: badly_synced(run, n, travels=lambda name: False), ("plain", "slow", "half", "mute")),
-    Kind("weights", "a part does not travel", STALE + UNKNOWN, (), ("lm_head", "embed_tokens", "layers.2"),
+    Kind("weights", "a part does not travel", STALE + UNKNOWN, ("lm_head", "embed_tokens", "layers.2"),
          lambda run, part: badly_synced(run, 4, travels=lambda name: part not in name), FULL),
     # Here they can be told apart: one side is the reference.
-    Kind("weights", "the adapter does not travel", STALE, (3, 1), (5,),
+    Kind("weights", "the adapter does not travel", STALE, (3, 1, 5),
          lambda run, n: badly_synced(run, n, scale=0.0), ("lora",)),
-    Kind("weights", "the trainer scores without its adapter", STALE + UNKNOWN, ("off",), (),
+    Kind("weights", "the trainer scores without its adapter", STALE + UNKNOWN, ("off",),
          lambda run, _: put(run.trainer, altered=lambda model: model.disable_adapter_layers()), ("lora",)),
-    Kind("weights", "the adapter is wrongly scaled", UNKNOWN, (), (0.5, 2.0),
+    Kind("weights", "the adapter is wrongly scaled", UNKNOWN, (0.5, 2.0),
          lambda run, scale: badly_synced(run, 1, scale=scale), ("lora",)),
-    Kind("weights", "the trainer scores after its update", STALE, (), (1, 2), scored_late, ("plain", "lora", "slow")),
+    Kind("weights", "the trainer scores after its update", STALE, (1, 2), scored_late, ("plain", "lora", "slow")),
 
     # Arithmetic.
-    Kind("arithmetic", "the server computes in half precision", DTYPE, (torch.bfloat16,), (torch.float16,),
+    Kind("arithmetic", "the server computes in half precision", DTYPE, (torch.bfloat16, torch.float16),
          lambda run, dtype: put(run.server, model=cast(run.server.model, dtype)), large=True),
-    Kind("arithmetic", "the trainer computes in half precision", DTYPE, (torch.bfloat16,), (),
+    Kind("arithmetic", "the trainer computes in half precision", DTYPE, (torch.bfloat16,),
          lambda run, dtype: put(run.trainer, dtype=dtype)),
-    Kind("arithmetic", "logits are of half precision", DTYPE, (), (torch.bfloat16,),
+    Kind("arithmetic", "logits are of half precision", DTYPE, (torch.bfloat16,),
          lambda run, dtype: run.server.alter(lambda model: model.lm_head.register_forward_hook(
              lambda module, read, logits: logits.to(dtype).float()))),
     # Eight bits are a lower precision, and to score in the sampler's is a remedy; four bits are another model.
-    Kind("arithmetic", "the server has weights of 8 bits", DTYPE + UNKNOWN, (8,), (),
+    Kind("arithmetic", "the server has weights of 8 bits", DTYPE + UNKNOWN, (8,),
          lambda run, bits: run.server.alter(lambda model: quantised(model, bits)), large=True),
-    Kind("arithmetic", "the server has weights of 4 bits", UNKNOWN, (), (4, 5),
+    Kind("arithmetic", "the server has weights of 4 bits", UNKNOWN, (4, 5),
          lambda run, bits: run.server.alter(lambda model: quantised(model, bits))),
 
     # The model: the same weights, computed with differently.
-    Kind("model", "the server has another rope base", UNKNOWN, (9_000.0, 100_000.0), (),
+    Kind("model", "the server has another rope base", UNKNOWN, (9_000.0, 100_000.0),
          lambda run, base: run.server.alter(lambda model: rotary(model, base))),
-    Kind("model", "the trainer has another rope scaling", UNKNOWN, (), (1.1, 2.0),
+    Kind("model", "the trainer has another rope scaling", UNKNOWN, (1.1, 2.0),
          lambda run, factor: put(run.trainer, altered=lambda model: rotary(model, factor=factor))),
-    Kind("model", "the server has another norm eps", UNKNOWN, (), (1e-3, 1e-2),
+    Kind("model", "the server has another norm eps", UNKNOWN, (1e-3, 1e-2),
          lambda run, eps: run.server.alter(lambda model: every(model, "variance_epsilon", eps))),
-    Kind("model", "the server has a sliding window", UNKNOWN, (8,), (16,),
+    Kind("model", "the server has a sliding window", UNKNOWN, (8, 16),
          lambda run, n: run.server.alter(lambda model: windowed(model, n))),
-    Kind("model", "the trainer pads on the left and does not say so", PADDING, (16,), (4,),
+    Kind("model", "the trainer pads on the left and does not say so", PADDING, (16, 4),
          lambda run, n: put(run.trainer, pads_left=True, tells=(), batch=n)),
-    Kind("model", "the trainer pads on the left and gives no positions", PADDING, (16,), (),
+    Kind("model", "the trainer pads on the left and gives no positions", PADDING, (16,),
          lambda run, n: put(run.trainer, pads_left=True, tells=("attention_mask",), batch=n)),
-    Kind("model", "the server pads on the left and does not say so", PADDING, (), (16, 64),
+    Kind("model", "the server pads on the left and does not say so", PADDING, (16, 64),
          lambda run, n: put(run.server, bucket=n)),
-    Kind("model", "dropout", DROPOUT, (0.003, 0.1), (0.02,), dropped),
-    Kind("model", "dropout with a fixed seed", DROPOUT, (), (0.005, 0.2), partial(dropped, seed=1)),
-    Kind("model", "dropout in the adapter", DROPOUT, ("on",), (), lambda run, _: put(run.trainer, training=True),
+    Kind("model", "dropout", DROPOUT, (0.003, 0.1, 0.02), dropped),
+    Kind("model", "dropout with a fixed seed", DROPOUT, (0.005, 0.2), partial(dropped, seed=1)),
+    Kind("model", "dropout in the adapter", DROPOUT, ("on",), lambda run, _: put(run.trainer, training=True),
          ("leaky",)),
-    Kind("model", "the server has another vocabulary", ("vocabulary",), (slice(21, 31), slice(40, 240)),
-         (slice(18, 80),),
+    Kind("model", "the server has another vocabulary", ("vocabulary",), (slice(21, 31), slice(40, 240), slice(18, 80)),
          lambda run, ids: run.server.alter(lambda model: reordered(model, ids))),
 
     # Bookkeeping.
-    Kind("bookkeeping", "off by one, with 0 at the edge", SHIFT, (1, -1), (1, -1),
+    Kind("bookkeeping", "off by one, with 0 at the edge", SHIFT, (1, -1),
          lambda run, by: {"collate": partial(off_by_one, by=by, edge=0.0)}),
-    Kind("bookkeeping", "off by one, with NaN at the edge", SHIFT, (), (1, -1),
+    Kind("bookkeeping", "off by one, with NaN at the edge", SHIFT, (1, -1),
          lambda run, by: {"collate": partial(off_by_one, by=by, edge=np.nan)}),
-    Kind("bookkeeping", "the trainer is off by one", SHIFT, (), (1, -1), shifted_trainer),
-    Kind("bookkeeping", "the prompt is trained", LEAK, (100, 2), (1, 6), lambda run, n: {"collate": partial(
+    Kind("bookkeeping", "the trainer is off by one", SHIFT, (1, -1), shifted_trainer),
+    Kind("bookkeeping", "the prompt is trained", LEAK, (100, 2, 1, 6), lambda run, n: {"collate": partial(
         weighed, weigh=lambda w: np.where(np.arange(len(w)) >= np.argmax(w) - n, 1.0, w))}),
-    Kind("bookkeeping", "what others say is trained", LEAK, (2, 3), (), lambda run, n: {"turns": n, "collate": partial(
+    Kind("bookkeeping", "what others say is trained", LEAK, (2, 3), lambda run, n: {"turns": n, "collate": partial(
         weighed, weigh=lambda w: np.where(np.arange(len(w)) >= np.argmax(w), 1.0, w))}, ("plain", "lora", "mute")),
-    Kind("bookkeeping", "padding is trained", LEAK, (1, 100), (), lambda run, n: {"collate": partial(
+    Kind("bookkeeping", "padding is trained", LEAK, (1, 100), lambda run, n: {"collate": partial(
         padded_and_trained, pad=run.tokenizer.pad_token_id, most=n)}),
-    Kind("bookkeeping", "weights are off by one", LEAK, (), (2, 1), lambda run, turns: {"turns": turns, "collate":
+    Kind("bookkeeping", "weights are off by one", LEAK, (2, 1), lambda run, turns: {"turns": turns, "collate":
         partial(weighed, weigh=lambda w: np.r_[w[1:], 0.0])}, ("plain", "lora", "mute")),
     # Across groups either remedy, a row's own datum or its own group, keeps rows where they belong.
-    Kind("bookkeeping", "logprobs by arrival in a group", ("rows permuted",), ("group",), ("group",),
+    Kind("bookkeeping", "logprobs by arrival in a group", ("rows permuted",), ("group",),
          lambda run, within: {"collate": partial(by_arrival, within=within)}),
-    Kind("bookkeeping", "logprobs by arrival in a step", ("rows permuted", "wrong group"), ("step",), (),
+    Kind("bookkeeping", "logprobs by arrival in a step", ("rows permuted", "wrong group"), ("step",),
          lambda run, within: {"collate": partial(by_arrival, within=within)}),
-    Kind("bookkeeping", "the trainer does not undo its sorting", ("rows permuted", "wrong group"), (), (8, 2),
+    Kind("bookkeeping", "the trainer does not undo its sorting", ("rows permuted", "wrong group"), (8, 2),
          lambda run, n: put(run.trainer, sorts_back=False, batch=n)),
-    Kind("bookkeeping", "logprobs of another group", ("wrong group",), (1, 2), (),
+    Kind("bookkeeping", "logprobs of another group", ("wrong group",), (1, 2),
          lambda run, by: {"collate": partial(of_next_group, by=by)}),
-    Kind("bookkeeping", "completions under another prompt", ("wrong group",), (), (1, 3),
+    Kind("bookkeeping", "completions under another prompt", ("wrong group",), (1, 3),
          lambda run, by: {"collate": partial(under_next_prompt, by=by)}),
-    Kind("bookkeeping", "another reference", ("wrong reference",), (1, 3), (2,), other_reference, ("first",)),
+    Kind("bookkeeping", "another reference", ("wrong reference",), (1, 3, 2), other_reference, ("first",)),
 
     # Two at once: either is a right answer.
     Kind("pair", "a temperature, and late", TEMPERATURE + STALE,
-         (("the server has its own temperature", 0.8, "rollouts are late", 1),), (), both),
+         (("the server has its own temperature", 0.8, "rollouts are late", 1),), both),
     Kind("pair", "by arrival, and half precision", ("rows permuted", *DTYPE),
-         (("logprobs by arrival in a group", "group", "the trainer computes in half precision", torch.bfloat16),), (),
+         (("logprobs by arrival in a group", "group", "the trainer computes in half precision", torch.bfloat16),),
          both),
     Kind("pair", "a system prompt, and a top-p", TEXT + CUT,
-         (("the server adds a system prompt", "Add.", "the server has its own top-p", 0.9),), (), both),
-    Kind("pair", "rope, and a temperature", UNKNOWN + TEMPERATURE, (),
+         (("the server adds a system prompt", "Add.", "the server has its own top-p", 0.9),), both),
+    Kind("pair", "rope, and a temperature", UNKNOWN + TEMPERATURE,
          (("the trainer has another rope scaling", 1.05, "the server has its own temperature", 0.7),), both),
-    Kind("pair", "late, and dropout", STALE + DROPOUT, (), (("rollouts are late", 2, "dropout", 0.01),), both),
-    Kind("pair", "off by one, and a top-k", SHIFT + CUT, (),
+    Kind("pair", "late, and dropout", STALE + DROPOUT, (("rollouts are late", 2, "dropout", 0.01),), both),
+    Kind("pair", "off by one, and a top-k", SHIFT + CUT,
          (("off by one, with 0 at the edge", 1, "the server has its own top-k", 4),), both),
 
     # Nothing is wrong.
-    Kind("clean", "a step", (CLEAN,), range(85), range(40), lambda run, _: None, (*USUAL, "small", "first", "slow"),
+    Kind("clean", "a step", (CLEAN,), range(24), lambda run, _: None, (*USUAL, "small", "first", "slow"),
          large=True),
-    Kind("clean", "several updates a step", (CLEAN,), range(35), range(15),
+    Kind("clean", "several updates a step", (CLEAN,), range(12),
          lambda run, n: {"minibatches": 2 + n % 4}, ("plain", "slow", "lora", "mute", "wide", "small")),
-    Kind("clean", "two turns", (CLEAN,), range(6), range(3), lambda run, _: {"turns": 2}, ("small", "lora", "mute")),
+    Kind("clean", "two turns", (CLEAN,), range(5), lambda run, _: {"turns": 2}, ("small", "lora", "mute")),
     # Both sides in half precision: what is left is noise of the arithmetic, and "dtype" says so.
-    Kind("clean", "half precision on both sides", (CLEAN, *DTYPE), range(12), range(6), lambda run, _: None, ("half",)),
-    Kind("clean", "other batches", (CLEAN,), range(12), range(6),
+    Kind("clean", "half precision on both sides", (CLEAN, *DTYPE), range(8), lambda run, _: None, ("half",)),
+    Kind("clean", "other batches", (CLEAN,), range(6),
          lambda run, n: put(run.trainer, batch=1 + n % 3), ("wide", "lora", "cool", "mute")),
 ]
 # fmt: on

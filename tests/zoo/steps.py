@@ -18,7 +18,7 @@ from rl_notebook.chat import start_conversation
 from rl_notebook.core import AdamParams, Datum, LossOutput, PromptGroup, RolloutSample, SampleParams
 from rl_notebook.data import load_rows
 from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.losses import make_loss_fn
+from rl_notebook.losses import LossOptions, make_loss_fn
 from rl_notebook.records import StepRecord
 from rl_notebook.rollouts import Prompt, Rollouts, assemble, draw_completions, encode_rows, minibatch_slices
 from rl_notebook.step import evaluate_loss, merge_outputs
@@ -119,6 +119,7 @@ class Run:
         collate: Callable[[list[PromptGroup]], Sequence[Datum]] = datums_from_groups,
         turns: int = 1,
         minibatches: int = 1,  # updates of the step
+        options: LossOptions | None = None,  # of the loss of its updates
         **params: Any,  # of SampleParams
     ) -> StepRecord:
         "Draw, grade, score; the trainer is left, or put back, where its first logprobs are from."
@@ -136,18 +137,18 @@ class Run:
             datums = attach(datums, "old_logprobs", await self.trainer.forward(datums))
         parts = [datums[part] for part in minibatch_slices(len(datums), minibatches)]
         if minibatches > 1:
-            loss = await self.updated(parts)
+            loss = await self.updated(parts, options)
         else:
             loss = evaluate_loss(datums, await self.trainer.forward(datums), lambda datums, _: reinforce)
         sizes = tuple(map(len, parts))
         more = {"policy_version": self.server.version, "passes": sizes, "updates": sizes if minibatches > 1 else ()}
         return StepRecord(self.updates + 1, tuple(groups), tuple(datums), loss, **more)
 
-    async def updated(self, parts: Sequence[Sequence[Datum]]) -> LossOutput:
+    async def updated(self, parts: Sequence[Sequence[Datum]], options: LossOptions | None) -> LossOutput:
         "The losses of several updates, after which the weights are put back."
         here, outputs = await self.trainer.save_state("here"), []
         for part in parts:
-            outputs.append(await self.trainer.forward_backward_custom(part, make_loss_fn(part)))
+            outputs.append(await self.trainer.forward_backward_custom(part, make_loss_fn(part, options)))
             await self.trainer.optim_step(AdamParams(learning_rate=self.world.learning_rate))
         await self.trainer.load_state(here)
         return merge_outputs(outputs)
