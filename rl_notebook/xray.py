@@ -1111,19 +1111,22 @@ def check_reward(rewards: np.ndarray) -> Check:
     return check(True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {p}")
 
 # %% ../nbs/40_xray.ipynb #85262995
-def check_functions(groups: Sequence[PromptGroup], empty: Mapping[str, float | None] | None = None) -> list[Check]:
+def check_functions(groups: Sequence[PromptGroup], alike: Mapping[str, Sequence[str]] | None = None) -> list[Check]:
     "Reward functions that told nothing, and completions that could not be graded."
     samples = [s for g in groups for s in g.samples]
     checks, lost = list[Check](), [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
+        paid = " and ".join((alike or {}).get(name, ()))
         given = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if is_dead(given):
             said = f"gave {given[0]:g} to every completion" if given else "had no opinion on any completion"
-            same = bool(given) and given[0] > 0 and (empty or {}).get(name) == given[0]
-            said += ", and an empty completion earns as much" if same else ""
-            fix = "Does it read the prompt with the completion?" if same else ""
-            text = f"whether it works could not be seen: it {said}"
-            checks.append(Check(f"reward {name}", None, text, fix=fix))
+            text = f"whether it works could not be seen: it {said}" + f", and as much to {paid}" * bool(paid)
+            checks.append(Check(f"reward {name}", None, text, fix="What does it read?" if paid else ""))
+        elif paid:
+            fix = (
+                "Right for a reward of form or length; one for the answer has to read the row, and to ignore the rest."
+            )
+            checks.append(Check(f"reward {name}", None, f"it pays {paid} as much as the best, or more", fix=fix))
     if lost:
         many, drawn = len(lost) >= TOO_MANY * (len(lost) + len(samples)), len(lost) + len(samples)
         text, fix = (
@@ -1134,19 +1137,35 @@ def check_functions(groups: Sequence[PromptGroup], empty: Mapping[str, float | N
     return checks
 
 # %% ../nbs/40_xray.ipynb #a95ef258
-async def empty_rewards(reward_fns: Any, row: Row, groups: Sequence[PromptGroup]) -> dict[str, float | None]:
-    "What an empty completion earns from each function; asked only where one of them gave all the same above 0."
-    given: dict[str, set[float]] = {}
-    for s in (s for g in groups for s in g.samples):
-        for name, value in s.rewards.items():
-            given.setdefault(name, set()).add(0.0 if value is None else value)
-    if reward_fns is None or not any(len(values) == 1 and min(values) > 0 for values in given.values()):
+async def paid_alike(
+    reward_fns: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup], tokenizer: Any
+) -> dict[str, list[str]]:
+    "What a function pays as much for as for the best completions that were drawn, or more when said twice."
+    drawn = [
+        (p, max(g.samples, key=lambda s: s.reward or 0.0)) for p, g in zip(prompts, groups, strict=True) if g.samples
+    ]
+    if reward_fns is None or not drawn:
         return {}
-    try:
-        found = await score([""], row, reward_fns)
-    except RewardError:
-        return {}
-    return {fn.name: float(values[0]) for fn, values in zip(found.functions, found.values, strict=True)}
+    texts = [s.text for _, s in drawn]
+    given: dict[str, list[str]] = {
+        "an empty completion": [""] * len(drawn),
+        "the prompt itself": [tokenizer.decode(p.tokens.tolist(), skip_special_tokens=True) for p, _ in drawn],
+        "the same, said twice": [f"{text}\n{text}" for text in texts],
+    }
+    if len(drawn) > 1:
+        given["a completion of another prompt"] = [*texts[1:], texts[0]]
+    found: dict[str, list[str]] = {}
+    for what, said in given.items():
+        try:
+            scores = [await score([text], p.row, reward_fns) for (p, _), text in zip(drawn, said, strict=True)]
+        except RewardError:  # made for real completions only
+            continue
+        for i, fn in enumerate(scores[0].functions):
+            own = [s.rewards.get(fn.name) for _, s in drawn]
+            paid, earned = (float(np.mean([v or 0.0 for v in x])) for x in ([s.values[i][0] for s in scores], own))
+            if earned > 0 and paid >= earned + (what.endswith("twice") and 1e-6):
+                found.setdefault(fn.name, []).append(what)
+    return found
 
 # %% ../nbs/40_xray.ipynb #752bf9b3
 def check_dead(dead: Mapping[int, float | None], planned: int) -> Check:
@@ -1280,8 +1299,8 @@ class Preflight:
 # %% ../nbs/40_xray.ipynb #b90fbb48
 async def first_completions(
     backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, seconds: dict[str, float]
-) -> tuple[list[Prompt], list[PromptGroup], dict[str, float | None]]:
-    "The first prompts of a run, their graded completions, and what an empty one earns."
+) -> tuple[list[Prompt], list[PromptGroup], dict[str, list[str]]]:
+    "The first prompts of a run, their graded completions, and what earns as much."
     task = configured(as_task(reward, rollout_setup(backend, cfg)), cfg)
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
     asked = encode_rows(first_cursor(as_rows(rows), cfg).peek(prompts), backend.tokenizer, **room)
@@ -1292,8 +1311,8 @@ async def first_completions(
     with stopwatch(seconds, "score"):
         groups = [await score_group(r, task.reward_fns, weights=task.weights) for r in drawn]
     require_some(groups)
-    empty = await empty_rewards(task.reward_fns, asked[0].row, groups)
-    return asked, with_advantages(groups, scale=cfg.advantage_scale, ddof=cfg.ddof), empty
+    alike = await paid_alike(task.reward_fns, asked, groups, backend.tokenizer)
+    return asked, with_advantages(groups, scale=cfg.advantage_scale, ddof=cfg.ddof), alike
 
 
 @contextmanager
@@ -1335,7 +1354,7 @@ async def preflight(
     check_backend(cfg, backend)
     seconds, before = dict[str, float](), peak_memory()
     rows = as_rows(rows)
-    asked, groups, empty = await first_completions(backend, rows, reward, cfg, prompts, samples, seconds)
+    asked, groups, alike = await first_completions(backend, rows, reward, cfg, prompts, samples, seconds)
     datums = datums_from_groups(groups, max_seq_len=cfg.max_seq_len)
     with stopwatch(seconds, "policy"):
         policy = await backend.policy.forward(datums)
@@ -1354,7 +1373,7 @@ async def preflight(
         *check_rows(rows),
         check_budget(live, cfg.max_completion_tokens),
         check_reward(np.concatenate([g.rewards for g in live])),
-        *check_functions(groups, empty),
+        *check_functions(groups, alike),
         check_dead(dead, cfg.completions_per_prompt),
         check_tokens(backend.tokenizer, asked, live),
         *check_agreement(sampler_gap(groups, datums, policy), floor, allowed),
