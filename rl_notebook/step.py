@@ -335,7 +335,7 @@ def join_updates(outputs: Sequence[LossOutput]) -> LossOutput:
 # %% ../nbs/33_step.ipynb #592ee47b
 def _merged(name: str, values: np.ndarray, weights: np.ndarray) -> float:
     "One metric of several calls; `weights` are tokens, or sums of |dL/dp| for shares of the gradient."
-    if name == "loss" or name.startswith("num_") or name == "grad/abs_sum":
+    if name in ("loss", "grad/abs_sum", "perf/prefix_tokens_saved") or name.startswith("num_"):
         return float(np.nansum(values))
     if name.startswith("grad_norm/"):  # of what is accumulated so far
         return float(values[-1])

@@ -391,9 +391,22 @@ def output_pieces(ours: LossOutput, theirs: LossOutput, datums: Sequence[Datum],
 
 
 def metric_pieces(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Iterator[Piece]:
-    "Metrics by name."
+    "Metrics by name, but for those that say how it was computed."
     for name in dict.fromkeys([*theirs, *ours]):
+        if name.startswith(NOT_AGAIN):
+            continue
         yield Piece(name, "", "metrics", ours.get(name, np.nan), theirs.get(name, np.nan))
+
+
+NOT_AGAIN = ("eval/", "async/", "perf/")  # metrics of what is not done again, and of times
+
+
+def other_rounding(loop: Loop, record: StepRecord) -> list[str]:
+    "A note where the policy computes common prefixes once, and did not when the step was recorded."
+    ours, name = getattr(loop.state.values.get("backward"), "output", None), "perf/prefix_tokens_saved"
+    if ours is None or record.loss is None or not ours.metrics.get(name) or name in record.loss.metrics:
+        return []
+    return ["recorded before common prefixes were computed once: logprobs and gradients may differ by rounding"]
 
 
 async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> PhaseComparison:
@@ -422,9 +435,6 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
     return compare("backward", output_pieces(report.output, first, report.datums, whole=False), note)
 
 # %% ../nbs/44_travel.ipynb #c00ffe85
-NOT_AGAIN = ("eval/", "async/", "perf/")  # metrics of what is not done again, and of times
-
-
 async def replay_update(loop: GRPOLoop, record: StepRecord) -> list[PhaseComparison]:
     "Optimizer step, sync and metrics of a step whose gradient is there."
     if "backward" not in loop.state.values:
@@ -439,8 +449,7 @@ async def replay_update(loop: GRPOLoop, record: StepRecord) -> list[PhaseCompari
         done.append(compare("sync", [Piece("policy version", "syncs", "the sampler", versions[0], versions[1])]))
     else:
         done.append(PhaseComparison("sync", None, note="in a window the sync comes at its end"))
-    same = lambda metrics: {k: v for k, v in metrics.items() if not k.startswith(NOT_AGAIN)}
-    return [*done, compare("finish", metric_pieces(same(record_of(loop).metrics), same(record.metrics)))]
+    return [*done, compare("finish", metric_pieces(record_of(loop).metrics, record.metrics))]
 
 # %% ../nbs/44_travel.ipynb #377ea29f
 async def replay(
@@ -465,7 +474,8 @@ async def replay(
         lay_out(loop, record, prompts)
         phases += [await replay_reference(loop, record), await replay_backward(loop, record, blocked)]
         phases += await replay_update(loop, record)
-    return Replay(step, tuple(phases), base, tuple(other_sources(record, sources_of(loop, record.options))))
+    notes = [*other_sources(record, sources_of(loop, record.options)), *other_rounding(loop, record)]
+    return Replay(step, tuple(phases), base, tuple(notes))
 
 # %% ../nbs/44_travel.ipynb #e9fa2593
 def compare_loops(*loops: Loop) -> pd.DataFrame:  # indexed by (loop, step), one column per metric

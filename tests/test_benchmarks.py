@@ -209,3 +209,15 @@ def test_overlap_trains_over_http():
         assert real.settings[0].latency > 0
         assert {len(runs) for runs in real.runs.values()} == {1}
         assert "async" in overlap.real_table([real])
+
+
+# --- prefixes.py -------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_are_compared_at_equal_results():
+    prefixes = script("prefixes")
+    setting = prefixes.Setting("tiny", prompts=1, completions=4, prompt_tokens=40, tokens=8, rounds=1)
+    result = prefixes.measure(setting, lambda line: None)
+    assert result["tokens"]["each"] == 4 * 47
+    assert 40 <= result["tokens"]["once"] <= 40 + 4 * 7
+    assert "once" in prefixes.table(result)

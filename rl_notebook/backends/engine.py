@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
 from .base import Meter
+from .prefixes import prefix_tree, reading
 from .routing import Routers, find_routers, noting, replaying, write_notes
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
@@ -516,6 +517,7 @@ class CausalModel:
         weight = self.model.get_input_embeddings().weight
         self.vocab_size, self.device, self.dtype = len(weight), weight.device, weight.dtype
         self.windows = layer_windows(self.decoder)
+        self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
 
     def features(
         self,
@@ -618,14 +620,20 @@ def probe_error(causal: CausalModel, sampling: bool) -> float:
 @contextmanager
 def _narrowed(causal: CausalModel, window: int = 4) -> Iterator[None]:
     "The model with sliding windows that a probe reaches past."
-    config, own = causal.decoder.config, causal.decoder.config.sliding_window
-    try:
-        config.sliding_window = window
+    own = causal.decoder.config.sliding_window
+    hold = [m for m in causal.decoder.modules() if getattr(m, "sliding_window", None) == own]  # some layers copy it
+    holders: list[Any] = [causal.decoder.config, *hold]
+
+    def narrow(to: int) -> None:
+        for holder in holders:
+            holder.sliding_window = to
         causal.windows = layer_windows(causal.decoder)
+
+    try:
+        narrow(window)
         yield
     finally:
-        config.sliding_window = own
-        causal.windows = layer_windows(causal.decoder)
+        narrow(own)
 
 
 def _probed(causal: CausalModel, sampling: bool) -> float:
@@ -655,6 +663,34 @@ def _probed(causal: CausalModel, sampling: bool) -> float:
     allowed = max(table, table * most / 20, min(4 * own, 10 * table))
     return float(torch.stack(errors).max().nan_to_num(torch.inf)) / allowed
 
+# %% ../../nbs/23_backends.engine.ipynb #b9f3e9e7
+def probe_tree(causal: CausalModel) -> str:
+    "Why the model cannot read a prefix tree; empty when its logprobs are those of the sequences one by one."
+    if causal.route == "fast":
+        return "the fast route has its own attention"
+    if any(causal.windows) and causal.decoder.config.sliding_window != 4:
+        with _narrowed(causal):
+            if reason := probe_tree(causal):
+                return reason
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, causal.vocab_size, (3, 12)))
+    ids[1, :5], ids[2, :8] = ids[0, :5], ids[1, :8].clone()
+    ids[2, :5] = ids[0, :5]
+    tree = prefix_tree(list(ids.numpy()), causal.device)
+    first, place = np.unique(tree.place, return_index=True)[1], torch.from_numpy(tree.place).to(causal.device)
+    logprobs = lambda features: logits_of(features, causal.head).log_softmax(-1)
+    try:
+        with torch.no_grad():
+            choosing = _choosing(causal.model, ids.to(causal.device))
+            with choosing(torch.arange(ids.numel(), device=causal.device)):
+                want = logprobs(causal.features(ids.to(causal.device)))
+            with choosing(torch.from_numpy(first).to(causal.device)), reading(causal.decoder.config, tree):
+                got = logprobs(causal.features(tree.ids, tree.positions))[0][place]
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as reason:
+        return f"{type(reason).__name__}: {reason}"
+    off, table = float((got - want).abs().max().nan_to_num(torch.inf)), TOLERANCE.get(causal.dtype, 1e-4)
+    allowed = max(table, table * float(want.abs().max()) / 20)
+    return "" if off <= allowed else f"logprobs off by {off / allowed:.2g} times what rounding explains"
+
 # %% ../../nbs/23_backends.engine.ipynb #174b27b3
 def open_model(
     model: nn.Module,  # a loaded Hugging Face causal LM, also inside a PEFT wrapper
@@ -674,6 +710,7 @@ def open_model(
             failures.append(f"{route}: {type(reason).__name__}: {reason}")
             continue
         if error <= 1:
+            causal.no_tree = probe_tree(causal)
             return causal
         failures.append(f"{route}: logprobs off by {error:.2g} times what rounding explains")
     raise BackendError(

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from rl_notebook.backends.engine import (
     padded,
     plan_batches,
 )
+from .prefixes import plan_trees, prefix_tree, reading
 from .routing import Routers, find_routers, read_notes, replaying
 from rl_notebook.core import (
     AdamParams,
@@ -66,6 +68,17 @@ __all__ = ['export_weights', 'open_local']
 
 # %% ../../nbs/24_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
+TREE_GAIN = {"cpu": 64, "cuda": 1024}  # tokens worth reading a batch as a prefix tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    "Datums that go through the model in one pass."
+
+    rows: list[int]  # indices of datums
+    tokens: int  # that the pass computes, padding included
+    weight: int  # of the token budget
+    tree: bool = False  # common prefixes once
 
 # %% ../../nbs/24_backends.local.ipynb #6a163b53
 @dataclass(frozen=True, eq=False)
@@ -80,10 +93,22 @@ class Scoring:
     meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
     routers: Routers | None = None  # take the experts that `Datum.routing` names; None = the model chooses
 
-    def batches(self, datums: Sequence[Datum]) -> list[list[int]]:
-        "Indices in batches within the token budget."
-        lengths = [len(d.weights) for d in datums]
-        return plan_batches(lengths, self.tokens_per_batch, SPLIT_GAIN.get(self.causal.device.type, 8192))
+    @property
+    def no_tree(self) -> str:
+        "Why common prefixes are computed for each datum; empty when they are computed once."
+        return "router replay" if self.routers is not None else self.causal.no_tree
+
+    def batches(self, datums: Sequence[Datum]) -> list[Batch]:
+        "Batches within the token budget: prefix trees where they gain enough, else rows of similar length."
+        lengths, device = [len(d.weights) for d in datums], self.causal.device.type
+        plain = plan_batches(lengths, self.tokens_per_batch, SPLIT_GAIN.get(device, 8192))
+        sizes = [len(rows) * lengths[rows[0]] for rows in plain]
+        if not self.no_tree:
+            trees = plan_trees([d.input_tokens for d in datums], self.tokens_per_batch)
+            saved = sum(sizes) - sum(tokens for _, tokens, _ in trees)
+            if saved >= max(TREE_GAIN.get(device, 1024), sum(sizes) // 10):
+                return [Batch(*tree, tree=True) for tree in trees]
+        return [Batch(rows, size, size) for rows, size in zip(plain, sizes, strict=True)]
 
 
 def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: int | None) -> None:
@@ -103,8 +128,10 @@ def routed(scoring: Scoring, datums: Sequence[Datum]) -> AbstractContextManager[
     return replaying(scoring.routers, torch.from_numpy(chosen).flatten(0, 1).to(scoring.causal.device))
 
 # %% ../../nbs/24_backends.local.ipynb #5e14f5ae
-def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
+def score_batch(scoring: Scoring, datums: Sequence[Datum], tree: bool = False) -> Tensor:
     "(M,) logprobs of all scored positions of one batch, datum after datum, with gradient if it is enabled."
+    if tree:
+        return _score_tree(scoring, datums)
     device = scoring.causal.device
     picked = np.zeros((len(datums), max(len(d.weights) for d in datums)), dtype=bool)
     for row, d in zip(picked, datums, strict=True):
@@ -116,14 +143,30 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     scoring.meter.datums_scored += len(datums)
     return scoring.causal.logprobs(features.flatten(0, 1)[where], targets, scoring.temperature)
 
+
+def _score_tree(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
+    "`score_batch`, what the datums begin with computed once."
+    causal = scoring.causal
+    tree = prefix_tree([d.input_tokens for d in datums], causal.device)
+    scored = [d.active | scoring.prompt_logprobs for d in datums]
+    where = np.concatenate([at[: len(s)][s] for at, s in zip(tree.place, scored, strict=True)])
+    targets = np.concatenate([d.target_tokens[s] for d, s in zip(datums, scored, strict=True)])
+    once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
+    places, ids, back = (torch.from_numpy(x).to(causal.device) for x in (*divmod(once, causal.vocab_size), back))
+    with reading(causal.decoder.config, tree):
+        features = causal.features(tree.ids, tree.positions)[0]
+    scoring.meter.datums_scored += len(datums)
+    logprobs = causal.logprobs(F.embedding(places, features), ids, scoring.temperature)
+    return F.embedding(back, logprobs[:, None])[:, 0]
+
 # %% ../../nbs/24_backends.local.ipynb #0a3f2822
-def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[list[int]], flats: list[Tensor]) -> list[Tensor]:
+def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: list[Tensor]) -> list[Tensor]:
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat logprobs of each batch."
     series: list[Tensor] = [torch.empty(0)] * len(datums)
     scored = [torch.from_numpy(d.active | scoring.prompt_logprobs) for d in datums]
     for batch, flat in zip(batches, flats, strict=True):
-        parts = flat.detach().cpu().split([int(scored[i].sum()) for i in batch])
-        for i, part in zip(batch, parts, strict=True):
+        parts = flat.detach().cpu().split([int(scored[i].sum()) for i in batch.rows])
+        for i, part in zip(batch.rows, parts, strict=True):
             series[i] = part.new_full(scored[i].shape, torch.nan)
             series[i][scored[i]] = part
     return series
@@ -134,7 +177,7 @@ def score(scoring: Scoring, datums: Sequence[Datum]) -> list[np.ndarray]:
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches = scoring.batches(datums)
     with torch.no_grad():
-        flats = [score_batch(scoring, [datums[i] for i in batch]) for batch in batches]
+        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree) for b in batches]
     return [series.double().numpy() for series in per_datum(scoring, datums, batches, flats)]
 
 # %% ../../nbs/24_backends.local.ipynb #4c6941e2
@@ -207,7 +250,7 @@ class Graph:
     "Logprobs of a forward pass, still attached to the weights when there was room for it."
 
     datums: tuple[Datum, ...]
-    batches: list[list[int]]
+    batches: list[Batch]
     flats: list[Tensor]  # per batch (M,)
 
 # %% ../../nbs/24_backends.local.ipynb #7df7b978
@@ -221,14 +264,15 @@ def evaluate(state: PolicyState, datums: Sequence[Datum], loss_fn: LossFn) -> tu
     scoring, state.graph = state.scoring, None
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches = scoring.batches(datums)
-    padded_tokens = sum(len(b) * len(datums[b[0]].weights) for b in batches)
-    keep = padded_tokens <= scoring.tokens_per_batch
+    keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
     with torch.set_grad_enabled(keep):
-        flats = [score_batch(scoring, [datums[i] for i in b]) for b in batches]
+        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree) for b in batches]
     series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
     with torch.enable_grad():
         value, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn, scoring.prompt_logprobs)
     state.graph = Graph(tuple(datums), batches, flats) if keep else None
+    saved = sum(sum(len(datums[i].weights) for i in b.rows) - b.tokens for b in batches if b.tree)
+    metrics["perf/prefix_tokens_saved"] = float(saved)
     return value, metrics, [s.detach().double().numpy() for s in series], dlogprobs
 
 # %% ../../nbs/24_backends.local.ipynb #459e71fa
@@ -258,12 +302,14 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequen
     del graph
     for k, batch in enumerate(batches):
         flat, flats[k] = flats[k], None
+        several = [datums[i] for i in batch.rows]
         with torch.enable_grad():
-            flat = score_batch(scoring, [datums[i] for i in batch]) if flat is None else flat
-        dlogprob = np.concatenate([np.asarray(dlogprobs[i])[datums[i].active | scoring.prompt_logprobs] for i in batch])
-        with routed(scoring, [datums[i] for i in batch]):
+            flat = score_batch(scoring, several, batch.tree) if flat is None else flat
+        scored = [datums[i].active | scoring.prompt_logprobs for i in batch.rows]
+        dlogprob = np.concatenate([np.asarray(dlogprobs[i])[s] for i, s in zip(batch.rows, scored, strict=True)])
+        with routed(scoring, several):
             torch.autograd.backward(flat, torch.from_numpy(dlogprob).to(flat))
-        scoring.meter.datums_trained += len(batch)
+        scoring.meter.datums_trained += len(batch.rows)
         for name, master in state.masters.items():
             p = state.params[name]
             if p.grad is not None:
@@ -869,8 +915,8 @@ def directional(
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches, flats = scoring.batches(datums), []
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), one_by_one(scoring.causal.model):
-        for batch in batches:
-            call = _Called(state.module, lambda batch=batch: score_batch(scoring, [datums[i] for i in batch]))
+        for b in batches:
+            call = _Called(state.module, lambda b=b: score_batch(scoring, [datums[i] for i in b.rows], b.tree))
             with forward_ad.dual_level():
                 pairs = {f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()}
                 flat, tangent = forward_ad.unpack_dual(functional_call(call, pairs, ()))
