@@ -229,7 +229,12 @@ def shift(e: Evidence) -> Finding:
     tried = {by: explained(*unshifted(e, by), tol) for by in (1, -1, 2, -2)}
     by = max(tried, key=tried.__getitem__)
     where = "late" if by > 0 else "early"
-    return Finding("shift", tried[by], f"sampler's values {abs(by)} too {where}: {tried[by]:.0%} gone", {"shift": by})
+    return Finding(
+        "shift",
+        tried[by],
+        f"sampler's values {abs(by)} too {where}; moved back, they leave {1 - tried[by]:.0%} of the gap",
+        {"shift": by},
+    )
 
 # %% ../nbs/41_doctor.ipynb #2cab0719
 @dataclass(frozen=True, eq=False)
@@ -549,6 +554,12 @@ def told_otherwise(e: Evidence) -> str:
     return "" if value is None else f"all that is off says {value:.4g}: a number that was filled in, or a limit"
 
 
+def raw_words(e: Evidence) -> str:
+    "What the sampler's raw logprobs say, where they are the trainer's and the others are not."
+    equal = differs(e) and explained(e.gap, e.flat(e.raw) - e.p, tolerance(e)) >= 0.9
+    return "; the sampler's raw logprobs equal the trainer's" if equal else ""
+
+
 def one_sided(e: Evidence) -> tuple[float, float, float]:
     "Share of the gap that lies below, probability that the rest rose by chance, smallest kept mass."
     tol = tolerance(e)
@@ -565,7 +576,8 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     "The sampler's values are renormalised over what was kept, so they are never below the raw ones."
     below, chance, kept = one_sided(e)
     score = 0.97 * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * (not told_otherwise(e))
-    text = f"{below:.0%} of the gap lies below the trainer's; kept mass from {kept:.2f}"
+    text = f"the sampler's are above the trainer's, all but {below:.0%}, as if up to {1 - kept:.0%} of it were cut"
+    text += raw_words(e)
     text = text if differs(e) else "no gap"
     drawn = from_draws(e, "top-p or top-k", ["top-p", "top-k", "min-p"])
     return strongest([drawn, lifted(e), Finding("top-p or top-k", score, text, {"below": below, "kept": kept})])
@@ -629,7 +641,8 @@ def fit_series(e: Evidence) -> Finding:
     by_raw = explained(e.gap, flat - e.p, tol) * (one_sided(e)[0] > 0.02)
     claimed = {e.stamps.trainer_temperature, e.stamps.sampler_temperature} - {None}
     stamped = 0.6 if len(claimed) > 1 and differs(e) else 0.0
-    text = f"the sampler's are the trainer's at temperature {t:.2f}, or the trainer's the sampler's at {1 / t:.2f}"
+    text = f"the sampler's are the trainer's at temperature {t:.2f}"
+    text += raw_words(e) or f", or the trainer's the sampler's at {1 / t:.2f}"
     text = text if differs(e) else "no gap"
     return Finding("temperature", max(0.95 * order * score, 0.9 * order * by_raw, stamped), text, {"temperature": t})
 
@@ -802,9 +815,11 @@ def dtype_or_batching(e: Evidence) -> Finding:
         small = min(1.0, 0.1 / float(np.nanmean(np.abs(e.gap))))
         text = f"with the same weights ({' and '.join(dtypes)}) {stays:.0%} of the gap stays"
         return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 else 0.6), text)
-    small = size(e.gap).largest <= rounding("float16").largest  # another prompt, or other weights, move some token more
-    claimed = {"bfloat16", "float16"} & set(dtypes)
-    return scatter(e, "dtype or batching", 0.5 if claimed else 0.3 if small else None)
+    if {"bfloat16", "float16"} & set(dtypes):
+        return scatter(e, "dtype or batching", 0.5)
+    largest = size(e.gap).largest  # another prompt, or other weights, move some token more
+    small = 0.3 if largest <= rounding("float16").largest else 0.15 if largest <= rounding("bfloat16").largest else 0.05
+    return scatter(e, "dtype or batching", small)
 
 # %% ../nbs/41_doctor.ipynb #c2d17c2e
 @dataclass(frozen=True)
@@ -834,6 +849,7 @@ def other_ids(e: Evidence) -> Finding:
     against = sum(p.before in right and p.token in right for p, bad in zip(e.pairs, off, strict=True) if bad)
     wrong = {t for p in e.pairs for t in (p.before, p.token)} - right
     apart = off.any() and len(right) > 2 and against <= 0.05 * off.sum() and gaps[off].mean() > 0.5
+    apart = apart and not told_otherwise(e)
     text = f"two tokens alone: {len(wrong)} ids are always off, {len(right)} agree, against it {against} of {off.sum()}"
     return Finding("vocabulary", 0.97 * bool(apart), text, {"ids": len(wrong)})
 

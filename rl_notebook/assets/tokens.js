@@ -787,8 +787,9 @@ function coordinates(state) {
     const bars = make("div", "rlt-bars");
     bars.setAttribute("role", "group");
     bars.setAttribute("aria-label", "shift of the sampler's row");
+    const least = Math.min(...s.means.map((m) => m ?? Infinity));
     s.shifts.forEach((by, k) => {
-      const button = make("button", "rlt-shiftby");
+      const button = make("button", `rlt-shiftby${s.means[k] === least ? " rlt-least" : ""}`);
       button.dataset.shift = String(by);
       button.setAttribute("aria-pressed", String(by === model.get("shift")));
       button.title = `mean |difference| ${form(s.means[k])} over ${s.counts[k]} tokens`;
@@ -796,14 +797,14 @@ function coordinates(state) {
       bar.style.height = `${Math.max(2, (34 * (s.means[k] ?? 0)) / top)}px`;
       const room = make("span", "rlt-room");
       room.append(bar);
-      button.append(room, make("b", "", form(s.means[k], 3)), make("small", "", `shift ${by > 0 ? "+" : ""}${by}`));
+      button.append(room, make("b", "", form(s.means[k], 3)), make("small", "", by ? `${Math.abs(by)} too ${by > 0 ? "late" : "early"}` : "in place"));
       button.onclick = () => {
         model.set("shift", by);
         model.save_changes();
       };
       bars.append(button);
     });
-    slide.append(make("p", "rlt-soft", "Mean |difference| of all samples when the sampler's row is slid; click to slide it here:"), bars);
+    slide.append(make("p", "rlt-soft", "Mean |difference| of all samples if the sampler's values are in place, too early or too late; click to slide them back:"), bars);
   };
   for (const what of ["payload", "target", "hover", "shift", "theme", "size"]) state.on(what, drawRows);
   for (const what of ["payload", "shift", "overview"]) state.on(what, drawShift);

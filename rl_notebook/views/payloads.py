@@ -213,7 +213,6 @@ _PANELS = (  # name, unit, lines and their metrics, power of the noise floor
     ("policy to reference", "nats per token", {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"}, 2),
     ("policy to old", "nats per token", {"k3": "ppo_kl"}, 2),
     ("trainer to sampler, mean", "nats", {"mean": f"{_GAP}/mean"}, 1),
-    ("trainer to sampler, k3", "nats per token", {"k3": "sampling/kl"}, 2),
     ("trainer to sampler, largest", "nats", {"max": f"{_GAP}/max"}, 1),
 )
 
@@ -979,8 +978,8 @@ def verdict_payload(
     ask = "" if d.controls else "Experiments tell: await rln.diagnose(record, backend=backend)."
     most = float(np.nanmax(gap, initial=0.0))
     largest = f"largest gap {most:.2g} nats"
-    largest += f", all within the {HALF:.2g} of bfloat16" if state == "open" and most <= HALF else ""
-    text = f"{close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
+    cause = f"small, within the {HALF:.2g} nats of bfloat16; {cause}" if state == "open" and most <= HALF else cause
+    text = f"All well: {close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
     more = "" if state == "well" else f"{close}, {largest}. {ask if state == 'open' else d.fix}".strip()
     return {"state": state, "text": text, "more": more}
 

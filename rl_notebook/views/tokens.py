@@ -477,8 +477,9 @@ def overview_html(overview: Mapping[str, Any]) -> str:
 def _shift_html(shift: Mapping[str, Any]) -> str:
     "Mean difference by shift."
     pairs = zip(shift["shifts"], shift["means"], strict=True)
-    means = ", ".join(f"{f'{by:+d}' if by else '0'}: {number(m)}" for by, m in pairs)
-    return styled("div", f"Mean |difference| of all samples with the sampler's row slid by {means}.", style=SOFT)
+    place = lambda by: f"{abs(by)} too {'late' if by > 0 else 'early'}" if by else "in place"
+    means = ", ".join(f"{place(by)} {number(m)}" for by, m in pairs)
+    return styled("div", f"Mean |difference| with the sampler's values {means}.", style=SOFT)
 
 
 def _worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
