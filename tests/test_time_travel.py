@@ -891,6 +891,24 @@ def test_the_first_phase_that_differs_is_named(what, runs, tmp_path):
     run(main())
 
 
+def without_sharing(record):
+    "A record as it was before the policy computed common prefixes once."
+    bare = lambda metrics: {k: v for k, v in metrics.items() if k != "perf/prefix_tokens_saved"}
+    return replace(record, metrics=bare(record.metrics), loss=replace(record.loss, metrics=bare(record.loss.metrics)))
+
+
+def test_a_step_that_was_recorded_with_another_rounding_says_so(runs, tmp_path):
+    found = runs["plain", 2]
+
+    async def main():
+        assert found.folder.record(3).metrics["perf/prefix_tokens_saved"] > 0
+        assert (await replay(found.folder, 3, found.fresh())).notes == ()
+        (note,) = (await replay(tampered(found, tmp_path, 3, without_sharing), 3, found.fresh())).notes
+        assert note.startswith("recorded before common prefixes were computed once")
+
+    run(main())
+
+
 def test_weights_that_are_not_those_of_the_run_are_named_first(runs, tmp_path):
     found = runs["plain", 0]
 

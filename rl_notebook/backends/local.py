@@ -32,6 +32,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from .base import Backend, Capabilities, GradNormalization, LossFn, Meter
@@ -46,7 +48,7 @@ from rl_notebook.backends.engine import (
     padded,
     plan_batches,
 )
-from .prefixes import plan_trees, prefix_tree, reading
+from .prefixes import PrefixTree, plan_trees, prefix_tree, reading
 from .routing import Routers, find_routers, read_notes, replaying
 from rl_notebook.core import (
     AdamParams,
@@ -127,6 +129,11 @@ def routed(scoring: Scoring, datums: Sequence[Datum]) -> AbstractContextManager[
     chosen = read_notes(scoring.routers, [d.routing for d in datums], longest, [d.where for d in datums])
     return replaying(scoring.routers, torch.from_numpy(chosen).flatten(0, 1).to(scoring.causal.device))
 
+
+def tree_of(scoring: Scoring, datums: Sequence[Datum]) -> PrefixTree:
+    "What the model reads of the datums, common prefixes once."
+    return prefix_tree([d.input_tokens for d in datums], scoring.causal.device)
+
 # %% ../../nbs/24_backends.local.ipynb #5e14f5ae
 def score_batch(scoring: Scoring, datums: Sequence[Datum], tree: bool = False) -> Tensor:
     "(M,) logprobs of all scored positions of one batch, datum after datum, with gradient if it is enabled."
@@ -146,8 +153,7 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum], tree: bool = False) -
 
 def _score_tree(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     "`score_batch`, what the datums begin with computed once."
-    causal = scoring.causal
-    tree = prefix_tree([d.input_tokens for d in datums], causal.device)
+    causal, tree = scoring.causal, tree_of(scoring, datums)
     scored = [d.active | scoring.prompt_logprobs for d in datums]
     where = np.concatenate([at[: len(s)][s] for at, s in zip(tree.place, scored, strict=True)])
     targets = np.concatenate([d.target_tokens[s] for d, s in zip(datums, scored, strict=True)])
@@ -307,7 +313,8 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequen
             flat = score_batch(scoring, several, batch.tree) if flat is None else flat
         scored = [datums[i].active | scoring.prompt_logprobs for i in batch.rows]
         dlogprob = np.concatenate([np.asarray(dlogprobs[i])[s] for i, s in zip(batch.rows, scored, strict=True)])
-        with routed(scoring, several):
+        tree = tree_of(scoring, several) if batch.tree else None
+        with routed(scoring, several), reading(scoring.causal.decoder.config, tree):
             torch.autograd.backward(flat, torch.from_numpy(dlogprob).to(flat))
         scoring.meter.datums_trained += len(batch.rows)
         for name, master in state.masters.items():
@@ -1126,6 +1133,16 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
         fix = "Use the model's own tokenizer, or resize the model's embeddings."
         raise BackendError("tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix)
 
+# %% ../../nbs/24_backends.local.ipynb #90b246c2
+def checkpoint_layers(module: nn.Module) -> None:
+    "Keep only the inputs of a model's layers for backward; raises `ConfigError` for a model without such layers."
+    layers: list[Any] = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        got, fix = "no layer that can be computed again", "Leave it out, and lower tokens_per_batch."
+        raise ConfigError("gradient_checkpointing", where="open_local", got=got, fix=fix)
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
 # %% ../../nbs/24_backends.local.ipynb #cde8407e
 def write_weights(
     module: nn.Module,  # Hugging Face model or PEFT wrapper
@@ -1207,6 +1224,7 @@ def open_local(
     temperature: float = 1.0,  # of policy and reference logprobs: set it to the sampling temperature
     seed: int = 0,  # of the adapter's initial weights
     prompt_logprobs: bool = False,  # also score positions of weight 0
+    gradient_checkpointing: bool = False,  # backward computes each layer again: less memory, more time
     router_replay: bool = False,  # mixture of experts: the policy takes the experts that the sampler chose
     router_replay_completion_only: bool = True,  # for sampled tokens only; False = for the prompt as well
 ) -> Backend:  # policy LocalTrainer, reference LocalReference, sampler LocalSampler
@@ -1231,6 +1249,8 @@ def open_local(
         judge = LocalReference(replace(state.scoring, routers=None), run, module.disable_adapter)  # type: ignore[arg-type]
     elif reference:
         judge = LocalReference(score_as(frozen_copy(module, params)), run)
+    if gradient_checkpointing:
+        checkpoint_layers(module)
     sampler = LocalSampler(engine, run)
     can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
     can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len)

@@ -69,8 +69,10 @@ class Block:
         "(R, 1, Q, S) what is added to the scores; None = plain causal attention."
         if window not in self.masks:
             q, s, device = self.queries.shape[1], self.keys.shape[1], self.keys.device
-            back = (self.starts[:, None] + torch.arange(q, device=device))[..., None] - torch.arange(s, device=device)
-            hidden = (back < 0) if window is None else (back < 0) | (back >= window)
+            at = (self.starts[:, None] + torch.arange(q, device=device))[..., None]
+            hidden = at < torch.arange(s, device=device)
+            if window is not None:
+                hidden |= at >= torch.arange(s, device=device) + window
             plain = not self.starts.any() and (window is None or window >= s)
             added = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
             self.masks[window] = None if plain else added[:, None]
@@ -154,7 +156,10 @@ def tree_attention(
         mask = block.mask(sliding_window, query.dtype)
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
         q, k, v = gathered(query, block.queries), gathered(key, block.keys), gathered(value, block.keys)
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1], **how)
+        shared_heads = q.shape[1] // k.shape[1]
+        if shared_heads > 1 and mask is not None and q.device.type != "cpu":  # no fast kernel takes both
+            k, v, shared_heads = k.repeat_interleave(shared_heads, 1), v.repeat_interleave(shared_heads, 1), 1
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=shared_heads > 1, **how)
         outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return F.embedding(tree.home, together).unflatten(-1, (query.shape[1], -1))[None], None
