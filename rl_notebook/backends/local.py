@@ -1251,12 +1251,11 @@ def open_local(
         judge = LocalReference(score_as(frozen_copy(module, params)), run)
     if gradient_checkpointing:
         checkpoint_layers(module)
-    sampler = LocalSampler(engine, run)
+    policy, sampler = LocalTrainer(state, run, versions), LocalSampler(engine, run)
     can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
     can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len)
     served_params = {name: p for name, p in served.named_parameters() if name in params}
     sync = LocalSync(state, sampler, served_params, versions)
-    policy = LocalTrainer(state, run, versions)
 
     def score_at(temperature: float) -> None:
         for one in (state, judge) if judge is not None else (state,):
