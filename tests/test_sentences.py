@@ -18,6 +18,7 @@ import torch
 
 from rl_notebook.backends.base import Backend
 from rl_notebook.backends.local import open_local
+from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
 from rl_notebook.core import Completion, LossOutput, PromptGroup
 from rl_notebook.loop import GRPOLoop
@@ -177,13 +178,16 @@ async def one_long(sample: Any, prompt: Any, params: Any, call: int) -> list[Com
     return await sample(prompt, params if call == 1 else replace(params, max_tokens=1))
 
 
-async def another_prompt(sample: Any, prompt: Any, params: Any, call: int) -> list[Completion]:
-    "Half of a group belongs to another prompt."
-    n = params.n // 2
-    other = prompt.copy()
-    other[len(other) // 2] += 1
-    mine, theirs = await sample(prompt, replace(params, n=n)), await sample(other, replace(params, n=params.n - n))
-    return [*mine, *theirs]
+def another_prompt(setup: Any) -> Any:
+    "A rollout function: half of a group belongs to another prompt."
+
+    async def rollout_fn(sample_prompt: dict) -> Any:
+        ids = list(sample_prompt["prompt_token_ids"])
+        ids[len(ids) // 2] += sample_prompt["sample_index"] % 2
+        [completion] = await setup.sampler.sample(ids, replace(setup.params, seed=sample_prompt["seed"]))
+        return sample_from_completion(completion, reward=uneven(completion.text))
+
+    return rollout_fn
 
 
 async def one_seed(sample: Any, prompt: Any, params: Any, call: int) -> list[Completion]:
@@ -328,7 +332,7 @@ SITUATIONS: dict[str, Situation] = {
         r"(?i)same completion|same reward",
     ),
     "wrong group ids": (
-        lambda: run(1, uneven, backend=sampled_by(another_prompt)),
+        lambda: run(1, another_prompt),
         r"(?i)(different|another|two|more than one|not the same|mix)[^.]*prompt|prompts[^.]*(differ|mix)",
         r"(?i)duplicate prompt|same reward",
     ),
