@@ -44,7 +44,9 @@ lab: $(STAMP) ## open JupyterLab on the tutorials
 
 # --- checking it ------------------------------------------------------------------------------------------------
 
-test: lint imports types notebooks pytest ## all checks: lint, imports, types, notebooks, tests, house rules
+test: $(STAMP) ## all checks: lint, imports, types, notebooks, tests, house rules
+	@$(MAKE) --no-print-directory --jobs 2 lint imports types notebooks
+	@$(MAKE) --no-print-directory pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

@@ -82,7 +82,10 @@ LONG = {
     "test_a_builtin_loss_trains_like": "tinker", "test_a_service_that_forgets_everything": "",
     "test_every_combination_gives_an_answer": "", "test_a_page_of_very_many_steps": "",
     "test_faults_around_a_loss_of_the_service": "", "test_the_tool_example_warms_up": "",
-    "test_the_right_cause_and_no_false_alarm": "0]",
+    "test_the_right_cause_and_no_false_alarm": "0]", "test_no_more_samples_are_under_way": "4",
+    "sorted_searched_and_have_an_address": "1280-light", "test_no_sentence_claims_what_is_not_so": "0.2",
+    "test_a_greedy_step_can_be_undone": "loss", "test_xray_is_the_function_in_whatever_order": "rln",
+    "test_a_deployment_that_was_restarted_gets": "0-True", "test_old_weights_are_never_called_a_shift": "3",
 }  # fmt: skip
 APART = ("test_the_right_cause_and_no_false_alarm", "test_so_it_does_at_every_await")
 
