@@ -303,55 +303,96 @@ def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
     return lambda x: F.rms_norm(x, weight.shape, weight, eps)
 
 # %% ../../nbs/23_backends.engine.ipynb #3682a79e
-PACK_BYTES = 2**30  # weights of a model up to this size are laid out for oneDNN as well
-PACK_ELEMENTS = 2**17  # smaller matrices are not: the call costs more than it gains
+COPY_BYTES = 2**30  # weights of a model up to this size are kept a second time, laid out for multiplying
+_FULL = (torch.float32, torch.float64)  # precisions
 
 
-def can_pack(weights: Sequence[Tensor]) -> bool:
-    "Whether oneDNN can multiply with these weights in its own layout, and gains by it."
-    kinds = {(w.device.type, w.dtype) for w in weights}
-    has_op = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_op and kinds == {("cpu", torch.float32)} and sum(w.numel() for w in weights) >= PACK_ELEMENTS
+class MadeOf:
+    "What is made of weights, made again when one of them has changed; each time where gradients are asked for."
 
+    def __init__(self, make: Callable[[], Tensor], weights: Iterable[Tensor]):
+        self.make, self.weights, self.version, self.value = make, tuple(weights), -1, torch.empty(0)
 
-def packed_fn(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    "`x W + b` for several weights at once, from a copy in oneDNN's layout that is renewed when a weight changes."
-    ops, version, packed = torch.ops.mkldnn, -1, weights[0]
-    sizes = [len(w) for w in weights]
-
-    def apply(x: Tensor) -> tuple[Tensor, ...]:
-        nonlocal version, packed
+    def __call__(self) -> Tensor:
         if torch.is_grad_enabled():
-            return tuple(map(partial(F.linear, x), weights, biases))
-        newest = sum(w._version for w in weights)
-        if version != newest:
-            version, packed = newest, ops._reorder_linear_weight(torch.cat([w.detach() for w in weights]), 32)
-        out = ops._linear_pointwise(x, packed, None, "none", [], "").split(sizes, -1)
-        return tuple(o if b is None else o + b for o, b in zip(out, biases, strict=True))
-
-    return apply
+            return self.make()
+        newest = sum(w._version for w in self.weights)
+        if self.version != newest:
+            self.version, self.value = newest, self.make()
+        return self.value
 
 # %% ../../nbs/23_backends.engine.ipynb #c2b28305
-def linear_fn(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    "A linear layer, bare or under one LoRA adapter, as a function without wrappers; anything else as it is."
-    if type(module) is nn.Linear:
-        weight, bias = module.weight, module.bias
-        return lambda x: F.linear(x, weight, bias)
-    names = list(getattr(module, "lora_A", ()))
-    base = getattr(module, "base_layer", None)
-    if len(names) != 1 or type(base) is not nn.Linear or getattr(module, "lora_variant", None):
-        return module
-    a, b, scale = module.lora_A[names[0]].weight, module.lora_B[names[0]].weight, module.scaling[names[0]]  # type: ignore
-    inner = linear_fn(base)
-    return lambda x: inner(x) + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(x.dtype)
+@dataclass(frozen=True, eq=False)
+class Linear:
+    "A linear layer, bare or under one LoRA adapter."
+
+    base: nn.Linear
+    adapter: tuple[Tensor, Tensor, float] | None = None  # A, B, scale
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Linear | None:
+        "The layer that a module is; None for anything else."
+        if type(module) is nn.Linear:
+            return cls(module)
+        names, base = list(getattr(module, "lora_A", ())), getattr(module, "base_layer", None)
+        if len(names) != 1 or type(base) is not nn.Linear or getattr(module, "lora_variant", None):
+            return None
+        a, b = module.lora_A[names[0]].weight, module.lora_B[names[0]].weight  # type: ignore
+        return cls(base, (a, b, module.scaling[names[0]]))  # type: ignore[index]
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        "All that it reads, without the bias."
+        return self.base.weight, *(self.adapter or ())[:2]
+
+    def merged(self) -> Tensor:
+        "One matrix that does the same."
+        if self.adapter is None:
+            return self.base.weight
+        a, b, scale = self.adapter
+        return torch.addmm(self.base.weight, b, a, alpha=scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.base.weight, self.base.bias)
+        if self.adapter is None:
+            return out
+        a, b, scale = self.adapter
+        return out + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(x.dtype)
 
 # %% ../../nbs/23_backends.engine.ipynb #f1476d1c
-def linears_fn(modules: Sequence[nn.Module], pack: bool) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    "Several linear layers over one input, as one function."
-    if pack and all(type(m) is nn.Linear for m in modules) and can_pack([m.weight for m in modules]):  # type: ignore
-        return packed_fn([m.weight for m in modules], [m.bias for m in modules])  # type: ignore[misc]
-    functions = [linear_fn(m) for m in modules]
-    return lambda x: tuple(f(x) for f in functions)
+def linears_fn(modules: Sequence[nn.Module], copies: bool) -> Callable[[Tensor], Tensor]:
+    "Several linear layers over one input, as one function; their outputs side by side."
+    linears = [Linear.of(m) for m in modules]
+    known = [linear for linear in linears if linear is not None]
+    weights = [w for linear in known for w in linear.weights]
+    same = len({w.dtype for w in weights}) == 1 and (weights[0].dtype in _FULL or len(weights) == len(known))
+    if not (copies and same and len(known) == len(modules)):
+        functions = [linear or module for linear, module in zip(linears, modules, strict=True)]
+        return lambda x: torch.cat([f(x) for f in functions], -1) if len(functions) > 1 else functions[0](x)
+
+    def stacked() -> Tensor:
+        whole = torch.cat([linear.merged() for linear in known])
+        by_column = whole.device.type == "cpu" and whole.dtype in _FULL
+        return whole.t().contiguous().t() if by_column else whole
+
+    given = [linear.base.bias for linear in known]
+    biases = [b if b is not None else w.new_zeros(len(w)) for b, w in zip(given, (k.base.weight for k in known))]
+    weight, bias = MadeOf(stacked, weights), MadeOf(lambda: torch.cat(biases), biases)
+    plain = all(b is None for b in given)
+    return lambda x: F.linear(x, weight(), None if plain else bias())
+
+# %% ../../nbs/23_backends.engine.ipynb #99fa520c
+def head_norm_fn(norms: Sequence[nn.Module | None], heads: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    "The norms of so many heads each, side by side in (..., heads, dim), as one function."
+    if not any(norms):
+        return lambda x: x
+    eps = {getattr(n, "variance_epsilon", None) for n in norms}
+    weights: list[Any] = [getattr(n, "weight", None) for n in norms]
+    if len(eps) > 1 or None in eps or any(w is None or w.dtype not in _FULL for w in weights):
+        functions = [norm_fn(n) for n in norms]
+        return lambda x: torch.cat([f(part) for f, part in zip(functions, x.split([*heads], -2), strict=True)], -2)
+    scale = MadeOf(lambda: torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)]), weights)
+    return lambda x: F.rms_norm(x, x.shape[-1:], None, *eps) * scale()
 
 # %% ../../nbs/23_backends.engine.ipynb #a0a49031
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -411,14 +452,14 @@ class FastLayer:
     "One decoder layer: norm, attention, norm, gated MLP."
 
     norm1: Callable[[Tensor], Tensor]
-    qkv: Callable[[Tensor], tuple[Tensor, ...]]
-    o: Callable[[Tensor], tuple[Tensor, ...]]
-    q_norm: Callable[[Tensor], Tensor]
-    k_norm: Callable[[Tensor], Tensor]
+    qkv: Callable[[Tensor], Tensor]
+    head_norm: Callable[[Tensor], Tensor]  # of queries and keys
+    o: Callable[[Tensor], Tensor]
     norm2: Callable[[Tensor], Tensor]
-    gate_up: Callable[[Tensor], tuple[Tensor, ...]]
-    down: Callable[[Tensor], tuple[Tensor, ...]]
+    gate_up: Callable[[Tensor], Tensor]
+    down: Callable[[Tensor], Tensor]
     act: Callable[[Tensor], Tensor]
+    heads: tuple[int, int]  # of queries, of keys
     head_dim: int
     scale: float
 
@@ -426,28 +467,28 @@ class FastLayer:
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache | None, layer: int, window: int | None = None
     ) -> Tensor:
         "(B, S, D) to (B, S, D)."
-        shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(shape) for part in self.qkv(self.norm1(x)))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        (attended,) = self.o(attend(q, k, v, self.scale, cache, layer, window))
-        x = x + attended
-        gate, up = self.gate_up(self.norm2(x))
-        (moved,) = self.down(self.act(gate) * up)
-        return x + moved
+        both, (queries, keys) = sum(self.heads), self.heads
+        qk, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim)).split((both, keys), 2)
+        q, k = rotate(self.head_norm(qk), cos, sin).split((queries, keys), 2)
+        x = x + self.o(attend(q, k, v, self.scale, cache, layer, window))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(self.act(gate) * up)
 
 # %% ../../nbs/23_backends.engine.ipynb #bd2c7efe
-def fast_layer(layer: nn.Module, pack: bool = False) -> FastLayer:
+def fast_layer(layer: nn.Module, copies: bool = False) -> FastLayer:
     "The functions of one decoder layer; raises `AttributeError` when it is not Llama-shaped."
     attention, mlp = layer.self_attn, layer.mlp
     norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
     if norms != {"input_layernorm", "post_attention_layernorm"}:
         raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
-    linears = lambda parent, *names: linears_fn([getattr(parent, f"{name}_proj") for name in names], pack)
+    linears = lambda parent, *names: linears_fn([getattr(parent, f"{name}_proj") for name in names], copies)
+    heads = tuple(getattr(attention, f"{name}_proj").out_features // attention.head_dim for name in "qk")  # type: ignore
+    head_norms = [getattr(attention, f"{name}_norm", None) for name in "qk"]
     parts: dict[str, Any] = {"qkv": linears(attention, "q", "k", "v"), "o": linears(attention, "o")}
-    parts |= {"gate_up": linears(mlp, "gate", "up"), "down": linears(mlp, "down")}
-    parts |= {name: norm_fn(getattr(attention, name, None)) for name in ("q_norm", "k_norm")}
+    parts |= {"gate_up": linears(mlp, "gate", "up"), "down": linears(mlp, "down"), "heads": heads}
     parts |= {"norm1": norm_fn(layer.input_layernorm), "norm2": norm_fn(layer.post_attention_layernorm)}  # type: ignore
-    return FastLayer(**parts, act=mlp.act_fn, head_dim=attention.head_dim, scale=attention.scaling)  # type: ignore
+    parts |= {"head_norm": head_norm_fn(head_norms, heads), "head_dim": attention.head_dim}  # type: ignore
+    return FastLayer(**parts, act=mlp.act_fn, scale=attention.scaling)  # type: ignore[union-attr, arg-type]
 
 # %% ../../nbs/23_backends.engine.ipynb #c3be4f9a
 class FastDecoder:
@@ -455,8 +496,8 @@ class FastDecoder:
 
     def __init__(self, decoder: nn.Module):
         self.embed, self.norm = decoder.embed_tokens, norm_fn(decoder.norm)  # type: ignore[arg-type]
-        pack = sum(p.nbytes for p in decoder.parameters()) <= PACK_BYTES
-        self.layers = [fast_layer(layer, pack) for layer in decoder.layers]  # type: ignore[union-attr]
+        copies = sum(p.nbytes for p in decoder.parameters()) <= COPY_BYTES
+        self.layers = [fast_layer(layer, copies) for layer in decoder.layers]  # type: ignore[union-attr]
         self.rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight)  # type: ignore[arg-type]
 
     def __call__(
