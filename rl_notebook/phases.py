@@ -41,6 +41,7 @@ from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss
 from .metrics import merge_metrics, step_metrics
 from .names import named_function, source_hash
 from .records import MUST_MATCH, StepRecord
+from .roofs import Work, known_roofs, memory_metrics, work_between, work_metrics, work_together
 from .rewards import as_reward_fns, make_soft_overlong
 from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
 from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
@@ -78,6 +79,7 @@ class StepState:
     ahead: bool = False  # whether its groups were drawn together with those of the steps before
     values: dict[str, Any] = field(default_factory=dict)  # by phase
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    work: dict[str, Work] = field(default_factory=dict)  # that the backend did while phases were running
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (phase, begin, end) on the clock of `time`
     cache: ScoreCache = field(default_factory=dict)  # logprobs scored in this step
     policy_version: int = 0  # that the sampler served when the step's samples were drawn
@@ -98,7 +100,7 @@ class StepState:
 
     def copied(self) -> Self:
         "The step as it stands, which later phases leave alone."
-        own = {name: copy.copy(getattr(self, name)) for name in ("values", "seconds", "spans")}
+        own = {name: copy.copy(getattr(self, name)) for name in ("values", "seconds", "work", "spans")}
         return replace(self, **own)
 
     @contextmanager
@@ -507,8 +509,12 @@ def now_running(loop: Loop, phase: str) -> Iterator[None]:
 @contextmanager
 def timed(loop: Loop, phase: str) -> Iterator[None]:
     "Measure a phase, and say meanwhile that it is running."
-    with now_running(loop, phase), loop.state.measured(phase):
-        yield
+    state, before = loop.state, dict(loop.backend.meter.work)
+    try:
+        with now_running(loop, phase), state.measured(phase):
+            yield
+    finally:
+        state.work = work_together(state.work, work_between(before, dict(loop.backend.meter.work)))
 
 # %% ../nbs/35_phases.ipynb #09a93b38
 def encode(
@@ -897,13 +903,14 @@ def record_of(loop: Loop) -> StepRecord:
         options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
     extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)}
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
-    more = loop.more_of_record()
+    more, speed = loop.more_of_record(), work_metrics(state.work, known_roofs(loop.backend.size))
+    speed |= memory_metrics() if speed else {}
     return StepRecord(
         step=state.number,
         groups=tuple(v["advantages"]),
         datums=datums,
         loss=output,
-        metrics=merge_metrics(metrics, extra, loop.eval_metrics, more.pop("metrics", {})),
+        metrics=merge_metrics(metrics, extra, speed, loop.eval_metrics, more.pop("metrics", {})),
         options=options,
         reason="" if report else v["datums"].headline,
         policy_version=loop.policy_version,

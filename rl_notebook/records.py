@@ -689,7 +689,10 @@ def perf_metrics(record: StepRecord) -> dict[str, float]:
     waited, trained = record.seconds.get("sample", 0.0), sum(timers.values())
     wall, samples = max(waited + trained, 1e-9), [s for g in record.groups for s in g.samples]
     read = float(sum(len(d.tokens) - 1 for d in record.datums))
-    speeds = {"perf/ref_tokens_per_s": "perf/ref_forward_time", "perf/train_tokens_per_s": "perf/fwd_bwd_time"}
+    drawn = float(sum(s.completion_len for s in samples))
+    speeds = {"ref": (read, timers["perf/ref_forward_time"]), "train": (read, timers["perf/fwd_bwd_time"])}
+    in_turns = "perf/sampler_idle_ratio" not in record.metrics  # else the wait says nothing about the sampler
+    speeds |= {"sampling": (drawn, waited)} if in_turns else {}
     return timers | {
         "perf/trainer_wait_for_sampler_time": waited,
         "perf/sampler_wait_for_trainer_time": trained,
@@ -698,8 +701,8 @@ def perf_metrics(record: StepRecord) -> dict[str, float]:
         "perf/overlap_ratio": 1 - waited / wall,
         "perf/weight_sync_ratio": timers["perf/weight_sync_time"] / wall,
         "perf/rollout_samples_per_s": len(samples) / wall,
-        "perf/rollout_tokens_per_s": sum(s.completion_len for s in samples) / wall,
-        **{name: read / timers[of] for name, of in speeds.items() if timers[of]},
+        "perf/rollout_tokens_per_s": drawn / wall,
+        **{f"perf/{name}_tokens_per_s": tokens / seconds for name, (tokens, seconds) in speeds.items() if seconds},
     }
 
 

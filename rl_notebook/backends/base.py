@@ -5,9 +5,11 @@
 # %% ../../nbs/20_backends.base.ipynb #a6873148
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from rl_notebook.losses import LossOptions
+    from rl_notebook.roofs import ModelSize, Work
 
 # %% auto #0
 __all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'Capabilities', 'Backend']
@@ -138,6 +141,22 @@ class Meter:
     tokens_sampled: int = 0  # completion tokens drawn
     datums_scored: int = 0  # sequences through a forward pass
     datums_trained: int = 0  # sequences through a backward pass
+    work: dict[str, Work] = field(default_factory=dict)  # of this process: "sampling", "scoring" and "training"
+
+    def note(self, kind: str, work: Work) -> None:
+        "Add to one kind of work; only the thread that computes may."
+        self.work[kind] = self.work[kind] + work if kind in self.work else work
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        "The seconds of a block are seconds of this kind of work."
+        from rl_notebook.roofs import Work
+
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.note(kind, Work(seconds=perf_counter() - start))
 
 # %% ../../nbs/20_backends.base.ipynb #f1643e39
 @dataclass(frozen=True)
@@ -166,6 +185,7 @@ class Backend:
     export: Callable[[Path, str | None], Awaitable[None]] | None = None  # writes it into a folder; None = it cannot
     endpoint: Endpoint | None = None  # of the sampler, for rollouts that make their own requests; None = no HTTP
     score_at: Callable[[float], None] | None = None  # another `policy_temperature`; None = it cannot be changed
+    size: ModelSize | None = None  # of the model that is computed here; None = not here, or not known
 
     async def __aenter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ from transformers import Cache
 from .base import Meter
 from .prefixes import prefix_tree, reading
 from .routing import Routers, find_routers, noting, replaying, write_notes
+from ..roofs import model_size, pass_work
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
 # %% auto #0
@@ -558,6 +559,7 @@ class CausalModel:
         weight = self.model.get_input_embeddings().weight
         self.vocab_size, self.device, self.dtype = len(weight), weight.device, weight.dtype
         self.windows = layer_windows(self.decoder)
+        self.size = model_size(self.model)
         self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
 
     def features(
@@ -908,7 +910,7 @@ class Engine:
 
     def run_steps(self, steps: int = 16) -> list[Request]:
         "Admit, then up to `steps` decode steps; returns the requests that were completed."
-        with torch.inference_mode():
+        with torch.inference_mode(), self.meter.timed("sampling"):
             forget_cancelled(self)
             done = admit(self)
             for _ in range(steps):
@@ -971,7 +973,9 @@ def admit(engine: Engine) -> list[Request]:
     for group in plan_batches([len(p) for p in prompts], engine.tokens_per_batch):
         chosen = [prompts[i] for i in group]
         features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, chosen))
-        engine.prefilled_tokens += sum(map(len, chosen))
+        read, padded_to = sum(map(len, chosen)), len(chosen) * max(map(len, chosen))
+        engine.prefilled_tokens += read
+        engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(chosen), padded_to - read))
         source = torch.tensor([g for g, p in enumerate(chosen) for _ in new[p]], device=features.device)
         add_rows(engine.cache, source, max(map(len, chosen)))
         start, engine.plan = len(engine.rows), None
@@ -1037,6 +1041,7 @@ def advance(engine: Engine) -> list[Request]:
     "One decode step for every row; returns the requests that it completed."
     tokens, lengths = [row.tokens[-1] for row in engine.rows], [row.cached for row in engine.rows]
     features, experts = watched(engine, partial(decode_step, engine.causal, engine.cache, tokens, lengths))
+    engine.meter.note("sampling", pass_work(engine.causal.size, len(tokens), len(tokens)))
     for i, row in enumerate(engine.rows if experts is not None else ()):
         row.chosen.append(experts[i : i + 1])  # type: ignore[index]
     return emit(engine, logits_of(features, engine.causal.head))

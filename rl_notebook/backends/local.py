@@ -50,6 +50,7 @@ from rl_notebook.backends.engine import (
 )
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading
 from .routing import Routers, find_routers, read_notes, replaying
+from ..roofs import Work, pass_work
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -177,12 +178,26 @@ def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], f
             series[i][scored[i]] = part
     return series
 
+
+def note_pass(
+    scoring: Scoring, kind: str, datums: Sequence[Datum], batches: list[Batch], backward: bool = False
+) -> None:
+    "Add a pass over batches to the meter; a pass backward adds its FLOPs to those of the one forward."
+    meter, size, tokens = scoring.meter, scoring.causal.size, sum(b.tokens for b in batches)
+    scored = sum(len(d.weights) if scoring.prompt_logprobs else d.num_loss_tokens for d in datums)
+    if backward:
+        meter.note(kind, Work(flops=size.flops(tokens, scored, backward=True) if size else 0.0))
+        return
+    real = sum(b.tokens if b.tree else sum(len(datums[i].weights) for i in b.rows) for b in batches)
+    meter.note(kind, pass_work(size, tokens, scored, tokens - real, len(batches)))
+
 # %% ../../nbs/24_backends.local.ipynb #298e43ba
 def score(scoring: Scoring, datums: Sequence[Datum]) -> list[np.ndarray]:
     "One (N-1,) array per datum, in the order given."
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches = scoring.batches(datums)
-    with torch.no_grad():
+    note_pass(scoring, "scoring", datums, batches)
+    with torch.no_grad(), scoring.meter.timed("scoring"):
         flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree) for b in batches]
     return [series.double().numpy() for series in per_datum(scoring, datums, batches, flats)]
 
@@ -271,7 +286,8 @@ def evaluate(state: PolicyState, datums: Sequence[Datum], loss_fn: LossFn) -> tu
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches = scoring.batches(datums)
     keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
-    with torch.set_grad_enabled(keep):
+    note_pass(scoring, "training", datums, batches)
+    with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
         flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree) for b in batches]
     series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
     with torch.enable_grad():
@@ -306,22 +322,24 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequen
     batches = graph.batches if graph else scoring.batches(datums)
     flats: list[Tensor | None] = list(graph.flats) if graph else [None] * len(batches)
     del graph
-    for k, batch in enumerate(batches):
-        flat, flats[k] = flats[k], None
-        several = [datums[i] for i in batch.rows]
-        with torch.enable_grad():
-            flat = score_batch(scoring, several, batch.tree) if flat is None else flat
-        scored = [datums[i].active | scoring.prompt_logprobs for i in batch.rows]
-        dlogprob = np.concatenate([np.asarray(dlogprobs[i])[s] for i, s in zip(batch.rows, scored, strict=True)])
-        tree = tree_of(scoring, several) if batch.tree else None
-        with routed(scoring, several), reading(scoring.causal.decoder.config, tree):
-            torch.autograd.backward(flat, torch.from_numpy(dlogprob).to(flat))
-        scoring.meter.datums_trained += len(batch.rows)
-        for name, master in state.masters.items():
-            p = state.params[name]
-            if p.grad is not None:
-                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
-                p.grad = None
+    note_pass(scoring, "training", datums, batches, backward=True)
+    with scoring.meter.timed("training"):
+        for k, batch in enumerate(batches):
+            flat, flats[k] = flats[k], None
+            several = [datums[i] for i in batch.rows]
+            with torch.enable_grad():
+                flat = score_batch(scoring, several, batch.tree) if flat is None else flat
+            scored = [datums[i].active | scoring.prompt_logprobs for i in batch.rows]
+            dlogprob = np.concatenate([np.asarray(dlogprobs[i])[s] for i, s in zip(batch.rows, scored, strict=True)])
+            tree = tree_of(scoring, several) if batch.tree else None
+            with routed(scoring, several), reading(scoring.causal.decoder.config, tree):
+                torch.autograd.backward(flat, torch.from_numpy(dlogprob).to(flat))
+            scoring.meter.datums_trained += len(batch.rows)
+            for name, master in state.masters.items():
+                p = state.params[name]
+                if p.grad is not None:
+                    master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                    p.grad = None
     state.loss_tokens += sum(d.num_loss_tokens for d in datums)
     state.sequences += len(datums)
 
@@ -1269,5 +1287,5 @@ def open_local(
         engine.abort()
 
     export = lambda folder, to=None: run(export_weights, state, tokenizer, Path(folder), to)
-    more: dict[str, Any] = {"score_at": score_at, "export": export}
+    more: dict[str, Any] = {"score_at": score_at, "export": export, "size": state.scoring.causal.size}
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

@@ -1,0 +1,247 @@
+"What a step says of its own speed: FLOPs against PyTorch's own count, bytes and padding against counts by hand."
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_router_replay import tiny_mixture
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl_notebook import roofs
+from rl_notebook.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.base import Backend, Meter
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import Datum, SampleParams
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.losses import make_loss_fn
+from rl_notebook.records import metrics_row
+from rl_notebook.roofs import Roofs, Work, known_roofs, model_size, roofs_file, roofs_of, work_metrics
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+
+__all__ = ["one_thread"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    "A cache folder of its own."
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def products(counter: FlopCounterMode) -> int:
+    "FLOPs of products with a weight, as PyTorch counted them; attention is a product of another kind."
+    counts = counter.get_flop_counts().get("Global", {})
+    return sum(n for op, n in counts.items() if str(op) in ("aten.mm", "aten.addmm"))
+
+
+def datums_of(lengths: Sequence[int], prompt: int = 0) -> list[Datum]:
+    "Random sequences, the first `prompt` tokens common to all; every other token is scored."
+    rng = np.random.default_rng(0)
+    start = rng.integers(0, 200, prompt)
+    rows = [[*start, *rng.integers(0, 200, n - prompt)] for n in lengths]
+    weights = [np.arange(1, n) >= max(prompt, 1) for n in lengths]
+    return [Datum(r, w.astype(float), advantage=1.0, sample=i) for i, (r, w) in enumerate(zip(rows, weights))]
+
+
+def backend_of(**options: Any) -> Backend:
+    "A tiny model, computed on this thread, so that PyTorch's counter sees it."
+    return open_local(tiny_model(), byte_tokenizer(), inline=True, device="cpu", **options)
+
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[9, 9, 9], [6, 12, 9]])
+def test_scoring_counts_what_pytorch_counts(lengths: list[int]):
+    backend, datums = backend_of(), datums_of(lengths)
+    with FlopCounterMode(display=False) as counter:
+        asyncio.run(backend.policy.forward(datums))
+    work = backend.meter.work["scoring"]
+    assert work.flops == products(counter)
+    assert work.tokens == len(lengths) * (max(lengths) - 1)
+    assert work.padding == work.tokens - sum(n - 1 for n in lengths)
+    assert work.seconds > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize("prompt", [0, 40])
+def test_training_counts_what_pytorch_counts(options: dict[str, Any], prompt: int):
+    backend, datums = backend_of(**options), datums_of([48] * 6, prompt)
+    with FlopCounterMode(display=False) as counter:
+        asyncio.run(backend.policy.forward_backward_custom(datums, make_loss_fn(datums, policy_loss="ppo")))
+    work, size = backend.meter.work["training"], backend.size
+    assert size is not None
+    scored = sum(d.num_loss_tokens for d in datums)
+    assert work.tokens == (47 * 6 if not prompt else 40 + 7 * 6)
+    assert work.padding == 0
+    again = 0 if options else 2 * size.head * scored  # the head's logits are made a second time, to save memory
+    counted = products(counter) - again
+    assert counted == pytest.approx(
+        work.flops, rel=0.06 if options else 1e-9
+    )  # a frozen first layer passes no gradient on
+
+
+def test_a_batch_over_the_budget_is_computed_twice_and_needed_once():
+    datums = datums_of([20] * 8)
+    whole, split = backend_of(), backend_of(tokens_per_batch=60)
+    for backend in (whole, split):
+        asyncio.run(backend.policy.forward_backward_custom(datums, make_loss_fn(datums, policy_loss="ppo")))
+    assert whole.meter.work["training"].flops == split.meter.work["training"].flops
+
+
+def test_sampling_counts_prefill_and_decode_steps():
+    backend, params = backend_of(reference=False), SampleParams(n=3, max_tokens=8, seed=1)
+    with FlopCounterMode(display=False) as counter:
+        [drawn] = asyncio.run(draw(backend, [list(range(5, 17))], params))
+    work, size = backend.meter.work["sampling"], backend.size
+    assert size is not None
+    lengths = [len(c.tokens) for c in drawn]
+    assert work.tokens == 12 + sum(n - 1 for n in lengths)  # the first token comes of the prompt
+    assert work.flops == products(counter)
+    assert work.bytes == size.nbytes * max(lengths)  # a pass for the prompt, and one a step while a row is left
+
+
+async def draw(backend: Backend, prompts: list[list[int]], params: SampleParams) -> list[Any]:
+    return await asyncio.gather(*(backend.sampler.sample(p, params) for p in prompts))
+
+
+def test_prompts_of_different_length_are_padded():
+    backend, params = backend_of(reference=False), SampleParams(n=1, max_tokens=1, seed=1)
+    asyncio.run(draw(backend, [[5] * 4, [6] * 10], params))
+    assert backend.meter.work["sampling"].padding == 6
+
+
+def test_a_model_with_experts_has_no_size():
+    assert model_size(tiny_mixture()) is None
+    assert model_size(tiny_model("gpt2")) is None
+    assert work_metrics({"sampling": Work(1.0, 100)}) == {"perf/sampling_tokens": 100.0, "perf/padding_ratio": 0.0}
+
+
+def test_half_precision_is_half_as_many_bytes():
+    full, half = (model_size(tiny_model().to(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    assert full is not None
+    assert half is not None
+    assert full.nbytes == 2 * half.nbytes == 4 * (full.body + full.head)
+
+
+# --- the roofs on disk -----------------------------------------------------------------------------------------------
+
+SIZE = model_size(tiny_model())
+assert SIZE is not None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", "null", '{"flops": 1e9}', "\x00" * 50],
+)
+def test_a_damaged_file_is_measured_again(damage: str):
+    found = roofs_of(SIZE)
+    roofs_file(SIZE).write_text(damage)
+    assert known_roofs(SIZE) is None
+    assert roofs_of(SIZE) == known_roofs(SIZE)
+    assert found.flops > 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"flops": 0}, {"bytes": "much"}, {"flops": math.inf}, {"torch": "1.0"}, {"cores": 0}]
+)
+def test_a_file_that_says_something_else_is_measured_again(change: dict[str, Any]):
+    roofs_of(SIZE)
+    file = roofs_file(SIZE)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert known_roofs(SIZE) is None
+
+
+def test_they_are_measured_once_or_when_asked(monkeypatch: pytest.MonkeyPatch):
+    rates = iter([Roofs(1e9, 1e9), Roofs(2e9, 2e9)])
+    monkeypatch.setattr(roofs, "measure_roofs", lambda size: next(rates))
+    assert [roofs_of(SIZE).flops, roofs_of(SIZE).flops, roofs_of(SIZE, again=True).flops] == [1e9, 1e9, 2e9]
+    assert known_roofs(SIZE).flops == 2e9  # type: ignore[union-attr]
+
+
+def test_many_write_at_once_and_every_reader_finds_a_whole_file(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(roofs, "measure_roofs", lambda size: Roofs(1e9 + threading.get_ident() % 1000, 1e9, "here"))
+    roofs_of(SIZE)
+    bad: list[Any] = []
+
+    def work() -> None:
+        for _ in range(50):
+            roofs_of(SIZE, again=True)
+            bad.extend([1] if known_roofs(SIZE) is None else [])
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert not bad
+    assert [p.suffix for p in (cache / "rl_notebook" / "roofs").iterdir()] == [".json"]
+
+
+def test_without_a_place_to_write_they_are_measured_all_the_same(cache: Path):
+    (cache / "rl_notebook").write_text("a file where the folder should be")
+    assert roofs_of(SIZE).flops > 0
+    assert known_roofs(SIZE) is None
+
+
+# --- in a step -------------------------------------------------------------------------------------------------------
+
+SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
+RATES = {f"perf/{name}_{what}" for name in ("sampling", "ref", "train") for what in ("tokens", "flops_per_s")}
+RATES |= {"perf/sampling_bytes_per_s", "perf/padding_ratio", "perf/peak_memory_gb"}
+AGAINST = {"perf/mfu", "perf/sampling_floor_ratio", "perf/roof_flops_per_s", "perf/roof_bytes_per_s"}
+
+
+def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
+    "The metrics of one step of the toy."
+
+    async def run() -> Any:
+        backend = open_local(*load_model("tiny"), device="cpu")
+        made = loop(backend, toy_rows(16), toy_reward, Config(**SMALL, recipe=recipe), dynamic_filter_fn=lambda g: True)
+        try:
+            return await made.step()
+        finally:
+            await made.close()
+            await backend.close()  # type: ignore[misc]
+
+    return metrics_row(asyncio.run(run()))
+
+
+@pytest.mark.parametrize(("loop", "recipe"), [(GRPOLoop, "rl_loop"), (AsyncGRPOLoop, "async_rl_loop")])
+def test_a_step_never_measures_and_says_what_it_knows(loop, recipe, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a step measured the machine")
+
+    size = model_size(load_model("tiny")[0])
+    assert size is not None
+    measure = roofs.measure_roofs
+    monkeypatch.setattr(roofs, "measure_roofs", refuse)
+    known = {name for name in step_of(loop, recipe) if name.startswith("perf/")}
+    assert known >= RATES
+    assert not known & AGAINST
+    monkeypatch.setattr(roofs, "measure_roofs", measure)
+    roofs_of(size)
+    monkeypatch.setattr(roofs, "measure_roofs", refuse)
+    found = step_of(loop, recipe)
+    assert {n for n in found if n.startswith("perf/")} >= RATES | AGAINST
+    assert 0 < found["perf/mfu"] < 1.5
+    assert found["perf/sampling_floor_ratio"] > 0.7  # a floor; measured on a machine that others use
+
+
+def test_work_is_counted_by_phase_and_not_for_what_runs_between():
+    meter = Meter()
+    meter.note("sampling", Work(1.0, 10))
+    before = dict(meter.work)
+    meter.note("sampling", Work(0.5, 5, 1))
+    meter.note("training", Work(flops=2.0))
+    assert roofs.work_between(before, meter.work) == {"sampling": Work(0.5, 5, 1), "training": Work(flops=2.0)}
+    assert before == {"sampling": Work(1.0, 10)}
