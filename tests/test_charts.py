@@ -480,7 +480,9 @@ def measured(values) -> np.ndarray:
     return np.array(values, dtype=float)
 
 
-@pytest.mark.parametrize("name", ["reward", "functions", "kl", "length", "dead", "advantage spread", "token share"])
+@pytest.mark.parametrize(
+    "name", ["reward", "functions", "kl", "length", "dead", "advantage spread", "token share", "time"]
+)
 def test_a_live_chart_shows_its_last_payload(name: str):
     first, then = (run_payloads(history(n), {"kl_beta": 0.1})[name] for n in (11, 14))
     live = chart(name, first).live()

@@ -257,6 +257,7 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
         "KL and logprob differences",
         "Advantages over the steps",
         "Tokens by sign of advantage",
+        "Time by phase",
         "Advantages by group",
         "Rewards, counted",
         "Advantages, counted",
@@ -267,7 +268,7 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     mean, held_out = (next(t for t in page.figures["f0"]["data"] if t.get("name") == n) for n in ("mean", "held out"))
     assert mean["y"] == reward_payload(m.metrics)["reward"]["y"]
     assert held_out["y"] == [0.25, 0.75]
-    assert page.figures["f7"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
+    assert page.figures["f8"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
     title = page.figures["f4"]["layout"]["annotations"][0]["text"]
     assert title == "policy to reference · kl_beta = 0.001"
     for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "the first 4 of 4 prompts", "base_model"):
@@ -291,7 +292,7 @@ def test_the_page_needs_nothing_from_outside(run: RunFolder):
 def test_few_steps(count: int, tmp_path: Path):
     records = [synthetic_record(s, groups=2, completions=3) for s in range(1, count + 1)]
     page = Page(report_html(records))
-    assert page.tags.count("figure") == (10 if count else 0)
+    assert page.tags.count("figure") == (11 if count else 0)
     assert ("No step has been recorded yet." in page.text) == (count == 0)
     assert "nan" not in page.text.replace("nano", "")
     empty = RunFolder.create(tmp_path / "empty", CONFIG)

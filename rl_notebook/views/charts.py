@@ -363,6 +363,18 @@ PHASE_COLORS = {
     "sync": ("sync", "#a1263c"),
     "": ("other phases", COLORS["grey"]),
 }
+
+
+def time_figure(payload: Mapping[str, Any]) -> Figure:
+    "Seconds of a step by phase, on each other."
+    about = PHASE_COLORS | {"sample": ("sampling", COLORS["blue"])}
+    bars = [
+        {"type": "bar", **s, "name": about[phase][0], "hovertemplate": "%{y:.3g} s"} for phase, s in payload.items()
+    ]
+    bars = [{**bar, "marker": {"color": about[phase][1]}} for bar, phase in zip(bars, payload, strict=True)]
+    return figure_of(bars, "seconds", **_STACKED, bargap=0)
+
+
 ROW_COLORS = {"": ("taught nothing", tint("grey", 0.55)), "ready": ("ready", tint("green", 0.45))}
 ROW_COLORS["in flight"] = ("in flight", tint("green", 0.2))
 
@@ -719,6 +731,7 @@ CAPTIONS = {
     "kl": "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding makes.",
     "advantage spread": "Ends, middle half and median. An end that runs away is one sample that outweighs the others.",
     "token share": "Long wrong completions make the blue part small: then most of the gradient says what not to do.",
+    "time": "How long each phase took. Sampling is waiting for a batch where rollouts run beside training.",
     "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ✓ all right, ✗ all wrong.",
     "rewards counted": "How many samples earned what, by kind of group.",
     "advantages counted": "How many samples have what, by kind of group.",
@@ -748,6 +761,7 @@ LOOKS = {
     "kl": Look("KL and logprob differences", CAPTIONS["kl"], kl_figure, wide=True),
     "advantage spread": Look("Advantages over the steps", CAPTIONS["advantage spread"], advantage_spread_figure),
     "token share": Look("Tokens by sign of advantage", CAPTIONS["token share"], token_share_figure),
+    "time": Look("Time by phase", CAPTIONS["time"], time_figure),
     "advantages": Look("Advantages by group", CAPTIONS["advantages"], advantage_map),
     "rewards counted": Look("Rewards, counted", CAPTIONS["rewards counted"], counts_figure),
     "advantages counted": Look("Advantages, counted", CAPTIONS["advantages counted"], counts_figure),

@@ -44,7 +44,7 @@ from .payloads import NOISE, ROWS, TIMELINE_STEPS, History, Waiting, advantage_s
 from .payloads import advantages_payload, completion_row, completions_table, counts_payload
 from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
 from .payloads import overview_payload, pipeline_payload, reward_payload, staleness_payload
-from .payloads import timeline_payload, token_payload, token_rows, token_share_payload
+from .payloads import time_payload, timeline_payload, token_payload, token_rows, token_share_payload
 from rl_notebook.views.tokens import (
     WithFallback,
     close_all,
@@ -302,7 +302,8 @@ def refresh_buttons(buttons: Mapping[str, ipywidgets.Button], player: Player) ->
 
 # %% ../../nbs/53_views.dashboard.ipynb #05112e07
 MAIN = ("reward", "kl", "advantages")
-MORE = ("rewards counted", "dead", "functions", "token share", "advantage spread", "advantages counted", "length")
+MORE = ("rewards counted", "dead", "functions", "token share", "advantage spread", "advantages counted")
+MORE += ("length", "time")
 BESIDE_MAIN = ("timeline", "staleness", "waits")  # of rollouts beside training, after the second of the others
 BESIDE_MORE = ("ages", "pipeline")
 WIDE = ("timeline",)  # over the whole width
@@ -314,6 +315,7 @@ OVER_STEPS: dict[str, Callable[[History, int], dict[str, Any]]] = {
     "advantage spread": advantage_spread_payload,
     "token share": token_share_payload,
     "length": length_payload,
+    "time": time_payload,
 }
 POINTS = 400  # of a line, in a chart half as wide as the page
 

@@ -278,6 +278,22 @@ def token_share_payload(metrics: Metrics, limit: int | None = None) -> dict[str,
     signs = ("plus", "minus", "zero")
     return {sign: bar_means(metrics, f"advantages/tokens_{sign}", limit and BARS) for sign in signs}
 
+# %% ../../nbs/50_views.payloads.ipynb #66a35544
+TIMED = ("sample", "reference", "backward", "optimize", "sync")  # phases that compute; "" = all others
+WITHIN = {"refill": "sample", "remember": None}  # further sampling; putting a state aside is part of another phase
+
+
+def time_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+    "Seconds of a step by phase."
+    found: dict[str, dict[int, float]] = {phase: {} for phase in (*TIMED, "")}
+    for name in [name.removeprefix("seconds/") for name in metrics if name.startswith("seconds/")]:
+        phase = WITHIN.get(name, name if name in TIMED else "")
+        for step, seconds in zip(*column(metrics, f"seconds/{name}"), strict=True) if phase is not None else ():
+            found[phase][int(step)] = found[phase].get(int(step), 0.0) + float(seconds)
+    steps = sorted({step for spent in found.values() for step in spent})
+    rows = History({"step": s, **{p: spent.get(s, 0.0) for p, spent in found.items()}} for s in steps)
+    return {phase: bar_means(rows, phase, limit and BARS) for phase, spent in found.items() if spent}
+
 # %% ../../nbs/50_views.payloads.ipynb #846355f8
 OLDEST = 4  # versions; groups of this staleness and more are counted together
 
@@ -429,6 +445,7 @@ def run_payloads(
         "kl": kl_payload(metrics, settings, noise_floor, limit),
         "advantage spread": advantage_spread_payload(metrics, limit),
         "token share": token_share_payload(metrics, limit),
+        "time": time_payload(metrics, limit),
     }
     if not is_asynchronous(metrics):
         return over_steps
