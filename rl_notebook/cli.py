@@ -219,14 +219,12 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--log-path", type=_path, default=None, help="run folder; default: a free runs/demo")
     given = parser.parse_args(args)
-    import torch
 
     from rl_notebook.recipes.rl_loop import train
 
     cfg = demo_config(given.steps, given.log_path or free_folder(Path("runs/demo")))
     print(STORY.format(k=cfg.completions_per_prompt))
     print(cfg.effective(), "\n")
-    torch.set_num_threads(1)  # matrices this small take longer when they are shared out
     seen: list[Any] = []
     result = asyncio.run(train(cfg, on_record=[seen.append]))
     if seen:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -770,3 +771,31 @@ def test_adapters_made_at_once_are_those_made_one_by_one():
         sys.setswitchinterval(switch)
     for one, other in zip(alone, crowd, strict=True):
         assert all(torch.equal(p, other[name]) for name, p in one.items())
+
+
+TEAMS = """
+import asyncio, os, torch
+from rl_notebook.backends.local import Worker
+
+threads = lambda: len(os.listdir("/proc/self/task"))
+grew = lambda: (torch.ones(600, 600) @ torch.ones(600, 600), threads())[1]
+
+async def main():
+    worker, alone = Worker(), threads()
+    with_team = grew()
+    inside = await worker(grew)
+    print(alone, with_team, inside, threads())
+    worker.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="OpenMP teams are given back under libgomp only")
+def test_a_thread_that_hands_work_over_gives_its_openmp_team_back():
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    said = subprocess.run([sys.executable, "-c", TEAMS], env=environment, check=True, capture_output=True, text=True)
+    alone, with_team, inside, after = map(int, said.stdout.split())
+    assert with_team == alone + 1  # this thread's team
+    assert inside == alone + 2  # the worker and its team, and no longer this thread's
+    assert after == alone + 1  # the worker

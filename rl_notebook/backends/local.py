@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import json
 import os
 import re
 import shutil
+import sys
 import threading
 import warnings
 from collections import deque
@@ -29,7 +31,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -654,18 +655,43 @@ def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, meta
 
 # %% ../../nbs/24_backends.local.ipynb #70628246
+def _team_release() -> Callable[[], Any]:
+    "What ends the OpenMP team of the thread that calls it, until its next parallel operation; only under libgomp."
+    try:
+        library = ctypes.CDLL(torch._C.__file__)
+        if sys.platform == "linux" and not hasattr(library, "__kmpc_fork_call"):
+            return partial(library.omp_pause_resource_all, 1)
+    except (AttributeError, OSError):
+        pass
+    return lambda: None
+
+
+release_team = _team_release()
+
+
 class Worker:
     "Runs functions one after the other: in its own thread, or inline."
 
-    def __init__(self, inline: bool = False):
+    def __init__(self, inline: bool = False, threads: int | None = None):  # of torch, in its own thread
         self.pool = None if inline else ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-notebook")
         self.closed = False
+        if self.pool is not None and threads is not None:
+            before = torch.get_num_threads()
+            self.pool.submit(torch.set_num_threads, threads).result()
+            torch.set_num_threads(before)  # threads to come take the number that was set last
 
     async def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         self.check()
         if self.pool is None:
             return fn(*args)
-        return await asyncio.get_running_loop().run_in_executor(self.pool, partial(fn, *args))
+        release_team()
+        return await asyncio.get_running_loop().run_in_executor(self.pool, self._run, partial(fn, *args))
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        finally:
+            release_team()
 
     def check(self) -> None:
         "Raises `BackendError` once it is closed."
@@ -677,6 +703,16 @@ class Worker:
         self.closed = True
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
+
+# %% ../../nbs/24_backends.local.ipynb #30c2a567
+SMALL_LAYER = 2**20  # weights
+
+
+def threads_for(causal: CausalModel) -> int | None:
+    "One thread for a model with small layers on a CPU; None = as many as torch is set to."
+    layers = causal.decoder.config.num_hidden_layers
+    small = causal.size is not None and causal.size.body < SMALL_LAYER * layers
+    return 1 if small and causal.device.type == "cpu" else None
 
 # %% ../../nbs/24_backends.local.ipynb #cb5ea3b2
 def stamped(values: Sequence[np.ndarray], scoring: Scoring, source: str, version: int | None) -> list[Logprobs]:
@@ -944,7 +980,7 @@ def directional(
             call = _Called(state.module, lambda b=b: score_batch(scoring, [datums[i] for i in b.rows], b.tree))
             with forward_ad.dual_level():
                 pairs = {f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()}
-                flat, tangent = forward_ad.unpack_dual(functional_call(call, pairs, ()))
+                flat, tangent = forward_ad.unpack_dual(torch.func.functional_call(call, pairs, ()))
                 flats.append(torch.zeros_like(flat) if tangent is None else tangent)
     return [series.double().numpy() for series in per_datum(scoring, datums, batches, flats)]
 
@@ -1225,6 +1261,13 @@ def export_weights(
         fix = "Free some space, or choose a folder that can be written."
         raise RecordError("export", where=str(folder), got=str(reason), expected="a writable disk", fix=fix) from reason
 
+# %% ../../nbs/24_backends.local.ipynb #7426524a
+def score_at(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
+    "Divide the logits by another temperature from now on."
+    for one in (state, judge) if judge is not None else (state,):
+        one.scoring = replace(one.scoring, temperature=temperature)
+    state.graph = None
+
 # %% ../../nbs/24_backends.local.ipynb #69ce2f94
 def open_local(
     model: nn.Module,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
@@ -1236,6 +1279,7 @@ def open_local(
     device: str | torch.device | None = None,  # None = a GPU if there is one
     reference: bool = True,  # keep a frozen reference
     inline: bool = False,  # compute on the calling thread, for debuggers
+    threads: int | None = None,  # of torch, on a CPU; None = one where layers are small, else as torch is set
     max_batch: int = 256,  # completions drawn at once
     max_seq_len: int | None = None,  # None = the model's context
     tokens_per_batch: int = 16384,  # padded tokens of one forward pass
@@ -1250,12 +1294,13 @@ def open_local(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     module = in_dtype(model, dtype, device)
     module = with_lora(module, lora_rank, lora_alpha, seed) if lora_rank else module
-    params, run, versions = trainable(module), Worker(inline), Versions()
+    params, versions = trainable(module), Versions()
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
     if not params:
         raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
     served = frozen_copy(module, params)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
+    run = Worker(inline, threads or threads_for(engine.causal))
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
     check_tokenizer(tokenizer, engine.causal.vocab_size)
@@ -1272,13 +1317,7 @@ def open_local(
     policy, sampler = LocalTrainer(state, run, versions), LocalSampler(engine, run)
     can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
     can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len)
-    served_params = {name: p for name, p in served.named_parameters() if name in params}
-    sync = LocalSync(state, sampler, served_params, versions)
-
-    def score_at(temperature: float) -> None:
-        for one in (state, judge) if judge is not None else (state,):
-            one.scoring = replace(one.scoring, temperature=temperature)
-        state.graph = None
+    sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params}, versions)
 
     async def close() -> None:
         if sampler.scheduler is not None and not sampler.scheduler.get_loop().is_closed():
@@ -1286,6 +1325,6 @@ def open_local(
         run.close()
         engine.abort()
 
-    export = lambda folder, to=None: run(export_weights, state, tokenizer, Path(folder), to)
-    more: dict[str, Any] = {"score_at": score_at, "export": export, "size": state.scoring.causal.size}
+    more: dict[str, Any] = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size}
+    more["export"] = lambda folder, to=None: run(export_weights, state, tokenizer, Path(folder), to)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

@@ -1,0 +1,69 @@
+"""Steps of the tiny model on one thread (the default), and on all with OpenMP teams given back and kept.
+
+    python benchmarks/threads.py --json FILE
+
+One loop takes all steps, the ways in turns, and before each step this thread computes something, as a cell would. The
+figures mean something where the processors have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_notebook.backends import local
+from step import MEASURES, SETTINGS, Ours, Step, save_endless
+
+WAYS = ("one thread", "given back", "kept")
+
+
+def measure(rounds: int) -> dict[str, list[Step]]:
+    "Steps of each way after the first round."
+    threads, release = torch.get_num_threads(), local.release_team
+    setting = replace(SETTINGS["tiny"], steps=len(WAYS) * (rounds + 1))
+    found: dict[str, list[Step]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        save_endless(setting.model, folder)
+        ours = Ours(setting, folder)
+        policy: Any = ours.loop.backend.policy
+        try:
+            for _ in range(rounds + 1):
+                for way in WAYS:
+                    local.release_team = release if way != "kept" else lambda: None
+                    some = torch.ones(500, 500)
+                    _ = some @ some
+                    ours.runner.run(policy.run(torch.set_num_threads, 1 if way == WAYS[0] else threads))
+                    found[way].append(ours.step())
+        finally:
+            local.release_team = release
+            ours.close()
+    return {way: steps[1:] for way, steps in found.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=8, help="measured ones; one more comes before them")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    args = parser.parse_args(arguments)
+    steps = measure(args.rounds)
+    seconds = {way: {m: statistics.median(getattr(s, m) for s in steps[way]) for m in MEASURES} for way in WAYS}
+    print(f"{'seconds':<12}" + "".join(f"{m:>10}" for m in MEASURES))
+    for way, medians in seconds.items():
+        print(f"{way:<12}" + "".join(f"{medians[m]:>10.3f}" for m in MEASURES))
+    print(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
+    if args.json:
+        rest = {"threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+        args.json.write_text(json.dumps({"seconds": seconds} | rest, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
