@@ -15,14 +15,11 @@ import asyncio
 import json
 import os
 import platform
-import resource
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +34,7 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.records import StepRecord
+from rl_notebook.roofs import ModelSize, gemm_rate, model_size, peak_memory, read_rate, threads
 from rl_notebook.toy import load_model, toy_rows
 
 PARTS = ("sampling", "scoring", "training", "total")
@@ -328,48 +326,10 @@ class Work:
         return 4.0 * (self.body + self.head) * self.decode_steps
 
 
-def work_of(setting: Setting, model: torch.nn.Module, steps: list[Step]) -> Work:
+def work_of(setting: Setting, size: ModelSize, steps: list[Step]) -> Work:
     "The work of the measured steps, on average."
-    head = model.get_output_embeddings().weight.numel()
-    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     prompts = statistics.mean(sum(map(len, s.prompts)) for s in steps) * setting.completions
-    return Work(linear - head, head, round(prompts), setting.rows * setting.tokens, setting.tokens)
-
-
-def best_of(run: Callable[[], Any], seconds: float = 1.0) -> float:
-    "The shortest time of one call, tried for that many seconds."
-    end, best = time.perf_counter() + seconds, float("inf")
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def best_on_any_threads(run: Callable[[], Any], seconds: float = 0.5) -> float:
-    "`best_of` on one thread and on all: small products do not gain from more, and suffer where cores are shared."
-    counts = {1, torch.get_num_threads()}
-    times = []
-    for count in counts:
-        with threads(count):
-            times.append(best_of(run, seconds / len(counts)))
-    return min(times)
-
-
-def gemm_rate(rows: int, shapes: set[tuple[int, int]]) -> float:
-    "The best FLOP/s that torch reaches with so many rows on one of the model's matrices."
-    rates = []
-    for n, k in shapes:
-        a, b, out = torch.randn(rows, k), torch.randn(n, k), torch.empty(rows, n)
-        run = lambda a=a, b=b, out=out: torch.mm(a, b.t(), out=out)
-        rates.append(2.0 * rows * n * k / best_on_any_threads(run))
-    return max(rates)
-
-
-def read_rate(nbytes: int) -> float:
-    "Bytes/s of reading that many bytes again and again; a small model stays in the cache."
-    buffer = torch.ones(nbytes // 4)
-    return nbytes / best_on_any_threads(buffer.sum, 2.0)
+    return Work(size.body, size.head, round(prompts), setting.rows * setting.tokens, setting.tokens)
 
 
 @dataclass(frozen=True)
@@ -387,20 +347,15 @@ class Floors:
         return parts | {"total": sum(parts.values())}
 
 
-def floors_of(setting: Setting, work: Work, shapes: set[tuple[int, int]]) -> Floors:
-    "Measure the machine and divide."
-    few, many = gemm_rate(setting.rows, shapes), gemm_rate(work.prompt_tokens + work.completion_tokens, shapes)
-    read = read_rate(4 * (work.body + work.head))
+def floors_of(setting: Setting, work: Work, size: ModelSize) -> Floors:
+    "Measure the machine at the rows of this setting, for longer than `rl-notebook roofs` does, and divide."
+    how = {"seconds": 0.5, "most": torch.get_num_threads()}
+    few, many = (gemm_rate(size, rows, **how) for rows in (setting.rows, work.prompt_tokens + work.completion_tokens))
+    read = read_rate(size.nbytes, seconds=2.0, most=torch.get_num_threads())
     flops = work.flops() if setting.kl_beta else work.flops() | {"scoring": 0.0}
     rate = {"sampling": max(few, many), "scoring": many, "training": many}
     rates = {"gemm_rows": setting.rows, "gemm_few_rows_flops": few, "gemm_many_rows_flops": many, "read_bytes": read}
     return Floors({part: flops[part] / rate[part] for part in flops}, work.bytes_read() / read, rates)
-
-
-def matrix_shapes(model: torch.nn.Module) -> set[tuple[int, int]]:
-    "Shapes of the model's weight matrices, the head aside."
-    head = model.get_output_embeddings()
-    return {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head}
 
 
 # --- results -----------------------------------------------------------------------------------------------------
@@ -436,9 +391,8 @@ def machine() -> dict[str, Any]:
     import trl
 
     versions = {m.__name__: m.__version__ for m in (torch, transformers, trl)}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     where = {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "machine": platform.machine()}
-    used = {"load": os.getloadavg()[0], "peak_memory_gb": peak / 1e9}
+    used = {"load": os.getloadavg()[0], "peak_memory_gb": peak_memory()["process"]}
     return where | used | {"python": platform.python_version()} | versions
 
 
@@ -465,15 +419,6 @@ def table(result: dict[str, Any]) -> str:
     )
 
 
-@contextmanager
-def threads(count: int | None):
-    "Torch on so many threads; None leaves it alone."
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(setting: Setting, progress: Callable[[str], None] = print) -> dict[str, Any]:
     "Measure one setting."
     with tempfile.TemporaryDirectory() as folder:
@@ -481,8 +426,10 @@ def run(setting: Setting, progress: Callable[[str], None] = print) -> dict[str, 
         ours, theirs = alternate(setting, folder, progress)
         check_same_work(setting, ours, theirs)
         model, _ = load_model(folder)
-    work = work_of(setting, model, ours[1:])
-    return summary(setting, ours, theirs, work, floors_of(setting, work, matrix_shapes(model)))
+        size = model_size(model)
+    assert size is not None
+    work = work_of(setting, size, ours[1:])
+    return summary(setting, ours, theirs, work, floors_of(setting, work, size))
 
 
 def main() -> None:

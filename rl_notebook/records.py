@@ -65,6 +65,7 @@ class StepRecord:
     pending: tuple[int, ...] = ()  # positions of prompts that were taken and that no step up to this one has had
     timeline: tuple[tuple[str, float, float], ...] = ()  # (what, begin, end): seconds since the loop was opened
     sources: Mapping[str, str] = field(default_factory=dict)  # hash of the source of each function that is not ours
+    speed: Mapping[str, float] = field(default_factory=dict)  # of what was computed in this process, as `perf/...`
     changed: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from those the loop was opened with
 
     def __post_init__(self):
@@ -709,7 +710,8 @@ def perf_metrics(record: StepRecord) -> dict[str, float]:
 def metrics_row(record: StepRecord) -> dict[str, Any]:
     "What a record adds to `metrics.jsonl`."
     head = {"step": record.step, "reason": record.reason, "policy_version": record.policy_version}
-    row = perf_metrics(record) | {**record.metrics, **{f"seconds/{name}": s for name, s in record.seconds.items()}}
+    seconds = {f"seconds/{name}": s for name, s in record.seconds.items()}
+    row = {**perf_metrics(record), **record.speed, **record.metrics, **seconds}
     if taken := sorted(head.keys() & row.keys()):
         raise RecordError("names of metrics", where=f"step {record.step}", got=", ".join(taken), fix="Rename them.")
     return {**head, **row}
