@@ -963,12 +963,41 @@ def failed_words(record: StepRecord, previous: StepRecord | None = None) -> list
     "The checks that do not hold, each as its name and its outcome."
     return [f"{c.name}: {c.text}" for c in invariants(record, previous) if c.ok is False]
 
+# %% ../nbs/40_xray.ipynb #9dc04d44
+LONG = 2.0  # seconds of a step below which its time is not worth a sentence
+WASTED = 0.25  # share of the tokens that may be padding, or of a step that may be spent on what is not used
+
+
+def time_words(record: StepRecord) -> str:
+    "Where the time of a step went, if that suggests a change; empty if it does not."
+    spent, speed, o = sum(record.seconds.values()), record.speed, record.options
+    if spent < LONG:
+        return ""
+    sampled, compared = (record.seconds.get(phase, 0.0) / spent for phase in ("sample", "reference"))
+    reads, multiplies = (
+        speed.get(f"perf/sampling_{rate}", 0.0) / speed.get(f"perf/roof_{rate}", math.inf)
+        for rate in ("bytes_per_s", "flops_per_s")
+    )
+    if sampled >= 0.5 and reads >= 0.5 and reads >= 1.5 * multiplies:
+        far = speed["perf/sampling_floor_ratio"]
+        text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times the time that reading the weights takes"
+        return f"{text}: up to {reads / multiplies:.1f} times as many completions per prompt are nearly free there"
+    unused = not o.get("kl_beta") and "make_loss" not in o and not NAMED.fullmatch(str(o.get("policy_loss", "")))
+    if compared >= WASTED and unused and len(record.updates) < 2:
+        return (
+            f"{compared:.0%} of the step is the reference, which the loss does not use: kl_metric=False leaves it out"
+        )
+    if (padding := speed.get("perf/padding_ratio", 0.0)) >= WASTED:
+        text = f"{padding:.0%} of the tokens that were computed are padding"
+        return f"{text}: open the backend with a smaller tokens_per_batch, so that lengths in a batch differ less"
+    return ""
+
 # %% ../nbs/40_xray.ipynb #b452d513
 def sentence(
     record: StepRecord,
     previous: StepRecord | None = None,  # the record of the step before, if there is one
 ) -> str:
-    "What happened in a step, what failed first, and why its loss is what it is last, in a few plain sentences."
+    "What happened in a step, what failed first, then why its loss is what it is, in a few plain sentences."
     checks, failed = invariants(record, previous), failed_words(record, previous)
     out = [f"✗ {'; '.join(failed)}"] if failed else []
     if record.reason:
@@ -976,6 +1005,7 @@ def sentence(
         out.append("Nothing was trained" + ("" if dead else f": {record.reason}"))
     out += [f"{c.text[0].upper()}{c.text[1:]}" for c in checks if c.notable and c.ok is not False]
     out += [] if record.reason else [loss_words(record, previous)]
+    out += [words for words in [time_words(record)] if words and not (failed or record.reason)]
     return " ".join(f"{said}." for said in out)
 
 # %% ../nbs/40_xray.ipynb #485815b6

@@ -36,12 +36,14 @@ from rl_notebook.xray import (
     check_mask,
     dead_share,
     dead_shares,
+    failed_words,
     first_not_finite,
     invariants,
     measure_noise_floor,
     preflight,
     round_trip,
     sentence,
+    time_words,
     xray,
 )
 from synthetic import hostile_record, synthetic_record
@@ -797,3 +799,49 @@ def test_the_re_tokenisation_trap_is_shown():
     assert round_trip(tokenizer, [whole]) == []
     (said,) = round_trip(tokenizer, [whole[:1]])
     assert re.match(rf"tokens \[{whole[0]}\] at position 0 come back as", said)
+
+
+# --- where the time went ---------------------------------------------------------------------------------------------
+
+READS = {"perf/sampling_bytes_per_s": 7e9, "perf/sampling_flops_per_s": 2e10, "perf/sampling_floor_ratio": 1.4}
+READS |= {"perf/roof_bytes_per_s": 1e10, "perf/roof_flops_per_s": 1e11}
+SPENT = {"sample": 7.8, "reference": 0.6, "backward": 1.6}
+
+
+def test_time_is_said_last_and_only_where_nothing_failed():
+    slow = replace(synthetic_record(1), seconds=SPENT, speed=READS)
+    words = time_words(slow)
+    assert failed_words(slow) == []
+    assert sentence(slow).endswith(f" {words}.")
+    assert words.startswith("78% of the step is sampling, at 1.4 times the time that reading the weights takes")
+    assert "up to 3.5 times as many completions" in words
+    broken = replace(slow, metrics={**slow.metrics, "grad_norm": math.nan})
+    assert failed_words(broken)
+    assert words not in sentence(broken)
+    assert words not in sentence(replace(slow, reason="nothing to learn"))
+    assert [c.name for c in invariants(slow)] == [c.name for c in invariants(replace(slow, seconds={}))]
+
+
+SILENT = {
+    "a short step": {"seconds": {k: s / 10 for k, s in SPENT.items()}},
+    "no roofs": {"speed": {k: v for k, v in READS.items() if "roof" not in k}},
+    "mostly training": {"seconds": {"sample": 4.0, "backward": 6.0}},
+    "far from reading": {"speed": READS | {"perf/sampling_bytes_per_s": 3e9, "perf/sampling_floor_ratio": 3.3}},
+    "multiplying": {"speed": READS | {"perf/sampling_flops_per_s": 6e10}},
+    "a reference that the loss uses": {"seconds": {"reference": 4.0, "backward": 6.0}},
+    "a service": {"speed": {}},
+}
+
+
+@pytest.mark.parametrize("change", SILENT.values(), ids=SILENT)
+def test_time_that_suggests_nothing_is_not_said(change: dict[str, Any]):
+    assert time_words(replace(synthetic_record(3), **{"seconds": SPENT, "speed": READS} | change)) == ""
+
+
+def test_a_reference_for_a_metric_alone():
+    record = replace(synthetic_record(3), seconds={"reference": 4.0, "backward": 6.0})
+    unused = replace(record, options=dict(record.options) | {"kl_beta": 0.0})
+    assert time_words(unused).endswith("kl_metric=False leaves it out")
+    for own in ({"make_loss": "mine"}, {"policy_loss": "my_losses:fn"}):
+        assert time_words(replace(unused, options=dict(unused.options) | own)) == ""
+    assert time_words(replace(unused, updates=(1, 1))) == ""  # several updates need the policy's logprobs there

@@ -280,15 +280,15 @@ def token_share_payload(metrics: Metrics, limit: int | None = None) -> dict[str,
 
 # %% ../../nbs/50_views.payloads.ipynb #66a35544
 TIMED = ("sample", "reference", "backward", "optimize", "sync")  # phases that compute; "" = all others
-WITHIN = {"refill": "sample", "remember": None}  # further sampling; putting a state aside is part of another phase
+WITHIN = ("remember",)  # putting a state aside is part of another phase
 
 
 def time_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
     "Seconds of a step by phase."
     found: dict[str, dict[int, float]] = {phase: {} for phase in (*TIMED, "")}
     for name in [name.removeprefix("seconds/") for name in metrics if name.startswith("seconds/")]:
-        phase = WITHIN.get(name, name if name in TIMED else "")
-        for step, seconds in zip(*column(metrics, f"seconds/{name}"), strict=True) if phase is not None else ():
+        phase = "sample" if name == "refill" else name if name in TIMED else ""
+        for step, seconds in zip(*column(metrics, f"seconds/{name}"), strict=True) if name not in WITHIN else ():
             found[phase][int(step)] = found[phase].get(int(step), 0.0) + float(seconds)
     steps = sorted({step for spent in found.values() for step in spent})
     rows = History({"step": s, **{p: spent.get(s, 0.0) for p, spent in found.items()}} for s in steps)
