@@ -40,6 +40,7 @@ class ModelSize:
     body_trained: int  # those of the body that learn
     head_trained: int
     shapes: tuple[tuple[int, int], ...]  # of the matrices of the body, each once
+    learned: int = 0  # all weights that learn, embeddings and norms too
     dtype: str = "float32"
     device: str = "cpu"
 
@@ -65,8 +66,8 @@ def model_size(model: nn.Module) -> ModelSize | None:
     learns = lambda weights: sum(w.numel() for w in weights if w.requires_grad)
     shapes = tuple(sorted({(w.shape[0], w.shape[1]) for w in body}))
     kind = {"dtype": str(head.weight.dtype).removeprefix("torch."), "device": head.weight.device.type}
-    count = sum(w.numel() for w in body)
-    return ModelSize(count, head.weight.numel(), learns(body), learns([head.weight]), shapes, **kind)
+    counts = (sum(w.numel() for w in body), head.weight.numel(), learns(body), learns([head.weight]))
+    return ModelSize(*counts, shapes, learns(model.parameters()), **kind)
 
 # %% ../nbs/17_roofs.ipynb #7e24bc80
 @dataclass(frozen=True)
@@ -269,3 +270,19 @@ def memory_metrics() -> dict[str, float]:
     "The same as metrics."
     names = {"process": "perf/peak_memory_gb", "GPU": "perf/peak_gpu_memory_gb"}
     return {names[where]: peak for where, peak in peak_memory().items()}
+
+# %% ../nbs/17_roofs.ipynb #2d8b3f6d
+USUAL = {"sample": 1.5, "reference": 3.0, "backward": 3.0}  # times reading plus multiplying that grow with the work
+UPDATED, SYNCED, KEPT = 96, 20, 20  # bytes for each weight that learns: moved by an update, by a sync, and kept
+
+
+def expected_seconds(measured: Work, planned: Work, roofs: Roofs, usual: float) -> float:
+    "How long planned work takes, after work of the same kind that was timed."
+    plain = lambda w: w.flops / roofs.flops + w.bytes / roofs.bytes
+    grows = min(measured.seconds, usual * plain(measured))
+    return grows * plain(planned) / plain(measured) + (measured.seconds - grows) * planned.bytes / measured.bytes
+
+
+def expected_updates(size: ModelSize, roofs: Roofs) -> dict[str, float]:
+    "Seconds of update and sync."
+    return {"optimize": UPDATED * size.learned / roofs.bytes, "sync": SYNCED * size.learned / roofs.bytes}

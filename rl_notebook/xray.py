@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +20,7 @@ from tqdm.auto import tqdm
 
 from .advantages import is_dead, predicted_dead_fraction, with_advantages
 from .align import require_finite
-from .backends.base import Backend, Capabilities, Scorer
+from .backends.base import Backend, Capabilities, Meter, Scorer
 from .config import Config, completions_at_once
 from rl_notebook.core import (
     ConfigError,
@@ -43,6 +41,18 @@ from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, 
 from .names import NAMED
 from .records import StepRecord
 from .rewards import score
+from rl_notebook.roofs import (
+    KEPT,
+    USUAL,
+    ModelSize,
+    Roofs,
+    Work,
+    expected_seconds,
+    expected_updates,
+    peak_memory,
+    roofs_of,
+    work_between,
+)
 from .rollouts import Prompt, bounded, encode_rows, require_some, together
 from .step import backward, draw, loss_factory, score_group
 
@@ -1241,19 +1251,6 @@ def check_agreement(gap: Gap | None, noise_floor: float, allowed: Rounding) -> l
     )
     return [*checks, check(True, text) if allowed.explains(gap) else bad]
 
-# %% ../nbs/40_xray.ipynb #cd815bef
-def peak_memory() -> dict[str, float]:  # MiB
-    "The highest memory use so far: of this process, where the system tells, and of the GPU, where there is one."
-    found = {}
-    if importlib.util.find_spec("resource"):
-        import resource
-
-        unit = 2**20 if sys.platform == "darwin" else 2**10
-        found["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    if torch.cuda.is_available():
-        found["GPU"] = torch.cuda.max_memory_allocated() / 2**20
-    return found
-
 # %% ../nbs/40_xray.ipynb #177f1d34
 @dataclass(frozen=True, repr=False)
 class Cost:
@@ -1262,21 +1259,73 @@ class Cost:
     seconds: Mapping[str, float]  # measured, by phase
     completions: int  # measured
     step_completions: int  # of a step
-    memory: Mapping[str, tuple[float, float]]  # MiB at the peak, and how much of it came during pre-flight
+    memory: Mapping[str, tuple[float, float]]  # GB at the peak, and how much of it came during pre-flight
     guessed: str = ""  # a phase that was not measured
+    expected: Mapping[str, float] = field(default_factory=dict)  # seconds of a step by phase, where the roofs tell
+    step_memory: float | None = None  # GB of the process at the peak of a step, where it is computed here
 
     @property
     def step_seconds(self) -> dict[str, float]:
         "Estimated seconds of a step by phase."
-        return {phase: s * self.step_completions / max(self.completions, 1) for phase, s in self.seconds.items()}
+        scaled = {phase: s * self.step_completions / max(self.completions, 1) for phase, s in self.seconds.items()}
+        return scaled | {**self.expected}
 
     def __repr__(self) -> str:
         step, times = self.step_seconds, self.step_completions / max(self.completions, 1)
         each = [f"{phase} {s:.2g} s{' (a guess)' if phase == self.guessed else ''}" for phase, s in step.items()]
-        text = f"about {sum(step.values()):.2g} s a step, before update and sync: {', '.join(each)}"
-        peaks = [f"{k} {peak:.0f} MiB at its peak, {new:.0f} of it new" for k, (peak, new) in self.memory.items()]
+        what = "a step" if "optimize" in step else "a step, before update and sync"
+        text = f"about {sum(step.values()):.2g} s {what}: {', '.join(each)}"
+        peaks = [f"{k} {peak:.2g} GB at its peak, {new:.2g} of it new" for k, (peak, new) in self.memory.items()]
         text += f"; {times:.2g} times what {self.completions} completions took. Memory: "
-        return text + ("; ".join(peaks) or "not known here")
+        more = f"; about {self.step_memory:.2g} GB in a step, without undo" if self.step_memory else ""
+        return text + ("; ".join(peaks) or "not known here") + more
+
+# %% ../nbs/40_xray.ipynb #ab446ff3
+def expected_longest(
+    lengths: np.ndarray,  # (n,) that were drawn
+    size: int,  # completions of a batch
+) -> float:
+    "The longest of so many completions, on average."
+    below = (np.arange(len(lengths) + 1) / len(lengths)) ** size
+    return float(np.sort(lengths) @ np.diff(below))
+
+
+@dataclass
+class Spent:
+    "What the phases of pre-flight took."
+
+    meter: Meter  # of the backend
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    work: dict[str, Work] = field(default_factory=dict)  # by phase, where it is computed in this process
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        "Measure a phase, and say meanwhile that it is in flight."
+        before, start = dict(self.meter.work), time.perf_counter()
+        with tqdm(desc=f"preflight: {phase}", total=1, bar_format="{desc} …", leave=False, disable=no_bar()):
+            yield
+        self.seconds[phase] = time.perf_counter() - start
+        self.work[phase] = sum(work_between(before, self.meter.work).values(), Work())
+
+# %% ../nbs/40_xray.ipynb #1c9f98bb
+def step_plan(
+    spent: Spent, groups: Sequence[PromptGroup], cfg: Config, alive: float, size: ModelSize, roofs: Roofs
+) -> dict[str, float]:  # seconds by phase
+    "What the phases of a step will take, after those of pre-flight; `alive` is the share of groups that is trained."
+    B, K, drawn = cfg.prompt_groups_per_step, cfg.completions_per_prompt, [s for g in groups for s in g.samples]
+    lengths, prompt = np.array([s.completion_len for s in drawn]), float(np.mean([s.prompt_len for s in drawn]))
+    tokens = lambda prompts, samples: prompts * prompt + samples * (float(lengths.mean()) - 1)  # the last is not read
+    more, at_once = tokens(B, B * K) / tokens(len(groups), len(drawn)), min(completions_at_once(cfg) or B * K, B * K)
+    passes = {"sample": math.ceil(B * K / at_once) * expected_longest(lengths, at_once)}
+    found = {phase: s * B * K / len(drawn) for phase, s in spent.seconds.items()}
+    for phase, w in spent.work.items():
+        if w.flops and phase in USUAL:
+            grown = more if phase == "sample" else more * alive
+            often = passes.get(phase, max(1.0, grown * w.bytes / size.nbytes))
+            beside = max(spent.seconds[phase] - w.seconds, 0.0) * B * K / len(drawn)
+            planned = Work(flops=w.flops * grown, bytes=size.nbytes * often)
+            found[phase] = beside + expected_seconds(w, planned, roofs, USUAL[phase])
+    return found
 
 # %% ../nbs/40_xray.ipynb #45262234
 @dataclass(frozen=True, eq=False, repr=False)
@@ -1328,7 +1377,7 @@ class Preflight:
 
 # %% ../nbs/40_xray.ipynb #b90fbb48
 async def first_completions(
-    backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, seconds: dict[str, float]
+    backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, spent: Spent
 ) -> tuple[list[Prompt], list[PromptGroup], dict[str, list[str]]]:
     "The first prompts of a run, their graded completions, and what earns as much."
     task = configured(as_task(reward, rollout_setup(backend, cfg)), cfg)
@@ -1336,34 +1385,25 @@ async def first_completions(
     asked = encode_rows(first_cursor(as_rows(rows), cfg).peek(prompts), backend.tokenizer, **room)
     params = cfg.sample_params(n=samples, seed=cfg.seed)
     sampler = bounded(backend.sampler, completions_at_once(cfg))
-    with stopwatch(seconds, "sample"):
+    with spent.timed("sample"):
         drawn = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
-    with stopwatch(seconds, "score"):
+    with spent.timed("score"):
         groups = [await score_group(r, task.reward_fns, weights=task.weights) for r in drawn]
     require_some(groups)
     alike = await paid_alike(task.reward_fns, asked, groups, backend.tokenizer)
     return asked, with_advantages(groups, scale=cfg.advantage_scale, ddof=cfg.ddof), alike
 
-
-@contextmanager
-def stopwatch(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    "Measure a phase, and say meanwhile that it is in flight."
-    start = time.perf_counter()
-    with tqdm(desc=f"preflight: {phase}", total=1, bar_format="{desc} …", leave=False, disable=no_bar()):
-        yield
-    seconds[phase] = time.perf_counter() - start
-
 # %% ../nbs/40_xray.ipynb #75da3604
-async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, seconds: dict[str, float]) -> None:
+async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, spent: Spent) -> None:
     "Reference and backward pass of the configured loss, with the gradient dropped."
     if backend.reference is not None and (cfg.kl_beta > 0 or cfg.kl_metric):
-        with stopwatch(seconds, "reference"):
+        with spent.timed("reference"):
             datums = attach(datums, "ref_logprobs", await backend.reference.forward(datums))
     if not backend.capabilities.discard_gradients:
-        seconds["backward"] = 3 * seconds["policy"]
+        spent.seconds["backward"] = 3 * spent.seconds["policy"]
         return
     make, batch = loss_factory(LossOptions(**cfg.loss_options())), cfg.max_samples_per_fwd_bwd
-    with stopwatch(seconds, "backward"):
+    with spent.timed("backward"):
         await backward(backend.policy, datums, make, aggregation=cfg.aggregation, max_samples=batch)
     await backend.policy.discard_gradients()
 
@@ -1382,14 +1422,16 @@ async def preflight(
         if value < least:
             raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
     check_backend(cfg, backend)
-    seconds, before = dict[str, float](), peak_memory()
+    roofs = roofs_of(backend.size) if backend.size else None
+    spent, before = Spent(backend.meter), peak_memory()
     rows = as_rows(rows)
-    asked, groups, alike = await first_completions(backend, rows, reward, cfg, prompts, samples, seconds)
+    asked, groups, alike = await first_completions(backend, rows, reward, cfg, prompts, samples, spent)
     datums = datums_from_groups(groups, max_seq_len=cfg.max_seq_len)
-    with stopwatch(seconds, "policy"):
+    with spent.timed("policy"):
         policy = await backend.policy.forward(datums)
-    await rehearse(backend, datums, cfg, seconds)
-    del seconds["policy"]  # a step scores the policy in its backward pass
+    await rehearse(backend, datums, cfg, spent)
+    del spent.seconds["policy"]  # a step scores the policy in its backward pass
+    spent.work.pop("policy", None)
     floor = await measure_noise_floor(backend.policy, datums[:: max(1, len(datums) // 8)][:8])
     allowed = tolerance(policy)
     live = [g for g in groups if len(g.samples)]
@@ -1412,6 +1454,11 @@ async def preflight(
     step = cfg.prompt_groups_per_step * cfg.completions_per_prompt
     memory = {name: (peak, peak - before.get(name, peak)) for name, peak in peak_memory().items()}
     guessed = "" if can.discard_gradients else "backward"
-    cost = Cost(seconds, sum(len(g.samples) for g in live), step, memory, guessed)
+    cost = Cost(spent.seconds, sum(len(g.samples) for g in live), step, memory, guessed)
+    if roofs is not None and backend.size is not None:
+        share = (dead[cfg.completions_per_prompt] or 0.0) if cfg.drop_dead else 0.0
+        expected = step_plan(spent, live, cfg, 1 - share, backend.size, roofs) | expected_updates(backend.size, roofs)
+        at_peak = memory["process"][0] + KEPT * backend.size.learned / 1e9 if "process" in memory else None
+        cost = replace(cost, expected=expected, step_memory=at_peak)
     rendered = backend.tokenizer.decode(asked[0].tokens.tolist(), skip_special_tokens=False)
     return Preflight(rendered, tuple(groups), dead, cfg.completions_per_prompt, floor, checks, can, cost)

@@ -26,6 +26,7 @@ from rl_notebook.losses import make_loss_fn
 from rl_notebook.records import metrics_row
 from rl_notebook.roofs import Roofs, Work, known_roofs, model_size, roofs_file, roofs_of, work_metrics
 from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.xray import Cost, expected_longest, preflight
 
 __all__ = ["one_thread"]
 
@@ -245,3 +246,52 @@ def test_work_is_counted_by_phase_and_not_for_what_runs_between():
     meter.note("training", Work(flops=2.0))
     assert roofs.work_between(before, meter.work) == {"sampling": Work(0.5, 5, 1), "training": Work(flops=2.0)}
     assert before == {"sampling": Work(1.0, 10)}
+
+
+# --- before the first step -------------------------------------------------------------------------------------------
+
+MACHINE = Roofs(1e11, 1e10)
+
+
+def done(rows: int, passes: int, usual: float, overhead: float) -> Work:
+    "Decode steps on a machine that needs `usual` times what the roofs say, and `overhead` seconds a pass."
+    flops, read = passes * SIZE.flops(rows, rows), float(passes * SIZE.nbytes)
+    return Work(usual * (flops / MACHINE.flops + read / MACHINE.bytes) + passes * overhead, flops=flops, bytes=read)
+
+
+@pytest.mark.parametrize("usual", [1.0, 1.3, 1.6])
+@pytest.mark.parametrize("overhead", [0.0, 1e-5, 1e-3])
+@pytest.mark.parametrize(("before", "after"), [((64, 20), (32, 24)), ((8, 16), (32, 32)), ((32, 24), (32, 24))])
+def test_a_step_is_foretold_from_other_batches(usual, overhead, before, after):
+    measured, planned = (done(rows, passes, usual, overhead) for rows, passes in (before, after))
+    said = roofs.expected_seconds(measured, planned, MACHINE, roofs.USUAL["sample"])
+    assert said == pytest.approx(planned.seconds, rel=0.25)
+
+
+@pytest.mark.parametrize("size", [1, 3, 32])
+def test_the_longest_of_a_batch(size: int):
+    lengths = np.array([3, 9, 4, 17, 8, 17])
+    drawn = np.random.default_rng(0).choice(lengths, (20_000, size)).max(axis=1).mean()
+    assert expected_longest(lengths, size) == pytest.approx(drawn, rel=0.02)
+
+
+def test_preflight_foretells_all_phases_and_memory():
+    cfg = Config(**SMALL)
+
+    async def look() -> Any:
+        async with open_local(*load_model("tiny"), device="cpu") as backend:
+            return (await preflight(backend, toy_rows(16), toy_reward, cfg, prompts=2, samples=8)).cost, backend.size
+
+    cost, size = asyncio.run(look())
+    assert set(cost.step_seconds) == {"sample", "score", "reference", "backward", "optimize", "sync"}
+    assert all(s > 0 for s in cost.step_seconds.values())
+    assert cost.step_memory == pytest.approx(cost.memory["process"][0] + 20 * size.learned / 1e9)
+    assert "before update and sync" not in repr(cost)
+    assert f"about {cost.step_memory:.2g} GB in a step" in repr(cost)
+
+
+def test_where_nothing_is_computed_nothing_is_foretold():
+    cost = Cost({"sample": 1.0}, 8, 16, {})
+    assert cost.step_seconds == {"sample": 2.0}
+    assert "before update and sync" in repr(cost)
+    assert " GB" not in repr(cost)
