@@ -988,10 +988,11 @@ def time_words(record: StepRecord) -> str:
         speed.get(f"perf/sampling_{rate}", 0.0) / speed.get(f"perf/roof_{rate}", math.inf)
         for rate in ("bytes_per_s", "flops_per_s")
     )
-    if sampled >= 0.5 and reads >= 0.5 and reads >= 1.5 * multiplies:
-        far = speed["perf/sampling_floor_ratio"]
-        text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times the time that reading the weights takes"
-        return f"{text}: up to {reads / multiplies:.1f} times as many completions per prompt are nearly free there"
+    if sampled >= 0.5 and reads >= max(0.5, multiplies):
+        far, most = speed["perf/sampling_floor_ratio"], 2 - min(reads, 1.0)
+        text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times its floor, which is reading the weights"
+        more = "twice as many completions, drawn at once (max_concurrent)"
+        return f"{text}: {more}, take at most {most:.1f} times as long"
     unused = not o.get("kl_beta") and "make_loss" not in o and not NAMED.fullmatch(str(o.get("policy_loss", "")))
     if compared >= WASTED and unused and len(record.updates) < 2:
         return (
