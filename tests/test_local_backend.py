@@ -786,6 +786,9 @@ async def main():
     inside = await worker(grew)
     print(alone, with_team, inside, threads())
     worker.close()
+    single = Worker(threads=1)
+    print(await single(torch.get_num_threads), torch.get_num_threads(), await single(grew) - threads())
+    single.close()
 
 asyncio.run(main())
 """
@@ -795,7 +798,8 @@ asyncio.run(main())
 def test_a_thread_that_hands_work_over_gives_its_openmp_team_back():
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     said = subprocess.run([sys.executable, "-c", TEAMS], env=environment, check=True, capture_output=True, text=True)
-    alone, with_team, inside, after = map(int, said.stdout.split())
+    alone, with_team, inside, after, *single = map(int, said.stdout.split())
     assert with_team == alone + 1  # this thread's team
     assert inside == alone + 2  # the worker and its team, and no longer this thread's
     assert after == alone + 1  # the worker
+    assert single == [1, 2, 0]  # no team, and this thread keeps its own number

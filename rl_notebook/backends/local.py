@@ -677,6 +677,7 @@ class Worker:
         self.closed = False
         if self.pool is not None and threads is not None:
             before = torch.get_num_threads()
+            self.pool.submit(torch.get_num_threads).result()  # a thread's first call sets the number of the process
             self.pool.submit(torch.set_num_threads, threads).result()
             torch.set_num_threads(before)  # threads to come take the number that was set last
 
