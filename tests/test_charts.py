@@ -129,7 +129,7 @@ def test_only_drawing_is_thin():
     payloads = run_payloads(history, {})
     assert len(payloads["reward"]["reward"]["x"]) <= DRAWN
     assert len(payloads["reward"]["inside"]["low"]["x"]) <= DRAWN
-    assert payloads["dead"]["right"] == {"x": [*range(1, 10_001, 100)], "y": [0.25] * BARS}
+    assert payloads["dead"]["high"] == {"x": [*range(1, 10_001, 100)], "y": [0.25] * BARS}
     assert run_payloads(history, {}, limit=None)["reward"]["reward"] == series(history, "reward")
     assert all(len(svg(c.figure, c.title)) < 12_000 for c in charts(payloads).values())
 
@@ -196,8 +196,8 @@ def test_spreads_of_a_record():
 def test_dead_groups_are_those_that_the_metrics_count(step: int):
     record = synthetic_record(step)
     marks, metrics = dead_marks(record.groups), reward_metrics(record.groups)
-    assert marks.count("right") / len(marks) == metrics["frac_dead_high"]
-    assert marks.count("wrong") / len(marks) == metrics["frac_dead_low"]
+    assert marks.count("high") / len(marks) == metrics["frac_dead_high"]
+    assert marks.count("low") / len(marks) == metrics["frac_dead_low"]
 
 
 def test_counts_add_up_to_the_samples():
@@ -205,14 +205,14 @@ def test_counts_add_up_to_the_samples():
     marks = dead_marks(record.groups)
     for what in ("reward", "advantage"):
         counted = counts_payload(record, what)
-        for kind, mark in (("live", ""), ("right", "right"), ("wrong", "wrong")):
+        for kind, mark in (("live", ""), ("high", "high"), ("low", "low")):
             assert sum(counted[kind]) == sum(
                 len(g.samples) for g, m in zip(record.groups, marks, strict=True) if m == mark
             )
         assert len(counted["x"]) == len(counted["live"]) <= 21
     few = counts_payload(record)  # rewards are 0, 0.2, 1 and 1.2, so each has its own bar
     values, counts = np.unique(np.concatenate([g.rewards for g in record.groups]).round(9), return_counts=True)
-    bars = {x: sum(few[k][i] for k in ("live", "right", "wrong")) for i, x in enumerate(few["x"])}
+    bars = {x: sum(few[k][i] for k in ("live", "high", "low")) for i, x in enumerate(few["x"])}
     assert {x: n for x, n in bars.items() if n} == dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 

@@ -147,7 +147,7 @@ def test_lengths_and_dead_groups():
     metrics = frame(row | {"completions/clipped_ratio": 0.5, "frac_dead_high": 0.25, "frac_dead_low": 0.125})
     one = lambda y: {"x": [1], "y": [y]}
     assert length_payload(metrics) == {"mean": one(0.0), "min": one(1.0), "max": one(2.0), "clipped": one(0.5)}
-    assert dead_payload(metrics) == {"right": one(0.25), "wrong": one(0.125)}
+    assert dead_payload(metrics) == {"high": one(0.25), "low": one(0.125)}
 
 
 def test_advantages_of_uneven_groups():

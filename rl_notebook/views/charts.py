@@ -222,7 +222,7 @@ def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
     "Share of groups in which all completions are equally good."
-    about = {"right": ("all right", tint("blue", 0.55)), "wrong": ("all wrong", tint("orange", 0.6))}
+    about = {"high": ("all high", tint("blue", 0.55)), "low": ("all low", tint("orange", 0.6))}
     return _shares(payload, about, "share of groups")
 
 # %% ../../nbs/51_views.charts.ipynb #b174912f
@@ -245,8 +245,8 @@ def token_share_figure(payload: Mapping[str, Any]) -> Figure:
 
 def counts_figure(payload: Mapping[str, Any]) -> Figure:
     "Rewards or advantages of a step, counted by kind of group."
-    kinds = {"live": "with signal", "right": "all right", "wrong": "all wrong"}
-    colors = {"live": COLORS["violet"], "right": tint("blue", 0.55), "wrong": tint("orange", 0.6)}
+    kinds = {"live": "with signal", "high": "all high", "low": "all low"}
+    colors = {"live": COLORS["violet"], "high": tint("blue", 0.55), "low": tint("orange", 0.6)}
     bars = [
         {"type": "bar", "x": payload["x"], "y": payload[k], "name": name, "marker": {"color": colors[k]}}
         | {"width": 0.9 * payload["width"], "hovertemplate": "%{y}", "showlegend": any(payload[k])}
@@ -269,7 +269,7 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         f"{label(key, 80)} {'all ' + dead if dead else ''}"
         for key, dead in zip(payload["groups"], payload["dead"], strict=True)
     ]
-    signs = [{"right": "✓", "wrong": "✗"}.get(dead, "") if len(values) <= 24 else "" for dead in payload["dead"]]
+    signs = [{"high": "▲", "low": "▼"}.get(dead, "") if len(values) <= 24 else "" for dead in payload["dead"]]
     heat = {
         "type": "heatmap",
         "z": values,
@@ -530,7 +530,6 @@ def _draw_bars(axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, A
 def _draw_map(axes: Axes, t: Mapping[str, Any]) -> None:
     "A map of cells with its scale on the right."
     from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
-    from matplotlib.path import Path
 
     shades, scale = LinearSegmentedColormap.from_list("", t["colorscale"], 257), Normalize(t["zmin"], t["zmax"])
     shade = lambda v: to_hex(shades(scale(v)))
@@ -550,7 +549,7 @@ def _draw_map(axes: Axes, t: Mapping[str, Any]) -> None:
         _draw_boxes(axes, color, left, bottom, wide, high)
     for sign in sorted(signs.keys() - {""}):
         drawn = axes.plot(*np.transpose(signs[sign]), ls="", color=COLORS["grey"], markersize=8, fillstyle="none")
-        drawn[0].set_marker("x" if sign == "✗" else Path([(-1, 0), (-0.3, -0.7), (1, 0.8)]))
+        drawn[0].set_marker("v" if sign == "▼" else "^")
     side = axes.inset_axes((1.02, 0, 0.02, 1))
     values, each = np.linspace(t["zmin"], t["zmax"], 24, endpoint=False, retstep=True)
     for value in values:
@@ -732,7 +731,7 @@ CAPTIONS = {
     "advantage spread": "Ends, middle half and median. An end that runs away is one sample that outweighs the others.",
     "token share": "Long wrong completions make the blue part small: then most of the gradient says what not to do.",
     "time": "How long each phase took. Sampling is waiting for a batch where rollouts run beside training.",
-    "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ✓ all right, ✗ all wrong.",
+    "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ▲ all high, ▼ all low.",
     "rewards counted": "How many samples earned what, by kind of group.",
     "advantages counted": "How many samples have what, by kind of group.",
     "timeline": "Rows below each other were in flight together; dotted: a weight sync. Rows that no step had taken by "

@@ -263,8 +263,8 @@ def length_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]
 
 
 def dead_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
-    "Shares of groups without signal: all completions right, and all wrong."
-    names = {"right": "frac_dead_high", "wrong": "frac_dead_low"}
+    "Shares of groups without signal: all completions earned much, and all little."
+    names = {"high": "frac_dead_high", "low": "frac_dead_low"}
     return {which: bar_means(metrics, name, limit and BARS) for which, name in names.items()}
 
 # %% ../../nbs/50_views.payloads.ipynb #72d92742
@@ -457,11 +457,11 @@ ROWS = 64  # groups that a map shows
 
 
 def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
-    "For each group `right` or `wrong` if all its completions earned the same, much or little; `` if it has signal."
+    "For each group `high` or `low` if all its completions earned the same, much or little; `` if it has signal."
     rewards = [g.rewards for g in groups]
     everything = np.concatenate([*rewards, np.zeros(0)])
     middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
-    kind = lambda r: "" if not len(r) or not is_dead(r) else "right" if r[0] > middle else "wrong"
+    kind = lambda r: "" if not len(r) or not is_dead(r) else "high" if r[0] > middle else "low"
     return [kind(r) for r in rewards]
 
 # %% ../../nbs/50_views.payloads.ipynb #2e06bd09
@@ -493,7 +493,7 @@ def counts_payload(
     none = np.zeros(0)
     of = (lambda g: g.rewards) if what == "reward" else (lambda g: none if g.advantages is None else g.advantages)
     marked = list(zip(record.groups, dead_marks(record.groups), strict=True))
-    kinds = {"live": "", "right": "right", "wrong": "wrong"}
+    kinds = {"live": "", "high": "high", "low": "low"}
     values = {k: np.concatenate([*(of(g) for g, m in marked if m == mark), none]) for k, mark in kinds.items()}
     values = {k: v[np.isfinite(v)].round(9) for k, v in values.items()}
     x, width = _bars(np.unique(np.concatenate([*values.values()])), bins)
