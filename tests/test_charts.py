@@ -445,7 +445,7 @@ def test_a_run_of_dead_steps():
     groups = [alike(record.groups[0], 1.0), alike(record.groups[1], 0.0)]
     dead = StepRecord(1, groups, metrics=reward_metrics(groups), reason="all dead")
     found = drawn(dead)
-    assert found["advantages"].figure["data"][0]["text"] == [["✓", "✓"], ["✗", "✗"]]
+    assert found["advantages"].figure["data"][0]["text"] == [["▲", "▲"], ["▼", "▼"]]
     assert [t["y"] for t in found["dead"].figure["data"]] == [[0.5] * 5, [0.5] * 5]
     assert counts_payload(dead, "advantage")["live"] == [0]
     for c in found.values():
