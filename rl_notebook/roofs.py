@@ -102,9 +102,9 @@ AllWork = Mapping[str, Work]  # by kind
 
 
 def work_between(before: AllWork, after: AllWork) -> dict[str, Work]:
-    "What was added."
+    "What was added, by kind; a kind without a token more is left out, since differences of seconds are not quite 0."
     found = {kind: work - before.get(kind, Work()) for kind, work in after.items()}
-    return {kind: work for kind, work in found.items() if work != Work()}
+    return {kind: work for kind, work in found.items() if work.tokens}
 
 
 def work_together(*parts: AllWork) -> dict[str, Work]:

@@ -24,7 +24,7 @@ from rl_notebook.core import Datum, SampleParams
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import make_loss_fn
 from rl_notebook.records import metrics_row
-from rl_notebook.roofs import Roofs, Work, known_roofs, model_size, roofs_file, roofs_of, work_metrics
+from rl_notebook.roofs import Roofs, Work, known_roofs, model_size, roofs_file, roofs_of, work_between, work_metrics
 from rl_notebook.toy import load_model, toy_reward, toy_rows
 from rl_notebook.xray import Cost, expected_longest, preflight
 
@@ -295,3 +295,11 @@ def test_where_nothing_is_computed_nothing_is_foretold():
     assert cost.step_seconds == {"sample": 2.0}
     assert "before update and sync" in repr(cost)
     assert " GB" not in repr(cost)
+
+
+def test_a_phase_that_was_undone_leaves_no_work_behind():
+    "Adding 0.1 and 0.2 seconds and taking 0.3 away leaves a little: no token, no work."
+    before = {"training": Work(0.3, 5, 0, 0.3, 0.3)}
+    after = {"training": Work(0.1 + 0.2, 5, 0, 0.1 + 0.2, 0.1 + 0.2)}
+    assert after["training"] - before["training"] != Work()
+    assert work_metrics(work_between(before, after), Roofs(1.0, 1.0)) == {}
