@@ -243,8 +243,8 @@ def test_work_is_counted_by_phase_and_not_for_what_runs_between():
     meter.note("sampling", Work(1.0, 10))
     before = dict(meter.work)
     meter.note("sampling", Work(0.5, 5, 1))
-    meter.note("training", Work(tokens=3, flops=2.0))
-    assert roofs.work_between(before, meter.work) == {"sampling": Work(0.5, 5, 1), "training": Work(tokens=3, flops=2.0)}
+    meter.note("training", trained := Work(tokens=3, flops=2.0))
+    assert roofs.work_between(before, meter.work) == {"sampling": Work(0.5, 5, 1), "training": trained}
     assert before == {"sampling": Work(1.0, 10)}
 
 
