@@ -12,6 +12,7 @@ import html
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -405,7 +406,13 @@ async def follow(
 ) -> Path:
     "Keep the page of a run up to date until the run is finished; raises RecordError when the run cannot be read."
     opened, known, seen, failed = Run.open(run), {}, None, 0
-    write = lambda status, refresh: write_report(opened, path, title=title, status=status, refresh=refresh, known=known)
+    alone, ended = threading.Lock(), threading.Event()
+
+    def write(status: Status, refresh: float | None) -> None:
+        with alone:  # a thread goes on when its task is cancelled, and its page must not be the last
+            if refresh is None or not ended.is_set():
+                write_report(opened, path, title=title, status=status, refresh=refresh, known=known)
+
     try:
         while True:
             try:
@@ -424,6 +431,7 @@ async def follow(
                     raise
             await asyncio.sleep(every)
     finally:
-        if seen is not None:
+        ended.set()
+        if seen is not None or Path(path).exists():
             write(run_status(opened), None)
     return Path(path)
