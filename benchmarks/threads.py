@@ -2,8 +2,8 @@
 
     python benchmarks/threads.py --json FILE
 
-One loop takes all steps, the ways in turns, and before each step this thread computes something, as a cell would. The
-figures mean something where the processors have nothing else to do.
+One loop takes all steps, the ways in turns, and before each step this thread computes something, as a cell would: first
+with nothing beside it, then beside a program that keeps one processor busy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,15 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=8, help="measured ones; one more comes before them")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
-    steps = measure(args.rounds)
-    seconds = {way: {m: statistics.median(getattr(s, m) for s in steps[way]) for m in MEASURES} for way in WAYS}
-    print(f"{'seconds':<12}" + "".join(f"{m:>10}" for m in MEASURES))
-    for way, medians in seconds.items():
-        print(f"{way:<12}" + "".join(f"{medians[m]:>10.3f}" for m in MEASURES))
-    print(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
+    load, found = os.getloadavg()[0], {}
+    for beside in (0, 1):
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
+        try:
+            steps = measure(args.rounds)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+        found[beside] = {
+            way: {m: statistics.median(getattr(s, m) for s in steps[way]) for m in MEASURES} for way in WAYS
+        }
+    print(f"{'seconds':<24}" + "".join(f"{m:>10}" for m in MEASURES))
+    for beside, ways in found.items():
+        for way, medians in ways.items():
+            print(f"{beside} beside, {way:<14}" + "".join(f"{medians[m]:>10.3f}" for m in MEASURES))
+    print(f"{torch.get_num_threads()} threads, load {load:.1f} before")
     if args.json:
-        rest = {"threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
-        args.json.write_text(json.dumps({"seconds": seconds} | rest, indent=1) + "\n")
+        rest = {"threads": torch.get_num_threads(), "load": load}
+        args.json.write_text(json.dumps({"seconds": found} | rest, indent=1) + "\n")
 
 
 if __name__ == "__main__":

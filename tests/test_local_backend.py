@@ -803,3 +803,9 @@ def test_a_thread_that_hands_work_over_gives_its_openmp_team_back():
     assert inside == alone + 2  # the worker and its team, and no longer this thread's
     assert after == alone + 1  # the worker
     assert single == [1, 2, 0]  # no team, and this thread keeps its own number
+
+
+@pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": 2, "inline": True}])
+def test_threads_that_would_be_ignored_are_refused(asked):
+    with pytest.raises(ConfigError, match="open_local: threads: got"):
+        backend_of(**asked)

@@ -366,21 +366,23 @@ def linears_fn(modules: Sequence[nn.Module], copies: bool) -> Callable[[Tensor],
     linears = [Linear.of(m) for m in modules]
     known = [linear for linear in linears if linear is not None]
     weights = [w for linear in known for w in linear.weights]
-    same = len({w.dtype for w in weights}) == 1 and (weights[0].dtype in _FULL or len(weights) == len(known))
-    if not (copies and same and len(known) == len(modules)):
+    full = all(w.dtype in _FULL for w in weights)
+    by_column = full and all(w.device.type == "cpu" for w in weights)
+    alike = len({w.dtype for w in weights}) == 1 and (full or len(weights) == len(known))  # low precision: no adapter
+    if not (copies and alike and len(known) == len(modules) and (by_column or len(weights) > 1)):
         functions = [linear or module for linear, module in zip(linears, modules, strict=True)]
         return lambda x: torch.cat([f(x) for f in functions], -1) if len(functions) > 1 else functions[0](x)
 
     def stacked() -> Tensor:
         whole = torch.cat([linear.merged() for linear in known])
-        by_column = whole.device.type == "cpu" and whole.dtype in _FULL
         return whole.t().contiguous().t() if by_column else whole
 
-    given = [linear.base.bias for linear in known]
-    biases = [b if b is not None else w.new_zeros(len(w)) for b, w in zip(given, (k.base.weight for k in known))]
-    weight, bias = MadeOf(stacked, weights), MadeOf(lambda: torch.cat(biases), biases)
-    plain = all(b is None for b in given)
-    return lambda x: F.linear(x, weight(), None if plain else bias())
+    weight, given = MadeOf(stacked, weights), [linear.base.bias for linear in known]
+    if all(b is None for b in given):
+        return lambda x: F.linear(x, weight())
+    biases = [w.new_zeros(len(w)) if b is None else b for b, w in zip(given, (k.base.weight for k in known))]
+    bias = MadeOf(lambda: torch.cat(biases), biases)
+    return lambda x: F.linear(x, weight(), bias())
 
 # %% ../../nbs/23_backends.engine.ipynb #99fa520c
 def head_norm_fn(norms: Sequence[nn.Module | None], heads: Sequence[int]) -> Callable[[Tensor], Tensor]:

@@ -709,11 +709,13 @@ class Worker:
 SMALL_LAYER = 2**20  # weights
 
 
-def threads_for(causal: CausalModel) -> int | None:
-    "One thread for a model with small layers on a CPU; None = as many as torch is set to."
-    layers = causal.decoder.config.num_hidden_layers
-    small = causal.size is not None and causal.size.body < SMALL_LAYER * layers
-    return 1 if small and causal.device.type == "cpu" else None
+def threads_for(causal: CausalModel, asked: int | None, inline: bool) -> int | None:
+    "`asked`, else one thread for a model with small layers on a CPU; None = as many as torch is set to."
+    if asked is not None and (inline or asked < 1):
+        expected, fix = "1 or more, for a worker thread", "With inline=True, call torch.set_num_threads instead."
+        raise ConfigError("threads", where="open_local", got=asked, expected=expected, fix=fix)
+    small = causal.size is not None and causal.size.body < SMALL_LAYER * causal.decoder.config.num_hidden_layers
+    return asked or (1 if small and causal.device.type == "cpu" else None)
 
 # %% ../../nbs/24_backends.local.ipynb #cb5ea3b2
 def stamped(values: Sequence[np.ndarray], scoring: Scoring, source: str, version: int | None) -> list[Logprobs]:
@@ -1301,7 +1303,7 @@ def open_local(
         raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
     served = frozen_copy(module, params)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
-    run = Worker(inline, threads or threads_for(engine.causal))
+    run = Worker(inline, threads_for(engine.causal, threads, inline))
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
     check_tokenizer(tokenizer, engine.causal.vocab_size)
