@@ -548,7 +548,7 @@ def _draw_map(axes: Axes, t: Mapping[str, Any]) -> None:
         left, bottom = np.transpose(at)
         _draw_boxes(axes, color, left, bottom, wide, high)
     for sign in sorted(signs.keys() - {""}):
-        drawn = axes.plot(*np.transpose(signs[sign]), ls="", color=COLORS["grey"], markersize=8, fillstyle="none")
+        drawn = axes.plot(*np.transpose(signs[sign]), ls="", color=COLORS["grey"], markersize=8)
         drawn[0].set_marker("v" if sign == "▼" else "^")
     side = axes.inset_axes((1.02, 0, 0.02, 1))
     values, each = np.linspace(t["zmin"], t["zmax"], 24, endpoint=False, retstep=True)
