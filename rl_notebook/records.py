@@ -271,6 +271,8 @@ def _loss_json(loss: LossOutput) -> dict[str, Any]:
 
 # %% ../nbs/32_records.ipynb #fa36c250
 RECORD_FORMAT = "rl_notebook.record/2"  # raised when an older reader would misread a record
+# What reading can raise where a file holds JSON, but not what was written: other types, too few, numbers without end.
+_MISFITS = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 def record_json(record: StepRecord) -> dict[str, Any]:
@@ -391,7 +393,9 @@ def _holds(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(_holds(k, args[0]) and _holds(v, args[1]) for k, v in value.items())
     if hint is Any or origin is typing.Literal:
         return hint is Any or value in args
-    return isinstance(value, int | float if hint is float else hint)
+    if hint is float and isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, hint)
 
 # %% ../nbs/32_records.ipynb #3c1a7170
 def restore_record(
@@ -408,7 +412,7 @@ def restore_record(
         for part in (record, *groups, *(s for g in groups for s in g.samples), *datums, record.loss):
             _check_fields(part)
         return record
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+    except _MISFITS as e:
         got = f"{type(e).__name__} ({e})"
         raise RecordError("parts of a record do not fit", got=got, expected=f"what {RECORD_FORMAT} holds") from e
 
@@ -547,7 +551,7 @@ def _read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
     try:
         plain = json.loads(text)
         found, listed_files = plain["format"], [(file, str(f["bytes"]), f) for file, f in plain["files"].items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except _MISFITS as e:
         raise RecordError("not readable", where=str(path), got=f"{type(e).__name__} ({e})", expected=format) from e
     if found != format:
         fix = "Read it with the version of rl_notebook that wrote it."
@@ -1079,7 +1083,7 @@ def read_checkpoint(
         checkpoint = Checkpoint(path=folder, **found)
         _check_fields(checkpoint)
         return checkpoint
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except _MISFITS as e:
         got, expected = f"{type(e).__name__} ({e})", f"what {_CHECKPOINT_FORMAT} holds"
         where = str(folder / "checkpoint.json")
         raise RecordError("parts of a checkpoint do not fit", where=where, got=got, expected=expected) from e

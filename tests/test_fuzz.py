@@ -633,7 +633,7 @@ def look(folder: Path) -> None:
         repr(record), record._repr_html_(), record.completions_table()
 
 
-def try_run(finished: Path, folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+def try_run(finished: Path, folder: Path, name: str, change: Callable[[bytes], bytes]) -> RLNotebookError | None:
     work = folder / "run"
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(finished, work, copy_function=os.link)
@@ -641,7 +641,7 @@ def try_run(finished: Path, folder: Path, name: str, change: Callable[[bytes], b
     data = change(path.read_bytes())
     path.unlink()
     path.write_bytes(data)
-    refused(lambda: look(work))
+    return refused(lambda: look(work))
 
 
 def changed_json(pick: int, new: Any) -> Callable[[bytes], bytes]:
@@ -663,6 +663,17 @@ def changed_json(pick: int, new: Any) -> Callable[[bytes], bytes]:
 @given(name=st.sampled_from(FILES[:3]), pick=st.integers(0, 10**6), new=odd_json)
 def test_descriptions(name: str, pick: int, new: Any, finished: Path, tmp_path: Path) -> None:
     try_run(finished, tmp_path, name, changed_json(pick, new))
+
+
+@pytest.mark.parametrize("where", [("metrics", "reward"), ("groups", 0, "samples", 0, "reward"), ("$array",)], ids=str)
+def test_a_number_beyond_every_float(where: tuple[Any, ...], finished: Path, tmp_path: Path) -> None:
+    def change(data: bytes) -> bytes:
+        value = json.loads(data)
+        del value["sha256"]
+        where_ = where if where[0] in value else next(p for p in places(value) if p and p[-1] == where[0])
+        return json.dumps(replaced(value, where_, 10**400)).encode()
+
+    assert try_run(finished, tmp_path, FILES[1], change) is not None
 
 
 def changed_bytes(at: float, new: bytes) -> Callable[[bytes], bytes]:
