@@ -3,6 +3,7 @@
 import os
 import sys
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -52,8 +53,8 @@ LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_c
 # Whole programs, kills, services, browsers and long tables: part of a node id, and the variant that is always run.
 LONG = {
     "browser/test_hostile": "", "browser/test_beside": "", "test_nothing_is_cut_off": "",
-    "test_a_tutorial_runs_through_the_menu": "101", "test_service_faults": "",
-    "test_a_page_that_is_executed": "", "said_aloud_does_not_say_the_key": "tinker",
+    "test_service_faults": "",
+    "test_a_page_that_is_executed": "",
     "test_train_with_defaults_runs": "", "has_read_enough_ends_it_quietly": "check", "import_of_the_documents": "",
     "test_kill_9_anywhere": "full]", "test_kill_9_at": "", "test_kill_9_again": "", "an_uninterrupted_run_repeats": "",
     "test_an_interrupt_stops_after_the_phase_saves": "full-backward", "test_a_second_interrupt_ends": "",
@@ -70,7 +71,7 @@ LONG = {
     "normalizations_divide_once": "local]", "outlives_its_client_and_is_dropped": "tinker",
     "test_tinker.py::test_no_heartbeat_outlives": "served",
     "test_a_state_loads_in_a_fresh_process": "", "test_checks_leave_no_adapter": "", "wrong_services_are_found": "",
-    "test_the_command_ends_when_it_is_told": "idle", "test_without_the_web_framework": "",
+    "test_without_the_web_framework": "",
     "test_what_clients_ask_for": "", "test_the_sdk_trains_once": "drop_before", "test_every_ending_but_kill": "",
     "test_provision_by_hand": "", "test_off_policy": "", "test_fireworks_examples.py::test_recipe": "",
     "test_a_real_full_disk": "", "test_a_disk_that_fills_up": "", "test_a_reward_that_fails_late": "",
@@ -79,15 +80,26 @@ LONG = {
     "test_the_loop_with_a_loss_of_the_service": "given0",
     "test_what_failed_is_asked_again": "False-garbage", "test_a_cancelled_step_or_undo": "sync",
     "test_so_it_does_on_a_service": "", "test_what_goes_wrong_is_named_within": "rate-21",
-    "test_a_healthy_run_gives_no_alarm": "", "whose_kernel_is_gone_says_so": "restarted", "test_a_live_chart_takes": "",
+    "test_a_healthy_run_gives_no_alarm": "", "test_a_live_chart_takes": "",
     "test_a_builtin_loss_trains_like": "tinker", "test_a_service_that_forgets_everything": "",
     "test_every_combination_gives_an_answer": "", "test_a_page_of_very_many_steps": "",
     "test_faults_around_a_loss_of_the_service": "", "test_the_tool_example_warms_up": "",
     "test_the_right_cause_and_no_false_alarm": "0]", "test_no_more_samples_are_under_way": "4",
     "sorted_searched_and_have_an_address": "1280-light", "test_no_sentence_claims_what_is_not_so": "0.2",
+    "test_how_a_step_is_cut_does_not": "max_samples-token", "test_chunks_give_the_gradient_of_one_pass": "token_mean",
+    "in_turn_each_train_every_row_once": "batch-0", "takes_effect_after_the_phase_and_the_loop_goes": "backward",
+    "test_a_branch_gives_what_it_gives_alone": "start", "test_a_filter_that_raises_is_an_error": "1",
+    "every_row_is_trained_once_whatever_happens": "ahead 1", "test_every_row_is_in_one_record[": "0",
+    "test_an_update_that_would_leave_the_numbers": "bad1", "test_a_damaged_file_is_measured_again": "{",
+    "test_a_script_trains_here": "multi", "test_without_a_package_of_the_extra": "uvicorn",
+    "test_live_first_and_still_after": "", "test_a_tutorial_runs_through_the_menu": "",
+    "test_fireworks_examples.py::test_step_by_step": "", "test_the_command_ends_when_it_is_told": "",
+    "test_keys.py::test_a_run_with_everything_said_aloud": "", "whose_kernel_is_gone_says_so": "",
     "test_a_greedy_step_can_be_undone": "loss", "test_xray_is_the_function_in_whatever_order": "rln",
     "test_a_deployment_that_was_restarted_gets": "0-True", "test_old_weights_are_never_called_a_shift": "3",
 }  # fmt: skip
+# Long tables of which every fourth row is always run.
+SAMPLED = ("test_bad_views.py::test_records", "test_bad_views.py::test_folders", "test_every_breakage_is_noticed")
 APART = ("test_the_right_cause_and_no_false_alarm", "test_so_it_does_at_every_await")
 
 
@@ -102,8 +114,12 @@ def unit(nodeid: str) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     "Longest first, tables last; without workers, the order stays. Slow ones only when asked for."
+    seen = Counter()
     for item in items:
-        further = any(name in item.nodeid and not (kept and f"[{kept}" in item.nodeid) for name, kept in LONG.items())
+        table = next((name for name in SAMPLED if name in item.nodeid), None)
+        seen[table] += 1
+        variant = (name in item.nodeid and not (kept and f"[{kept}" in item.nodeid) for name, kept in LONG.items())
+        further = seen[table] % 4 if table else any(variant)
         if further and SLOW not in ("1", "variants"):
             item.add_marker(pytest.mark.skip(reason="a further variant: runs with SLOW=variants"))
         if item.get_closest_marker("slow") and SLOW != "1":

@@ -393,8 +393,8 @@ def test_no_other_code_writes_the_counts_of_a_gate() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             targets = getattr(node, "targets", [getattr(node, "target", None)])
             flat = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
-            on_gate = [t for t in flat if isinstance(t, ast.Attribute) and "gate" in ast.unparse(t.value).lower()]
-            written += [f"{path.name}:{t.lineno}" for t in on_gate if t.attr in counts]
+            counted = [t for t in flat if isinstance(t, ast.Attribute) and t.attr in counts]
+            written += [f"{path.name}:{t.lineno}" for t in counted if "gate" in ast.unparse(t.value).lower()]
     assert written == []
 
 

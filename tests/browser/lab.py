@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, Request, TimeoutError, WebSocket
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -176,9 +175,10 @@ class Lab:
             shutil.copy(source, self.root / name)
         else:
             kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-            made = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
-            made.cells = [nbformat.v4.new_code_cell(text) for text in source]
-            nbformat.write(made, self.root / name)
+            cell = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
+            cells = [{**cell, "id": f"cell-{i}", "source": text} for i, text in enumerate(source)]
+            made = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+            (self.root / name).write_text(json.dumps(made), encoding="utf-8")
         # A session made beforehand: else Lab now and then asks which kernel to take.
         body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
         self.request("POST", "api/sessions", body)
