@@ -31,6 +31,7 @@ from rl_notebook.views.payloads import (
     series,
 )
 from rl_notebook.views.report import (
+    Known,
     Status,
     charts_of_last_step,
     charts_over_steps,
@@ -241,6 +242,32 @@ def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
     for name in drawn[0].keys() - held_out:
         assert drawn[0][name] == drawn[1][name]
     assert drawn[0]["reward"]["groups"] == drawn[1]["reward"]["groups"]
+
+
+def fallen(step: int) -> StepRecord:
+    "A step of a run whose reward falls at step 16."
+    record = synthetic_record(step, steps=30, groups=3, completions=4)
+    return replace(record, metrics={**record.metrics, "reward": (0.9 if step < 16 else 0.1) + 0.001 * (step % 3)})
+
+
+def test_what_changed_stands_above_with_what_to_try(tmp_path: Path):
+    run, known = RunFolder.create(tmp_path / "sums", CONFIG), Known()
+    for step in range(1, 16):
+        run.add(fallen(step))
+    assert not material(run, known).trends
+    assert "What changed" not in Page(report_html(run, known=known)).text
+    for step in range(16, 24):
+        run.add(fallen(step))
+    trends = material(run, known).trends
+    assert [(t.what, t.step) for t in trends if t.what == "reward fell"] == [("reward fell", 16)]
+    assert trends == material(iter(run)).trends == material(run).trends
+    text = Page(report_html(run, known=known)).text
+    words = ["What changed over the last steps", str(trends[-1]), "The last steps, in words"]
+    assert sorted(map(text.index, words)) == [text.index(w) for w in words]
+    assert sorted(known.watched) == list(range(1, 24))
+    shutil.rmtree(run.path / "steps" / "00001")  # was rewound, say
+    material(run, known)
+    assert sorted(known.watched) == list(range(2, 24))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

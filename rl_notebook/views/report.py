@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import pandas as pd
 from ..core import RecordError
 from ..drawings import number, rewards_html
 from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
+from ..trends import Trend, watch_run
 from .charts import LOOKS, Chart, Figure, asset, charts, module, plotly_script
 from .payloads import TIMELINE_STEPS, ages_row, completions_payload, header_payload, history_row
 from .payloads import is_asynchronous, run_payloads, spread_row, step_payloads, timeline_payload
@@ -34,6 +36,7 @@ __all__ = ['write_report', 'run_status', 'follow']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
 MOSTLY_DEAD = 0.5  # share of groups without signal from which on the page says so
+WATCHED = 40  # last steps of which it is said what changed
 LAST = max(TIMELINE_STEPS, 6)  # records that are read at the end; the sixth is there for the sentence of the next
 
 
@@ -48,6 +51,7 @@ class Material:
     recent: tuple[tuple[int, str], ...] = ()  # (step, sentence) of the last five
     last: tuple[StepRecord, ...] = ()  # those of the timeline
     notes: tuple[str, ...] = ()  # what was found damaged
+    trends: tuple[Trend, ...] = ()  # what changed over the last steps
 
 
 def pick(steps: Sequence[int]) -> list[int]:  # at most three
@@ -63,6 +67,24 @@ def sentences(records: Sequence[StepRecord]) -> tuple[tuple[int, str], ...]:
 # %% ../../nbs/59_views.report.ipynb #58b35294
 SPREAD_STEPS = 200  # whose completions are read at most
 Spreads = dict[int, dict[str, float]]  # by step
+
+
+@dataclass
+class Known:
+    "What earlier pages of a run have read, by step."
+
+    spreads: Spreads = field(default_factory=dict)
+    watched: dict[int, StepRecord] = field(default_factory=dict)  # without datums and loss
+
+
+def _watched(run: Run, steps: Sequence[int], watched: dict[int, StepRecord]) -> Iterable[StepRecord]:
+    "The last `WATCHED` records, read once and kept without what is large."
+    for step in watched.keys() - {*steps[-WATCHED:]}:
+        del watched[step]
+    for step in {*steps[-WATCHED:]} - watched.keys():
+        with suppress(RecordError):  # the page names it where it reads the record
+            watched[step] = replace(run.record(step), datums=(), loss=None)
+    return watched.values()
 
 
 def _completions(run: Run, step: int) -> pd.DataFrame:
@@ -91,7 +113,7 @@ def read_spreads(run: Run, known: Spreads | None = None) -> Spreads:
 # %% ../../nbs/59_views.report.ipynb #ec02616f
 def material(
     source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
-    known: Spreads | None = None,  # of earlier readings of this run; filled
+    known: Known | None = None,  # of earlier readings of this run; filled
 ) -> Material:
     "Read what a report needs."
     if not isinstance(source, Run):
@@ -99,13 +121,15 @@ def material(
         steps = sorted(read)
         metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
-        return Material("run", settings, metrics, *_told(read, steps))
+        return Material("run", settings, metrics, *_told(read, steps), trends=watch_run(list(read.values())[-WATCHED:]))
     metrics = source.metrics()
     steps, read, damaged = _readable(source)
-    for found in (read_spreads(source, known), {step: ages_row(read[step]) for step in steps[-LAST:]}):
+    known = known or Known()
+    for found in (read_spreads(source, known.spreads), {step: ages_row(read[step]) for step in steps[-LAST:]}):
         metrics = metrics.join(pd.DataFrame.from_dict(found, orient="index"))
     name, settings = source.path.resolve().name, flat_settings(source.config)
-    return Material(name, settings, metrics, *_told(read, steps), (*source.notes, *damaged))
+    trends = watch_run(_watched(source, steps, known.watched))
+    return Material(name, settings, metrics, *_told(read, steps), (*source.notes, *damaged), trends)
 
 
 def _readable(run: Run) -> tuple[list[int], dict[int, StepRecord], list[str]]:  # steps, records to show, notes
@@ -250,6 +274,12 @@ def _recent_html(recent: Iterable[tuple[int, str]]) -> str:
     return tag("ul", *items, kind="card recent") if items else ""
 
 
+def _trends_html(trends: Iterable[Trend]) -> str:
+    "What changed over the last steps, the newest first, with what to try."
+    items = [tag("li", tag("b", f"Step {t.step}"), tag("p", html.escape(str(t)))) for t in reversed([*trends])]
+    return tag("h2", "What changed over the last steps") + tag("ul", *items, kind="card recent") if items else ""
+
+
 def _top_html(m: Material, status: Status | None) -> str:
     "Head of the page: name and numbers, whether the run goes on, what is damaged."
     header = header_payload(m.metrics, m.settings, m.name)
@@ -287,8 +317,8 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure
     "The body of the page, its figures and its tables by place."
     over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
     idle = header_payload(m.metrics, m.settings)["idle"]
-    parts = [_top_html(m, status)]
-    parts += [_dead_html(m.metrics), _figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
+    parts = [_top_html(m, status), _dead_html(m.metrics) if over_steps else "", _trends_html(m.trends)]
+    parts += [_figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
     parts += [tag("h2", "The last steps, in words"), _recent_html(m.recent)] if m.recent else []
     parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
     said = {f"t{i}": completions_payload(record) for i, record in enumerate(m.samples)}
@@ -330,7 +360,7 @@ def report_html(
     title: str | None = None,  # None = the name of the run folder
     status: Status | None = None,  # said at the top
     refresh: float | None = None,  # seconds after which the page reads itself again; None = never
-    known: Spreads | None = None,  # of earlier pages of this run; filled
+    known: Known | None = None,  # of earlier pages of this run; filled
 ) -> str:  # one page, about 5 MB, most of it plotly's script
     "A run as one self-contained HTML page."
     m = material(source, known)
@@ -405,7 +435,7 @@ async def follow(
     say: Callable[[str], Any] = lambda line: None,  # told how the run stands whenever that changes
 ) -> Path:
     "Keep the page of a run up to date until the run is finished; raises RecordError when the run cannot be read."
-    opened, known, seen, failed = Run.open(run), {}, None, 0
+    opened, known, seen, failed = Run.open(run), Known(), None, 0
     alone, ended = threading.Lock(), threading.Event()
 
     def write(status: Status, refresh: float | None) -> None:
