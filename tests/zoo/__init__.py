@@ -13,5 +13,6 @@ is needed.
 
     python -m tests.zoo build                    # a table, and a row per kind
     python -m tests.zoo build --only temperature -v
+    python -m tests.zoo build --http --first     # the server behind HTTP, one case of each kind: 20 minutes
     python -m tests.zoo unseen --dry             # run the cases, ask no doctor
 """

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rl_notebook.core import BackendError
 from rl_notebook.doctor import Diagnosis, diagnose
 
 from .faults import CLEAN, NONE, Case, run_case
-from .steps import World, gap, opened
+from .steps import Run, World, gap, opened
 
 FAULTS = ("right", "second", "none, wrongly", "wrong, in doubt", "wrong, sure", "silent", "error")
 OUTCOMES = {"known": FAULTS, "none": FAULTS, "clean": ("right", "false alarm", "error")}
@@ -80,11 +82,22 @@ async def floor_of(world: World) -> float:
     return floors()[world]
 
 
-async def judged(case: Case, *, alone: bool = False, dry: bool = False) -> Answer:
+async def judged(case: Case, *, alone: bool = False, dry: bool = False, http: bool = False) -> Answer:
     "What the doctor says of a case: from the record alone, or with the machines; or nothing, if it is not asked."
+    run = await opened(replace(case.world, http=http))
+    try:
+        return await answer_of(case, run, alone, dry)
+    finally:
+        await run.close()
+
+
+async def answer_of(case: Case, run: Run, alone: bool, dry: bool) -> Answer:
+    "What the doctor says of a case in this run."
     begin = time.perf_counter()
-    run = await opened(case.world)
-    record = await run_case(case, run)
+    try:
+        record = await run_case(case, run)
+    except BackendError as error:  # the client has seen it before there was a record
+        return Answer(case, "refused", error.what, 0.0, "", math.inf, 0.0, time.perf_counter() - begin)
     found = {"gap": gap(record), "floor": 0.0 if section(case) == "clean" else await floor_of(case.world)}
     if dry:
         return Answer(case, "not asked", "", 0.0, "", **found, seconds=time.perf_counter() - begin)
@@ -114,7 +127,7 @@ def tables(answers: list[Answer], verbose: bool) -> Iterator[str]:
     titles = {"known": "a known cause", "none": "none of the known", "clean": "nothing is wrong"}
     for name, outcomes in OUTCOMES.items():
         n = counts(a for a in counted if section(a.case) == name)
-        parts = "  ".join(f"{o} {n[o]}" for o in (*outcomes, "not asked") if n[o] or o in outcomes[:1])
+        parts = "  ".join(f"{o} {n[o]}" for o in (*outcomes, "refused", "not asked") if n[o] or o in outcomes[:1])
         yield f"{titles[name]:<20}{sum(n.values()):>4} cases   {parts}"
     left = len(answers) - len(counted)
     yield f"{left} more cases have no gap above that of their clean step, and are not counted"
@@ -122,7 +135,7 @@ def tables(answers: list[Answer], verbose: bool) -> Iterator[str]:
     for kind in dict.fromkeys(a.case.kind for a in answers):
         own = [a for a in answers if a.case.kind == kind]
         n = counts(a for a in own if a.counted)
-        parts = "  ".join(f"{o} {n[o]}" for o in (*FAULTS, "false alarm", "not asked") if n[o])
+        parts = "  ".join(f"{o} {n[o]}" for o in (*FAULTS, "false alarm", "refused", "not asked") if n[o])
         flat = sum(not a.counted for a in own)
         yield f"{kind.family:<12}{kind.name:<56}{parts}{f'  no gap {flat}' * bool(flat)}"
         for a in own if verbose else ():

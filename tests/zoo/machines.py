@@ -273,7 +273,7 @@ def with_adapter(model: Any, rank: int, dropout: float = 0.0) -> Any:
         return get_peft_model(model, config)
 
 
-def assembled(trainer: Trainer, reference: Trainer, server: Server, sync: Sync, lora_rank: int) -> Backend:
+def assembled(trainer: Trainer, reference: Trainer, sampler: Any, sync: Sync, lora_rank: int) -> Backend:
     "The machines as a backend."
 
     def score_at(temperature: float) -> None:
@@ -281,5 +281,5 @@ def assembled(trainer: Trainer, reference: Trainer, server: Server, sync: Sync, 
 
     can = {"lora_rank": lora_rank, "policy_temperature": trainer.temperature}
     capabilities = Capabilities("zoo", grad_accumulation_normalization=("none",), **can)
-    roles = {"policy": trainer, "reference": reference, "sampler": server, "sync": sync}
-    return Backend(**roles, tokenizer=server.tokenizer, capabilities=capabilities, score_at=score_at)
+    roles = {"policy": trainer, "reference": reference, "sampler": sampler, "sync": sync}
+    return Backend(**roles, tokenizer=sampler.tokenizer, capabilities=capabilities, score_at=score_at)

@@ -26,6 +26,7 @@ from rl_notebook.toy import toy_rows
 from rl_notebook.xray import sample_of
 
 from .machines import Server, Sync, Trainer, Weights, assembled, cast, shipped, with_adapter
+from .wire import Front
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class World:
     warm_up: int = 2  # updates before the step
     seed: int = 0  # of its updates
     draw: int = 0  # of the step, with the seed
+    http: bool = False  # whether the server is reached through HTTP, by the package's client
 
 
 LEARNS = ("dtype", "lora_rank", "lora_dropout", "learning_rate", "model", "seed")  # what decides a history
@@ -77,12 +79,20 @@ class Run:
         self.reference = Trainer(model, source="reference", **how)
         self.server = Server(cast(copy.deepcopy(model), dtype), self.tokenizer, can_echo=world.can_echo)
         self.sync = Sync(self.trainer, self.server, model.state_dict())
+        self.front = Front(self.server) if world.http else None
+        self.sampler = self.front.client() if self.front else self.server
         self.updates = 0
 
     @property
     def backend(self) -> Backend:
         "What `diagnose` is given."
-        return assembled(self.trainer, self.reference, self.server, self.sync, self.world.lora_rank)
+        return assembled(self.trainer, self.reference, self.sampler, self.sync, self.world.lora_rank)
+
+    async def close(self) -> None:
+        "Stop serving."
+        if self.front:
+            await self.sampler.close()
+            self.front.close()
 
     async def publish(self) -> None:
         "Sync the server."
@@ -101,7 +111,7 @@ class Run:
     async def draw(self, prompts: Sequence[Prompt], turns: int, params: SampleParams) -> list[Rollouts]:
         "Completions, or conversations of several turns."
         if turns == 1:
-            return [await draw_completions(self.server, p, params) for p in prompts]
+            return [await draw_completions(self.sampler, p, params) for p in prompts]
         return [Rollouts(p, tuple([await self.talk(p, turns, i, params) for i in range(params.n)])) for p in prompts]
 
     async def talk(self, prompt: Prompt, turns: int, index: int, params: SampleParams) -> RolloutSample:
@@ -110,7 +120,7 @@ class Run:
         for turn in range(turns):
             said = said.add_messages({"role": "user", "content": "Check it, step by step."}) if turn else said
             own = replace(params, n=1, seed=(params.seed or 0) + 1000 * prompt.number + 10 * index + turn)
-            said = said.add_completion((await self.server.sample(said.tokens, own))[0])
+            said = said.add_completion((await self.sampler.sample(said.tokens, own))[0])
         return said.to_sample()
 
     async def step(
@@ -156,7 +166,8 @@ class Run:
 
 async def learn(world: World, past: list[Weights], updates: int) -> None:
     "Make the updates that a history lacks, from its beginning if there is none."
-    run = Run(replace(world, temperature=1.0, can_echo=True, prompts=4, completions=4, max_tokens=24, draw=0))
+    usual = {"temperature": 1.0, "can_echo": True, "prompts": 4, "completions": 4, "max_tokens": 24}
+    run = Run(replace(world, **usual, draw=0, http=False))
     if not past:
         past.append(run.trainer.states[await run.trainer.save_state("0")])
     run.updates = len(past) - 1

@@ -34,6 +34,24 @@ def test_the_machines_are_a_backend_that_agrees_with_itself():
     asyncio.run(test())
 
 
+def test_http_changes_nothing():
+    "Drawn one by one, a completion has another seed; what it is scored with is the same to the last digit."
+
+    async def test():
+        for temperature in (1.0, 0.7):
+            run = await opened(World(prompts=2, temperature=temperature, http=True))
+            try:
+                assert gap(await run.step()) < 1e-4
+                tokens = [5, 6, 7, 8, 9]
+                there, here = await run.sampler.logprobs(tokens), await run.server.logprobs(tokens)
+                assert (there.values == here.values).all()
+                assert (there.source, there.policy_version) == ("sampler", run.server.version)
+            finally:
+                await run.close()
+
+    asyncio.run(test())
+
+
 def test_the_two_parts_share_no_case():
     parts = [list(cases(split)) for split in (BUILD, UNSEEN)]
     assert all({*c.kind.right} <= {*FIXES, NONE, CLEAN} for part in parts for c in part)
