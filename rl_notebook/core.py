@@ -203,9 +203,13 @@ class Logprobs:
     temperature: float = 1.0  # logits were divided by it
     processed: bool = False  # after top-p/top-k, that is, renormalised over what was kept
     dtype: str = "float32"  # precision of the forward pass
+    entropy: np.ndarray | None = None  # nats, of the distribution at each place, shaped as `values`; None = not known
 
     def __post_init__(self):
-        _freeze(self, values=np.float64)
+        _freeze(self, values=np.float64, entropy=np.float64)
+        if self.entropy is not None and self.entropy.shape != self.values.shape:
+            got = f"{len(self.entropy)} values for {len(self.values)} logprobs"
+            raise AlignmentError("entropy", where=f"{self.source} logprobs", got=got, expected="one per logprob")
 
     def __len__(self) -> int:
         return len(self.values)

@@ -64,6 +64,14 @@ def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     out["rollout/num_dropped"] = float(sum(len(g.dropped) for g in groups))
     return out
 
+# %% ../nbs/07_metrics.ipynb #45642386
+def exact_entropy(datums: Sequence[Datum], loss: LossOutput | None) -> dict[str, float]:
+    "Mean entropy over the trained tokens, nats, if it is known of all of them; else nothing."
+    logprobs = loss.logprobs if loss and len(loss.logprobs) == len(datums) else ()
+    values = [lp.entropy[d.active] for d, lp in zip(datums, logprobs) if lp.entropy is not None]
+    flat = np.concatenate(values) if values and len(values) == len(datums) else np.zeros(0)
+    return {"entropy": float(flat.mean())} if len(flat) and np.isfinite(flat).all() else {}
+
 # %% ../nbs/07_metrics.ipynb #8dec112a
 def datum_metrics(datums: Sequence[Datum]) -> dict[str, float]:
     "Counts, mask coverage and truncation of the datums of a step."
@@ -102,10 +110,10 @@ def step_metrics(
     *,
     policy_version: int = 0,  # of the trainer
 ) -> dict[str, float]:
-    "Every number of a step in one flat dict."
+    "Every number of a step in one flat dict; `entropy` is exact where the trainer says it, else an estimate."
     return merge_metrics(
         reward_metrics(groups),
-        completion_metrics(groups),
+        completion_metrics(groups) | exact_entropy(datums, loss),
         datum_metrics(datums),
         staleness_metrics(groups, policy_version),
         loss.metrics if loss else {},

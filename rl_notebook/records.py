@@ -266,7 +266,7 @@ def _group_json(group: PromptGroup) -> dict[str, Any]:
 
 def _loss_json(loss: LossOutput) -> dict[str, Any]:
     "A loss output without its arrays; each logprob series keeps its provenance."
-    stamps = [_plain_fields(lp, ("values",), f"logprobs {i}") for i, lp in enumerate(loss.logprobs)]
+    stamps = [_plain_fields(lp, ("values", "entropy"), f"logprobs {i}") for i, lp in enumerate(loss.logprobs)]
     return _plain_fields(loss, ("logprobs", "dlogprobs"), "loss") | {"logprobs": stamps}
 
 # %% ../nbs/32_records.ipynb #fa36c250
@@ -298,6 +298,8 @@ def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:
     if record.loss is not None:
         arrays |= ragged("policy_logprobs", [lp.values for lp in record.loss.logprobs])
         arrays |= ragged("dlogprobs", record.loss.dlogprobs)
+        entropies = [lp.entropy for lp in record.loss.logprobs]
+        arrays |= ragged("policy_entropy", entropies) if any(h is not None for h in entropies) else {}
     return arrays
 
 # %% ../nbs/32_records.ipynb #b26ade88
@@ -365,7 +367,10 @@ def _loss(plain: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray]) -> 
         return None
     others = {name: decode(value) for name, value in plain.items() if name != "logprobs"}
     values, dlogprobs = (cast(list[np.ndarray], unragged(n, arrays)) for n in ("policy_logprobs", "dlogprobs"))
-    logprobs = tuple(Logprobs(v, **decode(s)) for v, s in zip(values, plain["logprobs"], strict=True))
+    known = "policy_entropy" in arrays  # not before it was computed, nor where a service does not tell it
+    entropies = unragged("policy_entropy", arrays) if known else [None] * len(values)
+    parts = zip(values, entropies, plain["logprobs"], strict=True)
+    logprobs = tuple(Logprobs(v, **decode(s), entropy=h) for v, h, s in parts)
     return LossOutput(logprobs=logprobs, dlogprobs=tuple(dlogprobs), **others)
 
 # %% ../nbs/32_records.ipynb #bb39a4cc

@@ -453,8 +453,11 @@ def test_the_chunked_head_is_the_plain_one(rows, vocab, chunk, temperature, froz
         inputs = [h, *(p for p in head.parameters() if p.requires_grad)]
         return [values, *torch.autograd.grad((values * dlogprob).sum(), inputs, allow_unused=rows == 0)]
 
-    chunked = run(lambda h: head_logprobs(h, targets, head, temperature, chunk))
-    plain = run(lambda h: pick_logprobs(head(h), targets, temperature))
+    entropies = torch.empty(2, rows, dtype=torch.double)
+    chunked = run(lambda h: head_logprobs(h, targets, head, temperature, chunk, entropies[0]))
+    plain = run(lambda h: pick_logprobs(head(h), targets, temperature, entropies[1]))
+    logprobs = (head(hidden) / temperature).log_softmax(-1)
+    assert torch.allclose(entropies, -(logprobs.exp() * logprobs).sum(-1), atol=1e-12)
     assert len(chunked) == len(plain)
     for a, b in zip(chunked, plain, strict=True):
         assert a is b is None or torch.allclose(a, b, atol=1e-12)

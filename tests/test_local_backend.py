@@ -70,13 +70,17 @@ def run(coroutine):
 # Gradients ------------------------------------------------------------------------------------------------------
 
 
-def naive_gradients(backend, datums, loss_fn) -> dict[str, torch.Tensor]:
-    "Sequence by sequence through the model's own logits, all of them, and plain autograd."
+def distributions(backend, datums) -> list[torch.Tensor]:
+    "Logprobs (N-1, V) of each datum, sequence by sequence through the model's own logits, all of them."
     module, temperature = backend.policy.state.module, backend.policy.state.scoring.temperature
-    series = []
-    for d in datums:
-        logits = module(input_ids=torch.from_numpy(d.input_tokens.copy())[None]).logits[0] / temperature
-        series.append(logits.log_softmax(-1)[torch.arange(len(d.weights)), torch.from_numpy(d.target_tokens.copy())])
+    rows = [torch.from_numpy(d.input_tokens.copy())[None] for d in datums]
+    return [(module(input_ids=row).logits[0] / temperature).log_softmax(-1) for row in rows]
+
+
+def naive_gradients(backend, datums, loss_fn) -> dict[str, torch.Tensor]:
+    "By plain autograd."
+    wholes = zip(distributions(backend, datums), datums, strict=True)
+    series = [lp[torch.arange(len(d.weights)), torch.from_numpy(d.target_tokens.copy())] for lp, d in wholes]
     params = backend.policy.state.params
     grads = torch.autograd.grad(loss_fn(datums, series)[0], list(params.values()), allow_unused=True)
     return {name: g for name, g in zip(params, grads, strict=True) if g is not None}
@@ -93,8 +97,8 @@ def naive_gradients(backend, datums, loss_fn) -> dict[str, torch.Tensor]:
     lora=st.sampled_from([0, 3]),
     temperature=st.sampled_from([1.0, 0.7]),
 )
-def test_the_gradient_is_exact_however_it_is_batched(seed, count, tokens, family, tied, lora, temperature):
-    "float64: split into batches, padded, sorted and chunked, it is the naive gradient to 1e-10; see `tolerance`."
+def test_gradient_and_entropy_are_exact_however_they_are_batched(seed, count, tokens, family, tied, lora, temperature):
+    "float64: split into batches, padded, sorted and chunked, they are the naive ones to 1e-10; see `tolerance`."
     lora = 0 if family == "gpt2" else lora
     shape = {"tied": tied, "seed": seed % 100}
     options = {"lora_rank": lora, "temperature": temperature, "reference": False}
@@ -105,7 +109,7 @@ def test_the_gradient_is_exact_however_it_is_batched(seed, count, tokens, family
             for p in backend.policy.state.params.values():
                 p.normal_(std=0.1)
     datums = random_datums(seed, count)
-    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    trained = run(backend.policy.forward_backward_custom(datums, mixing_loss)).logprobs
     got, want = gradients(backend), naive_gradients(backend, datums, mixing_loss)
     assert got.keys() == want.keys()
     trees = any(batch.tree for batch in backend.policy.state.scoring.batches(datums))
@@ -114,6 +118,10 @@ def test_the_gradient_is_exact_however_it_is_batched(seed, count, tokens, family
     scale = max(float(g.abs().max()) for g in want.values()) or 1.0
     for name, g in want.items():
         assert float((got[name] - g).abs().max()) <= tolerance * max(1.0, scale), name
+    for scored in (trained, run(backend.policy.forward(datums))):
+        for lp, d, whole in zip(scored, datums, distributions(backend, datums), strict=True):
+            entropy = -(whole.exp() * whole).sum(-1).detach().numpy()
+            assert np.allclose(lp.entropy, np.where(d.active, entropy, np.nan), atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -131,7 +139,7 @@ def test_the_gradient_in_float32_does_not_know_the_batches(order):
 def test_chunks_of_the_head_change_nothing(monkeypatch):
     datums, found = random_datums(3, 4), []
     for elements in (300, 2**24):
-        monkeypatch.setattr("rl_notebook.backends.engine.head_logprobs.__defaults__", (1.0, elements))
+        monkeypatch.setattr("rl_notebook.backends.engine.head_logprobs.__defaults__", (1.0, elements, None))
         backend = backend_of(reference=False)
         run(backend.policy.forward_backward_custom(datums, mixing_loss))
         found.append(torch.cat([g.flatten() for g in gradients(backend).values()]))

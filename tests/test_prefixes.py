@@ -195,7 +195,7 @@ def test_trees_under_lora(datums, budget, prompt_logprobs):
 @given(batches_of_datums(), st.integers(1, 5))
 def test_trees_with_a_head_in_chunks(datums, rows):
     with pytest.MonkeyPatch.context() as patch:
-        chunked = lambda c, features, targets, t=1.0: head_logprobs(features, targets, c.head, t, rows * 258)
+        chunked = lambda c, f, targets, t=1.0, e=None: head_logprobs(f, targets, c.head, t, rows * 258, e)
         patch.setattr(local_module.CausalModel, "logprobs", chunked)
         compare("qwen3", datums, 10_000, True)
 

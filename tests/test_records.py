@@ -40,7 +40,11 @@ from rl_notebook.records import (
     metrics_frame,
     read_checkpoint,
     read_record,
+    record_arrays,
+    record_json,
+    restore_record,
     staged_folder,
+    tokens_frame,
     write_record,
 )
 
@@ -156,7 +160,8 @@ def losses(draw):
     lengths = draw(st.lists(st.integers(0, 4), max_size=3))
     arrays = [np.array(draw(st.lists(floats, min_size=n, max_size=n)), dtype=np.float64) for n in lengths]
     stamp = (draw(st.sampled_from(["target", "token"])), draw(text), draw(st.none() | st.integers(0, 9)))
-    logprobs = tuple(Logprobs(a, *stamp, draw(floats), draw(st.booleans()), draw(text)) for a in arrays)
+    stamp = (*stamp, draw(floats), draw(st.booleans()), draw(text))
+    logprobs = tuple(Logprobs(a, *stamp, draw(st.sampled_from([None, -a]))) for a in arrays)
     return LossOutput(draw(floats), draw(st.dictionaries(text, floats, max_size=2)), logprobs, tuple(arrays))
 
 
@@ -381,6 +386,18 @@ def test_what_was_written_before_there_were_checksums_is_read(run: RunFolder):
     opened.add(synthetic_record(4))
     assert opened.metrics().index.tolist() == [1, 2, 3, 4]
     assert RunFolder.resume(run.path, CONFIG).config == CONFIG
+
+
+def test_what_was_written_before_there_were_entropies_is_read(run: RunFolder):
+    record = next(iter(run))
+    told = replace(
+        record, loss=replace(record.loss, logprobs=[replace(p, entropy=-p.values) for p in record.loss.logprobs])
+    )
+    arrays = {name: x for name, x in record_arrays(told).items() if "entropy" not in name}
+    assert record_arrays(told).keys() - arrays.keys() == {"policy_entropy", "policy_entropy.lengths"}
+    assert arrays.keys() == record_arrays(record).keys()  # nothing is written of a service that does not tell it
+    before = restore_record(record_json(told), arrays, tokens_frame(told))
+    assert [p.entropy for p in before.loss.logprobs] == [None] * len(record.loss.logprobs)
 
 
 def seen(path: Path) -> tuple:

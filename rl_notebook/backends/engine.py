@@ -39,27 +39,48 @@ def logits_of(features: Tensor, head: nn.Module | None) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 # %% ../../nbs/23_backends.engine.ipynb #0ea8f9a5
+SLICE_ELEMENTS = {"cpu": 2**18}  # probabilities that exist at once: they stay in the cache; elsewhere a chunk
+
+
+def fill_entropy(entropy: Tensor, logprobs: Tensor) -> None:
+    "Write the entropy of each row of logprobs (M, V) to (M,), in nats."
+    rows = max(1, SLICE_ELEMENTS.get(logprobs.device.type, CHUNK_ELEMENTS) // logprobs.shape[-1])
+    with torch.no_grad():
+        for h, part in zip(entropy.split(rows), logprobs.detach().split(rows), strict=True):
+            h.copy_(part.exp().mul_(part.clamp(min=-1e4)).sum(-1).neg_())  # 0 * -inf is not a number
+
+
 def pick_logprobs(
     logits: Tensor,  # (M, V) float32 or float64
     targets: Tensor,  # (M,) ids
     temperature: float = 1.0,  # divides the logits
+    entropy: Tensor | None = None,  # (M,) to be filled with the entropy of each row
 ) -> Tensor:
     "(M,) log-probabilities of `targets`."
-    scaled = logits if temperature == 1 else logits / temperature
-    return scaled.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+    if entropy is not None:
+        fill_entropy(entropy, logprobs)
+    return logprobs.gather(-1, targets[:, None]).squeeze(-1)
 
 # %% ../../nbs/23_backends.engine.ipynb #1722b5e0
+def parted(entropy: Tensor | None, length: int, chunk: int) -> Sequence[Tensor | None]:
+    "What is to be filled, chunk by chunk."
+    return [None] * -(-length // chunk) if entropy is None else entropy.split(chunk)
+
+
 class _HeadLogprobs(torch.autograd.Function):
     "Chunked logprobs of a bias-free linear head; no logits are kept between forward and backward."
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk):
+    def forward(ctx, hidden, weight, targets, temperature, chunk, entropy):
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.frozen = not ctx.needs_input_grad[1]
         values, dlogprobs = [], []
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        for h, t, e in zip(
+            hidden.split(chunk), targets.split(chunk), parted(entropy, len(targets), chunk), strict=True
+        ):
             logits = logits_of(F.linear(h, weight), None)
-            values.append(pick_logprobs(logits, t, temperature))
+            values.append(pick_logprobs(logits, t, temperature, e))
             if ctx.frozen:
                 p = (logits / temperature).softmax(-1).to(weight.dtype)
                 dlogprobs.append((weight[t] - p @ weight) / temperature)
@@ -74,7 +95,7 @@ class _HeadLogprobs(torch.autograd.Function):
         (g,) = grads
         if ctx.frozen:
             (dlogprobs,) = ctx.saved_tensors
-            return dlogprobs * g[:, None].to(dlogprobs.dtype), None, None, None, None
+            return dlogprobs * g[:, None].to(dlogprobs.dtype), None, None, None, None, None
         hidden, weight, targets = ctx.saved_tensors
         d_hidden, d_weight = [], torch.zeros_like(weight, dtype=g.dtype)
         for h, t, gc in zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), g.split(ctx.chunk), strict=True):
@@ -83,7 +104,7 @@ class _HeadLogprobs(torch.autograd.Function):
             d_logits = p.mul_(-scale).scatter_add_(1, t[:, None], scale).to(weight.dtype)
             d_hidden.append(d_logits @ weight)
             d_weight += d_logits.t() @ h
-        return torch.cat(d_hidden), d_weight.to(weight.dtype), None, None, None
+        return torch.cat(d_hidden), d_weight.to(weight.dtype), None, None, None, None
 
 # %% ../../nbs/23_backends.engine.ipynb #ca1e1a9e
 def head_logprobs(
@@ -92,17 +113,19 @@ def head_logprobs(
     head: nn.Module | None,  # output embedding
     temperature: float = 1.0,  # divides the logits
     chunk_elements: int = CHUNK_ELEMENTS,  # logits that may exist at once
+    entropy: Tensor | None = None,  # (M,) to be filled with the entropy of each row, without gradient
 ) -> Tensor:
     "(M,) log-probabilities of `targets`, differentiable, with memory that does not grow with M times V."
     if head is None or len(targets) == 0:
-        return pick_logprobs(logits_of(features, head), targets, temperature)
+        return pick_logprobs(logits_of(features, head), targets, temperature, entropy)
     chunk = max(1, chunk_elements // int(getattr(head, "out_features", 2**16)))
     plain = type(head) is nn.Linear and head.bias is None
     if torch.is_grad_enabled() and plain:
-        return _HeadLogprobs.apply(features, head.weight, targets, temperature, chunk)  # type: ignore[return-value]
-    one = lambda f, t: pick_logprobs(logits_of(f, head), t, temperature)
-    run = partial(checkpoint, one, use_reentrant=False) if torch.is_grad_enabled() else one
-    return torch.cat([run(f, t) for f, t in zip(features.split(chunk), targets.split(chunk), strict=True)])
+        return _HeadLogprobs.apply(features, head.weight, targets, temperature, chunk, entropy)  # type: ignore[return-value]
+    one = lambda e: lambda f, t: pick_logprobs(logits_of(f, head), t, temperature, e)
+    run = partial(checkpoint, use_reentrant=False) if torch.is_grad_enabled() else lambda fn, *args: fn(*args)
+    parts = zip(parted(entropy, len(targets), chunk), features.split(chunk), targets.split(chunk), strict=True)
+    return torch.cat([run(one(e), *part) for e, *part in parts])
 
 # %% ../../nbs/23_backends.engine.ipynb #ec18126d
 @dataclass(eq=False)
@@ -592,9 +615,11 @@ class CausalModel:
         window = next(w for w in self.windows if w is not None)
         return {"full_attention": cache.masks[None], "sliding_attention": cache.masks[window]}
 
-    def logprobs(self, features: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-        "(M,) logprobs of `targets` (M,) from features (M, D)."
-        return head_logprobs(features, targets, self.head, temperature)
+    def logprobs(
+        self, features: Tensor, targets: Tensor, temperature: float = 1.0, entropy: Tensor | None = None
+    ) -> Tensor:
+        "(M,) logprobs of `targets` (M,) from features (M, D); fills `entropy` (M,), if it is given."
+        return head_logprobs(features, targets, self.head, temperature, entropy=entropy)
 
 # %% ../../nbs/23_backends.engine.ipynb #e09d3782
 def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device | str = "cpu") -> Tensor:

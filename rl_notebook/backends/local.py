@@ -137,10 +137,15 @@ def tree_of(scoring: Scoring, datums: Sequence[Datum]) -> PrefixTree:
     return prefix_tree([d.input_tokens for d in datums], scoring.causal.device)
 
 # %% ../../nbs/24_backends.local.ipynb #5e14f5ae
-def score_batch(scoring: Scoring, datums: Sequence[Datum], tree: bool = False) -> Tensor:
+def score_batch(
+    scoring: Scoring,
+    datums: Sequence[Datum],
+    tree: bool = False,
+    entropies: list[Tensor] | None = None,  # gets one more: (M,) of the distributions, in nats, without gradient
+) -> Tensor:
     "(M,) logprobs of all scored positions of one batch, datum after datum, with gradient if it is enabled."
     if tree:
-        return _score_tree(scoring, datums)
+        return _score_tree(scoring, datums, entropies)
     device = scoring.causal.device
     picked = np.zeros((len(datums), max(len(d.weights) for d in datums)), dtype=bool)
     for row, d in zip(picked, datums, strict=True):
@@ -150,10 +155,10 @@ def score_batch(scoring: Scoring, datums: Sequence[Datum], tree: bool = False) -
     with routed(scoring, datums):
         features = scoring.causal.features(padded([d.input_tokens for d in datums], device))
     scoring.meter.datums_scored += len(datums)
-    return scoring.causal.logprobs(features.flatten(0, 1)[where], targets, scoring.temperature)
+    return with_entropy(scoring, features.flatten(0, 1)[where], targets, entropies)
 
 
-def _score_tree(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
+def _score_tree(scoring: Scoring, datums: Sequence[Datum], entropies: list[Tensor] | None) -> Tensor:
     "`score_batch`, what the datums begin with computed once."
     causal, tree = scoring.causal, tree_of(scoring, datums)
     scored = [d.active | scoring.prompt_logprobs for d in datums]
@@ -164,20 +169,30 @@ def _score_tree(scoring: Scoring, datums: Sequence[Datum]) -> Tensor:
     with reading(causal.decoder.config, tree):
         features = causal.features(tree.ids, tree.positions)[0]
     scoring.meter.datums_scored += len(datums)
-    logprobs = causal.logprobs(F.embedding(places, features), ids, scoring.temperature)
+    logprobs = with_entropy(scoring, F.embedding(places, features), ids, entropies)
+    if entropies is not None:
+        entropies[-1] = entropies[-1][back]
     return F.embedding(back, logprobs[:, None])[:, 0]
+
+
+def with_entropy(scoring: Scoring, features: Tensor, targets: Tensor, entropies: list[Tensor] | None) -> Tensor:
+    "The logprobs of targets; the entropies beside them go to the list."
+    entropy = None
+    if entropies is not None:
+        entropy = features.new_empty(len(targets), dtype=torch.promote_types(features.dtype, torch.float32))
+        entropies.append(entropy)
+    return scoring.causal.logprobs(features, targets, scoring.temperature, entropy)
 
 # %% ../../nbs/24_backends.local.ipynb #0a3f2822
 def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: list[Tensor]) -> list[Tensor]:
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat logprobs of each batch."
-    series: list[Tensor] = [torch.empty(0)] * len(datums)
-    scored = [torch.from_numpy(d.active | scoring.prompt_logprobs) for d in datums]
-    for batch, flat in zip(batches, flats, strict=True):
-        parts = flat.detach().cpu().split([int(scored[i].sum()) for i in batch.rows])
-        for i, part in zip(batch.rows, parts, strict=True):
-            series[i] = part.new_full(scored[i].shape, torch.nan)
-            series[i][scored[i]] = part
-    return series
+    rows = [i for batch in batches for i in batch.rows]
+    scored = torch.from_numpy(np.concatenate([datums[i].active | scoring.prompt_logprobs for i in rows]))
+    values = torch.cat([flat.detach().cpu() for flat in flats])
+    whole = values.new_full(scored.shape, torch.nan)
+    whole[scored] = values
+    series = dict(zip(rows, whole.split([len(datums[i].weights) for i in rows]), strict=True))
+    return [series[i] for i in range(len(datums))]
 
 
 def note_pass(
@@ -193,14 +208,21 @@ def note_pass(
     meter.note(kind, pass_work(size, tokens, scored, tokens - real, len(batches)))
 
 # %% ../../nbs/24_backends.local.ipynb #298e43ba
-def score(scoring: Scoring, datums: Sequence[Datum]) -> list[np.ndarray]:
+def score(
+    scoring: Scoring,
+    datums: Sequence[Datum],
+    entropies: list[np.ndarray] | None = None,  # gets one (N-1,) array per datum, nats
+) -> list[np.ndarray]:
     "One (N-1,) array per datum, in the order given."
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
-    batches = scoring.batches(datums)
+    batches, beside = scoring.batches(datums), None if entropies is None else list[Tensor]()
     note_pass(scoring, "scoring", datums, batches)
     with torch.no_grad(), scoring.meter.timed("scoring"):
-        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree) for b in batches]
-    return [series.double().numpy() for series in per_datum(scoring, datums, batches, flats)]
+        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside) for b in batches]
+    in_order = lambda values: [series.double().numpy() for series in per_datum(scoring, datums, batches, values)]
+    if entropies is not None and beside is not None:
+        entropies += in_order(beside)
+    return in_order(flats)
 
 # %% ../../nbs/24_backends.local.ipynb #4c6941e2
 def not_finite(
@@ -281,22 +303,30 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 # %% ../../nbs/24_backends.local.ipynb #8b413399
-def evaluate(state: PolicyState, datums: Sequence[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
+def evaluate(
+    state: PolicyState,
+    datums: Sequence[Datum],
+    loss_fn: LossFn,
+    entropies: list[np.ndarray] | None = None,  # gets one (N-1,) array per datum, nats
+) -> tuple[float, dict, list, list]:
     "Loss value, metrics, logprobs and dL/dlogprob per datum; no gradient reaches the weights."
-    scoring, state.graph = state.scoring, None
+    scoring, state.graph, beside = state.scoring, None, None if entropies is None else list[Tensor]()
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches = scoring.batches(datums)
     keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
     note_pass(scoring, "training", datums, batches)
     with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
-        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree) for b in batches]
+        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside) for b in batches]
     series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
     with torch.enable_grad():
         value, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn, scoring.prompt_logprobs)
     state.graph = Graph(tuple(datums), batches, flats) if keep else None
     saved = sum(sum(len(datums[i].weights) for i in b.rows) - b.tokens for b in batches if b.tree)
     metrics["perf/prefix_tokens_saved"] = float(saved)
-    return value, metrics, [s.detach().double().numpy() for s in series], dlogprobs
+    arrays = lambda values: [s.detach().double().numpy() for s in values]
+    if entropies is not None and beside is not None:
+        entropies += arrays(per_datum(scoring, datums, batches, beside))
+    return value, metrics, arrays(series), dlogprobs
 
 # %% ../../nbs/24_backends.local.ipynb #459e71fa
 def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], prompt_logprobs: bool = False) -> None:
@@ -718,11 +748,18 @@ def threads_for(causal: CausalModel, asked: int | None, inline: bool) -> int | N
     return asked or (1 if small and causal.device.type == "cpu" else None)
 
 # %% ../../nbs/24_backends.local.ipynb #cb5ea3b2
-def stamped(values: Sequence[np.ndarray], scoring: Scoring, source: str, version: int | None) -> list[Logprobs]:
+def stamped(
+    values: Sequence[np.ndarray],
+    scoring: Scoring,
+    source: str,
+    version: int | None,
+    entropies: Sequence[np.ndarray | None] = (),  # one per series, or none at all
+) -> list[Logprobs]:
     "Arrays as `Logprobs` with their provenance."
     dtype = str(scoring.causal.dtype).removeprefix("torch.")
-    stamp = {"source": source, "policy_version": version, "temperature": scoring.temperature, "dtype": dtype}
-    return [Logprobs(v, **stamp) for v in values]  # type: ignore[arg-type]
+    stamp: dict[str, Any] = {"source": source, "policy_version": version, "temperature": scoring.temperature}
+    pairs = zip(values, entropies or [None] * len(values), strict=True)
+    return [Logprobs(v, **stamp, dtype=dtype, entropy=h) for v, h in pairs]
 
 # %% ../../nbs/24_backends.local.ipynb #88e9000e
 class LocalReference:
@@ -765,12 +802,13 @@ class LocalTrainer:
         return self.state.scoring.causal.vocab_size
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
-        "Policy logprobs, target coordinates (N-1,), NaN where not scored."
-        return self._stamp(await self.run(score, self.state.scoring, list(datums)))
+        "Policy logprobs and the entropies beside them, target coordinates (N-1,), NaN where not scored."
+        entropies: list[np.ndarray] = []
+        return self._stamp(await self.run(score, self.state.scoring, list(datums), entropies), entropies)
 
     async def loss(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Value, metrics, logprobs and dL/dlogprob; no gradient is accumulated."
-        return self._output(*await self.run(evaluate, self.state, list(datums), loss_fn))
+        return await self._output(evaluate, datums, loss_fn)
 
     async def backward(self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
         "Accumulate the gradient that belongs to dL/dlogprob (N-1,) of each datum."
@@ -778,7 +816,7 @@ class LocalTrainer:
 
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Loss and backward in one call."
-        return self._output(*await self.run(loss_and_backward, self.state, list(datums), loss_fn))
+        return await self._output(loss_and_backward, datums, loss_fn)
 
     async def optim_step(
         self, adam: AdamParams, *, grad_accumulation_normalization: GradNormalization = "none"
@@ -823,16 +861,20 @@ class LocalTrainer:
         then, now, change = await self.run(linear_change, self.state, list(datums), before)
         return self._stamp(then), self._stamp(now), change
 
-    def _stamp(self, values: Sequence[np.ndarray]) -> list[Logprobs]:
-        return stamped(values, self.state.scoring, "policy", self.versions.current)
+    def _stamp(self, values: Sequence[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
+        return stamped(values, self.state.scoring, "policy", self.versions.current, entropies)
 
-    def _output(self, value: float, metrics: dict, series: list, dlogprobs: list) -> LossOutput:
-        return LossOutput(value, metrics, tuple(self._stamp(series)), tuple(dlogprobs))
+    async def _output(self, fn: Callable[..., Any], datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
+        entropies: list[np.ndarray] = []
+        value, metrics, series, dlogprobs = await self.run(fn, self.state, list(datums), loss_fn, entropies)
+        return LossOutput(value, metrics, tuple(self._stamp(series, entropies)), tuple(dlogprobs))
 
 # %% ../../nbs/24_backends.local.ipynb #bba76898
-def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
+def loss_and_backward(
+    state: PolicyState, datums: list[Datum], loss_fn: LossFn, entropies: list[np.ndarray]
+) -> tuple[float, dict, list, list]:
     "`evaluate`, then `backpropagate` of its derivatives."
-    value, metrics, series, dlogprobs = evaluate(state, datums, loss_fn)
+    value, metrics, series, dlogprobs = evaluate(state, datums, loss_fn, entropies)
     backpropagate(state, datums, dlogprobs)
     norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
     return value, metrics | norms, series, dlogprobs
