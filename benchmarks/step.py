@@ -2,6 +2,8 @@
 
     python benchmarks/step.py --setting tiny --json FILE
     python benchmarks/step.py --setting smollm2 --json FILE
+    python benchmarks/step.py --setting gsm8k --json FILE       # SmolLM2 again, with word problems for prompts
+    python benchmarks/step.py --setting gsm8k --json FILE
 
 TRL trains; each time it has finished a step, a callback runs one of ours. Both start from the same weights, are given
 the same prompts in the same order, draw the same number of completions of exactly the same length, grade them with the
@@ -32,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
+from rl_notebook.data import load_rows
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.records import StepRecord
 from rl_notebook.roofs import ModelSize, gemm_rate, model_size, peak_memory, read_rate, threads
@@ -53,6 +56,7 @@ class Setting:
     steps: int = 20  # measured ones; one more comes before them
     learning_rate: float = 1e-6
     weight_decay: float = 0.01
+    problems: bool = False  # word problems of about 100 tokens; else sums
 
     @property
     def rows(self) -> int:
@@ -60,7 +64,17 @@ class Setting:
         return self.prompts * self.completions
 
 
-SETTINGS = {"tiny": Setting("tiny"), "smollm2": Setting("smollm2", tokens=32, steps=3)}
+SETTINGS = {
+    "tiny": Setting("tiny"),
+    "smollm2": Setting("smollm2", tokens=32, steps=3),
+    "gsm8k": Setting("smollm2", tokens=96, steps=3, problems=True),
+}
+PROBLEMS = Path(__file__).parents[1] / "examples" / "gsm8k" / "sample.jsonl"
+SHOWN_ONCE = """Work out the answer in one line, then give it after ####.
+
+Question: A pen costs 2 dollars. How much do 3 pens cost?
+Answer: 3 * 2 = 6
+#### 6"""
 
 
 def arbitrary_reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
@@ -70,8 +84,10 @@ def arbitrary_reward(completions: list[list[dict[str, str]]], **_: Any) -> list[
 
 def conversations(setting: Setting) -> list[list[dict[str, str]]]:
     "The prompts of all steps, in order."
-    rows = toy_rows(setting.prompts * (setting.steps + 1))
-    return [[{"role": "user", "content": row["question"]}] for row in rows]
+    needed = setting.prompts * (setting.steps + 1)
+    if setting.problems:
+        return [list(row.messages) for row in load_rows(PROBLEMS, max_rows=needed, system_prompt=SHOWN_ONCE)]
+    return [[{"role": "user", "content": row["question"]}] for row in toy_rows(needed)]
 
 
 # --- the model that both sides load ------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import re
 import runpy
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +75,34 @@ def test_a_script_trains_here(folder: str, run: Callable[..., str], tmp_path: Pa
     said = run(folder, "--log-path", str(tmp_path))
     assert re.search(r"held-out reward 0\.\d\d -> 0\.\d\d \(2 steps", said)
     assert Run.open(tmp_path).steps == [1, 2]
+
+
+def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], tmp_path: Path):
+    rows, folder = str(EXAMPLES / "gsm8k" / "sample.jsonl"), tmp_path / "run"
+    small = ["--base-model", "tiny", "--max-rows", "34", "--max-completion-tokens", "12"]
+    said = run("gsm8k", "--dataset", rows, "--log-path", str(folder), *small)
+    assert re.search(r"^done \(2 steps", said, re.MULTILINE)
+    with at_home("gsm8k"):
+        importlib.import_module("figures").main(folder)
+    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    counts = Counter((line["step"], line["set"]) for line in lines)
+    assert counts == {(step, name): n for step in (0, 2) for name, n in (("held out", 6 * 2), ("shown", 10))}
+    page = (folder / "figures.md").read_text()
+    assert re.search(r"^\| reward \| \d\.\d\d\d \(", page, re.MULTILINE)
+    assert page.count("```text") == 2 * 10
+    assert "held out" in (folder / "curve.svg").read_text()
+
+
+@pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
+def test_calculations_are_checked(example: SimpleNamespace):
+    graded = {
+        "3 * 2 = 6 dollars.\nTogether 6 + 7 = 14.\n#### 14": 0.5,
+        "$3.50 x 2 = $7": 1,
+        "12 - 3 - 4 = 5, and 7 ÷ 2 = 3.5.": 1,
+        "1,200/2 = 600": 1,
+        "x = 3, so #### 3": 0,
+    }
+    assert {text: example.rewards.calculations(text) for text in graded} == graded
 
 
 def odd_is_right(text: str, answer: str) -> float:
