@@ -96,10 +96,10 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
 @pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
 def test_calculations_are_checked(example: SimpleNamespace):
     graded = {
-        "3 * 2 = 6 dollars.\nTogether 6 + 7 = 14.\n#### 14": 0.5,
-        "$3.50 x 2 = $7": 1,
-        "12 - 3 - 4 = 5, and 7 ÷ 2 = 3.5.": 1,
-        "1,200/2 = 600": 1,
+        "3 * 2 = 6 dollars.\nTogether 6 + 7 = 13.\n#### 13": 1,
+        "3 boxes x 4 pens = 12 pens, 1,200 / 2 = 600, 12 + 1 = 14": 2 / 3,
+        "12 - 3 - 4 = 5, and that / 2 = 2.5": 0.5,  # one of two
+        "($3.50 x 2) = $7. 2.4 kWh * 25 = 60 kWh": 1,
         "x = 3, so #### 3": 0,
     }
     assert {text: example.rewards.calculations(text) for text in graded} == graded
