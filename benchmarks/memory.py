@@ -5,6 +5,9 @@
 Both run the same loss on the same small model and sequences, each in a process of its own, and must arrive at the same
 gradients. Memory is what the process holds at its peak, less what it held before the pass (Linux, CPU, float32). Of
 each sequence the last three quarters are trained on, as a completion would be.
+
+Then completions of common prompts, with each prompt computed once and for each of them. The two differ by less than
+what the allocator keeps back, so the storage of all tensors that are alive is counted instead.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_notebook.backends.local import open_local
@@ -44,6 +50,7 @@ class Case:
     sequences: int = 4
     hidden: int = 64
     layers: int = 2
+    completions: int = 1  # sequences of one prompt
 
     @property
     def logits_mb(self) -> float:
@@ -65,6 +72,8 @@ def datums_of(case: Case) -> list[Datum]:
     weights = (np.arange(case.length - 1) >= case.length // 4).astype(float)
     advantages = rng.normal(size=case.sequences)
     tokens = rng.integers(0, case.vocabulary, (case.sequences, case.length))
+    for i in range(case.sequences):
+        tokens[i, : case.length // 4] = tokens[i - i % case.completions, : case.length // 4]
     return [
         Datum(t, weights, advantage=float(a), sample=i) for i, (t, a) in enumerate(zip(tokens, advantages, strict=True))
     ]
@@ -114,6 +123,48 @@ def peak_growth(run: Pass) -> float:
     before = held("VmRSS")
     run()
     return held("VmHWM") - before
+
+
+class Live(TorchDispatchMode):
+    "Counts the bytes of the tensors that are alive, of those made inside."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.now, self.peak = dict[int, int](), 0, 0
+
+    def gone(self, place: int) -> None:
+        self.now -= self.known.pop(place)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in tree_leaves(found) if isinstance(t, Tensor)):
+            if (place := storage.data_ptr()) and place not in self.known:
+                self.known[place] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, place)
+        return found
+
+
+SHARED = Case(8_000, 1024, sequences=32, completions=8)
+
+
+def live_mb(case: Case, no_tree: str, checkpointing: bool) -> float:
+    "Megabytes of tensors that are alive at the peak of one pass of ours."
+    how = {"reference": False, "inline": True, "device": "cpu", "gradient_checkpointing": checkpointing}
+    policy, datums = open_local(model_of(case), None, **how).policy, datums_of(case)
+    policy.state.scoring.causal.no_tree = no_tree
+    loss_fn = make_loss_fn(datums, policy_loss="ppo")
+    with Live() as live:
+        asyncio.run(policy.forward_backward_custom(datums, loss_fn))
+    return live.peak / MB
+
+
+def measure_shared(case: Case = SHARED) -> dict[str, float]:
+    "The peak with prompts computed once and for each completion, layers kept and computed again."
+    sides = {"once": "", "each": "switched off"}
+    layers = {"": False, ", checkpointing": True}
+    return {side + kept: live_mb(case, why, again) for side, why in sides.items() for kept, again in layers.items()}
 
 
 def measure(variant: str, case: Case) -> tuple[float, dict[str, Tensor]]:
@@ -169,9 +220,12 @@ def main() -> None:
         for case in (Case(v, n) for v in VOCABULARIES for n in LENGTHS):
             found = {variant: measure_apart(variant, case, Path(folder)) for variant in VARIANTS}
             results.append(compare(found, case))
-    print(table(results))
+    shared = measure_shared()
+    print(table(results), "", f"{SHARED.sequences}x{SHARED.length}, {SHARED.completions} of a prompt:", sep="\n")
+    print("\n".join(f"{name:<24}{size:>6.0f}" for name, size in shared.items()))
     if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=1) + "\n")
+        found = {"torch": torch.__version__, "cases": results, "shared": asdict(SHARED) | {"live_mb": shared}}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,25 @@ def test_a_wrong_or_missing_gradient_is_noticed(measured):
         memory.compare({"ours": (growth, {name: grads[name]}), "naive": other}, SMALL)
 
 
+def test_prompts_computed_once_take_no_more_memory():
+    case = memory.Case(vocabulary=500, length=512, sequences=16, completions=4)
+    tokens = [d.tokens for d in memory.datums_of(case)]
+    assert [(tokens[0][:128] == t[:128]).all() for t in tokens] == [True] * 4 + [False] * 12
+    found = memory.measure_shared(case)
+    assert found["once"] < found["each"]
+    assert found["once, checkpointing"] < 1.05 * found["each, checkpointing"]  # one layer at a time, copies and all
+
+
+def test_the_count_of_live_tensors_is_that_of_their_storage():
+    with memory.Live() as live:
+        held = torch.ones(1_000_000)
+        view = held[:10] + torch.ones(2_000_000)[:10]
+        del held
+        view = view + 1
+    assert live.peak == 4 * (3_000_000 + 10)
+    assert live.now == 4 * 10
+
+
 @linux
 def test_growth_is_what_was_held_at_the_peak():
     def hold_and_let_go():

@@ -34,7 +34,7 @@ def by_prefix(sequences: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
     return order, [0, *(shared_length(sequences[a], sequences[b]) for a, b in pairwise(order))]
 
 # %% ../../nbs/16_backends.prefixes.ipynb #3353bbee
-COPIES = 8  # copied keys and values of so many tokens take the memory of one token that is computed
+COPIES = 3  # copied keys and values of so many tokens take the memory of one token that is computed
 
 
 def plan_trees(
