@@ -9,10 +9,15 @@ Each case says what a right answer is: one cause of `doctor.FIXES`, or several t
 clean steps `CLEAN`. One part of the zoo (`build`) is there to improve the doctor by. The other (`unseen`, in a file of
 its own) says once how good it has become: many of its kinds are in it only, the others come with other seeds and
 strengths. Improve nothing by it, and do not open it while you improve; afterwards it belongs to `build`, and a new one
-is needed.
+is needed. A second one (`unseen3`) was written by somebody who knew the machines and the names of the causes only.
+
+Each case says how large it is: the largest and the mean gap in nats, the mean total variation between the law that
+tokens were drawn from and the one that the client asked for, with what all tokens together say for it in nats, and how
+far they are from a draw as claimed in standard deviations. What is below the noise can be seen there.
 
     python -m tests.zoo build                    # a table, and a row per kind
     python -m tests.zoo build --only temperature -v
     python -m tests.zoo build --http --first     # the server behind HTTP, one case of each kind: 20 minutes
     python -m tests.zoo unseen --dry             # run the cases, ask no doctor
+    python -m tests.zoo unseen3 --dry -v         # and say how large each is
 """

@@ -7,17 +7,32 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
 
 from rl_notebook.core import BackendError
 from rl_notebook.doctor import Diagnosis, diagnose
+from rl_notebook.records import StepRecord
 
 from .faults import CLEAN, NONE, Case, run_case
-from .steps import Run, World, gap, opened
+from .steps import Run, World, gap, gaps, opened
 
 FAULTS = ("right", "second", "none, wrongly", "wrong, in doubt", "wrong, sure", "silent", "error")
 OUTCOMES = {"known": FAULTS, "none": FAULTS, "clean": ("right", "false alarm", "error")}
 SURE = 0.9  # a score that states a cause
+
+
+@dataclass(frozen=True)
+class Size:
+    "How large a fault is, whatever anybody says of it."
+
+    mean: float  # gap, nats, of the tokens that have one
+    variation: float  # total variation of the law drawn from and the one asked for, mean; NaN where nobody knows it
+    evidence: float  # nats, of all tokens for the law drawn from: what the best of tests could have
+    far: float  # of tokens from a draw of the server's model, standard deviations
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,7 @@ class Answer:
     second: str
     gap: float  # nats
     floor: float  # the gap of the same step with nothing wrong
+    size: Size
     seconds: float
 
     @property
@@ -44,7 +60,8 @@ class Answer:
         c = self.case
         what = {"name": c.name, "kind": c.kind.name, "family": c.kind.family, "split": c.split, "right": c.kind.right}
         said = {"outcome": self.outcome, "cause": self.cause, "score": self.score, "second": self.second}
-        return what | said | {"gap": self.gap, "floor": self.floor, "counted": self.counted, "seconds": self.seconds}
+        size = {"gap": self.gap, "floor": self.floor, "counted": self.counted} | asdict(self.size)
+        return what | said | size | {"seconds": self.seconds}
 
 
 def section(case: Case) -> str:
@@ -82,6 +99,24 @@ async def floor_of(world: World) -> float:
     return floors()[world]
 
 
+@torch.no_grad()
+def size_of(run: Run, record: StepRecord) -> Size:
+    "How large a fault is."
+    apart = gaps(record)[1:]
+    apart, surprise, spread = apart[np.isfinite(apart)], 0.0, 0.0
+    for s in (s for g in record.groups for s in g.samples):
+        logits = run.server.model(torch.tensor([s.tokens.tolist()])).logits[0, :-1].float() / (s.temperature or 1.0)
+        law, mask = logits.log_softmax(-1).double(), torch.from_numpy(s.loss_mask[1:] > 0)
+        entropy = -(law.exp() * law).sum(-1)
+        own = law.gather(-1, torch.from_numpy(s.tokens[1:].copy())[:, None])[:, 0]
+        surprise += float((-own - entropy)[mask].sum())
+        spread += float(((law.exp() * law**2).sum(-1) - entropy**2)[mask].sum())
+    known = run.server.variations
+    mean, variation = (float(np.mean(v)) if len(v) else math.nan for v in (apart, known))
+    evidence = run.server.evidence if known else math.nan
+    return Size(mean, variation, evidence, surprise / max(spread, 1e-12) ** 0.5)
+
+
 async def judged(case: Case, *, alone: bool = False, dry: bool = False, http: bool = False) -> Answer:
     "What the doctor says of a case: from the record alone, or with the machines; or nothing, if it is not asked."
     run = await opened(replace(case.world, http=http))
@@ -97,8 +132,10 @@ async def answer_of(case: Case, run: Run, alone: bool, dry: bool) -> Answer:
     try:
         record = await run_case(case, run)
     except BackendError as error:  # the client has seen it before there was a record
-        return Answer(case, "refused", error.what, 0.0, "", math.inf, 0.0, time.perf_counter() - begin)
-    found = {"gap": gap(record), "floor": 0.0 if section(case) == "clean" else await floor_of(case.world)}
+        spent = time.perf_counter() - begin
+        return Answer(case, "refused", error.what, 0.0, "", math.inf, 0.0, Size(*[math.nan] * 4), spent)
+    found: dict[str, Any] = {"gap": gap(record), "size": size_of(run, record)}
+    found["floor"] = 0.0 if section(case) == "clean" else await floor_of(case.world)
     if dry:
         return Answer(case, "not asked", "", 0.0, "", **found, seconds=time.perf_counter() - begin)
     try:
@@ -139,7 +176,8 @@ def tables(answers: list[Answer], verbose: bool) -> Iterator[str]:
         flat = sum(not a.counted for a in own)
         yield f"{kind.family:<12}{kind.name:<56}{parts}{f'  no gap {flat}' * bool(flat)}"
         for a in own if verbose else ():
-            gaps = f"gap {a.gap:.2g} (clean {a.floor:.1g})"
+            parts = f"gap {a.gap:.2g} mean {a.size.mean:.2g} (clean {a.floor:.1g})"
+            parts += f" TV {a.size.variation:.2g}, {a.size.evidence:.2g} nats, z {a.size.far:+.1f}"
             said = f"{a.cause} {a.score:.2f}, then {a.second}"
             what = f"{str(a.case.strength)[:10]!r:<13}{a.case.setting:<7}seed {a.case.seed:<4}"
-            yield f"    {a.outcome:<16}{what}{gaps:<28}{said}"
+            yield f"    {a.outcome:<16}{what}{parts:<76}{said}"

@@ -64,6 +64,8 @@ class Server:
     altered: Alteration | None = None  # after each load
     says: Callable[[Completion], Completion] = copy.copy  # on the way to the client
     version: int = 0
+    variations: list[float] = field(default_factory=list)  # of each completion: between its laws and those asked for
+    evidence: float = 0.0  # nats: what the likelihood of all tokens says for their own laws, on average
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         "Serve these weights; what is not among them stays as it is."
@@ -98,10 +100,20 @@ class Server:
         with torch.no_grad(), seeded(params.seed):
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **told)
         drawn = out.sequences[:, ids.shape[1] :]
-        series = [_picked(torch.stack(parts, 1), drawn) for parts in (out.logits, out.scores)]
+        laws = [torch.stack(parts, 1).float() for parts in (out.logits, out.scores)]
+        series = [_picked(law, drawn) for law in laws]
         ends = [next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row)) for row in drawn]
+        self.compare(laws[1], laws[0] / (params.temperature or 1.0), ends)
         return [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
                 for row, r, p, n in zip(drawn.numpy(), *series, ends, strict=True)]  # fmt: skip
+
+    def compare(self, law: Tensor, asked: Tensor, ends: Sequence[int]) -> None:
+        "Note how the laws of draws (B, C, V) differ from those asked for, as far as each row counts."
+        drawn, wanted = law.log_softmax(-1), asked.log_softmax(-1)
+        apart = (drawn.exp() - wanted.exp()).abs().sum(-1) / 2
+        told = (drawn.exp() * (drawn - wanted)).nan_to_num(0.0).sum(-1)
+        self.variations += [float(row[:n].mean()) for row, n in zip(apart, ends, strict=True)]
+        self.evidence += sum(float(row[:n].sum()) for row, n in zip(told, ends, strict=True))
 
     def _completion(self, prompt, tokens, raw, processed, params, eos) -> Completion:
         told = {"both": (raw, processed), "raw": (raw, raw), "processed": (processed, processed)}[self.reports]

@@ -127,6 +127,7 @@ class Run:
         self,
         *,
         collate: Callable[[list[PromptGroup]], Sequence[Datum]] = datums_from_groups,
+        asks: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,  # rows, made of those of the toy
         turns: int = 1,
         minibatches: int = 1,  # updates of the step
         options: LossOptions | None = None,  # of the loss of its updates
@@ -136,7 +137,7 @@ class Run:
         w, first = self.world, self.updates * self.world.prompts
         seed = 10_000 * w.seed + 100 * w.draw + self.updates
         asked = SampleParams(n=w.completions, max_tokens=w.max_tokens, temperature=w.temperature, seed=seed)
-        rows = load_rows(toy_rows(w.prompts, seed=seed))
+        rows = load_rows(asks(toy_rows(w.prompts, seed=seed)))
         prompts = encode_rows(rows, self.tokenizer, first_number=first)
         drawn = await self.draw(prompts, turns, replace(asked, **params))
         graded = [assemble(r, [replace(s, reward=float(len(s.text) % 5)) for s in r.samples]) for r in drawn]
@@ -192,15 +193,20 @@ async def opened(world: World) -> Run:
 
 
 def gap(record: StepRecord) -> float:
-    """What is to be found in a record: the largest difference of sampler and trainer at a trained token, nats.
+    "What is to be found in a record: the largest of its `gaps`."
+    return float(gaps(record).max())
+
+
+def gaps(record: StepRecord) -> np.ndarray:
+    """Differences of sampler and trainer at trained tokens, nats.
 
     Infinite where one has no number, and where nobody drew the token; before any update, of the reference, too."""
     assert record.loss is not None
-    samples, worst = sample_of(record.groups), [0.0]
+    samples, found = sample_of(record.groups), [np.zeros(1)]
     for d, lp in zip(record.datums, record.loss.logprobs, strict=True):
         drawn = samples[d.group, d.sample].loss_mask[1:]
         leak = len(drawn) != len(d.weights) or (drawn < d.weights).any()
         others = [d.sampler_logprobs] + [d.ref_logprobs] * (record.step == 1)
         differ = [abs(np.asarray(s) - lp.values)[d.active] for s in others]
-        worst += [math.inf if leak or (v != v).any() else float(v.max()) for v in differ if len(v)]
-    return max(worst)
+        found += [np.where(leak | (v != v), math.inf, v) for v in differ if len(v)]
+    return np.concatenate(found)
