@@ -10,6 +10,7 @@ import html
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,8 @@ class Evidence:
     raw: tuple[np.ndarray | None, ...] = ()  # the sampler's at temperature 1 over the full vocabulary
     drawn: tuple[np.ndarray | None, ...] = ()  # 1 where the samples' masks say that the policy drew the token
     foreign: Mapping[int, int | None] = field(default_factory=dict)  # datums with other tokens than their sample: whose
+    entropy: tuple[np.ndarray | None, ...] = ()  # the trainer's, nats; None = it does not tell
+    kept: tuple[int, int] = (1, 1)  # groups or samples that were trained on, of all that were drawn
     stamps: Stamps = Stamps()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
     pairs: tuple[Pair, ...] = ()  # tokens behind a single other one
@@ -87,7 +90,7 @@ class Evidence:
     refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
 
     def __post_init__(self):
-        for name in ("raw", "drawn"):
+        for name in ("raw", "drawn", "entropy"):
             object.__setattr__(self, name, tuple(getattr(self, name)) or (None,) * len(self.datums))
 
     @cached_property
@@ -424,6 +427,124 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     rank = lambda v: np.argsort(np.argsort(v[known], kind="stable"), kind="stable")
     return float(np.corrcoef(rank(x), rank(y))[0, 1]) if known.sum() > 2 else 0.0
 
+# %% ../nbs/41_doctor.ipynb #bcacf9db
+CLEAR = 8.0  # nats of log-likelihood
+COLDER = np.geomspace(1.01, 8, 48)  # 1/T
+
+
+@dataclass(frozen=True, eq=False)
+class TwoLevels:
+    "Distributions of given entropies: a likely token, and rivals that share the rest evenly."
+
+    rest: np.ndarray  # (K,) probability of all rivals together
+    rivals: np.ndarray  # (K,) how many there are
+
+    @classmethod
+    def of(cls, entropy: np.ndarray, few: bool = False) -> TwoLevels:
+        "By bisection, with as few rivals as there may well be, or with more of them."
+        entropy = np.maximum(entropy, 0.0)
+        rivals = np.maximum(2, 1.1 * np.exp(entropy)) if few else 2 + 2 * np.exp(entropy)
+        low, high = np.full(len(entropy), 1e-12), rivals / (rivals + 1)
+        for _ in range(50):
+            q = (low + high) / 2
+            less = -(1 - q) * np.log1p(-q) - q * np.log(q / rivals) < entropy
+            low, high = np.where(less, q, low), np.where(less, high, q)
+        return cls((low + high) / 2, rivals)
+
+    def at(self, sharpness: float) -> tuple[np.ndarray, np.ndarray]:
+        "(K,) logarithms of what the likely token, and all others together, weigh at temperature 1 / sharpness."
+        others = np.log(self.rivals) + sharpness * np.log(self.rest / self.rivals)
+        return sharpness * np.log1p(-self.rest), others
+
+    def gains(self, surprise: np.ndarray) -> np.ndarray:
+        "Nats by which temperatures below 1 explain so much surprise (K,) better than 1, one for each of `COLDER`."
+        return np.array([((1 - a) * surprise - np.logaddexp(*self.at(a))).sum() for a in COLDER])
+
+    def expected(self, sharpness: float) -> np.ndarray:
+        "(K,) surprise of tokens that are drawn at temperature 1 / sharpness."
+        top, others = self.at(sharpness)
+        chance = np.exp(others - np.logaddexp(top, others))
+        return -(1 - chance) * np.log1p(-self.rest) - chance * np.log(self.rest / self.rivals)
+
+# %% ../nbs/41_doctor.ipynb #6ffe091b
+ODD = 3.5  # standard deviations that luck explains: one honest step in four thousand has more
+
+
+@dataclass(frozen=True)
+class Surprise:
+    "How much more the drawn tokens surprise the trainer than tokens drawn from its distributions would."
+
+    tokens: int
+    z: float  # standard deviations
+    allowed: float  # |z| that luck, rounding and the choice of the trained rows explain
+    temperature: float  # that explains it, roughly
+    needed: int  # tokens from which a temperature of 0.8 is expected to show
+
+    @property
+    def odd(self) -> bool:
+        "Whether the tokens were not drawn as claimed."
+        return abs(self.z) > self.allowed
+
+    @property
+    def words(self) -> str:
+        "In a few words."
+        if self.odd:
+            kind = "safer" if self.z < 0 else "wilder"
+            return f"{self.tokens} tokens are {kind} than their exact entropy says (z = {self.z:+.1f})"
+        least = f"; a temperature of 0.8 shows from {self.needed} on" if self.tokens < self.needed else ""
+        return f"{self.tokens} tokens do not contradict what is claimed of them (z = {self.z:+.1f}{least})"
+
+
+def surprise(e: Evidence) -> Surprise | None:
+    "None where the entropy is not known, where other weights drew, or where the numbers already differ."
+    entropy, versions = e.flat(e.entropy), {e.stamps.trainer_version, e.stamps.sampler_version} - {None}
+    known = np.isfinite(e.p) & np.isfinite(entropy)
+    x, n = (-e.p - entropy)[known], int(known.sum())
+    square = float((x**2).sum())
+    if n < 2 or square == 0 or len(versions) > 1 or differs(e):
+        return None
+    model, few = TwoLevels.of(entropy[known]), TwoLevels.of(entropy[known], few=True)
+    z = float(x.sum()) / square**0.5
+    z = max(z, -((2 * max(0.0, float(model.gains(-e.p[known]).max()))) ** 0.5)) if z < 0 else z
+    allowed = ODD + by_choice(*e.kept) + float(np.nansum(e.gap[known] ** 2)) ** 0.5
+    needed = n * allowed**2 / 2 / max(float(model.gains(few.expected(1.25)).max()), 1e-9)
+    return Surprise(n, z, allowed, 1 / max(0.2, 1 - float(x.sum()) / square), int(np.ceil(needed)))
+
+
+def by_choice(kept: int, drawn: int) -> float:
+    "The largest z that choosing so many of the drawn rows can make."
+    if not 0 < kept < drawn:
+        return 0.0
+    normal = NormalDist()
+    return drawn * normal.pdf(normal.inv_cdf(1 - kept / drawn)) / kept**0.5
+
+# %% ../nbs/41_doctor.ipynb #66881f9a
+SURE_PLACE = 0.33  # nats, the entropy of nine to one
+FAR = 1.5  # nats for a temperature near 1, and against one of 0.25, which is a rare setting
+
+
+def colder_than_cut(e: Evidence, sharpness: float) -> float:
+    "Nats of log-likelihood by which a temperature explains the tokens at sure places better than a cut does."
+    entropy = e.flat(e.entropy)
+    sure = np.isfinite(e.p) & (entropy < SURE_PLACE)
+    model, other = TwoLevels.of(entropy[sure]), float((e.p[sure] < -np.log(2)).sum())
+    top, others = model.at(sharpness)
+    likely = lambda expected: other * np.log(max(expected, 1e-9)) - expected
+    claimed, colder = float(model.rest.sum()), float(np.exp(others - np.logaddexp(top, others)).sum())
+    gain = likely(colder) - max(likely(claimed), likely(0.02 * claimed))
+    return gain + FAR * (1 - (np.log(sharpness) / np.log(2)) ** 2)
+
+
+def from_record(e: Evidence, cause: str) -> Finding:
+    "What the tokens of the step themselves say for a cause."
+    found = surprise(e)
+    if found is None or not found.odd:
+        return Finding(cause, 0.0, "no exact entropy to hold the tokens against" if found is None else found.words)
+    colder = colder_than_cut(e, 1 / found.temperature) if found.z < 0 else np.inf
+    score = 0.85 * 2 ** (min(0.0, colder if cause == "temperature" else -colder) / CLEAR)  # both named up to there
+    text = found.words + (f", as if drawn at {found.temperature:.2f}" if cause == "temperature" else ", as if cut")
+    return Finding(cause, score, text, {"tokens": found.tokens, "z": found.z})
+
 # %% ../nbs/41_doctor.ipynb #72a4b759
 @dataclass(frozen=True, eq=False)
 class Redraw:
@@ -454,9 +575,6 @@ class Redraw:
         made |= {("top-p", x): self.cut(before < x) for x in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)}
         made |= {("top-k", float(k)): self.cut(np.arange(len(p)) < k) for k in (1, 2, 3, 4, 5, 8, 10, 16, 20)}
         return made | {("min-p", x): self.cut(p >= x * p.max()) for x in (0.02, 0.05, 0.1, 0.2, 0.3)}
-
-
-CLEAR = 8.0  # nats of log-likelihood
 
 
 def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (nats gained, how much)}
@@ -580,7 +698,14 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     text += raw_words(e)
     text = text if differs(e) else "no gap"
     drawn = from_draws(e, "top-p or top-k", ["top-p", "top-k", "min-p"])
-    return strongest([drawn, lifted(e), Finding("top-p or top-k", score, text, {"below": below, "kept": kept})])
+    return strongest(
+        [
+            drawn,
+            from_record(e, "top-p or top-k"),
+            lifted(e),
+            Finding("top-p or top-k", score, text, {"below": below, "kept": kept}),
+        ]
+    )
 
 
 def lifted(e: Evidence) -> Finding:
@@ -597,7 +722,13 @@ def temperature(e: Evidence) -> Finding:
     "One side divided its logits by a temperature."
     drawn = from_draws(e, "temperature", ["temperature"])
     fitted = strongest([fit_shape(e), fit_heads(e)]) if e.redraws and differs(e) else fit_series(e)
-    return strongest([drawn, replace(fitted, score=fitted.score * (0.0 if told_otherwise(e) else 1.0))])
+    return strongest(
+        [
+            drawn,
+            from_record(e, "temperature"),
+            replace(fitted, score=fitted.score * (0.0 if told_otherwise(e) else 1.0)),
+        ]
+    )
 
 
 def repeats(e: Evidence) -> bool:
@@ -925,7 +1056,10 @@ def all_well(e: Evidence) -> Finding:
     "Every difference is within the tolerance."
     share = float((np.abs(e.gap) > tolerance(e)).mean())
     text = f"{share:.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
+    drawn = surprise(e)
     as_claimed = not e.redraws or max(gain for gain, _ in redrawn(e).values()) <= CLEAR
+    as_claimed = as_claimed and not (drawn and drawn.odd)
+    text += f"; {drawn.words}" if drawn else ""
     return Finding("all well", 0.99 * (not differs(e) and as_claimed), text)
 
 # %% ../nbs/41_doctor.ipynb #5306cdfb
@@ -1103,7 +1237,7 @@ def weigh(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
     asked = [ask(e) for ask in HYPOTHESES]
     if not differs(e):
-        without_gap = lambda f: f.cause in (*_COUNTED, "dtype or batching") or "draws" in f.numbers
+        without_gap = lambda f: f.cause in (*_COUNTED, "dtype or batching") or {"draws", "z"} & f.numbers.keys()
         asked = [f if without_gap(f) else replace(f, score=0.0) for f in asked]
     ranked = sorted(asked, key=lambda f: -f.score)
     findings = tuple(sorted([none_of_these(e, ranked), *ranked], key=lambda f: -f.score))
@@ -1200,6 +1334,18 @@ def from_samples(record: StepRecord) -> Found:
         drawn.append(None if s is None else as_long(d, s.loss_mask[1:], 0))
     return tuple(raw), tuple(drawn), foreign
 
+
+def kept_rows(record: StepRecord) -> tuple[int, int]:
+    "Groups that are trained on, of all; samples, where some of a group are and others not."
+    trained = {(d.group, d.sample) for d in record.datums if d.num_loss_tokens}
+    counts = [
+        (sum((g.index, i) in trained for i in range(len(g.samples))), len(g.samples) + len(g.dropped))
+        for g in record.groups
+    ]
+    whole = all(kept in (0, drawn) for kept, drawn in counts)
+    pairs = [(int(kept > 0), 1) for kept, _ in counts] if whole else counts
+    return sum(kept for kept, _ in pairs), sum(drawn for _, drawn in pairs)
+
 # %% ../nbs/41_doctor.ipynb #4daf4971
 def gather(
     source: StepRecord | Sequence[Datum],
@@ -1221,11 +1367,13 @@ def gather(
         fix = "Hand over trainer_logprobs, or a backend that scores the datums."
         raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)
     ours = values_of(trainer, datums, "trainer logprobs")
+    entropy = tuple(getattr(lp, "entropy", None) for lp in trainer)
     theirs = values_of(sampler or [d.sampler_logprobs for d in datums], datums, "sampler logprobs")
     if record:
-        e = Evidence(datums, ours, theirs, *from_samples(record), stamps=claims(record, untrained))
+        known = {"entropy": entropy, "kept": kept_rows(record), "stamps": claims(record, untrained)}
+        e = Evidence(datums, ours, theirs, *from_samples(record), **known)
     else:
-        e = Evidence(datums, ours, theirs, stamps=Stamps(untrained=bool(untrained)))
+        e = Evidence(datums, ours, theirs, entropy=entropy, stamps=Stamps(untrained=bool(untrained)))
     check_comparable(e)
     return e
 
@@ -1456,6 +1604,12 @@ def settled(e: Evidence) -> bool:
     return d.score >= SETTLED and d.cause != NONE and not coarse
 
 
+def told_by_record(e: Evidence) -> bool:
+    "Whether the tokens of the step look drawn as claimed, and are many enough to show it."
+    found = surprise(e)
+    return found is not None and abs(found.z) < 2 and found.tokens >= 2 * found.needed
+
+
 def rows_for_controls(e: Evidence, limit: int) -> list[int]:
     "Rows that the controls look at: the largest gaps and the longest, in order."
     scored = [r for r in worst_rows(e, len(e.datums)) if e.datums[r].num_loss_tokens]
@@ -1482,7 +1636,7 @@ async def diagnose(
     rows = rows_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():
         assert backend is not None
-        if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
+        if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok and not told_by_record(e)):
             continue
         if name in ("sync", "context", "pairs") and "sampler" not in e.controls:
             continue

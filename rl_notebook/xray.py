@@ -203,7 +203,9 @@ def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
     last = record.loss.logprobs if record.loss else ()
     known = lambda d, lp: d.old_logprobs is not None and np.isfinite(lp.values[d.active]).all()  # NaN is never hidden
     pairs = zip(record.datums, last, strict=bool(last))
-    return tuple(replace(lp, values=d.old_logprobs) if known(d, lp) else lp for d, lp in pairs)
+    first = [replace(lp, values=d.old_logprobs) if known(d, lp) else lp for d, lp in pairs]
+    unmoved = record.updates[0] if record.updates else len(first)  # the entropies behind it are of later policies
+    return (*first[:unmoved], *(replace(lp, entropy=None) for lp in first[unmoved:]))
 
 # %% ../nbs/40_xray.ipynb #562acdb1
 @dataclass(frozen=True)

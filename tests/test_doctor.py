@@ -45,7 +45,7 @@ from rl_notebook.core import (
 )
 from rl_notebook.data import load_rows
 from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.doctor import FIXES, Diagnosis, diagnose, gather, weigh
+from rl_notebook.doctor import FIXES, Diagnosis, diagnose, gather, surprise, weigh
 from rl_notebook.losses import LossOptions, make_loss_fn
 from rl_notebook.records import StepRecord
 from rl_notebook.rollouts import assemble, draw_completions, encode_rows
@@ -557,6 +557,55 @@ def test_datums_and_series_do_without_a_record(bench: Bench) -> None:
     assert ask(record.datums, record.loss.logprobs).ok
     assert ask(plain, record.loss.logprobs, late).cause == "shift"
     assert ask(plain, None, late, backend=bench.backend).cause == "shift"
+
+
+def drawn_so(bench: Bench, seed: int, **settings: Any) -> StepRecord:
+    "A step of some hundred completions, of which the sampler reports raw logprobs, however it drew them."
+    raw = lambda s: replace(s, logprobs=s.raw_logprobs)
+    groups = asyncio.run(bench.groups(seed, n=64, k=4, **settings))
+    return asyncio.run(bench.record([replace(g, samples=tuple(map(raw, g.samples))) for g in groups]))
+
+
+def test_a_record_alone_says_that_tokens_were_drawn_otherwise(bench: Bench) -> None:
+    "Hotter, or cut: named without a backend, where the numbers agree to the last digit."
+    for settings, cause in (({"temperature": 1.6}, "temperature"), ({"top_p": 0.5}, "top-p or top-k")):
+        verdict = ask(drawn_so(bench, 100, **settings))
+        assert (verdict.cause, verdict.certainty) == (cause, "likely")
+        assert verdict.largest < 1e-4
+        assert verdict.settles
+
+
+def test_tokens_that_were_drawn_as_claimed_raise_no_alarm(bench: Bench) -> None:
+    "Nor do tokens of which the entropy is not known, or of older weights, or too few."
+    record = drawn_so(bench, 100)
+    assert record.loss is not None
+    assert ask(record).ok
+    assert "do not contradict" in ask(record).text
+    wild = drawn_so(bench, 100, temperature=1.6)
+    assert wild.loss is not None
+    silent = tuple(replace(lp, entropy=None) for lp in wild.loss.logprobs)
+    newer = tuple(replace(lp, policy_version=9) for lp in wild.loss.logprobs)
+    for logprobs in (silent, newer):
+        assert ask(replace(wild, loss=replace(wild.loss, logprobs=logprobs))).ok
+    several = replace(wild, updates=(4, len(wild.datums) - 4))  # later updates have other entropies than `old_logprobs`
+    assert ask(several).ok
+
+
+def test_rows_that_were_chosen_by_reward_are_allowed_for(bench: Bench) -> None:
+    "The groups that were drawn most wildly, and no others, are no proof of a temperature."
+    record = drawn_so(bench, 100)
+    assert record.loss is not None
+    pairs = zip(record.datums, record.loss.logprobs, strict=True)
+    excess = [float(np.nansum(-lp.values - lp.entropy)) for _, lp in pairs]  # type: ignore[operator]
+    by_group = np.bincount([d.group for d in record.datums], excess)
+    chosen = [i for i, d in enumerate(record.datums) if by_group[d.group] > np.median(by_group)]
+    logprobs, dlogprobs = ([s[i] for i in chosen] for s in (record.loss.logprobs, record.loss.dlogprobs))
+    loss = replace(record.loss, logprobs=tuple(logprobs), dlogprobs=tuple(dlogprobs))
+    part = replace(record, datums=tuple(record.datums[i] for i in chosen), loss=loss)
+    found = surprise(gather(part))
+    assert found is not None
+    assert found.z > 3
+    assert ask(part).ok
 
 
 def test_a_fault_is_found_at_a_temperature_other_than_one(bench: Bench) -> None:

@@ -157,6 +157,7 @@ class Trainer:
     snapshots: dict[str, Weights] = field(default_factory=dict)
     states: dict[str, Weights] = field(default_factory=dict)
     optimizer: torch.optim.AdamW | None = None
+    entropies: list[Tensor] = field(default_factory=list)  # of what was scored last, one per datum
 
     def scorer(self) -> Any:
         "The model that scores."
@@ -169,21 +170,22 @@ class Trainer:
     def score(self, datums: Sequence[Datum]) -> list[Tensor]:
         "One (N-1,) tensor per datum, NaN where its weight is 0."
         model, series = self.scorer(), [torch.empty(0)] * len(datums)
+        self.entropies = [*series]
         model.train(self.training)
         if self.dropout_seed is not None:
             torch.manual_seed(self.dropout_seed)
         order = sorted(range(len(datums)), key=lambda i: len(datums[i].tokens))
         for at in range(0, len(order), self.batch):
             part = order[at : at + self.batch]
-            for i, found in zip(part, self._pass(model, [datums[i].tokens for i in part]), strict=True):
-                series[i] = found
+            for i, *found in zip(part, *self._pass(model, [datums[i].tokens for i in part]), strict=True):
+                series[i], self.entropies[i] = found
         if not self.sorts_back:
             table = nn.utils.rnn.pad_sequence([series[i] for i in order], batch_first=True)
             series = [row[: len(d.weights)] for row, d in zip(table, datums, strict=True)]
         holes = [torch.from_numpy(np.where(d.active, 0.0, np.nan)).float() for d in datums]
         return [s + hole for s, hole in zip(series, holes, strict=True)]
 
-    def _pass(self, model: Any, rows: Sequence[np.ndarray]) -> list[Tensor]:
+    def _pass(self, model: Any, rows: Sequence[np.ndarray]) -> Iterator[list[Tensor]]:
         longest = max(map(len, rows))
         starts = torch.tensor([longest - len(r) if self.pads_left else 0 for r in rows])[:, None]
         ends = starts + torch.tensor([len(r) for r in rows])[:, None]
@@ -195,14 +197,16 @@ class Trainer:
         told = {name: t for name, t in told.items() if name in self.tells}
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             logits = model(ids, **told, use_cache=False).logits[:, :-1]
-        logprobs = (logits.float() / self.temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        return [p[int(a) : int(a) + len(r) - 1] for p, a, r in zip(logprobs, starts[:, 0], rows, strict=True)]
+        chances = torch.distributions.Categorical(logits=logits.float() / self.temperature)
+        for table in (chances.log_prob(ids[:, 1:]), chances.entropy().detach()):
+            yield [p[int(a) : int(a) + len(r) - 1] for p, a, r in zip(table, starts[:, 0], rows, strict=True)]
 
     def stamped(self, series: Sequence[Tensor]) -> list[Logprobs]:
         "Series with what is true of them as far as a trainer knows."
         what = {"source": self.source, "policy_version": self.version, "temperature": self.temperature}
         kind = str(self.dtype).removeprefix("torch.")
-        return [Logprobs(s.detach().double().numpy(), **what, dtype=kind) for s in series]
+        arrays = ([s.detach().double().numpy() for s in part] for part in (series, self.entropies))
+        return [Logprobs(s, **what, dtype=kind, entropy=h) for s, h in zip(*arrays, strict=True)]
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         with torch.no_grad():
