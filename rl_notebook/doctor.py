@@ -523,16 +523,16 @@ SURE_PLACE = 0.33  # nats, the entropy of nine to one
 FAR = 1.5  # nats for a temperature near 1, and against one of 0.25, which is a rare setting
 
 
-def colder_than_cut(e: Evidence, sharpness: float) -> float:
+def colder_than_cut(e: Evidence, temperature: float) -> float:
     "Nats of log-likelihood by which a temperature explains the tokens at sure places better than a cut does."
     entropy = e.flat(e.entropy)
     sure = np.isfinite(e.p) & (entropy < SURE_PLACE)
-    model, other = TwoLevels.of(entropy[sure]), float((e.p[sure] < -np.log(2)).sum())
-    top, others = model.at(sharpness)
-    likely = lambda expected: other * np.log(max(expected, 1e-9)) - expected
-    claimed, colder = float(model.rest.sum()), float(np.exp(others - np.logaddexp(top, others)).sum())
-    gain = likely(colder) - max(likely(claimed), likely(0.02 * claimed))
-    return gain + FAR * (1 - (np.log(sharpness) / np.log(2)) ** 2)
+    claimed = float(TwoLevels.of(entropy[sure], few=True).rest.sum())
+    other = float((e.p[sure] < -np.log(2)).sum())
+    likely = lambda share: other * np.log(max(share * claimed, 1e-9)) - share * claimed
+    rarer = min(max(other / max(claimed, 1e-9), 0.1), 0.65)
+    gain = likely(rarer) - max(likely(1.0), likely(0.05))
+    return gain + FAR * (1 - (np.log(temperature) / np.log(2)) ** 2)
 
 
 def from_record(e: Evidence, cause: str) -> Finding:
@@ -540,7 +540,7 @@ def from_record(e: Evidence, cause: str) -> Finding:
     found = surprise(e)
     if found is None or not found.odd:
         return Finding(cause, 0.0, "no exact entropy to hold the tokens against" if found is None else found.words)
-    colder = colder_than_cut(e, 1 / found.temperature) if found.z < 0 else np.inf
+    colder = colder_than_cut(e, found.temperature) if found.z < 0 else np.inf
     score = 0.85 * 2 ** (min(0.0, colder if cause == "temperature" else -colder) / CLEAR)  # both named up to there
     text = found.words + (f", as if drawn at {found.temperature:.2f}" if cause == "temperature" else ", as if cut")
     return Finding(cause, score, text, {"tokens": found.tokens, "z": found.z})
