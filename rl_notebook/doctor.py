@@ -567,14 +567,25 @@ class Redraw:
         p = np.exp(self.logprobs)
         return np.log(0.999 * np.where(keep, p, 0) / p[keep].sum() + 0.001 * p)
 
+    def misfit(self, logprobs: np.ndarray) -> tuple[float, int]:  # chi-squared, degrees of freedom
+        "How far the draws lie from these logprobs (H,), over the tokens that they expect five times or more."
+        counts, total = self.counts.sum(axis=0), int(self.counts.sum())
+        expected = total * np.exp(logprobs)
+        often = expected >= 5
+        seen = np.append(counts[often], counts[~often].sum())
+        wanted = np.append(expected[often], max(total - expected[often].sum(), 1e-9))
+        if wanted[-1] < 5 and len(wanted) > 1:  # the rare ones go with the rarest of the others
+            seen, wanted = np.append(seen[:-2], seen[-2:].sum()), np.append(wanted[:-2], wanted[-2:].sum())
+        return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+
     def tried(self) -> dict[tuple[str, float], np.ndarray]:
         "(H,) logprobs by what may have been done to the distribution, and how much of it."
         p = np.exp(self.logprobs)
         before = np.cumsum(p) - p
         made = {("temperature", float(1 / a)): self.sharpened(a) for a in SHARPNESS}
-        made |= {("top-p", x): self.cut(before < x) for x in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)}
-        made |= {("top-k", float(k)): self.cut(np.arange(len(p)) < k) for k in (1, 2, 3, 4, 5, 8, 10, 16, 20)}
-        return made | {("min-p", x): self.cut(p >= x * p.max()) for x in (0.02, 0.05, 0.1, 0.2, 0.3)}
+        made |= {("top-p", x): self.cut(before < x) for x in np.arange(0.3, 0.995, 0.01)}
+        made |= {("top-k", float(k)): self.cut(np.arange(len(p)) < k) for k in (*range(1, 25), 32, 40, 50, 64)}
+        return made | {("min-p", x): self.cut(p >= x * p.max()) for x in np.geomspace(0.005, 0.6, 30)}
 
 
 def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (nats gained, how much)}
@@ -591,6 +602,25 @@ def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (
     return found
 
 
+MISFIT = 5.0  # standard deviations of chi-squared: settings of the sampler leave less than 2
+
+
+def misfit(e: Evidence, key: tuple[str, float] | None = None) -> float:
+    "Standard deviations by which the draws miss what is claimed of them, or that changed in this way."
+    found = [r.misfit(r.tried()[key] if key else r.logprobs) for r in e.redraws]
+    freedom = sum(k for _, k in found)
+    return (sum(x for x, _ in found) - freedom) / (2 * max(freedom, 1)) ** 0.5
+
+
+def undrawable(e: Evidence) -> bool:
+    "Whether the draws are neither as claimed nor at any temperature or cut."
+    if not e.redraws or misfit(e) <= MISFIT:
+        return False
+    found = redrawn(e)
+    kind = max(found, key=lambda k: found[k][0])
+    return found[kind][0] <= CLEAR or misfit(e, (kind, found[kind][1])) > MISFIT
+
+
 def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
     "What the draws say for a cause."
     if not e.redraws or differs(e):  # where the numbers are wrong, they claim nothing
@@ -601,7 +631,7 @@ def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
     best = max(found, key=lambda k: found[k][0])
     text = f"{n} tokens drawn again fit {kind} {amount:.2g} better than what is claimed of them, by {gain:.0f} nats"
     clear = gain > CLEAR and (best in kinds or gain > found[best][0] - CLEAR)
-    score = (0.97 if best in kinds else 0.4) * clear
+    score = (0.97 if best in kinds else 0.4) * clear * (0.4 if undrawable(e) else 1.0)
     text = text if clear else f"{n} tokens drawn again look drawn as claimed"
     return Finding(cause, score, text, {"draws": n, "nats": gain, kind: amount})
 
@@ -635,6 +665,7 @@ def shape(e: Evidence) -> Shape | None:
         return None
     steps = [(np.diff(y), np.diff(x)) for y, x, _ in places]
     factors = np.concatenate([dy[np.abs(dx) > 0.1] / dx[np.abs(dx) > 0.1] for dy, dx in steps])
+    factors = factors[(factors > 0.1) & (factors < 10)]  # the same number for all tokens of a place is no temperature
     tried = [1.0, *(np.quantile(factors, (0.3, 0.5, 0.7)) if len(factors) else ())]
     left = [spread([y - a * x for y, x, _ in places], tol) for a in tried]
     unseen = spread([(y - x)[new] for y, x, new in places], tol)
@@ -660,6 +691,13 @@ def filled_in(e: Evidence) -> float | None:
     return float(e.s[off][0]) if spared else None
 
 
+def one_number(e: Evidence) -> bool:
+    "Whether the sampler claims the same of all tokens that it draws at a place, though the trainer does not."
+    known = [(r.logprobs[k], r.trainer[k]) for r in e.redraws for k in [np.isfinite(r.trainer)]]
+    telling = [np.ptp(told) <= floor(e).largest for told, ours in known if len(ours) > 1 and np.ptp(ours) > 0.1]
+    return len(telling) > 1 and all(telling)
+
+
 def told_otherwise(e: Evidence) -> str:
     "How the sampler's numbers were written down, if that alone is wrong; empty = it is not seen."
     written = {"logarithms to base 2": e.p / np.log(2), "logarithms to base 10": e.p / np.log(10)}
@@ -668,6 +706,8 @@ def told_otherwise(e: Evidence) -> str:
     for name, series in written.items():
         if explained(e.gap, e.s - series, tolerance(e)) >= 0.9:
             return f"the sampler's numbers are {name}"
+    if one_number(e):
+        return "the sampler says the same of all tokens of a place: the likeliest one's logprob, or an average"
     value = filled_in(e)
     return "" if value is None else f"all that is off says {value:.4g}: a number that was filled in, or a limit"
 
@@ -1058,7 +1098,7 @@ def all_well(e: Evidence) -> Finding:
     text = f"{share:.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
     drawn = surprise(e)
     as_claimed = not e.redraws or max(gain for gain, _ in redrawn(e).values()) <= CLEAR
-    as_claimed = as_claimed and not (drawn and drawn.odd)
+    as_claimed = as_claimed and not (drawn and drawn.odd) and not undrawable(e)
     text += f"; {drawn.words}" if drawn else ""
     return Finding("all well", 0.99 * (not differs(e) and as_claimed), text)
 
@@ -1222,6 +1262,9 @@ def where_to_look(e: Evidence) -> str:
 def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
     "What is said when every experiment was made, as far as no cause explains the gap."
     best = findings[0]
+    if undrawable(e) and not differs(e) and best.score < _SURE:
+        text = f"tokens drawn again are not drawn as claimed ({misfit(e):.0f} standard deviations), nor so at any"
+        return Finding(NONE, 0.9, f"{text} temperature or cut: a penalty, a bias, a mark")
     if written := told_otherwise(e):
         return Finding(NONE, 0.9 * differs(e), written)
     if "sampler synced" not in e.controls or not differs(e) or best.score >= _SURE:
