@@ -1647,12 +1647,6 @@ def settled(e: Evidence) -> bool:
     return d.score >= SETTLED and d.cause != NONE and not coarse
 
 
-def told_by_record(e: Evidence) -> bool:
-    "Whether the tokens of the step look drawn as claimed, and are many enough to show it."
-    found = surprise(e)
-    return found is not None and abs(found.z) < 2 and found.tokens >= 2 * found.needed
-
-
 def rows_for_controls(e: Evidence, limit: int) -> list[int]:
     "Rows that the controls look at: the largest gaps and the longest, in order."
     scored = [r for r in worst_rows(e, len(e.datums)) if e.datums[r].num_loss_tokens]
@@ -1679,7 +1673,7 @@ async def diagnose(
     rows = rows_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():
         assert backend is not None
-        if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok and not told_by_record(e)):
+        if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
             continue
         if name in ("sync", "context", "pairs") and "sampler" not in e.controls:
             continue
