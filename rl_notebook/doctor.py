@@ -711,7 +711,7 @@ def told_otherwise(e: Evidence) -> str:
     value = filled_in(e)
     return "" if value is None else f"all that is off says {value:.4g}: a number that was filled in, or a limit"
 
-
+# %% ../nbs/41_doctor.ipynb #417b929d
 def raw_words(e: Evidence) -> str:
     "What the sampler's raw logprobs say, where they are the trainer's and the others are not."
     equal = differs(e) and explained(e.gap, e.flat(e.raw) - e.p, tolerance(e)) >= 0.9

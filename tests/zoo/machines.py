@@ -158,6 +158,7 @@ class Trainer:
     states: dict[str, Weights] = field(default_factory=dict)
     optimizer: torch.optim.AdamW | None = None
     entropies: list[Tensor] = field(default_factory=list)  # of what was scored last, one per datum
+    of_pass: list[Tensor] = field(default_factory=list)  # and in the last pass
 
     def scorer(self) -> Any:
         "The model that scores."
@@ -177,15 +178,18 @@ class Trainer:
         order = sorted(range(len(datums)), key=lambda i: len(datums[i].tokens))
         for at in range(0, len(order), self.batch):
             part = order[at : at + self.batch]
-            for i, *found in zip(part, *self._pass(model, [datums[i].tokens for i in part]), strict=True):
-                series[i], self.entropies[i] = found
+            self.of_pass = []
+            for i, found in zip(part, self._pass(model, [datums[i].tokens for i in part]), strict=True):
+                series[i] = found
+            for i, found in zip(part, self.of_pass, strict=False):  # a bug with a pass of its own tells none
+                self.entropies[i] = found
         if not self.sorts_back:
             table = nn.utils.rnn.pad_sequence([series[i] for i in order], batch_first=True)
             series = [row[: len(d.weights)] for row, d in zip(table, datums, strict=True)]
         holes = [torch.from_numpy(np.where(d.active, 0.0, np.nan)).float() for d in datums]
         return [s + hole for s, hole in zip(series, holes, strict=True)]
 
-    def _pass(self, model: Any, rows: Sequence[np.ndarray]) -> Iterator[list[Tensor]]:
+    def _pass(self, model: Any, rows: Sequence[np.ndarray]) -> list[Tensor]:
         longest = max(map(len, rows))
         starts = torch.tensor([longest - len(r) if self.pads_left else 0 for r in rows])[:, None]
         ends = starts + torch.tensor([len(r) for r in rows])[:, None]
@@ -197,16 +201,19 @@ class Trainer:
         told = {name: t for name, t in told.items() if name in self.tells}
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             logits = model(ids, **told, use_cache=False).logits[:, :-1]
-        chances = torch.distributions.Categorical(logits=logits.float() / self.temperature)
-        for table in (chances.log_prob(ids[:, 1:]), chances.entropy().detach()):
-            yield [p[int(a) : int(a) + len(r) - 1] for p, a, r in zip(table, starts[:, 0], rows, strict=True)]
+        chances = torch.distributions.Categorical(logits=logits.float() / self.temperature, validate_args=False)
+        own = [slice(int(a), int(a) + len(r) - 1) for a, r in zip(starts[:, 0], rows, strict=True)]
+        self.of_pass = [h[part] for h, part in zip(chances.entropy().detach(), own, strict=True)]
+        return [p[part] for p, part in zip(chances.log_prob(ids[:, 1:]), own, strict=True)]
 
     def stamped(self, series: Sequence[Tensor]) -> list[Logprobs]:
         "Series with what is true of them as far as a trainer knows."
         what = {"source": self.source, "policy_version": self.version, "temperature": self.temperature}
         kind = str(self.dtype).removeprefix("torch.")
-        arrays = ([s.detach().double().numpy() for s in part] for part in (series, self.entropies))
-        return [Logprobs(s, **what, dtype=kind, entropy=h) for s, h in zip(*arrays, strict=True)]
+        scored, told = ([s.detach().double().numpy() for s in part] for part in (series, self.entropies))
+        if [len(s) for s in scored] != [len(h) for h in told]:  # a bug scores in parts of its own
+            told = [None] * len(scored)
+        return [Logprobs(s, **what, dtype=kind, entropy=h) for s, h in zip(scored, told, strict=True)]
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         with torch.no_grad():
