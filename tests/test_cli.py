@@ -256,7 +256,7 @@ def test_the_example_config_is_the_one_described():
     assert cfg.base_model == "smollm2"
     assert cfg.lora_rank > 0
     assert cfg.dataset.startswith("https://")
-    assert cfg.rewards == ("gsm8k", "gsm8k_format", "rewards:calculations")
+    assert cfg.rewards == ("gsm8k", "gsm8k_format")
     assert cfg.system_prompt is not None
     assert "####" in cfg.system_prompt  # the form that is rewarded is asked for
 

@@ -86,23 +86,11 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
         importlib.import_module("figures").main(folder)
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     counts = Counter((line["step"], line["set"]) for line in lines)
-    assert counts == {(step, name): n for step in (0, 2) for name, n in (("held out", 6 * 2), ("shown", 10))}
+    assert counts == {(step, name): n for step in (0, 2) for name, n in (("held out", 6 * 4), ("shown", 10))}
     page = (folder / "figures.md").read_text()
-    assert re.search(r"^\| reward \| \d\.\d\d\d \(", page, re.MULTILINE)
+    assert re.search(r"^\| reward \| \d\.\d+ \(", page, re.MULTILINE)
     assert page.count("```text") == 2 * 10
     assert "held out" in (folder / "curve.svg").read_text()
-
-
-@pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
-def test_calculations_are_checked(example: SimpleNamespace):
-    graded = {
-        "3 * 2 = 6 dollars.\nTogether 6 + 7 = 13.\n#### 13": 1,
-        "3 boxes x 4 pens = 12 pens, 1,200 / 2 = 600, 12 + 1 = 14": 2 / 3,
-        "12 - 3 - 4 = 5, and that / 2 = 2.5": 0.5,  # one of two
-        "($3.50 x 2) = $7. 2.4 kWh * 25 = 60 kWh": 1,
-        "x = 3, so #### 3": 0,
-    }
-    assert {text: example.rewards.calculations(text) for text in graded} == graded
 
 
 def odd_is_right(text: str, answer: str) -> float:

@@ -25,7 +25,7 @@ from rl_notebook.rollouts import encode_rows
 from rl_notebook.views.charts import svg
 from rl_notebook.views.payloads import reward_payload
 
-HELD_OUT, TIMES = 100, 2  # rows, and completions of each
+HELD_OUT, TIMES = 100, 4  # rows, and completions of each
 SHOWN = 10  # rows of our own whose completions are shown
 WINDOW = 10  # steps that a point of the curve is the mean of
 DRAWS = 10_000  # of the bootstrap
@@ -75,7 +75,7 @@ def interval(by_row: np.ndarray) -> str:  # means of rows
     "The mean and its 95 % interval, a bootstrap over rows."
     picks = np.random.default_rng(0).integers(len(by_row), size=(DRAWS, len(by_row)))
     low, high = np.quantile(by_row[picks].mean(axis=1), [0.025, 0.975])
-    return f"{by_row.mean():.3f} ({low:.3f} to {high:.3f})"
+    return f"{by_row.mean():.3g} ({low:.3g} to {high:.3g})"
 
 
 def table(held: pd.DataFrame, names: Sequence[str]) -> str:
