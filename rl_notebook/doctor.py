@@ -678,6 +678,10 @@ def drawn_otherwise(e: Evidence) -> float:
     "Share of the gap that is there when the sampler draws and not when it scores the same tokens; 0 = not known."
     if not {"sampler", "sampler drawing"} <= e.controls.keys() or "echo" in e.refused:
         return 0.0
+    named = [rounding(d) for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
+    coarse = max(named, key=lambda r: r.largest, default=rounding("float32"))
+    if not beyond(e.flat("sampler drawing") - e.flat("sampler"), coarse):  # a cache rounds otherwise than one pass
+        return 0.0
     if e.stamps.trainer_temperature not in (None, 1.0):  # what is drawn again and scored is at 1, the trainer is not
         return float(beyond(e.flat("sampler drawing") - e.flat("sampler"), floor(e)))
     return explained(e.flat("sampler drawing") - e.p, e.flat("sampler") - e.p, tolerance(e))
@@ -1283,7 +1287,7 @@ def weigh(e: Evidence) -> Diagnosis:
         without_gap = lambda f: f.cause in (*_COUNTED, "dtype or batching") or {"draws", "z"} & f.numbers.keys()
         asked = [f if without_gap(f) else replace(f, score=0.0) for f in asked]
     ranked = sorted(asked, key=lambda f: -f.score)
-    findings = tuple(sorted([none_of_these(e, ranked), *ranked], key=lambda f: -f.score))
+    findings = tuple(sorted([*ranked, none_of_these(e, ranked)], key=lambda f: -f.score))
     best, *others = findings
     close = [f.cause for f in others if f.score >= best.score / 2 and f.score > 0] if best.score < _SURE else []
     return Diagnosis(
