@@ -9,7 +9,7 @@ import asyncio
 import html
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import Any
 
@@ -495,6 +495,7 @@ class Surprise:
         return f"{self.tokens} tokens do not contradict what is claimed of them (z = {self.z:+.1f}{least})"
 
 
+@lru_cache(maxsize=2)
 def surprise(e: Evidence) -> Surprise | None:
     "None where the entropy is not known, where other weights drew, or where the numbers already differ."
     entropy, versions = e.flat(e.entropy), {e.stamps.trainer_version, e.stamps.sampler_version} - {None}
@@ -588,6 +589,7 @@ class Redraw:
         return made | {("min-p", x): self.cut(p >= x * p.max()) for x in np.geomspace(0.005, 0.6, 30)}
 
 
+@lru_cache(maxsize=2)
 def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (nats gained, how much)}
     "What fits the draws better than the claim does, each fitted on one half of them and judged on the other."
     total = dict[tuple[str, float], np.ndarray]()
