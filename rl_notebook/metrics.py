@@ -49,6 +49,12 @@ def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     return out | _per_function(groups)
 
 # %% ../nbs/07_metrics.ipynb #29f2091a
+def estimated_entropy(groups: Sequence[PromptGroup]) -> float:  # nats; NaN without samples
+    "Mean surprise of the drawn tokens at temperature 1, averaged over completions: known of every step."
+    raw = [s.logprobs if s.raw_logprobs is None else s.raw_logprobs for g in groups for s in g.samples]
+    return _mean([float(-np.nanmean(lp)) for lp in raw if np.isfinite(lp).any()])
+
+
 def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     "Lengths, truncation, entropy estimate and losses on the way of the completions of a step."
     samples = [s for g in groups for s in g.samples]
@@ -58,8 +64,7 @@ def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     for name, values in (("length", lengths), ("terminated_length", ended)):
         for stat, f in (("mean", np.mean), ("min", np.min), ("max", np.max)):
             out[f"completions/{stat}_{name}"] = float(f(values)) if len(values) else 0.0
-    raw = [s.logprobs if s.raw_logprobs is None else s.raw_logprobs for s in samples]
-    out["entropy"] = _mean([float(-np.nanmean(lp)) for lp in raw if np.isfinite(lp).any()])
+    out["entropy"] = estimated_entropy(groups)
     out["rollout/num_samples"] = float(len(samples))
     out["rollout/num_dropped"] = float(sum(len(g.dropped) for g in groups))
     return out
