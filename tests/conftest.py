@@ -1,5 +1,6 @@
 "What every test may rely on: no network, offline hubs, and hypothesis without a stopwatch."
 
+import gc
 import os
 import sys
 import signal
@@ -20,6 +21,18 @@ settings.register_profile("house", deadline=None, print_blob=True, derandomize=S
 settings.load_profile("house")
 
 stay_here()
+
+# Collecting imports a million objects that stay: looking through them for garbage, again and again, takes a third of
+# the time that collecting takes. So that begins with the first test, and leaves out what was there before it.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    "From here on garbage is looked for, in what the tests make."
+    gc.freeze()
+    gc.enable()
+
 
 # A run in the background, or under nohup, ignores Ctrl-C, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

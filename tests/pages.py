@@ -12,10 +12,10 @@ import posixpath
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
-from nbconvert import HTMLExporter, MarkdownExporter
-from nbformat import NotebookNode
+if TYPE_CHECKING:
+    from nbformat import NotebookNode  # nbformat and nbconvert take a second to load: only where a page is made
 
 ROOT = Path(__file__).resolve().parent.parent
 BANNER = "<!-- Made from nbs/index.ipynb by `make prep`: edit the notebook. -->\n\n"
@@ -31,6 +31,8 @@ def directives(source: str) -> set[str]:
 
 def visible(nb: NotebookNode) -> NotebookNode:
     "The notebook as a reader sees it: no hidden cells, no directives, nothing that a directive switches off."
+    import nbformat
+
     page = nbformat.from_dict({**nb, "cells": [], "metadata": {**nb.metadata, "language_info": {"name": "python"}}})
     for cell in nb.cells:
         if cell.cell_type != "code":
@@ -65,6 +67,9 @@ def relink(text: str, folder: str) -> str:
 
 def readme(root: Path) -> tuple[str, dict[str, bytes]]:  # the text, and the pictures by their path
     "README.md and its pictures, made from the stored cells and outputs of nbs/index.ipynb."
+    import nbformat
+    from nbconvert import MarkdownExporter
+
     nb = visible(nbformat.read(root / "nbs" / "index.ipynb", as_version=4))
     exporter = MarkdownExporter()
     # GitHub shows the style sheets of HTML tables as text, so text comes first and HTML never.
@@ -91,6 +96,9 @@ def write_readme(root: Path) -> None:
 
 def write_html(root: Path, target: Path) -> None:
     "One HTML page a notebook, with the links between notebooks turned into links between pages."
+    import nbformat
+    from nbconvert import HTMLExporter
+
     for path in sorted([*(root / "nbs").glob("*.ipynb"), *(root / "nbs" / "tutorials").glob("*.ipynb")]):
         nb = visible(nbformat.read(path, as_version=4))
         for cell in nb.cells:
