@@ -22,7 +22,7 @@ from .machines import cast
 from .steps import Run, World
 
 NONE, CLEAN = "none of the known causes", "all well"  # as the doctor says it
-BUILD, UNSEEN, UNSEEN3 = "build", "unseen", "unseen3"
+BUILD, UNSEEN, UNSEEN3, UNSEEN4 = "build", "unseen", "unseen3", "unseen4"
 WORLDS = {
     "plain": World(),
     "lora": World(lora_rank=8, learning_rate=1e-3),
@@ -87,17 +87,19 @@ def cases(split: str) -> Iterator[Case]:
     "All cases of a part: each strength in two settings, or unseen in one; a kind's only one in two. The seeds differ."
     from .unseen import UNSEEN_KINDS
     from .unseen3 import UNSEEN3_KINDS
+    from .unseen4 import UNSEEN4_KINDS
 
-    build = split == BUILD
+    build, later = split == BUILD, split in (UNSEEN3, UNSEEN4)
     kinds, seeds = {
         BUILD: (KINDS, (0, 1, 2, 10, 11, 12)),
         UNSEEN: (UNSEEN_KINDS, (20, 21, 22)),
         UNSEEN3: (UNSEEN3_KINDS, (40, 41, 42)),
+        UNSEEN4: (UNSEEN4_KINDS, (60, 61, 62)),
     }[split]
     for number, kind in enumerate(kinds):
         for i, strength in enumerate(kind.strengths):
-            start = number + (1 if split == UNSEEN3 else 2) * i
-            often = 1 + (build or (split == UNSEEN3 and len(kind.strengths) == 1))
+            start = number + (1 if later else 2) * i
+            often = 1 + (build or (later and len(kind.strengths) == 1))
             settings = dict.fromkeys(kind.worlds[(start + j) % len(kind.worlds)] for j in range(often))
             for j, name in enumerate(settings):
                 yield Case(kind, split, strength, name, seeds[(i + j) % len(seeds)])
