@@ -9,6 +9,7 @@ EXTRAS := dev,lora,math,wandb,trackio,tensorboard,fireworks,tinker,emulator
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
 WORKERS ?= 4
+AT_ONCE ?= $(WORKERS)
 unexport PYTHONDONTWRITEBYTECODE # a hundred programs are started by the tests: bytecode is worth keeping
 CODE := $(wildcard setup.py nbs tests benchmarks examples)
 
@@ -44,9 +45,9 @@ lab: $(STAMP) ## open JupyterLab on the tutorials
 
 # --- checking it ------------------------------------------------------------------------------------------------
 
+# Notebooks and tests beside each other: where one waits for a service, another computes. Two notebooks at a time then.
 test: $(STAMP) ## all checks: lint, imports, types, notebooks, tests, house rules
-	@$(MAKE) --no-print-directory --jobs 2 lint imports types notebooks
-	@$(MAKE) --no-print-directory pytest
+	@$(MAKE) --no-print-directory --jobs 3 AT_ONCE=2 lint imports types notebooks pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
@@ -58,9 +59,10 @@ imports: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-# Four notebooks or tests at a time, one thread each: many wait for a service, and more threads make small tensors crawl.
+# Several notebooks or tests at a time, one thread each: many wait for a service, and more threads make small tensors
+# crawl.
 notebooks: $(STAMP) ## run the notebooks; their assertions are tests. Those of a minute and more only with SLOW
-	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing $(if $(SLOW),,--skip_file_re '^(201|202|203|302)_')
+	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers $(AT_ONCE) --timing $(if $(SLOW),,--skip_file_re '^(201|202|203|302)_')
 
 # tests/test_house.py among them: it exports afresh into a copy and compares.
 pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests among them

@@ -60,9 +60,11 @@ def _no_client_outlives_its_file() -> Iterator[None]:
 # --- several workers ---------------------------------------------------------------------------------------------
 
 # `pytest --numprocesses`. Tests of a file share fixtures and stay on one worker, and so do all browser tests; but each
-# part of a long table is on its own. What takes longest comes first, so that the workers end together. The tables come
-# last: they keep processors busy, of which the browser had better have one, and are not held up by anything themselves.
-LONGEST = ("browser/", "test_doctor", "test_time_travel", "test_resume", "test_cli", "test_whatif_view", "test_loop")
+# part of a long table is on its own. What takes longest comes first, then the tables, so that many short files are left
+# for the end and the workers end together.
+LONGEST = ("browser/", "test_time_travel", "test_fireworks.py", "test_backend_contract", "test_emulator.py", "test_cli")
+LONGEST += ("test_async_loop", "test_doctor", "test_loop", "test_local_backend", "test_tinker", "test_resume")
+LONGEST += ("test_xray", "test_openai", "test_dashboard.py", "test_whatif.py", "test_charts", "test_bad_views", "zoo/")
 # Whole programs, kills, services, browsers and long tables: part of a node id, and the variant that is always run.
 LONG = {
     "browser/test_hostile": "", "browser/test_beside": "", "test_nothing_is_cut_off": "",
@@ -126,7 +128,7 @@ def unit(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Longest first, tables last; without workers, the order stays. Slow ones only when asked for."
+    "Longest first, then tables; without workers, the order stays. Slow ones only when asked for."
     seen = Counter()
     for item in items:
         table = next((name for name in SAMPLED if name in item.nodeid), None)
@@ -138,8 +140,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("slow") and SLOW != "1":
             item.add_marker(pytest.mark.skip(reason="slow: runs with SLOW=1"))
     if hasattr(config, "workerinput"):
-        place = lambda nodeid: next((i for i, name in enumerate(LONGEST) if name in nodeid), len(LONGEST))
-        items.sort(key=lambda item: len(LONGEST) + 1 if item.name.startswith(APART) else place(item.nodeid))
+        place = lambda nodeid: next((i for i, name in enumerate(LONGEST) if name in nodeid), len(LONGEST) + 1)
+        items.sort(key=lambda item: len(LONGEST) if item.name.startswith(APART) else place(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -273,7 +273,7 @@ def a_fresh_export_leaves_no_diff(house: House) -> list[str]:
         copy.mkdir()
         for name in ("settings.ini", "pyproject.toml"):
             shutil.copy(house.root / name, copy / name)
-        shutil.copytree(house.root / "nbs", copy / "nbs", symlinks=True)
+        shutil.copytree(house.root / "nbs", copy / "nbs", symlinks=True, ignore=shutil.ignore_patterns("runs"))
         for init in house.package.rglob("__init__.py"):  # nbdev makes one where there is none, and leaves what is there
             (copy / init.relative_to(house.root)).parent.mkdir(parents=True)
             shutil.copy(init, copy / init.relative_to(house.root))
