@@ -87,6 +87,7 @@ class Evidence:
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
     pairs: tuple[Pair, ...] = ()  # tokens behind a single other one
     redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
+    afresh: Evidence | None = None  # completions that were drawn and scored after the sync
     refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
 
     def __post_init__(self):
@@ -556,6 +557,8 @@ class Redraw:
     counts: np.ndarray  # (2, H) how often each was drawn in either half; 0 for those that only a flatter draw showed
     trainer: np.ndarray  # (H,) the trainer's logprobs of the first few, where the two sides differ; NaN = not scored
     at: int = 0  # compared position
+    claims: tuple[np.ndarray, ...] = ()  # what was claimed of each, draw by draw
+    unseen: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (U,) the trainer's of tokens that were not drawn
 
     def sharpened(self, sharpness: float, tail: int = 32) -> np.ndarray:
         "(H,) logprobs at temperature 1 / sharpness, if what did not come up is shared by `tail` tokens."
@@ -1496,6 +1499,39 @@ async def sync(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     found = await backend.reference.forward([e.datums[r] for r in rows])
     return replace(e, controls={**e.controls, "reference": placed(e, rows, found)})
 
+# %% ../nbs/41_doctor.ipynb #e74c4700
+async def afresh(e: Evidence, backend: Backend, rows: Sequence[int], prompts: int = 4, each: int = 4) -> Evidence:
+    "A few prompts of the step are answered anew, and both sides score the answers."
+    first = dict[tuple[int, ...], int]()
+    for row in rows:
+        first.setdefault(tuple(prompt_of(e.datums[row])), row)
+    longest = max(len(d.tokens) - len(prompt_of(d)) for d in e.datums)
+    t = e.stamps.sampler_temperature
+    params = SampleParams(n=each, max_tokens=max(longest, 2), temperature=1.0 if t is None else t)
+    heads = [*first][:prompts]
+    asked = (backend.sampler.sample(h, replace(params, seed=1000 + seed)) for seed, h in enumerate(heads))
+    drawn = [c for found in await asyncio.gather(*asked) for c in found if len(c.tokens)]
+    datums = tuple(Datum(np.r_[c.prompt_tokens, c.tokens], answer_weights(c)) for c in drawn)
+    told = [c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs for c in drawn]
+    edge = lambda c, series: np.r_[np.full(len(c.prompt_tokens) - 1, np.nan), series]
+    ours = await backend.policy.forward(datums)
+    new = Evidence(
+        datums,
+        tuple(lp.values for lp in ours),
+        tuple(edge(c, series) for c, series in zip(drawn, told, strict=True)),
+        raw=tuple(edge(c, c.logprobs) for c in drawn),
+        entropy=tuple(lp.entropy for lp in ours),
+        stamps=replace(e.stamps, trainer_version=None, sampler_version=None, unsynced=None),
+    )
+    if "echo" not in e.refused:
+        new = await echo(new, backend, range(len(datums)))
+    return replace(e, afresh=new)
+
+
+def answer_weights(c: Completion) -> np.ndarray:
+    "(N-1,) 1 where the completion was drawn."
+    return np.r_[np.zeros(len(c.prompt_tokens) - 1), np.ones(len(c.tokens))]
+
 # %% ../nbs/41_doctor.ipynb #b9b7844c
 def prompt_of(d: Datum) -> list[int]:
     "Tokens before the first one that is trained on."
@@ -1615,13 +1651,19 @@ async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int
 
 
 async def rescored(redraws: Sequence[Redraw], past: Mapping[int, np.ndarray], backend: Backend) -> list[Redraw]:
-    "The trainer scores the likeliest eight tokens of each place, too."
+    "The trainer scores the likeliest eight tokens of each place, too, and others that came up elsewhere."
     behind = lambda k, token: Datum(np.r_[past[k], token], np.r_[np.zeros(len(past[k]) - 1), 1.0])
-    jobs = [(i, j, behind(r.at, t)) for i, r in enumerate(redraws) for j, t in enumerate(r.tokens[:8])]
-    found = [np.full(len(r.tokens), np.nan) for r in redraws]
-    for (i, j, _), lp in zip(jobs, await backend.policy.forward([d for _, _, d in jobs]), strict=True):
-        found[i][j] = lp.values[-1]
-    return [replace(r, trainer=values) for r, values in zip(redraws, found, strict=True)]
+    often = np.concatenate([r.tokens for r in redraws])
+    common = [int(t) for t in sorted(set(often.tolist()), key=lambda t: -int((often == t).sum()))][:32]
+    asked = [[*r.tokens[:8].tolist(), *(t for t in common if t not in r.tokens)] for r in redraws]
+    jobs = [behind(r.at, t) for r, tokens in zip(redraws, asked, strict=True) for t in tokens]
+    scored = iter([lp.values[-1] for lp in await backend.policy.forward(jobs)])
+    out = []
+    for r, tokens in zip(redraws, asked, strict=True):
+        values, own = np.array([next(scored) for _ in tokens]), min(8, len(r.tokens))
+        trainer = np.r_[values[:own], np.full(len(r.tokens) - own, np.nan)]
+        out.append(replace(r, trainer=trainer, unseen=values[own:]))
+    return out
 
 
 def counted(at: int, drawn: Sequence[Completion], seen: Sequence[Completion]) -> Redraw:
@@ -1630,11 +1672,13 @@ def counted(at: int, drawn: Sequence[Completion], seen: Sequence[Completion]) ->
     order = sorted(claimed, key=lambda t: -claimed[t])
     halves = [[int(c.tokens[0]) for c in drawn[half::2]] for half in (0, 1)]
     counts = np.array([[half.count(t) for t in order] for half in halves])
-    return Redraw(np.array(order), np.array([claimed[t] for t in order]), counts, np.full(len(order), np.nan), at)
+    claims = tuple(np.array([float(c.logprobs[0]) for c in drawn if c.tokens[0] == t]) for t in order)
+    unknown = np.full(len(order), np.nan)
+    return Redraw(np.array(order), np.array([claimed[t] for t in order]), counts, unknown, at, claims)
 
 # %% ../nbs/41_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, pairs, redraw)}
+CONTROLS = {run.__name__: run for run in (rescore, echo, sync, afresh, context, pairs, redraw)}
 SETTLED = 0.95  # a score after which no further control is run
 
 
@@ -1681,7 +1725,7 @@ async def diagnose(
         assert backend is not None
         if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
             continue
-        if name in ("sync", "context", "pairs") and "sampler" not in e.controls:
+        if name in ("sync", "afresh", "context", "pairs") and "sampler" not in e.controls:
             continue
         try:
             e = await CONTROLS[name](e, backend, rows)
