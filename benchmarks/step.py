@@ -3,7 +3,6 @@
     python benchmarks/step.py --setting tiny --json FILE
     python benchmarks/step.py --setting smollm2 --json FILE
     python benchmarks/step.py --setting gsm8k --json FILE       # SmolLM2 again, with word problems for prompts
-    python benchmarks/step.py --setting gsm8k --json FILE
 
 TRL trains; each time it has finished a step, a callback runs one of ours. Both start from the same weights, are given
 the same prompts in the same order, draw the same number of completions of exactly the same length, grade them with the

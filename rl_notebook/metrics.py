@@ -49,12 +49,6 @@ def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     return out | _per_function(groups)
 
 # %% ../nbs/07_metrics.ipynb #29f2091a
-def estimated_entropy(groups: Sequence[PromptGroup]) -> float:  # nats; NaN without samples
-    "Mean surprise of the drawn tokens at temperature 1, averaged over completions: known of every step."
-    raw = [s.logprobs if s.raw_logprobs is None else s.raw_logprobs for g in groups for s in g.samples]
-    return _mean([float(-np.nanmean(lp)) for lp in raw if np.isfinite(lp).any()])
-
-
 def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     "Lengths, truncation, entropy estimate and losses on the way of the completions of a step."
     samples = [s for g in groups for s in g.samples]
@@ -64,7 +58,8 @@ def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     for name, values in (("length", lengths), ("terminated_length", ended)):
         for stat, f in (("mean", np.mean), ("min", np.min), ("max", np.max)):
             out[f"completions/{stat}_{name}"] = float(f(values)) if len(values) else 0.0
-    out["entropy"] = estimated_entropy(groups)
+    raw = [s.logprobs if s.raw_logprobs is None else s.raw_logprobs for s in samples]
+    out["entropy"] = _mean([float(-np.nanmean(lp)) for lp in raw if np.isfinite(lp).any()])
     out["rollout/num_samples"] = float(len(samples))
     out["rollout/num_dropped"] = float(sum(len(g.dropped) for g in groups))
     return out
@@ -75,7 +70,7 @@ def exact_entropy(datums: Sequence[Datum], loss: LossOutput | None) -> dict[str,
     logprobs = loss.logprobs if loss and len(loss.logprobs) == len(datums) else ()
     values = [lp.entropy[d.active] for d, lp in zip(datums, logprobs) if lp.entropy is not None]
     flat = np.concatenate(values) if values and len(values) == len(datums) else np.zeros(0)
-    return {"entropy": float(flat.mean())} if len(flat) and np.isfinite(flat).all() else {}
+    return {"entropy/exact": float(flat.mean())} if len(flat) and np.isfinite(flat).all() else {}
 
 # %% ../nbs/07_metrics.ipynb #8dec112a
 def datum_metrics(datums: Sequence[Datum]) -> dict[str, float]:
@@ -115,10 +110,11 @@ def step_metrics(
     *,
     policy_version: int = 0,  # of the trainer
 ) -> dict[str, float]:
-    "Every number of a step in one flat dict; `entropy` is exact where the trainer says it, else an estimate."
+    "Every number of a step in one flat dict."
     return merge_metrics(
         reward_metrics(groups),
-        completion_metrics(groups) | exact_entropy(datums, loss),
+        completion_metrics(groups),
+        exact_entropy(datums, loss),
         datum_metrics(datums),
         staleness_metrics(groups, policy_version),
         loss.metrics if loss else {},

@@ -16,7 +16,6 @@ import pandas as pd
 
 from .advantages import is_dead
 from .core import DataError, PromptGroup
-from .metrics import estimated_entropy
 from .records import StepRecord
 
 # %% auto #0
@@ -152,10 +151,8 @@ class Past:
 
     def __init__(self, records: Iterable[StepRecord]):
         self.records = tuple(sorted({r.step: r for r in records}.values(), key=lambda r: r.step))
-        names = ("reward", "kl", "grad_norm", "completions/mean_length", "frac_reward_zero_std")
+        names = ("reward", "kl", "grad_norm", "completions/mean_length", "frac_reward_zero_std", "entropy")
         self.columns = {n: np.array([r.metrics.get(n, math.nan) for r in self.records]) for n in names}
-        # The exact entropy is that of trained tokens, which a step without signal has none of.
-        self.columns["entropy"] = np.array([estimated_entropy(r.groups) for r in self.records])
         rewards = [np.concatenate([np.zeros(0), *(g.rewards for g in r.groups)]) for r in self.records]
         ends = [(np.nanmin(r), np.nanmax(r)) if np.isfinite(r).any() else (math.nan, math.nan) for r in rewards]
         self.ends = np.array(ends).reshape(-1, 2)  # lowest and highest reward of each step
