@@ -589,6 +589,7 @@ class Redraw:
             seen, wanted = np.append(seen[:-2], seen[-2:].sum()), np.append(wanted[:-2], wanted[-2:].sum())
         return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
 
+    @cached_property
     def tried(self) -> dict[tuple[str, float], np.ndarray]:
         "(H,) logprobs by what may have been done to the distribution, and how much of it."
         p = np.exp(self.logprobs)
@@ -604,7 +605,7 @@ def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (
     "What fits the draws better than the claim does, each fitted on one half of them and judged on the other."
     total = dict[tuple[str, float], np.ndarray]()
     for r in e.redraws:
-        for key, logprobs in r.tried().items():
+        for key, logprobs in r.tried.items():
             total[key] = total.get(key, 0) + r.counts @ (logprobs - r.logprobs)
     found = dict[str, tuple[float, float]]()
     for kind in dict.fromkeys(kind for kind, _ in total):
@@ -619,7 +620,7 @@ MISFIT = 5.0  # standard deviations of chi-squared: settings of the sampler leav
 
 def misfit(e: Evidence, key: tuple[str, float] | None = None) -> float:
     "Standard deviations by which the draws miss what is claimed of them, or that changed in this way."
-    found = [r.misfit(r.tried()[key] if key else r.logprobs) for r in e.redraws]
+    found = [r.misfit(r.tried[key] if key else r.logprobs) for r in e.redraws]
     freedom = sum(k for _, k in found)
     return (sum(x for x, _ in found) - freedom) / (2 * max(freedom, 1)) ** 0.5
 
@@ -681,8 +682,8 @@ def shape(e: Evidence) -> Shape | None:
     factors = factors[(factors > 0.1) & (factors < 10)]  # the same number for all tokens of a place is no temperature
     tried = [1.0, *(np.quantile(factors, (0.3, 0.5, 0.7)) if len(factors) else ())]
     left = [spread([y - a * x for y, x, _ in places], tol) for a in tried]
-    slope = lambda y, x: float(np.cov(x, y)[0, 1] / max(np.var(x, ddof=1), 1e-12))
-    lines = [y - slope(y, x) * x for y, x, _ in places if len(y) > 2]
+    factor = lambda y, x: float(np.cov(x, y)[0, 1] / max(np.var(x, ddof=1), 1e-12))
+    lines = [y - factor(y, x) * x for y, x, _ in places if len(y) > 2]
     bent = spread(lines, tol) if lines else min(left)
     unseen = spread([(y - x)[new] for y, x, new in places], tol)
     middle = np.array([np.median(y - x) for y, x, _ in places if len(y)])
@@ -738,7 +739,7 @@ def no_law(e: Evidence) -> str:
     if max(sums, default=0.0) > 1.05 and contradicts(e)[0] < floor(e).largest:
         return f"the probabilities that the sampler claims for the tokens of one place add up to {max(sums):.2f}"
     gap, p = e.gap[np.isfinite(e.gap)], e.p[np.isfinite(e.gap)]
-    if np.ptp(gap) < min(0.1 * abs(gap.mean()), 0.1 * np.ptp(p)) and abs(gap.mean()) > floor(e).largest:
+    if len(gap) > 8 and np.ptp(gap) < 0.1 * min(abs(gap.mean()), np.ptp(p)) and beyond(gap, floor(e)):
         return f"all of the sampler's numbers are the trainer's and {gap.mean():+.2g}, which no probabilities are"
     return ""
 
