@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_notebook.core import BackendError
+from rl_notebook.core import RLNotebookError
 from rl_notebook.doctor import Diagnosis, diagnose
 from rl_notebook.records import StepRecord
 
@@ -131,7 +131,7 @@ async def answer_of(case: Case, run: Run, alone: bool, dry: bool) -> Answer:
     begin = time.perf_counter()
     try:
         record = await run_case(case, run)
-    except BackendError as error:  # the client has seen it before there was a record
+    except RLNotebookError as error:  # the client has seen it before there was a record
         spent = time.perf_counter() - begin
         return Answer(case, "refused", error.what, 0.0, "", math.inf, 0.0, Size(*[math.nan] * 4), spent)
     found: dict[str, Any] = {"gap": gap(record), "size": size_of(run, record)}
