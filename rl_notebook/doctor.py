@@ -807,7 +807,7 @@ def keeps_best(e: Evidence) -> bool | None:
 def top_p_or_top_k(e: Evidence) -> Finding:
     "The sampler's values are renormalised over what was kept, so they are never below the raw ones."
     below, chance, kept = one_sided(e)
-    proven = {None: 0.85, True: 0.97, False: 0.4}[keeps_best(e)]
+    proven = {None: 0.94 if raw_words(e) else 0.85, True: 0.97, False: 0.4}[keeps_best(e)]
     score = proven * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * (not told_otherwise(e))
     text = f"the sampler's are above the trainer's, all but {below:.0%}, as if up to {1 - kept:.0%} of it were cut"
     text += raw_words(e)
