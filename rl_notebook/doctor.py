@@ -1191,7 +1191,7 @@ def all_well(e: Evidence) -> Finding:
     as_claimed = not e.redraws or max(gain for gain, _ in redrawn(e).values()) <= CLEAR
     as_claimed = as_claimed and not (drawn and drawn.odd) and not undrawable(e)
     text += f"; {drawn.words}" if drawn else ""
-    return Finding("all well", 0.99 * (not differs(e) and as_claimed), text)
+    return Finding("all well", 0.99 * (not differs(e) and as_claimed and bool(np.isfinite(e.gap).all())), text)
 
 # %% ../nbs/41_doctor.ipynb #5306cdfb
 HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
@@ -1340,6 +1340,8 @@ def where_to_look(e: Evidence) -> str:
     if gone >= 0.6 and part < 0.95:
         return f"the sampler has {1 - part:.0%} of what the policy learned: is an adapter scaled alike on both sides?"
     form, off = shape(e), [gap > floor(e).largest for gap in np.abs(pair_gaps(e))]
+    if as_then(e) is False:
+        return "what is drawn now agrees: look at the weights it was drawn with, or at how its numbers were collected"
     if only_drawing(e):
         penalty = form is not None and form.spread > 0 == form.unseen
         return "it is there only when the sampler draws" + (", for tokens of the context: a penalty" if penalty else "")
