@@ -73,6 +73,8 @@ bench: $(BENCH_STAMP) ## measure against TRL and the floors, how soon views answ
 	$(BIN)/python benchmarks/step.py --setting tiny --json benchmarks/results/step_tiny.json
 	$(BIN)/python benchmarks/step.py --setting smollm2 --json benchmarks/results/step_smollm2.json
 	$(BIN)/python benchmarks/step.py --setting gsm8k --json benchmarks/results/step_gsm8k.json
+	$(BIN)/python benchmarks/sampling.py --model tiny --json benchmarks/results/sampling_tiny.json
+	$(BIN)/python benchmarks/sampling.py --model smollm2 --rounds 3 --json benchmarks/results/sampling_smollm2.json
 	$(BIN)/python benchmarks/prefixes.py --setting tiny --json benchmarks/results/prefixes_tiny.json
 	$(BIN)/python benchmarks/prefixes.py --setting smollm2 --json benchmarks/results/prefixes_smollm2.json
 	$(BIN)/python benchmarks/predict.py --setting tiny --json benchmarks/results/predict_tiny.json

@@ -240,3 +240,16 @@ def test_prefixes_are_compared_at_equal_results():
     assert result["tokens"]["each"] == 4 * 47
     assert 40 <= result["tokens"]["once"] <= 40 + 4 * 7
     assert "once" in prefixes.table(result)
+
+
+# --- sampling.py -------------------------------------------------------------------------------------------------
+
+
+def test_both_samplers_draw_what_was_asked_and_ours_knows_its_logprobs(tmp_path, capsys):
+    file = tmp_path / "sampling.json"
+    script("sampling").main(["--rows", "16", "--tokens", "4", "--rounds", "1", "--json", str(file)])
+    full, half = json.loads(file.read_text())["cases"]
+    assert {(r["rows"], r["tokens"], *r["sides"]) for r in (full, half)} == {(16, 4, "ours", "generate")}
+    assert full["mismatch"]["sampler_to_model_max"] < 1e-4 < half["mismatch"]["sampler_to_model_mean"]
+    assert half["mismatch"]["sampler_to_float32_mean"] < 3 * half["mismatch"]["model_to_float32_mean"]
+    assert "vLLM was not run" in capsys.readouterr().out

@@ -1,0 +1,275 @@
+"""Completions drawn by our engine, beside transformers' `generate` on the same weights, and the machine at its best.
+
+    python benchmarks/sampling.py --model tiny --json FILE
+    python benchmarks/sampling.py --model smollm2 --json FILE
+    python benchmarks/sampling.py --model smollm2 --vllm /path/to/python    # of an environment with vLLM's CPU build
+
+Both sides begin with conversations and end with texts, and draw in turns in one process: 8 completions of each prompt,
+temperature 1, nothing cut off, all of exactly the same length. Ours also returns the logprob of every token. Figures
+are medians of the rounds after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import torch
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import SampleParams
+from rl_notebook.data import Row, load_rows
+from rl_notebook.roofs import ModelSize, gemm_rate, read_rate, threads
+from rl_notebook.rollouts import encode_rows
+from rl_notebook.step import draw
+from rl_notebook.toy import load_model, toy_rows
+
+COMPLETIONS = 8  # of each prompt
+TOKENS = {"tiny": 64, "smollm2": 32}  # of a completion
+THREADS = {"tiny": 1, "smollm2": None}  # of torch, for both sides; None = all
+
+
+@dataclass(frozen=True)
+class Case:
+    "What both sides are asked to draw."
+
+    model: str
+    dtype: str
+    rows: int  # completions at once
+    tokens: int  # of each
+    rounds: int = 5  # measured ones; one more comes before them
+
+    @property
+    def questions(self) -> list[Row]:
+        "The prompts."
+        return load_rows(toy_rows(self.rows // COMPLETIONS, seed=1))
+
+
+@dataclass
+class Drawn:
+    "One round of one side."
+
+    seconds: float
+    cpu: float  # processor time of all threads
+    lengths: set[int]
+    engine: float = 0.0  # seconds of ours inside the engine: prefill, decode steps, text of what has ended
+    completions: Sequence[Any] = ()
+
+
+class Ours:
+    "The local backend, as a step draws from it."
+
+    def __init__(self, case: Case, model: Any, tokenizer: Any):
+        self.case, self.tokenizer = case, tokenizer
+        self.backend = open_local(model, tokenizer, reference=False, device="cpu", dtype=case.dtype)  # type: ignore
+        self.engine: Any = self.backend.sampler.engine  # type: ignore[attr-defined]
+        self.engine.eos_token_ids = frozenset()
+        self.runner = asyncio.Runner()
+
+    def draw(self, seed: int) -> Drawn:
+        "Conversations to completions."
+        before = self.engine.meter.work.get("sampling")
+        start = now()
+        found = self.runner.run(self._draw(seed))
+        seconds, cpu = (b - a for a, b in zip(start, now(), strict=True))
+        engine = self.engine.meter.work["sampling"].seconds - (before.seconds if before else 0.0)
+        return Drawn(seconds, cpu, {s.completion_len for s in found}, engine, found)
+
+    async def _draw(self, seed: int) -> list[Any]:
+        prompts = encode_rows(self.case.questions, self.tokenizer)
+        params = SampleParams(n=COMPLETIONS, max_tokens=self.case.tokens, seed=seed)
+        drawn = await asyncio.gather(*(draw(p, self.backend.sampler, params) for p in prompts))
+        return [s for rollouts in drawn for s in rollouts.samples]
+
+    def close(self) -> None:
+        self.runner.run(self.backend.close())
+        self.runner.close()
+
+
+class Generate:
+    "Transformers' own loop, with its usual cache."
+
+    def __init__(self, case: Case, model: Any, tokenizer: Any):
+        self.case, self.model, self.tokenizer = case, model, tokenizer
+        tokenizer.padding_side = "left"
+        for config in (model.config, model.generation_config):
+            config.eos_token_id = None
+
+    def draw(self, seed: int) -> Drawn:
+        "Conversations to texts."
+        start = now()
+        torch.manual_seed(seed)
+        asked = [list(row.messages) for row in self.case.questions for _ in range(COMPLETIONS)]
+        how: dict[str, Any] = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt"}
+        ids = self.tokenizer.apply_chat_template(asked, return_dict=True, **how)
+        how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": self.case.tokens}
+        found = self.model.generate(**ids, **how)[:, ids["input_ids"].shape[1] :]
+        self.tokenizer.batch_decode(found, skip_special_tokens=True)
+        return Drawn(*(b - a for a, b in zip(start, now(), strict=True)), {found.shape[1]})
+
+
+def now() -> tuple[float, float]:
+    "Clock and processor time."
+    return time.perf_counter(), time.process_time()
+
+
+# --- how far the sampler is from the trainer ---------------------------------------------------------------------
+
+
+def mismatch(model: Any, samples: Sequence[Any]) -> dict[str, float]:
+    "Mean and largest gap in nats between the sampler and the model's own forward pass, and between that and float32."
+    own, exact = (own_logprobs(m, samples) for m in (model, copy_in_float32(model)))
+    drawn = torch.tensor([lp for s in samples for lp in s.logprobs[s.prompt_len :]], dtype=torch.float64)
+    gaps = {"sampler_to_model": (drawn - own).abs(), "model_to_float32": (own - exact).abs()}
+    gaps["sampler_to_float32"] = (drawn - exact).abs()
+    return {f"{name}_{how}": float(getattr(gap, how)()) for name, gap in gaps.items() for how in ("mean", "max")}
+
+
+def copy_in_float32(model: Any) -> Any:
+    "The same weights, computed in float32."
+    twin = type(model)(model.config).float().eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+@torch.no_grad()
+def own_logprobs(model: Any, samples: Sequence[Any]) -> torch.Tensor:
+    "Logprobs of the completions' tokens, sample after sample, by the model's own forward pass."
+    found = []
+    for s in samples:
+        ids = torch.tensor(s.tokens)[None]
+        logprobs = model(input_ids=ids, use_cache=False).logits[0, s.prompt_len - 1 : -1].float().log_softmax(-1)
+        found.append(logprobs.gather(-1, ids[0, s.prompt_len :, None])[:, 0].double())
+    return torch.cat(found)
+
+
+# --- vLLM --------------------------------------------------------------------------------------------------------
+
+VLLM = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+
+asked = json.load(sys.stdin)
+model = LLM(asked["folder"], dtype=asked["dtype"], max_model_len=512, enable_prefix_caching=True)
+prompts, times = [{"prompt_token_ids": ids} for ids in asked["prompts"]], []
+for seed in range(asked["rounds"] + 1):
+    how = {"n": asked["n"], "max_tokens": asked["tokens"], "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    start = time.perf_counter()
+    outputs = model.generate(prompts, SamplingParams(**how, seed=seed), use_tqdm=False)
+    times.append(time.perf_counter() - start)
+    assert {len(c.token_ids) for o in outputs for c in o.outputs} == {asked["tokens"]}
+print(json.dumps(times[1:]))
+"""
+
+
+def run_vllm(python: str, case: Case, model: Any, tokenizer: Any) -> float:
+    "Median seconds of a round in vLLM, in a process of its own and after the others; raises `CalledProcessError`."
+    prompts = [p.tokens.tolist() for p in encode_rows(case.questions, tokenizer)]
+    asked = {"dtype": case.dtype, "prompts": prompts, "n": COMPLETIONS, "tokens": case.tokens, "rounds": case.rounds}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        command = [python, "-c", VLLM]
+        given = json.dumps(asked | {"folder": folder})
+        told = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return statistics.median(json.loads(told.strip().splitlines()[-1]))
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def floors(case: Case, size: ModelSize, prompt_tokens: int) -> dict[str, float]:
+    "Seconds for reading all weights once per decoded position, and for the matrix products of prompts and completions."
+    drawn, most = case.rows * case.tokens, torch.get_num_threads()
+    read = read_rate(size.nbytes, seconds=1.0, most=most)
+    flops = size.flops(prompt_tokens + drawn, drawn) / gemm_rate(size, case.rows, seconds=0.2, most=most)
+    return {"weights": case.tokens * size.nbytes / read, "products": flops}
+
+
+def measure(case: Case, vllm: str | None = None, progress: Callable[[str], None] = print) -> dict[str, Any]:
+    "Draw in turns; raises `AssertionError` where a completion has another length than was asked for."
+    model, tokenizer = load_model(case.model, dtype=case.dtype)
+    sides = {"ours": Ours(case, model, tokenizer), "generate": Generate(case, model, tokenizer)}
+    found: dict[str, list[Drawn]] = {name: [] for name in sides}
+    for turn in range(case.rounds + 1):
+        for name, side in sides.items():
+            found[name].append(side.draw(turn))
+            assert found[name][-1].lengths == {case.tokens}, f"{name}: {found[name][-1].lengths} tokens"
+    ours, kept = sides["ours"], {name: rounds[1:] for name, rounds in found.items()}
+    gaps = mismatch(model, found["ours"][-1].completions[:: case.rows // 8])
+    size = ours.engine.causal.size
+    floor = floors(case, size, sum(len(p.tokens) for p in encode_rows(case.questions, tokenizer)))
+    medians = {n: {k: statistics.median(getattr(d, k) for d in r) for k in ("seconds", "cpu")} for n, r in kept.items()}
+    if vllm is not None:
+        medians["vllm"] = {"seconds": run_vllm(vllm, case, model, tokenizer)}
+    ours.close()  # type: ignore[attr-defined]
+    pairs = list(zip(kept["generate"], kept["ours"], strict=True))
+    result = asdict(case) | {"route": ours.engine.causal.route, "sides": medians, "floors": floor, "mismatch": gaps}
+    result["tokens_per_s"] = {n: case.rows * case.tokens / m["seconds"] for n, m in medians.items()}
+    result["ratio"] = {
+        k: statistics.median(getattr(a, k) / getattr(b, k) for a, b in pairs) for k in ("seconds", "cpu")
+    }
+    result["outside_engine"] = statistics.median(1 - d.engine / d.seconds for d in kept["ours"])
+    result["times_weights"] = {n: m["seconds"] / floor["weights"] for n, m in medians.items()}
+    progress(line(result))
+    return result
+
+
+HEADING = (
+    f"{'':<24}{'tokens/s':>10}{'generate':>10}{'vLLM':>8}{'ratio':>7}{'cpu s':>8}{'ratio':>7}"
+    f"{'/weights':>10}{'/floor':>8}{'outside':>9}{'nats':>9}"
+)
+
+
+def line(r: dict[str, Any]) -> str:
+    "One case."
+    rate, ours = r["tokens_per_s"], r["sides"]["ours"]
+    vllm = f"{rate['vllm']:>8.0f}" if "vllm" in rate else f"{'-':>8}"
+    return (
+        f"{r['model']} {r['dtype']} {r['rows']:>3} rows".ljust(24)
+        + f"{rate['ours']:>10.0f}{rate['generate']:>10.0f}{vllm}{r['ratio']['seconds']:>7.2f}"
+        + f"{ours['cpu']:>8.3f}{r['ratio']['cpu']:>7.2f}{r['times_weights']['ours']:>10.2f}"
+        + f"{ours['seconds'] / max(r['floors'].values()):>8.2f}{r['outside_engine']:>9.0%}"
+        + f"{r['mismatch']['sampler_to_model_mean']:>9.1e}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", choices=TOKENS, default="tiny")
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[8, 16, 32], help="multiples of 8")
+    parser.add_argument("--tokens", type=int, help="of a completion")
+    parser.add_argument("--rounds", type=int, default=5, help="measured ones; one more comes before them")
+    parser.add_argument("--threads", type=int, help="of torch; default: 1 for tiny, else its own choice")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM's CPU build")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    args = parser.parse_args(arguments)
+    if wrong := [rows for rows in args.rows if rows < 8 or rows % COMPLETIONS]:
+        parser.error(f"--rows: got {wrong[0]}, expected multiples of {COMPLETIONS}")
+    tokens = args.tokens or TOKENS[args.model]
+    cases = [Case(args.model, dtype, rows, tokens, args.rounds) for dtype in args.dtype for rows in args.rows]
+    print(HEADING)
+    with threads(args.threads or THREADS[args.model]):
+        cases_found = [measure(case, args.vllm) for case in cases]
+        count = torch.get_num_threads()
+    print(f"{count} threads, load {os.getloadavg()[0]:.1f}" + ("" if args.vllm else "; vLLM was not run"))
+    if args.json:
+        machine = {"threads": count, "cpus": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
+        args.json.write_text(json.dumps({"machine": machine, "cases": cases_found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
