@@ -20,10 +20,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['GRPOLoop']
+__all__ = ['SCRIPT', 'GRPOLoop']
 
 # %% ../nbs/37_loop.ipynb #a898a710
-from .core import PhaseError, PromptGroup
+from .config import Config
+from .core import ConfigError, PhaseError, PromptGroup
 from .groups import Gate, Producer
 from .names import named_function
 from .records import StepRecord, spans
@@ -300,6 +301,9 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
     return done
 
 # %% ../nbs/37_loop.ipynb #6b7338b6
+SCRIPT = "rl_notebook.recipes.script"  # writes a loop down
+
+
 class GRPOLoop(Loop):
     "GRPO, one phase at a time. What uses the backend is done in a turn of its own."
 
@@ -341,3 +345,15 @@ class GRPOLoop(Loop):
 
         `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
         return await export_policy(self.backend, path, to)
+
+    def to_config(self) -> Config:
+        """The settings, with names for functions and rows: `rl-notebook train` makes the same steps with them.
+
+        Raises `ConfigError` for what it cannot name; `to_script` can."""
+        return named_function(f"{SCRIPT}:loop_config", "to_config", ConfigError)(self)
+
+    def to_script(self, path: str | os.PathLike[str] = "run.py") -> Any:
+        """Write a Python file that makes the same steps, with a YAML file and, where it needs them, rows beside it.
+
+        Functions of files are imported, those of cells come with their source; raises `ConfigError` for others."""
+        return named_function(f"{SCRIPT}:loop_script", "to_script", ConfigError)(self, path)

@@ -381,7 +381,7 @@ def _model_error(name: str, got: str) -> BackendError:
     )
 
 
-def _resolve(name: str) -> str:
+def model_source(name: str) -> str:
     "The folder or hub id that a name stands for; converts SmolLM2 on first use."
     if name == "tiny":
         return str(tiny_path())
@@ -415,7 +415,7 @@ def load_model(
     "Model (in eval mode, on the CPU) and tokenizer; raises `BackendError` or `MissingExtra` if it cannot be had whole."
     if dtype not in _DTYPES:
         raise ConfigError("dtype", where="load_model", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
-    source = _resolve(name)
+    source = model_source(name)
     try:
         with _no_bars(quiet=Path(source).is_dir()):
             how: dict[str, Any] = {"dtype": _DTYPES[dtype], "output_loading_info": True}

@@ -1336,6 +1336,7 @@ def open_local(
     router_replay_completion_only: bool = True,  # for sampled tokens only; False = for the prompt as well
 ) -> Backend:  # policy LocalTrainer, reference LocalReference, sampler LocalSampler
     "Policy, reference, sampler and sync over one model in this process."
+    opened = {name: value for name, value in locals().items() if name not in ("model", "tokenizer")}
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     module = in_dtype(model, dtype, device)
     module = with_lora(module, lora_rank, lora_alpha, seed) if lora_rank else module
@@ -1371,5 +1372,6 @@ def open_local(
         engine.abort()
 
     more: dict[str, Any] = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size}
+    more["opened"] = opened
     more["export"] = lambda folder, to=None: run(export_weights, state, tokenizer, Path(folder), to)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

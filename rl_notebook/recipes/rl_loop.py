@@ -90,23 +90,29 @@ def make_problem(
     rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn; None = the config's rewards
     rows: Any = None,  # anything that `load_rows` takes; None = the config's data set
     *,
+    reward: Any = None,  # reward functions, or their names; None = the config's
     rollout_fn: Callable[..., Any] | None = None,  # sample_prompt -> sample, without a factory
     eval_rows: Any = (),  # held out
     dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it
+    advantage_fn: AdvantageFn | str | None = None,  # or its "module:function"; None = as the config says
+    make_loss: LossFactory | None = None,  # makes the whole loss function; None = the config's loss
     evaluation_fn: EvaluationFn | None = None,  # (setup), or (step, rollout_fn) -> metrics
     rollout_extras: Mapping[str, Any] | None = None,  # for the factory: `setup.extras`
 ) -> Problem:
     "Rows, rollouts and filters of a run; raises ConfigError for parts that say the same twice."
-    if rollout_fn_factory is not None and rollout_fn is not None:
-        raise ConfigError("rollout_fn", got="a rollout_fn_factory beside it", expected="one of the two")
-    graded: Any = None if rollout_fn is None else as_rollout_fn(rollout_fn)
+    graders = {"reward": reward, "rollout_fn": rollout_fn, "rollout_fn_factory": rollout_fn_factory}
+    said = [name for name, given in graders.items() if given is not None]
+    if len(said) > 1:
+        raise ConfigError(said[0], got=f"a {said[1]} beside it", expected="one of the two")
+    graded: Any = reward if rollout_fn is None else as_rollout_fn(rollout_fn)
     if rollout_fn_factory is not None:
         graded = RolloutFactory(rollout_fn_factory)
     if rows is None or graded is None:
         named = load_problem(cfg)
         rows, eval_rows = (named.rows, named.eval_rows) if rows is None else (rows, eval_rows)
         graded = named.reward if graded is None else graded
-    own = {"dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn, "extras": rollout_extras}
+    own: dict[str, Any] = {"dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
+    own |= {"extras": rollout_extras, "advantage_fn": advantage_fn, "make_loss": make_loss}
     held_out = as_rows(eval_rows) if len(eval_rows) else []
     if cfg.eval_interval > 0 and not held_out and evaluation_fn is None:
         raise ConfigError("eval_interval", got=cfg.eval_interval, expected="eval_rows, or an evaluation_fn")
@@ -241,10 +247,23 @@ def keep_rows(run: RunFolder, problem: Problem, parts: Mapping[str, Any]) -> Non
     "Write down the rows that were passed to a run, and which functions were."
     if parts.get("rows") is None:
         return
-    own = [name for name in ("rollout_fn_factory", "rollout_fn") if parts.get(name) is not None]
-    lines = [{"format": 1, "own": own}, *({f.name: getattr(row, f.name) for f in fields(row)} for row in problem.rows)]
-    text = "".join(json.dumps(encode(line, "rows.jsonl")) + "\n" for line in lines)
-    (Path(run.path) / "rows.jsonl").write_text(text, encoding="utf-8")
+    functions = ("rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss")
+    write_rows(Path(run.path) / "rows.jsonl", problem.rows, [name for name in functions if parts.get(name) is not None])
+
+
+def write_rows(path: Path, rows: Sequence[Row], own: Sequence[str] = ()) -> None:  # names of functions beside them
+    "Rows as JSON lines that `read_rows` gives back exactly."
+    lines = [{"format": 1, "own": [*own]}, *({f.name: getattr(row, f.name) for f in fields(row)} for row in rows)]
+    path.write_text("".join(json.dumps(encode(line, path.name)) + "\n" for line in lines), encoding="utf-8")
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:  # rows, names of functions that were passed beside them
+    "Rows that `write_rows` wrote; raises `RecordError` for another file."
+    try:
+        head, *lines = [decode(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [Row(**line) for line in lines], [str(name) for name in head["own"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RecordError(path.name, where=str(path), got=str(error), expected="rows of a run") from error
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #f1299d8f
 async def train(
@@ -479,12 +498,7 @@ def recorded_problem(run: Run, cfg: Config) -> Problem:
     path = Path(run.path) / "rows.jsonl"
     if not path.exists():
         return load_problem(cfg)
-    try:
-        head, *lines = [decode(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-        rows = [Row(**line) for line in lines]
-        own = [str(name) for name in head["own"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RecordError("rows.jsonl", where=str(path), got=str(error), expected="rows of a run") from error
+    rows, own = read_rows(path)
     if own:
         fix = f"Pass it: problem=make_problem(cfg, {own[0]}=..., rows=...)."
         raise ConfigError("problem", where=str(run.path), got=f"a run with a {own[0]} of its own", fix=fix)

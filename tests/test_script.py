@@ -1,0 +1,346 @@
+"""A loop of a notebook as a config and as a script: the same numbers, bit for bit, from a kernel and a process.
+
+Where functions come from decides what becomes of them: a file is imported, a cell is copied, and what only a kernel
+holds is refused in words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+from nbclient import NotebookClient
+
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError
+from rl_notebook.data import load_rows
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.records import Run, StepRecord
+from rl_notebook.rewards import reward_fn
+from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+
+SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
+SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "steps": 2}
+
+MODULE = """
+from dataclasses import replace
+
+
+def close(text: str, answer: str) -> float:
+    return 1 / (1 + abs(len(text) - len(answer)))
+
+
+def against_the_worst(groups):
+    return [replace(g, advantages=g.rewards - g.rewards.min()) for g in groups]
+"""
+
+
+def process(*command: str | Path, cwd: Path) -> str:
+    "What a program prints; it has to end well."
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_script(path: Path, *options: str) -> Run:
+    "The run of a script, in a process of its own and in a folder that is not its own."
+    elsewhere = path.parent / "elsewhere"
+    elsewhere.mkdir()
+    process(sys.executable, path, "--log-path", path.parent / "log", *options, cwd=elsewhere)
+    return Run.open(path.parent / "log")
+
+
+def execute(folder: Path, *cells: str) -> list[str]:
+    "What cells print in a Jupyter kernel that was started in a folder."
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    return ["".join(out.get("text", "") for out in cell.outputs if out.name == "stdout") for cell in nb.cells]
+
+
+def assert_same(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> None:
+    "Two runs made the same steps, to the last bit."
+    assert [r.step for r in there] == [r.step for r in here]
+    for one, other in zip(there, here, strict=True):
+        samples = lambda r: [(s.text, s.reward, s.tokens.tolist()) for g in r.groups for s in g.samples]
+        assert samples(one) == samples(other)
+        np.testing.assert_equal([g.advantages for g in one.groups], [g.advantages for g in other.groups])
+        np.testing.assert_equal(dict(one.metrics), dict(other.metrics))
+        assert one.options == other.options
+
+
+def grpo_loop(reward: Any, *, cfg: dict[str, Any] | None = None, rows: Any = None, **given: Any) -> GRPOLoop:
+    "A loop as a notebook opens one."
+    settings = Config(**SMALL | (cfg or {}))
+    rank = {"lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha} if settings.lora_rank else {}
+    backend = open_local(*load_model("tiny"), reference=settings.kl_beta > 0, **rank)
+    return GRPOLoop(backend, load_rows(toy_rows(8)) if rows is None else load_rows(rows), reward, settings, **given)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    "A working directory with `my_own.py`."
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delitem(sys.modules, "my_own", raising=False)
+    (tmp_path / "my_own.py").write_text(MODULE)
+    return tmp_path
+
+
+# --- from a kernel --------------------------------------------------------------------------------------------------
+
+OPEN = f"""
+import rl_notebook as rln
+from rl_notebook.backends.local import open_local
+from rl_notebook.records import RunFolder
+SMALL = {SMALL}
+"""
+RUN = """
+run = RunFolder.create("here", cfg)
+loop.outputs.append(run.add)
+records = await loop.run(progress=False)
+print(repr(loop.to_script("made/run.py")))
+"""
+
+
+def test_functions_of_cells_come_with_their_source(desk):
+    functions = [
+        "%matplotlib inline\nimport os.path\nimport re\nfrom dataclasses import dataclass, replace\nimport numpy as np",
+        'NUMBER = re.compile(r"-?\\d+")\nUNITS = {"far": 0.25, "near": 1.0}',
+        """
+@dataclass(frozen=True)
+class Grade:
+    "A class of a cell."
+    near: bool
+    def points(self) -> float:
+        return UNITS["near" if self.near else "far"]
+
+
+def last(text):
+    found = NUMBER.findall(text)
+    return int(found[-1]) if found else None
+""",
+        """
+def graded(text: str, answer: str, tolerance: int = len(UNITS) + 3) -> float:
+    said = last(text)
+    name = os.path.join("a", "b")
+    return 0.0 if said is None else Grade(abs(said - int(answer)) <= tolerance).points() + len(text) / 100
+""",
+        'shape = lambda text: float("#" in text)\nkeep = lambda group: group.rewards.std() > 0.001',
+        """
+@rln.register_loss(name="mine", eps_clip=0.2)
+def ratio(t, tis, o):
+    return -t.advantage * t.policy * tis
+
+
+def by_rank(groups):
+    "Advantages."
+    return [replace(g, advantages=np.argsort(np.argsort(g.rewards)) - (len(g.rewards) - 1) / 2) for g in groups]
+""",
+    ]
+    opened = """
+cfg = rln.Config(**SMALL, policy_loss="mine")
+backend = open_local(*rln.load_model("tiny"), reference=False)
+reward = [graded, rln.gsm8k_reward, __import__("rl_notebook.rewards").rewards.reward_fn(shape, name="form", weight=0.1)]
+rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "odd": float("nan")} for a in range(3) for b in range(2)]
+loop = rln.GRPOLoop(backend, rows, reward, cfg, dynamic_filter_fn=keep, advantage_fn=by_rank)
+"""
+    said = execute(desk, OPEN, *functions, opened, RUN)[-1]
+    first = said.splitlines()[0]
+    assert first.startswith("run.py, run.yaml, run.rows.jsonl: with the source of ")
+    assert {"Grade", "last", "graded", "shape", "keep", "ratio", "by_rank"} <= set(first.split("of ")[-1].split(", "))
+    assert "note" not in said
+    assert_same(list(run_script(desk / "made" / "run.py")), list(Run.open(desk / "here")))
+
+
+def test_a_rollout_factory_an_evaluation_and_extras_of_cells(desk):
+    functions = """
+import numpy as np
+
+
+def make_rollout_fn(setup):
+    bonus = setup.extras["bonus"]
+
+    async def rollout_fn(sample_prompt: dict) -> rln.RolloutSample | None:
+        prompt = sample_prompt["prompt_token_ids"]
+        params = rln.SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
+        [completion] = await setup.sampler.sample(prompt, params)
+        return rln.sample_from_completion(completion, reward=bonus * len(set(completion.text)))
+
+    return rollout_fn
+
+
+async def letters(setup) -> dict[str, float]:
+    "Measured once a step."
+    return {"calls": 1.0}
+"""
+    opened = """
+cfg = rln.Config(**SMALL, eval_interval=1)
+backend = open_local(*rln.load_model("tiny"), reference=False)
+rows = rln.load_rows(rln.toy_rows(8))
+loop = rln.GRPOLoop(backend, rows, make_rollout_fn, cfg, evaluation_fn=letters, extras={"bonus": 0.5})
+"""
+    execute(desk, OPEN, functions, opened, RUN)
+    assert "rollout_fn_factory=make_rollout_fn" in (desk / "made" / "run.py").read_text()
+    assert_same(list(run_script(desk / "made" / "run.py")), list(Run.open(desk / "here")))
+
+
+# --- a config --------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_names_functions_of_files(desk):
+    import my_own  # pyright: ignore[reportMissingImports]
+
+    rewards = [reward_fn(my_own.close, weight=2.0), "format"]
+    loop = grpo_loop(rewards, cfg={"lora_rank": 4, "kl_beta": 0.01}, advantage_fn=my_own.against_the_worst)
+    cfg = loop.to_config()
+    assert (cfg.rewards, cfg.reward_weights) == (("my_own:close", "format"), (2.0, 1.0))
+    assert (cfg.advantage_fn, cfg.max_rows) == ("my_own:against_the_worst", 8)
+    cfg.to_yaml(desk / "run.yaml")
+    here = asyncio.run(loop.run(progress=False))
+    program = Path(sys.executable).with_name("rl-notebook")
+    process(program, "train", "--config", "run.yaml", "--log-path", "log", cwd=desk)
+    assert_same(list(Run.open(desk / "log")), here)
+
+
+@pytest.mark.parametrize(
+    ("reward", "named"),
+    [
+        (toy_reward, ("rl_notebook.toy:toy_reward",)),
+        ([toy_reward, reward_fn(toy_format_reward, weight=0.0)], ()),  # those of the data set
+        (["gsm8k"], ("gsm8k",)),
+    ],
+)
+def test_rewards_of_ours_have_names(reward, named):
+    assert grpo_loop(reward).to_config().rewards == named
+
+
+def test_the_config_is_that_of_the_loop_as_it_is_now():
+    loop = grpo_loop(toy_reward, cfg={"seed": 3, "eval_rows": 2}, rows=toy_rows(8, seed=3))
+    loop.change(learning_rate=2e-3)
+    cfg = loop.to_config()
+    assert (cfg.learning_rate, cfg.seed, cfg.max_rows, cfg.eval_rows) == (2e-3, 3, 8, 0)  # none was held out
+
+
+def test_what_changed_on_the_way_is_noted(tmp_path):
+    loop = grpo_loop(toy_reward)
+    asyncio.run(loop.run(1, progress=False))
+    loop.change(learning_rate=2e-3)
+    said = repr(loop.to_script(tmp_path / "run.py"))
+    assert (
+        "note: learning_rate: changed since the loop was opened; the script has the last value from step 1 on" in said
+    )
+    text = (tmp_path / "run.py").read_text()
+    assert "main(cfg, **how)" in text  # all of it has a name
+
+
+# --- a script ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_of_another_folder_is_found(desk):
+    import my_own  # pyright: ignore[reportMissingImports]
+
+    loop = grpo_loop([my_own.close], dynamic_filter_fn=is_wide, cfg={"aggregation": "sum"})
+    loop.to_script(desk / "deep" / "er" / "run.py")
+    text = (desk / "deep" / "er" / "run.py").read_text()
+    assert "from test_script import is_wide" in text  # this file, which is imported
+    assert "rewards:\n- my_own:close" in (desk / "deep" / "er" / "run.yaml").read_text()
+    here = asyncio.run(loop.run(progress=False))
+    assert_same(list(run_script(desk / "deep" / "er" / "run.py")), here)
+
+
+def is_wide(group: Any) -> bool:
+    "A filter of a file."
+    return bool(np.ptp(group.rewards) > 0.01)
+
+
+def test_a_file_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "run.py").write_text("print('mine')\n")
+    with pytest.raises(ConfigError, match="something else wrote"):
+        grpo_loop(toy_reward).to_script(tmp_path / "run.py")
+    assert [p.name for p in tmp_path.iterdir()] == ["run.py"]
+    made = grpo_loop(toy_reward).to_script(tmp_path / "other.py")
+    assert grpo_loop(toy_reward).to_script(tmp_path / "other.py") == made  # its own it writes again
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "a closure": ("def make(k):\n    return lambda text: k * len(text)\nfn = make(2.0)", "closure over k"),
+    "nested": (
+        "def make():\n    def inner(text):\n        return 1.0\n    return inner\nfn = make()",
+        "inside a call",
+    ),
+    "in a call": ("fn = max([lambda text: 1.0], key=id)", "inside a call, a function or another statement"),
+    "no source": ("exec('def fn(text): return 1.0')", "without source"),
+    "a partial": ("import functools\nfn = functools.partial(lambda text, k: k, k=2)", "partial object"),
+    "kernel state": (
+        "model = rln.load_model('tiny')[0]\ndef fn(text):\n    return float(model.training)",
+        "got model, a Qwen3ForCausalLM of the kernel",
+    ),
+    "state it keeps": (
+        "n = 0\ndef fn(text):\n    global n\n    n += 1\n    return float(n)",
+        "got n, which it assigns",
+    ),
+}
+
+
+def test_what_only_the_kernel_knows_is_refused_in_words(desk):
+    ask = """
+backend = open_local(*rln.load_model("tiny"), reference=False)
+def ask():
+    try:
+        loop = rln.GRPOLoop(backend, rln.toy_rows(4), fn, rln.Config(**SMALL))
+        loop.to_script("made/run.py")
+    except rln.RLNotebookError as error:
+        print(error)
+"""
+    cells = [cell for source, _ in REFUSED.values() for cell in (source, "ask()")]
+    said = execute(desk, OPEN, ask, *cells)[3::2]
+    for (name, (_, expected)), words in zip(REFUSED.items(), said, strict=True):
+        assert expected in words, f"{name}: {words}"
+        assert all(part in words for part in ("reward", "function '", "expected a function in a file", "Write")) or (
+            "Make it inside" in words or "Return it" in words
+        ), words
+    assert not (desk / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("opened", "cfg", "match"),
+    [
+        (
+            {"lora_rank": 4, "lora_alpha": 16},
+            {"lora_rank": 4},
+            "lora_alpha: got 32.0 in the config; expected 16",
+        ),
+        ({"lora_rank": 4, "seed": 7}, {"lora_rank": 4}, "seed"),
+        ({}, {"base_model": "smollm2"}, "base_model"),
+        ({"dtype": "bfloat16"}, {}, "dtype"),
+    ],
+)
+def test_a_backend_that_the_config_would_not_open(opened, cfg, match, monkeypatch):
+    monkeypatch.setattr(
+        "rl_notebook.recipes.script.model_source", lambda name: load_model("tiny")[1].name_or_path + name[4:]
+    )
+    loop = GRPOLoop(
+        open_local(*load_model("tiny"), reference=False, **opened), toy_rows(4), toy_reward, Config(**SMALL | cfg)
+    )
+    for write in (loop.to_config, loop.to_script):
+        with pytest.raises(ConfigError, match=match):
+            write()
+
+
+def test_notes_say_what_has_no_setting(tmp_path):
+    backend = open_local(*load_model("tiny"), reference=False, max_batch=4)
+    loop = GRPOLoop(backend, toy_rows(4), toy_reward, Config(**SMALL))
+    assert "note: open_local(max_batch=4) has no setting" in repr(loop.to_script(tmp_path / "run.py"))
