@@ -316,16 +316,6 @@ def drop_row(cache: SlotCache, row: int) -> None:
             for buffer in pair:
                 buffer[row] = buffer[cache.rows]
 
-# %% ../../nbs/23_backends.engine.ipynb #f77554c7
-def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
-    "An RMS norm as one fused call in full precision, else the module itself; `None` does nothing."
-    if norm is None:
-        return lambda x: x
-    eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
-    if eps is None or weight is None or weight.dtype not in (torch.float32, torch.float64):
-        return norm
-    return lambda x: F.rms_norm(x, weight.shape, weight, eps)
-
 # %% ../../nbs/23_backends.engine.ipynb #3682a79e
 COPY_BYTES = 2**30  # weights of a model up to this size are kept a second time, laid out for multiplying
 _FULL = (torch.float32, torch.float64)  # precisions
@@ -344,6 +334,26 @@ class MadeOf:
         if self.version != newest:
             self.version, self.value = newest, self.make()
         return self.value
+
+# %% ../../nbs/23_backends.engine.ipynb #91e99628
+def rms_fn(make: Callable[[], Tensor], weights: Sequence[Tensor], eps: float) -> Callable[[Tensor], Tensor]:
+    "RMS norm over the last dimension, with a scale that is made of weights."
+    dim = weights[0].shape[-1]
+    if weights[0].device.type != "cpu":
+        scale = MadeOf(make, weights)
+        return lambda x: F.rms_norm(x, (dim,), None, eps) * scale()
+    scale, least = MadeOf(lambda: make() * dim**0.5, weights), weights[0].new_tensor((dim * eps) ** 0.5)
+    return lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(least) * scale()
+
+# %% ../../nbs/23_backends.engine.ipynb #f77554c7
+def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
+    "An RMS norm in few operations in full precision, else the module itself; `None` does nothing."
+    if norm is None:
+        return lambda x: x
+    eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
+    if eps is None or weight is None or weight.dtype not in _FULL:
+        return norm
+    return rms_fn(lambda: weight, [weight], eps)
 
 # %% ../../nbs/23_backends.engine.ipynb #c2b28305
 @dataclass(frozen=True, eq=False)
@@ -417,8 +427,8 @@ def head_norm_fn(norms: Sequence[nn.Module | None], heads: Sequence[int]) -> Cal
     if len(eps) > 1 or None in eps or any(w is None or w.dtype not in _FULL for w in weights):
         functions = [norm_fn(n) for n in norms]
         return lambda x: torch.cat([f(part) for f, part in zip(functions, x.split([*heads], -2), strict=True)], -2)
-    scale = MadeOf(lambda: torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)]), weights)
-    return lambda x: F.rms_norm(x, x.shape[-1:], None, *eps) * scale()
+    side_by_side = lambda: torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
+    return rms_fn(side_by_side, weights, *eps)
 
 # %% ../../nbs/23_backends.engine.ipynb #a0a49031
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
