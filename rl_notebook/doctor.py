@@ -236,16 +236,21 @@ def unshifted(e: Evidence, by: int) -> tuple[np.ndarray, np.ndarray]:
 
 def shift(e: Evidence) -> Finding:
     "The sampler's values stand one or two targets away from where they belong."
-    tol = tolerance(e)
+    tol, whose = tolerance(e), "sampler"
+    if not differs(e) and e.stamps.untrained and all(d.ref_logprobs is not None for d in e.datums):
+        e, whose = replace(e, sampler=tuple(d.ref_logprobs for d in e.datums)), "reference"
     tried = {by: explained(*unshifted(e, by), tol) for by in (1, -1, 2, -2)}
     by = max(tried, key=tried.__getitem__)
     where = "late" if by > 0 else "early"
-    return Finding(
+    before, after = unshifted(e, by)
+    met = np.abs(after[np.abs(before) > tol]) <= tol  # a value that only comes nearer is no neighbour's
+    series = Finding(
         "shift",
-        exact(tried[by], 0.8),
-        f"sampler's values {abs(by)} too {where}; moved back, they leave {1 - tried[by]:.0%} of the gap",
+        exact(tried[by], 0.8) * (1.0 if met.mean() > 0.7 else 0.5) if met.any() else 0.0,
+        f"{whose}'s values {abs(by)} too {where}; moved back, they leave {1 - tried[by]:.0%} of the gap",
         {"shift": by},
     )
+    return strongest([series, replace(best_context(e, "the "), cause="shift")])
 
 # %% ../nbs/41_doctor.ipynb #2cab0719
 @dataclass(frozen=True, eq=False)
@@ -296,6 +301,18 @@ def one_to_one(cost: np.ndarray, rows: np.ndarray) -> np.ndarray:  # (M,)
     return source
 
 
+def moved_within(e: Evidence) -> float:
+    "Share of what parts the trainer from the sampler's echo that is gone if it has another row's, prompt and all."
+    echoes = e.controls.get("sampler", ())
+    before, after = e.p - e.flat("sampler") if echoes else e.gap, np.full(len(e.gap), np.nan)
+    for row in np.unique(e.row) if echoes and e.stamps.trainer_temperature in (None, 1.0) else ():
+        at, last = e.row == row, len(e.mask[row])
+        others = [np.r_[x, np.full(last, np.nan)] for of, x in enumerate(echoes) if x is not None and of != row]
+        left = [before[at], *(e.p[at] - x[e.target[at]] for x in others)]
+        after[at] = min(left, key=lambda x: np.nanmean(np.abs(x)) if np.isfinite(x).mean() > 0.5 else np.inf)
+    return explained(before, after, tolerance(e))
+
+
 def rows_permuted(e: Evidence) -> Finding:
     "Each moved row of the sampler's is some other row of the trainer's."
     m = match_rows(e)
@@ -304,10 +321,12 @@ def rows_permuted(e: Evidence) -> Finding:
     cost = np.where(m.count >= 2, m.other / np.maximum(m.count, 1), np.inf)
     cost[np.arange(len(m.rows)), m.rows] -= 1e-9  # a row is its own first guess
     source = one_to_one(cost, m.rows)
-    score = m.explained(np.arange(len(m.rows)), source)
+    score, whole = m.explained(np.arange(len(m.rows)), source), moved_within(e)
     moved = [f"{i} from {j}" for i, j in zip(m.rows, source, strict=True) if i != j]
     text = f"rows paired anew ({', '.join(moved[:3])}): {score:.0%} gone" if moved else "every row fits its own place"
-    return Finding("rows permuted", 0.99 * exact(score, 0.8), text, {"rows": len(moved)})
+    if whole > score:
+        score, text = whole, f"the trainer's rows are other rows, place for place, prompt and all: {whole:.0%} gone"
+    return Finding("rows permuted", 0.99 * exact(score), text, {"rows": len(moved)})
 
 # %% ../nbs/41_doctor.ipynb #79a332c4
 def group_sources(e: Evidence, m: RowMatch) -> dict[int, tuple[list[int], list[int]]]:
@@ -545,6 +564,13 @@ def colder_than_cut(e: Evidence, temperature: float) -> float:
     return gain + FAR * (1 - (np.log(temperature) / np.log(2)) ** 2)
 
 
+def too_rare(e: Evidence, found: Surprise) -> int:
+    "Tokens so unlikely that even at this temperature one step in ten has one, if there are three of them."
+    size = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
+    count = int((-e.p > max(found.temperature, 1) * np.log(10 * found.tokens * size)).sum())
+    return count if count > 2 else 0
+
+
 def from_record(e: Evidence, cause: str) -> Finding:
     "What the tokens of the step themselves say for a cause."
     found = surprise(e)
@@ -553,6 +579,8 @@ def from_record(e: Evidence, cause: str) -> Finding:
     colder = colder_than_cut(e, found.temperature) if found.z < 0 else np.inf
     score = 0.85 * 2 ** (min(0.0, colder if cause == "temperature" else -colder) / CLEAR)  # both named up to there
     text = found.words + (f", as if drawn at {found.temperature:.2f}" if cause == "temperature" else ", as if cut")
+    if rare := too_rare(e, found):
+        score, text = min(score, 0.45), text + f", but for {rare} that no such draw has"
     return Finding(cause, score, text, {"tokens": found.tokens, "z": found.z})
 
 # %% ../nbs/41_doctor.ipynb #72a4b759
@@ -635,6 +663,12 @@ def undrawable(e: Evidence) -> bool:
     return found[kind][0] <= CLEAR or misfit(e, (kind, found[kind][1])) > MISFIT
 
 
+def only_best(e: Evidence) -> bool:
+    "Whether the likeliest token is drawn nearly always, though others were about as likely."
+    doubtful = [r.counts.sum(axis=0) for r in e.redraws if r.logprobs[0] < np.log(0.9)]
+    return bool(doubtful) and all(counts[0] > 0.97 * counts.sum() for counts in doubtful)
+
+
 def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
     "What the draws say for a cause."
     if not e.redraws or differs(e):  # where the numbers are wrong, they claim nothing
@@ -647,6 +681,8 @@ def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
     clear = gain > CLEAR and (best in kinds or gain > found[best][0] - CLEAR)
     score = (0.97 if best in kinds else 0.4) * clear * (0.4 if undrawable(e) else 1.0)
     text = text if clear else f"{n} tokens drawn again look drawn as claimed"
+    if clear and only_best(e):
+        score, text = 0.6, f"{n} tokens drawn again are always the likeliest: greedy, a beam, or the best of several"
     return Finding(cause, score, text, {"draws": n, "nats": gain, kind: amount})
 
 # %% ../nbs/41_doctor.ipynb #147fbccb
@@ -926,7 +962,10 @@ def dropout(e: Evidence) -> Finding:
         score = min(1.0, NOISE_FACTOR * excess(twice, tol) / there) if there else 0.0
         text = f"scored twice, the same datums differ by up to {np.nanmax(twice, initial=0):.2g} nats"
         if batch_matters(e) and beyond(e.s - e.flat("policy alone"), floor(e)):
-            score, text = 0.7, "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps"
+            score, text = (
+                0.45,
+                "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps",
+            )
         return Finding("dropout", score, text, {"twice": float(np.nanmax(twice, initial=0))})
     ours, theirs = twins(e)[0]
     if ours > floor(e).largest >= theirs:
@@ -939,8 +978,9 @@ def padding_side(e: Evidence) -> Finding:
     "Rows were padded on the left without a mask, so that a row depends on the others in its batch."
     if "policy alone" in e.controls:
         score = explained(e.gap, e.s - e.flat("policy alone"), tolerance(e)) * batch_matters(e)
-        score = score if not beyond(e.s - e.flat("policy alone"), floor(e)) else score / 2
-        alone = Finding("padding side", 0.98 * score, f"scored alone, rows lose {score:.0%} of their gap")
+        score = score / 2 if beyond(e.s - e.flat("policy alone"), floor(e)) or moved_within(e) > 0.5 else score
+        sure = 0.98 if {"sampler", "sampler drawing"} & e.controls.keys() or "echo" in e.refused else 0.94
+        alone = Finding("padding side", sure * score, f"scored alone, rows lose {score:.0%} of their gap")
         return strongest([alone, replace(best_context(e, "padding"), cause="padding side")])
     return padding_by_length(e)
 
@@ -1067,10 +1107,11 @@ def dtype_or_batching(e: Evidence) -> Finding:
         stays *= (1.0 if noisy else 0.4) * (not told_otherwise(e) and unlearned(e)[1] < ALIKE)
         small = min(1.0, 0.1 / float(np.nanmean(np.abs(e.gap))))
         text = f"with the same weights ({' and '.join(dtypes)}) {stays:.0%} of the gap stays"
-        return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 else 0.6), text)
-    if {"bfloat16", "float16"} & set(dtypes):
-        return scatter(e, "dtype or batching", 0.5)
+        return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 else 0.45), text)
     largest = size(e.gap).largest  # another prompt, or other weights, move some token more
+    if {"bfloat16", "float16"} & set(dtypes):
+        most = rounding("bfloat16").largest
+        return scatter(e, "dtype or batching", 0.6 if largest <= most / 2 else 0.45 if largest <= 2 * most else 0.1)
     small = 0.3 if largest <= rounding("float16").largest else 0.15 if largest <= rounding("bfloat16").largest else 0.05
     return scatter(e, "dtype or batching", small)
 
@@ -1099,6 +1140,7 @@ def other_ids(e: Evidence) -> Finding:
     gaps = np.abs(pair_gaps(e))
     off = gaps > floor(e).largest
     behind: dict[int, list[bool]] = {}
+    firsts = np.array([p.before for p in e.pairs])
     for p, bad in zip(e.pairs, off, strict=True):
         behind.setdefault(p.before, []).append(bool(bad))
     wrong = {first for first, found in behind.items() if all(found)}
@@ -1108,7 +1150,8 @@ def other_ids(e: Evidence) -> Finding:
     against = sum(p.token not in wrong | never for p in left)
     agree = sum(found.count(False) > 1 for found in behind.values())
     apart = off.any() and agree > 1 and against <= 0.05 * off.sum() and gaps[off].mean() > 0.5
-    apart = apart and not told_otherwise(e)
+    alike = [bool((np.diff(np.sort(gaps[(firsts == first) & (gaps > 0.5)])) < 0.01).any()) for first in wrong]
+    apart = apart and not told_otherwise(e) and 2 * sum(alike) <= len(wrong)  # other tokens are not off alike
     text = f"two tokens alone: behind {len(wrong)} ids all are off, behind {agree} others few or none"
     text += f", against it {against} of {off.sum()}"
     both = len(left) - against > 1  # the ids are wrong as the second token, too
@@ -1178,7 +1221,7 @@ def wrong_reference(e: Evidence) -> Finding:
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
     if not np.isfinite(off).all():
         return Finding("wrong reference", 0.0, "not every reference logprob is a finite number")
-    score = float(beyond(off, floor(e)) and not differs(e))
+    score = (1.0 if shift(e).score < 0.9 else 0.4) * (beyond(off, floor(e)) and not differs(e))
     text = f"before any update the reference differs by up to {np.nanmax(np.abs(off), initial=0):.2g} nats"
     return Finding("wrong reference", score, text, {"kl": float(np.nanmean(-off))}, tuple(np.argsort(-np.abs(off))[:3]))
 
@@ -1211,7 +1254,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
     dtype_or_batching,
     vocabulary,
 )
-_COUNTED = ("all well", "mask leak", "non-finite", "wrong reference")  # these need no gap
+_COUNTED = ("all well", "mask leak", "non-finite", "wrong reference", "shift")  # these need no gap
 _SURE = 0.9  # a score above which no other cause is named beside the best
 _LIKELY = 0.5  # and one below which it is a guess
 _SEEN = 0.005  # a score below which a finding is folded
@@ -1358,6 +1401,9 @@ def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
     if undrawable(e) and not differs(e) and best.score < _SURE:
         text = f"tokens drawn again are not drawn as claimed ({misfit(e):.0f} standard deviations), nor so at any"
         return Finding(NONE, 0.9, f"{text} temperature or cut: a penalty, a bias, a mark")
+    if (drawn := surprise(e)) and drawn.odd and too_rare(e, drawn) and best.score < _LIKELY:
+        text = f"{too_rare(e, drawn)} tokens are too rare for any temperature near 1: put in, or of a law that changes"
+        return Finding(NONE, 1 - best.score, text)
     if written := told_otherwise(e):
         return Finding(NONE, 0.9 * differs(e), written)
     if "sampler synced" not in e.controls or not differs(e) or best.score >= _SURE:
@@ -1674,19 +1720,38 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     return {name: behind(d, p) for name, p in made if 0 < len(p) <= room and p != prompt_of(d)}
 
 
+def other_labels(e: Evidence, row: int, places: int = 4) -> Iterator[tuple[str, int, Datum]]:
+    "At the largest gaps a neighbour's token behind this one's past, and this token behind a neighbour's."
+    tokens, at = e.datums[row].tokens, np.flatnonzero(e.row == row)
+    worst = at[np.argsort(-np.nan_to_num(np.abs(e.gap[at])), kind="stable")[:places]]
+    for t in e.target[worst].tolist():
+        tried = {
+            "next token": (t, t + 2),
+            "token before": (t, t),
+            "past before": (t - 1, t + 1),
+            "next past": (t + 1, t + 1),
+        }
+        for name, (last, label) in tried.items():
+            if last >= 0 and label < len(tokens):
+                weights = np.r_[np.zeros(last), 1.0]
+                yield f"the {name} for each", t, Datum(np.r_[tokens[: last + 1], tokens[label]], weights)
+
+
 async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
-    "Both sides score the worst rows behind other prompts."
+    "Both sides score the worst rows behind other prompts, and as other labels have it."
     few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][:3]
-    jobs = [(name, r, datum) for r in few for name, datum in contexts(e, backend, r).items()]
-    scored = {"policy": await backend.policy.forward([d for _, _, d in jobs])}
+    jobs = [(name, r, e.datums[r].active, d) for r in few for name, d in contexts(e, backend, r).items()]
+    jobs += [(name, r, np.array([t]), d) for r in few for name, t, d in other_labels(e, r)]
+    scored = {"policy": await backend.policy.forward([d for *_, d in jobs])}
     if "echo" not in e.refused:
-        scored["sampler"] = await echo_all(backend, [d.tokens for _, _, d in jobs])
+        scored["sampler"] = await echo_all(backend, [d.tokens for *_, d in jobs])
     series: dict[str, list[np.ndarray | None]] = {}
     for side, found in scored.items():
-        for (name, r, datum), lp in zip(jobs, found, strict=True):
-            values = np.full(len(e.datums[r].weights), np.nan)
-            values[e.datums[r].active] = lp.values[datum.active]
-            series.setdefault(f"{side}, {name}", [None] * len(e.datums))[r] = values
+        for (name, r, at, datum), lp in zip(jobs, found, strict=True):
+            rows_of = series.setdefault(f"{side}, {name}", [None] * len(e.datums))
+            values = np.full(len(e.datums[r].weights), np.nan) if (made := rows_of[r]) is None else made
+            values[at] = lp.values[datum.active]
+            rows_of[r] = values
     return replace(e, controls={**e.controls, **{name: tuple(x) for name, x in series.items()}})
 
 # %% ../nbs/41_doctor.ipynb #fbbfb2dc
