@@ -250,6 +250,8 @@ def shift(e: Evidence) -> Finding:
         f"{whose}'s values {abs(by)} too {where}; moved back, they leave {1 - tried[by]:.0%} of the gap",
         {"shift": by},
     )
+    if not any(", the " in name for name in e.controls):
+        return series
     return strongest([series, replace(best_context(e, "the "), cause="shift")])
 
 # %% ../nbs/41_doctor.ipynb #2cab0719
@@ -681,7 +683,7 @@ def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
     clear = gain > CLEAR and (best in kinds or gain > found[best][0] - CLEAR)
     score = (0.97 if best in kinds else 0.4) * clear * (0.4 if undrawable(e) else 1.0)
     text = text if clear else f"{n} tokens drawn again look drawn as claimed"
-    if clear and only_best(e):
+    if gain > CLEAR and only_best(e):
         score, text = 0.6, f"{n} tokens drawn again are always the likeliest: greedy, a beam, or the best of several"
     return Finding(cause, score, text, {"draws": n, "nats": gain, kind: amount})
 
@@ -1085,6 +1087,18 @@ def reported_digits(series: np.ndarray) -> int:  # 0 = all
     return next(rounded, 0)
 
 
+def coarse_logits(e: Evidence) -> str:
+    "Whose logits differ by multiples of 1/256 among a place's likely tokens, as no float32 does; empty = nobody's."
+    sides = {"the sampler's logits": (e.stamps.sampler_temperature, [r.logprobs for r in e.redraws])}
+    sides["the trainer's logits"] = (e.stamps.trainer_temperature, [r.trainer for r in e.redraws])
+    for name, (t, places) in sides.items():
+        apart = np.concatenate([np.diff(x[np.isfinite(x)][:5]) for x in places]) * (t or 1.0) if places else np.zeros(0)
+        apart = apart[np.abs(apart) > 1e-3] * 256
+        if len(apart) > 3 and (np.abs(apart - apart.round()) < 0.02).mean() > 0.9:
+            return name
+    return ""
+
+
 def dtype_or_batching(e: Evidence) -> Finding:
     "Rounding of one side: small, and still there with the same weights."
     tol = tolerance(e)
@@ -1107,7 +1121,9 @@ def dtype_or_batching(e: Evidence) -> Finding:
         stays *= (1.0 if noisy else 0.4) * (not told_otherwise(e) and unlearned(e)[1] < ALIKE)
         small = min(1.0, 0.1 / float(np.nanmean(np.abs(e.gap))))
         text = f"with the same weights ({' and '.join(dtypes)}) {stays:.0%} of the gap stays"
-        return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 else 0.45), text)
+        coarse = coarse_logits(e)
+        text += f"; {coarse} lie on a grid, as those of half precision do" * bool(coarse)
+        return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 or coarse else 0.45), text)
     largest = size(e.gap).largest  # another prompt, or other weights, move some token more
     if {"bfloat16", "float16"} & set(dtypes):
         most = rounding("bfloat16").largest
@@ -1425,6 +1441,7 @@ def weigh(e: Evidence) -> Diagnosis:
     findings = tuple(sorted([*ranked, none_of_these(e, ranked)], key=lambda f: -f.score))
     best, *others = findings
     close = [f.cause for f in others if f.score >= best.score / 2 and f.score > 0] if best.score < _SURE else []
+    others_made = {"context": any("," in c for c in e.controls), "afresh": e.afresh is not None, "pairs": e.pairs}
     return Diagnosis(
         cause=best.cause,
         score=best.score,
@@ -1437,7 +1454,7 @@ def weigh(e: Evidence) -> Diagnosis:
         tolerance=floor(e),
         noise_floor=noise_floor(e),
         largest=size(e.gap).largest,
-        controls=tuple(c for c in e.controls if "," not in c),
+        controls=(*(c for c in e.controls if "," not in c), *(name for name, made in others_made.items() if made)),
         refused=e.refused,
     )
 
