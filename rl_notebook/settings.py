@@ -35,7 +35,7 @@ class TaskSettings:
     "Which model learns which task."
 
     base_model: str = "tiny"  # name for `load_model`, or an id of the service that trains it
-    dataset: str = "toy"  # name for `load_rows`: built-in task, path or URL
+    dataset: str = "toy"  # built-in task, path, URL, or "module:function" of your own that returns rows
     system_prompt: str | None = None  # goes in front of every prompt that is a conversation
     max_rows: int | None = 100  # rows used, from the top; None = all
     epochs: int = 1  # passes over the rows

@@ -488,6 +488,7 @@ ATTACKS: dict[str, Callable[[Trap], Any]] = {
     "a loss": lambda trap: trap.settings(policy_loss="evil:f"),
     "a loss of a step": _recorded_loss("evil:f"),
     "advantages": lambda trap: trap.settings(advantage_fn="evil:f"),
+    "rows of a function": lambda trap: trap.settings(dataset="evil:f"),
     "an earlier spelling": lambda trap: trap.settings(loss_type="evil:f"),
     "a loss for a sub-config": lambda trap: trap.settings(tis={"level": "evil:f"}, report_to=["evil:f"]),
     "tags": _yaml_tag,

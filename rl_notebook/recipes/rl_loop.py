@@ -39,7 +39,7 @@ from ..back import restore_checkpoint, save_checkpoint
 from ..loop import verdict_line
 from ..phases import sources_of
 from ..losses import LossOptions, policy_loss_fn
-from ..names import check_trusted
+from ..names import NAMED, check_trusted, named_function
 from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode
 from ..records import flat_settings, hold_folder, metrics_row, read_checkpoint
 from ..rewards import reward_fn
@@ -52,7 +52,8 @@ from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['Problem', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step', 'diagnose_step']
+__all__ = ['Problem', 'named_source', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step',
+           'diagnose_step']
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class Problem:
     make_loss: LossFactory | None = None  # makes the whole loss function; None = the config's loss
 
 
+def named_source(dataset: str) -> Any:
+    "What a function `module:function` of yours returns, or the path or address as it is."
+    named = NAMED.fullmatch(dataset) is not None and not Path(dataset).exists()
+    return named_function(dataset, "dataset", DataError)() if named else dataset
+
+
 def load_problem(cfg: Config) -> Problem:
     "Rows and rewards that a config names; raises for an unknown function."
     if cfg.rewards:
@@ -78,7 +85,7 @@ def load_problem(cfg: Config) -> Problem:
         held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
         return Problem(rows, held_out, list(cfg.rewards) or [toy_reward, reward_fn(toy_format_reward, weight=0.0)])
     wanted = None if cfg.max_rows is None else cfg.max_rows + cfg.eval_rows
-    rows = load_rows(cfg.dataset, max_rows=wanted, require_answer=True, system_prompt=cfg.system_prompt)
+    rows = load_rows(named_source(cfg.dataset), max_rows=wanted, require_answer=True, system_prompt=cfg.system_prompt)
     split = len(rows) - cfg.eval_rows
     if split < 1:
         raise ConfigError("eval_rows", got=cfg.eval_rows, expected=f"fewer than the {len(rows)} rows of {cfg.dataset}")

@@ -25,7 +25,7 @@ from ..config import Config
 from ..core import ConfigError, RLNotebookError, quoted
 from ..data import Row
 from ..losses import POLICY_LOSSES
-from ..names import names_in
+from ..names import NAMED, names_in
 from ..options import SURROGATE_KNOBS
 from ..phases import Loop
 from .rl_loop import load_problem, write_rows
@@ -253,7 +253,7 @@ def named_rewards(cfg: Config, fns: Sequence[RewardFn]) -> Config | None:
 
 def named_rows(cfg: Config, rows: Sequence[Row], eval_rows: Sequence[Row]) -> Config | None:
     "A config that names these rows, of the built-in task or of a file; None where it cannot."
-    if cfg.dataset != "toy" and not Path(cfg.dataset).is_file():
+    if cfg.dataset != "toy" and not (NAMED.fullmatch(cfg.dataset) or Path(cfg.dataset).is_file()):
         return None
     for fitting in (cfg, replace(cfg, max_rows=len(rows), eval_rows=len(eval_rows))):
         try:
