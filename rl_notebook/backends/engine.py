@@ -422,7 +422,7 @@ def head_norm_fn(norms: Sequence[nn.Module | None], heads: Sequence[int]) -> Cal
     "The norms of so many heads each, side by side in (..., heads, dim), as one function."
     if not any(norms):
         return lambda x: x
-    eps = {getattr(n, "variance_epsilon", None) for n in norms}
+    eps: set[Any] = {getattr(n, "variance_epsilon", None) for n in norms}
     weights: list[Any] = [getattr(n, "weight", None) for n in norms]
     if len(eps) > 1 or None in eps or any(w is None or w.dtype not in _FULL for w in weights):
         functions = [norm_fn(n) for n in norms]
@@ -500,13 +500,20 @@ class FastLayer:
     scale: float
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache | None, layer: int, window: int | None = None
-    ) -> Tensor:
-        "(B, S, D) to (B, S, D)."
-        both, (queries, keys) = sum(self.heads), self.heads
-        qk, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim)).split((both, keys), 2)
-        q, k = rotate(self.head_norm(qk), cos, sin).split((queries, keys), 2)
-        x = x + self.o(attend(q, k, v, self.scale, cache, layer, window))
+        self,
+        x: Tensor,  # (B * S, D)
+        shape: Sequence[int],  # (B, S)
+        cos: Tensor,
+        sin: Tensor,
+        cache: SlotCache | None,
+        layer: int,
+        window: int | None = None,
+    ) -> Tensor:  # (B * S, D)
+        "All sequences as one list of tokens, apart only in attention."
+        heads = self.qkv(self.norm1(x)).view(*shape, -1, self.head_dim)
+        qk, v = heads.split_with_sizes((sum(self.heads), self.heads[1]), 2)
+        q, k = rotate(self.head_norm(qk), cos, sin).split_with_sizes(self.heads, 2)
+        x = x + self.o(attend(q, k, v, self.scale, cache, layer, window).flatten(0, 1))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(self.act(gate) * up)
 
@@ -545,11 +552,11 @@ class FastDecoder:
         windows: Sequence[int | None] = (),  # of each layer; () = full attention in all
     ) -> Tensor:
         "(B, S) ids at (B, S) positions to (B, S, D) hidden states."
-        x = self.embed(ids)  # type: ignore[operator]
+        x = self.embed(ids).flatten(0, 1)  # type: ignore[operator]
         cos, sin = self.rotary(positions, highest)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, cache, i, windows[i] if windows else None)
-        return self.norm(x)
+            x = layer(x, ids.shape, cos, sin, cache, i, windows[i] if windows else None)
+        return self.norm(x).unflatten(0, ids.shape)
 
 # %% ../../nbs/23_backends.engine.ipynb #96cef08d
 def bare_model(model: nn.Module) -> Any:
