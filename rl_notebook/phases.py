@@ -32,7 +32,8 @@ __all__ = ['PHASES', 'StepState', 'LoopState', 'rollout_setup', 'Loop', 'prompts
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
-from .core import BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError, PromptGroup
+from .core import AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
+from .core import PromptGroup
 from .core import RewardError, RolloutRun, RolloutSample
 from .data import Cursor, Row, load_rows
 from .datums import attach, datums_from_groups
@@ -47,6 +48,7 @@ from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollo
 from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
 from .rollouts import encode_rows, groups_per_pass, is_rollout_fn
 from .rollouts import minibatch_slices, require_some
+from .settings import lr_factor
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
 from .step import join_updates, loss_factory, merge_outputs
@@ -813,12 +815,28 @@ async def all_updates(loop: Loop) -> Sequence[tuple[LossReport, dict[str, float]
     return state.made
 
 
+def schedule_now(loop: Loop) -> dict[str, float]:  # nothing for a constant learning rate
+    "What the learning rate of the current step is multiplied by, as a metric."
+    if loop.cfg.lr_scheduler_type == "constant":
+        return {}
+    if (planned := loop.planned_steps) is None:
+        got, fix = f"{loop.cfg.lr_scheduler_type!r} without an end", "Set steps."
+        raise ConfigError("lr_scheduler_type", where=loop.place, got=got, expected="a number of steps", fix=fix)
+    return {"learning_rate/schedule": lr_factor(loop.cfg, loop.state.number, planned)}
+
+
+def adam_now(loop: Loop) -> AdamParams:
+    "AdamW of the current step: the config's, with the learning rate that the schedule has here."
+    adam = loop.cfg.adam()
+    return replace(adam, learning_rate=adam.learning_rate * schedule_now(loop).get("learning_rate/schedule", 1.0))
+
+
 async def update(loop: Loop, report: LossReport) -> None:
     "One optimizer step with the gradient of a pass, noted in the step; before its first, what `undo` needs."
     state, weights = loop.state, loop.weights
     before = None if state.made else await weights.remember()
     try:
-        measured = await weights.update(loop.cfg.adam(), state.normalization, before)
+        measured = await weights.update(adam_now(loop), state.normalization, before)
     except BackendError as error:
         if type(error) is not BackendError:
             raise
@@ -901,7 +919,7 @@ def record_of(loop: Loop) -> StepRecord:
     options = chosen_options(loop)
     if loop.make_loss is not None and not state.changes:
         options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
-    extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)}
+    extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)} | schedule_now(loop)
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
     more, speed = loop.more_of_record(), work_metrics(state.work, known_roofs(loop.backend.size))
     speed |= memory_metrics() if speed else {}

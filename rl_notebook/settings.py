@@ -93,11 +93,18 @@ class LossSettings(LossKnobs):
     loss_path: Literal["client", "builtin"] = "client"  # computed here, or by the service that trains, in one call
 
 # %% ../nbs/08_settings.ipynb #2acb25b6
+LRSchedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class UpdateSettings:
     "Optimizer, adapter, batching of the backward passes."
 
-    learning_rate: float = 1e-5  # AdamW
+    learning_rate: float = 1e-5  # AdamW; with a schedule its highest
+    lr_scheduler_type: LRSchedule = "constant"  # shape over the planned steps, by the name that transformers has for it
+    warmup_steps: int = 0  # steps in which the learning rate rises from 0
+    warmup_ratio: float = 0.0  # the same as a share of the planned steps
+    min_lr_rate: float = 0.0  # cosine_with_min_lr: where it ends, as a share of `learning_rate`
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
@@ -107,6 +114,26 @@ class UpdateSettings:
     lora_alpha: float = 32.0  # the adapter's output is scaled by alpha / rank
     min_samples_per_fwd_bwd: int | None = None  # start a forward/backward call at so many samples; None = the maximum
     max_samples_per_fwd_bwd: int = 256  # samples in one forward/backward call at most
+
+# %% ../nbs/08_settings.ipynb #3284defb
+def lr_factor(
+    c: Any,  # with the fields of `UpdateSettings`
+    step: int,  # from 1
+    of: int,  # planned steps of the run
+) -> float:
+    "What the learning rate of a step is multiplied by; as transformers' `get_scheduler` has it after `step - 1` steps."
+    done, warm = step - 1, c.warmup_steps or math.ceil(c.warmup_ratio * of)
+    if c.lr_scheduler_type == "constant":
+        return 1.0
+    if done < warm:
+        return done / warm
+    if c.lr_scheduler_type == "inverse_sqrt":
+        scale = warm or 10_000
+        return 1 / math.sqrt((done + scale - warm) / scale)
+    part = (done - warm) / max(1, of - warm)
+    falls = {"linear": 1 - part, "constant_with_warmup": 1.0}
+    factor = falls.get(c.lr_scheduler_type, 0.5 * (1 + math.cos(math.pi * part)))
+    return max(0.0, factor * (1 - c.min_lr_rate) + c.min_lr_rate)
 
 # %% ../nbs/08_settings.ipynb #677fc934
 TrackerName = Literal["wandb", "trackio", "tensorboard"]
@@ -693,13 +720,14 @@ AT_LEAST: dict[int, str] = {
     "concurrency.max_concurrency concurrency.initial_window concurrency.min_window concurrency.max_window "
     "min_group_size igpo.scoring_workers",
     0: "eval_rows eval_interval top_k weight_sync_interval dcp_save_interval overlong_buffer adam_beta1 "
+    "warmup_steps warmup_ratio min_lr_rate "
     "adam_beta2 weight_decay grad_clip_norm lora_rank seed resume.step_offset max_head_offpolicy_versions "
     "max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma",
 }
 ABOVE: dict[int, str] = {
     0: "learning_rate temperature top_p lora_alpha max_rollout_failure_rate adam_eps",
 }
-AT_MOST_ONE = "top_p max_rollout_failure_rate igpo.gamma"
+AT_MOST_ONE = "warmup_ratio min_lr_rate top_p max_rollout_failure_rate igpo.gamma"
 
 # %% ../nbs/08_settings.ipynb #765a1257
 def range_rules(leaves: Mapping[str, Any]) -> Iterator[str]:
@@ -782,6 +810,13 @@ def sampling_rules(c: Any) -> Iterator[str]:
 # %% ../nbs/08_settings.ipynb #d7261944
 def run_rules(c: Any) -> Iterator[str]:
     "What cannot be left behind, or would not be looked at."
+    kind = c.lr_scheduler_type
+    if kind == "constant" and (c.warmup_steps or c.warmup_ratio):
+        yield "warmup_steps: lr_scheduler_type='constant' has no warm-up. Set 'constant_with_warmup', or another shape"
+    if c.warmup_steps and c.warmup_ratio:
+        yield "warmup_ratio: warmup_steps says the same. Keep one of the two"
+    if (c.min_lr_rate > 0) != (kind == "cosine_with_min_lr"):
+        yield "min_lr_rate: it belongs to lr_scheduler_type='cosine_with_min_lr'. Set both, or neither"
     if c.lora_alpha != 32 and c.lora_rank == 0:
         yield "lora_alpha: there is no adapter at lora_rank=0. Set lora_rank or leave it out"
     if c.log_path is not None and any(len(os.fsencode(part)) > 255 for part in Path(c.log_path).parts):

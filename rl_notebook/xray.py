@@ -908,6 +908,8 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Ch
     fix = "The last sentence says why, if it is known." if arrives else "Are the weights frozen, or detached?"
     if moved == 0 and size > 0:
         fix = "Raise the learning rate, or see what the optimizer does with it."
+    if moved == 0 and m.get("learning_rate/schedule") == 0:
+        return check(None, "the learning rate is 0 here, as its schedule has it")
     if moved == 0:
         why = none if size == 0 else f"the learning rate is {rate:g}"
         return check(False, f"the weights did not move: {why}", got="update norm 0", fix=fix)

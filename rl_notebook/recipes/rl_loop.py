@@ -52,8 +52,13 @@ from ..travel import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['Problem', 'named_source', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step',
-           'diagnose_step']
+__all__ = ['Problem', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step', 'diagnose_step']
+
+# %% ../../nbs/61_recipes.rl_loop.ipynb #9a500205
+def named_source(dataset: str) -> Any:
+    "What a function `module:function` of yours returns, or the path or address as it is."
+    named = NAMED.fullmatch(dataset) is not None and not Path(dataset).exists()
+    return named_function(dataset, "dataset", DataError)() if named else dataset
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
@@ -68,12 +73,6 @@ class Problem:
     evaluation_fn: EvaluationFn | None = None  # None = the held-out rows, answered and graded as in training
     extras: Mapping[str, Any] | None = None  # handed to a rollout factory
     make_loss: LossFactory | None = None  # makes the whole loss function; None = the config's loss
-
-
-def named_source(dataset: str) -> Any:
-    "What a function `module:function` of yours returns, or the path or address as it is."
-    named = NAMED.fullmatch(dataset) is not None and not Path(dataset).exists()
-    return named_function(dataset, "dataset", DataError)() if named else dataset
 
 
 def load_problem(cfg: Config) -> Problem:
