@@ -33,7 +33,7 @@ __all__ = []
 CHUNK_ELEMENTS = 2**24  # logits that may exist at once: 64 MB in float32
 
 
-def logits_of(features: Tensor, head: nn.Module | None) -> Tensor:
+def logits_of(features: Tensor, head: Callable[[Tensor], Tensor] | None) -> Tensor:
     "(M, D) features to (M, V) logits in at least float32; without a head, the features are the logits."
     logits = features if head is None else head(features)
     return logits if logits.dtype == torch.float64 else logits.float()
@@ -539,8 +539,8 @@ class FastDecoder:
 
     def __init__(self, decoder: nn.Module):
         self.embed, self.norm = decoder.embed_tokens, norm_fn(decoder.norm)  # type: ignore[arg-type]
-        copies = sum(p.nbytes for p in decoder.parameters()) <= COPY_BYTES
-        self.layers = [fast_layer(layer, copies) for layer in decoder.layers]  # type: ignore[union-attr]
+        self.copies = sum(p.nbytes for p in decoder.parameters()) <= COPY_BYTES
+        self.layers = [fast_layer(layer, self.copies) for layer in decoder.layers]  # type: ignore[union-attr]
         self.rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight)  # type: ignore[arg-type]
 
     def __call__(
@@ -598,6 +598,9 @@ class CausalModel:
         self.head = None if route == "full" else self.model.get_output_embeddings()
         self.route = route
         self.fast = FastDecoder(self.decoder) if route == "fast" else None
+        self.drawing_head: Any = self.head
+        if self.fast is not None and self.head is not None:
+            self.drawing_head = linears_fn([self.head], self.fast.copies)
         weight = self.model.get_input_embeddings().weight
         self.vocab_size, self.device, self.dtype = len(weight), weight.device, weight.dtype
         self.windows = layer_windows(self.decoder)
@@ -631,6 +634,10 @@ class CausalModel:
             return cache.masks[self.windows[0]]
         window = next(w for w in self.windows if w is not None)
         return {"full_attention": cache.masks[None], "sliding_attention": cache.masks[window]}
+
+    def logits(self, features: Tensor) -> Tensor:
+        "(M, V) logits to draw from, in at least float32."
+        return logits_of(features, self.drawing_head)
 
     def logprobs(
         self, features: Tensor, targets: Tensor, temperature: float = 1.0, entropy: Tensor | None = None
@@ -738,7 +745,7 @@ def _probed(causal: CausalModel, sampling: bool) -> float:
                 got = logits_of(causal.features(ids), causal.head).log_softmax(-1)
             errors = [(got - want).abs().max()]
             for features, at in _stepwise(causal, ids, choosing) if sampling else []:
-                got = logits_of(features, causal.head).log_softmax(-1)
+                got = causal.logits(features).log_softmax(-1)
                 errors.append((got - want[torch.arange(2), at]).abs().max())
             with choosing(torch.arange(ids.numel(), device=ids.device).view_as(ids)[:, :6].flatten()):
                 part = logits_of(causal.model(input_ids=ids[:, :6], use_cache=False).logits, None).log_softmax(-1)
@@ -1028,7 +1035,7 @@ def admit(engine: Engine) -> list[Request]:
             for p, read in zip(chosen, experts.reshape(len(chosen), -1, *experts.shape[1:]), strict=True):
                 for row in new[p]:
                     row.chosen.append(read[: len(p)])
-        done += emit(engine, logits_of(features, engine.causal.head)[source], start)
+        done += emit(engine, engine.causal.logits(features)[source], start)
     return done
 
 # %% ../../nbs/23_backends.engine.ipynb #1925efb2
@@ -1088,7 +1095,7 @@ def advance(engine: Engine) -> list[Request]:
     engine.meter.note("sampling", pass_work(engine.causal.size, len(tokens), len(tokens)))
     for i, row in enumerate(engine.rows if experts is not None else ()):
         row.chosen.append(experts[i : i + 1])  # type: ignore[index]
-    return emit(engine, logits_of(features, engine.causal.head))
+    return emit(engine, engine.causal.logits(features))
 
 # %% ../../nbs/23_backends.engine.ipynb #42e60559
 def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Logprobs]:
