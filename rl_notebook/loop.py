@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['SCRIPT', 'GRPOLoop']
+__all__ = ['GRPOLoop']
 
 # %% ../nbs/37_loop.ipynb #a898a710
 from .config import Config
@@ -256,6 +256,7 @@ class RunRecords(list[StepRecord]):
 
 # %% ../nbs/37_loop.ipynb #7805bd1c
 CHECKS = ["rl_notebook.xray:failed_words"]  # each gives, in words, what did not hold in a step
+SCRIPT = "rl_notebook.recipes.script"  # writes a loop down
 TRENDS = "rl_notebook.trends:new_words"  # gives, in words by step, what is new from a step on
 
 
@@ -301,9 +302,6 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
     return done
 
 # %% ../nbs/37_loop.ipynb #6b7338b6
-SCRIPT = "rl_notebook.recipes.script"  # writes a loop down
-
-
 class GRPOLoop(Loop):
     "GRPO, one phase at a time. What uses the backend is done in a turn of its own."
 

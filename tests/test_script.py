@@ -28,6 +28,7 @@ from rl_notebook.rewards import reward_fn
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
+PROGRAM = Path(sys.executable).with_name("rl-notebook")
 SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
 SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "steps": 2}
 
@@ -193,6 +194,9 @@ loop = rln.GRPOLoop(backend, rows, make_rollout_fn, cfg, evaluation_fn=letters, 
     execute(desk, OPEN, functions, opened, RUN)
     assert "rollout_fn_factory=make_rollout_fn" in (desk / "made" / "run.py").read_text()
     assert_same(list(run_script(desk / "made" / "run.py")), list(Run.open(desk / "here")))
+    done = subprocess.run([PROGRAM, "replay", "made/log", "1"], cwd=desk, capture_output=True, text=True)
+    assert "got a run with a rollout_fn_factory of its own; " in done.stderr  # it is not replayed with another
+    assert done.returncode == 2
 
 
 # --- a config --------------------------------------------------------------------------------------------------------
@@ -208,8 +212,7 @@ def test_a_config_names_functions_of_files(desk):
     assert (cfg.advantage_fn, cfg.max_rows) == ("my_own:against_the_worst", 8)
     cfg.to_yaml(desk / "run.yaml")
     here = asyncio.run(loop.run(progress=False))
-    program = Path(sys.executable).with_name("rl-notebook")
-    process(program, "train", "--config", "run.yaml", "--log-path", "log", cwd=desk)
+    process(PROGRAM, "train", "--config", "run.yaml", "--log-path", "log", cwd=desk)
     assert_same(list(Run.open(desk / "log")), here)
 
 

@@ -251,10 +251,10 @@ def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
 # %% ../../nbs/61_recipes.rl_loop.ipynb #47d6acce
 def keep_rows(run: RunFolder, problem: Problem, parts: Mapping[str, Any]) -> None:
     "Write down the rows that were passed to a run, and which functions were."
-    if parts.get("rows") is None:
-        return
     functions = ("rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss")
-    write_rows(Path(run.path) / "rows.jsonl", problem.rows, [name for name in functions if parts.get(name) is not None])
+    own = [name for name in functions if parts.get(name) is not None]
+    if own or parts.get("rows") is not None:
+        write_rows(Path(run.path) / "rows.jsonl", problem.rows, own)
 
 
 def write_rows(path: Path, rows: Sequence[Row], own: Sequence[str] = ()) -> None:  # names of functions beside them
