@@ -195,7 +195,7 @@ loop = rln.GRPOLoop(backend, rows, make_rollout_fn, cfg, evaluation_fn=letters, 
     assert "rollout_fn_factory=make_rollout_fn" in (desk / "made" / "run.py").read_text()
     assert_same(list(run_script(desk / "made" / "run.py")), list(Run.open(desk / "here")))
     done = subprocess.run([PROGRAM, "replay", "made/log", "1"], cwd=desk, capture_output=True, text=True)
-    assert "got a run with a rollout_fn_factory of its own; " in done.stderr  # it is not replayed with another
+    assert "got a run with a rollout_fn_factory of its own. Pass it" in done.stderr  # it is not replayed with another
     assert done.returncode == 2
 
 
