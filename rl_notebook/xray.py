@@ -740,6 +740,24 @@ def without_loss(record: StepRecord) -> str:
     "Why a record has no loss to look at."
     return "nothing was trained" if record.reason else "the record holds no loss"
 
+# %% ../nbs/40_xray.ipynb #eca914cb
+def check_temperature(
+    name: str,  # of the check
+    groups: Sequence[PromptGroup],
+    datums: Sequence[Datum],
+    policy: Sequence[Logprobs],  # one per datum
+) -> Check | None:  # None = they do
+    "Tokens are scored at the temperature at which they were drawn; greedy ones aside, as in the config."
+    samples, scored = sample_of(groups), zip(datums, policy, strict=True)
+    both = [(d, s.temperature, p.temperature) for d, p in scored if (s := samples.get((d.group, d.sample)))]
+    apart = [(d.where, drawn, at) for d, drawn, at in both if drawn not in (at, 0.0)]
+    if not apart:
+        return None
+    where, drawn, at = apart[0]
+    got = f"{drawn:g}, in {len(apart)} of {len(both)} completions"
+    fix = "Does a server or a rollout function set a temperature of its own? Draw at that of the config."
+    return Check(name, False, f"drawn at {drawn:g}, scored at {at:g}: the ratio is not 1", where, got, f"{at:g}", fix)
+
 # %% ../nbs/40_xray.ipynb #2a8b916c
 def sampler_words(record: StepRecord, allowed: Rounding) -> str:
     "What the record knows of a sampler that has other logprobs than the policy; empty = nothing."
@@ -758,9 +776,11 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
     if record.loss is None:
         return check(None, without_loss(record))
     policy = scored_first(record)
+    if apart := check_temperature("on-policy", record.groups, record.datums, policy):
+        return apart
     gap, known = sampler_gap(record.groups, record.datums, policy), on_policy(record, previous)
     if gap is None:
-        absent = "the sampler's logprobs are of another distribution (temperature, top-p, top-k) or absent"
+        absent = "the sampler's logprobs are of another distribution (top-p, top-k) or absent"
         theirs = sampler_side(record.groups, record.datums, policy)
         return check(None, why_no_gap(record.datums, policy, theirs, absent))
     allowed = tolerance(policy)
@@ -1238,7 +1258,7 @@ def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[Pro
     return Check("tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix)
 
 # %% ../nbs/40_xray.ipynb #00066beb
-def check_agreement(gap: Gap | None, noise_floor: float, allowed: Rounding) -> list[Check]:
+def check_agreement(gap: Gap | None, noise_floor: float, allowed: Rounding, apart: Check | None = None) -> list[Check]:
     "Two batch shapes agree, and so do policy and sampler with identical weights, as far as rounding lets them."
     check = partial(Check, "sampler")
     noise = f"the same weights in another batch shape differ by {short(noise_floor)} nats at most"
@@ -1247,6 +1267,8 @@ def check_agreement(gap: Gap | None, noise_floor: float, allowed: Rounding) -> l
         "noise floor", False, noise, got=short(noise_floor), expected=f"at most {short(allowed.largest)}", fix=mask
     )
     checks = [Check("noise floor", True, noise) if noise_floor <= allowed.largest else far]
+    if apart:
+        return [*checks, apart]
     if gap is None:
         return [*checks, check(None, "policy and sampler report logprobs of different distributions")]
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
@@ -1438,7 +1460,7 @@ async def preflight(
     del spent.seconds["policy"]  # a step scores the policy in its backward pass
     spent.work.pop("policy", None)
     floor = await measure_noise_floor(backend.policy, datums[:: max(1, len(datums) // 8)][:8])
-    allowed = tolerance(policy)
+    allowed, apart = tolerance(policy), check_temperature("sampler", groups, datums, policy)
     live = [g for g in groups if len(g.samples)]
     dead = dead_shares(live, sorted({*GROUP_SIZES, cfg.completions_per_prompt}))
     can = backend.capabilities
@@ -1453,7 +1475,7 @@ async def preflight(
         *check_functions(groups, alike),
         check_dead(dead, cfg.completions_per_prompt),
         check_tokens(backend.tokenizer, asked, live),
-        *check_agreement(sampler_gap(groups, datums, policy), floor, allowed),
+        *check_agreement(sampler_gap(groups, datums, policy), floor, allowed, apart),
         Check("backend", True, known),
     )
     step = cfg.prompt_groups_per_step * cfg.completions_per_prompt

@@ -562,13 +562,21 @@ def test_what_cannot_be_checked_is_not_passed(fresh: StepRecord):
     cool = replace(
         fresh,
         groups=[
-            replace(g, samples=[replace(s, temperature=0.7, raw_logprobs=None) for s in g.samples])
-            for g in fresh.groups
+            replace(g, samples=[replace(s, processed=True, raw_logprobs=None) for s in g.samples]) for g in fresh.groups
         ],
     )
     (check,) = [c for c in invariants(cool) if c.name == "on-policy"]
     assert check.ok is None
     assert "another distribution" in check.text
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["raw logprobs", "none"])
+def test_another_temperature_fails_though_the_raw_logprobs_agree(fresh: StepRecord, raw: bool):
+    warm = lambda s: replace(s, temperature=1.5, raw_logprobs=s.raw_logprobs if raw else None)
+    record = replace(fresh, groups=[replace(g, samples=[warm(s) for s in g.samples]) for g in fresh.groups])
+    (check,) = [c for c in invariants(record) if c.ok is False]
+    assert (check.name, check.text) == ("on-policy", "drawn at 1.5, scored at 1: the ratio is not 1")
+    assert sentence(record).startswith("✗ on-policy: drawn at 1.5, scored at 1")
 
 
 def test_processed_sampler_logprobs_are_compared_raw():
