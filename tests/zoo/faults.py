@@ -22,7 +22,7 @@ from .machines import cast
 from .steps import Run, World
 
 NONE, CLEAN = "none of the known causes", "all well"  # as the doctor says it
-BUILD, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5 = "build", "unseen", "unseen3", "unseen4", "unseen5"
+BUILD, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6 = "build", "unseen", "unseen3", "unseen4", "unseen5", "unseen6"
 WORLDS = {
     "plain": World(),
     "lora": World(lora_rank=8, learning_rate=1e-3),
@@ -89,14 +89,16 @@ def cases(split: str) -> Iterator[Case]:
     from .unseen3 import UNSEEN3_KINDS
     from .unseen4 import UNSEEN4_KINDS
     from .unseen5 import UNSEEN5_KINDS
+    from .unseen6 import UNSEEN6_KINDS
 
-    build, later = split == BUILD, split in (UNSEEN3, UNSEEN4, UNSEEN5)
+    build, later = split == BUILD, split in (UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6)
     kinds, seeds = {
         BUILD: (KINDS, (0, 1, 2, 10, 11, 12)),
         UNSEEN: (UNSEEN_KINDS, (20, 21, 22)),
         UNSEEN3: (UNSEEN3_KINDS, (40, 41, 42)),
         UNSEEN4: (UNSEEN4_KINDS, (60, 61, 62)),
         UNSEEN5: (UNSEEN5_KINDS, (80, 81, 82)),
+        UNSEEN6: (UNSEEN6_KINDS, (100, 101, 102)),
     }[split]
     for number, kind in enumerate(kinds):
         for i, strength in enumerate(kind.strengths):
