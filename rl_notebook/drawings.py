@@ -509,6 +509,7 @@ def datums_html(datums: Sequence[Datum], tokenizer: Any = None) -> str:
 
 # %% ../nbs/31_drawings.ipynb #3404d4dd
 AGREE = 0.02  # nats; a difference below it is not tinted at full strength
+UNSEEN_GAP = 0.0005  # nats; where no token has more, every number of the table would be 0
 
 
 def _by_group(datums: Sequence[Datum], head: Sequence[str], row_of: Any, budget: int = BUDGET) -> str:
@@ -553,7 +554,11 @@ def reference_html(
         f"colour: {who}'s logprob minus the reference's, {swatch('orange')} less likely, {swatch('blue')} more likely; "
     )
     legend += f"strongest at {number(limit, '.2g')} nats, the largest is {number(farthest, '.2g')}"
-    return styled("div", legend, style=_SMALL) + _by_group(datums, ["tokens", "mean, nats"], row)
+    drawn = styled("div", legend, style=_SMALL) + _by_group(datums, ["tokens", "mean, nats"], row)
+    if farthest >= UNSEEN_GAP or not np.isfinite(every).all():
+        return drawn
+    agree = f"{who} and the reference agree on all {len(every)} tokens"
+    return styled("div", f"{agree}: the largest difference is {number(farthest, '.2g')} nats") + folded("Tokens", drawn)
 
 # %% ../nbs/31_drawings.ipynb #e1001dcb
 def loss_html(

@@ -270,7 +270,7 @@ def verdict_lines(records: Iterable[StepRecord], since: int = 0) -> list[str]:
             previous = next((r for r in reversed(records[:i]) if r.step == record.step - 1), None)
             failed = "; ".join(words for check in checks for words in check(record, previous))
             new = "; ".join(began.get(record.step, ()))
-            lines.append(record.verdict + (f"  ✗ {failed}" if failed else "") + (f"  ! {new}" if new else ""))
+            lines.append(record.verdict + (f" · ✗ {failed}" if failed else "") + (f" · ! {new}" if new else ""))
     return lines
 
 

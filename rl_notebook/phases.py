@@ -392,7 +392,7 @@ def loop_text(loop: Loop) -> str:
     "A loop as text."
     last = [f"last: {loop.records[-1].verdict}"] if loop.records else []
     marks = "  ".join(f"{mark} {phase}" for mark, phase in phase_marks(loop.state))
-    return "\n".join([f"{title_text(loop)}  {loop.place}", marks, *last])
+    return "\n".join([f"{title_text(loop)} · {loop.place}", marks, *last])
 
 # %% ../nbs/35_phases.ipynb #e6697dd4
 MARK_STYLE = {"✓": "color:#1a7f37", "▶": "font-weight:bold", "○": "color:#8c959f"}

@@ -86,14 +86,14 @@ class StepRecord:
             std = m.get("reward_std", math.nan)
             parts.append(f"reward {m['reward']:.3f}" + (f" (±{std:.2f})" if math.isfinite(std) else ""))
         if self.reason:
-            return "  ".join([*parts, f"nothing trained: {self.reason}"])
+            return " · ".join([*parts, f"nothing trained: {self.reason}"])
         if "kl" in m:
             parts.append(f"KL {m['kl']:.4f}")
         if self.groups:
             live = sum(not is_dead(g.rewards) for g in self.groups)
             parts.append(f"live {live}/{len(self.groups)} groups")
         parts += [f"update {m[name]:.1e}" for name in ("update_norm",) if name in m]
-        return "  ".join(parts)
+        return " · ".join(parts)
 
     def completions_table(self) -> pd.DataFrame:
         "One row per sample: place, prompt, text, rewards, advantage, how it ended."

@@ -401,7 +401,7 @@ def hole(name: str, value: str, count: int) -> Refuses:
 
 TABLE: dict[str, dict[str, Outcome]] = {
     "8 groups": {
-        "record": shows("step 1  reward 0.391 (±0.45)  KL 0.0000  live 8/8 groups"),
+        "record": shows("step 1 · reward 0.391 (±0.45) · KL 0.0000 · live 8/8 groups"),
         "sentence": shows("Loss is -0.166: minus the advantages, averaged over tokens", ALL_LIVE),
         "invariants": shows(
             "✓ finite",
@@ -434,7 +434,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "what-if": shows("8 datums, 88 tokens in the loss"),
         "reward lab": shows("mean reward 0.300 → 11.000", "1 advantages change sign"),
         "attribution": shows("half of the gradient is in 1 of 8 samples"),
-        "run charts": shows("reward | quartiles [0.3]", "reward | lower quartile [0.3]"),
+        "run charts": shows("reward | quartiles of group means [0.3]", "reward | lower quartile [0.3]"),
         "step charts": shows("advantages |  [[-0.81009", "rewards counted | with signal [1, 6, 0, 0, 0, 0, 1]"),
         "tokens": shows("TokenInspector(8 samples", ONE_SAMPLE),
         "dashboard": shows("8 completions", "The one group carries signal"),

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import beside, hostile_record, synthetic_record
 
+from rl_notebook.config import Config
 from rl_notebook.core import RecordError
 from rl_notebook.metrics import reward_metrics
 from rl_notebook.records import StepRecord, metrics_frame, metrics_row
@@ -557,6 +558,32 @@ def test_what_a_page_loads_is_small_and_asks_for_nothing():
     assert len(code) < 10_000  # a page waits two seconds for it
     assert chart("reward", reward_payload(history(5))).live().script == plotly_script()
     assert "url(" not in asset("charts.css")
+
+
+class Stepped:
+    "What a chart asks of a loop: its records, and its settings."
+
+    def __init__(self, *records: StepRecord):
+        self.records, self.cfg = records, Config(kl_beta=0.25)
+
+
+def test_a_chart_takes_a_loop_records_or_a_payload():
+    records = [synthetic_record(step) for step in (1, 2, 3)]
+    payload = reward_payload(History(history_row(r) for r in records))
+    drawn = [chart("reward", source).figure for source in (Stepped(*records), records, iter(records), payload)]
+    assert drawn == [drawn[0]] * 4
+    assert chart("kl", Stepped(*records)).payload["kl_beta"] == 0.25
+    last = chart("advantages", advantages_payload(records[-1])).figure
+    assert chart("advantages", records).figure == chart("advantages", records[-1]).figure == last
+
+
+def test_a_chart_that_is_not_there_is_named():
+    with pytest.raises(RecordError, match=r"got 'rewards'; expected one of 'reward', 'functions'"):
+        chart("rewards", [synthetic_record(1)])
+    with pytest.raises(RecordError, match=r"'waits'; expected one of 'reward'"):  # only with rollouts beside training
+        chart("waits", synthetic_record(1))
+    with pytest.raises(RecordError, match=r"Take a step first"):
+        chart("reward", Stepped())
 
 
 def test_in_the_picture_of_a_map_nothing_is_written_behind_the_cells():

@@ -65,7 +65,12 @@ def test_the_demo_ends_with_its_result(demo):
 def test_the_demo_tells_a_story(demo):
     folder, said = demo
     assert said.startswith("GRPO you can step through")
-    for part in ("step 1  reward ", "step 2  reward ", "Completions drawn in the first step:", f"run folder: {folder}"):
+    for part in (
+        "step 1 · reward ",
+        "step 2 · reward ",
+        "Completions drawn in the first step:",
+        f"run folder: {folder}",
+    ):
         assert part in said
     run = RunFolder.open(folder)
     assert run.steps == [1, 2]

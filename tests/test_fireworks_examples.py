@@ -140,7 +140,7 @@ def test_off_policy(emulator: RunningEmulator):
 def test_recipe(emulator: RunningEmulator, tmp_path: Path):
     settings = ["--steps", "3", "--max-seq-len", "96", "--log-path", str(tmp_path / "run")]
     outcome = run(emulator, "recipe.py", "recipe", *settings)
-    verdicts = re.findall(r"^step \d+  reward (\S+) .*$", outcome.said, re.MULTILINE)
+    verdicts = re.findall(r"^step \d+ · reward (\S+) .*$", outcome.said, re.MULTILINE)
     assert len(verdicts) == 3
     assert all(math.isfinite(float(reward)) for reward in verdicts)
     trained = outcome.said.count("live 1/1 groups")

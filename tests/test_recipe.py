@@ -90,7 +90,7 @@ def test_the_import_of_the_documents_runs_as_a_script(tmp_path):
     script.write_text(SEED.format(dataset=str(data), log_path=str(tmp_path / "run")))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "step 1  reward " in done.stdout
+    assert "step 1 · reward " in done.stdout
     run = RunFolder.open(tmp_path / "run")
     assert run.steps == [1, 2]
     assert [record.groups[0].row["ground_truth"] for record in run] in (["1", "2"], ["2", "1"])

@@ -279,10 +279,10 @@ def test_a_long_record_says_how_much_it_does_not_show():
 def test_verdicts():
     record = synthetic_record(1)
     live = sum(len(set(g.rewards)) > 1 for g in record.groups)
-    expected = f"step 1  reward {record.metrics['reward']:.3f} (±{record.metrics['reward_std']:.2f})"
-    assert record.verdict == f"{expected}  KL 0.0000  live {live}/8 groups  update 3.1e-04"
+    expected = f"step 1 · reward {record.metrics['reward']:.3f} (±{record.metrics['reward_std']:.2f})"
+    assert record.verdict == f"{expected} · KL 0.0000 · live {live}/8 groups · update 3.1e-04"
     assert StepRecord(1).verdict == "step 1"
-    assert StepRecord(1, reason="no rows").verdict == "step 1  nothing trained: no rows"
+    assert StepRecord(1, reason="no rows").verdict == "step 1 · nothing trained: no rows"
     assert "nan" not in StepRecord(1, metrics={"reward": math.nan, "reward_std": math.nan}).verdict
 
 

@@ -222,6 +222,8 @@ function head(state) {
     const beyond = s.values.filter((v) => known(v) && Math.abs(v - s.center) > s.limit).length;
     legend.append(make("span", "", form(low)), bar, make("span", "", form(high)));
     if (s.kind === "difference") legend.append(make("span", "rlt-soft", `nats, in decades; none within ${form(s.floor, 2)}`));
+    const clip = s.kind === "ratio" && state.payload.clip;
+    if (clip) legend.append(make("span", "rlt-soft", `the loss clips outside ${form(clip[0])} to ${form(clip[1])} (dashed)`));
     if (beyond) legend.append(make("span", "rlt-soft", `${beyond} beyond`));
     if (s.bad.length) legend.append(make("span", "rlt-alarm", `${s.bad.length} not a number`));
   };

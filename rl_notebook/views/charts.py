@@ -22,8 +22,10 @@ import numpy as np
 import traitlets
 from plotly.offline import get_plotlyjs
 
+from ..core import RecordError
 from ..drawings import escape_unseen
-from .payloads import downsample
+from ..records import StepRecord, flat_settings
+from .payloads import History, downsample, history_row, run_payloads, step_payloads, timeline_payload
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
 
 # %% auto #0
-__all__ = ['Chart', 'chart', 'charts']
+__all__ = ['Chart', 'chart', 'payloads_of', 'charts']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
 COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
@@ -113,7 +115,7 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
     data = _band(inside["low"], inside["high"], "± std in a group", tint("blue", 0.15))
     if groups["q25"]["x"]:
         thin: dict[str, Any] = {"mode": "lines", "legendgroup": "quartiles"}
-        data.append(_line(groups["q75"], "quartiles", "grey", 1, **thin))
+        data.append(_line(groups["q75"], "quartiles of group means", "grey", 1, **thin))
         data.append(_line(groups["q25"], "lower quartile", "grey", 1, **thin, showlegend=False))
     data.append(_line(payload["reward"], "mean", "blue"))
     if payload["held_out"]["x"]:
@@ -723,7 +725,8 @@ class Chart:
 
 # %% ../../nbs/51_views.charts.ipynb #6b90058a
 CAPTIONS = {
-    "reward": "Mean over all samples of a step. Where the band closes, the completions of a prompt are equally good.",
+    "reward": "Mean over all samples of a step. The band is one standard deviation inside a group, up and down: it may "
+    "pass the best reward. Where it closes, the completions of a prompt are equally good.",
     "functions": "Each reward function on its own, before weights.",
     "length": "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
     "dead": "Groups whose completions are all equally good teach nothing: the prompts are too easy, or too hard.",
@@ -772,10 +775,31 @@ LOOKS = {
 }
 
 # %% ../../nbs/51_views.charts.ipynb #d85acc15
-def chart(name: str, payload: Mapping[str, Any]) -> Chart:
-    "A chart of `LOOKS` with its payload."
+def chart(
+    name: str,  # of `LOOKS`, for example "reward", "kl", "length", "advantages"
+    source: Any,  # a loop (the last 100 steps), records, one record; or a payload
+) -> Chart:
+    "One chart, over the steps or of the last of them; raises RecordError where there is none of that name."
+    found = {name: source} if isinstance(source, Mapping) else payloads_of(source)
+    if name not in LOOKS or name not in found:
+        known = ", ".join(repr(n) for n in LOOKS if n in found) or ", ".join(map(repr, LOOKS))
+        fix = "" if found else "Take a step first: await loop.step()."
+        raise RecordError("chart", got=repr(name), expected=f"one of {known}", fix=fix)
     title, caption, draw, wide = LOOKS[name]
-    return Chart(title, caption, draw, payload, wide, name)
+    return Chart(title, caption, draw, found[name], wide, name)
+
+
+def payloads_of(
+    source: Any,  # a loop, records, or one record
+) -> dict[str, dict[str, Any]]:
+    "The payloads of all charts that a loop, or records, can have; none without a record."
+    records: list[StepRecord] = [source] if isinstance(source, StepRecord) else [*getattr(source, "records", source)]
+    if not records:
+        return {}
+    cfg = getattr(source, "cfg", None)
+    settings = records[-1].options if cfg is None else flat_settings(cfg)
+    over_steps = run_payloads(History(map(history_row, records)), settings)
+    return over_steps | step_payloads(records[-1]) | {"timeline": timeline_payload(records)}
 
 
 def charts(
