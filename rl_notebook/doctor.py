@@ -82,6 +82,7 @@ class Evidence:
     drawn: tuple[np.ndarray | None, ...] = ()  # 1 where the samples' masks say that the policy drew the token
     foreign: Mapping[int, int | None] = field(default_factory=dict)  # datums with other tokens than their sample: whose
     entropy: tuple[np.ndarray | None, ...] = ()  # the trainer's, nats; None = it does not tell
+    gradients: tuple[np.ndarray | None, ...] = ()  # of the pass with gradients, where nothing was updated in between
     kept: tuple[int, int] = (1, 1)  # groups or samples that were trained on, of all that were drawn
     stamps: Stamps = Stamps()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
@@ -91,7 +92,7 @@ class Evidence:
     refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
 
     def __post_init__(self):
-        for name in ("raw", "drawn", "entropy"):
+        for name in ("raw", "drawn", "entropy", "gradients"):
             object.__setattr__(self, name, tuple(getattr(self, name)) or (None,) * len(self.datums))
 
     @cached_property
@@ -147,6 +148,14 @@ def noise_floor(e: Evidence) -> float | None:
         return None
     moved = np.abs(e.flat("policy") - e.flat("policy alone"))
     return float(np.nanmax(moved)) if np.isfinite(moved).any() else None
+
+
+def learned_since(e: Evidence) -> bool:
+    "Whether the policy was updated after the step: it repeats itself, and no longer says what was recorded."
+    if "policy again" not in e.controls:
+        return False
+    now, least = e.flat("policy"), rounding(e.stamps.trainer_dtype or "float32")
+    return beyond(now - e.p, least) and not beyond(e.flat("policy again") - now, least)
 
 
 def size(gap: np.ndarray) -> Gap:
@@ -211,6 +220,10 @@ class Finding:
     positions: tuple[int, ...] = ()  # compared positions that show it; empty = the largest gaps
 
 # %% ../nbs/41_doctor.ipynb #8d930ff6
+_SURE = 0.9  # a score above which no other cause is named beside the best
+_LIKELY = 0.5  # and one below which it is a guess
+
+
 def strongest(findings: Iterable[Finding]) -> Finding:
     "The finding with the highest score, the first of equals."
     return max(findings, key=lambda f: f.score)
@@ -236,23 +249,23 @@ def unshifted(e: Evidence, by: int) -> tuple[np.ndarray, np.ndarray]:
 
 def shift(e: Evidence) -> Finding:
     "The sampler's values stand one or two targets away from where they belong."
-    tol, whose = tolerance(e), "sampler"
-    if not differs(e) and e.stamps.untrained and all(d.ref_logprobs is not None for d in e.datums):
-        e, whose = replace(e, sampler=tuple(d.ref_logprobs for d in e.datums)), "reference"
-    tried = {by: explained(*unshifted(e, by), tol) for by in (1, -1, 2, -2)}
-    by = max(tried, key=tried.__getitem__)
-    where = "late" if by > 0 else "early"
-    before, after = map(np.abs, unshifted(e, by))
+    tol = tolerance(e)
+    moved = {by: unshifted(e, by) for by in (1, -1, 2, -2)}
+    gone = {by: explained(*pair, tol) for by, pair in moved.items()}
+    by = max(gone, key=gone.__getitem__)
+    before, after = map(np.abs, moved[by])
     met = int(((before > tol) & (after < np.maximum(0.1 * before, tol))).sum())
+    where = "late" if by > 0 else "early"
     series = Finding(
         "shift",
-        exact(tried[by], 0.8) * (1.0 if met > 5 else 0.5),  # a few small numbers fit any place
-        f"{whose}'s values {abs(by)} too {where}; moved back, they leave {1 - tried[by]:.0%} of the gap",
+        exact(gone[by], 0.8) * (1.0 if met > 5 else 0.5),  # a few small numbers fit any place
+        f"sampler's values {abs(by)} too {where}; moved back, they leave {1 - gone[by]:.0%} of the gap",
         {"shift": by},
     )
     if not any(", the " in name for name in e.controls):
         return series
-    return strongest([series, replace(best_context(e, "the "), cause="shift")])
+    labels = best_context(e, "the ")  # looked at in a few places only
+    return strongest([series, replace(labels, cause="shift", score=0.97 * labels.score)])
 
 # %% ../nbs/41_doctor.ipynb #2cab0719
 @dataclass(frozen=True, eq=False)
@@ -354,6 +367,9 @@ def wrong_group(e: Evidence) -> Finding:
     if others := misplaced(e):
         text = f"{len(others)} of {len(e.datums)} datums begin with the prompt of another group"
         return Finding("wrong group", 0.99, text, {"datums": len(others)})
+    if e.foreign:
+        text = f"{len(e.foreign)} of {len(e.datums)} datums begin with a prompt of no group, of another step perhaps"
+        return Finding("wrong group", 0.45, text, {"datums": len(e.foreign)})
     m = match_rows(e)
     pairs = group_sources(e, m)
     lines, rows = ([k for pair in pairs.values() for k in pair[part]] for part in (0, 1))
@@ -378,7 +394,7 @@ def context_fit(e: Evidence, side: str, tried: Sequence[str]) -> Finding:
             used[name.partition(", ")[2]] = None
     gone = explained(given - e.flat(side), given - best, tol)
     text = f"{side} reading {' or '.join(list(used)[:3])} says what the {other} said: {gone:.0%} gone"
-    return Finding("", exact(gone, 0.98), text)
+    return Finding("", exact(gone, 0.9 if learned_since(e) else 0.98), text)
 
 
 def best_context(e: Evidence, *names: str) -> Finding:
@@ -407,7 +423,7 @@ def bos_or_template(e: Evidence) -> Finding:
     "One side read the prompt without its BOS or its template, or with one more."
     if len(e.foreign) > len(misplaced(e)):
         text = f"{len(e.foreign)} of {len(e.datums)} datums have other tokens than their sample"
-        return Finding("BOS or template", 0.99, text, {"datums": len(e.foreign)})
+        return Finding("BOS or template", 0.85, text, {"datums": len(e.foreign)})
     if not any("," in name for name in e.controls):
         return scatter(e, "BOS or template", 0.3 if np.nanmax(np.abs(e.gap), initial=0) > 5 else None)
     rendered = replace(best_context(e, "without", "a second"), cause="BOS or template")
@@ -521,8 +537,10 @@ class Surprise:
         if self.odd:
             kind = "safer" if self.z < 0 else "wilder"
             return f"{self.tokens} tokens are {kind} than their exact entropy says (z = {self.z:+.1f})"
-        least = f"; a temperature of 0.8 shows from {self.needed} on" if self.tokens < self.needed else ""
-        return f"{self.tokens} tokens do not contradict what is claimed of them (z = {self.z:+.1f}{least})"
+        if self.tokens >= self.needed:
+            return f"{self.tokens} tokens look drawn as claimed (z = {self.z:+.1f})"
+        few = f"{self.tokens} tokens are too few to tell how they were drawn"
+        return f"{few}: it takes about {self.needed} to see a temperature of 0.8"
 
 
 @lru_cache(maxsize=2)
@@ -537,7 +555,8 @@ def surprise(e: Evidence) -> Surprise | None:
     model, few = TwoLevels.of(entropy[known]), TwoLevels.of(entropy[known], few=True)
     z = float(x.sum()) / square**0.5
     z = max(z, -((2 * max(0.0, float(model.gains(-e.p[known]).max()))) ** 0.5)) if z < 0 else z
-    allowed = ODD + by_choice(*e.kept) + float(np.nansum(e.gap[known] ** 2)) ** 0.5
+    as_claimed = bool(e.redraws) and not undrawable(e) and max(gain for gain, _ in redrawn(e).values()) <= CLEAR
+    allowed = ODD + 2.0 * as_claimed + by_choice(*e.kept) + float(np.nansum(e.gap[known] ** 2)) ** 0.5
     needed = TAILS * n * allowed**2 / 2 / max(float(model.gains(few.expected(1.25)).max()), 1e-9)
     return Surprise(n, z, allowed, 1 / max(0.2, 1 - float(x.sum()) / square), int(np.ceil(needed)))
 
@@ -841,7 +860,7 @@ def keeps_best(e: Evidence) -> bool | None:
         return False
     return True if len(cut) else None
 
-
+# %% ../nbs/41_doctor.ipynb #3c5aca42
 def top_p_or_top_k(e: Evidence) -> Finding:
     "The sampler's values are renormalised over what was kept, so they are never below the raw ones."
     below, chance, kept = one_sided(e)
@@ -852,7 +871,19 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     text = text if differs(e) else "no gap"
     drawn = from_draws(e, "top-p or top-k", ["top-p", "top-k", "min-p"])
     series = Finding("top-p or top-k", score, text, {"below": below, "kept": kept})
-    return strongest([drawn, from_record(e, "top-p or top-k"), lifted(e), series])
+    return strongest([drawn, from_record(e, "top-p or top-k"), lifted(e), series, cut_by_trainer(e)])
+
+
+def cut_by_trainer(e: Evidence) -> Finding:
+    "The same the other way round: a trainer that shares out the mass of what the sampler kept."
+    below, chance, kept = one_sided(replace(e, trainer=e.sampler, sampler=e.trainer))
+    t, fuzz = e.stamps.trainer_temperature or 1.0, floor(e).largest
+    rises = [(t * r.trainer - r.logprobs)[:2] for r in e.redraws]  # others may lie outside of what is kept
+    same = [bool(np.ptp(x) <= 2 * fuzz) for x in rises if len(x) > 1 and np.isfinite(x).all()]
+    alike = 0.6 if not same else 0.85 if np.mean(same) > 0.8 else 0.2
+    text = f"the trainer's are above the sampler's, all but {below:.0%}, as if up to {1 - kept:.0%} of it were cut"
+    score = alike * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * differs(e) * (not told_otherwise(e))
+    return Finding("top-p or top-k", score, text)
 
 
 def lifted(e: Evidence) -> Finding:
@@ -1049,7 +1080,7 @@ def stale_weights(e: Evidence) -> Finding:
         agree = explained(e.gap, synced - e.p, tol)
         moved = min(0.9, excess(synced - asked, tol) / max(excess(e.gap, tol), 1e-300))
         wide = min(1.0, 2 * float((np.abs(e.gap) > tol).mean()))  # other weights move nearly every token
-        since = {None: 0.7, True: 0.0, False: 0.92}[as_then(e)] * outlearned(e)
+        since = {None: 0.7, True: 0.0, False: 0.92}[as_then(e)] * outlearned(e) * (not e.foreign)
         since *= explained(e.gap, asked - e.p, tol) * (1 - max(before, by_raw)) * wide
         text = f"before a sync the sampler still says it ({before:.0%}), after it what the trainer says ({agree:.0%})"
         if since > max(min(before, agree), min(by_raw, moved)):
@@ -1132,6 +1163,9 @@ def dtype_or_batching(e: Evidence) -> Finding:
     return scatter(e, "dtype or batching", small)
 
 # %% ../nbs/41_doctor.ipynb #c2d17c2e
+OFFSETS = (1, -1, 2, -2, 3, -3)  # of ids that are counted from another beginning
+
+
 @dataclass(frozen=True)
 class Pair:
     "A token behind a single other one, scored by both sides: there is nothing but the two, at the first positions."
@@ -1140,6 +1174,7 @@ class Pair:
     token: int  # id
     trainer: float  # at the trainer's temperature
     sampler: float  # raw
+    moved: tuple[float, ...] = ()  # the trainer's with both ids moved by `OFFSETS`
 
 
 def pair_gaps(e: Evidence) -> np.ndarray:
@@ -1173,11 +1208,24 @@ def other_ids(e: Evidence) -> Finding:
     both = len(left) - against > 1  # the ids are wrong as the second token, too
     return Finding("vocabulary", (0.97 if both else 0.85) * bool(apart), text, {"ids": len(wrong)})
 
+# %% ../nbs/41_doctor.ipynb #915854d1
+def ids_moved(e: Evidence) -> int | None:
+    "By how much the trainer's ids must be moved to mean the sampler's tokens; None = by none of `OFFSETS`."
+    for k, by in enumerate(OFFSETS if all(p.moved for p in e.pairs) and e.pairs else ()):
+        gaps = pair_gaps(replace(e, pairs=tuple(replace(p, trainer=p.moved[k]) for p in e.pairs)))
+        known = gaps[np.isfinite(gaps)]
+        if len(known) > 7 and (np.abs(known) <= floor(e).largest).mean() > 0.9:
+            return by
+    return None
+
 
 def vocabulary(e: Evidence) -> Finding:
     "The trainer's ids mean other tokens than the sampler's."
     if (np.abs(pair_gaps(e)) <= floor(e).largest).any():
         return other_ids(e)
+    if (by := ids_moved(e)) is not None:
+        text = f"two tokens alone: the sampler's ids are the trainer's {-by:+d}, and then all numbers agree"
+        return Finding("vocabulary", 0.97, text, {"offset": -by})
     size = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     absurd = np.isfinite(e.gap) & (e.p < -np.log(size)) & (e.s > -np.log(size))
     off = np.isfinite(e.gap) & (e.gap > 1)
@@ -1237,7 +1285,9 @@ def wrong_reference(e: Evidence) -> Finding:
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
     if not np.isfinite(off).all():
         return Finding("wrong reference", 0.0, "not every reference logprob is a finite number")
-    score = (1.0 if shift(e).score < 0.9 else 0.4) * (beyond(off, floor(e)) and not differs(e))
+    ordered = any(f.text.startswith("the reference") for f in from_beside(e))  # it is the policy's, in another place
+    related = rank_correlation(e.p, e.p + off) > 0.5  # or something else than its weights may be wrong, too
+    score = (0.4 if ordered else 1.0 if related else 0.85) * (beyond(off, floor(e)) and not differs(e))
     text = f"before any update the reference differs by up to {np.nanmax(np.abs(off), initial=0):.2g} nats"
     return Finding("wrong reference", score, text, {"kl": float(np.nanmean(-off))}, tuple(np.argsort(-np.abs(off))[:3]))
 
@@ -1249,8 +1299,50 @@ def all_well(e: Evidence) -> Finding:
     drawn = surprise(e)
     as_claimed = not e.redraws or max(gain for gain, _ in redrawn(e).values()) <= CLEAR
     as_claimed = as_claimed and not (drawn and drawn.odd) and not undrawable(e)
-    text += f"; {drawn.words}" if drawn else ""
-    return Finding("all well", 0.99 * (not differs(e) and as_claimed and bool(np.isfinite(e.gap).all())), text)
+    counted = int(sum(r.counts.sum() for r in e.redraws))
+    if counted and as_claimed:
+        text += f"; {counted} tokens drawn again look drawn as claimed"
+    elif drawn:
+        text += f"; {drawn.words}"
+    equal = not differs(e) and bool(np.isfinite(e.gap).all()) and not beside(e)
+    return Finding("all well", 0.99 * (equal and as_claimed), text)
+
+# %% ../nbs/41_doctor.ipynb #00a89f0e
+@lru_cache(maxsize=4)
+def beside(e: Evidence) -> tuple[tuple[str, Evidence], ...]:
+    "Other series that must be the trainer's, and are not: each as the evidence of a sampler."
+    others = {"the pass with gradients": e.gradients}
+    if e.stamps.untrained:
+        others["the reference"] = tuple(d.ref_logprobs for d in e.datums)
+    stamps, found = replace(e.stamps, sampler_temperature=None, sampler_version=None), list[tuple[str, Evidence]]()
+    for name, series in others.items():
+        if any(x is not None for x in series) and not differs(e):
+            told = tuple(
+                np.full(len(d.weights), np.nan) if x is None else x for d, x in zip(e.datums, series, strict=True)
+            )
+            pair = replace(e, sampler=told, raw=(), controls={}, stamps=stamps, gradients=(), redraws=(), foreign={})
+            found += [(name, pair)] * (differs(pair) and not np.isinf(pair.gap).any())
+    return tuple(found)
+
+
+@lru_cache(maxsize=4)
+def from_beside(e: Evidence) -> tuple[Finding, ...]:
+    "What explains them; the reference alone may simply be another one."
+    found = list[Finding]()
+    for name, x in beside(e):
+        asked = [shift(x), rows_permuted(x), wrong_group(x)]
+        if name == "the pass with gradients":
+            torn = max(theirs for _, theirs in twins(x)) > floor(e).largest  # the same token behind the same past
+            small = not beyond(x.gap, rounding("bfloat16"))
+            text = f"with the same weights it differs by up to {size(x.gap).largest:.2g} nats from the pass before it"
+            asked += [Finding("dropout", 0.9 if torn else 0.5, text), Finding("dtype or batching", 0.5 * small, text)]
+            if not torn:
+                fitted, ordered = fit_series(x), 0.7 * (rank_correlation(x.p, x.s) > 0.95)
+                asked.append(replace(fitted, score=max(fitted.score, ordered)))
+        best = strongest(asked)
+        if best.score >= _LIKELY:
+            found.append(replace(best, text=f"{name}: {best.text}", numbers={**best.numbers, "beside": 1.0}))
+    return tuple(found)
 
 # %% ../nbs/41_doctor.ipynb #5306cdfb
 HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
@@ -1270,9 +1362,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
     dtype_or_batching,
     vocabulary,
 )
-_COUNTED = ("all well", "mask leak", "non-finite", "wrong reference", "shift")  # these need no gap
-_SURE = 0.9  # a score above which no other cause is named beside the best
-_LIKELY = 0.5  # and one below which it is a guess
+_COUNTED = ("all well", "mask leak", "non-finite", "wrong reference")  # these need no gap
 _SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../nbs/41_doctor.ipynb #630e634c
@@ -1350,7 +1440,7 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         hypotheses = [f"  {score:.2f}  {cause:<25}{text}" for cause, score, text in finding_rows(self)]
-        hypotheses += [f"  excluded: {', '.join(f.cause for f in self.findings if f.score < _SEEN)}"]
+        hypotheses += [f"  excluded: {', '.join(cause for cause, *_ in finding_rows(self, False))}"]
         places = [
             f"  group {g}, sample {s}, target {t} (token {k}): {p} / {b}" for g, s, t, k, p, b in token_rows(self)
         ]
@@ -1369,9 +1459,10 @@ def measured_words(d: Diagnosis) -> str:
     return "; ".join([*parts, *(f"{name} was refused: {why}" for name, why in d.refused.items())])
 
 
-def finding_rows(d: Diagnosis) -> list[list[Any]]:
-    "Findings that have something for them, as table rows."
-    return [[f.cause, round(float(f.score), 2), f.text] for f in d.findings if f.score >= _SEEN]
+def finding_rows(d: Diagnosis, seen: bool = True) -> list[list[Any]]:
+    "Findings that have something for them, as table rows, or the causes that have nothing."
+    wanted = (f for f in d.findings if (f.score >= _SEEN) == seen and (seen or f.cause not in ("all well", NONE)))
+    return [[f.cause, round(float(f.score), 2), f.text] for f in wanted]
 
 
 def token_rows(d: Diagnosis) -> list[list[Any]]:
@@ -1386,7 +1477,7 @@ def diagnosis_html(d: Diagnosis) -> str:
     "A diagnosis as HTML, everything escaped."
     tokens = html_table(TOKEN_COLUMNS, token_rows(d)) if d.tokens else ""
     columns = ("hypothesis", "score", "finding")
-    rest = html_table(columns, [[f.cause, round(float(f.score), 2), f.text] for f in d.findings if f.score < _SEEN])
+    rest = html_table(columns, finding_rows(d, False))
     folded = f"<details><summary>Excluded</summary>{rest}</details>"
     cause, why, *more = map(html.escape, (*d.answer, measured_words(d)))
     said = f"<p><b>{cause}</b> {why}</p>" + "".join(f"<p>{line}</p>" for line in more if line)
@@ -1430,12 +1521,14 @@ def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
     text = f"with the same weights {left:.2g} nats a token are left; {best.cause} comes nearest with {best.score:.0%}; "
     return Finding(NONE, max(0.9 * scaled, 1 - best.score), text + where_to_look(e))
 
-
+# %% ../nbs/41_doctor.ipynb #7bd6ceb2
 def weigh(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
-    asked = [ask(e) for ask in HYPOTHESES]
+    asked, others = [ask(e) for ask in HYPOTHESES], from_beside(e)
+    asked = [strongest([*(x for x in others if x.cause == f.cause), f]) for f in asked]
     if not differs(e):
-        without_gap = lambda f: f.cause in (*_COUNTED, "dtype or batching") or {"draws", "z"} & f.numbers.keys()
+        counted, known = (*_COUNTED, "dtype or batching"), {"draws", "z", "beside"}
+        without_gap = lambda f: f.cause in counted or known & f.numbers.keys()
         asked = [f if without_gap(f) else replace(f, score=0.0) for f in asked]
     ranked = sorted(asked, key=lambda f: -f.score)
     findings = tuple(sorted([*ranked, none_of_these(e, ranked)], key=lambda f: -f.score))
@@ -1527,13 +1620,17 @@ def from_samples(record: StepRecord) -> Found:
     for row, d in enumerate(record.datums):
         s = samples.get((d.group, d.sample))
         if s is not None and (n := min(len(s.tokens), len(d.tokens))) and (s.tokens[:n] != d.tokens[:n]).any():
+            if not np.isin(d.target_tokens[d.active], s.tokens[s.loss_mask > 0]).any():  # it is nobody's completion
+                raw.append(None)
+                drawn.append(np.zeros(len(d.weights)))
+                continue
             of = (g for g, p in prompts.items() if p != prompts[d.group] and d.tokens[: len(p)].tolist() == p)
             foreign[row], s = next(of, None), None
         raw.append(None if s is None or s.raw_logprobs is None else as_long(d, s.raw_logprobs[1:], np.nan))
         drawn.append(None if s is None else as_long(d, s.loss_mask[1:], 0))
     return tuple(raw), tuple(drawn), foreign
 
-
+# %% ../nbs/41_doctor.ipynb #73a1ad0d
 def kept_rows(record: StepRecord) -> tuple[int, int]:
     "Groups that are trained on, of all; samples, where some of a group are and others not."
     trained = {(d.group, d.sample) for d in record.datums if d.num_loss_tokens}
@@ -1544,6 +1641,14 @@ def kept_rows(record: StepRecord) -> tuple[int, int]:
     whole = all(kept in (0, drawn) for kept, drawn in counts)
     pairs = [(int(kept > 0), 1) for kept, _ in counts] if whole else counts
     return sum(kept for kept, _ in pairs), sum(drawn for _, drawn in pairs)
+
+
+def pass_with_gradients(record: StepRecord) -> tuple[np.ndarray | None, ...]:
+    "Its logprobs of the datums before the first update, where they had been scored before."
+    last = record.loss.logprobs if record.loss else ()
+    first = record.updates[0] if record.updates else len(last)
+    pairs = zip(record.datums, last, strict=bool(last))
+    return tuple(lp.values if d.old_logprobs is not None and i < first else None for i, (d, lp) in enumerate(pairs))
 
 # %% ../nbs/41_doctor.ipynb #4daf4971
 def gather(
@@ -1570,6 +1675,7 @@ def gather(
     theirs = values_of(sampler or [d.sampler_logprobs for d in datums], datums, "sampler logprobs")
     if record:
         known = {"entropy": entropy, "kept": kept_rows(record), "stamps": claims(record, untrained)}
+        known["gradients"] = pass_with_gradients(record)
         e = Evidence(datums, ours, theirs, *from_samples(record), **known)
     else:
         e = Evidence(datums, ours, theirs, entropy=entropy, stamps=Stamps(untrained=bool(untrained)))
@@ -1789,11 +1895,22 @@ async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int 
     else:
         found = await echo_all(backend, [np.array(p) for p in wanted])
         said = {p: float(lp.values[0]) for p, lp in zip(wanted, found, strict=True)}
-    ours = await backend.policy.forward([Datum(np.array(p), np.ones(1)) for p in said])
-    found = zip(said.items(), ours, strict=True)
-    return replace(e, pairs=tuple(Pair(*p, float(lp.values[0]), told) for (p, told), lp in found))
+    known = lambda p: min(p) >= 0 and max(p) < len(backend.tokenizer)
+    tried = {(p, by): (p[0] + by, p[1] + by) for p in said for by in (0, *OFFSETS)}
+    tried = {k: p for k, p in tried.items() if k[1] == 0 or known(p)}
+    scored = await backend.policy.forward([Datum(np.array(p), np.ones(1)) for p in tried.values()])
+    ours = {k: float(lp.values[0]) for k, lp in zip(tried, scored, strict=True)}
+    moved = lambda p: tuple(ours.get((p, by), np.nan) for by in OFFSETS)
+    return replace(e, pairs=tuple(Pair(*p, ours[p, 0], told, moved(p)) for p, told in said.items()))
 
 # %% ../nbs/41_doctor.ipynb #3bd236a9
+def tied(redraws: Sequence[Redraw]) -> bool:
+    "Whether one request gets one token, however often it is drawn, and not always the likeliest."
+    doubtful = [r.counts.sum(axis=0) for r in redraws if r.logprobs[0] < np.log(0.9)]
+    alike = all((counts > 0).sum() == 1 for counts in doubtful)
+    return len(doubtful) > 1 and alike and any(counts[0] == 0 for counts in doubtful)
+
+# %% ../nbs/41_doctor.ipynb #da797cc0
 async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
     "Next tokens at so many places where the sampler was in doubt, each drawn so many times."
     doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
@@ -1815,6 +1932,9 @@ async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int
         told = (float(c.logprobs[0]) for c in drawn if c.tokens[0] == e.token[k])
         again[e.row[k]][e.target[k]] = next(told, np.nan)
     redraws = [counted(*pair) for pair in pairs]
+    if tied(redraws):
+        why = "all draws of a request are the same, and not the likeliest: they begin alike, and say nothing"
+        return replace(e, refused={**e.refused, "redraw": why})
     if differs(e):
         redraws = await rescored(e, redraws, {k: past(k) for k in order}, backend)
     return replace(e, redraws=tuple(redraws), controls={**e.controls, "sampler drawing": tuple(again)})
@@ -1840,11 +1960,14 @@ async def rescored(
 
 def counted(at: int, drawn: Sequence[Completion], seen: Sequence[Completion]) -> Redraw:
     "Draws of one token, counted; the flatter draw says how likely more tokens are."
-    claimed = {int(c.tokens[0]): float(c.logprobs[0]) for c in (*seen, *drawn)}
+    told = lambda c: float((c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs)[0])
+    as_raw = all(abs(told(c) - c.logprobs[0]) < 1e-6 for c in drawn)  # or it draws otherwise than it was asked to
+    claimed = {int(c.tokens[0]): float(c.logprobs[0]) for c in seen if as_raw}
+    claimed |= {int(c.tokens[0]): told(c) for c in drawn}
     order = sorted(claimed, key=lambda t: -claimed[t])
     halves = [[int(c.tokens[0]) for c in drawn[half::2]] for half in (0, 1)]
     counts = np.array([[half.count(t) for t in order] for half in halves])
-    claims = tuple(np.array([float(c.logprobs[0]) for c in drawn if c.tokens[0] == t]) for t in order)
+    claims = tuple(np.array([told(c) for c in drawn if c.tokens[0] == t]) for t in order)
     unknown = np.full(len(order), np.nan)
     return Redraw(np.array(order), np.array([claimed[t] for t in order]), counts, unknown, at, claims)
 
