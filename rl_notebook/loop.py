@@ -63,9 +63,8 @@ def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Conc
 
     @functools.wraps(method)
     def refused_in_turns(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
-        loop.weights.refuse_in_turn(
-            method.__name__.removesuffix("_phase"), "Pause the dashboard, or wait until the other cell is done."
-        )
+        fix = "Pause the dashboard, or wait until the other cell is done."
+        loop.weights.refuse_in_turn(refused_in_turns.__name__, fix)
         return method(loop, *args, **kwargs)
 
     return refused_in_turns

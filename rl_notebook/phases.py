@@ -409,6 +409,12 @@ def loop_html(loop: Loop) -> str:
 class Loop(LoopState):
     "What follows from what a loop remembers, and how it shows itself. A loop with rollouts beside it says otherwise."
 
+    def __init_subclass__(cls) -> None:
+        "Methods that are made of functions bear the names that they are called by, for `help` and tracebacks."
+        for name, method in vars(cls).items():
+            if inspect.isfunction(method) and hasattr(method, "__wrapped__"):
+                method.__name__, method.__qualname__ = name, f"{cls.__name__}.{name}"
+
     @property
     def evaluates(self) -> bool:
         "Whether there is anything to evaluate on."
@@ -616,7 +622,10 @@ def score_phase(loop: Loop, reward_fns: Any = None) -> Listing[PromptGroup]:
     rollouts = enter(loop.state, "score")
     fns = loop.task.reward_fns if reward_fns is None else reward_fns
     with timed(loop, "score"):
-        groups = [score_group_blocking(r, fns, **grading(loop)) for r in rollouts]
+        try:
+            groups = [score_group_blocking(r, fns, **grading(loop)) for r in rollouts]
+        except RewardError as error:  # its cause has the lines of the reward function; those between are of no use
+            raise error.with_traceback(None) from error.__cause__
     require_some(groups)
     return loop.state.put("score", list_groups(groups))
 
@@ -723,7 +732,10 @@ def chosen_loss(loop: Loop, changes: Mapping[str, Any]) -> LossFactory:
 
 # %% ../nbs/35_phases.ipynb #1c29cb41
 def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
-    "Look at the loss without an update; `changes` to the config's options stay until the step ends or others come."
+    """Look at the loss, and at its derivative with respect to every logprob, without an update.
+
+    `changes` are options of the loss, such as `policy_loss="ppo"`, `aggregation="sequence_mean"`, `kl_beta=0.1`; all
+    are in `rl_notebook.losses.LossOptions`. `backward` reads them too; they stay until the step ends or others come."""
     datums = enter(loop.state, "loss")
     if nothing := skipped(loop, "loss"):
         return nothing

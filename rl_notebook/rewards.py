@@ -724,7 +724,8 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
         awaited = isinstance(result, Awaitable) and isinstance(e, GeneratorExit | asyncio.CancelledError)
         if awaited and (task is None or task.cancelling()):  # this coroutine is closed or cancelled from outside
             raise
-        raise _raised(fn, group.where(i), text, e) from e
+        theirs = e.__traceback__ and e.__traceback__.tb_next  # the lines of the function, without the one that calls it
+        raise _raised(fn, group.where(i), text, e) from (e.with_traceback(theirs) if theirs else e)
 
 
 def _task() -> asyncio.Task[Any] | None:

@@ -1,6 +1,9 @@
 "The loop object: phases, re-running, undo, overlap, interruption. Everything on the shipped model, really trained."
 
 import asyncio
+import inspect
+import pydoc
+import traceback
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl_notebook.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
@@ -70,6 +74,29 @@ def run(coroutine):
 
 
 # --- phases ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_calls_a_phase_what_it_is_called_by():
+    for cls in (GRPOLoop, AsyncGRPOLoop):
+        for name in (*PHASES, "step", "undo", "evaluate"):
+            method = getattr(cls, name)
+            assert (method.__name__, method.__doc__ is None) == (name, False)
+            assert next(iter(inspect.signature(method).parameters)) == "loop"
+    said = pydoc.render_doc(GRPOLoop.loss, renderer=pydoc.plaintext)
+    assert "loss(loop: 'Loop', **changes: 'Any')" in said
+    assert 'policy_loss="ppo"' in said
+
+
+def test_the_error_of_a_reward_function_is_short_and_keeps_its_line():
+    def breaks(text):
+        return float(text.split("####")[9])
+
+    loop = make_loop(reward=breaks)
+    run(up_to(loop, "sample"))
+    with pytest.raises(RewardError, match="reward function 'breaks' raised") as raised:
+        loop.score()
+    assert [f.name for f in traceback.extract_tb(raised.value.__cause__.__traceback__)] == ["breaks"]
+    assert [f.name for f in traceback.extract_tb(raised.tb)][1:] == ["refused_in_turns", "score_phase"]
 
 
 def test_a_phase_out_of_order_says_what_is_missing():

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
 
 # %% auto #0
-__all__ = ['Chart', 'chart', 'payloads_of', 'charts']
+__all__ = ['Chart', 'chart', 'charts']
 
 # %% ../../nbs/51_views.charts.ipynb #85989238
 COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
@@ -780,7 +780,7 @@ def chart(
     source: Any,  # a loop (the last 100 steps), records, one record; or a payload
 ) -> Chart:
     "One chart, over the steps or of the last of them; raises RecordError where there is none of that name."
-    found = {name: source} if isinstance(source, Mapping) else payloads_of(source)
+    found = {name: source} if isinstance(source, Mapping) else _payloads_of(source)
     if name not in LOOKS or name not in found:
         known = ", ".join(repr(n) for n in LOOKS if n in found) or ", ".join(map(repr, LOOKS))
         fix = "" if found else "Take a step first: await loop.step()."
@@ -789,7 +789,7 @@ def chart(
     return Chart(title, caption, draw, found[name], wide, name)
 
 
-def payloads_of(
+def _payloads_of(
     source: Any,  # a loop, records, or one record
 ) -> dict[str, dict[str, Any]]:
     "The payloads of all charts that a loop, or records, can have; none without a record."
