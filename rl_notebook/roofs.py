@@ -160,9 +160,26 @@ def best_on_any_threads(run: Callable[[], Any], seconds: float, most: int | None
     return min(times)
 
 # %% ../nbs/17_roofs.ipynb #98cce2e3
-def _settled(run: Callable[[], Any], device: str) -> Callable[[], Any]:
-    "A call that returns when the device is done."
-    return run if device == "cpu" else lambda: (run(), torch.cuda.synchronize())
+CALLS = 20  # that are timed together on a GPU, where a single one is over before the wait for it has begun
+
+
+def settle(device: torch.device | str) -> None:
+    "Wait until a GPU has done all that it was given; elsewhere that is so already."
+    if torch.device(device).type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def rate(run: Callable[[], Any], amount: float, device: str, seconds: float, most: int | None) -> float:
+    "The best that was reached of an `amount` a call, per second."
+    if device == "cpu":
+        return amount / best_on_any_threads(run, seconds, most)
+
+    def several() -> None:
+        for _ in range(CALLS):
+            run()
+        settle(device)
+
+    return CALLS * amount / best_of(several, seconds)
 
 
 def gemm_rate(size: ModelSize, rows: int, seconds: float = 0.1, most: int | None = None) -> float:
@@ -170,23 +187,24 @@ def gemm_rate(size: ModelSize, rows: int, seconds: float = 0.1, most: int | None
     rates, kind = [], {"dtype": getattr(torch, size.dtype), "device": size.device}
     for n, k in sorted(size.shapes, key=math.prod)[-4:]:
         a, b, out = torch.randn(rows, k, **kind), torch.randn(n, k, **kind), torch.empty(rows, n, **kind)
-        run = _settled(partial(torch.mm, a, b.t(), out=out), size.device)
-        rates.append(2.0 * rows * n * k / best_on_any_threads(run, seconds, most))
+        rates.append(rate(partial(torch.mm, a, b.t(), out=out), 2.0 * rows * n * k, size.device, seconds, most))
     return max(rates)
 
 
 def read_rate(nbytes: int, device: str = "cpu", seconds: float = 0.3, most: int | None = None) -> float:
     "The best bytes/s of reading that many bytes again and again."
     buffer = torch.ones(max(nbytes // 4, 1), device=device)
-    return nbytes / best_on_any_threads(_settled(buffer.sum, device), seconds, most)
+    return rate(buffer.sum, nbytes, device, seconds, most)
 
 
-ROWS, READ = 1024, 2**29  # tokens of the product that is measured, and bytes that are read, at most
+ROWS, READ = {"cpu": 1024}, 2**29  # tokens of the product that is measured (on a GPU MANY), bytes that are read at most
+MANY = 8192
 
 
 def measure_roofs(size: ModelSize) -> Roofs:
     "Measure this machine at the matrices of a model: takes about a second."
-    return Roofs(gemm_rate(size, ROWS), read_rate(min(size.nbytes, READ), size.device), platform.node())
+    rows = ROWS.get(size.device, MANY)
+    return Roofs(gemm_rate(size, rows), read_rate(min(size.nbytes, READ), size.device), platform.node())
 
 # %% ../nbs/17_roofs.ipynb #8241df89
 def _about(size: ModelSize) -> dict[str, Any]:

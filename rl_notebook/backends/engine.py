@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
 from .base import Meter
-from .prefixes import prefix_tree, reading
+from .prefixes import for_heads, prefix_tree, reading, sent
 from .routing import Routers, find_routers, noting, replaying, write_notes
 from ..roofs import model_size, pass_work
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
@@ -146,12 +146,15 @@ class Uniforms:
         return self._drawn[position]
 
 # %% ../../nbs/23_backends.engine.ipynb #0c1ae5d2
+SUMS = {"cuda": torch.float64}  # precision that probabilities are added up in; elsewhere their own
+
+
 def draw_tokens(
     logprobs: Tensor,  # (B, V) of the distribution to draw from; -inf = cut off
     uniforms: Tensor,  # (B,) in [0, 1)
 ) -> Tensor:
     "(B,) token ids by inversion of the cumulative distribution."
-    cumulative = logprobs.exp().cumsum(-1)
+    cumulative = logprobs.exp().cumsum(-1, dtype=SUMS.get(logprobs.device.type))
     total = cumulative[:, -1:].contiguous()
     below = torch.nextafter(total, torch.zeros_like(total))
     level = torch.minimum(uniforms[:, None].to(total.dtype) * total, below)
@@ -170,7 +173,7 @@ class DrawPlan:
     @classmethod
     def of(cls, params: Sequence[SampleParams], device: torch.device | str = "cpu") -> DrawPlan:
         "The columns of one row per entry of `params`."
-        column = lambda values: torch.tensor(values, device=device)[:, None]
+        column = lambda values: sent(values, device)[:, None]
         return cls(
             column([p.temperature or 1.0 for p in params])
             if any(p.temperature not in (0, 1) for p in params)
@@ -474,6 +477,7 @@ def attend(
         band = None
         if window is not None and window < steps:
             band = torch.ones(steps, steps, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        k, v = for_heads(q, k, v, band)
         how: dict[str, Any] = {"is_causal": band is None, "scale": scale, "enable_gqa": k.shape[1] != heads}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, **how)
         return out.transpose(1, 2).reshape(batch, steps, -1)
@@ -651,22 +655,27 @@ def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device
     ids = np.zeros((len(sequences), max(len(s) for s in sequences)), dtype=np.int64)
     for row, sequence in zip(ids, sequences, strict=True):
         row[: len(sequence)] = sequence
-    return torch.from_numpy(ids).to(device)
+    return sent(ids, device)
 
 # %% ../../nbs/23_backends.engine.ipynb #0a20dc88
 def prefill(model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]]) -> Tensor:
     "(B, D) features of the last token of each prompt; keys and values stay in `cache.fresh`."
     ids, cache.filling = padded(prompts, model.device), True
-    ends = torch.tensor([len(p) for p in prompts], device=model.device)
+    rows, ends = sent([range(len(prompts)), [len(p) - 1 for p in prompts]], model.device)
     features = model.features(ids, cache=cache, keep=ids.shape[1] - min(map(len, prompts)) + 1)
-    return features[torch.arange(len(prompts)), ends - 1 - ids.shape[1] + features.shape[1]]
+    return features[rows, ends - ids.shape[1] + features.shape[1]]
 
 # %% ../../nbs/23_backends.engine.ipynb #7cd0d236
-def decode_step(model: CausalModel, cache: SlotCache, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    "(B, D) features after one more token per row; `lengths` tokens of each row are already in the cache."
-    both = torch.tensor([tokens, lengths], device=model.device)
-    begin_step(cache, both[1], max(lengths), model.windows)
-    return model.features(both[0, :, None], both[1, :, None], cache, max(lengths), keep=1)[:, -1]
+def decode_step(
+    model: CausalModel,
+    cache: SlotCache,
+    tokens: Tensor,  # (B,) ids
+    lengths: Tensor,  # (B,) tokens of each row that are in the cache already
+    longest: int,  # the largest of them
+) -> Tensor:
+    "(B, D) features after one more token per row; nothing is read from the device."
+    begin_step(cache, lengths, longest, model.windows)
+    return model.features(tokens[:, None], lengths[:, None], cache, longest, keep=1)[:, -1]
 
 # %% ../../nbs/23_backends.engine.ipynb #e511d2c5
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -696,9 +705,10 @@ def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tupl
     add_rows(cache, torch.arange(2, device=ids.device), length=max(starts))
     for step in range(5):
         at = [n + step for n in starts]
-        results.append((last, torch.tensor(at, device=ids.device) - 1))
-        with choosing(place[torch.arange(2), at]):
-            last = decode_step(causal, cache, [int(ids[i, n]) for i, n in enumerate(at)], at)
+        rows, columns = sent([[0, 1], at], ids.device)
+        results.append((last, columns - 1))
+        with choosing(place[rows, columns]):
+            last = decode_step(causal, cache, ids[rows, columns], columns, max(at))
     return results
 
 # %% ../../nbs/23_backends.engine.ipynb #fe59cfba
@@ -737,7 +747,7 @@ def _probed(causal: CausalModel, sampling: bool) -> float:
     asleep = [p for name, p in causal.model.named_parameters() if "lora_B" in name and not p.any()]
     with torch.no_grad():
         for p in asleep:
-            p.normal_(std=0.1, generator=torch.Generator(p.device).manual_seed(0))
+            p.copy_(torch.empty(p.shape).normal_(std=0.1, generator=torch.Generator().manual_seed(0)))
         try:
             choosing = _choosing(causal.model, ids)
             with choosing(torch.arange(ids.numel(), device=ids.device)):
@@ -746,7 +756,7 @@ def _probed(causal: CausalModel, sampling: bool) -> float:
             errors = [(got - want).abs().max()]
             for features, at in _stepwise(causal, ids, choosing) if sampling else []:
                 got = causal.logits(features).log_softmax(-1)
-                errors.append((got - want[torch.arange(2), at]).abs().max())
+                errors.append((got - want[torch.arange(2, device=at.device), at]).abs().max())
             with choosing(torch.arange(ids.numel(), device=ids.device).view_as(ids)[:, :6].flatten()):
                 part = logits_of(causal.model(input_ids=ids[:, :6], use_cache=False).logits, None).log_softmax(-1)
         finally:
@@ -922,6 +932,9 @@ def check_tokens(
     return ids
 
 # %% ../../nbs/23_backends.engine.ipynb #04346bbe
+BURST = 8  # decode steps that a GPU is given at once
+
+
 @dataclass(eq=False)
 class Engine:
     "Continuous batching over one model; not thread-safe, so give it one thread."
@@ -935,12 +948,15 @@ class Engine:
     policy_version: int = 0  # stamped on what is drawn
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last
+    burst: int | None = None  # decode steps between two looks at what was drawn; None = 1 on a CPU, elsewhere BURST
 
     def __post_init__(self):
         limits = [limit for limit in (self.max_seq_len, context_length(self.causal.model)) if limit]
         self.max_seq_len = min(limits) if limits else None
         if self.eos_token_ids is None:
             self.eos_token_ids = eos_ids(self.causal.model, self.tokenizer)
+        if self.burst is None:
+            self.burst = 1 if self.causal.device.type == "cpu" else BURST
         self.waiting: deque[tuple[Request, int]] = deque()
         self.rows: list[Row] = []
         self.cache = SlotCache()
@@ -964,10 +980,10 @@ class Engine:
         with torch.inference_mode(), self.meter.timed("sampling"):
             forget_cancelled(self)
             done = admit(self)
-            for _ in range(steps):
+            for left in range(steps, 0, -(self.burst or 1)):
                 if done or not self.rows or (self.waiting and len(self.rows) < self.max_batch):
                     break
-                done = advance(self)
+                done = advance(self, left)
         return done
 
     def abort(self) -> None:
@@ -1003,13 +1019,18 @@ def plan_batches(
     return batches
 
 # %% ../../nbs/23_backends.engine.ipynb #566e2309
-def watched(engine: Engine, run: Callable[[], Tensor]) -> tuple[Tensor, np.ndarray | None]:
+def watched(engine: Engine, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None]:
     "What a pass returns, and the experts that read its tokens, (T, L, k); None where nothing is noted."
     if engine.routers is None:
         return run(), None
     with noting(engine.routers) as notes:
-        features = run()
-        return features, notes.take().cpu().numpy().astype(engine.routers.dtype)
+        return run(), notes.take()
+
+
+def on_host(engine: Engine, experts: Tensor) -> np.ndarray:
+    "The same where notes are written."
+    assert engine.routers is not None
+    return experts.cpu().numpy().astype(engine.routers.dtype)
 
 # %% ../../nbs/23_backends.engine.ipynb #4661ed0f
 def admit(engine: Engine) -> list[Request]:
@@ -1027,34 +1048,50 @@ def admit(engine: Engine) -> list[Request]:
         read, padded_to = sum(map(len, chosen)), len(chosen) * max(map(len, chosen))
         engine.prefilled_tokens += read
         engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(chosen), padded_to - read))
-        source = torch.tensor([g for g, p in enumerate(chosen) for _ in new[p]], device=features.device)
+        source = sent([g for g, p in enumerate(chosen) for _ in new[p]], features.device)
         add_rows(engine.cache, source, max(map(len, chosen)))
-        start, engine.plan = len(engine.rows), None
+        start = len(engine.rows)
         engine.rows += [row for p in chosen for row in new[p]]
         if experts is not None:
-            for p, read in zip(chosen, experts.reshape(len(chosen), -1, *experts.shape[1:]), strict=True):
+            for p, read in zip(chosen, on_host(engine, experts.unflatten(0, (len(chosen), -1))), strict=True):
                 for row in new[p]:
                     row.chosen.append(read[: len(p)])
-        done += emit(engine, engine.causal.logits(features)[source], start)
+        plan, uniforms = drawing(engine, start)
+        done += emit(engine, [draw(engine.causal.logits(features)[source], plan, uniforms[0])], start)
     return done
 
 # %% ../../nbs/23_backends.engine.ipynb #1925efb2
-def emit(engine: Engine, logits: Tensor, start: int = 0) -> list[Request]:
-    "Draw one token for each row from `start` on; returns the requests that this completed."
-    rows = engine.rows[start:]
-    if engine.plan is None or start:
-        engine.plan = DrawPlan.of([row.request.params for row in rows], logits.device)
-    plan, engine.plan = engine.plan, None if start else engine.plan
-    uniforms = torch.tensor([row.uniforms[len(row.tokens)] for row in rows], device=logits.device)
-    drawn = torch.stack([series.double() for series in draw(logits, plan, uniforms)]).tolist()
-    engine.meter.tokens_sampled += len(rows)
+def drawing(engine: Engine, start: int = 0, steps: int = 1) -> tuple[DrawPlan, Tensor]:
+    "How the rows from `start` on are drawn, and their uniform numbers of the next steps, (steps, rows)."
+    rows, device = engine.rows[start:], engine.causal.device
+    plan = None if start else engine.plan
+    if plan is None:
+        plan = DrawPlan.of([row.request.params for row in rows], device)
+    engine.plan = None if start else plan
+    return plan, sent([[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device)
+
+
+def emit(
+    engine: Engine,
+    steps: Sequence[tuple[Tensor, Tensor, Tensor]],  # what each drew: ids, raw and used logprobs, each (rows,)
+    start: int = 0,
+    experts: np.ndarray | None = None,  # (steps, rows, L, k) that read the token before
+) -> list[Request]:
+    "Give the rows from `start` on what was drawn; returns the requests that this completed."
+    together = torch.stack([series.double() for step in steps for series in step])
+    drawn = together.unflatten(0, (len(steps), 3)).tolist()
     ended = []
-    for i, (row, token, raw, used) in enumerate(zip(rows, *drawn, strict=True), start):
-        row.tokens.append(int(token))
-        row.raw.append(raw)
-        row.used.append(used)
-        if reason := finish_reason(row, engine.tokenizer):
-            ended.append((i, reason))
+    for i, row in enumerate(engine.rows[start:], start):
+        for k, (ids, raw, used) in enumerate(drawn):
+            row.tokens.append(int(ids[i - start]))
+            row.raw.append(raw[i - start])
+            row.used.append(used[i - start])
+            if experts is not None:
+                row.chosen.append(experts[k, i : i + 1])
+            engine.meter.tokens_sampled += 1
+            if reason := finish_reason(row, engine.tokenizer):
+                ended.append((i, reason))
+                break
     return [request for i, reason in reversed(ended) if (request := retire(engine, i, reason)).done]
 
 # %% ../../nbs/23_backends.engine.ipynb #58f12613
@@ -1088,14 +1125,25 @@ def forget_cancelled(engine: Engine) -> None:
         engine.waiting = deque(pair for pair in engine.waiting if not pair[0].cancelled)
 
 # %% ../../nbs/23_backends.engine.ipynb #cf40aaaa
-def advance(engine: Engine) -> list[Request]:
-    "One decode step for every row; returns the requests that it completed."
-    tokens, lengths = [row.tokens[-1] for row in engine.rows], [row.cached for row in engine.rows]
-    features, experts = watched(engine, partial(decode_step, engine.causal, engine.cache, tokens, lengths))
-    engine.meter.note("sampling", pass_work(engine.causal.size, len(tokens), len(tokens)))
-    for i, row in enumerate(engine.rows if experts is not None else ()):
-        row.chosen.append(experts[i : i + 1])  # type: ignore[index]
-    return emit(engine, engine.causal.logits(features))
+def advance(engine: Engine, most: int = 1) -> list[Request]:
+    "At most so many decode steps for every row, looked at together; returns the requests that they completed."
+    rows, lengths = engine.rows, [row.cached for row in engine.rows]
+    room = min(row.request.params.max_tokens - len(row.tokens) for row in rows)
+    tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device)
+    steps, noted, before = [], [], engine.meter.tokens_sampled
+    plan, uniforms = drawing(engine, steps=min(most, engine.burst or 1, room))
+    for k in range(len(uniforms)):
+        at = at + 1 if k else at
+        step = partial(decode_step, engine.causal, engine.cache, tokens, at, max(lengths) + k)
+        features, experts = watched(engine, step)
+        steps.append(draw(engine.causal.logits(features), plan, uniforms[k]))
+        tokens = steps[-1][0]
+        noted += [] if experts is None else [experts]
+    read = len(steps) * len(rows)
+    done = emit(engine, steps, experts=on_host(engine, torch.stack(noted)) if noted else None)
+    unseen = read - (engine.meter.tokens_sampled - before)
+    engine.meter.note("sampling", pass_work(engine.causal.size, read, read, unseen, len(steps)))
+    return done
 
 # %% ../../nbs/23_backends.engine.ipynb #42e60559
 def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Logprobs]:
@@ -1106,11 +1154,10 @@ def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> lis
     with torch.inference_mode():
         for group in plan_batches([len(s) for s in sequences], engine.tokens_per_batch):
             ids = padded([sequences[i] for i in group], engine.causal.device)
-            real = torch.zeros(len(group), ids.shape[1] - 1, dtype=torch.bool)
-            for row, i in enumerate(group):
-                real[row, : len(sequences[i]) - 1] = True
-            real = real.to(ids.device)
-            flat = engine.causal.logprobs(engine.causal.features(ids[:, :-1])[real], ids[:, 1:][real])
+            columns = np.arange(ids.shape[1] - 1) < np.array([len(sequences[i]) - 1 for i in group])[:, None]
+            real = sent(np.flatnonzero(columns), ids.device)
+            features = engine.causal.features(ids[:, :-1]).flatten(0, 1)
+            flat = engine.causal.logprobs(features[real], ids[:, 1:].flatten()[real])
             parts = flat.double().cpu().split([len(sequences[i]) - 1 for i in group])
             for i, part in zip(group, parts, strict=True):
                 results[i] = part.numpy()

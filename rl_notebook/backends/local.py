@@ -49,9 +49,9 @@ from rl_notebook.backends.engine import (
     padded,
     plan_batches,
 )
-from .prefixes import PrefixTree, plan_trees, prefix_tree, reading
+from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, find_routers, read_notes, replaying
-from ..roofs import Work, pass_work
+from ..roofs import Work, pass_work, settle
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -129,7 +129,7 @@ def routed(scoring: Scoring, datums: Sequence[Datum]) -> AbstractContextManager[
         return nullcontext()
     longest = max(len(d.weights) for d in datums)
     chosen = read_notes(scoring.routers, [d.routing for d in datums], longest, [d.where for d in datums])
-    return replaying(scoring.routers, torch.from_numpy(chosen).flatten(0, 1).to(scoring.causal.device))
+    return replaying(scoring.routers, sent(chosen, scoring.causal.device).flatten(0, 1))
 
 
 def tree_of(scoring: Scoring, datums: Sequence[Datum]) -> PrefixTree:
@@ -150,7 +150,7 @@ def score_batch(
     picked = np.zeros((len(datums), max(len(d.weights) for d in datums)), dtype=bool)
     for row, d in zip(picked, datums, strict=True):
         row[: len(d.weights)] = d.active | scoring.prompt_logprobs
-    where = torch.from_numpy(picked.reshape(-1).nonzero()[0]).to(device)
+    where = sent(np.flatnonzero(picked), device)
     targets = padded([d.target_tokens for d in datums], device).flatten()[where]
     with routed(scoring, datums):
         features = scoring.causal.features(padded([d.input_tokens for d in datums], device))
@@ -165,7 +165,7 @@ def _score_tree(scoring: Scoring, datums: Sequence[Datum], entropies: list[Tenso
     where = np.concatenate([at[: len(s)][s] for at, s in zip(tree.place, scored, strict=True)])
     targets = np.concatenate([d.target_tokens[s] for d, s in zip(datums, scored, strict=True)])
     once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
-    places, ids, back = (torch.from_numpy(x).to(causal.device) for x in (*divmod(once, causal.vocab_size), back))
+    places, ids, back = (sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back))
     with reading(causal.decoder.config, tree):
         features = causal.features(tree.ids, tree.positions)[0]
     scoring.meter.datums_scored += len(datums)
@@ -188,7 +188,7 @@ def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], f
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat logprobs of each batch."
     rows = [i for batch in batches for i in batch.rows]
     scored = torch.from_numpy(np.concatenate([datums[i].active | scoring.prompt_logprobs for i in rows]))
-    values = torch.cat([flat.detach().cpu() for flat in flats])
+    values = torch.cat([flat.detach() for flat in flats]).cpu()
     whole = values.new_full(scored.shape, torch.nan)
     whole[scored] = values
     series = dict(zip(rows, whole.split([len(datums[i].weights) for i in rows]), strict=True))
@@ -219,6 +219,7 @@ def score(
     note_pass(scoring, "scoring", datums, batches)
     with torch.no_grad(), scoring.meter.timed("scoring"):
         flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside) for b in batches]
+        settle(scoring.causal.device)
     in_order = lambda values: [series.double().numpy() for series in per_datum(scoring, datums, batches, values)]
     if entropies is not None and beside is not None:
         entropies += in_order(beside)
@@ -317,6 +318,7 @@ def evaluate(
     note_pass(scoring, "training", datums, batches)
     with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
         flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside) for b in batches]
+        settle(scoring.causal.device)
     series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
     with torch.enable_grad():
         value, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn, scoring.prompt_logprobs)
@@ -364,13 +366,14 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequen
             dlogprob = np.concatenate([np.asarray(dlogprobs[i])[s] for i, s in zip(batch.rows, scored, strict=True)])
             tree = tree_of(scoring, several) if batch.tree else None
             with routed(scoring, several), reading(scoring.causal.decoder.config, tree):
-                torch.autograd.backward(flat, torch.from_numpy(dlogprob).to(flat))
+                torch.autograd.backward(flat, sent(torch.from_numpy(dlogprob).to(flat.dtype), flat.device))
             scoring.meter.datums_trained += len(batch.rows)
             for name, master in state.masters.items():
                 p = state.params[name]
                 if p.grad is not None:
                     master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                     p.grad = None
+        settle(scoring.causal.device)
     state.loss_tokens += sum(d.num_loss_tokens for d in datums)
     state.sequences += len(datums)
 
@@ -397,10 +400,17 @@ def divisor(normalization: GradNormalization, loss_tokens: int, sequences: int) 
     return max(1, known[normalization])
 
 # %% ../../nbs/24_backends.local.ipynb #b0d1fcf7
+FUSED = ("cpu", "cuda", "mps", "xpu")  # devices whose AdamW is one operation
+
+
+def _adamw_of(targets: list[Tensor]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(targets, fused=all(t.device.type in FUSED for t in targets))
+
+
 def adamw(state: PolicyState, adam: AdamParams) -> torch.optim.AdamW:
     "The optimizer, made on first use, with this step's parameters."
     if state.optimizer is None:
-        state.optimizer = torch.optim.AdamW(state.targets, fused=True)
+        state.optimizer = _adamw_of(state.targets)
     return _with_settings(state.optimizer, adam)
 
 
@@ -423,20 +433,21 @@ def _is_bounded(state: PolicyState, adam: AdamParams, clipped: float) -> bool:  
     weight, moment = float(get_total_norm(state.targets)), float(get_total_norm(moments))  # no element is larger
     change = abs(adam.learning_rate) / (1 - adam.beta1) * (clipped + moment) * max(1.0, 1 / adam.eps)
     bounds = (clipped**2, moment, change, weight * (1 + abs(adam.learning_rate * adam.weight_decay)))
-    within = torch.stack([*(end for square in squares for end in torch.aminmax(square)), *steps])
+    ends = [end for square in squares for end in torch.aminmax(square)]
+    within = torch.stack([*ends, *(step.to(ends[0]) for step in steps)])
     return all(b < _FAR for b in bounds) and bool(((within >= 0) & (within < _FAR)).all())
 
 # %% ../../nbs/24_backends.local.ipynb #13b0e7e1
 def _try_step(state: PolicyState, adam: AdamParams, count: int, factor: float) -> None:
     "Take a step on copies; raises `BackendError` if it leaves the finite numbers, and names the first tensor."
     twins = [t.detach().clone() for t in state.targets]
-    optimizer, once = adamw(state, adam), _with_settings(torch.optim.AdamW(twins, fused=True), adam)
+    optimizer, once = adamw(state, adam), _with_settings(_adamw_of(twins), adam)
     for t, twin in zip(state.targets, twins, strict=True):
         twin.grad = None if t.grad is None else (t.grad / count).mul_(factor)
         once.state[twin] = {key: value.clone() for key, value in optimizer.state.get(t, {}).items()}
     once.step()
     both = zip(state.targets, twins, strict=True)
-    finite = [bool(torch.linalg.vector_norm(twin.sub_(t)).isfinite()) for t, twin in both]
+    finite = torch.stack([torch.linalg.vector_norm(twin.sub_(t)).isfinite() for t, twin in both]).tolist()
     bad = [name for name, fine in zip(state.params, finite, strict=True) if not fine]
     if not bad:
         return
@@ -463,7 +474,8 @@ def _layer_norms(kind: str, names: Iterable[str], tensors: Iterable[Tensor | Non
     for name, t in zip(names, tensors, strict=True):
         if t is not None:
             layers.setdefault(_layer_of(name), []).append(t)
-    return {f"{kind}/{layer}": float(get_total_norm(held)) for layer, held in layers.items()}
+    norms = torch.stack([get_total_norm(held).double() for held in layers.values()]).tolist() if layers else []
+    return {f"{kind}/{layer}": norm for layer, norm in zip(layers, norms, strict=True)}
 
 # %% ../../nbs/24_backends.local.ipynb #51eaae02
 def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:

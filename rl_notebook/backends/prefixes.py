@@ -55,6 +55,14 @@ def plan_trees(
             batches.append(([i], size, size + size // COPIES))
     return batches
 
+# %% ../../nbs/16_backends.prefixes.ipynb #20dc9f0b
+def sent(values: Any, device: torch.device | str) -> Tensor:
+    "Numbers of the host (a list, or an array of numpy) as a tensor on a device, without waiting for what it computes."
+    here, to = torch.as_tensor(values), torch.device(device)
+    if to.type == "cpu":
+        return here
+    return (here.pin_memory() if to.type == "cuda" else here).to(to, non_blocking=True)
+
 # %% ../../nbs/16_backends.prefixes.ipynb #2ac87b1f
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -63,6 +71,7 @@ class Block:
     queries: Tensor  # (R, Q) places of the tokens that attend, the last one repeated as padding
     keys: Tensor  # (R, S) places of the tokens that they may attend to
     starts: Tensor  # (R,) position of the first query
+    whole: bool  # whether every first query is at position 0
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
@@ -73,7 +82,7 @@ class Block:
             hidden = at < torch.arange(s, device=device)
             if window is not None:
                 hidden |= at >= torch.arange(s, device=device) + window
-            plain = not self.starts.any() and (window is None or window >= s)
+            plain = self.whole and (window is None or window >= s)
             added = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
             self.masks[window] = None if plain else added[:, None]
         return self.masks[window]
@@ -105,8 +114,8 @@ def prefix_tree(sequences: Sequence[np.ndarray], device: torch.device | str = "c
     ids = np.concatenate([sequences[i][starts[i] :] for i in order])
     positions = np.concatenate([np.arange(starts[i], lengths[i]) for i in order])
     blocks, home = _blocks(place, starts, lengths, total)
-    on = lambda values: torch.from_numpy(values).to(device)
-    parts = tuple(Block(on(queries), on(keys), on(first)) for queries, keys, first in blocks)
+    on = lambda values: sent(values, device)
+    parts = tuple(Block(on(queries), on(keys), on(first), not first.any()) for queries, keys, first in blocks)
     return PrefixTree(on(ids.astype(np.int64))[None], on(positions)[None], place, parts, on(home))
 
 
@@ -125,6 +134,17 @@ def _blocks(
             blocks.append((queries, place[rows, :longest], starts[rows]))
             offset += real.size
     return blocks, home
+
+# %% ../../nbs/16_backends.prefixes.ipynb #8f159153
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def for_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    "Keys and values (B, heads, S, dim) as a fast kernel takes them beside queries of more heads."
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or query.device.type == "cpu" or (mask is None and query.dtype in _HALF):
+        return key, value
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 # %% ../../nbs/16_backends.prefixes.ipynb #74d1e44b
 NAME = "rl_notebook_prefix_tree"  # among the attention functions of transformers
@@ -156,10 +176,8 @@ def tree_attention(
         mask = block.mask(sliding_window, query.dtype)
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
         q, k, v = gathered(query, block.queries), gathered(key, block.keys), gathered(value, block.keys)
-        shared_heads = q.shape[1] // k.shape[1]
-        if shared_heads > 1 and mask is not None and q.device.type != "cpu":  # no fast kernel takes both
-            k, v, shared_heads = k.repeat_interleave(shared_heads, 1), v.repeat_interleave(shared_heads, 1), 1
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=shared_heads > 1, **how)
+        k, v = for_heads(q, k, v, mask)
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1], **how)
         outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return F.embedding(tree.home, together).unflatten(-1, (query.shape[1], -1))[None], None

@@ -1,0 +1,102 @@
+"""A pretend accelerator: torch's `meta` device, which computes shapes only, under a mode that keeps the books.
+
+What a GPU would refuse, or would make the host wait for, shows without one: an operation over tensors of two devices, a
+read, an upload that blocks. A read gives zeros, so that programs go on after it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from typing import Any, Self
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+DEVICE = "meta"
+
+
+def caller() -> str:
+    "The innermost function of the package that is running."
+    return next((f.name for f in reversed(traceback.extract_stack()) if "/rl_notebook/" in f.filename), "elsewhere")
+
+
+def there(value: Any) -> bool:
+    "Whether a tensor, or a device, is the pretend one."
+    device = value.device if isinstance(value, torch.Tensor) else value
+    return device is not None and torch.device(device).type == DEVICE
+
+
+def nothing(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    "What a read gives: zeros, and yes to every question."
+    return torch.full(shape, dtype is torch.bool, dtype=dtype)
+
+
+class _Made(TorchFunctionMode):
+    "`torch.tensor(..., device=)` is a blocking upload, which no operation shows on this device."
+
+    def __init__(self, books: Pretend):
+        super().__init__()
+        self.books = books
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor) and there((kwargs or {}).get("device")):
+            self.books.uploads[caller()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Pretend(TorchDispatchMode):
+    "Counts by the function that they happen in."
+
+    def __init__(self):
+        super().__init__()
+        self.reads: Counter[str] = Counter()  # the host waits for the device
+        self.uploads: Counter[str] = Counter()  # likewise
+        self.sent: Counter[str] = Counter()  # uploads that do not block
+        self.strays: Counter[str] = Counter()  # operations over tensors of both devices
+        self._made = _Made(self)
+
+    @property
+    def waits(self) -> int:
+        "How often the host waited."
+        return self.reads.total() + self.uploads.total()
+
+    def forget(self) -> None:
+        "Begin to count anew."
+        for counter in (self.reads, self.uploads, self.sent, self.strays):
+            counter.clear()
+
+    def __enter__(self) -> Self:
+        self._made.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *reason: Any) -> None:
+        super().__exit__(*reason)
+        self._made.__exit__(*reason)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if func is aten._to_copy.default and "device" in kwargs and there(given[0]) != there(kwargs["device"]):
+            if there(given[0]):
+                self.reads[caller()] += 1
+                return nothing(given[0].shape, kwargs.get("dtype") or given[0].dtype)
+            (self.sent if kwargs.get("non_blocking") else self.uploads)[caller()] += 1
+            return func(*args, **kwargs)
+        if func is aten.copy_.default and there(args[0]) != there(args[1]):
+            (self.uploads if there(args[0]) else self.reads)[caller()] += 1
+            return args[0] if there(args[0]) else args[0].zero_()
+        if func is aten._local_scalar_dense.default and there(given[0]):
+            self.reads[caller()] += 1
+            return nothing((), given[0].dtype).item()
+        if func not in (aten._to_copy.default, aten.copy_.default):
+            with torch._C.DisableTorchFunction(), self:
+                made = func.decompose(*args, **kwargs)  # what inference mode has not taken apart
+            if made is not NotImplemented:
+                return made
+        if any(map(there, given)) and not all(there(t) or t.ndim == 0 for t in given):
+            self.strays[f"{caller()}: {func}"] += 1
+        return func(*args, **kwargs)

@@ -1,0 +1,216 @@
+"The local backend on a device that is not the CPU, tried without one: shapes, devices, and what the host waits for."
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from pretend import DEVICE, Pretend
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl_notebook import roofs
+from rl_notebook.backends import engine as engine_module
+from rl_notebook.backends import local
+from rl_notebook.backends.engine import BURST, Engine, draw_tokens, open_model
+from rl_notebook.backends.local import open_local
+from rl_notebook.backends.routing import find_routers
+from rl_notebook.core import AdamParams, Datum, SampleParams
+
+__all__ = ["one_thread"]
+
+MIXED = (
+    ([72, 105], {"n": 5, "max_tokens": 40}),
+    ([65, 66, 67, 68], {"n": 3, "max_tokens": 23, "temperature": 0.5, "top_p": 0.9}),
+    ([1], {"n": 2, "max_tokens": 31, "temperature": 0}),
+    ([7, 8, 9], {"n": 4, "max_tokens": 64, "top_k": 40, "stop_token_ids": tuple(range(40))}),
+    ([7, 8], {"n": 4, "max_tokens": 64, "stop": ("a", "e")}),
+)
+
+
+def mixture():
+    "A model whose routers can be watched."
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "eos_token_id": 256}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).eval()
+
+
+def all_drawn(model, **how):
+    "What an engine draws for the mixed requests, and the engine."
+    engine = Engine(open_model(model), byte_tokenizer(), **how)
+    asked = [engine.submit(prompt, SampleParams(seed=i, **params)) for i, (prompt, params) in enumerate(MIXED)]
+    while not engine.idle:
+        engine.run_steps()
+    return [c for request in asked for c in request.completions], engine
+
+
+# --- the books themselves ----------------------------------------------------------------------------------------
+
+
+def test_what_a_gpu_would_refuse_or_wait_for_is_noticed():
+    x = torch.ones(3, device=DEVICE)
+    with Pretend() as books:
+        x + x
+        x[0] * 2.0 + torch.tensor(1.0)  # a number of the host is fine
+    assert books.waits + books.strays.total() == 0
+    with Pretend() as books:
+        assert x.sum().item() == 0
+        assert (bool((x > 0).all()), x.tolist(), float(x.cpu().sum())) == (True, [0.0] * 3, 0.0)
+        assert books.reads.total() == 4
+        torch.tensor([1.0], device=DEVICE)
+        torch.ones(2).to(DEVICE)
+        x.copy_(torch.ones(3))
+        assert (books.uploads.total(), books.sent.total()) == (3, 0)
+        torch.ones(2).to(DEVICE, non_blocking=True)
+        assert (books.uploads.total(), books.sent.total()) == (3, 1)
+        x[torch.tensor([0, 1])]  # works on a GPU, but waits
+        assert books.strays.total() == 1
+        torch.zeros(3).add_(1)
+        assert books.strays.total() == 1
+    with Pretend(), torch.inference_mode():
+        assert x.double().tolist() == [0.0] * 3
+
+
+# --- the decode loop ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["fast", "modules", "full"])
+@pytest.mark.parametrize("burst", [1, None])
+def test_a_decode_step_waits_only_where_it_is_looked_at(route, burst, say):
+    steps = 2 * BURST
+    with Pretend() as books:
+        causal = open_model(tiny_model(eos=None).to(DEVICE), routes=(route,))
+        engine = Engine(causal, eos_token_ids=frozenset(), burst=burst)
+        for n in (3, 2):
+            engine.submit([1, 2, 3, 4, 5], SampleParams(n=n, max_tokens=100, temperature=n / 4, top_k=20))
+        engine.run_steps(1)
+        books.forget()
+        engine.run_steps(steps)
+    looks = steps if burst == 1 else 2
+    assert len(engine.rows[0].tokens) >= steps
+    assert (books.reads, books.uploads.total(), books.strays.total()) == ({"emit": looks}, 0, 0)
+    assert books.sent.total() == 2 * looks  # tokens with lengths, and uniform numbers
+    say(f"{route}, {engine.burst} steps at once: the host waits {books.waits / steps:g} times a decode step")
+
+
+@pytest.mark.parametrize("burst", [2, 8])
+def test_steps_at_once_draw_what_steps_one_by_one_draw(burst):
+    (single, plain), (several, hasty) = (all_drawn(tiny_model(scale=1.0), burst=b) for b in (1, burst))
+    assert {c.finish_reason for c in single} == {"stop", "length"}
+    for a, b in zip(single, several, strict=True):
+        assert (a.tokens.tolist(), a.finish_reason, a.text) == (b.tokens.tolist(), b.finish_reason, b.text)
+        assert np.abs(a.logprobs - b.logprobs).max() < 1e-5
+        assert np.abs(a.sampling_logprobs - b.sampling_logprobs).max() < 1e-5
+    assert plain.meter.tokens_sampled == hasty.meter.tokens_sampled == sum(len(c.tokens) for c in single)
+    one, many = plain.meter.work["sampling"], hasty.meter.work["sampling"]
+    unseen = many.padding - one.padding
+    assert 0 < unseen < burst * len(single)
+    assert many.tokens == one.tokens + unseen
+
+
+def test_steps_at_once_note_the_experts_of_what_is_kept():
+    model = mixture()
+    noted = [all_drawn(model, burst=b, routers=find_routers(model))[0] for b in (1, 8)]
+    for a, b in zip(*noted, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert a.routing == b.routing
+        assert len(a.routing) == a.prompt_len + len(a.tokens) - 1
+
+
+def test_a_cpu_looks_after_each_step():
+    assert Engine(open_model(tiny_model())).burst == 1
+
+
+def test_probabilities_may_be_added_up_in_float64(monkeypatch):
+    logprobs = torch.randn(50, 3000, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    uniforms = torch.rand(50, generator=torch.Generator().manual_seed(1))
+    plain = draw_tokens(logprobs, uniforms)
+    monkeypatch.setitem(engine_module.SUMS, "cpu", torch.float64)
+    assert (draw_tokens(logprobs, uniforms) == plain).float().mean() > 0.9  # float32 rounds some borders elsewhere
+
+
+# --- the whole backend -------------------------------------------------------------------------------------------
+
+
+def group_datums(prompt: int = 24, tokens: int = 12, count: int = 6) -> list[Datum]:
+    "Completions of one prompt, of different lengths."
+    rng = np.random.default_rng(0)
+    rows = [np.concatenate([np.arange(1, prompt + 1), rng.integers(0, 200, tokens + i)]) for i in range(count)]
+    return [Datum(row, (np.arange(1, len(row)) >= prompt).astype(float), 1.0) for row in rows]
+
+
+def summed(datums, series):
+    "The sum of what is scored."
+    return sum(s[torch.from_numpy(d.active)].sum() for s, d in zip(series, datums, strict=True)), {}
+
+
+SETTINGS = [
+    {},
+    {"dtype": "bfloat16"},
+    {"lora_rank": 4},
+    {"gradient_checkpointing": True},
+    {"prompt_logprobs": True, "tokens_per_batch": 64},
+]
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
+    if settings.get("lora_rank"):
+        pytest.importorskip("peft", reason="LoRA is in the extra `lora`")
+    monkeypatch.setitem(local.TREE_GAIN, DEVICE, 1 if tree else 10**9)
+    datums, found = group_datums(), {}
+
+    async def step(books: Pretend) -> None:
+        def note(phase: str) -> None:
+            found[phase] = books.waits
+            assert not books.uploads, (phase, books.uploads)
+            books.forget()
+
+        backend = open_local(tiny_model(), byte_tokenizer(), device=DEVICE, inline=True, **settings)
+        assert not books.strays
+        books.forget()
+        await backend.sampler.sample([1, 2, 3], SampleParams(n=4, max_tokens=2 * BURST + 1))
+        note("sampling")
+        await backend.sampler.logprobs(datums[0].tokens)
+        note("echo")
+        await backend.reference.forward(datums)
+        note("reference")
+        output = await backend.policy.forward_backward_custom(datums, summed)
+        assert (output.metrics["perf/prefix_tokens_saved"] > 0) == (tree and "tokens_per_batch" not in settings)
+        note("training")
+        await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
+        note("update")
+        state = await backend.policy.save_state("before")
+        await backend.sync(await backend.policy.save_weights_for_sampler("v1"))
+        note("sync")
+        await backend.policy.load_state(state)
+        await backend.policy.sample_gradients(datums, [d.active.astype(float) for d in datums])
+        await backend.policy.linear_change(datums, state)
+        assert not books.strays
+        await backend.close()
+
+    with Pretend() as books:
+        asyncio.run(step(books))
+    assert not books.strays
+    assert found["sampling"] <= 3 + 1  # the prefill's tokens, and two looks
+    batches = 6 if "tokens_per_batch" in settings else 1
+    assert found["reference"] <= 1 + batches  # one read back, and transformers looks once at the positions of a pass
+    assert found["training"] <= 3 + 2 * batches
+    assert found["update"] <= 5  # whatever the number of tensors and layers
+    assert found["sync"] <= 1
+
+
+@pytest.mark.parametrize(("device", "fused"), [("cpu", True), (DEVICE, False)])
+def test_adamw_is_fused_where_torch_can(device, fused):
+    made = local._adamw_of([torch.zeros(2, device=device)])
+    assert made.defaults["fused"] is fused
+
+
+def test_rates_of_another_device_come_from_many_calls():
+    calls = []
+    found = roofs.rate(lambda: calls.append(1), 3.0, DEVICE, 0.01, None)
+    assert len(calls) % roofs.CALLS == 0
+    assert found > 0
