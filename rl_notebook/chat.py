@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import html
+import json
 import re
+import secrets
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -463,3 +465,95 @@ def _to_sample(conversation: Conversation, reward: float | None, info: Mapping[s
     spans = [(list(span.tokens), span.completion) for span in c.spans]
     kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns, **info}
     return sample_from_spans(spans, reward, last, kept)
+
+# %% ../nbs/12_chat.ipynb #3266d6a5
+def message_text(content: Any, where: str) -> str:
+    "The text of a message's content; raises `DataError`."
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            got = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise DataError("content", where=where, got=repr(got), expected="text, or parts of type text")
+    return "".join(part["text"] for part in parts)
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    "The messages, their content as text; raises `DataError`."
+    if not isinstance(messages, list) or not messages:
+        raise DataError("messages", got=type(messages).__name__, expected="a list of messages, not empty")
+    read = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"messages[{i}]", got=repr(message)[:40], expected="an object with a role")
+        read.append(message | {"content": message_text(message.get("content"), f"messages[{i}]")})
+    return read
+
+# %% ../nbs/12_chat.ipynb #4e07aaf3
+def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    "Messages with tools for a template that does not know them."
+    told = []
+    for m in messages:
+        calls = [_call_text(call) for call in m.get("tool_calls") or ()]
+        content = "\n".join([*([m["content"]] if m["content"] else []), *calls])
+        if m["role"] == "tool":
+            told.append({"role": "user", "content": f"<tool_response>{m['content']}</tool_response>"})
+        else:
+            told.append({"role": m["role"], "content": content})
+    if tools:
+        shapes = "\n".join(json.dumps(tool["function"]) for tool in tools)
+        how = 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
+        text = f"Functions:\n{shapes}\n{how}"
+        if told[0]["role"] == "system":
+            told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{text}"}
+        else:
+            told.insert(0, {"role": "system", "content": text})
+    return told
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = _with_values(call)["function"]
+    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': function['arguments']})}</tool_call>"
+
+
+def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
+    "A tool call whose arguments are values, not JSON."
+    function = call["function"]
+    given = function.get("arguments") or {}
+    return {**call, "function": {**function, "arguments": json.loads(given) if isinstance(given, str) else given}}
+
+# %% ../nbs/12_chat.ipynb #bb2c88cb
+def told_to_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],  # content as text
+    tools: Sequence[Mapping[str, Any]] = (),  # offered
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # messages, options of the template
+    "Messages and tools in the form that a tokenizer's template takes; raises `DataError`."
+    try:
+        if not all(isinstance(tool["function"]["name"], str) for tool in tools):
+            raise TypeError("a function's name is no text")
+        if "tools" not in str(tokenizer.chat_template):
+            return in_words(messages, tools), {}
+        calls = [[_with_values(call) for call in m.get("tool_calls") or ()] for m in messages]
+        told = [{**m, **({"tool_calls": c} if c else {})} for m, c in zip(messages, calls, strict=True)]
+        return told, {"tools": list(tools) or None}
+    except (KeyError, TypeError, ValueError, AttributeError) as reason:
+        raise DataError(f"messages or tools: {type(reason).__name__}: {reason}") from reason
+
+# %% ../nbs/12_chat.ipynb #836bba9f
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def split_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls
+    "What a text says, and which tools it calls."
+    calls, content, last = [], "", 0
+    for found in _CALL.finditer(text):
+        try:
+            said = json.loads(found[1])
+            function = {"name": said["name"], "arguments": json.dumps(said.get("arguments") or {})}
+        except (ValueError, KeyError):
+            continue
+        if isinstance(function["name"], str):
+            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+            content, last = content + text[last : found.start()], found.end()
+    content += text[last:]
+    return (content.strip() or None) if calls else content, calls

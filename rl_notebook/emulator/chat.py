@@ -5,8 +5,6 @@
 # %% ../../nbs/73_emulator.chat.ipynb #c382a736
 from __future__ import annotations
 
-import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ..chat import read_messages, split_calls, told_to_template
+from ..core import DataError
 from .messages import Refusal, json_of, read_count
 from .server import PIECE, Drawn, EmulatedServer, Shown, Style
 from .server import check_fields, draw_asked, stream_of, text_pieces
@@ -26,80 +26,19 @@ __all__ = ['chat_completions']
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-# %% ../../nbs/73_emulator.chat.ipynb #b4d64e6b
-def _text_of(content: Any, where: str) -> str:
-    "The text of a message's content; raises `Refusal`."
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            got = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise Refusal(400, "content", where=where, got=repr(got), expected="text, or parts of type text")
-    return "".join(part["text"] for part in parts)
-
-
-def _read_messages(messages: Any) -> list[dict[str, Any]]:
-    "The messages, their content as text; raises `Refusal`."
-    if not isinstance(messages, list) or not messages:
-        raise Refusal(400, "messages", got=type(messages).__name__, expected="a list of messages, not empty")
-    read = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refusal(400, f"messages[{i}]", got=repr(message)[:40], expected="an object with a role")
-        read.append(message | {"content": _text_of(message.get("content"), f"messages[{i}]")})
-    return read
-
-# %% ../../nbs/73_emulator.chat.ipynb #0b5560b4
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-
-
-def _in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    "Messages with tools for a template that does not know them."
-    told = []
-    for m in messages:
-        calls = [_call_text(call) for call in m.get("tool_calls") or ()]
-        content = "\n".join([*([m["content"]] if m["content"] else []), *calls])
-        if m["role"] == "tool":
-            told.append({"role": "user", "content": f"<tool_response>{m['content']}</tool_response>"})
-        else:
-            told.append({"role": m["role"], "content": content})
-    if tools:
-        shapes = "\n".join(json.dumps(tool["function"]) for tool in tools)
-        how = 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
-        text = f"Functions:\n{shapes}\n{how}"
-        if told[0]["role"] == "system":
-            told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{text}"}
-        else:
-            told.insert(0, {"role": "system", "content": text})
-    return told
-
-
-def _call_text(call: Mapping[str, Any]) -> str:
-    function = call["function"]
-    arguments = function.get("arguments") or "{}"
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': arguments})}</tool_call>"
-
 # %% ../../nbs/73_emulator.chat.ipynb #d332d2d9
 def _prompt(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
     "The ids that a chat request stands for; raises `Refusal`."
-    messages, tools = _read_messages(body.get("messages")), body.get("tools") or []
     if body.get("tool_choice", "auto") not in ("auto", "none", None):
         raise Refusal(
             400, "tool_choice", got=repr(body["tool_choice"])[:60], expected="auto or none: no tool is forced"
         )
+    tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
     try:
-        names = [tool["function"]["name"] for tool in tools]
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError("a function's name is no text")
-        used = [] if body.get("tool_choice") == "none" else tools
-        if "tools" not in str(tokenizer.chat_template):
-            return _ids(tokenizer, _in_words(messages, used), {})
-        for call in (call for m in messages for call in m.get("tool_calls") or ()):
-            if isinstance(call["function"].get("arguments"), str):  # templates want the object behind the JSON
-                call["function"] = call["function"] | {"arguments": json.loads(call["function"]["arguments"])}
-        return _ids(tokenizer, messages, {"tools": used or None} | dict(body.get("chat_template_kwargs") or {}))
-    except (KeyError, TypeError, ValueError) as reason:
-        raise Refusal(400, f"messages or tools: {type(reason).__name__}: {reason}") from reason
+        messages, options = told_to_template(tokenizer, read_messages(body.get("messages")), tools)
+    except DataError as reason:
+        raise Refusal(400, str(reason)) from reason
+    return _ids(tokenizer, messages, options and options | dict(body.get("chat_template_kwargs") or {}))
 
 
 def _ids(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
@@ -108,7 +47,7 @@ def _ids(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
 
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
-    except jinja2.TemplateError as reason:
+    except (jinja2.TemplateError, TypeError, ValueError) as reason:
         raise Refusal(400, f"the model's chat template: {reason}") from reason
     return [int(i) for i in ids]
 
@@ -142,22 +81,6 @@ def _as_completion(body: Mapping[str, Any], style: Style, tokenizer: Any) -> dic
     wished = bool(body.get("logprobs") or body.get("top_logprobs"))
     asked = {"prompt": _prompt(body, tokenizer), "max_tokens": length, "logprobs": wished or None}
     return {k: v for k, v in plain.items() if k not in ("prompt_logprobs", "logprobs")} | asked
-
-# %% ../../nbs/73_emulator.chat.ipynb #3d89c0b9
-def _split_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls
-    "What a text says, and which tools it calls."
-    calls, content, last = [], "", 0
-    for found in _CALL.finditer(text):
-        try:
-            said = json.loads(found[1])
-            function = {"name": said["name"], "arguments": json.dumps(said.get("arguments") or {})}
-        except (ValueError, KeyError):
-            continue
-        if isinstance(function["name"], str):
-            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
-            content, last = content + text[last : found.start()], found.end()
-    content += text[last:]
-    return (content.strip() or None) if calls else content, calls
 
 # %% ../../nbs/73_emulator.chat.ipynb #890cb9b6
 def _logprobs(d: Drawn, part: Shown, top: Any, style: Style, tokenizer: Any, processed: bool) -> dict[str, Any]:
@@ -194,7 +117,7 @@ def _choices(
     choices = []
     for i, part in enumerate(d.parts):
         offered = body.get("tools") and body.get("tool_choice") != "none"
-        content, calls = _split_calls(part.text) if offered else (part.text, [])
+        content, calls = split_calls(part.text) if offered else (part.text, [])
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         choice: dict[str, Any] = {"index": i, "message": message | ({"tool_calls": calls} if calls else {})}
         choice |= {"finish_reason": "tool_calls" if calls else part.finish_reason, "logprobs": None}
