@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -256,6 +256,7 @@ class RunRecords(list[StepRecord]):
 # %% ../nbs/37_loop.ipynb #7805bd1c
 CHECKS = ["rl_notebook.xray:failed_words"]  # each gives, in words, what did not hold in a step
 SCRIPT = "rl_notebook.recipes.script"  # writes a loop down
+SERVE = "rl_notebook.serve"  # puts its policy behind an address
 TRENDS = "rl_notebook.trends:new_words"  # gives, in words by step, what is new from a step on
 
 
@@ -342,6 +343,12 @@ class GRPOLoop(Loop):
 
         `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
         return await export_policy(self.backend, path, to)
+
+    def serve(self, **options: Any) -> AbstractAsyncContextManager[Any]:
+        """`async with loop.serve() as server`: the policy behind an OpenAI-compatible address of this machine.
+
+        An agent plays a rollout at `server.rollout().url`; see `rl_notebook.serve`, whose `serve` takes the options."""
+        return named_function(f"{SERVE}:serve_loop", "serve", ConfigError)(self, **options)
 
     def to_config(self) -> Config:
         """The settings, with names for functions and rows: `rl-notebook train` makes the same steps with them.

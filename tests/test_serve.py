@@ -1,0 +1,458 @@
+"The policy behind an address, asked by the real client of OpenAI over real HTTP."
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from test_emulated_chat import ADD, ANSWER, CALL, caller
+from tiny_models import one_thread, tiny_model  # noqa: F401
+
+import rl_notebook as rln
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import AlignmentError, BackendError, ConfigError, SampleParams
+from rl_notebook.datums import datum_from_tokens_weights
+from rl_notebook.rollouts import RolloutSetup
+from rl_notebook.serve import serve
+from rl_notebook.toy import build_tokenizer
+
+openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed")
+
+ASKED = [{"role": "user", "content": "1+2+3+4+5 = ?"}]
+
+
+@dataclass
+class Watched:
+    "A sampler that keeps what it drew, and waits when it is told to."
+
+    sampler: Any
+    drawn: list[Any] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    cancelled: int = 0
+
+    async def sample(self, prompt_tokens: Any, params: SampleParams) -> Any:
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            completions = await self.sampler.sample(prompt_tokens, params)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.drawn += completions
+        return completions
+
+    async def logprobs(self, tokens: Any) -> Any:
+        return await self.sampler.logprobs(tokens)
+
+
+@asynccontextmanager
+async def served(model: Any = None, tokenizer: Any = None, max_seq_len: int = 256, **params: Any):
+    "A server, the watched sampler and the backend of a model with random weights, whose text is nothing like English."
+    tokenizer = tokenizer or build_tokenizer()
+    model = model or tiny_model(vocab=len(tokenizer), eos=tokenizer.eos_token_id, scale=1.0)
+    async with open_local(model, tokenizer, reference=False) as backend:
+        watched = Watched(backend.sampler)
+        setup = RolloutSetup(watched, tokenizer, SampleParams(**{"max_tokens": 12} | params), 1)
+        async with serve(setup, max_seq_len=max_seq_len) as server:
+            yield server, watched, backend
+
+
+def client_of(rollout: Any, **options: Any) -> Any:
+    "The client, told an address and a key."
+    return openai.AsyncOpenAI(base_url=rollout.url, api_key=rollout.key, **{"max_retries": 0} | options)
+
+
+async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
+    "One turn."
+    return await client.chat.completions.create(model="any", messages=messages, **more)
+
+
+async def talk(rollout: Any, turns: int, **more: Any) -> list[Any]:
+    "An agent of so many turns; returns its messages."
+    messages: list[Any] = [*ASKED]
+    async with client_of(rollout) as client:
+        for turn in range(turns):
+            messages.append((await ask(client, messages, **more)).choices[0].message)
+            messages.append({"role": "user", "content": f"turn {turn}?"})
+    return messages
+
+
+def check_exact(samples: Any, drawn: Any) -> None:
+    "Every drawn token is sampled in exactly one place, with its logprobs, behind the tokens that it was drawn from."
+    left = {id(c): c for c in drawn}
+    for sample in samples:
+        for first, end in sample.turns:
+            tokens = sample.tokens.tolist()
+            found = next(
+                c
+                for c in left.values()
+                if c.prompt_tokens.tolist() == tokens[:first] and c.tokens.tolist() == tokens[first:end]
+            )
+            assert np.array_equal(sample.raw_logprobs[first:end], found.logprobs)
+            del left[id(found)]
+    assert not left
+
+
+async def check_scores(backend: Any, samples: Any) -> None:
+    "The policy gives the tokens the logprobs that they were drawn with."
+    for sample in samples:
+        datum = datum_from_tokens_weights(sample.tokens, sample.loss_mask)
+        [scored] = await backend.policy.forward([datum])
+        inside = sample.loss_mask[1:] == 1
+        assert np.allclose(scored.values[inside], sample.raw_logprobs[1:][inside], atol=1e-4)
+
+
+@pytest.mark.parametrize("turns", [1, 4])
+def test_what_comes_back_is_what_was_drawn(turns: int) -> None:
+    async def play() -> None:
+        async with served() as (server, watched, backend):
+            odd = 0
+            for i in range(6):
+                with server.rollout(f"q{i}") as rollout:
+                    await talk(rollout, turns, seed=i)
+                run = rollout.to_run(0.5, note="kept")
+                (sample,) = run.segments
+                assert (sample.info["rollout"], sample.info["note"], sample.reward) == (f"q{i}", "kept", 0.5)
+                assert (sample.info["turns"], len(sample.turns)) == (turns, turns)
+                check_exact(run.segments, watched.drawn[-turns:])
+                await check_scores(backend, run.segments)
+                odd += sample.info["noncanonical_turns"]
+            assert odd > 0  # else there would be nothing that a tokenizer could have cut otherwise
+
+    asyncio.run(play())
+
+
+def test_a_stream_says_the_same_and_is_recorded() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            with server.rollout() as rollout:
+                async with client_of(rollout) as client:
+                    whole = await ask(client, ASKED, seed=3)
+                    how = {"stream": True, "stream_options": {"include_usage": True}}
+                    events = [event async for event in await ask(client, ASKED, seed=3, **how)]
+                    said = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
+                    assert said == whole.choices[0].message.content
+                    assert [e.usage for e in events if e.usage] == [whole.usage]
+                    more = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "and?"}]
+                    await ask(client, more)
+            run = rollout.to_run(1.0)
+            assert [s.info["turns"] for s in run.segments] in ([1, 2], [2, 1])
+            check_exact(run.segments, watched.drawn)
+
+    asyncio.run(play())
+
+
+def test_parallel_rollouts_are_kept_apart() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+
+            async def one(i: int) -> Any:
+                with server.rollout(f"r{i}") as rollout:
+                    await talk(rollout, 3, seed=i)
+                return rollout.to_run(float(i))
+
+            runs = await asyncio.gather(*[one(i) for i in range(8)])
+            assert [[s.info["rollout"] for s in run.segments] for run in runs] == [[f"r{i}"] for i in range(8)]
+            check_exact([s for run in runs for s in run.segments], watched.drawn)
+            assert not server.rollouts
+
+    asyncio.run(play())
+
+
+def test_tools_are_called_and_answered_with_the_tokens_that_were_drawn() -> None:
+    async def play() -> None:
+        model, tokenizer = caller()
+        async with served(model, tokenizer, max_tokens=3) as (server, watched, _backend):
+            with server.rollout() as rollout:
+                async with client_of(rollout) as client:
+                    messages: list[Any] = [{"role": "user", "content": "x"}]
+                    said = (await ask(client, messages, tools=[ADD])).choices[0]
+                    assert (said.finish_reason, said.message.content) == ("tool_calls", None)
+                    (call,) = said.message.tool_calls
+                    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
+                    # sent again as a library would: other spelling of the arguments, further fields
+                    again = said.message.to_dict() | {"content": "", "name": "policy"}
+                    again["tool_calls"][0]["function"]["arguments"] = '{ "a":2 }'
+                    messages += [again, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
+                    async with client.chat.completions.stream(model="any", messages=messages, tools=[ADD]) as stream:
+                        last = (await stream.get_final_completion()).choices[0]
+                    assert (last.message.content, last.finish_reason) == (ANSWER, "stop")
+            (sample,) = rollout.to_run(1.0).segments
+            assert CALL in tokenizer.decode(sample.tokens)
+            assert sample.info["turns"] == 2
+            check_exact([sample], watched.drawn)
+            with server.rollout() as rollout:
+                async with client_of(rollout) as client:  # then a call is only text
+                    plain = await ask(client, [{"role": "user", "content": "x"}], tools=[ADD], tool_choice="none")
+            assert plain.choices[0].message.tool_calls is None
+            assert CALL in plain.choices[0].message.content
+
+    asyncio.run(play())
+
+
+def test_branches_and_edited_histories_are_sequences_of_their_own() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, backend):
+            with server.rollout() as rollout:
+                async with client_of(rollout) as client:
+                    first = (await ask(client, ASKED)).choices[0].message
+                    both = [*ASKED, first, {"role": "user", "content": "go on"}]
+                    await asyncio.gather(ask(client, both), ask(client, both))
+                    other = [*ASKED, first, {"role": "user", "content": "or so"}]
+                    last = (await ask(client, other)).choices[0].message
+                    edited = [*ASKED, {"role": "assistant", "content": "15"}, *other[2:], last]
+                    await ask(client, [*edited, {"role": "user", "content": "sure?"}])
+                    await ask(client, [{"role": "system", "content": "Add."}, *both])
+                    await ask(client, both, tools=[ADD])
+            run = rollout.to_run(1.0)
+            assert [s.info["turns"] for s in run.segments] == [2, 1, 1, 1, 1, 1]
+            check_exact(run.segments, watched.drawn)
+            await check_scores(backend, run.segments)
+
+    asyncio.run(play())
+
+
+def test_a_template_that_rewrites_history_makes_each_turn_a_sequence() -> None:
+    async def play() -> None:
+        tokenizer = build_tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+            "{{ '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}"
+        )
+        async with served(tokenizer=tokenizer) as (server, watched, _backend):
+            with server.rollout() as rollout:
+                await talk(rollout, 3)
+            run = rollout.to_run(1.0)
+            assert [s.info["turns"] for s in run.segments] == [1, 1, 1]
+            check_exact(run.segments, watched.drawn)
+
+    asyncio.run(play())
+
+
+def test_keys_and_addresses() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            with server.rollout() as rollout:
+                for key in ("x", rollout.key[:-1], rollout.key + "x"):
+                    async with client_of(rollout) as client:
+                        with pytest.raises(openai.AuthenticationError, match="key"):
+                            await ask(client.with_options(api_key=key), ASKED)
+                assert rollout.key not in repr(server)
+                async with client_of(rollout) as client:
+                    with pytest.raises(openai.NotFoundError, match="GET /rollouts"):
+                        await client.models.list()
+                    with pytest.raises(openai.NotFoundError, match="chat/completions"):
+                        await client.responses.create(model="any", input="x")
+            async with client_of(rollout) as client:
+                with pytest.raises(openai.NotFoundError, match="is not open"):
+                    await ask(client, ASKED)
+            assert not watched.drawn
+            with pytest.raises(AlignmentError, match="at least one request"):
+                rollout.to_run(1.0)
+            for bad in ("a/b", "ä", " "):
+                with pytest.raises(ConfigError, match="rollout id"):
+                    server.rollout(bad)
+            with server.rollout("twice"), pytest.raises(ConfigError, match="no id that is open"):
+                server.rollout("twice")
+        with pytest.raises(ConfigError, match=r"loop\.serve"):
+            server.rollout()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "unknown role judge"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "function"),
+        ({"tools": "all"}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"temperature": 0.2}, "temperature: got 0.2; expected 1.0"),
+        ({"n": 2}, "n: got 2"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"stop": 5}, "stop"),
+        ({"seed": "x"}, "seed"),
+        ({"made_up": 1}, "made_up: got 1; expected no such field"),
+        ({"chat_template_kwargs": {"nonsense": True}}, "nonsense"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(more: dict[str, Any], named: str) -> None:
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            with server.rollout() as rollout:
+                body = {"model": "any", "messages": ASKED} | more
+                headers = {"Authorization": f"Bearer {rollout.key}"}
+                async with httpx.AsyncClient() as client:
+                    reply = await client.post(f"{rollout.url}/chat/completions", json=body, headers=headers)
+                    assert (reply.status_code, named in reply.json()["error"]["message"]) == (400, True), reply.text
+                    raw = {"content": b"{no json", "headers": headers}
+                    assert (await client.post(f"{rollout.url}/chat/completions", **raw)).status_code == 400
+            assert not watched.drawn
+
+    asyncio.run(play())
+
+
+def test_a_conversation_that_has_grown_too_long_is_refused_and_kept() -> None:
+    async def play() -> None:
+        async with served(max_seq_len=64) as (server, watched, _backend):
+            with server.rollout() as rollout, pytest.raises(openai.BadRequestError) as refused:
+                await talk(rollout, 20)
+            assert refused.value.code == "context_length_exceeded"
+            (sample,) = rollout.to_run(0.0).segments
+            assert len(sample.tokens) <= 64
+            check_exact([sample], watched.drawn)
+
+    asyncio.run(play())
+
+
+def test_a_client_that_hangs_up_has_never_asked() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            with server.rollout() as rollout:
+                messages = (await talk(rollout, 1))[:3]
+                watched.gate = asyncio.Event()
+                async with client_of(rollout, timeout=0.2) as client:
+                    with pytest.raises(openai.APITimeoutError):
+                        await ask(client, messages)
+                    while not watched.cancelled:
+                        await asyncio.sleep(0.01)
+                    watched.gate.set()
+                    await ask(client.with_options(timeout=30), messages)
+                watched.gate = asyncio.Event()
+                client = client_of(rollout)
+                pending = asyncio.create_task(ask(client, messages))
+                while not rollout._drawing:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(openai.APIStatusError) as refused:  # the end of the rollout ends it
+                await pending
+            assert refused.value.status_code == 503
+            await client.close()
+            (sample,) = rollout.to_run(1.0).segments
+            assert sample.info["turns"] == 2
+            check_exact([sample], watched.drawn)
+
+    asyncio.run(play())
+
+
+def test_a_server_that_ends_lets_nobody_wait() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            watched.gate = asyncio.Event()
+            rollout = server.rollout()
+            client = client_of(rollout)
+            pending = asyncio.create_task(ask(client, ASKED))
+            while not rollout._drawing:
+                await asyncio.sleep(0.01)
+            await server.close()
+            with pytest.raises(openai.APIError):
+                await pending
+            await client.close()
+        assert watched.cancelled == 1
+
+    asyncio.run(play())
+
+
+def test_a_backend_that_fails_is_what_is_raised() -> None:
+    async def play() -> None:
+        async with served() as (server, _watched, backend):
+            await backend.close()
+            with pytest.raises(BackendError, match="closed"), server.rollout() as rollout:
+                await talk(rollout, 1)
+
+    asyncio.run(play())
+
+
+def loop_of(play: Any, **settings: Any) -> tuple[Any, Any]:
+    "A loop over the toy task, and its backend."
+    cfg = {"prompt_groups_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 32, "max_seq_len": 128}
+    backend = open_local(*rln.load_model("tiny"), reference=False)
+    return rln.GRPOLoop(backend, rln.toy_rows(32), play, rln.Config(**cfg | {"kl_beta": 0.0} | settings)), backend
+
+
+def player(servers: list[Any]) -> Any:
+    "A rollout function: an agent of two turns at most, at the address of the last of the servers."
+
+    async def rollout_fn(sample_prompt: dict[str, Any]) -> Any:
+        with servers[-1].rollout() as rollout:
+            async with client_of(rollout) as client:
+                messages = [*sample_prompt["messages"]]
+                for _ in range(2):
+                    said = (await ask(client, messages)).choices[0].message
+                    if rln.toy_reward(said.content, sample_prompt["answer"]) == 1:
+                        break
+                    messages += [said, {"role": "user", "content": "Try again."}]
+        return rollout.to_run(float(len(said.content)))
+
+    return rollout_fn
+
+
+def test_a_step_on_such_rollouts_is_sound_and_comes_again() -> None:
+    async def play() -> None:
+        servers: list[Any] = []
+        loop, backend = loop_of(player(servers))
+        async with backend, loop.serve() as server:
+            servers.append(server)
+            for _ in range(3):
+                record = await loop.step()
+                assert record.trained
+                assert not rln.xray(record).failed
+                assert (await rln.diagnose(record)).sentence.startswith("all well")
+            drawn = [s.tokens.tolist() for g in record.groups for s in g.samples]
+            assert max(s.info["turns"] for g in record.groups for s in g.samples) == 2
+            await loop.undo()
+            again = await loop.step()
+            assert [s.tokens.tolist() for g in again.groups for s in g.samples] == drawn
+
+    asyncio.run(play())
+
+
+def test_a_lost_backend_is_a_lost_draw_and_a_bug_is_an_error() -> None:
+    async def play() -> None:
+        servers: list[Any] = []
+        loop, backend = loop_of(player(servers), max_rollout_failure_rate=1.0)
+        real, calls = backend.sampler.sample, iter(range(10**6))
+
+        async def sometimes(prompt: Any, params: Any) -> Any:
+            if next(calls) == 0:
+                raise BackendError("sampler", got="a reset")
+            return await real(prompt, params)
+
+        backend.sampler.sample = sometimes
+        async with backend, loop.serve() as server:
+            servers.append(server)
+            record = await loop.step()
+            assert sum(len(g.dropped) for g in record.groups) == 1
+
+            async def broken(prompt: Any, params: Any) -> Any:
+                raise ZeroDivisionError("a bug")
+
+            backend.sampler.sample = broken
+            with pytest.raises(rln.RLNotebookError, match="ZeroDivisionError"):
+                await loop.step()
+
+    asyncio.run(play())
+
+
+def test_nothing_is_left_of_it() -> None:
+    async def play() -> None:
+        before = asyncio.all_tasks()
+        async with served() as (server, _watched, _backend):
+            with server.rollout() as rollout:
+                await talk(rollout, 1)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+
+    asyncio.run(play())
