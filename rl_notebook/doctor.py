@@ -97,8 +97,9 @@ class Evidence:
 
     @cached_property
     def mask(self) -> list[np.ndarray]:
-        "(N-1,) bool per datum: compared positions."
-        return [d.active if m is None else d.active & (m > 0) for d, m in zip(self.datums, self.drawn, strict=True)]
+        "(N-1,) bool per datum: compared positions; all that are trained, where the policy drew none of them."
+        both = [d.active if m is None else d.active & (m > 0) for d, m in zip(self.datums, self.drawn, strict=True)]
+        return both if any(m.any() for m in both) else [d.active for d in self.datums]
 
     @cached_property
     def row(self) -> np.ndarray:
@@ -555,8 +556,8 @@ def surprise(e: Evidence) -> Surprise | None:
     model, few = TwoLevels.of(entropy[known]), TwoLevels.of(entropy[known], few=True)
     z = float(x.sum()) / square**0.5
     z = max(z, -((2 * max(0.0, float(model.gains(-e.p[known]).max()))) ** 0.5)) if z < 0 else z
-    as_claimed = bool(e.redraws) and not undrawable(e) and max(gain for gain, _ in redrawn(e).values()) <= CLEAR
-    allowed = ODD + 2.0 * as_claimed + by_choice(*e.kept) + float(np.nansum(e.gap[known] ** 2)) ** 0.5
+    luck = ODD + 2.0 * bool(e.redraws and drawn_as_claimed(e))
+    allowed = luck + by_choice(*e.kept) + float(np.nansum(e.gap[known] ** 2)) ** 0.5
     needed = TAILS * n * allowed**2 / 2 / max(float(model.gains(few.expected(1.25)).max()), 1e-9)
     return Surprise(n, z, allowed, 1 / max(0.2, 1 - float(x.sum()) / square), int(np.ceil(needed)))
 
@@ -600,6 +601,8 @@ def from_record(e: Evidence, cause: str) -> Finding:
     colder = colder_than_cut(e, found.temperature) if found.z < 0 else np.inf
     score = 0.85 * 2 ** (min(0.0, colder if cause == "temperature" else -colder) / CLEAR)  # both named up to there
     text = found.words + (f", as if drawn at {found.temperature:.2f}" if cause == "temperature" else ", as if cut")
+    if e.redraws and drawn_as_claimed(e):
+        score, text = min(score, 0.4), text + ", but those that are drawn again are as claimed"
     if rare := too_rare(e, found):
         score, text = min(score, 0.45), text + f", but for {rare} that no such draw has"
     return Finding(cause, score, text, {"tokens": found.tokens, "z": found.z})
@@ -684,6 +687,11 @@ def undrawable(e: Evidence) -> bool:
     return found[kind][0] <= CLEAR or misfit(e, (kind, found[kind][1])) > MISFIT
 
 
+def drawn_as_claimed(e: Evidence) -> bool:
+    "Whether the tokens that were drawn again look as is claimed of them."
+    return not undrawable(e) and max((gain for gain, _ in redrawn(e).values()), default=0.0) <= CLEAR
+
+
 def only_best(e: Evidence) -> bool:
     "Whether the likeliest token is drawn nearly always, though others were about as likely."
     doubtful = [r.counts.sum(axis=0) for r in e.redraws if r.logprobs[0] < np.log(0.9)]
@@ -723,6 +731,21 @@ class Shape:
     bent: float  # nats left if it is sharper at each place by a factor of its own
     unseen: float  # nats of spread among the tokens that do not stand in their context
     lifted: float  # nats by which all tokens of a place are above the trainer's; 0 if some place is below
+    lawless: float = 0.0  # nats by which the number that they share is none that makes probabilities of such a factor
+
+
+def lawless(e: Evidence, factor: float) -> float:
+    "Nats by which the trainer's logprobs miss what the sampler's say that is sharper by it; median of the places."
+    size = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
+    found = list[float]()
+    for r in e.redraws:
+        known = np.isfinite(r.trainer + r.logprobs) & (r.counts.sum(axis=0) > 0)
+        if known.any():
+            rest, flat = max(1 - np.exp(r.logprobs).sum(), 1e-9), 1 / factor
+            likely, most = np.exp(flat * r.logprobs).sum(), rest**flat * size ** max(0.0, 1 - flat)
+            shared = float(np.median((r.trainer - flat * r.logprobs)[known]))
+            found.append(max(0.0, shared + np.log(likely), -np.log(likely + most) - shared))
+    return float(np.median(found)) if found else 0.0
 
 
 def shape(e: Evidence) -> Shape | None:
@@ -740,13 +763,14 @@ def shape(e: Evidence) -> Shape | None:
     factors = factors[(factors > 0.1) & (factors < 10)]  # the same number for all tokens of a place is no temperature
     tried = [1.0, *(np.quantile(factors, (0.3, 0.5, 0.7)) if len(factors) else ())]
     left = [spread([y - a * x for y, x, _ in places], tol) for a in tried]
+    law = lawless(e, t * float(tried[int(np.argmin(left))]))
     factor = lambda y, x: float(np.cov(x, y)[0, 1] / max(np.var(x, ddof=1), 1e-12))
     lines = [y - factor(y, x) * x for y, x, _ in places if len(y) > 2]
     bent = spread(lines, tol) if lines else min(left)
     unseen = spread([(y - x)[new] for y, x, new in places], tol)
     middle = np.array([np.median(y - x) for y, x, _ in places if len(y)])
     lifted = max(0.0, float(middle.max()) - tol) if (middle > -tol).all() else 0.0
-    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), bent, unseen, lifted)
+    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), bent, unseen, lifted, law)
 
 
 def as_then(e: Evidence) -> bool | None:
@@ -864,7 +888,7 @@ def keeps_best(e: Evidence) -> bool | None:
 def top_p_or_top_k(e: Evidence) -> Finding:
     "The sampler's values are renormalised over what was kept, so they are never below the raw ones."
     below, chance, kept = one_sided(e)
-    proven = {None: 0.94 if raw_words(e) else 0.85, True: 0.97, False: 0.4}[keeps_best(e)]
+    proven = {None: 0.89 if raw_words(e) else 0.85, True: 0.97, False: 0.4}[keeps_best(e)]
     score = proven * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * (not told_otherwise(e))
     text = f"the sampler's are above the trainer's, all but {below:.0%}, as if up to {1 - kept:.0%} of it were cut"
     text += raw_words(e)
@@ -934,8 +958,9 @@ def fit_shape(e: Evidence) -> Finding:
     if form.spread == 0:
         return Finding("temperature", sure * (len(claimed) > 1 and repeats(e)), text + "nothing that they show")
     even, bent = exact(1 - form.sloped / form.spread), 0.9 * exact(1 - form.bent / form.spread)
+    lawful = 0.4 if even > 0.9 and form.lawless > 0.1 * form.spread + floor(e).largest else 1.0
     text += "the same factor everywhere" if even >= bent else "a factor that differs by place"
-    return Finding("temperature", sure * max(even, bent), text)
+    return Finding("temperature", sure * lawful * max(even, bent), text)
 
 
 def fit_series(e: Evidence) -> Finding:
@@ -987,7 +1012,8 @@ def dropout(e: Evidence) -> Finding:
     "The trainer's forward pass is nondeterministic (dropout is active)."
     tol, there = tolerance(e), excess(e.gap, tolerance(e))
     apart, different = contradicts(e)
-    if apart > TORN and different > 3:
+    torn = TORN if e.stamps.sampler_dtype != "float32" else 30 * floor(e).largest
+    if apart > torn and different > 3:
         text = f"the sampler claims {different:.0f} different numbers of the same token, up to {apart:.2g} nats apart"
         return Finding("dropout", {None: 0.85, False: 0.92, True: 0.0}[only_drawing(e)], text)
     if "policy again" in e.controls:
@@ -1297,8 +1323,7 @@ def all_well(e: Evidence) -> Finding:
     share = float((np.abs(e.gap) > tolerance(e)).mean())
     text = f"{share:.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
     drawn = surprise(e)
-    as_claimed = not e.redraws or max(gain for gain, _ in redrawn(e).values()) <= CLEAR
-    as_claimed = as_claimed and not (drawn and drawn.odd) and not undrawable(e)
+    as_claimed = drawn_as_claimed(e) and not (drawn and drawn.odd)
     counted = int(sum(r.counts.sum() for r in e.redraws))
     if counted and as_claimed:
         text += f"; {counted} tokens drawn again look drawn as claimed"
@@ -1333,12 +1358,12 @@ def from_beside(e: Evidence) -> tuple[Finding, ...]:
         asked = [shift(x), rows_permuted(x), wrong_group(x)]
         if name == "the pass with gradients":
             torn = max(theirs for _, theirs in twins(x)) > floor(e).largest  # the same token behind the same past
-            small = not beyond(x.gap, rounding("bfloat16"))
+            small = size(x.gap).mean <= rounding("bfloat16").mean
             text = f"with the same weights it differs by up to {size(x.gap).largest:.2g} nats from the pass before it"
-            asked += [Finding("dropout", 0.9 if torn else 0.5, text), Finding("dtype or batching", 0.5 * small, text)]
+            asked += [Finding("dropout", 0.9 if torn else 0.5, text), Finding("dtype or batching", 0.6 * small, text)]
             if not torn:
-                fitted, ordered = fit_series(x), 0.7 * (rank_correlation(x.p, x.s) > 0.95)
-                asked.append(replace(fitted, score=max(fitted.score, ordered)))
+                fitted, ordered = fit_series(x), rank_correlation(x.p, x.s) > 0.95
+                asked.append(replace(fitted, score=max(fitted.score, 0.7 * ordered * (fitted.score > 0.35))))
         best = strongest(asked)
         if best.score >= _LIKELY:
             found.append(replace(best, text=f"{name}: {best.text}", numbers={**best.numbers, "beside": 1.0}))
@@ -1511,6 +1536,9 @@ def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
     if (drawn := surprise(e)) and drawn.odd and too_rare(e, drawn) and best.score < _LIKELY:
         text = f"{too_rare(e, drawn)} tokens are too rare for any temperature near 1: put in, or of a law that changes"
         return Finding(NONE, 1 - best.score, text)
+    if drawn and drawn.odd and e.redraws and drawn_as_claimed(e) and best.score < _LIKELY:
+        text = f"{drawn.words}, and what the sampler draws again is as claimed: others drew them, or chose them"
+        return Finding(NONE, 1 - best.score, text)
     if written := told_otherwise(e):
         return Finding(NONE, 0.9 * differs(e), written)
     if "sampler synced" not in e.controls or not differs(e) or best.score >= _SURE:
@@ -1590,6 +1618,7 @@ def claims(record: StepRecord, untrained: bool | None) -> Stamps:
     trainer = record.loss.logprobs[0] if record.loss and record.loss.logprobs else None
     drawn_at = {s.temperature for s in samples}
     synced = min((s.policy_version for s in samples), default=None)
+    first = record.step == 1 and not (trainer and trainer.policy_version)  # of a loop on a fresh backend
     return Stamps(
         trainer_dtype=trainer.dtype if trainer else None,
         trainer_temperature=trainer.temperature if trainer else None,
@@ -1597,7 +1626,7 @@ def claims(record: StepRecord, untrained: bool | None) -> Stamps:
         trainer_version=trainer.policy_version if trainer else None,
         sampler_version=synced,
         unsynced=None if synced is None else record.step - 1 - synced,
-        untrained=record.step == 1 if untrained is None else untrained,
+        untrained=first if untrained is None else untrained,
     )
 
 

@@ -113,8 +113,8 @@ LONG = {
     "test_keys.py::test_a_run_with_everything_said_aloud": "", "whose_kernel_is_gone_says_so": "",
     "test_a_greedy_step_can_be_undone": "loss", "test_xray_is_the_function_in_whatever_order": "rln",
     "test_a_deployment_that_was_restarted_gets": "0-True", "test_old_weights_are_never_called_a_shift": "3",
-    "test_a_rollout_factory_an_evaluation": "", "test_a_module_of_another_folder": "", "test_new.py::test_it_trains": "",
-    "test_its_notebook_runs_and_says": "",
+    "test_a_rollout_factory_an_evaluation": "", "test_a_module_of_another_folder": "",
+    "test_new.py::test_it_trains": "", "test_its_notebook_runs_and_says": "",
 }  # fmt: skip
 # Long tables of which every fourth row is always run.
 SAMPLED = ("test_bad_views.py::test_records", "test_bad_views.py::test_folders", "test_every_breakage_is_noticed")
