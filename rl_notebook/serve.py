@@ -20,7 +20,8 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
-from .chat import Conversation, check_fits, read_messages, split_calls, start_conversation, told_to_template
+from .chat import Conversation, check_fits, first_difference, read_messages, split_calls, start_conversation
+from .chat import told_to_template
 from .core import AlignmentError, BackendError, Completion, ConfigError, DataError
 from .core import RolloutRun, SampleParams
 from .data import Row
@@ -77,12 +78,7 @@ class Asked:
     options: dict[str, Any]  # of the chat template
     params: SampleParams
     body: Mapping[str, Any]  # as it came
-
-    @property
-    def seen(self) -> tuple[Any, ...]:
-        "What decides whether it goes on with a conversation: tools and options, then a value per message."
-        how = json.dumps([self.tools, self.options], sort_keys=True)
-        return (how, *map(as_said, self.messages))
+    seen: tuple[Any, ...]  # what decides whether it goes on with a conversation: tools and options, then each message
 
 
 def as_said(message: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -114,7 +110,12 @@ def read_asked(raw: bytes, params: SampleParams) -> Asked:
     own = replace(params, n=1, max_tokens=min(length, params.max_tokens), stop=stops, seed=body.get("seed"))
     tools = [] if body.get("tool_choice") == "none" else list(body.get("tools") or ())
     options = dict(body.get("chat_template_kwargs") or {})
-    return Asked(read_messages(body.get("messages")), tools, options, own, body)
+    messages, how = read_messages(body.get("messages")), json.dumps([tools, options], sort_keys=True)
+    try:
+        return Asked(messages, tools, options, own, body, (how, *map(as_said, messages)))
+    except (AttributeError, TypeError) as reason:
+        got = f"{type(reason).__name__}: {reason}"
+        raise DataError("tool_calls", where="the request", got=got, expected="a list of calls") from reason
 
 # %% ../nbs/65_serve.ipynb #35c9efe9
 @dataclass(eq=False)
@@ -125,26 +126,32 @@ class Turn:
     talk: Conversation  # with its tokens
     continued: bool = False  # a later turn stands behind it, or is being drawn
     parent: Turn | None = None  # that it goes on with, sampled tokens and all
+    apart: str = ""  # why its sequence is one of its own
 
 
-def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tuple[Conversation, Turn | None]:
-    "The conversation to draw from, and the turn that it takes further; None = it begins a sequence."
-    seen = asked.seen
-    fits = [turn for turn in turns if seen[: len(turn.seen)] == turn.seen]
-    for turn in sorted(fits, key=lambda t: (-len(t.seen), t.continued)):
-        new = asked.messages[len(turn.seen) - 1 :]
-        if not new or any(m["role"] == "assistant" for m in new):
+def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tuple[Conversation, Turn | str]:
+    "The conversation to draw from, and the turn that it takes further, or why it is a sequence of its own."
+    seen, apart = asked.seen, ""
+    for turn in sorted(turns, key=lambda t: (-first_difference(seen, t.seen), t.continued)):
+        same = first_difference(seen, turn.seen)
+        new = asked.messages[same - 1 :]
+        if same < len(turn.seen) or not new or any(m["role"] == "assistant" for m in new):
+            apart = apart or (
+                f"other history from message {same - 1} on" if same else "other tools or template options"
+            )
             continue
         try:
             talk = turn.talk.add_messages(*told_to_template(tokenizer, new)[0])
-        except AlignmentError:  # the template rewrites earlier turns
+        except AlignmentError as error:  # the template rewrites earlier turns
+            apart = str(error)
             continue
         if turn.continued:
-            return replace(talk, spans=tuple(replace(span, completion=None) for span in talk.spans)), None
+            given = tuple(replace(span, completion=None) for span in talk.spans)
+            return replace(talk, spans=given), f"a second branch from message {same - 1} on"
         return talk, turn
     messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
     row = Row(key=where, messages=tuple(messages))
-    return start_conversation(tokenizer, row, **options, **asked.options), None
+    return start_conversation(tokenizer, row, **options, **asked.options), apart
 
 # %% ../nbs/65_serve.ipynb #0509161a
 class ServedRollout:
@@ -177,13 +184,15 @@ class ServedRollout:
     def to_run(self, reward: float | None = None, **info: Any) -> RolloutRun:
         """What a rollout function returns: a sample per sequence, with the same reward; None = unscorable.
 
-        `info` is kept beside `rollout`, the id. Raises `AlignmentError` if nothing was drawn."""
+        `info` is kept beside `rollout`, the id, and `apart`, why the sequence is one of its own. Raises
+        `AlignmentError` if nothing was drawn."""
         parents = {id(turn.parent) for turn in self.turns}
         ends = [turn for turn in self.turns if id(turn) not in parents]
         if not ends:
             where, fix = f"rollout {self.id!r}", "Return None from the rollout to drop it."
             raise AlignmentError("turns", where=where, got="none", expected="at least one request", fix=fix)
-        return RolloutRun(tuple(end.talk.to_sample(reward, rollout=self.id, **info) for end in ends), reward)
+        sample = lambda end: end.talk.to_sample(reward, rollout=self.id, apart=end.apart, **info)
+        return RolloutRun(tuple(sample(end) for end in ends), reward)
 
     async def answer(self, raw: bytes) -> tuple[dict[str, Any], Asked]:
         "What a request gets, and the request; raises `DataError` or `ConfigError` for one that is refused."
@@ -209,8 +218,9 @@ class ServedRollout:
         talk, behind = go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
         check_fits(len(talk.tokens), most, 1, talk.row.where)
         room = asked.params.max_tokens if most is None else min(asked.params.max_tokens, most - len(talk.tokens))
-        if behind is not None:
-            behind.continued = True
+        parent, apart = (behind, behind.apart) if isinstance(behind, Turn) else (None, behind)
+        if parent is not None:
+            parent.continued = True
         DRAW.set(self._note)
         try:
             [completion] = await setup.sampler.sample(talk.tokens, replace(asked.params, max_tokens=room))
@@ -219,12 +229,12 @@ class ServedRollout:
                 raise BackendError("sampler", where=talk.row.where, got=got, expected="a turn")
             talk = talk.add_completion(completion)
         except BaseException:
-            if behind is not None:
-                behind.continued = False
+            if parent is not None:
+                parent.continued = False
             raise
         content, calls = calls_of(completion.text) if asked.tools else (completion.text, [])
         message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
-        self.turns.append(Turn((*asked.seen, as_said(message)), talk, parent=behind))
+        self.turns.append(Turn((*asked.seen, as_said(message)), talk, parent=parent, apart=apart))
         return message, completion
 
 # %% ../nbs/65_serve.ipynb #22277aa0

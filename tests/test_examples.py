@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +121,40 @@ def test_the_tool_example_trains_on_the_emulator(example: SimpleNamespace, emula
     paths = [entry.path for entry in emulator.emulator.log if entry.status == 200]
     assert sum(path.endswith("/optim_step") for path in paths) == 4  # two of the warm start, two of the loop
     assert sum(path.endswith("/hot_load") for path in paths) >= 3
+
+
+@pytest.fixture
+def openai_agent() -> Iterator[SimpleNamespace]:
+    "The modules of the example with an agent, which takes those of another one; `library` where that is installed."
+    pytest.importorskip("openai", reason="the client of OpenAI is not installed")
+    with at_home("tool_use"), at_home("openai_agent") as names:
+        if find_spec("pydantic_ai") is None:
+            names.remove("library")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    train = openai_agent.train
+    monkeypatch.setattr(train.rln, "gsm8k_reward", odd_is_right)
+    for agent in ("agent", "library"):
+        if not hasattr(openai_agent, agent):
+            continue
+        said: list[str] = []
+        cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL))
+        found = asyncio.run(train.run(cfg, 30, getattr(openai_agent, agent).solve, said.append, held_out=4))
+        assert len(found) == 3
+        assert [line[:8].strip() for line in said] == ["base mod", "after wa", "step   1", "step   2", "after RL"]
+
+
+def test_a_call_of_the_small_model_is_a_tool_call(openai_agent: SimpleNamespace):
+    content, [call] = openai_agent.train.calls_in("Let me see: calc(3*4)")
+    assert (content, json.loads(call["function"]["arguments"])) == ("Let me see: ", {"expression": "3*4"})
+    assert openai_agent.train.calls_in("#### 12") == ("#### 12", [])
+    tokenizer = build_tokenizer()
+    asked, told = {"role": "user", "content": "?"}, {"role": "tool", "content": "= 4"}
+    said = tokenizer.apply_chat_template([asked, told | {"role": "user"}], tokenize=False)
+    tokenizer.chat_template = openai_agent.train.with_tools(tokenizer.chat_template)
+    assert tokenizer.apply_chat_template([asked, told], tokenize=False) == said
 
 
 # --- the calculator ----------------------------------------------------------------------------------------------

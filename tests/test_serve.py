@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from test_emulated_chat import ADD, ANSWER, CALL, caller
 from tiny_models import one_thread, tiny_model  # noqa: F401
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import rl_notebook as rln
 from rl_notebook.backends.local import open_local
@@ -128,6 +130,29 @@ def test_what_comes_back_is_what_was_drawn(turns: int) -> None:
     asyncio.run(play())
 
 
+def test_the_experts_that_read_a_token_come_back_too() -> None:
+    async def play() -> None:
+        tokenizer = build_tokenizer()
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "num_experts": 4}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+        experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **ids)).eval()
+        async with open_local(model, tokenizer, reference=False, router_replay=True) as backend:
+            setup = RolloutSetup(backend.sampler, tokenizer, SampleParams(max_tokens=8), 1)
+            async with serve(setup) as server:
+                with server.rollout() as rollout:
+                    await talk(rollout, 3)
+        (sample,) = rollout.to_run(1.0).segments
+        assert sample.info["turns"] == 3
+        assert sample.routing is not None
+        for first, end in sample.turns:  # noted from the last token before each turn on
+            assert all(sample.routing[first - 1 : end - 1])
+
+    asyncio.run(play())
+
+
 def test_a_stream_says_the_same_and_is_recorded() -> None:
     async def play() -> None:
         async with served() as (server, watched, _backend):
@@ -212,6 +237,9 @@ def test_branches_and_edited_histories_are_sequences_of_their_own() -> None:
                     await ask(client, both, tools=[ADD])
             run = rollout.to_run(1.0)
             assert [s.info["turns"] for s in run.segments] == [2, 1, 1, 1, 1, 1]
+            branch, edited, tools = "a second branch from message 2 on", "other history from message", "other tools"
+            apart = ["", branch, branch, f"{edited} 1 on", f"{edited} 0 on", tools]
+            assert all(s.info["apart"].startswith(why) for s, why in zip(run.segments, apart, strict=True))
             check_exact(run.segments, watched.drawn)
             await check_scores(backend, run.segments)
 
@@ -230,6 +258,7 @@ def test_a_template_that_rewrites_history_makes_each_turn_a_sequence() -> None:
                 await talk(rollout, 3)
             run = rollout.to_run(1.0)
             assert [s.info["turns"] for s in run.segments] == [1, 1, 1]
+            assert all("the chat template" in s.info["apart"] for s in run.segments[1:])
             check_exact(run.segments, watched.drawn)
 
     asyncio.run(play())
@@ -277,6 +306,11 @@ def test_keys_and_addresses() -> None:
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "function"),
         ({"tools": "all"}, "tools"),
+        ({"tools": ["all"]}, "tools"),
+        ({"messages": [*ASKED, {"role": "assistant", "tool_calls": 5}]}, "tool_calls"),
+        ({"messages": [*ASKED, {"role": "assistant", "tool_calls": ["add"]}]}, "tool_calls"),
+        ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [{"function": "add"}]}]}, "tool_calls"),
+        ({"stop": [5]}, "stop"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"temperature": 0.2}, "temperature: got 0.2; expected 1.0"),
         ({"n": 2}, "n: got 2"),
@@ -375,11 +409,11 @@ def test_a_backend_that_fails_is_what_is_raised() -> None:
     asyncio.run(play())
 
 
-def loop_of(play: Any, **settings: Any) -> tuple[Any, Any]:
+def loop_of(play: Any, kind: Any = rln.GRPOLoop, **settings: Any) -> tuple[Any, Any]:
     "A loop over the toy task, and its backend."
     cfg = {"prompt_groups_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 32, "max_seq_len": 128}
     backend = open_local(*rln.load_model("tiny"), reference=False)
-    return rln.GRPOLoop(backend, rln.toy_rows(32), play, rln.Config(**cfg | {"kl_beta": 0.0} | settings)), backend
+    return kind(backend, rln.toy_rows(32), play, rln.Config(**cfg | {"kl_beta": 0.0} | settings)), backend
 
 
 def player(servers: list[Any]) -> Any:
@@ -442,6 +476,31 @@ def test_a_lost_backend_is_a_lost_draw_and_a_bug_is_an_error() -> None:
             backend.sampler.sample = broken
             with pytest.raises(rln.RLNotebookError, match="ZeroDivisionError"):
                 await loop.step()
+
+    asyncio.run(play())
+
+
+def test_rollouts_beside_training_and_a_branch() -> None:
+    async def play() -> None:
+        servers: list[Any] = []
+        loop, backend = loop_of(player(servers), rln.AsyncGRPOLoop, recipe="async_rl_loop")
+        async with backend, loop.serve() as server:
+            servers.append(server)
+            for record in await loop.run(3, progress=False):
+                check = {s.info["rollout"] for g in record.groups for s in g.samples}
+                assert len(check) == sum(len(g.samples) for g in record.groups)
+                assert (await rln.diagnose(record)).sentence.startswith("all well")
+            await loop.pause(drain=True)
+            assert not server.rollouts
+
+        loop, backend = loop_of(player(servers))
+        async with backend, loop.serve() as server:
+            servers.append(server)
+            await loop.step()
+            other = await loop.branch()
+            records = [await each.step() for each in (loop, other)]
+            drawn = [[s.tokens.tolist() for g in record.groups for s in g.samples] for record in records]
+            assert drawn[0] == drawn[1]
 
     asyncio.run(play())
 

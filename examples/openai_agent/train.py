@@ -1,0 +1,104 @@
+"""Train the small model through an agent of OpenAI's API. Run it: python examples/openai_agent/train.py
+
+The task, the calculator and the warm start are those of ../tool_use. There the rollout is written by hand, here an
+agent plays it over HTTP. `--library` takes the agent of library.py. Any setting may follow, such as --seed 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import secrets
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tool_use"))
+from openai import AsyncOpenAI
+from task import line, measure, tool_rows
+from warm_start import warm_start
+
+import rl_notebook as rln
+from rl_notebook.cli import option_values
+from rl_notebook.core import RolloutRun
+from rl_notebook.phases import rollout_setup
+
+SETTINGS = {
+    "base_model": "tiny",
+    "steps": 80,
+    "prompt_groups_per_step": 8,
+    "completions_per_prompt": 8,
+    "max_completion_tokens": 24,  # of each turn
+    "max_seq_len": 256,  # of all turns
+    "learning_rate": 5e-4,
+    "kl_beta": 0.0,
+}
+HELD_OUT, DEMONSTRATED, ROWS = 200, 500, 1500  # rows to measure on, rows of the warm start, rows for RL: all different
+CALL = re.compile(r"calc\((.*)\)\s*$")
+
+
+def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
+    "How this model calls: its text ends in `calc(...)`. Models that write <tool_call>...</tool_call> need no function."
+    found = CALL.search(text)
+    if found is None:
+        return text, []
+    function = {"name": "calc", "arguments": json.dumps({"expression": found[1]})}
+    call = {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
+    return text[: found.start()] or None, [call]
+
+
+def with_tools(template: str) -> str:
+    "The small model's chat template with one more role: it knows no tools, so a user says what the calculator says."
+    role = "('user' if message['role'] == 'tool' else message['role'])"
+    known = template.replace("'assistant'] -%}", "'assistant', 'tool'] -%}", 1)
+    return "{#- tools -#}" + known.replace("'<|' + message['role']", f"'<|' + {role}", 1)
+
+
+async def run(
+    cfg: rln.Config,
+    warm_steps: int,
+    solve: Callable[[AsyncOpenAI, list[Any]], Any],
+    say: Callable[[str], Any] = print,
+    held_out: int = HELD_OUT,
+) -> list[dict[str, float]]:
+    "Measure, warm up, measure, train, measure; returns what was measured."
+    rows = tool_rows(held_out + DEMONSTRATED + ROWS)
+    test, shown, rows = rows[:held_out], rows[held_out:][:DEMONSTRATED], rows[held_out + DEMONSTRATED :]
+
+    async def play(sample_prompt: dict[str, Any]) -> RolloutRun:
+        "One rollout: the agent, at an address of its own."
+        with server.rollout() as rollout:
+            own = client.with_options(base_url=rollout.url, api_key=rollout.key)
+            text = await solve(own, sample_prompt["messages"])
+        return rollout.to_run(rln.gsm8k_reward(text, sample_prompt["answer"]))
+
+    async with await rln.open_backend(cfg, say) as backend, AsyncOpenAI(base_url="set", api_key="later") as client:
+        backend.tokenizer.chat_template = with_tools(backend.tokenizer.chat_template)
+        setup = rollout_setup(backend, cfg)
+        found = [await measure(setup, test)]
+        say(line("base model", found[-1]))
+        await warm_start(backend, shown, warm_steps, cfg.seed)  # as in ../tool_use: it has never seen a call
+        found.append(await measure(setup, test))
+        say(line("after warm start", found[-1]))
+        loop = rln.GRPOLoop(backend, rows, play, cfg)
+        async with loop.serve(read_calls=calls_in) as server:
+            async for record in loop:
+                samples = [s for g in record.groups for s in g.samples]
+                turns = sum(s.info["turns"] for s in samples) / len(samples)
+                say(f"step {record.step:3}  reward {record.metrics['reward']:.3f}  turns {turns:.2f}")
+        found.append(await measure(setup, test))
+        say(line("after RL", found[-1]))
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--warm-start", type=int, default=250, help="supervised steps that show what a call looks like")
+    parser.add_argument("--library", action="store_true", help="the agent of library.py")
+    given, rest = parser.parse_known_args()
+    agent = import_module("library" if given.library else "agent")
+    asyncio.run(run(rln.Config.from_dict(SETTINGS, option_values(rest)), given.warm_start, agent.solve))
