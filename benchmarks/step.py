@@ -28,6 +28,7 @@ from zlib import crc32
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
+import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
@@ -56,6 +57,9 @@ class Setting:
     learning_rate: float = 1e-6
     weight_decay: float = 0.01
     problems: bool = False  # word problems of about 100 tokens; else sums
+    words: int = 0  # prompts of so many made-up words instead
+    device: str = "cpu"
+    dtype: str = "float32"  # of ours; "bfloat16" keeps float32 masters, and TRL's side runs under autocast
 
     @property
     def rows(self) -> int:
@@ -84,6 +88,10 @@ def arbitrary_reward(completions: list[list[dict[str, str]]], **_: Any) -> list[
 def conversations(setting: Setting) -> list[list[dict[str, str]]]:
     "The prompts of all steps, in order."
     needed = setting.prompts * (setting.steps + 1)
+    if setting.words:
+        rng = np.random.default_rng(0)
+        texts = [" ".join(f"w{i}" for i in rng.integers(10, 250, setting.words)) for _ in range(needed)]
+        return [[{"role": "user", "content": text}] for text in texts]
     if setting.problems:
         return [list(row.messages) for row in load_rows(PROBLEMS, max_rows=needed, system_prompt=SHOWN_ONCE)]
     return [[{"role": "user", "content": row["question"]}] for row in toy_rows(needed)]
@@ -142,7 +150,10 @@ class Ours:
 
     def __init__(self, setting: Setting, folder: str):
         self.model, tokenizer = load_model(folder)
-        backend = open_local(self.model, tokenizer, reference=setting.kl_beta > 0, device="cpu")
+        how: Any = {"device": setting.device, "dtype": setting.dtype}
+        backend = open_local(self.model, tokenizer, reference=setting.kl_beta > 0, **how)
+        if setting.words:
+            backend.sampler.engine.eos_token_ids = frozenset()  # type: ignore[attr-defined]
         rows = [{"messages": messages, "answer": ""} for messages in conversations(setting)]
         self.loop = GRPOLoop(backend, rows, arbitrary_reward, config_of(setting), keep_undo=0)
         self.runner = asyncio.Runner()
@@ -199,9 +210,9 @@ class Stopwatch:
         method = getattr(trainer, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = now()[0]
             result = method(*args, **kwargs)
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + now()[0] - start
             note(result)
             return result
 
@@ -223,8 +234,9 @@ def trl_config(setting: Setting, folder: str) -> Any:
 
     return GRPOConfig(
         output_dir=folder,
-        use_cpu=True,
-        bf16=False,  # float32, as ours
+        use_cpu=setting.device == "cpu",
+        bf16=setting.dtype == "bfloat16",  # autocast, over weights in float32
+        generation_kwargs={"min_new_tokens": setting.tokens} if setting.words else None,
         gradient_checkpointing=False,  # on by default: less memory, one more forward pass
         per_device_train_batch_size=setting.rows,
         num_generations=setting.completions,
@@ -278,7 +290,8 @@ def alternate(setting: Setting, folder: str, progress: Callable[[str], None]) ->
             callbacks=[TakeTurns()],
         )
         trainer.remove_callback(PrinterCallback)
-        assert trainer.model.dtype == side.model.dtype == torch.float32
+        assert trainer.model.dtype == torch.float32
+        assert str(side.model.dtype) == f"torch.{setting.dtype}"
         watch.wrap(trainer, "_generate", watch.note_generated)
         watch.wrap(trainer, "_generate_and_score_completions")
         watch.wrap(trainer, "_get_per_token_logps_and_entropies", watch.note_pass)
@@ -288,7 +301,9 @@ def alternate(setting: Setting, folder: str, progress: Callable[[str], None]) ->
 
 
 def now() -> tuple[float, float]:
-    "Clock and processor time."
+    "Clock and processor time, once a GPU is done with what it was given."
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
 
 

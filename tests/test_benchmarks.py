@@ -253,3 +253,40 @@ def test_both_samplers_draw_what_was_asked_and_ours_knows_its_logprobs(tmp_path,
     assert full["mismatch"]["sampler_to_model_max"] < 1e-4 < half["mismatch"]["sampler_to_model_mean"]
     assert half["mismatch"]["sampler_to_float32_mean"] < 3 * half["mismatch"]["model_to_float32_mean"]
     assert "vLLM was not run" in capsys.readouterr().out
+
+
+# --- gpu.py ------------------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
+    gpu, file = script("gpu"), tmp_path / "gpu.json"
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--device", "cpu", "--no-trl", "--rows", "4", "--tokens", "6", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert (ended.value.code, found["agreed"], found["step"]) == (0, True, None)
+    assert found["agreement"]["float32"]["logprobs"] == 0  # a CPU agrees with itself, and bfloat16 with nothing
+    assert 1e-4 < found["agreement"]["bfloat16"]["logprobs"] < 0.2
+    assert {case["steps_at_once"] for case in found["drawing"]} == {1, 8}
+    assert found["training"]["mfu"] is None
+    assert "its figures mean nothing" in capsys.readouterr().out
+
+
+def test_the_gpu_script_refuses_a_machine_without_one(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        script("gpu").main([])
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def test_the_gpu_script_ends_with_1_where_devices_disagree(monkeypatch):
+    gpu = script("gpu")
+    monkeypatch.setattr(gpu, "measure", lambda *given: {"agreed": False})
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main(["--device", "cpu"])
+
+
+def test_the_gpu_script_and_trl_do_the_same_work():
+    pytest.importorskip("trl", reason="TRL is in the extra `bench`")
+    gpu = script("gpu")
+    found = gpu.beside_trl(replace(gpu.TINY, tokens=5), lambda line: None)
+    assert min(found["ratio"].values()) > 0

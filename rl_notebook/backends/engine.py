@@ -229,7 +229,8 @@ class SlotCache(Cache):
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values, each (slots, capacity, heads, dim)
         self.fresh: dict[int, tuple[Tensor, Tensor]] = {}  # layer: what the current prefill made
         self.filling = False  # prefill, or decode step
-        self.index = torch.empty(0, dtype=torch.long)  # (rows,) where the step writes, in (slots * capacity)
+        self.begins = torch.empty(0, dtype=torch.long)  # (slots,) where each slot begins, in (slots * capacity)
+        self.index = self.begins  # (rows,) where the step writes, in (slots * capacity)
         self.masks: dict[int | None, Tensor] = {}  # by window of a layer: (rows, 1, 1, longest) additive
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,6 +279,7 @@ def reserve(cache: SlotCache, rows: int, columns: int) -> None:
 
     cache.buffers = {layer: (grown(layer, 0), grown(layer, 1)) for layer in cache.buffers or cache.fresh}
     cache.slots, cache.capacity = slots, capacity
+    cache.begins = torch.arange(slots, device=cache.buffers[0][0].device) * capacity
 
 # %% ../../nbs/23_backends.engine.ipynb #d2218b6f
 def add_rows(cache: SlotCache, source: Tensor, length: int) -> None:
@@ -299,16 +301,15 @@ def begin_step(
     "Prepare to write one token per row."
     cache.filling, cache.longest = False, longest + 1
     reserve(cache, cache.rows, cache.longest)
-    cache.index = torch.arange(cache.rows, device=lengths.device) * cache.capacity + lengths
-    keys = cache.buffers[0][0]
-    back = lengths[:, None] - torch.arange(cache.longest, device=lengths.device)
+    cache.index = cache.begins[: cache.rows] + lengths
+    keys, own, columns = cache.buffers[0][0], lengths[:, None], torch.arange(cache.longest, device=lengths.device)
     additive = lambda hidden: torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(
         hidden, -torch.inf
     )[:, None, None]
-    cache.masks = {None: additive(back < 0)}
+    cache.masks = {None: additive(own < columns)}
     for window in {w for w in windows if w is not None}:
         reaches = window > longest
-        cache.masks[window] = cache.masks[None] if reaches else additive((back < 0) | (back >= window))
+        cache.masks[window] = cache.masks[None] if reaches else additive((own < columns) | (own - window >= columns))
 
 # %% ../../nbs/23_backends.engine.ipynb #e301a554
 def drop_row(cache: SlotCache, row: int) -> None:
@@ -1061,14 +1062,14 @@ def admit(engine: Engine) -> list[Request]:
     return done
 
 # %% ../../nbs/23_backends.engine.ipynb #1925efb2
-def drawing(engine: Engine, start: int = 0, steps: int = 1) -> tuple[DrawPlan, Tensor]:
-    "How the rows from `start` on are drawn, and their uniform numbers of the next steps, (steps, rows)."
+def drawing(engine: Engine, start: int = 0, steps: int = 1) -> tuple[DrawPlan, Sequence[Tensor]]:
+    "How the rows from `start` on are drawn, and their uniform numbers for each of the next steps, (rows,)."
     rows, device = engine.rows[start:], engine.causal.device
     plan = None if start else engine.plan
     if plan is None:
         plan = DrawPlan.of([row.request.params for row in rows], device)
     engine.plan = None if start else plan
-    return plan, sent([[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device)
+    return plan, sent([[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device).unbind(0)
 
 
 def emit(
@@ -1078,21 +1079,21 @@ def emit(
     experts: np.ndarray | None = None,  # (steps, rows, L, k) that read the token before
 ) -> list[Request]:
     "Give the rows from `start` on what was drawn; returns the requests that this completed."
-    together = torch.stack([series.double() for step in steps for series in step])
-    drawn = together.unflatten(0, (len(steps), 3)).tolist()
-    ended = []
-    for i, row in enumerate(engine.rows[start:], start):
-        for k, (ids, raw, used) in enumerate(drawn):
-            row.tokens.append(int(ids[i - start]))
-            row.raw.append(raw[i - start])
-            row.used.append(used[i - start])
+    drawn = torch.stack([series.double() for step in steps for series in step]).tolist()
+    rows, ended = engine.rows[start:], dict[int, str]()
+    for k in range(len(steps)):
+        engine.meter.tokens_sampled += len(rows) - len(ended)
+        for i, (row, token, raw, used) in enumerate(zip(rows, *drawn[3 * k : 3 * k + 3], strict=True), start):
+            if k and i in ended:
+                continue
+            row.tokens.append(int(token))
+            row.raw.append(raw)
+            row.used.append(used)
             if experts is not None:
                 row.chosen.append(experts[k, i : i + 1])
-            engine.meter.tokens_sampled += 1
             if reason := finish_reason(row, engine.tokenizer):
-                ended.append((i, reason))
-                break
-    return [request for i, reason in reversed(ended) if (request := retire(engine, i, reason)).done]
+                ended[i] = reason
+    return [request for i in sorted(ended, reverse=True) if (request := retire(engine, i, ended[i])).done]
 
 # %% ../../nbs/23_backends.engine.ipynb #58f12613
 def retire(engine: Engine, i: int, reason: str) -> Request:
@@ -1128,21 +1129,23 @@ def forget_cancelled(engine: Engine) -> None:
 def advance(engine: Engine, most: int = 1) -> list[Request]:
     "At most so many decode steps for every row, looked at together; returns the requests that they completed."
     rows, lengths = engine.rows, [row.cached for row in engine.rows]
-    room = min(row.request.params.max_tokens - len(row.tokens) for row in rows)
-    tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device)
+    count = min(most, engine.burst or 1)
+    if count > 1:
+        count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
+    tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(0)
+    plan, uniforms = drawing(engine, steps=count)
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    plan, uniforms = drawing(engine, steps=min(most, engine.burst or 1, room))
-    for k in range(len(uniforms)):
+    for k, numbers in enumerate(uniforms):
         at = at + 1 if k else at
         step = partial(decode_step, engine.causal, engine.cache, tokens, at, max(lengths) + k)
         features, experts = watched(engine, step)
-        steps.append(draw(engine.causal.logits(features), plan, uniforms[k]))
+        steps.append(draw(engine.causal.logits(features), plan, numbers))
         tokens = steps[-1][0]
         noted += [] if experts is None else [experts]
-    read = len(steps) * len(rows)
+    read = count * len(rows)
     done = emit(engine, steps, experts=on_host(engine, torch.stack(noted)) if noted else None)
     unseen = read - (engine.meter.tokens_sampled - before)
-    engine.meter.note("sampling", pass_work(engine.causal.size, read, read, unseen, len(steps)))
+    engine.meter.note("sampling", pass_work(engine.causal.size, read, read, unseen, count))
     return done
 
 # %% ../../nbs/23_backends.engine.ipynb #42e60559
