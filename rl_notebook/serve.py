@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -379,8 +379,13 @@ async def serve(
         await http.close_all_connections()
 
 # %% ../nbs/65_serve.ipynb #25cb63fa
-def serve_loop(loop: Loop, **options: Any) -> AbstractAsyncContextManager[PolicyServer]:
+@asynccontextmanager
+async def serve_loop(loop: Loop, **options: Any) -> AsyncIterator[PolicyServer]:
     "The policy of a loop; see `GRPOLoop.serve`."
     setup = lambda: rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler)
     lengths = [n for n in (loop.cfg.max_seq_len, loop.backend.capabilities.max_seq_len) if n]
-    return serve(setup, max_seq_len=min(lengths, default=None), **options)
+    async with serve(setup, max_seq_len=min(lengths, default=None), **options) as server:
+        try:
+            yield server
+        finally:
+            await loop.close()

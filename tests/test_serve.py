@@ -173,6 +173,26 @@ def test_a_stream_says_the_same_and_is_recorded() -> None:
     asyncio.run(play())
 
 
+def test_a_blocking_agent_plays_in_a_thread() -> None:
+    def agent(url: str, key: str) -> str:
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            messages: list[Any] = [*ASKED]
+            for _ in range(2):
+                messages.append(client.chat.completions.create(model="any", messages=messages).choices[0].message)
+                messages.append({"role": "user", "content": "Again."})
+        return messages[-2].content
+
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            with server.rollout() as rollout:
+                await asyncio.to_thread(agent, rollout.url, rollout.key)
+            (sample,) = rollout.to_run(1.0).segments
+            assert sample.info["turns"] == 2
+            check_exact([sample], watched.drawn)
+
+    asyncio.run(play())
+
+
 def test_parallel_rollouts_are_kept_apart() -> None:
     async def play() -> None:
         async with served() as (server, watched, _backend):
@@ -490,8 +510,15 @@ def test_rollouts_beside_training_and_a_branch() -> None:
                 check = {s.info["rollout"] for g in record.groups for s in g.samples}
                 assert len(check) == sum(len(g.samples) for g in record.groups)
                 assert (await rln.diagnose(record)).sentence.startswith("all well")
-            await loop.pause(drain=True)
-            assert not server.rollouts
+            assert server.rollouts  # rows of later steps are in flight
+        assert not server.rollouts
+        assert not loop.producer.in_flight
+        loop, backend = loop_of(player(servers), rln.AsyncGRPOLoop, recipe="async_rl_loop")
+        async with backend:
+            for _ in range(2):  # a loop goes on at another address
+                async with loop.serve() as server:
+                    servers.append(server)
+                    assert (await loop.step()).trained
 
         loop, backend = loop_of(player(servers))
         async with backend, loop.serve() as server:

@@ -28,6 +28,7 @@ from rl_notebook.core import RolloutRun
 from rl_notebook.phases import rollout_setup
 
 SETTINGS = {
+    "recipe": "async_rl_loop",
     "base_model": "tiny",
     "steps": 80,
     "prompt_groups_per_step": 8,
@@ -84,7 +85,7 @@ async def run(
         await warm_start(backend, shown, warm_steps, cfg.seed)  # as in ../tool_use: it has never seen a call
         found.append(await measure(setup, test))
         say(line("after warm start", found[-1]))
-        loop = rln.GRPOLoop(backend, rows, play, cfg)
+        loop = rln.AsyncGRPOLoop(backend, rows, play, cfg)
         async with loop.serve(read_calls=calls_in) as server:
             async for record in loop:
                 samples = [s for g in record.groups for s in g.samples]
