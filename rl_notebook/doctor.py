@@ -730,7 +730,6 @@ class Shape:
     sloped: float  # nats left if one side is sharper by the same factor everywhere
     bent: float  # nats left if it is sharper at each place by a factor of its own
     unseen: float  # nats of spread among the tokens that do not stand in their context
-    lifted: float  # nats by which all tokens of a place are above the trainer's; 0 if some place is below
     lawless: float = 0.0  # nats by which the number that they share is none that makes probabilities of such a factor
 
 
@@ -768,9 +767,7 @@ def shape(e: Evidence) -> Shape | None:
     lines = [y - factor(y, x) * x for y, x, _ in places if len(y) > 2]
     bent = spread(lines, tol) if lines else min(left)
     unseen = spread([(y - x)[new] for y, x, new in places], tol)
-    middle = np.array([np.median(y - x) for y, x, _ in places if len(y)])
-    lifted = max(0.0, float(middle.max()) - tol) if (middle > -tol).all() else 0.0
-    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), bent, unseen, lifted, law)
+    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), bent, unseen, law)
 
 
 def as_then(e: Evidence) -> bool | None:
@@ -895,7 +892,7 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     text = text if differs(e) else "no gap"
     drawn = from_draws(e, "top-p or top-k", ["top-p", "top-k", "min-p"])
     series = Finding("top-p or top-k", score, text, {"below": below, "kept": kept})
-    return strongest([drawn, from_record(e, "top-p or top-k"), lifted(e), series, cut_by_trainer(e)])
+    return strongest([drawn, from_record(e, "top-p or top-k"), series, cut_by_trainer(e)])
 
 
 def cut_by_trainer(e: Evidence) -> Finding:
@@ -908,16 +905,6 @@ def cut_by_trainer(e: Evidence) -> Finding:
     text = f"the trainer's are above the sampler's, all but {below:.0%}, as if up to {1 - kept:.0%} of it were cut"
     score = alike * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * differs(e) * (not told_otherwise(e))
     return Finding("top-p or top-k", score, text)
-
-
-def lifted(e: Evidence) -> Finding:
-    "What tokens drawn again say: all that are left of a place rose by the same amount."
-    form = shape(e)
-    claimed = {e.stamps.trainer_temperature, e.stamps.sampler_temperature} - {None}
-    if form is None or form.spread > 0 or not repeats(e) or len(claimed) > 1:
-        return Finding("top-p or top-k", 0.0, "nothing was drawn again, or not all tokens of a place rose alike")
-    text = f"{form.tokens} tokens drawn again: all of a place rose alike, by up to {form.lifted:.2g} nats"
-    return Finding("top-p or top-k", {None: 0.6, True: 0.9, False: 0.4}[keeps_best(e)] * (form.lifted > 0), text)
 
 # %% ../nbs/41_doctor.ipynb #d45d63d8
 def temperature(e: Evidence) -> Finding:
@@ -1066,12 +1053,6 @@ def serves_reference(e: Evidence) -> bool:
     return bool(np.isfinite(gap).any()) and not beyond(gap, floor(e))
 
 
-def outlearned(e: Evidence) -> bool:
-    "Whether the gap is no more than what the policy has learned could make, as far as the reference tells."
-    learned = e.p - e.flat(e.controls.get("reference", [d.ref_logprobs for d in e.datums]))
-    return e.stamps.untrained or not np.isfinite(learned).any() or size(e.gap).mean <= 3 * size(learned).mean
-
-
 ALIKE = 0.35  # share of a gap from which what the policy learned explains it: rounding and prompts stay below
 
 
@@ -1106,7 +1087,7 @@ def stale_weights(e: Evidence) -> Finding:
         agree = explained(e.gap, synced - e.p, tol)
         moved = min(0.9, excess(synced - asked, tol) / max(excess(e.gap, tol), 1e-300))
         wide = min(1.0, 2 * float((np.abs(e.gap) > tol).mean()))  # other weights move nearly every token
-        since = {None: 0.7, True: 0.0, False: 0.92}[as_then(e)] * outlearned(e) * (not e.foreign)
+        since = {None: 0.7, True: 0.0, False: 0.92}[as_then(e)] * (not e.foreign)
         since *= explained(e.gap, asked - e.p, tol) * (1 - max(before, by_raw)) * wide
         text = f"before a sync the sampler still says it ({before:.0%}), after it what the trainer says ({agree:.0%})"
         if since > max(min(before, agree), min(by_raw, moved)):
@@ -1144,18 +1125,6 @@ def reported_digits(series: np.ndarray) -> int:  # 0 = all
     return next(rounded, 0)
 
 
-def coarse_logits(e: Evidence) -> str:
-    "Whose logits differ by multiples of 1/256 among a place's likely tokens, as no float32 does; empty = nobody's."
-    sides = {"the sampler's logits": (e.stamps.sampler_temperature, [r.logprobs for r in e.redraws])}
-    sides["the trainer's logits"] = (e.stamps.trainer_temperature, [r.trainer for r in e.redraws])
-    for name, (t, places) in sides.items():
-        apart = np.concatenate([np.diff(x[np.isfinite(x)][:5]) for x in places]) * (t or 1.0) if places else np.zeros(0)
-        apart = apart[np.abs(apart) > 1e-3] * 256
-        if len(apart) > 3 and (np.abs(apart - apart.round()) < 0.02).mean() > 0.9:
-            return name
-    return ""
-
-
 def dtype_or_batching(e: Evidence) -> Finding:
     "Rounding of one side: small, and still there with the same weights."
     tol = tolerance(e)
@@ -1178,9 +1147,7 @@ def dtype_or_batching(e: Evidence) -> Finding:
         stays *= (1.0 if noisy else 0.4) * (not told_otherwise(e) and unlearned(e)[1] < ALIKE)
         small = min(1.0, 0.1 / float(np.nanmean(np.abs(e.gap))))
         text = f"with the same weights ({' and '.join(dtypes)}) {stays:.0%} of the gap stays"
-        coarse = coarse_logits(e)
-        text += f"; {coarse} lie on a grid, as those of half precision do" * bool(coarse)
-        return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 or coarse else 0.45), text)
+        return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 else 0.45), text)
     largest = size(e.gap).largest  # another prompt, or other weights, move some token more
     if {"bfloat16", "float16"} & set(dtypes):
         most = rounding("bfloat16").largest
