@@ -2005,7 +2005,9 @@ async def diagnose(
     untrained: bool | None = None,  # whether the policy still equals its reference; None = the record is of step 1
     max_datums: int = 16,  # that controls look at
 ) -> Diagnosis:
-    "Why trainer and sampler disagree; raises DatumError, AlignmentError or ConfigError for what cannot be compared."
+    """Why trainer and sampler disagree. To be awaited: without `await` there is no diagnosis.
+
+    Raises DatumError, AlignmentError or ConfigError for what cannot be compared."""
     chosen = chosen_controls(controls)
     recorded = isinstance(source, StepRecord) and source.loss is not None
     if trainer_logprobs is None and backend is not None and not recorded:
