@@ -294,7 +294,9 @@ def register_loss(
         expected, fix = "a name that is not one of ours", "Say another one: register_loss(fn, name='mine')."
         raise LossError("name of a loss", got=repr(called), expected=expected, fix=fix)
     if unknown := sorted(set(knobs) - set(KNOBS)):
-        raise LossError(f"knob of the loss {called!r}", got=", ".join(unknown), expected=f"some of {', '.join(KNOBS)}")
+        fix = "Bind what is yours alone: register_loss(partial(fn, ...), name='mine')."
+        got, expected = ", ".join(unknown), f"some of {', '.join(KNOBS)}"
+        raise LossError(f"knob of the loss {called!r}", got=got, expected=expected, fix=fix)
     POLICY_LOSSES[called] = (function, knobs)
     return function
 

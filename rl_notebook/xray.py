@@ -39,6 +39,7 @@ from .drawings import shapes, styled, table
 from .phases import as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .names import NAMED
+from .options import SURROGATE_KNOBS
 from .records import StepRecord
 from .rewards import score
 from rl_notebook.roofs import (
@@ -450,10 +451,10 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     if record.loss is None:
         return "The record says that it trained, but holds no loss"
     value, named = record.loss.loss, str(record.options.get("policy_loss", "grpo"))
-    custom = record.options.get("make_loss") or (named if NAMED.fullmatch(named) else None)
+    custom = record.options.get("make_loss") or (None if named in SURROGATE_KNOBS else named)
     if not math.isfinite(value):
         return f"Loss is {value}"
-    if custom:  # what is named as module:function is not imported for a sentence
+    if custom:  # its terms may be anything
         return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
     try:
         parts = loss_parts(record)
