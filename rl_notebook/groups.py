@@ -63,7 +63,10 @@ class Gate:
     def admit(self) -> None:
         "Start a row; raises PhaseError where there is no room for a whole one."
         if not self.rows:
-            raise PhaseError("a row", got=f"room for {self.staleness_capacity} samples", expected="room for all of it")
+            rooms = {"the sampler": self.concurrency_capacity, "the staleness bound": self.staleness_capacity}
+            whose, room = min(((w, r) for w, r in rooms.items() if r is not None), key=lambda x: x[1])
+            expected = f"room for all {self.completions_per_prompt} samples"
+            raise PhaseError("a row", got=f"room for {max(0, room)} samples, by {whose}", expected=expected)
         self.running += self.completions_per_prompt
 
     def accept(self) -> None:

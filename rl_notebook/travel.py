@@ -305,7 +305,9 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
 
 def drawn_together(loop: Loop, record: StepRecord) -> bool:
     "Whether the rows of an asynchronous step were all that was in flight, all the time."
-    return loop.cfg.max_head_offpolicy_versions == 0 and len(record.groups) <= loop.cfg.prompt_groups_per_step
+    room, rows = loop.cfg.max_concurrency_rollout_sample, len(record.groups)
+    at_once = not room or room >= rows * loop.cfg.completions_per_prompt
+    return loop.cfg.max_head_offpolicy_versions == 0 and rows <= loop.cfg.prompt_groups_per_step and at_once
 
 
 def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> Iterator[Piece]:
