@@ -292,7 +292,8 @@ def register_loss(
     called = name or getattr(function, "__name__", "")
     if called in SURROGATE_KNOBS or not called.isidentifier():
         expected, fix = "a name that is not one of ours", "Say another one: register_loss(fn, name='mine')."
-        raise LossError("name of a loss", got=repr(called), expected=expected, fix=fix)
+        got = repr(called) if called else f"none: {function!r} has none of its own"
+        raise LossError("name of a loss", got=got, expected=expected, fix=fix)
     if unknown := sorted(set(knobs) - set(KNOBS)):
         fix = "Bind what is yours alone: register_loss(partial(fn, ...), name='mine')."
         got, expected = ", ".join(unknown), f"some of {', '.join(KNOBS)}"

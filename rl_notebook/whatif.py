@@ -70,8 +70,12 @@ class FrozenBatch:
 
     @property
     def log_ratios(self) -> np.ndarray:
-        "(T,) policy minus old logprob of every token in the loss."
-        return flat(self.datums, [p.values - d.old_logprobs for d, p in zip(self.datums, self.policy_logprobs)])
+        "(T,) log of the ratio of the batch's own loss: to the old policy, or to what its anchor names."
+        named = self.options.get("anchor") == "rollout" or self.options.get("policy_loss") == "reinforce"
+        rollout = named and all(d.sampler_logprobs is not None for d in self.datums)
+        anchors = [d.sampler_logprobs if rollout else d.old_logprobs for d in self.datums]
+        pairs = zip(anchors, self.policy_logprobs, strict=True)
+        return flat(self.datums, [p.values - anchor for anchor, p in pairs])
 
     def __repr__(self) -> str:
         tokens = sum(d.num_loss_tokens for d in self.datums)
@@ -95,7 +99,7 @@ ON_POLICY = 1e-6  # log ratios below this are rounding
 
 
 def ratio_text(batch: FrozenBatch) -> str:
-    "The range of the ratio policy/old, in words."
+    "The range of the ratio, in words."
     reach = batch.log_ratios
     if np.abs(reach).max() < ON_POLICY:
         return "ratio 1"

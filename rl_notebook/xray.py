@@ -38,7 +38,6 @@ from .datums import attach, datums_from_groups
 from .drawings import shapes, styled, table
 from .phases import as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
-from .names import NAMED
 from .options import SURROGATE_KNOBS
 from .records import StepRecord
 from .rewards import score
@@ -446,15 +445,20 @@ def made_of(parts: LossParts) -> str:
     return words + ("" if parts.vanishes(parts.kl) else f"; the KL term adds {short(parts.kl)}")
 
 # %% ../nbs/40_xray.ipynb #c78557dc
+def custom_loss(options: Mapping[str, Any]) -> str:
+    "The name of a loss that is not one of ours, whose terms may be anything; empty = it is ours."
+    named = str(options.get("policy_loss", "grpo"))
+    return str(options.get("make_loss") or ("" if named in SURROGATE_KNOBS else named))
+
+
 def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     "The loss and its cause, without the full stop."
     if record.loss is None:
         return "The record says that it trained, but holds no loss"
-    value, named = record.loss.loss, str(record.options.get("policy_loss", "grpo"))
-    custom = record.options.get("make_loss") or (None if named in SURROGATE_KNOBS else named)
+    value, custom = record.loss.loss, custom_loss(record.options)
     if not math.isfinite(value):
         return f"Loss is {value}"
-    if custom:  # its terms may be anything
+    if custom:
         return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
     try:
         parts = loss_parts(record)
@@ -846,7 +850,7 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> C
         text = f"KL to the reference is 0 although step {record.step - 1} moved the weights"
         fix = "Is the reference the policy itself, or was the policy loaded again as it was at the beginning?"
         return check(False, f"{text}: the reference follows the policy, or the policy was reset", fix=fix)
-    if "make_loss" in record.options and pull_to_reference(record) < -0.9:
+    if custom_loss(record.options) and pull_to_reference(record) < -0.9:
         text = "the custom loss pushes the policy away from the reference: where it is above, dL/dlogprob is lower"
         return check(False, text, expected="a KL term that is added", fix="loss + beta * kl, not loss - beta * kl.")
     if gap.mean >= FAR:
@@ -863,7 +867,7 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
     if record.loss is None:
         return check(None, without_loss(record))
     moved, words = moved_since_sampling(record, previous)
-    if "make_loss" in record.options:
+    if custom_loss(record.options):
         text = f"{words}; the loss is a custom one" if moved else "the loss is a custom one"
         return check(None, text, notable=bool(moved))
     if without and reads_sampler(record):
@@ -1018,7 +1022,7 @@ def time_words(record: StepRecord) -> str:
         text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times its floor, which is reading the weights"
         more = "twice as many completions, drawn at once (max_concurrent)"
         return f"{text}: {more}, take at most {most:.1f} times as long"
-    unused = not o.get("kl_beta") and "make_loss" not in o and not NAMED.fullmatch(str(o.get("policy_loss", "")))
+    unused = not o.get("kl_beta") and not custom_loss(o)
     if compared >= WASTED and unused and len(record.updates) < 2:
         return (
             f"{compared:.0%} of the step is the reference, which the loss does not use: kl_metric=False leaves it out"

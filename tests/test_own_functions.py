@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,8 @@ def test_a_loss_that_nobody_registered(capsys):
     for taken in ("ppo", "", "a b"):
         with pytest.raises(LossError, match="name of a loss: got"):
             register_loss(lambda t, tis, o: t.policy, name=taken)
+    with pytest.raises(LossError, match=r"got none: functools\.partial\(.* has none of its own; .* name='mine'"):
+        register_loss(partial(lambda weight, t, tis, o: weight * t.policy, 2.0))
 
 
 # --- a run folder that somebody sent ----------------------------------------------------------------------------------

@@ -123,6 +123,17 @@ def test_ppo_with_kl_and_correction_is_the_formula():
     assert row["loss"] == pytest.approx(value.mean(), rel=1e-12)
 
 
+def test_the_headline_counts_from_the_anchor():
+    record, x = made_up()
+    for options, to in (
+        ({"policy_loss": "ppo"}, "old"),
+        ({"policy_loss": "ppo", "anchor": "rollout"}, "sampler"),
+        ({"policy_loss": "reinforce"}, "sampler"),
+    ):
+        r = np.exp(x["policy"] - x[to])
+        assert f"ratio {r.min():.3g} to {r.max():.3g}" in what_if(replace(record, options=options), {"same": {}}).headline
+
+
 def test_aggregations_are_the_formula():
     record, x = made_up(1)
     names = {a: {"aggregation": a, "max_completion_tokens": 16} for a in AGGREGATIONS}

@@ -26,12 +26,14 @@ from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, DataError, Datum, PromptGroup, RewardError, RolloutSample
 from rl_notebook.datums import attach
 from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn
+from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
 from rl_notebook.metrics import step_metrics
+from rl_notebook.options import SURROGATE_KNOBS
 from rl_notebook.records import StepRecord, read_record, write_record
 from rl_notebook.step import evaluate_loss, loss_factory
 from rl_notebook.toy import load_model, toy_reward, toy_rows
 from rl_notebook.xray import (
+    TERM_WORDS,
     Check,
     check_mask,
     dead_share,
@@ -173,6 +175,28 @@ def test_first_steps(situation: str):
     settings, said = SITUATIONS[situation]
     (record,) = steps(**settings)
     assert re.search(said, sentence(record)), sentence(record)
+
+
+@pytest.mark.parametrize("loss", SURROGATE_KNOBS)
+def test_losses_that_are_no_ratio_times_advantage_have_words_of_their_own(loss: str, fresh: StepRecord):
+    values = set()
+    for more in (0.0, 0.25):  # at ratio 1 only their terms see how likely the tokens are
+        series = [(d.sampler_logprobs - more * (d.advantage > 0)).astype(np.float32) for d in fresh.datums]
+        datums = [replace(d, old_logprobs=x, sampler_logprobs=x) for d, x in zip(fresh.datums, series, strict=True)]
+        found, _ = make_loss_fn(datums, policy_loss=loss)(datums, [torch.tensor(x) for x in series])
+        values.add(round(float(found), 6))
+    assert (len(values) == 2) == (loss in TERM_WORDS)
+
+
+def test_a_registered_loss_is_not_taken_apart():
+    register_loss(lambda t, tis, o: -t.advantage * t.policy, name="tilted")
+    try:
+        record = steps(policy_loss="tilted", kl_beta=0.0)[0]
+        said = " ".join(c.text for c in invariants(record))
+        assert re.search(r"from the custom loss tilted, which is not taken apart\.$", xray(record).sentence)
+        assert "the loss is a custom one" in said
+    finally:
+        del POLICY_LOSSES["tilted"]
 
 
 def test_later_steps_of_a_window_know_that_the_policy_moved():
