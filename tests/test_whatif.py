@@ -131,7 +131,8 @@ def test_the_headline_counts_from_the_anchor():
         ({"policy_loss": "reinforce"}, "sampler"),
     ):
         r = np.exp(x["policy"] - x[to])
-        assert f"ratio {r.min():.3g} to {r.max():.3g}" in what_if(replace(record, options=options), {"same": {}}).headline
+        said = what_if(replace(record, options=options), {"same": {}}).headline
+        assert f"ratio {r.min():.3g} to {r.max():.3g}" in said
 
 
 def test_aggregations_are_the_formula():
