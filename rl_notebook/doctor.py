@@ -176,6 +176,12 @@ def floor(e: Evidence) -> Rounding:
     return Rounding(narrow(table.mean, least.mean, seen.mean), narrow(table.largest, least.largest, seen.largest))
 
 
+def coarsest(e: Evidence) -> Rounding:
+    "What the coarser of the two precisions explains."
+    named = [rounding(d) for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
+    return max(named, key=lambda r: r.largest, default=rounding("float32"))
+
+
 def beyond(gap: np.ndarray, allowed: Rounding) -> bool:
     "Whether a difference is more than rounding."
     return not allowed.explains(size(gap))
@@ -782,10 +788,9 @@ def only_drawing(e: Evidence) -> bool | None:
         return None
     scored = new.flat("sampler")
     if e.stamps.trainer_temperature in (None, 1.0):
-        return as_then(e) and not beyond(scored - new.p, floor(e))
-    named = [rounding(d) for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]  # a cache rounds otherwise
-    coarse = max(named, key=lambda r: r.largest, default=rounding("float32"))
-    return as_then(e) and beyond(scored - new.flat(new.raw), coarse)
+        gone = explained(new.gap, scored - new.p, tolerance(e))  # coarse arithmetic leaves a little
+        return as_then(e) and (gone >= 0.9 or not beyond(scored - new.p, floor(e)))
+    return as_then(e) and beyond(scored - new.flat(new.raw), coarsest(e))  # a cache rounds otherwise
 
 # %% ../nbs/41_doctor.ipynb #5c435ef7
 def filled_in(e: Evidence) -> float | None:
@@ -906,11 +911,35 @@ def cut_by_trainer(e: Evidence) -> Finding:
     score = alike * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * differs(e) * (not told_otherwise(e))
     return Finding("top-p or top-k", score, text)
 
+# %% ../nbs/41_doctor.ipynb #484ae546
+def fit_rows(e: Evidence) -> Finding:
+    "A temperature of its own for each row, fitted on one half of its tokens and judged on the other."
+    if not differs(e) or as_then(e):  # what is still there has a shape
+        return Finding("temperature", 0.0, "no gap, or one that is still there")
+    entropy, tol = e.flat(e.entropy), tolerance(e)
+    curves = [at_temperature(e.p, SHARPNESS[:, None], rivals) for rivals in (2, 4, 8, 16)]
+    for few in (True, False) if np.isfinite(entropy).all() else ():
+        model = TwoLevels.of(entropy, few=few)
+        curves.append(np.array([a * e.p - np.logaddexp(*model.at(a)) for a in SHARPNESS]))
+    gaps = np.concatenate([e.s - x for x in curves])  # (models x temperatures, K)
+    over, left = np.nan_to_num(np.maximum(np.abs(gaps) - tol, 0)), e.gap.copy()
+    found = np.ones(len(e.datums))
+    for row in np.unique(e.row):
+        at = np.flatnonzero(e.row == row)
+        for fitted, judged in ((at[::2], at[1::2]), (at[1::2], at[::2])):
+            best = int(over[:, fitted].sum(axis=1).argmin())
+            left[judged] = gaps[best, judged]
+            found[row] = 1 / SHARPNESS[best % len(SHARPNESS)]
+    gone = explained(e.gap, left, tol)
+    text = f"each row at a temperature of its own, {found.min():.2f} to {found.max():.2f}: {gone:.0%} gone"
+    return Finding("temperature", 0.9 * exact(gone, 0.7), text, {"lowest": found.min(), "highest": found.max()})
+
 # %% ../nbs/41_doctor.ipynb #d45d63d8
 def temperature(e: Evidence) -> Finding:
     "One side divided its logits by a temperature."
     drawn = from_draws(e, "temperature", ["temperature"])
     fitted = strongest([fit_shape(e), fit_heads(e)]) if e.redraws and differs(e) else fit_series(e)
+    fitted = strongest([fitted, fit_rows(e)])
     fitted = replace(fitted, score=0.0) if told_otherwise(e) else fitted
     return strongest([drawn, from_record(e, "temperature"), fitted])
 
@@ -1182,7 +1211,7 @@ def pair_gaps(e: Evidence) -> np.ndarray:
 def other_ids(e: Evidence) -> Finding:
     "Some ids are off with any other, and the rest agree among themselves."
     gaps = np.abs(pair_gaps(e))
-    off = gaps > floor(e).largest
+    off = gaps > coarsest(e).largest
     behind: dict[int, list[bool]] = {}
     firsts = np.array([p.before for p in e.pairs])
     for p, bad in zip(e.pairs, off, strict=True):
