@@ -198,13 +198,14 @@ def drawn_logprobs(completion: Completion, where: str = "completion") -> np.ndar
         return completion.sampling_logprobs
     if completion.params.draws_from_raw:
         return completion.logprobs
-    p = completion.params
+    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    how = ", ".join(f"{name} {getattr(completion.params, name)}" for name in named)
     raise AlignmentError(
         "sampling logprobs",
         where=where,
-        got=f"none, at temperature {p.temperature}, top_p {p.top_p}, top_k {p.top_k}",
+        got=f"none, at {how}",
         expected="one per sampled token",
-        fix="Use a sampler that reports them, or draw at temperature 1 without top_p and top_k.",
+        fix="Use a sampler that reports them, or draw at temperature 1 with nothing cut off or penalised.",
     )
 
 # %% ../nbs/12_chat.ipynb #bf4d861f
@@ -246,7 +247,7 @@ def sample_from_spans(
         text=text,
         policy_version=min(c.policy_version for c in said),
         temperature=temperatures[0],
-        processed=any(c.params.top_p < 1 or c.params.top_k > 0 for c in said),
+        processed=any(c.params.processed for c in said),
         info=info,
         routing=_routing(spans),
     )

@@ -268,6 +268,9 @@ def backend_rules(c: Any) -> Iterator[str]:
     for name, default in (("device", "auto"), ("dtype", "float32")):
         if c.backend not in TRAINED_HERE and getattr(c, name) != default:
             yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
+    for name, off in (("min_p", 0.0), ("repetition_penalty", 1.0)):
+        if c.backend not in TRAINED_HERE and getattr(c, name) != off:
+            yield f"{name}: backend={quoted(c.backend)} has no such setting. Leave it out or set backend='local'"
     if c.backend in TRAINED_HERE and c.base_model.startswith("accounts/"):
         yield f"base_model: {quoted(c.base_model)} lives at Fireworks. Set backend='fireworks' or another model"
     yield from {"fireworks": _fireworks_rules, "tinker": _tinker_rules}.get(c.backend, _no_jobs)(c)
@@ -371,6 +374,8 @@ class Config(  # fields are collected from the last base to the first
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
             stop=self.stop,
             seed=seed,
         )

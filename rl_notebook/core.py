@@ -165,6 +165,8 @@ class SampleParams:
     temperature: float = 1.0  # 0 draws the most likely token
     top_p: float = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: int = 0  # keep the k most likely tokens, 0 = all
+    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest
+    repetition_penalty: float = 1.0  # logits of tokens that stand in prompt or completion: divided, below 0 multiplied
     stop: tuple[str, ...] = ()  # strings that end a completion
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a completion, besides eos
     seed: int | None = None  # completion i draws from its own generator (seed, i)
@@ -179,6 +181,8 @@ class SampleParams:
             ("temperature", number(self.temperature) and _is_temperature(self.temperature), _TEMPERATURES),
             ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "within (0, 1]"),
             ("top_k", whole(self.top_k) and 0 <= self.top_k < 2**31, "0 or more, below 2**31"),
+            ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "within [0, 1]"),
+            ("repetition_penalty", number(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
             ("stop", each(self.stop, lambda text: isinstance(text, str) and text), "texts that are not empty"),
             ("stop_token_ids", each(self.stop_token_ids, lambda t: whole(t) and t >= 0), "token ids, integers from 0"),
             ("seed", self.seed is None or whole(self.seed), "a whole number or None"),
@@ -188,8 +192,13 @@ class SampleParams:
 
     @property
     def draws_from_raw(self) -> bool:
-        "Whether tokens are drawn from the model's own distribution (temperature 1, nothing cut off)."
-        return self.temperature == 1 and self.top_p == 1 and self.top_k == 0
+        "Whether tokens are drawn from the model's own distribution (temperature 1, nothing cut off or penalised)."
+        return self.temperature == 1 and not self.processed
+
+    @property
+    def processed(self) -> bool:
+        "Whether more than a temperature lies between the model's distribution and the one drawn from."
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
 
 # %% ../nbs/00_core.ipynb #00c52ce7
 @dataclass(frozen=True, eq=False)
@@ -201,7 +210,7 @@ class Logprobs:
     source: str = "policy"  # "policy", "reference" or "sampler"
     policy_version: int | None = None  # syncs so far when the weights were taken
     temperature: float = 1.0  # logits were divided by it
-    processed: bool = False  # after top-p/top-k, that is, renormalised over what was kept
+    processed: bool = False  # after top-p, top-k, min-p or a penalty, see `SampleParams.processed`
     dtype: str = "float32"  # precision of the forward pass
     entropy: np.ndarray | None = None  # nats, of the distribution at each place, shaped as `values`; None = not known
 
@@ -269,7 +278,7 @@ class RolloutSample:
     raw_logprobs: np.ndarray | None = None  # (N,) at temperature 1 over the full vocabulary
     policy_version: int = 0  # weights that drew it
     temperature: float = 1.0  # of `logprobs`
-    processed: bool = False  # whether `logprobs` are renormalised after top-p/top-k
+    processed: bool = False  # whether `logprobs` are those after top-p, top-k, min-p or a penalty
     info: Mapping[str, Any] = field(default_factory=dict)  # anything a rollout wants to keep
     routing: tuple[str, ...] | None = None  # (N-1,) experts chosen at each position that the model read; "" = unknown
 

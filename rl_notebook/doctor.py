@@ -69,6 +69,7 @@ class Stamps:
     unsynced: int | None = None  # steps before this one, less the weight syncs before the oldest sample was drawn
     untrained: bool = False  # the policy was not updated yet, so it must equal its reference
     vocab_size: int | None = None  # of the backend's tokenizer
+    raw: bool = False  # the sampler's are its raw ones: what it drew from was cut or penalised, as it was told
 
 # %% ../nbs/41_doctor.ipynb #47243af2
 @dataclass(frozen=True, eq=False)
@@ -1318,6 +1319,7 @@ def all_well(e: Evidence) -> Finding:
     "Every difference is within the tolerance."
     share = float((np.abs(e.gap) > tolerance(e)).mean())
     text = f"{share:.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
+    text += "; raw logprobs, as the settings cut or penalise the draws" if e.stamps.raw else ""
     drawn = surprise(e)
     as_claimed = drawn_as_claimed(e) and not (drawn and drawn.odd)
     counted = int(sum(r.counts.sum() for r in e.redraws))
@@ -1675,6 +1677,25 @@ def pass_with_gradients(record: StepRecord) -> tuple[np.ndarray | None, ...]:
     pairs = zip(record.datums, last, strict=bool(last))
     return tuple(lp.values if d.old_logprobs is not None and i < first else None for i, (d, lp) in enumerate(pairs))
 
+# %% ../nbs/41_doctor.ipynb #07a072e4
+def raw_instead(
+    record: StepRecord, datums: Sequence[Datum], trainer: Sequence[Logprobs | np.ndarray]
+) -> list[np.ndarray | None]:  # (N-1,) per datum
+    "The sampler's logprobs, raw ones where its draws were cut or penalised as told; raises `AlignmentError`."
+    told, samples = list[np.ndarray | None](), sample_of(record.groups)
+    for d, scored in zip(datums, trainer, strict=True):
+        s, t = samples.get((d.group, d.sample)), getattr(scored, "temperature", 1.0)
+        if s is None or not s.processed:
+            told.append(d.sampler_logprobs)
+            continue
+        if s.raw_logprobs is None or t != 1:
+            got = "only those of what was left" if s.raw_logprobs is None else f"raw ones, and a policy scored at {t:g}"
+            fix = "Draw a step at temperature 1 with nothing cut off or penalised, and diagnose that one."
+            expected = "raw ones at the policy's temperature: the settings cut or penalise the draws"
+            raise AlignmentError("sampler logprobs", where=d.where, got=got, expected=expected, fix=fix)
+        told.append(as_long(d, s.raw_logprobs[1:], np.nan))
+    return told
+
 # %% ../nbs/41_doctor.ipynb #4daf4971
 def gather(
     source: StepRecord | Sequence[Datum],
@@ -1697,10 +1718,15 @@ def gather(
         raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)
     ours = values_of(trainer, datums, "trainer logprobs")
     entropy = tuple(getattr(lp, "entropy", None) for lp in trainer)
-    theirs = values_of(sampler or [d.sampler_logprobs for d in datums], datums, "sampler logprobs")
+    told = [d.sampler_logprobs for d in datums] if sampler is None else sampler
+    declared = record is not None and sampler is None and any(s.processed for g in record.groups for s in g.samples)
+    if declared and record is not None:  # what the settings say is no fault: the raw ones are compared
+        told, entropy = raw_instead(record, datums, trainer), (None,) * len(datums)
+    theirs = values_of(told, datums, "sampler logprobs")
     if record:
         known = {"entropy": entropy, "kept": kept_rows(record), "stamps": claims(record, untrained)}
         known["gradients"] = pass_with_gradients(record)
+        known["stamps"] = replace(known["stamps"], raw=declared)
         e = Evidence(datums, ours, theirs, *from_samples(record), **known)
     else:
         e = Evidence(datums, ours, theirs, entropy=entropy, stamps=Stamps(untrained=bool(untrained)))

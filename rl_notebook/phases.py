@@ -211,8 +211,9 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         known = ", ".join(can.builtin_losses) or "'client'"
         fix = f"{can.name} does not compute this loss itself: set loss_path='client'."
         yield "loss_path 'builtin' with policy_loss", cfg.policy_loss, known, fix
-    if (cfg.top_p < 1 and not can.top_p) or (cfg.top_k and not can.top_k):
-        yield "top_p / top_k", (cfg.top_p, cfg.top_k), "1 and 0", f"{can.name} cannot report what it drew from."
+    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
+        if getattr(cfg, name) != neutral and not getattr(can, name):
+            yield name, getattr(cfg, name), f"{neutral}", f"{can.name} cannot report what it drew from."
 
 
 def check_backend(cfg: Config, backend: Backend) -> None:

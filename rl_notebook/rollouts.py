@@ -419,7 +419,9 @@ class RolloutSetup:
         "The sampling settings as keywords, as the Fireworks guides pass them on."
         p = self.params
         stops = {name: ends for name, ends in (("stop", p.stop), ("stop_token_ids", p.stop_token_ids)) if ends}
-        return {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k} | stops
+        said = {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k}
+        rare = {"min_p": (p.min_p, 0), "repetition_penalty": (p.repetition_penalty, 1)}
+        return said | {name: value for name, (value, off) in rare.items() if value != off} | stops
 
 # %% ../nbs/30_rollouts.ipynb #3b8c5a02
 def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict[str, Any]:

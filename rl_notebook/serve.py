@@ -55,7 +55,8 @@ KINDS = {"stop": str | list, "tools": list, "chat_template_kwargs": dict, "strea
 
 def check_asked(body: Mapping[str, Any], params: SampleParams) -> None:
     "Raise `ConfigError` for what would be ignored, and for draws that are not those of the run."
-    drawn = {name: (getattr(params, name),) for name in ("temperature", "top_p", "top_k")}
+    names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+    drawn = {name: (getattr(params, name),) for name in names}
     allowed = NEUTRAL | drawn
     for name, kind in KINDS.items():
         if not isinstance(body.get(name), kind | None):

@@ -57,6 +57,8 @@ class SamplingSettings:
     temperature: float = 1.0  # divides the logits; above 0
     top_p: float = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: int = 0  # keep the k most likely tokens; 0 = all
+    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest
+    repetition_penalty: float = 1.0  # divides logits of tokens in the text, multiplies those below 0; 1 = none
     stop: tuple[str, ...] = ()  # strings that end a completion, besides the end-of-text token
     max_concurrent: int = 32  # completions in flight, at most
     weight_sync_interval: int = 1  # optimizer steps between weight syncs; 0 = the sampler keeps the first weights
@@ -719,15 +721,15 @@ AT_LEAST: dict[int, str] = {
     "max_samples_per_fwd_bwd min_samples_per_fwd_bwd pipeline_chunks_per_step ppo_n_minibatches "
     "concurrency.max_concurrency concurrency.initial_window concurrency.min_window concurrency.max_window "
     "min_group_size igpo.scoring_workers",
-    0: "eval_rows eval_interval top_k weight_sync_interval dcp_save_interval overlong_buffer adam_beta1 "
+    0: "eval_rows eval_interval top_k min_p weight_sync_interval dcp_save_interval overlong_buffer adam_beta1 "
     "warmup_steps warmup_ratio min_lr_rate "
     "adam_beta2 weight_decay grad_clip_norm lora_rank seed resume.step_offset max_head_offpolicy_versions "
     "max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma",
 }
 ABOVE: dict[int, str] = {
-    0: "learning_rate temperature top_p lora_alpha max_rollout_failure_rate adam_eps",
+    0: "learning_rate temperature top_p repetition_penalty lora_alpha max_rollout_failure_rate adam_eps",
 }
-AT_MOST_ONE = "warmup_ratio min_lr_rate top_p max_rollout_failure_rate igpo.gamma"
+AT_MOST_ONE = "warmup_ratio min_lr_rate top_p min_p max_rollout_failure_rate igpo.gamma"
 
 # %% ../nbs/08_settings.ipynb #765a1257
 def range_rules(leaves: Mapping[str, Any]) -> Iterator[str]:

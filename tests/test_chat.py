@@ -154,7 +154,7 @@ def test_logprobs_of_what_was_really_drawn():
     assert drawn_logprobs(raw).tolist() == [-1.0]
     hot = Completion([5], [6], [-1.0], params=SampleParams(temperature=2.0))
     text = message(lambda: sample_from_completion(hot), AlignmentError)
-    assert "sampling logprobs: got none, at temperature 2.0, top_p 1.0, top_k 0; expected one per sampled token" in text
+    assert "sampling logprobs: got none, at temperature 2.0, top_p 1.0, top_k 0, min_p 0.0" in text
 
 
 # --- conversations

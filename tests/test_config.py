@@ -673,10 +673,19 @@ def test_sampling_and_optimizer():
     assert (params.n, params.temperature, params.top_p, params.top_k, params.stop, params.seed) == (
         8, 0.7, 0.9, 5, ("</a>",), 3,
     )  # fmt: skip
+    wary = Config(min_p=0.05, repetition_penalty=1.1).sample_params()
+    assert (wary.min_p, wary.repetition_penalty, wary.processed, wary.draws_from_raw) == (0.05, 1.1, True, False)
     adam = cfg.adam()
     assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm) == (
         1e-5, 0.9, 0.999, 1e-8, 0.01, 0.5,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["tinker", "fireworks"])
+@pytest.mark.parametrize("given", [{"min_p": 0.1}, {"repetition_penalty": 1.2}])
+def test_draws_that_a_service_does_not_know_are_refused_by_name(backend, given):
+    with pytest.raises(ConfigError, match=f"{next(iter(given))}: backend='{backend}' has no such setting"):
+        Config(backend=backend, base_model="accounts/fireworks/models/m", lora_rank=32, **given)
 
 
 # ---- in and out

@@ -77,6 +77,7 @@ PARAMS = {
     "cool": {"temperature": 0.7},
     "top_p": {"top_p": 0.8},
     "top_k": {"top_k": 4, "temperature": 1.3},
+    "min_p": {"min_p": 0.1, "repetition_penalty": 1.5},
     "greedy": {"temperature": 0.0},
     "stop": {"stop": ["a", "e", "o"], "max_tokens": 30},
 }
@@ -125,7 +126,7 @@ def test_the_sdk_is_told_what_is_wrong(sdk_sampler):
     for options, said in (
         ({"banana": 1}, "field: 'banana'"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"min_p": 0.5}, "min_p"),
+        ({"min_p": 1.5}, "min_p"),
     ):
         with pytest.raises(httpx.HTTPStatusError) as caught:
             asyncio.run(sdk_sampler.sample_with_prompt_tokens(PROMPT, **{"max_tokens": 5} | options))
@@ -314,7 +315,8 @@ REFUSED = [
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"max_tokens": "many"}, 400, "max_tokens"),
     ({"max_tokens": 0}, 400, "0 only with echo"),
-    ({"repetition_penalty": 1.5}, 400, "does not do this"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"ignore_eos": True}, 400, "does not do this"),
 ]
 
 

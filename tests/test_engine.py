@@ -12,6 +12,7 @@ from tiny_models import EOS, byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends.engine import (
     CausalModel,
+    DrawPlan,
     Engine,
     Uniforms,
     bare_model,
@@ -19,6 +20,7 @@ from rl_notebook.backends.engine import (
     echo,
     head_logprobs,
     open_model,
+    penalised,
     pick_logprobs,
     probe_error,
 )
@@ -177,6 +179,60 @@ def test_frequencies_follow_the_distribution():
         assert np.abs(np.bincount(tokens, minlength=11) / 4000 - want).max() < 0.04
         c = drawn(engine, [2, 4], params)[0]
         assert c.sampling_logprobs[0] == pytest.approx(np.log(want[c.tokens[0]]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        {"min_p": 0.3},
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6, "temperature": 1.4},
+        {"repetition_penalty": 1.3, "temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("burst", [None, 4])
+def test_min_p_and_penalty_are_those_of_transformers(settings_, burst):
+    "Every token's law, from the processors of transformers' own `generate`, in a batch with plain rows."
+    model, p = tiny_model(vocab=40, eos=None, scale=3), {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    engine, p = Engine(open_model(model), eos_token_ids=frozenset(), max_batch=5), p | settings_
+    engine.burst = burst or engine.burst
+    plain = engine.submit([5, 6, 7], SampleParams(n=3, max_tokens=12, seed=4))
+    request = engine.submit([5, 6, 7, 5], SampleParams(n=4, max_tokens=16, seed=4, **settings_))
+    finish(engine)
+    judges = transformers.LogitsProcessorList()
+    if "repetition_penalty" in settings_:
+        judges.append(transformers.RepetitionPenaltyLogitsProcessor(settings_["repetition_penalty"]))
+    judges.append(transformers.TemperatureLogitsWarper(p["temperature"]))
+    if p["top_k"]:
+        judges.append(transformers.TopKLogitsWarper(p["top_k"]))
+    judges.append(transformers.TopPLogitsWarper(p["top_p"]))
+    judges.append(transformers.MinPLogitsWarper(p["min_p"]))
+    cut = 0
+    for c in request.completions:
+        ids, want, raw = torch.tensor([c.full_tokens]), [], []
+        with torch.no_grad():
+            logits = model(ids).logits[0]
+        for i in range(c.prompt_len, len(ids[0])):
+            law = judges(ids[:, :i], logits[i - 1][None].clone()).log_softmax(-1)[0]
+            cut += int((law == -torch.inf).sum())
+            want.append(float(law[ids[0, i]]))
+            raw.append(float(logits[i - 1].log_softmax(-1)[ids[0, i]]))
+        assert np.abs(c.sampling_logprobs - want).max() < 1e-4  # finite, so no token that is cut off was drawn
+        assert np.abs(c.logprobs - raw).max() < 1e-4
+    assert (cut > 0) == (p["min_p"] > 0)
+    alone = Engine(open_model(model), eos_token_ids=frozenset())
+    both = [(plain, alone.submit([5, 6, 7], plain.params)), (request, alone.submit([5, 6, 7, 5], request.params))]
+    finish(alone)
+    for a, b in both:
+        assert [c.tokens.tolist() for c in a.completions] == [c.tokens.tolist() for c in b.completions]
+
+
+def test_what_no_row_uses_is_not_computed():
+    logits = torch.randn(2, 9)
+    plan = DrawPlan.of([SampleParams(), SampleParams(temperature=0.5)])
+    assert (plan.min_p, plan.penalty, plan.seen) == (None, None, None)
+    assert penalised(logits, plan) is logits
 
 
 def test_greedy_is_the_models_argmax():

@@ -590,6 +590,8 @@ VARIANTS = {
         "aggregation": "sum",
         "grad_accumulation_normalization": "num_loss_tokens",
         "max_samples_per_fwd_bwd": 12,
+        "min_p": 0.02,
+        "repetition_penalty": 1.05,
     },
     "refill": {"refill": True},
 }

@@ -5,7 +5,7 @@
 # %% ../../nbs/20_backends.base.ipynb #a6873148
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runti
 
 import numpy as np
 
-from ..core import AdamParams, Completion, Datum, Logprobs, LossOutput, SampleParams
+from ..core import AdamParams, BackendError, Completion, Datum, Logprobs, LossOutput, SampleParams
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +125,8 @@ class Capabilities:
     prompt_logprobs: bool = False  # the policy also scores positions of weight 0
     top_p: bool = True  # sampler honours it and reports logprobs of the distribution drawn from
     top_k: bool = True  # likewise
+    min_p: bool = True  # likewise
+    repetition_penalty: bool = True  # likewise
     seed: bool = True  # same seed, same tokens
     builtin_losses: tuple[str, ...] = ()  # `policy_loss`es that the service computes (`BuiltinTrainer`)
     state_snapshots: bool = True  # `save_state` and `load_state`: without them no undo, branch or seek
@@ -132,6 +134,14 @@ class Capabilities:
     lora_rank: int = 0  # 0 = every parameter is trained
     routing: bool = False  # completions name the experts that read each token, and the policy takes the same
     max_seq_len: int | None = None  # longest prompt plus completion; None = unknown
+
+# %% ../../nbs/20_backends.base.ipynb #a04f19a0
+def refuse_unknown(params: SampleParams, where: str, known: Collection[str] = ()) -> None:
+    "Raise `BackendError` for a setting that not every sampler knows, and this one does not."
+    for name, off in (("min_p", 0.0), ("repetition_penalty", 1.0)):
+        if (got := getattr(params, name)) != off and name not in known:
+            fix = "Leave it out, or draw with the local engine or vLLM."
+            raise BackendError(name, where=where, got=got, expected=f"{off:g}: it has no such setting", fix=fix)
 
 # %% ../../nbs/20_backends.base.ipynb #cb36d019
 @dataclass

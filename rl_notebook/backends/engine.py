@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -169,6 +169,9 @@ class DrawPlan:
     greedy: Tensor | None  # (B,) bool; None = nowhere
     top_k: Tensor | None  # (B, 1), 0 = all; None = all everywhere
     top_p: Tensor | None  # (B, 1); None = 1 everywhere
+    min_p: Tensor | None = None  # (B, 1); None = 0 everywhere
+    penalty: Tensor | None = None  # (B, 1) of repetition; None = 1 everywhere
+    seen: Tensor | None = None  # (B, V) bool: what it falls on; `draw` adds what it drew
 
     @classmethod
     def of(cls, params: Sequence[SampleParams], device: torch.device | str = "cpu") -> DrawPlan:
@@ -181,20 +184,42 @@ class DrawPlan:
             column([p.temperature == 0 for p in params])[:, 0] if any(p.temperature == 0 for p in params) else None,
             column([p.top_k for p in params]) if any(p.top_k for p in params) else None,
             column([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
+            column([p.min_p for p in params]) if any(p.min_p for p in params) else None,
+            column([p.repetition_penalty for p in params]) if any(p.repetition_penalty != 1 for p in params) else None,
         )
 
 # %% ../../nbs/23_backends.engine.ipynb #66eaa7e5
 def cut_off(logprobs: Tensor, plan: DrawPlan) -> Tensor:
-    "(B, V) logprobs with top-k, then top-p applied and renormalised; -inf where cut."
-    ranked, order = logprobs.sort(-1, descending=True)
-    if plan.top_k is not None:
-        rank = torch.arange(ranked.shape[-1], device=ranked.device)
-        ranked = ranked.masked_fill((rank >= plan.top_k) & (plan.top_k > 0), -torch.inf).log_softmax(-1)
-    if plan.top_p is not None:
-        mass = ranked.exp()
-        ranked = ranked.masked_fill((mass.cumsum(-1) - mass >= plan.top_p) & (plan.top_p < 1), -torch.inf)
-        ranked = ranked.log_softmax(-1)
-    return torch.empty_like(ranked).scatter_(-1, order, ranked)
+    "(B, V) logprobs with top-k, then top-p, then min-p applied and renormalised; -inf where cut."
+    if plan.top_k is not None or plan.top_p is not None:
+        ranked, order = logprobs.sort(-1, descending=True)
+        if plan.top_k is not None:
+            rank = torch.arange(ranked.shape[-1], device=ranked.device)
+            ranked = ranked.masked_fill((rank >= plan.top_k) & (plan.top_k > 0), -torch.inf).log_softmax(-1)
+        if plan.top_p is not None:
+            mass = ranked.exp()
+            ranked = ranked.masked_fill((mass.cumsum(-1) - mass >= plan.top_p) & (plan.top_p < 1), -torch.inf)
+            ranked = ranked.log_softmax(-1)
+        logprobs = torch.empty_like(ranked).scatter_(-1, order, ranked)
+    if plan.min_p is not None:
+        least = logprobs.amax(-1, keepdim=True) + plan.min_p.log()
+        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)
+    return logprobs
+
+
+def seen_tokens(texts: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+    "(B, V) whether a token stands in the text of a row."
+    seen = torch.zeros(len(texts), vocab_size, dtype=torch.bool)
+    for row, text in zip(seen, texts, strict=True):
+        row[torch.as_tensor(text, dtype=torch.long)] = True
+    return seen.to(device)
+
+
+def penalised(logits: Tensor, plan: DrawPlan) -> Tensor:
+    "(B, V) logits of which those of seen tokens are divided by the penalty, or multiplied where they are below 0."
+    if plan.penalty is None or plan.seen is None:
+        return logits
+    return torch.where(plan.seen, torch.where(logits < 0, logits * plan.penalty, logits / plan.penalty), logits)
 
 # %% ../../nbs/23_backends.engine.ipynb #4777dc59
 def draw(
@@ -204,12 +229,16 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (B,) ids, raw logprobs, logprobs of the distribution drawn from
     "One token for every row."
     raw = logits.log_softmax(-1)
-    used = raw if plan.temperature is None else (logits / plan.temperature).log_softmax(-1)
-    if plan.top_k is not None or plan.top_p is not None:
+    scored = penalised(logits, plan)
+    hot = scored if plan.temperature is None else scored / plan.temperature
+    used = raw if hot is logits else hot.log_softmax(-1)
+    if plan.top_k is not None or plan.top_p is not None or plan.min_p is not None:
         used = cut_off(used, plan)
     tokens = draw_tokens(used, uniforms)
     if plan.greedy is not None:
-        tokens = torch.where(plan.greedy, logits.argmax(-1), tokens)
+        tokens = torch.where(plan.greedy, scored.argmax(-1), tokens)
+    if plan.seen is not None:
+        plan.seen.scatter_(1, tokens[:, None], True)
     pick = lambda series: series.gather(-1, tokens[:, None]).squeeze(-1)
     raw_picked = pick(raw)
     used_picked = raw_picked if used is raw else pick(used)
@@ -1068,6 +1097,9 @@ def drawing(engine: Engine, start: int = 0, steps: int = 1) -> tuple[DrawPlan, S
     plan = None if start else engine.plan
     if plan is None:
         plan = DrawPlan.of([row.request.params for row in rows], device)
+        if plan.penalty is not None:
+            texts = [[*row.request.prompt, *row.tokens] for row in rows]
+            plan = replace(plan, seen=seen_tokens(texts, engine.causal.vocab_size, device))
     engine.plan = None if start else plan
     return plan, sent([[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device).unbind(0)
 

@@ -24,7 +24,7 @@ __all__ = ['SyncError', 'open_fireworks', 'promote_weights', 'check_fireworks']
 
 # %% ../../nbs/29_backends.fireworks.ipynb #522633b8
 from ..align import align_routing
-from .base import Backend, Capabilities, Endpoint, Meter
+from .base import Backend, Capabilities, Endpoint, Meter, refuse_unknown
 from .engine import check_tokens
 from .local import Worker
 from rl_notebook.backends.openai import (
@@ -189,6 +189,7 @@ class FireworksSampler:
 async def draw_from(sampler: FireworksSampler, prompt: list[int], params: SampleParams, seed: int | None) -> Completion:
     "One request for one completion; raises `BackendError`."
     tokenizer, version = sampler.drawer.tokenizer, sampler.policy_version
+    refuse_unknown(params, "Fireworks")
     stop = [*params.stop, *(tokenizer.decode([t], skip_special_tokens=False) for t in params.stop_token_ids)]
     options = {"logprobs": True, "top_p": params.top_p, "top_k": params.top_k, "http_timeout": sampler.timeout_s}
     options |= ({"seed": seed} if seed is not None else {}) | ({"stop": stop} if stop else {})
@@ -605,6 +606,7 @@ def bundle(
         judge = ServiceReference(infra.reference.link, limits, run, meter)
     can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)
     can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]), routing=cfg.router_replay)
+    can = replace(can, min_p=False, repetition_penalty=False)
     at = Endpoint(deploy_mgr.inference_url, infra.inference_model or "", secret.reveal())
     more = {"meter": meter, "boot_metrics": infra.boot_metrics, "endpoint": at, "infra": infra}
     return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, **more)

@@ -30,7 +30,7 @@ import numpy as np
 from torch import nn
 
 from ..align import completion_from_target, target_from_echo
-from .base import Backend, Capabilities, Endpoint, Meter
+from .base import Backend, Capabilities, Endpoint, Meter, refuse_unknown
 from .engine import check_tokens
 from .local import LocalTrainer, open_local, write_weights
 from ..settings import address_trouble
@@ -526,8 +526,9 @@ def request_body(
     "The JSON of a request for one completion."
     body: dict[str, Any] = {"model": model, "prompt": list(prompt), "n": 1, "max_tokens": params.max_tokens}
     body |= {"temperature": params.temperature, "seed": seed, **dialect.neutral, **dialect.sample}
+    refuse_unknown(params, dialect.path, dialect.neutral)
     defaults = SampleParams()
-    for name in ("top_p", "top_k", "stop", "stop_token_ids"):
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids"):
         value = getattr(params, name)
         if value != getattr(defaults, name):
             body[name] = list(value) if isinstance(value, tuple) else value
@@ -1181,5 +1182,5 @@ def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
     lengths = [n for n in (local.max_seq_len, sampler.max_seq_len, sampler.report and sampler.report.max_seq_len) if n]
     sampler.max_seq_len = min(lengths) if lengths else None
     seed = bool(sampler.report and sampler.report.seed)
-    top_k = known and "top_k" in sampler.dialect.neutral
-    return replace(local, name="openai", top_p=known, top_k=top_k, seed=seed, max_seq_len=sampler.max_seq_len)
+    cuts: Any = {n: known and n in sampler.dialect.neutral for n in ("top_k", "min_p", "repetition_penalty")}
+    return replace(local, name="openai", top_p=known, **cuts, seed=seed, max_seq_len=sampler.max_seq_len)

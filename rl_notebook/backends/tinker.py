@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..align import target_from_token
-from .base import Backend, Capabilities, Meter
+from .base import Backend, Capabilities, Meter, refuse_unknown
 from .engine import check_tokens
 from .local import Worker
 from .openai import Secret, key_from_env, request_seed
@@ -330,6 +330,7 @@ async def draw(
 ) -> Any:
     "One sampling request."
     types, sdk = sampler.session.package.types, link.sdk
+    refuse_unknown(params, "Tinker")
     given = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p, "seed": seed}
     asked = types.SamplingParams(**given, top_k=params.top_k or -1, stop=stops(params, sampler.tokenizer))
     return await ask(sampler, link, lambda c: c.sample(sdk.ModelInput.from_ints(list(prompt)), n, asked))
@@ -702,8 +703,9 @@ async def open_tinker(
     frozen = ServiceReference(Link(judge, sessions[0].sdk, **link), limits, run, meter) if reference else None
     sampler = TinkerSampler(sessions[1], base_model, words, limits, meter, **link)
     close = partial(close_tinker, trainer, frozen, sampler, sessions)
-    can = Capabilities("tinker", prompt_logprobs=prompt_logprobs, top_p=False, top_k=False, lora_rank=lora_rank)
-    can = replace(can, max_seq_len=longest, builtin_losses=tuple(BUILTIN_LOSSES["tinker"]))
+    can = Capabilities("tinker", prompt_logprobs=prompt_logprobs, lora_rank=lora_rank)
+    no: Any = dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), False)
+    can = replace(can, **no, max_seq_len=longest, builtin_losses=tuple(BUILTIN_LOSSES["tinker"]))
     sync = TinkerSync(sampler, trainer)
     backend = TinkerBackend(trainer, frozen, sampler, sync, words, can, close, meter)
     try:

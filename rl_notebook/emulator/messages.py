@@ -306,6 +306,8 @@ def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SamplePa
         temperature=float(given.get("temperature", 1.0)),
         top_p=float(given.get("top_p", 1.0)),
         top_k=max(0, int(given.get("top_k", 0))),
+        min_p=float(given.get("min_p", 0.0)),
+        repetition_penalty=float(given.get("repetition_penalty", 1.0)),
         stop=tuple(x for x in stops if isinstance(x, str)),
         stop_token_ids=(*(x for x in stops if isinstance(x, int)), *map(int, given.get("stop_token_ids") or ())),
         seed=None if given.get("seed") is None else int(given["seed"]),

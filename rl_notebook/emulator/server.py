@@ -61,7 +61,7 @@ model prompt n max_tokens temperature top_p top_k min_p stop stop_token_ids seed
 raw_output return_token_ids return_tokens_as_token_ids prompt_logprobs perf_metrics_in_response user
 repetition_penalty prompt_cache_key prompt_cache_max_len ignore_eos skip_special_tokens include_stop_str_in_output
 """
-_NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "include_stop_str_in_output": False}
+_NEUTRAL = {"ignore_eos": False, "include_stop_str_in_output": False}
 
 
 def check_fields(body: Mapping[str, Any], style: Style) -> None:
