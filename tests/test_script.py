@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from nbclient import NotebookClient
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
-from rl_notebook.core import ConfigError
+from rl_notebook.core import ConfigError, PhaseError, RecordError
 from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop
+from rl_notebook.loop import GRPOLoop, run_phase
+from rl_notebook.recipes.script import BackgroundRun
 from rl_notebook.records import Run, StepRecord
 from rl_notebook.rewards import reward_fn
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
@@ -347,3 +349,75 @@ def test_notes_say_what_has_no_setting(tmp_path):
     backend = open_local(*load_model("tiny"), reference=False, max_batch=4)
     loop = GRPOLoop(backend, toy_rows(4), toy_reward, Config(**SMALL))
     assert "note: open_local(max_batch=4) has no setting" in repr(loop.to_script(tmp_path / "run.py"))
+
+
+# --- handed over -------------------------------------------------------------------------------------------------
+
+NIGHT = """
+import rl_notebook as rln
+
+def near(text: str, answer: str) -> float:
+    return 1 / (1 + abs(len(text) - len(answer)))
+
+rows = rln.load_rows(rln.toy_rows(40, seed=3))
+loop = rln.GRPOLoop(rln.open_local(*rln.load_model("tiny"), reference=False), rows, near, rln.Config(**SETTINGS))
+await loop.run(2, progress=False)
+run = await loop.hand_over("night", steps=60)
+"""
+
+
+def test_a_run_goes_on_without_its_kernel_and_comes_back(tmp_path: Path):
+    settings = SMALL | {"steps": 60, "max_completion_tokens": 6}
+    execute(tmp_path, f"SETTINGS = {settings!r}", NIGHT)  # its kernel is gone now
+
+    def near(text: str, answer: str) -> float:
+        "As the cell has it."
+        return 1 / (1 + abs(len(text) - len(answer)))
+
+    def open_again() -> GRPOLoop:
+        "The loop of the cell, fresh."
+        backend = open_local(*load_model("tiny"), reference=False)
+        return GRPOLoop(backend, load_rows(toy_rows(40, seed=3)), near, Config(**settings))
+
+    async def back() -> tuple[GRPOLoop, list[int], int]:
+        run, seen = BackgroundRun(tmp_path / "night"), []
+        async for record in run:
+            seen.append(record.step)
+            if record.step == 4:
+                assert run.process is not None, run.log
+                break
+        loop = open_again()
+        last = await loop.take_back(tmp_path / "night")
+        assert run.process is None
+        assert "it goes on after step" in run.log
+        await loop.step()
+        return loop, seen, last
+
+    loop, seen, last = asyncio.run(back())
+    assert seen == [1, 2, 3, 4]
+    assert last >= 4
+    whole = asyncio.run(open_again().run(last + 1, progress=False))
+    assert_same(loop.records, whole)
+    assert_same(list(Run.open(tmp_path / "night")), whole[:-1])  # the new loop writes nowhere yet
+
+
+def test_what_cannot_be_handed_over(tmp_path: Path):
+    async def refused() -> None:
+        loop = GRPOLoop(open_local(*load_model("tiny")), toy_rows(12), toy_reward, Config(**SMALL))
+        with pytest.raises(RecordError, match=r"night: no run here: got no run\.json"):
+            await loop.take_back(tmp_path / "night")
+        await loop.run(1, progress=False)
+        with pytest.raises(
+            ConfigError, match=r"loop 'main': steps: got 1, of which 1 are done.*hand_over\(path, steps=101\)"
+        ):
+            await loop.hand_over(tmp_path / "night", steps=1)
+        while "optimize" not in loop.state.values:
+            await run_phase(loop, loop.state.current)
+        with pytest.raises(PhaseError, match=r"hand_over: got step 2 half done"):
+            await loop.hand_over(tmp_path / "night")
+        loop.backend = replace(loop.backend, capabilities=replace(loop.backend.capabilities, name="tinker"))
+        with pytest.raises(ConfigError, match=r"hand_over: got backend 'tinker'; expected the local backend"):
+            await loop.hand_over(tmp_path / "night")
+        assert not (tmp_path / "night").exists()
+
+    asyncio.run(refused())
