@@ -355,8 +355,10 @@ def rollout_setup(
     "What a rollout factory is given."
     params, named = cfg.sample_params(n=1, seed=cfg.seed), cfg.deployment and cfg.deployment.tokenizer_model
     words = named or cfg.tokenizer_model or getattr(backend.tokenizer, "name_or_path", "") or cfg.base_model
-    K, own = cfg.completions_per_prompt, {"tokenizer_id": words, "endpoint": backend.endpoint}
-    return RolloutSetup(sampler or backend.sampler, backend.tokenizer, params, K, extras or {}, **own)
+    longest = min((n for n in (cfg.max_seq_len, backend.capabilities.max_seq_len) if n), default=None)
+    own = {"tokenizer_id": words, "endpoint": backend.endpoint, "max_seq_len": longest}
+    sampler, K = sampler or backend.sampler, cfg.completions_per_prompt
+    return RolloutSetup(sampler, backend.tokenizer, params, K, extras or {}, **own)
 
 # %% ../nbs/35_phases.ipynb #0c9c758a
 def is_done(loop: Loop) -> bool:

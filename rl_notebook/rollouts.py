@@ -388,6 +388,7 @@ class RolloutSetup:
     extras: Mapping[str, Any] = field(default_factory=dict)  # anything of your own
     tokenizer_id: str = ""  # hub name or folder of the tokenizer
     endpoint: Endpoint | None = None  # for requests of your own; None = the sampler is not reached over HTTP
+    max_seq_len: int | None = None  # of a whole conversation; None = no limit
 
     def __post_init__(self):
         if not isinstance(self.sampler, NotedSampler):

@@ -164,6 +164,7 @@ class ServedRollout:
         self._server, self._note = server, DRAW.get()
         self._drawing: set[asyncio.Task[Any]] = set()
         self._failed: Exception | None = None
+        self._refused = ""  # why the last request was refused
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +173,7 @@ class ServedRollout:
         "Close the address. Where the policy could not be asked, that is raised in place of what the agent made of it."
         self._server.rollouts.pop(self.id, None)
         self.close()
-        if isinstance(error, Exception) and self._failed is not None:
+        if isinstance(error, Exception | None) and self._failed is not None:
             raise self._failed from error
 
     def close(self) -> list[asyncio.Task[Any]]:
@@ -191,7 +192,8 @@ class ServedRollout:
         ends = [turn for turn in self.turns if id(turn) not in parents]
         if not ends:
             where, fix = f"rollout {self.id!r}", "Return None from the rollout to drop it."
-            raise AlignmentError("turns", where=where, got="none", expected="at least one request", fix=fix)
+            got = f"none; the last request was refused: {self._refused}" if self._refused else "none"
+            raise AlignmentError("turns", where=where, got=got, expected="at least one request", fix=fix)
         sample = lambda end: end.talk.to_sample(reward, rollout=self.id, apart=end.apart, **info)
         return RolloutRun(tuple(sample(end) for end in ends), reward)
 
@@ -205,7 +207,8 @@ class ServedRollout:
             message, completion = await self._take_turn(asked)
             self._failed = None
             return reply_of(asked, message, completion), asked
-        except (DataError, ConfigError):
+        except (DataError, ConfigError) as error:
+            self._refused = str(error)
             raise
         except Exception as error:
             self._failed = error
@@ -215,7 +218,8 @@ class ServedRollout:
 
     async def _take_turn(self, asked: Asked) -> tuple[dict[str, Any], Completion]:
         "Draw the next turn and record it; returns the message for the client."
-        setup, most, calls_of = self._server.setup(), self._server.max_seq_len, self._server.read_calls
+        setup, calls_of = self._server.setup(), self._server.read_calls
+        most = self._server.max_seq_len or setup.max_seq_len
         talk, behind = go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
         check_fits(len(talk.tokens), most, 1, talk.row.where)
         room = asked.params.max_tokens if most is None else min(asked.params.max_tokens, most - len(talk.tokens))
@@ -336,7 +340,7 @@ class PolicyServer:
 
     url: str  # without a path
     setup: Callable[[], RolloutSetup] = field(repr=False)  # how to draw; asked before each turn
-    max_seq_len: int | None = None  # of a whole conversation
+    max_seq_len: int | None = None  # of a whole conversation; None = that of the setup
     read_calls: Callable[[str], tuple[str | None, list[dict[str, Any]]]] = field(default=split_calls, repr=False)
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # for `Authorization: Bearer`
     rollouts: dict[str, ServedRollout] = field(default_factory=dict, repr=False)  # open ones, by id
@@ -363,13 +367,14 @@ class PolicyServer:
 async def serve(
     setup: RolloutSetup | Callable[[], RolloutSetup],  # how to draw, or what says so before each turn
     *,
-    max_seq_len: int | None = None,  # of a whole conversation; None = no limit
+    max_seq_len: int | None = None,  # of a whole conversation; None = that of the setup
     read_calls: Callable[[str], tuple[str | None, list[dict[str, Any]]]] = split_calls,  # text -> content, tool calls
+    key: str = "",  # that a client must know; "" = a new one
 ) -> AsyncIterator[PolicyServer]:
     "The policy behind an address, for the time of an `async with` block."
     sockets = bind_sockets(0, "127.0.0.1")
     url, ask = f"http://127.0.0.1:{sockets[0].getsockname()[1]}", setup if callable(setup) else lambda: setup
-    server = PolicyServer(url, ask, max_seq_len, read_calls)
+    server = PolicyServer(url, ask, max_seq_len, read_calls, key or secrets.token_urlsafe(24))
     http = HTTPServer(Application([(r"/.*", ChatHandler, {"server": server})], log_function=lambda handler: None))
     http.add_sockets(sockets)
     try:
@@ -384,8 +389,7 @@ async def serve(
 async def serve_loop(loop: Loop, **options: Any) -> AsyncIterator[PolicyServer]:
     "The policy of a loop; see `GRPOLoop.serve`."
     setup = lambda: rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler)
-    lengths = [n for n in (loop.cfg.max_seq_len, loop.backend.capabilities.max_seq_len) if n]
-    async with serve(setup, max_seq_len=min(lengths, default=None), **options) as server:
+    async with serve(setup, **options) as server:
         try:
             yield server
         finally:

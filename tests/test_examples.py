@@ -12,9 +12,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -331,3 +333,58 @@ def test_rows_are_tokens(example: SimpleNamespace):
     assert sampler.asked == [rows[0]["prompt_token_ids"]]
     assert sampler.trained(sample) == "#### 16<|end|>"
     assert sample.reward == pytest.approx(1.1)
+
+
+# --- environments of other libraries -----------------------------------------------------------------------------
+
+ENVIRONMENTS = {  # script -> the package that it needs, and how old or new
+    "trl_environment": ("", (0,), (99,)),
+    "reasoning_gym_rows": ("reasoning_gym", (0,), (99,)),
+    "verifiers_env": ("verifiers", (0, 4), (99,)),
+    "verifiers_classic": ("verifiers", (0, 1), (0, 4)),
+}
+
+
+def environment(script: str) -> Any:
+    "The module of a script, where its package is installed in a version that it is written for."
+    package, least, below = ENVIRONMENTS[script]
+    if package:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+        release = tuple(int(part) for part in re.findall(r"\d+", version(package.replace("_", "-")))[:2])
+        if not least <= release < below:
+            pytest.skip(f"{script} is not written for {package} {version(package)}")
+    return importlib.import_module(script)
+
+
+@pytest.mark.parametrize("script", ENVIRONMENTS)
+def test_an_environment_of_another_library_trains_here(script: str):
+    with at_home("environments"):
+        module, said = environment(script), []
+        rewards = asyncio.run(module.main([*SMALL, "--seed", "1"], said.append))
+    assert len(rewards) == 2
+    assert re.match(r"step   1  reward \d\.\d{3}  turns \d\.\d\d", said[-1])
+
+
+@pytest.mark.parametrize("script", ENVIRONMENTS)
+def test_the_glue_is_at_most_ten_lines(script: str):
+    text = (EXAMPLES / "environments" / f"{script}.py").read_text()
+    ruler = r"# -{20,}"
+    [_, glue, _] = re.split(rf"\n{ruler}\n|\n# --- the glue.*\n", text)
+    lines = [line for line in glue.splitlines() if line.strip()]
+    [told] = re.findall(r"# --- the glue: (\d+) lines?", text)
+    assert len(lines) == int(told) <= 10
+
+
+def test_an_environment_trains_on_what_the_policy_said():
+    with at_home("environments"):
+        module = importlib.import_module("trl_environment")
+        sampler = Scripted("#### 1", "#### 16")
+        sampler.tokenizer.chat_template = module.small.with_tools(sampler.tokenizer.chat_template)
+        setup = RolloutSetup(sampler, sampler.tokenizer, SampleParams(max_tokens=24), completions_per_prompt=1)
+        row = {"messages": [{"role": "user", "content": "What is 3*4-5+9?"}], "answer": "16", "seed": 7}
+        sampler.texts.append("Done.")
+        [sample] = asyncio.run(module.task(setup)(row)).segments
+    assert (sample.reward, sample.rewards, sample.info["tool_calls"]) == (0.5, {"Adding": 0.5}, 2)
+    assert sampler.trained(sample) == "#### 1<|end|>#### 16<|end|>Done.<|end|>"
+    assert "<|user|>Too low.<|end|><|assistant|>" in sampler.tokenizer.decode(sample.tokens)
+    np.testing.assert_array_equal(np.isnan(sample.logprobs), sample.loss_mask == 0)
