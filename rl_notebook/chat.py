@@ -5,6 +5,7 @@
 # %% ../nbs/12_chat.ipynb #e9e8d0ae
 from __future__ import annotations
 
+import copy
 import ctypes
 import html
 import json
@@ -15,6 +16,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -120,6 +123,26 @@ def render(
         got = f"{said} for roles {roles}"
         raise DataError("chat template", where=where, got=got, expected="a rendering") from e
     return _whole(str(text), where)
+
+
+def with_template(
+    tokenizer: PreTrainedTokenizerBase,
+    file: str | Path | None,  # with a Jinja template; None = the tokenizer's own
+    options: Mapping[str, Any] | None,  # told to the template in every rendering
+) -> PreTrainedTokenizerBase:
+    "A copy of the tokenizer that renders so, or the tokenizer itself where nothing is set; raises `ConfigError`."
+    if file is None and not options:
+        return tokenizer
+    own = copy.copy(tokenizer)
+    if file is not None:
+        try:
+            own.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            expected = "a file with a Jinja template"
+            raise ConfigError("chat_template", got=f"{file}: {error}", expected=expected) from error
+    check_template_options(own, options or {})
+    own.apply_chat_template = partial(own.apply_chat_template, **options or {})
+    return own
 
 # %% ../nbs/12_chat.ipynb #ad10a0f9
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -24,13 +24,14 @@ import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['PHASES', 'StepState', 'LoopState', 'rollout_setup', 'Loop', 'prompts_phase', 'sample_phase', 'score_phase',
-           'advantages_phase', 'datums_phase', 'reference_phase', 'loss_phase', 'backward_phase', 'optimize_phase',
-           'sync_phase', 'finish_phase', 'Changed', 'change']
+__all__ = ['PHASES', 'StepState', 'LoopState', 'run_tokenizer', 'encode_for', 'rollout_setup', 'Loop', 'prompts_phase',
+           'sample_phase', 'score_phase', 'advantages_phase', 'datums_phase', 'reference_phase', 'loss_phase',
+           'backward_phase', 'optimize_phase', 'sync_phase', 'finish_phase', 'Changed', 'change']
 
 # %% ../nbs/35_phases.ipynb #dd8aa3c2
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization
+from .chat import with_template
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
 from .core import AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
 from .core import PromptGroup
@@ -346,6 +347,21 @@ def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
     return Cursor(rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle)
 
 # %% ../nbs/35_phases.ipynb #db0e342e
+def run_tokenizer(backend: Backend, cfg: Config) -> Any:
+    "The backend's tokenizer, with the chat template and its options that the config sets."
+    return with_template(backend.tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
+
+
+def encode_for(rows: Sequence[Row], backend: Backend, cfg: Config, **how: Any) -> list[Prompt]:  # how: of `encode_rows`
+    "Rows as the prompts of a run; raises `ConfigError` for a prompt that its template would not render."
+    named = next((n for n in ("chat_template", "chat_template_kwargs") if getattr(cfg, n)), None)
+    plain = next((row for row in rows if row.messages is None), None)
+    if named and plain:
+        fix = "Leave it out, or give the rows a conversation in `messages`."
+        raise ConfigError(named, where=plain.where, got="a prompt that no template renders", fix=fix)
+    return encode_rows(rows, run_tokenizer(backend, cfg), **how)
+
+
 def rollout_setup(
     backend: Backend,
     cfg: Config,
@@ -358,7 +374,7 @@ def rollout_setup(
     longest = min((n for n in (cfg.max_seq_len, backend.capabilities.max_seq_len) if n), default=None)
     own = {"tokenizer_id": words, "endpoint": backend.endpoint, "max_seq_len": longest}
     sampler, K = sampler or backend.sampler, cfg.completions_per_prompt
-    return RolloutSetup(sampler, backend.tokenizer, params, K, extras or {}, **own)
+    return RolloutSetup(sampler, run_tokenizer(backend, cfg), params, K, extras or {}, **own)
 
 # %% ../nbs/35_phases.ipynb #0c9c758a
 def is_done(loop: Loop) -> bool:
@@ -537,7 +553,7 @@ def encode(
     "Rows as prompts, with the loop's tokenizer and lengths."
     c = loop.cfg
     room = {"max_seq_len": c.max_seq_len, "max_completion_tokens": c.max_completion_tokens}
-    prompts = encode_rows(rows, loop.backend.tokenizer, first_number=first_number, **room)
+    prompts = encode_for(rows, loop.backend, c, first_number=first_number, **room)
     return [replace(p, index=first_index + p.index) for p in prompts]
 
 

@@ -37,6 +37,8 @@ class TaskSettings:
     base_model: str = "tiny"  # name for `load_model`, or an id of the service that trains it
     dataset: str = "toy"  # built-in task, path, URL, or "module:function" of your own that returns rows
     system_prompt: str | None = None  # goes in front of every prompt that is a conversation
+    chat_template: str | None = None  # file with a Jinja template; None = the tokenizer's own
+    chat_template_kwargs: Mapping[str, Any] | None = None  # what the template is told, as {"enable_thinking": False}
     max_rows: int | None = 100  # rows used, from the top; None = all
     epochs: int = 1  # passes over the rows
     steps: int | None = None  # optimizer steps after which the run ends, if the epochs have not; None = no limit

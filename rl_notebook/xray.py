@@ -36,7 +36,8 @@ from rl_notebook.core import (
 from .data import Row
 from .datums import attach, datums_from_groups
 from .drawings import shapes, styled, table
-from .phases import as_rows, as_task, check_backend, configured, first_cursor, no_bar, rollout_setup
+from .phases import as_rows, as_task, check_backend, configured, encode_for, first_cursor, no_bar
+from .phases import rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .options import SURROGATE_KNOBS
 from .records import StepRecord
@@ -53,7 +54,7 @@ from rl_notebook.roofs import (
     roofs_of,
     work_between,
 )
-from .rollouts import Prompt, bounded, encode_rows, require_some, together
+from .rollouts import Prompt, bounded, require_some, together
 from .step import backward, draw, loss_factory, score_group
 
 # %% auto #0
@@ -1414,7 +1415,7 @@ async def first_completions(
     "The first prompts of a run, their graded completions, and what earns as much."
     task = configured(as_task(reward, rollout_setup(backend, cfg)), cfg)
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
-    asked = encode_rows(first_cursor(as_rows(rows), cfg).peek(prompts), backend.tokenizer, **room)
+    asked = encode_for(first_cursor(as_rows(rows), cfg).peek(prompts), backend, cfg, **room)
     params = cfg.sample_params(n=samples, seed=cfg.seed)
     sampler = bounded(backend.sampler, completions_at_once(cfg))
     with spent.timed("sample"):

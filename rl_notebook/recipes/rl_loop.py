@@ -34,7 +34,7 @@ from ..async_loop import AsyncGRPOLoop
 from ..advantages import AdvantageFn
 from ..back import names_code
 from ..loop import GRPOLoop
-from ..phases import EvaluationFn, as_rows, no_bar, other_sources, own_advantages
+from ..phases import EvaluationFn, as_rows, encode_for, no_bar, other_sources, own_advantages
 from ..back import restore_checkpoint, save_checkpoint
 from ..loop import verdict_line
 from ..phases import sources_of
@@ -44,7 +44,7 @@ from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing,
 from ..records import flat_settings, hold_folder, metrics_row, read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
-from ..rollouts import RolloutFactory, as_rollout_fn, encode_rows
+from ..rollouts import RolloutFactory, as_rollout_fn
 from ..step import LossFactory
 from ..toy import toy_format_reward, toy_reward, toy_rows
 from ..trackers import Tracker, finish_trackers, open_trackers
@@ -352,7 +352,7 @@ def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str],
             raise ConfigError("max_seq_len", got=cfg.max_seq_len, expected=expected, fix=fix)
         new["max_seq_len"] = longest
     room = min(cfg.max_seq_len, longest)
-    prompts = encode_rows([*problem.rows, *problem.eval_rows], backend.tokenizer)
+    prompts = encode_for([*problem.rows, *problem.eval_rows], backend, cfg)
     most = max(prompts, key=lambda p: len(p.tokens), default=None)
     left = room - (0 if most is None else len(most.tokens))
     if most is not None and cfg.max_completion_tokens > left:

@@ -1,0 +1,87 @@
+"A run's own chat template, and what it tells the template: every prompt and every turn is rendered so."
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+import rl_notebook as rln
+from rl_notebook.chat import start_conversation, with_template
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError
+from rl_notebook.data import load_rows
+from rl_notebook.phases import rollout_setup
+
+# as the templates of models that think before they answer have it: told not to, the thought is there, and empty
+THINKER = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+SIZES = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return rln.open_local(*rln.load_model("tiny"), inline=True)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "thinker.jinja"
+    path.write_text(THINKER)
+    Config(chat_template=str(path), chat_template_kwargs={"enable_thinking": False}, **SIZES).to_yaml(
+        tmp_path / "c.yaml"
+    )
+    return Config.from_yaml(tmp_path / "c.yaml")
+
+
+def rendered(tokenizer, row, **options):
+    "What transformers itself makes of it."
+    kept = {"chat_template": THINKER, "tokenize": False, "add_generation_prompt": True}
+    return tokenizer.apply_chat_template([dict(m) for m in row.messages], **kept, **options)
+
+
+def test_every_prompt_of_a_run_is_rendered_so(backend, config):
+    loop = rln.GRPOLoop(backend, rln.toy_rows(8), rln.toy_reward, config)
+    record = asyncio.run(loop.step())
+    rows = {row.key: row for row in load_rows(rln.toy_rows(8))}
+    assert len(record.groups) == 2
+    for group in record.groups:
+        sample = group.samples[0]
+        prompt = backend.tokenizer.decode(sample.tokens[: sample.prompt_len], skip_special_tokens=False)
+        assert prompt == rendered(backend.tokenizer, rows[group.key], enable_thinking=False)
+        assert prompt.endswith("<think>\n\n</think>\n\n")
+    assert backend.tokenizer.chat_template != THINKER  # the backend's own tokenizer is left as it was
+
+
+def test_later_turns_and_rollouts_of_your_own_are_rendered_so(backend, config):
+    setup, (row,) = rollout_setup(backend, config), load_rows(rln.toy_rows(1))
+    talk, (own, back) = start_conversation(setup.tokenizer, row), (setup.tokenizer, backend.tokenizer)
+    text = own.apply_chat_template([dict(m) for m in row.messages], tokenize=False, add_generation_prompt=True)
+    assert text == own.decode(talk.tokens) == rendered(back, row, enable_thinking=False)
+
+
+def test_one_request_may_say_otherwise(backend, config):
+    tokenizer, (row,) = rollout_setup(backend, config).tokenizer, load_rows(rln.toy_rows(1))
+    talk = start_conversation(tokenizer, row, enable_thinking=True)
+    assert tokenizer.decode(talk.tokens) == rendered(backend.tokenizer, row, enable_thinking=True)
+
+
+def test_what_the_template_never_reads_is_refused(backend, config):
+    wrong = replace(config, chat_template_kwargs={"enable_thinkin": False})
+    with pytest.raises(ConfigError, match="'enable_thinkin': got a chat template that never reads it"):
+        rln.GRPOLoop(backend, rln.toy_rows(8), rln.toy_reward, wrong)
+    with pytest.raises(ConfigError, match="chat_template: got /nowhere"):
+        with_template(backend.tokenizer, "/nowhere.jinja", None)
+    plain = rln.GRPOLoop(backend, [{"prompt": "1+1=", "answer": "2"}], rln.toy_reward, config)
+    with pytest.raises(ConfigError, match="a prompt that no template renders"):
+        plain.prompts()
+
+
+def test_the_script_and_its_preflight_take_it(backend, config, tmp_path):
+    cfg = replace(config, steps=1, max_rows=4, log_path=str(tmp_path / "run"))
+    asyncio.run(rln.preflight(backend, rln.toy_rows(4), rln.toy_reward, cfg))
+    rln.main(cfg)
+    record = rln.Run.open(tmp_path / "run").record(1)
+    assert "</think>" in backend.tokenizer.decode(record.groups[0].samples[0].tokens)
