@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from .settings import address_trouble
-from .core import DataError, plain_text, quoted, without_keys
+from .settings import address_trouble, on_hub
+from .core import DataError, MissingExtra, plain_text, quoted, without_keys
 
 # %% auto #0
 __all__ = ['Row', 'load_rows']
@@ -351,9 +351,33 @@ def _object_records(source: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise DataError("record", where=f"record {i}", got=quoted(record), expected="a mapping of columns")
         yield f"record {i}", record
 
+# %% ../nbs/10_data.ipynb #e56b6361
+def _hub_records(
+    name: str,  # on the hub, or of a folder
+    config: str | None = None,
+    split: str | None = None,  # None = "train"
+    streaming: bool = False,
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    "Records of a data set of the hub; raises `MissingExtra` without `datasets`, `DataError` for what it refuses."
+    try:
+        import datasets  # slow to import, and an extra
+    except ImportError as reason:
+        fix = "pip install 'rl-notebook[hub]'"
+        raise MissingExtra(f"the data set {name!r}", got="no datasets", expected="the package", fix=fix) from reason
+    try:
+        found = datasets.load_dataset(name, config, split=split or "train", streaming=streaming)
+    except Exception as e:  # no such name, configuration or split; no network; files that it cannot read
+        fix = "Check name, configuration (dataset_config) and split; without a network, give a file or a folder."
+        got = f"{type(e).__name__}: {plain_text(e)[:300]}"
+        raise DataError("hub", where=quoted(name), got=got, expected="a data set of the hub", fix=fix) from e
+    for i, record in enumerate(found):
+        yield f"{name}, {split or 'train'}, record {i}", record
+
 # %% ../nbs/10_data.ipynb #1b82c1f2
-def _records(source: Any, sha256: str | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    "Records of any source, each with its place."
+def _records(source: Any, sha256: str | None, **hub: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    "Records of any source, each with its place; hub: of `_hub_records`."
+    if isinstance(source, str | os.PathLike) and on_hub(str(source)):
+        return _hub_records(str(source), **hub)
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return _file_records(fetch(source, sha256=sha256))
     if isinstance(source, str | os.PathLike):
@@ -395,6 +419,15 @@ def _check_rows(rows: Sequence[Row], source: Any) -> None:
             )
 
 # %% ../nbs/10_data.ipynb #3a3bf2d6
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    "A record with its columns under our names as well; raises `DataError` for a column that it does not have."
+    for ours, theirs in columns.items():
+        if theirs not in record:
+            got, fix = f"columns {', '.join(map(plain_text, record))}", "Correct the name."
+            raise DataError(f"column {theirs!r} (for {ours!r})", where=where, got=got, expected="to be there", fix=fix)
+    return {**record, **{ours: record[theirs] for ours, theirs in columns.items()}}
+
+
 def load_rows(
     source: Any,  # path or http(s) URL of JSONL or parquet, DataFrame, iterable of mappings, HF dataset
     *,
@@ -404,12 +437,18 @@ def load_rows(
     answer_column: str | None = None,  # None = see `ANSWER_COLUMNS`
     system_prompt: str | None = None,  # goes in front of conversations that have none
     sha256: str | None = None,  # refuse a file that has another checksum
+    columns: Mapping[str, str] | None = None,  # the records' columns by our names, as {"question": "problem"}
+    **hub: Any,  # of a data set on the hub: `config`, `split`, `streaming`
 ) -> list[Row]:
     "Every row of a data set, checked; raises `DataError` that names file, line and reason."
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 1):
         raise DataError("max_rows", where="load_rows", got=quoted(max_rows), expected="1 or more, or None for all")
     rows: list[Row] = []
-    for i, (where, record) in enumerate(islice(_records(source, sha256), max_rows)):
+    named = lambda given, ours: given or next((name for name in ours if name in (columns or ())), None)
+    prompt_column = named(prompt_column, (*TOKEN_COLUMNS, *PROMPT_COLUMNS))
+    answer_column = named(answer_column, ANSWER_COLUMNS)
+    for i, (where, record) in enumerate(islice(_records(source, sha256, **hub), max_rows)):
+        record = _renamed(record, columns, where) if columns else record
         row = make_row(
             record,
             i,

@@ -35,7 +35,12 @@ class TaskSettings:
     "Which model learns which task."
 
     base_model: str = "tiny"  # name for `load_model`, or an id of the service that trains it
-    dataset: str = "toy"  # built-in task, path, URL, or "module:function" of your own that returns rows
+    dataset: str = "toy"  # built-in task, path, URL, hub name, or "module:function" of your own that returns rows
+    dataset_config: str | None = None  # of a data set on the hub, as "main"
+    dataset_split: str | None = None  # likewise; None = "train"
+    dataset_eval_split: str | None = None  # that `eval_rows` are taken from; None = the last rows of `dataset_split`
+    dataset_streaming: bool = False  # read its rows as they come, in place of a download of all
+    dataset_columns: Mapping[str, str] | None = None  # its columns by our names, as {"question": "problem"}
     system_prompt: str | None = None  # goes in front of every prompt that is a conversation
     chat_template: str | None = None  # file with a Jinja template; None = the tokenizer's own
     chat_template_kwargs: Mapping[str, Any] | None = None  # what the template is told, as {"enable_thinking": False}
@@ -462,6 +467,9 @@ RENAMED |= {  # TRL's GRPOConfig
     "beta": "kl_beta",
     "delta": "eps_clip_c",
     "num_train_epochs": "epochs",
+    "dataset_name": "dataset",
+    "dataset_train_split": "dataset_split",
+    "dataset_test_split": "dataset_eval_split",
     "output_dir": "log_path",
     "max_grad_norm": "grad_clip_norm",
     "adam_epsilon": "adam_eps",
@@ -812,6 +820,24 @@ def sampling_rules(c: Any) -> Iterator[str]:
         yield f"min_samples_per_fwd_bwd: above max_samples_per_fwd_bwd={c.max_samples_per_fwd_bwd}. Make it smaller"
 
 # %% ../nbs/08_settings.ipynb #d7261944
+def on_hub(dataset: str) -> bool:
+    "Whether a data set is read by `datasets`: a name of the hub, or a folder shaped like one."
+    ours = NAMED.fullmatch(dataset) or Path(dataset).suffix in (".jsonl", ".json", ".parquet", ".pq")
+    return not ours and bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", dataset) or Path(dataset).is_dir())
+
+
+def data_rules(c: Any) -> Iterator[str]:
+    "Settings of a data set that this one does not have."
+    if not on_hub(c.dataset):
+        for name in ("dataset_config", "dataset_split", "dataset_eval_split", "dataset_streaming"):
+            if getattr(c, name):
+                yield f"{name}: dataset={quoted(c.dataset)} has none. Leave it out, or name a data set of the hub"
+    if c.dataset == "toy" and c.dataset_columns:
+        yield "dataset_columns: the built-in task has its own. Leave it out, or name a data set"
+    if c.dataset_eval_split and not c.eval_rows:
+        yield "dataset_eval_split: no rows are held out. Set eval_rows to how many it gives"
+
+
 def run_rules(c: Any) -> Iterator[str]:
     "What cannot be left behind, or would not be looked at."
     kind = c.lr_scheduler_type
@@ -891,7 +917,7 @@ def _async_rules(c: Any) -> Iterator[str]:
 
 # %% ../nbs/08_settings.ipynb #d8f2fb0d
 RULES: tuple[Callable[[Any], Iterator[str]], ...] = (
-    loss_rules, correction_rules, sampling_rules, run_rules, schedule_rules,
+    loss_rules, correction_rules, sampling_rules, data_rules, run_rules, schedule_rules,
 )  # fmt: skip
 
 # %% ../nbs/08_settings.ipynb #dd63e411

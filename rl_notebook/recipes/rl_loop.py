@@ -26,7 +26,7 @@ from ..backends.base import Backend
 from ..backends.open import open_backend
 from ..config import resumes_there
 from ..config import Config
-from ..settings import was_chosen
+from ..settings import on_hub, was_chosen
 from ..core import ConfigError, DataError, PhaseError, PromptGroup, RecordError, RLNotebookError
 from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
@@ -83,8 +83,14 @@ def load_problem(cfg: Config) -> Problem:
         rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed))
         held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
         return Problem(rows, held_out, list(cfg.rewards) or [toy_reward, reward_fn(toy_format_reward, weight=0.0)])
-    wanted = None if cfg.max_rows is None else cfg.max_rows + cfg.eval_rows
-    rows = load_rows(named_source(cfg.dataset), max_rows=wanted, require_answer=True, system_prompt=cfg.system_prompt)
+    read: Any = partial(load_rows, require_answer=True, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
+    source, hub = named_source(cfg.dataset), dict[str, Any]()
+    if on_hub(cfg.dataset):
+        hub = {"config": cfg.dataset_config, "streaming": cfg.dataset_streaming, "split": cfg.dataset_split}
+    if cfg.dataset_eval_split:
+        held_out = read(source, max_rows=cfg.eval_rows, **hub | {"split": cfg.dataset_eval_split})
+        return Problem(read(source, max_rows=cfg.max_rows, **hub), held_out, list(cfg.rewards) or ["gsm8k"])
+    rows = read(source, max_rows=None if cfg.max_rows is None else cfg.max_rows + cfg.eval_rows, **hub)
     split = len(rows) - cfg.eval_rows
     if split < 1:
         raise ConfigError("eval_rows", got=cfg.eval_rows, expected=f"fewer than the {len(rows)} rows of {cfg.dataset}")

@@ -40,6 +40,7 @@ from .rl_loop import load_problem, write_rows
 from ..records import Run, RunFolder, StepRecord, replace_text
 from ..rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
 from ..rollouts import RolloutFactory, first_parameter
+from ..settings import on_hub
 from ..toy import model_source
 
 # %% auto #0
@@ -262,7 +263,8 @@ def named_rewards(cfg: Config, fns: Sequence[RewardFn]) -> Config | None:
 
 def named_rows(cfg: Config, rows: Sequence[Row], eval_rows: Sequence[Row]) -> Config | None:
     "A config that names these rows, of the built-in task or of a file; None where it cannot."
-    if cfg.dataset != "toy" and not (NAMED.fullmatch(cfg.dataset) or Path(cfg.dataset).is_file()):
+    readable = NAMED.fullmatch(cfg.dataset) or Path(cfg.dataset).is_file() or on_hub(cfg.dataset)
+    if cfg.dataset != "toy" and not readable:
         return None
     for fitting in (cfg, replace(cfg, max_rows=len(rows), eval_rows=len(eval_rows))):
         try:
