@@ -881,7 +881,7 @@ class Drawer:
 def test_a_completion_ends_at_the_end_of_text(heeds, stop, told, expected, temperature):
     async def test():
         client = Drawer(heeds)
-        session = SimpleNamespace(package=tinker_sdk()[0], sdk=tinker_sdk()[1], make=lambda fn: client)
+        session = SimpleNamespace(package=tinker_sdk()[0], sdk=tinker_sdk()[1], sampling={}, make=lambda fn: client)
         sampler = TinkerSampler(session, "a-model", byte_tokenizer(), Limits())
         (c,) = await sampler.sample(PROMPT, SampleParams(max_tokens=6, temperature=temperature, **stop))
         assert client.told == [told]

@@ -104,6 +104,9 @@ def end_session(service: Any, wait_s: float = 10.0) -> None:
     "Finish a session and stop its heartbeat, also where the service no longer responds."
     if service is None:
         return
+    if hasattr(service, "delete_training_session") and wait_s:  # Fireworks: what it has trained goes with it
+        with contextlib.suppress(Exception):
+            service.delete_training_session()
     with contextlib.suppress(Exception):
         if hasattr(service, "close") and wait_s:
             service.close("success").result(timeout=wait_s)
@@ -115,9 +118,10 @@ def end_session(service: Any, wait_s: float = 10.0) -> None:
 class Session:
     "The SDK's service client, replaced when its session is lost."
 
-    def __init__(self, base_url: str | None, key: Secret):
-        self.package, self.sdk = tinker_sdk()
+    def __init__(self, base_url: str | None, key: Secret, sdk: Callable[[], tuple[Any, Sdk]] = tinker_sdk):
+        self.package, self.sdk = sdk()
         self.base_url, self.key = base_url, key
+        self.sampling = dict[str, Any]()  # keywords of every sampling client
         self.lock, self.service = threading.Lock(), None
         self.rest: Any = None
 
@@ -156,6 +160,51 @@ class Session:
             self.rest = self.package.RestClient(base_url=self.base_url, api_key=self.key.reveal())
         return self.rest if self.rest is not None else self.get().create_rest_client()
 
+# %% ../../nbs/27_backends.tinker.ipynb #d2a3ffbe
+SERVERLESS = "/training/v1/serverless"  # how the address ends
+
+
+def pooled_sdk() -> tuple[Any, Sdk]:
+    "The Fireworks SDK and its classes; raises `MissingExtra`."
+    try:
+        from fireworks.training import sdk
+    except ImportError as reason:
+        fix = "pip install 'rl-notebook[fireworks]'"
+        raise MissingExtra("serverless training of Fireworks", got="no fireworks-ai", fix=fix) from reason
+    hint = "We don't recommend using the sampling client to compute logprobs"  # the checks compare the two
+    warnings.filterwarnings("ignore", message=hint, category=UserWarning)
+    classes, errors = (sdk.Datum, sdk.ModelInput, sdk.TensorData, sdk.AdamParams), (sdk.APIError, sdk.TrainingError)
+    return sdk, Sdk("Fireworks", *classes, errors=errors, divides=True)
+
+
+class PooledSession(Session):
+    "A session on a trainer that Fireworks shares among its users; snapshots are sampled in it and nowhere else."
+
+    def __init__(self, base_url: str, key: Secret, tokenizer: Any):
+        super().__init__(base_url, key, pooled_sdk)
+        self.sampling["tokenizer"] = tokenizer
+
+    def fresh(self) -> Any:
+        "A service client with a session of its own."
+        return self.package.FiretitanServiceClient(base_url=self.base_url, api_key=self.key.reveal())
+
+    def rest_client(self) -> Any:
+        "There is no listing and deleting of checkpoints."
+        return self.get()
+
+
+def open_sessions(url: str | None, key: Secret | str | None, tokenizer: Any, lora_rank: int, reference: bool) -> Any:
+    "A session for each role; raises `ConfigError` for what serverless training does not have."
+    if not (url or "").rstrip("/").endswith(SERVERLESS):
+        return [Session(url, key_from_env("TINKER_API_KEY", key=key)) for _ in range(2 + reference)]
+    where = "serverless training of Fireworks"
+    if reference:
+        fix = "Set kl_beta=0 and kl_metric=False."
+        raise ConfigError("reference", where=where, got="one", expected="none", fix=fix)
+    if lora_rank < 1:
+        raise ConfigError("lora_rank", where=where, got=lora_rank, expected="1 or more")
+    return [PooledSession(str(url).rstrip("/"), key_from_env("FIREWORKS_API_KEY", key=key), tokenizer)] * 2
+
 # %% ../../nbs/27_backends.tinker.ipynb #a53e5d2c
 def training_client(session: Session, base_model: str, rank: int, seed: int) -> Callable[[], Any]:
     "Makes a LoRA training client, the same one every time; the model of the one before is unloaded first."
@@ -172,6 +221,8 @@ def training_client(session: Session, base_model: str, rank: int, seed: int) -> 
 # %% ../../nbs/27_backends.tinker.ipynb #6b9cb9d6
 def unload(client: Any, wait_s: float = 10.0) -> None:
     "Release the memory of a model; a service that is gone, or that forgot the model, has released it already."
+    if not type(client).__module__.startswith("tinker"):
+        return  # of another SDK: it goes with its session
     import tinker
     from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
@@ -232,7 +283,8 @@ class TinkerSampler:
 
     def link_to(self, **weights: str) -> Link:
         "A link to a sampling client for `base_model` or `model_path`."
-        connect = lambda: self.session.make(lambda service: service.create_sampling_client(**weights))
+        asked = {**weights, **self.session.sampling}
+        connect = lambda: self.session.make(lambda service: service.create_sampling_client(**asked))
         return Link(connect, self.session.sdk, **self.options)
 
     def ready(self, link: Link) -> Any:
@@ -367,14 +419,16 @@ class TinkerSync:
 
     async def __call__(self, snapshot: str) -> int:
         "Serve `snapshot`, a path on the service; returns the new policy version."
-        if "://" not in snapshot:
+        if "/" not in snapshot:
             known = [path.rsplit("/", 1)[-1] for path in self.trainer.snapshots[-3:]] or "none yet"
             fix = "save_weights_for_sampler makes one and returns its path."
             raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=f"one of {known}", fix=fix)
         sampler = self.sampler
         link = sampler.link_to(model_path=snapshot)
         await asyncio.to_thread(link.call, lambda client: None)
-        link.reconnects = sampler.link.reconnects
+        link.reconnects, before = sampler.link.reconnects, sampler.link.client
+        if isinstance(sampler.session, PooledSession) and before is not None:
+            before.close()  # its requests in flight are still answered
         sampler.link, sampler.policy_version = link, self.trainer.versions.publish()
         return sampler.policy_version
 
@@ -462,6 +516,8 @@ async def probe_prefill(sampler: TinkerSampler, tokens: list[int]) -> Finding:
 async def probe_topk(sampler: TinkerSampler, tokens: list[int]) -> Finding:
     "Top-k prompt logprobs."
     name, meaning = "top-k prompt logprobs", "For looking; nothing needs them."
+    if isinstance(sampler.session, PooledSession):
+        return Finding(name, False, "the SDK does not offer them", meaning=meaning)
     prompt = sampler.link.sdk.ModelInput.from_ints(tokens)
     asked = sampler.session.package.types.SamplingParams(max_tokens=1)
     try:
@@ -663,7 +719,7 @@ async def open_tinker(
     *,
     base_model: str,  # as the service names it
     base_url: str | None = None,  # None = TINKER_BASE_URL, or Tinker's own
-    key: Secret | str | None = None,  # None = TINKER_API_KEY
+    key: Secret | str | None = None,  # None = TINKER_API_KEY, or FIREWORKS_API_KEY for serverless training
     lora_rank: int = 32,
     tokenizer: Any = None,  # a tokenizer, or its name or folder; None = the base model's
     reference: bool = True,  # keep a frozen reference
@@ -682,11 +738,12 @@ async def open_tinker(
 ) -> TinkerBackend:  # policy ServiceTrainer, reference ServiceReference, sampler TinkerSampler
     "Policy, reference, sampler and sync on a Tinker-compatible service."
     url = base_url or os.environ.get("TINKER_BASE_URL") or None
-    secret, words = key_from_env("TINKER_API_KEY", key=key), open_tokenizer(tokenizer, base_model)
-    if url is not None:
+    words = open_tokenizer(tokenizer, base_model)
+    sessions = open_sessions(url, key, words, lora_rank, reference)
+    secret, pooled = sessions[0].key, isinstance(sessions[0], PooledSession)
+    if url is not None and not pooled:
         fix = "Start the service, or set base_url (or TINKER_BASE_URL) to where it is."
         await asyncio.to_thread(check_reachable, f"{url.rstrip('/')}/api/v1/healthz", fix)
-    sessions = [Session(url, secret) for _ in range(2 + reference)]
     longest = max_seq_len or await asyncio.to_thread(known_length, sessions[0], base_model)
     if longest and (needed or 0) > longest:
         fix = f"Set max_seq_len={longest}."
@@ -696,7 +753,8 @@ async def open_tinker(
     limits = Limits(len(words), longest, dtype, prompt_logprobs)
     link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
     meter, run, first = Meter(), Worker(), sessions[0]
-    adapter = SdkAdapter(load=partial(load_or_remake, first), forget=CheckpointCleaner(first))
+    forget = None if pooled else CheckpointCleaner(first)
+    adapter = SdkAdapter(load=partial(load_or_remake, first), forget=forget)
     policy, judge = (training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1]))
     own = {"limits": limits, "run": run, "meter": meter, "journal_steps": journal_steps, **link}
     trainer = ServiceTrainer(policy, sessions[0].sdk, adapter=adapter, **own)
@@ -764,6 +822,6 @@ async def close_tinker(
         for label in OWN_LABELS & trainer.states.keys():
             trainer.adapter.forget(trainer.states[label]) if trainer.adapter.forget is not None else None
         with ThreadPoolExecutor() as pool:
-            list(pool.map(end_session, [session.service for session in sessions]))
+            list(pool.map(end_session, [session.service for session in dict.fromkeys(sessions)]))
 
     await asyncio.to_thread(release)

@@ -28,8 +28,8 @@ from typing import IO, Any
 
 from .chat import chat_completions
 from .messages import MAX_BODY, ON_ERROR, Table, error_reply, json_of, routes_of
-from .server import EmulatedServer, completions, hot_load
-from .trainer import EmulatedTrainer, Models, Snapshots, timestamp
+from .server import EmulatedServer, completions, hot_load, run_load
+from .trainer import Call, EmulatedTrainer, Models, Snapshots, finish_session, timestamp
 from ..backends.openai import Secret
 from ..core import BackendError, ConfigError
 
@@ -1065,10 +1065,11 @@ class Emulator:
 def application(emulator: Emulator) -> Starlette:
     "All tables and mounts of an emulator, without its middleware."
     site = emulator.site
-    table = [*CATALOGUE, *JOBS, *CHECKPOINTS, *DEPLOYMENTS, *SAMPLERS]
+    sessions: Table = [("DELETE", "/v1/accounts/{account}/trainingSessions/{id}", delete_session)]
+    table = [*CATALOGUE, *JOBS, *CHECKPOINTS, *DEPLOYMENTS, *SAMPLERS, *sessions]
     routes = [*routes_of(site, table), Route("/emulator/v1/status", partial(status, emulator))]
     routes.append(Mount("/training/v1/rlorTrainerJobs/{account}/{id}", partial(to_trainer, site)))
-    routes.append(Mount("/training/v1/serverless", partial(to_root, site)))
+    routes.append(Mount("/training/v1/serverless", partial(to_pool, site)))
     routes.append(Mount("", partial(to_root, site)))
 
     @contextlib.asynccontextmanager
@@ -1086,6 +1087,56 @@ async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
     if "root" not in site.trainers:
         site.trainers["root"] = EmulatedTrainer(site.models, site.snapshots("root"), site.folder, name="root")
     await forward_to_trainer(site, site.trainers["root"], scope, receive, send)
+
+# %% ../../nbs/74_emulator.service.ipynb #9e745333
+POOLED = re.compile(r"accounts/[^/]+/trainingSessions/(ts-[^/]+)(?:/checkpoints/[^/]+/(ts-[^/]+)/([^/]+))?")
+KEPT_POOLED = 4  # samplers
+
+
+async def to_pool(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
+    "Hand a request to the trainer of the pool, or to the sampler of a session's snapshot."
+    if "pool" not in site.trainers:
+        shared = {"name": "pool", "pooled": True}
+        site.trainers["pool"] = EmulatedTrainer(site.models, site.snapshots("pool"), site.folder, **shared)
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path.startswith("/api/"):
+        return await forward_to_trainer(site, site.trainers["pool"], scope, receive, send)
+    if path != "/inference/v1/completions":
+        raise HTTPException(404, f"there is no {path} in serverless training")
+    request = Request(scope, receive)
+    server = await pooled_server(site, str((await json_of(request)).get("model", "")))
+    await (await completions(server, request, "fireworks"))(scope, receive, send)
+
+
+async def pooled_server(site: Site, model: str) -> EmulatedServer:
+    "The sampler of a session's snapshot, or of its base model; 404 for one that the session did not save."
+    found, trainer, name = POOLED.fullmatch(model), site.trainers["pool"], f"pool:{model}"
+    if not found or found[1] not in trainer.memory.sessions or found[2] not in (None, found[1]):
+        raise HTTPException(404, f"{model!r} is no snapshot of a session that is open")
+    if name not in site.servers:
+        if found[3] and found[3] not in trainer.snapshots.names():
+            raise HTTPException(404, f"the session has no snapshot {found[3]!r}")
+        server = EmulatedServer(site.models, trainer.snapshots, base_model=site.models.name, name=name)
+        idle = [x for x, known in site.servers.items() if x.startswith("pool:") and not known.running]
+        site.servers[name] = server
+        server.load.task = asyncio.create_task(run_load(server, found[3])) if found[3] else None
+        for old in idle[: max(0, len(idle) + 1 - KEPT_POOLED)]:
+            await site.end(old)
+    if (server := site.servers[name]).load.task is not None:
+        await asyncio.wait({server.load.task})
+    return server
+
+
+async def delete_session(site: Site, request: Request) -> Response:
+    "DELETE of a training session: its models are released, and its snapshots no longer sampled."
+    id, pool = request.path_params["id"], site.trainers.get("pool")
+    if pool is None or id not in pool.memory.sessions:
+        raise HTTPException(404, f"there is no training session {id!r}")
+    await finish_session(Call(pool, pool.memory, {}, "", params={"session_id": id}))
+    del pool.memory.sessions[id]
+    for name in [x for x in site.servers if x.startswith("pool:") and f"/{id}" in x]:
+        await site.end(name)
+    return JSONResponse({})
 
 # %% ../../nbs/74_emulator.service.ipynb #0f3cc028
 _TRIED = {

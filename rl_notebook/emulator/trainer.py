@@ -574,9 +574,10 @@ class EmulatedTrainer:
         poll_s: float = 20.0,  # longest wait for a result before "try again"
         patience_s: float = 60.0,  # longest wait for a missing seq_id
         inline_bytes: int = 2**20,  # results beyond it are announced before they are fetched
+        pooled: bool = False,  # serverless: snapshots belong to sessions, whose ids begin with `ts-`
     ):
         self.models, self.snapshots, self.folder = models, snapshots, Path(folder)
-        self.forward_only, self.name = forward_only, name or "trainer"
+        self.forward_only, self.name, self.pooled = forward_only, name or "trainer", pooled
         self.poll_s, self.patience_s, self.inline_bytes = poll_s, patience_s, inline_bytes
         self.memory = Memory()
 
@@ -692,7 +693,7 @@ def forget_oldest(known: dict[str, Any], busy: Collection[str] = ()) -> None:
 
 def create_session(call: Call) -> dict[str, Any]:
     "A new session."
-    session_id = f"session-{uuid.uuid4().hex[:16]}"
+    session_id = f"{'ts' if call.trainer.pooled else 'session'}-{uuid.uuid4().hex[:16]}"
     about = {"sdk_version": str(call.body.get("sdk_version", ""))[:64], "created": timestamp()}
     call.memory.sessions[session_id] = about
     forget_oldest(call.memory.sessions, {model_id.partition(":")[0] for model_id in call.memory.learners})
@@ -852,6 +853,8 @@ async def save_weights_for_sampler(call: Call, learner: Learner) -> dict[str, An
     if path is None:
         return {"type": "save_weights_for_sampler", "sampling_session_id": new_sampler(call, learner, stored)}
     public = f"tinker://{learner.owner}/sampler_weights/{path}" if learner.tinker else path
+    if call.trainer.pooled:
+        public = f"local/{learner.model_id.partition(':')[0]}/{path}"
     return {"type": "save_weights_for_sampler", "path": public}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #f55495ff
