@@ -361,6 +361,7 @@ class Config(  # fields are collected from the last base to the first
     def __post_init__(self, *_: Any):
         _settle(self)
         _check(self)
+        self.eval_params()
 
     def loss_options(self) -> dict[str, Any]:
         "Keyword arguments of `make_loss_fn`."
@@ -379,6 +380,13 @@ class Config(  # fields are collected from the last base to the first
             stop=self.stop,
             seed=seed,
         )
+
+    def eval_params(self) -> SampleParams:
+        "How held-out rows are answered; raises `ConfigError` for a draw that cannot be."
+        told = dict(self.eval_sampling or {})
+        told |= {"max_tokens": told.pop("max_completion_tokens")} if "max_completion_tokens" in told else {}
+        told |= {"stop": tuple(told["stop"])} if "stop" in told else {}
+        return replace(self.sample_params(n=self.eval_samples, seed=self.seed), **told)
 
     def adam(self) -> AdamParams:
         "AdamW parameters of one optimizer step."

@@ -13,7 +13,7 @@ from .advantages import is_dead
 from .core import Datum, LossOutput, PromptGroup, RLNotebookError
 
 # %% auto #0
-__all__ = ['reward_metrics', 'step_metrics', 'with_aliases']
+__all__ = ['reward_metrics', 'pass_at_k', 'pass_metrics', 'step_metrics', 'with_aliases']
 
 # %% ../nbs/07_metrics.ipynb #ff32012e
 def _mean(values: Sequence[float] | np.ndarray) -> float:
@@ -71,6 +71,33 @@ def exact_entropy(datums: Sequence[Datum], loss: LossOutput | None) -> dict[str,
     values = [lp.entropy[d.active] for d, lp in zip(datums, logprobs) if lp.entropy is not None]
     flat = np.concatenate(values) if values and len(values) == len(datums) else np.zeros(0)
     return {"entropy/exact": float(flat.mean())} if len(flat) and np.isfinite(flat).all() else {}
+
+# %% ../nbs/07_metrics.ipynb #a7e1pass
+def pass_at_k(
+    n: int,  # completions of a prompt
+    c: int,  # of them right
+    k: int,  # drawn from them, at most n
+) -> float:
+    "Probability that one of k completions is right: unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1)."
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise RLNotebookError("pass@k", got=f"n={n}, c={c}, k={k}", expected="0 <= c <= n and 1 <= k <= n")
+    return 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+
+
+def _own_rewards(group: PromptGroup) -> np.ndarray:
+    "One reward a run: the segments of a run share theirs."
+    first = {run: i for i, run in reversed([*enumerate(group.runs)])}
+    return group.rewards[sorted(first.values())] if group.runs else group.rewards
+
+
+def pass_metrics(groups: Sequence[PromptGroup], asked: int, passing: float) -> dict[str, float]:
+    "`eval/avg@n` and `eval/pass@k` for k of 1, 2, 4 and so on up to n, over prompts with that many completions."
+    counts = [(len(r), int((r >= passing).sum())) for r in map(_own_rewards, groups) if len(r)]
+    sizes = sorted({*(2**i for i in range(asked.bit_length()) if 2**i <= asked), asked})
+    found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in sizes}
+    return {f"eval/avg@{asked}": _mean([c / n for n, c in counts])} | {
+        f"eval/pass@{k}": _mean(values) for k, values in found.items()
+    }
 
 # %% ../nbs/07_metrics.ipynb #8dec112a
 def datum_metrics(datums: Sequence[Datum]) -> dict[str, float]:

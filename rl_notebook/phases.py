@@ -549,10 +549,11 @@ def encode(
     rows: Sequence[Row],
     first_number: int,  # position of the first row in the run
     first_index: int = 0,  # and in the step
+    max_completion_tokens: int | None = None,  # room to leave for the completion; None = that of training
 ) -> list[Prompt]:
     "Rows as prompts, with the loop's tokenizer and lengths."
     c = loop.cfg
-    room = {"max_seq_len": c.max_seq_len, "max_completion_tokens": c.max_completion_tokens}
+    room = {"max_seq_len": c.max_seq_len, "max_completion_tokens": max_completion_tokens or c.max_completion_tokens}
     prompts = encode_for(rows, loop.backend, c, first_number=first_number, **room)
     return [replace(p, index=first_index + p.index) for p in prompts]
 
@@ -1098,7 +1099,7 @@ def evaluation_rollouts(loop: Loop) -> RolloutFn:
             runs.extend([found] if isinstance(found, RolloutRun) else [])
             return found
 
-        params = loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
+        params = replace(loop.cfg.eval_params(), n=1)
         asked = None if own is None else TakenRollout(noting, CONTEXT)
         how = {"context": {**context, "evaluation": True}, **patience(loop)}
         drawn = await draw(prompt, loop.sampler, params, asked, **how)
@@ -1131,10 +1132,14 @@ async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
     held_out = loop.eval_rows if rows is None else as_rows(rows)
     if not held_out:
         raise PhaseError("evaluate", got="no held-out rows", fix="Pass eval_rows to the loop, or rows to evaluate.")
-    prompts, params = encode(loop, held_out, HELD_OUT), loop.cfg.sample_params(n=1, seed=loop.cfg.seed)
-    task, sampler = loop.task, loop.sampler
+    params, task, sampler = loop.cfg.eval_params(), loop.task, loop.sampler
+    if loop.cfg.eval_sampling and task.rollout_fn is not None:
+        fix = "Leave it out, or ask in the rollout function whether it is an `evaluation`."
+        expected = "none: a rollout function draws as setup.params says"
+        raise ConfigError("eval_sampling", got=dict(loop.cfg.eval_sampling), expected=expected, fix=fix)
+    prompts = encode(loop, held_out, HELD_OUT, max_completion_tokens=params.max_tokens)
     with now_running(loop, "evaluate"):
-        how = {"patience": patience(loop), "weights": task.weights}
+        how = {"patience": patience(loop), "weights": task.weights, "passing": loop.cfg.eval_pass_reward}
         found = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, **how)
     loop.eval_metrics = found
     return found

@@ -1093,6 +1093,29 @@ def read_checkpoint(
         where = str(folder / "checkpoint.json")
         raise RecordError("parts of a checkpoint do not fit", where=where, got=got, expected=expected) from e
 
+# %% ../nbs/32_records.ipynb #be57code
+BEST = "best.json"
+
+
+def write_best(folder: str | os.PathLike[str], step: int, metric: str, value: float) -> None:
+    "Note the checkpoint of the best evaluation so far."
+    found = {"step": step, "metric": metric, "value": value, "checkpoint": f"checkpoints/{step:05d}"}
+    replace_text(Path(folder) / BEST, json.dumps(found, indent=1) + "\n")
+
+
+def read_best(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    "What `write_best` noted; None where nothing was; raises `RecordError` for another file."
+    path = Path(folder) / BEST
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        numbers = {"step": int(found["step"]), "value": float(found["value"])}
+        return numbers | {name: str(found[name]) for name in ("metric", "checkpoint")}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        expected = "step, metric, value and checkpoint"
+        raise RecordError(BEST, where=str(folder), got=str(error), expected=expected) from error
+
 # %% ../nbs/32_records.ipynb #d7f6c0d3
 async def _save_checkpoint(
     run: Run, step: int, save_state: Callable[[str], Awaitable[str]], facts: Mapping[str, Any]
@@ -1113,7 +1136,8 @@ async def _save_checkpoint(
 
 def _keep_last(run: Run, keep: int) -> None:
     "Delete all but the last checkpoints, each under another name first, so that no half of one is ever found."
-    for step in run.checkpoints[: -max(keep, 1)]:
+    best = read_best(run.path) or {"step": None}
+    for step in [step for step in run.checkpoints[: -max(keep, 1)] if step != best["step"]]:
         old = run.path / "checkpoints" / f"{step:05d}"
         gone = old.with_name(f".{old.name}.writing")
         with _os_errors("cannot delete", old):

@@ -51,6 +51,10 @@ class TaskSettings:
     seed: int = 0  # every draw derives from (seed, number of the row in the run, sample)
     eval_rows: int = 0  # held-out rows to score; 0 = no evaluation
     eval_interval: int = 0  # optimizer steps between evaluations; 0 = only before and after
+    eval_samples: int = 1  # completions of each held-out row; with several there are avg@k and pass@k
+    eval_sampling: Mapping[str, Any] | None = None  # settings of its draws that differ, as {"temperature": 0.6}
+    eval_pass_reward: float = 1.0  # a completion passes if its reward is at least this
+    keep_best: str | None = None  # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
 
 # %% ../nbs/08_settings.ipynb #7e5bd646
 @dataclass(frozen=True, kw_only=True)
@@ -730,7 +734,7 @@ AT_LEAST: dict[int, str] = {
     1: "max_rows epochs steps prompt_groups_per_step max_completion_tokens max_seq_len max_concurrent "
     "max_samples_per_fwd_bwd min_samples_per_fwd_bwd pipeline_chunks_per_step ppo_n_minibatches "
     "concurrency.max_concurrency concurrency.initial_window concurrency.min_window concurrency.max_window "
-    "min_group_size igpo.scoring_workers",
+    "min_group_size igpo.scoring_workers eval_samples",
     0: "eval_rows eval_interval top_k min_p weight_sync_interval dcp_save_interval overlong_buffer adam_beta1 "
     "warmup_steps warmup_ratio min_lr_rate "
     "adam_beta2 weight_decay grad_clip_norm lora_rank seed resume.step_offset max_head_offpolicy_versions "
@@ -838,6 +842,25 @@ def data_rules(c: Any) -> Iterator[str]:
         yield "dataset_eval_split: no rows are held out. Set eval_rows to how many it gives"
 
 
+_EVAL_DRAWS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_tokens", "stop")
+
+
+def evaluation_rules(c: Any) -> Iterator[str]:
+    "Settings of an evaluation that would not be made, or not so."
+    for name in (c.eval_sampling or {}).keys() - {*_EVAL_DRAWS}:
+        yield f"eval_sampling: got {quoted(name)}; expected some of {', '.join(_EVAL_DRAWS)}"
+    if (c.eval_sampling or {}).get("max_completion_tokens", 0) >= c.max_seq_len:
+        yield f"eval_sampling: max_completion_tokens leaves no prompt room (max_seq_len={c.max_seq_len}). Lower it"
+    if c.eval_pass_reward != 1 and c.eval_samples == 1:
+        yield "eval_pass_reward: pass@k is measured with several completions. Set eval_samples or leave it out"
+    if c.keep_best is not None and not c.keep_best.startswith("eval/"):
+        yield f"keep_best: got {quoted(c.keep_best)}; expected a metric of the evaluation, such as 'eval/reward'"
+    if c.keep_best is not None and (c.log_path is None or not c.eval_interval):
+        yield "keep_best: it keeps a checkpoint where an evaluation was made. Set log_path and eval_interval"
+    if c.keep_best is not None and c.weight_sync_interval != 1:
+        yield f"keep_best: with weight_sync_interval={c.weight_sync_interval} older weights are measured. Set it to 1"
+
+
 def run_rules(c: Any) -> Iterator[str]:
     "What cannot be left behind, or would not be looked at."
     kind = c.lr_scheduler_type
@@ -917,7 +940,8 @@ def _async_rules(c: Any) -> Iterator[str]:
 
 # %% ../nbs/08_settings.ipynb #d8f2fb0d
 RULES: tuple[Callable[[Any], Iterator[str]], ...] = (
-    loss_rules, correction_rules, sampling_rules, data_rules, run_rules, schedule_rules,
+    loss_rules, correction_rules, sampling_rules, data_rules, evaluation_rules, run_rules,
+    schedule_rules,
 )  # fmt: skip
 
 # %% ../nbs/08_settings.ipynb #dd63e411

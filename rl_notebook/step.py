@@ -22,6 +22,7 @@ from .drawings import BUDGET, advantages_html, completions_html, datums_html, fo
 from .drawings import html_table, loss_html, norms_html, number, on_one_line, prompts_html
 from .drawings import reference_html, rewards_html, styled
 from .losses import LossFn, LossOptions, make_loss_fn, natural_denominator
+from .metrics import pass_metrics
 from .rewards import graded, score, score_blocking
 from rl_notebook.rollouts import (
     Prompt,
@@ -414,9 +415,10 @@ async def evaluate(
     rollout_fn: RolloutFn | None = None,
     *,
     patience: Mapping[str, Any] | None = None,  # options of `draw`
+    passing: float = 1.0,  # a completion passes from this reward on
     **options: Any,  # `weights` of `rewards.score`
 ) -> dict[str, float]:
-    "Mean held-out reward, share of cut completions and mean length."
+    "Mean held-out reward, share of cut completions and mean length; with `params.n` above 1 also avg@n and pass@k."
     how = {"context": {"evaluation": True}, **(patience or {})}
 
     async def one(prompt: Prompt) -> PromptGroup:
@@ -430,4 +432,5 @@ async def evaluate(
         "eval/mean_length": float(np.mean([s.completion_len for s in samples])),
         "eval/clipped_ratio": float(np.mean([s.truncated for s in samples])),
         "eval/num_samples": float(len(samples)),
+        **(pass_metrics(groups, params.n, passing) if params.n > 1 else {}),
     }

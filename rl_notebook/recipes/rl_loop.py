@@ -41,6 +41,7 @@ from ..phases import sources_of
 from ..losses import LossOptions, policy_loss_fn
 from ..names import NAMED, check_trusted, named_function
 from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode
+from ..records import BEST, read_best, write_best
 from ..records import flat_settings, hold_folder, metrics_row, read_checkpoint
 from ..rewards import reward_fn
 from ..rewards import as_reward_fns
@@ -405,7 +406,7 @@ async def _train(
         say(saver.message())
     elif loop.cfg.output_model_id is not None and loop.backend.promote is not None:
         say(f"promoted: {await loop.backend.promote(loop.cfg.output_model_id)}")
-    after = None if stopped else await _held_out(loop, run, trackers)
+    after = None if stopped else await _held_out(loop, run, trackers, saver)
     if run is not None:
         say(f"report: {write_report(run, Path(run.path) / 'report.html')}")
     return RunResult(loop.state.number - first, before, after, time.perf_counter() - start, run, stopped)
@@ -427,12 +428,31 @@ class Saver:
 
     def __init__(self, loop: GRPOLoop, run: RunFolder | None):
         self.loop, self.run, self.last_boundary = loop, run, loop.state.number - 1
+        if run is not None and (best := read_best(run.path)) and best["step"] > self.last_boundary:
+            (Path(run.path) / BEST).unlink()  # of a step that was put aside
 
     async def boundary(self) -> None:
         "Note a place to go on from, and save where one is due."
         self.last_boundary, every = self.loop.state.number - 1, self.loop.cfg.dcp_save_interval
         if self.run is not None and every:
             await save_checkpoint(self.loop, self.run, every=every)
+        if self.loop.records and self.loop.records[-1].step == self.last_boundary:
+            await self.keep_best(self.loop.records[-1].metrics)
+
+    async def keep_best(self, metrics: Mapping[str, float]) -> None:
+        "Save where an evaluation came out higher than all before it in this run, and note it in `best.json`."
+        named, step = self.loop.cfg.keep_best, self.last_boundary
+        if self.run is None or named is None or not any(name.startswith("eval/") for name in metrics):
+            return
+        if named not in metrics:
+            known = ", ".join(name for name in metrics if name.startswith("eval/"))
+            raise ConfigError("keep_best", got=repr(named), expected=f"one of {known}")
+        best = read_best(self.run.path)
+        if not math.isfinite(metrics[named]) or (best and best["value"] >= metrics[named]):
+            return
+        if step not in self.run.checkpoints:
+            await save_checkpoint(self.loop, self.run)
+        write_best(self.run.path, step, named, metrics[named])
 
     async def save(self) -> None:
         "Save the last finished step, if the run can go on from there."
@@ -459,7 +479,9 @@ class Saver:
         return f"{done}; it goes on {f'after step {saved}' if saved else 'from the beginning'} with: {command}"
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #92be28e6
-async def _held_out(loop: GRPOLoop, run: RunFolder | None, trackers: Sequence[Tracker] = ()) -> float | None:
+async def _held_out(
+    loop: GRPOLoop, run: RunFolder | None, trackers: Sequence[Tracker] = (), saver: Saver | None = None
+) -> float | None:
     "Held-out reward after the last finished step, written beside its record, and told; None without held-out rows."
     if not loop.evaluates:
         return None
@@ -469,6 +491,8 @@ async def _held_out(loop: GRPOLoop, run: RunFolder | None, trackers: Sequence[Tr
         run.log_metrics(loop.state.number - 1, metrics)
     for tracker in trackers:
         tracker.log(metrics, loop.state.number - 1)
+    if saver is not None and loop.state.number - 1 == saver.last_boundary > 0:
+        await saver.keep_best(metrics)
     return metrics.get("eval/reward")
 
 
