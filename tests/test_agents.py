@@ -1,0 +1,82 @@
+"What AGENTS.md and llms.txt tell a coding agent is true: paths exist, phases are those of the loop, commands run."
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rl_notebook as rln
+from rl_notebook.cli import main
+from rl_notebook.phases import AWAITED, LOOK_ONLY, PHASES
+
+ROOT = Path(__file__).parent.parent
+AGENTS, LLMS = ((ROOT / name).read_text(encoding="utf-8") for name in ("AGENTS.md", "llms.txt"))
+SHOWN = re.findall(r"^rl-notebook (show runs/demo.*?) *#", AGENTS, re.MULTILINE)
+
+
+def test_what_they_name_is_there():
+    linked = re.findall(r"\]\(([^)]+)\)", AGENTS + LLMS)
+    named = re.findall(r"`((?:nbs|tests|benchmarks|examples|rl_notebook)/[\w./]*|\w+\.(?:toml|md))`", AGENTS)
+    assert len(linked) > 10
+    missing = [path for path in [*linked, *named] if not (ROOT / path).exists() and "NN_name" not in path]
+    assert missing == []
+    targets = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {*re.findall(r"(?:^|`)make (\w+)", AGENTS, re.MULTILINE)} - targets == set()
+    assert [name for name in re.findall(r"`?rln\.(\w+)", AGENTS) if name not in rln.__all__] == []
+
+
+def test_the_phases_are_those_of_the_loop():
+    told = AGENTS.partition("## A step and its phases")[2].partition("Each is a method")
+    assert re.findall(r"`(\w+)`", told[0]) == [*PHASES]
+    assert re.findall(r"`(\w+)`", told[2].partition("are awaited")[0])[-len(AWAITED) :] == [*AWAITED]
+    assert [f"`{phase}` (may be left out)" in told[0] for phase in LOOK_ONLY] == [True]
+
+
+def test_the_program_runs(tmp_path: Path):
+    program = AGENTS.partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "32 graded samples" in done.stdout
+    assert "✓ finite: every reward" in done.stdout
+    assert "all well:" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "A place with a short run in runs/demo."
+    place = tmp_path_factory.mktemp("place")
+    cfg = rln.Config(steps=3, prompt_groups_per_step=4, completions_per_prompt=8, log_path=str(place / "runs/demo"))
+    rln.main(cfg, progress=False, say=lambda line: None)
+    return place
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_run_is_read(command: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(demo)
+    assert main(shlex.split(command)) == 0
+    said = capsys.readouterr().out
+    if "--json" in command:
+        assert ["finite", True] in [[c["name"], c["ok"]] for c in json.loads(said)["checks"]]
+    else:
+        assert ("loss_mask" if "--sample" in command else "✓ finite" if "--step" in command else "3 steps") in said
+
+
+def test_what_is_shown_is_what_was_recorded(demo: Path, capsys: pytest.CaptureFixture[str]):
+    record = rln.Run.open(demo / "runs/demo").record(2)
+    d = record.datums[0]
+    assert (
+        main(["show", str(demo / "runs/demo"), *f"--step 2 --group {d.group} --sample {d.sample} --json".split()]) == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    sample = next(g for g in record.groups if g.index == d.group).samples[d.sample]
+    assert (told["text"], told["reward"]) == (sample.text, sample.reward)
+    assert [t["token"] for t in told["tokens"]] == sample.tokens.tolist()
+    last = record.loss.logprobs[0].values[-1], record.loss.dlogprobs[0][-1], d.ref_logprobs[-1]
+    shown = [told["tokens"][-1][name] for name in ("policy_logprobs", "dlogprobs", "ref_logprobs")]
+    assert shown == pytest.approx(last)
+    assert main(["show", str(demo / "runs/demo"), "--step", "9"]) == 2
+    assert "rl-notebook show:" in capsys.readouterr().err
