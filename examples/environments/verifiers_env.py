@@ -17,7 +17,7 @@ env = vf.load_environment(vf.resolve_env_config(WHERE))
 
 
 # --- the glue: 8 lines
-tasks = list(env.taskset)
+tasks = list(env.taskset.take(512))
 rows = [{"prompt": task.data.prompt_text, "task": i} for i, task in enumerate(tasks)]
 
 

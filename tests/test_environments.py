@@ -1,0 +1,165 @@
+"Rollout functions made of agents, tools and environments."
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import AsyncOpenAI
+
+from rl_notebook.core import AlignmentError, BackendError, Completion, ConfigError, SampleParams
+from rl_notebook.environments import agent_rollouts, tool_rollouts
+from rl_notebook.rollouts import RolloutSetup
+from rl_notebook.toy import build_tokenizer
+
+ROW = {"messages": [{"role": "user", "content": "What is 5+7?"}], "answer": "12", "seed": 7}
+
+
+class Scripted:
+    "A sampler that says what it is told; an exception is raised."
+
+    def __init__(self, *texts: Any):
+        self.tokenizer, self.texts = build_tokenizer(), list(texts)
+
+    async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
+        if isinstance(text := self.texts.pop(0), Exception):
+            raise text
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        return [Completion(np.array(prompt_tokens), np.array(tokens), np.full(len(tokens), -0.5), text=text)]
+
+    async def logprobs(self, tokens: Any) -> Any:
+        raise NotImplementedError
+
+    def play(self, factory: Any, max_seq_len: int | None = None, **columns: Any) -> Any:
+        "One rollout of a factory."
+        params = SampleParams(max_tokens=200)
+        setup = RolloutSetup(self, self.tokenizer, params, completions_per_prompt=1, max_seq_len=max_seq_len)
+        return asyncio.run(factory(setup)(ROW | columns))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def double(number: int) -> int:
+    """
+    Twice a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
+
+
+async def slow(number: int) -> int:
+    """
+    The number again.
+
+    Args:
+        number: The number.
+    """
+    await asyncio.sleep(0)
+    return number
+
+
+class Counter:
+    "Counts what was given to it."
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+
+    def reset(self, start: int = 0, **columns: Any) -> str:
+        assert "environment" not in columns
+        self.total = start
+        return f" Start at {start}."
+
+    def add(self, number: int) -> str:
+        """
+        Add a number.
+
+        Args:
+            number: The number.
+        """
+        self.total += number
+        return str(self.total)
+
+    async def get_reward(self) -> float:
+        return float(self.total)
+
+
+def test_tools_plain_and_async_and_what_goes_wrong_in_them():
+    texts = call("double", number=6) + call("slow", number=1), call("triple", number=1), call("double", x=1), "24"
+    [sample] = (
+        Scripted(*texts).play(tool_rollouts(lambda text, answer: float(text == "24"), tools=[double, slow])).segments
+    )
+    told = [m["content"] for m in sample.info["messages"] if m["role"] == "user"]
+    assert told[0] == "<tool_response>12</tool_response>"
+    assert told[1] == "<tool_response>1</tool_response>"
+    assert "no tool 'triple'" in told[2]
+    assert "unexpected keyword" in told[3]
+    assert (sample.reward, sample.info["tool_calls"], sample.info["tool_errors"]) == (1.0, 4, 2)
+
+
+def test_rewards_of_functions_and_of_the_environment_are_added():
+    def seen(completions: Any, environments: Any, **columns: Any) -> list[float]:
+        roles = [m["role"] for m in completions[0]]
+        assert roles == ["assistant", "tool", "assistant"]
+        return [10.0 * environments[0].total]
+
+    run = Scripted(call("add", number=2), "done").play(tool_rollouts(seen, environment_factory=Counter), start=3)
+    assert run.segments[0].rewards == {"seen": 50.0, "Counter": 5.0}
+    assert run.reward == run.segments[0].reward == 55.0
+    assert "What is 5+7? Start at 3." in build_tokenizer().decode(run.segments[0].tokens)
+
+
+def test_environments_are_chosen_by_name_and_used_again():
+    factory, before = tool_rollouts(environment_factory={"a": Counter, "b": Counter}), Counter.made
+    for name in ("a", "b", "a"):
+        assert Scripted("nothing").play(factory, environment=name).reward == 0
+    assert Counter.made == before + 2
+    with pytest.raises(ConfigError, match="one of 'a', 'b'"):
+        Scripted("nothing").play(factory, environment="c")
+
+
+def test_rounds_and_room_end_a_conversation():
+    endless = [call("add", number=1)] * 9
+    counted = Scripted(*endless).play(tool_rollouts(environment_factory=Counter, max_tool_calling_iterations=2))
+    assert (counted.reward, counted.segments[0].info["turns"]) == (2.0, 3)
+    short = Scripted(*endless).play(tool_rollouts(environment_factory=Counter), max_seq_len=700)
+    assert 1 <= short.segments[0].info["turns"] < 9
+    assert short.segments[0].turns[-1][0] < 700
+
+
+def test_a_tool_must_be_described():
+    with pytest.raises(ConfigError, match="Args:"):
+        Scripted("nothing").play(tool_rollouts(len, tools=[lambda number: number]))
+
+
+async def hiding(sample_prompt: dict[str, Any], rollout: Any, **asked: Any) -> float | None:
+    "An agent that hides every failure."
+    async with AsyncOpenAI(base_url=rollout.url, api_key=rollout.key, max_retries=0) as client:
+        try:
+            await client.chat.completions.create(model="policy", messages=sample_prompt["messages"], **asked)
+        except Exception:
+            return 0.0
+    return 1.0
+
+
+def test_a_failure_that_an_agent_hides_is_raised():
+    assert Scripted("fine").play(agent_rollouts(hiding)).reward == 1
+    with pytest.raises(BackendError, match="gone"):
+        Scripted(BackendError("the server is gone")).play(agent_rollouts(hiding))
+    with pytest.raises(AlignmentError, match=r"refused: .*temperature"):
+        Scripted("fine").play(agent_rollouts(lambda row, rollout: hiding(row, rollout, temperature=0.5)))
+
+
+def test_a_rollout_without_a_reward_is_unscorable():
+    async def play(sample_prompt: dict[str, Any], rollout: Any) -> None:
+        await hiding(sample_prompt, rollout)
+
+    assert Scripted("fine").play(agent_rollouts(play)).reward is None
