@@ -827,7 +827,7 @@ def sampling_rules(c: Any) -> Iterator[str]:
 def on_hub(dataset: str) -> bool:
     "Whether a data set is read by `datasets`: a name of the hub, or a folder shaped like one."
     ours = NAMED.fullmatch(dataset) or Path(dataset).suffix in (".jsonl", ".json", ".parquet", ".pq")
-    return not ours and bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", dataset) or Path(dataset).is_dir())
+    return not ours and bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", dataset) or os.path.isdir(dataset))
 
 
 def data_rules(c: Any) -> Iterator[str]:
