@@ -1238,7 +1238,7 @@ async def overlapped_half(
 # %% ../nbs/35_phases.ipynb #d15f1306
 NOT_FOR_BRANCHES = (
     *MUST_MATCH, "backend", "device", "dtype", "system_prompt", "eval_rows",
-    "log_path", "run_name", "report_to", "wandb", "resume", "dcp_save_interval",
+    "log_path", "run_name", "report_to", "log_completions", "wandb", "resume", "dcp_save_interval",
     "infra", "trainer", "deployment", "weight_sync", "output_model_id", "router_replay",
 )  # fmt: skip
 GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grades may depend on

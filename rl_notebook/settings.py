@@ -162,6 +162,7 @@ class RunSettings:
     log_path: str | None = None  # run folder; None = records stay in memory
     run_name: str | None = None  # name in the trackers; None = the name of the run folder
     report_to: tuple[TrackerName, ...] = ()  # who else gets the metrics of each step
+    log_completions: int = 0  # completions of each step that `report_to` gets as a table, from the first on
     dcp_save_interval: int = 0  # optimizer steps between resumable checkpoints; 0 = none
     router_replay: bool = False  # mixture of experts: the trainer takes the experts that the sampler chose
     router_replay_completion_only: bool = True  # for sampled tokens only; False = for the prompt as well
@@ -553,6 +554,12 @@ def _scale_rewards(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("scale_rewards", where="Config", got=quoted(value), expected="'group', 'batch' or 'none'")
     return {"advantage_scale": words[value]}
 
+# %% ../nbs/08_settings.ipynb #800503d6
+def _log_completions(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    "TRL's switch with its `num_completions_to_print`; a number is ours."
+    most = given.get("num_completions_to_print")
+    return {"log_completions": (16 if most is None else most) if value is True else 0 if value is False else value}
+
 # %% ../nbs/08_settings.ipynb #5bce9718
 def _checkpoint(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     'The cookbook\'s `init_from_checkpoint`: weights and optimizer of "job:name" or "name", counting from step 0.'
@@ -573,6 +580,10 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
     "init_from_checkpoint": _checkpoint,
     "anchor_logp": lambda v, given: {"anchor": "old" if v == "old_policy" else v},
     "report_to": lambda v, given: {"report_to": () if v in (None, "none", ["none"]) else v},
+    "log_completions": _log_completions,
+    "num_completions_to_print": lambda v, given: (
+        {} if v is None or given.get("log_completions") is True else {"log_completions": v}
+    ),
     "grad_accumulation_normalization": lambda v, given: {"grad_accumulation_normalization": "none" if v is None else v},
     "gspo.clip_ratio": lambda v, given: {"eps_clip": v, "eps_clip_high": v},
     "tis": _switch,
@@ -738,7 +749,7 @@ AT_LEAST: dict[int, str] = {
     0: "eval_rows eval_interval top_k min_p weight_sync_interval dcp_save_interval overlong_buffer adam_beta1 "
     "warmup_steps warmup_ratio min_lr_rate "
     "adam_beta2 weight_decay grad_clip_norm lora_rank seed resume.step_offset max_head_offpolicy_versions "
-    "max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma",
+    "max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma log_completions",
 }
 ABOVE: dict[int, str] = {
     0: "learning_rate temperature top_p repetition_penalty lora_alpha max_rollout_failure_rate adam_eps",
@@ -874,6 +885,8 @@ def run_rules(c: Any) -> Iterator[str]:
         yield "lora_alpha: there is no adapter at lora_rank=0. Set lora_rank or leave it out"
     if c.log_path is not None and any(len(os.fsencode(part)) > 255 for part in Path(c.log_path).parts):
         yield f"log_path: got {quoted(c.log_path, 40)}; a name in a path has at most 255 bytes"
+    if c.log_completions and not c.report_to:
+        yield "log_completions: nothing is reported. Set report_to, or leave it out: `completions_table` has them all"
     if "tensorboard" in c.report_to and c.log_path is None:
         yield "report_to: TensorBoard's event files go into the run folder. Set log_path"
     if c.dcp_save_interval > 0 and c.log_path is None and c.backend == "local":

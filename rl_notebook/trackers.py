@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+import pandas as pd
+
 from .config import WandBConfig
 from .core import ConfigError, MissingExtra, RecordError, without_keys
 
@@ -31,7 +33,7 @@ class Tracker(Protocol):
 
     def log(
         self,
-        metrics: Mapping[str, float],  # flat, one number a name
+        metrics: Mapping[str, float | pd.DataFrame],  # flat, a number or a table a name
         step: int,  # steps done, 0 = before training; comes again with other names, or after an undo or a resume
     ) -> None:
         "Take metrics of one step."
@@ -43,9 +45,11 @@ class Tracker(Protocol):
 
 # %% ../nbs/56_trackers.ipynb #27e7b88f
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    "Metrics as plain floats; raises RecordError naming a value that is none."
+    "The metrics that are no tables, as plain floats; raises RecordError naming a value that is none."
     out = {}
     for name, value in metrics.items():
+        if isinstance(value, pd.DataFrame):
+            continue
         if isinstance(value, str) or not hasattr(value, "__float__"):
             raise RecordError(f"metric {name!r}", where="tracker", got=repr(value)[:80], expected="one number")
         out[name] = float(value)
@@ -59,6 +63,15 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_secrets(v) for v in value]
     return without_keys(value) if isinstance(value, str) else value
+
+# %% ../nbs/56_trackers.ipynb #e3d925c4
+def tables(
+    metrics: Mapping[str, Any],
+    make: Callable[..., Any],  # `wandb.Table`, `trackio.Table`; takes `dataframe=`
+) -> dict[str, Any]:
+    "The metrics that are tables, made into what a tracker shows, without secrets."
+    found = {name: table for name, table in metrics.items() if isinstance(table, pd.DataFrame)}
+    return {name: make(dataframe=table.map(without_secrets)) for name, table in found.items()}
 
 # %% ../nbs/56_trackers.ipynb #e9e11fd2
 def extra(
@@ -140,12 +153,13 @@ class WandBTracker:
             )
         except (wandb.errors.Error, OSError, ValueError) as e:
             _no_start("wandb", e, "Run `wandb login`, or set WANDB_MODE=offline to log to files.")
+        self.table = wandb.Table
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        "Send the metrics of one step."
-        self.run.log({**numbers(metrics), "step": step})
+    def log(self, metrics: Mapping[str, float | pd.DataFrame], step: int) -> None:
+        "Send the metrics of one step, tables as `wandb.Table`."
+        self.run.log({**numbers(metrics), **tables(metrics, self.table), "step": step})
 
     def finish(self) -> None:
         "Wait until everything is sent, or written where W&B is offline."
@@ -162,6 +176,7 @@ class TrackioTracker:
         project: str = "rl-notebook",  # groups runs
     ):
         trackio = extra("trackio", "trackio", "init")
+        self.table = trackio.Table
         try:
             Path(trackio.TRACKIO_DIR).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=trackio.TRACKIO_DIR).close()
@@ -177,9 +192,9 @@ class TrackioTracker:
         except (OSError, ValueError, RuntimeError, sqlite3.Error) as e:
             _no_start("trackio", e, "Check the folder that TRACKIO_DIR names.")
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        "Store the metrics of one step."
-        self.run.log(numbers(metrics), step=step)
+    def log(self, metrics: Mapping[str, float | pd.DataFrame], step: int) -> None:
+        "Store the metrics of one step, tables as `trackio.Table`."
+        self.run.log({**numbers(metrics), **tables(metrics, self.table)}, step=step)
 
     def finish(self) -> None:
         "Write what is waiting."
@@ -208,9 +223,11 @@ class TensorBoardTracker:
     def _event(self, step: int, **content: Any) -> None:
         self.writer.add_event(self.events.Event(step=step, wall_time=time.time(), **content))
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float | pd.DataFrame], step: int) -> None:
         "Write metrics of one step; if some of them were written for it or a later one, nothing from it on counts."
         values = [self.summaries.Summary.Value(tag=k, simple_value=v) for k, v in numbers(metrics).items()]
+        text = lambda dataframe: dataframe.to_dict("records")
+        values += [_text_summary(self.summaries, k, rows) for k, rows in tables(metrics, text).items()]
         added = step == self.next_step - 1 and self.names.isdisjoint(metrics)
         if not added and (step < self.next_step or self.next_step == 0):
             self._event(step, session_log=self.events.SessionLog(status=self.events.SessionLog.START))

@@ -243,6 +243,8 @@ def test_trl_names_exist_in_trl():
         "max_steps",
         "bf16",
         "report_to",
+        "log_completions",
+        "num_completions_to_print",
         "num_iterations",
         "use_vllm",
         "sync_ref_model",
@@ -279,6 +281,20 @@ def test_report_to_needs_no_message(given, expected):
     cfg, said = made(report_to=given)
     assert cfg.report_to == expected
     assert not said
+
+
+def test_log_completions_by_trls_switch():
+    told = {"report_to": "trackio"}
+    for given, expected in (
+        ({"log_completions": True}, 16),
+        ({"log_completions": True, "num_completions_to_print": 4}, 4),
+        ({"log_completions": True, "num_completions_to_print": None}, 16),
+        ({"log_completions": False}, 0),
+        ({"log_completions": 5}, 5),
+    ):
+        cfg, said = made(**told, **given)
+        assert (cfg.log_completions, said) == (expected, [])
+    assert "given twice" in refused(**told, log_completions=5, num_completions_to_print=4)
 
 
 def test_one_message_for_all():
@@ -429,6 +445,7 @@ IGNORED = [
     ({"min_samples_per_fwd_bwd": 512}, "min_samples_per_fwd_bwd: above max_samples_per_fwd_bwd=256"),
     ({"lora_alpha": 16}, "lora_alpha: there is no adapter"),
     ({"report_to": "tensorboard"}, "report_to: TensorBoard's event files"),
+    ({"log_completions": 5}, "log_completions: nothing is reported"),
     ({"dcp_save_interval": 5}, "dcp_save_interval: checkpoints go into the run folder"),
     ({"temperature": 0}, "temperature: got 0.0; expected above 0"),
     ({"concurrency": {}}, "concurrency: backend='local' refuses nothing"),

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from rl_notebook import trackers as m
@@ -22,6 +23,26 @@ CONFIG = Config(learning_rate=5e-5, stop=("\n",), run_name="sums").to_dict() | {
     "where": f"https://{SECRET}@example.org"
 }
 STEPS = [(1, {"reward": 0.25, "kl/k3": 0.5}), (2, {"reward": math.nan}), (3, {"reward": 0.75}), (2, {"reward": 1.0})]
+
+TABLE = {
+    "step": [1, 1],
+    "row": ["sums:3", "sums:3"],
+    "prompt": ["12+9=?", "12+9=?"],
+    "completion": ["21 <b>", f"é{SECRET}\n|"],
+    "rewards/exact": [1.0, math.nan],
+    "reward": [1.0, 0.0],
+    "advantage": [0.5, -0.5],
+}
+
+
+def cleaned(rows):
+    "Rows of `TABLE` as they come back: text without its key, None for NaN."
+    for row, i in zip(rows, range(2), strict=True):
+        for name, values in TABLE.items():
+            wanted = values[i].replace(SECRET, "***") if isinstance(values[i], str) else values[i]
+            missing = wanted != wanted
+            assert row[name] in (None, "NaN") or math.isnan(row[name]) if missing else row[name] == wanted, name
+    return True
 
 
 def run(tracker, steps=STEPS):
@@ -103,6 +124,32 @@ def test_wandb_offline(wandb_offline, monkeypatch):
     assert SECRET.encode() not in everything(wandb_offline)
 
 
+def wandb_tables(folder: Path):
+    "name -> step -> rows of the tables in a W&B run folder."
+    found: dict[str, dict[int, list[dict]]] = {}
+    for record in wandb_records(folder):
+        if record.WhichOneof("record_type") != "history":
+            continue
+        row = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+        for name, path in ((k.removesuffix(".path"), v) for k, v in row.items() if k.endswith(".path")):
+            assert row[f"{name}._type"] == "table-file"
+            (file,) = Path(folder).glob(f"wandb/*run-*/files/{path}")
+            table = json.loads(file.read_text())
+            rows = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
+            found.setdefault(name, {})[row["step"]] = rows
+    return found
+
+
+def test_wandb_has_completions_as_a_table(wandb_offline, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    (tracker,) = open_trackers(["wandb"], run_name="sums", config={}, log_path=wandb_offline)
+    run(tracker, [(1, {"reward": 0.5, "completions": pd.DataFrame(TABLE)}), (2, {"reward": 0.5})])
+    (rows,) = wandb_tables(wandb_offline)["completions"].values()
+    assert [*rows[0]] == [*TABLE]
+    assert cleaned(rows)
+    assert SECRET.encode() not in everything(wandb_offline)
+
+
 def test_wandb_goes_on_with_the_same_run(wandb_offline):
     ids = []
     for _ in range(2):
@@ -147,19 +194,21 @@ def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):
 
 TRACKIO = """
 import json, math, sys, threading
+import pandas as pd
 from rl_notebook.trackers import open_trackers
-from tests_steps import CONFIG, STEPS, run
+from tests_steps import CONFIG, STEPS, TABLE, run
 before = {t.name for t in threading.enumerate()}
 for part in range(2):
     (tracker,) = open_trackers(["trackio"], run_name="sums", config=CONFIG, log_path=sys.argv[1])
     run(tracker, STEPS if part == 0 else [(4, {"reward": 0.5})])
 (other,) = open_trackers(["trackio"], run_name="sums", config={}, log_path=sys.argv[1] + "-other")
-run(other, [(1, {"reward": 9.0})])
+run(other, [(1, {"reward": 9.0, "completions": pd.DataFrame(TABLE)})])
 from trackio.sqlite_storage import SQLiteStorage as storage
 logs = storage.get_logs("rl-notebook", "sums", run_id=tracker.run.id)
 config = storage.get_run_config("rl-notebook", "sums", run_id=tracker.run.id)
 threads = sorted({t.name for t in threading.enumerate()} - before)
-found = [logs, config, other.run.id != tracker.run.id, threads, sorted(sys.modules)]
+tables = storage.get_logs("rl-notebook", "sums", run_id=other.run.id)
+found = [logs, config, other.run.id != tracker.run.id, threads, sorted(sys.modules), tables]
 print("RESULT" + json.dumps(found) + "RESULT")
 """
 
@@ -168,7 +217,7 @@ def test_trackio_local(tmp_path):
     pytest.importorskip("trackio")
     (tmp_path / "tests_steps.py").write_text(
         "import math\nfrom rl_notebook.trackers import finish_trackers\n"
-        f"CONFIG = {CONFIG!r}\nSTEPS = {STEPS!r}\n".replace("nan", "math.nan")
+        f"CONFIG = {CONFIG!r}\nSTEPS = {STEPS!r}\nTABLE = {TABLE!r}\n".replace("nan", "math.nan")
         + "def run(tracker, steps):\n"
         "    for step, metrics in steps:\n        tracker.log(metrics, step)\n    finish_trackers([tracker])\n"
     )
@@ -178,13 +227,15 @@ def test_trackio_local(tmp_path):
         [sys.executable, "-c", TRACKIO, str(tmp_path / "run")], capture_output=True, text=True, env=env, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    logs, config, separate, threads, modules = json.loads(done.stdout.split("RESULT")[1])
+    logs, config, separate, threads, modules, tables = json.loads(done.stdout.split("RESULT")[1])
     seen = [(row["step"], row["reward"]) for row in logs]
     assert [s for s in seen if s[1] == s[1]] == [(1, 0.25), (3, 0.75), (2, 1.0), (4, 0.5)]
     assert [step for step, reward in seen if reward != reward] == [2]
     assert logs[0]["kl/k3"] == 0.5
     assert (config["learning_rate"], config["where"]) == (5e-5, "https://***@example.org")
     assert separate
+    assert tables[0]["completions"]["_type"] == "trackio.table"
+    assert cleaned(tables[0]["completions"]["_value"])
     assert not threads
     assert not [name for name in modules if name.split(".")[0] in ("gradio", "torch")]
     assert SECRET.encode() not in everything(tmp_path / "trackio")
@@ -341,7 +392,8 @@ def trained_with(report_to, log_path):
     from rl_notebook.toy import load_model, toy_rows
 
     sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 4, "max_seq_len": 96}
-    cfg = Config(**sizes, steps=2, kl_beta=0.0, report_to=report_to, log_path=str(log_path), drop_dead=False)
+    sizes |= {"log_completions": 3, "drop_dead": False}
+    cfg = Config(**sizes, steps=2, kl_beta=0.0, report_to=report_to, log_path=str(log_path))
     problem = Problem(load_rows(toy_rows(8, seed=3)), load_rows(toy_rows(2, seed=4)), lambda text: float(len(text)))
     backend = open_local(*load_model("tiny"), reference=False)
     return asyncio.run(train(cfg, problem=problem, backend=backend, say=lambda line: None, progress=False))
@@ -355,13 +407,28 @@ def check_scalars(scalars):  # name -> {step: value}
     assert scalars["policy_version"] == {1: 1.0, 2: 2.0}
 
 
-def test_tensorboard_has_the_held_out_scores_and_the_seconds(tmp_path):
+def test_tensorboard_has_the_held_out_scores_the_seconds_and_completions(tmp_path):
     pytest.importorskip("tensorboard")
     result = trained_with(["tensorboard"], tmp_path / "run")
     board = board_of(tmp_path / "run")
     scalars = {name: {e.step: e.value for e in board.Scalars(name)} for name in board.Tags()["scalars"]}
     check_scalars(scalars)
     assert scalars["eval/reward"] == pytest.approx({0: result.reward_before, 2: result.reward_after})
+    texts = {e.step: json.loads(e.tensor_proto.string_val[0]) for e in board.Tensors("completions")}
+    check_completions(texts, tmp_path / "run")
+
+
+def check_completions(told, folder):  # step -> rows
+    "The first three completions of both steps, as the run folder has them."
+    from rl_notebook.records import Run
+
+    assert [*told] == [1, 2]
+    for step, rows in told.items():
+        table = Run.open(folder).record(step).completions_table().head(3)
+        assert [row["completion"] for row in rows] == table["text"].tolist()
+        for name in ("prompt", "reward", "advantage"):
+            assert [row[name] for row in rows] == table[name].tolist()
+        assert {row["step"] for row in rows} == {step}
 
 
 def test_tensorboard_takes_more_of_a_step_and_a_step_again(tmp_path):
@@ -402,6 +469,9 @@ def test_wandb_and_trackio_have_them_too(tmp_path):
         if record.WhichOneof("record_type") == "history":
             row = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
             kept["wandb"].append((row["step"], row))
+    check_completions(wandb_tables(tmp_path / "run")["completions"], tmp_path / "run")
+    tables = {step: row["completions"]["_value"] for step, row in kept["trackio"] if "completions" in row}
+    check_completions(tables, tmp_path / "run")
     for rows in kept.values():
         names = {name for _, row in rows for name in row}
         check_scalars({name: {step: row[name] for step, row in rows if name in row} for name in names})

@@ -319,7 +319,7 @@ async def train(
         if run is not None:
             stack.callback(run.release)
         trackers = stack.enter_context(_trackers(cfg))
-        told = [partial(_tell, tracker) for tracker in trackers]
+        told = [partial(_tell, tracker, cfg.log_completions) for tracker in trackers]
         loop.outputs += [*([run.add] if run is not None else []), *told, *on_record]
         return await _train(loop, run, say, progress, trackers)
 
@@ -344,10 +344,14 @@ def _trackers(cfg: Config) -> Iterator[list[Tracker]]:
         finish_trackers(opened)
 
 
-def _tell(tracker: Tracker, record: StepRecord) -> None:
-    "Hand a tracker the numbers of a step that `metrics.jsonl` has, too."
-    row = metrics_row(record)
-    tracker.log({name: row[name] for name in row.keys() - {"step", "reason"}}, record.step)
+def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
+    "Hand a tracker the numbers of a step that `metrics.jsonl` has, too, and its first completions."
+    row, table = metrics_row(record), record.completions_table().head(completions)
+    told: dict[str, Any] = {name: row[name] for name in row.keys() - {"step", "reason"}}
+    if len(table):
+        table.insert(0, "step", record.step)
+        told["completions"] = table.rename(columns={"text": "completion"})
+    tracker.log(told, record.step)
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #ddebe0fb
 def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]) -> Config:
