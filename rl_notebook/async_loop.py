@@ -323,6 +323,7 @@ class AsyncGRPOLoop(GRPOLoop):
         "Rows that came from weights that are gone are given up; the others stay in flight, or ready."
         if "sample" in before.values and before.number != self.state.number:
             self.intake.give_back({*before.numbers} - {*self.state.numbers})
+        self.intake.cursor = replace(self.intake.cursor, seen=self.state.cursor.seen)
         version = self.state.number - 1
         self.producer.recall(newer_than=version)
         self.producer.gate.stand(version, self.batch.useful + len(self.producer.ready))

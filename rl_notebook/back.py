@@ -271,7 +271,9 @@ async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float
         await loop.weights.update(learned, record.divided_by)
     if record.policy_version > loop.policy_version:
         await loop.weights.sync()
-    loop.stand_at(record.step, replace(loop.state.cursor, consumed=record.consumed), {"pending": record.pending})
+    cursor = replace(loop.state.cursor, consumed=record.consumed)
+    seen = {cursor.index(g.number): known for g, known in zip(record.groups, record.visits, strict=False)}
+    loop.stand_at(record.step, replace(cursor, seen={**cursor.seen, **seen}), {"pending": record.pending})
     loop.records.append(record)
     return gap
 

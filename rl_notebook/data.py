@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -473,6 +473,14 @@ def epoch_order(
     "The order in which an epoch visits the rows."
     return tuple(np.random.default_rng([seed, epoch]).permutation(n).tolist())
 
+# %% ../nbs/10_data.ipynb #3d9d23b3
+def coming_share(
+    rate: float,  # pass rate; nan = not known
+    floor: float,  # at 0 and 1
+) -> float:
+    "In which share of the epochs a row comes: always at one half, and as long as nothing is known."
+    return 1.0 if math.isnan(rate) else floor + (1 - floor) * 4 * rate * (1 - rate)
+
 # %% ../nbs/10_data.ipynb #f5974b3d
 @dataclass(frozen=True)
 class Cursor:
@@ -482,7 +490,9 @@ class Cursor:
     seed: int = 0  # of the shuffles
     epochs: int | None = 1  # None = without end
     shuffle: bool = True  # False = in the order of the data set, every epoch
-    consumed: int = 0  # rows taken so far, over all epochs
+    consumed: int = 0  # positions gone through so far, over all epochs
+    floor: float | None = None  # share of the epochs in which a row that is always or never solved comes; None = all
+    seen: Mapping[int, tuple[int, float]] = field(default_factory=dict, repr=False)  # row: times it came, pass rate
 
     def __post_init__(self):
         if not len(self.rows):
@@ -504,28 +514,53 @@ class Cursor:
 
     @property
     def exhausted(self) -> bool:
-        "Whether every epoch is done."
-        return self.consumed >= self.total
+        "Whether no row is left."
+        return not self.positions(1)
+
+    def index(self, position: int) -> int:
+        "Which row of the data set stands at a position counted over all epochs."
+        epoch, i = divmod(position, n := len(self.rows))
+        return epoch_order(n, self.seed, epoch)[i] if self.shuffle else i
+
+    def comes(self, position: int) -> bool:
+        "Whether the row at a position comes, or is passed over this time: drawn from seed and position alone."
+        if self.floor is None or (known := self.seen.get(self.index(position))) is None:
+            return True
+        return np.random.default_rng([self.seed, position, 1]).random() < coming_share(known[1], self.floor)
+
+    def positions(self, n: int) -> list[int]:
+        "Where the next `n` rows stand, fewer at the very end; those that are passed over are not among them."
+        ahead = range(self.consumed, int(self.total)) if self.epochs else count(self.consumed)
+        return list(islice((position for position in ahead if self.comes(position)), n))
 
     def peek(self, n: int) -> list[Row]:
         "The next `n` rows, fewer at the very end."
-        return [_row_at(self, i) for i in range(self.consumed, int(min(self.consumed + n, self.total)))]
+        return [self.rows[self.index(position)] for position in self.positions(n)]
 
     def take(self, n: int) -> tuple[list[Row], Cursor]:
         "The next `n` rows, fewer at the very end, and the cursor behind them."
-        rows = self.peek(n)
-        return rows, replace(self, consumed=self.consumed + len(rows))
+        taken = self.positions(n)
+        behind = replace(self, consumed=taken[-1] + 1) if taken else self
+        return [self.rows[self.index(position)] for position in taken], behind
 
     def state(self) -> dict[str, Any]:
         "Where the cursor stands, as plain JSON values; see `restore_cursor`."
         names = {name: getattr(self, name) for name in ("seed", "shuffle", "consumed")}
-        return {**names, "rows": len(self.rows), "next": None if self.exhausted else _row_at(self, self.consumed).key}
+        seen = {} if self.floor is None else {"seen": [[i, *known] for i, known in self.seen.items()]}
+        return {**names, "rows": len(self.rows), "next": next((row.key for row in self.peek(1)), None), **seen}
 
 # %% ../nbs/10_data.ipynb #e4c1573a
-def _row_at(cursor: Cursor, position: int) -> Row:
-    "The row at a position counted over all epochs."
-    epoch, i = divmod(position, n := len(cursor.rows))
-    return cursor.rows[epoch_order(n, cursor.seed, epoch)[i] if cursor.shuffle else i]
+def graded_rows(
+    cursor: Cursor,
+    rates: Mapping[int, float],  # position: share of the completions that passed; nan = there was none
+) -> Cursor:
+    "The cursor once rows have come and were graded; the pass rate is the mean of what it was and what it is now."
+    seen = dict(cursor.seen)
+    for position, rate in rates.items():
+        times, before = seen.get(i := cursor.index(position), (0, math.nan))
+        known = before if math.isnan(rate) else rate if math.isnan(before) else (before + rate) / 2
+        seen[i] = times + 1, known
+    return cursor if cursor.floor is None else replace(cursor, seen=seen)
 
 # %% ../nbs/10_data.ipynb #1314a60d
 def restore_cursor(
@@ -540,7 +575,8 @@ def restore_cursor(
     for name, now in {"rows": len(cursor.rows), "seed": cursor.seed, "shuffle": cursor.shuffle}.items():
         if state[name] != now:
             raise DataError(f"{name} of the data", where="resume", got=now, expected=f"{state[name]}, as recorded")
-    restored = replace(cursor, consumed=state["consumed"])
+    seen = {} if cursor.floor is None else {i: (times, rate) for i, times, rate in state.get("seen", ())}
+    restored = replace(cursor, consumed=state["consumed"], seen=seen)
     upcoming = [r.key for r in restored.peek(1)]
     if state["next"] is not None and upcoming and upcoming[0] != state["next"]:
         raise DataError(

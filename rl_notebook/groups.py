@@ -328,15 +328,14 @@ class Intake:
         "The number of the next row; None at the end."
         if self.waiting:
             return self.waiting.popleft()
-        if self.cursor.exhausted:
-            return None
-        self.cursor = replace(self.cursor, consumed=self.cursor.consumed + 1)
-        return self.cursor.consumed - 1
+        number = next(iter(self.cursor.positions(1)), None)
+        self.cursor = self.cursor if number is None else replace(self.cursor, consumed=number + 1)
+        return number
 
     def upcoming(self, count: int) -> list[int]:
         "The numbers that would be taken next."
-        start, again = self.cursor.consumed, list(self.waiting)[:count]
-        return [*again, *range(start, int(min(start + count - len(again), self.cursor.total)))]
+        again = list(self.waiting)[:count]
+        return [*again, *self.cursor.positions(count - len(again))]
 
     def give_back(self, numbers: Iterable[int]) -> None:
         "Have rows drawn again; the cursor goes back over those that were taken last."
@@ -348,8 +347,9 @@ class Intake:
         "Go to a place, or to behind rows that were taken from there."
         end = max([cursor.consumed, *(number + 1 for number in taken)])
         self.cursor = replace(cursor, consumed=end)
-        self.waiting = deque(sorted({*pending, *range(cursor.consumed, end)} - {*taken}))
+        between = (number for number in range(cursor.consumed, end) if cursor.comes(number))
+        self.waiting = deque(sorted({*pending, *between} - {*taken}))
 
     def row(self, number: int) -> list[Row]:
         "The row with a number; none behind the end."
-        return replace(self.cursor, consumed=int(min(number, self.cursor.total))).peek(1)
+        return [self.cursor.rows[self.cursor.index(number)]] if number < self.cursor.total else []

@@ -36,7 +36,7 @@ from .config import Config, LossSettings, UpdateSettings, completions_at_once
 from .core import AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
 from .core import PromptGroup
 from .core import RewardError, RolloutRun, RolloutSample
-from .data import Cursor, Row, load_rows
+from .data import Cursor, Row, graded_rows, load_rows
 from .datums import attach, datums_from_groups
 from .groups import Finished, Gate, Intake, Producer
 from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss_fn
@@ -344,7 +344,7 @@ def as_rows(rows: Any) -> list[Row]:
 
 def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
     "The place before the first row."
-    return Cursor(rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle)
+    return Cursor(rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle, floor=cfg.difficulty_sampling)
 
 # %% ../nbs/35_phases.ipynb #db0e342e
 def run_tokenizer(backend: Backend, cfg: Config) -> Any:
@@ -394,7 +394,8 @@ def place_text(loop: LoopState) -> str:
     "Where a loop is, in one line."
     total = loop.cursor.total
     of = "" if math.isinf(total) else f" of {int(total)}"
-    return f"step {loop.state.number}, next: {loop.state.current}; {loop.cursor.consumed}{of} prompts taken"
+    what = "prompts taken" if loop.cursor.floor is None else "places in the epochs gone through"
+    return f"step {loop.state.number}, next: {loop.state.current}; {loop.cursor.consumed}{of} {what}"
 
 
 def title_text(loop: Loop) -> str:
@@ -942,6 +943,13 @@ def other_sources(record: StepRecord, now: Mapping[str, str]) -> list[str]:
     return [f"{w}: not the source of step {record.step} ({record.sources[w]}, now {now[w]})" for w in changed]
 
 
+def cursor_after(loop: Loop) -> Cursor:
+    "Behind the prompts that were taken so far, once this step's have come and were graded."
+    groups, passing = loop.state.values["advantages"], loop.cfg.eval_pass_reward
+    rates = {g.number: float(np.mean(g.rewards >= passing)) if g.samples else math.nan for g in groups}
+    return graded_rows(loop.cursor, rates)
+
+
 def record_of(loop: Loop) -> StepRecord:
     "What this step's phases returned, as one value."
     state, v = loop.state, loop.state.values
@@ -953,6 +961,7 @@ def record_of(loop: Loop) -> StepRecord:
         options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
     extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)} | schedule_now(loop)
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
+    after = cursor_after(loop)
     more, speed = loop.more_of_record(), work_metrics(state.work, known_roofs(loop.backend.size))
     speed |= memory_metrics() if speed else {}
     return StepRecord(
@@ -974,6 +983,7 @@ def record_of(loop: Loop) -> StepRecord:
         changed=changed_since_opened(loop),
         timeline=(*phases, *more.pop("timeline", ())),
         sources=sources_of(loop, options),
+        visits=tuple(after.seen[after.index(g.number)] for g in v["advantages"] if after.floor is not None),
         **more,
     )
 
@@ -991,6 +1001,7 @@ def finish_phase(loop: Loop) -> StepRecord:
         for output in loop.outputs:
             output(record)
         loop.records.append(record)
+        loop.intake.cursor = cursor_after(loop)
         loop.state, loop.eval_metrics = next_state(loop), {}
         if waiting := loop.next_settings:
             loop.next_settings = {}

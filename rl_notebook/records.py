@@ -67,9 +67,10 @@ class StepRecord:
     sources: Mapping[str, str] = field(default_factory=dict)  # hash of the source of each function that is not ours
     speed: Mapping[str, float] = field(default_factory=dict)  # of what was computed in this process, as `perf/...`
     changed: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from those the loop was opened with
+    visits: tuple[tuple[int, float], ...] = ()  # difficulty sampling: times that each group's row came, its pass rate
 
     def __post_init__(self):
-        for name in ("groups", "datums", "passes", "updates", "pending", "timeline"):
+        for name in ("groups", "datums", "passes", "updates", "pending", "timeline", "visits"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
@@ -661,7 +662,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise RecordError("not readable", where=str(path), got=got, expected="YAML as it was written", fix=fix) from e
 
 # %% ../nbs/32_records.ipynb #02d269cb
-MUST_MATCH = ("base_model", "lora_rank", "lora_alpha", "dataset", "max_rows", "shuffle", "seed")  # to go on from a run
+MUST_MATCH = (  # to go on from a run
+    "base_model", "lora_rank", "lora_alpha", "dataset", "max_rows", "shuffle", "seed", "difficulty_sampling",
+)  # fmt: skip
 
 
 def differing(

@@ -48,12 +48,13 @@ class TaskSettings:
     epochs: int = 1  # passes over the rows
     steps: int | None = None  # optimizer steps after which the run ends, if the epochs have not; None = no limit
     shuffle: bool = True  # another order in each epoch, decided by `seed`
+    difficulty_sampling: float | None = None  # share of epochs in which a row never or always solved comes; None = all
     seed: int = 0  # every draw derives from (seed, number of the row in the run, sample)
     eval_rows: int = 0  # held-out rows to score; 0 = no evaluation
     eval_interval: int = 0  # optimizer steps between evaluations; 0 = only before and after
     eval_samples: int = 1  # completions of each held-out row; with several there are avg@k and pass@k
     eval_sampling: Mapping[str, Any] | None = None  # settings of its draws that differ, as {"temperature": 0.6}
-    eval_pass_reward: float = 1.0  # a completion passes if its reward is at least this
+    eval_pass_reward: float = 1.0  # a completion passes if its reward is at least this; for `difficulty_sampling`, too
     keep_best: str | None = None  # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
 
 # %% ../nbs/08_settings.ipynb #7e5bd646
@@ -752,9 +753,10 @@ AT_LEAST: dict[int, str] = {
     "max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma log_completions",
 }
 ABOVE: dict[int, str] = {
-    0: "learning_rate temperature top_p repetition_penalty lora_alpha max_rollout_failure_rate adam_eps",
+    0: "learning_rate temperature top_p repetition_penalty lora_alpha max_rollout_failure_rate adam_eps "
+    "difficulty_sampling",
 }
-AT_MOST_ONE = "warmup_ratio min_lr_rate top_p min_p max_rollout_failure_rate igpo.gamma"
+AT_MOST_ONE = "difficulty_sampling warmup_ratio min_lr_rate top_p min_p max_rollout_failure_rate igpo.gamma"
 
 # %% ../nbs/08_settings.ipynb #765a1257
 def range_rules(leaves: Mapping[str, Any]) -> Iterator[str]:
@@ -849,6 +851,10 @@ def data_rules(c: Any) -> Iterator[str]:
                 yield f"{name}: dataset={quoted(c.dataset)} has none. Leave it out, or name a data set of the hub"
     if c.dataset == "toy" and c.dataset_columns:
         yield "dataset_columns: the built-in task has its own. Leave it out, or name a data set"
+    if c.difficulty_sampling is not None and c.epochs == 1:
+        yield "difficulty_sampling: in the first epoch every row comes. Raise epochs, and end the run by steps"
+    if c.difficulty_sampling is not None and c.weight_sync_interval != 1:
+        yield "difficulty_sampling: rows of a window are taken before any is graded. Set weight_sync_interval=1"
     if c.dataset_eval_split and not c.eval_rows:
         yield "dataset_eval_split: no rows are held out. Set eval_rows to how many it gives"
 
@@ -862,7 +868,7 @@ def evaluation_rules(c: Any) -> Iterator[str]:
         yield f"eval_sampling: got {quoted(name)}; expected some of {', '.join(_EVAL_DRAWS)}"
     if (c.eval_sampling or {}).get("max_completion_tokens", 0) >= c.max_seq_len:
         yield f"eval_sampling: max_completion_tokens leaves no prompt room (max_seq_len={c.max_seq_len}). Lower it"
-    if c.eval_pass_reward != 1 and c.eval_samples == 1:
+    if c.eval_pass_reward != 1 and c.eval_samples == 1 and c.difficulty_sampling is None:
         yield "eval_pass_reward: pass@k is measured with several completions. Set eval_samples or leave it out"
     if c.keep_best is not None and not c.keep_best.startswith("eval/"):
         yield f"keep_best: got {quoted(c.keep_best)}; expected a metric of the evaluation, such as 'eval/reward'"

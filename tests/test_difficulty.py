@@ -1,0 +1,180 @@
+"Difficulty sampling: which rows come follows from their pass rates, and is the same by every way to a step."
+
+import asyncio
+import math
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl_notebook.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError, RecordError
+from rl_notebook.data import Cursor, coming_share, graded_rows, load_rows, restore_cursor
+from rl_notebook.groups import Intake
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.recipes.rl_loop import Problem, replay_step, train
+from rl_notebook.records import Run
+from rl_notebook.toy import load_model
+
+ROWS = load_rows([{"prompt": f"{i}+{i}=", "kind": i % 3, "id": f"q{i}"} for i in range(6)])
+SMALL = {
+    "prompt_groups_per_step": 2,
+    "completions_per_prompt": 4,
+    "max_completion_tokens": 3,
+    "max_seq_len": 32,
+    "kl_beta": 0.0,
+    "epochs": 40,
+    "drop_dead": False,
+    "difficulty_sampling": 0.1,
+}
+
+
+def by_kind(text, kind):
+    "Never, always, or by the text."
+    return float(kind == 1 or (kind == 2 and sum(map(ord, text)) % 2 == 0))
+
+
+def opened():
+    return open_local(*load_model("tiny"), reference=False)
+
+
+def make(kind=GRPOLoop, **settings):
+    return kind(opened(), ROWS, by_kind, Config(**SMALL | settings))
+
+
+def came(records):
+    "Numbers of the rows of each step."
+    return [[g.number for g in r.groups] for r in records]
+
+
+def expected_visits(records):
+    "How often the row of each group had come, and its pass rate, from the groups alone."
+    times, rates = Counter(), {}
+    for r in records:
+        for g in r.groups:
+            now = float(np.mean(g.rewards >= 1.0))
+            times[g.key] += 1
+            rates[g.key] = (rates[g.key] + now) / 2 if g.key in rates else now
+        yield tuple((times[g.key], rates[g.key]) for g in r.groups)
+
+
+def test_rows_come_by_their_pass_rate_and_records_say_how_often():
+    async def main():
+        loop = make()
+        records = await loop.run(24, progress=False)
+        assert [r.visits for r in records] == list(expected_visits(records))
+        assert came(records)[:3] == [[0, 1], [2, 3], [4, 5]]  # nothing is known of a row before it has come
+        taken = [n for step in came(records) for n in step]
+        assert taken == sorted(set(taken))
+        cursor, at = Cursor(ROWS, epochs=40, floor=0.1), 0
+        for record in records:  # the rows of every step from its past alone
+            assert replace(cursor, consumed=at).positions(2) == [g.number for g in record.groups]
+            rates = {g.number: float(np.mean(g.rewards >= 1.0)) for g in record.groups}
+            cursor, at = graded_rows(cursor, rates), record.consumed
+        epochs = records[-1].consumed / len(ROWS)
+        times = Counter(g.row["kind"] for r in records for g in r.groups)
+        assert epochs > 8
+        assert times[2] > times[0] + times[1]
+        assert min(times.values()) >= 2  # each of them once at least
+        assert "places in the epochs" in loop.place
+
+    asyncio.run(main())
+
+
+def test_undo_branch_and_phases_again_give_the_same_rows():
+    async def main():
+        loop = make(epochs=9)
+        first = await loop.run(6, progress=False)
+        place = loop.cursor
+        await loop.undo()
+        assert loop.cursor.seen == loop.state.cursor.seen != place.seen
+        other = await loop.branch(at="start", learning_rate=1e-4)
+        loop.prompts()
+        loop.prompts()
+        again = await loop.step()
+        assert (came([again]), again.visits) == (came(first[-1:]), first[-1].visits)
+        assert loop.cursor == place
+        record = await other.step()
+        assert (came([record]), record.visits) == (came([again]), again.visits)
+        with pytest.raises(ConfigError, match="difficulty_sampling"):
+            loop.change(difficulty_sampling=0.5)
+        while not loop.done:
+            last = await loop.step()
+        assert not loop.cursor.positions(1)
+        assert last.groups
+
+    asyncio.run(main())
+
+
+def test_a_run_that_is_resumed_sought_and_replayed_has_the_same_rows(tmp_path):
+    cfg = Config(**SMALL, steps=8, dcp_save_interval=3, log_path=str(tmp_path / "run"))
+    quiet = {"say": lambda line: None, "progress": False, "problem": Problem(ROWS, [], by_kind)}
+
+    async def main():
+        await train(cfg, backend=opened(), **quiet)
+        run = Run.open(cfg.log_path)
+        before = [run.record(n) for n in run.steps]
+        assert [r.visits for r in before] == list(expected_visits(before))
+        for step in [n for n in run.checkpoints if n > 3]:
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / f"{step:05d}")
+        await train(cfg, backend=opened(), resume=True, **quiet)
+        run = Run.open(cfg.log_path)
+        after = [run.record(n) for n in run.steps]
+        assert came(after) == came(before)
+        assert [(r.visits, r.consumed) for r in after] == [(r.visits, r.consumed) for r in before]
+        replayed = await replay_step(cfg.log_path, 6, problem=quiet["problem"], backend=opened())
+        assert all(phase.same is not False for phase in replayed.phases), replayed
+        fresh = GRPOLoop(opened(), ROWS, by_kind, cfg)
+        await fresh.seek(5, run)
+        assert [came([await fresh.step()]), came([await fresh.step()])] == [came(before[5:6]), came(before[6:7])]
+        with pytest.raises(RecordError, match=r"difficulty_sampling=0\.5"):
+            await train(replace(cfg, difficulty_sampling=0.5), backend=opened(), resume=True, **quiet)
+
+    asyncio.run(main())
+
+
+def test_beside_rollouts_too():
+    async def main():
+        loop = make(AsyncGRPOLoop, recipe="async_rl_loop", max_head_offpolicy_versions=1)
+        records = await loop.run(10, progress=False)
+        assert [r.visits for r in records] == list(expected_visits(records))
+        assert max(n for step in came(records) for n in step) > 22  # some were passed over
+        await loop.undo()
+        times = {loop.cursor.index(g.number): r.visits[i][0] for r in records[:-1] for i, g in enumerate(r.groups)}
+        assert {i: t for i, (t, _) in loop.cursor.seen.items()} == times
+        again = await loop.step()
+        assert again.visits == records[-1].visits
+        await loop.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("floor", [0.05, 0.5, 1.0])
+def test_a_row_comes_in_its_share_of_the_epochs(floor):
+    rates = [0.0, 0.1, 0.5, 0.9, 1.0, math.nan]
+    cursor = graded_rows(Cursor(ROWS, epochs=None, floor=floor), dict(enumerate(rates)))
+    rates = {cursor.index(i): rate for i, rate in enumerate(rates)}
+    behind = cursor.take(6000)[1]
+    times = Counter(cursor.index(p) for p in cursor.positions(6000))
+    for i, rate in rates.items():
+        assert times[i] / (behind.consumed / 6) == pytest.approx(coming_share(rate, floor), abs=0.04)
+    assert behind.exhausted is False
+
+
+def test_the_place_comes_back_from_a_checkpoint_and_rows_that_were_passed_over_do_not():
+    known = graded_rows(Cursor(ROWS, epochs=30, floor=0.1), {i: float(i % 2) for i in range(6)})
+    cursor = known.take(7)[1]
+    restored = restore_cursor(Cursor(ROWS, epochs=30, floor=0.1), cursor.state())
+    assert restored == cursor
+    intake = Intake(known)
+    taken = [intake.take() for _ in range(4)]
+    assert taken == known.positions(4)
+    intake.give_back(taken[2:])
+    assert intake.upcoming(4)[:2] == taken[2:]
+    intake.stand(known, taken=[taken[0], taken[3]])
+    assert intake.upcoming(3) == [taken[1], taken[2], replace(known, consumed=taken[3] + 1).positions(1)[0]]
+    assert [row.key for row in intake.row(taken[1])] == [ROWS[known.index(taken[1])].key]
