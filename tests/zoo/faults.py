@@ -22,7 +22,8 @@ from .machines import cast
 from .steps import Run, World
 
 NONE, CLEAN = "none of the known causes", "all well"  # as the doctor says it
-BUILD, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6 = "build", "unseen", "unseen3", "unseen4", "unseen5", "unseen6"
+BUILD, UNSEEN, UNSEEN3, UNSEEN4 = "build", "unseen", "unseen3", "unseen4"
+UNSEEN5, UNSEEN6, UNSEEN7 = "unseen5", "unseen6", "unseen7"
 WORLDS = {
     "plain": World(),
     "lora": World(lora_rank=8, learning_rate=1e-3),
@@ -90,8 +91,9 @@ def cases(split: str) -> Iterator[Case]:
     from .unseen4 import UNSEEN4_KINDS
     from .unseen5 import UNSEEN5_KINDS
     from .unseen6 import UNSEEN6_KINDS
+    from .unseen7 import UNSEEN7_KINDS
 
-    build, later = split == BUILD, split in (UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6)
+    build, later = split == BUILD, split in (UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6, UNSEEN7)
     kinds, seeds = {
         BUILD: (KINDS, (0, 1, 2, 10, 11, 12)),
         UNSEEN: (UNSEEN_KINDS, (20, 21, 22)),
@@ -99,6 +101,7 @@ def cases(split: str) -> Iterator[Case]:
         UNSEEN4: (UNSEEN4_KINDS, (60, 61, 62)),
         UNSEEN5: (UNSEEN5_KINDS, (80, 81, 82)),
         UNSEEN6: (UNSEEN6_KINDS, (100, 101, 102)),
+        UNSEEN7: (UNSEEN7_KINDS, (120, 121, 122)),
     }[split]
     for number, kind in enumerate(kinds):
         for i, strength in enumerate(kind.strengths):
