@@ -266,6 +266,15 @@ class SideData:
         on["old"] = p.detach() if on["old"] is None else on["old"]
         return ActiveTokens(policy=p, **on, sample=self.sample.to(p.device), lengths=self.lengths.to(p.device))
 
+    def with_entropy(self, entropies: Sequence[Tensor] | None) -> Tensor:  # (T,)
+        "The policy's entropy at the active positions; raises `LossError` where it is not known."
+        fix = "Set entropy_coeff=0, or train with a backend that computes it: backend='local'."
+        known = [h[ix.to(h.device)] for h, ix in zip(entropies or (), self.active, strict=bool(entropies))]
+        if not known or not all(bool(torch.isfinite(h).all()) for h in known):
+            got = "no entropy of the policy" if not known else "NaN or infinity"
+            raise LossError("entropy_coeff", got=got, expected="the entropy of every trained token", fix=fix)
+        return torch.cat(known)
+
     def _check(self, policy_logprobs: Sequence[Tensor]) -> None:
         got, expected = [len(lp) for lp in policy_logprobs], self.targets
         if got != expected:
@@ -348,6 +357,12 @@ def loss_terms(t: ActiveTokens, o: LossOptions) -> tuple[Tensor, Tensor]:  # (T,
 
 # %% ../nbs/05_losses.ipynb #819c325a
 LossFn = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
+READS_ENTROPY = "reads_entropy"  # a loss with this mark takes (N-1,) entropies as well, as third argument
+
+
+def reads_entropy(loss_fn: Callable[..., Any]) -> bool:
+    "Whether a loss is called with the entropies of the policy beside its logprobs."
+    return bool(getattr(loss_fn, READS_ENTROPY, False))
 
 # %% ../nbs/05_losses.ipynb #167550a5
 def make_loss_fn(
@@ -364,12 +379,16 @@ def make_loss_fn(
     o = replace(options, **changes) if options else LossOptions(**changes)
     side = SideData(datums, o)
 
-    def loss_fn(_datums: Sequence[Any], policy_logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def loss_fn(
+        _datums: Sequence[Any], policy_logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
         t = side.with_policy(policy_logprobs)
         surrogate, kl = loss_terms(t, o)
-        loss = aggregate(surrogate + kl, t, o, denominator)
+        bonus = o.entropy_coeff * side.with_entropy(entropies) if o.entropy_coeff else 0.0
+        loss = aggregate(surrogate + kl - bonus, t, o, denominator)
         return loss, {"loss": loss.item(), **loss_metrics(t, o, denominator)}
 
+    setattr(loss_fn, READS_ENTROPY, o.entropy_coeff > 0)
     return loss_fn
 
 # %% ../nbs/05_losses.ipynb #1137e724

@@ -31,6 +31,7 @@ class LossKnobs:
     kl_beta: float = 0.0  # weight of the KL term to the reference; 0 = no reference needed
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
     kl_bias_correction: bool = False  # multiply the KL term by the token ratio, as TRL does by default
+    entropy_coeff: float = 0.0  # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
     aggregation: Aggregation = "token_mean"  # what the summed loss is divided by
     anchor: Literal["old", "rollout"] = "old"  # ratios are against the policy before this update, or the sampler
     tis: Correction = "off"  # correct from sampler to trainer: one weight per token, or exp(mean log ratio) for all
@@ -73,7 +74,15 @@ TRL_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 # %% ../nbs/04_options.ipynb #d0484e17
-_AT_LEAST = {"kl_beta": 0, "eps_clip": 0, "dro_beta": 0, "tis_cap": 0, "tis_floor": 0, "icepop_threshold": 1}
+_AT_LEAST = {
+    "kl_beta": 0,
+    "entropy_coeff": 0,
+    "eps_clip": 0,
+    "dro_beta": 0,
+    "tis_cap": 0,
+    "tis_floor": 0,
+    "icepop_threshold": 1,
+}
 _ABOVE = {"eps_clip_c": 1, "ratio_log_cap": 0, "seq_ratio_log_cap": 0}
 _ABOVE |= {"sapo_temperature_pos": 0, "sapo_temperature_neg": 0}
 _HINTS = typing.get_type_hints(LossKnobs).items()

@@ -192,6 +192,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     if cfg.router_replay and not can.routing:
         fix = f"{can.name} was opened without it: pass router_replay=True, or leave it out."
         yield "router_replay", True, "False", fix
+    if cfg.entropy_coeff and not can.entropy:
+        yield "entropy_coeff", cfg.entropy_coeff, "0", f"{can.name} does not compute the entropy of the policy."
     if cfg.lora_rank != can.lora_rank:
         yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:

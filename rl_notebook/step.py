@@ -21,7 +21,7 @@ from .datums import attach, datum_table
 from .drawings import BUDGET, advantages_html, completions_html, datums_html, folded, frame_html
 from .drawings import html_table, loss_html, norms_html, number, on_one_line, prompts_html
 from .drawings import reference_html, rewards_html, styled
-from .losses import LossFn, LossOptions, make_loss_fn, natural_denominator
+from .losses import LossFn, LossOptions, make_loss_fn, natural_denominator, reads_entropy
 from .metrics import pass_metrics
 from .rewards import graded, score, score_blocking
 from rl_notebook.rollouts import (
@@ -245,7 +245,9 @@ def evaluate_loss(
 ) -> LossOutput:
     "Value, metrics and dL/dlogprob of a loss at given policy logprobs."
     leaves = [torch.tensor(lp.values, requires_grad=True) for lp in policy_logprobs]
-    loss, metrics = make(datums, None)(datums, leaves)
+    loss_fn, known = make(datums, None), [lp.entropy for lp in policy_logprobs]
+    beside = [[torch.tensor(h) for h in known]] if reads_entropy(loss_fn) and all(h is not None for h in known) else []
+    loss, metrics = loss_fn(datums, leaves, *beside)
     loss.backward()
     grads = [np.zeros(len(p)) if p.grad is None else p.grad.numpy() for p in leaves]
     return LossOutput(loss.item(), metrics, tuple(policy_logprobs), tuple(grads))

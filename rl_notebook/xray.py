@@ -284,6 +284,7 @@ class LossParts:
     tis: np.ndarray  # (T,) correction weights; ones when off
     options: LossOptions
     updates: int = 1  # of the step; the total is the mean of their losses
+    entropy: float = 0.0  # the entropy bonus, as it enters the loss: times minus the coefficient, aggregated
 
     @property
     def policy(self) -> float:
@@ -321,16 +322,21 @@ def loss_parts(record: StepRecord) -> LossParts:
         raise LossError("options of the record", got=sorted(record.options), expected="those of LossOptions") from e
     policy = [torch.tensor(lp.values) for lp in record.loss.logprobs] if record.loss else []
     ends = np.cumsum(record.updates or (len(record.datums),)).tolist()
-    shares = np.zeros(4)
+    entropies = [
+        torch.tensor(lp.entropy) for lp in (record.loss.logprobs if record.loss else ()) if lp.entropy is not None
+    ]
+    shares = np.zeros(5)
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
-        t = SideData(record.datums[first:end], o).with_policy(policy[first:end])
+        side = SideData(record.datums[first:end], o)
+        t = side.with_policy(policy[first:end])
         terms, kl = loss_terms(t, o)
+        bonus = -o.entropy_coeff * side.with_entropy(entropies[first:end]) if o.entropy_coeff else torch.zeros_like(kl)
         up, down = (torch.where(mine, terms, torch.zeros_like(terms)) for mine in (t.advantage > 0, t.advantage < 0))
-        shares += [float(aggregate(x, t, o)) / len(ends) for x in (up, down, kl, terms.abs() + kl.abs())]
+        shares += [float(aggregate(x, t, o)) / len(ends) for x in (up, down, kl, terms.abs() + kl.abs(), bonus)]
     t = SideData(record.datums, o).with_policy(policy)
-    positive, negative, beyond, scale = shares.tolist()
-    total = positive + negative + beyond
-    return LossParts(total, positive, negative, beyond, scale, t, tis_weights(t, o).numpy(), o, len(ends))
+    positive, negative, beyond, scale, bonus = shares.tolist()
+    total, tis = positive + negative + beyond + bonus, tis_weights(t, o).numpy()
+    return LossParts(total, positive, negative, beyond, scale + abs(bonus), t, tis, o, len(ends), bonus)
 
 # %% ../nbs/40_xray.ipynb #fda4cfac
 def short(x: float) -> str:
@@ -443,7 +449,8 @@ def made_of(parts: LossParts) -> str:
     else:
         shares = f"{short(parts.positive)} from positive and {short(parts.negative)} from negative advantages"
         words = f"{shares}{corrected}, {'ratio 1' if parts.steady else f'ratio {low:.3f} to {high:.3f}'}"
-    return words + ("" if parts.vanishes(parts.kl) else f"; the KL term adds {short(parts.kl)}")
+    words += "" if parts.vanishes(parts.kl) else f"; the KL term adds {short(parts.kl)}"
+    return words + ("" if parts.vanishes(parts.entropy) else f"; the entropy bonus takes off {short(-parts.entropy)}")
 
 # %% ../nbs/40_xray.ipynb #c78557dc
 def custom_loss(options: Mapping[str, Any]) -> str:
@@ -472,6 +479,9 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     o = parts.options
     own = o.anchor == "old" and o.policy_loss != "reinforce" and all(d.old_logprobs is None for d in record.datums)
     why = cancelling(parts, own, moved_since_sampling(record, previous))
+    if not parts.vanishes(parts.entropy):
+        others = "" if parts.vanishes(parts.kl) else f" and {short(parts.kl)} KL term"
+        return f"Loss is {short(value)}: {short(parts.entropy)} entropy bonus{others}; the rest is 0 because {why}"
     if not parts.vanishes(parts.kl):
         return f"Loss is {short(value)}, all of it the KL term (kl_beta {o.kl_beta:g}): the rest is 0 because {why}"
     equal = o.kl_beta > 0 and len(parts.tis) > 0 and parts.scale <= 1e-7

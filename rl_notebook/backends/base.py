@@ -132,6 +132,7 @@ class Capabilities:
     state_snapshots: bool = True  # `save_state` and `load_state`: without them no undo, branch or seek
     policy_temperature: float = 1.0  # the policy's logits are divided by it
     lora_rank: int = 0  # 0 = every parameter is trained
+    entropy: bool = False  # the policy's exact entropy can be part of the loss
     routing: bool = False  # completions name the experts that read each token, and the policy takes the same
     max_seq_len: int | None = None  # longest prompt plus completion; None = unknown
 

@@ -49,6 +49,7 @@ def check_builtin_options(o: LossOptions) -> None:
     refused = (
         (unknown, "policy_loss", _HINTS.get(o.policy_loss, _HERE)),
         (o.kl_beta > 0, "kl_beta", "A service's loss sees no reference logprobs, so it has no KL term. Set kl_beta=0"),
+        (o.entropy_coeff > 0, "entropy_coeff", "A service's loss has no entropy bonus. Set entropy_coeff=0"),
         (
             o.tis != "off" and o.tis_anchor == "policy",
             "tis_anchor",

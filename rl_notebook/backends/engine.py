@@ -127,6 +127,24 @@ def head_logprobs(
     parts = zip(parted(entropy, len(targets), chunk), features.split(chunk), targets.split(chunk), strict=True)
     return torch.cat([run(one(e), *part) for e, *part in parts])
 
+# %% ../../nbs/23_backends.engine.ipynb #015d23ac
+def entropy_rows(features: Tensor, head: Callable[[Tensor], Tensor] | None, temperature: float) -> Tensor:
+    "(M,) entropies of the distributions over the whole vocabulary, in nats."
+    logprobs = (logits_of(features, head) / temperature).log_softmax(-1)
+    return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # 0 * -inf is not a number
+
+
+def head_entropy(
+    features: Tensor,  # (M, D) hidden states, or (M, V) logits when there is no head
+    head: nn.Module | None,  # output embedding
+    temperature: float = 1.0,  # divides the logits
+    chunk_elements: int = CHUNK_ELEMENTS,  # logits that may exist at once
+) -> Tensor:
+    "(M,) entropies in nats, differentiable, with memory that does not grow with M times V."
+    chunk = max(1, chunk_elements // int(getattr(head, "out_features", features.shape[-1])))
+    parts = [checkpoint(entropy_rows, f, head, temperature, use_reentrant=False) for f in features.split(chunk)]
+    return torch.cat(parts)
+
 # %% ../../nbs/23_backends.engine.ipynb #ec18126d
 @dataclass(eq=False)
 class Uniforms:
@@ -678,6 +696,10 @@ class CausalModel:
     ) -> Tensor:
         "(M,) logprobs of `targets` (M,) from features (M, D); fills `entropy` (M,), if it is given."
         return head_logprobs(features, targets, self.head, temperature, entropy=entropy)
+
+    def entropy(self, features: Tensor, temperature: float = 1.0) -> Tensor:
+        "(M,) entropies from features (M, D), nats, differentiable."
+        return head_entropy(features, self.head, temperature)
 
 # %% ../../nbs/23_backends.engine.ipynb #e09d3782
 def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device | str = "cpu") -> Tensor:

@@ -70,6 +70,9 @@ from rl_notebook.core import (
 # %% auto #0
 __all__ = ['export_weights', 'open_local']
 
+# %% ../../nbs/24_backends.local.ipynb #d55fa39a
+from ..losses import reads_entropy
+
 # %% ../../nbs/24_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
 TREE_GAIN = {"cpu": 64, "cuda": 1024}  # tokens worth reading a batch as a prefix tree
@@ -141,11 +144,12 @@ def score_batch(
     scoring: Scoring,
     datums: Sequence[Datum],
     tree: bool = False,
-    entropies: list[Tensor] | None = None,  # gets one more: (M,) of the distributions, in nats, without gradient
+    entropies: list[Tensor] | None = None,  # gets one more: (M,) of the distributions, in nats
+    graded: bool = False,  # the entropies have a gradient, too
 ) -> Tensor:
     "(M,) logprobs of all scored positions of one batch, datum after datum, with gradient if it is enabled."
     if tree:
-        return _score_tree(scoring, datums, entropies)
+        return _score_tree(scoring, datums, entropies, graded)
     device = scoring.causal.device
     picked = np.zeros((len(datums), max(len(d.weights) for d in datums)), dtype=bool)
     for row, d in zip(picked, datums, strict=True):
@@ -155,10 +159,10 @@ def score_batch(
     with routed(scoring, datums):
         features = scoring.causal.features(padded([d.input_tokens for d in datums], device))
     scoring.meter.datums_scored += len(datums)
-    return with_entropy(scoring, features.flatten(0, 1)[where], targets, entropies)
+    return with_entropy(scoring, features.flatten(0, 1)[where], targets, entropies, graded)
 
 
-def _score_tree(scoring: Scoring, datums: Sequence[Datum], entropies: list[Tensor] | None) -> Tensor:
+def _score_tree(scoring: Scoring, datums: Sequence[Datum], entropies: list[Tensor] | None, graded: bool) -> Tensor:
     "`score_batch`, what the datums begin with computed once."
     causal, tree = scoring.causal, tree_of(scoring, datums)
     scored = [d.active | scoring.prompt_logprobs for d in datums]
@@ -169,16 +173,20 @@ def _score_tree(scoring: Scoring, datums: Sequence[Datum], entropies: list[Tenso
     with reading(causal.decoder.config, tree):
         features = causal.features(tree.ids, tree.positions)[0]
     scoring.meter.datums_scored += len(datums)
-    logprobs = with_entropy(scoring, F.embedding(places, features), ids, entropies)
+    logprobs = with_entropy(scoring, F.embedding(places, features), ids, entropies, graded)
     if entropies is not None:
-        entropies[-1] = entropies[-1][back]
+        entropies[-1] = F.embedding(back, entropies[-1][:, None])[:, 0]
     return F.embedding(back, logprobs[:, None])[:, 0]
 
 
-def with_entropy(scoring: Scoring, features: Tensor, targets: Tensor, entropies: list[Tensor] | None) -> Tensor:
+def with_entropy(
+    scoring: Scoring, features: Tensor, targets: Tensor, entropies: list[Tensor] | None, graded: bool
+) -> Tensor:
     "The logprobs of targets; the entropies beside them go to the list."
     entropy = None
-    if entropies is not None:
+    if entropies is not None and graded:
+        entropies.append(scoring.causal.entropy(features, scoring.temperature))
+    elif entropies is not None:
         entropy = features.new_empty(len(targets), dtype=torch.promote_types(features.dtype, torch.float32))
         entropies.append(entropy)
     return scoring.causal.logprobs(features, targets, scoring.temperature, entropy)
@@ -243,14 +251,19 @@ def loss_and_dlogprobs(
     series: list[Tensor],  # (N-1,) leaves
     loss_fn: LossFn,
     prompt_logprobs: bool = False,  # positions of weight 0 are scored too
+    entropies: Sequence[Tensor] = (),  # (N-1,) leaves for a loss that reads them; their derivative is left in `.grad`
 ) -> tuple[float, dict[str, float], list[np.ndarray]]:  # value, metrics, dL/dlogprob (N-1,) per datum
     "Call the loss and differentiate it with respect to the logprobs; raises `LossError`."
-    loss, metrics = loss_fn(datums, series)
+    loss, metrics = loss_fn(datums, series, *([entropies] if entropies else []))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise LossError("loss", got=type(loss).__name__, expected="a tensor with one element, and a dict of metrics")
     if not loss.isfinite().all():
         raise not_finite(datums, series, prompt_logprobs, "loss", loss.item())
-    dlogprobs = torch.autograd.grad(loss, series, allow_unused=True) if loss.requires_grad else [None] * len(datums)
+    leaves = [*series, *entropies]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
+    dlogprobs = found[: len(series)]
+    for h, dentropy in zip(entropies, found[len(series) :], strict=True):
+        h.grad = dentropy
     results = []
     for d, dlogprob in zip(datums, dlogprobs, strict=True):
         if dlogprob is None:
@@ -297,6 +310,7 @@ class Graph:
     datums: tuple[Datum, ...]
     batches: list[Batch]
     flats: list[Tensor]  # per batch (M,)
+    entropies: list[Tensor]  # likewise, for a loss that reads them; else none
 
 # %% ../../nbs/24_backends.local.ipynb #7df7b978
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -309,25 +323,31 @@ def evaluate(
     datums: Sequence[Datum],
     loss_fn: LossFn,
     entropies: list[np.ndarray] | None = None,  # gets one (N-1,) array per datum, nats
+    dentropies: list[np.ndarray] | None = None,  # gets dL/dentropy (N-1,) per datum, if the loss reads entropies
 ) -> tuple[float, dict, list, list]:
     "Loss value, metrics, logprobs and dL/dlogprob per datum; no gradient reaches the weights."
-    scoring, state.graph, beside = state.scoring, None, None if entropies is None else list[Tensor]()
+    scoring, state.graph, graded = state.scoring, None, reads_entropy(loss_fn)
+    beside = None if entropies is None and not graded else list[Tensor]()
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches = scoring.batches(datums)
     keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
     note_pass(scoring, "training", datums, batches)
     with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
-        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside) for b in batches]
+        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside, graded) for b in batches]
         settle(scoring.causal.device)
     series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
+    leaves = [h.requires_grad_(graded) for h in per_datum(scoring, datums, batches, beside or [])] if beside else []
+    read = leaves if graded else []
     with torch.enable_grad():
-        value, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn, scoring.prompt_logprobs)
-    state.graph = Graph(tuple(datums), batches, flats) if keep else None
+        value, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn, scoring.prompt_logprobs, read)
+    state.graph = Graph(tuple(datums), batches, flats, beside or [] if graded else []) if keep else None
     saved = sum(sum(len(datums[i].weights) for i in b.rows) - b.tokens for b in batches if b.tree)
     metrics["perf/prefix_tokens_saved"] = float(saved)
     arrays = lambda values: [s.detach().double().numpy() for s in values]
-    if entropies is not None and beside is not None:
-        entropies += arrays(per_datum(scoring, datums, batches, beside))
+    if entropies is not None:
+        entropies += arrays(leaves)
+    if dentropies is not None:
+        dentropies += arrays(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num() for h in read)
     return value, metrics, arrays(series), dlogprobs
 
 # %% ../../nbs/24_backends.local.ipynb #459e71fa
@@ -345,8 +365,22 @@ def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], pr
             raise LossError("dlogprobs", where=d.where, got=got, expected="0", fix=fix)
 
 # %% ../../nbs/24_backends.local.ipynb #0a724dd7
-def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
-    "Add the gradient of `sum(dlogprob * logprob)` to what is accumulated, in float32 where there is a master."
+def scored_flat(
+    scoring: Scoring, datums: Sequence[Datum], batch: Batch, series: Sequence[np.ndarray], like: Tensor
+) -> Tensor:  # (M,)
+    "What belongs to the scored positions of a batch, datum after datum."
+    scored = [datums[i].active | scoring.prompt_logprobs for i in batch.rows]
+    values = np.concatenate([np.asarray(series[i])[s] for i, s in zip(batch.rows, scored, strict=True)])
+    return sent(torch.from_numpy(values).to(like.dtype), like.device)
+
+
+def backpropagate(
+    state: PolicyState,
+    datums: Sequence[Datum],
+    dlogprobs: Sequence[np.ndarray],  # (N-1,) per datum
+    dentropies: Sequence[np.ndarray] = (),  # likewise dL/dentropy; () = the loss reads no entropy
+) -> None:
+    "Add the gradient of `sum(dlogprob * logprob)`, and of the entropies, to what is accumulated, in float32."
     scoring, graph, state.graph = state.scoring, state.graph, None
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     check_dlogprobs(datums, dlogprobs, scoring.prompt_logprobs)
@@ -354,19 +388,22 @@ def backpropagate(state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequen
         graph = None
     batches = graph.batches if graph else scoring.batches(datums)
     flats: list[Tensor | None] = list(graph.flats) if graph else [None] * len(batches)
+    beside: list[Tensor | None] = list(graph.entropies) if graph and len(dentropies) else [None] * len(batches)
     del graph
     note_pass(scoring, "training", datums, batches, backward=True)
     with scoring.meter.timed("training"):
         for k, batch in enumerate(batches):
-            flat, flats[k] = flats[k], None
+            flat, h, flats[k], beside[k] = flats[k], beside[k], None, None
             several = [datums[i] for i in batch.rows]
-            with torch.enable_grad():
-                flat = score_batch(scoring, several, batch.tree) if flat is None else flat
-            scored = [datums[i].active | scoring.prompt_logprobs for i in batch.rows]
-            dlogprob = np.concatenate([np.asarray(dlogprobs[i])[s] for i, s in zip(batch.rows, scored, strict=True)])
-            tree = tree_of(scoring, several) if batch.tree else None
+            if flat is None:
+                more = list[Tensor]() if len(dentropies) else None
+                with torch.enable_grad():
+                    flat = score_batch(scoring, several, batch.tree, more, graded=True)
+                h = more[0] if more else None
+            tree, ends = tree_of(scoring, several) if batch.tree else None, [flat] if h is None else [flat, h]
+            along = [scored_flat(scoring, datums, batch, s, flat) for s in (dlogprobs, dentropies)[: len(ends)]]
             with routed(scoring, several), reading(scoring.causal.decoder.config, tree):
-                torch.autograd.backward(flat, sent(torch.from_numpy(dlogprob).to(flat.dtype), flat.device))
+                torch.autograd.backward(ends, along)
             scoring.meter.datums_trained += len(batch.rows)
             for name, master in state.masters.items():
                 p = state.params[name]
@@ -823,7 +860,7 @@ class LocalTrainer:
         return await self._output(evaluate, datums, loss_fn)
 
     async def backward(self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
-        "Accumulate the gradient that belongs to dL/dlogprob (N-1,) of each datum."
+        "Accumulate the gradient that belongs to dL/dlogprob (N-1,) of each datum; one of entropies is not in it."
         await self.run(backpropagate, self.state, list(datums), list(dlogprobs))
 
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
@@ -886,8 +923,9 @@ def loss_and_backward(
     state: PolicyState, datums: list[Datum], loss_fn: LossFn, entropies: list[np.ndarray]
 ) -> tuple[float, dict, list, list]:
     "`evaluate`, then `backpropagate` of its derivatives."
-    value, metrics, series, dlogprobs = evaluate(state, datums, loss_fn, entropies)
-    backpropagate(state, datums, dlogprobs)
+    dentropies: list[np.ndarray] = []
+    value, metrics, series, dlogprobs = evaluate(state, datums, loss_fn, entropies, dentropies)
+    backpropagate(state, datums, dlogprobs, dentropies)
     norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
     return value, metrics | norms, series, dlogprobs
 
@@ -1374,7 +1412,7 @@ def open_local(
         checkpoint_layers(module)
     policy, sampler = LocalTrainer(state, run, versions), LocalSampler(engine, run)
     can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
-    can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len)
+    can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len, entropy=True)
     sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params}, versions)
 
     async def close() -> None:

@@ -1,0 +1,177 @@
+"The entropy bonus: its gradient is that of plain autograd, however it is batched; refused where it cannot be."
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_local_backend import backend_of, distributions, gradients, random_datums
+from tiny_models import one_thread
+
+from rl_notebook.backends.builtin import builtin_loss
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
+from rl_notebook.core import AdamParams, ConfigError, LossError
+from rl_notebook.losses import LossOptions, make_loss_fn, reads_entropy
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.step import evaluate_loss
+from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.travel import replay_backward
+from rl_notebook.whatif import what_if
+from rl_notebook.xray import loss_words
+
+__all__ = ["one_thread"]
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def by_hand(backend, datums, coeff, aggregation):
+    "Value and gradient of REINFORCE with a bonus, from the model's own logits, without the package's losses."
+    terms = []
+    for d, whole in zip(datums, distributions(backend, datums), strict=True):
+        drawn = whole[torch.arange(len(d.weights)), torch.from_numpy(d.target_tokens.copy())]
+        entropy = -(whole.exp() * whole).sum(-1)
+        terms.append((-d.advantage * drawn - coeff * entropy)[torch.from_numpy(d.active.copy())])
+    if aggregation == "token_mean":
+        loss = torch.cat(terms).mean()
+    else:
+        loss = sum(t.mean() for t in terms if len(t)) / len(terms)
+    params = backend.policy.state.params
+    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    return loss.item(), {n: g for n, g in zip(params, found, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "aggregation", "options"),
+    [
+        ("qwen3", 10**6, "token_mean", {}),
+        ("qwen3", 40, "sequence_mean", {"temperature": 0.7}),
+        ("llama", 40, "token_mean", {"lora_rank": 3}),
+        ("qwen3", 10**6, "token_mean", {"prompt_logprobs": True, "gradient_checkpointing": True}),
+        ("gpt2", 60, "sequence_mean", {}),
+    ],
+)
+@pytest.mark.parametrize("share", [False, True])
+def test_value_and_gradient_are_those_of_autograd(family, tokens, aggregation, options, share):
+    backend = backend_of(family, dtype="float64", tokens_per_batch=tokens, reference=False, **options)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in backend.policy.state.params.values() if "lora_rank" in options else ():
+            p.normal_(std=0.1)
+    datums = random_datums(11, 6)
+    if share:  # one prompt before all of them: computed once where there is room
+        prompt = np.random.default_rng(0).integers(0, 200, 225)
+        longer = [(np.r_[prompt, d.tokens], np.r_[np.zeros(len(prompt)), d.weights]) for d in datums]
+        datums = [replace(d, tokens=t, weights=w) for d, (t, w) in zip(datums, longer, strict=True)]
+    value, want = by_hand(backend, datums, 0.3, aggregation)
+    loss_fn = make_loss_fn(datums, entropy_coeff=0.3, aggregation=aggregation)
+    out = run(backend.policy.forward_backward_custom(datums, loss_fn))
+    got = gradients(backend)
+    assert out.loss == pytest.approx(value, rel=1e-6)
+    assert got.keys() == want.keys()
+    trees = any(batch.tree for batch in backend.policy.state.scoring.batches(datums))
+    assert trees or not (share and tokens == 10**6)
+    scale = max(float(g.abs().max()) for g in want.values())
+    for name, g in want.items():
+        assert float((got[name] - g).abs().max()) <= (1e-6 if trees else 1e-7) * scale, name
+    plain = backend_of(family, dtype="float64", tokens_per_batch=tokens, reference=False, **options)
+    if "lora_rank" not in options:  # without the bonus it is another gradient
+        run(plain.policy.forward_backward_custom(datums, make_loss_fn(datums, aggregation=aggregation)))
+        assert max(float((gradients(plain)[n] - g).abs().max()) for n, g in want.items()) > 1e-3 * scale
+
+
+def test_calls_of_a_step_add_up():
+    datums = random_datums(4, 6)
+    found = []
+    for parts in ([datums], [datums[:2], datums[2:]]):
+        backend = backend_of(dtype="float64", reference=False)
+        tokens = float(sum(d.num_loss_tokens for d in datums))
+        for part in parts:
+            run(backend.policy.forward_backward_custom(part, make_loss_fn(part, entropy_coeff=0.2, denominator=tokens)))
+        found.append(gradients(backend))
+    for name, g in found[0].items():
+        assert torch.allclose(g, found[1][name], rtol=1e-6, atol=1e-12)
+
+
+def test_looking_at_a_loss_leaves_nothing_behind():
+    datums, backend = random_datums(4, 3), backend_of(dtype="float64", reference=False)
+    looked = run(backend.policy.loss(datums, make_loss_fn(datums, entropy_coeff=0.2)))
+    run(backend.policy.backward(datums, looked.dlogprobs))
+    without = backend_of(dtype="float64", reference=False)
+    run(without.policy.forward_backward_custom(datums, make_loss_fn(datums)))
+    for name, g in gradients(without).items():  # its derivatives with respect to logprobs are those without the bonus
+        assert torch.allclose(g, gradients(backend)[name], rtol=1e-6, atol=1e-12)
+
+
+def test_the_bonus_keeps_a_policy_undecided():
+    def entropies(coeff):
+        backend, seen = backend_of(reference=False), []
+        datums = [replace(d, advantage=1.0) for d in random_datums(2, 4)]
+        for _ in range(6):
+            out = run(backend.policy.forward_backward_custom(datums, make_loss_fn(datums, entropy_coeff=coeff)))
+            seen.append(
+                np.concatenate([lp.entropy[d.active] for lp, d in zip(out.logprobs, datums, strict=True)]).mean()
+            )
+            run(backend.policy.optim_step(AdamParams(learning_rate=1e-2)))
+        return seen
+
+    without, bonus = entropies(0.0), entropies(3.0)
+    assert without[0] == pytest.approx(bonus[0])
+    assert without[-1] < without[0] - 0.1
+    assert bonus[-1] > without[-1] + 0.1
+
+
+SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 96}
+
+
+def test_a_step_says_what_the_bonus_took_off():
+    async def main():
+        cfg = Config(**SMALL, kl_beta=0.0, entropy_coeff=0.02, drop_dead=False)
+        backend = open_local(*load_model("tiny"), reference=False)
+        loop = GRPOLoop(backend, toy_rows(16, seed=3), lambda text: float(len(text)), cfg)
+        for phase in ("prompts", "sample", "score", "advantages", "datums", "reference", "loss", "backward"):
+            made = getattr(loop, phase)()
+            made = await made if asyncio.iscoroutine(made) else made
+        looked, trained = loop.state.values["loss"].output.loss, loop.state.values["backward"].output.loss
+        assert looked == pytest.approx(trained, abs=1e-5)
+        record = await loop.step()
+        assert record.options["entropy_coeff"] == 0.02
+        assert "the entropy bonus takes off" in loss_words(record)
+        table = what_if(record, {"none": {"entropy_coeff": 0.0}, "more": {"entropy_coeff": 0.1}}).table
+        exact = record.metrics["entropy/exact"]
+        assert table.loc["none", "loss"] - table.loc["recorded", "loss"] == pytest.approx(0.02 * exact, rel=1e-4)
+        assert table.loc["none", "loss"] - table.loc["more", "loss"] == pytest.approx(0.1 * exact, rel=1e-4)
+        await loop.undo()
+        compared = await replay_backward(loop, record, "")
+        assert compared.same is not False
+
+    run(main())
+
+
+def test_what_cannot_compute_it_is_refused_by_name():
+    with pytest.raises(ConfigError, match="entropy_coeff: backend='tinker' computes no entropy"):
+        Config(backend="tinker", lora_rank=8, entropy_coeff=0.01)
+    with pytest.raises(ConfigError, match="entropy_coeff: got -1"):
+        Config(entropy_coeff=-1.0)
+    with pytest.raises(LossError, match="a service cannot compute this loss: entropy_coeff"):
+        builtin_loss(LossOptions("importance_sampling", entropy_coeff=0.01), "tinker")
+    backend = open_local(*load_model("tiny"), reference=False)
+    elsewhere = replace(backend, capabilities=replace(backend.capabilities, entropy=False))
+    with pytest.raises(ConfigError, match=r"entropy_coeff: got 0\.01; expected 0"):
+        GRPOLoop(elsewhere, toy_rows(4), toy_reward, Config(**SMALL, kl_beta=0.0, entropy_coeff=0.01))
+    datums = random_datums(1, 2)
+    loss_fn = make_loss_fn(datums, entropy_coeff=0.1)
+    assert reads_entropy(loss_fn)
+    logprobs = [torch.zeros(len(d.weights)) for d in datums]
+    with pytest.raises(LossError, match="entropy_coeff: got no entropy of the policy"):
+        loss_fn(datums, logprobs)
+    with pytest.raises(LossError, match="got NaN or infinity"):
+        loss_fn(datums, logprobs, [lp * math.nan for lp in logprobs])
+    scored = run(backend.policy.forward(datums))
+    unknown = [replace(lp, entropy=None) for lp in scored]
+    with pytest.raises(LossError, match="no entropy of the policy"):
+        evaluate_loss(datums, unknown, lambda ds, _: make_loss_fn(ds, entropy_coeff=0.1))
