@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv/.installed-bench
+DOCS_STAMP := .venv/.installed-docs
 SPECS := settings.ini setup.py constraints.txt
 EXTRAS := dev,lora,math,wandb,trackio,tensorboard,fireworks,tinker,emulator
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -11,7 +12,7 @@ NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
 WORKERS ?= 4
 AT_ONCE ?= $(WORKERS)
 unexport PYTHONDONTWRITEBYTECODE # a hundred programs are started by the tests: bytecode is worth keeping
-CODE := $(wildcard setup.py nbs tests benchmarks examples)
+CODE := $(wildcard setup.py nbs tests docs benchmarks examples)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup chromium demo lab test lint imports types notebooks pytest bench prep outputs readme docs clean
@@ -105,12 +106,14 @@ outputs: $(STAMP) ## run notebooks in place and store their outputs (NB="nbs/10_
 	$(BIN)/python tests/pages.py stills $(NB)
 	$(BIN)/nbdev_clean
 
-docs: $(STAMP) ## the site with Quarto; without it, plain HTML pages
-	@if command -v quarto >/dev/null; then $(BIN)/nbdev_docs; else \
-		echo "Quarto is not on PATH (https://quarto.org/docs/get-started): no site."; \
-		echo "Writing plain pages without search and sidebar instead: _docs/index.html"; \
-		$(BIN)/python tests/pages.py html _docs; fi
+docs: $(DOCS_STAMP) ## the site with search, gallery and signatures: _docs/index.html, opens offline
+	$(BIN)/python docs/sources.py _proc/site
+	$(BIN)/sphinx-build --quiet --jobs auto --fail-on-warning --keep-going -c docs -d _proc/doctrees _proc/site _docs
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) --editable '.[docs]'
+	@touch $@
 
 clean: ## remove what building and testing left behind; .venv and runs/ stay
-	rm -rf _docs _proc build dist *.egg-info tests/browser/shots .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf _docs _proc jupyter_execute build dist *.egg-info tests/browser/shots .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find nbs tests rl_notebook -name __pycache__ -prune -exec rm -rf {} +

@@ -1,7 +1,6 @@
-"""Makes README.md from nbs/index.ipynb, and plain HTML pages of all notebooks, with nbconvert alone.
+"""Makes README.md from nbs/index.ipynb with nbconvert alone. The site is made by docs/sources.py.
 
 python tests/pages.py readme        # writes README.md and the pictures that its cells drew
-python tests/pages.py html _docs    # writes one HTML page a notebook
 python tests/pages.py stills NB...  # takes live widgets out of stored outputs; their still pictures stay
 """
 
@@ -94,22 +93,6 @@ def write_readme(root: Path) -> None:
         (root / path).write_bytes(data)
 
 
-def write_html(root: Path, target: Path) -> None:
-    "One HTML page a notebook, with the links between notebooks turned into links between pages."
-    import nbformat
-    from nbconvert import HTMLExporter
-
-    for path in sorted([*(root / "nbs").glob("*.ipynb"), *(root / "nbs" / "tutorials").glob("*.ipynb")]):
-        nb = visible(nbformat.read(path, as_version=4))
-        for cell in nb.cells:
-            if cell.cell_type == "markdown":
-                cell.source = re.sub(r"\.ipynb(?=[)#\"])", ".html", cell.source)
-        page, _ = HTMLExporter().from_notebook_node(nb, {"metadata": {"name": path.stem}})
-        out = (target / path.relative_to(root / "nbs")).with_suffix(".html")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
-
-
 def keep_stills(path: Path) -> None:
     "Takes live widgets out of a notebook's outputs; the still pictures beside them stay."
     raw = json.loads(path.read_text(encoding="utf-8"))
@@ -127,7 +110,5 @@ if __name__ == "__main__":
                 keep_stills(Path(path))
         case ["readme"]:
             write_readme(ROOT)
-        case ["html", folder]:
-            write_html(ROOT, ROOT / folder)
         case _:
             sys.exit(__doc__)

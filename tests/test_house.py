@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from house import MAX_NAMES, PACKAGE, RULES, House, measures, public_names
 from packaging.specifiers import SpecifierSet
-from pages import readme, relink, write_html, write_readme
+from pages import readme, relink, write_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -390,12 +390,6 @@ def test_links_move_with_their_page():
     assert relink('<img src="images/a.png"> [x](#here) [y](mailto:a@b.c)', "nbs") == (
         '<img src="nbs/images/a.png"> [x](#here) [y](mailto:a@b.c)'
     )
-
-
-def test_plain_pages_link_each_other(model_project: Path, tmp_path: Path):
-    write_html(model_project, tmp_path)
-    assert 'href="00_core.html"' in (tmp_path / "index.html").read_text()
-    assert 'href="../00_core.html"' in (tmp_path / "tutorials" / "101_first.html").read_text()
 
 
 def test_every_pinned_version_installs_on_the_lowest_python():

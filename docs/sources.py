@@ -1,0 +1,253 @@
+"""Writes what Sphinx reads, from the notebooks: `python docs/sources.py _proc/site`, then `sphinx-build -c docs _proc/site _docs`.
+
+Every notebook becomes a page as a reader sees it, with the names of the package linked to their signatures. The order of
+the sidebar is that of `_quarto.yml`. One page per module lists its public names; the gallery is cut from the notebooks.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import yaml
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from pages import LINK, LOCAL, visible  # noqa: E402
+
+EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")  # pages at the top of the checkout; the examples' come with them
+CODE_SPAN = re.compile(r"(?<![`\w{}])`(?:rln\.|loop\.)?([A-Za-z_]\w*)(?:\(\))?`(?!`)")  # `name`, `rln.name` or `name()`
+
+# The gallery: what is seen, and where: the notebook, and how the text above the picture begins.
+FAULTS = ("Off by one", "Another temperature", "Top-p", "Stale weights", "Another prompt", "Half precision")
+GALLERY: dict[str, list[tuple[str, str, str]]] = {
+    "A step explains itself": [
+        ("A step that went well", "40_xray.ipynb", "## A step to look at"),
+        ("Samples two syncs old", "40_xray.ipynb", "The same step with samples that are two"),
+        ("Before the first step", "40_xray.ipynb", "In a notebook the same is drawn. Here with"),
+    ],
+    "Trainer and sampler disagree": [
+        (fault, "tutorials/102_reading_logprobs.ipynb", f"### {fault}\n") for fault in FAULTS
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    "A checkout, and the place of each of its pages on the site."
+
+    root: Path
+    url: str  # of files that are no page, up to and with the slash before their path
+
+    @classmethod
+    def of(cls, root: Path) -> Site:
+        "The site of a checkout."
+        import configparser
+
+        config = configparser.ConfigParser(delimiters=["="])
+        config.read(root / "settings.ini", encoding="utf-8")
+        return cls(root, f"{config['DEFAULT']['git_url']}/blob/{config['DEFAULT']['branch']}/")
+
+    def notebooks(self) -> list[Path]:
+        "All notebooks, in order."
+        return sorted([*(self.root / "nbs").glob("*.ipynb"), *(self.root / "nbs" / "tutorials").glob("*.ipynb")])
+
+    def sidebar(self) -> list[tuple[str, list[str]]]:  # (caption, pages as paths below nbs/)
+        "The sections of `_quarto.yml`, with the pages that their patterns name."
+        config = yaml.safe_load((self.root / "_quarto.yml").read_text(encoding="utf-8"))
+        sections: list[tuple[str, list[str]]] = []
+        for entry in config["website"]["sidebar"]["contents"]:
+            caption, pattern = ("", entry) if isinstance(entry, str) else (entry["section"], entry["contents"])
+            found = sorted(p.relative_to(self.root / "nbs").as_posix() for p in (self.root / "nbs").glob(pattern))
+            sections.append((caption, found))
+        return sections
+
+    def place(self, path: str) -> str | None:
+        "Where a file of the checkout stands on the site; `None` if it is no page and no picture."
+        if path.startswith("nbs/") and path.endswith((".ipynb", ".png", ".webp", ".svg")):
+            return path.removeprefix("nbs/")
+        if path in EXTRA or (path.startswith("examples/") and path.endswith(("README.md", ".svg"))):
+            return path
+        return "index.ipynb" if path == "README.md" else None
+
+    def relink(self, text: str, page: str) -> str:  # page: its path in the checkout
+        "The text with links between files of the checkout made links of the site, or of the repository."
+        at = posixpath.dirname(self.place(page) or "")
+
+        def moved(match: re.Match[str]) -> str:
+            before, target = match.groups()
+            if not LOCAL.match(target):
+                return match[0]
+            path, anchor, rest = target.partition("#")
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
+            place = self.place(path)
+            if place is not None and not before.endswith("("):
+                place = re.sub(r"(\.ipynb|\.md)$", ".html", place)  # HTML is not Sphinx's to resolve
+            return before + (self.url + path if place is None else posixpath.relpath(place, at or ".")) + anchor + rest
+
+        return LINK.sub(moved, text)
+
+
+def exported(path: Path) -> list[str]:
+    "What a module exports: its `__all__`, read without importing it."
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return sorted(ast.literal_eval(node.value), key=str.lower)
+    return []
+
+
+def public_names(root: Path) -> dict[str, str]:
+    "Every public name and the module that exports it, for example `{'Config': 'rl_notebook.config'}`."
+    found: dict[str, str] = {}
+    for path in sorted((root / "rl_notebook").rglob("*.py")):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        if not path.name.startswith("_"):
+            found |= dict.fromkeys(exported(path), module)
+    return found
+
+
+def linked(text: str, names: dict[str, str]) -> str:
+    "Markdown in which the first mention of each public name leads to its signature; headings and code blocks stay."
+    seen: set[str] = set()
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in names or name in seen:
+            return match[0]
+        seen.add(name)
+        return f"{{py:obj}}`{match[0].strip('`')} <{names[name]}.{name}>`"
+
+    lines, fenced = [], False
+    for line in text.splitlines():
+        fenced ^= line.lstrip().startswith("```")
+        skip = fenced or line.startswith("#") or "](" in line
+        lines.append(line if skip else CODE_SPAN.sub(link, line))
+    return "\n".join(lines)
+
+
+def head(module: str, public: bool, url: str) -> str:
+    "The line below a page's promise: where the names are listed, if there are any, and where the notebook is."
+    names = f"[names and signatures](/api/{module}.md)" if public else "no public names"
+    return f"Module `{module}`: {names}, [notebook]({url})"
+
+
+def module_of(nb: NotebookNode) -> str | None:
+    "The module that a notebook exports."
+    for cell in nb.cells:
+        if found := re.search(r"^#\|\s*default_exp\s+(\S+)", cell.source, re.MULTILINE):
+            return f"rl_notebook.{found[1]}"
+    return None
+
+
+def write_notebook(site: Site, path: Path, target: Path, names: dict[str, str]) -> None:
+    "One notebook as a page."
+    raw = nbformat.read(path, as_version=4)
+    name = path.relative_to(site.root).as_posix()
+    module, nb = module_of(raw), visible(raw)
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source = linked(site.relink(cell.source, name), names)
+    if module is not None:
+        nb.cells[0].source += f"\n\n{head(module, module in names.values(), site.url + name)}"
+    if path.name == "index.ipynb":
+        nb.cells.append(nbformat.v4.new_markdown_cell(contents(site)))
+    out = target / str(site.place(name))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(nb, out)
+
+
+def toctree(caption: str, pages: list[str]) -> str:
+    "A hidden table of contents, which fills the sidebar."
+    lines = [":hidden:", *([f":caption: {caption}"] if caption else []), "", *pages]
+    return "\n".join(["```{toctree}", *lines, "```"])
+
+
+def contents(site: Site) -> str:
+    "The sidebar: the sections of `_quarto.yml`, then what is not a notebook."
+    sections = [toctree(caption, pages) for caption, pages in site.sidebar() if pages != ["index.ipynb"]]
+    examples = sorted(p.relative_to(site.root).as_posix() for p in (site.root / "examples").rglob("README.md"))
+    return "\n\n".join(
+        [toctree("", ["gallery.ipynb"]), *sections, toctree("More", ["api/index.md", *examples, *EXTRA])],
+    )
+
+
+def passage(site: Site, title: str, page: str, begin: str) -> list[NotebookNode]:
+    "One picture of the gallery: a text cell of a notebook, and the first drawing below it."
+    cells = visible(nbformat.read(site.root / "nbs" / page, as_version=4)).cells
+    found = [i for i, cell in enumerate(cells) if cell.source.startswith(begin)]
+    if len(found) != 1:
+        raise SystemExit(f"docs/sources.py: {page}: {len(found)} text cells begin with {begin!r}; expected one. Adapt GALLERY")
+    drawn = (c for c in cells[found[0] :] if any("text/html" in o.get("data", {}) for o in c.get("outputs", [])))
+    text = re.sub(r"^#+ .*\n+", "", site.relink(cells[found[0]].source, f"nbs/{page}"))
+    text = f"### {title}\n\n{text}\n\n[The run, and how it was made](/{page})"
+    shown = nbformat.from_dict({**next(drawn), "source": "...", "metadata": {"tags": ["remove-input"]}})
+    return [nbformat.v4.new_markdown_cell(text), shown]
+
+
+def write_gallery(site: Site, target: Path) -> None:
+    "The gallery: steps that explain themselves, and what each fault looks like."
+    promise = "What a step says of itself, and what each disagreement looks like. Every picture is of a real run."
+    cells = [nbformat.v4.new_markdown_cell(f"# Gallery\n\n> {promise}")]
+    for title, wanted in GALLERY.items():
+        cells.append(nbformat.v4.new_markdown_cell(f"## {title}"))
+        cells += [cell for entry in wanted for cell in passage(site, *entry)]
+    nb = nbformat.v4.new_notebook(cells=cells, metadata={"language_info": {"name": "python"}})
+    nbformat.write(nb, target / "gallery.ipynb")
+
+
+def write_api(site: Site, target: Path, names: dict[str, str]) -> None:
+    "One page per module with its public names, and a list of those pages."
+    modules: dict[str, str] = {}  # module -> promise of its notebook
+    for path in site.notebooks():
+        nb = nbformat.read(path, as_version=4)
+        if (module := module_of(nb)) in names.values():
+            promise = re.findall(r"^> (.+)$", nb.cells[0].source, re.MULTILINE)
+            modules[str(module)] = " ".join(promise)
+    folder = target / "api"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = ["# Names and signatures", "", "> Every public name, by module.", ""]
+    rows += [f"- [`{module}`]({module}.md): {promise}" for module, promise in modules.items()]
+    tree = ["", "```{toctree}", ":hidden:", "", *(f"{m}.md" for m in modules), "```"]
+    (folder / "index.md").write_text("\n".join(rows + tree) + "\n", encoding="utf-8")
+    for module, promise in modules.items():
+        lines = [f"# {module}", "", f"> {promise}", "", "```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"]
+        (folder / f"{module}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_site(root: Path, target: Path) -> None:
+    "Everything that Sphinx reads. What was in `target` goes."
+    shutil.rmtree(target, ignore_errors=True)
+    site, names = Site.of(root), public_names(root)
+    for path in site.notebooks():
+        write_notebook(site, path, target, names)
+    for path in [*map(root.joinpath, EXTRA), *(root / "examples").rglob("README.md"), *(root / "examples").rglob("*.svg")]:
+        name = path.relative_to(root).as_posix()
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            (target / name).write_text(site.relink(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+        else:
+            shutil.copy(path, target / name)
+    shutil.copytree(root / "nbs" / "images", target / "images")
+    write_gallery(site, target)
+    write_api(site, target, names)
+
+
+def main(argv: list[str]) -> Any:
+    "The command."
+    if len(argv) != 1:
+        return __doc__
+    write_site(ROOT, ROOT / argv[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

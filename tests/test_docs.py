@@ -1,0 +1,76 @@
+"The site's sources: every page once, links that lead somewhere, names that lead to their signature."
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("sources", ROOT / "docs" / "sources.py")
+sources = sys.modules["sources"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sources)
+
+
+@pytest.fixture(scope="module")
+def site() -> sources.Site:
+    return sources.Site.of(ROOT)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    sources.write_site(ROOT, target)
+    return target
+
+
+def test_the_sidebar_has_every_notebook_once(site: sources.Site):
+    listed = [page for _, pages in site.sidebar() for page in pages]
+    assert sorted(listed) == sorted(p.relative_to(ROOT / "nbs").as_posix() for p in site.notebooks())
+    assert [caption for caption, pages in site.sidebar() if not pages] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "moved"),
+    [
+        ("nbs/index.ipynb", "[a](05_losses.ipynb#x)", "[a](05_losses.ipynb#x)"),
+        ("nbs/tutorials/101_one_step_by_hand.ipynb", "[a](../05_losses.ipynb)", "[a](../05_losses.ipynb)"),
+        ("nbs/index.ipynb", "[a](../examples/README.md)", "[a](examples/README.md)"),
+        ("nbs/index.ipynb", '<a href="05_losses.ipynb">', '<a href="05_losses.html">'),
+        ("examples/gsm8k/README.md", "[a](../../nbs/17_roofs.ipynb)", "[a](../../17_roofs.ipynb)"),
+        ("examples/gsm8k/README.md", "![a](curve.svg)", "![a](curve.svg)"),
+        ("CONTRIBUTING.md", "[a](https://x.org/y) [b](#z)", "[a](https://x.org/y) [b](#z)"),
+    ],
+)
+def test_links_lead_to_pages(site: sources.Site, page: str, text: str, moved: str):
+    assert site.relink(text, page) == moved
+
+
+def test_what_is_no_page_leads_to_the_repository(site: sources.Site):
+    assert site.relink("[a](../LICENSE)", "nbs/index.ipynb") == f"[a]({site.url}LICENSE)"
+    assert re.fullmatch(r"https://\S+/blob/main/", site.url)
+
+
+def test_a_name_is_linked_once_and_never_in_code_or_headings():
+    names = {"GRPOLoop": "rl_notebook.loop"}
+    text = "# `GRPOLoop`\n\n`rln.GRPOLoop(x)` `GRPOLoop` and `GRPOLoop`, `other`\n```\n`GRPOLoop`\n```"
+    link = "{py:obj}`GRPOLoop <rl_notebook.loop.GRPOLoop>`"
+    assert sources.linked(text, names) == text.replace("` `GRPOLoop` and", f"` {link} and", 1)
+
+
+def test_every_public_name_is_on_a_page_of_signatures(written: Path):
+    names = sources.public_names(ROOT)
+    assert len(names) > 100
+    assert [m for m in set(names.values()) if not (written / "api" / f"{m}.md").exists()] == []
+
+
+def test_the_gallery_has_a_picture_below_each_title(written: Path):
+    cells = nbformat.read(written / "gallery.ipynb", as_version=4).cells
+    titles = [c.source.splitlines()[0] for c in cells if c.source.startswith("### ")]
+    assert titles == [f"### {title}" for wanted in sources.GALLERY.values() for title, _, _ in wanted]
+    drawn = [o for c in cells if c.cell_type == "code" for o in c.outputs if "text/html" in o.data]
+    assert len(drawn) >= len(titles)
