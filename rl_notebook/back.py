@@ -20,13 +20,17 @@ __all__ = ['save_checkpoint', 'restore_checkpoint', 'export_policy', 'Arrival']
 
 # %% ../nbs/36_back.ipynb #f677604c
 from .backends.base import Backend
+from .chat import with_template
 from .config import Config
 from .core import AdamParams, BackendError, ConfigError, Datum, LossOutput, PhaseError, RecordError
+from .core import RLNotebookError
 from .data import restore_cursor
+from .exports import describe_export
 from .losses import LossOptions, natural_denominator
 from .records import Checkpoint, Run, RunFolder, StepRecord, spans, staged_folder
 from .step import LossFactory, LossReport
 from .step import loss_factory, merge_outputs, scale_output
+from .toy import model_source
 from .weights import SamplerHas
 from .phases import GRADING, LOOK_ONLY, Loop, NOT_FOR_BRANCHES, PHASES, StepState, score_at
 
@@ -200,7 +204,15 @@ async def restore_checkpoint(
     return last
 
 # %% ../nbs/36_back.ipynb #dc5e3195
-async def export_policy(backend: Backend, path: str | os.PathLike[str], to: str | None = None) -> Path:
+async def export_policy(
+    backend: Backend,
+    path: str | os.PathLike[str],  # a new folder
+    to: str | None = None,  # "hf", "adapter", "merged" or "gguf"; None = what was trained
+    *,
+    cfg: Config | None = None,  # of the run: card and generation config are written, too
+    step: int = 0,  # that the weights are of
+    metrics: Mapping[int, Mapping[str, Any]] | None = None,  # of the run by step, for the card
+) -> Path:
     "Write the policy of a backend into a new folder; raises `BackendError`, `ConfigError` or `RecordError`."
     folder = Path(path)
     if backend.export is None:
@@ -209,9 +221,23 @@ async def export_policy(backend: Backend, path: str | os.PathLike[str], to: str 
         raise BackendError("export", where=where, got=got, expected="a backend that holds its weights", fix=fix)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise RecordError("export", where=str(folder), got="something that is there", expected="a free name")
+    tokenizer = backend.tokenizer if cfg is None else with_template(backend.tokenizer, cfg.chat_template, None)
     with staged_folder(folder) as inside:
-        await backend.export(inside, to)
+        await backend.export(inside, to, tokenizer)
+        if cfg is not None:
+            trained = "adapter" if (inside / "adapter_config.json").is_file() else "hf"
+            kind = "merged" if cfg.lora_rank and to == "hf" else to or trained
+            describe_export(inside, kind, cfg, step, metrics or {}, tokenizer, _base_of(tokenizer, cfg.base_model))
     return folder
+
+
+def _base_of(tokenizer: Any, named: str) -> str | None:
+    "Where a tokenizer, and so the model, came from, if it is not what the config names."
+    source = getattr(tokenizer, "name_or_path", "")
+    try:
+        return None if model_source(named) == source else source or "a model of your own"
+    except RLNotebookError:  # the config names what is not here
+        return source or "a model of your own"
 
 # %% ../nbs/36_back.ipynb #81df7e56
 def recorded_loss(loop: Loop, record: StepRecord) -> LossFactory:

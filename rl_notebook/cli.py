@@ -359,44 +359,24 @@ def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 s
     return 1 if result.same is False else 0
 
 # %% ../nbs/80_cli.ipynb #884dfcd7
-async def export_run(
-    path: Path,  # the run folder
-    to: str | None = None,  # "hf", "adapter" or "merged"; None = what was trained
-    out: Path | None = None,  # None = `export` in the run folder
-    step: int | None = None,  # of a checkpoint; None = the newest whole one
-) -> Path:
-    "Write the policy of a run's checkpoint into a new folder."
-    from rl_notebook.backends.local import open_local
-    from rl_notebook.backends.open import local_options
-    from rl_notebook.back import export_policy
-    from rl_notebook.records import Run, read_checkpoint
-    from rl_notebook.toy import load_model
-
-    run = Run.open(path)
-    cfg, found = Config.from_dict(run.config), run.latest_checkpoint()
-    if cfg.backend not in ("local", "openai"):
-        got, fix = f"backend {cfg.backend!r}, which keeps them", "Publish them there: set output_model_id."
-        raise ConfigError("export", where=str(path), got=got, expected="a run whose weights are here", fix=fix)
-    if step is not None and step in run.checkpoints:
-        found = read_checkpoint(run.path / "checkpoints" / f"{step:05d}")
-    elif step is not None or found is None:
-        got = f"no whole checkpoint{'' if step is None else f' after step {step}'}"
-        expected = f"one after {', '.join(map(str, run.checkpoints))}" if run.checkpoints else "a run that saved one"
-        raise RecordError("export", where=str(path), got=got, expected=expected)
-    options: dict[str, Any] = local_options(cfg) | {"reference": False}
-    async with open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **options) as backend:
-        await backend.policy.load_state(found.state, optimizer=False)
-        return await export_policy(backend, out or path / "export", to)
+def _step(text: str) -> int | str:
+    "A step, or the best one; what argparse calls for an argument."
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {plain_text(quoted(text))}; expected the number of a step, or best")
+    return text if text == "best" else int(text)
 
 
 def run_export(args: Sequence[str]) -> int:  # exit code
-    "Write the weights of a run for transformers, PEFT and vLLM."
+    "Write the weights of a run for transformers, PEFT, vLLM and llama.cpp."
     parser = argparse.ArgumentParser(prog="rl-notebook export", description="A run's weights for other programs.")
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--to", choices=("hf", "adapter", "merged"), default=None, help="default: what was trained")
-    parser.add_argument("--out", type=Path, default=None, help="a new folder; default: export in the run folder")
-    parser.add_argument("--step", type=int, default=None, help="of a checkpoint; default: the newest")
+    parser.add_argument("run", type=_path, help="run folder")
+    kinds = ("hf", "adapter", "merged", "gguf")
+    parser.add_argument("--to", choices=kinds, default=None, help="default: what was trained")
+    parser.add_argument("--out", type=_path, default=None, help="a new folder; default: export in the run folder")
+    parser.add_argument("--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest")
     given = parser.parse_args(args)
+    from rl_notebook.recipes.playground import export_run
+
     print(asyncio.run(export_run(given.run, given.to, given.out, given.step)))
     return 0
 
@@ -609,7 +589,7 @@ usage: rl-notebook COMMAND [options]
   show     a run, a step or a completion as text, or as JSON
   doctor   why trainer and sampler disagree, step by step
   replay   recompute a recorded step and compare every phase
-  export   a run's weights as a folder for transformers, PEFT and vLLM
+  export   a run's weights as a folder for transformers, PEFT and vLLM, or as GGUF; --step best
   emulate  a local service that the Fireworks and Tinker SDKs talk to
   check    ask a service what it does: --backend tinker or fireworks
   roofs    how fast this machine could be at best with a model: --model, --again

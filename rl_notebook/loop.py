@@ -339,10 +339,12 @@ class GRPOLoop(Loop):
 
     @takes_turn
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
-        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
+        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load, with a card.
 
-        `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
-        return await export_policy(self.backend, path, to)
+        `to` is "hf" (the whole model), "gguf" (for llama.cpp), "adapter" or "merged" (of a policy with LoRA);
+        None = what is trained."""
+        told: dict[str, Any] = {"cfg": self.cfg, "step": self.state.number - 1}
+        return await export_policy(self.backend, path, to, **told, metrics={r.step: r.metrics for r in self.records})
 
     def serve(self, **options: Any) -> AbstractAsyncContextManager[Any]:
         """`async with loop.serve() as server`: the policy behind an OpenAI-compatible address of this machine.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
@@ -193,7 +192,7 @@ class Backend:
     meter: Meter = field(default_factory=Meter)  # how much work was done
     promote: Callable[[str], Awaitable[str]] | None = None  # publishes the policy under a model id; returns its name
     boot_metrics: Mapping[str, float] = field(default_factory=dict)  # seconds until it was ready: `infra/...`
-    export: Callable[[Path, str | None], Awaitable[None]] | None = None  # writes it into a folder; None = it cannot
+    export: Callable[..., Awaitable[None]] | None = None  # (folder, kind, tokenizer) writes it; None = it cannot
     endpoint: Endpoint | None = None  # of the sampler, for rollouts that make their own requests; None = no HTTP
     score_at: Callable[[float], None] | None = None  # another `policy_temperature`; None = it cannot be changed
     size: ModelSize | None = None  # of the model that is computed here; None = not here, or not known

@@ -887,6 +887,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # tokens that end a completion, eos included
     completions: list[Completion | None] = field(default_factory=list)  # by index; None = not there yet
     cancelled: bool = False  # its caller has gone
+    on_token: Callable[[list[int]], Any] | None = None  # gets the tokens of a completion whenever it has one more
 
     def __post_init__(self):
         self.completions = [None] * self.params.n
@@ -1145,6 +1146,8 @@ def emit(
             row.used.append(used)
             if experts is not None:
                 row.chosen.append(experts[k, i : i + 1])
+            if row.request.on_token is not None:
+                row.request.on_token([*row.tokens])
             if reason := finish_reason(row, engine.tokenizer):
                 ended[i] = reason
     return [request for i in sorted(ended, reverse=True) if (request := retire(engine, i, ended[i])).done]

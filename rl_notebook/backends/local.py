@@ -71,6 +71,7 @@ from rl_notebook.core import (
 __all__ = ['export_weights', 'open_local']
 
 # %% ../../nbs/24_backends.local.ipynb #d55fa39a
+from ..exports import check_gguf, write_gguf
 from ..losses import reads_entropy
 
 # %% ../../nbs/24_backends.local.ipynb #44a62177
@@ -1119,9 +1120,16 @@ class LocalSampler:
         "Of the weights that it serves."
         return self.engine.policy_version
 
-    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+    async def sample(
+        self,
+        prompt_tokens: Sequence[int] | np.ndarray,
+        params: SampleParams,
+        on_token: Callable[[list[int]], Any] | None = None,  # gets the tokens so far, in the worker's thread
+    ) -> list[Completion]:
         "`params.n` completions of one prompt, from the weights of the last sync."
-        return await self.post(check_request(self.engine, prompt_tokens, params))
+        request = check_request(self.engine, prompt_tokens, params)
+        request.on_token = on_token
+        return await self.post(request)
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights of the last sync."
@@ -1327,26 +1335,35 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 # %% ../../nbs/24_backends.local.ipynb #e0503959
-_EXPORTS = ("hf", "adapter", "merged")  # kinds of folders
+_EXPORTS = ("hf", "gguf", "adapter", "merged")  # kinds of folders; the last two are of a policy with LoRA
 
 
 def export_weights(
     state: PolicyState,
     tokenizer: Any,  # goes along where it can be saved
     folder: Path,  # to fill
-    to: str | None = None,  # "hf", "adapter" or "merged"; None = what is trained: the adapter, or the whole model
+    to: str | None = None,  # "hf", "adapter", "merged", "gguf"; None = what is trained: the adapter, or the whole model
 ) -> None:
     "Write the policy as it stands now; raises `ConfigError`, `BackendError` or `RecordError`."
     adapter, model = hasattr(state.module, "peft_config"), state.scoring.causal.model
-    if to not in (None, *_EXPORTS) or (to in _EXPORTS[1:] and not adapter):
-        expected = "hf, adapter or merged" if adapter else "'hf': the policy has no adapter"
+    if to not in (None, *_EXPORTS) or (to in _EXPORTS[2:] and not adapter):
+        expected = "hf, adapter, merged or gguf" if adapter else "'hf' or 'gguf': the policy has no adapter"
         raise ConfigError("export", got=repr(to), expected=expected)
+    if to == "gguf":
+        check_gguf(model.config, tokenizer)
     _check_finite(state.params, BackendError, "export")
     try:
-        if adapter and to in ("hf", "merged"):
-            with _quiet():
-                twin = twin_of(state.module, lambda t: t.detach().to("cpu", copy=True))
-                twin.merge_and_unload().save_pretrained(folder)
+        if to != "adapter" and to is not None and (adapter or to == "gguf"):
+            whole = twin_of(state.module, lambda t: t.detach().to("cpu", copy=True))
+            whole = whole.merge_and_unload() if adapter else whole
+            if to == "gguf":
+                folder.mkdir(parents=True, exist_ok=True)
+                write_gguf(folder / "model.gguf", whole.config, whole.state_dict(), tokenizer)
+                whole.config.save_pretrained(folder)
+                whole.generation_config.save_pretrained(folder)
+            else:
+                with _quiet():
+                    whole.save_pretrained(folder)
         else:
             write_weights(state.module, state.params, folder)
             model.generation_config.save_pretrained(folder)
@@ -1423,5 +1440,5 @@ def open_local(
 
     more: dict[str, Any] = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size}
     more["opened"] = opened
-    more["export"] = lambda folder, to=None: run(export_weights, state, tokenizer, Path(folder), to)
+    more["export"] = lambda folder, to=None, told=tokenizer: run(export_weights, state, told, Path(folder), to)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)
