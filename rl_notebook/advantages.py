@@ -5,7 +5,7 @@
 # %% ../nbs/03_advantages.ipynb #0f12488b
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -39,7 +39,7 @@ def predicted_dead_fraction(
     return p**completions_per_prompt + (1 - p) ** completions_per_prompt
 
 # %% ../nbs/03_advantages.ipynb #4198569c
-SCALES = ("std", "none", "loo", "batch")
+SCALES = ("std", "none", "loo", "batch", "parts")
 
 
 def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
@@ -74,6 +74,9 @@ def group_advantages(
         raise LossError(
             "advantage scale", got="'batch' for one group", expected="all groups", fix="Use batch_advantages."
         )
+    if scale == "parts":
+        fix = "Use with_advantages."
+        raise LossError("advantage scale", got="'parts' for sums", expected="groups with their parts", fix=fix)
     if is_dead(r):
         return np.zeros_like(r)
     centred = r - r.mean()
@@ -99,6 +102,31 @@ def batch_advantages(
     std = everything.std(ddof=ddof) + eps
     return [np.zeros_like(r) if is_dead(r) else (r - r.mean()) / std for r in groups]
 
+# %% ../nbs/03_advantages.ipynb #54498130
+def parts_advantages(
+    group: PromptGroup,
+    weights: Mapping[str, float],  # of the parts, by name; 1 where there is none
+    ddof: int = 1,  # of the standard deviation
+    eps: float = 1e-8,  # added to it
+) -> np.ndarray:  # one per run
+    "The parts of the reward, each over its standard deviation in the group, as their weighted sum; raises `LossError`."
+    runs = [group.samples[i].rewards for i in group.run_starts]
+    total, found = np.zeros(len(runs)), np.zeros(len(runs))
+    for name in dict.fromkeys(name for parts in runs for name in parts):
+        part = np.array([parts.get(name, np.nan) for parts in runs], dtype=np.float64)
+        known, weight = np.flatnonzero(~np.isnan(part)), weights.get(name, 1.0)
+        total[known] += weight * part[known]
+        if len(known) > 1:
+            found[known] += weight * group_advantages(part[known], ddof=ddof, eps=eps)
+    rewards = group.rewards[group.run_starts]
+    if not np.allclose(total, rewards, rtol=1e-6, atol=1e-6):
+        got = f"rewards {rewards.round(4).tolist()}"[:80] + f", parts that add up to {total.round(4).tolist()}"[:80]
+        fix = (
+            "Grade by reward functions, or name the parts of each sample in `rewards`; what_if knows weights of 1 only."
+        )
+        raise LossError("advantage_scale 'parts'", where=group.where, got=got, expected="the same", fix=fix)
+    return found
+
 # %% ../nbs/03_advantages.ipynb #b98e0cbe
 def with_advantages(
     groups: Sequence[PromptGroup],  # graded groups
@@ -106,6 +134,7 @@ def with_advantages(
     scale: str = "std",  # any of SCALES
     ddof: int = 1,  # of the standard deviation
     eps: float = 1e-8,  # added to the standard deviation
+    weights: Mapping[str, float] | None = None,  # of the parts of the reward, for "parts"; 1 where there is none
 ) -> list[PromptGroup]:
     "The same groups with `advantages` filled in; 0 for a sample that lost all its siblings."
     for g in groups:
@@ -113,7 +142,11 @@ def with_advantages(
             fix = "Set completions_per_prompt >= 2."
             raise RewardError("group size", where=g.where, got="1 sample", expected="at least 2", fix=fix)
     compared = [g for g in groups if len(g.run_starts) > 1]
-    found = iter(batch_advantages([g.rewards[g.run_starts] for g in compared], scale=scale, ddof=ddof, eps=eps))
+    if scale == "parts":
+        made = [parts_advantages(g, weights or {}, ddof, eps) for g in compared]
+    else:
+        made = batch_advantages([g.rewards[g.run_starts] for g in compared], scale=scale, ddof=ddof, eps=eps)
+    found = iter(made)
     return [_of_runs(g, next(found) if len(g.run_starts) > 1 else np.zeros(len(g.run_starts))) for g in groups]
 
 

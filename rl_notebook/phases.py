@@ -177,6 +177,13 @@ def configured(task: Task, cfg: Config) -> Task:
     reward_fns = (*as_reward_fns(task.reward_fns), *as_reward_fns(penalty))
     return replace(task, reward_fns=reward_fns, weights=None if weights is None else (*weights, 1.0))
 
+
+def part_weights(task: Task) -> dict[str, float]:
+    "How much each part of the reward counts, by the name of its function; nothing where a rollout grades itself."
+    fns = () if task.reward_fns is None else as_reward_fns(task.reward_fns)
+    weights = [f.weight for f in fns] if task.weights is None else task.weights
+    return {f.name: weight for f, weight in zip(fns, weights, strict=True)}
+
 # %% ../nbs/35_phases.ipynb #b4f27b7b
 def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, str]]:
     "(setting, value, what is expected, fix) for every setting that backend and loop could not honour together."
@@ -657,7 +664,8 @@ def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None
     "Groups with advantages: by the loop's own function, or as the config says."
     if loop.advantage_fn is not None and scale is None:
         return advantages_by(loop.advantage_fn, groups)
-    return with_advantages(groups, scale=scale or loop.cfg.advantage_scale, ddof=loop.cfg.ddof)
+    how = {"ddof": loop.cfg.ddof, "weights": part_weights(loop.task)}
+    return with_advantages(groups, scale=scale or loop.cfg.advantage_scale, **how)
 
 # %% ../nbs/35_phases.ipynb #6444b255
 def advantages_phase(loop: Loop, scale: str | None = None) -> Listing[PromptGroup]:

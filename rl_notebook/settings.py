@@ -76,7 +76,7 @@ class SamplingSettings:
     weight_sync_interval: int = 1  # optimizer steps between weight syncs; 0 = the sampler keeps the first weights
 
 # %% ../nbs/08_settings.ipynb #44477146
-AdvantageScale = Literal["std", "none", "loo", "batch"]
+AdvantageScale = Literal["std", "none", "loo", "batch", "parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -551,6 +551,8 @@ def _enabled(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 def _scale_rewards(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     "TRL's `scale_rewards`, a word or a truth value."
     words = {True: "std", False: "none", "group": "std", "none": "none", "batch": "batch"}
+    if given.get("multi_objective_aggregation") == "normalize_then_sum":  # TRL does not look at it there
+        return {}
     if not isinstance(value, bool | str) or value not in words:
         raise ConfigError("scale_rewards", where="Config", got=quoted(value), expected="'group', 'batch' or 'none'")
     return {"advantage_scale": words[value]}
@@ -575,6 +577,11 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
     "epsilon_high": _epsilon_high,
     "vllm_importance_sampling_mode": _tis_mode,
     "scale_rewards": _scale_rewards,
+    "multi_objective_aggregation": lambda v, given: (
+        {}
+        if _choice(v, ("sum_then_normalize", "normalize_then_sum"), "multi_objective_aggregation")[0] == "s"
+        else {"advantage_scale": "parts"}
+    ),
     "mask_truncated_completions": lambda v, given: {"overlong": "mask" if v else "keep"},
     "max_steps": lambda v, given: {"steps": None if v == -1 else v},
     "bf16": lambda v, given: {"dtype": "bfloat16" if v else "float32"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -198,9 +199,11 @@ def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int] | None:  # 
             raise RewardError("recorded reward", where=where, got=got, expected="a finite number", fix=fix)
     whole = [g for g in groups if g.advantages is not None]
     joined = lambda gs: np.concatenate([g.advantages for g in gs] or [np.zeros(0)])
-    for scale, ddof in (("std", 1), ("none", 1), ("loo", 1), ("std", 0), ("batch", 1), ("batch", 0)):
-        if np.allclose(joined(whole), joined(with_advantages(whole, scale=scale, ddof=ddof)), rtol=1e-6):
-            return scale, ddof
+    known = (("std", 1), ("none", 1), ("loo", 1), ("std", 0), ("batch", 1), ("batch", 0), ("parts", 1), ("parts", 0))
+    for scale, ddof in known:
+        with suppress(LossError):  # "parts", where they do not add up to the reward
+            if np.allclose(joined(whole), joined(with_advantages(whole, scale=scale, ddof=ddof)), rtol=1e-6):
+                return scale, ddof
     return None
 
 # %% ../nbs/42_whatif.ipynb #559650e1
@@ -548,6 +551,7 @@ def reward_lab(
     scale, own_ddof = found or ("std", 1)
     regraded = [regrade(g, fns, weights, record.step) for g in record.groups]
     rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof}
+    rule["weights"] = {f.name: w for f, w in zip(fns, weights or [f.weight for f in fns], strict=True)}
     new = with_advantages([g for g, _ in regraded], **rule)
     samples = [compare_group(o, n, s) for o, n, (_, s) in zip(record.groups, new, regraded, strict=True)]
     rows = [group_row(o, n, c) for o, n, c in zip(record.groups, new, samples, strict=True)]

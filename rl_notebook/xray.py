@@ -36,7 +36,16 @@ from rl_notebook.core import (
 from .data import Row
 from .datums import attach, datums_from_groups
 from .drawings import shapes, styled, table
-from .phases import as_rows, as_task, check_backend, configured, encode_for, first_cursor, no_bar
+from rl_notebook.phases import (
+    as_rows,
+    as_task,
+    check_backend,
+    configured,
+    encode_for,
+    first_cursor,
+    no_bar,
+    part_weights,
+)
 from .phases import rollout_setup
 from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .options import SURROGATE_KNOBS
@@ -1434,7 +1443,8 @@ async def first_completions(
         groups = [await score_group(r, task.reward_fns, weights=task.weights) for r in drawn]
     require_some(groups)
     alike = await paid_alike(task.reward_fns, asked, groups, backend.tokenizer)
-    return asked, with_advantages(groups, scale=cfg.advantage_scale, ddof=cfg.ddof), alike
+    how = {"ddof": cfg.ddof, "weights": part_weights(task)}
+    return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), alike
 
 # %% ../nbs/40_xray.ipynb #75da3604
 async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, spent: Spent) -> None:

@@ -207,6 +207,7 @@ TRL = {
     "max_steps": (-1, "steps", None),
     "output_dir": ("runs/a", "log_path", "runs/a"),
     "scale_rewards": (False, "advantage_scale", "none"),
+    "multi_objective_aggregation": ("normalize_then_sum", "advantage_scale", "parts"),
     "mask_truncated_completions": (True, "overlong", "mask"),
     "max_grad_norm": (0.2, "grad_clip_norm", 0.2),
     "shuffle_dataset": (False, "shuffle", False),
@@ -239,6 +240,7 @@ def test_trl_names_exist_in_trl():
         "epsilon_high",
         "vllm_importance_sampling_mode",
         "scale_rewards",
+        "multi_objective_aggregation",
         "mask_truncated_completions",
         "max_steps",
         "bf16",
@@ -281,6 +283,13 @@ def test_report_to_needs_no_message(given, expected):
     cfg, said = made(report_to=given)
     assert cfg.report_to == expected
     assert not said
+
+
+def test_parts_of_the_reward_by_trls_names():
+    both = {"scale_rewards": "group", "multi_objective_aggregation": "normalize_then_sum"}
+    assert made(**both)[0].advantage_scale == "parts"
+    assert made(scale_rewards="batch", multi_objective_aggregation="sum_then_normalize")[0].advantage_scale == "batch"
+    assert "'normalize_then_sum'" in refused(multi_objective_aggregation="mean")
 
 
 def test_log_completions_by_trls_switch():
