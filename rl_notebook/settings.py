@@ -347,7 +347,8 @@ def _plain_given(value: Any, name: str, room: list[int], depth: int = 20) -> Any
     if isinstance(number, bool | int | float):
         return number
     expected = "a plain value: text, a number, true or false, a list or a mapping"
-    raise ConfigError(name, where="Config", got=quoted(value), expected=expected)
+    named = "Give its name: one that `register_loss` knows, or 'module:function' of a file."
+    raise ConfigError(name, where="Config", got=quoted(value), expected=expected, fix=named if callable(value) else "")
 
 # %% ../nbs/08_settings.ipynb #8e5052ec
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -729,18 +730,15 @@ def _settle_loss(
 
 # %% ../nbs/08_settings.ipynb #28819bfb
 def _unknown(cls: type, name: str) -> ConfigError:
-    "The error for an unknown setting: the nearest known one, and the list."
+    "The error for an unknown setting: the nearest known one, or the list where none is near."
     head, _, tail = name.partition(".")
     subs = {**sub_configs(cls), **SPELLED}
     inside = head if tail and head in subs else ""
     known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
     others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
-    return ConfigError(
-        f"unknown setting {name!r}",
-        where="Config",
-        expected="one of " + ", ".join(known),
-        fix=_nearest(tail if inside else name, [*known, *others]),
-    )
+    near = _nearest(tail if inside else name, [*known, *others])
+    expected = None if near else "one of " + ", ".join(known)
+    return ConfigError(f"unknown setting {name!r}", where="Config", expected=expected, fix=near)
 
 # %% ../nbs/08_settings.ipynb #ae08ba61
 def _announce(notes: Sequence[str]) -> None:
@@ -1129,7 +1127,8 @@ def in_our_words(cls: type) -> None:
     @functools.wraps(init)
     def __init__(self: Any, *values: Any, **given: Any) -> None:
         if unknown := [name for name in given if name not in known]:
-            expected, fix = f"one of {', '.join(known)}", _nearest(unknown[0], known)
+            fix = _nearest(unknown[0], known)
+            expected = None if fix else f"one of {', '.join(known)}"
             raise ConfigError(f"unknown setting {unknown[0]!r}", where=cls.__name__, expected=expected, fix=fix)
         init(self, *values, **given)
 

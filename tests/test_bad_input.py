@@ -211,7 +211,7 @@ def test_one_completion_per_prompt():
 
 
 def test_an_unknown_setting_names_the_nearest(tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"unknown setting 'learning_rat': expected one of .*'learning_rate'\?"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'learning_rat'\. Did you mean 'learning_rate'\?"):
         Config(learning_rat=1e-4)
     (tmp_path / "config.yaml").write_text("completions_per_promt: 8\n")
     assert command(["train", "--config", str(tmp_path / "config.yaml")]) == 2

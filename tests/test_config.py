@@ -356,6 +356,11 @@ def test_unknown_names_the_nearest(name, near):
     said = refused(**{name: 1})
     assert f"unknown setting {name!r}" in said
     assert f"Did you mean {near!r}?" in said
+    assert len(said) < 100  # no list of all names before it
+
+
+def test_a_function_is_given_by_name():
+    assert "'module:function'" in refused(policy_loss=lambda tokens: tokens)
 
 
 def test_unknown_lists_what_is_known():
