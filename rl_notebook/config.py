@@ -265,7 +265,7 @@ def backend_rules(c: Any) -> Iterator[str]:
         if getattr(c, name) is not None and c.backend not in backends:
             instead = " or ".join(f"backend={b!r}" for b in backends)
             yield f"{name}: backend={quoted(c.backend)} would ignore it. Set {instead} or leave it out"
-    for name, default in (("device", "auto"), ("dtype", "float32")):
+    for name, default in (("device", "auto"), ("dtype", "float32"), ("weight_decay_on", "all")):
         if c.backend not in TRAINED_HERE and getattr(c, name) != default:
             yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
     if c.entropy_coeff and c.backend not in TRAINED_HERE:
@@ -398,6 +398,7 @@ class Config(  # fields are collected from the last base to the first
             beta2=self.adam_beta2,
             eps=self.adam_eps,
             weight_decay=self.weight_decay,
+            weight_decay_on=self.weight_decay_on,
             grad_clip_norm=self.grad_clip_norm,
         )
 

@@ -510,6 +510,7 @@ class AdamParams:
     eps: float = 1e-8
     weight_decay: float = 0.01
     grad_clip_norm: float = 0.0  # 0 = off
+    weight_decay_on: str = "all"  # "matrices": not on norms and biases, which have one dimension
 
 # %% ../nbs/00_core.ipynb #d81d5372
 @dataclass(frozen=True, eq=False)

@@ -123,6 +123,7 @@ class UpdateSettings:
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.01  # decoupled
+    weight_decay_on: Literal["all", "matrices"] = "all"  # "matrices": not on norms and biases
     grad_clip_norm: float = 1.0  # largest gradient norm; 0 = no clipping
     lora_rank: int = 0  # 0 = all parameters
     lora_alpha: float = 32.0  # the adapter's output is scaled by alpha / rank
@@ -894,6 +895,9 @@ def run_rules(c: Any) -> Iterator[str]:
         yield "min_lr_rate: it belongs to lr_scheduler_type='cosine_with_min_lr'. Set both, or neither"
     if c.lora_alpha != 32 and c.lora_rank == 0:
         yield "lora_alpha: there is no adapter at lora_rank=0. Set lora_rank or leave it out"
+    if c.weight_decay_on == "matrices" and (c.weight_decay == 0 or c.lora_rank):
+        why = "weight_decay=0 decays nothing" if c.weight_decay == 0 else "an adapter has matrices only"
+        yield f"weight_decay_on: {why}. Leave it out"
     if c.log_path is not None and any(len(os.fsencode(part)) > 255 for part in Path(c.log_path).parts):
         yield f"log_path: got {quoted(c.log_path, 40)}; a name in a path has at most 255 bytes"
     if c.log_completions and not c.report_to:

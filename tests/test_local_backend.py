@@ -244,18 +244,38 @@ def test_clipping_and_the_size_of_an_update():
 def test_adamw_is_torchs_with_this_steps_parameters():
     backend, datums = backend_of(reference=False), random_datums(4, 3)
     twin = {n: p.detach().clone().requires_grad_() for n, p in backend.policy.state.params.items()}
-    plain = torch.optim.AdamW(twin.values(), foreach=False)
+    groups = [[p for p in twin.values() if (p.ndim > 1) is matrix] for matrix in (True, False)]
+    plain = torch.optim.AdamW([{"params": group} for group in groups], foreach=False)
     steps = [AdamParams(1e-2), AdamParams(3e-3, 0.8, 0.95, 1e-6, 0.1)]
+    steps += [AdamParams(1e-2, weight_decay=2.0, weight_decay_on="matrices"), AdamParams(1e-2, weight_decay=1.0)]
     for adam in steps:
         run(backend.policy.forward_backward_custom(datums, mixing_loss))
         for name, g in gradients(backend).items():
             twin[name].grad = g
         betas = (adam.beta1, adam.beta2)
-        plain.param_groups[0].update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
+        for group, decays in zip(plain.param_groups, (True, adam.weight_decay_on == "all"), strict=True):
+            decay = adam.weight_decay if decays else 0.0
+            group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=decay)
         plain.step()
         run(backend.policy.optim_step(adam))
     for name, p in backend.policy.state.params.items():
         assert torch.allclose(p, twin[name], atol=1e-6), name
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    with pytest.raises(BackendError, match="weight_decay_on: got 'norms'; expected 'all' or 'matrices'"):
+        run(backend.policy.optim_step(AdamParams(weight_decay_on="norms")))
+
+
+def test_a_state_holds_the_moments_of_what_does_not_decay():
+    datums, found, adam = random_datums(4, 3), [], AdamParams(1e-2, weight_decay=1.0, weight_decay_on="matrices")
+    for through_a_state in (False, True):
+        backend = backend_of(reference=False)
+        for step in range(3):
+            if step == 2 and through_a_state:
+                run(backend.policy.load_state(run(backend.policy.save_state("kept"))))
+            run(backend.policy.forward_backward_custom(datums, mixing_loss))
+            run(backend.policy.optim_step(adam))
+        found.append(backend.policy.state.params)
+    assert all(torch.equal(p, found[1][n]) for n, p in found[0].items())
 
 
 def test_infinite_gradients_do_not_reach_the_weights():

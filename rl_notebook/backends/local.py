@@ -439,10 +439,13 @@ def divisor(normalization: GradNormalization, loss_tokens: int, sequences: int) 
 
 # %% ../../nbs/24_backends.local.ipynb #b0d1fcf7
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices whose AdamW is one operation
+DECAY = ("all", "matrices")  # what weight decay is on
 
 
 def _adamw_of(targets: list[Tensor]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(targets, fused=all(t.device.type in FUSED for t in targets))
+    groups = ([t for t in targets if t.ndim > 1], [t for t in targets if t.ndim < 2])
+    named = [{"params": group, "vectors": i == 1} for i, group in enumerate(groups) if group]
+    return torch.optim.AdamW(named, fused=all(t.device.type in FUSED for t in targets))
 
 
 def adamw(state: PolicyState, adam: AdamParams) -> torch.optim.AdamW:
@@ -453,9 +456,13 @@ def adamw(state: PolicyState, adam: AdamParams) -> torch.optim.AdamW:
 
 
 def _with_settings(optimizer: torch.optim.AdamW, adam: AdamParams) -> torch.optim.AdamW:
+    if adam.weight_decay_on not in DECAY:
+        expected = " or ".join(map(repr, DECAY))
+        raise BackendError("weight_decay_on", where="optim_step", got=repr(adam.weight_decay_on), expected=expected)
     betas = (adam.beta1, adam.beta2)
     for group in optimizer.param_groups:
-        group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
+        decay = 0.0 if group["vectors"] and adam.weight_decay_on == "matrices" else adam.weight_decay
+        group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=decay)
     return optimizer
 
 # %% ../../nbs/24_backends.local.ipynb #c1dd8837

@@ -379,7 +379,10 @@ def forward_gap(output: Any, sent: Pass) -> float | None:  # nats; None = nothin
 
 # %% ../../nbs/26_backends.service.ipynb #83e2a3bb
 def sdk_adam(sdk: Sdk, adam: Any) -> Any:  # `AdamParams`, ours or an SDK's
-    "The SDK's Adam parameters."
+    "The SDK's Adam parameters; raises `BackendError` for what a service does not know."
+    if (on := getattr(adam, "weight_decay_on", "all")) != "all":
+        fix = "Leave it out, or train with backend='local'."
+        raise BackendError("weight_decay_on", where="optim_step", got=repr(on), expected="'all'", fix=fix)
     names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     return sdk.AdamParams(**{name: getattr(adam, name) for name in names if hasattr(adam, name)})
 
