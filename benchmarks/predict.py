@@ -26,7 +26,7 @@ from rl_notebook.config import Config
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.roofs import peak_memory, roofs_of
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
-from rl_notebook.xray import preflight
+from rl_notebook.preflight import preflight
 
 PHASES = ("sample", "reference", "backward", "optimize", "sync")
 

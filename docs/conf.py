@@ -18,7 +18,7 @@ _settings.read(_root / "settings.ini", encoding="utf-8")
 _of = _settings["DEFAULT"]
 
 project, version, release = _of["title"], _of["version"], _of["version"]
-author, copyright = _of["author"], _of["copyright"]  # noqa: A001  (Sphinx's name)
+author, copyright = _of["author"], _of["copyright"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx.ext.mathjax"]
 root_doc = "index"

@@ -12,16 +12,16 @@ from playwright.sync_api import sync_playwright
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "tests")]
 
-from tests.browser import chromium  # noqa: E402
-from tests.browser.conftest import FLAGS  # noqa: E402
-from tests.browser.lab import HEAT, jupyter_lab  # noqa: E402
+from tests.browser import chromium
+from tests.browser.conftest import FLAGS
+from tests.browser.lab import HEAT, jupyter_lab
 
 STEPS, SHOWN = 28, 4  # every fourth step is a picture, the first ones and the last as well
 MILLIS, LAST = 350, 4000  # how long a picture stays
 CELLS = [
     "import rl_notebook as rln\n"
-    "cfg = rln.Config(prompt_groups_per_step=8, completions_per_prompt=8, max_completion_tokens=24, learning_rate=2e-4,\n"
-    "                 kl_beta=0.001, temperature=1.0)\n"
+    "cfg = rln.Config(prompt_groups_per_step=8, completions_per_prompt=8, max_completion_tokens=24,\n"
+    "                 learning_rate=2e-4, kl_beta=0.001, temperature=1.0)\n"
     "loop = rln.GRPOLoop(rln.open_local(*rln.load_model('tiny')), rln.toy_rows(512), rln.toy_reward, cfg)",
     "dashboard = rln.Dashboard(loop)\ndashboard",
 ]

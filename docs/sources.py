@@ -1,7 +1,9 @@
-"""Writes what Sphinx reads, from the notebooks: `python docs/sources.py _proc/site`, then `sphinx-build -c docs _proc/site _docs`.
+"""Writes what Sphinx reads, from the notebooks.
 
-Every notebook becomes a page as a reader sees it, with the names of the package linked to their signatures. The order of
-the sidebar is that of `_quarto.yml`. One page per module lists its public names; the gallery is cut from the notebooks.
+python docs/sources.py _proc/site && sphinx-build -c docs _proc/site _docs
+
+Every notebook becomes a page as a reader sees it, with the names of the package linked to their signatures. The sidebar
+has the order of `_quarto.yml`. One page per module lists its public names; the gallery is cut from the notebooks.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from pages import LINK, LOCAL, visible  # noqa: E402
+from pages import LINK, LOCAL, visible
 
-EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")  # pages at the top of the checkout; the examples' come with them
+EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")  # at the top of the checkout; the examples' come with them
 CODE_SPAN = re.compile(r"(?<![`\w{}])`(?:rln\.|loop\.)?([A-Za-z_]\w*)(?:\(\))?`(?!`)")  # `name`, `rln.name` or `name()`
 
 # The gallery: what is seen, and where: the notebook, and how the text above the picture begins.
@@ -33,7 +35,7 @@ GALLERY: dict[str, list[tuple[str, str, str]]] = {
     "A step explains itself": [
         ("A step that went well", "40_xray.ipynb", "## A step to look at"),
         ("Samples two syncs old", "40_xray.ipynb", "The same step with samples that are two"),
-        ("Before the first step", "40_xray.ipynb", "In a notebook the same is drawn. Here with"),
+        ("Before the first step", "49_preflight.ipynb", "In a notebook the same is drawn. Here with"),
     ],
     "Trainer and sampler disagree": [
         (fault, "tutorials/102_reading_logprobs.ipynb", f"### {fault}\n") for fault in FAULTS
@@ -185,7 +187,8 @@ def passage(site: Site, title: str, page: str, begin: str) -> list[NotebookNode]
     cells = visible(nbformat.read(site.root / "nbs" / page, as_version=4)).cells
     found = [i for i, cell in enumerate(cells) if cell.source.startswith(begin)]
     if len(found) != 1:
-        raise SystemExit(f"docs/sources.py: {page}: {len(found)} text cells begin with {begin!r}; expected one. Adapt GALLERY")
+        text = f"{len(found)} text cells begin with {begin!r}; expected one. Adapt GALLERY"
+        raise SystemExit(f"docs/sources.py: {page}: {text}")
     drawn = (c for c in cells[found[0] :] if any("text/html" in o.get("data", {}) for o in c.get("outputs", [])))
     text = re.sub(r"^#+ .*\n+", "", site.relink(cells[found[0]].source, f"nbs/{page}"))
     text = f"### {title}\n\n{text}\n\n[The run, and how it was made](/{page})"
@@ -219,7 +222,8 @@ def write_api(site: Site, target: Path, names: dict[str, str]) -> None:
     tree = ["", "```{toctree}", ":hidden:", "", *(f"{m}.md" for m in modules), "```"]
     (folder / "index.md").write_text("\n".join(rows + tree) + "\n", encoding="utf-8")
     for module, promise in modules.items():
-        lines = [f"# {module}", "", f"> {promise}", "", "```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"]
+        listed = ["```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"]
+        lines = [f"# {module}", "", f"> {promise}", "", *listed]
         (folder / f"{module}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -229,7 +233,8 @@ def write_site(root: Path, target: Path) -> None:
     site, names = Site.of(root), public_names(root)
     for path in site.notebooks():
         write_notebook(site, path, target, names)
-    for path in [*map(root.joinpath, EXTRA), *(root / "examples").rglob("README.md"), *(root / "examples").rglob("*.svg")]:
+    beside = [p for pattern in ("README.md", "*.svg") for p in (root / "examples").rglob(pattern)]
+    for path in [*map(root.joinpath, EXTRA), *beside]:
         name = path.relative_to(root).as_posix()
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":

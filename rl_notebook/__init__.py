@@ -31,7 +31,8 @@ _HOMES = {
     "async_loop": "AsyncGRPOLoop",
     "travel": "compare_loops replay",
     "trends": "ledger watch_run",
-    "xray": "measure_noise_floor preflight xray",
+    "preflight": "preflight",
+    "xray": "measure_noise_floor xray",
     "doctor": "diagnose",
     "whatif": "reward_lab what_if",
     "views.charts": "chart",
@@ -89,8 +90,8 @@ if TYPE_CHECKING:
     from .views.whatif import WhatIfPanel as WhatIfPanel
     from .whatif import reward_lab as reward_lab
     from .whatif import what_if as what_if
+    from .preflight import preflight as preflight
     from .xray import measure_noise_floor as measure_noise_floor
-    from .xray import preflight as preflight
     from .xray import xray as xray
 
 _NAMES = sorted(name for names in _HOMES.values() for name in names.split())

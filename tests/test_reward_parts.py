@@ -13,7 +13,7 @@ from rl_notebook.core import LossError, PromptGroup, RolloutSample
 from rl_notebook.phases import part_weights
 from rl_notebook.travel import replay_advantages
 from rl_notebook.whatif import reward_lab, what_if
-from rl_notebook.xray import preflight
+from rl_notebook.preflight import preflight
 
 
 def length(text: str) -> float:

@@ -26,7 +26,7 @@ from rl_notebook.losses import make_loss_fn
 from rl_notebook.records import metrics_row
 from rl_notebook.roofs import Roofs, Work, known_roofs, model_size, roofs_file, roofs_of, work_between, work_metrics
 from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.xray import Cost, expected_longest, preflight
+from rl_notebook.preflight import Cost, expected_longest, preflight
 
 __all__ = ["one_thread"]
 

@@ -32,18 +32,15 @@ from rl_notebook.options import SURROGATE_KNOBS
 from rl_notebook.records import StepRecord, read_record, write_record
 from rl_notebook.step import evaluate_loss, loss_factory
 from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.preflight import dead_share, dead_shares, preflight, round_trip
 from rl_notebook.xray import (
     TERM_WORDS,
     Check,
     check_mask,
-    dead_share,
-    dead_shares,
     failed_words,
     first_not_finite,
     invariants,
     measure_noise_floor,
-    preflight,
-    round_trip,
     sentence,
     time_words,
     xray,

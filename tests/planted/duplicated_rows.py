@@ -6,7 +6,7 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.xray import preflight
+from rl_notebook.preflight import preflight
 
 
 def sums():
