@@ -5,22 +5,42 @@
 # %% ../../nbs/67_recipes.playground.ipynb #44f94acd
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from ..back import export_policy
 from ..backends.base import Backend
 from ..backends.open import local_options
+from ..chat import Conversation, encode_prompt, start_conversation, with_template
 from ..config import Config
-from ..core import ConfigError, RecordError
+from ..core import Completion, ConfigError, Datum, RecordError, SampleParams
+from ..data import Row
 from ..records import Checkpoint, Run, read_best, read_checkpoint
 from ..toy import load_model
 
 # %% auto #0
-__all__ = []
+__all__ = ['Playground', 'open_playground', 'ChatView']
+
+# %% ../../nbs/67_recipes.playground.ipynb #8bc1fbaa
+import asyncio
+import warnings
+from functools import partial
+
+import ipywidgets
+
+from ..core import RLNotebookError
+from ..drawings import SOFT, shown_text, styled
+from ..step import sync_weights
+from ..views.tokens import TokenInspector, WithFallback, close_all, deliver_to_main, inspect_tokens
+from ..views.turns import readable
 
 # %% ../../nbs/67_recipes.playground.ipynb #8b7aa6eb
 def best_step(run: Run) -> int | None:  # None = no checkpoint was evaluated
@@ -85,3 +105,284 @@ async def export_run(
         metrics = {int(step): dict(row) for step, row in zip(table.index, table.to_dict("records"), strict=True)}
         told: dict[str, Any] = {"cfg": cfg, "step": found.step, "metrics": metrics}
         return await export_policy(backend, out or path / "export", to, **told)
+
+# %% ../../nbs/67_recipes.playground.ipynb #8e81621b
+def sayable(text: str, stop: Sequence[str]) -> str:
+    "As much of a growing text as will stay."
+    cut = min([at for s in stop if (at := text.find(s)) >= 0], default=len(text))
+    held = max(map(len, stop), default=1) - 1 if cut == len(text) else 0
+    return text[: max(0, cut - held)].rstrip("\ufffd")
+
+# %% ../../nbs/67_recipes.playground.ipynb #f7199a99
+async def streamed(
+    sampler: Any,  # `LocalSampler`
+    tokenizer: Any,
+    prompt: Sequence[int],
+    params: SampleParams,  # of one completion
+    say: Callable[[str], Any],  # gets the text, piece by piece
+) -> Completion:
+    "Draw a completion and say its text while it grows; cancelled, it draws no further."
+    events, queue = asyncio.get_running_loop(), asyncio.Queue[list[int] | None]()
+    heard = partial(events.call_soon_threadsafe, queue.put_nowait)
+    drawing = asyncio.ensure_future(sampler.sample(prompt, params, heard))
+    drawing.add_done_callback(lambda _: queue.put_nowait(None))
+    said = ""
+    try:
+        while (tokens := await queue.get()) is not None:
+            text = sayable(str(tokenizer.decode(tokens, skip_special_tokens=True)), params.stop)
+            if len(text) > len(said) and text.startswith(said):
+                say(text[len(said) :])
+                said = text
+        (completion,) = await drawing
+    finally:
+        drawing.cancel()
+    if completion.text.startswith(said) and completion.text != said:
+        say(completion.text[len(said) :])
+    return completion
+
+# %% ../../nbs/67_recipes.playground.ipynb #a785f4d3
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    "What was said, and what each model answered."
+
+    said: str
+    answers: Mapping[str, Completion]  # by model: "trained", "base"
+
+    def __repr__(self) -> str:
+        return "\n".join([f"you: {self.said}", *(f"{who}: {c.text}" for who, c in self.answers.items())])
+
+
+def answer_datum(completion: Completion, group: int, sample: int, key: str) -> Datum:
+    "An answer as one sequence of which the drawn tokens count."
+    tokens = completion.full_tokens
+    weights = np.arange(1, len(tokens)) >= completion.prompt_len
+    return Datum(np.array(tokens), weights.astype(float), group=group, sample=sample, key=key)
+
+# %% ../../nbs/67_recipes.playground.ipynb #ecf4ebd1
+class Playground:
+    "Models to talk to, side by side; `await playground.ask(text)`. Made by `open_playground`, which closes them."
+
+    def __init__(self, samplers: Mapping[str, Any], tokenizer: Any, params: SampleParams, system: str | None = None):
+        self.samplers, self.tokenizer, self.params, self.system = samplers, tokenizer, params, system
+        self.title, self.stack = " beside ".join(samplers), AsyncExitStack()
+        self.forget()
+
+    def forget(self) -> None:
+        "Begin a new conversation."
+        self.exchanges: list[Exchange] = []
+        self.talks: dict[str, Conversation] = {}
+
+    async def ask(self, text: str, say: Callable[[str, str], Any] = lambda who, piece: None) -> Exchange:
+        "What each model answers, said piece by piece as it is drawn; one that is cancelled is not remembered."
+        answers, talks = dict[str, Completion](), dict[str, Conversation]()
+        for who, sampler in self.samplers.items():
+            talk = self._next(who, text)
+            tokens = encode_prompt(self.tokenizer, Row("chat", prompt=text)) if talk is None else talk.tokens
+            params = self._fitting(sampler, len(tokens))
+            answers[who] = await streamed(sampler, self.tokenizer, tokens, params, partial(say, who))
+            talks |= {} if talk is None else {who: talk.add_completion(answers[who])}
+        self.talks |= talks
+        self.exchanges.append(Exchange(text, answers))
+        return self.exchanges[-1]
+
+    def _next(self, who: str, text: str) -> Conversation | None:
+        "The conversation up to where the model is next; None = there is no chat template."
+        message = {"role": "user", "content": text}
+        if not self.tokenizer.chat_template:
+            return None
+        if who in self.talks:
+            return self.talks[who].add_messages(message)
+        begin = [{"role": "system", "content": self.system}] if self.system else []
+        return start_conversation(self.tokenizer, Row("chat", messages=(*begin, message)))
+
+    def _fitting(self, sampler: Any, taken: int) -> SampleParams:
+        "The sampling settings, with no more tokens than the model has room for."
+        limit = sampler.engine.max_seq_len
+        room = self.params.max_tokens if limit is None else min(self.params.max_tokens, limit - taken)
+        if room < 1:
+            expected, fix = f"less than the model's {limit}", "Begin a new conversation: /new, or playground.forget()."
+            raise ConfigError("chat", got=f"{taken} tokens so far", expected=expected, fix=fix)
+        return replace(self.params, max_tokens=room)
+
+    async def scored(self, exchange: Exchange | None = None) -> tuple[list[Datum], dict[str, list[np.ndarray]]]:
+        "The answers of an exchange (None = the last), and the logprobs (N-1,) that each model gives to each of them."
+        if exchange is None and not self.exchanges:
+            raise ConfigError("tokens", got="no answer yet", expected="a question before")
+        shown = exchange or self.exchanges[-1]
+        at = self.exchanges.index(shown)
+        datums = [answer_datum(c, at, i, who) for i, (who, c) in enumerate(shown.answers.items())]
+        series = {who: [(await s.logprobs(d.tokens)).values for d in datums] for who, s in self.samplers.items()}
+        return datums, series
+
+    async def tokens(self, exchange: Exchange | None = None) -> pd.DataFrame:
+        "A row for each drawn token of an exchange (None = the last): who drew it, and its logprob under each model."
+        datums, series = await self.scored(exchange)
+        rows = list[dict[str, Any]]()
+        for i, datum in enumerate(datums):
+            for t in np.flatnonzero(datum.active):
+                text = shown_text(str(self.tokenizer.decode([int(datum.tokens[t + 1])])))
+                rows.append({"drawn by": datum.key, "token": text, **{who: s[i][t] for who, s in series.items()}})
+        return pd.DataFrame(rows)
+
+    async def inspect(self, exchange: Exchange | None = None) -> TokenInspector:
+        "The same in the token view: sample 0 is what the trained model drew, sample 1 the base model's."
+        datums, series = await self.scored(exchange)
+        if "base" in series:
+            datums = [replace(d, ref_logprobs=s) for d, s in zip(datums, series["base"], strict=True)]
+        how = {"group": datums[0].group, "series": "policy-ref" if "base" in series else ""}
+        return inspect_tokens(datums, self.tokenizer, policy_logprobs=series["trained"], **how)
+
+    async def close(self) -> None:
+        "Let go of the models."
+        await self.stack.aclose()
+
+    async def __aenter__(self) -> Playground:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"Playground({self.title}, {len(self.exchanges)} exchanges)"
+
+# %% ../../nbs/67_recipes.playground.ipynb #7cff63c4
+async def open_playground(
+    path: str | Path,  # the run folder
+    step: int | str | None = None,  # of a checkpoint, or "best"; None = the newest
+    beside: str | None = None,  # "base" = the base model answers, too
+    **draws: Any,  # of `SampleParams`, where it is to draw otherwise than in training
+) -> Playground:
+    "The policy of a run to talk to; raises `RecordError` or `ConfigError` where its weights are not here."
+    from rl_notebook.backends.local import open_local
+
+    if beside not in (None, "base"):
+        raise ConfigError("beside", got=repr(beside), expected="'base' or None")
+    async with AsyncExitStack() as stack:
+        backend, cfg, found = await stack.enter_async_context(open_trained(Path(path), step, "chat"))
+        await sync_weights(backend, "playground")
+        samplers: dict[str, Any] = {"trained": backend.sampler}
+        if beside is not None:
+            alone: dict[str, Any] = local_options(cfg) | {"reference": False, "lora_rank": 0}
+            other = open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **alone)
+            samplers[beside] = (await stack.enter_async_context(other)).sampler
+        tokenizer = with_template(backend.tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
+        made = Playground(samplers, tokenizer, replace(cfg.sample_params(n=1), **draws), cfg.system_prompt)
+        made.title = f"{cfg.base_model} after step {found.step}" + (" beside its base model" if beside else "")
+        made.stack = stack.pop_all()
+    return made
+
+# %% ../../nbs/67_recipes.playground.ipynb #a6300a52
+def exchange_html(said: str, answers: Mapping[str, str]) -> str:  # safe HTML without script
+    "A question, and the answers beside each other."
+    box = "flex:1 1 260px;border:1px solid rgba(130,140,150,.4);border-radius:6px;padding:6px 10px;white-space:pre-wrap"
+    cells = "".join(
+        styled(
+            "div",
+            styled("div", who, style=f"font-size:11px;{SOFT}"),
+            readable(text),
+            style=f"{box};overflow-wrap:anywhere",
+        )
+        for who, text in answers.items()
+    )
+    row = styled("div", cells, style="display:flex;flex-wrap:wrap;gap:8px;margin:4px 0")
+    asked = styled("div", styled("b", readable(said)), style="white-space:pre-wrap;overflow-wrap:anywhere")
+    return styled("div", asked, row, style="line-height:1.45")
+
+
+def answer_texts(exchange: Exchange) -> dict[str, str]:
+    "The answers of an exchange; one that was cut off says so."
+    cut = {"length": " ✂ cut off", "stop": ""}
+    return {who: c.text + cut.get(c.finish_reason, f" ({c.finish_reason})") for who, c in exchange.answers.items()}
+
+# %% ../../nbs/67_recipes.playground.ipynb #c6e3e3fc
+class ChatView:
+    "A playground in a notebook: type, read the answers beside each other, open their tokens."
+
+    def __init__(self, playground: Playground):
+        self.playground, self.task, self.folds = playground, None, list[tuple[Any, Any]]()
+        wide = {"layout": ipywidgets.Layout(flex="1 1 auto", width="auto")}
+        self.line = ipywidgets.Text(placeholder="Ask something, then Enter", **wide)
+        self.button = ipywidgets.Button(description="Ask", layout=ipywidgets.Layout(width="90px"))
+        self.fresh = ipywidgets.Button(description="New", tooltip="a new conversation", layout={"width": "70px"})
+        self.log = ipywidgets.VBox([])
+        head = ipywidgets.HTML(styled("div", readable(playground.title), style=SOFT))
+        bar = ipywidgets.HBox([self.line, self.button, self.fresh])
+        self.shown = WithFallback(ipywidgets.VBox([head, self.log, bar]), "", repr(playground))
+        self.button.on_click(self._pressed)
+        self.fresh.on_click(self._renewed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # no other event tells Enter from leaving the field
+            self.line.on_submit(self._pressed)
+        for exchange in playground.exchanges:
+            self._finish(self._begin(exchange.said), exchange)
+        deliver_to_main(self.shown.both)
+
+    async def ask(self, text: str) -> Exchange:
+        "Ask, and show the answers while they grow."
+        place = self._begin(text)
+        grown = dict.fromkeys(self.playground.samplers, "")
+
+        def say(who: str, piece: str) -> None:
+            grown[who] += piece
+            place.children[0].value = exchange_html(text, grown)
+
+        try:
+            exchange = await self.playground.ask(text, say)
+        except (RLNotebookError, asyncio.CancelledError) as error:
+            told = str(error) or "Stopped: the models do not remember it."
+            place.children = [ipywidgets.HTML(exchange_html(text, grown) + styled("i", readable(told)))]
+            raise
+        self._finish(place, exchange)
+        return exchange
+
+    def _begin(self, text: str) -> ipywidgets.VBox:
+        "A place for an exchange, below the others."
+        place = ipywidgets.VBox([ipywidgets.HTML(exchange_html(text, dict.fromkeys(self.playground.samplers, "…")))])
+        self.log.children = (*self.log.children, place)
+        return place
+
+    def _finish(self, place: ipywidgets.VBox, exchange: Exchange) -> None:
+        "Draw whole answers, with a button that opens their tokens."
+        place.children[0].value = exchange_html(exchange.said, answer_texts(exchange))
+        button, fold = ipywidgets.ToggleButton(description="Tokens", layout={"width": "90px"}), ipywidgets.VBox([])
+        button.observe(lambda change: self._start(self._unfold(fold, exchange, change["new"])), "value")
+        place.children = (*place.children, button, fold)
+        deliver_to_main(place)
+        asked = self.playground.exchanges
+        self.shown.update("".join(exchange_html(e.said, answer_texts(e)) for e in asked), repr(self.playground))
+
+    async def _unfold(self, fold: ipywidgets.VBox, exchange: Exchange, opened: bool) -> None:
+        "Open the token view of an exchange, or close it."
+        for child in fold.children:
+            close_all(child)
+        drawn = "; ".join(f"sample {i} was drawn by {who}" for i, who in enumerate(exchange.answers))
+        told = ipywidgets.HTML(styled("div", f"policy: trained, ref: base; {drawn}", style=SOFT))
+        fold.children = [told, await self.playground.inspect(exchange)] if opened else []
+
+    def _pressed(self, _: Any) -> None:
+        "Ask what stands in the line; while an answer is drawn, stop it."
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+        elif text := self.line.value.strip():
+            self.line.value, self.button.description = "", "Stop"
+            self.task = self._start(self.ask(text))
+            self.task.add_done_callback(lambda _: setattr(self.button, "description", "Ask"))
+
+    def _start(self, work: Any) -> asyncio.Task[Any]:
+        "Run beside the kernel; what goes wrong is shown in the log already."
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.started = task
+        return task
+
+    def _renewed(self, _: Any) -> None:
+        "A new conversation in an empty view."
+        if self.task is None or self.task.done():
+            self.playground.forget()
+            self.log.children = ()
+
+    def _ipython_display_(self) -> None:
+        self.shown._ipython_display_()
+
+    def __repr__(self) -> str:
+        return f"ChatView({self.playground!r})"
