@@ -29,6 +29,7 @@ from rl_notebook.advantages import with_advantages
 from rl_notebook.backends.base import Backend
 from rl_notebook.backends.engine import CausalModel, open_model
 from rl_notebook.backends.local import open_local
+from rl_notebook.causes import FIXES
 from rl_notebook.core import (
     AdamParams,
     AlignmentError,
@@ -45,7 +46,9 @@ from rl_notebook.core import (
 )
 from rl_notebook.data import load_rows
 from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.doctor import FIXES, Diagnosis, diagnose, gather, surprise, weigh
+from rl_notebook.doctor import Diagnosis, diagnose, weigh
+from rl_notebook.draws import surprise
+from rl_notebook.evidence import gather
 from rl_notebook.losses import LossOptions, make_loss_fn
 from rl_notebook.records import StepRecord
 from rl_notebook.rollouts import assemble, draw_completions, encode_rows

@@ -632,7 +632,8 @@ def header_payload(
 import torch
 
 from ..core import AlignmentError, Datum, DatumError, frozen_array
-from ..doctor import SETTLED, Diagnosis, Evidence, gather, tolerance, weigh
+from ..doctor import SETTLED, Diagnosis, weigh
+from ..evidence import Evidence, gather, tolerance
 from ..losses import KL_ESTIMATORS, POLICY_LOSSES, ActiveTokens, LossOptions, log_ratio, sequence_ratio
 from ..options import SEQUENCE_RATIO
 from ..xray import ROUNDING, scored_first, version_at_start

@@ -5,7 +5,7 @@ a trainer that share no code with the package (`machines`: `generate` and eager 
 with one thing wrong (`faults`): another temperature, weights that did not arrive, logprobs in base 2, a batch sorted
 and never put back. No recorded series is ever edited; what a bug does to numbers, the code of the bug does.
 
-Each case says what a right answer is: one cause of `doctor.FIXES`, or several that are equally right, or `NONE`, or for
+Each case says what a right answer is: one cause of `causes.FIXES`, or several that are equally right, or `NONE`, or for
 clean steps `CLEAN`. One part of the zoo (`build`) is there to improve the doctor by. The other (`unseen`, in a file of
 its own) says once how good it has become: many of its kinds are in it only, the others come with other seeds and
 strengths. Improve nothing by it, and do not open it while you improve; afterwards it belongs to `build`, and a new one

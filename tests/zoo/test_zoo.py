@@ -8,7 +8,7 @@ import pytest
 from tiny_models import one_thread
 
 from rl_notebook.backends.base import Sampler, Scorer, Trainer, WeightSync
-from rl_notebook.doctor import FIXES
+from rl_notebook.causes import FIXES
 
 from .faults import BUILD, CLEAN, NONE, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6, UNSEEN7, Case, cases
 from .judge import judged

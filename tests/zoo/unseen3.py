@@ -2,7 +2,7 @@
 
 Do not open this file while you improve the doctor. Once its answers were looked at, it belongs to `build`.
 
-What is right was decided by three rules. A cause is right if its remedy in `doctor.FIXES` ends the fault. Where another
+What is right was decided by three rules. A cause is right if its remedy in `causes.FIXES` ends the fault. Where another
 sync does not end it, weights that are old cannot be told from other arithmetic, and `NONE` is right, too. A law of the
 draw that keeps a beginning of the ranking, but is no top-p and no top-k, may be called by their name or by none; a law
 that changes the ranking is none of them."""

@@ -3,7 +3,7 @@
 Do not open this file while you improve the doctor. Once its answers were looked at, it belongs to `build`.
 
 What is right was decided by the rules of `unseen4`, before any answer was seen: a cause is right if its remedy in
-`doctor.FIXES` ends the fault. Where the weights are old and another sync does not end it, `NONE` is right, too. A law
+`causes.FIXES` ends the fault. Where the weights are old and another sync does not end it, `NONE` is right, too. A law
 that keeps a beginning of the ranking, but is no top-p and no top-k, may be called by their name or by none. A mask or
 positions that hide or move what is no padding may be called by the name of padding or by none."""
 

@@ -3,7 +3,7 @@
 Do not open this file while you improve the doctor. Once its answers were looked at, it belongs to `build`.
 
 What is right was decided by the rules of `unseen5`, before any answer was seen: a cause is right if its remedy in
-`doctor.FIXES` ends the fault. Where the weights are old and another sync does not end it, `NONE` is right, too. A law
+`causes.FIXES` ends the fault. Where the weights are old and another sync does not end it, `NONE` is right, too. A law
 that keeps only some tokens, but is no top-p and no top-k, may be called by their name or by none."""
 
 from __future__ import annotations

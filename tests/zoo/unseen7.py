@@ -3,7 +3,7 @@
 Do not open this file while you improve the doctor. Once its answers were looked at, it belongs to `build`.
 
 What is right was decided by the rules of `unseen6`, before any answer was seen: a cause is right if its remedy in
-`doctor.FIXES` ends the fault. Where the weights are old and another sync does not end it, `NONE` is right, too. What a
+`causes.FIXES` ends the fault. Where the weights are old and another sync does not end it, `NONE` is right, too. What a
 run asks for by name (top-p, top-k, min-p, a penalty, a temperature that all know) is no fault; a server that tells
 something else of it, or is wrong besides, is one."""
 
