@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -293,7 +293,7 @@ def json_adam(params: Mapping[str, Any]) -> AdamParams:
     unknown = sorted(set(params) - {*names, "type", "emit_grad_norm_metrics"})
     if unknown or params.get("type", "adamw") not in ("adam", "adamw"):
         raise BackendError("adam_params", got=unknown or params["type"], expected=f"AdamW with {', '.join(names)}")
-    return AdamParams(**{name: float(params.get(name, getattr(ADAM_DEFAULTS, name))) for name in names})
+    return replace(ADAM_DEFAULTS, **{name: float(params[name]) for name in names if name in params})
 
 # %% ../../nbs/70_emulator.messages.ipynb #7185ae60
 def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SampleParams:
