@@ -113,7 +113,7 @@ def public_names(root: Path) -> dict[str, str]:
     for path in sorted((root / "rl_notebook").rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts)
         if not path.name.startswith("_"):
-            found |= dict.fromkeys(exported(path), module)
+            found = dict.fromkeys(exported(path), module) | found  # the first home of a name counts
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,9 +22,10 @@ from nbclient import NotebookClient
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, PhaseError, RecordError
+from rl_notebook.core import BackendError, ConfigError, PhaseError, RecordError
 from rl_notebook.data import load_rows
 from rl_notebook.loop import GRPOLoop, run_phase
+from rl_notebook.recipes.rl_loop import train
 from rl_notebook.recipes.script import BackgroundRun
 from rl_notebook.records import Run, StepRecord
 from rl_notebook.rewards import reward_fn
@@ -237,6 +239,12 @@ def test_the_config_is_that_of_the_loop_as_it_is_now():
     assert (cfg.learning_rate, cfg.seed, cfg.max_rows, cfg.eval_rows) == (2e-3, 3, 8, 0)  # none was held out
 
 
+def test_a_length_that_nobody_chose_fits_the_model():
+    cfg = Config(prompt_groups_per_step=2, completions_per_prompt=2, max_completion_tokens=6, kl_beta=0)
+    loop = GRPOLoop(open_local(*load_model("tiny"), reference=False), toy_rows(8), toy_reward, cfg)
+    assert loop.to_config().max_seq_len == loop.backend.capabilities.max_seq_len < cfg.max_seq_len
+
+
 def test_what_changed_on_the_way_is_noted(tmp_path):
     loop = grpo_loop(toy_reward)
     asyncio.run(loop.run(1, progress=False))
@@ -390,6 +398,7 @@ def test_a_run_goes_on_without_its_kernel_and_comes_back(tmp_path: Path):
         last = await loop.take_back(tmp_path / "night")
         assert run.process is None
         assert "it goes on after step" in run.log
+        assert run.failed == ""
         await loop.step()
         return loop, seen, last
 
@@ -399,6 +408,24 @@ def test_a_run_goes_on_without_its_kernel_and_comes_back(tmp_path: Path):
     whole = asyncio.run(open_again().run(last + 1, progress=False))
     assert_same(loop.records, whole)
     assert_same(list(Run.open(tmp_path / "night")), whole[:-1])  # the new loop writes nowhere yet
+
+
+def test_a_process_that_dies_says_so_and_nothing_goes_on_with_another_reward(tmp_path: Path):
+    execute(tmp_path, f"SETTINGS = {SMALL | {'steps': 60, 'max_completion_tokens': 6}!r}", NIGHT)
+
+    run = BackgroundRun(tmp_path / "night")
+
+    async def follow() -> None:
+        async for record in run:
+            if record.step == 3:
+                os.kill(run.process, signal.SIGKILL)
+
+    with pytest.raises(BackendError, match=r"the process ended: got '.*process\.log"):
+        asyncio.run(follow())
+    assert "failed: " in repr(run)
+    cfg = replace(Config.from_dict(Run.open(tmp_path / "night").config), log_path=str(tmp_path / "night"))
+    with pytest.raises(ConfigError, match=r"resume: got a run with reward of its own.*night/run\.py --log-path"):
+        asyncio.run(train(cfg, resume=True))
 
 
 def test_what_cannot_be_handed_over(tmp_path: Path):

@@ -278,6 +278,19 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:  # rows, names of func
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RecordError(path.name, where=str(path), got=str(error), expected="rows of a run") from error
 
+
+def check_given(path: str | Path, parts: Mapping[str, Any]) -> None:
+    "Raise where a run was given functions or rows that it is now resumed without; nothing else would tell."
+    if not (rows := Path(path) / "rows.jsonl").exists():
+        return
+    missing = [name for name in read_rows(rows)[1] or ["rows"] if parts.get(name) is None]
+    if missing:
+        got = f"a run with {' and '.join(missing)} of its own"
+        script = Path(path) / "run.py"
+        command = f"python {script} --log-path {path} --resume"
+        again = command if script.exists() else "the script that began it, with --resume"
+        raise ConfigError("resume", where=str(path), got=got, expected="the same again", fix=f"Go on with: {again}.")
+
 # %% ../../nbs/61_recipes.rl_loop.ipynb #f1299d8f
 async def train(
     cfg: Config,
@@ -294,6 +307,8 @@ async def train(
     "Run GRPO as a config says."
     check_run(cfg, resume)
     check_functions(cfg, problem)
+    if resume and problem is None and cfg.log_path is not None:
+        check_given(cfg.log_path, parts)
     problem, found = chosen_problem(cfg, problem, parts), find_checkpoint(cfg, resume)  # before anything is set up
     changed = changed_in_run(cfg, found) if resume else {}
     async with contextlib.AsyncExitStack() as stack:

@@ -326,8 +326,9 @@ def registered_loss(cfg: Config, sources: Sources) -> None:
 
 # %% ../../nbs/64_recipes.script.ipynb #cc8b7725
 def settled(loop: Loop) -> Config:
-    "The settings of a loop, with those that wait for its current step to end."
-    return Config.from_dict(loop.cfg.to_dict(), loop.next_settings)
+    "The settings of a loop, with those that wait for its current step to end, and a length that its model takes."
+    cfg, longest = Config.from_dict(loop.cfg.to_dict(), loop.next_settings), loop.backend.capabilities.max_seq_len
+    return replace(cfg, max_seq_len=min(cfg.max_seq_len, longest or cfg.max_seq_len))
 
 
 def described(loop: Loop, sources: Sources) -> tuple[Config, dict[str, str], bool]:
@@ -478,8 +479,18 @@ class BackgroundRun:
         path = self.path / "process.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
+    @property
+    def failed(self) -> str:
+        "The last line that a process printed that ended before its run did; empty = it runs, or has said its result."
+        lines = self.log.strip().splitlines()
+        if self.process is not None or not lines or re.search(r"\(\d+ steps, \d+ s\)$", lines[-1]):
+            return ""
+        return lines[-1].strip()
+
     async def __aiter__(self) -> AsyncIterator[StepRecord]:
-        "The records that are there, then each as it is written, until the process has ended."
+        """The records that are there, then each as it is written, until the process has ended.
+
+        Raises `BackendError` at the end where the process ended before its run did."""
         shown = set[int]()
         while True:
             running = self.process is not None  # asked first, so that the last records are not missed
@@ -488,8 +499,11 @@ class BackgroundRun:
                 shown.add(step)
                 yield run.record(step)
             if not running:
-                return
+                break
             await asyncio.sleep(0.5)
+        if self.failed:
+            fix = "What it printed stands in process.log, with what went wrong in run.log."
+            raise BackendError("the process ended", where=str(self.path), got=quoted(self.failed, 300), fix=fix)
 
     async def stop(self, within_s: float = 600.0) -> None:
         "Have the process save and end after its phase; raises BackendError if it has not ended in time."
@@ -505,7 +519,7 @@ class BackgroundRun:
 
     def __repr__(self) -> str:
         steps, process = Run.open(self.path).steps, self.process
-        state = "ended" if process is None else f"process {process}"
+        state = f"process {process}" if process else f"failed: {self.failed}" if self.failed else "ended"
         return f"BackgroundRun({str(self.path)!r}: {state}, {f'step {steps[-1]}' if steps else 'no step yet'})"
 
 # %% ../../nbs/64_recipes.script.ipynb #a9b73cc4
@@ -557,6 +571,7 @@ async def take_back(loop: Loop, path: str | os.PathLike[str]) -> int:
     there = Run.open(run.path)
     if (found := there.latest_checkpoint()) is None or found.step < loop.state.number - 1:
         got = "no checkpoint" if found is None else f"a checkpoint after step {found.step}"
+        got += f"; the process ended with {quoted(run.failed, 300)}" if run.failed else ""
         fix = "What the process printed stands in process.log."
         raise RecordError("take_back", where=str(run.path), got=got, expected="one after the last step", fix=fix)
     loop.records.extend(r for r in there if loop.state.number <= r.step <= found.step)
