@@ -257,20 +257,21 @@ async def _swap(weights: Weights) -> None:
 async def _turn(weights: Weights) -> AsyncIterator[object]:  # the turn, for `join_turn`
     "Hold the backend, with these weights loaded, once no section is changing what it has."
     shared, lock = weights.shared, weights.shared.claim(weights)
-    if not weights.has_turn:
-        await lock.acquire()
-        shared.holder, shared.task, shared.turn = weights, asyncio.current_task(), object()
-        join_turn(shared.turn)
-    shared.depth += 1
+    held = inside = False  # an interrupt may come between any two lines
     try:
+        if not weights.has_turn:
+            held = await lock.acquire()
+            shared.holder, shared.task, shared.turn = weights, asyncio.current_task(), object()
+            join_turn(shared.turn)
+        shared.depth, inside = shared.depth + 1, True
         if shared.section not in (None, asyncio.current_task()):
             await asyncio.wait([shared.section])
         if shared.loaded is not weights:
             await _settled(weights, _swap(weights))
         yield shared.turn
     finally:
-        shared.depth -= 1
-        if not shared.depth:
+        shared.depth -= inside
+        if not shared.depth and (held or inside):
             TURNS.set(tuple(turn for turn in TURNS.get() if turn is not shared.turn))
             shared.holder = shared.task = shared.turn = None
             lock.release()
