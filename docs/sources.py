@@ -9,6 +9,7 @@ has the order of `_quarto.yml`. One page per module lists its public names; the 
 from __future__ import annotations
 
 import ast
+import configparser
 import posixpath
 import re
 import shutil
@@ -53,8 +54,6 @@ class Site:
     @classmethod
     def of(cls, root: Path) -> Site:
         "The site of a checkout."
-        import configparser
-
         config = configparser.ConfigParser(delimiters=["="])
         config.read(root / "settings.ini", encoding="utf-8")
         return cls(root, f"{config['DEFAULT']['git_url']}/blob/{config['DEFAULT']['branch']}/")
@@ -198,7 +197,7 @@ def passage(site: Site, title: str, page: str, begin: str) -> list[NotebookNode]
 
 def write_gallery(site: Site, target: Path) -> None:
     "The gallery: steps that explain themselves, and what each fault looks like."
-    promise = "What a step says of itself, and what each disagreement looks like. Every picture is of a real run."
+    promise = "What a step says of itself, and what each disagreement looks like. Each leads to the page that made it."
     cells = [nbformat.v4.new_markdown_cell(f"# Gallery\n\n> {promise}")]
     for title, wanted in GALLERY.items():
         cells.append(nbformat.v4.new_markdown_cell(f"## {title}"))

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .loop import GRPOLoop as GRPOLoop
     from .losses import make_loss_fn as make_loss_fn
     from .losses import register_loss as register_loss
+    from .preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
     from .recipes.script import BackgroundRun as BackgroundRun
@@ -90,7 +91,6 @@ if TYPE_CHECKING:
     from .views.whatif import WhatIfPanel as WhatIfPanel
     from .whatif import reward_lab as reward_lab
     from .whatif import what_if as what_if
-    from .preflight import preflight as preflight
     from .xray import measure_noise_floor as measure_noise_floor
     from .xray import xray as xray
 

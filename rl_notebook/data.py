@@ -118,7 +118,7 @@ def _prompt(record: Mapping[str, Any], where: str, column: str | None, system_pr
             where=where,
             got=f"columns {', '.join(map(plain_text, record)) or '(none)'}",
             expected=f"something in {column or ', '.join([*PROMPT_COLUMNS, TOKEN_COLUMNS[0]])}",
-            fix="Name the column with prompt_column=.",
+            fix="Name it: load_rows(..., prompt_column=...), or dataset_columns: {question: ...} in a config.",
         )
     value = record[name]
     if name in TOKEN_COLUMNS:
@@ -560,7 +560,7 @@ def graded_rows(
         times, before = seen.get(i := cursor.index(position), (0, math.nan))
         known = before if math.isnan(rate) else rate if math.isnan(before) else (before + rate) / 2
         seen[i] = times + 1, known
-    return cursor if cursor.floor is None else replace(cursor, seen=seen)
+    return replace(cursor, seen=seen)
 
 # %% ../nbs/10_data.ipynb #1314a60d
 def restore_cursor(

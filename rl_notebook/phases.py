@@ -955,6 +955,8 @@ def other_sources(record: StepRecord, now: Mapping[str, str]) -> list[str]:
 
 def cursor_after(loop: Loop) -> Cursor:
     "Behind the prompts that were taken so far, once this step's have come and were graded."
+    if loop.cursor.floor is None:
+        return loop.cursor
     groups, passing = loop.state.values["advantages"], loop.cfg.eval_pass_reward
     rates = {g.number: float(np.mean(g.rewards >= passing)) if g.samples else math.nan for g in groups}
     return graded_rows(loop.cursor, rates)

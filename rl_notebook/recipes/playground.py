@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ipywidgets
 import numpy as np
 import pandas as pd
 
@@ -21,26 +24,17 @@ from ..backends.base import Backend
 from ..backends.open import local_options
 from ..chat import Conversation, encode_prompt, start_conversation, with_template
 from ..config import Config
-from ..core import Completion, ConfigError, Datum, RecordError, SampleParams
+from ..core import Completion, ConfigError, Datum, RecordError, RLNotebookError, SampleParams
 from ..data import Row
 from ..records import Checkpoint, Run, read_best, read_checkpoint
 from ..toy import load_model
-
-# %% auto #0
-__all__ = ['Playground', 'open_playground', 'ChatView']
-
-# %% ../../nbs/67_recipes.playground.ipynb #8bc1fbaa
-import asyncio
-import warnings
-from functools import partial
-
-import ipywidgets
-
-from ..core import RLNotebookError
 from ..drawings import SOFT, shown_text, styled
 from ..step import sync_weights
 from ..views.tokens import TokenInspector, WithFallback, close_all, deliver_to_main, inspect_tokens
 from ..views.turns import readable
+
+# %% auto #0
+__all__ = ['Playground', 'open_playground', 'ChatView']
 
 # %% ../../nbs/67_recipes.playground.ipynb #8b7aa6eb
 def best_step(run: Run) -> int | None:  # None = no checkpoint was evaluated

@@ -482,10 +482,10 @@ class BackgroundRun:
     @property
     def failed(self) -> str:
         "The last line that a process printed that ended before its run did; empty = it runs, or has said its result."
-        lines = self.log.strip().splitlines()
-        if self.process is not None or not lines or re.search(r"\(\d+ steps, \d+ s\)$", lines[-1]):
+        if self.process is not None or not (self.path / "process.json").exists():
             return ""
-        return lines[-1].strip()
+        last = (self.log.strip() or "it printed nothing").splitlines()[-1].strip()
+        return "" if re.search(r"\(\d+ steps, \d+ s\)$", last) else last  # as a `RunResult` ends
 
     async def __aiter__(self) -> AsyncIterator[StepRecord]:
         """The records that are there, then each as it is written, until the process has ended.
