@@ -1,9 +1,9 @@
-"""Steps of the tiny model on one thread (the default), and on all with OpenMP teams given back and kept.
+"""Steps of the tiny model on threads that are chosen pass by pass (the default), on one, and on all.
 
     python benchmarks/threads.py --json FILE
 
-One loop takes all steps, the ways in turns, and before each step this thread computes something, as a cell would: first
-with nothing beside it, then beside a program that keeps one processor busy.
+One loop takes all steps, the ways in turns, and before each step this thread computes something, as a cell
+would: first with nothing beside it, then beside a program that keeps one processor busy.
 """
 
 from __future__ import annotations
@@ -22,38 +22,53 @@ from typing import Any
 
 import torch
 
-from rl_notebook.backends import local
+from rl_notebook.backends.worker import ThreadChoice, set_threads
 from step import MEASURES, SETTINGS, Ours, Step, save_endless
 
-WAYS = ("one thread", "given back", "kept")
+WAYS = ("chosen", "one", "sampling on one", "all")
+TURN = 4  # steps of each way at a time
 
 
 def measure(rounds: int) -> dict[str, list[Step]]:
-    "Steps of each way after the first round."
-    threads, release = torch.get_num_threads(), local.release_team
-    setting = replace(SETTINGS["tiny"], steps=len(WAYS) * (rounds + 1))
+    "Steps of each way after the first turn."
+    most = torch.get_num_threads()
+    setting = replace(SETTINGS["tiny"], steps=len(WAYS) * TURN * (rounds + 1))
     found: dict[str, list[Step]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         save_endless(setting.model, folder)
         ours = Ours(setting, folder)
         policy: Any = ours.loop.backend.policy
+        reference: Any = ours.loop.backend.reference
+        own = policy.state.scoring.threads
+        fixed = {"one": (1, 1), "sampling on one": (1, most), "all": (most, most)}
         try:
             for _ in range(rounds + 1):
                 for way in WAYS:
-                    local.release_team = release if way != "kept" else lambda: None
-                    some = torch.ones(500, 500)
-                    _ = some @ some
-                    ours.runner.run(policy.run(torch.set_num_threads, 1 if way == WAYS[0] else threads))
-                    found[way].append(ours.step())
+                    drawing, passes = fixed.get(way, (1, None))
+                    choice = own if passes is None else Fixed((drawing, passes))
+                    policy.state.scoring = replace(policy.state.scoring, threads=choice)
+                    reference.scoring = replace(reference.scoring, threads=choice)
+                    ours.runner.run(policy.run(set_threads, drawing))
+                    for _ in range(TURN):
+                        some = torch.ones(500, 500)
+                        _ = some @ some
+                        found[way].append(ours.step())
         finally:
-            local.release_team = release
             ours.close()
-    return {way: steps[1:] for way, steps in found.items()}
+    return {way: steps[TURN:] for way, steps in found.items()}
+
+
+class Fixed(ThreadChoice):
+    "Passes on the last of its numbers, whatever is fastest."
+
+    def next(self, kind: str) -> int:
+        super().next(kind)
+        return self.counts[-1]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=8, help="measured ones; one more comes before them")
+    parser.add_argument("--rounds", type=int, default=6, help="measured turns of each way; one more comes before them")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
     load, found = os.getloadavg()[0], {}
@@ -68,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found[beside] = {
             way: {m: statistics.median(getattr(s, m) for s in steps[way]) for m in MEASURES} for way in WAYS
         }
-    print(f"{'seconds':<24}" + "".join(f"{m:>10}" for m in MEASURES))
+    print(f"{'seconds':<28}" + "".join(f"{m:>10}" for m in MEASURES))
     for beside, ways in found.items():
         for way, medians in ways.items():
-            print(f"{beside} beside, {way:<14}" + "".join(f"{medians[m]:>10.3f}" for m in MEASURES))
+            print(f"{beside} beside, {way:<18}" + "".join(f"{medians[m]:>10.3f}" for m in MEASURES))
     print(f"{torch.get_num_threads()} threads, load {load:.1f} before")
     if args.json:
         rest = {"threads": torch.get_num_threads(), "load": load}

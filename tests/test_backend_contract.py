@@ -108,6 +108,7 @@ BACKENDS = {
     "local": Entry(local),
     "local-inline": Entry(lambda: local(inline=True)),
     "local-lora": Entry(lambda: local(lora_rank=4), {"lora_rank": 4}),
+    "local-beside": Entry(lambda: local(beside=True)),
     "local-small-batches": Entry(lambda: local(tokens_per_batch=12, max_batch=3)),
     "tinker": Entry(tinker, {"lora_rank": 4}, tinker_weights),
     "fireworks": Entry(fireworks, weights=fireworks_weights),

@@ -803,7 +803,7 @@ def test_adapters_made_at_once_are_those_made_one_by_one():
 
 TEAMS = """
 import asyncio, os, torch
-from rl_notebook.backends.local import Worker
+from rl_notebook.backends.worker import Worker
 
 threads = lambda: len(os.listdir("/proc/self/task"))
 grew = lambda: (torch.ones(600, 600) @ torch.ones(600, 600), threads())[1]
@@ -831,6 +831,62 @@ def test_a_thread_that_hands_work_over_gives_its_openmp_team_back():
     assert inside == alone + 2  # the worker and its team, and no longer this thread's
     assert after == alone + 1  # the worker
     assert single == [1, 2, 0]  # no team, and this thread keeps its own number
+
+
+def test_beside_the_sampler_draws_while_the_policy_computes():
+    drawn, datums = threading.Event(), random_datums(3, 4)
+
+    def waiting_loss(datums, policy_logprobs):
+        assert drawn.wait(60), "nothing was drawn while the loss was being computed"
+        return sum(s[torch.from_numpy(d.active)].sum() for d, s in zip(datums, policy_logprobs, strict=True)), {}
+
+    async def main():
+        params = SampleParams(max_tokens=6, n=3, seed=5)
+        async with backend_of(inline=False, beside=True) as backend, backend_of(inline=False) as alone:
+            drawing = backend.sampler.sample([4, 5, 6], params, on_token=lambda tokens: drawn.set())
+            both = await asyncio.gather(backend.policy.loss(datums, waiting_loss), drawing)
+            return *both, await alone.sampler.sample([4, 5, 6], params), await alone.policy.forward(datums)
+
+    out, completions, expected, scored = asyncio.run(main())
+    assert [c.tokens.tolist() for c in completions] == [c.tokens.tolist() for c in expected]
+    for ours, theirs in zip(out.logprobs, scored, strict=True):
+        np.testing.assert_array_equal(ours.values, theirs.values)
+
+
+THREADS = """
+import torch
+from tiny_models import byte_tokenizer, tiny_model
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import AdamParams, Datum
+import asyncio, numpy as np
+
+async def weights(threads):
+    rng = np.random.default_rng(0)
+    datums = [Datum(rng.integers(0, 200, 60), np.ones(59)) for _ in range(8)]
+    loss = lambda datums, series: (sum((i + 1) * s.sum() for i, s in enumerate(series)), {})
+    async with open_local(tiny_model("qwen3"), byte_tokenizer(), threads=threads) as backend:
+        for _ in range(4):
+            await backend.policy.forward(datums)
+            await backend.policy.forward_backward_custom(datums, loss)
+            await backend.policy.optim_step(AdamParams(learning_rate=1e-2))
+        state = backend.policy.state
+        taken = {kind: sum(map(len, times.values())) for kind, times in state.scoring.threads.times.items()}
+        return taken, torch.cat([p.detach().flatten() for p in state.params.values()])
+
+(taken, chosen), (fixed, one) = asyncio.run(weights(None)), asyncio.run(weights(1))
+print(torch.get_num_threads(), sorted(taken.items()), fixed, torch.equal(chosen, one))
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor: there is no choice")
+def test_passes_on_other_numbers_of_threads_end_in_the_same_bits():
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.path.dirname(__file__)}
+    said = subprocess.run([sys.executable, "-c", THREADS], env=environment, check=True, capture_output=True, text=True)
+    expected = {
+        "2 [('backward', 4), ('scoring', 4), ('training', 4)] {} True",
+        "2 [] {} True",
+    }  # the latter: no equal bits
+    assert said.stdout.strip() in expected
 
 
 @pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": 2, "inline": True}])

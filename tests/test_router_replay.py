@@ -472,7 +472,7 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
     "The SDK's own classes: an echo gives one entry per token read, and only the policy's datum carries them."
     sampling = pytest.importorskip("fireworks.training.sdk.sampling")
     from rl_notebook.backends.fireworks import FireworksSampler, completion_of
-    from rl_notebook.backends.local import Worker
+    from rl_notebook.backends.worker import Worker
     from rl_notebook.backends.openai import OpenAISampler
     from rl_notebook.backends.provision import sdk_classes
     from rl_notebook.backends.service import bare_datum

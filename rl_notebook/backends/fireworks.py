@@ -26,7 +26,7 @@ __all__ = ['SyncError', 'open_fireworks', 'promote_weights', 'check_fireworks']
 from ..align import align_routing
 from .base import Backend, Capabilities, Endpoint, Meter, refuse_unknown
 from .engine import check_tokens
-from .local import Worker
+from .worker import Worker
 from rl_notebook.backends.openai import (
     DIALECTS,
     FINISH,

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import ctypes
 import json
 import os
 import re
 import shutil
-import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,6 +48,7 @@ from rl_notebook.backends.engine import (
 )
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, find_routers, read_notes, replaying
+from .worker import ThreadChoice, Worker, thread_counts
 from ..roofs import Work, pass_work, settle
 from rl_notebook.core import (
     AdamParams,
@@ -100,6 +98,7 @@ class Scoring:
     max_seq_len: int | None = None  # longest sequence
     meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
     routers: Routers | None = None  # take the experts that `Datum.routing` names; None = the model chooses
+    threads: ThreadChoice = field(default_factory=ThreadChoice)  # of torch, for each kind of pass
 
     @property
     def no_tree(self) -> str:
@@ -117,6 +116,13 @@ class Scoring:
             if saved >= max(TREE_GAIN.get(device, 1024), sum(sizes) // 10):
                 return [Batch(*tree, tree=True) for tree in trees]
         return [Batch(rows, size, size) for rows, size in zip(plain, sizes, strict=True)]
+
+    @contextmanager
+    def timed(self, kind: str, batches: Sequence[Batch], backward: bool = False) -> Iterator[None]:
+        "A pass over batches: its seconds are seconds of this kind of work, its threads those that were fastest lately."
+        chosen = self.threads.chosen("backward" if backward else kind, sum(b.tokens for b in batches))
+        with self.meter.timed(kind), chosen:
+            yield
 
 
 def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: int | None) -> None:
@@ -226,7 +232,7 @@ def score(
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches, beside = scoring.batches(datums), None if entropies is None else list[Tensor]()
     note_pass(scoring, "scoring", datums, batches)
-    with torch.no_grad(), scoring.meter.timed("scoring"):
+    with torch.no_grad(), scoring.timed("scoring", batches):
         flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside) for b in batches]
         settle(scoring.causal.device)
     in_order = lambda values: [series.double().numpy() for series in per_datum(scoring, datums, batches, values)]
@@ -333,7 +339,7 @@ def evaluate(
     batches = scoring.batches(datums)
     keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
     note_pass(scoring, "training", datums, batches)
-    with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
+    with torch.set_grad_enabled(keep), scoring.timed("training", batches):
         flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside, graded) for b in batches]
         settle(scoring.causal.device)
     series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
@@ -392,7 +398,7 @@ def backpropagate(
     beside: list[Tensor | None] = list(graph.entropies) if graph and len(dentropies) else [None] * len(batches)
     del graph
     note_pass(scoring, "training", datums, batches, backward=True)
-    with scoring.meter.timed("training"):
+    with scoring.timed("training", batches, backward=True):
         for k, batch in enumerate(batches):
             flat, h, flats[k], beside[k] = flats[k], beside[k], None, None
             several = [datums[i] for i in batch.rows]
@@ -740,69 +746,6 @@ def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except (OSError, SafetensorError, ValueError) as reason:
         raise RecordError("load_state", where=str(path), got=str(reason), expected="a saved state") from reason
     return tensors, meta
-
-# %% ../../nbs/24_backends.local.ipynb #70628246
-def _team_release() -> Callable[[], Any]:
-    "What ends the OpenMP team of the thread that calls it, until its next parallel operation; only under libgomp."
-    try:
-        library = ctypes.CDLL(torch._C.__file__)
-        if sys.platform == "linux" and not hasattr(library, "__kmpc_fork_call"):
-            return partial(library.omp_pause_resource_all, 1)
-    except (AttributeError, OSError):
-        pass
-    return lambda: None
-
-
-release_team = _team_release()
-
-
-class Worker:
-    "Runs functions one after the other: in its own thread, or inline."
-
-    def __init__(self, inline: bool = False, threads: int | None = None):  # of torch, in its own thread
-        self.pool = None if inline else ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-notebook")
-        self.closed = False
-        if self.pool is not None and threads is not None:
-            before = torch.get_num_threads()
-            self.pool.submit(torch.get_num_threads).result()  # a thread's first call sets the number of the process
-            self.pool.submit(torch.set_num_threads, threads).result()
-            torch.set_num_threads(before)  # threads to come take the number that was set last
-
-    async def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        self.check()
-        if self.pool is None:
-            return fn(*args)
-        release_team()
-        return await asyncio.get_running_loop().run_in_executor(self.pool, self._run, partial(fn, *args))
-
-    def _run(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        finally:
-            release_team()
-
-    def check(self) -> None:
-        "Raises `BackendError` once it is closed."
-        if self.closed:
-            raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
-
-    def close(self) -> None:
-        "Wait for what runs, refuse what comes."
-        self.closed = True
-        if self.pool is not None:
-            self.pool.shutdown(wait=True, cancel_futures=True)
-
-# %% ../../nbs/24_backends.local.ipynb #30c2a567
-SMALL_LAYER = 2**20  # weights
-
-
-def threads_for(causal: CausalModel, asked: int | None, inline: bool) -> int | None:
-    "`asked`, else one thread for a model with small layers on a CPU; None = as many as torch is set to."
-    if asked is not None and (inline or asked < 1):
-        expected, fix = "1 or more, for a worker thread", "With inline=True, call torch.set_num_threads instead."
-        raise ConfigError("threads", where="open_local", got=asked, expected=expected, fix=fix)
-    small = causal.size is not None and causal.size.body < SMALL_LAYER * causal.decoder.config.num_hidden_layers
-    return asked or (1 if small and causal.device.type == "cpu" else None)
 
 # %% ../../nbs/24_backends.local.ipynb #cb5ea3b2
 def stamped(
@@ -1388,6 +1331,15 @@ def score_at(state: PolicyState, judge: LocalReference | None, temperature: floa
     state.graph = None
 
 # %% ../../nbs/24_backends.local.ipynb #69ce2f94
+async def close_workers(sampler: LocalSampler, *workers: Worker) -> None:
+    "Draw nothing more, wait for what computes, and forget what was asked for."
+    if sampler.scheduler is not None and not sampler.scheduler.get_loop().is_closed():
+        sampler.scheduler.cancel()
+    for worker in workers:
+        worker.close()
+    sampler.engine.abort()
+
+# %% ../../nbs/24_backends.local.ipynb #d016908a
 def open_local(
     model: nn.Module,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
     tokenizer: Any,  # its tokenizer
@@ -1398,7 +1350,8 @@ def open_local(
     device: str | torch.device | None = None,  # None = a GPU if there is one
     reference: bool = True,  # keep a frozen reference
     inline: bool = False,  # compute on the calling thread, for debuggers
-    threads: int | None = None,  # of torch, on a CPU; None = one where layers are small, else as torch is set
+    threads: int | None = None,  # of torch, on a CPU; None = one to all where layers are small, else as torch is set
+    beside: bool = False,  # the sampler computes in a worker of its own: rollouts go on while the policy trains
     max_batch: int = 256,  # completions drawn at once
     max_seq_len: int | None = None,  # None = the model's context
     tokens_per_batch: int = 16384,  # padded tokens of one forward pass
@@ -1420,12 +1373,14 @@ def open_local(
         raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
     served = frozen_copy(module, params)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
-    run = Worker(inline, threads_for(engine.causal, threads, inline))
+    counts = thread_counts(engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline)
+    run, choice = Worker(inline, counts[0] if counts else None), ThreadChoice(counts)
+    draws = Worker(threads=counts[0] if counts else None) if beside else run
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
     check_tokenizer(tokenizer, engine.causal.vocab_size)
-    limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len)
-    score_as = lambda m: Scoring(open_model(m, routes=("modules", "full"), sampling=False), *limits, engine.meter)
+    limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter, None)
+    score_as = lambda m: Scoring(open_model(m, routes=("modules", "full"), sampling=False), *limits, choice)
     state = PolicyState(module, replace(score_as(module), routers=routers), params)
     judge = None
     if reference and hasattr(module, "disable_adapter"):  # the base, which chooses its experts itself
@@ -1434,18 +1389,13 @@ def open_local(
         judge = LocalReference(score_as(frozen_copy(module, params)), run)
     if gradient_checkpointing:
         checkpoint_layers(module)
-    policy, sampler = LocalTrainer(state, run, versions), LocalSampler(engine, run)
+    policy, sampler = LocalTrainer(state, run, versions), LocalSampler(engine, draws)
     can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
     can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len, entropy=True)
     sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params}, versions)
 
-    async def close() -> None:
-        if sampler.scheduler is not None and not sampler.scheduler.get_loop().is_closed():
-            sampler.scheduler.cancel()
-        run.close()
-        engine.abort()
-
     more: dict[str, Any] = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size}
     more["opened"] = opened
     more["export"] = lambda folder, to=None, told=tokenizer: run(export_weights, state, told, Path(folder), to)
+    close = partial(close_workers, sampler, run, draws)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

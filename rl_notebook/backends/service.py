@@ -26,7 +26,8 @@ import pandas as pd
 import torch
 
 from .base import GradNormalization, LossFn, Meter
-from .local import Versions, Worker, check_datums, check_dlogprobs, divisor, loss_and_dlogprobs
+from .local import Versions, check_datums, check_dlogprobs, divisor, loss_and_dlogprobs
+from .worker import Worker
 from .openai import ODD, Silence, one_line
 from rl_notebook.core import (
     AdamParams,

@@ -23,7 +23,7 @@ import numpy as np
 from ..align import target_from_token
 from .base import Backend, Capabilities, Meter, refuse_unknown
 from .engine import check_tokens
-from .local import Worker
+from .worker import Worker
 from .openai import Secret, key_from_env, request_seed
 from rl_notebook.backends.service import (
     ENCODINGS,

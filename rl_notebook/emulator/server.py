@@ -24,7 +24,8 @@ from ..align import token_from_target
 from .messages import Refusal, Table, json_of, read_count, routes_of, sample_params
 from .trainer import Models, Serving, Snapshots
 from ..backends.engine import retire
-from ..backends.local import LocalSampler, Worker
+from ..backends.local import LocalSampler
+from ..backends.worker import Worker
 from ..core import Completion, ConfigError, RLNotebookError, SampleParams
 
 # %% auto #0
