@@ -273,29 +273,33 @@ class SlotCache(Cache):
     def __init__(self):
         super().__init__(layers=[])
         self.rows = self.slots = self.capacity = self.longest = 0
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values, each (slots, capacity, heads, dim)
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values, each (slots, heads, capacity, dim)
         self.fresh: dict[int, tuple[Tensor, Tensor]] = {}  # layer: what the current prefill made
         self.filling = False  # prefill, or decode step
-        self.begins = torch.empty(0, dtype=torch.long)  # (slots,) where each slot begins, in (slots * capacity)
-        self.index = self.begins  # (rows,) where the step writes, in (slots * capacity)
+        self.lengths = torch.empty(0, dtype=torch.long)  # (rows,) column that the step writes to
+        self.index: dict[int, Tensor] = {}  # by number of heads: (rows * heads,) where, in (slots * heads * capacity)
+        self.hidden: Tensor | None = None  # (rows, capacity) additive mask of these rows; None = they have changed
         self.masks: dict[int | None, Tensor] = {}  # by window of a layer: (rows, 1, 1, longest) additive
-
-    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        "Store new keys and values (B, S, heads, dim); returns all of them as (B, heads, T, dim)."
-        if self.filling:
-            self.fresh[layer] = (k, v)
-            return k.transpose(1, 2), v.transpose(1, 2)
-        keys, values = self.buffers[layer]
-        keys.flatten(0, 1).index_copy_(0, self.index, k.flatten(0, 1))
-        values.flatten(0, 1).index_copy_(0, self.index, v.flatten(0, 1))
-        seen = lambda buffer: buffer[: self.rows, : self.longest].transpose(1, 2)
-        return seen(keys), seen(values)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        "What a model's own attention calls, with (B, heads, S, dim)."
-        return self.put(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        "Store new keys and values (B, heads, S, dim); returns all of them. A model's own attention calls it."
+        if self.filling:
+            self.fresh[layer_idx] = (key_states, value_states)
+            return key_states, value_states
+        pairs = zip(self.buffers[layer_idx], (key_states, value_states), strict=True)
+        keys, values = (self.write(buffer, new)[: self.rows, :, : self.longest] for buffer, new in pairs)
+        return keys, values
+
+    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        "Put one column for each row and head, (rows, heads, 1, dim), into a buffer, which is returned."
+        heads = buffer.shape[1]
+        if heads not in self.index:
+            begins = torch.arange(self.rows * heads, device=buffer.device).view(-1, heads) * self.capacity
+            self.index[heads] = (begins + self.lengths[:, None]).flatten()
+        buffer.flatten(0, 2).index_copy_(0, self.index[heads], new.reshape(-1, new.shape[-1]))
+        return buffer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         "Columns before the tokens of this pass."
@@ -319,49 +323,49 @@ def reserve(cache: SlotCache, rows: int, columns: int) -> None:
 
     def grown(layer: int, which: int) -> Tensor:
         like = cache.buffers[layer][which] if cache.buffers else cache.fresh[layer][which]
-        new = like.new_zeros(slots, capacity, *like.shape[2:])
+        new = like.new_zeros(slots, like.shape[1], capacity, like.shape[3])
         if cache.buffers:
-            new[: cache.slots, : cache.capacity] = like
+            new[: cache.slots, :, : cache.capacity] = like
         return new
 
     cache.buffers = {layer: (grown(layer, 0), grown(layer, 1)) for layer in cache.buffers or cache.fresh}
-    cache.slots, cache.capacity = slots, capacity
-    cache.begins = torch.arange(slots, device=cache.buffers[0][0].device) * capacity
+    cache.slots, cache.capacity, cache.hidden = slots, capacity, None
 
 # %% ../../nbs/23_backends.engine.ipynb #d2218b6f
 def add_rows(cache: SlotCache, source: Tensor, length: int) -> None:
     "Append one row per entry of `source`, which names the prompt of the last prefill that it continues."
-    start, cache.rows = cache.rows, cache.rows + len(source)
+    start, cache.rows, cache.hidden = cache.rows, cache.rows + len(source), None
     reserve(cache, cache.rows, length)
     for layer, pair in cache.fresh.items():
         for buffer, new in zip(cache.buffers[layer], pair, strict=True):
-            buffer[start : cache.rows, :length] = new[source]
+            buffer[start : cache.rows, :, :length] = new[source]
     cache.fresh = {}
 
 # %% ../../nbs/23_backends.engine.ipynb #eeadace6
 def begin_step(
     cache: SlotCache,
-    lengths: Tensor,  # (rows,) column that each row writes to
+    lengths: Tensor,  # (rows,) column that each row writes to; the next one where it has been written to before
     longest: int,  # the largest of them
     windows: Iterable[int | None] = (None,),  # of the layers, None = full attention
 ) -> None:
     "Prepare to write one token per row."
-    cache.filling, cache.longest = False, longest + 1
+    cache.filling, cache.longest, cache.lengths, cache.index = False, longest + 1, lengths, {}
     reserve(cache, cache.rows, cache.longest)
-    cache.index = cache.begins[: cache.rows] + lengths
-    keys, own, columns = cache.buffers[0][0], lengths[:, None], torch.arange(cache.longest, device=lengths.device)
-    additive = lambda hidden: torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(
-        hidden, -torch.inf
-    )[:, None, None]
-    cache.masks = {None: additive(own < columns)}
+    like, own, columns = cache.buffers[0][0], lengths[:, None], torch.arange(cache.capacity, device=lengths.device)
+    if cache.hidden is None:
+        cache.hidden = like.new_zeros(cache.rows, cache.capacity).masked_fill_(own < columns, -torch.inf)
+    else:
+        cache.hidden.scatter_(1, own, 0.0)
+    cache.masks = {None: cache.hidden[:, None, None, : cache.longest]}
     for window in {w for w in windows if w is not None}:
-        reaches = window > longest
-        cache.masks[window] = cache.masks[None] if reaches else additive((own < columns) | (own - window >= columns))
+        reached = window > longest
+        mask = cache.hidden if reached else cache.hidden.masked_fill(own - window >= columns, -torch.inf)
+        cache.masks[window] = mask[:, None, None, : cache.longest]
 
 # %% ../../nbs/23_backends.engine.ipynb #e301a554
 def drop_row(cache: SlotCache, row: int) -> None:
     "Remove a row; the last one moves into its slot."
-    cache.rows -= 1
+    cache.rows, cache.hidden = cache.rows - 1, None
     if row != cache.rows:
         for pair in cache.buffers.values():
             for buffer in pair:
@@ -406,6 +410,15 @@ def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
         return norm
     return rms_fn(lambda: weight, [weight], eps)
 
+# %% ../../nbs/23_backends.engine.ipynb #84d56b5d
+def split_norm(norm: nn.Module) -> tuple[Callable[[], Tensor] | None, Callable[[Tensor], Tensor]]:
+    "A norm as a scale of each dimension and what comes before it; None and the whole where it cannot be split."
+    eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
+    if eps is None or weight is None or weight.dtype not in _FULL or weight.device.type != "cpu":
+        return None, norm_fn(norm)
+    dim, least = len(weight), weight.new_tensor((len(weight) * eps) ** 0.5)
+    return lambda: weight * dim**0.5, lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(least)
+
 # %% ../../nbs/23_backends.engine.ipynb #c2b28305
 @dataclass(frozen=True, eq=False)
 class Linear:
@@ -445,28 +458,41 @@ class Linear:
         return out + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(x.dtype)
 
 # %% ../../nbs/23_backends.engine.ipynb #f1476d1c
-def linears_fn(modules: Sequence[nn.Module], copies: bool) -> Callable[[Tensor], Tensor]:
+def linears_fn(
+    modules: Sequence[nn.Module],
+    copies: bool,
+    norm: nn.Module | None = None,  # RMS norm of the input
+) -> Callable[..., Tensor]:  # of the input (M, D), and of what the output is added to, (M, outputs); None = nothing
     "Several linear layers over one input, as one function; their outputs side by side."
     linears = [Linear.of(m) for m in modules]
     known = [linear for linear in linears if linear is not None]
-    weights = [w for linear in known for w in linear.weights]
+    weights, scale, normed = [w for linear in known for w in linear.weights], None, norm_fn(norm)
     full = all(w.dtype in _FULL for w in weights)
     by_column = full and all(w.device.type == "cpu" for w in weights)
     alike = len({w.dtype for w in weights}) == 1 and (full or len(weights) == len(known))  # low precision: no adapter
     if not (copies and alike and len(known) == len(modules) and (by_column or len(weights) > 1)):
         functions = [linear or module for linear, module in zip(linears, modules, strict=True)]
-        return lambda x: torch.cat([f(x) for f in functions], -1) if len(functions) > 1 else functions[0](x)
+        side_by_side = lambda x: torch.cat([f(x) for f in functions], -1) if len(functions) > 1 else functions[0](x)
+        return lambda x, onto=None: side_by_side(normed(x)) if onto is None else onto + side_by_side(normed(x))
+    if by_column and norm is not None:
+        scale, normed = split_norm(norm)
 
     def stacked() -> Tensor:
         whole = torch.cat([linear.merged() for linear in known])
+        whole = whole if scale is None else whole * scale()
         return whole.t().contiguous().t() if by_column else whole
 
-    weight, given = MadeOf(stacked, weights), [linear.base.bias for linear in known]
-    if all(b is None for b in given):
-        return lambda x: F.linear(x, weight())
-    biases = [w.new_zeros(len(w)) if b is None else b for b, w in zip(given, (k.base.weight for k in known))]
-    bias = MadeOf(lambda: torch.cat(biases), biases)
-    return lambda x: F.linear(x, weight(), bias())
+    weight = MadeOf(stacked, [*weights, *(norm.parameters() if norm is not None else ())])
+    biases = [k.base.weight.new_zeros(len(k.base.weight)) if k.base.bias is None else k.base.bias for k in known]
+    bias = MadeOf(lambda: torch.cat(biases), biases) if any(k.base.bias is not None for k in known) else None
+
+    def multiplied(x: Tensor, onto: Tensor | None = None) -> Tensor:
+        if onto is not None and bias is None and by_column:
+            return torch.addmm(onto, normed(x), weight().t())
+        out = F.linear(normed(x), weight(), None if bias is None else bias())
+        return out if onto is None else onto + out
+
+    return multiplied
 
 # %% ../../nbs/23_backends.engine.ipynb #99fa520c
 def head_norm_fn(norms: Sequence[nn.Module | None], heads: Sequence[int]) -> Callable[[Tensor], Tensor]:
@@ -518,20 +544,19 @@ def attend(
 ) -> Tensor:
     "(B, S, heads * dim) attention output for queries, keys and values of shape (B, S, heads, dim)."
     batch, steps, heads, _ = q.shape
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if cache is not None:
+        k, v = cache.update(k, v, layer)
     if cache is None or cache.filling:
-        if cache is not None:
-            cache.put(layer, k, v)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        band = None
+        q, band = q.transpose(1, 2), None
         if window is not None and window < steps:
             band = torch.ones(steps, steps, dtype=torch.bool, device=q.device).tril().triu(1 - window)
         k, v = for_heads(q, k, v, band)
         how: dict[str, Any] = {"is_causal": band is None, "scale": scale, "enable_gqa": k.shape[1] != heads}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, **how)
         return out.transpose(1, 2).reshape(batch, steps, -1)
-    keys, values = cache.put(layer, k, v)
-    stacked = q.reshape(batch, keys.shape[1], -1, q.shape[-1])
-    out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=cache.masks[window], scale=scale)
+    stacked = q.reshape(batch, k.shape[1], -1, q.shape[-1])
+    out = F.scaled_dot_product_attention(stacked, k, v, attn_mask=cache.masks[window], scale=scale)
     return out.reshape(batch, 1, -1)
 
 # %% ../../nbs/23_backends.engine.ipynb #20f2045f
@@ -539,13 +564,11 @@ def attend(
 class FastLayer:
     "One decoder layer: norm, attention, norm, gated MLP."
 
-    norm1: Callable[[Tensor], Tensor]
-    qkv: Callable[[Tensor], Tensor]
+    qkv: Callable[..., Tensor]  # behind their norm
     head_norm: Callable[[Tensor], Tensor]  # of queries and keys
-    o: Callable[[Tensor], Tensor]
-    norm2: Callable[[Tensor], Tensor]
-    gate_up: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor], Tensor]
+    o: Callable[..., Tensor]
+    gate_up: Callable[..., Tensor]  # behind their norm
+    down: Callable[..., Tensor]
     act: Callable[[Tensor], Tensor]
     heads: tuple[int, int]  # of queries, of keys
     head_dim: int
@@ -562,12 +585,12 @@ class FastLayer:
         window: int | None = None,
     ) -> Tensor:  # (B * S, D)
         "All sequences as one list of tokens, apart only in attention."
-        heads = self.qkv(self.norm1(x)).view(*shape, -1, self.head_dim)
+        heads = self.qkv(x).view(*shape, -1, self.head_dim)
         qk, v = heads.split_with_sizes((sum(self.heads), self.heads[1]), 2)
         q, k = rotate(self.head_norm(qk), cos, sin).split_with_sizes(self.heads, 2)
-        x = x + self.o(attend(q, k, v, self.scale, cache, layer, window).flatten(0, 1))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        return x + self.down(self.act(gate) * up)
+        x = self.o(attend(q, k, v, self.scale, cache, layer, window).flatten(0, 1), x)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.act(gate) * up, x)
 
 # %% ../../nbs/23_backends.engine.ipynb #bd2c7efe
 def fast_layer(layer: nn.Module, copies: bool = False) -> FastLayer:
@@ -576,12 +599,12 @@ def fast_layer(layer: nn.Module, copies: bool = False) -> FastLayer:
     norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
     if norms != {"input_layernorm", "post_attention_layernorm"}:
         raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
-    linears = lambda parent, *names: linears_fn([getattr(parent, f"{name}_proj") for name in names], copies)
+    linears = lambda parent, *names, norm=None: linears_fn([getattr(parent, f"{n}_proj") for n in names], copies, norm)
     heads = tuple(getattr(attention, f"{name}_proj").out_features // attention.head_dim for name in "qk")  # type: ignore
     head_norms = [getattr(attention, f"{name}_norm", None) for name in "qk"]
-    parts: dict[str, Any] = {"qkv": linears(attention, "q", "k", "v"), "o": linears(attention, "o")}
-    parts |= {"gate_up": linears(mlp, "gate", "up"), "down": linears(mlp, "down"), "heads": heads}
-    parts |= {"norm1": norm_fn(layer.input_layernorm), "norm2": norm_fn(layer.post_attention_layernorm)}  # type: ignore
+    parts: dict[str, Any] = {"qkv": linears(attention, "q", "k", "v", norm=layer.input_layernorm)}
+    parts |= {"gate_up": linears(mlp, "gate", "up", norm=layer.post_attention_layernorm), "heads": heads}
+    parts |= {"o": linears(attention, "o"), "down": linears(mlp, "down")}
     parts |= {"head_norm": head_norm_fn(head_norms, heads), "head_dim": attention.head_dim}  # type: ignore
     return FastLayer(**parts, act=mlp.act_fn, scale=attention.scaling)  # type: ignore[union-attr, arg-type]
 
