@@ -1036,7 +1036,7 @@ class Engine:
         self.waiting: deque[tuple[Request, int]] = deque()
         self.rows: list[Row] = []
         self.cache = SlotCache()
-        self.plan: DrawPlan | None = None  # of the rows as they are; None = they have changed
+        self.course: Course | None = None  # of the rows as they are; None = they have changed
         self.prefilled_tokens = 0  # prompt tokens that really went through the model
         self.meter = Meter()  # counts what is drawn
 
@@ -1066,7 +1066,7 @@ class Engine:
         "Drop everything, for example after an error."
         self.waiting.clear()
         self.rows.clear()
-        self.cache, self.plan = SlotCache(), None
+        self.cache, self.course = SlotCache(), None
 
 # %% ../../nbs/23_backends.engine.ipynb #1e99732a
 def check_request(engine: Engine, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> Request:
@@ -1132,6 +1132,7 @@ def admit(engine: Engine) -> list[Request]:
             for p, read in zip(chosen, on_host(engine, experts.unflatten(0, (len(chosen), -1))), strict=True):
                 for row in new[p]:
                     row.chosen.append(read[: len(p)])
+        engine.course = None
         plan, uniforms = drawing(engine, start)
         done += emit(engine, [draw(engine.causal.logits(features)[source], plan, uniforms[0])], start)
     return done
@@ -1140,14 +1141,16 @@ def admit(engine: Engine) -> list[Request]:
 def drawing(engine: Engine, start: int = 0, steps: int = 1) -> tuple[DrawPlan, Sequence[Tensor]]:
     "How the rows from `start` on are drawn, and their uniform numbers for each of the next steps, (rows,)."
     rows, device = engine.rows[start:], engine.causal.device
-    plan = None if start else engine.plan
-    if plan is None:
-        plan = DrawPlan.of([row.request.params for row in rows], device)
-        if plan.penalty is not None:
-            texts = [[*row.request.prompt, *row.tokens] for row in rows]
-            plan = replace(plan, seen=seen_tokens(texts, engine.causal.vocab_size, device))
-    engine.plan = None if start else plan
-    return plan, sent([[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device).unbind(0)
+    plan = DrawPlan.of([row.request.params for row in rows], device)
+    if plan.penalty is not None:
+        texts = [[*row.request.prompt, *row.tokens] for row in rows]
+        plan = replace(plan, seen=seen_tokens(texts, engine.causal.vocab_size, device))
+    return plan, numbers_of(rows, 0, steps, device)
+
+
+def numbers_of(rows: Sequence[Row], after: int, steps: int, device: torch.device | str) -> Sequence[Tensor]:
+    "Uniform numbers of the rows, (rows,), for so many steps, the first of them `after` others."
+    return sent([[row.uniforms[len(row.tokens) + after + k] for row in rows] for k in range(steps)], device).unbind(0)
 
 
 def emit(
@@ -1190,7 +1193,7 @@ def retire(engine: Engine, i: int, reason: str) -> Request:
 # %% ../../nbs/23_backends.engine.ipynb #88224b38
 def drop(engine: Engine, i: int) -> Row:
     "Remove row `i` from batch and cache; the last row takes its place."
-    row, last, engine.plan = engine.rows[i], engine.rows.pop(), None
+    row, last, engine.course = engine.rows[i], engine.rows.pop(), None
     if last is not row:
         engine.rows[i] = last
     drop_row(engine.cache, i)
@@ -1206,23 +1209,46 @@ def forget_cancelled(engine: Engine) -> None:
         engine.waiting = deque(pair for pair in engine.waiting if not pair[0].cancelled)
 
 # %% ../../nbs/23_backends.engine.ipynb #cf40aaaa
+@dataclass(eq=False)
+class Course:
+    "How the rows of a batch go on, as long as they are the same ones."
+
+    plan: DrawPlan
+    tokens: Tensor  # (rows,) newest ids, which the next step reads
+    at: Tensor  # (rows,) their positions
+    longest: int  # the largest of these
+    uniforms: list[Tensor]  # of the next steps, each (rows,)
+
+
+AHEAD = 16  # steps whose uniform numbers are brought at once
+
+
+def course_of(engine: Engine, steps: int) -> Course:
+    "The course of the rows, with numbers for at least so many steps."
+    rows, course = engine.rows, engine.course
+    if course is None:
+        lengths = [row.cached for row in rows]
+        tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(0)
+        course = Course(drawing(engine, steps=0)[0], tokens, at, max(lengths), [])
+    if (known := len(course.uniforms)) < steps:
+        course.uniforms += numbers_of(rows, known, max(AHEAD, steps) - known, engine.causal.device)
+    return course
+
+
 def advance(engine: Engine, most: int = 1) -> list[Request]:
     "At most so many decode steps for every row, looked at together; returns the requests that they completed."
-    rows, lengths = engine.rows, [row.cached for row in engine.rows]
-    count = min(most, engine.burst or 1)
+    rows, count = engine.rows, min(most, engine.burst or 1)
     if count > 1:
         count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
-    tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(0)
-    plan, uniforms = drawing(engine, steps=count)
+    course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    for k, numbers in enumerate(uniforms):
-        at = at + 1 if k else at
-        step = partial(decode_step, engine.causal, engine.cache, tokens, at, max(lengths) + k)
+    for numbers in course.uniforms[:count]:
+        step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
         features, experts = watched(engine, step)
-        steps.append(draw(engine.causal.logits(features), plan, numbers))
-        tokens = steps[-1][0]
+        steps.append(draw(engine.causal.logits(features), course.plan, numbers))
+        course.tokens, course.at, course.longest = steps[-1][0], course.at + 1, course.longest + 1
         noted += [] if experts is None else [experts]
-    read = count * len(rows)
+    read, engine.course, course.uniforms = count * len(rows), course, course.uniforms[count:]
     done = emit(engine, steps, experts=on_host(engine, torch.stack(noted)) if noted else None)
     unseen = read - (engine.meter.tokens_sampled - before)
     engine.meter.note("sampling", pass_work(engine.causal.size, read, read, unseen, count))
