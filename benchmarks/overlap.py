@@ -424,11 +424,13 @@ async def measure_emulator(setting: Setting, repeats: int, say: Callable[[str], 
 
 
 async def measure_local(setting: Setting, repeats: int, say: Callable[[str], Any] = print) -> list[Real]:
-    "Rollouts that wait for something else; then rollouts that need the thread that trains."
+    "Rollouts that wait for something else, that need the thread that trains, and that are drawn beside it."
+    drawn = replace(setting, latency=0.0, sampled=True)
     async with open_local(*load_model("tiny"), reference=False) as backend:
         waits = await in_turns("local, rollouts wait elsewhere", setting, backend, repeats, say, True)
-        drawn = replace(setting, latency=0.0, sampled=True)
-        return [waits, await in_turns("local, rollouts need the same thread", drawn, backend, repeats, say, False)]
+        shared = await in_turns("local, rollouts need the same thread", drawn, backend, repeats, say, False)
+    async with open_local(*load_model("tiny"), reference=False, beside=True) as backend:
+        return [waits, shared, await in_turns("local, beside=True", drawn, backend, repeats, say, False)]
 
 
 # --- report ------------------------------------------------------------------------------------------------------

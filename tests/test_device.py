@@ -91,7 +91,7 @@ def test_a_decode_step_waits_only_where_it_is_looked_at(route, burst, say):
     looks = steps if burst == 1 else 2
     assert len(engine.rows[0].tokens) >= steps
     assert (books.reads, books.uploads.total(), books.strays.total()) == ({"emit": looks}, 0, 0)
-    assert books.sent.total() == 2 * looks  # tokens with lengths, and uniform numbers
+    assert books.sent.total() == 1  # more uniform numbers; the rest follows from the step before
     say(f"{route}, {engine.burst} steps at once: the host waits {books.waits / steps:g} times a decode step")
 
 

@@ -274,6 +274,47 @@ def test_equal_prompts_are_prefilled_once_whoever_asks():
     assert engine.prefilled_tokens == len(PROMPTS[3]) + len(PROMPTS[0])
 
 
+def conversation(engine: Engine, turns: int = 4, n: int = 3) -> list:
+    "Completions of turns, each after the first completion of the turn before and some tokens of an answer."
+    prompt, completions = list(range(30, 50)), []
+    for turn in range(turns):
+        drawn_now = drawn(engine, prompt, SampleParams(n=n, max_tokens=7, seed=turn))
+        completions += drawn_now
+        prompt = [*drawn_now[0].full_tokens, 60 + turn, 61, 62]
+    return completions
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3Text", "GPT2", "Mistral"])
+def test_a_later_turn_is_read_from_where_the_last_one_ended(family):
+    window = {} if family == "GPT2" else {"sliding_window": 9}
+    model = random_model(family, **WINDOWED.get(family, ({},))[0] | window)
+    engine = Engine(open_model(model), eos_token_ids=frozenset())
+    for c in conversation(engine):
+        assert np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max() <= 1e-4
+    # the first turn, the second, which shows that there are turns, then one token of the turn before and three new ones
+    assert engine.prefilled_tokens == 20 + 30 + 4 + 4
+    before = engine.prefilled_tokens
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.0)  # the same numbers, but who knows
+    conversation(engine, turns=1)
+    prompt = [*drawn(engine, [5, 6, 7], SampleParams(max_tokens=4, seed=0))[0].full_tokens, 9]
+    drawn(engine, prompt, SampleParams(max_tokens=4, seed=0))
+    assert engine.prefilled_tokens == before + 20 + 3 + 2
+    assert engine.pasts.used == sum(t.nbytes for kept in engine.pasts.known.values() for p in kept.values() for t in p)
+
+
+def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
+    engine = endless()
+    conversation(engine)
+    one = engine.pasts.used // len(engine.pasts.known)
+    monkeypatch.setattr("rl_notebook.backends.engine.PAST_BYTES", 4 * one)
+    conversation(engine, turns=6)
+    assert 0 < engine.pasts.used <= 4 * one
+    monkeypatch.setattr("rl_notebook.backends.engine.PASTS", 2)
+    conversation(engine, turns=2)
+    assert len(engine.pasts.known) == 2
+
+
 def test_requests_join_between_steps_and_rows_leave():
     engine = endless(max_batch=4)
     first = engine.submit(PROMPTS[0], SampleParams(n=3, max_tokens=30))

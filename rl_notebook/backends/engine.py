@@ -265,6 +265,9 @@ def draw(
     return tokens, raw_picked, used_picked
 
 # %% ../../nbs/23_backends.engine.ipynb #eafaf1fd
+Pairs = dict[int, tuple[Tensor, Tensor]]  # by layer: keys, values
+
+
 class SlotCache(Cache):
     "Keys and values of a changing set of rows with different lengths, for any model that speaks `Cache`."
 
@@ -273,9 +276,10 @@ class SlotCache(Cache):
     def __init__(self):
         super().__init__(layers=[])
         self.rows = self.slots = self.capacity = self.longest = 0
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values, each (slots, heads, capacity, dim)
-        self.fresh: dict[int, tuple[Tensor, Tensor]] = {}  # layer: what the current prefill made
+        self.buffers: Pairs = {}  # each (slots, heads, capacity, dim)
+        self.fresh: Pairs = {}  # what the current prefill made
         self.filling = False  # prefill, or decode step
+        self.past: Pairs = {}  # what the current prefill goes on from, each (1, heads, T, dim)
         self.lengths = torch.empty(0, dtype=torch.long)  # (rows,) column that the step writes to
         self.index: dict[int, Tensor] = {}  # by number of heads: (rows * heads,) where, in (slots * heads * capacity)
         self.hidden: Tensor | None = None  # (rows, capacity) additive mask of these rows; None = they have changed
@@ -286,6 +290,9 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         "Store new keys and values (B, heads, S, dim); returns all of them. A model's own attention calls it."
         if self.filling:
+            if self.past:
+                keys, values = self.past[layer_idx]
+                key_states, value_states = torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
             self.fresh[layer_idx] = (key_states, value_states)
             return key_states, value_states
         pairs = zip(self.buffers[layer_idx], (key_states, value_states), strict=True)
@@ -303,7 +310,7 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         "Columns before the tokens of this pass."
-        return 0 if self.filling else self.longest - 1
+        return self.begun if self.filling else self.longest - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         "Position of the first token of this pass, for masks that a model makes itself."
@@ -311,7 +318,12 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         "Number of columns and where they begin, for masks that a model makes itself."
-        return (query_length if self.filling else self.longest), 0
+        return (self.begun + query_length if self.filling else self.longest), 0
+
+    @property
+    def begun(self) -> int:
+        "Columns that the current prefill goes on from."
+        return self.past[0][0].shape[2] if self.past else 0
 
 # %% ../../nbs/23_backends.engine.ipynb #6add36e5
 def reserve(cache: SlotCache, rows: int, columns: int) -> None:
@@ -370,6 +382,48 @@ def drop_row(cache: SlotCache, row: int) -> None:
         for pair in cache.buffers.values():
             for buffer in pair:
                 buffer[row] = buffer[cache.rows]
+
+# %% ../../nbs/23_backends.engine.ipynb #d7073268
+PAST_BYTES = 2**28  # keys and values that are kept for later turns
+PASTS = 1024  # sequences that are remembered
+
+
+def pairs_bytes(pairs: Pairs) -> int:
+    "Memory of keys and values."
+    return sum(t.nbytes for pair in pairs.values() for t in pair)
+
+
+class Pasts:
+    "Keys and values of sequences that were read, for prompts that go on from them."
+
+    def __init__(self):
+        self.known: dict[tuple[int, ...], Pairs] = {}  # by tokens, oldest first; {} = only remembered
+        self.used = 0  # bytes
+        self.wanted = False  # whether a prompt has gone on from one of them
+        self.weights: Any = None  # what they were computed with
+
+    def keep(self, tokens: tuple[int, ...], cache: SlotCache, row: int) -> None:
+        "Remember what a row has read, with a copy of its keys and values if they are wanted."
+        read = lambda buffer: buffer[row : row + 1, :, : len(tokens)].clone()
+        self.forget(tokens)
+        self.known[tokens] = {n: (read(k), read(v)) for n, (k, v) in cache.buffers.items()} if self.wanted else {}
+        self.used += pairs_bytes(self.known[tokens])
+        while len(self.known) > PASTS or self.used > PAST_BYTES:
+            self.forget(next(iter(self.known)))
+
+    def forget(self, tokens: tuple[int, ...]) -> None:
+        "Drop one of them, if it is known."
+        self.used -= pairs_bytes(self.known.pop(tokens, {}))
+
+    def find(self, prompt: tuple[int, ...], weights: Any) -> Pairs:
+        "What is known of the longest beginning of a prompt, its last token apart; {} = nothing."
+        if weights != self.weights:
+            self.known, self.used, self.weights = {}, 0, weights
+        for length in sorted({len(tokens) for tokens in self.known}, reverse=True):
+            if length < len(prompt) and prompt[:length] in self.known:
+                self.wanted = True
+                return self.known[prompt[:length]]
+        return {}
 
 # %% ../../nbs/23_backends.engine.ipynb #3682a79e
 COPY_BYTES = 2**30  # weights of a model up to this size are kept a second time, laid out for multiplying
@@ -549,8 +603,10 @@ def attend(
         k, v = cache.update(k, v, layer)
     if cache is None or cache.filling:
         q, band = q.transpose(1, 2), None
-        if window is not None and window < steps:
-            band = torch.ones(steps, steps, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        before = k.shape[2] - steps  # columns that were there already
+        if before or (window is not None and window < steps):
+            band = torch.ones(steps, before + steps, dtype=torch.bool, device=q.device).tril(before)
+            band = band if window is None else band.triu(before + 1 - window)
         k, v = for_heads(q, k, v, band)
         how: dict[str, Any] = {"is_causal": band is None, "scale": scale, "enable_gqa": k.shape[1] != heads}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, **how)
@@ -733,11 +789,20 @@ def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device
     return sent(ids, device)
 
 # %% ../../nbs/23_backends.engine.ipynb #0a20dc88
-def prefill(model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]]) -> Tensor:
+def prefill(
+    model: CausalModel,
+    cache: SlotCache,
+    prompts: Sequence[Sequence[int]],
+    past: Pairs | None = None,  # of what the prompt begins with, which must be a single one then
+) -> Tensor:
     "(B, D) features of the last token of each prompt; keys and values stay in `cache.fresh`."
-    ids, cache.filling = padded(prompts, model.device), True
-    rows, ends = sent([range(len(prompts)), [len(p) - 1 for p in prompts]], model.device)
-    features = model.features(ids, cache=cache, keep=ids.shape[1] - min(map(len, prompts)) + 1)
+    cache.filling, cache.past = True, past or {}
+    begun, unread = cache.begun, [p[cache.begun :] for p in prompts]
+    ids = padded(unread, model.device)
+    rows, ends = sent([range(len(unread)), [len(p) - 1 for p in unread]], model.device)
+    positions = torch.arange(begun, begun + ids.shape[1], device=model.device)[None]
+    highest, keep = begun + ids.shape[1], ids.shape[1] - min(map(len, unread)) + 1
+    features, cache.past = model.features(ids, positions, cache, highest, keep), {}
     return features[rows, ends - ids.shape[1] + features.shape[1]]
 
 # %% ../../nbs/23_backends.engine.ipynb #7cd0d236
@@ -772,7 +837,7 @@ def _choosing(model: Any, ids: Tensor) -> Choosing:
 
 # %% ../../nbs/23_backends.engine.ipynb #5601d21e
 def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tuple[Tensor, Tensor]]:
-    "Features by prefill and decode, each with the token index that it belongs to, for two rows of unequal prompts."
+    "Features of two rows by prefill, decode and a prefill that goes on, each with the token indices they belong to."
     cache, starts, results = SlotCache(), [5, 3], []
     place = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     with choosing(place[:, : max(starts)].flatten()):
@@ -784,7 +849,12 @@ def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tupl
         results.append((last, columns - 1))
         with choosing(place[rows, columns]):
             last = decode_step(causal, cache, ids[rows, columns], columns, max(at))
-    return results
+    later = []
+    for i, n in enumerate(starts):
+        past = {layer: (k[i : i + 1, :, :n], v[i : i + 1, :, :n]) for layer, (k, v) in cache.buffers.items()}
+        with choosing(place[i, n : n + 4]):
+            later.append(prefill(causal, cache, [ids[i, : n + 4].tolist()], past))
+    return [*results, (torch.cat(later), sent([n + 3 for n in starts], ids.device))]
 
 # %% ../../nbs/23_backends.engine.ipynb #fe59cfba
 def probe_error(causal: CausalModel, sampling: bool) -> float:
@@ -1037,6 +1107,7 @@ class Engine:
         self.rows: list[Row] = []
         self.cache = SlotCache()
         self.course: Course | None = None  # of the rows as they are; None = they have changed
+        self.pasts = Pasts()
         self.prefilled_tokens = 0  # prompt tokens that really went through the model
         self.meter = Meter()  # counts what is drawn
 
@@ -1117,25 +1188,34 @@ def admit(engine: Engine) -> list[Request]:
         request, i = engine.waiting.popleft()
         new.setdefault(request.prompt, []).append(Row(request, i, Uniforms(request.params.seed, i)))
         free -= 1
-    prompts, done = list(new), []
-    for group in plan_batches([len(p) for p in prompts], engine.tokens_per_batch):
-        chosen = [prompts[i] for i in group]
-        features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, chosen))
-        read, padded_to = sum(map(len, chosen)), len(chosen) * max(map(len, chosen))
-        engine.prefilled_tokens += read
-        engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(chosen), padded_to - read))
-        source = sent([g for g, p in enumerate(chosen) for _ in new[p]], features.device)
-        add_rows(engine.cache, source, max(map(len, chosen)))
-        start = len(engine.rows)
-        engine.rows += [row for p in chosen for row in new[p]]
-        if experts is not None:
-            for p, read in zip(chosen, on_host(engine, experts.unflatten(0, (len(chosen), -1))), strict=True):
-                for row in new[p]:
-                    row.chosen.append(read[: len(p)])
-        engine.course = None
-        plan, uniforms = drawing(engine, start)
-        done += emit(engine, [draw(engine.causal.logits(features)[source], plan, uniforms[0])], start)
+    weights = (engine.policy_version, sum(p._version for p in engine.causal.model.parameters())) if new else None
+    past, done = {p: engine.pasts.find(p, weights) for p in new}, list[Request]()
+    prompts = [p for p in new if not past[p]]
+    groups = [[prompts[i] for i in group] for group in plan_batches([*map(len, prompts)], engine.tokens_per_batch)]
+    for chosen in [*groups, *([p] for p in new if past[p])]:
+        done += join(engine, chosen, [row for p in chosen for row in new[p]], past[chosen[0]])
     return done
+
+
+def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], past: Pairs) -> list[Request]:
+    "Read prompts and give each of their rows a place and a first token; returns the requests that this completed."
+    features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, prompts, past))
+    longest, known = max(map(len, prompts)), past[0][0].shape[2] if past else 0
+    read, padded_to = sum(map(len, prompts)) - known, len(prompts) * longest - known
+    engine.prefilled_tokens += read
+    engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(prompts), padded_to - read))
+    place = {p: i for i, p in enumerate(prompts)}
+    source, start = [place[row.request.prompt] for row in rows], len(engine.rows)
+    where = sent(source, features.device)
+    add_rows(engine.cache, where, longest)
+    engine.rows += rows
+    engine.course = None
+    if experts is not None:
+        notes = on_host(engine, experts.unflatten(0, (len(prompts), -1)))
+        for i, row in zip(source, rows, strict=True):
+            row.chosen.append(notes[i][: len(row.request.prompt)])
+    plan, uniforms = drawing(engine, start)
+    return emit(engine, [draw(engine.causal.logits(features)[where], plan, uniforms[0])], start)
 
 # %% ../../nbs/23_backends.engine.ipynb #1925efb2
 def drawing(engine: Engine, start: int = 0, steps: int = 1) -> tuple[DrawPlan, Sequence[Tensor]]:
@@ -1181,6 +1261,9 @@ def emit(
 # %% ../../nbs/23_backends.engine.ipynb #58f12613
 def retire(engine: Engine, i: int, reason: str) -> Request:
     "Take row `i` out of the batch; its completion goes to its request, with a note for each token that was read."
+    if engine.routers is None:
+        row = engine.rows[i]
+        engine.pasts.keep((*row.request.prompt, *row.tokens[:-1]), engine.cache, i)
     row = drop(engine, i)
     request, text = row.request, final_text(row, engine.tokenizer)
     notes, first = None, 0 if engine.note_prompt else len(request.prompt) - 1
