@@ -121,7 +121,7 @@ def overlapping(run: Run, how: tuple[int, int]) -> None:
 def one_of_three(run: Run, t: float) -> None:
     "One of three servers has its own temperature, and all report raw."
     put(run.server, reports="raw")
-    by_request(run, lambda i, _: put(run.server, forced={"temperature": t} if i % 3 == 1 else {}))
+    by_request(run, lambda i, _: put(run.server, forced={} if i % 3 else {"temperature": t}))
 
 
 def in_later_turns(run: Run, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -449,7 +449,7 @@ def normed_embeddings(model: Any, share: float) -> None:
     "Embeddings are normed."
 
     def change(read: Tensor, given: Tensor) -> Tensor:
-        size = given.float().pow(2).mean(-1, keepdim=True).sqrt()
+        size = given.float().pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
         usual = model.get_input_embeddings().weight.float().pow(2).mean().sqrt()
         return torch.lerp(given, (given * usual / size).to(given.dtype), share)
 
@@ -677,7 +677,6 @@ ordered = lambda order: lambda run, x: {"collate": partial(in_order, order=lambd
 in_reference = lambda alter: lambda run, x: put(run.reference, altered=lambda model: alter(model, x))
 attending = lambda shares: lambda model, x: shared(model, lambda *parts: shares(*parts, x))
 divided = lambda t: lambda scores: scores / t
-kept_few = lambda k: lambda scores: best(scores, k)
 HALF = (torch.bfloat16, torch.float16)
 
 KNOWN: list[Kind] = [
@@ -690,18 +689,16 @@ KNOWN: list[Kind] = [
     Kind("draw", "overlapping chunks are divided in place", TEMPERATURE, ((6, 2), (5, 4)), overlapping, TEMPERED),
     Kind("draw", "a nucleus is asked for, and the trainer has another temperature", TEMPERATURE, (0.7, 1.4),
          lambda run, t: put(run.trainer, temperature=t) or {"top_p": 0.9}, EVEN),
-    Kind("hidden", "one of three servers has its own temperature, and raw is reported", TEMPERATURE, (0.4, 1.7),
+    Kind("hidden", "one of three servers has its own temperature, and raw is reported", TEMPERATURE, (0.3, 1.7),
          one_of_three, HIDDEN[:2]),
     Kind("hidden", "later turns have their own temperature, and raw is reported", TEMPERATURE, (0.5, 1.6),
-         lambda run, t: in_later_turns(run, {"temperature": t}), HIDDEN),
+         lambda run, t: in_later_turns(run, {"temperature": t}), EVEN),
     # The likeliest token is what temperature 0 gives, and top-k of 1.
-    Kind("hidden", "the first of a group are a greedy baseline, and raw is reported", TEMPERATURE + CUT, (1, 3),
+    Kind("hidden", "the first of a group are a greedy baseline, and raw is reported", TEMPERATURE + CUT, (2, 5),
          with_a_baseline, HIDDEN[:2]),
 
-    Kind("hidden", "two rows keep an evaluation's cut, and raw is reported", CUT, (0, 3), lambda run, at: condensed(
-        run, (at, kept_few(2)), reports="raw"), HIDDEN[:2]),
     Kind("hidden", "later turns have their own cut, and raw is reported", CUT, (0.5, 0.75), lambda run, p:
-         in_later_turns(run, {"top_p": p}), HIDDEN),
+         in_later_turns(run, {"top_p": p}), EVEN),
     Kind("draw", "a nucleus is asked for, and a narrower one is used", CUT, (0.4, 0.6), lambda run, p: forced(
         run, top_p=p) or put(run.server, reports="both") or {"top_p": 0.95}, HIDDEN),
     Kind("report", "a top-k is asked for, and told as raw", CUT, (2, 5), lambda run, k: put(
@@ -823,16 +820,16 @@ OTHER: list[Kind] = [
     Kind("weights", "what was learned travels in few bits", UNKNOWN + STALE, (1, 2), coarse_changes, SOME),
     Kind("weights", "rows of a batch lack the adapter", UNKNOWN + STALE, (0.25, 0.7), rows_without, ("stout", "lean")),
 
-    Kind("model", "heads of keys are exchanged", UNKNOWN, (slice(0, 1), slice(2, 4)), server(keys_exchanged), SOME),
+    Kind("model", "heads of keys are exchanged", UNKNOWN, (slice(0, 1), slice(3, 4)), server(keys_exchanged), SOME),
     Kind("model", "a layer knows no positions", UNKNOWN, (0, 3), server(placeless), SOME),
-    Kind("model", "every second block of keys is seen", UNKNOWN, (2, 5), server(every_second_block), SOME),
+    Kind("model", "every second block of keys is seen", UNKNOWN, (4, 12), server(every_second_block), SOME),
     Kind("model", "small activations are zero", UNKNOWN, (0.3, 0.7), server(few_active), SOME, large=True),
     Kind("model", "embeddings are normed", UNKNOWN, (1.0,), server(normed_embeddings), SOME),
     Kind("model", "matrices are of lower rank", UNKNOWN, (96, 56), server(of_lower_rank), SOME),
     Kind("model", "a feed-forward is there twice", UNKNOWN, (0, 2), server(fed_forward_twice), SOME),
     Kind("model", "parts of attention are put together evenly", UNKNOWN, (8, 20), trainer(
         attending(put_together_evenly)), SOME, large=True),
-    Kind("model", "far keys have equal shares", UNKNOWN, (3, 6), server(attending(far_keys_pooled)), SOME),
+    Kind("model", "far keys have equal shares", UNKNOWN, (6, 12), server(attending(far_keys_pooled)), SOME),
     Kind("model", "weights share exponents, and have few bits", UNKNOWN, (4, 3), server(in_blocks), SOME),
     Kind("model", "zero points are one off", UNKNOWN, (8, 6), server(zero_points_off), SOME),
     Kind("model", "scales are those of other columns", UNKNOWN, (32, 8), server(scales_of_others), SOME),
@@ -918,7 +915,8 @@ def beginnings_shared(run: Run, _: int) -> None:
         there, cache = max(seen, key=lambda entry: common(entry[0], read), default=([], None))
         if n := common(there, read):
             kept = copy.deepcopy(cache)
-            kept.crop(n)
+            if n < len(there):
+                kept.crop(n - len(there))
             kept.batch_repeat_interleave(params.n)
         with torch.no_grad():
             seen.append((read, run.server.model(torch.tensor([read]), use_cache=True).past_key_values))
