@@ -697,6 +697,9 @@ KNOWN: list[Kind] = [
     Kind("hidden", "the first of a group are a greedy baseline, and raw is reported", TEMPERATURE + CUT, (2, 5),
          with_a_baseline, HIDDEN[:2]),
 
+    # A client that draws among the alternatives that a server lists.
+    Kind("hidden", "what is listed is drawn from, and raw is reported", CUT, (2, 4), lambda run, k: put(
+        run.server, forced={"top_k": k}, reports="raw"), HIDDEN[:2]),
     Kind("hidden", "later turns have their own cut, and raw is reported", CUT, (0.5, 0.75), lambda run, p:
          in_later_turns(run, {"top_p": p}), EVEN),
     Kind("draw", "a nucleus is asked for, and a narrower one is used", CUT, (0.4, 0.6), lambda run, p: forced(
