@@ -782,7 +782,7 @@ KNOWN: list[Kind] = [
          read_by_others, SOME),
 
     Kind("bookkeeping", "the reference is mixed with a later policy", REFERENCE, ((4, 0.4), (2, 0.8)), mixed_reference,
-         BUDDING),
+         BUDDING[:2]),
     Kind("bookkeeping", "the reference has a window", REFERENCE, (6, 12), in_reference(windowed), BUDDING),
 
     Kind("bookkeeping", "later turns have no numbers", NAN, (np.nan,), lambda run, blank: {
