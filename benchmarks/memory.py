@@ -183,7 +183,7 @@ def measure_base(kind: str, model: str = "smollm2", length: int = 128) -> dict[s
     from rl_notebook.toy import load_model
 
     before = held("VmRSS")
-    backend = open_local(*load_model(model), lora_rank=8, inline=True, device="cpu", threads=1, **BASES[kind])
+    backend = open_local(*load_model(model), lora_rank=8, inline=True, device="cpu", **BASES[kind])
     gc.collect()
     found = {"opened": held("VmRSS") - before}
     rng = np.random.default_rng(0)

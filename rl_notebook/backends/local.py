@@ -1285,25 +1285,25 @@ class _Int8Product(torch.autograd.Function):
     "x W^T for a matrix in 8 bits, which is unpacked in each direction and kept in none."
 
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight = weight
-        return F.linear(x, weight.dequantize())
+    def forward(ctx, x, unpack):  # the matrix comes as what makes it: no tensor that autograd would keep
+        ctx.unpack = unpack
+        return F.linear(x, unpack())
 
     @staticmethod
     def backward(ctx, *grads):
-        return grads[0] @ ctx.weight.dequantize(), None
+        return grads[0] @ ctx.unpack(), None
 
     @staticmethod
     def jvp(ctx, *tangents):  # as `linear_change` asks for it
-        return F.linear(tangents[0], ctx.weight.dequantize())
+        return F.linear(tangents[0], ctx.unpack())
 
 
 class Int8Linear(nn.Linear):
     "A frozen linear layer whose matrix is a torchao tensor of 8 bits."
 
     def forward(self, input: Tensor) -> Tensor:
-        out = _Int8Product.apply(input, self.weight)
-        return out if self.bias is None else out + self.bias  # type: ignore[operator]
+        out: Any = _Int8Product.apply(input, self.weight.dequantize)
+        return out if self.bias is None else out + self.bias
 
 
 def unpacked(t: Tensor) -> Tensor:
