@@ -1268,7 +1268,7 @@ def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
     return twin_of(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
 
 
-def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
+def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
     "A model over the same weights with a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
     try:
         from peft import LoraConfig, get_peft_model
@@ -1278,7 +1278,8 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)
-        return get_peft_model(twin_of(model, Tensor.detach), config)  # type: ignore[arg-type, return-value]
+        made: Any = get_peft_model(twin_of(model, Tensor.detach), config)  # type: ignore[arg-type]
+    return in_8bit(made) if packed else made
 
 # %% ../../nbs/24_backends.local.ipynb #1e29b841
 class _Int8Product(torch.autograd.Function):
@@ -1302,6 +1303,7 @@ class Int8Linear(nn.Linear):
     "A frozen linear layer whose matrix is a torchao tensor of 8 bits."
 
     def forward(self, input: Tensor) -> Tensor:
+        "(..., D) to (..., outputs)."
         out: Any = _Int8Product.apply(input, self.weight.dequantize)
         return out if self.bias is None else out + self.bias
 
@@ -1495,8 +1497,7 @@ def open_local(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_bits(load_in_8bit, load_in_4bit, lora_rank, dtype, torch.device(device).type)
     module = in_dtype(model, dtype, device)
-    module = with_lora(module, lora_rank, lora_alpha, seed) if lora_rank else module
-    module = in_8bit(module) if load_in_8bit else module
+    module = with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
     params, versions = trainable(module), Versions()
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
     if not params:
@@ -1524,7 +1525,6 @@ def open_local(
         run.close()
         engine.abort()
 
-    more: dict[str, Any] = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size}
-    more["opened"] = opened
+    more: Any = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size, "opened": opened}
     more["export"] = lambda folder, to=None, told=tokenizer: run(export_weights, state, told, Path(folder), to)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)
