@@ -317,8 +317,11 @@ class Graph:
 
 # %% ../../nbs/24_backends.local.ipynb #7df7b978
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    "The parameters that learn, by name."
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+    "The parameters that learn, by name; raises `BackendError` where none does."
+    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not found:
+        raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
+    return found
 
 # %% ../../nbs/24_backends.local.ipynb #8b413399
 def evaluate(
@@ -1500,8 +1503,6 @@ def open_local(
     module = with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
     params, versions = trainable(module), Versions()
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
-    if not params:
-        raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
     served = frozen_copy(module, params)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     run = Worker(inline, threads_for(engine.causal, threads, inline))
