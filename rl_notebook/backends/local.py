@@ -42,7 +42,6 @@ from rl_notebook.backends.engine import (
     CausalModel,
     Engine,
     Request,
-    bare_model,
     check_request,
     check_tokens,
     echo,
@@ -72,6 +71,7 @@ from rl_notebook.core import (
 __all__ = ['export_weights', 'open_local']
 
 # %% ../../nbs/24_backends.local.ipynb #d55fa39a
+from .engine import bare_model
 from ..exports import check_gguf, write_gguf
 from ..losses import reads_entropy
 
