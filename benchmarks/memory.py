@@ -8,12 +8,19 @@ each sequence the last three quarters are trained on, as a completion would be.
 
 Then completions of common prompts, with each prompt computed once and for each of them. The two differ by less than
 what the allocator keeps back, so the storage of all tensors that are alive is counted instead.
+
+    python benchmarks/memory.py --base
+
+SmolLM2-135M under LoRA, its base in full precision and in 8 bits, each in a process of its own: what the process holds
+more after opening than before loading, after drawing, and at the peak of a training pass. It needs the extras smollm2
+and quantized.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import re
 import subprocess
@@ -167,6 +174,28 @@ def measure_shared(case: Case = SHARED) -> dict[str, float]:
     return {side + kept: live_mb(case, why, again) for side, why in sides.items() for kept, again in layers.items()}
 
 
+BASES = {"full": {}, "8 bits": {"load_in_8bit": True}}
+
+
+def measure_base(kind: str, model: str = "smollm2", length: int = 128) -> dict[str, float]:
+    "Megabytes of this process under LoRA, beyond those before the model was loaded."
+    from rl_notebook.core import SampleParams
+    from rl_notebook.toy import load_model
+
+    before = held("VmRSS")
+    backend = open_local(*load_model(model), lora_rank=8, inline=True, device="cpu", **BASES[kind])
+    gc.collect()
+    found = {"opened": held("VmRSS") - before}
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(5, backend.policy.vocab_size, (4, length))
+    datums = [Datum(t, np.arange(length - 1) >= 32, advantage=(-1.0) ** i, sample=i) for i, t in enumerate(tokens)]
+    pass_ = lambda: asyncio.run(backend.policy.forward_backward_custom(datums, make_loss_fn(datums, kl_beta=0.0)))
+    found["training pass"] = found["opened"] + peak_growth(pass_)
+    asyncio.run(backend.sampler.sample(tokens[0, :32].tolist(), SampleParams(n=4, max_tokens=4, seed=0)))
+    gc.collect()
+    return found | {"after drawing": held("VmRSS") - before}
+
+
 def measure(variant: str, case: Case) -> tuple[float, dict[str, Tensor]]:
     "Peak growth of one pass in this process, and the gradients that it leaves."
     model, datums = model_of(case), datums_of(case)
@@ -208,12 +237,23 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--base", action="store_true", help="the base of an adapter in full precision and in 8 bits")
+    parser.add_argument("--kind", choices=BASES, help=argparse.SUPPRESS)
     parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         torch.save(measure(args.one, Case(**json.loads(args.case))), args.out)
+        return
+    if args.kind:
+        print(json.dumps(measure_base(args.kind)))
+        return
+    if args.base:
+        for kind in BASES:
+            command = [sys.executable, __file__, "--kind", kind]
+            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+            print(f"{kind:<8}" + "".join(f"  {name} {size:.0f} MB" for name, size in json.loads(told).items()))
         return
     results = []
     with tempfile.TemporaryDirectory() as folder:

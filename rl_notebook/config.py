@@ -268,6 +268,8 @@ def backend_rules(c: Any) -> Iterator[str]:
     for name, default in (("device", "auto"), ("dtype", "float32"), ("weight_decay_on", "all")):
         if c.backend not in TRAINED_HERE and getattr(c, name) != default:
             yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
+    if c.load_in_8bit and c.backend != "local":
+        yield f"load_in_8bit: backend={quoted(c.backend)} samples from a base of its own. Set backend='local'"
     if c.entropy_coeff and c.backend not in TRAINED_HERE:
         yield f"entropy_coeff: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
     for name, off in (("min_p", 0.0), ("repetition_penalty", 1.0)):

@@ -203,6 +203,9 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         yield "entropy_coeff", cfg.entropy_coeff, "0", f"{can.name} does not compute the entropy of the policy."
     if cfg.lora_rank != can.lora_rank:
         yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
+    if cfg.load_in_8bit != can.load_in_8bit:
+        expected, fix = f"{can.load_in_8bit}, as the backend was opened", "Set it in both places, or in neither."
+        yield "load_in_8bit", cfg.load_in_8bit, expected, fix
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
         yield "kl_beta", cfg.kl_beta, "0 without a reference", "Open the backend with reference=True, or set kl_beta=0."
     if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale == "batch":

@@ -663,7 +663,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 # %% ../nbs/32_records.ipynb #02d269cb
 MUST_MATCH = (  # to go on from a run
-    "base_model", "lora_rank", "lora_alpha", "dataset", "max_rows", "shuffle", "seed", "difficulty_sampling",
+    "base_model", "lora_rank", "lora_alpha", "load_in_8bit", "dataset", "max_rows", "shuffle", "seed",
+    "difficulty_sampling",
 )  # fmt: skip
 
 
@@ -680,7 +681,7 @@ def differing(
 
 def _refuse_other_past(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any], where: str) -> None:
     "Raise unless two configs agree on what a run's past means."
-    rows = [row for row in differing(recorded, now).rows if row[0] in MUST_MATCH]
+    rows = [row for row in differing(recorded, now).rows if row[0] in MUST_MATCH and row[1:] != (None, False)]
     if rows:
         got = ", ".join(f"{name}={value!r}" for name, _, value in rows)
         expected = ", ".join(f"{name}={value!r}" for name, value, _ in rows)

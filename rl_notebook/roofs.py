@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,13 @@ class ModelSize:
     learned: int = 0  # all weights that learn, embeddings and norms too
     dtype: str = "float32"
     device: str = "cpu"
+    packed: int = field(default=0, repr=False)  # bytes of a body that is kept in 8 bits
 
     @property
     def nbytes(self) -> int:
         "Bytes that a pass reads."
-        return (self.body + self.head) * getattr(torch, self.dtype).itemsize
+        each = getattr(torch, self.dtype).itemsize
+        return (self.packed or self.body * each) + self.head * each
 
     def flops(self, tokens: int, scored: int, backward: bool = False) -> float:
         "Of a pass over `tokens`, of which `scored` go through the head."
@@ -67,6 +69,8 @@ def model_size(model: nn.Module) -> ModelSize | None:
     shapes = tuple(sorted({(w.shape[0], w.shape[1]) for w in body}))
     kind = {"dtype": str(head.weight.dtype).removeprefix("torch."), "device": head.weight.device.type}
     counts = (sum(w.numel() for w in body), head.weight.numel(), learns(body), learns([head.weight]))
+    packed = [w.qdata.nbytes if hasattr(w, "qdata") else w.nbytes for w in body]
+    kind["packed"] = sum(packed) if any(hasattr(w, "qdata") for w in body) else 0
     return ModelSize(*counts, shapes, learns(model.parameters()), **kind)
 
 # %% ../nbs/17_roofs.ipynb #7e24bc80

@@ -127,6 +127,7 @@ class UpdateSettings:
     grad_clip_norm: float = 1.0  # largest gradient norm; 0 = no clipping
     lora_rank: int = 0  # 0 = all parameters
     lora_alpha: float = 32.0  # the adapter's output is scaled by alpha / rank
+    load_in_8bit: bool = False  # trained here, with an adapter: the base in 8 bits, which needs rl-notebook[quantized]
     min_samples_per_fwd_bwd: int | None = None  # start a forward/backward call at so many samples; None = the maximum
     max_samples_per_fwd_bwd: int = 256  # samples in one forward/backward call at most
 
@@ -736,6 +737,9 @@ def _unknown(cls: type, name: str) -> ConfigError:
     subs = {**sub_configs(cls), **SPELLED}
     inside = head if tail and head in subs else ""
     known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
+    if name == "load_in_4bit":
+        got, fix = "4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."
+        return ConfigError(name, where="Config", got=got, fix=fix)
     others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
     near = _nearest(tail if inside else name, [*known, *others])
     expected = None if near else "one of " + ", ".join(known)
@@ -895,6 +899,8 @@ def run_rules(c: Any) -> Iterator[str]:
         yield "min_lr_rate: it belongs to lr_scheduler_type='cosine_with_min_lr'. Set both, or neither"
     if c.lora_alpha != 32 and c.lora_rank == 0:
         yield "lora_alpha: there is no adapter at lora_rank=0. Set lora_rank or leave it out"
+    if c.load_in_8bit and c.lora_rank == 0:
+        yield "load_in_8bit: lora_rank=0 trains the base itself, which 8 bits are too coarse for. Set lora_rank"
     if c.weight_decay_on == "matrices" and (c.weight_decay == 0 or c.lora_rank):
         why = "weight_decay=0 decays nothing" if c.weight_decay == 0 else "an adapter has matrices only"
         yield f"weight_decay_on: {why}. Leave it out"

@@ -131,6 +131,7 @@ class Capabilities:
     state_snapshots: bool = True  # `save_state` and `load_state`: without them no undo, branch or seek
     policy_temperature: float = 1.0  # the policy's logits are divided by it
     lora_rank: int = 0  # 0 = every parameter is trained
+    load_in_8bit: bool = False  # the base of the adapter is kept in 8 bits
     entropy: bool = False  # the policy's exact entropy can be part of the loss
     routing: bool = False  # completions name the experts that read each token, and the policy takes the same
     max_seq_len: int | None = None  # longest prompt plus completion; None = unknown

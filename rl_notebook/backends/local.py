@@ -69,6 +69,7 @@ from rl_notebook.core import (
 __all__ = ['export_weights', 'open_local']
 
 # %% ../../nbs/24_backends.local.ipynb #d55fa39a
+from .engine import bare_model
 from ..exports import check_gguf, write_gguf
 from ..losses import reads_entropy
 
@@ -295,6 +296,7 @@ class PolicyState:
     loss_tokens: int = 0  # accumulated since the last update
     sequences: int = 0  # likewise
     steps: int = 0  # updates so far
+    load_in_8bit: bool = False  # the base of its adapter is kept in 8 bits
     graph: Graph | None = None  # forward pass that a backward pass may still use
     saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)  # states in memory
     snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weights for the sampler
@@ -321,8 +323,11 @@ class Graph:
 
 # %% ../../nbs/24_backends.local.ipynb #7df7b978
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    "The parameters that learn, by name."
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+    "The parameters that learn, by name; raises `BackendError` where none does."
+    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not found:
+        raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
+    return found
 
 # %% ../../nbs/24_backends.local.ipynb #8b413399
 def evaluate(
@@ -598,7 +603,8 @@ def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], wh
 def describe(state: PolicyState) -> dict[str, Any]:
     "What a saved state must agree with: the model's kind and its trainable weights."
     weights = {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in state.params.items()}
-    return {"format": FORMAT, "model": type(state.scoring.causal.model).__name__, "weights": weights}
+    about = {"format": FORMAT, "model": type(state.scoring.causal.model).__name__, "weights": weights}
+    return about | ({"load_in_8bit": True} if state.load_in_8bit else {})
 
 # %% ../../nbs/24_backends.local.ipynb #1f0c7472
 def capture(state: PolicyState, versions: Versions) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -619,9 +625,9 @@ def capture(state: PolicyState, versions: Versions) -> tuple[dict[str, Tensor], 
 def check_description(state: PolicyState, meta: Mapping[str, Any], where: str) -> None:
     "Raises `RecordError` when a saved state belongs to another model."
     ours = describe(state)
-    for key in ("format", "model"):
-        if meta.get(key) != ours[key]:
-            raise RecordError(f"{key} of the saved state", where=where, got=meta.get(key), expected=f"{ours[key]}")
+    for key in ("format", "model", "load_in_8bit"):
+        if (got := meta.get(key, False)) != (expected := ours.get(key, False)):
+            raise RecordError(f"{key} of the saved state", where=where, got=got, expected=f"{expected}")
     theirs, mine = meta.get("weights"), ours["weights"]
     if not isinstance(theirs, dict):
         raise RecordError("weights of the saved state", where=where, got=repr(theirs), expected="shapes by name")
@@ -1208,7 +1214,7 @@ def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
     return twin_of(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
 
 
-def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
+def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
     "A model over the same weights with a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
     try:
         from peft import LoraConfig, get_peft_model
@@ -1218,7 +1224,78 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)
-        return get_peft_model(twin_of(model, Tensor.detach), config)  # type: ignore[arg-type, return-value]
+        made: Any = get_peft_model(twin_of(model, Tensor.detach), config)  # type: ignore[arg-type]
+    return in_8bit(made) if packed else made
+
+# %% ../../nbs/24_backends.local.ipynb #1e29b841
+class _Int8Product(torch.autograd.Function):
+    "x W^T for a matrix in 8 bits, which is unpacked in each direction and kept in none."
+
+    @staticmethod
+    def forward(ctx, x, unpack):  # the matrix comes as what makes it: no tensor that autograd would keep
+        ctx.unpack = unpack
+        return F.linear(x, unpack())
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] @ ctx.unpack(), None
+
+    @staticmethod
+    def jvp(ctx, *tangents):  # as `linear_change` asks for it
+        return F.linear(tangents[0], ctx.unpack())
+
+
+class Int8Linear(nn.Linear):
+    "A frozen linear layer whose matrix is a torchao tensor of 8 bits."
+
+    def forward(self, input: Tensor) -> Tensor:
+        "(..., D) to (..., outputs)."
+        out: Any = _Int8Product.apply(input, self.weight.dequantize)
+        return out if self.bias is None else out + self.bias
+
+
+def unpacked(t: Tensor) -> Tensor:
+    "A tensor as it is, one of 8 bits as the numbers that it stands for."
+    return t.dequantize() if hasattr(t, "qdata") else t
+
+# %% ../../nbs/24_backends.local.ipynb #777e9d04
+def check_bits(in_8: bool, in_4: bool, lora_rank: int, dtype: str, device: str) -> None:
+    "Raises `ConfigError` where a base cannot be kept in so few bits."
+    where = "open_local"
+    if in_4:
+        got, fix = "4 bits, which torchao packs for the kernels of GPUs only", "Set load_in_8bit=True instead."
+        raise ConfigError("load_in_4bit", where=where, got=got, expected="a base that every device can read", fix=fix)
+    if in_8 and not lora_rank:
+        got, fix = "lora_rank=0, which trains the weights themselves", "Set lora_rank, or leave load_in_8bit out."
+        raise ConfigError("load_in_8bit", where=where, got=got, expected="an adapter over a frozen base", fix=fix)
+    for name, got, known in (("dtype", dtype, ("float32", "bfloat16")), ("device", device, ("cpu", "cuda"))):
+        if in_8 and got not in known:
+            expected, fix = f"{name} {' or '.join(known)}", "Leave load_in_8bit out."
+            raise ConfigError("load_in_8bit", where=where, got=f"{name} {got}", expected=expected, fix=fix)
+
+# %% ../../nbs/24_backends.local.ipynb #69f264ab
+def in_8bit(module: nn.Module) -> nn.Module:
+    "The matrices under a model's LoRA adapters, rounded to 8 bits; raises `MissingExtra` or `ConfigError`."
+    model = bare_model(module)
+    layers: list[Any] = [m for m in model.modules() if type(getattr(m, "base_layer", None)) is nn.Linear]
+    known = {id(m.base_layer.weight) for m in layers}
+    known |= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    known |= {id(p) for name, p in model.named_parameters() if ".lora_" in name or p.ndim < 2}
+    known.add(id(getattr(model.get_output_embeddings(), "weight", None)))
+    if others := [name for name, p in model.named_parameters() if id(p) not in known]:
+        got = f"{type(model).__name__}, where {others[0].replace('.base_layer', '')} is in no nn.Linear"
+        expected, fix = "matrices in linear layers only", "Leave it out."
+        raise ConfigError("load_in_8bit", where="open_local", got=got, expected=expected, fix=fix)
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as reason:
+        raise MissingExtra("load_in_8bit", got="no torchao", fix="pip install 'rl-notebook[quantized]'") from reason
+    for layer in layers:
+        base = layer.base_layer
+        quantize_(base, Int8WeightOnlyConfig())  # a new tensor: the model that was handed in keeps its own
+        layer.base_layer = Int8Linear(base.in_features, base.out_features, base.bias is not None, device="meta")
+        layer.base_layer.weight, layer.base_layer.bias = base.weight, base.bias
+    return module
 
 # %% ../../nbs/24_backends.local.ipynb #ec824bd3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -1304,7 +1381,7 @@ def export_weights(
     _check_finite(state.params, BackendError, "export")
     try:
         if to != "adapter" and to is not None and (adapter or to == "gguf"):
-            whole = twin_of(state.module, lambda t: t.detach().to("cpu", copy=True))
+            whole = twin_of(state.module, lambda t: unpacked(t.detach()).to("cpu", copy=True))
             whole = whole.merge_and_unload() if adapter else whole
             if to == "gguf":
                 folder.mkdir(parents=True, exist_ok=True)
@@ -1322,6 +1399,13 @@ def export_weights(
     except (OSError, SafetensorError) as reason:
         fix = "Free some space, or choose a folder that can be written."
         raise RecordError("export", where=str(folder), got=str(reason), expected="a writable disk", fix=fix) from reason
+
+# %% ../../nbs/24_backends.local.ipynb #01e608db
+def reference_of(state: PolicyState, run: Worker, score_as: Callable[[nn.Module], Scoring]) -> LocalReference:
+    "What the policy began with: under LoRA its base, else a copy."
+    if hasattr(state.module, "disable_adapter"):  # the base chooses its experts itself
+        return LocalReference(replace(state.scoring, routers=None), run, state.module.disable_adapter)  # type: ignore[arg-type]
+    return LocalReference(score_as(frozen_copy(state.module, state.params)), run)
 
 # %% ../../nbs/24_backends.local.ipynb #7426524a
 def score_at(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
@@ -1357,6 +1441,8 @@ def open_local(
     tokens_per_batch: int = 16384,  # padded tokens of one forward pass
     temperature: float = 1.0,  # of policy and reference logprobs: set it to the sampling temperature
     seed: int = 0,  # of the adapter's initial weights
+    load_in_8bit: bool = False,  # with LoRA: keep the base in 8 bits, which needs `rl-notebook[quantized]`
+    load_in_4bit: bool = False,  # refused, with the reason
     prompt_logprobs: bool = False,  # also score positions of weight 0
     gradient_checkpointing: bool = False,  # backward computes each layer again: less memory, more time
     router_replay: bool = False,  # mixture of experts: the policy takes the experts that the sampler chose
@@ -1365,12 +1451,11 @@ def open_local(
     "Policy, reference, sampler and sync over one model in this process."
     opened = {name: value for name, value in locals().items() if name not in ("model", "tokenizer")}
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_bits(load_in_8bit, load_in_4bit, lora_rank, dtype, torch.device(device).type)
     module = in_dtype(model, dtype, device)
-    module = with_lora(module, lora_rank, lora_alpha, seed) if lora_rank else module
+    module = with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
     params, versions = trainable(module), Versions()
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
-    if not params:
-        raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
     served = frozen_copy(module, params)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     counts = thread_counts(engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline)
@@ -1381,21 +1466,16 @@ def open_local(
     check_tokenizer(tokenizer, engine.causal.vocab_size)
     limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter, None)
     score_as = lambda m: Scoring(open_model(m, routes=("modules", "full"), sampling=False), *limits, choice)
-    state = PolicyState(module, replace(score_as(module), routers=routers), params)
-    judge = None
-    if reference and hasattr(module, "disable_adapter"):  # the base, which chooses its experts itself
-        judge = LocalReference(replace(state.scoring, routers=None), run, module.disable_adapter)  # type: ignore[arg-type]
-    elif reference:
-        judge = LocalReference(score_as(frozen_copy(module, params)), run)
+    state = PolicyState(module, replace(score_as(module), routers=routers), params, load_in_8bit=load_in_8bit)
+    judge = reference_of(state, run, score_as) if reference else None
     if gradient_checkpointing:
         checkpoint_layers(module)
     policy, sampler = LocalTrainer(state, run, versions), LocalSampler(engine, draws)
     can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
-    can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len, entropy=True)
+    can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len, entropy=True, load_in_8bit=load_in_8bit)
     sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params}, versions)
 
-    more: dict[str, Any] = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size}
-    more["opened"] = opened
+    more: Any = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size, "opened": opened}
     more["export"] = lambda folder, to=None, told=tokenizer: run(export_weights, state, told, Path(folder), to)
     close = partial(close_workers, sampler, run, draws)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

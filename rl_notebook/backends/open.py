@@ -43,8 +43,8 @@ def local_options(cfg: Config) -> dict[str, Any]:
 async def _open_local(cfg: Config, say: Callable[[str], Any]) -> Backend:
     from rl_notebook.backends.local import open_local
 
-    replay = {k: getattr(cfg, k) for k in ("router_replay", "router_replay_completion_only")}
-    return open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **local_options(cfg), **replay)
+    more = {k: getattr(cfg, k) for k in ("router_replay", "router_replay_completion_only", "load_in_8bit")}
+    return open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **local_options(cfg), **more)
 
 # %% ../../nbs/60_backends.open.ipynb #94334756
 async def _open_openai(cfg: Config, say: Callable[[str], Any]) -> Backend:

@@ -256,7 +256,8 @@ async def open_playground(
         await sync_weights(backend, "playground")
         samplers: dict[str, Any] = {"trained": backend.sampler}
         if beside is not None:
-            alone: dict[str, Any] = local_options(cfg) | {"reference": False, "lora_rank": 0}
+            alone: dict[str, Any] = local_options(cfg) | {"reference": False}
+            alone |= {"load_in_8bit": True} if cfg.load_in_8bit else {"lora_rank": 0}  # a new adapter changes nothing
             other = open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **alone)
             samplers[beside] = (await stack.enter_async_context(other)).sampler
         tokenizer = with_template(backend.tokenizer, cfg.chat_template, cfg.chat_template_kwargs)

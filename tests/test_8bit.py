@@ -1,0 +1,402 @@
+"A base in 8 bits under LoRA: the model whose weights are the rounded ones, in less memory, and refused elsewhere."
+
+import asyncio
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from test_benchmarks import script
+from test_export import loads, logits
+from test_local_backend import ADAM, gradients, mixing_loss, naive_gradients, random_datums, run
+from tiny_models import byte_tokenizer, one_thread, tiny_model
+
+from rl_notebook.backends.local import Int8Linear, open_local, unpacked
+from rl_notebook.backends.open import open_backend
+from rl_notebook.config import Config
+from rl_notebook.core import ConfigError, Datum, MissingExtra, RecordError, SampleParams
+from rl_notebook.doctor import diagnose
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.losses import make_loss_fn
+from rl_notebook.recipes.rl_loop import main
+from rl_notebook.toy import toy_reward, toy_rows
+
+__all__ = ["one_thread"]
+
+WHY = "torchao is not installed: pip install 'rl-notebook[quantized]'"
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason=WHY)
+SETTINGS = {
+    "base_model": "tiny", "dataset": "toy", "max_rows": 8, "completions_per_prompt": 4, "prompt_groups_per_step": 2,
+    "max_completion_tokens": 8, "max_seq_len": 64, "learning_rate": 1e-2, "lora_rank": 4,
+    "rewards": ["test_8bit:uneven"],
+}  # fmt: skip
+
+
+def uneven(text: str, answer: str) -> float:
+    "A reward that differs inside nearly every group."
+    return toy_reward(text, answer) + sum(map(ord, text)) % 7 / 10
+
+
+def backend_of(family: str = "qwen3", shape: dict | None = None, **options):
+    options = {"lora_rank": 4, "load_in_8bit": True, "inline": True, "device": "cpu", **options}
+    backend = open_local(tiny_model(family, **(shape or {})), byte_tokenizer(), **options)
+    torch.manual_seed(1)
+    with torch.no_grad():  # an adapter that says something
+        for p in backend.policy.state.params.values():
+            p.normal_(std=0.1)
+    return backend
+
+
+def whole_twin(backend, family: str, shape: dict, dtype: str, **options):
+    "A backend in full precision over the same rounded weights, with the same adapter."
+    model, rounded = tiny_model(family, **shape), backend.policy.state.module.state_dict()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            adapted = f"base_model.model.{name.removesuffix('weight')}base_layer.weight"
+            p.copy_(unpacked(rounded.get(adapted, rounded.get(f"base_model.model.{name}"))))
+    twin = open_local(model, byte_tokenizer(), lora_rank=4, dtype=dtype, inline=True, device="cpu", **options)
+    with torch.no_grad():
+        for name, p in twin.policy.state.params.items():
+            p.copy_(backend.policy.state.params[name])
+    return twin
+
+
+# What it computes ------------------------------------------------------------------------------------------------
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("family", "tied", "options"),
+    [
+        ("qwen3", False, {}),
+        ("qwen3", True, {"tokens_per_batch": 40}),
+        ("llama", True, {"gradient_checkpointing": True}),
+        ("llama", False, {"temperature": 0.7}),
+    ],
+)
+def test_the_adapters_gradient_is_that_over_the_rounded_weights(family, tied, options):
+    "Against the same weights in float64, through plain autograd; in float32 it is off by what float32 is."
+    shape, datums = {"tied": tied}, random_datums(3, 5)
+    backend = backend_of(family, shape, **options)
+    exact = whole_twin(backend, family, shape, "float64", **options)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    want = naive_gradients(exact, datums, mixing_loss)
+    got = gradients(backend)
+    assert got.keys() == want.keys() == backend.policy.state.params.keys()
+    for name, g in want.items():
+        assert g.abs().max() > 0, name
+        assert (got[name].double() - g).abs().max() <= 1e-4 * g.abs().max(), name
+    other = backend_of(family, shape, load_in_8bit=False, **options)  # over the weights that were not rounded
+    run(other.policy.forward_backward_custom(datums, mixing_loss))
+    assert max(float((got[n] - g).abs().max() / g.abs().max()) for n, g in gradients(other).items()) > 1e-3
+
+
+@needs_torchao
+def test_the_gradient_of_an_entropy_bonus_goes_through_it():
+    datums, shape = random_datums(4, 4), {}
+    backend = backend_of(shape=shape)
+    exact = whole_twin(backend, "qwen3", shape, "float64")
+    for one in (backend, exact):
+        run(one.policy.forward_backward_custom(datums, make_loss_fn(datums, kl_beta=0.0, entropy_coeff=0.3)))
+    for name, g in gradients(exact).items():
+        assert (gradients(backend)[name].double() - g).abs().max() <= 1e-4 * g.abs().max(), name
+
+
+@needs_torchao
+def test_each_weight_is_off_by_half_a_step_at_most_and_the_model_that_was_handed_in_is_left_alone():
+    model = tiny_model()
+    before = copy.deepcopy(model.state_dict())
+    backend = open_local(model, byte_tokenizer(), lora_rank=4, load_in_8bit=True, inline=True, device="cpu")
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    found = {n: m for n, m in backend.policy.state.module.named_modules() if isinstance(m, Int8Linear)}
+    assert len(found) == 14
+    for name, layer in found.items():
+        own = before[f"{name.removeprefix('base_model.model.').removesuffix('.base_layer')}.weight"]
+        step = own.abs().amax(1, keepdim=True) / 127
+        off = (layer.weight.dequantize() - own).abs()
+        assert layer.weight.qdata.dtype == torch.int8
+        assert off.max() > 0, name
+        assert (off <= 0.52 * step).all(), name  # torchao divides by 127.5
+
+
+@needs_torchao
+def test_policy_reference_and_sampler_share_the_base_and_a_sync_carries_the_adapter():
+    backend = backend_of()
+    state, served = backend.policy.state, backend.sampler.engine.causal.model
+    theirs = dict(served.named_parameters())
+    mine = dict(state.scoring.causal.model.named_parameters())
+    packed = [name for name, p in mine.items() if hasattr(p, "qdata")]
+    assert len(packed) == 14
+    assert all(theirs[name].qdata.data_ptr() == mine[name].qdata.data_ptr() for name in packed)
+    assert backend.reference.scoring.causal is state.scoring.causal
+    assert backend.sync.served.keys() == state.params.keys()
+    assert all("lora_" in name for name in backend.sync.served)
+    assert backend.capabilities.load_in_8bit
+    flops = lambda b: b.size.flops(3, 2)
+    plain = backend_of(load_in_8bit=False)
+    assert flops(backend) == flops(plain)
+    assert backend.size.nbytes < 0.6 * plain.size.nbytes  # of a pass
+
+
+async def drawn_and_scored(backend) -> float:
+    "The largest difference between the sampler's logprobs and the policy's, right after a sync."
+    await backend.sync(await backend.policy.save_weights_for_sampler("now"))
+    found = await backend.sampler.sample(list(b"what is it?"), SampleParams(n=8, max_tokens=24, seed=3))
+    datums = [Datum(c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens)) for c in found]
+    scored = await backend.policy.forward(datums)
+    gaps = [np.abs(s.values[c.prompt_len - 1 :] - c.logprobs).max() for s, c in zip(scored, found, strict=True)]
+    return float(max(gaps))
+
+
+@needs_torchao
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_between_trainer_and_sampler_nothing_is_added(family):
+    assert run(drawn_and_scored(backend_of(family))) < 1e-4
+    half = {in_8: run(drawn_and_scored(backend_of(family, dtype="bfloat16", load_in_8bit=in_8))) for in_8 in (0, 1)}
+    assert half[1] < 2 * half[0] + 0.05, half  # bfloat16's own rounding
+
+
+@needs_torchao
+def test_the_reference_is_the_rounded_base():
+    backend, datums = backend_of(), random_datums(5, 3)
+    with torch.no_grad():
+        for name, p in backend.policy.state.params.items():
+            p.mul_(0 if "lora_B" in name else 1)
+    policy, reference = (run(scorer.forward(datums)) for scorer in (backend.policy, backend.reference))
+    for p, r, d in zip(policy, reference, datums, strict=True):
+        assert np.abs(p.values - r.values)[d.active].max(initial=0) < 1e-6
+
+
+@needs_torchao
+def test_the_first_order_change_of_an_update_goes_through_it():
+    backend, datums = backend_of(), random_datums(6, 4)
+
+    async def change():
+        before = await backend.policy.save_state("before")
+        await backend.policy.forward_backward_custom(datums, mixing_loss)
+        await backend.policy.optim_step(replace(ADAM, learning_rate=1e-5))
+        return await backend.policy.linear_change(datums, before)
+
+    then, now, promised = run(change())
+    for a, b, p, d in zip(then, now, promised, datums, strict=True):
+        came = (b.values - a.values)[d.active]
+        assert np.abs(came - getattr(p, "values", p)[d.active]).max(initial=0) < 0.05 * np.abs(came).max(initial=1e-4)
+
+
+# What is kept of it ----------------------------------------------------------------------------------------------
+
+
+@needs_torchao
+@pytest.mark.parametrize("to", ["merged", "hf", "gguf"])
+def test_a_merged_export_is_the_model_that_was_trained(to, tmp_path):
+    if to == "gguf":
+        pytest.importorskip("gguf")
+    backend = backend_of()
+    want = logits(backend.policy.state.module)
+    run(backend.export(tmp_path / "out", to))
+    if to == "gguf":
+        from gguf import GGUFReader
+
+        found = {t.name: t.data for t in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+        layer = backend.policy.state.scoring.causal.model.model.layers[1].mlp.down_proj
+        whole = layer.base_layer.weight.dequantize() + layer.get_delta_weight("default")
+        torch.testing.assert_close(torch.from_numpy(found["blk.1.ffn_down.weight"].copy()), whole.detach())
+        return
+    model = loads(tmp_path / "out")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (logits(model) - want).abs().max() <= 1e-4
+    assert torch.equal(logits(backend.policy.state.module), want)
+    assert any(isinstance(m, Int8Linear) for m in backend.policy.state.module.modules())  # the policy stays as it is
+
+
+@needs_torchao
+def test_an_adapter_is_what_peft_loads(tmp_path):
+    from peft import PeftModel
+
+    backend, shape = backend_of(), {}
+    run(backend.export(tmp_path / "out"))
+    base = whole_twin(backend, "qwen3", shape, "float32").policy.state.module.unload()
+    assert (
+        logits(PeftModel.from_pretrained(base, tmp_path / "out")) - logits(backend.policy.state.module)
+    ).abs().max() < 1e-4
+    own = PeftModel.from_pretrained(tiny_model(), tmp_path / "out")
+    assert (logits(own) - logits(backend.policy.state.module)).abs().max() > 1e-4  # the base that was not rounded
+
+
+@needs_torchao
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_saved_state_is_exact_and_belongs_to_its_kind_of_base(where, tmp_path):
+    name = "then" if where == "memory" else str(tmp_path / "then")
+    datums, backend, again = random_datums(7, 4), backend_of(), backend_of()
+
+    async def train(one, steps):
+        for _ in range(steps):
+            await one.policy.forward_backward_custom(datums, mixing_loss)
+            await one.policy.optim_step(ADAM)
+        return {n: p.detach().clone() for n, p in one.policy.state.params.items()}
+
+    run(train(again, 1))
+    path = run(again.policy.save_state(name))
+    run(train(again, 2))
+    run(again.policy.load_state(path))
+    want, got = run(train(backend, 3)), run(train(again, 2))
+    assert all(torch.equal(want[n], got[n]) for n in want)
+    if where == "disk":
+        plain = backend_of(load_in_8bit=False)
+        with pytest.raises(RecordError, match="load_in_8bit of the saved state: got True; expected False"):
+            run(plain.policy.load_state(path))
+        other = run(plain.policy.save_state(str(tmp_path / "other")))
+        with pytest.raises(RecordError, match="load_in_8bit of the saved state: got False; expected True"):
+            run(backend.policy.load_state(other))
+
+
+async def stepped(cfg: Config, steps: int = 2):
+    backend = await open_backend(cfg, say=lambda text: None)
+    return GRPOLoop(backend, toy_rows(8), uneven, cfg)
+
+
+@needs_torchao
+def test_a_loop_over_it_steps_undoes_and_has_no_mismatch():
+    async def test():
+        cfg = Config.from_dict({**SETTINGS, "load_in_8bit": True, "kl_beta": 0.01})
+        loop = await stepped(cfg)
+        records = [await loop.step() for _ in range(3)]
+        found = await diagnose(records[-1])
+        assert found.ok, found
+        after = {n: p.detach().clone() for n, p in loop.backend.policy.state.params.items()}
+        await loop.undo()
+        again = await loop.step()
+        assert again.metrics["loss"] == records[-1].metrics["loss"]
+        assert all(torch.equal(p, after[n]) for n, p in loop.backend.policy.state.params.items())
+        with pytest.raises(ConfigError, match="load_in_8bit: got False; expected True, as the backend was opened"):
+            GRPOLoop(loop.backend, loop.rows, uneven, replace(cfg, load_in_8bit=False))
+        await loop.backend.close()
+
+    asyncio.run(test())
+
+
+@needs_torchao
+def test_a_run_goes_on_with_the_same_base_only(tmp_path):
+    def go(name, steps, resume=False, **more):
+        settings = {**SETTINGS, "dcp_save_interval": 1, "log_path": str(tmp_path / name), **more}
+        cfg = Config.from_dict({**settings, "steps": steps})
+        return main(cfg, resume=resume, say=lambda text: None)
+
+    go("whole", 4, load_in_8bit=True)
+    go("run", 2, load_in_8bit=True)
+    with pytest.raises(RecordError, match=r"another run's checkpoint.*load_in_8bit=False.*load_in_8bit=True"):
+        go("run", 4, resume=True)
+    go("run", 4, resume=True, load_in_8bit=True)
+    read = lambda run: (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+    losses = {run: [json.loads(line)["loss"] for line in read(run) if '"loss"' in line] for run in ("run", "whole")}
+    assert len(losses["run"]) == 4
+    assert losses["run"] == losses["whole"]
+
+
+def test_a_run_recorded_without_the_setting_goes_on(tmp_path):
+    settings = {**SETTINGS, "dcp_save_interval": 1, "log_path": str(tmp_path / "run")}
+    main(Config.from_dict({**settings, "steps": 1}), say=lambda text: None)
+    file = tmp_path / "run" / "config.yaml"
+    lines = [line for line in file.read_text().splitlines(keepends=True)[1:] if "load_in_8bit" not in line]
+    assert len(lines) + 2 == len(file.read_text().splitlines())
+    file.write_text("".join(lines))
+    with pytest.raises(RecordError, match=r"another run's checkpoint.*load_in_8bit=True"):
+        main(Config.from_dict({**settings, "steps": 2, "load_in_8bit": True}), resume=True, say=lambda text: None)
+    main(Config.from_dict({**settings, "steps": 2}), resume=True, say=lambda text: None)
+    assert len(list((tmp_path / "run" / "steps").iterdir())) == 2
+
+
+# What it costs, and what it says ---------------------------------------------------------------------------------
+
+memory = script("memory")
+
+
+@needs_torchao
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_it_takes_less_memory_at_rest_and_at_the_peak_of_a_pass(tmp_path):
+    "In processes of their own, over a model most of which are matrices of its layers."
+    tiny_model(hidden=640, layers=6, heads=4).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    where = {"PYTHONPATH": f"{Path(memory.__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    code = f"import memory; print(memory.measure_base({{kind!r}}, {str(tmp_path)!r}, 64))"
+    found = {}
+    for kind in memory.BASES:
+        call = [sys.executable, "-c", code.format(kind=kind)]
+        said = subprocess.run(call, env=os.environ | where, capture_output=True, text=True, check=True).stdout
+        found[kind] = yaml.safe_load(said.splitlines()[-1])
+    matrices = 6 * 640 * 640 * 4 / 1e6  # of one kind: less than what is saved, whatever the others are
+    for name, full in found["full"].items():
+        assert found["8 bits"][name] < full - matrices, (name, found)
+
+
+@needs_torchao
+def test_neither_a_page_nor_a_command_shows_what_torchao_says(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**SETTINGS, "load_in_8bit": True, "rewards": ["format"], "steps": 1}))
+    page = "import rl_notebook; from transformers import Qwen3ForCausalLM; from rl_notebook import open_local"
+    program = "from rl_notebook.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    folder = ["--log-path", str(tmp_path / "run")]
+    for call in (["-c", page], ["-c", program, "train", "--config", str(config), *folder]):
+        done = subprocess.run([sys.executable, *call], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert not [word for word in ("torchao", "Enum") if word in done.stderr + done.stdout], done.stderr
+    assert "load_in_8bit: true" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+# Refused by name -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_rank": 0}, r"load_in_8bit: got lora_rank=0, which trains the weights themselves; expected an adapter"),
+        ({"load_in_4bit": True}, r"load_in_4bit: got 4 bits, which torchao packs for the kernels of GPUs only"),
+        ({"dtype": "float64"}, r"load_in_8bit: got dtype float64; expected dtype float32 or bfloat16"),
+        ({"device": "meta"}, r"load_in_8bit: got device meta; expected device cpu or cuda"),
+        ({"family": "gpt2"}, r"load_in_8bit: got GPT2LMHeadModel, where transformer.h.0.attn.c_attn.weight is in no"),
+    ],
+)
+def test_refused_by_open_local(options, message):
+    options = {"load_in_8bit": True, **options}
+    with pytest.raises(ConfigError, match=message):
+        backend_of(**options)
+
+
+def test_a_mixture_of_experts_is_refused():
+    from test_router_replay import tiny_mixture
+
+    with pytest.raises(ConfigError, match=r"load_in_8bit: got \w+MoeForCausalLM, where .*experts.* is in no nn.Linear"):
+        open_local(tiny_mixture(), byte_tokenizer(), lora_rank=4, load_in_8bit=True, inline=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "load_in_8bit: lora_rank=0 trains the base itself"),
+        (
+            {"lora_rank": 4, "backend": "tinker", "kl_beta": 0.0},
+            "load_in_8bit: backend='tinker' samples from a base of",
+        ),
+        ({"lora_rank": 4, "backend": "openai", "base_url": "http://127.0.0.1:1"}, "load_in_8bit: backend='openai'"),
+    ],
+)
+def test_refused_by_the_config(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(load_in_8bit=True, **settings)
+    with pytest.raises(ConfigError, match="load_in_4bit: got 4 bits, which torchao packs for GPUs only"):
+        Config.from_dict({"load_in_4bit": True})
+
+
+def test_a_missing_torchao_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(MissingExtra, match=r"load_in_8bit: got no torchao.*pip install 'rl-notebook\[quantized\]'"):
+        backend_of()
