@@ -993,7 +993,7 @@ def recorded_tokens(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
     }
 
 # %% ../../nbs/50_views.payloads.ipynb #087f8314
-SHOWN_TOKENS = 20_000  # of a step in a report, of which the numbers are there, too: about 0.7 MB
+SHOWN_TOKENS = 12_000  # of a step in a report, of which the numbers are there, too: about 0.6 MB
 
 
 def tokens_payload(
