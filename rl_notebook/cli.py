@@ -276,14 +276,15 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at a run that goes on")
     parser.add_argument("--once", action="store_true", help="write it once, also while the run goes on")
     parser.add_argument("--patience", type=float, default=600.0, help="follow so many seconds without a new step")
+    parser.add_argument("--show", action="append", default=[], metavar="ADDRESS", help="'step=12&group=1&sample=3'")
     given = parser.parse_args(args)
-    from rl_notebook.records import Run
-    from rl_notebook.views.report import follow, run_status, write_report
+    from rl_notebook.records import Run, flat_settings
+    from rl_notebook.views.report import follow, run_status, tokenizer_at_hand, write_report
 
     run, out = Run.open(given.run), given.out or given.run / "report.html"
-    status = run_status(run)
+    status, more = run_status(run), {"tokenizer": tokenizer_at_hand(flat_settings(run.config)), "show": given.show}
     goes_on = status.state == "running" and not given.once
-    path = write_report(run, out, status=status, refresh=given.every if goes_on else None)
+    path = write_report(run, out, status=status, refresh=given.every if goes_on else None, **more)
     print(path, flush=True)
     say, address = partial(print, file=sys.stderr, flush=True), Path(path).resolve().as_uri()
     opened = given.open and webbrowser.open(address)
@@ -291,7 +292,7 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     if goes_on:
         say(f"The page follows the run until it is finished, or {given.patience:g} s without a new step.")
         say("Ctrl-C ends that; --once does not follow.")
-        asyncio.run(follow(given.run, out, every=given.every, patience=given.patience, say=say))
+        asyncio.run(follow(given.run, out, every=given.every, patience=given.patience, say=say, **more))
         say(f"No longer followed: {run_status(Run.open(given.run)).text}")
     return 0
 

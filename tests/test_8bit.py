@@ -322,11 +322,11 @@ memory = script("memory")
 @needs_torchao
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_it_takes_less_memory_at_rest_and_at_the_peak_of_a_pass(tmp_path):
-    "In processes of their own, over a model most of which are matrices of its layers."
+    "In processes of their own that hold the library, over a model most of which are matrices of its layers."
     tiny_model(hidden=640, layers=6, heads=4).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     where = {"PYTHONPATH": f"{Path(memory.__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
-    code = f"import memory; print(memory.measure_base({{kind!r}}, {str(tmp_path)!r}, 64))"
+    code = f"import torchao; import memory; print(memory.measure_base({{kind!r}}, {str(tmp_path)!r}, 64))"
     found = {}
     for kind in memory.BASES:
         call = [sys.executable, "-c", code.format(kind=kind)]

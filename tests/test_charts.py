@@ -246,7 +246,7 @@ def test_completions_as_the_model_saw_them():
     assert len(rows) == 6
     s = first.samples[0]
     assert rows[0] == {
-        "id": "3-0-0",
+        "id": "step=3&group=0&sample=0",
         "group": 0,
         "sample": 0,
         "row": first.key,

@@ -26,6 +26,7 @@ from rl_notebook.config import Config
 from rl_notebook.settings import canonical, coerce, leaf_types
 from rl_notebook.core import ConfigError
 from rl_notebook.records import RunFolder
+from rl_notebook.toy import load_model
 from rl_notebook.views.report import run_status, write_report
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
@@ -109,7 +110,7 @@ def test_view_writes_the_report_again(demo, tmp_path, capsys):
     assert main(["view", str(folder), "--out", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
     run = RunFolder.open(folder)
-    write_report(run, tmp_path / "direct.html", status=run_status(run))
+    write_report(run, tmp_path / "direct.html", status=run_status(run), tokenizer=load_model("tiny")[1])
     assert (tmp_path / "page.html").read_text() == (tmp_path / "direct.html").read_text()
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,38 @@ def test_a_whole_model_is_what_transformers_loads(family, tied, rank, to, tmp_pa
     assert model.generation_config.eos_token_id == [3, 256]
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(byte_tokenizer())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+VLLM = os.environ.get("RL_NOTEBOOK_VLLM_PYTHON", "")
+PROMPT_LOGPROBS = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+ids = json.loads(sys.argv[2])
+model = LLM(sys.argv[1], dtype="float32", max_model_len=256, enforce_eager=True, kv_cache_memory_bytes=2**28)
+(out,) = model.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+print(json.dumps([found[i].logprob for found, i in zip(out.prompt_logprobs[1:], ids[1:], strict=True)]))
+"""
+
+
+@pytest.mark.skipif(not VLLM, reason="RL_NOTEBOOK_VLLM_PYTHON is not set: an interpreter that has vLLM's CPU build")
+@pytest.mark.parametrize(("name", "rank", "to"), [("tiny", 0, "hf"), ("tiny", 4, "merged"), ("smollm2", 4, "merged")])
+def test_a_whole_model_is_what_vllm_loads(name, rank, to, tmp_path):
+    model, tokenizer = load_model(name)
+    backend = open_local(model, tokenizer, lora_rank=rank, inline=True)
+    datum = Datum(np.array(ids := tokenizer.encode("Add up 17 and 25. #### 42")), np.ones(len(ids) - 1))
+    (before,) = run(backend.policy.forward([datum]))
+    for _ in range(2):
+        run(backend.policy.forward_backward_custom([datum], loss))
+        run(backend.policy.optim_step(AdamParams(learning_rate=0.001)))
+    (trained,) = run(backend.policy.forward([datum]))
+    run(backend.export(tmp_path / "out", to))
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    command = [VLLM, "-c", PROMPT_LOGPROBS, str(tmp_path / "out"), json.dumps(ids)]
+    told = subprocess.run(command, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True, check=True).stdout
+    logprobs = np.array(json.loads(told.strip().splitlines()[-1]))
+    assert np.abs(trained.values - before.values).max() > 0.1
+    assert np.abs(logprobs - trained.values).max() < 1e-3
 
 
 @pytest.mark.parametrize("tied", [False, True])

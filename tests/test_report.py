@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import html
 import json
 import re
 import shutil
@@ -12,6 +14,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from synthetic import hostile_record, synthetic_record
 
@@ -29,6 +32,7 @@ from rl_notebook.views.payloads import (
     reward_payload,
     run_payloads,
     series,
+    tokens_payload,
 )
 from rl_notebook.views.report import (
     Known,
@@ -36,6 +40,7 @@ from rl_notebook.views.report import (
     charts_of_last_step,
     charts_over_steps,
     follow,
+    linked,
     material,
     pick,
     read_spreads,
@@ -96,7 +101,11 @@ class Page(HTMLParser):
     @property
     def figures(self) -> dict:
         "What the page draws."
-        return json.loads(self.scripts[0])
+        return self.carried("figures")
+
+    def carried(self, name: str) -> dict:
+        "What the page carries for its script, by name."
+        return json.loads(self.scripts[["figures", "tables", "tokens"].index(name)])
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
@@ -178,6 +187,7 @@ def test_completions_are_those_of_the_first_groups_with_signal():
         "step": 2,
         "verdict": record.verdict,
         "groups": 1,
+        "named": [],
         "live": 2,
         "dead": 1,
         "dropped": 0,
@@ -185,7 +195,7 @@ def test_completions_are_those_of_the_first_groups_with_signal():
     }
     assert payload["table"]["rows"] == [
         {
-            "id": f"2-1-{i}",
+            "id": f"step=2&group=1&sample={i}",
             "group": 1,
             "sample": i,
             "prompt": group.row["question"],
@@ -198,6 +208,59 @@ def test_completions_are_those_of_the_first_groups_with_signal():
         for i, (s, a) in enumerate(zip(group.samples, group.advantages.tolist(), strict=True))
     ]
     assert len(completions_payload(record)["table"]["rows"]) == 8
+    with_the_dead = completions_payload(record, limit=0, named={0, 1})
+    assert (with_the_dead["groups"], with_the_dead["named"]) == (0, [0, 1])
+    assert [row["group"] for row in with_the_dead["table"]["rows"]] == [0] * 4 + [1] * 4
+
+
+class Letters:
+    "A tokenizer whose tokens are characters."
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_tokens_and_their_numbers_as_a_report_holds_them():
+    record, at = synthetic_record(2, groups=2, completions=3), "step=2&group=1&sample=2"
+    payload = tokens_payload(record, {1}, tokenizer=Letters())
+    assert list(payload) == [f"step=2&group=1&sample={i}" for i in range(3)]
+    i = next(i for i, d in enumerate(record.datums) if (d.group, d.sample) == (1, 2))
+    sample, datum, first = record.groups[1].samples[2], record.datums[i], record.groups[1].samples[2].prompt_len
+    values = payload[at].pop("values")
+    assert payload[at] == {
+        "first": first,
+        "ids": sample.tokens[first:].tolist(),
+        "texts": [{"\n": "⏎", " ": "·"}.get(c, c) for c in sample.text],
+        "roles": "s" * len(sample.text),
+        "series": [
+            ["sampler", "sampler logprob"],
+            ["policy", "policy logprob"],
+            ["old", "old logprob"],
+            ["ref", "reference logprob"],
+            ["dlogprob", "dL/dlogprob"],
+        ],
+    }
+    known = [datum.sampler_logprobs, record.loss.logprobs[i].values, datum.old_logprobs, datum.ref_logprobs]
+    expected = np.array([*known, record.loss.dlogprobs[i]])[:, first - 1 :].astype("<f4")
+    assert base64.b64decode(values) == expected.tobytes()
+    assert "texts" not in tokens_payload(record, {1})[at]
+    assert list(tokens_payload(record, {0, 1}, named={1}, limit=0)) == list(payload)
+
+
+def test_entropy_and_advantages_of_tokens_are_there_where_they_were_recorded():
+    record = synthetic_record(2, groups=1, completions=3)
+    entropy = [np.arange(float(len(lp))) for lp in record.loss.logprobs]
+    logprobs = tuple(replace(lp, entropy=h) for lp, h in zip(record.loss.logprobs, entropy, strict=True))
+    datums = tuple(replace(d, advantage=np.full(len(d.weights), 0.25)) for d in record.datums)
+    record = replace(record, datums=datums, loss=replace(record.loss, logprobs=logprobs))
+    first = tokens_payload(record, {0})["step=2&group=0&sample=0"]
+    values = np.frombuffer(base64.b64decode(first["values"]), "<f4").reshape(len(first["series"]), -1)
+    series = dict(zip([name for name, _ in first["series"]], values, strict=True))
+    assert series["entropy"].tolist() == entropy[0][first["first"] - 1 :].tolist()
+    assert set(series["advantage"].tolist()) == {0.25}
+    half = replace(record.loss, logprobs=(replace(logprobs[0], entropy=None), *logprobs[1:]))
+    series = tokens_payload(replace(record, loss=half), {0})["step=2&group=0&sample=0"]["series"]
+    assert "entropy" not in dict(series)
 
 
 def test_the_header(run: RunFolder):
@@ -265,9 +328,71 @@ def test_what_changed_stands_above_with_what_to_try(tmp_path: Path):
     words = ["What changed over the last steps", str(trends[-1]), "The last steps, in words"]
     assert sorted(map(text.index, words)) == [text.index(w) for w in words]
     assert sorted(known.watched) == list(range(1, 24))
+    named = re.search(r"see (step (\d+), group (\d+), sample (\d+))", str(trends[-1]))
+    address = "step={}&group={}&sample={}".format(*named.groups()[1:])
+    page = report_html(run, known=known)
+    assert f'<a href="#{html.escape(address)}">{named[1]}</a>' in page
+    assert address in Page(page).carried("tokens")
+    assert address in {row["id"] for table in Page(page).carried("tables").values() for row in table["rows"]}
     shutil.rmtree(run.path / "steps" / "00001")  # was rewound, say
     material(run, known)
     assert sorted(known.watched) == list(range(2, 24))
+
+
+# --- from a finding to its completion ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "address"),
+    [
+        ("so it is; see step 12, group 1, sample 3. Try less.", None, "step=12&group=1&sample=3"),
+        ("at group 1, sample 3 (row 'q17'), target 40: 0.5", 9, "step=9&group=1&sample=3&token=41"),
+        ('group 1 (row "it\'s"), sample 3 does not', 9, "step=9&group=1&sample=3"),
+        ("group 1, sample 3", None, None),
+        ("in 3 groups, sample by sample", 9, None),
+    ],
+)
+def test_a_completion_that_is_named_is_a_link(text: str, step: int | None, address: str | None):
+    page = Page(linked(text + " <b>", step))
+    assert page.text == text + " <b>"
+    assert page.tags == ["a"] * (address is not None)
+    assert [html.unescape(found) for found in re.findall('href="#(.*?)"', linked(text, step))] == [address] * len(
+        page.tags
+    )
+
+
+def test_a_check_that_fails_leads_to_its_token(run: RunFolder):
+    record = run.record(7)
+    gradient = record.loss.dlogprobs[0].copy()
+    at = int(np.flatnonzero(record.datums[0].active)[2])
+    gradient[at] = np.nan
+    record = replace(record, loss=replace(record.loss, dlogprobs=(gradient, *record.loss.dlogprobs[1:])))
+    d, page = record.datums[0], report_html([run.record(6), record])
+    address = f"step=7&group={d.group}&sample={d.sample}&token={at + 1}"
+    assert f'<a href="#{html.escape(address)}">' in page
+    assert address.rpartition("&")[0] in Page(page).carried("tokens")
+
+
+def test_what_an_address_names_is_there(run: RunFolder):
+    page = Page(report_html(run, show=["report.html#step=3&group=2&sample=1&token=9"], tokenizer=Letters()))
+    assert "Step 3" in page.text
+    assert "group 2, as it is named" in page.text
+    rows = page.carried("tables")["t1"]["rows"]
+    assert {row["id"] for row in rows} == {f"step=3&group=2&sample={i}" for i in range(5)}
+    assert "".join(page.carried("tokens")["step=3&group=2&sample=1"]["texts"]).startswith(rows[1]["text"][:1])
+    for wrong in ("step=99&group=0&sample=0", "7-0-2", "step=3"):
+        with pytest.raises(RecordError, match="of a step from 1 to 7"):
+            report_html(run, show=[wrong])
+
+
+def test_a_page_holds_the_tokens_of_few_completions(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    whole = report_html(run)
+    monkeypatch.setattr(tokens_payload, "__defaults__", ((), None, 100))
+    page = Page(report_html(run, show=["step=7&group=3&sample=0"]))
+    held = page.carried("tokens")
+    assert len(held) < len(Page(whole).carried("tokens"))
+    assert {f"step=7&group=3&sample={i}" for i in range(5)} <= held.keys()
+    assert {row["group"] for row in page.carried("tables")["t2"]["rows"]} == {1, 3}
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -307,7 +432,7 @@ def test_the_page_needs_nothing_from_outside(run: RunFolder):
     text = report_html(run)
     page = Page(text)
     assert page.links == []
-    assert page.tags.count("script") == 4
+    assert page.tags.count("script") == 5
     assert {"link", "img", "iframe", "object"} & set(page.tags) == set()
     assert "default-src 'none'" in text
     assert page.open == []  # every element is closed
@@ -341,11 +466,11 @@ def test_everything_from_a_run_is_escaped(tmp_path: Path):
     for record in records:
         run.add(record)
     for page in (Page(report_html(records, title=bad)), Page(report_html(run, title=bad))):
-        assert page.tags.count("script") == 4
+        assert page.tags.count("script") == 5
         assert "img" not in page.tags
         assert page.handlers == []
         assert page.text.count(bad) > 5
-        assert "<" not in page.scripts[0] + page.scripts[1]
+        assert "<" not in "".join(page.scripts[:3])
         assert bad[:9] in json.loads(page.scripts[1])["t0"]["rows"][0]["text"]
 
 
@@ -398,7 +523,7 @@ def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
 def test_a_page_that_reads_itself_again(run: RunFolder):
     page = Page(report_html(run, status=Status("running", "Running: <b>step</b> 7."), refresh=2.5))
     assert "Running: <b>step</b> 7." in page.text
-    assert page.tags.count("script") == 4
+    assert page.tags.count("script") == 5
     assert 'data-refresh="2.5"' in report_html(run, refresh=2.5)
     assert "data-refresh" not in report_html(run)
     waiting = Page(report_html([], refresh=2.5))
@@ -511,11 +636,14 @@ def with_dead(step: int, dead: int) -> StepRecord:
 
 def test_the_page_says_from_when_on_most_groups_are_dead_and_shows_no_example_of_them():
     dead = [1, 0, 2, 1, 1, 0, 7, 6, 7, 6, 6, 8]
-    page = report_html([with_dead(step, n) for step, n in enumerate(dead, 1)])
+    records = [with_dead(step, n) for step, n in enumerate(dead, 1)]
+    page, named = report_html(records), material(records).named
     assert re.search(r"8\d % of the groups are dead from step [567] on", page)
     assert "with the same high reward: the prompts may be too easy" in page
     examples = page[page.index(">Completions<") :]
-    assert "all the same" not in examples
+    shown = [row for table in Page(page).carried("tables").values() for row in table["rows"]]
+    of_dead = {tuple(map(int, re.findall(r"\d+", r["id"])[:2])) for r in shown if r["text"] == "all the same"}
+    assert of_dead <= {(step, group) for step, groups in named.items() for group in groups}
     assert "no example: within each of the 8 groups all completions earned the same" in examples
     assert re.search(r"of \d prompts with signal; \d without are left out", examples)
     healthy = report_html([with_dead(step, n) for step, n in enumerate([1, 0, 2, 6, 1, 0, 7, 1], 1)])

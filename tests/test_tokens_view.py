@@ -111,6 +111,7 @@ def test_one_sample_as_plain_values():
     series = {s["name"]: s for s in payload.pop("series")}
     assert payload == {
         "where": "group 0, sample 0 (row 'q')",
+        "address": "",
         "facts": {"advantage": 0.5},
         "tokens": [5, 6, 7, 8, 9],
         "texts": ["⏎", "a", "·b", "⏎", "a"],

@@ -218,7 +218,7 @@ export function makeTable({
     if (open) {
       name.type = "button";
       name.setAttribute("aria-pressed", String(here));
-    } else name.href = `#${encodeURIComponent(row.id)}`;
+    } else name.href = `#${encodeURI(row.id)}`;
     name.title = `Show ${row.place ?? row.id}`;
     return name;
   }

@@ -427,7 +427,8 @@ async def _train(
         say(f"promoted: {await loop.backend.promote(loop.cfg.output_model_id)}")
     after = None if stopped else await _held_out(loop, run, trackers, saver)
     if run is not None:
-        say(f"report: {write_report(run, Path(run.path) / 'report.html')}")
+        path = Path(run.path) / "report.html"
+        say(f"report: {write_report(run, path, tokenizer=loop.backend.tokenizer)}")
     return RunResult(loop.state.number - first, before, after, time.perf_counter() - start, run, stopped)
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #901263b1

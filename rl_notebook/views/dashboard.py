@@ -40,7 +40,7 @@ from ..player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
 from .charts import Chart, LiveCharts, asset, chart, charts, module
-from .payloads import NOISE, ROWS, TIMELINE_STEPS, History, Waiting, advantage_spread_payload
+from .payloads import NOISE, ROWS, TIMELINE_STEPS, History, Waiting, address, advantage_spread_payload
 from .payloads import advantages_payload, completion_row, completions_table, counts_payload
 from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
 from .payloads import overview_payload, pipeline_payload, reward_payload, staleness_payload
@@ -184,7 +184,7 @@ def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -
     facts = {"row": row["row"], "reward": row["reward"], **rewards, "advantage": row["advantage"]}
     facts |= {"ended": row["finish_reason"], "tokens": row["length"]}
     return {
-        "id": f"{record.step}-{group}-{sample}",
+        "id": address(record.step, group, sample),
         "step": record.step,
         "group": group,
         "sample": sample,

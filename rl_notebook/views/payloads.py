@@ -5,11 +5,12 @@
 # %% ../../nbs/50_views.payloads.ipynb #15beb46c
 from __future__ import annotations
 
+import base64
 import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -556,10 +557,20 @@ def completion_row(
     }
 
 
+def address(
+    step: int,
+    group: int,  # index of the prompt group in the step
+    sample: int,  # index in the group
+    token: int | None = None,  # of prompt and completion together, from 0; None = the whole completion
+) -> str:
+    "The name of a completion, or of one of its tokens, after the `#` of a report's address."
+    return f"step={step}&group={group}&sample={sample}" + ("" if token is None else f"&token={token}")
+
+
 def completion_rows(record: StepRecord, tokenizer: Any = None) -> list[dict[str, Any]]:
     "Every sample of a step, its id, and whether its group is dead."
     marks = zip(record.groups, dead_marks(record.groups), strict=True)
-    named = lambda g, i: {"id": f"{record.step}-{g.index}-{i}"} | completion_row(g, i, tokenizer)
+    named = lambda g, i: {"id": address(record.step, g.index, i)} | completion_row(g, i, tokenizer)
     return [named(g, i) | {"dead": mark} for g, mark in marks for i in range(len(g.samples))]
 
 
@@ -589,16 +600,19 @@ READ_COLUMNS = (
 def completions_payload(
     record: StepRecord,
     limit: int = SHOWN_TEXT,  # characters, about
+    named: Collection[int] = (),  # groups that are shown in any case
 ) -> dict[str, Any]:
     "The completions of the first groups with signal as a table, and how many groups there are."
     live = [g for g in record.groups if not (g.samples and is_dead(g.rewards))]
     size = lambda g: sum(200 + len(prompt_text(g.row)) + len(s.text) for s in g.samples)
     fits = [total <= limit for total in accumulate(map(size, live))]
-    shown = live[: max(sum(fits), 1)]
+    first = {g.index for g in live[: max(sum(fits), 0 if named else 1)]}
+    shown = [g for g in record.groups if g.index in first or g.index in named]
     return {
         "step": record.step,
         "verdict": record.verdict,
-        "groups": len(shown),
+        "groups": len(first),
+        "named": [g.index for g in shown if g.index not in first],
         "live": len(live),
         "dead": len(record.groups) - len(live),
         "dropped": sum(len(g.dropped) for g in live),
@@ -631,7 +645,7 @@ def header_payload(
 # %% ../../nbs/50_views.payloads.ipynb #710c5f41
 import torch
 
-from ..core import AlignmentError, Datum, DatumError, frozen_array
+from ..core import AlignmentError, Datum, DatumError, LossOutput, frozen_array
 from ..doctor import SETTLED, Diagnosis, weigh
 from ..evidence import Evidence, gather, tolerance
 from ..losses import KL_ESTIMATORS, POLICY_LOSSES, ActiveTokens, LossOptions, log_ratio, sequence_ratio
@@ -645,11 +659,12 @@ class TokenRow:
 
     tokens: np.ndarray  # (N,) ids
     scored: np.ndarray  # (N-1,) bool: the positions that enter the loss
-    series: Mapping[str, np.ndarray]  # policy, old, sampler, sampler_raw, ref, dlogprob, and others by name
+    series: Mapping[str, np.ndarray]  # policy, old, sampler, sampler_raw, ref, dlogprob, entropy, and others by name
     prompt_len: int  # tokens before the first sampled one; 0 = not known
     group: int = 0  # index of the prompt group in the step
     sample: int = 0  # index in the group
     key: str = ""  # names the data row
+    step: int | None = None  # None = not of a record
     cut: int = 0  # tokens that were cut off to fit
     facts: Mapping[str, Any] = field(default_factory=dict)  # reward, advantage, finish reason
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the loss
@@ -735,10 +750,18 @@ def _sample_row(group: PromptGroup, i: int, why: str) -> TokenRow:
     )
 
 
+def _entropies(loss: LossOutput | None) -> list[np.ndarray] | None:
+    "The policy's entropy at every target, one array per datum; None where it is not known of all."
+    found = [lp.entropy for lp in loss.logprobs] if loss else []
+    known = [h for h in found if h is not None]
+    return known if known and len(known) == len(found) else None
+
+
 def _record_rows(record: StepRecord, extra: Mapping[str, Sequence[Any]]) -> list[TokenRow]:
     "The rows of a record: its datums, and the samples that have none."
     loss, datums = record.loss, record.datums
-    given = {"policy": loss and loss.logprobs, "dlogprob": loss and loss.dlogprobs, **extra}
+    given = {"policy": loss and loss.logprobs, "dlogprob": loss and loss.dlogprobs, "entropy": _entropies(loss)}
+    given |= extra
     series = {name: _per_datum(name, values, datums) for name, values in given.items()}
     samples = {(g.index, i): (g, s) for g in record.groups for i, s in enumerate(g.samples)}
     rows = [
@@ -750,7 +773,7 @@ def _record_rows(record: StepRecord, extra: Mapping[str, Sequence[Any]]) -> list
     there = {(row.group, row.sample) for row in rows}
     why = record.reason or "its group carries no signal"
     rows += [_sample_row(g, i, why) for (_, i), (g, _) in samples.items() if (g.index, i) not in there]
-    rows = [replace(row, options=record.options) for row in rows]
+    rows = [replace(row, options=record.options, step=record.step) for row in rows]
     return sorted(rows, key=lambda row: (row.group, row.sample))
 
 # %% ../../nbs/50_views.payloads.ipynb #7726010e
@@ -848,6 +871,7 @@ LABELS = {
     "ratio": ("ratio", "ratio"),
     "ratio_clipped": ("ratio, clipped", "ratio"),
     "kl": ("KL to the reference (k3)", "kl"),
+    "entropy": ("entropy of the policy", "kl"),
     "dlogprob": ("dL/dlogprob", "gradient"),
     "mask": ("mask", "class"),
     "turn": ("turn", "class"),
@@ -934,6 +958,7 @@ def token_payload(
     clip = options is not None and options.knob("eps_clip") is not None
     return {
         "where": row.where,
+        "address": "" if row.step is None else address(row.step, row.group, row.sample),
         "facts": {name: _fact(value) for name, value in row.facts.items()},
         "tokens": row.tokens.tolist(),
         "texts": texts,
@@ -947,6 +972,43 @@ def token_payload(
         "pair": [trainer, "sampler"] if both else None,
         "notes": [*row.notes, *_holes(series)],
     }
+
+# %% ../../nbs/50_views.payloads.ipynb #3768285d
+RECORDED = ("sampler", "policy", "old", "ref", "entropy", "advantage", "dlogprob")  # series, as far as there are
+
+
+def recorded_tokens(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
+    "The sampled tokens of a sample, and their recorded series as float32, one after the other, in base64."
+    first = max(row.prompt_len, 1)
+    names = [name for name in RECORDED if name in row.series]
+    values = np.array([row.series[name][first - 1 :] for name in names], "<f4")
+    texts = {"texts": token_texts(row.tokens[first:], tokenizer)[0]} if tokenizer is not None else {}
+    return {
+        "first": first,
+        "ids": row.tokens[first:].tolist(),
+        **texts,
+        "roles": _roles(row)[first:],
+        "series": [[name, LABELS.get(name, (name,))[0]] for name in names],
+        "values": base64.b64encode(values.tobytes()).decode(),
+    }
+
+# %% ../../nbs/50_views.payloads.ipynb #087f8314
+SHOWN_TOKENS = 12_000  # of a step in a report, of which the numbers are there, too: about 0.6 MB
+
+
+def tokens_payload(
+    record: StepRecord,
+    groups: Collection[int],  # that are shown
+    named: Collection[int] = (),  # of these, those that are there in any case
+    tokenizer: Any = None,
+    limit: int = SHOWN_TOKENS,
+) -> dict[str, dict[str, Any]]:
+    "Tokens and numbers of the completions of a step by their address, as many as fit."
+    rows = {address(record.step, r.group, r.sample): r for r in token_rows(record) if r.group in groups}
+    sizes = [0 if r.group in named else len(r.tokens) - r.prompt_len for r in rows.values()]
+    fits = [total <= limit for total in accumulate(sizes)]
+    kept = [at for (at, row), fit in zip(rows.items(), fits, strict=True) if fit or row.group in named]
+    return {at: recorded_tokens(rows[at], tokenizer) for at in kept}
 
 # %% ../../nbs/50_views.payloads.ipynb #f0816e26
 def evidence_of(

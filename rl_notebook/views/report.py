@@ -12,9 +12,10 @@ import html
 import json
 import math
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,14 +23,15 @@ from typing import Any
 
 import pandas as pd
 
-from ..core import RecordError
+from ..core import RecordError, RLNotebookError
 from ..drawings import number, rewards_html
 from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
 from ..trends import Trend, watch_run
-from .charts import LOOKS, Chart, Figure, asset, charts, module, plotly_script
-from .payloads import TIMELINE_STEPS, ages_row, completions_payload, header_payload, history_row
-from .payloads import is_asynchronous, run_payloads, spread_row, step_payloads, timeline_payload
-from ..xray import sentence
+from .charts import LOOKS, Chart, asset, charts, module, plotly_script
+from .payloads import SHOWN_TEXT, TIMELINE_STEPS, address, ages_row, completions_payload
+from .payloads import header_payload, history_row, is_asynchronous, run_payloads, spread_row
+from .payloads import step_payloads, timeline_payload, tokens_payload
+from ..xray import invariants, sentence
 
 # %% auto #0
 __all__ = ['write_report', 'run_status', 'follow']
@@ -52,17 +54,39 @@ class Material:
     last: tuple[StepRecord, ...] = ()  # those of the timeline
     notes: tuple[str, ...] = ()  # what was found damaged
     trends: tuple[Trend, ...] = ()  # what changed over the last steps
+    named: Mapping[int, Collection[int]] = field(default_factory=dict)  # groups to show in any case, by step
+    more: tuple[StepRecord, ...] = ()  # further steps, of which only the named groups are shown
+    tokenizer: Any = None  # for the texts of tokens; None = their ids
 
 
 def pick(steps: Sequence[int]) -> list[int]:  # at most three
     "First, middle and last of some steps."
     return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
 
+# %% ../../nbs/59_views.report.ipynb #aa0aaf26
+PLACE = re.compile(
+    r"(?:step (?P<step>\d+), )?group (?P<group>\d+)(?: \(row [^)]*\))?, sample (?P<sample>\d+)(?: \(row [^)]*\))?"
+    r"(?:, target (?P<target>\d+))?"
+)  # of a completion or of a token, as errors, checks and trends write it
+
+
+def _said(record: StepRecord, before: StepRecord | None) -> str:
+    "What a step says about itself, and where a check failed."
+    failed = [c.where for c in invariants(record, before) if c.ok is False and PLACE.search(c.where)]
+    return " ".join([sentence(record, before), *(f"See {where}." for where in dict.fromkeys(failed))])
+
 
 def sentences(records: Sequence[StepRecord]) -> tuple[tuple[int, str], ...]:
     "What each step says about itself; the first of several is there for the second."
     pairs = list(zip([None, *records], records, strict=False))
-    return tuple((r.step, sentence(r, before)) for before, r in pairs)[-5:]
+    return tuple((r.step, _said(r, before)) for before, r in pairs)[-5:]
+
+
+def places(text: str, step: int | None = None) -> Iterable[tuple[int, int]]:  # step and group
+    "The groups that a text names; where it says no step, they are of `step`."
+    for found in PLACE.finditer(text):
+        if (at := found["step"] or step) is not None:
+            yield int(at), int(found["group"])
 
 # %% ../../nbs/59_views.report.ipynb #58b35294
 SPREAD_STEPS = 200  # whose completions are read at most
@@ -111,31 +135,51 @@ def read_spreads(run: Run, known: Spreads | None = None) -> Spreads:
     return {step: known[step] for step in sorted(known.keys() & set(steps))}
 
 # %% ../../nbs/59_views.report.ipynb #ec02616f
+Named = Mapping[int, Collection[int]]  # groups that something names, by step
+
+
+def _named(trends: Iterable[Trend], show: Iterable[str], steps: Sequence[int]) -> dict[int, set[int]]:
+    "The groups that trends and addresses name; raises RecordError for an address of a step that is not there."
+    found: dict[int, set[int]] = {}
+    for step, group in (place for t in trends for place in places(t.sentence)):
+        found.setdefault(step, set()).add(group)
+    for text in show:
+        numbers = re.fullmatch(r"(?:.*#)?step=(\d+)&group=(\d+)(?:&\w+=\d+)*", text)
+        if numbers is None or int(numbers[1]) not in steps:
+            there = f"of a step from {min(steps)} to {max(steps)}" if steps else "and no step is recorded yet"
+            raise RecordError("address", got=repr(text), expected=f"such as '{address(1, 0, 2)}', {there}")
+        found.setdefault(int(numbers[1]), set()).add(int(numbers[2]))
+    return found
+
+# %% ../../nbs/59_views.report.ipynb #78d3bce2
 def material(
     source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
     known: Known | None = None,  # of earlier readings of this run; filled
+    show: Iterable[str] = (),  # addresses of completions that are to be there
 ) -> Material:
-    "Read what a report needs."
+    "Read what a report needs; raises RecordError for an address of a step that is not there."
     if not isinstance(source, Run):
         read = {record.step: record for record in source}
-        steps = sorted(read)
+        steps, trends = sorted(read), watch_run(list(read.values())[-WATCHED:])
         metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
-        return Material("run", settings, metrics, *_told(read, steps), trends=watch_run(list(read.values())[-WATCHED:]))
-    metrics = source.metrics()
-    steps, read, damaged = _readable(source)
-    known = known or Known()
+        return Material("run", settings, metrics, trends=trends, **_told(read, steps, _named(trends, show, steps)))
+    metrics, known = source.metrics(), known or Known()
+    trends = watch_run(_watched(source, source.steps, known.watched))
+    named = _named(trends, show, source.steps)
+    steps, read, damaged = _readable(source, named)
     for found in (read_spreads(source, known.spreads), {step: ages_row(read[step]) for step in steps[-LAST:]}):
         metrics = metrics.join(pd.DataFrame.from_dict(found, orient="index"))
-    name, settings = source.path.resolve().name, flat_settings(source.config)
-    trends = watch_run(_watched(source, steps, known.watched))
-    return Material(name, settings, metrics, *_told(read, steps), (*source.notes, *damaged), trends)
+    name, settings, notes = source.path.resolve().name, flat_settings(source.config), (*source.notes, *damaged)
+    return Material(name, settings, metrics, notes=notes, trends=trends, **_told(read, steps, named))
 
-
-def _readable(run: Run) -> tuple[list[int], dict[int, StepRecord], list[str]]:  # steps, records to show, notes
+# %% ../../nbs/59_views.report.ipynb #77ed8927
+def _readable(
+    run: Run, named: Named
+) -> tuple[list[int], dict[int, StepRecord], list[str]]:  # steps, records to show, notes
     "The records that a page shows; one that is damaged is named, and its step left out."
     steps, read, notes = run.steps, dict[int, StepRecord](), list[str]()
-    while missing := {*pick(steps), *steps[-LAST:]} - read.keys():
+    while missing := {*pick(steps), *steps[-LAST:], *(named.keys() & set(steps))} - read.keys():
         for step in sorted(missing):
             try:
                 read[step] = run.record(step)
@@ -145,12 +189,21 @@ def _readable(run: Run) -> tuple[list[int], dict[int, StepRecord], list[str]]:  
     return steps, read, notes
 
 
-def _told(
-    read: Mapping[int, StepRecord], steps: Sequence[int]
-) -> tuple[tuple[StepRecord, ...], tuple[tuple[int, str], ...], tuple[StepRecord, ...]]:
-    "The records whose completions are shown, the sentences of the last ones, and these."
+def _told(read: Mapping[int, StepRecord], steps: Sequence[int], named: Named) -> dict[str, Any]:
+    "The records whose completions are shown, the last ones, what these say, and the groups that are named."
     last = [read[s] for s in steps[-LAST:]]
-    return tuple(read[s] for s in pick(steps)), sentences(last), tuple(last)
+    recent = sentences(last)
+    everything = {step: {*groups} for step, groups in named.items() if step in read}
+    for step, group in (place for n, text in recent for place in places(text, n)):
+        everything.setdefault(step, set()).add(group)
+    more = tuple(read[s] for s in sorted(everything.keys() - pick(steps)))
+    return {
+        "samples": tuple(read[s] for s in pick(steps)),
+        "recent": recent,
+        "last": tuple(last),
+        "named": everything,
+        "more": more,
+    }
 
 # %% ../../nbs/59_views.report.ipynb #f39fd76c
 def tag(
@@ -188,16 +241,44 @@ def completions_html(
     place: str,  # id of the element that the table is put into
 ) -> str:
     "What is said about the completions of one step, and the place of their table."
-    title, dead = tag("h3", f"Step {payload['step']}"), payload["dead"]
+    dead, parts = payload["dead"], [payload["verdict"]]
     if dead and not payload["live"]:
-        said = f"no example: within each of the {dead} groups all completions earned the same."
-        return title + tag("p", html.escape(f"{payload['verdict']} · {said}"), kind="soft line")
-    parts = [payload["verdict"], f"the first {payload['groups']} of {payload['live']} prompts"]
-    parts[-1] += f" with signal; {dead} without are left out" if dead else ""
+        parts.append(f"no example: within each of the {dead} groups all completions earned the same")
+    elif payload["groups"]:
+        parts.append(f"the first {payload['groups']} of {payload['live']} prompts")
+        parts[-1] += f" with signal; {dead} without are left out" if dead else ""
+    parts += ["group " + " and ".join(map(str, payload["named"])) + ", as it is named"] if payload["named"] else []
     parts += [f"{payload['ungraded']} of which no sample was graded"] if payload["ungraded"] else []
     parts += [f"{payload['dropped']} dropped"] if payload["dropped"] else []
-    none = tag("noscript", "This table needs JavaScript.")
-    return title + tag("p", html.escape(" · ".join(parts)), kind="soft line") + tag("div", none, id=place, kind="card")
+    table = tag("div", tag("noscript", "This table needs JavaScript."), id=place, kind="card")
+    title, said = tag("h3", f"Step {payload['step']}"), tag("p", html.escape(" · ".join(parts)), kind="soft line")
+    return title + said + (table if payload["table"]["rows"] else "")
+
+# %% ../../nbs/59_views.report.ipynb #b466efd4
+def linked(text: str, step: int | None = None) -> str:
+    "A text as safe HTML; where it names a completion, a link. Where it says no step, it is of `step`."
+
+    def link(found: re.Match[str]) -> str:
+        if (at := found["step"] or step) is None:
+            return found[0]
+        token = None if found["target"] is None else int(found["target"]) + 1
+        return tag("a", found[0], href="#" + address(int(at), int(found["group"]), int(found["sample"]), token))
+
+    return PLACE.sub(link, html.escape(text))
+
+# %% ../../nbs/59_views.report.ipynb #b19cea1f
+def tokenizer_at_hand(settings: Mapping[str, Any]) -> Any:  # None where there is none
+    "The tokenizer of a run by its settings, as far as it can be had without a network."
+    from transformers import AutoTokenizer
+
+    from rl_notebook.toy import model_source
+
+    names = ("deployment.tokenizer_model", "tokenizer_model", "base_model")
+    name = next((str(settings[n]) for n in names if settings.get(n)), "")
+    try:
+        return AutoTokenizer.from_pretrained(model_source(name), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, RLNotebookError):
+        return None
 
 # %% ../../nbs/59_views.report.ipynb #1eb4ee8a
 def charts_over_steps(m: Material) -> list[Chart]:
@@ -270,13 +351,13 @@ class Status:
 
 def _recent_html(recent: Iterable[tuple[int, str]]) -> str:
     "What the last steps say about themselves, the newest first."
-    items = [tag("li", tag("b", f"Step {n}"), tag("p", html.escape(text))) for n, text in reversed([*recent])]
+    items = [tag("li", tag("b", f"Step {n}"), tag("p", linked(text, n))) for n, text in reversed([*recent])]
     return tag("ul", *items, kind="card recent") if items else ""
 
 
 def _trends_html(trends: Iterable[Trend]) -> str:
     "What changed over the last steps, the newest first, with what to try."
-    items = [tag("li", tag("b", f"Step {t.step}"), tag("p", html.escape(str(t)))) for t in reversed([*trends])]
+    items = [tag("li", tag("b", f"Step {t.step}"), tag("p", linked(str(t)))) for t in reversed([*trends])]
     return tag("h2", "What changed over the last steps") + tag("ul", *items, kind="card recent") if items else ""
 
 
@@ -313,31 +394,44 @@ def _dead_html(metrics: pd.DataFrame) -> str:
 Tables = dict[str, Mapping[str, Any]]  # by place
 
 
-def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Figure], Tables]:
-    "The body of the page, its figures and its tables by place."
+def _completions_html(m: Material) -> tuple[str, Tables, dict[str, Any]]:  # with the tables by place, and the tokens
+    "The completions of some steps, and what is carried for them."
+    parts, tables, tokens, only = list[str](), Tables(), dict[str, Any](), {record.step for record in m.more}
+    for i, record in enumerate(sorted([*m.samples, *m.more], key=lambda record: record.step)):
+        named = m.named.get(record.step, ())
+        said = completions_payload(record, 0 if record.step in only else SHOWN_TEXT, named)
+        parts.append(completions_html(said, f"t{i}"))
+        if rows := said["table"]["rows"]:
+            tables[f"t{i}"] = said["table"]
+            tokens |= tokens_payload(record, {row["group"] for row in rows}, named, m.tokenizer)
+    note = "The first prompts whose completions did not all earn the same. ↵ marks a line end, · a space at an end."
+    note += " The number of a completion shows its tokens."
+    top = tag("h2", "Completions") + tag("p", note, kind="soft")
+    return top + "".join(parts) if parts else "", tables, tokens
+
+# %% ../../nbs/59_views.report.ipynb #271aa889
+def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
+    "The body of the page, and what it carries: figures and tables by place, tokens by address."
     over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
     idle = header_payload(m.metrics, m.settings)["idle"]
     parts = [_top_html(m, status), _dead_html(m.metrics) if over_steps else "", _trends_html(m.trends)]
     parts += [_figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
     parts += [tag("h2", "The last steps, in words"), _recent_html(m.recent)] if m.recent else []
     parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
-    said = {f"t{i}": completions_payload(record) for i, record in enumerate(m.samples)}
-    if m.samples:
-        drawn = rewards_html(m.samples[-1].groups)
-        parts += [tag("div", drawn, kind="card scroll drawn")] if m.samples[-1].groups else []
-        note = "The first prompts whose completions did not all earn the same."
-        parts += [tag("h2", "Completions"), tag("p", f"{note} ↵ marks a line end, · a space at an end.", kind="soft")]
-        parts += [completions_html(payload, place) for place, payload in said.items()]
-    parts.append(_settings_html(m.settings))
+    if m.samples and m.samples[-1].groups:
+        parts.append(tag("div", rewards_html(m.samples[-1].groups), kind="card scroll drawn"))
+    said, tables, tokens = _completions_html(m)
+    parts += [said, _settings_html(m.settings)]
     figures = {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}
-    return "".join(parts), figures, {place: p["table"] for place, p in said.items() if p["live"]}
+    return "".join(parts), {"figures": figures, "tables": tables, "tokens": tokens}
 
 # %% ../../nbs/59_views.report.ipynb #09ec8d2c
 def _page(m: Material, status: Status | None, refresh: float | None) -> str:
     "The page of a material."
-    body, figures, tables = _sections(m, status)
-    scripts = [plotly_script()] if figures else []
-    scripts += [module("report.js")] if figures or tables or refresh else []
+    body, carried = _sections(m, status)
+    data = {name: found for name, found in carried.items() if found}
+    scripts = [plotly_script()] if "figures" in data else []
+    scripts += [module("report.js")] if data or refresh else []
     made = "Made by rl_notebook. This page needs no network and lets nothing in it run but its charts and tables."
     head = [
         '<meta charset="utf-8">',
@@ -346,9 +440,8 @@ def _page(m: Material, status: Status | None, refresh: float | None) -> str:
         tag("title", html.escape(m.name)),
         tag("style", asset("report.css") + asset("table.css")),
     ]
-    data = {name: found for name, found in {"figures": figures, "tables": tables}.items() if found}
-    carried = [tag("script", script_json(v), type="application/json", id=name) for name, v in data.items()]
-    tail = "".join([*carried, *(tag("script", s) for s in scripts)])
+    values = [tag("script", script_json(v), type="application/json", id=name) for name, v in data.items()]
+    tail = "".join([*values, *(tag("script", s) for s in scripts)])
     main = tag("main", body, tag("footer", made), **({"data-refresh": refresh} if refresh else {}))
     html_ = tag("html", tag("head", *head), tag("body", main, tail), lang="en")
     return f"<!doctype html>\n{html_}\n".encode("utf-8", "backslashreplace").decode()
@@ -361,9 +454,11 @@ def report_html(
     status: Status | None = None,  # said at the top
     refresh: float | None = None,  # seconds after which the page reads itself again; None = never
     known: Known | None = None,  # of earlier pages of this run; filled
+    tokenizer: Any = None,  # for the texts of tokens; None = their ids
+    show: Iterable[str] = (),  # addresses of completions that are to be there, such as "step=12&group=1&sample=3"
 ) -> str:  # one page, about 5 MB, most of it plotly's script
-    "A run as one self-contained HTML page."
-    m = material(source, known)
+    "A run as one self-contained HTML page; raises RecordError for an address of a step that is not there."
+    m = replace(material(source, known, show), tokenizer=tokenizer)
     return _page(m if title is None else replace(m, name=title), status, refresh)
 
 # %% ../../nbs/59_views.report.ipynb #e042d07a
@@ -433,6 +528,7 @@ async def follow(
     title: str | None = None,  # None = the name of the run folder
     patience: float = math.inf,  # seconds without a line after which a run that is not finished is left, too
     say: Callable[[str], Any] = lambda line: None,  # told how the run stands whenever that changes
+    **options: Any,  # further ones of `report_html`
 ) -> Path:
     "Keep the page of a run up to date until the run is finished; raises RecordError when the run cannot be read."
     opened, known, seen, failed = Run.open(run), Known(), None, 0
@@ -441,7 +537,7 @@ async def follow(
     def write(status: Status, refresh: float | None) -> None:
         with alone:  # a thread goes on when its task is cancelled, and its page must not be the last
             if refresh is None or not ended.is_set():
-                write_report(opened, path, title=title, status=status, refresh=refresh, known=known)
+                write_report(opened, path, title=title, status=status, refresh=refresh, known=known, **options)
 
     try:
         while True:

@@ -585,6 +585,13 @@ class TokenInspector(anywidget.AnyWidget):
             self.item = item
             self.target = first_target(self.payload, self.series) if target is None else target
 
+    @property
+    def link(self) -> str:
+        "The selected token in the report of its run, after the folder's name; empty without a record."
+        address = self.payload.get("address")
+        token = f"&token={self.target + 1}" if self.target >= 0 else ""
+        return f"report.html#{address}{token}" if address else ""
+
     def static_html(self) -> str:
         "What is shown now, as a still picture."
         return tokens_html(self.payload, self.overview, self.series or None)

@@ -107,7 +107,8 @@ def jupyter_lab(home: Path, context: BrowserContext) -> Iterator[Lab]:
     root.mkdir(parents=True)
     keys = re.compile(r"JUPYTER|.*(_API_KEY|_TOKEN)$")
     env = {name: value for name, value in os.environ.items() if not keys.match(name)} | own_folders(home)
-    env |= {"JUPYTER_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    ours = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    env |= {"JUPYTER_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONPATH": ours}
     command = [sys.executable, "-c", START + "from jupyterlab.labapp import main; main()"]
     options = {
         "ServerApp.ip": "127.0.0.1",

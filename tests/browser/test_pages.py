@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 from synthetic import synthetic_record
@@ -65,11 +67,105 @@ def test_completions_are_sorted_searched_and_have_an_address(
     expect(chosen).to_have_count(1)
     address = page.url
     assert address.endswith("#" + chosen.get_attribute("data-id"))
-    page.goto(address.split("#")[0] + "#6-2-4")  # in another table
-    expect(tables.last.locator("tr[aria-current]")).to_have_attribute("data-id", "6-2-4")
+    page.goto(address.split("#")[0] + "#step=6&group=2&sample=4")  # in another table
+    expect(tables.last.locator("tr[aria-current]")).to_have_attribute("data-id", "step=6&group=2&sample=4")
     expect(chosen).to_have_count(1)
     expect(chosen).to_be_in_viewport()
     page.screenshot(path=SHOTS / f"report_row_{scheme}_{width}.png")
+
+
+class Letters:
+    "A tokenizer whose tokens are characters, one of them markup."
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        return "".join("<img src=x onerror=alert(1)>" if i == ord("#") else chr(i) for i in ids)
+
+
+def opened_at(page: Page, address: str) -> Page:
+    "The page as a link to it opens it."
+    page.goto(page.url.split("#")[0] + "#" + address)
+    page.reload()
+    return page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_an_address_opens_the_page_at_its_token(
+    open_page: Callable[..., Page], run: RunFolder, width: int, scheme: str
+):
+    record = run.record(6)
+    d, loss = record.datums[-1], record.loss
+    at = int(np.flatnonzero(d.active)[-1])  # a target; its token is one further
+    path = write_report(run, run.path / "report.html", tokenizer=Letters())
+    page = open_page(path, width)
+    page.emulate_media(color_scheme=scheme)
+    opened_at(page, f"step=6&group={d.group}&sample={d.sample}&token={at + 1}")
+    panel, marked = page.locator(".tokens"), page.locator(".tokens [aria-current]")
+    expect(panel).to_contain_text(f"step 6 · group {d.group} · sample {d.sample}")
+    expect(marked).to_have_text({" ": "·", "\n": "⏎"}.get(said := Letters().decode([d.tokens[at + 1]]), said))
+    expect(marked).to_be_in_viewport()
+    row = page.locator("tr[aria-current]")
+    expect(row).to_have_attribute("data-id", f"step=6&group={d.group}&sample={d.sample}")
+    shown = dict(zip(*(panel.locator(part).all_inner_texts() for part in ("dt", "dd")), strict=True))
+    expected = {
+        "sampler logprob": d.sampler_logprobs[at],
+        "policy logprob": loss.logprobs[-1].values[at],
+        "old logprob": d.old_logprobs[at],
+        "reference logprob": d.ref_logprobs[at],
+        "dL/dlogprob": loss.dlogprobs[-1][at],
+        "advantage": d.advantage,
+    }
+    for name, value in expected.items():
+        assert math.isclose(float(shown[name]), value, rel_tol=1e-3), name
+    gap = loss.logprobs[-1].values[at] - d.sampler_logprobs[at]
+    assert math.isclose(float(shown["policy − sampler"]), gap, abs_tol=1e-6)
+    assert shown[f"token {at + 1}"] == f"{marked.inner_text()} · id {d.tokens[at + 1]} · scored"
+    assert page.evaluate(CUT_OFF, width) == []
+    page.screenshot(path=SHOTS / f"report_token_{scheme}_{width}.png")
+
+
+def test_a_token_is_a_link_to_itself(open_page: Callable[..., Page], run: RunFolder):
+    d = run.record(6).datums[-1]
+    first = int(np.flatnonzero(d.active)[0]) + 1
+    page = open_page(write_report(run, run.path / "report.html", tokenizer=Letters()))
+    expect(page.locator(".tokens")).to_have_count(0)
+    page.locator(f"tr[data-id='step=6&group={d.group}&sample={d.sample}'] a").evaluate("e => e.click()")
+    strip, marked = page.locator(".strip"), page.locator(".strip [aria-current]")
+    expect(marked).to_have_count(0)
+    expect(page.locator(".tokens")).to_contain_text("Choose a token to see its numbers")
+    expect(strip.locator("a")).to_have_count(len(d.tokens) - first)
+    strip.locator("a").nth(3).click()
+    assert page.url.endswith(f"#step=6&group={d.group}&sample={d.sample}&token={first + 3}")
+    page.keyboard.press("ArrowRight")
+    assert page.url.endswith(f"&token={first + 4}")
+    expect(strip.locator("a").nth(4)).to_be_focused()
+    expect(marked).to_have_count(1)
+    page.keyboard.press("End")
+    assert page.url.endswith(f"&token={len(d.tokens) - 1}")
+    page.go_back()  # before the tokens, which the keys went through without a trace
+    expect(page.locator(".tokens")).to_contain_text("Choose a token to see its numbers")
+    assert page.evaluate("() => document.querySelectorAll('.strip img').length") == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("step=1&group=0&sample=0&token=2", "Token 2 is part of the prompt"),
+        ("step=1&group=0&sample=0&token=9999", "Token 9999 is beyond the end"),
+        ("step=3&group=1&sample=2&token=40", "does not hold step 3 · group 1 · sample 2"),
+        ("step=3&group=1&sample=2&token=40", "rl-notebook view RUN --show 'step=3&group=1&sample=2&token=40'"),
+        ("sample=1", ""),
+        ("step=%3Cimg%20src=x%3E&group=0&sample=0", ""),
+    ],
+)
+def test_an_address_that_is_not_on_the_page(open_page: Callable[..., Page], run: RunFolder, address: str, words: str):
+    page = opened_at(open_page(write_report(run, run.path / "report.html")), address)
+    page.locator(".rltable").first.wait_for()
+    if words:
+        expect(page.get_by_text(words)).to_be_in_viewport()
+    else:
+        expect(page.locator("main > p.quiet")).to_have_count(0)
+    expect(page.locator(".strip [aria-current]")).to_have_count(0)
 
 
 def test_a_page_follows_its_run_and_stays_where_it_is_read(open_page: Callable[..., Page], run: RunFolder):
