@@ -12,20 +12,13 @@ from statistics import NormalDist
 
 import numpy as np
 
-from .evidence import SHARPNESS, Evidence, Finding, beyond, coarsest, differs, exact, excess, explained
-from .evidence import floor, strongest, tolerance
+from .evidence import SHARPNESS, Evidence, Finding, at_temperature, beyond, coarsest, differs, exact
+from .evidence import excess, explained, floor, strongest, tolerance
 
 # %% auto #0
 __all__ = []
 
 # %% ../nbs/46_draws.ipynb #944b016a
-def at_temperature(logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: float) -> np.ndarray:
-    "Logprobs after the logits are multiplied by `sharpness`, if the rest is shared evenly by `rivals` tokens."
-    rest = np.log(np.maximum(-np.expm1(np.minimum(logprobs, -1e-12)), 1e-300))
-    chosen, others = sharpness * logprobs, sharpness * rest + (1 - sharpness) * np.log(rivals)
-    return chosen - np.logaddexp(chosen, others)
-
-
 def fit_temperature(have: np.ndarray, want: np.ndarray, tol: float) -> tuple[float, float]:
     "Share of the gap that the best temperature explains, and that temperature."
     known = np.isfinite(have) & np.isfinite(want)
@@ -401,7 +394,10 @@ def keeps_best(e: Evidence) -> bool | None:
         if better or short or mass > 1.02 + fuzz or np.ptp(risen) > fuzz:
             return False
     cut = np.array([x for x in rises if x > fuzz])
-    if (rises and not len(cut) and not repeats(e)) or (as_then(e) and only_drawing(e) is False):
+    gone = (
+        rises and not len(cut) and not repeats(e) and not e.stamps.raw
+    )  # settings of the step are not asked for again
+    if gone or (as_then(e) and only_drawing(e) is False):
         return False  # nothing is cut now, or not only when the sampler draws
     if len(cut) > 3 and np.ptp(cut) < 0.1 * cut.mean():  # no cut takes the same from every place
         return False
