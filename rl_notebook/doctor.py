@@ -515,12 +515,14 @@ async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int 
         found = await echo_all(backend, [np.array(p) for p in wanted])
         said = {p: float(lp.values[0]) for p, lp in zip(wanted, found, strict=True)}
     known = lambda p: min(p) >= 0 and max(p) < len(backend.tokenizer)
-    tried = {(p, by): (p[0] + by, p[1] + by) for p in said for by in (0, *OFFSETS)}
-    tried = {k: p for k, p in tried.items() if k[1] == 0 or known(p)}
-    scored = await backend.policy.forward([Datum(np.array(p), np.ones(1)) for p in tried.values()])
-    ours = {k: float(lp.values[0]) for k, lp in zip(tried, scored, strict=True)}
-    moved = lambda p: tuple(ours.get((p, by), np.nan) for by in OFFSETS)
-    return replace(e, pairs=tuple(Pair(*p, ours[p, 0], told, moved(p)) for p, told in said.items()))
+    ways = [(by * first, by * second) for by in OFFSETS for first, second in ((1, 1), (1, 0), (0, 1))]
+    tried = {(b + first, t + second) for b, t in said for first, second in [(0, 0), *ways]}
+    asked = [p for p in sorted(tried) if p in said or known(p)]
+    scored = await backend.policy.forward([Datum(np.array(p), np.ones(1)) for p in asked])
+    ours = {p: float(lp.values[0]) for p, lp in zip(asked, scored, strict=True)}
+    moved = lambda b, t: [ours.get((b + first, t + second), np.nan) for first, second in ways]
+    by_offset = lambda found: tuple(tuple(found[k : k + 3]) for k in range(0, len(found), 3))
+    return replace(e, pairs=tuple(Pair(*p, ours[p], told, by_offset(moved(*p))) for p, told in said.items()))
 
 # %% ../nbs/48_doctor.ipynb #3bd236a9
 def tied(redraws: Sequence[Redraw]) -> bool:

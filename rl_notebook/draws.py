@@ -286,8 +286,9 @@ def shape(e: Evidence) -> Shape | None:
     factor = lambda y, x: float(np.cov(x, y)[0, 1] / max(np.var(x, ddof=1), 1e-12))
     lines = [y - factor(y, x) * x for y, x, _ in places if len(y) > 2]
     bent = spread(lines, tol) if lines else min(left)
-    unseen = spread([(y - x)[new] for y, x, new in places], tol)
-    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), bent, unseen, law)
+    whole, fresh = spread([y - x for y, x, _ in places], tol), [(y - x)[new] for y, x, new in places]
+    unseen = spread(fresh, tol) if any(len(v) > 1 for v in fresh) else whole
+    return Shape(n, whole, min(left), bent, unseen, law)
 
 
 def as_then(e: Evidence) -> bool | None:
@@ -424,6 +425,7 @@ def cut_by_trainer(e: Evidence) -> Finding:
     rises = [(t * r.trainer - r.logprobs)[:2] for r in e.redraws]  # others may lie outside of what is kept
     same = [bool(np.ptp(x) <= 2 * fuzz) for x in rises if len(x) > 1 and np.isfinite(x).all()]
     alike = 0.6 if not same else 0.85 if np.mean(same) > 0.8 else 0.2
+    alike = 0.2 if only_drawing(e) else alike  # what the trainer does is there however the sampler is asked
     text = f"the trainer's are above the sampler's, all but {below:.0%}, as if up to {1 - kept:.0%} of it were cut"
     score = alike * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * differs(e) * (not told_otherwise(e))
     return Finding("top-p or top-k", score, text)

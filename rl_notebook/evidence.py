@@ -115,7 +115,7 @@ class Pair:
     token: int  # id
     trainer: float  # at the trainer's temperature
     sampler: float  # raw
-    moved: tuple[float, ...] = ()  # the trainer's with both ids moved by `OFFSETS`
+    moved: tuple[tuple[float, ...], ...] = ()  # the trainer's by `OFFSETS`, with both ids moved, the first, the second
 
 # %% ../nbs/45_evidence.ipynb #a54eed32
 SHARPNESS = np.geomspace(0.25, 4.0, 81)  # 1/T
