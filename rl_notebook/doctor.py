@@ -475,8 +475,6 @@ def edits(d: Datum, marks: Mapping[int, str]) -> Iterator[tuple[str, Datum]]:
 
 async def edit(e: Evidence, backend: Backend, rows: Sequence[int], others: int = 2) -> Evidence:
     "The policy scores the worst row with its special tokens edited, and others as far as that explains it."
-    if weigh(e).cause not in (NONE, "BOS or template"):
-        return e
     special = marks_of(backend.tokenizer)
     few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][: 1 + others]
     there = sorted({int(t) for r in few for t in e.datums[r].tokens[np.r_[True, ~e.datums[r].active]]} & special)
@@ -496,7 +494,7 @@ async def edit(e: Evidence, backend: Backend, rows: Sequence[int], others: int =
             series = {name: x for name, x in series.items() if gone[name] >= LIKELY}
     return replace(e, controls={**e.controls, **{f"policy, {name}": tuple(x) for name, x in series.items()}})
 
-# %% ../nbs/48_doctor.ipynb #fbbfb2dc
+# %% ../nbs/48_doctor.ipynb #b0a5c62c
 async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int = 12, each: int = 4) -> Evidence:
     "Both sides score a few tokens behind single ones: half of those with the largest gaps, half of any."
     order = np.argsort(-np.nan_to_num(np.abs(e.gap)), kind="stable")
@@ -506,6 +504,7 @@ async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int 
     chosen = [*dict.fromkeys(worst)][: firsts // 2]
     chosen += [t for t in any_ids if t not in chosen][: firsts - len(chosen)]
     wanted = [(b, int(t)) for b in chosen for t in rng.permutation(known)[:each]]
+    wanted += [(before, b) for before, b in zip(chosen[1:], chosen, strict=False)]  # each as the second, too
     if "echo" in e.refused:
         params = SampleParams(n=4 * each, max_tokens=1)
         asked = (backend.sampler.sample([b], replace(params, seed=i)) for i, b in enumerate(chosen))
