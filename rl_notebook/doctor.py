@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,12 @@ from .backends.base import Backend
 from .causes import FIXES, NONE, SETTLES, all_well, bos_or_template, dropout, dtype_or_batching
 from .causes import from_beside, mask_leak, non_finite, padding_side, pair_gaps, rows_permuted, shift
 from .causes import stale_weights, unlearned, vocabulary, wrong_group, wrong_reference
-from .core import BackendError, Completion, ConfigError, Datum, Logprobs, SampleParams
+from .chat import render
+from .core import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
 from .draws import as_then, drawn_as_claimed, misfit, only_drawing, shape, surprise, temperature
 from .draws import told_otherwise, too_rare, top_p_or_top_k, undrawable
-from .evidence import LIKELY, OFFSETS, SURE, Evidence, Finding, Pair, Redraw, claims, differs, floor
-from .evidence import gather, noise_floor, size, strongest, tolerance
+from .evidence import LIKELY, OFFSETS, SURE, Evidence, Finding, Pair, Redraw, claims, differs, explained
+from .evidence import floor, gather, noise_floor, size, strongest, tolerance
 from .records import StepRecord, html_table
 from .xray import ROUNDING, Rounding
 
@@ -355,9 +357,15 @@ def behind(d: Datum, prompt: Sequence[int]) -> Datum:
     return Datum(np.r_[np.array(prompt, dtype=np.int64), d.tokens[rest:]], weights, group=d.group, sample=d.sample)
 
 
+def marks_of(tokenizer: Any) -> set[int]:
+    "Ids that no text has: special tokens, and others that were added, for roles and tools."
+    added = getattr(tokenizer, "get_added_vocab", dict)()
+    return {*getattr(tokenizer, "all_special_ids", ()), *added.values()}
+
+
 def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
     "The prompt as it reads when special tokens were lost or doubled."
-    special, bos = set(getattr(tokenizer, "all_special_ids", ())), getattr(tokenizer, "bos_token_id", None)
+    special, bos = marks_of(tokenizer), getattr(tokenizer, "bos_token_id", None)
     bare = [t for t in prompt if t not in special]
     end = max((i + 1 for i, t in enumerate(prompt) if t not in special), default=0)
     yield "without the first token", list(prompt[1:])
@@ -368,6 +376,11 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     if bos is not None:
         yield "a second BOS", [bos, *prompt]
         yield "a second and a third BOS", [bos, bos, *prompt]
+    for which, begin in (("", 0), (" but its first token", 1)) if getattr(tokenizer, "chat_template", None) else ():
+        said = [{"role": "user", "content": tokenizer.decode(prompt[begin:])}]
+        with contextlib.suppress(DataError):  # a template may refuse its own marks
+            rendered = tokenizer.encode(render(tokenizer, said), add_special_tokens=False)
+            yield f"a second template around the prompt{which}", rendered
 
 # %% ../nbs/48_doctor.ipynb #f4c13aa3
 def paddings(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[int]]]:
@@ -433,7 +446,55 @@ async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
             rows_of[r] = values
     return replace(e, controls={**e.controls, **{name: tuple(x) for name, x in series.items()}})
 
-# %% ../nbs/48_doctor.ipynb #fbbfb2dc
+# %% ../nbs/48_doctor.ipynb #12f418cc
+def edited(d: Datum, at: Sequence[int] | np.ndarray, new: Sequence[int]) -> Datum:
+    "The same completion where other tokens stand for those of the context at some places."
+    changed, weights = set(map(int, at)), np.r_[0.0, d.weights]
+    parts = [[(t, 0.0) for t in new] if j in changed else [(int(d.tokens[j]), weights[j])] for j in range(len(weights))]
+    tokens, kept = zip(*(pair for part in parts for pair in part), strict=True)
+    return Datum(np.array(tokens), np.array(kept[1:]), group=d.group, sample=d.sample)
+
+
+def edits(d: Datum, marks: Mapping[int, str]) -> Iterator[tuple[str, Datum]]:
+    "The completion where a mark of its context is lost, another, or has one beside it: each, or but for the first."
+    read, seen = np.r_[True, ~d.active], {d.tokens.tobytes()}
+    for mark, name in marks.items():
+        places = np.flatnonzero(read & (d.tokens == mark))
+        for which, at in (("each", places), ("each later", places[1:])):
+            made = [(f"edit: no {name}, {which}", [])]
+            for other, word in marks.items():
+                made += [(f"edit: {word} before {name}, {which}", [other, mark])]
+                made += [(f"edit: {word} behind {name}, {which}", [mark, other])]
+                made += [(f"edit: {word} for {name}, {which}", [other])]
+            for what, new in made if len(at) else ():
+                changed = edited(d, at, new)
+                if (key := changed.tokens.tobytes()) not in seen and changed.num_loss_tokens == d.num_loss_tokens:
+                    seen.add(key)
+                    yield what, changed
+
+
+async def edit(e: Evidence, backend: Backend, rows: Sequence[int], others: int = 2) -> Evidence:
+    "The policy scores the worst row with its special tokens edited, and others as far as that explains it."
+    special = marks_of(backend.tokenizer)
+    few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][: 1 + others]
+    there = sorted({int(t) for r in few for t in e.datums[r].tokens[np.r_[True, ~e.datums[r].active]]} & special)
+    room = backend.capabilities.max_seq_len or 10**9
+    marks, series = {t: backend.tokenizer.decode([t]) for t in there}, dict[str, list[np.ndarray | None]]()
+    for r in few:
+        made = [(name, d) for name, d in edits(e.datums[r], marks) if len(d.tokens) <= room]
+        jobs = [(name, d) for name, d in made if r == few[0] or name in series]
+        active, scored = e.datums[r].active, await backend.policy.forward([d for _, d in jobs])
+        for (name, d), lp in zip(jobs, scored, strict=True):
+            values = np.full(len(active), np.nan)
+            values[active] = lp.values[d.active]
+            series.setdefault(name, [None] * len(e.datums))[r] = values
+        if r == few[0]:
+            at, tol = e.row == r, tolerance(e)
+            gone = {name: explained(e.gap[at], e.s[at] - e.flat(x)[at], tol) for name, x in series.items()}
+            series = {name: x for name, x in series.items() if gone[name] >= LIKELY}
+    return replace(e, controls={**e.controls, **{f"policy, {name}": tuple(x) for name, x in series.items()}})
+
+# %% ../nbs/48_doctor.ipynb #b0a5c62c
 async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int = 12, each: int = 4) -> Evidence:
     "Both sides score a few tokens behind single ones: half of those with the largest gaps, half of any."
     order = np.argsort(-np.nan_to_num(np.abs(e.gap)), kind="stable")
@@ -443,6 +504,7 @@ async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int 
     chosen = [*dict.fromkeys(worst)][: firsts // 2]
     chosen += [t for t in any_ids if t not in chosen][: firsts - len(chosen)]
     wanted = [(b, int(t)) for b in chosen for t in rng.permutation(known)[:each]]
+    wanted += [(before, b) for before, b in zip(chosen[1:], chosen, strict=False)]  # each as the second, too
     if "echo" in e.refused:
         params = SampleParams(n=4 * each, max_tokens=1)
         asked = (backend.sampler.sample([b], replace(params, seed=i)) for i, b in enumerate(chosen))
@@ -452,12 +514,14 @@ async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int 
         found = await echo_all(backend, [np.array(p) for p in wanted])
         said = {p: float(lp.values[0]) for p, lp in zip(wanted, found, strict=True)}
     known = lambda p: min(p) >= 0 and max(p) < len(backend.tokenizer)
-    tried = {(p, by): (p[0] + by, p[1] + by) for p in said for by in (0, *OFFSETS)}
-    tried = {k: p for k, p in tried.items() if k[1] == 0 or known(p)}
-    scored = await backend.policy.forward([Datum(np.array(p), np.ones(1)) for p in tried.values()])
-    ours = {k: float(lp.values[0]) for k, lp in zip(tried, scored, strict=True)}
-    moved = lambda p: tuple(ours.get((p, by), np.nan) for by in OFFSETS)
-    return replace(e, pairs=tuple(Pair(*p, ours[p, 0], told, moved(p)) for p, told in said.items()))
+    ways = [(by * first, by * second) for by in OFFSETS for first, second in ((1, 1), (1, 0), (0, 1))]
+    tried = {(b + first, t + second) for b, t in said for first, second in [(0, 0), *ways]}
+    asked = [p for p in sorted(tried) if p in said or known(p)]
+    scored = await backend.policy.forward([Datum(np.array(p), np.ones(1)) for p in asked])
+    ours = {p: float(lp.values[0]) for p, lp in zip(asked, scored, strict=True)}
+    moved = lambda b, t: [ours.get((b + first, t + second), np.nan) for first, second in ways]
+    by_offset = lambda found: tuple(tuple(found[k : k + 3]) for k in range(0, len(found), 3))
+    return replace(e, pairs=tuple(Pair(*p, ours[p], told, by_offset(moved(*p))) for p, told in said.items()))
 
 # %% ../nbs/48_doctor.ipynb #3bd236a9
 def tied(redraws: Sequence[Redraw]) -> bool:
@@ -529,7 +593,7 @@ def counted(at: int, drawn: Sequence[Completion], seen: Sequence[Completion]) ->
 
 # %% ../nbs/48_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, echo, sync, afresh, context, pairs, redraw)}
+CONTROLS = {run.__name__: run for run in (rescore, echo, sync, afresh, context, pairs, redraw, edit)}
 SETTLED = 0.95  # a score after which no further control is run
 
 
@@ -578,7 +642,7 @@ async def diagnose(
         assert backend is not None
         if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
             continue
-        if name in ("sync", "afresh", "context", "pairs") and "sampler" not in e.controls:
+        if name in ("sync", "afresh", "context", "pairs", "edit") and "sampler" not in e.controls:
             continue
         try:
             e = await CONTROLS[name](e, backend, rows)

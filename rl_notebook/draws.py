@@ -12,20 +12,13 @@ from statistics import NormalDist
 
 import numpy as np
 
-from .evidence import SHARPNESS, Evidence, Finding, beyond, coarsest, differs, exact, excess, explained
-from .evidence import floor, strongest, tolerance
+from .evidence import SHARPNESS, Evidence, Finding, at_temperature, beyond, coarsest, differs, exact
+from .evidence import excess, explained, floor, strongest, tolerance
 
 # %% auto #0
 __all__ = []
 
 # %% ../nbs/46_draws.ipynb #944b016a
-def at_temperature(logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: float) -> np.ndarray:
-    "Logprobs after the logits are multiplied by `sharpness`, if the rest is shared evenly by `rivals` tokens."
-    rest = np.log(np.maximum(-np.expm1(np.minimum(logprobs, -1e-12)), 1e-300))
-    chosen, others = sharpness * logprobs, sharpness * rest + (1 - sharpness) * np.log(rivals)
-    return chosen - np.logaddexp(chosen, others)
-
-
 def fit_temperature(have: np.ndarray, want: np.ndarray, tol: float) -> tuple[float, float]:
     "Share of the gap that the best temperature explains, and that temperature."
     known = np.isfinite(have) & np.isfinite(want)
@@ -293,8 +286,9 @@ def shape(e: Evidence) -> Shape | None:
     factor = lambda y, x: float(np.cov(x, y)[0, 1] / max(np.var(x, ddof=1), 1e-12))
     lines = [y - factor(y, x) * x for y, x, _ in places if len(y) > 2]
     bent = spread(lines, tol) if lines else min(left)
-    unseen = spread([(y - x)[new] for y, x, new in places], tol)
-    return Shape(n, spread([y - x for y, x, _ in places], tol), min(left), bent, unseen, law)
+    whole, fresh = spread([y - x for y, x, _ in places], tol), [(y - x)[new] for y, x, new in places]
+    unseen = spread(fresh, tol) if any(len(v) > 1 for v in fresh) else whole
+    return Shape(n, whole, min(left), bent, unseen, law)
 
 
 def as_then(e: Evidence) -> bool | None:
@@ -401,7 +395,10 @@ def keeps_best(e: Evidence) -> bool | None:
         if better or short or mass > 1.02 + fuzz or np.ptp(risen) > fuzz:
             return False
     cut = np.array([x for x in rises if x > fuzz])
-    if (rises and not len(cut) and not repeats(e)) or (as_then(e) and only_drawing(e) is False):
+    gone = (
+        rises and not len(cut) and not repeats(e) and not e.stamps.raw
+    )  # settings of the step are not asked for again
+    if gone or (as_then(e) and only_drawing(e) is False):
         return False  # nothing is cut now, or not only when the sampler draws
     if len(cut) > 3 and np.ptp(cut) < 0.1 * cut.mean():  # no cut takes the same from every place
         return False
@@ -428,6 +425,7 @@ def cut_by_trainer(e: Evidence) -> Finding:
     rises = [(t * r.trainer - r.logprobs)[:2] for r in e.redraws]  # others may lie outside of what is kept
     same = [bool(np.ptp(x) <= 2 * fuzz) for x in rises if len(x) > 1 and np.isfinite(x).all()]
     alike = 0.6 if not same else 0.85 if np.mean(same) > 0.8 else 0.2
+    alike = 0.2 if only_drawing(e) else alike  # what the trainer does is there however the sampler is asked
     text = f"the trainer's are above the sampler's, all but {below:.0%}, as if up to {1 - kept:.0%} of it were cut"
     score = alike * max(0.0, 1 - 20 * below) * (1 - chance) * (kept > 0.1) * differs(e) * (not told_otherwise(e))
     return Finding("top-p or top-k", score, text)

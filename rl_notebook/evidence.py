@@ -115,7 +115,7 @@ class Pair:
     token: int  # id
     trainer: float  # at the trainer's temperature
     sampler: float  # raw
-    moved: tuple[float, ...] = ()  # the trainer's with both ids moved by `OFFSETS`
+    moved: tuple[tuple[float, ...], ...] = ()  # the trainer's by `OFFSETS`, with both ids moved, the first, the second
 
 # %% ../nbs/45_evidence.ipynb #a54eed32
 SHARPNESS = np.geomspace(0.25, 4.0, 81)  # 1/T
@@ -362,6 +362,22 @@ def pass_with_gradients(record: StepRecord) -> tuple[np.ndarray | None, ...]:
     return tuple(lp.values if d.old_logprobs is not None and i < first else None for i, (d, lp) in enumerate(pairs))
 
 # %% ../nbs/45_evidence.ipynb #07a072e4
+def at_temperature(logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: float) -> np.ndarray:
+    "Logprobs after the logits are multiplied by `sharpness`, if the rest is shared evenly by `rivals` tokens."
+    rest = np.log(np.maximum(-np.expm1(np.minimum(logprobs, -1e-12)), 1e-300))
+    chosen, others = sharpness * logprobs, sharpness * rest + (1 - sharpness) * np.log(rivals)
+    return chosen - np.logaddexp(chosen, others)
+
+
+MOST_RIVALS = 2**20  # more tokens than a vocabulary has
+
+
+def nearest_at(raw: np.ndarray, temperature: float, wanted: np.ndarray) -> np.ndarray:
+    "Of what raw logprobs may be at a temperature, the nearest to those wanted."
+    ends = [at_temperature(raw, 1 / temperature, rivals) for rivals in (1, MOST_RIVALS)]
+    return raw if temperature == 1 else np.clip(wanted, np.minimum(*ends), np.maximum(*ends))
+
+# %% ../nbs/45_evidence.ipynb #1dcf2400
 def raw_instead(
     record: StepRecord, datums: Sequence[Datum], trainer: Sequence[Logprobs | np.ndarray]
 ) -> list[np.ndarray | None]:  # (N-1,) per datum
@@ -372,15 +388,15 @@ def raw_instead(
         if s is None or not s.processed:
             told.append(d.sampler_logprobs)
             continue
-        if s.raw_logprobs is None or t != 1:
-            got = "only those of what was left" if s.raw_logprobs is None else f"raw ones, and a policy scored at {t:g}"
-            fix = "Draw a step at temperature 1 with nothing cut off or penalised, and diagnose that one."
-            expected = "raw ones at the policy's temperature: the settings cut or penalise the draws"
+        if s.raw_logprobs is None:
+            fix = "Draw a step with nothing cut off or penalised, and diagnose that one."
+            got, expected = "only those of what was left", "raw ones: the settings cut or penalise the draws"
             raise AlignmentError("sampler logprobs", where=d.where, got=got, expected=expected, fix=fix)
-        told.append(as_long(d, s.raw_logprobs[1:], np.nan))
+        ours = np.asarray(getattr(scored, "values", scored), dtype=np.float64)
+        told.append(nearest_at(as_long(d, s.raw_logprobs[1:], np.nan), t, ours))
     return told
 
-# %% ../nbs/45_evidence.ipynb #4daf4971
+# %% ../nbs/45_evidence.ipynb #85057a99
 def gather(
     source: StepRecord | Sequence[Datum],
     trainer: Sequence[Logprobs | np.ndarray] | None = None,  # one per datum; None = the record's
