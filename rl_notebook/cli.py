@@ -62,13 +62,14 @@ def option_values(args: Sequence[str]) -> dict[str, Any]:  # by field, dotted fo
 
 # %% ../nbs/80_cli.ipynb #67253d31
 def _option(name: str, texts: list[str]) -> tuple[str, Any]:
-    "A name with no value is a flag, with one value that value, with several a list; lists are lists of one, too."
-    if not texts:
-        return (name[3:], False) if name.startswith("no_") else (name, True)
+    "A name with no value is a flag or an empty list, with one that value or a list of it, with several a list."
     kind, optional = leaf_types(Config).get(RENAMED.get(name, name)), False
     if type(None) in typing.get_args(kind):
         kind, optional = next(a for a in typing.get_args(kind) if a is not type(None)), True
     listed = typing.get_origin(kind) is tuple
+    if not texts and not listed:
+        above, dot, last = name.rpartition(".")
+        return (above + dot + last[3:], False) if last.startswith("no_") else (name, True)
     is_text = (typing.get_args(kind)[0] if listed else kind) is str
     values = [_value(name, text, is_text, optional) for text in texts]
     one = len(values) == 1 and (not listed or isinstance(values[0], list | None))
@@ -107,9 +108,13 @@ def _with_help(cls: type, said: dict[tuple[str, str], str]) -> type:
     hints, made = typing.get_type_hints(cls), list[tuple[str, Any, Any]]()
     for f in fields(cls):
         text = next((said[base.__name__, f.name] for base in cls.__mro__ if (base.__name__, f.name) in said), "")
-        hint = typing.Annotated[hints[f.name], tyro.conf.arg(help=text)]
+        shape = MAPPING if Mapping in map(typing.get_origin, typing.get_args(hints[f.name])) else None
+        hint = typing.Annotated[hints[f.name], tyro.conf.arg(help=text, metavar=shape)]
         made.append((f.name, hint, field(default=f.default, default_factory=f.default_factory)))
     return make_dataclass(cls.__name__, made, frozen=True)
+
+
+MAPPING = "{None}|'{NAME: VALUE, ...}'"  # what tyro takes for one, words in pairs, no file could say
 
 # %% ../nbs/80_cli.ipynb #00efd37a
 def show_options() -> None:

@@ -418,7 +418,12 @@ def _scalar(value: Any, hint: Any, name: str) -> Any:
         bool: "true or false",
         str: "text that is not blank, without NUL and halves of surrogate pairs",
     }
-    expected = wanted.get(hint) or str(getattr(hint, "__name__", hint)).replace("typing.", "")
+    shapes = {Mapping: "a mapping, as {name: value}", tuple: "a list"}
+    expected = (
+        wanted.get(hint)
+        or shapes.get(typing.get_origin(hint))
+        or str(getattr(hint, "__name__", hint)).replace("typing.", "")
+    )
     raise ConfigError(name, where="Config", got=quoted(value), expected=expected)
 
 

@@ -561,6 +561,7 @@ async def hand_over(loop: Loop, path: str | os.PathLike[str], steps: int | None 
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     began = psutil.Process(started.pid).create_time()
     replace_text(path / "process.json", json.dumps({"pid": started.pid, "began": began}))
+    loop.weights.handed_to = str(path)
     return BackgroundRun(path)
 
 
@@ -574,5 +575,6 @@ async def take_back(loop: Loop, path: str | os.PathLike[str]) -> int:
         got += f"; the process ended with {quoted(run.failed, 300)}" if run.failed else ""
         fix = "What the process printed stands in process.log."
         raise RecordError("take_back", where=str(run.path), got=got, expected="one after the last step", fix=fix)
+    loop.weights.handed_to = ""
     loop.records.extend(r for r in there if loop.state.number <= r.step <= found.step)
     return await restore_checkpoint(loop, found)
