@@ -108,13 +108,11 @@ def _with_help(cls: type, said: dict[tuple[str, str], str]) -> type:
     hints, made = typing.get_type_hints(cls), list[tuple[str, Any, Any]]()
     for f in fields(cls):
         text = next((said[base.__name__, f.name] for base in cls.__mro__ if (base.__name__, f.name) in said), "")
-        shape = MAPPING if Mapping in map(typing.get_origin, typing.get_args(hints[f.name])) else None
-        hint = typing.Annotated[hints[f.name], tyro.conf.arg(help=text, metavar=shape)]
+        mapping = Mapping in map(typing.get_origin, typing.get_args(hints[f.name]))  # tyro would show pairs, or nothing
+        about = tyro.conf.arg(help=text, metavar="{None}|'{NAME: VALUE, ...}'" if mapping else None)
+        hint = typing.Annotated[str | None if mapping else hints[f.name], about]
         made.append((f.name, hint, field(default=f.default, default_factory=f.default_factory)))
     return make_dataclass(cls.__name__, made, frozen=True)
-
-
-MAPPING = "{None}|'{NAME: VALUE, ...}'"  # what tyro takes for one, words in pairs, no file could say
 
 # %% ../nbs/80_cli.ipynb #00efd37a
 def show_options() -> None:
@@ -125,7 +123,8 @@ def show_options() -> None:
     shown = [(name, typing.Annotated[cls := _with_help(given, said), arg], cls()) for name, given, arg in made]
     options = make_dataclass("Options", [(n, c, field(default=value)) for n, c, value in shown], frozen=True)
     prog = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean]"
-    tyro.cli(options, args=["--help"], prog=prog, description=TRAIN, config=(tyro.conf.AvoidSubcommands,))
+    config = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
+    tyro.cli(options, args=["--help"], prog=prog, description=TRAIN, config=config)
 
 
 TRAIN = (

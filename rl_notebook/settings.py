@@ -417,13 +417,11 @@ def _scalar(value: Any, hint: Any, name: str) -> Any:
         float: "a finite number, 0 or from 1e-37 to 1e38 in size",
         bool: "true or false",
         str: "text that is not blank, without NUL and halves of surrogate pairs",
+        Mapping: "a mapping, as {name: value}",
+        tuple: "a list",
     }
-    shapes = {Mapping: "a mapping, as {name: value}", tuple: "a list"}
-    expected = (
-        wanted.get(hint)
-        or shapes.get(typing.get_origin(hint))
-        or str(getattr(hint, "__name__", hint)).replace("typing.", "")
-    )
+    kind = typing.get_origin(hint) or hint
+    expected = wanted.get(kind) or str(getattr(kind, "__name__", kind)).replace("typing.", "")
     raise ConfigError(name, where="Config", got=quoted(value), expected=expected)
 
 
