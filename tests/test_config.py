@@ -233,7 +233,8 @@ def test_names_shared_with_trl_need_no_message(name):
 def test_trl_names_exist_in_trl():
     trl = pytest.importorskip("trl")
     theirs = {f.name for f in fields(trl.GRPOConfig)}
-    ours = set(list(m.RENAMED)[list(m.RENAMED).index("num_generations") :]) | {
+    trls = list(m.RENAMED)[list(m.RENAMED).index("num_generations") :]
+    ours = {name for name in trls if not name.startswith(("hotload.", "weight_sync", "dataset_"))} | {
         "loss_type",
         "importance_sampling_level",
         "epsilon",
@@ -359,6 +360,25 @@ def test_unknown_names_the_nearest(name, near):
     assert len(said) < 100  # no list of all names before it
 
 
+def test_unknown_names_are_said_all_at_once(tmp_path):
+    (tmp_path / "c.yaml").write_text("learning_rte: 0.1\nigpo: {gama: 1, qqqq: 2}\nseed: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        Config.from_yaml(tmp_path / "c.yaml", {"kl_betta": 0.1, "zzzz": 1, "xxxx": 2})
+    head, *lines = str(caught.value).splitlines()
+    assert head == "Config: 6 unknown settings:"
+    assert lines[:3] == [
+        "- 'learning_rte'. Did you mean 'learning_rate'?",
+        "- 'igpo.gama'. Did you mean 'gamma'?",
+        "- 'kl_betta'. Did you mean 'kl_beta'?",
+    ]
+    of_igpo = "ig_weight, gamma, scoring_workers, skip_ig_last_turn, answer_lead"
+    assert lines[3] == f"- 'igpo.qqqq': expected one of {of_igpo}"
+    assert lines[4].startswith("- 'zzzz', 'xxxx': expected one of base_model, dataset, ")
+    assert len(lines) == 5  # the list of all names stands there once
+    with pytest.raises(ConfigError, match=r"DeployConfig: 2 unknown settings:\n- 'tokenizer'\. .*\n- 'shape'"):
+        DeployConfig(tokenizer="Qwen/Qwen3-8B", shape="x")
+
+
 def test_a_function_is_given_by_name():
     assert "'module:function'" in refused(policy_loss=lambda tokens: tokens)
 
@@ -382,7 +402,7 @@ def test_unknown_lists_what_is_known():
         ("shuffle", "yes", "true or false"),
         ("shuffle", 1, "true or false"),
         ("base_model", 3, "text"),
-        ("stop", 3, "tuple"),
+        ("stop", 3, "a list"),
         ("stop", [3], "text"),
         ("policy_loss", "grp", "'grpo' or 'ppo'"),
         ("ddof", 2, "0 or 1"),
