@@ -339,7 +339,7 @@ class GRPOLoop(Loop):
 
     @takes_turn
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
-        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load, with a card.
+        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load, or to x.gguf.
 
         `to` is "hf" (the whole model), "gguf" (for llama.cpp), "adapter" or "merged" (of a policy with LoRA);
         None = what is trained."""
