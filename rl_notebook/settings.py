@@ -348,8 +348,18 @@ def _plain_given(value: Any, name: str, room: list[int], depth: int = 20) -> Any
     if isinstance(number, bool | int | float):
         return number
     expected = "a plain value: text, a number, true or false, a list or a mapping"
-    named = "Give its name: one that `register_loss` knows, or 'module:function' of a file."
-    raise ConfigError(name, where="Config", got=quoted(value), expected=expected, fix=named if callable(value) else "")
+    raise ConfigError(name, where="Config", got=quoted(value), expected=expected, fix=_where_it_goes(name, value))
+
+
+def _where_it_goes(name: str, value: Any) -> str:  # empty for what is no function
+    "How a function is given that was given as a setting."
+    mine = getattr(value, "__name__", "it")
+    ways = {
+        "policy_loss": f"Call rln.register_loss({mine}) and set policy_loss={mine!r}, or",
+        "rewards": f"Pass it to the loop, or to loop.change and loop.branch, as reward={mine}, or",
+        "advantage_fn": f"Pass it when the loop is made, GRPOLoop(..., advantage_fn={mine}), or",
+    }
+    return f"{ways.get(name, 'Here')} name it 'module:function' of a file." if callable(value) else ""
 
 # %% ../nbs/08_settings.ipynb #8e5052ec
 def nearest(name: str, known: Sequence[str]) -> str:

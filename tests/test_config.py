@@ -1,5 +1,6 @@
 "Settings: the documents' configs, other spellings, types, rules, round trips."
 
+import asyncio
 import itertools
 import copy
 import dataclasses
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
+import rl_notebook as rln
 from rl_notebook import settings as m
 from rl_notebook.config import (
     CISPOConfig,
@@ -39,6 +41,7 @@ from rl_notebook.config import (
 )
 from rl_notebook.cli import parse_train
 from rl_notebook.core import ConfigError
+from rl_notebook.losses import POLICY_LOSSES
 from rl_notebook.options import KLEstimator
 from rl_notebook.records import Run, RunFolder, differing
 
@@ -377,6 +380,25 @@ def test_unknown_names_are_said_all_at_once(tmp_path):
     assert len(lines) == 5  # the list of all names stands there once
     with pytest.raises(ConfigError, match=r"DeployConfig: 2 unknown settings:\n- 'tokenizer'\. .*\n- 'shape'"):
         DeployConfig(tokenizer="Qwen/Qwen3-8B", shape="x")
+
+
+@pytest.mark.parametrize("asked", ["Config", "change", "branch"])
+def test_what_is_said_of_a_function_works(asked):
+    def mine(t, tis, o):
+        return -t.advantage * t.policy
+
+    small = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 64}
+    loop = rln.GRPOLoop(rln.open_local(*rln.load_model("tiny")), rln.toy_rows(8), rln.toy_reward, Config(**small))
+    ways = {"Config": Config, "change": loop.change, "branch": lambda **s: asyncio.run(loop.branch(**s))}
+    with pytest.raises(ConfigError, match=r"Call rln\.register_loss\(mine\) and set policy_loss='mine', or name it"):
+        ways[asked](policy_loss=mine)
+    rln.register_loss(mine)
+    try:
+        made = ways[asked](policy_loss="mine")
+        settings = {"Config": made, "change": loop.cfg, "branch": getattr(made, "cfg", None)}[asked]
+        assert settings.policy_loss == "mine"
+    finally:
+        POLICY_LOSSES.pop("mine")
 
 
 def test_a_function_is_given_by_name():
