@@ -727,7 +727,7 @@ usage: rl-notebook COMMAND [options]
   show     a run, a step or a completion as text, or as JSON
   doctor   why trainer and sampler disagree, step by step
   replay   recompute a recorded step and compare every phase
-  export   a run's weights as a folder for transformers, PEFT and vLLM, or as GGUF; --step best
+  export   a run's weights as a folder for transformers, PEFT and vLLM, or as file.gguf; --step best
   chat     talk to a run's policy, with --beside base to its base model as well; --step best
   emulate  a local service that the Fireworks and Tinker SDKs talk to
   check    ask a service what it does: --backend tinker or fireworks
