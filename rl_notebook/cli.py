@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from rl_notebook.doctor import Diagnosis
     from rl_notebook.recipes.playground import Playground
+    from rl_notebook.core import RolloutSample
     from rl_notebook.records import Run, StepRecord
 
 # %% ../nbs/80_cli.ipynb #a60fd03c
@@ -62,13 +63,14 @@ def option_values(args: Sequence[str]) -> dict[str, Any]:  # by field, dotted fo
 
 # %% ../nbs/80_cli.ipynb #67253d31
 def _option(name: str, texts: list[str]) -> tuple[str, Any]:
-    "A name with no value is a flag, with one value that value, with several a list; lists are lists of one, too."
-    if not texts:
-        return (name[3:], False) if name.startswith("no_") else (name, True)
+    "A name with no value is a flag or an empty list, with one that value or a list of it, with several a list."
     kind, optional = leaf_types(Config).get(RENAMED.get(name, name)), False
     if type(None) in typing.get_args(kind):
         kind, optional = next(a for a in typing.get_args(kind) if a is not type(None)), True
     listed = typing.get_origin(kind) is tuple
+    if not texts and not listed:
+        above, dot, last = name.rpartition(".")
+        return (above + dot + last[3:], False) if last.startswith("no_") else (name, True)
     is_text = (typing.get_args(kind)[0] if listed else kind) is str
     values = [_value(name, text, is_text, optional) for text in texts]
     one = len(values) == 1 and (not listed or isinstance(values[0], list | None))
@@ -107,7 +109,10 @@ def _with_help(cls: type, said: dict[tuple[str, str], str]) -> type:
     hints, made = typing.get_type_hints(cls), list[tuple[str, Any, Any]]()
     for f in fields(cls):
         text = next((said[base.__name__, f.name] for base in cls.__mro__ if (base.__name__, f.name) in said), "")
-        hint = typing.Annotated[hints[f.name], tyro.conf.arg(help=text)]
+        kinds = [typing.get_origin(one) for one in typing.get_args(hints[f.name])]
+        shape = "{None}|'{NAME: VALUE, ...}'" if Mapping in kinds else None  # tyro would show pairs, or nothing
+        hint = str | None if shape else hints[f.name]
+        hint = typing.Annotated[hint, tyro.conf.arg(help=text, metavar=shape)]
         made.append((f.name, hint, field(default=f.default, default_factory=f.default_factory)))
     return make_dataclass(cls.__name__, made, frozen=True)
 
@@ -120,7 +125,8 @@ def show_options() -> None:
     shown = [(name, typing.Annotated[cls := _with_help(given, said), arg], cls()) for name, given, arg in made]
     options = make_dataclass("Options", [(n, c, field(default=value)) for n, c, value in shown], frozen=True)
     prog = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean]"
-    tyro.cli(options, args=["--help"], prog=prog, description=TRAIN, config=(tyro.conf.AvoidSubcommands,))
+    config = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
+    tyro.cli(options, args=["--help"], prog=prog, description=TRAIN, config=config)
 
 
 TRAIN = (
@@ -374,7 +380,7 @@ def run_export(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("run", type=_path, help="run folder")
     kinds = ("hf", "adapter", "merged", "gguf")
     parser.add_argument("--to", choices=kinds, default=None, help="default: what was trained")
-    parser.add_argument("--out", type=_path, default=None, help="a new folder; default: export in the run folder")
+    parser.add_argument("--out", type=_path, default=None, help="a new folder or file.gguf; default: RUN/export")
     parser.add_argument("--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest")
     given = parser.parse_args(args)
     from rl_notebook.recipes.playground import export_run
@@ -575,15 +581,24 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     return json.loads(table.to_json(orient="records") or "[]")
 
 
-def told_run(run: Run) -> tuple[dict[str, Any], str]:  # as data, as text
-    "Verdict and metrics of every step, and what changed over them."
+def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  # as data, as text
+    "Verdict and metrics of every step, or of the last ones, and what changed over all; as text of 200, if not told."
+    from rl_notebook.records import GLANCE
     from rl_notebook.trends import watch_run
 
+    if last is not None and last < 1:
+        raise RecordError("show", got=f"--last {last}", expected="at least 1")
     trends, records = [str(t) for t in watch_run(run)], [(r.step, r.verdict) for r in run]
-    steps = [{"step": step, "verdict": verdict} for step, verdict in records]
-    metrics = _rows(run.metrics().copy().reset_index())
-    data = {"run": str(run.path), "steps": steps, "trends": trends, "metrics": metrics}
-    return data, "\n".join([repr(run), *trends])
+    steps, table = [{"step": step, "verdict": verdict} for step, verdict in records], run.metrics()
+    kept = table if last is None else table.tail(last)
+    data = {"run": str(run.path), "steps": steps if last is None else steps[-last:], "trends": trends}
+    data["metrics"] = _rows(kept.copy().reset_index())
+    shown = table[[name for name in GLANCE if name in table]].tail(last or 200)
+    left = f"{len(table) - len(shown)} earlier ones: --last {len(table)}" if len(shown) < len(table) else ""
+    figures = (
+        shown.map(lambda value: "" if math.isnan(value) else f"{value:.4g}").to_string() if len(shown.columns) else ""
+    )
+    return data, "\n".join(filter(None, [repr(run).splitlines()[0], figures, left, *trends]))
 
 # %% ../nbs/80_cli.ipynb #78f1060d
 def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
@@ -603,10 +618,36 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     return data, "\n".join([*lines, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)])
 
 # %% ../nbs/80_cli.ipynb #e7e83de4
+def run_tokenizer(run: Run) -> Any:
+    "The tokenizer of the model that a run names; raises where it is not on this machine."
+    from transformers import AutoTokenizer
+
+    from rl_notebook.toy import model_source
+
+    told = run.config
+    named = told.get("tokenizer_model") or (told.get("deployment") or {}).get("tokenizer_model")
+    source = model_source(named or told["base_model"])
+    return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+
+
+def texts_of(run: Run, sample: RolloutSample) -> tuple[list[str], str]:  # of the tokens; why there are none
+    "What each token of a sample says, by the tokenizer that made its text; none where that cannot be had."
+    from rl_notebook.drawings import token_text
+
+    try:
+        tokenizer = run_tokenizer(run)
+    except (RLNotebookError, OSError, ValueError, ImportError) as error:
+        return [], f"no text of tokens: {str(error).strip().splitlines()[0]}"
+    if sample.text.strip() not in tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()):
+        return [], f"no text of tokens: the tokenizer of {run.config['base_model']} did not make this text"
+    return [token_text(token, tokenizer) for token in sample.tokens.tolist()], ""
+
+# %% ../nbs/80_cli.ipynb #cf21586f
 def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str, Any], str]:
     "One completion: prompt, text, rewards, and a row per token, with all that its datum holds."
     import pandas as pd
 
+    from rl_notebook.drawings import shown_text
     from rl_notebook.records import tokens_frame
 
     record, place = run.record(step), {"group": group, "sample": sample}
@@ -616,6 +657,10 @@ def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str,
         there = [f"group {g.index} with {len(g.samples)} samples" for g in record.groups]
         expected = f"one of {', '.join(there)}" if there else "a step with completions"
         raise RecordError("show", where=f"step {step}", got=f"group {group}, sample {sample}", expected=expected)
+    drawn = next(g for g in record.groups if g.index == group).samples[sample]
+    texts, why = texts_of(run, drawn)
+    for token, text in zip(tokens, texts, strict=False):
+        token["text"] = text
     for i, d in enumerate(record.datums):
         if (d.group, d.sample) == (group, sample):
             loss = record.loss
@@ -625,8 +670,12 @@ def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str,
                 for token, value in zip(tokens[1:], () if values is None else values, strict=False):
                     token[name] = _number(float(value))
     facts = {"step": step, **rows[0]}
-    table = pd.DataFrame(tokens).drop(columns=["group", "sample"]).to_string(index=False, na_rep="")
-    return {**facts, "tokens": tokens}, "\n".join([*(f"{name}: {value}" for name, value in facts.items()), table])
+    first = ["position", "token", *["text"] * bool(texts), "loss_mask"]
+    frame = pd.DataFrame(tokens).drop(columns=["group", "sample"])
+    frame = frame.assign(text=frame["text"].map(shown_text)) if texts else frame
+    table = frame[[*first, *frame.columns.difference(first, sort=False)]].to_string(index=False, na_rep="")
+    lines = [*(f"{name}: {value}" for name, value in facts.items()), why, table]
+    return {**facts, "tokens": tokens} | ({"note": why} if why else {}), "\n".join(filter(None, lines))
 
 # %% ../nbs/80_cli.ipynb #bdcd699e
 def run_show(args: Sequence[str]) -> int:  # exit code
@@ -636,6 +685,9 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("--step", type=int, default=None, help="one step: x-ray, doctor, completions")
     parser.add_argument("--group", type=int, default=None, help="with --sample: one completion of the step, by token")
     parser.add_argument("--sample", type=int, default=None)
+    parser.add_argument(
+        "--last", type=int, default=None, help="without --step: so many steps; default: all, as text 200"
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON, with nothing left out")
     given = parser.parse_args(args)
     from rl_notebook.records import Run
@@ -644,7 +696,7 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     if (None in place and place != (None, None)) or (given.step is None and place != (None, None)):
         raise RecordError("show", got="part of a place", expected="--step, --group and --sample together")
     if given.step is None:
-        data, text = told_run(run)
+        data, text = told_run(run, given.last)
     else:
         data, text = told_step(run, given.step) if None in place else told_sample(run, given.step, *place)
     print(json.dumps(data, default=str, ensure_ascii=False) if given.json else text)
@@ -676,7 +728,7 @@ usage: rl-notebook COMMAND [options]
   show     a run, a step or a completion as text, or as JSON
   doctor   why trainer and sampler disagree, step by step
   replay   recompute a recorded step and compare every phase
-  export   a run's weights as a folder for transformers, PEFT and vLLM, or as GGUF; --step best
+  export   a run's weights as a folder for transformers, PEFT and vLLM, or as file.gguf; --step best
   chat     talk to a run's policy, with --beside base to its base model as well; --step best
   emulate  a local service that the Fireworks and Tinker SDKs talk to
   check    ask a service what it does: --backend tinker or fireworks

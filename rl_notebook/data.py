@@ -58,6 +58,7 @@ class Row:
 TOKEN_COLUMNS = ("prompt_token_ids", "prompt_tokens")  # ids, taken as they are
 PROMPT_COLUMNS = ("messages", "prompt", "question")  # a conversation or a text
 ANSWER_COLUMNS = ("answer", "ground_truth", "label", "solution")  # then verl's reward_model.ground_truth
+NAME_IT = "Name it: columns={{'{}': 'its name'}} of load_rows, which is dataset_columns in a config."
 KEY_COLUMNS = ("key", "id")
 
 # %% ../nbs/10_data.ipynb #796cf6a8
@@ -118,7 +119,7 @@ def _prompt(record: Mapping[str, Any], where: str, column: str | None, system_pr
             where=where,
             got=f"columns {', '.join(map(plain_text, record)) or '(none)'}",
             expected=f"something in {column or ', '.join([*PROMPT_COLUMNS, TOKEN_COLUMNS[0]])}",
-            fix="Name it: load_rows(..., prompt_column=...), or dataset_columns: {question: ...} in a config.",
+            fix=NAME_IT.format("question"),
         )
     value = record[name]
     if name in TOKEN_COLUMNS:
@@ -397,7 +398,7 @@ def check_answer(row: Row, *, where: str | None = None, column: str | None = Non
             where=where or row.where,
             got=f"columns {', '.join(map(plain_text, row.data)) or '(none)'}",
             expected=f"something in {column or ', '.join(ANSWER_COLUMNS)}",
-            fix="Name the column with answer_column=, or use a reward that needs no answer.",
+            fix=NAME_IT.format("answer") + " Or use a reward that needs no answer.",
         )
 
 # %% ../nbs/10_data.ipynb #b2884dc0

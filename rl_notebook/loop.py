@@ -339,7 +339,7 @@ class GRPOLoop(Loop):
 
     @takes_turn
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
-        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load, with a card.
+        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load, or to x.gguf.
 
         `to` is "hf" (the whole model), "gguf" (for llama.cpp), "adapter" or "merged" (of a policy with LoRA);
         None = what is trained."""
@@ -368,10 +368,10 @@ class GRPOLoop(Loop):
     async def hand_over(self, path: str | os.PathLike[str], steps: int | None = None) -> Any:
         """Leave the run to a process that ends neither with this kernel nor with its notebook: a `BackgroundRun`.
 
+        Until `take_back` this loop refuses to go on, for two would write one run.
         `path` is the run folder, of this loop or new; `steps` those of the whole run, None = as configured."""
         return await named_function(f"{SCRIPT}:hand_over", "hand_over", ConfigError)(self, path, steps)
 
-    @takes_turn
     async def take_back(self, path: str | os.PathLike[str]) -> int:
         "End the process that goes on with a run and put this loop behind the last step that it finished: its number."
         return await named_function(f"{SCRIPT}:take_back", "take_back", ConfigError)(self, path)

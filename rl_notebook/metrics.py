@@ -13,7 +13,7 @@ from .advantages import is_dead
 from .core import Datum, LossOutput, PromptGroup, RLNotebookError
 
 # %% auto #0
-__all__ = ['reward_metrics', 'pass_at_k', 'pass_metrics', 'step_metrics', 'with_aliases']
+__all__ = ['reward_metrics', 'pass_at_k', 'pass_sizes', 'pass_metrics', 'step_metrics', 'with_aliases']
 
 # %% ../nbs/07_metrics.ipynb #ff32012e
 def _mean(values: Sequence[float] | np.ndarray) -> float:
@@ -90,14 +90,24 @@ def _own_rewards(group: PromptGroup) -> np.ndarray:
     return group.rewards[sorted(first.values())] if group.runs else group.rewards
 
 
+def pass_sizes(asked: int) -> list[int]:
+    "1, 2, 4 and so on up to a number, and the number."
+    return sorted({*(2**i for i in range(asked.bit_length()) if 2**i <= asked), asked})
+
+
 def pass_metrics(groups: Sequence[PromptGroup], asked: int, passing: float) -> dict[str, float]:
     "`eval/avg@n` and `eval/pass@k` for k of 1, 2, 4 and so on up to n, over prompts with that many completions."
     counts = [(len(r), int((r >= passing).sum())) for r in map(_own_rewards, groups) if len(r)]
-    sizes = sorted({*(2**i for i in range(asked.bit_length()) if 2**i <= asked), asked})
-    found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in sizes}
+    found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in pass_sizes(asked)}
     return {f"eval/avg@{asked}": _mean([c / n for n, c in counts])} | {
         f"eval/pass@{k}": _mean(values) for k, values in found.items()
     }
+
+# %% ../nbs/07_metrics.ipynb #c328a26b
+def evaluation_names(asked: int) -> list[str]:
+    "The metrics of an evaluation with so many completions of each prompt."
+    names = ["eval/reward", "eval/mean_length", "eval/clipped_ratio", "eval/num_samples"]
+    return names + [f"eval/avg@{asked}", *(f"eval/pass@{k}" for k in pass_sizes(asked))] * (asked > 1)
 
 # %% ../nbs/07_metrics.ipynb #8dec112a
 def datum_metrics(datums: Sequence[Datum]) -> dict[str, float]:

@@ -285,7 +285,16 @@ def refused(words: str, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": code}}
 
 # %% ../nbs/65_serve.ipynb #a7db9174
-PATH = re.compile(r"/rollouts/([^/]+)/v1/chat/completions/?")
+PATHS = {
+    "POST": re.compile(r"/rollouts/([^/]+)/v1/chat/completions/?"),
+    "GET": re.compile(r"(?:/rollouts/([^/]+))?/v1/models(?:/([^/]+))?/?"),
+}
+THERE_IS = "there is only POST /rollouts/ID/v1/chat/completions and GET /rollouts/ID/v1/models"
+
+
+def model_named(name: str) -> dict[str, Any]:
+    "What the list of models says of one."
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rl_notebook"}
 
 
 class ChatHandler(RequestHandler):
@@ -303,21 +312,30 @@ class ChatHandler(RequestHandler):
             self.drawing.cancel()
 
     async def get(self) -> None:
-        "Nothing is read from here; `post` says so."
-        await self.post()
+        "The models, or one of them: the policy."
+        if found := self.admitted():
+            listed = {"object": "list", "data": [model_named("policy")]}
+            self.tell(200, listed if found[2] is None else model_named(found[2]))
+
+    def admitted(self) -> re.Match[str] | None:
+        "The parts of the path, where the key is right and something is there; else it is told why not."
+        given = self.request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.server.key.encode()):
+            self.tell(401, refused("The key is not that of this server: use rollout.key.", "invalid_api_key"))
+            return None
+        found = PATHS[self.request.method].fullmatch(self.request.path)
+        if found and found[1] in {None, *self.server.rollouts}:
+            return found
+        words = f"{self.request.method} {self.request.path}: {THERE_IS}"
+        words = f"rollout {found[1]!r} is not open" if found else words
+        self.tell(404, refused(f"{words}. `with server.rollout() as rollout` opens one, at rollout.url."))
+        return None
 
     async def post(self) -> None:
         "The next turn of a rollout."
-        given = self.request.headers.get("Authorization", "").removeprefix("Bearer ")
-        found = PATH.fullmatch(self.request.path)
-        rollout = self.server.rollouts.get(found[1]) if found else None
-        if not hmac.compare_digest(given.encode(), self.server.key.encode()):
-            return self.tell(401, refused("The key is not that of this server: use rollout.key.", "invalid_api_key"))
-        if rollout is None or self.request.method != "POST":
-            words = f"{self.request.method} {self.request.path}: there is only POST /rollouts/ID/v1/chat/completions"
-            words = f"rollout {found[1]!r} is not open" if found and rollout is None else words
-            return self.tell(404, refused(f"{words}. `with server.rollout() as rollout` opens one, at rollout.url."))
-        self.drawing = asyncio.create_task(rollout.answer(self.request.body))
+        if (found := self.admitted()) is None:
+            return
+        self.drawing = asyncio.create_task(self.server.rollouts[found[1]].answer(self.request.body))
         try:
             reply, asked = await self.drawing
         except (Exception, asyncio.CancelledError) as error:

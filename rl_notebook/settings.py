@@ -14,7 +14,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -27,7 +27,7 @@ from .names import NAMED, from_file, trusted_names
 from .options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, loss_faults
 
 # %% auto #0
-__all__ = []
+__all__ = ['nearest']
 
 # %% ../nbs/08_settings.ipynb #f1f9d6f8
 @dataclass(frozen=True, kw_only=True)
@@ -349,11 +349,21 @@ def _plain_given(value: Any, name: str, room: list[int], depth: int = 20) -> Any
     if isinstance(number, bool | int | float):
         return number
     expected = "a plain value: text, a number, true or false, a list or a mapping"
-    named = "Give its name: one that `register_loss` knows, or 'module:function' of a file."
-    raise ConfigError(name, where="Config", got=quoted(value), expected=expected, fix=named if callable(value) else "")
+    raise ConfigError(name, where="Config", got=quoted(value), expected=expected, fix=_where_it_goes(name, value))
+
+
+def _where_it_goes(name: str, value: Any) -> str:  # empty for what is no function
+    "How a function is given that was given as a setting."
+    mine = getattr(value, "__name__", "it")
+    ways = {
+        "policy_loss": f"Call rln.register_loss({mine}) and set policy_loss={mine!r}, or",
+        "rewards": f"Pass it to the loop, or to loop.change and loop.branch, as reward={mine}, or",
+        "advantage_fn": f"Pass it when the loop is made, GRPOLoop(..., advantage_fn={mine}), or",
+    }
+    return f"{ways.get(name, 'Here')} name it 'module:function' of a file." if callable(value) else ""
 
 # %% ../nbs/08_settings.ipynb #8e5052ec
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
     "A question that names the nearest known spelling, or nothing."
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else ""
@@ -399,7 +409,7 @@ def _choice(value: Any, choices: tuple, name: str) -> Any:
     value = value.value if isinstance(value, Enum) else value
     if type(value) in {type(c) for c in choices} and value in choices:
         return value
-    near = _nearest(value, [str(c) for c in choices]) if isinstance(value, str) else ""
+    near = nearest(value, [str(c) for c in choices]) if isinstance(value, str) else ""
     raise ConfigError(name, where="Config", got=quoted(value), expected=" or ".join(map(repr, choices)), fix=near)
 
 # %% ../nbs/08_settings.ipynb #7d17ff07
@@ -418,8 +428,11 @@ def _scalar(value: Any, hint: Any, name: str) -> Any:
         float: "a finite number, 0 or from 1e-37 to 1e38 in size",
         bool: "true or false",
         str: "text that is not blank, without NUL and halves of surrogate pairs",
+        Mapping: "a mapping, as {name: value}",
+        tuple: "a list",
     }
-    expected = wanted.get(hint) or str(getattr(hint, "__name__", hint)).replace("typing.", "")
+    kind = typing.get_origin(hint) or hint
+    expected = wanted.get(kind) or str(getattr(kind, "__name__", kind)).replace("typing.", "")
     raise ConfigError(name, where="Config", got=quoted(value), expected=expected)
 
 
@@ -660,6 +673,38 @@ def flat(
             raise ConfigError(name, where="Config", got=quoted(value), expected="a sub-config or a mapping")
     return leaves
 
+# %% ../nbs/08_settings.ipynb #d34a9fbe
+def unknown_settings(where: str, names: Mapping[str, tuple[str, str]]) -> ConfigError:  # by name: question, list
+    "The error for unknown settings: of each the nearest known one, or the list of all where none is near."
+    if len(names) == 1:
+        ((name, (near, known)),) = names.items()
+        return ConfigError(f"unknown setting {name!r}", where=where, expected=None if near else known, fix=near)
+    lines = [f"{name!r}. {near}" for name, (near, _) in names.items() if near]
+    lists = dict.fromkeys(known for near, known in names.values() if not near)
+    for shown in lists:  # once each
+        alike = ", ".join(repr(name) for name, (near, known) in names.items() if not near and known == shown)
+        lines.append(f"{alike}: expected {shown}")
+    return ConfigError(f"{len(names)} unknown settings:\n- " + "\n- ".join(lines), where=where)
+
+
+def refuse_unknown(cls: type, given: Iterable[str]) -> None:
+    "Raise ConfigError for the names, laid flat, that nothing of a config class is called, in any spelling."
+    subs, named = {**sub_configs(cls), **SPELLED}, {*RENAMED, *CONVERTED, *NEUTRAL, *SPELLED}
+    found = dict[str, tuple[str, str]]()
+    for name in given:
+        if name == "load_in_4bit":
+            got, fix = "4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."
+            raise ConfigError(name, where="Config", got=got, fix=fix)
+        if name in named or name in leaf_types(cls) or name in subs:
+            continue
+        head, _, tail = name.partition(".")
+        inside = head if tail and head in subs else ""
+        known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
+        others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
+        found[name] = nearest(tail if inside else name, [*known, *others]), "one of " + ", ".join(known)
+    if found:
+        raise unknown_settings("Config", found)
+
 # %% ../nbs/08_settings.ipynb #33f36147
 def canonical(
     cls: type,  # the config class
@@ -670,6 +715,7 @@ def canonical(
     known, prefixes = leaf_types(cls), [*sub_configs(cls), *SPELLED]
     laid = {name: _plain_given(value, name, [10_000]) for name, value in flat(given, prefixes).items()}
     context = {**flat(beside or {}, prefixes), **laid}
+    refuse_unknown(cls, laid)
     settings, came_from, notes = {}, {}, []
     for name, value in laid.items():
         ours = _our_names(cls, name, value, context)
@@ -695,9 +741,7 @@ def _our_names(cls: type, name: str, value: Any, given: Mapping[str, Any]) -> di
         return {name: value}
     if name in NEUTRAL:
         return _only(value, NEUTRAL[name][0], name, NEUTRAL[name][1])
-    if name in SPELLED:
-        return {}
-    raise _unknown(cls, name)
+    return {}
 
 
 def _current(name: str) -> bool:
@@ -729,21 +773,6 @@ def _settle_loss(
     for name in {name.partition(".")[0] for name in laid} & (SPELLED.keys() & SURROGATE_KNOBS.keys() - {loss}):
         what = f"{name}: it is read with policy_loss={name!r}, not {loss!r}"
         raise ConfigError(what, where="Config", fix="Leave it out or change the loss.")
-
-# %% ../nbs/08_settings.ipynb #28819bfb
-def _unknown(cls: type, name: str) -> ConfigError:
-    "The error for an unknown setting: the nearest known one, or the list where none is near."
-    head, _, tail = name.partition(".")
-    subs = {**sub_configs(cls), **SPELLED}
-    inside = head if tail and head in subs else ""
-    known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
-    if name == "load_in_4bit":
-        got, fix = "4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."
-        return ConfigError(name, where="Config", got=got, fix=fix)
-    others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
-    near = _nearest(tail if inside else name, [*known, *others])
-    expected = None if near else "one of " + ", ".join(known)
-    return ConfigError(f"unknown setting {name!r}", where="Config", expected=expected, fix=near)
 
 # %% ../nbs/08_settings.ipynb #ae08ba61
 def _announce(notes: Sequence[str]) -> None:
@@ -1073,6 +1102,8 @@ def overlaid(
     cls: type, data: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:  # as of `canonical`
     "Settings with others over them, under any spelling; None takes a sub-config away."
+    prefixes = [*sub_configs(cls), *SPELLED]
+    refuse_unknown(cls, {**flat(data, prefixes), **flat(overrides, prefixes)})
     settings, notes = canonical(cls, data)
     if not overrides:
         return settings, notes
@@ -1136,10 +1167,9 @@ def in_our_words(cls: type) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *values: Any, **given: Any) -> None:
-        if unknown := [name for name in given if name not in known]:
-            fix = _nearest(unknown[0], known)
-            expected = None if fix else f"one of {', '.join(known)}"
-            raise ConfigError(f"unknown setting {unknown[0]!r}", where=cls.__name__, expected=expected, fix=fix)
+        shown = "one of " + ", ".join(known)
+        if unknown := {name: (nearest(name, known), shown) for name in given if name not in known}:
+            raise unknown_settings(cls.__name__, unknown)
         init(self, *values, **given)
 
     for name, mine in {"__init__": __init__, **_FROZEN}.items():

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,8 +76,52 @@ def test_what_is_shown_is_what_was_recorded(demo: Path, capsys: pytest.CaptureFi
     sample = next(g for g in record.groups if g.index == d.group).samples[d.sample]
     assert (told["text"], told["reward"]) == (sample.text, sample.reward)
     assert [t["token"] for t in told["tokens"]] == sample.tokens.tolist()
+    texts = [t["text"] for t in told["tokens"]]
+    assert "".join(texts[: sample.prompt_len]).startswith("<|bos|><|user|>")
+    assert "".join(texts[sample.prompt_len :]).startswith(sample.text)
     last = record.loss.logprobs[0].values[-1], record.loss.dlogprobs[0][-1], d.ref_logprobs[-1]
     shown = [told["tokens"][-1][name] for name in ("policy_logprobs", "dlogprobs", "ref_logprobs")]
     assert shown == pytest.approx(last)
     assert main(["show", str(demo / "runs/demo"), "--step", "9"]) == 2
     assert "rl-notebook show:" in capsys.readouterr().err
+
+
+def test_every_step_is_shown_or_as_many_as_are_asked_for(demo: Path, capsys: pytest.CaptureFixture[str]):
+    def said(*more: str) -> str:
+        assert main(["show", str(demo / "runs/demo"), *more]) == 0
+        return capsys.readouterr().out
+
+    steps = lambda text: re.findall(r"^(\d+) +[\d.]+ ", text, re.MULTILINE)
+    assert steps(said()) == ["1", "2", "3"]
+    assert steps(said("--last", "2")) == ["2", "3"]
+    assert "1 earlier ones: --last 3" in said("--last", "2")
+    assert [row["step"] for row in json.loads(said("--json"))["metrics"]] == [1, 2, 3]
+    fewer = json.loads(said("--json", "--last", "2"))
+    assert [[row["step"] for row in fewer[part]] for part in ("steps", "metrics")] == [[2, 3], [2, 3]]
+    assert main(["show", str(demo / "runs/demo"), "--last", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("nowhere/model", "no text of tokens: "), ("other", "the tokenizer of .*other did not make this text")],
+)
+def test_without_the_tokenizer_ids_are_shown_and_why(model, why, demo: Path, tmp_path: Path, capsys):
+    run = shutil.copytree(demo / "runs/demo", tmp_path / "run")
+    if model == "other":  # a tokenizer in which the same ids are other texts
+        tokenizer = rln.load_model("tiny")[1]
+        tokenizer.save_pretrained(tmp_path / "other")
+        vocabulary = json.loads((tmp_path / "other/tokenizer.json").read_text())
+        ids = vocabulary["model"]["vocab"]
+        names = sorted(ids, key=ids.get)
+        vocabulary["model"]["vocab"] = dict(zip(names, reversed([ids[name] for name in names]), strict=True))
+        (tmp_path / "other/tokenizer.json").write_text(json.dumps(vocabulary))
+        model = str(tmp_path / "other")
+    settings = (run / "config.yaml").read_text().partition("\n")[2]  # its first line is a checksum
+    (run / "config.yaml").write_text(settings.replace("base_model: tiny", f"base_model: {model}"))
+    place = ["--step", "2", "--group", "0", "--sample", "0"]
+    assert main(["show", str(run), *place]) == 0
+    assert re.search(why, capsys.readouterr().out)
+    assert main(["show", str(run), *place, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert re.search(why, told["note"])
+    assert "text" not in told["tokens"][0]

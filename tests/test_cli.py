@@ -23,7 +23,7 @@ import yaml
 from rl_notebook import cli
 from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config import Config
-from rl_notebook.settings import canonical, coerce, leaf_types
+from rl_notebook.settings import RENAMED, canonical, coerce, leaf_types
 from rl_notebook.core import ConfigError
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model
@@ -340,11 +340,46 @@ def test_help(capsys):
         assert left.value.code == 0
     said = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     missing = [name for name in leaf_types(Config) if f"--{name.replace('_', '-')} " not in said.replace(",", " ")]
-    mappings = ["chat_template_kwargs", "eval_sampling", "deployment.extra_values"]  # which only a file says well
-    assert missing == mappings
+    assert not missing
     assert "weight of the KL term to the reference" in said
     assert "--config" in said
     assert "--resume" in said
+
+
+def words_of(shape: str) -> list[list[str]]:
+    "What a shape that --help shows lets one type: for a choice each of its words, for a list none and one."
+    if shape.startswith("{None}|"):
+        return [["None"], *words_of(shape.removeprefix("{None}|"))]
+    if found := re.fullmatch(r"\{?\[(\S+) \[.*\]\]\}?", shape):
+        return [[], *words_of(found[1])]
+    if found := re.fullmatch(r"\{([\w,]+)\}", shape):
+        return [[word] for word in found[1].split(",")]
+    kinds = {"INT": "1", "FLOAT": "0.5", "STR": "openai", "'{NAME: VALUE, ...}'": "{NAME: VALUE}"}
+    return [[kinds[shape]]]
+
+
+def test_what_help_shows_is_what_is_accepted(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    table = capsys.readouterr().out.partition("--help")[2].replace("│", "  ")
+    shown = re.findall(r"  (--[a-z].*?)(?=  |\n)", table)
+    seen = set()
+    for line in shown:
+        names, _, shape = line.partition(" ")
+        if names.endswith(","):  # --flag, --no-flag
+            yes, no = (option_values([text]) for text in line.split(", "))
+            (name,) = yes
+            assert (yes, no) == ({name: True}, {name: False})
+            seen.add(name)
+            continue
+        handed_up = names[2:].replace("-", "_") in RENAMED  # where None is: not given
+        for words in words_of(shape.removeprefix("{None}|") if handed_up else shape):
+            ((name, value),) = option_values([names, *words]).items()
+            canonical(Config, {name: value})  # raises ConfigError for another type
+            assert [*map(str, value)] == words if isinstance(value, list) else True
+            seen.add(name)
+    assert seen == set(leaf_types(Config))
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():

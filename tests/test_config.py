@@ -1,5 +1,6 @@
 "Settings: the documents' configs, other spellings, types, rules, round trips."
 
+import asyncio
 import itertools
 import copy
 import dataclasses
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
+import rl_notebook as rln
 from rl_notebook import settings as m
 from rl_notebook.config import (
     CISPOConfig,
@@ -39,6 +41,7 @@ from rl_notebook.config import (
 )
 from rl_notebook.cli import parse_train
 from rl_notebook.core import ConfigError
+from rl_notebook.losses import POLICY_LOSSES
 from rl_notebook.options import KLEstimator
 from rl_notebook.records import Run, RunFolder, differing
 
@@ -233,7 +236,8 @@ def test_names_shared_with_trl_need_no_message(name):
 def test_trl_names_exist_in_trl():
     trl = pytest.importorskip("trl")
     theirs = {f.name for f in fields(trl.GRPOConfig)}
-    ours = set(list(m.RENAMED)[list(m.RENAMED).index("num_generations") :]) | {
+    trls = list(m.RENAMED)[list(m.RENAMED).index("num_generations") :]
+    ours = {name for name in trls if not name.startswith(("hotload.", "weight_sync", "dataset_"))} | {
         "loss_type",
         "importance_sampling_level",
         "epsilon",
@@ -359,6 +363,44 @@ def test_unknown_names_the_nearest(name, near):
     assert len(said) < 100  # no list of all names before it
 
 
+def test_unknown_names_are_said_all_at_once(tmp_path):
+    (tmp_path / "c.yaml").write_text("learning_rte: 0.1\nigpo: {gama: 1, qqqq: 2}\nseed: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        Config.from_yaml(tmp_path / "c.yaml", {"kl_betta": 0.1, "zzzz": 1, "xxxx": 2})
+    head, *lines = str(caught.value).splitlines()
+    assert head == "Config: 6 unknown settings:"
+    assert lines[:3] == [
+        "- 'learning_rte'. Did you mean 'learning_rate'?",
+        "- 'igpo.gama'. Did you mean 'gamma'?",
+        "- 'kl_betta'. Did you mean 'kl_beta'?",
+    ]
+    of_igpo = "ig_weight, gamma, scoring_workers, skip_ig_last_turn, answer_lead"
+    assert lines[3] == f"- 'igpo.qqqq': expected one of {of_igpo}"
+    assert lines[4].startswith("- 'zzzz', 'xxxx': expected one of base_model, dataset, ")
+    assert len(lines) == 5  # the list of all names stands there once
+    with pytest.raises(ConfigError, match=r"DeployConfig: 2 unknown settings:\n- 'tokenizer'\. .*\n- 'shape'"):
+        DeployConfig(tokenizer="Qwen/Qwen3-8B", shape="x")
+
+
+@pytest.mark.parametrize("asked", ["Config", "change", "branch"])
+def test_what_is_said_of_a_function_works(asked):
+    def mine(t, tis, o):
+        return -t.advantage * t.policy
+
+    small = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 64}
+    loop = rln.GRPOLoop(rln.open_local(*rln.load_model("tiny")), rln.toy_rows(8), rln.toy_reward, Config(**small))
+    ways = {"Config": Config, "change": loop.change, "branch": lambda **s: asyncio.run(loop.branch(**s))}
+    with pytest.raises(ConfigError, match=r"Call rln\.register_loss\(mine\) and set policy_loss='mine', or name it"):
+        ways[asked](policy_loss=mine)
+    rln.register_loss(mine)
+    try:
+        made = ways[asked](policy_loss="mine")
+        settings = {"Config": made, "change": loop.cfg, "branch": getattr(made, "cfg", None)}[asked]
+        assert settings.policy_loss == "mine"
+    finally:
+        POLICY_LOSSES.pop("mine")
+
+
 def test_a_function_is_given_by_name():
     assert "'module:function'" in refused(policy_loss=lambda tokens: tokens)
 
@@ -382,7 +424,7 @@ def test_unknown_lists_what_is_known():
         ("shuffle", "yes", "true or false"),
         ("shuffle", 1, "true or false"),
         ("base_model", 3, "text"),
-        ("stop", 3, "tuple"),
+        ("stop", 3, "a list"),
         ("stop", [3], "text"),
         ("policy_loss", "grp", "'grpo' or 'ppo'"),
         ("ddof", 2, "0 or 1"),

@@ -51,6 +51,16 @@ def test_answer_columns(name):
     assert make_row({"prompt": "x", name: "7"}).answer == "7"
 
 
+def test_a_column_of_another_name_is_answered_with_the_setting_that_names_it():
+    records = [{"problem": "1+1?", "result": "2"}]
+    for missing, columns in (("question", {}), ("answer", {"question": "problem"})):
+        said = message(lambda columns=columns: load_rows(records, columns=columns, require_answer=True))
+        assert f"columns={{'{missing}': 'its name'}} of load_rows, which is dataset_columns in a config" in said
+        assert "_column" not in said.replace("dataset_columns", "")
+    (row,) = load_rows(records, columns={"question": "problem", "answer": "result"}, require_answer=True)
+    assert (row.messages[0]["content"], row.answer) == ("1+1?", "2")
+
+
 def test_answer_of_verl_and_precedence():
     assert find_answer({"reward_model": {"ground_truth": "72"}}) == "72"
     assert find_answer({"solution": "long", "answer": "72"}) == "72"

@@ -12,7 +12,7 @@ import rl_notebook as rln
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, Datum, RecordError
 from rl_notebook.data import load_rows
-from rl_notebook.metrics import pass_at_k
+from rl_notebook.metrics import evaluation_names, pass_at_k
 from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.records import read_best
 from rl_notebook.toy import toy_reward, toy_rows
@@ -109,9 +109,26 @@ def test_the_kept_weights_are_those_that_were_measured(tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.parametrize("samples", [1, 6])
+def test_what_can_be_kept_is_what_is_measured(tmp_path, samples):
+    told = {"eval_samples": samples, "eval_rows": 2, "eval_interval": 1, "steps": 1, "log_path": str(tmp_path / "run")}
+    loop = rln.GRPOLoop(
+        rln.open_local(*rln.load_model("tiny"), inline=True), toy_rows(4), toy_reward, Config(**SMALL | told),
+        eval_rows=toy_rows(2, split="heldout"),
+    )  # fmt: skip
+    assert [*asyncio.run(loop.evaluate())] == evaluation_names(samples)
+    cfg = Config(**SMALL | told, keep_best="eval/rewards")
+    with pytest.raises(ConfigError, match=r"one of eval/reward, .*Did you mean 'eval/reward'"):
+        asyncio.run(train(cfg, backend=object()))  # before anything is asked of a backend
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_metric_that_is_not_measured_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"keep_best: got 'eval/pass@8'; expected one of eval/score"):
-        run(tmp_path / "run", [0.0, 0.1], steps=1, keep_best="eval/pass@8")
+    with pytest.raises(
+        ConfigError, match=r"keep_best: got 'eval/scor'; .* one of eval/score\. Did you mean 'eval/score'"
+    ):
+        run(tmp_path / "run", [0.0, 0.1], steps=1, keep_best="eval/scor")
+    assert rln.Run.open(tmp_path / "run").steps == []  # before the first step
     (tmp_path / "best.json").write_text("{}")
     with pytest.raises(RecordError, match="expected step, metric, value and checkpoint"):
         read_best(tmp_path)

@@ -305,6 +305,24 @@ def test_the_command_writes_what_the_run_trained(rank, tmp_path, capsys):
     assert "export: got no whole checkpoint after step 7; expected one after 1, 2" in capsys.readouterr().err
 
 
+def test_a_name_that_ends_in_gguf_is_the_file(tmp_path, capsys):
+    folder = tmp_path / "run"
+    small = "--max-rows 4 --prompt-groups-per-step 2 --completions-per-prompt 4 --max-completion-tokens 8 --steps 1"
+    assert command(["train", *small.split(), "--log-path", str(folder)]) == 0
+    asked = ["export", str(folder), "--out", str(tmp_path / "alone.gguf")]
+    assert command([*asked, "--to", "hf"]) == 2
+    assert "got to='hf'; expected to='gguf' for a file" in capsys.readouterr().err
+    for more, out in ((["--to", "gguf"], "alone.gguf"), ([], "other.gguf")):
+        assert command([*asked[:3], str(tmp_path / out), *more]) == 0
+        assert capsys.readouterr().out.strip() == str(tmp_path / out)
+    assert command([*asked[:3], str(tmp_path / "whole"), "--to", "gguf"]) == 0
+    whole = (tmp_path / "whole" / "model.gguf").read_bytes()
+    assert (tmp_path / "alone.gguf").read_bytes() == (tmp_path / "other.gguf").read_bytes() == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.gguf", "other.gguf", "run", "whole"]
+    assert command([*asked, "--to", "gguf"]) == 2  # it is there
+    assert "got something that is there; expected a free name" in capsys.readouterr().err
+
+
 def card_of(folder: Path) -> str:
     return (folder / "README.md").read_text(encoding="utf-8")
 

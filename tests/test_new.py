@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,14 +15,16 @@ from nbclient import NotebookClient
 
 from rl_notebook.config import Config
 from rl_notebook.records import Run
+from rl_notebook.toy import load_model
 
 HERE = Path(__file__).parent
+PATHS = os.pathsep.join([str(HERE), str(HERE.parent)])
 PROGRAM = Path(sys.executable).with_name("rl-notebook")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     "What a program prints; it has to end well."
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -44,7 +47,7 @@ def test_its_files_are_those_that_its_readme_lists(task):
 
 
 def test_its_test_passes(task):
-    assert "3 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=task)
+    assert "5 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=task)
 
 
 def test_it_trains(task):
@@ -63,6 +66,44 @@ def test_its_notebook_runs_and_says_the_config(task):
     last = nb.cells[-1].outputs[0]["data"]["text/plain"]
     assert "dataset='task:rows'" in last
     assert "rewards=['task:right', 'task:tidy']" in last
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path, from_file):
+    run(PROGRAM, "new", "mine", cwd=tmp_path)
+    mine = tmp_path / "mine"
+    model, tokenizer = load_model("tiny")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    code, settings = (mine / "task.py").read_text(), (mine / "config.yaml").read_text()
+    rows = [{"question": f"What is {a}*{b}?", "answer": str(a * b)} for a in range(1, 6) for b in range(1, 7)]
+    (mine / "products.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head, _, rest = code.partition("def rows()")
+    rest = rest.partition("def right(")[2].partition("def known()")[2]
+    own = "" if from_file else f"def rows():\n    return {rows!r}\n\n\n"
+    own += "def exact(text, answer):\n    return float(text.strip() == answer)\n\n\n"
+    own += "def known():\n    return [({'question': 'What is 2*3?', 'answer': '6'}, '6', 'six')]\n"
+    assert all([head, rest])
+    (mine / "task.py").write_text(head + own)
+    changes = {
+        "dataset: task:rows": f"dataset: {'products.jsonl' if from_file else 'task:rows'}",
+        "rewards: [task:right, task:tidy]\nreward_weights: [1.0, 0.1]": "rewards: [task:exact]",
+        "max_rows: 250": "max_rows: 20", "eval_rows: 50": "eval_rows: 10",
+        "base_model: tiny": f"base_model: {tmp_path / 'model'}",
+        "max_completion_tokens: 24": "max_completion_tokens: 32",
+    }  # fmt: skip
+    for before, after in changes.items():
+        assert before in settings
+        settings = settings.replace(before, after)
+    (mine / "config.yaml").write_text(settings)
+    assert "3 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=mine)
+    nb = nbformat.read(mine / "step_through.ipynb", as_version=4)
+    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(mine)}}).execute()
+    assert "rewards=['task:exact']" in nb.cells[-1].outputs[0]["data"]["text/plain"]
+    # and the test fails where the rewards are not as its writer said
+    (mine / "task.py").write_text((head + own).replace("'6', 'six'", "'six', '6'"))
+    again = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "apart"]
+    assert subprocess.run(again, cwd=mine, env=os.environ | {"PYTHONPATH": PATHS}).returncode == 1
 
 
 def test_a_folder_that_holds_something_is_left_alone(task):

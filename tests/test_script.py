@@ -428,6 +428,38 @@ def test_a_process_that_dies_says_so_and_nothing_goes_on_with_another_reward(tmp
         asyncio.run(train(cfg, resume=True))
 
 
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_loop_that_was_handed_over_waits_to_be_taken_back(tmp_path: Path, interval):
+    handed = r"handed over to a process, in .*night.*loop\.take_back\("
+
+    async def refused() -> None:
+        settings = SMALL | {"weight_sync_interval": interval, "steps": 4}
+        loop = GRPOLoop(open_local(*load_model("tiny"), reference=False), toy_rows(40), toy_reward, Config(**settings))
+        await loop.run(2, progress=False)
+        async with loop.weights.turn():  # a step of a dashboard that waits while it is handed over
+            handing = asyncio.create_task(loop.hand_over(tmp_path / "night"))
+            await asyncio.sleep(0)
+            waiting = asyncio.create_task(loop.step())
+            await asyncio.sleep(0)
+        run = await handing
+        with pytest.raises(PhaseError, match=handed):
+            await waiting
+        for go_on in (loop.step, loop.run, loop.undo, loop.evaluate, lambda: loop.hand_over(tmp_path / "night")):
+            with pytest.raises(PhaseError, match=handed):
+                await go_on()
+        for phase in (loop.prompts, lambda: loop.change(seed=4)):
+            with pytest.raises(PhaseError, match=handed):
+                phase()
+        assert [record.step async for record in run] == [1, 2, 3, 4]
+        with pytest.raises(PhaseError, match=handed):  # also when the process has ended
+            await loop.step()
+        assert await loop.take_back(tmp_path / "night") == 4
+        assert [r.step for r in loop.records] == [1, 2, 3, 4]
+        await loop.step()
+
+    asyncio.run(refused())
+
+
 def test_what_cannot_be_handed_over(tmp_path: Path):
     async def refused() -> None:
         loop = GRPOLoop(open_local(*load_model("tiny")), toy_rows(12), toy_reward, Config(**SMALL))

@@ -294,13 +294,22 @@ def test_keys_and_addresses() -> None:
                             await ask(client.with_options(api_key=key), ASKED)
                 assert rollout.key not in repr(server)
                 async with client_of(rollout) as client:
-                    with pytest.raises(openai.NotFoundError, match="GET /rollouts"):
-                        await client.models.list()
+                    with pytest.raises(openai.AuthenticationError, match="key"):
+                        await client.with_options(api_key="x").models.list()
+                    for there in (client, client.with_options(base_url=f"{server.url}/v1")):
+                        assert [model.id async for model in there.models.list()] == ["policy"]
+                        assert (await there.models.retrieve("any")).id == "any"
+                    with pytest.raises(
+                        openai.NotFoundError, match=r"GET /v1/files: there is only POST .* GET .*models"
+                    ):
+                        await client.with_options(base_url=f"{server.url}/v1").files.list()
                     with pytest.raises(openai.NotFoundError, match="chat/completions"):
                         await client.responses.create(model="any", input="x")
             async with client_of(rollout) as client:
                 with pytest.raises(openai.NotFoundError, match="is not open"):
                     await ask(client, ASKED)
+                with pytest.raises(openai.NotFoundError, match="is not open"):
+                    await client.models.list()
             assert not watched.drawn
             with pytest.raises(AlignmentError, match="at least one request"):
                 rollout.to_run(1.0)

@@ -90,10 +90,10 @@ async def open_trained(
 async def export_run(
     path: Path,  # the run folder
     to: str | None = None,  # "hf", "adapter", "merged" or "gguf"; None = what was trained
-    out: Path | None = None,  # None = `export` in the run folder
+    out: Path | None = None,  # a new folder, or a file.gguf; None = `export` in the run folder
     step: int | str | None = None,  # of a checkpoint, or "best"; None = the newest whole one
 ) -> Path:
-    "Write the policy of a run's checkpoint into a new folder."
+    "Write the policy of a run's checkpoint into a new folder or file."
     async with open_trained(path, step, "export") as (backend, cfg, found):
         table = Run.open(path).metrics()
         metrics = {int(step): dict(row) for step, row in zip(table.index, table.to_dict("records"), strict=True)}

@@ -26,7 +26,8 @@ from ..backends.base import Backend
 from ..backends.open import open_backend
 from ..config import resumes_there
 from ..config import Config
-from ..settings import on_hub, was_chosen
+from ..metrics import evaluation_names
+from ..settings import nearest, on_hub, was_chosen
 from ..core import ConfigError, DataError, PhaseError, PromptGroup, RecordError, RLNotebookError
 from ..data import Row, load_rows
 from ..doctor import Diagnosis, diagnose
@@ -160,6 +161,19 @@ def check_functions(cfg: Config, problem: Problem | None = None) -> None:
     check_trusted(named, "config")
     policy_loss_fn(LossOptions(**cfg.loss_options()))
     own_advantages(cfg.advantage_fn)
+
+
+def refuse_unmeasured(named: str, measured: Sequence[str]) -> None:
+    "Raise for a `keep_best` that is none of the metrics of an evaluation."
+    if named not in measured:
+        expected = f"one of {', '.join(measured)}"
+        raise ConfigError("keep_best", got=repr(named), expected=expected, fix=nearest(named, measured))
+
+
+def check_best(cfg: Config, problem: Problem) -> None:
+    "Raise for a `keep_best` that will not be measured; what an `evaluation_fn` measures, its first call says."
+    if cfg.keep_best is not None and problem.evaluation_fn is None:
+        refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #058e2ee4
 def check_run(cfg: Config, resume: bool = False) -> None:
@@ -310,6 +324,7 @@ async def train(
     if resume and problem is None and cfg.log_path is not None:
         check_given(cfg.log_path, parts)
     problem, found = chosen_problem(cfg, problem, parts), find_checkpoint(cfg, resume)  # before anything is set up
+    check_best(cfg, problem)
     changed = changed_in_run(cfg, found) if resume else {}
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
@@ -408,7 +423,7 @@ async def _train(
     saver = Saver(loop, run)
     loop.at_boundary.append(saver.boundary)
     before = _recorded_before(loop, run)
-    before = await _held_out(loop, run, trackers) if before is None else before
+    before = await _held_out(loop, run, trackers, saver) if before is None else before
     try:
         with tqdm(total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar(progress)) as loop.bar:
             async for record in loop:
@@ -462,11 +477,12 @@ class Saver:
     async def keep_best(self, metrics: Mapping[str, float]) -> None:
         "Save where an evaluation came out higher than all before it in this run, and note it in `best.json`."
         named, step = self.loop.cfg.keep_best, self.last_boundary
-        if self.run is None or named is None or not any(name.startswith("eval/") for name in metrics):
+        measured = [name for name in metrics if name.startswith("eval/")]
+        if self.run is None or named is None or not measured:
             return
-        if named not in metrics:
-            known = ", ".join(name for name in metrics if name.startswith("eval/"))
-            raise ConfigError("keep_best", got=repr(named), expected=f"one of {known}")
+        refuse_unmeasured(named, measured)
+        if not self.loop.state.number - 1 == step > 0:  # before the first step, or where no run can go on
+            return
         best = read_best(self.run.path)
         if not math.isfinite(metrics[named]) or (best and best["value"] >= metrics[named]):
             return
@@ -511,7 +527,7 @@ async def _held_out(
         run.log_metrics(loop.state.number - 1, metrics)
     for tracker in trackers:
         tracker.log(metrics, loop.state.number - 1)
-    if saver is not None and loop.state.number - 1 == saver.last_boundary > 0:
+    if saver is not None:
         await saver.keep_best(metrics)
     return metrics.get("eval/reward")
 

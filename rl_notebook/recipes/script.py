@@ -278,7 +278,7 @@ def named_rows(cfg: Config, rows: Sequence[Row], eval_rows: Sequence[Row]) -> Co
 # %% ../../nbs/64_recipes.script.ipynb #f52d79b5
 OF_OPEN_LOCAL = {
     "threads": None, "max_batch": 256, "max_seq_len": None, "tokens_per_batch": 16384,
-    "prompt_logprobs": False, "gradient_checkpointing": False,
+    "prompt_logprobs": False, "gradient_checkpointing": False, "beside": False,
 }  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def check_opened(loop: Loop) -> list[str]:  # what is not the same in the script
         expected, fix = f"the model that is loaded ({quoted(loaded)})", "Set base_model to the name or folder of it."
         raise ConfigError("base_model", where=where, got=cfg.base_model, expected=expected, fix=fix)
     says = local_options(cfg)
-    for name in ("dtype", *(("lora_alpha", "seed") if cfg.lora_rank else ())):
+    for name in ("dtype", "load_in_8bit", *(("lora_alpha", "seed") if cfg.lora_rank else ())):
         if backend.opened[name] != says[name]:
             got, fix = f"{says[name]!r} in the config", f"Set {name}={backend.opened[name]!r} there."
             raise ConfigError(name, where=where, got=got, expected=f"{backend.opened[name]!r}, as opened", fix=fix)
@@ -561,6 +561,7 @@ async def hand_over(loop: Loop, path: str | os.PathLike[str], steps: int | None 
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     began = psutil.Process(started.pid).create_time()
     replace_text(path / "process.json", json.dumps({"pid": started.pid, "began": began}))
+    loop.weights.handed_to = str(path)
     return BackgroundRun(path)
 
 
@@ -574,5 +575,6 @@ async def take_back(loop: Loop, path: str | os.PathLike[str]) -> int:
         got += f"; the process ended with {quoted(run.failed, 300)}" if run.failed else ""
         fix = "What the process printed stands in process.log."
         raise RecordError("take_back", where=str(run.path), got=got, expected="one after the last step", fix=fix)
+    loop.weights.handed_to = ""
     loop.records.extend(r for r in there if loop.state.number <= r.step <= found.step)
     return await restore_checkpoint(loop, found)
