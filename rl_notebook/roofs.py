@@ -69,9 +69,9 @@ def model_size(model: nn.Module) -> ModelSize | None:
     shapes = tuple(sorted({(w.shape[0], w.shape[1]) for w in body}))
     kind = {"dtype": str(head.weight.dtype).removeprefix("torch."), "device": head.weight.device.type}
     counts = (sum(w.numel() for w in body), head.weight.numel(), learns(body), learns([head.weight]))
-    packed = [w.qdata.nbytes if hasattr(w, "qdata") else w.nbytes for w in body]
-    kind["packed"] = sum(packed) if any(hasattr(w, "qdata") for w in body) else 0
-    return ModelSize(*counts, shapes, learns(model.parameters()), **kind)
+    held = [getattr(w, "qdata", w).nbytes for w in body]
+    packed = sum(held) if any(hasattr(w, "qdata") for w in body) else 0
+    return ModelSize(*counts, shapes, learns(model.parameters()), packed=packed, **kind)
 
 # %% ../nbs/17_roofs.ipynb #7e24bc80
 @dataclass(frozen=True)

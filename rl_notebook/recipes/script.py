@@ -294,7 +294,7 @@ def check_opened(loop: Loop) -> list[str]:  # what is not the same in the script
     if loaded != named:
         expected, fix = f"the model that is loaded ({quoted(loaded)})", "Set base_model to the name or folder of it."
         raise ConfigError("base_model", where=where, got=cfg.base_model, expected=expected, fix=fix)
-    says = local_options(cfg)
+    says = {**local_options(cfg), "load_in_8bit": cfg.load_in_8bit}
     for name in ("dtype", "load_in_8bit", *(("lora_alpha", "seed") if cfg.lora_rank else ())):
         if backend.opened[name] != says[name]:
             got, fix = f"{says[name]!r} in the config", f"Set {name}={backend.opened[name]!r} there."
