@@ -429,9 +429,7 @@ def stale_weights(e: Evidence) -> Finding:
     return replace(found, text=f"{found.text}, but for {e.stamps.unsynced} steps without a sync" * differs(e))
 
 # %% ../nbs/47_causes.ipynb #3ce8fcc4
-STEP = (
-    2.0**-8
-)  # nats, bfloat16's next number above 1: a few operations make no more, on average, and other models hardly less
+STEP = 2.0**-8  # nats, bfloat16's step at 1: on average a few operations make no more, and other models hardly less
 
 
 def reported_digits(series: np.ndarray) -> int:  # 0 = all
@@ -453,10 +451,8 @@ def dtype_or_batching(e: Evidence) -> Finding:
     if digits := reported_digits(e.s):
         score = explained(e.gap, np.where(np.abs(e.gap) <= 0.5001 * 10.0**-digits, 0, e.gap), tol)
         return Finding("dtype or batching", 0.98 * score, f"the sampler's values have {digits} decimals")
-    echoed = "sampler synced" in e.controls and e.stamps.trainer_temperature in (
-        None,
-        1.0,
-    )  # an echo is at temperature 1
+    plain = e.stamps.trainer_temperature in (None, 1.0)  # as an echo is
+    echoed = "sampler synced" in e.controls and plain
     if echoed or (e.afresh is not None and len(e.afresh.gap)):
         left = e.flat("sampler synced") - e.flat("policy") if echoed or e.afresh is None else e.afresh.gap
         there = e.gap[np.isfinite(left)] if echoed else e.gap

@@ -395,10 +395,8 @@ def keeps_best(e: Evidence) -> bool | None:
         if better or short or mass > 1.02 + fuzz or np.ptp(risen) > fuzz:
             return False
     cut = np.array([x for x in rises if x > fuzz])
-    gone = (
-        rises and not len(cut) and not repeats(e) and not e.stamps.raw
-    )  # settings of the step are not asked for again
-    if gone or (as_then(e) and only_drawing(e) is False):
+    asked_alike = not e.stamps.raw  # else tokens are drawn again without the settings of the step
+    if (rises and not len(cut) and not repeats(e) and asked_alike) or (as_then(e) and only_drawing(e) is False):
         return False  # nothing is cut now, or not only when the sampler draws
     if len(cut) > 3 and np.ptp(cut) < 0.1 * cut.mean():  # no cut takes the same from every place
         return False
