@@ -33,7 +33,7 @@ from .step import LossFactory, LossReport
 from .step import loss_factory, merge_outputs, scale_output
 from .toy import model_source
 from .weights import SamplerHas
-from .phases import GRADING, LOOK_ONLY, Loop, NOT_FOR_BRANCHES, PHASES, StepState, score_at
+from .phases import GRADING, LOOK_ONLY, Loop, NOT_FOR_BRANCHES, PHASES, StepState, bonus_after, score_at
 
 # %% ../nbs/36_back.ipynb #378b7d5e
 UNDO_TO = PHASES[: PHASES.index("optimize")]  # where `undo` can go on from
@@ -308,7 +308,8 @@ async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float
         await loop.weights.sync()
     cursor = replace(loop.state.cursor, consumed=record.consumed)
     seen = {cursor.index(g.number): known for g, known in zip(record.groups, record.visits, strict=False)}
-    loop.stand_at(record.step, replace(cursor, seen={**cursor.seen, **seen}), {"pending": record.pending})
+    extra = {"pending": record.pending, "bonus": bonus_after(loop.cfg, record)}
+    loop.stand_at(record.step, replace(cursor, seen={**cursor.seen, **seen}), extra)
     loop.records.append(record)
     return gap
 

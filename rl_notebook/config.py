@@ -270,8 +270,9 @@ def backend_rules(c: Any) -> Iterator[str]:
             yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
     if c.load_in_8bit and c.backend != "local":
         yield f"load_in_8bit: backend={quoted(c.backend)} samples from a base of its own. Set backend='local'"
-    if c.entropy_coeff and c.backend not in TRAINED_HERE:
-        yield f"entropy_coeff: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
+    for name in ("entropy_coeff", "entropy_target"):
+        if getattr(c, name) and c.backend not in TRAINED_HERE:
+            yield f"{name}: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
     for name, off in (("min_p", 0.0), ("repetition_penalty", 1.0)):
         if c.backend not in TRAINED_HERE and getattr(c, name) != off:
             yield f"{name}: backend={quoted(c.backend)} has no such setting. Leave it out or set backend='local'"

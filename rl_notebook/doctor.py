@@ -483,7 +483,7 @@ async def edit(e: Evidence, backend: Backend, rows: Sequence[int], others: int =
     for r in few:
         made = [(name, d) for name, d in edits(e.datums[r], marks) if len(d.tokens) <= room]
         jobs = [(name, d) for name, d in made if r == few[0] or name in series]
-        active, scored = e.datums[r].active, await backend.policy.forward([d for _, d in jobs])
+        active, scored = e.datums[r].active, await backend.policy.forward([d for _, d in jobs]) if jobs else []
         for (name, d), lp in zip(jobs, scored, strict=True):
             values = np.full(len(active), np.nan)
             values[active] = lp.values[d.active]

@@ -49,7 +49,7 @@ from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollo
 from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
 from .rollouts import encode_rows, groups_per_pass, is_rollout_fn
 from .rollouts import minibatch_slices, require_some
-from .settings import lr_factor
+from .settings import lr_factor, next_bonus
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
 from .step import join_updates, loss_factory, merge_outputs
@@ -93,6 +93,7 @@ class StepState:
     made: tuple[tuple[LossReport, dict[str, float]], ...] = ()  # updates of this step so far, and their measurements
     batch: Any = None  # what an asynchronous loop knows of the samples beside their values
     idle: float = 0.0  # seconds without a row in flight, until the step began
+    bonus: tuple[float, float] | None = None  # where it adapts: `entropy_coeff`, and what is used; None = at the start
 
     def put(self, phase: str, value: Any) -> Any:
         "Keep a value and discard what depended on the previous one."
@@ -199,8 +200,9 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     if cfg.router_replay and not can.routing:
         fix = f"{can.name} was opened without it: pass router_replay=True, or leave it out."
         yield "router_replay", True, "False", fix
-    if cfg.entropy_coeff and not can.entropy:
-        yield "entropy_coeff", cfg.entropy_coeff, "0", f"{can.name} does not compute the entropy of the policy."
+    for name, off in (("entropy_coeff", 0), ("entropy_target", None)):
+        if getattr(cfg, name) and not can.entropy:
+            yield name, getattr(cfg, name), f"{off}", f"{can.name} does not compute the entropy of the policy."
     if cfg.lora_rank != can.lora_rank:
         yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
     if cfg.load_in_8bit != can.load_in_8bit:
@@ -499,11 +501,13 @@ class Loop(LoopState):
     def place_to_resume(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
         "What of a loop, beside the trainer's state, a checkpoint keeps: the rows that were taken and are in no record."
         step = {number for number in self.state.numbers if number < self.cursor.consumed}  # not those given back
-        return self.cursor, {"pending": sorted({*self.pending, *step})}
+        more = {} if self.state.bonus is None else {"bonus": [*self.state.bonus]}
+        return self.cursor, {"pending": sorted({*self.pending, *step})} | more
 
     def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
         "Take the place after a finished step."
         self.state = StepState(step + 1, cursor, tuple(extra.get("pending", ())))
+        self.state.bonus = tuple(extra["bonus"]) if extra.get("bonus") else None
         self.stand_behind()
 
     @property
@@ -753,16 +757,36 @@ async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | M
     return loop.state.put("reference", list_datums(attached, loop.backend.tokenizer, scored))
 
 # %% ../nbs/35_phases.ipynb #5183ae73
+def bonus_now(loop: Loop) -> tuple[float, float] | None:
+    "Weight of the entropy bonus in the current step, and what is used of it; None where it is fixed."
+    cfg = loop.cfg
+    return None if cfg.entropy_target is None else loop.state.bonus or (cfg.entropy_coeff, cfg.entropy_coeff)
+
+
+def bonus_after(cfg: Config, record: StepRecord) -> tuple[float, float] | None:
+    "The same for the step after a recorded one; one without an entropy, which trained on nothing, moves nothing."
+    coeff, entropy = (record.metrics.get(name) for name in ("entropy/coeff", "entropy/exact"))
+    if cfg.entropy_target is None or coeff is None:
+        return None
+    return (coeff, record.options["entropy_coeff"]) if entropy is None else next_bonus(cfg, coeff, entropy)
+
+
+def step_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
+    "The loss options that this step begins with: the config's, and the weight of an entropy bonus that adapts."
+    bonus = bonus_now(loop)
+    return loop.cfg.loss_options() | ({} if bonus is None else {"entropy_coeff": bonus[1]})
+
+
 def chosen_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
-    "The loss options of this step: the config's, with what `loss()` was last asked for."
-    return loop.cfg.loss_options() | dict(loop.state.changes)
+    "The loss options of this step, with what `loss()` was last asked for."
+    return step_options(loop) | dict(loop.state.changes)
 
 
 def chosen_loss(loop: Loop, changes: Mapping[str, Any]) -> LossFactory:
     "A custom loss unless something else was asked for; else the config's options with changes."
     if loop.make_loss is not None and not changes:
         return loop.make_loss
-    return loss_factory(LossOptions(**loop.cfg.loss_options() | dict(changes)))
+    return loss_factory(LossOptions(**step_options(loop) | dict(changes)))
 
 # %% ../nbs/35_phases.ipynb #1c29cb41
 def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
@@ -975,6 +999,7 @@ def record_of(loop: Loop) -> StepRecord:
     if loop.make_loss is not None and not state.changes:
         options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
     extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)} | schedule_now(loop)
+    extra |= {} if (bonus := bonus_now(loop)) is None else {"entropy/coeff": bonus[0]}
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
     after = cursor_after(loop)
     more, speed = loop.more_of_record(), work_metrics(state.work, known_roofs(loop.backend.size))
@@ -1005,7 +1030,8 @@ def record_of(loop: Loop) -> StepRecord:
 # %% ../nbs/35_phases.ipynb #3690d083
 def next_state(loop: Loop) -> StepState:
     "The step after a finished one."
-    return StepState(loop.state.number + 1, loop.cursor, tuple(loop.pending))
+    bonus = bonus_after(loop.cfg, loop.records[-1])
+    return StepState(loop.state.number + 1, loop.cursor, tuple(loop.pending), bonus=bonus)
 
 # %% ../nbs/35_phases.ipynb #4615761d
 def finish_phase(loop: Loop) -> StepRecord:

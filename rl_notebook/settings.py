@@ -103,8 +103,20 @@ class LossSettings(LossKnobs):
 
     kl_beta: float = 0.001  # weight of the KL term to the reference; 0 = no reference needed
     kl_metric: bool = False  # measure the KL even when `kl_beta` is 0
+    entropy_target: float | None = None  # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
+    entropy_coeff_step: float = 0.005  # by which `entropy_coeff`, where it begins, rises or falls after each step
     grad_accumulation_normalization: GradNormalization = "none"  # division left to the trainer; only with "sum"
     loss_path: Literal["client", "builtin"] = "client"  # computed here, or by the service that trains, in one call
+
+# %% ../nbs/08_settings.ipynb #a1ff5a63
+def next_bonus(
+    c: Any,  # with the fields of `LossSettings`
+    coeff: float,  # of the step that is over, whether it was used or not
+    entropy: float,  # of that step: the exact entropy of the trained tokens, mean, nats
+) -> tuple[float, float]:  # of the next step: the coefficient, and what is used of it
+    "How the weight of the entropy bonus goes on."
+    coeff = max(0.0, coeff + math.copysign(c.entropy_coeff_step, c.entropy_target - entropy))
+    return coeff, coeff if entropy <= c.entropy_target else 0.0
 
 # %% ../nbs/08_settings.ipynb #2acb25b6
 LRSchedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt"]
@@ -837,6 +849,10 @@ def correction_rules(c: Any) -> Iterator[str]:
         yield "kl_estimator: no KL is computed at kl_beta=0. Set kl_beta, or kl_metric=True to watch the KL"
     if c.kl_bias_correction and c.kl_beta == 0:
         yield "kl_bias_correction: there is no KL term at kl_beta=0. Set kl_beta or leave it out"
+    if c.entropy_target is not None and not (c.entropy_target > 0 and c.entropy_coeff_step > 0):
+        yield "entropy_target: it and entropy_coeff_step must be above 0, or the target None"
+    if c.entropy_target is None and c.entropy_coeff_step != LossSettings.entropy_coeff_step:
+        yield "entropy_coeff_step: entropy_coeff is fixed. Set entropy_target or leave it out"
     if c.kl_metric and c.kl_beta > 0:
         yield f"kl_metric: the KL is measured anyway at kl_beta={c.kl_beta}. Leave it out"
     if c.grad_accumulation_normalization != "none" and c.aggregation != "sum":

@@ -24,7 +24,7 @@ from .phases import Loop
 from .back import rebuild
 from .phases import compared, draw_prompt, encode, group_datums, have_tokens, list_training
 from .back import repeat_backward, sync_as_drawn
-from .phases import other_sources, record_of, side_by_side, sources_of
+from .phases import other_sources, record_of, side_by_side, sources_of, step_options
 from .back import recorded_settings, way_to
 from .phases import take_settings, trains_on
 from .records import Run, StepRecord, html_table, metrics_frame, metrics_row, spans
@@ -425,7 +425,7 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
     loop.state.values["backward"] = report
     loop.state.normalization, loop.state.passes = record.divided_by, record.passes
     loop.state.updates = record.updates
-    config = loop.cfg.loss_options()
+    config = step_options(loop)
     other = [f"{k}={v!r}, config {config[k]!r}" for k, v in record.options.items() if k in config and config[k] != v]
     note = f"trained with {'; '.join(other)}" if other else ""
     loop.state.changes = {k: v for k, v in record.options.items() if k in config} if other else {}

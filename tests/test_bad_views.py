@@ -639,7 +639,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
         "tokens": shows("There is no sample in this step: no prompt could be encoded."),
         "dashboard": shows("Nothing was trained: no prompt could be encoded", "0 of 0 completions of step 1"),
         "sliders": untrained("no prompt could be encoded"),
-        "report": shows("Nothing was trained: no prompt could be encoded.", "the first 0 of 0 prompts"),
+        "report": shows("Nothing was trained: no prompt could be encoded.", "The record holds no groups."),
     },
     "no loss": {
         "record": shows("live 8/8 groups", absent=("KL", "update")),

@@ -505,7 +505,11 @@ def test_the_table_holds_every_completion_in_full_as_json_holds_it():
     record = replace(record, groups=(replace(first, samples=(odd, *first.samples[1:])), *record.groups[1:]))
     table = step_table(record)
     row = table["rows"][0]
-    assert (row["id"], row["reward"], len(row["text"])) == (f"{record.step}-0-0", None, len(utf8("\ud800")) + 5000)
+    assert (row["id"], row["reward"], len(row["text"])) == (
+        f"step={record.step}&group=0&sample=0",
+        None,
+        len(utf8("\ud800")) + 5000,
+    )
     assert all(set(r) == {"id", *(c["name"] for c in COLUMNS)} for r in table["rows"])
     json.dumps(table, allow_nan=False, ensure_ascii=False).encode()
 

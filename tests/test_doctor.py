@@ -92,7 +92,8 @@ def behind(model: CausalModel, datums: Sequence[Datum], prompts: Rows) -> list[n
     out = []
     for d, values in zip(datums, logprobs(model, rows), strict=True):
         series = np.full(len(d.weights), np.nan)
-        series[first_drawn(d) - 1 :] = values[len(values) - (len(d.tokens) - first_drawn(d)) :]
+        known = values[max(0, len(values) - (len(d.tokens) - first_drawn(d))) :]  # behind nothing, all but the first
+        series[len(series) - len(known) :] = known
         out.append(series)
     return out
 

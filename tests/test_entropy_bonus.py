@@ -16,6 +16,9 @@ from rl_notebook.config import Config
 from rl_notebook.core import AdamParams, ConfigError, LossError
 from rl_notebook.losses import LossOptions, make_loss_fn, reads_entropy
 from rl_notebook.loop import GRPOLoop
+from rl_notebook.recipes.rl_loop import main as train_by
+from rl_notebook.recipes.rl_loop import replay_step
+from rl_notebook.records import Run
 from rl_notebook.step import evaluate_loss
 from rl_notebook.toy import load_model, toy_reward, toy_rows
 from rl_notebook.travel import replay_backward
@@ -152,7 +155,58 @@ def test_a_step_says_what_the_bonus_took_off():
     run(main())
 
 
+ADAPTS = {**SMALL, "kl_beta": 0.0, "entropy_coeff": 0.01, "entropy_coeff_step": 0.004, "drop_dead": False, "seed": 4}
+
+
+def weights_of_the_bonus(records) -> tuple[list[float], list[float]]:
+    return [r.metrics["entropy/coeff"] for r in records], [r.options["entropy_coeff"] for r in records]
+
+
+def test_it_rises_below_its_target_and_falls_above():
+    async def main(target, steps, undone=False):
+        backend = open_local(*load_model("tiny"), reference=False)
+        loop = GRPOLoop(backend, toy_rows(16, seed=3), toy_reward, Config(**ADAPTS, entropy_target=target))
+        for _ in range(steps):
+            await loop.step()
+            if undone:
+                after = loop.state.bonus
+                await loop.undo()
+                await loop.step()
+                assert loop.state.bonus == after
+        return [*loop.records]
+
+    rising = run(main(9.0, 4))
+    coeffs, used = weights_of_the_bonus(rising)
+    assert coeffs == used == pytest.approx([0.01, 0.014, 0.018, 0.022])
+    assert [r.metrics["entropy/coeff"] for r in run(main(9.0, 3, undone=True))] == coeffs[:3]
+    coeffs, used = weights_of_the_bonus(run(main(1e-3, 5)))
+    assert coeffs == pytest.approx([0.01, 0.006, 0.002, 0.0, 0.0])
+    assert used == [0.01, 0, 0, 0, 0]  # above the target nothing is used
+
+
+def test_a_weight_that_adapts_is_resumed_sought_and_replayed(tmp_path):
+    common = {**ADAPTS, "dcp_save_interval": 1, "rewards": ["format"], "entropy_target": 9.0}
+    for name, lengths in (("whole", (5,)), ("parts", (2, 5))):
+        for k, steps in enumerate(lengths):
+            cfg = Config.from_dict({**common, "steps": steps, "log_path": str(tmp_path / name)})
+            train_by(cfg, resume=k > 0, say=lambda text: None)
+    whole, parts = ([*Run.open(tmp_path / name)] for name in ("whole", "parts"))
+    assert weights_of_the_bonus(whole) == weights_of_the_bonus(parts)
+    assert whole[-1].metrics["loss"] == parts[-1].metrics["loss"]
+
+    found = run(replay_step(tmp_path / "whole", 4))
+    assert found.same, found
+    assert "entropy_coeff" not in repr(found)  # what it adapted to is no other setting
+
+
 def test_what_cannot_compute_it_is_refused_by_name():
+    for settings, said in (
+        ({"entropy_target": 0.0}, "entropy_target: it and entropy_coeff_step must be above 0"),
+        ({"entropy_coeff_step": 0.1}, "entropy_coeff_step: entropy_coeff is fixed"),
+        ({"entropy_target": 0.3, "backend": "tinker", "lora_rank": 8}, "entropy_target: backend='tinker' computes no"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Config(**settings)
     with pytest.raises(ConfigError, match="entropy_coeff: backend='tinker' computes no entropy"):
         Config(backend="tinker", lora_rank=8, entropy_coeff=0.01)
     with pytest.raises(ConfigError, match="entropy_coeff: got -1"):

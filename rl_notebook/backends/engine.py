@@ -385,7 +385,6 @@ def drop_row(cache: SlotCache, row: int) -> None:
 
 # %% ../../nbs/23_backends.engine.ipynb #d7073268
 PAST_BYTES = 2**28  # keys and values that are kept for later turns
-PASTS = 1024  # sequences that are remembered
 
 
 def pairs_bytes(pairs: Pairs) -> int:
@@ -397,18 +396,17 @@ class Pasts:
     "Keys and values of sequences that were read, for prompts that go on from them."
 
     def __init__(self):
-        self.known: dict[tuple[int, ...], Pairs] = {}  # by tokens, oldest first; {} = only remembered
+        self.known: dict[tuple[int, ...], Pairs] = {}  # by tokens, oldest first
         self.used = 0  # bytes
-        self.wanted = False  # whether a prompt has gone on from one of them
         self.weights: Any = None  # what they were computed with
 
     def keep(self, tokens: tuple[int, ...], cache: SlotCache, row: int) -> None:
-        "Remember what a row has read, with a copy of its keys and values if they are wanted."
+        "Copy the keys and values of what a row has read."
         read = lambda buffer: buffer[row : row + 1, :, : len(tokens)].clone()
         self.forget(tokens)
-        self.known[tokens] = {n: (read(k), read(v)) for n, (k, v) in cache.buffers.items()} if self.wanted else {}
+        self.known[tokens] = {n: (read(k), read(v)) for n, (k, v) in cache.buffers.items()}
         self.used += pairs_bytes(self.known[tokens])
-        while len(self.known) > PASTS or self.used > PAST_BYTES:
+        while self.used > PAST_BYTES:
             self.forget(next(iter(self.known)))
 
     def forget(self, tokens: tuple[int, ...]) -> None:
@@ -421,7 +419,6 @@ class Pasts:
             self.known, self.used, self.weights = {}, 0, weights
         for length in sorted({len(tokens) for tokens in self.known}, reverse=True):
             if length < len(prompt) and prompt[:length] in self.known:
-                self.wanted = True
                 return self.known[prompt[:length]]
         return {}
 
