@@ -200,9 +200,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     if cfg.router_replay and not can.routing:
         fix = f"{can.name} was opened without it: pass router_replay=True, or leave it out."
         yield "router_replay", True, "False", fix
-    for name, off in (("entropy_coeff", 0), ("entropy_target", None)):
-        if getattr(cfg, name) and not can.entropy:
-            yield name, getattr(cfg, name), f"{off}", f"{can.name} does not compute the entropy of the policy."
+    if (cfg.entropy_coeff or cfg.entropy_target) and not can.entropy:
+        yield "entropy_coeff", cfg.entropy_coeff, "0, and no target", f"{can.name} computes no entropy of the policy."
     if cfg.lora_rank != can.lora_rank:
         yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
     if cfg.load_in_8bit != can.load_in_8bit:
@@ -781,7 +780,7 @@ def chosen_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
     "The loss options of this step, with what `loss()` was last asked for."
     return step_options(loop) | dict(loop.state.changes)
 
-
+# %% ../nbs/35_phases.ipynb #fbe26633
 def chosen_loss(loop: Loop, changes: Mapping[str, Any]) -> LossFactory:
     "A custom loss unless something else was asked for; else the config's options with changes."
     if loop.make_loss is not None and not changes:
