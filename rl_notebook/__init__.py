@@ -2,9 +2,9 @@
 imported when it is first used, so that the import itself takes milliseconds. All others are imported from their module:
 `from rl_notebook.losses import loss_terms`. The README lists the modules."""
 
-import logging as _logging
 import sys as _sys
 from importlib import import_module as _import_module
+from importlib.machinery import PathFinder as _PathFinder
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 from typing import Any as _Any
@@ -12,8 +12,11 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 
 # Where torchao is installed, transformers imports it with its first model, and it reports which CUDA libraries do not load.
-_logging.getLogger("torchao").setLevel(_logging.ERROR)
-_logging.getLogger("torch.utils._pytree").addFilter(lambda line: "Enum subclass" not in line.getMessage())
+if _PathFinder.find_spec("torchao"):
+    import logging as _logging
+
+    _logging.getLogger("torchao").setLevel(_logging.ERROR)
+    _logging.getLogger("torch.utils._pytree").addFilter(lambda line: "Enum subclass" not in line.getMessage())
 
 # What is at the front door, and in which module it lives. A type checker reads the imports below instead: keep both equal.
 _HOMES = {

@@ -451,9 +451,9 @@ def dtype_or_batching(e: Evidence) -> Finding:
     if digits := reported_digits(e.s):
         score = explained(e.gap, np.where(np.abs(e.gap) <= 0.5001 * 10.0**-digits, 0, e.gap), tol)
         return Finding("dtype or batching", 0.98 * score, f"the sampler's values have {digits} decimals")
-    plain = e.stamps.trainer_temperature in (None, 1.0)  # as an echo is
-    echoed = "sampler synced" in e.controls and plain
-    if echoed or (e.afresh is not None and len(e.afresh.gap)):
+    plain, half = e.stamps.trainer_temperature in (None, 1.0), {"bfloat16", "float16"} & set(dtypes)
+    echoed = "sampler synced" in e.controls and plain  # an echo is at temperature 1
+    if echoed or (not half and e.afresh is not None and len(e.afresh.gap)):
         left = e.flat("sampler synced") - e.flat("policy") if echoed or e.afresh is None else e.afresh.gap
         there = e.gap[np.isfinite(left)] if echoed else e.gap
         stays = min(1.0, excess(left, tol) / max(excess(there, tol), 1e-300))
@@ -467,7 +467,7 @@ def dtype_or_batching(e: Evidence) -> Finding:
         slight = np.nanmean(np.abs(e.gap)) < STEP and abs(np.nanmean(e.gap)) < 0.3 * np.nanstd(e.gap)
         return Finding("dtype or batching", stays * small * (0.8 if len(dtypes) > 1 else 0.6 if slight else 0.45), text)
     largest = size(e.gap).largest  # another prompt, or other weights, move some token more
-    if {"bfloat16", "float16"} & set(dtypes):
+    if half:
         most = rounding("bfloat16").largest
         return scatter(e, "dtype or batching", 0.6 if largest <= most / 2 else 0.45 if largest <= 2 * most else 0.1)
     small = 0.3 if largest <= rounding("float16").largest else 0.15 if largest <= rounding("bfloat16").largest else 0.05

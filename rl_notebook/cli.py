@@ -618,24 +618,14 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     return data, "\n".join([*lines, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)])
 
 # %% ../nbs/80_cli.ipynb #e7e83de4
-def run_tokenizer(run: Run) -> Any:
-    "The tokenizer of the model that a run names; raises where it is not on this machine."
-    from transformers import AutoTokenizer
-
-    from rl_notebook.toy import model_source
-
-    told = run.config
-    named = told.get("tokenizer_model") or (told.get("deployment") or {}).get("tokenizer_model")
-    source = model_source(named or told["base_model"])
-    return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-
-
 def texts_of(run: Run, sample: RolloutSample) -> tuple[list[str], str]:  # of the tokens; why there are none
     "What each token of a sample says, by the tokenizer that made its text; none where that cannot be had."
     from rl_notebook.drawings import token_text
+    from rl_notebook.records import flat_settings
+    from rl_notebook.toy import tokenizer_of
 
     try:
-        tokenizer = run_tokenizer(run)
+        tokenizer = tokenizer_of(flat_settings(run.config))
     except (RLNotebookError, OSError, ValueError, ImportError) as error:
         return [], f"no text of tokens: {str(error).strip().splitlines()[0]}"
     if sample.text.strip() not in tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()):

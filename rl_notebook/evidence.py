@@ -393,7 +393,8 @@ def raw_instead(
             got, expected = "only those of what was left", "raw ones: the settings cut or penalise the draws"
             raise AlignmentError("sampler logprobs", where=d.where, got=got, expected=expected, fix=fix)
         ours = np.asarray(getattr(scored, "values", scored), dtype=np.float64)
-        told.append(nearest_at(as_long(d, s.raw_logprobs[1:], np.nan), t, ours))
+        raw = as_long(d, s.raw_logprobs[1:], np.nan)
+        told.append(nearest_at(raw, t, ours) if s.temperature == t else raw)
     return told
 
 # %% ../nbs/45_evidence.ipynb #85057a99

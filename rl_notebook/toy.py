@@ -396,6 +396,13 @@ def model_source(name: str) -> str:
         raise _model_error(name, "no such folder")
     return folder if os.path.isdir(folder) else name
 
+# %% ../nbs/13_toy.ipynb #e2a45ba0
+def tokenizer_of(settings: Mapping[str, Any]) -> Any:
+    "The tokenizer that the settings of a run name, laid flat; raises where it is not on this machine."
+    names = ("deployment.tokenizer_model", "tokenizer_model", "base_model")
+    source = model_source(next((str(settings[n]) for n in names if settings.get(n)), ""))
+    return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+
 # %% ../nbs/13_toy.ipynb #461083b0
 def _check_loaded(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, info: Mapping) -> None:
     "Raises `BackendError` unless every weight came from the file and every token has an embedding."

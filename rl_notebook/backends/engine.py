@@ -280,8 +280,9 @@ class SlotCache(Cache):
         self.fresh: Pairs = {}  # what the current prefill made
         self.filling = False  # prefill, or decode step
         self.past: Pairs = {}  # what the current prefill goes on from, each (1, heads, T, dim)
+        self.begins: dict[int, Tensor] = {}  # by number of heads: (slots, heads), in (slots * heads * capacity)
         self.lengths = torch.empty(0, dtype=torch.long)  # (rows,) column that the step writes to
-        self.index: dict[int, Tensor] = {}  # by number of heads: (rows * heads,) where, in (slots * heads * capacity)
+        self.index: dict[int, Tensor] = {}  # by number of heads: (rows * heads,) where it writes
         self.hidden: Tensor | None = None  # (rows, capacity) additive mask of these rows; None = they have changed
         self.masks: dict[int | None, Tensor] = {}  # by window of a layer: (rows, 1, 1, longest) additive
 
@@ -302,9 +303,10 @@ class SlotCache(Cache):
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         "Put one column for each row and head, (rows, heads, 1, dim), into a buffer, which is returned."
         heads = buffer.shape[1]
+        if heads not in self.begins:
+            self.begins[heads] = torch.arange(self.slots * heads, device=buffer.device).view(-1, heads) * self.capacity
         if heads not in self.index:
-            begins = torch.arange(self.rows * heads, device=buffer.device).view(-1, heads) * self.capacity
-            self.index[heads] = (begins + self.lengths[:, None]).flatten()
+            self.index[heads] = (self.begins[heads][: self.rows] + self.lengths[:, None]).flatten()
         buffer.flatten(0, 2).index_copy_(0, self.index[heads], new.reshape(-1, new.shape[-1]))
         return buffer
 
@@ -341,7 +343,7 @@ def reserve(cache: SlotCache, rows: int, columns: int) -> None:
         return new
 
     cache.buffers = {layer: (grown(layer, 0), grown(layer, 1)) for layer in cache.buffers or cache.fresh}
-    cache.slots, cache.capacity, cache.hidden = slots, capacity, None
+    cache.slots, cache.capacity, cache.hidden, cache.begins = slots, capacity, None, {}
 
 # %% ../../nbs/23_backends.engine.ipynb #d2218b6f
 def add_rows(cache: SlotCache, source: Tensor, length: int) -> None:
@@ -363,15 +365,16 @@ def begin_step(
     "Prepare to write one token per row."
     cache.filling, cache.longest, cache.lengths, cache.index = False, longest + 1, lengths, {}
     reserve(cache, cache.rows, cache.longest)
-    like, own, columns = cache.buffers[0][0], lengths[:, None], torch.arange(cache.capacity, device=lengths.device)
+    own, columns = lengths[:, None], partial(torch.arange, cache.capacity, device=lengths.device)
     if cache.hidden is None:
-        cache.hidden = like.new_zeros(cache.rows, cache.capacity).masked_fill_(own < columns, -torch.inf)
+        new = cache.buffers[0][0].new_zeros(cache.rows, cache.capacity)
+        cache.hidden = new.masked_fill_(own < columns(), -torch.inf)
     else:
         cache.hidden.scatter_(1, own, 0.0)
     cache.masks = {None: cache.hidden[:, None, None, : cache.longest]}
     for window in {w for w in windows if w is not None}:
         reached = window > longest
-        mask = cache.hidden if reached else cache.hidden.masked_fill(own - window >= columns, -torch.inf)
+        mask = cache.hidden if reached else cache.hidden.masked_fill(own - window >= columns(), -torch.inf)
         cache.masks[window] = mask[:, None, None, : cache.longest]
 
 # %% ../../nbs/23_backends.engine.ipynb #e301a554
@@ -442,33 +445,44 @@ class MadeOf:
         return self.value
 
 # %% ../../nbs/23_backends.engine.ipynb #91e99628
+def unit_fn(like: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    "Vectors as long as `like`, divided by their length: an RMS norm without its scale, on a CPU."
+    least = like.new_tensor((like.shape[-1] * eps) ** 0.5)
+    return lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(least)
+
+
 def rms_fn(make: Callable[[], Tensor], weights: Sequence[Tensor], eps: float) -> Callable[[Tensor], Tensor]:
     "RMS norm over the last dimension, with a scale that is made of weights."
     dim = weights[0].shape[-1]
     if weights[0].device.type != "cpu":
         scale = MadeOf(make, weights)
         return lambda x: F.rms_norm(x, (dim,), None, eps) * scale()
-    scale, least = MadeOf(lambda: make() * dim**0.5, weights), weights[0].new_tensor((dim * eps) ** 0.5)
-    return lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(least) * scale()
+    scale, unit = MadeOf(lambda: make() * dim**0.5, weights), unit_fn(weights[0], eps)
+    return lambda x: unit(x) * scale()
 
 # %% ../../nbs/23_backends.engine.ipynb #f77554c7
+def rms_parts(norm: nn.Module) -> tuple[Tensor, float] | None:
+    "Weight and constant of an RMS norm in full precision; None for anything else."
+    eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
+    return None if eps is None or weight is None or weight.dtype not in _FULL else (weight, eps)
+
+
 def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
     "An RMS norm in few operations in full precision, else the module itself; `None` does nothing."
     if norm is None:
         return lambda x: x
-    eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
-    if eps is None or weight is None or weight.dtype not in _FULL:
+    if (parts := rms_parts(norm)) is None:
         return norm
-    return rms_fn(lambda: weight, [weight], eps)
+    return rms_fn(lambda: parts[0], [parts[0]], parts[1])
 
-# %% ../../nbs/23_backends.engine.ipynb #84d56b5d
+
 def split_norm(norm: nn.Module) -> tuple[Callable[[], Tensor] | None, Callable[[Tensor], Tensor]]:
     "A norm as a scale of each dimension and what comes before it; None and the whole where it cannot be split."
-    eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
-    if eps is None or weight is None or weight.dtype not in _FULL or weight.device.type != "cpu":
+    parts = rms_parts(norm)
+    if parts is None or parts[0].device.type != "cpu":
         return None, norm_fn(norm)
-    dim, least = len(weight), weight.new_tensor((len(weight) * eps) ** 0.5)
-    return lambda: weight * dim**0.5, lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(least)
+    weight, eps = parts
+    return lambda: weight * len(weight) ** 0.5, unit_fn(weight, eps)
 
 # %% ../../nbs/23_backends.engine.ipynb #c2b28305
 @dataclass(frozen=True, eq=False)
@@ -1211,18 +1225,18 @@ def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]
         notes = on_host(engine, experts.unflatten(0, (len(prompts), -1)))
         for i, row in zip(source, rows, strict=True):
             row.chosen.append(notes[i][: len(row.request.prompt)])
-    plan, uniforms = drawing(engine, start)
-    return emit(engine, [draw(engine.causal.logits(features)[where], plan, uniforms[0])], start)
+    (uniforms,) = numbers_of(rows, 0, 1, features.device)
+    return emit(engine, [draw(engine.causal.logits(features)[where], plan_of(engine, rows), uniforms)], start)
 
 # %% ../../nbs/23_backends.engine.ipynb #1925efb2
-def drawing(engine: Engine, start: int = 0, steps: int = 1) -> tuple[DrawPlan, Sequence[Tensor]]:
-    "How the rows from `start` on are drawn, and their uniform numbers for each of the next steps, (rows,)."
-    rows, device = engine.rows[start:], engine.causal.device
+def plan_of(engine: Engine, rows: Sequence[Row]) -> DrawPlan:
+    "How rows are drawn."
+    device = engine.causal.device
     plan = DrawPlan.of([row.request.params for row in rows], device)
-    if plan.penalty is not None:
-        texts = [[*row.request.prompt, *row.tokens] for row in rows]
-        plan = replace(plan, seen=seen_tokens(texts, engine.causal.vocab_size, device))
-    return plan, numbers_of(rows, 0, steps, device)
+    if plan.penalty is None:
+        return plan
+    texts = [[*row.request.prompt, *row.tokens] for row in rows]
+    return replace(plan, seen=seen_tokens(texts, engine.causal.vocab_size, device))
 
 
 def numbers_of(rows: Sequence[Row], after: int, steps: int, device: torch.device | str) -> Sequence[Tensor]:
@@ -1309,7 +1323,7 @@ def course_of(engine: Engine, steps: int) -> Course:
     if course is None:
         lengths = [row.cached for row in rows]
         tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(0)
-        course = Course(drawing(engine, steps=0)[0], tokens, at, max(lengths), [])
+        course = Course(plan_of(engine, rows), tokens, at, max(lengths), [])
     if (known := len(course.uniforms)) < steps:
         course.uniforms += numbers_of(rows, known, max(AHEAD, steps) - known, engine.causal.device)
     return course

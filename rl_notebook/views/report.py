@@ -269,14 +269,10 @@ def linked(text: str, step: int | None = None) -> str:
 # %% ../../nbs/59_views.report.ipynb #b19cea1f
 def tokenizer_at_hand(settings: Mapping[str, Any]) -> Any:  # None where there is none
     "The tokenizer of a run by its settings, as far as it can be had without a network."
-    from transformers import AutoTokenizer
+    from rl_notebook.toy import tokenizer_of
 
-    from rl_notebook.toy import model_source
-
-    names = ("deployment.tokenizer_model", "tokenizer_model", "base_model")
-    name = next((str(settings[n]) for n in names if settings.get(n)), "")
     try:
-        return AutoTokenizer.from_pretrained(model_source(name), local_files_only=True, trust_remote_code=False)
+        return tokenizer_of(settings)
     except (OSError, ValueError, RLNotebookError):
         return None
 
