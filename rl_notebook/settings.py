@@ -850,7 +850,7 @@ def correction_rules(c: Any) -> Iterator[str]:
     if c.kl_bias_correction and c.kl_beta == 0:
         yield "kl_bias_correction: there is no KL term at kl_beta=0. Set kl_beta or leave it out"
     if c.entropy_target is not None and not (c.entropy_target > 0 and c.entropy_coeff_step > 0):
-        yield "entropy_target: it and entropy_coeff_step must be above 0, or the target None"
+        yield f"entropy_target: got {c.entropy_target}, step {c.entropy_coeff_step}. Set both above 0, or no target"
     if c.entropy_target is None and c.entropy_coeff_step != LossSettings.entropy_coeff_step:
         yield "entropy_coeff_step: entropy_coeff is fixed. Set entropy_target or leave it out"
     if c.kl_metric and c.kl_beta > 0:

@@ -599,7 +599,8 @@ def test_adapters_reach_a_sampler(managers: Managers) -> None:
     for step in range(2):
         learn(policy)
         syncer.save_and_hotload(f"step-{step}")
-        assert prompt_logprobs(managers, "adapter") == pytest.approx(trainer_logprobs(policy), abs=1e-5)
+        # float32 has steps of 2e-6 at these logprobs of about -17
+        assert prompt_logprobs(managers, "adapter") == pytest.approx(trainer_logprobs(policy), abs=1e-5, rel=2e-6)
     (row, _) = managers.trainers.list_checkpoints("adapter")
     model = managers.trainers.promote_checkpoint(name=row["name"], output_model_id="an-adapter", base_model=MODEL)
     assert (model["kind"], model["peftDetails"]["r"]) == ("HF_PEFT_ADDON", 4)
