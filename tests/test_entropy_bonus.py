@@ -201,7 +201,7 @@ def test_a_weight_that_adapts_is_resumed_sought_and_replayed(tmp_path):
 
 def test_what_cannot_compute_it_is_refused_by_name():
     for settings, said in (
-        ({"entropy_target": 0.0}, "entropy_target: it and entropy_coeff_step must be above 0"),
+        ({"entropy_target": 0.0}, "entropy_target: got 0.0, step 0.005"),
         ({"entropy_coeff_step": 0.1}, "entropy_coeff_step: entropy_coeff is fixed"),
         ({"entropy_target": 0.3, "backend": "tinker", "lora_rank": 8}, "entropy_target: backend='tinker' computes no"),
     ):
