@@ -134,6 +134,8 @@ def match_rows(e: Evidence, limit: int = 64, width: int = 128) -> RowMatch:
     count = [(np.isfinite(s[i]) & there).sum(axis=1) for i in rows]
     own = [np.where(there, over(s[i], p[i]), 0).sum(axis=1) for i in rows]
     other = [over(s[i], p).sum(axis=1) for i in rows]
+    tells = [((np.abs(s[i] - p) <= tol) & (s[i] < np.log(0.9))).any(axis=1) for i in rows]
+    other = [np.where(*x) for x in zip(tells, other, map(np.maximum, other, own), strict=True)]  # sure rows fit any
     return RowMatch(rows, *(np.array(x, dtype=float).reshape(shape) for x in (count, own, other)))
 
 # %% ../nbs/47_causes.ipynb #3ee7f404
@@ -277,11 +279,11 @@ def on_the_way(e: Evidence) -> Finding:
 # %% ../nbs/47_causes.ipynb #d0389fdd
 def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[float, float]]:
     "Largest (trainer, sampler) difference over one past: in rows of the same length, and of different length."
-    places: dict[int, list[int]] = {}
+    places, known = dict[int, list[int]](), np.isfinite(e.gap)
     key, last, read, seen = 0, -1, 0, 0
     for k, (row, target) in enumerate(zip(e.row.tolist(), e.target.tolist(), strict=True)):
         key, last, read, seen = (key, last, read, seen + 1) if row == last else (0, row, 0, 0)
-        if seen < limit:
+        if seen < limit and known[k]:
             key, read = hash((key, e.datums[row].tokens[read : target + 2].tobytes())), target + 2
             places.setdefault(key, []).append(k)
     length = [len(e.datums[row].tokens) for row in e.row]
@@ -369,6 +371,8 @@ def unlearned(e: Evidence) -> tuple[float, float]:
     "What part of all that the policy has learned the sampler lacks, and the share of the gap that goes with it."
     synced = "sampler synced" in e.controls and e.stamps.trainer_temperature in (None, 1.0)
     policy, sampler = (e.flat("policy"), e.flat("sampler synced")) if synced else (e.p, e.s)
+    if synced and not beyond(sampler - policy, floor(e)):  # a sync has mended it, or it is there in drawing only
+        policy, sampler = e.p, e.s
     gap, learned = sampler - policy, policy - e.flat(e.controls.get("reference", [d.ref_logprobs for d in e.datums]))
     known, odd = np.isfinite(gap) & np.isfinite(learned) & (learned != 0), e.row % 2 == 1
     parts, left = [], np.full(len(gap), np.nan)
@@ -604,16 +608,24 @@ def all_well(e: Evidence) -> Finding:
         text += f"; {counted} tokens drawn again look drawn as claimed"
     elif drawn:
         text += f"; {drawn.words}"
-    equal = not differs(e) and bool(np.isfinite(e.gap).all()) and not beside(e)
+    equal = not differs(e) and bool(np.isfinite(e.gap).all()) and not from_beside(e)
+    equal &= not any(name != LATER for name, _ in beside(e))
     return Finding("all well", 0.99 * (equal and as_claimed), text)
 
 # %% ../nbs/47_causes.ipynb #00a89f0e
+PASS, LATER = "the pass with gradients", "the pass of the last update"
+
+
 @lru_cache(maxsize=4)
 def beside(e: Evidence) -> tuple[tuple[str, Evidence], ...]:
     "Other series that must be the trainer's, and are not: each as the evidence of a sampler."
-    others = {"the pass with gradients": e.gradients}
+    updated = e.updated or (0,) * len(e.datums)
+    after = lambda k: [x if u == k else None for x, u in zip(e.gradients, updated, strict=bool(e.gradients))]
+    others = {PASS: after(0)}
+    if last := max(updated):
+        others[LATER] = after(last)
     if e.stamps.untrained:
-        others["the reference"] = tuple(d.ref_logprobs for d in e.datums)
+        others["the reference"] = [d.ref_logprobs for d in e.datums]
     stamps, found = replace(e.stamps, sampler_temperature=None, sampler_version=None), list[tuple[str, Evidence]]()
     for name, series in others.items():
         if any(x is not None for x in series) and not differs(e):
@@ -630,15 +642,22 @@ def from_beside(e: Evidence) -> tuple[Finding, ...]:
     "What explains them; the reference alone may simply be another one."
     found = list[Finding]()
     for name, x in beside(e):
-        asked = [shift(x), rows_permuted(x), wrong_group(x)]
-        if name == "the pass with gradients":
-            torn = max(theirs for _, theirs in twins(x)) > floor(e).largest  # the same token behind the same past
+        asked, most = [shift(x), rows_permuted(x), wrong_group(x)], coarsest(e).largest
+        if name in (PASS, LATER):
+            (_, torn), (_, apart) = twins(x)  # the same token behind the same past, in rows of the same length or not
+            text = f"the same past differs by up to {torn:.2g} nats in rows of the same length, {apart:.2g} in others"
+            padded = max(0.9 * (torn <= most < apart), padding_by_length(x).score * (name == PASS))
+            asked.append(Finding("padding side", padded, text))
+            asked.append(Finding("dropout", 0.9 if torn > most else 0.0, text))
+            fitted, ordered = fit_series(x), rank_correlation(x.p, x.s) > 0.95
+        if name == PASS:
             small = size(x.gap).mean <= rounding("bfloat16").mean
             text = f"with the same weights it differs by up to {size(x.gap).largest:.2g} nats from the pass before it"
-            asked += [Finding("dropout", 0.9 if torn else 0.5, text), Finding("dtype or batching", 0.6 * small, text)]
-            if not torn:
-                fitted, ordered = fit_series(x), rank_correlation(x.p, x.s) > 0.95
+            asked += [Finding("dropout", 0.5, text), Finding("dtype or batching", 0.6 * small, text)]
+            if max(torn, apart) <= most:
                 asked.append(replace(fitted, score=max(fitted.score, 0.7 * ordered * (fitted.score > 0.35))))
+        elif name == LATER:  # the update moved it, too
+            asked.append(replace(fitted, score=fitted.score * (fitted.score > 0.8 and torn <= most)))
         best = strongest(asked)
         if best.score >= LIKELY:
             found.append(replace(best, text=f"{name}: {best.text}", numbers={**best.numbers, "beside": 1.0}))

@@ -384,16 +384,19 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
 
 # %% ../nbs/48_doctor.ipynb #f4c13aa3
 def paddings(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[int]]]:
-    "The prompt behind pad tokens, up to the longest row or to a multiple of a power of two."
-    names = ("pad_token_id", "eos_token_id", "bos_token_id")
-    pad = next((t for name in names if (t := getattr(tokenizer, name, None)) is not None), 0)
+    "The prompt behind pad tokens or ends, up to the longest row or prompt or to a multiple of a power of two."
     own, longest = len(e.datums[row].tokens), max(len(d.tokens) for d in e.datums)
-    widths = {w: f"padding to {w}" for w in (longest, *(-(-longest // m) * m for m in (8, 16, 32, 64)))}
-    for width, name in widths.items():
-        yield name, [pad] * (width - own) + prompt_of(e.datums[row])
     prompt, most = prompt_of(e.datums[row]), max(len(prompt_of(d)) for d in e.datums)
-    for width in {most, *(-(-len(prompt) // m) * m for m in (8, 16, 32, 64))}:
-        yield f"padding behind the prompt to {width}", prompt + [pad] * (width - len(prompt))
+    to = lambda n: {-(-n // m) * m for m in (8, 16, 32, 64)}
+    known = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
+    fills = list(dict.fromkeys(t for t in known if t is not None)) or [0]
+    for pad in fills:
+        word = "" if pad == fills[0] else f" with {pad}"
+        for width in sorted({longest, *to(longest)}) if pad == fills[0] else ():
+            yield f"padding to {width}", [pad] * (width - own) + prompt
+        for width in sorted({most, *to(len(prompt))}):
+            yield f"padding{word} before the prompt to {width}", [pad] * (width - len(prompt)) + prompt
+            yield f"padding{word} behind the prompt to {width}", prompt + [pad] * (width - len(prompt))
 
 
 def other_prompts(e: Evidence, row: int, limit: int = 8) -> Iterator[tuple[str, list[int]]]:
@@ -409,7 +412,8 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     d, tokenizer = e.datums[row], backend.tokenizer
     room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(prompt_of(d)))
     made = [*template_prompts(tokenizer, prompt_of(d)), *paddings(e, tokenizer, row), *other_prompts(e, row)]
-    return {name: behind(d, p) for name, p in made if 0 < len(p) <= room and p != prompt_of(d)}
+    new = {tuple(p): name for name, p in reversed(made) if 0 < len(p) <= room and p != prompt_of(d)}
+    return {name: behind(d, p) for p, name in reversed(new.items())}
 
 
 def other_labels(e: Evidence, row: int, places: int = 4) -> Iterator[tuple[str, int, Datum]]:
@@ -539,7 +543,8 @@ async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int
     once = dict[bytes, int]()
     for k in ranked:
         once.setdefault(past(k).tobytes(), k)
-    order = [*once.values()][:places]
+    off = [k for k in once.values() if abs(e.gap[k]) > tolerance(e)]
+    order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]  # a fault may spare most places
     heads = [past(k) for k in order]
     params = [SampleParams(n=draws, max_tokens=1, temperature=t) for t in (1.0, 2.0)]
     wanted = [(h, p) for h in heads for p in params]  # a seed of its own for each: draws must not repeat
@@ -583,11 +588,12 @@ def counted(at: int, drawn: Sequence[Completion], seen: Sequence[Completion]) ->
     told = lambda c: float((c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs)[0])
     as_raw = all(abs(told(c) - c.logprobs[0]) < 1e-6 for c in drawn)  # or it draws otherwise than it was asked to
     claimed = {int(c.tokens[0]): float(c.logprobs[0]) for c in seen if as_raw}
-    claimed |= {int(c.tokens[0]): told(c) for c in drawn}
+    says = {t: [told(c) for c in drawn if c.tokens[0] == t] for t in {int(c.tokens[0]) for c in drawn}}
+    claimed |= {t: float(np.median(x)) for t, x in says.items()}  # a row of the batch may have settings of its own
     order = sorted(claimed, key=lambda t: -claimed[t])
     halves = [[int(c.tokens[0]) for c in drawn[half::2]] for half in (0, 1)]
     counts = np.array([[half.count(t) for t in order] for half in halves])
-    claims = tuple(np.array([told(c) for c in drawn if c.tokens[0] == t]) for t in order)
+    claims = tuple(np.array(says.get(t, [])) for t in order)
     unknown = np.full(len(order), np.nan)
     return Redraw(np.array(order), np.array([claimed[t] for t in order]), counts, unknown, at, claims)
 

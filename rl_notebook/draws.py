@@ -431,7 +431,8 @@ def cut_by_trainer(e: Evidence) -> Finding:
 # %% ../nbs/46_draws.ipynb #484ae546
 def fit_rows(e: Evidence) -> Finding:
     "A temperature of its own for each row, fitted on one half of its tokens and judged on the other."
-    if not differs(e) or as_then(e):  # what is still there has a shape
+    form = shape(e) if as_then(e) else None
+    if not differs(e) or (form is not None and form.spread > 0):  # what is still there has a shape
         return Finding("temperature", 0.0, "no gap, or one that is still there")
     entropy, tol = e.flat(e.entropy), tolerance(e)
     curves = [at_temperature(e.p, SHARPNESS[:, None], rivals) for rivals in (2, 4, 8, 16)]
@@ -452,11 +453,27 @@ def fit_rows(e: Evidence) -> Finding:
     return Finding("temperature", 0.9 * exact(gone, 0.7), text, {"lowest": found.min(), "highest": found.max()})
 
 # %% ../nbs/46_draws.ipynb #d45d63d8
+def fit_places(e: Evidence) -> Finding:
+    "At some places, and not at others, one side has divided by the run's temperature twice, or not at all."
+    t, tol = e.stamps.trainer_temperature or 1.0, tolerance(e)
+    off = np.isfinite(e.gap) & (np.abs(e.gap) > tol)
+    if t == 1.0 or len(np.unique(e.gap[off].round(6))) < 4:
+        return Finding("temperature", 0.0, "no temperature, or too few places that differ")
+    gone = dict[float, float]()
+    for sharpness in (t, 1 / t):
+        tried = [at_temperature(e.p[off], sharpness, rivals) for rivals in (1, 2, 4, 8, 16)]
+        left = min((e.s[off] - x for x in tried), key=lambda x: excess(x, tol))
+        gone[sharpness] = explained(e.gap[off], left, tol)
+    best = max(gone, key=gone.__getitem__)
+    text = f"the sampler's are the trainer's at temperature {1 / best:.2f} at {off.sum()} places: {gone[best]:.0%} gone"
+    return Finding("temperature", 0.92 * exact(gone[best], 0.8), text)
+
+# %% ../nbs/46_draws.ipynb #5e35e1a3
 def temperature(e: Evidence) -> Finding:
     "One side divided its logits by a temperature."
     drawn = from_draws(e, "temperature", ["temperature"])
     fitted = strongest([fit_shape(e), fit_heads(e)]) if e.redraws and differs(e) else fit_series(e)
-    fitted = strongest([fitted, fit_rows(e)])
+    fitted = strongest([fitted, fit_rows(e), fit_places(e)])
     fitted = replace(fitted, score=0.0) if told_otherwise(e) else fitted
     return strongest([drawn, from_record(e, "temperature"), fitted])
 

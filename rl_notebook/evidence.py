@@ -46,7 +46,8 @@ class Evidence:
     drawn: tuple[np.ndarray | None, ...] = ()  # 1 where the samples' masks say that the policy drew the token
     foreign: Mapping[int, int | None] = field(default_factory=dict)  # datums with other tokens than their sample: whose
     entropy: tuple[np.ndarray | None, ...] = ()  # the trainer's, nats; None = it does not tell
-    gradients: tuple[np.ndarray | None, ...] = ()  # of the pass with gradients, where nothing was updated in between
+    gradients: tuple[np.ndarray | None, ...] = ()  # of the pass with gradients, where the datum was scored before it
+    updated: tuple[int, ...] = ()  # optimizer steps between the two; () = none
     kept: tuple[int, int] = (1, 1)  # groups or samples that were trained on, of all that were drawn
     stamps: Stamps = Stamps()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
@@ -355,11 +356,10 @@ def kept_rows(record: StepRecord) -> tuple[int, int]:
 
 
 def pass_with_gradients(record: StepRecord) -> tuple[np.ndarray | None, ...]:
-    "Its logprobs of the datums before the first update, where they had been scored before."
+    "Its logprobs of the datums that had been scored before."
     last = record.loss.logprobs if record.loss else ()
-    first = record.updates[0] if record.updates else len(last)
     pairs = zip(record.datums, last, strict=bool(last))
-    return tuple(lp.values if d.old_logprobs is not None and i < first else None for i, (d, lp) in enumerate(pairs))
+    return tuple(lp.values if d.old_logprobs is not None else None for d, lp in pairs)
 
 # %% ../nbs/45_evidence.ipynb #07a072e4
 def at_temperature(logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: float) -> np.ndarray:
@@ -427,6 +427,7 @@ def gather(
     if record:
         known = {"entropy": entropy, "kept": kept_rows(record), "stamps": claims(record, untrained)}
         known["gradients"] = pass_with_gradients(record)
+        known["updated"] = tuple(k for k, datums in enumerate(record.updates) for _ in range(datums))
         known["stamps"] = replace(known["stamps"], raw=declared)
         e = Evidence(datums, ours, theirs, *from_samples(record), **known)
     else:
