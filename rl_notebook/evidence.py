@@ -366,7 +366,8 @@ def at_temperature(logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: 
     "Logprobs after the logits are multiplied by `sharpness`, if the rest is shared evenly by `rivals` tokens."
     rest = np.log(np.maximum(-np.expm1(np.minimum(logprobs, -1e-12)), 1e-300))
     chosen, others = sharpness * logprobs, sharpness * rest + (1 - sharpness) * np.log(rivals)
-    return chosen - np.logaddexp(chosen, others)
+    with np.errstate(invalid="ignore"):  # no number stays none
+        return chosen - np.logaddexp(chosen, others)
 
 
 MOST_RIVALS = 2**20  # more tokens than a vocabulary has

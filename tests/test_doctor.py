@@ -59,7 +59,7 @@ from tiny_models import one_thread  # noqa: F401 (the fixture is used by every t
 
 SLOW = os.environ.get("SLOW") == "1"
 SCORING = {"routes": ("modules", "full"), "sampling": False}  # how a trainer runs its model
-STRENGTHS, SEEDS, CLEAN = range(3), range(10 if SLOW else 2), 200 if SLOW else 40
+STRENGTHS, SEEDS, CLEAN = range(3 if SLOW else 2), range(10 if SLOW else 2), 200 if SLOW else 40
 Case = tuple[StepRecord, Backend]
 Rows = Sequence[np.ndarray]
 
