@@ -600,7 +600,7 @@ def all_well(e: Evidence) -> Finding:
     "Every difference is within the tolerance."
     share = float((np.abs(e.gap) > tolerance(e)).mean())
     text = f"{share:.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
-    text += "; raw logprobs, as the settings cut or penalise the draws" if e.stamps.raw else ""
+    text += "; raw logprobs: how far the settings cut or penalise the draws is not looked at" if e.stamps.raw else ""
     drawn = surprise(e)
     as_claimed = drawn_as_claimed(e) and not (drawn and drawn.odd)
     counted = int(sum(r.counts.sum() for r in e.redraws))
