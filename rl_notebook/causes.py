@@ -149,16 +149,23 @@ def one_to_one(cost: np.ndarray, rows: np.ndarray) -> np.ndarray:  # (M,)
     return source
 
 
-def moved_within(e: Evidence) -> float:
-    "Share of what parts the trainer from the sampler's echo that is gone if it has another row's, prompt and all."
-    echoes = e.controls.get("sampler", ())
-    before, after = e.p - e.flat("sampler") if echoes else e.gap, np.full(len(e.gap), np.nan)
-    for row in np.unique(e.row) if echoes and e.stamps.trainer_temperature in (None, 1.0) else ():
+def moved_within(e: Evidence, limit: int = 64) -> float:
+    "Share of what parts the trainer from the sampler that is gone if it has another row's, prompt and all."
+    echoed = "sampler" in e.controls and "echo" not in e.refused and e.stamps.trainer_temperature in (None, 1.0)
+    given = (
+        e.controls["sampler"]
+        if echoed
+        else tuple(np.where(m, x, np.nan) for m, x in zip(e.mask, e.sampler, strict=True))
+    )
+    before, after, tol = e.p - e.flat(given), np.full(len(e.gap), np.nan), tolerance(e)
+    near = lambda x: np.nanmean(np.abs(x)) if np.isfinite(x).mean() > 0.5 else np.inf
+    for row in np.unique(e.row)[:limit]:
         at, last = e.row == row, len(e.mask[row])
-        others = [np.r_[x, np.full(last, np.nan)] for of, x in enumerate(echoes) if x is not None and of != row]
-        left = [before[at], *(e.p[at] - x[e.target[at]] for x in others)]
-        after[at] = min(left, key=lambda x: np.nanmean(np.abs(x)) if np.isfinite(x).mean() > 0.5 else np.inf)
-    return explained(before, after, tolerance(e))
+        others = [np.r_[x, np.full(last, np.nan)] for of, x in enumerate(given[:limit]) if x is not None and of != row]
+        left = [(e.p[at] - x[e.target[at]]) for x in others]
+        left = [x for x in left if ((np.abs(x) <= tol) & (e.p[at] < np.log(0.9))).any()]  # sure rows fit any
+        after[at] = min([before[at], *left], key=near)
+    return explained(before, after, tol)
 
 
 def rows_permuted(e: Evidence) -> Finding:
@@ -168,8 +175,9 @@ def rows_permuted(e: Evidence) -> Finding:
         return Finding("rows permuted", 0.0, "no two rows to exchange")
     cost = np.where(m.count >= 2, m.other / np.maximum(m.count, 1), np.inf)
     cost[np.arange(len(m.rows)), m.rows] -= 1e-9  # a row is its own first guess
-    source = one_to_one(cost, m.rows)
-    score, whole = m.explained(np.arange(len(m.rows)), source), moved_within(e)
+    lines, apart, any_of = np.arange(len(m.rows)), one_to_one(cost, m.rows), cost.argmin(axis=1)
+    source = max(apart, any_of, key=lambda x: m.explained(lines, x))  # several may have the same row's
+    score, whole = m.explained(lines, source), moved_within(e)
     moved = [f"{i} from {j}" for i, j in zip(m.rows, source, strict=True) if i != j]
     text = f"rows paired anew ({', '.join(moved[:3])}): {score:.0%} gone" if moved else "every row fits its own place"
     if whole > score:
@@ -336,8 +344,8 @@ def padding_side(e: Evidence) -> Finding:
     if "policy alone" in e.controls:
         score = explained(e.gap, e.s - e.flat("policy alone"), tolerance(e)) * batch_matters(e)
         score = score / 2 if beyond(e.s - e.flat("policy alone"), floor(e)) or moved_within(e) > 0.5 else score
-        sure = 0.98 if {"sampler", "sampler drawing"} & e.controls.keys() or "echo" in e.refused else 0.94
-        alone = Finding("padding side", sure * score, f"scored alone, rows lose {score:.0%} of their gap")
+        text = f"scored alone, rows lose {score:.0%} of their gap"  # as they do in batches that are mixed up otherwise
+        alone = Finding("padding side", 0.88 * score, text)
         return strongest([alone, replace(best_context(e, "padding"), cause="padding side")])
     return padding_by_length(e)
 
@@ -656,8 +664,11 @@ def from_beside(e: Evidence) -> tuple[Finding, ...]:
             asked += [Finding("dropout", 0.5, text), Finding("dtype or batching", 0.6 * small, text)]
             if max(torn, apart) <= most:
                 asked.append(replace(fitted, score=max(fitted.score, 0.7 * ordered * (fitted.score > 0.35))))
-        elif name == LATER:  # the update moved it, too
-            asked.append(replace(fitted, score=fitted.score * (fitted.score > 0.8 and torn <= most)))
+        elif name == LATER:  # updates moved it, too: but not away from what the policy was, and from what it is
+            now = e.flat("policy") if "policy" in e.controls else e.p
+            least = min(size(x.gap).mean, size(x.s - now).mean) > NOISE_FACTOR * size(now - e.p).mean > 0
+            fits = fitted.score > (0.35 if least and ordered else 0.8) and torn <= most
+            asked.append(replace(fitted, score=max(fitted.score, 0.7) * fits))
         best = strongest(asked)
         if best.score >= LIKELY:
             found.append(replace(best, text=f"{name}: {best.text}", numbers={**best.numbers, "beside": 1.0}))
