@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -152,19 +153,21 @@ def one_to_one(cost: np.ndarray, rows: np.ndarray) -> np.ndarray:  # (M,)
 def moved_within(e: Evidence, limit: int = 64) -> float:
     "Share of what parts the trainer from the sampler that is gone if it has another row's, prompt and all."
     echoed = "sampler" in e.controls and "echo" not in e.refused and e.stamps.trainer_temperature in (None, 1.0)
-    given = (
-        e.controls["sampler"]
-        if echoed
-        else tuple(np.where(m, x, np.nan) for m, x in zip(e.mask, e.sampler, strict=True))
-    )
+    drawn = lambda: tuple(np.where(m, x, np.nan) for m, x in zip(e.mask, e.sampler, strict=True))
+    given = e.controls["sampler"] if echoed else drawn()
     before, after, tol = e.p - e.flat(given), np.full(len(e.gap), np.nan), tolerance(e)
     near = lambda x: np.nanmean(np.abs(x)) if np.isfinite(x).mean() > 0.5 else np.inf
+    texts = [d.tokens for d in e.datums]
     for row in np.unique(e.row)[:limit]:
-        at, last = e.row == row, len(e.mask[row])
-        others = [np.r_[x, np.full(last, np.nan)] for of, x in enumerate(given[:limit]) if x is not None and of != row]
-        left = [(e.p[at] - x[e.target[at]]) for x in others]
-        left = [x for x in left if ((np.abs(x) <= tol) & (e.p[at] < np.log(0.9))).any()]  # sure rows fit any
-        after[at] = min([before[at], *left], key=near)
+        at, left = e.row == row, [before[e.row == row]]
+        for of in (k for k, x in enumerate(given[:limit]) if x is not None and k != row):
+            n = min(len(texts[of]), len(texts[row]))
+            same = int(np.argmin(np.r_[texts[of][:n] == texts[row][:n], False]))  # what begins alike is alike
+            theirs = np.r_[given[of], np.full(len(texts[row]), np.nan)]
+            apart = e.p[at] - np.where(np.arange(len(theirs)) < same - 1, np.nan, theirs)[e.target[at]]
+            if ((np.abs(apart) <= tol) & (e.p[at] < np.log(0.9))).any():  # rows that are sure fit any
+                left.append(apart)
+        after[at] = min(left, key=near)
     return explained(before, after, tol)
 
 
@@ -285,8 +288,8 @@ def on_the_way(e: Evidence) -> Finding:
     return Finding("BOS or template", 0.45 * min(1.0, 2 * other), text)
 
 # %% ../nbs/47_causes.ipynb #d0389fdd
-def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[float, float]]:
-    "Largest (trainer, sampler) difference over one past: in rows of the same length, and of different length."
+def pairs_of_twins(e: Evidence, limit: int = 128) -> list[tuple[int, int]]:
+    "Compared positions with the same token behind the same past, each with the one before it."
     places, known = dict[int, list[int]](), np.isfinite(e.gap)
     key, last, read, seen = 0, -1, 0, 0
     for k, (row, target) in enumerate(zip(e.row.tolist(), e.target.tolist(), strict=True)):
@@ -294,13 +297,16 @@ def twins(e: Evidence, limit: int = 128) -> tuple[tuple[float, float], tuple[flo
         if seen < limit and known[k]:
             key, read = hash((key, e.datums[row].tokens[read : target + 2].tobytes())), target + 2
             places.setdefault(key, []).append(k)
+    return [pair for found in places.values() for pair in pairwise(found)]
+
+
+def twins(e: Evidence) -> tuple[tuple[float, float], tuple[float, float]]:
+    "Largest (trainer, sampler) difference over one past: in rows of the same length, and of different length."
     length = [len(e.datums[row].tokens) for row in e.row]
-    both = e.p.tolist(), e.s.tolist()
     found = [[0.0, 0.0], [0.0, 0.0]]
-    for first, *others in places.values():
-        for k in others:
-            of = int(length[k] != length[first])
-            found[of] = [max(most, abs(x[k] - x[first])) for most, x in zip(found[of], both, strict=True)]
+    for a, b in pairs_of_twins(e):
+        of = int(length[a] != length[b])
+        found[of] = [max(most, abs(float(x[b] - x[a]))) for most, x in zip(found[of], (e.p, e.s), strict=True)]
     same, different = found
     return (same[0], same[1]), (different[0], different[1])
 
@@ -653,10 +659,12 @@ def from_beside(e: Evidence) -> tuple[Finding, ...]:
         asked, most = [shift(x), rows_permuted(x), wrong_group(x)], coarsest(e).largest
         if name in (PASS, LATER):
             (_, torn), (_, apart) = twins(x)  # the same token behind the same past, in rows of the same length or not
-            text = f"the same past differs by up to {torn:.2g} nats in rows of the same length, {apart:.2g} in others"
-            padded = max(0.9 * (torn <= most < apart), padding_by_length(x).score * (name == PASS))
-            asked.append(Finding("padding side", padded, text))
-            asked.append(Finding("dropout", 0.9 if torn > most else 0.0, text))
+            twin = [abs(x.s[b] - x.s[a]) for a, b in pairs_of_twins(x) if x.p[a] < np.log(0.9)]
+            alike = float(np.mean(np.array(twin) <= most)) if twin else 0.0  # as in one batch: noise spares no pair
+            text = f"the same past differs by up to {max(torn, apart):.2g} nats, but for {alike:.0%} of the pairs"
+            padded = max(0.9 * (torn <= most < apart or alike > 0.2), padding_by_length(x).score * (name == PASS))
+            asked.append(Finding("padding side", padded * (max(torn, apart) > most), text))
+            asked.append(Finding("dropout", 0.9 if torn > most and alike <= 0.2 else 0.0, text))
             fitted, ordered = fit_series(x), rank_correlation(x.p, x.s) > 0.95
         if name == PASS:
             small = size(x.gap).mean <= rounding("bfloat16").mean
@@ -667,7 +675,7 @@ def from_beside(e: Evidence) -> tuple[Finding, ...]:
         elif name == LATER:  # updates moved it, too: but not away from what the policy was, and from what it is
             now = e.flat("policy") if "policy" in e.controls else e.p
             least = min(size(x.gap).mean, size(x.s - now).mean) > NOISE_FACTOR * size(now - e.p).mean > 0
-            fits = fitted.score > (0.35 if least and ordered else 0.8) and torn <= most
+            fits = least and ordered and fitted.score > 0.35 and torn <= most
             asked.append(replace(fitted, score=max(fitted.score, 0.7) * fits))
         best = strongest(asked)
         if best.score >= LIKELY:

@@ -196,7 +196,8 @@ def floor(e: Evidence) -> Rounding:
     "What rounding explains: the table's for the finer precision, or less where both sides were seen to agree closer."
     named = [rounding(d) for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
     table, least = min(named, key=lambda r: r.largest, default=rounding("float32")), rounding("float32")
-    if not {"policy", "sampler"} <= e.controls.keys() or table.largest <= least.largest:
+    heard = not {"policy", "sampler"} <= e.controls.keys() or "echo" in e.refused  # of likely tokens alone, at best
+    if heard or table.largest <= least.largest:
         return table
     seen = size(e.flat("sampler") - e.flat("policy"))
     narrow = lambda most, at_least, found: min(most, max(at_least, NOISE_FACTOR * found))
