@@ -20,6 +20,7 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 import rl_notebook.backends.local as local_module
 from rl_notebook.backends.engine import plan_batches
 from rl_notebook.backends.local import open_local
+from rl_notebook.backends.worker import Worker, _openmp, on_threads
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -893,3 +894,20 @@ def test_passes_on_other_numbers_of_threads_end_in_the_same_bits():
 def test_threads_that_would_be_ignored_are_refused(asked):
     with pytest.raises(ConfigError, match="open_local: threads: got"):
         backend_of(**asked)
+
+
+def test_products_take_no_more_threads_than_the_worker_has():
+    "MKL has a number of its own once somebody called torch.set_num_threads, as accelerate does."
+    most, before = _openmp("MKL_Get_Max_Threads"), torch.get_num_threads()
+    if most is None:
+        pytest.skip("torch without MKL")
+    torch.set_num_threads(2)
+    try:
+        worker = Worker(threads=1)
+        inside = asyncio.run(worker(most))
+        worker.close()
+        with on_threads(3):
+            here = most()
+        assert (inside, here, most()) == (1, 3, 2)
+    finally:
+        torch.set_num_threads(before)

@@ -44,12 +44,25 @@ def _team_release() -> Callable[[], Any]:
 
 release_team = _team_release()
 _SET = _openmp("omp_set_num_threads") or torch.set_num_threads
+_SET_MKL = _openmp("MKL_Set_Num_Threads_Local") or (lambda count: 0)  # 0 = as many as everywhere
 
 
-def set_threads(count: int) -> None:
-    "Torch on so many threads where the calling thread computes, and nowhere else."
+def set_threads(count: int) -> int:
+    "Torch on so many threads where the calling thread computes, and nowhere else; MKL's number of this thread before."
     torch.get_num_threads()  # a thread's first call sets the number that it begins with
     _SET(count)
+    return _SET_MKL(count)
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    "The same for as long as it lasts."
+    before, products = torch.get_num_threads(), set_threads(count)
+    try:
+        yield
+    finally:
+        _SET(before)
+        _SET_MKL(products)
 
 # %% ../../nbs/19_backends.worker.ipynb #3f582387
 class Worker:
@@ -120,12 +133,11 @@ class ThreadChoice:
         if len(self.counts) < 2 or tokens < LEAST_TOKENS:
             yield
             return
-        count, before, start = self.next(kind), torch.get_num_threads(), perf_counter()
-        set_threads(count)
+        count, start = self.next(kind), perf_counter()
         try:
-            yield
+            with on_threads(count):
+                yield
         finally:
-            set_threads(before)
             self.note(kind, count, (perf_counter() - start) / tokens)
 
 # %% ../../nbs/19_backends.worker.ipynb #a6f21956
@@ -135,15 +147,12 @@ SMALL_LAYER = 2**20  # weights
 @functools.lru_cache(maxsize=32)
 def same_bits(shapes: tuple[tuple[int, int], ...], dtype: str, counts: tuple[int, ...], rows: int = 1024) -> bool:
     "Whether the products of a pass, forward and backward, have the same bits on any of these numbers of threads."
-    before, found, rng = torch.get_num_threads(), list[list[torch.Tensor]](), torch.Generator().manual_seed(0)
+    found, rng = list[list[torch.Tensor]](), torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=rng).to(getattr(torch, dtype))
     products = [(random(rows, k), random(n, k), random(rows, n)) for n, k in shapes]
-    try:
-        for count in counts:
-            set_threads(count)
+    for count in counts:
+        with on_threads(count):
             found.append([y for x, w, g in products for y in (x @ w.t(), g @ w, g.t() @ x)])
-    finally:
-        set_threads(before)
     return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
