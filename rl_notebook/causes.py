@@ -529,7 +529,7 @@ def ids_moved(e: Evidence) -> int | None:
     "By how much the trainer's ids, all or those from some id on, must be moved to mean the sampler's; None = by none."
     alike = lambda trainer: np.abs(pair_gaps(replace(e, pairs=tuple(map(trainer, e.pairs))))) <= floor(e).largest
     as_is = np.abs(pair_gaps(e)) <= floor(e).largest
-    for k, by in enumerate(OFFSETS if all(p.moved for p in e.pairs) and as_is.mean() < 0.5 else ()):
+    for k, by in enumerate(OFFSETS if e.pairs and all(p.moved for p in e.pairs) and as_is.mean() < 0.5 else ()):
         fits = [as_is, *(alike(lambda p, k=k, i=i: replace(p, trainer=p.moved[k][i])) for i in range(3))]
         known = np.array([np.isfinite(p.moved[k]).any() for p in e.pairs])
         if known.sum() > 7 and np.any(fits, axis=0)[known].mean() > 0.7:  # by chance hardly one fits
