@@ -651,32 +651,34 @@ def beside(e: Evidence) -> tuple[tuple[str, Evidence], ...]:
     return tuple(found)
 
 
+def of_passes(e: Evidence, name: str, x: Evidence) -> list[Finding]:
+    "What one pass says that had, or should have had, the weights of another."
+    most, (_, torn), (_, apart) = coarsest(e).largest, *twins(x)  # the same token behind the same past
+    twin = [abs(x.s[b] - x.s[a]) for a, b in pairs_of_twins(x) if x.p[a] < np.log(0.9)]
+    alike = float(np.mean(np.array(twin) <= most)) if twin else 0.0  # as in one batch: noise spares no pair
+    text = f"the same past differs by up to {max(torn, apart):.2g} nats, but for {alike:.0%} of the pairs"
+    padded = max(0.9 * (torn <= most < apart or alike > 0.2), padding_by_length(x).score * (name == PASS))
+    asked = [Finding("padding side", padded * (max(torn, apart) > most), text)]
+    asked.append(Finding("dropout", 0.9 if torn > most and alike <= 0.2 else 0.0, text))
+    fitted, ordered = fit_series(x), rank_correlation(x.p, x.s) > 0.95
+    if name == LATER:  # updates moved it, too: but not away from what the policy was, and from what it is
+        now = e.flat("policy") if "policy" in e.controls else e.p
+        far = min(size(x.gap).mean, size(x.s - now).mean) > NOISE_FACTOR * size(now - e.p).mean > 0
+        fits = far and ordered and fitted.score > 0.35 and torn <= most
+        return [*asked, replace(fitted, score=max(fitted.score, 0.7) * fits)]
+    small = size(x.gap).mean <= rounding("bfloat16").mean
+    text = f"with the same weights it differs by up to {size(x.gap).largest:.2g} nats from the pass before it"
+    asked += [Finding("dropout", 0.5, text), Finding("dtype or batching", 0.6 * small, text)]
+    fits = max(torn, apart) <= most
+    return [*asked, replace(fitted, score=max(fitted.score, 0.7 * ordered * (fitted.score > 0.35)) * fits)]
+
+
 @lru_cache(maxsize=4)
 def from_beside(e: Evidence) -> tuple[Finding, ...]:
     "What explains them; the reference alone may simply be another one."
     found = list[Finding]()
     for name, x in beside(e):
-        asked, most = [shift(x), rows_permuted(x), wrong_group(x)], coarsest(e).largest
-        if name in (PASS, LATER):
-            (_, torn), (_, apart) = twins(x)  # the same token behind the same past, in rows of the same length or not
-            twin = [abs(x.s[b] - x.s[a]) for a, b in pairs_of_twins(x) if x.p[a] < np.log(0.9)]
-            alike = float(np.mean(np.array(twin) <= most)) if twin else 0.0  # as in one batch: noise spares no pair
-            text = f"the same past differs by up to {max(torn, apart):.2g} nats, but for {alike:.0%} of the pairs"
-            padded = max(0.9 * (torn <= most < apart or alike > 0.2), padding_by_length(x).score * (name == PASS))
-            asked.append(Finding("padding side", padded * (max(torn, apart) > most), text))
-            asked.append(Finding("dropout", 0.9 if torn > most and alike <= 0.2 else 0.0, text))
-            fitted, ordered = fit_series(x), rank_correlation(x.p, x.s) > 0.95
-        if name == PASS:
-            small = size(x.gap).mean <= rounding("bfloat16").mean
-            text = f"with the same weights it differs by up to {size(x.gap).largest:.2g} nats from the pass before it"
-            asked += [Finding("dropout", 0.5, text), Finding("dtype or batching", 0.6 * small, text)]
-            if max(torn, apart) <= most:
-                asked.append(replace(fitted, score=max(fitted.score, 0.7 * ordered * (fitted.score > 0.35))))
-        elif name == LATER:  # updates moved it, too: but not away from what the policy was, and from what it is
-            now = e.flat("policy") if "policy" in e.controls else e.p
-            least = min(size(x.gap).mean, size(x.s - now).mean) > NOISE_FACTOR * size(now - e.p).mean > 0
-            fits = least and ordered and fitted.score > 0.35 and torn <= most
-            asked.append(replace(fitted, score=max(fitted.score, 0.7) * fits))
+        asked = [shift(x), rows_permuted(x), wrong_group(x), *(of_passes(e, name, x) if name in (PASS, LATER) else ())]
         best = strongest(asked)
         if best.score >= LIKELY:
             found.append(replace(best, text=f"{name}: {best.text}", numbers={**best.numbers, "beside": 1.0}))

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import jinja2
@@ -71,25 +72,40 @@ class _TooSlow(Exception):
         return f"not done after {RENDERING_S:g} s"
 
 
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    "Raises `_TooSlow` inside the block, in this thread, once the time is up."
-    thread, lock, over = threading.get_ident(), threading.Lock(), []
+class _Alarm:
+    "Raises `_TooSlow` in threads whose time is up. One thread looks after all of them, as long as there are any."
 
-    def ring() -> None:
-        with lock:
-            if not over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooSlow))
+    def __init__(self):
+        self.lock, self.due = threading.Lock(), dict[object, tuple[float, int]]()
+        self.watched, self.thread = False, threading.Thread()
 
-    timer = threading.Timer(seconds, ring)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        with lock:
-            over.append(True)
+    def watch(self, every: float = 0.1) -> None:  # seconds
+        while True:
+            with self.lock:
+                late = [block for block, (when, _) in self.due.items() if when <= monotonic()]
+                for _, thread in map(self.due.pop, late):
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooSlow))
+                self.watched = bool(self.due)
+                if not self.due:
+                    return
+            sleep(every)
+
+    @contextmanager
+    def __call__(self, seconds: float) -> Iterator[None]:
+        block = object()
+        with self.lock:
+            self.due[block] = (monotonic() + seconds, threading.get_ident())
+            if not (self.watched and self.thread.is_alive()):  # a forked process has no threads of its parent
+                self.watched, self.thread = True, threading.Thread(target=self.watch, daemon=True)
+                self.thread.start()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.due.pop(block, None)
+
+
+_time_limit = _Alarm()
 
 
 def _whole(text: str, where: str) -> str:

@@ -306,23 +306,24 @@ def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:
 # %% ../nbs/32_records.ipynb #b26ade88
 def tokens_frame(record: StepRecord) -> pd.DataFrame:
     "One row per token of each sample: group, sample, position, token, loss_mask, sampler and raw logprobs."
-    parts = [
-        pd.DataFrame(
-            {
-                "group": g.index,
-                "sample": i,
-                "position": np.arange(len(s.tokens)),
-                "token": s.tokens,
-                "loss_mask": s.loss_mask,
-                "sampler_logprobs": s.logprobs,
-                "raw_logprobs": np.full(len(s.tokens), np.nan) if s.raw_logprobs is None else s.raw_logprobs,
-            }
-        )
-        for g in record.groups
-        for i, s in enumerate(g.samples)
+    samples = [(g.index, i, s) for g in record.groups for i, s in enumerate(g.samples)]
+    counts = [len(s.tokens) for _, _, s in samples]
+    raw = [
+        np.full(n, np.nan) if s.raw_logprobs is None else s.raw_logprobs
+        for n, (*_, s) in zip(counts, samples, strict=True)
     ]
-    columns = ["group", "sample", "position", "token", "loss_mask", "sampler_logprobs", "raw_logprobs"]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
+    joined = lambda parts, dtype: np.concatenate([np.zeros(0, dtype), *parts])
+    return pd.DataFrame(
+        {
+            "group": np.repeat(np.array([group for group, *_ in samples], np.int64), counts),
+            "sample": np.repeat(np.array([i for _, i, _ in samples], np.int64), counts),
+            "position": joined(map(np.arange, counts), np.int64),
+            "token": joined((s.tokens for *_, s in samples), np.int64),
+            "loss_mask": joined((s.loss_mask for *_, s in samples), np.int64),
+            "sampler_logprobs": joined((s.logprobs for *_, s in samples), np.float64),
+            "raw_logprobs": joined(raw, np.float64),
+        }
+    )
 
 # %% ../nbs/32_records.ipynb #2aa7e0bc
 def _sample(plain: Mapping[str, Any], rows: pd.DataFrame) -> RolloutSample:
