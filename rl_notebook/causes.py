@@ -150,6 +150,7 @@ def one_to_one(cost: np.ndarray, rows: np.ndarray) -> np.ndarray:  # (M,)
     return source
 
 
+@lru_cache(maxsize=4)
 def moved_within(e: Evidence, limit: int = 64) -> float:
     "Share of what parts the trainer from the sampler that is gone if it has another row's, prompt and all."
     echoed = "sampler" in e.controls and "echo" not in e.refused and e.stamps.trainer_temperature in (None, 1.0)
@@ -289,19 +290,20 @@ def on_the_way(e: Evidence) -> Finding:
 
 # %% ../nbs/47_causes.ipynb #d0389fdd
 def pairs_of_twins(e: Evidence, limit: int = 128) -> list[tuple[int, int]]:
-    "Compared positions with the same token behind the same past, each with the one before it."
+    "Compared positions with the same token behind the same past, by length of the row, each with the next."
     places, known = dict[int, list[int]](), np.isfinite(e.gap)
+    length = [len(e.datums[row].tokens) for row in e.row]
     key, last, read, seen = 0, -1, 0, 0
     for k, (row, target) in enumerate(zip(e.row.tolist(), e.target.tolist(), strict=True)):
         key, last, read, seen = (key, last, read, seen + 1) if row == last else (0, row, 0, 0)
         if seen < limit and known[k]:
             key, read = hash((key, e.datums[row].tokens[read : target + 2].tobytes())), target + 2
             places.setdefault(key, []).append(k)
-    return [pair for found in places.values() for pair in pairwise(found)]
+    return [pair for found in places.values() for pair in pairwise(sorted(found, key=length.__getitem__))]
 
 
 def twins(e: Evidence) -> tuple[tuple[float, float], tuple[float, float]]:
-    "Largest (trainer, sampler) difference over one past: in rows of the same length, and of different length."
+    "Largest (trainer, sampler) difference of such a pair: in rows of the same length, and of different length."
     length = [len(e.datums[row].tokens) for row in e.row]
     found = [[0.0, 0.0], [0.0, 0.0]]
     for a, b in pairs_of_twins(e):
@@ -633,8 +635,8 @@ PASS, LATER = "the pass with gradients", "the pass of the last update"
 @lru_cache(maxsize=4)
 def beside(e: Evidence) -> tuple[tuple[str, Evidence], ...]:
     "Other series that must be the trainer's, and are not: each as the evidence of a sampler."
+    after = lambda k: [x if u == k else None for x, u in zip(e.gradients, updated, strict=True)]
     updated = e.updated or (0,) * len(e.datums)
-    after = lambda k: [x if u == k else None for x, u in zip(e.gradients, updated, strict=bool(e.gradients))]
     others = {PASS: after(0)}
     if last := max(updated):
         others[LATER] = after(last)
@@ -652,7 +654,7 @@ def beside(e: Evidence) -> tuple[tuple[str, Evidence], ...]:
 
 
 def of_passes(e: Evidence, name: str, x: Evidence) -> list[Finding]:
-    "What one pass says that had, or should have had, the weights of another."
+    "What explains a pass whose numbers are not those of the pass before it."
     most, (_, torn), (_, apart) = coarsest(e).largest, *twins(x)  # the same token behind the same past
     twin = [abs(x.s[b] - x.s[a]) for a, b in pairs_of_twins(x) if x.p[a] < np.log(0.9)]
     alike = float(np.mean(np.array(twin) <= most)) if twin else 0.0  # as in one batch: noise spares no pair

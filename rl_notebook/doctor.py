@@ -390,10 +390,10 @@ def paddings(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[
     to = lambda n: {-(-n // m) * m for m in (8, 16, 32, 64)}
     known = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
     fills = list(dict.fromkeys(t for t in known if t is not None)) or [0]
+    for width in sorted({longest, *to(longest)}):
+        yield f"padding to {width}", [fills[0]] * (width - own) + prompt
     for pad in fills:
-        word = "" if pad == fills[0] else f" with {pad}"
-        for width in sorted({longest, *to(longest)}) if pad == fills[0] else ():
-            yield f"padding to {width}", [pad] * (width - own) + prompt
+        word = f" with {pad}" * (pad != fills[0])
         for width in sorted({most, *to(len(prompt))}):
             yield f"padding{word} before the prompt to {width}", [pad] * (width - len(prompt)) + prompt
             yield f"padding{word} behind the prompt to {width}", prompt + [pad] * (width - len(prompt))
@@ -412,8 +412,10 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     d, tokenizer = e.datums[row], backend.tokenizer
     room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(prompt_of(d)))
     made = [*template_prompts(tokenizer, prompt_of(d)), *paddings(e, tokenizer, row), *other_prompts(e, row)]
-    new = {tuple(p): name for name, p in reversed(made) if 0 < len(p) <= room and p != prompt_of(d)}
-    return {name: behind(d, p) for p, name in reversed(new.items())}
+    new = dict[tuple[int, ...], str]()
+    for name, p in made:
+        new.setdefault(tuple(p), name)  # the first name of a prompt that several ways come to
+    return {name: behind(d, p) for p, name in new.items() if 0 < len(p) <= room and [*p] != prompt_of(d)}
 
 
 def other_labels(e: Evidence, row: int, places: int = 4) -> Iterator[tuple[str, int, Datum]]:

@@ -429,7 +429,7 @@ def gather(
     if record:
         known = {"entropy": entropy, "kept": kept_rows(record), "stamps": claims(record, untrained)}
         known["gradients"] = pass_with_gradients(record)
-        known["updated"] = tuple(k for k, datums in enumerate(record.updates) for _ in range(datums))
+        known["updated"] = tuple(np.searchsorted(np.cumsum(record.updates), np.arange(len(datums)), "right").tolist())
         known["stamps"] = replace(known["stamps"], raw=declared)
         e = Evidence(datums, ours, theirs, *from_samples(record), **known)
     else:

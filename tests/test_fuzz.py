@@ -18,6 +18,7 @@ import shutil
 import socket
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -552,6 +553,26 @@ def try_template(template: str) -> None:
 def test_templates(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "RENDERING_S", 0.3)
     try_template(template)
+
+
+def test_a_template_that_loops_ends_in_its_own_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    "One alarm watches over all of them: those beside it are rendered, and it rings again the next time."
+    monkeypatch.setattr(chat, "RENDERING_S", 0.3)
+    endless = "{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}"
+    asked = [{"role": "user", "content": "What?"}]
+
+    def rendered(template: str | None) -> str:
+        tokenizer = load_model("tiny")[1]
+        tokenizer.chat_template = template or tokenizer.chat_template
+        try:
+            return chat.render(tokenizer, asked)
+        except RLNotebookError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(2):
+            said = [*pool.map(rendered, [endless, None, endless, None])]
+            assert ["not done after 0.3 s" in text for text in said] == [True, False, True, False]
 
 
 # --- run folders ------------------------------------------------------------------------------------------------------
