@@ -10,8 +10,8 @@ clean steps `CLEAN`. One part of the zoo (`build`) is there to improve the docto
 its own) says once how good it has become: many of its kinds are in it only, the others come with other seeds and
 strengths. Improve nothing by it, and do not open it while you improve; afterwards it belongs to `build`, and a new one
 is needed. A second one (`unseen3`) was written by somebody who knew the machines and the names of the causes only, and
-a third (`unseen4`), a fourth (`unseen5`), a fifth (`unseen6`), a sixth (`unseen7`) and a seventh (`unseen8`) likewise
-by others, with kinds that no other part has.
+a third (`unseen4`), a fourth (`unseen5`), a fifth (`unseen6`), a sixth (`unseen7`), a seventh (`unseen8`) and an eighth
+(`unseen9`) likewise by others, with kinds that no other part has.
 
 Each case says how large it is: the largest and the mean gap in nats, the mean total variation between the law that
 tokens were drawn from and the one that the client asked for, with what all tokens together say for it in nats, and how

@@ -24,6 +24,7 @@ from .steps import Run, World
 NONE, CLEAN = "none of the known causes", "all well"  # as the doctor says it
 BUILD, UNSEEN, UNSEEN3, UNSEEN4 = "build", "unseen", "unseen3", "unseen4"
 UNSEEN5, UNSEEN6, UNSEEN7, UNSEEN8 = "unseen5", "unseen6", "unseen7", "unseen8"
+UNSEEN9 = "unseen9"
 WORLDS = {
     "plain": World(),
     "lora": World(lora_rank=8, learning_rate=1e-3),
@@ -93,8 +94,9 @@ def cases(split: str) -> Iterator[Case]:
     from .unseen6 import UNSEEN6_KINDS
     from .unseen7 import UNSEEN7_KINDS
     from .unseen8 import UNSEEN8_KINDS
+    from .unseen9 import UNSEEN9_KINDS
 
-    build, later = split == BUILD, split in (UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6, UNSEEN7, UNSEEN8)
+    build, later = split == BUILD, split not in (BUILD, UNSEEN)
     kinds, seeds = {
         BUILD: (KINDS, (0, 1, 2, 10, 11, 12)),
         UNSEEN: (UNSEEN_KINDS, (20, 21, 22)),
@@ -104,6 +106,7 @@ def cases(split: str) -> Iterator[Case]:
         UNSEEN6: (UNSEEN6_KINDS, (100, 101, 102)),
         UNSEEN7: (UNSEEN7_KINDS, (120, 121, 122)),
         UNSEEN8: (UNSEEN8_KINDS, (140, 141, 142)),
+        UNSEEN9: (UNSEEN9_KINDS, (160, 161, 162)),
     }[split]
     for number, kind in enumerate(kinds):
         for i, strength in enumerate(kind.strengths):
