@@ -39,6 +39,7 @@ def measure(rounds: int) -> dict[str, list[Step]]:
         ours = Ours(setting, folder)
         policy: Any = ours.loop.backend.policy
         reference: Any = ours.loop.backend.reference
+        sampler: Any = ours.loop.backend.sampler
         own = policy.state.scoring.threads
         fixed = {"one": (1, 1), "sampling on one": (1, most), "all": (most, most)}
         try:
@@ -46,6 +47,7 @@ def measure(rounds: int) -> dict[str, list[Step]]:
                 for way in WAYS:
                     drawing, passes = fixed.get(way, (1, None))
                     choice = own if passes is None else Fixed((drawing, passes))
+                    sampler.engine.threads = own if passes is None else Fixed((drawing, drawing))
                     policy.state.scoring = replace(policy.state.scoring, threads=choice)
                     reference.scoring = replace(reference.scoring, threads=choice)
                     ours.runner.run(policy.run(set_threads, drawing))
@@ -61,7 +63,7 @@ def measure(rounds: int) -> dict[str, list[Step]]:
 class Fixed(ThreadChoice):
     "Passes on the last of its numbers, whatever is fastest."
 
-    def next(self, kind: str) -> int:
+    def next(self, kind: str, idle: int = sys.maxsize) -> int:
         super().next(kind)
         return self.counts[-1]
 

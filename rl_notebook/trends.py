@@ -5,6 +5,7 @@
 # %% ../nbs/43_trends.ipynb #4195d20a
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ class Past:
         rewards = [np.concatenate([np.zeros(0), *(g.rewards for g in r.groups)]) for r in self.records]
         ends = [(np.nanmin(r), np.nanmax(r)) if np.isfinite(r).any() else (math.nan, math.nan) for r in rewards]
         self.ends = np.array(ends).reshape(-1, 2)  # lowest and highest reward of each step
+        self.lengths = functools.cache(lambda t, name: length_pairs(self.records[t], name))  # several steps look at one
 
     def finite(self, name: str, t: int) -> tuple[np.ndarray, np.ndarray]:
         "Indices and values of a column up to a step, where it has one."
@@ -221,20 +223,23 @@ def dead_grew(past: Past, t: int) -> Change | None:
     return Change(int(found[begins]), {"before": best, "now": now, "solved": solved}, ranking)
 
 # %% ../nbs/43_trends.ipynb #c78d5d53
-def length_correlation(
-    records: Sequence[StepRecord],
+def length_pairs(
+    record: StepRecord,
     name: str,  # of the reward function; empty = the reward
-) -> float:  # 0 with fewer than eight groups that differ in both
-    "Correlation of length and reward inside groups."
+) -> list[np.ndarray]:  # (samples, 2) for each group that differs in both, less their means
+    "Lengths and rewards inside groups."
     parts = []
-    for g in (g for r in records for g in r.groups):
+    for g in record.groups:
         pairs = [(s.completion_len, s.rewards.get(name) if name else s.reward) for s in g.samples]
         known = np.array([(length, reward) for length, reward in pairs if reward is not None], dtype=np.float64)
         if len(known) > 1 and np.ptp(known, axis=0).min() > 1e-9:
             parts.append(known - known.mean(axis=0))
-    if len(parts) < 8:
-        return 0.0
-    return float(np.corrcoef(np.concatenate(parts).T)[0, 1])
+    return parts
+
+
+def length_correlation(parts: Sequence[np.ndarray]) -> float:
+    "Correlation of length and reward inside groups; 0 with fewer than eight."
+    return float(np.corrcoef(np.concatenate(parts).T)[0, 1]) if len(parts) >= 8 else 0.0
 
 # %% ../nbs/43_trends.ipynb #68cac4bc
 def follows_length(past: Past, t: int) -> Change | None:
@@ -246,9 +251,10 @@ def follows_length(past: Past, t: int) -> Change | None:
     first, now = float(np.median(length[:5])), float(np.median(length[-5:]))
     if min(first, now) <= 0 or max(first, now) < 1.25 * min(first, now):
         return None
-    last = [past.records[i] for i in found[-5:]]
-    names = dict.fromkeys(["", *(n for r in last for g in r.groups for s in g.samples for n in s.rewards)])
-    name, r = max(((n, length_correlation(last, n)) for n in names), key=lambda pair: abs(pair[1]))
+    last = [g for i in found[-5:] for g in past.records[i].groups]
+    names = dict.fromkeys(["", *(n for g in last for s in g.samples for n in s.rewards)])
+    correlations = {n: length_correlation([p for i in found[-5:] for p in past.lengths(i, n)]) for n in names}
+    name, r = max(correlations.items(), key=lambda pair: abs(pair[1]))
     if abs(r) < 0.97 or (r > 0) != (now > first):
         return None
     ranking = by_sample(lambda g, i: math.copysign(g.samples[i].completion_len, r))
@@ -338,11 +344,11 @@ def watch_run(
     past, found = Past(records), list[Trend]()
     first = next((t for t, r in enumerate(past.records) if r.step >= since), len(past.records))
     for what, rule in RULES.items():
-        last = -math.inf
-        for t in range(max(0, first - AGAIN), len(past.records)):
-            if (change := rule(past, t)) is None:
-                continue
-            if t - last > AGAIN and t >= first:
+        changes = {t: change for t in range(first, len(past.records)) if (change := rule(past, t))}
+        known = [t for t in range(max(0, first - AGAIN), first) if rule(past, t)] if changes else []
+        last = known[-1] if known else -math.inf
+        for t, change in changes.items():
+            if t - last > AGAIN:
                 began, now = past.records[change.begins].step, past.records[t]
                 places = first_places(now, change.ranking)
                 found.append(Trend(what, began, now.step, change.numbers, places, change.where))

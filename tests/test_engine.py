@@ -24,6 +24,7 @@ from rl_notebook.backends.engine import (
     pick_logprobs,
     probe_error,
 )
+from rl_notebook.backends.worker import ThreadChoice, on_threads, same_bits
 from rl_notebook.cli import main as command
 from rl_notebook.core import BackendError, SampleParams
 
@@ -554,3 +555,26 @@ def test_the_chunked_head_is_the_plain_one(rows, vocab, chunk, temperature, froz
     assert len(chunked) == len(plain)
     for a, b in zip(chunked, plain, strict=True):
         assert a is b is None or torch.allclose(a, b, atol=1e-12)
+
+
+class Forced(ThreadChoice):
+    "The number of threads that a test wants."
+
+    def next(self, kind: str, idle: int = 1) -> int:
+        super().next(kind, idle)
+        return self.counts[-1]
+
+
+@pytest.mark.parametrize("rows", [17, 40])
+def test_decode_steps_on_another_number_of_threads_draw_the_same_bits(rows):
+    model, series = tiny_model(), []
+    if not same_bits(open_model(model).size.shapes, "float32", (1, 2)):
+        pytest.skip("products on two threads have other bits here: one thread computes all")
+    for count in (1, 2):
+        with on_threads(1):
+            engine = engine_of(model, max_batch=rows, threads=Forced((1, count)))
+            requests = [engine.submit([3 + i % 20, 5, 7], SampleParams(max_tokens=9, seed=i)) for i in range(rows)]
+            finish(engine)
+        assert sum(engine.threads.passes.values()) >= 8
+        series.append([(list(c.tokens), list(c.logprobs)) for r in requests for c in r.completions])
+    assert series[0] == series[1]

@@ -5,6 +5,7 @@
 # %% ../../nbs/23_backends.engine.ipynb #8b882155
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from transformers import Cache
 from .base import Meter
 from .prefixes import for_heads, prefix_tree, reading, sent
 from .routing import Routers, find_routers, noting, replaying, write_notes
+from .worker import ThreadChoice
 from ..roofs import model_size, pass_work
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
@@ -266,6 +268,13 @@ def draw(
 
 # %% ../../nbs/23_backends.engine.ipynb #eafaf1fd
 Pairs = dict[int, tuple[Tensor, Tensor]]  # by layer: keys, values
+Stacks = dict[tuple[tuple[int, int], ...], Tensor]  # by (layer, 0 = keys or 1 = values), all of one shape
+
+
+def pairs_of(stacks: Stacks) -> Pairs:
+    "The layers of stacks, as views."
+    each = {place: t for places, stack in stacks.items() for place, t in zip(places, stack, strict=True)}
+    return {layer: (each[layer, 0], each[layer, 1]) for layer, which in each if not which}
 
 
 class SlotCache(Cache):
@@ -276,7 +285,8 @@ class SlotCache(Cache):
     def __init__(self):
         super().__init__(layers=[])
         self.rows = self.slots = self.capacity = self.longest = 0
-        self.buffers: Pairs = {}  # each (slots, heads, capacity, dim)
+        self.stacks: Stacks = {}  # each (layers and sides, slots, heads, capacity, dim)
+        self.buffers: Pairs = {}  # the same by layer
         self.fresh: Pairs = {}  # what the current prefill made
         self.filling = False  # prefill, or decode step
         self.past: Pairs = {}  # what the current prefill goes on from, each (1, heads, T, dim)
@@ -330,19 +340,21 @@ class SlotCache(Cache):
 # %% ../../nbs/23_backends.engine.ipynb #6add36e5
 def reserve(cache: SlotCache, rows: int, columns: int) -> None:
     "Grow the buffers to at least `rows` slots of `columns` columns, keeping what is in them."
-    if rows <= cache.slots and columns <= cache.capacity and cache.buffers:
+    if rows <= cache.slots and columns <= cache.capacity and cache.stacks:
         return
     slots = max(cache.slots, rows)
     capacity = max(cache.capacity, -(-columns // cache.BLOCK) * cache.BLOCK)
-
-    def grown(layer: int, which: int) -> Tensor:
-        like = cache.buffers[layer][which] if cache.buffers else cache.fresh[layer][which]
-        new = like.new_zeros(slots, like.shape[1], capacity, like.shape[3])
-        if cache.buffers:
-            new[: cache.slots, :, : cache.capacity] = like
-        return new
-
-    cache.buffers = {layer: (grown(layer, 0), grown(layer, 1)) for layer in cache.buffers or cache.fresh}
+    if not cache.stacks:
+        places: dict[Any, list[tuple[int, int]]] = {}
+        for layer, which in itertools.product(cache.fresh, (0, 1)):
+            shape = cache.fresh[layer][which].shape
+            places.setdefault((shape[1], shape[3]), []).append((layer, which))
+        like = next(iter(cache.fresh.values()))[0]
+        cache.stacks = {tuple(at): like.new_zeros(len(at), 0, n, 0, dim) for (n, dim), at in places.items()}
+    for at, old in cache.stacks.items():
+        cache.stacks[at] = old.new_zeros(len(at), slots, old.shape[2], capacity, old.shape[4])
+        cache.stacks[at][:, : cache.slots, :, : cache.capacity] = old
+    cache.buffers = pairs_of(cache.stacks)
     cache.slots, cache.capacity, cache.hidden, cache.begins = slots, capacity, None, {}
 
 # %% ../../nbs/23_backends.engine.ipynb #d2218b6f
@@ -382,9 +394,8 @@ def drop_row(cache: SlotCache, row: int) -> None:
     "Remove a row; the last one moves into its slot."
     cache.rows, cache.hidden = cache.rows - 1, None
     if row != cache.rows:
-        for pair in cache.buffers.values():
-            for buffer in pair:
-                buffer[row] = buffer[cache.rows]
+        for stack in cache.stacks.values():
+            stack[:, row] = stack[:, cache.rows]
 
 # %% ../../nbs/23_backends.engine.ipynb #d7073268
 PAST_BYTES = 2**28  # keys and values that are kept for later turns
@@ -405,9 +416,9 @@ class Pasts:
 
     def keep(self, tokens: tuple[int, ...], cache: SlotCache, row: int) -> None:
         "Copy the keys and values of what a row has read."
-        read = lambda buffer: buffer[row : row + 1, :, : len(tokens)].clone()
         self.forget(tokens)
-        self.known[tokens] = {n: (read(k), read(v)) for n, (k, v) in cache.buffers.items()}
+        read = {at: stack[:, row : row + 1, :, : len(tokens)].clone() for at, stack in cache.stacks.items()}
+        self.known[tokens] = pairs_of(read)
         self.used += pairs_bytes(self.known[tokens])
         while self.used > PAST_BYTES:
             self.forget(next(iter(self.known)))
@@ -622,9 +633,12 @@ def attend(
         how: dict[str, Any] = {"is_causal": band is None, "scale": scale, "enable_gqa": k.shape[1] != heads}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, **how)
         return out.transpose(1, 2).reshape(batch, steps, -1)
-    stacked = q.reshape(batch, k.shape[1], -1, q.shape[-1])
-    out = F.scaled_dot_product_attention(stacked, k, v, attn_mask=cache.masks[window], scale=scale)
-    return out.reshape(batch, 1, -1)
+    stacked, mask = q.reshape(batch, k.shape[1], -1, q.shape[-1]), cache.masks[window]
+    if q.device.type != "cpu" or q.dtype not in _FULL:
+        return F.scaled_dot_product_attention(stacked, k, v, attn_mask=mask, scale=scale).reshape(batch, 1, -1)
+    hidden = mask.expand(-1, k.shape[1], -1, -1).flatten(0, 1)
+    scores = torch.baddbmm(hidden, stacked.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(batch, 1, -1)
 
 # %% ../../nbs/23_backends.engine.ipynb #20f2045f
 @dataclass(eq=False)
@@ -1106,6 +1120,7 @@ class Engine:
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last
     burst: int | None = None  # decode steps between two looks at what was drawn; None = 1 on a CPU, elsewhere BURST
+    threads: ThreadChoice = field(default_factory=ThreadChoice)  # of torch, for decode steps of so many rows
 
     def __post_init__(self):
         limits = [limit for limit in (self.max_seq_len, context_length(self.causal.model)) if limit]
@@ -1210,9 +1225,10 @@ def admit(engine: Engine) -> list[Request]:
 
 def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], past: Pairs) -> list[Request]:
     "Read prompts and give each of their rows a place and a first token; returns the requests that this completed."
-    features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, prompts, past))
     longest, known = max(map(len, prompts)), past[0][0].shape[2] if past else 0
     read, padded_to = sum(map(len, prompts)) - known, len(prompts) * longest - known
+    with engine.threads.chosen("prefill", padded_to):
+        features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, prompts, past))
     engine.prefilled_tokens += read
     engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(prompts), padded_to - read))
     place = {p: i for i, p in enumerate(prompts)}
@@ -1315,6 +1331,7 @@ class Course:
 
 
 AHEAD = 16  # steps whose uniform numbers are brought at once
+MANY_ROWS = 16  # of a decode step that may gain from another thread
 
 
 def course_of(engine: Engine, steps: int) -> Course:
@@ -1336,12 +1353,13 @@ def advance(engine: Engine, most: int = 1) -> list[Request]:
         count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
     course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    for numbers in course.uniforms[:count]:
-        step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
-        features, experts = watched(engine, step)
-        steps.append(draw(engine.causal.logits(features), course.plan, numbers))
-        course.tokens, course.at, course.longest = steps[-1][0], course.at + 1, course.longest + 1
-        noted += [] if experts is None else [experts]
+    with engine.threads.chosen(f"decode of 2^{len(rows).bit_length()} rows", count * len(rows), MANY_ROWS):
+        for numbers in course.uniforms[:count]:
+            step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
+            features, experts = watched(engine, step)
+            steps.append(draw(engine.causal.logits(features), course.plan, numbers))
+            course.tokens, course.at, course.longest = steps[-1][0], course.at + 1, course.longest + 1
+            noted += [] if experts is None else [experts]
     read, engine.course, course.uniforms = count * len(rows), course, course.uniforms[count:]
     done = emit(engine, steps, experts=on_host(engine, torch.stack(noted)) if noted else None)
     unseen = read - (engine.meter.tokens_sampled - before)

@@ -1460,6 +1460,7 @@ def open_local(
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     counts = thread_counts(engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline)
     run, choice = Worker(inline, counts[0] if counts else None), ThreadChoice(counts)
+    engine.threads = choice
     draws = Worker(threads=counts[0] if counts else None) if beside else run
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only

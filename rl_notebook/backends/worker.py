@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import os
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -104,6 +106,16 @@ KEPT = 3  # times of each number
 LEAST_TOKENS = 256  # of a pass that says how fast a number is
 
 
+def idle_processors() -> int:
+    "On how many processors nothing else runs at this moment; where the system does not say it, the number of all."
+    total = os.cpu_count() or 1
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])  # this thread among them
+    except (OSError, ValueError, IndexError):
+        return total
+    return max(1, total - running + 1)
+
+
 @dataclass(eq=False)
 class ThreadChoice:
     "How many threads of torch each kind of pass takes."
@@ -112,15 +124,16 @@ class ThreadChoice:
     times: dict[str, dict[int, deque[float]]] = field(default_factory=dict)  # by kind and number, seconds a token
     passes: Counter[str] = field(default_factory=Counter)  # by kind
 
-    def next(self, kind: str) -> int:
-        "What the next pass of a kind takes."
+    def next(self, kind: str, idle: int = sys.maxsize) -> int:
+        "What the next pass of a kind takes, of so many idle processors."
+        counts = [count for count in self.counts if count <= max(idle, self.counts[0])]
         times = self.times.setdefault(kind, {count: deque(maxlen=KEPT) for count in self.counts})
-        if untried := [count for count in self.counts if len(times[count]) < 2]:
+        if untried := [count for count in counts if len(times[count]) < 2]:
             return untried[0]
-        best = min(self.counts, key=lambda count: min(times[count]))
+        best = min(counts, key=lambda count: min(times[count]))
         turn, now = divmod(self.passes[kind], TRY_EVERY)
-        others = [count for count in self.counts if count != best]
-        return best if now else others[turn % len(others)]
+        others = [count for count in counts if count != best]
+        return best if now or not others else others[turn % len(others)]
 
     def note(self, kind: str, count: int, seconds: float) -> None:
         "Keep what a pass took for each token."
@@ -128,12 +141,12 @@ class ThreadChoice:
         self.passes[kind] += 1
 
     @contextmanager
-    def chosen(self, kind: str, tokens: int) -> Iterator[None]:
-        "The pass of a kind over so many tokens, which is timed."
-        if len(self.counts) < 2 or tokens < LEAST_TOKENS:
+    def chosen(self, kind: str, tokens: int, least: int = LEAST_TOKENS) -> Iterator[None]:
+        "The pass of a kind over so many tokens, which is timed if they are not too few."
+        if len(self.counts) < 2 or tokens < least:
             yield
             return
-        count, start = self.next(kind), perf_counter()
+        count, start = self.next(kind, idle_processors()), perf_counter()
         try:
             with on_threads(count):
                 yield
@@ -145,11 +158,16 @@ SMALL_LAYER = 2**20  # weights
 
 
 @functools.lru_cache(maxsize=32)
-def same_bits(shapes: tuple[tuple[int, int], ...], dtype: str, counts: tuple[int, ...], rows: int = 1024) -> bool:
+def same_bits(
+    shapes: tuple[tuple[int, int], ...],
+    dtype: str,
+    counts: tuple[int, ...],
+    rows: tuple[int, ...] = (16, 100, 1024),  # of decode steps, and of a pass over sequences
+) -> bool:
     "Whether the products of a pass, forward and backward, have the same bits on any of these numbers of threads."
     found, rng = list[list[torch.Tensor]](), torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=rng).to(getattr(torch, dtype))
-    products = [(random(rows, k), random(n, k), random(rows, n)) for n, k in shapes]
+    products = [(random(m, k), random(n, k), random(m, n)) for m in rows for n, k in shapes]
     for count in counts:
         with on_threads(count):
             found.append([y for x, w, g in products for y in (x @ w.t(), g @ w, g.t() @ x)])
