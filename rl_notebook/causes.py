@@ -155,13 +155,14 @@ def moved_within(e: Evidence, limit: int = 64) -> float:
     "Share of what parts the trainer from the sampler that is gone if it has another row's, prompt and all."
     echoed = "sampler" in e.controls and "echo" not in e.refused and e.stamps.trainer_temperature in (None, 1.0)
     drawn = lambda: tuple(np.where(m, x, np.nan) for m, x in zip(e.mask, e.sampler, strict=True))
-    given = e.controls["sampler"] if echoed else drawn()
+    heard = e.controls["sampler"] if echoed else (None,) * len(e.datums)
+    given = tuple(own if x is None else x for x, own in zip(heard, drawn(), strict=True))
     before, after, tol = e.p - e.flat(given), np.full(len(e.gap), np.nan), tolerance(e)
     near = lambda x: np.nanmean(np.abs(x)) if np.isfinite(x).mean() > 0.5 else np.inf
     texts = [d.tokens for d in e.datums]
     for row in np.unique(e.row)[:limit]:
         at, left = e.row == row, [before[e.row == row]]
-        for of in (k for k, x in enumerate(given[:limit]) if x is not None and k != row):
+        for of in (k for k in range(len(given[:limit])) if k != row):
             n = min(len(texts[of]), len(texts[row]))
             same = int(np.argmin(np.r_[texts[of][:n] == texts[row][:n], False]))  # what begins alike is alike
             theirs = np.r_[given[of], np.full(len(texts[row]), np.nan)]
@@ -227,8 +228,9 @@ def wrong_group(e: Evidence) -> Finding:
 # %% ../nbs/47_causes.ipynb #ecda9370
 def context_fit(e: Evidence, side: str, tried: Sequence[str]) -> Finding:
     "How far fresh scores of one side under changed prompts are the other side's numbers; each row may choose."
-    tol = tolerance(e)
-    given, other = (e.s, "sampler") if side == "policy" else (e.p, "trainer")
+    tol, ours = tolerance(e), side == "policy"
+    given, other = (e.s, "sampler") if ours else (e.p, "trainer")
+    as_it_is = e.flat("policy alone" if ours and batch_matters(e) else side)  # what is right alone needs no other text
     best, used = np.full(len(given), np.nan), dict[str, None]()
     for row in np.unique(e.row):
         at = e.row == row
@@ -237,10 +239,11 @@ def context_fit(e: Evidence, side: str, tried: Sequence[str]) -> Finding:
             name = min(fresh, key=lambda c: excess(given[at] - fresh[c], tol))
             best[at] = fresh[name]
             used[name.partition(", ")[2]] = None
-    gone = explained(given - e.flat(side), given - best, tol)
+    gone = explained(given - as_it_is, given - best, tol)
     text = f"{side} reading {' or '.join(list(used)[:3])} says what the {other} said: {gone:.0%} gone"
     loose = learned_since(e) or coarsest(e).largest > rounding("float32").largest  # rounding leaves a little
-    return Finding("", exact(gone, 0.9 if loose else 0.98), text)
+    score = exact(gone, 0.9 if loose else 0.98)
+    return Finding("", score if loose or not beyond(given - best, floor(e)) else min(score, 0.85), text)
 
 
 def best_context(e: Evidence, *names: str) -> Finding:
@@ -271,11 +274,25 @@ def bos_or_template(e: Evidence) -> Finding:
         text = f"{len(e.foreign)} of {len(e.datums)} datums have other tokens than their sample"
         return Finding("BOS or template", 0.85, text, {"datums": len(e.foreign)})
     if not any("," in name for name in e.controls):
-        return scatter(e, "BOS or template", 0.3 if np.nanmax(np.abs(e.gap), initial=0) > 5 else None)
+        guess = scatter(e, "BOS or template", 0.3 if np.nanmax(np.abs(e.gap), initial=0) > 5 else None)
+        return strongest([guess, between_turns(e)])
     rendered = replace(best_context(e, "without", "a second", "edit"), cause="BOS or template")
-    return strongest([rendered, on_the_way(e)])
+    return strongest([rendered, on_the_way(e), between_turns(e)])
 
+# %% ../nbs/47_causes.ipynb #8299592f
+def between_turns(e: Evidence) -> Finding:
+    "First answers agree, and the next ones are off from their beginning: what stands between them is read otherwise."
+    off, first, later = np.abs(e.gap) > tolerance(e), list[bool](), list[bool]()
+    for row in np.unique(e.row):
+        at = e.row == row
+        begins = np.flatnonzero(np.diff(e.target[at]) > 1) + 1
+        first.append(bool(off[at][: begins[0] if len(begins) else None].any()))
+        later += [any(off[at][begin : begin + 4].any() for begin in begins)] if len(begins) else []
+    share = float(np.mean(later)) if len(later) > 3 and not any(first) else 0.0
+    text = f"first answers agree, of {len(later)} rows with later ones {share:.0%} are off where these begin"
+    return Finding("BOS or template", 0.7 * share * (share > 0.5), text)
 
+# %% ../nbs/47_causes.ipynb #be49947c
 def on_the_way(e: Evidence) -> Finding:
     "The prompt is changed on its way to the sampler, by nothing that was tried."
     form = shape(e)
@@ -315,7 +332,10 @@ def twins(e: Evidence) -> tuple[tuple[float, float], tuple[float, float]]:
 
 def batch_matters(e: Evidence) -> bool:
     "Whether the policy scores a row alone otherwise than among others, and the same each time."
-    moved = beyond(e.flat("policy alone") - e.flat("policy"), rounding(e.stamps.trainer_dtype or "float32"))
+    alone, own = e.flat("policy alone"), rounding(e.stamps.trainer_dtype or "float32")
+    moved = beyond(alone - e.flat("policy"), own)
+    if not moved and not beyond(e.s - alone, floor(e)):  # those few were lucky in their company, others were not
+        moved = beyond(alone - e.p, own) and beyond(e.s - e.flat("policy"), own)
     return moved and not beyond(e.flat("policy again") - e.flat("policy"), floor(e))
 
 
@@ -351,7 +371,9 @@ def padding_side(e: Evidence) -> Finding:
     "Rows were padded on the left without a mask, so that a row depends on the others in its batch."
     if "policy alone" in e.controls:
         score = explained(e.gap, e.s - e.flat("policy alone"), tolerance(e)) * batch_matters(e)
-        score = score / 2 if beyond(e.s - e.flat("policy alone"), floor(e)) or moved_within(e) > 0.5 else score
+        others = beyond(e.s - e.flat("policy alone"), floor(e)) or moved_within(e) > 0.5
+        unpadded = e.pairs and (np.abs(pair_gaps(e)) > coarsest(e).largest).mean() > 0.1  # all as long as each other
+        score = score / 2 if others or unpadded else score
         text = f"scored alone, rows lose {score:.0%} of their gap"  # as they do in batches that are mixed up otherwise
         alone = Finding("padding side", 0.88 * score, text)
         return strongest([alone, replace(best_context(e, "padding"), cause="padding side")])
@@ -529,8 +551,9 @@ def other_ids(e: Evidence) -> Finding:
 # %% ../nbs/47_causes.ipynb #915854d1
 def ids_moved(e: Evidence) -> int | None:
     "By how much the trainer's ids, all or those from some id on, must be moved to mean the sampler's; None = by none."
-    alike = lambda trainer: np.abs(pair_gaps(replace(e, pairs=tuple(map(trainer, e.pairs))))) <= floor(e).largest
-    as_is = np.abs(pair_gaps(e)) <= floor(e).largest
+    gaps = lambda trainer: np.abs(pair_gaps(replace(e, pairs=tuple(map(trainer, e.pairs)))))
+    alike = lambda trainer: gaps(trainer) <= max(floor(e).largest, coarsest(e).mean)
+    as_is = np.abs(pair_gaps(e)) <= coarsest(e).largest
     for k, by in enumerate(OFFSETS if e.pairs and all(p.moved for p in e.pairs) and as_is.mean() < 0.5 else ()):
         fits = [as_is, *(alike(lambda p, k=k, i=i: replace(p, trainer=p.moved[k][i])) for i in range(3))]
         known = np.array([np.isfinite(p.moved[k]).any() for p in e.pairs])
@@ -544,8 +567,7 @@ def vocabulary(e: Evidence) -> Finding:
     if e.pairs and (by := ids_moved(e)) is not None:
         text = f"two tokens alone: ids of the sampler's are the trainer's {-by:+d}, and then all numbers agree"
         return Finding("vocabulary", 0.97, text, {"offset": -by})
-    if (np.abs(pair_gaps(e)) <= floor(e).largest).any():
-        return other_ids(e)
+    apart = other_ids(e) if (np.abs(pair_gaps(e)) <= floor(e).largest).any() else None
     size = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     absurd = np.isfinite(e.gap) & (e.p < -np.log(size)) & (e.s > -np.log(size))
     off = np.isfinite(e.gap) & (e.gap > 1)
@@ -558,7 +580,10 @@ def vocabulary(e: Evidence) -> Finding:
     )
     numbers = {"tokens": int(absurd.sum()), "ids": len(steady)}
     sure = 0.45 if e.pairs else 0.95  # where no two tokens agree, other weights do it, too
-    return Finding("vocabulary", sure * score, text, numbers, tuple(np.flatnonzero(absurd).tolist()))
+    if apart is not None:  # some pairs agree, so that it takes more to be absurd
+        sure *= bool(np.nanmean(e.p) < -2 * np.log(size))
+    by_token = Finding("vocabulary", sure * score, text, numbers, tuple(np.flatnonzero(absurd).tolist()))
+    return by_token if apart is None else strongest([apart, by_token])
 
 # %% ../nbs/47_causes.ipynb #19fef9e0
 def unspoken_starts(e: Evidence) -> tuple[np.ndarray, float]:

@@ -453,6 +453,21 @@ def fit_rows(e: Evidence) -> Finding:
     return Finding("temperature", 0.9 * exact(gone, 0.7), text, {"lowest": found.min(), "highest": found.max()})
 
 # %% ../nbs/46_draws.ipynb #d45d63d8
+def fit_pairs(e: Evidence) -> Finding:
+    "A temperature of some batches of the trainer's: two tokens alone, what is off behind one lies on a line."
+    far, slopes = [p for p in e.pairs if abs(p.sampler - p.trainer) > coarsest(e).largest], list[float]()
+    for before in {p.before for p in far}:
+        s, p = np.array(sorted((p.sampler, p.trainer) for p in far if p.before == before)).T[:, [0, -1]]
+        slopes += [(p[1] - p[0]) / (s[1] - s[0])] if s[1] - s[0] > 0.3 else []
+    if len(slopes) < 3 or e.stamps.trainer_temperature not in (None, 1.0):
+        return Finding("temperature", 0.0, "too few pairs are off")
+    slope = float(np.median(slopes))
+    alike = float(np.mean(np.abs(np.array(slopes) - slope) < 0.01 * abs(slope)))
+    moved = np.median([abs(p.trainer - slope * p.sampler) for p in far]) > 0.01  # else it is another logarithm
+    text = f"two tokens alone: what is off is at temperature {1 / slope:.2f} for the trainer, {alike:.0%} of it"
+    return Finding("temperature", 0.93 * exact(alike, 0.8) * (moved and slope > 0 and abs(slope - 1) > 0.02), text)
+
+# %% ../nbs/46_draws.ipynb #840ee12f
 def fit_places(e: Evidence) -> Finding:
     "At some places, and not at others, one side has divided by the run's temperature twice, or not at all."
     t, tol = e.stamps.trainer_temperature or 1.0, tolerance(e)
@@ -473,7 +488,7 @@ def temperature(e: Evidence) -> Finding:
     "One side divided its logits by a temperature."
     drawn = from_draws(e, "temperature", ["temperature"])
     fitted = strongest([fit_shape(e), fit_heads(e)]) if e.redraws and differs(e) else fit_series(e)
-    fitted = strongest([fitted, fit_rows(e), fit_places(e)])
+    fitted = strongest([fitted, fit_rows(e), fit_places(e), fit_pairs(e)])
     fitted = replace(fitted, score=0.0) if told_otherwise(e) else fitted
     return strongest([drawn, from_record(e, "temperature"), fitted])
 
