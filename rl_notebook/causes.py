@@ -135,7 +135,8 @@ def match_rows(e: Evidence, limit: int = 64, width: int = 128) -> RowMatch:
     count = [(np.isfinite(s[i]) & there).sum(axis=1) for i in rows]
     own = [np.where(there, over(s[i], p[i]), 0).sum(axis=1) for i in rows]
     other = [over(s[i], p).sum(axis=1) for i in rows]
-    tells = [((np.abs(s[i] - p) <= tol) & (s[i] < np.log(0.9))).any(axis=1) for i in rows]
+    near = max(tol, 2.0**-6)  # nats: half precision besides would leave as much
+    tells = [((np.abs(s[i] - p) <= near) & (s[i] < np.log(0.9))).any(axis=1) for i in rows]
     other = [np.where(*x) for x in zip(tells, other, map(np.maximum, other, own), strict=True)]  # sure rows fit any
     return RowMatch(rows, *(np.array(x, dtype=float).reshape(shape) for x in (count, own, other)))
 
@@ -288,7 +289,7 @@ def between_turns(e: Evidence) -> Finding:
         begins = np.flatnonzero(np.diff(e.target[at]) > 1) + 1
         first.append(bool(off[at][: begins[0] if len(begins) else None].any()))
         later += [any(off[at][begin : begin + 4].any() for begin in begins)] if len(begins) else []
-    share = float(np.mean(later)) if len(later) > 3 and not any(first) else 0.0
+    share = float(np.mean(later)) if len(later) > 3 and not any(first) and lagging_answers(e) < ALIKE else 0.0
     text = f"first answers agree, of {len(later)} rows with later ones {share:.0%} are off where these begin"
     return Finding("BOS or template", 0.7 * share * (share > 0.5), text)
 
@@ -426,12 +427,31 @@ def unlearned(e: Evidence) -> tuple[float, float]:
     return float(np.mean(parts)), explained(gap, left, tolerance(e))
 
 # %% ../nbs/47_causes.ipynb #c9c2497a
+@lru_cache(maxsize=4)
+def lagging_answers(e: Evidence) -> float:
+    "If only some answers of a group are off: how far they are so against what was learned, 1 = in proportion."
+    learned = e.p - e.flat(e.controls.get("reference", [d.ref_logprobs for d in e.datums]))
+    group = np.array([e.datums[row].group for row in e.row])
+    answer = np.cumsum(np.r_[True, (np.diff(e.row) != 0) | (np.diff(e.target) > 1)])
+    lags = np.isin(answer, answer[np.abs(e.gap) > tolerance(e)])
+    unsure = e.p < np.log(0.9)  # of tokens that could be off
+    torn = [bool((unsure & ~lags & (group == g)).any()) for g in np.unique(group[lags])]
+    at = lags & np.isfinite(e.gap * learned)
+    size = float(np.sqrt((e.gap[at] ** 2).sum() * (learned[at] ** 2).sum()))
+    if not torn or np.mean(torn) < 0.8 or size == 0:
+        return 0.0
+    return max(0.0, -float(e.gap[at] @ learned[at]) / size) ** 2
+
+# %% ../nbs/47_causes.ipynb #485c81f3
 def stale_weights(e: Evidence) -> Finding:
     "The sampler drew from older weights than the trainer scored with."
-    tol, (part, gone) = tolerance(e), unlearned(e)
+    tol, (part, gone), some = tolerance(e), unlearned(e), lagging_answers(e)
+    part, gone = (0.5, some) if some > gone else (part, gone)
     behind = (0.3 if as_then(e) else 0.5) + 0.4 * gone
     behind *= gone >= ALIKE and 0.02 < part < 0.95 and not e.stamps.untrained
     lacking = f"the sampler lacks {part:.0%} of what the policy learned, which is {gone:.0%} of the gap"
+    if some == gone > 0:
+        lacking = f"some answers of a group lack a part of what the policy learned, so far as {gone:.0%}"
     if "sampler synced" in e.controls:
         asked, synced = e.flat("sampler"), e.flat("sampler synced")
         before, by_raw = (explained(e.gap, x - asked, tol) for x in (e.s, e.flat(e.raw)))
