@@ -437,10 +437,11 @@ def lagging_answers(e: Evidence) -> float:
     unsure = e.p < np.log(0.9)  # of tokens that could be off
     torn = [bool((unsure & ~lags & (group == g)).any()) for g in np.unique(group[lags])]
     at = lags & np.isfinite(e.gap * learned)
-    size = float(np.sqrt((e.gap[at] ** 2).sum() * (learned[at] ** 2).sum()))
-    if not torn or np.mean(torn) < 0.8 or size == 0:
+    norm = lambda x: float(np.linalg.norm(x[at])) or 1.0
+    along = lambda x: float(x[at] @ learned[at]) / (norm(x) * norm(learned))
+    if not torn or np.mean(torn) < 0.8 or along(e.gap + learned) < 0.5:  # it has learned nothing: the trainer is off
         return 0.0
-    return max(0.0, -float(e.gap[at] @ learned[at]) / size) ** 2
+    return max(0.0, -along(e.gap)) ** 2
 
 # %% ../nbs/47_causes.ipynb #485c81f3
 def stale_weights(e: Evidence) -> Finding:
