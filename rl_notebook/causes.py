@@ -333,6 +333,8 @@ def twins(e: Evidence) -> tuple[tuple[float, float], tuple[float, float]]:
 
 def batch_matters(e: Evidence) -> bool:
     "Whether the policy scores a row alone otherwise than among others, and the same each time."
+    if "policy alone" not in e.controls:
+        return False
     alone, own = e.flat("policy alone"), rounding(e.stamps.trainer_dtype or "float32")
     moved = beyond(alone - e.flat("policy"), own)
     if not moved and not beyond(e.s - alone, floor(e)):  # those few were lucky in their company, others were not

@@ -455,17 +455,18 @@ def fit_rows(e: Evidence) -> Finding:
 # %% ../nbs/46_draws.ipynb #d45d63d8
 def fit_pairs(e: Evidence) -> Finding:
     "A temperature of some batches of the trainer's: two tokens alone, what is off behind one lies on a line."
-    far, steep = [p for p in e.pairs if abs(p.sampler - p.trainer) > coarsest(e).largest], list[float]()
+    apart = [(p, abs(p.sampler - p.trainer)) for p in e.pairs]
+    far, steep = [p for p, gap in apart if coarsest(e).largest < gap < np.inf], list[float]()
     for before in {p.before for p in far}:
         s, p = np.array(sorted((p.sampler, p.trainer) for p in far if p.before == before)).T[:, [0, -1]]
         steep += [(p[1] - p[0]) / (s[1] - s[0])] if s[1] - s[0] > 0.3 else []
     if len(steep) < 3 or e.stamps.trainer_temperature not in (None, 1.0):
         return Finding("temperature", 0.0, "too few pairs are off")
-    usual = float(np.median(steep))
+    usual = max(float(np.median(steep)), 1e-3)
     alike = float(np.mean(np.abs(np.array(steep) - usual) < 0.01 * abs(usual)))
     moved = np.median([abs(p.trainer - usual * p.sampler) for p in far]) > 0.01  # else it is another logarithm
     text = f"two tokens alone: what is off is at temperature {1 / usual:.2f} for the trainer, {alike:.0%} of it"
-    return Finding("temperature", 0.93 * exact(alike, 0.8) * (moved and usual > 0 and abs(usual - 1) > 0.02), text)
+    return Finding("temperature", 0.93 * exact(alike, 0.8) * (moved and abs(usual - 1) > 0.02), text)
 
 # %% ../nbs/46_draws.ipynb #840ee12f
 def fit_places(e: Evidence) -> Finding:

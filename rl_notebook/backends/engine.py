@@ -1227,7 +1227,7 @@ def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]
     "Read prompts and give each of their rows a place and a first token; returns the requests that this completed."
     longest, known = max(map(len, prompts)), past[0][0].shape[2] if past else 0
     read, padded_to = sum(map(len, prompts)) - known, len(prompts) * longest - known
-    with engine.threads.chosen("prefill", padded_to):
+    with engine.threads.chosen("prefill", padded_to * (engine.causal.route != "full")):  # there the head is in it
         features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, prompts, past))
     engine.prefilled_tokens += read
     engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(prompts), padded_to - read))
@@ -1331,7 +1331,7 @@ class Course:
 
 
 AHEAD = 16  # steps whose uniform numbers are brought at once
-MANY_ROWS = 16  # of a decode step that may gain from another thread
+MANY_ROWS = 16  # of a decode step that may gain from another thread; products of fewer may have other bits on it
 
 
 def course_of(engine: Engine, steps: int) -> Course:
@@ -1353,7 +1353,8 @@ def advance(engine: Engine, most: int = 1) -> list[Request]:
         count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
     course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    with engine.threads.chosen(f"decode of 2^{len(rows).bit_length()} rows", count * len(rows), MANY_ROWS):
+    asked = count * len(rows) * (len(rows) >= MANY_ROWS)
+    with engine.threads.chosen(f"decode of 2^{len(rows).bit_length() - 1} rows", asked, MANY_ROWS):
         for numbers in course.uniforms[:count]:
             step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
             features, experts = watched(engine, step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import math
 import os
 import sys
 from collections import Counter, deque
@@ -174,7 +175,12 @@ def same_bits(
     return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def thread_counts(size: ModelSize | None, layers: int, asked: int | None, inline: bool) -> tuple[int, ...]:
+VECTORS = 32  # floats that are computed together, on any processor
+
+
+def thread_counts(
+    size: ModelSize | None, layers: int, asked: int | None, inline: bool, head: tuple[int, int] | None = None
+) -> tuple[int, ...]:
     "The numbers of threads that passes may take, the worker's own first; () = as torch is set. Raises `ConfigError`."
     if asked is not None and (inline or asked < 1):
         expected, fix = "1 or more, for a worker thread", "With inline=True, call torch.set_num_threads instead."
@@ -184,5 +190,9 @@ def thread_counts(size: ModelSize | None, layers: int, asked: int | None, inline
     if inline or size is None or size.device != "cpu" or size.body >= SMALL_LAYER * layers:
         return ()
     most = torch.get_num_threads()
+    wide = max(inputs for _, inputs in size.shapes)
     counts = (*(2**i for i in range(most.bit_length()) if 2**i < most), most)
-    return counts if most == 1 or same_bits(size.shapes, size.dtype, counts) else (1,)
+    counts = tuple(c for c in counts if wide % (VECTORS * math.lcm(*range(1, c + 1))) == 0 or c == 1)
+    alike = same_bits(size.shapes, size.dtype, counts)
+    alike = alike and (head is None or same_bits((head,), size.dtype, counts, (16, 99)))
+    return counts if alike else (1,)
