@@ -458,7 +458,11 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
         others = "" if parts.vanishes(parts.kl) else f" and {short(parts.kl)} KL term"
         return f"Loss is {short(value)}: {short(parts.entropy)} entropy bonus{others}; the rest is 0 because {why}"
     if not parts.vanishes(parts.kl):
-        return f"Loss is {short(value)}, all of it the KL term (kl_beta {o.kl_beta:g}): the rest is 0 because {why}"
+        share = abs(parts.policy) > 1e-3 * (abs(parts.positive) + abs(parts.negative)) + 1e-6
+        little = f"{short(parts.policy)} of the advantages is little beside it"
+        rest = little if share else f"the rest is 0 because {why}"
+        whole = "nearly all" if share else "all"
+        return f"Loss is {short(value)}, {whole} of it the KL term (kl_beta {o.kl_beta:g}): {rest}"
     equal = o.kl_beta > 0 and len(parts.tis) > 0 and parts.scale <= 1e-7
     return f"Loss is 0.000 because {why}" + (", and the policy equals the reference, so KL is 0" if equal else "")
 
