@@ -24,7 +24,7 @@ from transformers import Cache
 from .base import Meter
 from .prefixes import for_heads, prefix_tree, reading, sent
 from .routing import Routers, find_routers, noting, replaying, write_notes
-from .worker import ThreadChoice
+from .worker import ThreadChoice, idle_processors
 from ..roofs import model_size, pass_work
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
@@ -1331,7 +1331,7 @@ class Course:
 
 
 AHEAD = 16  # steps whose uniform numbers are brought at once
-MANY_ROWS = 16  # of a decode step that may gain from another thread; products of fewer may have other bits on it
+MANY_ROWS = 64  # of a decode step that may gain from another thread; products of fewer may have other bits on it
 
 
 def course_of(engine: Engine, steps: int) -> Course:
@@ -1353,8 +1353,8 @@ def advance(engine: Engine, most: int = 1) -> list[Request]:
         count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
     course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    asked = count * len(rows) * (len(rows) >= MANY_ROWS)
-    with engine.threads.chosen(f"decode of 2^{len(rows).bit_length() - 1} rows", asked, MANY_ROWS):
+    asked, idle = (count * len(rows), idle_processors()) if len(rows) >= MANY_ROWS else (0, 1)
+    with engine.threads.chosen(f"decode of 2^{len(rows).bit_length() - 1} rows", asked, MANY_ROWS, idle):
         for numbers in course.uniforms[:count]:
             step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
             features, experts = watched(engine, step)

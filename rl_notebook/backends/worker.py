@@ -142,12 +142,12 @@ class ThreadChoice:
         self.passes[kind] += 1
 
     @contextmanager
-    def chosen(self, kind: str, tokens: int, least: int = LEAST_TOKENS) -> Iterator[None]:
+    def chosen(self, kind: str, tokens: int, least: int = LEAST_TOKENS, idle: int = sys.maxsize) -> Iterator[None]:
         "The pass of a kind over so many tokens, which is timed if they are not too few."
         if len(self.counts) < 2 or tokens < least:
             yield
             return
-        count, start = self.next(kind, idle_processors()), perf_counter()
+        count, start = self.next(kind, idle), perf_counter()
         try:
             with on_threads(count):
                 yield
