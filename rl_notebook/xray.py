@@ -461,8 +461,8 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
         share = abs(parts.policy) > 1e-3 * (abs(parts.positive) + abs(parts.negative)) + 1e-6
         little = f"{short(parts.policy)} of the advantages is little beside it"
         rest = little if share else f"the rest is 0 because {why}"
-        whole = "nearly all" if share else "all"
-        return f"Loss is {short(value)}, {whole} of it the KL term (kl_beta {o.kl_beta:g}): {rest}"
+        whole = "hardly anything but" if share else "all of it"
+        return f"Loss is {short(value)}, {whole} the KL term (kl_beta {o.kl_beta:g}): {rest}"
     equal = o.kl_beta > 0 and len(parts.tis) > 0 and parts.scale <= 1e-7
     return f"Loss is 0.000 because {why}" + (", and the policy equals the reference, so KL is 0" if equal else "")
 
