@@ -3,7 +3,7 @@
     python benchmarks/threads.py --json FILE
 
 One loop takes all steps, the ways in turns, and before each step this thread computes something, as a cell
-would: first with nothing beside it, then beside a program that keeps one processor busy.
+would: first with nothing beside it, then beside a program that keeps one processor busy. Then decode steps, by rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,10 @@ from typing import Any
 
 import torch
 
-from rl_notebook.backends.worker import ThreadChoice, set_threads
+from rl_notebook.backends.base import SampleParams
+from rl_notebook.backends.engine import Engine, open_model
+from rl_notebook.backends.worker import ThreadChoice, on_threads, release_team, set_threads
+from rl_notebook.toy import load_model
 from step import MEASURES, SETTINGS, Ours, Step, save_endless
 
 WAYS = ("chosen", "one", "sampling on one", "all")
@@ -68,16 +72,37 @@ class Fixed(ThreadChoice):
         return self.counts[-1]
 
 
+def decode_steps(rows: int, turns: int = 9, steps: int = 32) -> dict[str, float]:
+    "Milliseconds of a decode step of so many rows on one thread, on all, and as chosen, in turns."
+    causal, most = open_model(load_model("tiny")[0].requires_grad_(False)), torch.get_num_threads()
+    ways = {"one": Fixed((1, 1)), "all": Fixed((1, most)), "chosen": ThreadChoice((1, most))}
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(turns):
+        for way, choice in ways.items():
+            with on_threads(1):
+                engine = Engine(causal, eos_token_ids=frozenset(), max_batch=rows, threads=choice)
+                for i in range(rows // 8):
+                    engine.submit([5 + i] * 20, SampleParams(max_tokens=steps + 1, n=8, seed=i))
+                engine.run_steps(0)
+                begin = time.perf_counter()
+                while not engine.idle:
+                    release_team()
+                    engine.run_steps()
+                found[way] += [1000 * (time.perf_counter() - begin) / steps] if turn else []
+    return {way: statistics.median(times) for way, times in found.items()}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=6, help="measured turns of each way; one more comes before them")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
-    load, found = os.getloadavg()[0], {}
+    load, found, decode = os.getloadavg()[0], {}, {}
     for beside in (0, 1):
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
         try:
             steps = measure(args.rounds)
+            decode[beside] = {rows: decode_steps(rows) for rows in (32, 64, 128, 256)}
         finally:
             for other in others:
                 other.kill()
@@ -89,10 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for beside, ways in found.items():
         for way, medians in ways.items():
             print(f"{beside} beside, {way:<18}" + "".join(f"{medians[m]:>10.3f}" for m in MEASURES))
+    print("milliseconds of a decode step")
+    for beside, by_rows in decode.items():
+        for rows, medians in by_rows.items():
+            print(f"{beside} beside, {rows:>3} rows" + "".join(f"  {way} {ms:.2f}" for way, ms in medians.items()))
     print(f"{torch.get_num_threads()} threads, load {load:.1f} before")
     if args.json:
         rest = {"threads": torch.get_num_threads(), "load": load}
-        args.json.write_text(json.dumps({"seconds": found} | rest, indent=1) + "\n")
+        args.json.write_text(json.dumps({"seconds": found, "decode_ms": decode} | rest, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -448,12 +448,13 @@ def lagging_answers(e: Evidence) -> float:
 # %% ../nbs/47_causes.ipynb #485c81f3
 def stale_weights(e: Evidence) -> Finding:
     "The sampler drew from older weights than the trainer scored with."
-    tol, (part, gone), some = tolerance(e), unlearned(e), lagging_answers(e)
-    part, gone = (0.5, some) if some > gone else (part, gone)
+    tol, (part, gone), of_some = tolerance(e), unlearned(e), lagging_answers(e)
+    some = of_some > gone
+    part, gone = (0.5, of_some) if some else (part, gone)
     behind = (0.3 if as_then(e) else 0.5) + 0.4 * gone
     behind *= gone >= ALIKE and 0.02 < part < 0.95 and not e.stamps.untrained
     lacking = f"the sampler lacks {part:.0%} of what the policy learned, which is {gone:.0%} of the gap"
-    if some == gone > 0:
+    if some:
         lacking = f"some answers of a group lack a part of what the policy learned, so far as {gone:.0%}"
     if "sampler synced" in e.controls:
         asked, synced = e.flat("sampler"), e.flat("sampler synced")
@@ -590,7 +591,7 @@ def vocabulary(e: Evidence) -> Finding:
     if e.pairs and (by := ids_moved(e)) is not None:
         text = f"two tokens alone: ids of the sampler's are the trainer's {-by:+d}, and then all numbers agree"
         return Finding("vocabulary", 0.97, text, {"offset": -by})
-    apart = other_ids(e) if (np.abs(pair_gaps(e)) <= floor(e).largest).any() else None
+    some_agree = bool((np.abs(pair_gaps(e)) <= floor(e).largest).any())
     size = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     absurd = np.isfinite(e.gap) & (e.p < -np.log(size)) & (e.s > -np.log(size))
     off = np.isfinite(e.gap) & (e.gap > 1)
@@ -603,10 +604,10 @@ def vocabulary(e: Evidence) -> Finding:
     )
     numbers = {"tokens": int(absurd.sum()), "ids": len(steady)}
     sure = 0.45 if e.pairs else 0.95  # where no two tokens agree, other weights do it, too
-    if apart is not None:  # some pairs agree, so that it takes more to be absurd
+    if some_agree:  # it takes more to be absurd then
         sure *= bool(np.nanmean(e.p) < -2 * np.log(size))
     by_token = Finding("vocabulary", sure * score, text, numbers, tuple(np.flatnonzero(absurd).tolist()))
-    return by_token if apart is None else strongest([apart, by_token])
+    return strongest([other_ids(e), by_token]) if some_agree else by_token
 
 # %% ../nbs/47_causes.ipynb #19fef9e0
 def unspoken_starts(e: Evidence) -> tuple[np.ndarray, float]:

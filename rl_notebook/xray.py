@@ -454,14 +454,13 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     o = parts.options
     own = o.anchor == "old" and o.policy_loss != "reinforce" and all(d.old_logprobs is None for d in record.datums)
     why = cancelling(parts, own, moved_since_sampling(record, previous))
+    nothing = abs(parts.policy) <= 1e-3 * (abs(parts.positive) + abs(parts.negative)) + 1e-6  # not beside others only
+    rest = f"the rest is 0 because {why}" if nothing else f"{short(parts.policy)} of the advantages is little beside it"
     if not parts.vanishes(parts.entropy):
         others = "" if parts.vanishes(parts.kl) else f" and {short(parts.kl)} KL term"
-        return f"Loss is {short(value)}: {short(parts.entropy)} entropy bonus{others}; the rest is 0 because {why}"
+        return f"Loss is {short(value)}: {short(parts.entropy)} entropy bonus{others}; {rest}"
     if not parts.vanishes(parts.kl):
-        share = abs(parts.policy) > 1e-3 * (abs(parts.positive) + abs(parts.negative)) + 1e-6
-        little = f"{short(parts.policy)} of the advantages is little beside it"
-        rest = little if share else f"the rest is 0 because {why}"
-        whole = "hardly anything but" if share else "all of it"
+        whole = "all of it" if nothing else "hardly anything but"
         return f"Loss is {short(value)}, {whole} the KL term (kl_beta {o.kl_beta:g}): {rest}"
     equal = o.kl_beta > 0 and len(parts.tis) > 0 and parts.scale <= 1e-7
     return f"Loss is 0.000 because {why}" + (", and the policy equals the reference, so KL is 0" if equal else "")

@@ -1150,13 +1150,14 @@ class Engine:
 
     def run_steps(self, steps: int = 16) -> list[Request]:
         "Admit, then up to `steps` decode steps; returns the requests that were completed."
+        idle = idle_processors()  # before there is a team of threads of our own
         with torch.inference_mode(), self.meter.timed("sampling"):
             forget_cancelled(self)
             done = admit(self)
             for left in range(steps, 0, -(self.burst or 1)):
                 if done or not self.rows or (self.waiting and len(self.rows) < self.max_batch):
                     break
-                done = advance(self, left)
+                done = advance(self, left, idle)
         return done
 
     def abort(self) -> None:
@@ -1346,14 +1347,14 @@ def course_of(engine: Engine, steps: int) -> Course:
     return course
 
 
-def advance(engine: Engine, most: int = 1) -> list[Request]:
-    "At most so many decode steps for every row, looked at together; returns the requests that they completed."
+def advance(engine: Engine, most: int = 1, idle: int = 1) -> list[Request]:
+    "At most so many decode steps for every row, on so many processors; returns the requests that they completed."
     rows, count = engine.rows, min(most, engine.burst or 1)
     if count > 1:
         count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
     course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    asked, idle = (count * len(rows), idle_processors()) if len(rows) >= MANY_ROWS else (0, 1)
+    asked = count * len(rows) if len(rows) >= MANY_ROWS else 0
     with engine.threads.chosen(f"decode of 2^{len(rows).bit_length() - 1} rows", asked, MANY_ROWS, idle):
         for numbers in course.uniforms[:count]:
             step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)

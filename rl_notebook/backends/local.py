@@ -1458,8 +1458,8 @@ def open_local(
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
     served = frozen_copy(module, params)
     engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
-    sizes, head = engine.causal, tuple(engine.causal.model.get_input_embeddings().weight.shape)
-    counts = thread_counts(sizes.size, sizes.decoder.config.num_hidden_layers, threads, inline, head)
+    causal, head = engine.causal, tuple(engine.causal.model.get_input_embeddings().weight.shape)
+    counts = thread_counts(causal.size, causal.decoder.config.num_hidden_layers, threads, inline, head)
     run, choice = Worker(inline, counts[0] if counts else None), ThreadChoice(counts)
     engine.threads = choice
     draws = Worker(threads=counts[0] if counts else None) if beside else run

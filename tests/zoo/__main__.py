@@ -8,15 +8,14 @@ import warnings
 
 import torch
 
-from .faults import BUILD, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6, UNSEEN7, UNSEEN8, UNSEEN9, cases
+from .faults import PARTS, cases
 from .judge import Answer, judged, tables
 
 
 def options() -> argparse.Namespace:
     "The command line."
     parser = argparse.ArgumentParser(prog="python -m tests.zoo")
-    parts = (BUILD, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6, UNSEEN7, UNSEEN8, UNSEEN9)
-    parser.add_argument("split", choices=parts)
+    parser.add_argument("split", choices=PARTS)
     parser.add_argument("--alone", action="store_true", help="from the record alone, without a backend")
     parser.add_argument("--only", default="", help="kinds with this in their name, or a family, or a setting")
     parser.add_argument("--http", action="store_true", help="the server is reached through HTTP")

@@ -25,6 +25,7 @@ NONE, CLEAN = "none of the known causes", "all well"  # as the doctor says it
 BUILD, UNSEEN, UNSEEN3, UNSEEN4 = "build", "unseen", "unseen3", "unseen4"
 UNSEEN5, UNSEEN6, UNSEEN7, UNSEEN8 = "unseen5", "unseen6", "unseen7", "unseen8"
 UNSEEN9 = "unseen9"
+PARTS = (BUILD, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6, UNSEEN7, UNSEEN8, UNSEEN9)
 WORLDS = {
     "plain": World(),
     "lora": World(lora_rank=8, learning_rate=1e-3),

@@ -10,9 +10,7 @@ from tiny_models import one_thread
 from rl_notebook.backends.base import Sampler, Scorer, Trainer, WeightSync
 from rl_notebook.causes import FIXES
 
-from .faults import (
-    BUILD, CLEAN, NONE, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6, UNSEEN7, UNSEEN8, UNSEEN9, Case, cases,
-)  # fmt: skip
+from .faults import BUILD, CLEAN, NONE, PARTS, UNSEEN8, UNSEEN9, Case, cases
 from .judge import judged
 from .steps import World, gap, opened
 
@@ -56,8 +54,7 @@ def test_http_changes_nothing():
 
 
 def test_the_parts_share_no_case():
-    names = (BUILD, UNSEEN, UNSEEN3, UNSEEN4, UNSEEN5, UNSEEN6, UNSEEN7, UNSEEN8, UNSEEN9)
-    parts = [list(cases(split)) for split in names]
+    parts = [list(cases(split)) for split in PARTS]
     assert all({*c.kind.right} <= {*FIXES, NONE, CLEAN} for part in parts for c in part)
     for what in (lambda c: c.name, lambda c: c.seed):
         assert not any({what(c) for c in a} & {what(c) for c in b} for a, b in itertools.combinations(parts, 2))
