@@ -135,8 +135,7 @@ def match_rows(e: Evidence, limit: int = 64, width: int = 128) -> RowMatch:
     count = [(np.isfinite(s[i]) & there).sum(axis=1) for i in rows]
     own = [np.where(there, over(s[i], p[i]), 0).sum(axis=1) for i in rows]
     other = [over(s[i], p).sum(axis=1) for i in rows]
-    near = max(tol, 2.0**-6)  # nats: half precision besides would leave as much
-    tells = [((np.abs(s[i] - p) <= near) & (s[i] < np.log(0.9))).any(axis=1) for i in rows]
+    tells = [((np.abs(s[i] - p) <= tol) & (s[i] < np.log(0.9))).any(axis=1) for i in rows]
     other = [np.where(*x) for x in zip(tells, other, map(np.maximum, other, own), strict=True)]  # sure rows fit any
     return RowMatch(rows, *(np.array(x, dtype=float).reshape(shape) for x in (count, own, other)))
 
