@@ -30,7 +30,7 @@ __all__ = ['PHASES', 'StepState', 'LoopState', 'run_tokenizer', 'encode_for', 'r
 
 # %% ../nbs/35_phases.ipynb #dd8aa3c2
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
-from .backends.base import Backend, GradNormalization
+from .backends.base import Backend, GradNormalization, SyncReport
 from .chat import with_template
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
 from .core import AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
@@ -91,6 +91,7 @@ class StepState:
     passes: tuple[int, ...] = ()  # datums of each backward pass
     updates: tuple[int, ...] = ()  # datums of each optimizer step, where there are several
     made: tuple[tuple[LossReport, dict[str, float]], ...] = ()  # updates of this step so far, and their measurements
+    synced: SyncReport | None = None  # what a sync after this step, or before it, brought; None = it was not looked at
     batch: Any = None  # what an asynchronous loop knows of the samples beside their values
     idle: float = 0.0  # seconds without a row in flight, until the step began
     bonus: tuple[float, float] | None = None  # where it adapts: `entropy_coeff`, and what is used; None = at the start
@@ -905,7 +906,8 @@ async def update(loop: Loop, report: LossReport) -> None:
     state, weights = loop.state, loop.weights
     before = None if state.made else await weights.remember()
     try:
-        measured = await weights.update(adam_now(loop), state.normalization, before)
+        rows = report.datums if loop.cfg.sync_audit else ()
+        measured = await weights.update(adam_now(loop), state.normalization, before, rows)
     except BackendError as error:
         if type(error) is not BackendError:
             raise
@@ -942,7 +944,9 @@ async def made_sync(loop: Loop) -> Measured:
     "A sync, noted in the step."
     with timed(loop, "sync"):
         version = await loop.weights.sync()
-    return loop.state.put("sync", Measured("sampler has the new weights", {"policy_version": version}))
+    report = loop.state.synced = loop.weights.report
+    said, more = (report.sentence, report.metrics) if report else ("sampler has the new weights", {})
+    return loop.state.put("sync", Measured(said, {"policy_version": version, **more}))
 
 # %% ../nbs/35_phases.ipynb #e14f9568
 def called(given: Any) -> Any:
@@ -999,6 +1003,7 @@ def record_of(loop: Loop) -> StepRecord:
         options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
     extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)} | schedule_now(loop)
     extra |= {} if (bonus := bonus_now(loop)) is None else {"entropy/coeff": bonus[0]}
+    extra |= state.synced.metrics if state.synced else {}
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
     after = cursor_after(loop)
     more, speed = loop.more_of_record(), work_metrics(state.work, known_roofs(loop.backend.size))
@@ -1303,7 +1308,7 @@ READ_BY = {
     "reference": ("kl_metric",),
     "backward": (*(f.name for f in fields(LossSettings)), "tis", "dapo", "gspo", "cispo", "dro", "sapo", "make_loss"),
     "optimize": tuple(f.name for f in fields(UpdateSettings)),
-    "sync": ("weight_sync_interval",),
+    "sync": ("weight_sync_interval", "sync_audit"),
     "finish": ("eval_interval",),
 }
 

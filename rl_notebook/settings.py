@@ -74,6 +74,7 @@ class SamplingSettings:
     stop: tuple[str, ...] = ()  # strings that end a completion, besides the end-of-text token
     max_concurrent: int = 32  # completions in flight, at most
     weight_sync_interval: int = 1  # optimizer steps between weight syncs; 0 = the sampler keeps the first weights
+    sync_audit: bool = True  # after each sync trainer and sampler score one row: have the weights arrived?
 
 # %% ../nbs/08_settings.ipynb #44477146
 AdvantageScale = Literal["std", "none", "loo", "batch", "parts"]

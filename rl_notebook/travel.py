@@ -400,7 +400,7 @@ def metric_pieces(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Ite
         yield Piece(name, "", "metrics", ours.get(name, np.nan), theirs.get(name, np.nan))
 
 
-NOT_AGAIN = ("eval/", "async/", "perf/")  # metrics of what is not done again, and of times
+NOT_AGAIN = ("eval/", "async/", "perf/", "sync/")  # metrics of what is not done again, and of times
 
 
 def other_rounding(loop: Loop, record: StepRecord) -> list[str]:

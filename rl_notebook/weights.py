@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
+import math
 import signal
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -21,8 +22,10 @@ from typing import Any, Protocol, TypeVar
 __all__ = ['SamplerHas', 'SharedBackend', 'UndoCost', 'Weights']
 
 # %% ../nbs/34_weights.ipynb #2a7894cb
-from .backends.base import Backend, GradNormalization
-from .core import AdamParams, PhaseError
+import numpy as np
+
+from .backends.base import Backend, GradNormalization, SyncReport
+from .core import AdamParams, BackendError, Datum, PhaseError
 from .step import sync_weights
 
 # %% ../nbs/34_weights.ipynb #b3bed00b
@@ -51,6 +54,60 @@ class Snapshot:
     policy_version: int  # that the sampler served
     sampler: SamplerHas = SamplerHas.CURRENT
     served: Saved | None = None  # the state that has the sampler's weights, where they are SAVED
+
+# %% ../nbs/34_weights.ipynb #c7e9207d
+@dataclass(frozen=True)
+class Probe:
+    "What both sides said of a row, in nats, when they had the same weights or should have."
+
+    datum: Datum
+    policy: np.ndarray  # (N-1,)
+    sampler: np.ndarray  # (N-1,)
+
+    @property
+    def gap(self) -> float:
+        "Largest difference between the two."
+        return apart(self.policy, self.sampler)
+
+
+def apart(a: np.ndarray, b: np.ndarray) -> float:
+    "Largest difference of two series."
+    return float(np.abs(a - b).max())
+
+
+@contextmanager
+def scored_raw(backend: Backend) -> Iterator[bool]:  # whether it does
+    "While inside, the policy scores at temperature 1, as a sampler scores given tokens."
+    at = backend.capabilities.policy_temperature
+    if at == 1 or backend.score_at is None:
+        yield at == 1
+        return
+    backend.score_at(1.0)
+    try:
+        yield True
+    finally:
+        backend.score_at(at)
+
+
+async def probed(backend: Backend, datum: Datum) -> Probe | None:  # None = the two cannot be compared
+    "Ask both sides; raises `BackendError`."
+    with scored_raw(backend) as raw:
+        if not raw:
+            return None
+        [policy], sampler = await asyncio.gather(
+            backend.policy.forward([datum]), backend.sampler.logprobs(datum.tokens)
+        )
+    return Probe(datum, np.asarray(policy.values), np.asarray(sampler.values))
+
+
+def probe_of(datums: Sequence[Datum]) -> Datum:
+    "The shortest datum, of those that are no mere word or two if there are such, with every token scored."
+    found = min(datums, key=lambda d: (len(d.weights) < SHORT, len(d.weights)))
+    return Datum(found.tokens, np.ones(len(found.weights)))
+
+
+SHORT = 16  # tokens of a row that tells too little
+ROUNDED = 1e-6  # nats: the least that rounding is taken to be
 
 # %% ../nbs/34_weights.ipynb #def0ddc0
 class Held:
@@ -144,7 +201,8 @@ async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was 
         return None
     if len(w.undoable) == w.undoable.maxlen and w.undoable:
         w.undoable.popleft()
-    kept = {s.slot for s in (w.served, *(s for e in w.undoable for s in (e.saved, e.served))) if s is not None}
+    states = (w.served, w.agreed, *(s for e in w.undoable for s in (e.saved, e.served)))
+    kept = {s.slot for s in states if s is not None}
     free = next(slot for slot in itertools.count() if slot not in kept)
     with w.owner.state.measured("remember"):
         saved = await w.save(f"undo-{w.loop_id}-{free}", free)
@@ -155,6 +213,7 @@ async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was 
 async def _restore(weights: Weights, found: Snapshot, name: str, *, sampler: bool = True) -> None:
     "Put weights and optimizer back, and, if it has changed, what the sampler serves."
     w, policy, behind = weights, weights.backend.policy, found.served if sampler else None
+    w.probe = w.agreed = None
     if behind is not None:  # two states: that of the sampler first
         await policy.load_state(behind.path)
         w.version = await sync_weights(w.backend, name)
@@ -283,6 +342,46 @@ def join_turn(turn: object) -> None:
     if turn not in TURNS.get():
         TURNS.set((*TURNS.get(), turn))
 
+# %% ../nbs/34_weights.ipynb #5687bc4e
+async def _look_before(weights: Weights, rows: Sequence[Datum]) -> None:
+    "Before an update: take a probe, if there is none and both sides should have the same weights."
+    w = weights
+    if not rows:
+        w.probe = None
+    elif w.probe is None and w.sampler is SamplerHas.CURRENT and not hasattr(w.backend.sync, "reports"):
+        with suppress(BackendError, NotImplementedError):  # a sampler that scores no given tokens
+            w.probe = await probed(w.backend, probe_of(rows))
+            w.floor = w.floor if w.probe is None else max(ROUNDED, min(w.floor, w.probe.gap))
+
+
+async def _look_after(weights: Weights, agreed: Saved | None) -> None:  # state of when both last agreed
+    "After a sync: ask both sides of the probe again, and say what that shows."
+    w, then, own = weights, weights.probe, getattr(weights.backend.sync, "reports", None)
+    w.report = own[-1] if own else None  # of a sync that looks itself
+    if then is None:
+        return
+    w.probe = None  # if one of the two does not answer
+    with suppress(BackendError):
+        if (now := await probed(w.backend, then.datum)) is None:
+            return
+        moved = apart(now.policy, then.policy)
+        tolerance = max(4 * w.floor, moved / 1000)
+        found = SyncReport(w.version, now.gap, moved, apart(now.sampler, then.sampler), tolerance)
+        w.agreed = agreed if found.ok is False else None
+        w.report = replace(found, without=await left_out(w, now, found, w.agreed)) if w.agreed else found
+        w.probe = now
+
+
+async def left_out(weights: Weights, now: Probe, found: SyncReport, agreed: Saved) -> dict[str, float]:
+    "The parts of the policy whose older weights explain what the sampler says, each with the gap that is left."
+    try_parts = getattr(weights.backend.policy, "with_old_parts", None)
+    if found.nothing or try_parts is None:
+        return {}
+    with scored_raw(weights.backend):
+        said = await try_parts(now.datum, agreed.path)
+    gaps = {part: apart(values, now.sampler) for part, values in said.items()}
+    return {part: gap for part, gap in gaps.items() if gap <= min(found.tolerance, found.gap / 4)}
+
 # %% ../nbs/34_weights.ipynb #da62fefd
 class Owner(Protocol):
     "What weights ask of their loop."
@@ -313,6 +412,10 @@ class Weights:
         self.version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
         self.sampler, self.served = SamplerHas.CURRENT, None  # which weights it has, and the state they are saved in
         self.gradient = False  # whether the trainer has a gradient that no update has used up
+        self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
+        self.floor = math.inf  # the least gap of a probe while both sides had the same weights
+        self.agreed: Saved | None = None  # with the weights of the last sync that arrived, once one did not
+        self.report: SyncReport | None = None  # of the last sync, if it was looked at
         self.in_window = False  # whether syncs wait for the end of a window
         self.undoable: deque[Snapshot] = deque(maxlen=keep_undo)  # before the last updates, oldest first
         self.beginning: Snapshot | None = None  # where the run begins, once `seek` has left it
@@ -333,9 +436,14 @@ class Weights:
             self.gradient = False
 
     async def update(
-        self, adam: AdamParams, normalization: GradNormalization, before: Snapshot | None = None
+        self,
+        adam: AdamParams,
+        normalization: GradNormalization,
+        before: Snapshot | None = None,
+        rows: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
     ) -> dict[str, float]:
         "One optimizer step: the gradient is used up, and the sampler is behind."
+        await self.look_before(rows)
         measured = await self.backend.policy.optim_step(adam, grad_accumulation_normalization=normalization)
         if self.sampler is SamplerHas.CURRENT:
             self.served = before.saved if before else None
@@ -351,14 +459,16 @@ class Weights:
 
     async def sync(self) -> int:  # the new policy version
         "Make the sampler serve the trainer's weights."
+        agreed = self.agreed or self.served
         self.version = await sync_weights(self.backend, f"step-{self.loop_id}-{self.owner.state.number:05d}")
         self.sampler, self.served = SamplerHas.CURRENT, None
+        await self.look_after(agreed)
         return self.version
 
     async def load(self, path: str) -> None:
         "Load a state of the trainer that the sampler does not have."
         await self.backend.policy.load_state(path)
-        self.sampler, self.served = SamplerHas.UNSAVED, None
+        self.sampler, self.served, self.probe = SamplerHas.UNSAVED, None, None
 
     def forget_undo(self) -> None:
         "From here on no earlier step can be undone."
@@ -408,3 +518,4 @@ class Weights:
 
     remember, restore, undo, cost = _remember, _restore, _undo, property(_cost)
     settled, turn, fork = _settled, _turn, _fork
+    look_before, look_after = _look_before, _look_after

@@ -17,7 +17,7 @@ import torch
 
 from .advantages import is_dead
 from .align import require_finite
-from .backends.base import Scorer
+from .backends.base import Scorer, SyncReport
 from .config import Config
 from rl_notebook.core import (
     Datum,
@@ -949,10 +949,14 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Ch
 def check_version(record: StepRecord, weight_sync_interval: int | None = None) -> Check:
     "The sampler got the new weights when it should have."
     check, start, end = partial(Check, "weights"), version_at_start(record), record.policy_version
+    report = SyncReport.from_metrics(record.metrics)
+    if report and report.ok is False:
+        fix = "Look at what the sampler was sent, and at what it did with it: names, tied or frozen parts, the adapter."
+        return check(False, report.sentence, fix=fix)
     if start is None or record.reason:
         return check(None, "nothing was trained" if record.reason else "the record does not tell its first version")
     if end > start:
-        return check(True, f"synced: version {start} to {end}")
+        return check(True, f"synced: version {start} to {end}" + (f"; {report.sentence}" if report else ""))
     text = f"not synced: the sampler keeps version {start}"
     if end < start or weight_sync_interval == 1:
         fix = "Was loop.sync() left out, or did the sampler refuse the snapshot?"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rl_notebook.roofs import ModelSize, Work
 
 # %% auto #0
-__all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'Capabilities', 'Backend']
+__all__ = ['LossFn', 'SEEN', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport', 'Capabilities',
+           'Backend']
 
 # %% ../../nbs/20_backends.base.ipynb #1598f3a6
 LossFn: TypeAlias = "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
@@ -112,6 +113,72 @@ class WeightSync(Protocol):
     async def __call__(self, snapshot: str) -> int:
         "Serve `snapshot`; returns the new policy version, one more than before."
         ...
+
+# %% ../../nbs/20_backends.base.ipynb #c6335274
+@dataclass(frozen=True)
+class SyncReport:
+    "What policy and sampler said of a probe after a weight sync: largest differences of logprobs, nats."
+
+    version: int  # that the sampler says to have now
+    gap: float  # between the two
+    policy_moved: float  # the policy, since the sync before
+    sampler_moved: float  # the sampler, by this sync
+    tolerance: float  # up to which a gap may be rounding
+    without: Mapping[str, float] = field(default_factory=dict)  # part -> gap to a policy in which it is the old one
+
+    @property
+    def nothing(self) -> bool:
+        "Whether the sampler says what it said before, although the policy has moved."
+        still = self.sampler_moved <= self.policy_moved / 50 and self.gap > self.tolerance
+        return still or (self.sampler_moved == 0 and self.policy_moved > SEEN)
+
+    @property
+    def ok(self) -> bool | None:
+        "Whether the weights arrived; None = the policy moved by less than what rounding hides."
+        if self.nothing or self.gap > self.tolerance:
+            return False
+        return None if self.policy_moved <= self.tolerance else True
+
+    @property
+    def sentence(self) -> str:
+        "The same in words."
+        sync, moved = f"sync {self.version}", f"the policy moved by {self.policy_moved:.2g} nats"
+        apart = f"policy and sampler differ by {self.gap:.2g} on a probe"
+        if self.nothing:
+            by = f"by {self.sampler_moved:.2g}" if self.sampler_moved else "not at all"
+            return f"{sync} changed nothing: {moved} on a probe, the sampler {by}"
+        if self.ok:
+            return f"{sync} arrived: {apart}; {moved}"
+        if self.ok is None:
+            return f"{sync}: {apart}, which may be rounding and hides whether it arrived: {moved}"
+        if self.without:
+            part, left = min(self.without.items(), key=lambda found: found[1])
+            return f"{sync}: everything but {part} arrived (gap {self.gap:.2g}, {left:.2g} with the old one)"
+        return f"{sync} did not bring these weights: {apart}; {moved}, the sampler by {self.sampler_moved:.2g}"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        "As numbers of a record."
+        named = {name: float(getattr(self, name)) for name in _REPORTED}
+        return {f"sync/{name}": value for name, value in (named | _without(self.without)).items()}
+
+    @classmethod
+    def from_metrics(cls, metrics: Mapping[str, float]) -> SyncReport | None:  # None = there was none
+        "What `metrics` were made from."
+        if "sync/gap" not in metrics:
+            return None
+        named: dict[str, Any] = {name: metrics[f"sync/{name}"] for name in _REPORTED}
+        start = "sync/without/"
+        parts = {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
+        return cls(**named | {"version": int(named["version"])}, without=parts)
+
+
+SEEN = 1e-5  # nats: the least move of a policy that is one
+_REPORTED = ("version", "gap", "policy_moved", "sampler_moved", "tolerance")
+
+
+def _without(parts: Mapping[str, float]) -> dict[str, float]:
+    return {f"without/{part}": gap for part, gap in parts.items()}
 
 # %% ../../nbs/20_backends.base.ipynb #a3416ae8
 @dataclass(frozen=True)

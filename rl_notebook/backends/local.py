@@ -867,6 +867,10 @@ class LocalTrainer:
         then, now, change = await self.run(linear_change, self.state, list(datums), before)
         return self._stamp(then), self._stamp(now), change
 
+    async def with_old_parts(self, datum: Datum, before: str) -> dict[str, np.ndarray]:
+        "(N-1,) logprobs by part of the weights: that part as in a saved state, all others as they are."
+        return await self.run(with_old_parts, self.state, datum, before)
+
     def _stamp(self, values: Sequence[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
         return stamped(values, self.state.scoring, "policy", self.versions.current, entropies)
 
@@ -1046,6 +1050,30 @@ def linear_change(
     with swapped_weights(state, then):
         was = score(state.scoring, datums)
     return was, score(state.scoring, datums), directional(state, datums, then, moved)
+
+# %% ../../nbs/24_backends.local.ipynb #19a6f8bf
+def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
+    "The names of weights by what could stay behind together: modules of one kind, all norms, a layer."
+    found: dict[str, list[str]] = {}
+    for name in names:
+        modules = re.sub(r"\.(default|weight|bias|base_layer)(?=\.|$)", "", name)
+        inside = re.split(r"\.\d+\.", modules)
+        kinds = inside[-1].split(".") if len(inside) > 1 else modules.split(".")[-1:]
+        for part in (*kinds, *["norms"] * ("norm" in kinds[-1]), _layer_of(name)):
+            found.setdefault(part, []).append(name)
+    once = {tuple(held): part for part, held in reversed(found.items())}
+    return {part: [*held] for held, part in once.items()}
+
+
+def with_old_parts(state: PolicyState, datum: Datum, before: str) -> dict[str, np.ndarray]:
+    "(N-1,) logprobs of a datum with each part, in turn, as it was in a saved state."
+    old = saved_weights(state, before)
+    parts = {part: names for part, names in parts_of(old).items() if len(names) < len(old)}
+    found: dict[str, np.ndarray] = {}
+    for part, names in parts.items():
+        with swapped_weights(state, {name: old[name] for name in names}):
+            [found[part]] = score(state.scoring, [datum])
+    return found
 
 # %% ../../nbs/24_backends.local.ipynb #d2618769
 @dataclass(eq=False)

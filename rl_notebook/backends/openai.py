@@ -30,7 +30,7 @@ import numpy as np
 from torch import nn
 
 from ..align import completion_from_target, target_from_echo
-from .base import Backend, Capabilities, Endpoint, Meter, refuse_unknown
+from .base import Backend, Capabilities, Endpoint, Meter, SyncReport, refuse_unknown
 from .engine import check_tokens
 from .local import LocalTrainer, open_local, write_weights
 from ..settings import address_trouble
@@ -871,16 +871,6 @@ async def _kind(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int, 
         return "raw"
     return "processed" if apart > max(0.05, 10 * gap) else "unknown"
 
-# %% ../../nbs/25_backends.openai.ipynb #57a3e7c6
-@dataclass(frozen=True)
-class SyncReport:
-    "What the check after a weight sync found."
-
-    version: int  # that the server now has
-    gap: float  # largest difference between the server's and the trainer's logprobs
-    moved: float  # largest change of the server's logprobs by this sync
-    tolerance: float  # that the gap was held to
-
 # %% ../../nbs/25_backends.openai.ipynb #7bacd643
 class VLLMSync:
     "Sends snapshots of a local policy to a vLLM server, and checks that they arrived."
@@ -1050,14 +1040,18 @@ async def check_served(sync: VLLMSync, version: int) -> None:
     before, old = sync.seen, sync.expected
     sync.expected = np.asarray((await sync.local.sampler.logprobs(sync.check_tokens)).values)
     gap = await gap_served(sync)
-    moved = float(np.abs(sync.seen - before).max()) if len(before) else float("nan")
-    sync.reports.append(SyncReport(version, gap, moved, sync.tolerance))
-    if gap <= sync.tolerance:
+    policy, sampler = (
+        float(np.abs(now - then).max()) if len(then) else math.nan
+        for now, then in ((sync.expected, old), (sync.seen, before))
+    )
+    report = SyncReport(version, gap, policy, sampler, sync.tolerance)
+    sync.reports.append(report)
+    if report.gap <= report.tolerance:
         return
     sync.seen, sync.expected = before, old
     got, expected = f"logprobs that differ from the trainer's by up to {gap:.3g}", f"{sync.tolerance:.3g}"
     fix = "The server answered well and serves other weights than it was given."
-    if moved == 0:
+    if report.sampler_moved == 0:
         fix = "The server answered well and still serves the previous weights."
     elif getattr(getattr(sync.policy.state.module, "config", None), "tie_word_embeddings", False):
         fix = "Input and output embeddings are tied: vLLM on a CPU keeps the old output head. Untie them, or use a GPU."
