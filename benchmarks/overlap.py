@@ -125,7 +125,8 @@ class Setting:
             "max_concurrency_rollout_sample": round(self.places * self.samples),
         }  # fmt: skip
         shape = {"prompt_groups_per_step": self.groups, "completions_per_prompt": self.completions}
-        return Config(steps=self.steps, kl_beta=0.0, max_completion_tokens=32, max_seq_len=128, **shape, **own)
+        short = {"max_completion_tokens": 32, "max_seq_len": 128}
+        return Config(steps=self.steps, kl_beta=0.0, sync_audit=False, **short, **shape, **own)
 
 
 @dataclass

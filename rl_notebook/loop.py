@@ -152,7 +152,7 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
         if trained and loop.cfg.weight_sync_interval:
             with now_running(loop, "sync"):
                 await loop.weights.settled(loop.weights.sync())
-            loop.state.synced = loop.weights.report
+            loop.state.synced = loop.weights.audit.report
     await reach_boundary(loop)
 
 

@@ -944,7 +944,7 @@ async def made_sync(loop: Loop) -> Measured:
     "A sync, noted in the step."
     with timed(loop, "sync"):
         version = await loop.weights.sync()
-    report = loop.state.synced = loop.weights.report
+    report = loop.state.synced = loop.weights.audit.report
     said, more = (report.sentence, report.metrics) if report else ("sampler has the new weights", {})
     return loop.state.put("sync", Measured(said, {"policy_version": version, **more}))
 
@@ -1003,9 +1003,8 @@ def record_of(loop: Loop) -> StepRecord:
         options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
     extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)} | schedule_now(loop)
     extra |= {} if (bonus := bonus_now(loop)) is None else {"entropy/coeff": bonus[0]}
-    extra |= state.synced.metrics if state.synced else {}
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
-    after = cursor_after(loop)
+    after, found = cursor_after(loop), state.synced.metrics if state.synced else {}
     more, speed = loop.more_of_record(), work_metrics(state.work, known_roofs(loop.backend.size))
     speed |= memory_metrics() if speed else {}
     return StepRecord(
@@ -1013,7 +1012,7 @@ def record_of(loop: Loop) -> StepRecord:
         groups=tuple(v["advantages"]),
         datums=datums,
         loss=output,
-        metrics=merge_metrics(metrics, extra, loop.eval_metrics, more.pop("metrics", {})),
+        metrics=merge_metrics(metrics, extra | found, loop.eval_metrics, more.pop("metrics", {})),
         options=options,
         reason="" if report else v["datums"].headline,
         policy_version=loop.policy_version,

@@ -109,6 +109,52 @@ def probe_of(datums: Sequence[Datum]) -> Datum:
 SHORT = 16  # tokens of a row that tells too little
 ROUNDED = 1e-6  # nats: the least that rounding is taken to be
 
+# %% ../nbs/34_weights.ipynb #7c7dfc15
+class Audit:
+    "Whether the weights of each sync arrive."
+
+    def __init__(self, backend: Backend):
+        self.backend = backend
+        self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
+        self.floor = math.inf  # the least gap of a probe while both sides had the same weights
+        self.agreed: Saved | None = None  # a state with the weights of the last sync that arrived, once one did not
+        self.report: SyncReport | None = None  # of the last sync, if it was looked at
+
+    def forget(self) -> None:
+        "Weights have come another way than by an update."
+        self.probe = self.agreed = None
+
+    async def before(self, rows: Sequence[Datum], alike: bool) -> None:  # whether both should have the same weights
+        "Before an update: take a probe from these rows, if there is none; without rows the next sync is not looked at."
+        if not rows:
+            self.probe = None
+        elif self.probe is None and alike and not hasattr(self.backend.sync, "reports"):
+            with suppress(BackendError, NotImplementedError):  # a sampler that scores no given tokens
+                self.probe = await probed(self.backend, probe_of(rows))
+                self.floor = self.floor if self.probe is None else max(ROUNDED, min(self.floor, self.probe.gap))
+
+    async def after(self, version: int, served: Saved | None) -> None:  # with the weights that the sampler had before
+        "After a sync: ask both sides of the probe again, and say what that shows."
+        then, own = self.probe, getattr(self.backend.sync, "reports", None)
+        self.report, self.probe = own[-1] if own else None, None  # a sync that looks itself says what it saw
+        with suppress(BackendError):
+            if then is None or (now := await probed(self.backend, then.datum)) is None:
+                return
+            moved, sampler_moved = apart(now.policy, then.policy), apart(now.sampler, then.sampler)
+            found = SyncReport(version, now.gap, moved, sampler_moved, max(4 * self.floor, moved / 1000))
+            self.agreed = None if found.ok is not False else self.agreed or served
+            left = await self.left_out(now, found) if self.agreed and not found.nothing else {}
+            self.report, self.probe = replace(found, without=left), now
+
+    async def left_out(self, now: Probe, found: SyncReport) -> dict[str, float]:  # part -> gap that it leaves
+        "The parts of the policy whose older weights explain what the sampler says."
+        if self.agreed is None or not hasattr(self.backend.policy, "with_old_parts"):
+            return {}
+        with scored_raw(self.backend):
+            said = await self.backend.policy.with_old_parts(now.datum, self.agreed.path)
+        gaps = {part: apart(values, now.sampler) for part, values in said.items()}
+        return {part: gap for part, gap in gaps.items() if gap <= min(found.tolerance, found.gap / 4)}
+
 # %% ../nbs/34_weights.ipynb #def0ddc0
 class Held:
     "A handler of SIGINT that keeps the first interrupt for later and passes the next ones on."
@@ -201,7 +247,7 @@ async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was 
         return None
     if len(w.undoable) == w.undoable.maxlen and w.undoable:
         w.undoable.popleft()
-    states = (w.served, w.agreed, *(s for e in w.undoable for s in (e.saved, e.served)))
+    states = (w.served, w.audit.agreed, *(s for e in w.undoable for s in (e.saved, e.served)))
     kept = {s.slot for s in states if s is not None}
     free = next(slot for slot in itertools.count() if slot not in kept)
     with w.owner.state.measured("remember"):
@@ -210,10 +256,29 @@ async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was 
     return w.snapshot(saved)
 
 
+async def _update(
+    weights: Weights,
+    adam: AdamParams,
+    normalization: GradNormalization,
+    before: Snapshot | None = None,
+    rows: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
+) -> dict[str, float]:
+    "One optimizer step: the gradient is used up, and the sampler is behind."
+    w = weights
+    await w.audit.before(rows, alike=w.sampler is SamplerHas.CURRENT)
+    measured = await w.backend.policy.optim_step(adam, grad_accumulation_normalization=normalization)
+    if w.sampler is SamplerHas.CURRENT:
+        w.served = before.saved if before else None
+        w.sampler = SamplerHas.SAVED if before else SamplerHas.UNSAVED
+    w.gradient = False
+    w.keep(before)
+    return measured
+
+
 async def _restore(weights: Weights, found: Snapshot, name: str, *, sampler: bool = True) -> None:
     "Put weights and optimizer back, and, if it has changed, what the sampler serves."
     w, policy, behind = weights, weights.backend.policy, found.served if sampler else None
-    w.probe = w.agreed = None
+    w.audit.forget()
     if behind is not None:  # two states: that of the sampler first
         await policy.load_state(behind.path)
         w.version = await sync_weights(w.backend, name)
@@ -342,46 +407,6 @@ def join_turn(turn: object) -> None:
     if turn not in TURNS.get():
         TURNS.set((*TURNS.get(), turn))
 
-# %% ../nbs/34_weights.ipynb #5687bc4e
-async def _look_before(weights: Weights, rows: Sequence[Datum]) -> None:
-    "Before an update: take a probe, if there is none and both sides should have the same weights."
-    w = weights
-    if not rows:
-        w.probe = None
-    elif w.probe is None and w.sampler is SamplerHas.CURRENT and not hasattr(w.backend.sync, "reports"):
-        with suppress(BackendError, NotImplementedError):  # a sampler that scores no given tokens
-            w.probe = await probed(w.backend, probe_of(rows))
-            w.floor = w.floor if w.probe is None else max(ROUNDED, min(w.floor, w.probe.gap))
-
-
-async def _look_after(weights: Weights, agreed: Saved | None) -> None:  # state of when both last agreed
-    "After a sync: ask both sides of the probe again, and say what that shows."
-    w, then, own = weights, weights.probe, getattr(weights.backend.sync, "reports", None)
-    w.report = own[-1] if own else None  # of a sync that looks itself
-    if then is None:
-        return
-    w.probe = None  # if one of the two does not answer
-    with suppress(BackendError):
-        if (now := await probed(w.backend, then.datum)) is None:
-            return
-        moved = apart(now.policy, then.policy)
-        tolerance = max(4 * w.floor, moved / 1000)
-        found = SyncReport(w.version, now.gap, moved, apart(now.sampler, then.sampler), tolerance)
-        w.agreed = agreed if found.ok is False else None
-        w.report = replace(found, without=await left_out(w, now, found, w.agreed)) if w.agreed else found
-        w.probe = now
-
-
-async def left_out(weights: Weights, now: Probe, found: SyncReport, agreed: Saved) -> dict[str, float]:
-    "The parts of the policy whose older weights explain what the sampler says, each with the gap that is left."
-    try_parts = getattr(weights.backend.policy, "with_old_parts", None)
-    if found.nothing or try_parts is None:
-        return {}
-    with scored_raw(weights.backend):
-        said = await try_parts(now.datum, agreed.path)
-    gaps = {part: apart(values, now.sampler) for part, values in said.items()}
-    return {part: gap for part, gap in gaps.items() if gap <= min(found.tolerance, found.gap / 4)}
-
 # %% ../nbs/34_weights.ipynb #da62fefd
 class Owner(Protocol):
     "What weights ask of their loop."
@@ -412,10 +437,7 @@ class Weights:
         self.version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
         self.sampler, self.served = SamplerHas.CURRENT, None  # which weights it has, and the state they are saved in
         self.gradient = False  # whether the trainer has a gradient that no update has used up
-        self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
-        self.floor = math.inf  # the least gap of a probe while both sides had the same weights
-        self.agreed: Saved | None = None  # with the weights of the last sync that arrived, once one did not
-        self.report: SyncReport | None = None  # of the last sync, if it was looked at
+        self.audit = Audit(backend)
         self.in_window = False  # whether syncs wait for the end of a window
         self.undoable: deque[Snapshot] = deque(maxlen=keep_undo)  # before the last updates, oldest first
         self.beginning: Snapshot | None = None  # where the run begins, once `seek` has left it
@@ -435,23 +457,6 @@ class Weights:
             await self.backend.policy.discard_gradients()
             self.gradient = False
 
-    async def update(
-        self,
-        adam: AdamParams,
-        normalization: GradNormalization,
-        before: Snapshot | None = None,
-        rows: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
-    ) -> dict[str, float]:
-        "One optimizer step: the gradient is used up, and the sampler is behind."
-        await self.look_before(rows)
-        measured = await self.backend.policy.optim_step(adam, grad_accumulation_normalization=normalization)
-        if self.sampler is SamplerHas.CURRENT:
-            self.served = before.saved if before else None
-            self.sampler = SamplerHas.SAVED if before else SamplerHas.UNSAVED
-        self.gradient = False
-        self.keep(before)
-        return measured
-
     def keep(self, before: Snapshot | None) -> None:
         "Make a step one that can be undone, if there is a snapshot of before it."
         if before is not None:
@@ -459,16 +464,17 @@ class Weights:
 
     async def sync(self) -> int:  # the new policy version
         "Make the sampler serve the trainer's weights."
-        agreed = self.agreed or self.served
+        served = self.served
         self.version = await sync_weights(self.backend, f"step-{self.loop_id}-{self.owner.state.number:05d}")
         self.sampler, self.served = SamplerHas.CURRENT, None
-        await self.look_after(agreed)
+        await self.audit.after(self.version, served)
         return self.version
 
     async def load(self, path: str) -> None:
         "Load a state of the trainer that the sampler does not have."
         await self.backend.policy.load_state(path)
-        self.sampler, self.served, self.probe = SamplerHas.UNSAVED, None, None
+        self.sampler, self.served = SamplerHas.UNSAVED, None
+        self.audit.forget()
 
     def forget_undo(self) -> None:
         "From here on no earlier step can be undone."
@@ -516,6 +522,5 @@ class Weights:
             fix += f"await loop.take_back({self.handed_to!r})."
             raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
 
-    remember, restore, undo, cost = _remember, _restore, _undo, property(_cost)
+    remember, update, restore, undo, cost = _remember, _update, _restore, _undo, property(_cost)
     settled, turn, fork = _settled, _turn, _fork
-    look_before, look_after = _look_before, _look_after

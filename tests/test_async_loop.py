@@ -227,7 +227,8 @@ def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
                 np.testing.assert_allclose(*pair, rtol=0, atol=drawn if name in DRAWN else 0.0)
         for x, y in zip(a.loss.logprobs if a.loss else (), b.loss.logprobs if b.loss else (), strict=True):
             np.testing.assert_array_equal(x.values, y.values)
-        for name in [n for n in a.metrics.keys() & b.metrics.keys() if not n.startswith(("async/", "perf/", "epoch"))]:
+        other = ("async/", "perf/", "sync/", "epoch")
+        for name in [n for n in a.metrics.keys() & b.metrics.keys() if not n.startswith(other)]:
             assert a.metrics[name] == pytest.approx(b.metrics[name], rel=1e-9, abs=drawn, nan_ok=True), name
 
 

@@ -613,7 +613,7 @@ def test_weights_reach_the_server(tmp_path, options):
                 assert gap < 1e-4
                 assert versions == {version}
                 report = backend.sync.reports[-1]
-                assert report.gap <= report.tolerance < report.moved
+                assert report.gap <= report.tolerance < report.sampler_moved
             assert len(list((tmp_path / "weights").glob("weights-*"))) == 2
 
     with serve(app_of(server)) as url:
@@ -831,7 +831,7 @@ def test_vllm(tmp_path):
                 await backend.policy.forward_backward_custom(datums, reinforce)
                 await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
                 assert await backend.sync(await backend.policy.save_weights_for_sampler(f"s{version}")) == version
-                assert backend.sync.reports[-1].moved > 1e-2
+                assert backend.sync.reports[-1].sampler_moved > 1e-2
 
     asyncio.run(test())
 

@@ -125,7 +125,7 @@ def numbers(folder: Path) -> dict[int, dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        kept = {k: v for k, v in row.items() if not k.startswith(("seconds/", "perf/", "crc32"))}
+        kept = {k: v for k, v in row.items() if not k.startswith(("seconds/", "perf/", "sync/", "crc32"))}
         rows.setdefault(row["step"], {}).update(kept)
     return rows
 

@@ -44,9 +44,10 @@ def length(text: str) -> float:
 
 
 def numbers(record):
-    "Everything measured in a step, but the clock."
+    "Everything measured in a step, but the clock, and the probe of its sync, which is of the run's first step."
     loss = float("nan") if record.loss is None else record.loss.loss
-    return {**record.metrics, "version": record.policy_version, "loss of the record": loss}
+    measured = {name: value for name, value in record.metrics.items() if not name.startswith("sync/")}
+    return {**measured, "version": record.policy_version, "loss of the record": loss}
 
 
 def assert_equal(ours, theirs, rel=0.0):

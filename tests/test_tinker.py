@@ -1000,7 +1000,7 @@ def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
 
     async def stepped(path: str):
         quick = {"backend": "tinker", "lora_rank": 4, "kl_beta": 0.0, "learning_rate": 1e-3}
-        cfg = Config(loss_path=path, **sizes, **quick, **given)
+        cfg = Config(loss_path=path, sync_audit=False, **sizes, **quick, **given)
         async with await opened(service) as backend:
             loop = GRPOLoop(backend, [{"prompt": text} for text in ("Hello", "World", "again", "and on")], varied, cfg)
             await loop.step()

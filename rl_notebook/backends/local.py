@@ -1064,7 +1064,7 @@ def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
     once = {tuple(held): part for part, held in reversed(found.items())}
     return {part: [*held] for held, part in once.items()}
 
-
+# %% ../../nbs/24_backends.local.ipynb #77cd0e71
 def with_old_parts(state: PolicyState, datum: Datum, before: str) -> dict[str, np.ndarray]:
     "(N-1,) logprobs of a datum with each part, in turn, as it was in a saved state."
     old = saved_weights(state, before)

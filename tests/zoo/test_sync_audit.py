@@ -1,0 +1,204 @@
+"""Whether the weights of a sync arrived, asked of syncs that fail in part or in silence.
+
+The trainers and samplers are those of the zoo (a Hugging Face model trained by torch's AdamW, a server made of
+`generate`), directly and over HTTP, and the local backend with a sync of which something is taken away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rl_notebook import Config, GRPOLoop
+from rl_notebook.backends.base import SyncReport
+from rl_notebook.backends.local import open_local
+from rl_notebook.core import BackendError
+from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.loop import verdict_line
+from rl_notebook.xray import check_version
+
+from .faults import put
+from .machines import cast
+from .steps import Run, World, opened
+
+SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 3, "max_completion_tokens": 16, "max_seq_len": 96}
+
+
+def reward(text: str) -> float:
+    "Another one for nearly every text, so that no group is dead."
+    return float(sum(map(ord, text)) % 7)
+
+
+def loop_on(backend: Any, **settings: Any) -> GRPOLoop:
+    how = {"drop_dead": False, "kl_beta": 0.0, "seed": 3, "learning_rate": 5e-5}
+    return GRPOLoop(backend, toy_rows(24, seed=0), reward, Config(**SMALL | how | settings))
+
+
+def local(**options: Any) -> Any:
+    return open_local(*load_model("tiny"), reference=False, **options)
+
+
+@pytest.mark.parametrize(("part", "names"), [
+    ("lm_head", ["lm_head"]),
+    ("embed_tokens", ["embed_tokens"]),
+    ("layer_02", ["layers.2."]),
+    ("norms", ["norm"]),
+    ("q_proj", ["q_proj"]),
+    ("mlp", [".mlp."]),
+])  # fmt: skip
+def test_the_part_that_stays_behind_is_named(part: str, names: list[str]) -> None:
+    "At once, and later too, when it is further behind than by one sync."
+    backend = local()
+    for name in [name for name in backend.sync.served if any(n in name for n in names)]:
+        del backend.sync.served[name]
+
+    async def run() -> None:
+        loop = loop_on(backend)
+        for step in (1, 2, 3):
+            record = await loop.step()
+            report = SyncReport.from_metrics(record.metrics)
+            assert report == loop.weights.audit.report
+            assert report.ok is False
+            assert f"sync {step}: everything but {part} arrived" in verdict_line(loop.records, record)
+
+    asyncio.run(run())
+
+
+def travels(*left: str) -> Callable[[Run], None]:
+    return lambda run: put(run.sync, travels=lambda name: not any(part in name for part in left))
+
+
+def half_precision(run: Run) -> None:
+    put(run.server, model=cast(run.server.model, torch.bfloat16))
+
+
+def nothing(run: Run) -> None:
+    put(run.sync, travels=lambda name: False)
+
+
+SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
+    "well": (World(), lambda run: None, True, "arrived"),
+    "well, over HTTP": (World(http=True), lambda run: None, True, "arrived"),
+    "well, hot": (World(temperature=1.3), lambda run: None, True, "arrived"),
+    "well, an adapter": (World(lora_rank=4), lambda run: None, True, "arrived"),
+    "nothing": (World(), nothing, False, "changed nothing"),
+    "nothing, over HTTP": (World(http=True), nothing, False, "changed nothing"),
+    "nothing, cool": (World(temperature=0.7), nothing, False, "changed nothing"),
+    "nothing, in half precision": (World(), lambda run: (half_precision(run), nothing(run)), False, "changed nothing"),
+    "half precision": (World(), half_precision, None, "may be rounding"),
+    "no head": (World(), travels("lm_head"), False, "did not bring"),
+    "no layer": (World(), travels("layers.1."), False, "did not bring"),
+    "no norms": (World(), travels("norm"), False, "did not bring"),
+    "half of an adapter": (World(lora_rank=4), lambda run: put(run.sync, scale=0.5), False, "did not bring"),
+    "cannot score": (World(can_echo=False), nothing, None, ""),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_servers_of_somebody_else(name: str) -> None:
+    world, fault, ok, words = SERVERS[name]
+
+    async def run() -> None:
+        machines = await opened(world)
+        fault(machines)
+        settings = {"temperature": world.temperature, "lora_rank": world.lora_rank}
+        loop = loop_on(machines.backend, **settings | {"learning_rate": 5e-4 if world.lora_rank else 5e-5})
+        record = await loop.step()
+        report = loop.weights.audit.report
+        assert (report.sentence if report else "").find(words) >= 0
+        assert (report.ok if report else None) is ok
+        assert check_version(record).ok is (ok is not False)
+        assert machines.trainer.temperature == world.temperature  # it was asked at 1, and put back
+        await machines.close()
+
+    asyncio.run(run())
+
+
+def test_small_updates_are_seen() -> None:
+    "At a learning rate of one in a million, as large models are trained with."
+
+    async def step(fault: bool) -> bool | None:
+        backend = local()
+        if fault:
+            del backend.sync.served["lm_head.weight"]
+        loop = loop_on(backend, learning_rate=1e-6)
+        await loop.step()
+        assert loop.weights.audit.report is not None
+        return loop.weights.audit.report.ok
+
+    assert [asyncio.run(step(fault)) for fault in (False, True)] == [True, False]
+
+
+def test_healthy_runs_raise_no_alarm() -> None:
+    async def run(**settings: Any) -> list[bool | None]:
+        options = {"dtype": settings.pop("dtype")} if "dtype" in settings else {}
+        loop = loop_on(local(temperature=settings.get("temperature", 1.0), **options), **settings)
+        await loop.run(8, progress=False)
+        found = [SyncReport.from_metrics(r.metrics) for r in loop.records]
+        return [report.ok for report in found if report]
+
+    assert asyncio.run(run(learning_rate=3e-4)) == [True] * 8
+    assert asyncio.run(run(temperature=0.6)) == [True] * 8
+    assert asyncio.run(run(ppo_n_minibatches=2, policy_loss="ppo")) == [True] * 8
+    assert False not in asyncio.run(run(dtype="bfloat16"))
+
+
+def test_a_window_is_judged_by_the_record_after_it() -> None:
+    async def run() -> None:
+        loop = loop_on(local(), weight_sync_interval=2)
+        await loop.run(4, progress=False)
+        reports = [SyncReport.from_metrics(r.metrics) for r in loop.records]
+        assert [report.version if report else None for report in reports] == [None, None, 1, None]
+        assert loop.weights.audit.report is not None
+        assert (loop.weights.audit.report.version, loop.weights.audit.report.ok) == (2, True)
+
+    asyncio.run(run())
+
+
+def test_a_step_that_is_undone_is_judged_anew() -> None:
+    async def run() -> None:
+        loop = loop_on(local())
+        await loop.step()
+        await loop.undo()
+        assert loop.weights.audit.probe is None
+        await loop.step()
+        assert loop.weights.audit.report is not None
+        assert loop.weights.audit.report.ok
+
+    asyncio.run(run())
+
+
+def test_it_can_be_left_out_and_leaves_nothing_behind() -> None:
+    "Draws, gradients and weights of a run are the same, bit by bit."
+
+    async def run(audit: bool) -> list[dict[str, float]]:
+        loop = loop_on(local(temperature=0.9), sync_audit=audit, temperature=0.9)
+        await loop.run(3, progress=False)
+        assert any(name.startswith("sync/") for name in loop.records[-1].metrics) is audit
+        kept = ("loss", "grad_norm", "update_norm", "reward/mean")
+        return [{name: r.metrics[name] for name in kept if name in r.metrics} for r in loop.records]
+
+    assert asyncio.run(run(True)) == asyncio.run(run(False))
+
+
+def test_a_sampler_that_falls_silent_does_not_lose_the_sync() -> None:
+    async def run() -> None:
+        loop, asked = loop_on(local()), list[int]()
+        answer = loop.backend.sampler.logprobs
+
+        async def once(tokens: Any) -> Any:
+            asked.append(len(tokens))
+            if len(asked) > 1:
+                raise BackendError("the server", got="no answer")
+            return await answer(tokens)
+
+        loop.backend.sampler.logprobs = once
+        record = await loop.step()
+        assert (record.policy_version, loop.weights.audit.report) == (1, None)
+        assert len(asked) == 2
+
+    asyncio.run(run())
