@@ -148,10 +148,11 @@ class Audit:
 
     async def left_out(self, now: Probe, found: SyncReport) -> dict[str, float]:  # part -> gap that it leaves
         "The parts of the policy whose older weights explain what the sampler says."
-        if self.agreed is None or not hasattr(self.backend.policy, "with_old_parts"):
+        with_old_parts = getattr(self.backend.policy, "with_old_parts", None)  # where the policy is computed here
+        if self.agreed is None or with_old_parts is None:
             return {}
         with scored_raw(self.backend):
-            said = await self.backend.policy.with_old_parts(now.datum, self.agreed.path)
+            said = await with_old_parts(now.datum, self.agreed.path)
         gaps = {part: apart(values, now.sampler) for part, values in said.items()}
         return {part: gap for part, gap in gaps.items() if gap <= min(found.tolerance, found.gap / 4)}
 
@@ -435,7 +436,8 @@ class Weights:
         self.shared = SharedBackend(self) if shared is None else shared
         self.loop_id = self.shared.join(owner)
         self.version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
-        self.sampler, self.served = SamplerHas.CURRENT, None  # which weights it has, and the state they are saved in
+        self.sampler = SamplerHas.CURRENT  # which weights it has
+        self.served: Saved | None = None  # the state in which those are saved, where they are older ones
         self.gradient = False  # whether the trainer has a gradient that no update has used up
         self.audit = Audit(backend)
         self.in_window = False  # whether syncs wait for the end of a window
