@@ -113,16 +113,16 @@ ROUNDED = 1e-6  # nats: the least that rounding is taken to be
 class Audit:
     "Whether the weights of each sync arrive."
 
-    def __init__(self, backend: Backend):
-        self.backend = backend
+    def __init__(self, backend: Backend, name: str = "audit"):
+        self.backend, self.name = backend, name  # of snapshots of its own
         self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
         self.floor = math.inf  # the least gap of a probe while both sides had the same weights
-        self.agreed: Saved | None = None  # a state with the weights of the last sync that arrived, once one did not
+        self.agreed = ""  # snapshot with the weights that both sides last had, where the policy is computed here
         self.report: SyncReport | None = None  # of the last sync, if it was looked at
 
     def forget(self) -> None:
         "Weights have come another way than by an update."
-        self.probe = self.agreed = None
+        self.probe = None
 
     async def before(self, rows: Sequence[Datum], alike: bool) -> None:  # whether both should have the same weights
         "Before an update: take a probe from these rows, if there is none; without rows the next sync is not looked at."
@@ -132,8 +132,10 @@ class Audit:
             with suppress(BackendError, NotImplementedError):  # a sampler that scores no given tokens
                 self.probe = await probed(self.backend, probe_of(rows))
                 self.floor = self.floor if self.probe is None else max(ROUNDED, min(self.floor, self.probe.gap))
+                if hasattr(self.backend.policy, "with_old_parts"):
+                    self.agreed = await self.backend.policy.save_weights_for_sampler(self.name)
 
-    async def after(self, version: int, served: Saved | None) -> None:  # with the weights that the sampler had before
+    async def after(self, version: int, snapshot: str) -> None:
         "After a sync: ask both sides of the probe again, and say what that shows."
         then, own = self.probe, getattr(self.backend.sync, "reports", None)
         self.report, self.probe = own[-1] if own else None, None  # a sync that looks itself says what it saw
@@ -142,17 +144,17 @@ class Audit:
                 return
             moved, sampler_moved = apart(now.policy, then.policy), apart(now.sampler, then.sampler)
             found = SyncReport(version, now.gap, moved, sampler_moved, max(4 * self.floor, moved / 1000))
-            self.agreed = None if found.ok is not False else self.agreed or served
-            left = await self.left_out(now, found) if self.agreed and not found.nothing else {}
+            left = await self.left_out(now, found) if found.ok is False and not found.nothing else {}
             self.report, self.probe = replace(found, without=left), now
+            self.agreed = self.agreed if found.ok is False else snapshot
 
     async def left_out(self, now: Probe, found: SyncReport) -> dict[str, float]:  # part -> gap that it leaves
         "The parts of the policy whose older weights explain what the sampler says."
-        with_old_parts = getattr(self.backend.policy, "with_old_parts", None)  # where the policy is computed here
-        if self.agreed is None or with_old_parts is None:
+        with_old_parts = getattr(self.backend.policy, "with_old_parts", None)
+        if with_old_parts is None:
             return {}
         with scored_raw(self.backend):
-            said = await with_old_parts(now.datum, self.agreed.path)
+            said = await with_old_parts(now.datum, self.agreed)
         gaps = {part: apart(values, now.sampler) for part, values in said.items()}
         return {part: gap for part, gap in gaps.items() if gap <= min(found.tolerance, found.gap / 4)}
 
@@ -248,8 +250,7 @@ async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was 
         return None
     if len(w.undoable) == w.undoable.maxlen and w.undoable:
         w.undoable.popleft()
-    states = (w.served, w.audit.agreed, *(s for e in w.undoable for s in (e.saved, e.served)))
-    kept = {s.slot for s in states if s is not None}
+    kept = {s.slot for s in (w.served, *(s for e in w.undoable for s in (e.saved, e.served))) if s is not None}
     free = next(slot for slot in itertools.count() if slot not in kept)
     with w.owner.state.measured("remember"):
         saved = await w.save(f"undo-{w.loop_id}-{free}", free)
@@ -439,7 +440,7 @@ class Weights:
         self.sampler = SamplerHas.CURRENT  # which weights it has
         self.served: Saved | None = None  # the state in which those are saved, where they are older ones
         self.gradient = False  # whether the trainer has a gradient that no update has used up
-        self.audit = Audit(backend)
+        self.audit = Audit(backend, f"audit-{self.loop_id}")
         self.in_window = False  # whether syncs wait for the end of a window
         self.undoable: deque[Snapshot] = deque(maxlen=keep_undo)  # before the last updates, oldest first
         self.beginning: Snapshot | None = None  # where the run begins, once `seek` has left it
@@ -466,10 +467,10 @@ class Weights:
 
     async def sync(self) -> int:  # the new policy version
         "Make the sampler serve the trainer's weights."
-        served = self.served
-        self.version = await sync_weights(self.backend, f"step-{self.loop_id}-{self.owner.state.number:05d}")
+        snapshot = f"step-{self.loop_id}-{self.owner.state.number:05d}"
+        self.version = await sync_weights(self.backend, snapshot)
         self.sampler, self.served = SamplerHas.CURRENT, None
-        await self.audit.after(self.version, served)
+        await self.audit.after(self.version, snapshot)
         return self.version
 
     async def load(self, path: str) -> None:

@@ -300,6 +300,7 @@ class PolicyState:
     graph: Graph | None = None  # forward pass that a backward pass may still use
     saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)  # states in memory
     snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weights for the sampler
+    pinned: str = ""  # a snapshot that is not forgotten
 
     def __post_init__(self):
         for name, p in self.params.items():
@@ -868,7 +869,7 @@ class LocalTrainer:
         return self._stamp(then), self._stamp(now), change
 
     async def with_old_parts(self, datum: Datum, before: str) -> dict[str, np.ndarray]:
-        "(N-1,) logprobs by part of the weights: that part as in a saved state, all others as they are."
+        "(N-1,) logprobs by part of the weights: that part as in a snapshot, which is kept; all others as they are."
         return await self.run(with_old_parts, self.state, datum, before)
 
     def _stamp(self, values: Sequence[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
@@ -931,7 +932,7 @@ def take_snapshot(state: PolicyState, name: str) -> str:
     _check_finite(state.params, BackendError, "save_weights_for_sampler")
     state.snapshots.pop(name, None)
     state.snapshots[name] = {key: p.detach().clone() for key, p in state.params.items()}
-    for old in list(state.snapshots)[:-KEPT_SNAPSHOTS]:
+    for old in [name for name in state.snapshots if name != state.pinned][:-KEPT_SNAPSHOTS]:
         del state.snapshots[old]
     return name
 
@@ -1066,8 +1067,10 @@ def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 # %% ../../nbs/24_backends.local.ipynb #77cd0e71
 def with_old_parts(state: PolicyState, datum: Datum, before: str) -> dict[str, np.ndarray]:
-    "(N-1,) logprobs of a datum with each part, in turn, as it was in a saved state."
-    old = saved_weights(state, before)
+    "(N-1,) logprobs of a datum with each part, in turn, as it was in a snapshot; none if it was forgotten."
+    if (old := state.snapshots.get(before)) is None:
+        return {}
+    state.pinned = before
     parts = {part: names for part, names in parts_of(old).items() if len(names) < len(old)}
     found: dict[str, np.ndarray] = {}
     for part, names in parts.items():
