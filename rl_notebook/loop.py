@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import threading
+import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from pathlib import Path
@@ -152,7 +153,9 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
         if trained and loop.cfg.weight_sync_interval:
             with now_running(loop, "sync"):
                 await loop.weights.settled(loop.weights.sync())
-            loop.state.synced = loop.weights.audit.report
+            loop.state.synced = found = loop.weights.audit.report
+            if found and found.ok is False:  # no record of this window can say it
+                warnings.warn(found.sentence, stacklevel=2)
     await reach_boundary(loop)
 
 

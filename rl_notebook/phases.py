@@ -906,7 +906,7 @@ async def update(loop: Loop, report: LossReport) -> None:
     state, weights = loop.state, loop.weights
     before = None if state.made else await weights.remember()
     try:
-        rows = report.datums if loop.cfg.sync_audit else ()
+        rows = report.datums if loop.cfg.sync_audit and loop.cfg.weight_sync_interval else ()
         measured = await weights.update(adam_now(loop), state.normalization, before, rows)
     except BackendError as error:
         if type(error) is not BackendError:

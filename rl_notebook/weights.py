@@ -25,7 +25,7 @@ __all__ = ['SamplerHas', 'SharedBackend', 'UndoCost', 'Weights']
 import numpy as np
 
 from .backends.base import Backend, GradNormalization, SyncReport
-from .core import AdamParams, BackendError, Datum, PhaseError
+from .core import AdamParams, BackendError, Datum, Logprobs, PhaseError
 from .step import sync_weights
 
 # %% ../nbs/34_weights.ipynb #b3bed00b
@@ -63,16 +63,17 @@ class Probe:
     datum: Datum
     policy: np.ndarray  # (N-1,)
     sampler: np.ndarray  # (N-1,)
+    least: float  # nats that rounding is taken to be, at least
 
     @property
     def gap(self) -> float:
-        "Largest difference between the two."
+        "Mean difference between the two."
         return apart(self.policy, self.sampler)
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:
-    "Largest difference of two series."
-    return float(np.abs(a - b).max())
+    "Mean absolute difference of two series."
+    return float(np.abs(a - b).mean())
 
 
 @contextmanager
@@ -89,15 +90,24 @@ def scored_raw(backend: Backend) -> Iterator[bool]:  # whether it does
         backend.score_at(at)
 
 
-async def probed(backend: Backend, datum: Datum) -> Probe | None:  # None = the two cannot be compared
-    "Ask both sides; raises `BackendError`."
+async def policy_says(backend: Backend, datum: Datum) -> Logprobs:
+    "The policy's logprobs of a datum, at temperature 1."
     with scored_raw(backend) as raw:
         if not raw:
-            return None
-        [policy], sampler = await asyncio.gather(
-            backend.policy.forward([datum]), backend.sampler.logprobs(datum.tokens)
-        )
-    return Probe(datum, np.asarray(policy.values), np.asarray(sampler.values))
+            raise BackendError("a probe", got="a policy that scores at another temperature than the sampler")
+        return (await backend.policy.forward([datum]))[0]
+
+
+async def probed(backend: Backend, datum: Datum) -> Probe:
+    "Ask both sides, the sampler first, since it may refuse; raises what they raise, and `BackendError` for no numbers."
+    async with asyncio.timeout(PATIENCE):
+        sampler = await backend.sampler.logprobs(datum.tokens)
+        policy = await policy_says(backend, datum)
+    least = max(LEAST.get(said.dtype, LEAST["bfloat16"]) for said in (sampler, policy))
+    found = Probe(datum, np.asarray(policy.values), np.asarray(sampler.values), least)
+    if not np.isfinite(found.gap):
+        raise BackendError("a probe", got="logprobs that are no numbers", expected="finite ones")
+    return found
 
 
 def probe_of(datums: Sequence[Datum]) -> Datum:
@@ -107,56 +117,73 @@ def probe_of(datums: Sequence[Datum]) -> Datum:
 
 
 SHORT = 16  # tokens of a row that tells too little
-ROUNDED = 1e-6  # nats: the least that rounding is taken to be
+PATIENCE = 60.0  # seconds for an answer
+LEAST = {"float64": 1e-9, "float32": 1e-6, "bfloat16": 0.02}  # nats: mean rounding, at least; of others as of bfloat16
 
 # %% ../nbs/34_weights.ipynb #7c7dfc15
 class Audit:
     "Whether the weights of each sync arrive."
 
     def __init__(self, backend: Backend, name: str = "audit"):
-        self.backend, self.name = backend, name  # of snapshots of its own
+        self.backend, self.name = backend, name  # of a snapshot of its own
         self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
-        self.floor = math.inf  # the least gap of a probe while both sides had the same weights
-        self.agreed = ""  # snapshot with the weights that both sides last had, where the policy is computed here
+        self.refused = False  # by one of the two: it is not asked again
+        self.floor, self.noise = math.inf, 0.0  # least gap while both had the same weights; of the policy, scored twice
+        self.agreed: Any = None  # the weights that both sides last had, where the policy is computed here
         self.report: SyncReport | None = None  # of the last sync, if it was looked at
 
-    def forget(self) -> None:
-        "Weights have come another way than by an update."
-        self.probe = None
+    @property
+    def tries_parts(self) -> Any:  # a LocalTrainer; None = the policy is not computed here
+        "The policy, if older parts can be put into it."
+        return self.backend.policy if hasattr(self.backend.policy, "with_old_parts") else None
 
     async def before(self, rows: Sequence[Datum], alike: bool) -> None:  # whether both should have the same weights
         "Before an update: take a probe from these rows, if there is none; without rows the next sync is not looked at."
         if not rows:
             self.probe = None
-        elif self.probe is None and alike and not hasattr(self.backend.sync, "reports"):
-            with suppress(BackendError, NotImplementedError):  # a sampler that scores no given tokens
-                self.probe = await probed(self.backend, probe_of(rows))
-                self.floor = self.floor if self.probe is None else max(ROUNDED, min(self.floor, self.probe.gap))
-                if hasattr(self.backend.policy, "with_old_parts"):
-                    self.agreed = await self.backend.policy.save_weights_for_sampler(self.name)
+        if not rows or self.probe or self.refused or not alike or own_reports(self.backend) is not None:
+            return
+        self.refused = True
+        with suppress(Exception):
+            probe = await probed(self.backend, probe_of(rows))
+            again = await policy_says(self.backend, probe.datum)
+            self.noise = max(self.noise, apart(np.asarray(again.values), probe.policy))
+            self.floor = max(probe.least, min(self.floor, probe.gap))
+            if self.tries_parts:
+                self.agreed = self.tries_parts.snapshot(await self.tries_parts.save_weights_for_sampler(self.name))
+            self.probe, self.refused = probe, False
 
     async def after(self, version: int, snapshot: str) -> None:
         "After a sync: ask both sides of the probe again, and say what that shows."
-        then, own = self.probe, getattr(self.backend.sync, "reports", None)
-        self.report, self.probe = own[-1] if own else None, None  # a sync that looks itself says what it saw
-        with suppress(BackendError):
-            if then is None or (now := await probed(self.backend, then.datum)) is None:
-                return
-            moved, sampler_moved = apart(now.policy, then.policy), apart(now.sampler, then.sampler)
-            found = SyncReport(version, now.gap, moved, sampler_moved, max(4 * self.floor, moved / 1000))
-            left = await self.left_out(now, found) if found.ok is False and not found.nothing else {}
-            self.report, self.probe = replace(found, without=left), now
-            self.agreed = self.agreed if found.ok is False else snapshot
+        then, last, own = self.probe, self.report, own_reports(self.backend)
+        self.report, self.probe = own[-1] if own else None, None
+        if then is None:
+            return
+        with suppress(Exception):
+            now = await probed(self.backend, then.datum)
+            moves = apart(now.policy, then.policy), apart(now.sampler, then.sampler)
+            tolerance, behind = max(4 * self.floor, 4 * self.noise, moves[0] / 1000), apart(now.sampler, then.policy)
+            found = SyncReport(version, now.gap, *moves, tolerance, self.noise, behind)
+            if found.ok is False:
+                found = replace(found, without=await self.left_out(now, found, last))
+            elif self.tries_parts:
+                self.agreed = self.tries_parts.snapshot(snapshot)
+            self.report, self.probe = found, now
 
-    async def left_out(self, now: Probe, found: SyncReport) -> dict[str, float]:  # part -> gap that it leaves
-        "The parts of the policy whose older weights explain what the sampler says."
-        with_old_parts = getattr(self.backend.policy, "with_old_parts", None)
-        if with_old_parts is None:
+    async def left_out(self, now: Probe, found: SyncReport, last: SyncReport | None) -> dict[str, float]:
+        "The parts of the policy whose older weights explain what the sampler says, each with the gap that it leaves."
+        known = last.without if last and last.ok is False and not last.nothing else None  # by the sync before
+        if found.nothing or not self.tries_parts or self.agreed is None or known == {}:
             return {}
         with scored_raw(self.backend):
-            said = await with_old_parts(now.datum, self.agreed)
+            said = await self.tries_parts.with_old_parts(now.datum, self.agreed, known or ())
         gaps = {part: apart(values, now.sampler) for part, values in said.items()}
         return {part: gap for part, gap in gaps.items() if gap <= min(found.tolerance, found.gap / 4)}
+
+
+def own_reports(backend: Backend) -> Sequence[SyncReport] | None:  # None = it does not look
+    "What a sync that looks itself has found."
+    return getattr(backend.sync, "reports", None)
 
 # %% ../nbs/34_weights.ipynb #def0ddc0
 class Held:
@@ -280,7 +307,7 @@ async def _update(
 async def _restore(weights: Weights, found: Snapshot, name: str, *, sampler: bool = True) -> None:
     "Put weights and optimizer back, and, if it has changed, what the sampler serves."
     w, policy, behind = weights, weights.backend.policy, found.served if sampler else None
-    w.audit.forget()
+    w.audit.probe = None
     if behind is not None:  # two states: that of the sampler first
         await policy.load_state(behind.path)
         w.version = await sync_weights(w.backend, name)
@@ -477,7 +504,7 @@ class Weights:
         "Load a state of the trainer that the sampler does not have."
         await self.backend.policy.load_state(path)
         self.sampler, self.served = SamplerHas.UNSAVED, None
-        self.audit.forget()
+        self.audit.probe = None
 
     def forget_undo(self) -> None:
         "From here on no earlier step can be undone."

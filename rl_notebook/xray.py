@@ -956,7 +956,8 @@ def check_version(record: StepRecord, weight_sync_interval: int | None = None) -
     if start is None or record.reason:
         return check(None, "nothing was trained" if record.reason else "the record does not tell its first version")
     if end > start:
-        return check(True, f"synced: version {start} to {end}" + (f"; {report.sentence}" if report else ""))
+        known = report.ok if report else True
+        return check(known, f"synced: version {start} to {end}" + (f"; {report.sentence}" if report else ""))
     text = f"not synced: the sampler keeps version {start}"
     if end < start or weight_sync_interval == 1:
         fix = "Was loop.sync() left out, or did the sampler refuse the snapshot?"

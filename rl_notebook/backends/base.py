@@ -5,6 +5,7 @@
 # %% ../../nbs/20_backends.base.ipynb #a6873148
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -117,40 +118,45 @@ class WeightSync(Protocol):
 # %% ../../nbs/20_backends.base.ipynb #c6335274
 @dataclass(frozen=True)
 class SyncReport:
-    "What policy and sampler said of a probe after a weight sync: largest differences of logprobs, nats."
+    "What policy and sampler said of a probe after a weight sync: differences of logprobs, nats a token."
 
     version: int  # that the sampler says to have now
     gap: float  # between the two
     policy_moved: float  # the policy, since the sync before
     sampler_moved: float  # the sampler, by this sync
     tolerance: float  # up to which a gap may be rounding
+    noise: float = 0.0  # of the policy, scored twice
+    behind: float = math.inf  # between the sampler and the policy as it was at the sync before
     without: Mapping[str, float] = field(default_factory=dict)  # part -> gap to a policy in which it is the old one
 
     @property
     def nothing(self) -> bool:
         "Whether the sampler says what it said before, although the policy has moved."
-        still = self.sampler_moved <= self.policy_moved / 50 and self.gap > self.tolerance
-        return still or (self.sampler_moved == 0 and self.policy_moved > SEEN)
+        if not self.policy_moved > max(SEEN, 4 * self.noise):
+            return False
+        return self.sampler_moved == 0 or (self.sampler_moved <= self.policy_moved / 50 and self.gap > self.tolerance)
 
     @property
     def ok(self) -> bool | None:
-        "Whether the weights arrived; None = the policy moved by less than what rounding hides."
-        if self.nothing or self.gap > self.tolerance:
+        "Whether the weights arrived; None = neither has moved by more than rounding may be."
+        if self.nothing or not self.gap <= self.tolerance:
             return False
-        return None if self.policy_moved <= self.tolerance else True
+        return True if max(self.policy_moved, self.sampler_moved) > self.tolerance else None
 
     @property
     def sentence(self) -> str:
         "The same in words."
-        sync, moved = f"sync {self.version}", f"the policy moved by {self.policy_moved:.2g} nats"
-        apart = f"policy and sampler differ by {self.gap:.2g} on a probe"
+        sync, moved = f"sync {self.version}", f"the policy moved by {self.policy_moved:.2g}"
+        apart = f"policy and sampler differ by {self.gap:.2g} nats a token on a probe"
         if self.nothing:
             by = f"by {self.sampler_moved:.2g}" if self.sampler_moved else "not at all"
-            return f"{sync} changed nothing: {moved} on a probe, the sampler {by}"
+            return f"{sync} changed nothing: {moved} nats a token on a probe, the sampler {by}"
         if self.ok:
             return f"{sync} arrived: {apart}; {moved}"
         if self.ok is None:
             return f"{sync}: {apart}, which may be rounding and hides whether it arrived: {moved}"
+        if self.behind <= self.tolerance:
+            return f"{sync} is late: the sampler says of a probe what the policy said before its update; {moved}"
         if self.without:
             part, left = min(self.without.items(), key=lambda found: found[1])
             return f"{sync}: everything but {part} arrived (gap {self.gap:.2g}, {left:.2g} with the old one)"
@@ -174,7 +180,7 @@ class SyncReport:
 
 
 SEEN = 1e-5  # nats: the least move of a policy that is one
-_REPORTED = ("version", "gap", "policy_moved", "sampler_moved", "tolerance")
+_REPORTED = ("version", "gap", "policy_moved", "sampler_moved", "tolerance", "noise", "behind")
 
 
 def _without(parts: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import shutil
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -300,7 +300,6 @@ class PolicyState:
     graph: Graph | None = None  # forward pass that a backward pass may still use
     saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)  # states in memory
     snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weights for the sampler
-    pinned: str = ""  # a snapshot that is not forgotten
 
     def __post_init__(self):
         for name, p in self.params.items():
@@ -868,9 +867,15 @@ class LocalTrainer:
         then, now, change = await self.run(linear_change, self.state, list(datums), before)
         return self._stamp(then), self._stamp(now), change
 
-    async def with_old_parts(self, datum: Datum, before: str) -> dict[str, np.ndarray]:
-        "(N-1,) logprobs by part of the weights: that part as in a snapshot, which is kept; all others as they are."
-        return await self.run(with_old_parts, self.state, datum, before)
+    def snapshot(self, name: str) -> Mapping[str, Tensor] | None:
+        "The weights of `save_weights_for_sampler`, if they are still kept."
+        return self.state.snapshots.get(name)
+
+    async def with_old_parts(
+        self, datum: Datum, old: Mapping[str, Tensor], only: Collection[str] = ()
+    ) -> dict[str, np.ndarray]:
+        "(N-1,) logprobs by part of the weights, or by some parts: that part as in a snapshot, all others as they are."
+        return await self.run(with_old_parts, self.state, datum, old, only)
 
     def _stamp(self, values: Sequence[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
         return stamped(values, self.state.scoring, "policy", self.versions.current, entropies)
@@ -932,7 +937,7 @@ def take_snapshot(state: PolicyState, name: str) -> str:
     _check_finite(state.params, BackendError, "save_weights_for_sampler")
     state.snapshots.pop(name, None)
     state.snapshots[name] = {key: p.detach().clone() for key, p in state.params.items()}
-    for old in [name for name in state.snapshots if name != state.pinned][:-KEPT_SNAPSHOTS]:
+    for old in list(state.snapshots)[:-KEPT_SNAPSHOTS]:
         del state.snapshots[old]
     return name
 
@@ -1066,14 +1071,14 @@ def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
     return {part: [*held] for held, part in once.items()}
 
 # %% ../../nbs/24_backends.local.ipynb #77cd0e71
-def with_old_parts(state: PolicyState, datum: Datum, before: str) -> dict[str, np.ndarray]:
-    "(N-1,) logprobs of a datum with each part, in turn, as it was in a snapshot; none if it was forgotten."
-    if (old := state.snapshots.get(before)) is None:
-        return {}
-    state.pinned = before
-    parts = {part: names for part, names in parts_of(old).items() if len(names) < len(old)}
+def with_old_parts(
+    state: PolicyState, datum: Datum, old: Mapping[str, Tensor], only: Collection[str] = ()
+) -> dict[str, np.ndarray]:
+    "(N-1,) logprobs of a datum with each part, in turn, as it was."
     found: dict[str, np.ndarray] = {}
-    for part, names in parts.items():
+    for part, names in parts_of(old).items():
+        if len(names) == len(old) or (only and part not in only):
+            continue
         with swapped_weights(state, {name: old[name] for name in names}):
             [found[part]] = score(state.scoring, [datum])
     return found

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rl_notebook import Config, GRPOLoop
 from rl_notebook.backends.base import SyncReport
 from rl_notebook.backends.local import open_local
-from rl_notebook.core import BackendError
+from rl_notebook.core import AlignmentError, BackendError
 from rl_notebook.toy import load_model, toy_rows
 from rl_notebook.loop import verdict_line
 from rl_notebook.xray import check_version
@@ -111,7 +114,7 @@ def test_servers_of_somebody_else(name: str) -> None:
         report = loop.weights.audit.report
         assert (report.sentence if report else "").find(words) >= 0
         assert (report.ok if report else None) is ok
-        assert check_version(record).ok is (ok is not False)
+        assert check_version(record).ok is (ok if report else True)
         assert machines.trainer.temperature == world.temperature  # it was asked at 1, and put back
         await machines.close()
 
@@ -185,20 +188,117 @@ def test_it_can_be_left_out_and_leaves_nothing_behind() -> None:
     assert asyncio.run(run(True)) == asyncio.run(run(False))
 
 
-def test_a_sampler_that_falls_silent_does_not_lose_the_sync() -> None:
+FAULTS = {
+    "BackendError": BackendError("the server", got="no answer"),
+    "AlignmentError": AlignmentError("logprobs", got="5", expected="9"),
+    "TimeoutError": TimeoutError(),
+    "KeyError": KeyError("choices"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("well", [0, 1])
+def test_nothing_that_a_sampler_answers_loses_an_update_or_a_sync(fault: str, well: int) -> None:
+    "One that cannot score is asked once; one that falls silent after the sync, again in the next step."
+
     async def run() -> None:
         loop, asked = loop_on(local()), list[int]()
         answer = loop.backend.sampler.logprobs
 
-        async def once(tokens: Any) -> Any:
+        async def first_only(tokens: Any) -> Any:
             asked.append(len(tokens))
-            if len(asked) > 1:
-                raise BackendError("the server", got="no answer")
+            if len(asked) > well:
+                raise FAULTS[fault]
             return await answer(tokens)
 
-        loop.backend.sampler.logprobs = once
-        record = await loop.step()
-        assert (record.policy_version, loop.weights.audit.report) == (1, None)
-        assert len(asked) == 2
+        loop.backend.sampler.logprobs = first_only
+        for step in (1, 2, 3):
+            record = await loop.step()
+            assert (record.policy_version, loop.weights.audit.report) == (step, None)
+        assert len(asked) == 1 + 2 * well
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("well", [0, 1])
+def test_no_number_is_no_evidence(value: float, well: int) -> None:
+    async def run() -> None:
+        loop, asked = loop_on(local()), list[int]()
+        answer = loop.backend.sampler.logprobs
+
+        async def spoilt(tokens: Any) -> Any:
+            asked.append(len(tokens))
+            said = await answer(tokens)
+            return said if len(asked) <= well else replace(said, values=np.append(said.values[1:], value))
+
+        loop.backend.sampler.logprobs = spoilt
+        await loop.step()
+        assert (loop.policy_version, loop.weights.audit.report) == (1, None)
+        assert loop.weights.audit.floor < 1e-4 or not well
+
+    asyncio.run(run())
+
+
+def test_a_sampler_without_such_a_method() -> None:
+    async def run() -> None:
+        backend = local()
+        backend.sampler = SimpleNamespace(sample=backend.sampler.sample, policy_version=0)
+        loop = loop_on(backend)
+        await loop.step()
+        assert (loop.policy_version, loop.weights.audit.report) == (1, None)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_one_sync_late() -> None:
+    async def run() -> None:
+        machines, held = await opened(World()), list[Any]()
+        load = machines.server.load
+
+        def late(weights: Any) -> None:
+            held.append({name: t.clone() for name, t in weights.items()})
+            if len(held) > 1:
+                load(held[-2])
+
+        machines.server.load = late  # type: ignore[method-assign]
+        loop = loop_on(machines.backend)
+        said = []
+        for _ in range(3):
+            await loop.step()
+            assert loop.weights.audit.report is not None
+            said.append(loop.weights.audit.report.sentence)
+        assert "changed nothing" in said[0]
+        assert "is late" in said[1]
+        assert "is late" in said[2]
+
+    asyncio.run(run())
+
+
+def test_a_trainer_that_never_says_the_same_twice_and_does_not_learn() -> None:
+    "The first step of a warm-up: nothing moves, and what the policy says differs."
+
+    async def run() -> None:
+        loop, rng = loop_on(local(), warmup_steps=2, steps=4, lr_scheduler_type="linear"), np.random.default_rng(0)
+        score = loop.backend.policy.forward
+
+        async def noisy(datums: Any) -> Any:
+            said = await score(datums)
+            return [replace(lp, values=lp.values + 1e-3 * rng.normal(size=len(lp.values))) for lp in said]
+
+        loop.backend.policy.forward = noisy
+        await loop.run(4, progress=False)
+        found = [SyncReport.from_metrics(r.metrics) for r in loop.records]
+        assert [report.ok for report in found if report] == [None, True, True, True]
+
+    asyncio.run(run())
+
+
+def test_a_window_without_a_record_after_it_warns() -> None:
+    async def run() -> None:
+        backend = local()
+        backend.sync.served.clear()
+        with pytest.warns(UserWarning, match="sync 1 changed nothing"):
+            await loop_on(backend, weight_sync_interval=2).run(2, progress=False)
 
     asyncio.run(run())
