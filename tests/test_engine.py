@@ -23,6 +23,7 @@ from rl_notebook.backends.engine import (
     penalised,
     pick_logprobs,
     probe_error,
+    takes_blocks,
 )
 from rl_notebook.backends.worker import ThreadChoice, on_threads, same_bits
 from rl_notebook.cli import main as command
@@ -565,10 +566,27 @@ class Forced(ThreadChoice):
         return self.counts[-1]
 
 
-@pytest.mark.parametrize("rows", [65, 97])
-def test_decode_steps_on_another_number_of_threads_draw_the_same_bits(rows):
-    "97 rows of 384 activations are so many that torch splits them among threads."
-    model, series = tiny_model(hidden=192, eos=None), []
+@pytest.mark.parametrize("tied", [False, True])
+def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied):
+    model = tiny_model(hidden=384, vocab=1000, tied=tied, eos=None, scale=1.0)
+    causal = open_model(model)
+    assert causal.route == "fast"
+    assert takes_blocks([causal.fast.embed.weight])
+    engine = Engine(causal, byte_tokenizer(), eos_token_ids=frozenset())
+    for _ in range(3):
+        for prompt, n in (([5, 6, 7], 1), (list(range(9, 30)), 5)):
+            for c in drawn(engine, prompt, SampleParams(max_tokens=12, n=n, seed=1)):
+                own = own_logprobs(model, [*prompt, *c.tokens])[len(prompt) - 1 :]
+                np.testing.assert_allclose(c.logprobs, own, atol=1e-4)
+        with torch.no_grad():
+            for p in model.parameters():  # written in place, as by a sync
+                p.mul_(1.3)
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(65, 192), (97, 192), (97, 384)])
+def test_decode_steps_on_another_number_of_threads_draw_the_same_bits(rows, hidden):
+    "97 rows of 384 activations are so many that torch splits them among threads; 384 is read in blocks."
+    model, series = tiny_model(hidden=hidden, eos=None), []
     if not same_bits(open_model(model).size.shapes, "float32", (1, 2)):
         pytest.skip("products on two threads have other bits here: one thread computes all")
     for count in (1, 2):

@@ -534,6 +534,29 @@ class Linear:
         return out + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(x.dtype)
 
 # %% ../../nbs/23_backends.engine.ipynb #f1476d1c
+IN_BLOCKS = 2**18  # elements of a matrix that is kept in blocks
+_ONEDNN = torch.ops.mkldnn
+
+
+def takes_blocks(weights: Sequence[Tensor]) -> bool:
+    "Whether a product with these matrices is faster in blocks, and can be."
+    large = weights[0].dtype == torch.float32 and sum(w.numel() for w in weights) >= IN_BLOCKS
+    known = hasattr(_ONEDNN, "_reorder_linear_weight") and hasattr(_ONEDNN, "_linear_pointwise")
+    return large and torch.backends.mkldnn.is_available() and known
+
+
+def in_blocks(whole: Tensor) -> Tensor:
+    "A copy of a matrix (outputs, inputs) in the order in which oneDNN reads it."
+    return _ONEDNN._reorder_linear_weight(whole.contiguous(), 32)
+
+
+def times_blocks(x: Tensor, blocks: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+    "`F.linear` with a matrix in blocks, added to something; no gradient goes through it."
+    if onto is None:
+        return _ONEDNN._linear_pointwise(x, blocks, bias, "none", [], "")
+    return _ONEDNN._linear_pointwise.binary(x, onto, blocks, bias, "add")
+
+# %% ../../nbs/23_backends.engine.ipynb #8fe2464d
 def linears_fn(
     modules: Sequence[nn.Module],
     copies: bool,
@@ -561,8 +584,11 @@ def linears_fn(
     weight = MadeOf(stacked, [*weights, *(norm.parameters() if norm is not None else ())])
     biases = [k.base.weight.new_zeros(len(k.base.weight)) if k.base.bias is None else k.base.bias for k in known]
     bias = MadeOf(lambda: torch.cat(biases), biases) if any(k.base.bias is not None for k in known) else None
+    blocks = MadeOf(lambda: in_blocks(stacked()), weight.weights) if by_column and takes_blocks(weights) else None
 
     def multiplied(x: Tensor, onto: Tensor | None = None) -> Tensor:
+        if blocks is not None and not torch.is_grad_enabled():
+            return times_blocks(normed(x), blocks(), None if bias is None else bias(), onto)
         if onto is not None and bias is None and by_column:
             return torch.addmm(onto, normed(x), weight().t())
         out = F.linear(normed(x), weight(), None if bias is None else bias())
