@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rl_notebook.roofs import ModelSize, Work
 
 # %% auto #0
-__all__ = ['LossFn', 'SEEN', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport', 'Capabilities',
-           'Backend']
+__all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport', 'Capabilities', 'Backend']
 
 # %% ../../nbs/20_backends.base.ipynb #1598f3a6
 LossFn: TypeAlias = "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
@@ -132,7 +131,7 @@ class SyncReport:
     @property
     def nothing(self) -> bool:
         "Whether the sampler says what it said before, although the policy has moved."
-        if not self.policy_moved > max(SEEN, 4 * self.noise):
+        if not self.policy_moved > max(_SEEN, 4 * self.noise):
             return False
         return self.sampler_moved == 0 or (self.sampler_moved <= self.policy_moved / 50 and self.gap > self.tolerance)
 
@@ -166,7 +165,8 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         "As numbers of a record."
         named = {name: float(getattr(self, name)) for name in _REPORTED}
-        return {f"sync/{name}": value for name, value in (named | _without(self.without)).items()}
+        named |= {f"without/{part}": gap for part, gap in self.without.items()}
+        return {f"sync/{name}": value for name, value in named.items()}
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> SyncReport | None:  # None = there was none
@@ -179,12 +179,8 @@ class SyncReport:
         return cls(**named | {"version": int(named["version"])}, without=parts)
 
 
-SEEN = 1e-5  # nats: the least move of a policy that is one
+_SEEN = 1e-5  # nats: the least move of a policy that is one
 _REPORTED = ("version", "gap", "policy_moved", "sampler_moved", "tolerance", "noise", "behind")
-
-
-def _without(parts: Mapping[str, float]) -> dict[str, float]:
-    return {f"without/{part}": gap for part, gap in parts.items()}
 
 # %% ../../nbs/20_backends.base.ipynb #a3416ae8
 @dataclass(frozen=True)
