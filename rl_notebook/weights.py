@@ -77,24 +77,24 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @contextmanager
-def scored_raw(backend: Backend) -> Iterator[bool]:  # whether it does
-    "While inside, the policy scores at temperature 1, as a sampler scores given tokens."
+def scored_raw(backend: Backend) -> Iterator[None]:
+    "While inside, the policy scores at temperature 1, as a sampler scores given tokens; raises `BackendError`."
     at = backend.capabilities.policy_temperature
-    if at == 1 or backend.score_at is None:
-        yield at == 1
+    if at == 1:
+        yield
         return
+    if backend.score_at is None:
+        raise BackendError("a probe", got=f"a policy that scores at {at:g}", expected="1, as the sampler does")
     backend.score_at(1.0)
     try:
-        yield True
+        yield
     finally:
         backend.score_at(at)
 
 
 async def policy_says(backend: Backend, datum: Datum) -> Logprobs:
     "The policy's logprobs of a datum, at temperature 1."
-    with scored_raw(backend) as raw:
-        if not raw:
-            raise BackendError("a probe", got="a policy that scores at another temperature than the sampler")
+    with scored_raw(backend):
         return (await backend.policy.forward([datum]))[0]
 
 
