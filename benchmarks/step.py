@@ -3,6 +3,7 @@
     python benchmarks/step.py --setting tiny --json FILE
     python benchmarks/step.py --setting smollm2 --json FILE
     python benchmarks/step.py --setting gsm8k --json FILE       # SmolLM2 again, with word problems for prompts
+    python benchmarks/step.py --setting gsm8k --dtype bfloat16 --json FILE
 
 TRL trains; each time it has finished a step, a callback runs one of ours. Both start from the same weights, are given
 the same prompts in the same order, draw the same number of completions of exactly the same length, grade them with the
@@ -362,10 +363,6 @@ class Work:
         forward = 2.0 * (self.body * (self.prompt_tokens + self.completion_tokens) + self.head * self.completion_tokens)
         return {"sampling": forward, "scoring": forward, "training": 3 * forward}
 
-    def bytes_read(self) -> float:
-        "Bytes of the float32 weights, read once for each token position."
-        return 4.0 * (self.body + self.head) * self.decode_steps
-
 
 def work_of(setting: Setting, size: ModelSize, steps: list[Step]) -> Work:
     "The work of the measured steps, on average."
@@ -396,7 +393,7 @@ def floors_of(setting: Setting, work: Work, size: ModelSize) -> Floors:
     flops = work.flops() if setting.kl_beta else work.flops() | {"scoring": 0.0}
     rate = {"sampling": max(few, many), "scoring": many, "training": many}
     rates = {"gemm_rows": setting.rows, "gemm_few_rows_flops": few, "gemm_many_rows_flops": many, "read_bytes": read}
-    return Floors({part: flops[part] / rate[part] for part in flops}, work.bytes_read() / read, rates)
+    return Floors({part: flops[part] / rate[part] for part in flops}, size.nbytes * work.decode_steps / read, rates)
 
 
 # --- results -----------------------------------------------------------------------------------------------------
@@ -454,7 +451,7 @@ def table(result: dict[str, Any]) -> str:
             *lines,
             f"step by step, TRL/ours is {near['min']:.2f} to {near['max']:.2f}, median {near['median']:.2f}",
             f"{made['model']}: {drawn} tokens drawn and trained on per step, {made['steps']} steps, "
-            f"KL {made['kl_beta']:g}, float32, {where['threads']} threads, load {where['load']:.1f}, "
+            f"KL {made['kl_beta']:g}, {made['dtype']}, {where['threads']} threads, load {where['load']:.1f}, "
             f"{where['peak_memory_gb']:.1f} GB at the peak",
         ]
     )
@@ -466,7 +463,7 @@ def run(setting: Setting, progress: Callable[[str], None] = print) -> dict[str, 
         save_endless(setting.model, folder)
         ours, theirs = alternate(setting, folder, progress)
         check_same_work(setting, ours, theirs)
-        model, _ = load_model(folder)
+        model, _ = load_model(folder, dtype=setting.dtype)
         size = model_size(model)
     assert size is not None
     work = work_of(setting, size, ours[1:])
@@ -480,10 +477,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="measured steps")
     parser.add_argument("--tokens", type=int, help="tokens of a completion")
     parser.add_argument("--kl-beta", type=float, help="0 = no reference model on either side")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="on both sides; TRL's under autocast")
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    given = {k: v for k in ("steps", "tokens", "kl_beta") if (v := getattr(args, k)) is not None}
+    given = {k: v for k in ("steps", "tokens", "kl_beta", "dtype") if (v := getattr(args, k)) is not None}
     with threads(args.threads):
         result = run(replace(SETTINGS[args.setting], **given))
     print(table(result))

@@ -23,6 +23,7 @@ from rl_notebook.backends.engine import (
     penalised,
     pick_logprobs,
     probe_error,
+    mergeable,
     takes_blocks,
 )
 from rl_notebook.backends.worker import ThreadChoice, on_threads, same_bits
@@ -566,21 +567,43 @@ class Forced(ThreadChoice):
         return self.counts[-1]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied):
-    model = tiny_model(hidden=384, vocab=1000, tied=tied, eos=None, scale=1.0)
+@pytest.mark.parametrize(("tied", "dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
+def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied, dtype):
+    "In half precision only where the processor multiplies it."
+    atol = {"float32": 1e-4, "bfloat16": 0.2}[dtype]
+    model = tiny_model(hidden=384, vocab=1000, tied=tied, eos=None, scale=1.0).to(getattr(torch, dtype))
     causal = open_model(model)
     assert causal.route == "fast"
-    assert takes_blocks([causal.fast.embed.weight])
+    known = dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert takes_blocks(mergeable([bare_model(model).lm_head])) == known
     engine = Engine(causal, byte_tokenizer(), eos_token_ids=frozenset())
     for _ in range(3):
         for prompt, n in (([5, 6, 7], 1), (list(range(9, 30)), 5)):
             for c in drawn(engine, prompt, SampleParams(max_tokens=12, n=n, seed=1)):
                 own = own_logprobs(model, [*prompt, *c.tokens])[len(prompt) - 1 :]
-                np.testing.assert_allclose(c.logprobs, own, atol=1e-4)
+                np.testing.assert_allclose(c.logprobs, own, atol=atol)
         with torch.no_grad():
             for p in model.parameters():  # written in place, as by a sync
                 p.mul_(1.3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_in_blocks_is_drawn_on_idle_processors_alone_with_the_same_bits(monkeypatch, dtype):
+    model = tiny_model(hidden=512, heads=64, vocab=1000, tied=True, eos=None, scale=1.0).to(getattr(torch, dtype))
+    causal, threads, series = open_model(model), [], []
+    if not causal.in_blocks:
+        pytest.skip("oneDNN does not multiply this here")
+    whole = causal.features
+    noting = lambda *a, **k: (threads.append(torch.get_num_threads()), whole(*a, **k))[1]
+    monkeypatch.setattr(causal, "features", noting)
+    for idle in (1, 2):
+        monkeypatch.setattr("rl_notebook.backends.engine.idle_processors", lambda idle=idle: idle)
+        with on_threads(2):
+            engine = Engine(causal, byte_tokenizer(), threads=ThreadChoice((1, 2), follows=True))
+            completions = drawn(engine, [5, 6, 7], SampleParams(max_tokens=9, n=5, seed=1))
+        series.append([(c.tokens, list(c.logprobs)) for c in completions])
+    assert threads == [2, *[1] * 8, 2, *[2] * 8]
+    assert str(series[0]) == str(series[1])
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(65, 192), (97, 192), (97, 384)])

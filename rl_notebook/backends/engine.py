@@ -533,16 +533,28 @@ class Linear:
         a, b, scale = self.adapter
         return out + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(x.dtype)
 
+
+def mergeable(modules: Sequence[nn.Module]) -> list[Linear]:
+    "Linear layers that can be one matrix; [] where these cannot."
+    known = [linear for linear in map(Linear.of, modules) if linear is not None]
+    kinds = {w.dtype for linear in known for w in linear.weights}
+    exact = kinds <= {*_FULL} or not any(linear.adapter for linear in known)
+    return known if exact and len(kinds) == 1 and len(known) == len(modules) else []
+
 # %% ../../nbs/23_backends.engine.ipynb #f1476d1c
 IN_BLOCKS = 2**18  # elements of a matrix that is kept in blocks
 _ONEDNN = torch.ops.mkldnn
 
 
-def takes_blocks(weights: Sequence[Tensor]) -> bool:
-    "Whether a product with these matrices is faster in blocks, and can be."
-    large = weights[0].dtype == torch.float32 and sum(w.numel() for w in weights) >= IN_BLOCKS
+def takes_blocks(linears: Sequence[Linear]) -> bool:
+    "Whether a product with the matrix of these layers is faster in blocks, and can be."
+    weights = [w for linear in linears for w in linear.weights]
+    large = sum(w.numel() for w in weights) >= IN_BLOCKS and {w.device.type for w in weights} == {"cpu"}
     known = hasattr(_ONEDNN, "_reorder_linear_weight") and hasattr(_ONEDNN, "_linear_pointwise")
-    return large and torch.backends.mkldnn.is_available() and known
+    if not (large and known and torch.backends.mkldnn.is_available()):
+        return False
+    half = _ONEDNN._is_mkldnn_bf16_supported()
+    return weights[0].dtype in ((torch.float32, torch.bfloat16) if half else (torch.float32,))
 
 
 def in_blocks(whole: Tensor) -> Tensor:
@@ -563,14 +575,11 @@ def linears_fn(
     norm: nn.Module | None = None,  # RMS norm of the input
 ) -> Callable[..., Tensor]:  # of the input (M, D), and of what the output is added to, (M, outputs); None = nothing
     "Several linear layers over one input, as one function; their outputs side by side."
-    linears = [Linear.of(m) for m in modules]
-    known = [linear for linear in linears if linear is not None]
-    weights, scale, normed = [w for linear in known for w in linear.weights], None, norm_fn(norm)
-    full = all(w.dtype in _FULL for w in weights)
-    by_column = full and all(w.device.type == "cpu" for w in weights)
-    alike = len({w.dtype for w in weights}) == 1 and (full or len(weights) == len(known))  # low precision: no adapter
-    if not (copies and alike and len(known) == len(modules) and (by_column or len(weights) > 1)):
-        functions = [linear or module for linear, module in zip(linears, modules, strict=True)]
+    known, scale, normed = mergeable(modules) if copies else [], None, norm_fn(norm)
+    weights = [w for linear in known for w in linear.weights]
+    by_column = bool(known) and all(w.dtype in _FULL and w.device.type == "cpu" for w in weights)
+    if not (by_column or takes_blocks(known) or len(weights) > 1):
+        functions = [Linear.of(module) or module for module in modules]
         side_by_side = lambda x: torch.cat([f(x) for f in functions], -1) if len(functions) > 1 else functions[0](x)
         return lambda x, onto=None: side_by_side(normed(x)) if onto is None else onto + side_by_side(normed(x))
     if by_column and norm is not None:
@@ -584,7 +593,7 @@ def linears_fn(
     weight = MadeOf(stacked, [*weights, *(norm.parameters() if norm is not None else ())])
     biases = [k.base.weight.new_zeros(len(k.base.weight)) if k.base.bias is None else k.base.bias for k in known]
     bias = MadeOf(lambda: torch.cat(biases), biases) if any(k.base.bias is not None for k in known) else None
-    blocks = MadeOf(lambda: in_blocks(stacked()), weight.weights) if by_column and takes_blocks(weights) else None
+    blocks = MadeOf(lambda: in_blocks(stacked()), weight.weights) if takes_blocks(known) else None
 
     def multiplied(x: Tensor, onto: Tensor | None = None) -> Tensor:
         if blocks is not None and not torch.is_grad_enabled():
@@ -680,6 +689,7 @@ class FastLayer:
     heads: tuple[int, int]  # of queries, of keys
     head_dim: int
     scale: float
+    in_blocks: bool  # all its matrices
 
     def __call__(
         self,
@@ -700,20 +710,22 @@ class FastLayer:
         return self.down(self.act(gate) * up, x)
 
 # %% ../../nbs/23_backends.engine.ipynb #bd2c7efe
-def fast_layer(layer: nn.Module, copies: bool = False) -> FastLayer:
+def fast_layer(layer: Any, copies: bool = False) -> FastLayer:
     "The functions of one decoder layer; raises `AttributeError` when it is not Llama-shaped."
     attention, mlp = layer.self_attn, layer.mlp
     norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
     if norms != {"input_layernorm", "post_attention_layernorm"}:
         raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
-    linears = lambda parent, *names, norm=None: linears_fn([getattr(parent, f"{n}_proj") for n in names], copies, norm)
-    heads = tuple(getattr(attention, f"{name}_proj").out_features // attention.head_dim for name in "qk")  # type: ignore
+    group = lambda parent, *names: [getattr(parent, f"{name}_proj") for name in names]
+    qkv, o = group(attention, *"qkv"), group(attention, "o")
+    gate_up, down = group(mlp, "gate", "up"), group(mlp, "down")
+    heads = tuple(project.out_features // attention.head_dim for project in qkv[:2])
     head_norms = [getattr(attention, f"{name}_norm", None) for name in "qk"]
-    parts: dict[str, Any] = {"qkv": linears(attention, "q", "k", "v", norm=layer.input_layernorm)}
-    parts |= {"gate_up": linears(mlp, "gate", "up", norm=layer.post_attention_layernorm), "heads": heads}
-    parts |= {"o": linears(attention, "o"), "down": linears(mlp, "down")}
-    parts |= {"head_norm": head_norm_fn(head_norms, heads), "head_dim": attention.head_dim}  # type: ignore
-    return FastLayer(**parts, act=mlp.act_fn, scale=attention.scaling)  # type: ignore[union-attr, arg-type]
+    parts: dict[str, Any] = {"qkv": linears_fn(qkv, copies, layer.input_layernorm), "o": linears_fn(o, copies)}
+    parts |= {"gate_up": linears_fn(gate_up, copies, layer.post_attention_layernorm), "down": linears_fn(down, copies)}
+    parts |= {"head_norm": head_norm_fn(head_norms, heads), "heads": heads, "head_dim": attention.head_dim}
+    parts["in_blocks"] = copies and all(takes_blocks(mergeable(one)) for one in (qkv, o, gate_up, down))
+    return FastLayer(**parts, act=mlp.act_fn, scale=attention.scaling)
 
 # %% ../../nbs/23_backends.engine.ipynb #c3be4f9a
 class FastDecoder:
@@ -788,6 +800,9 @@ class CausalModel:
         self.windows = layer_windows(self.decoder)
         self.size = model_size(self.model)
         self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
+        self.in_blocks = False  # every matrix that tokens are drawn with
+        if self.fast is not None and self.fast.copies and self.head is not None:
+            self.in_blocks = all(x.in_blocks for x in self.fast.layers) and takes_blocks(mergeable([self.head]))
 
     def features(
         self,
@@ -1380,8 +1395,9 @@ def advance(engine: Engine, most: int = 1, idle: int = 1) -> list[Request]:
         count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
     course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    asked = count * len(rows) if len(rows) >= MANY_ROWS else 0
-    with engine.threads.chosen(f"decode of 2^{len(rows).bit_length() - 1} rows", asked, MANY_ROWS, idle):
+    few = len(rows) < MANY_ROWS and not engine.threads.follows
+    kind = f"decode of 2^{len(rows).bit_length() - 1} rows"
+    with engine.threads.chosen(kind, 0 if few else count * len(rows), 1, idle):
         for numbers in course.uniforms[:count]:
             step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
             features, experts = watched(engine, step)

@@ -124,11 +124,14 @@ class ThreadChoice:
     counts: tuple[int, ...] = ()  # that may be taken; fewer than two = nothing is changed
     times: dict[str, dict[int, deque[float]]] = field(default_factory=dict)  # by kind and number, seconds a token
     passes: Counter[str] = field(default_factory=Counter)  # by kind
+    follows: bool = False  # take as many as there are idle processors, and try no other
 
     def next(self, kind: str, idle: int = sys.maxsize) -> int:
         "What the next pass of a kind takes, of so many idle processors."
         counts = [count for count in self.counts if count <= max(idle, self.counts[0])]
         times = self.times.setdefault(kind, {count: deque(maxlen=KEPT) for count in self.counts})
+        if self.follows:
+            return counts[-1]
         if untried := [count for count in counts if len(times[count]) < 2]:
             return untried[0]
         best = min(counts, key=lambda count: min(times[count]))
@@ -178,6 +181,13 @@ def same_bits(
 VECTORS = 32  # floats that are computed together, on any processor
 
 
+def whole_counts(size: ModelSize) -> tuple[int, ...]:
+    "Numbers of threads, as torch is set the most, that split the activations of a model at whole vectors."
+    most, wide = torch.get_num_threads(), max(inputs for _, inputs in size.shapes)
+    counts = (*(2**i for i in range(most.bit_length()) if 2**i < most), most)
+    return tuple(c for c in counts if wide % (VECTORS * math.lcm(*range(1, c + 1))) == 0 or c == 1)
+
+
 def thread_counts(
     size: ModelSize | None, layers: int, asked: int | None, inline: bool, head: tuple[int, int] | None = None
 ) -> tuple[int, ...]:
@@ -189,10 +199,13 @@ def thread_counts(
         return (asked,)
     if inline or size is None or size.device != "cpu" or size.body >= SMALL_LAYER * layers:
         return ()
-    most = torch.get_num_threads()
-    wide = max(inputs for _, inputs in size.shapes)
-    counts = (*(2**i for i in range(most.bit_length()) if 2**i < most), most)
-    counts = tuple(c for c in counts if wide % (VECTORS * math.lcm(*range(1, c + 1))) == 0 or c == 1)
+    counts = whole_counts(size)
     alike = same_bits(size.shapes, size.dtype, counts)
     alike = alike and (head is None or same_bits((head,), size.dtype, counts, (16, 99)))
     return counts if alike else (1,)
+
+
+def following(size: ModelSize | None) -> ThreadChoice:
+    "As many threads as there are idle processors, if activations are split at whole vectors; else as torch is set."
+    counts = whole_counts(size) if size is not None and size.device == "cpu" else ()
+    return ThreadChoice(counts, follows=True) if torch.get_num_threads() in counts else ThreadChoice()
