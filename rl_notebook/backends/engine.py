@@ -1191,7 +1191,7 @@ class Engine:
 
     def run_steps(self, steps: int = 16) -> list[Request]:
         "Admit, then up to `steps` decode steps; returns the requests that were completed."
-        idle = idle_processors()  # before there is a team of threads of our own
+        idle = idle_processors()
         with torch.inference_mode(), self.meter.timed("sampling"):
             forget_cancelled(self)
             done = admit(self)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -107,14 +107,20 @@ KEPT = 3  # times of each number
 LEAST_TOKENS = 256  # of a pass that says how fast a number is
 
 
-def idle_processors() -> int:
-    "On how many processors nothing else runs at this moment; where the system does not say it, the number of all."
-    total = os.cpu_count() or 1
-    try:
-        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])  # this thread among them
-    except (OSError, ValueError, IndexError):
-        return total
-    return max(1, total - running + 1)
+def idle_processors(looks: int = 4) -> int:
+    "On how many processors nothing else runs for long; where the system does not say it, the number of all."
+    total, idle = os.cpu_count() or 1, 1
+    release_team()  # which would be counted
+    for look in range(looks):  # what runs for a moment, such as the thread that asked, is not there at all of them
+        sleep(0.001 * (look > 0))
+        try:
+            running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])  # this thread among them
+        except (OSError, ValueError, IndexError):
+            return total
+        idle = max(idle, total - running + 1)
+        if idle >= total:
+            break
+    return idle
 
 
 @dataclass(eq=False)
