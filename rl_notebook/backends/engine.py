@@ -1191,7 +1191,8 @@ class Engine:
 
     def run_steps(self, steps: int = 16) -> list[Request]:
         "Admit, then up to `steps` decode steps; returns the requests that were completed."
-        idle = idle_processors()
+        many = min(len(self.rows) + len(self.waiting), self.max_batch) >= MANY_ROWS
+        idle = idle_processors() if many or self.threads.follows else 1
         with torch.inference_mode(), self.meter.timed("sampling"):
             forget_cancelled(self)
             done = admit(self)

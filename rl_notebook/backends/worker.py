@@ -107,20 +107,24 @@ KEPT = 3  # times of each number
 LEAST_TOKENS = 256  # of a pass that says how fast a number is
 
 
+def running_threads() -> int:
+    "Threads of the machine that run or want to, this one among them; 0 where the system does not say it."
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def idle_processors(looks: int = 4) -> int:
     "On how many processors nothing else runs for long; where the system does not say it, the number of all."
-    total, idle = os.cpu_count() or 1, 1
+    total, running = os.cpu_count() or 1, sys.maxsize
     release_team()  # which would be counted
     for look in range(looks):  # what runs for a moment, such as the thread that asked, is not there at all of them
         sleep(0.001 * (look > 0))
-        try:
-            running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])  # this thread among them
-        except (OSError, ValueError, IndexError):
-            return total
-        idle = max(idle, total - running + 1)
-        if idle >= total:
+        running = min(running, running_threads())
+        if running <= 1:
             break
-    return idle
+    return min(total, max(1, total - running + 1))
 
 
 @dataclass(eq=False)
