@@ -110,7 +110,7 @@ LONG = {
     "test_a_builtin_loss_trains_like": "tinker", "test_a_service_that_forgets_everything": "",
     "test_every_combination_gives_an_answer": "", "test_a_page_of_very_many_steps": "",
     "test_faults_around_a_loss_of_the_service": "", "test_the_tool_example_warms_up": "",
-    "test_the_right_cause_and_no_false_alarm": "0]", "test_no_more_samples_are_under_way": "4",
+    "test_the_right_cause_and_no_false_alarm": "", "test_no_more_samples_are_under_way": "4",
     "sorted_searched_and_have_an_address": "1280-light", "test_no_sentence_claims_what_is_not_so": "0.2",
     "test_how_a_step_is_cut_does_not": "max_samples-token", "test_chunks_give_the_gradient_of_one_pass": "token_mean",
     "in_turn_each_train_every_row_once": "batch-0", "takes_effect_after_the_phase_and_the_loop_goes": "backward",
@@ -125,8 +125,11 @@ LONG = {
     "test_a_deployment_that_was_restarted_gets": "0-True", "test_old_weights_are_never_called_a_shift": "3",
     "test_a_rollout_factory_an_evaluation": "", "test_a_module_of_another_folder": "",
     "test_new.py::test_it_trains": "", "test_its_notebook_runs_and_says": "",
-    "test_its_test_and_notebook_survive": "False", "test_passes_on_other_numbers_of_threads": "",
+    "test_its_test_and_notebook_survive": "", "test_passes_on_other_numbers_of_threads": "",
     "test_a_step_of_the_backend_stays_on_its_device": "{'prompt_logprobs'", "test_what_was_learned_stays": "later",
+    "an_address_that_is_not_on_the_page": "step=3", "an_address_opens_the_page_at_its_token": "400-light",
+    "test_the_gpu_script_can_be_tried": "", "test_a_decode_step_waits_only_where": "None-fast",
+    "test_a_loop_that_was_handed_over_waits": "2", "local-inline]": "", "local-small-batches]": "",
 }  # fmt: skip
 # Long tables of which every fourth row is always run.
 SAMPLED = ("test_bad_views.py::test_records", "test_bad_views.py::test_folders", "test_every_breakage_is_noticed")
