@@ -24,7 +24,7 @@ from transformers import Cache
 from .base import Meter
 from .prefixes import for_heads, prefix_tree, reading, sent
 from .routing import Routers, find_routers, noting, replaying, write_notes
-from .worker import ThreadChoice, idle_processors
+from .worker import ThreadChoice, idle_processors, on_threads, whole_counts
 from ..roofs import model_size, pass_work
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
@@ -1035,6 +1035,31 @@ def open_model(
         expected="logprobs equal to the model's own",
         fix="Load it as AutoModelForCausalLM with attn_implementation='sdpa' or 'eager'.",
     )
+
+# %% ../../nbs/23_backends.engine.ipynb #7a13c84c
+def drawn_products(causal: CausalModel) -> list[Tensor]:
+    "What the first layer, attention apart, and the head make of random features, for several numbers of rows."
+    assert causal.fast is not None
+    layer, width, made = causal.fast.layers[0], causal.model.get_input_embeddings().weight.shape[1], list[Tensor]()
+    for rows in (1, 5, 16, 33, 100):
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(causal.dtype)
+        heads = layer.qkv(x)
+        after = layer.o(heads[:, : layer.heads[0] * layer.head_dim].contiguous(), x)
+        gate, up = layer.gate_up(after).chunk(2, -1)
+        made += [heads, after, layer.down(layer.act(gate) * up, after), causal.logits(x)]
+    return made
+
+
+def following(causal: CausalModel) -> ThreadChoice:
+    "As many threads as there are idle processors, if a decode step has the same bits on any number; else torch's own."
+    counts, found = whole_counts(causal.size) if causal.in_blocks and causal.size else (), []
+    if torch.get_num_threads() not in counts[1:]:
+        return ThreadChoice()
+    for count in counts:
+        with on_threads(count), torch.inference_mode():
+            found.append(drawn_products(causal))
+    alike = all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    return ThreadChoice(counts, follows=alike) if alike else ThreadChoice()
 
 # %% ../../nbs/23_backends.engine.ipynb #db97efc2
 @dataclass(eq=False)

@@ -42,13 +42,14 @@ from rl_notebook.backends.engine import (
     check_request,
     check_tokens,
     echo,
+    following,
     open_model,
     padded,
     plan_batches,
 )
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, find_routers, read_notes, replaying
-from .worker import ThreadChoice, Worker, following, thread_counts
+from .worker import ThreadChoice, Worker, thread_counts
 from ..roofs import Work, pass_work, settle
 from rl_notebook.core import (
     AdamParams,
@@ -1497,7 +1498,7 @@ def open_local(
     causal, head = engine.causal, tuple(engine.causal.model.get_input_embeddings().weight.shape)
     counts = thread_counts(causal.size, causal.decoder.config.num_hidden_layers, threads, inline, head)
     run, choice = Worker(inline, counts[0] if counts else None), ThreadChoice(counts)
-    engine.threads = following(causal.size) if causal.in_blocks and not counts and not inline else choice
+    engine.threads = choice if counts or inline else following(causal)
     draws = Worker(threads=counts[0] if counts else None) if beside else run
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only

@@ -213,9 +213,3 @@ def thread_counts(
     alike = same_bits(size.shapes, size.dtype, counts)
     alike = alike and (head is None or same_bits((head,), size.dtype, counts, (16, 99)))
     return counts if alike else (1,)
-
-
-def following(size: ModelSize | None) -> ThreadChoice:
-    "As many threads as there are idle processors, if activations are split at whole vectors; else as torch is set."
-    counts = whole_counts(size) if size is not None and size.device == "cpu" else ()
-    return ThreadChoice(counts, follows=True) if torch.get_num_threads() in counts else ThreadChoice()
