@@ -18,6 +18,7 @@ from rl_notebook.backends.engine import (
     bare_model,
     context_length,
     echo,
+    following,
     head_logprobs,
     open_model,
     penalised,
@@ -591,15 +592,17 @@ def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied, dtype):
 def test_what_is_in_blocks_is_drawn_on_idle_processors_alone_with_the_same_bits(monkeypatch, dtype):
     model = tiny_model(hidden=512, heads=64, vocab=1000, tied=True, eos=None, scale=1.0).to(getattr(torch, dtype))
     causal, threads, series = open_model(model), [], []
-    if not causal.in_blocks:
-        pytest.skip("oneDNN does not multiply this here")
+    with on_threads(2):
+        choice = following(causal)
+    if not choice.follows:
+        pytest.skip("no blocks here, or other bits on two threads: torch's own number is taken")
     whole = causal.features
     noting = lambda *a, **k: (threads.append(torch.get_num_threads()), whole(*a, **k))[1]
     monkeypatch.setattr(causal, "features", noting)
     for idle in (1, 2):
         monkeypatch.setattr("rl_notebook.backends.engine.idle_processors", lambda idle=idle: idle)
         with on_threads(2):
-            engine = Engine(causal, byte_tokenizer(), threads=ThreadChoice((1, 2), follows=True))
+            engine = Engine(causal, byte_tokenizer(), threads=choice)
             completions = drawn(engine, [5, 6, 7], SampleParams(max_tokens=9, n=5, seed=1))
         series.append([(c.tokens, list(c.logprobs)) for c in completions])
     assert threads == [2, *[1] * 8, 2, *[2] * 8]
