@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from rl_notebook.backends.base import SampleParams
-from rl_notebook.backends.engine import Engine, open_model
-from rl_notebook.backends.worker import ThreadChoice, on_threads, release_team, set_threads
+from rl_notebook.backends.engine import Engine, following, open_model
+from rl_notebook.backends.worker import ThreadChoice, on_threads, set_threads
 from rl_notebook.toy import load_model
 from step import MEASURES, SETTINGS, Ours, Step, save_endless
 
@@ -72,10 +72,12 @@ class Fixed(ThreadChoice):
         return self.counts[-1]
 
 
-def decode_steps(rows: int, turns: int = 9, steps: int = 32) -> dict[str, float]:
+def decode_steps(rows: int, model: str = "tiny", turns: int = 9, steps: int = 32) -> dict[str, float]:
     "Milliseconds of a decode step of so many rows on one thread, on all, and as chosen, in turns."
-    causal, most = open_model(load_model("tiny")[0].requires_grad_(False)), torch.get_num_threads()
-    ways = {"one": Fixed((1, 1)), "all": Fixed((1, most)), "chosen": ThreadChoice((1, most))}
+    causal, most = open_model(load_model(model)[0].requires_grad_(False)), torch.get_num_threads()
+    large = causal.in_blocks
+    ways: dict[str, ThreadChoice] = {n: Fixed((1, c), follows=large) for n, c in (("one", 1), ("all", most))}
+    ways["chosen"] = following(causal) if large else ThreadChoice((1, most))
     found: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(turns):
         for way, choice in ways.items():
@@ -86,7 +88,6 @@ def decode_steps(rows: int, turns: int = 9, steps: int = 32) -> dict[str, float]
                 engine.run_steps(0)
                 begin = time.perf_counter()
                 while not engine.idle:
-                    release_team()
                     engine.run_steps()
                 found[way] += [1000 * (time.perf_counter() - begin) / steps] if turn else []
     return {way: statistics.median(times) for way, times in found.items()}
@@ -95,6 +96,7 @@ def decode_steps(rows: int, turns: int = 9, steps: int = 32) -> dict[str, float]
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=6, help="measured turns of each way; one more comes before them")
+    parser.add_argument("--smollm2", action="store_true", help="decode steps of SmolLM2 too")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
     load, found, decode = os.getloadavg()[0], {}, {}
@@ -102,7 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
         try:
             steps = measure(args.rounds)
-            decode[beside] = {rows: decode_steps(rows) for rows in (32, 64, 128, 256)}
+            decode[beside] = {f"tiny, {rows} rows": decode_steps(rows) for rows in (32, 64, 128, 256)}
+            if args.smollm2:
+                decode[beside]["smollm2, 32 rows"] = decode_steps(32, "smollm2", turns=5)
         finally:
             for other in others:
                 other.kill()
@@ -117,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("milliseconds of a decode step")
     for beside, by_rows in decode.items():
         for rows, medians in by_rows.items():
-            print(f"{beside} beside, {rows:>3} rows" + "".join(f"  {way} {ms:.2f}" for way, ms in medians.items()))
+            print(f"{beside} beside, {rows:<18}" + "".join(f"  {way} {ms:.2f}" for way, ms in medians.items()))
     print(f"{torch.get_num_threads()} threads, load {load:.1f} before")
     if args.json:
         rest = {"threads": torch.get_num_threads(), "load": load}

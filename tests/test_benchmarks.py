@@ -12,6 +12,8 @@ import pytest
 import torch
 from tiny_models import one_thread
 
+from rl_notebook.roofs import ModelSize
+
 __all__ = ["one_thread"]
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -150,6 +152,14 @@ def test_floors_count_products(step):
     assert work.flops() == {"sampling": forward, "scoring": forward, "training": 3 * forward}
     floors = step.Floors({"sampling": 1.0, "scoring": 1.0, "training": 3.0}, weights=2.5, rates={})
     assert floors.seconds == {"sampling": 2.5, "scoring": 1.0, "training": 3.0, "total": 6.5}
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2)])
+def test_floors_read_the_bytes_of_the_precision(step, setting, monkeypatch, dtype, each):
+    monkeypatch.setattr(step, "gemm_rate", lambda *_, **__: 1e9)
+    monkeypatch.setattr(step, "read_rate", lambda *_, **__: 10.0)
+    size = ModelSize(1000, 100, 1000, 100, ((10, 100),), dtype=dtype)
+    assert step.floors_of(setting, step.Work(1000, 100, 30, 20, 5), size).weights == each * 1100 * 5 / 10
 
 
 def test_the_summary_is_of_the_steps_after_the_first(step, setting, steps):

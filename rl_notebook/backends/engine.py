@@ -1059,7 +1059,7 @@ def following(causal: CausalModel) -> ThreadChoice:
         with on_threads(count), torch.inference_mode():
             found.append(drawn_products(causal))
     alike = all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    return ThreadChoice(counts, follows=alike) if alike else ThreadChoice()
+    return ThreadChoice(counts, follows=True) if alike else ThreadChoice()
 
 # %% ../../nbs/23_backends.engine.ipynb #db97efc2
 @dataclass(eq=False)
@@ -1216,8 +1216,8 @@ class Engine:
 
     def run_steps(self, steps: int = 16) -> list[Request]:
         "Admit, then up to `steps` decode steps; returns the requests that were completed."
-        many = min(len(self.rows) + len(self.waiting), self.max_batch) >= MANY_ROWS
-        idle = idle_processors() if many or self.threads.follows else 1
+        expected = min(len(self.rows) + len(self.waiting), self.max_batch)
+        idle = idle_processors() if may_choose(self, expected) else 1
         with torch.inference_mode(), self.meter.timed("sampling"):
             forget_cancelled(self)
             done = admit(self)
@@ -1402,6 +1402,11 @@ AHEAD = 16  # steps whose uniform numbers are brought at once
 MANY_ROWS = 64  # of a decode step that may gain from another thread; products of fewer may have other bits on it
 
 
+def may_choose(engine: Engine, rows: int) -> bool:
+    "Whether a decode step of so many rows may take another number of threads, and has the same bits then."
+    return len(engine.threads.counts) > 1 and (engine.threads.follows or rows >= MANY_ROWS)
+
+
 def course_of(engine: Engine, steps: int) -> Course:
     "The course of the rows, with numbers for at least so many steps."
     rows, course = engine.rows, engine.course
@@ -1421,9 +1426,8 @@ def advance(engine: Engine, most: int = 1, idle: int = 1) -> list[Request]:
         count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
     course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    few = len(rows) < MANY_ROWS and not engine.threads.follows
-    kind = f"decode of 2^{len(rows).bit_length() - 1} rows"
-    with engine.threads.chosen(kind, 0 if few else count * len(rows), 1, idle):
+    kind, asked = f"decode of 2^{len(rows).bit_length() - 1} rows", count * len(rows) * may_choose(engine, len(rows))
+    with engine.threads.chosen(kind, asked, 1, idle):
         for numbers in course.uniforms[:count]:
             step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
             features, experts = watched(engine, step)
