@@ -1052,7 +1052,8 @@ def drawn_products(causal: CausalModel) -> list[Tensor]:
 
 def following(causal: CausalModel) -> ThreadChoice:
     "As many threads as there are idle processors, if a decode step has the same bits on any number; else torch's own."
-    counts, found = whole_counts(causal.size) if causal.in_blocks and causal.size else (), []
+    exact = causal.in_blocks and causal.dtype in _FULL  # attention in bfloat16 has other bits on two threads
+    counts, found = whole_counts(causal.size) if exact and causal.size else (), []
     if torch.get_num_threads() not in counts[1:]:
         return ThreadChoice()
     for count in counts:
