@@ -27,7 +27,8 @@ from rl_notebook.backends.engine import (
     mergeable,
     takes_blocks,
 )
-from rl_notebook.backends.worker import ThreadChoice, on_threads, same_bits
+from rl_notebook.backends.local import open_local
+from rl_notebook.backends.worker import ThreadChoice, idle_processors, on_threads, same_bits
 from rl_notebook.cli import main as command
 from rl_notebook.core import BackendError, SampleParams
 
@@ -609,6 +610,40 @@ def test_what_is_in_blocks_is_drawn_on_idle_processors_alone_with_the_same_bits(
         series.append([(c.tokens, list(c.logprobs)) for c in completions])
     assert threads == [2, *[1] * 8, 2, *[2] * 8]
     assert str(series[0]) == str(series[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "follows"), [({}, True), ({"inline": True}, False), ({"threads": 1}, False), ({"threads": 2}, False)]
+)
+def test_only_the_sampler_of_a_backend_that_is_free_to_choose_follows_idle_processors(options, follows):
+    model = tiny_model(hidden=512, heads=64, vocab=1000, tied=True, eos=None)
+    if not open_model(model).in_blocks:
+        pytest.skip("oneDNN does not multiply this here")
+    with on_threads(2):
+        backend = open_local(model, byte_tokenizer(), reference=False, device="cpu", **options)
+    assert backend.sampler.engine.threads.follows is follows
+
+
+@pytest.mark.parametrize(
+    ("total", "own", "running", "idle"),
+    [
+        (8, 8, [1], 8),  # this thread alone
+        (8, 8, [3, 3, 3, 3], 6),  # two others
+        (8, 8, [3, 4, 2, 3], 7),  # one of them is there at every look
+        (8, 8, [5, 1], 8),  # none is
+        (8, 2, [3, 3, 3, 3], 2),  # six are idle, and two may be used
+        (64, 4, [20, 20, 20, 20], 4),  # a container of four on a machine of sixty-four, which counts for all of it
+        (2, 2, [9, 9, 9, 9], 1),
+        (2, 2, [0], 2),  # the system does not say it
+    ],
+)
+def test_a_processor_is_taken_that_is_taken_at_each_look(total, own, running, idle, monkeypatch):
+    looks = iter(running)
+    monkeypatch.setattr("rl_notebook.backends.worker.running_threads", lambda: next(looks))
+    monkeypatch.setattr(os, "cpu_count", lambda: total)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(own)), raising=False)
+    assert idle_processors() == idle
+    assert not list(looks)
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(65, 192), (97, 192), (97, 384)])

@@ -553,7 +553,7 @@ def takes_blocks(linears: Sequence[Linear]) -> bool:
     known = hasattr(_ONEDNN, "_reorder_linear_weight") and hasattr(_ONEDNN, "_linear_pointwise")
     if not (large and known and torch.backends.mkldnn.is_available()):
         return False
-    half = _ONEDNN._is_mkldnn_bf16_supported()
+    half = getattr(_ONEDNN, "_is_mkldnn_bf16_supported", bool)()
     return weights[0].dtype in ((torch.float32, torch.bfloat16) if half else (torch.float32,))
 
 

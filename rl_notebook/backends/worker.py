@@ -116,15 +116,16 @@ def running_threads() -> int:
 
 
 def idle_processors(looks: int = 4) -> int:
-    "On how many processors nothing else runs for long; where the system does not say it, the number of all."
-    total, running = os.cpu_count() or 1, sys.maxsize
+    "On how many of this process's processors nothing else runs for long; where the system does not say it, on all."
+    total, running = os.cpu_count() or 1, sys.maxsize  # of the machine, as what runs is counted
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     release_team()  # which would be counted
     for look in range(looks):  # what runs for a moment, such as the thread that asked, is not there at all of them
         sleep(0.001 * (look > 0))
         running = min(running, running_threads())
         if running <= 1:
             break
-    return min(total, max(1, total - running + 1))
+    return min(own, max(1, total - running + 1))
 
 
 @dataclass(eq=False)
