@@ -96,6 +96,26 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
     assert "held out" in (folder / "curve.svg").read_text()
 
 
+@pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
+@pytest.mark.parametrize(
+    ("said", "earned"),
+    [
+        ("6 * 24 = 144 rolls, and 144 - 95 = 49 are left.", 1.0),
+        ("6 trays * 24 rolls = 144 rolls", 0.5),  # the second is missing
+        ("6*24 = 144. 144-95 = 49. 49+1 = 50. 50+1 = 51.", 0.5),  # two too many
+        ("6 * 24 = 140, and 140 - 95 = 49", 0.0),  # neither is right
+        ("144 and 49", 0.0),  # not calculated
+        ("6 * 24 = 144. 6 * 24 = 144.", 0.5),  # the same one again
+        ("6 / 0 = 144", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_calculations_of_the_reference_are_what_is_paid(example: SimpleNamespace, said: str, earned: float):
+    answer = "It bakes 6*24 = <<6*24=144>>144 rolls.\nThere are 144-95 = <<144-95=49>>49 left.\n#### 49"
+    assert example.calculations.calculations(said, answer) == earned
+    assert example.calculations.calculations(re.sub("<<.*?>>", "", answer), answer) == 1
+
+
 def odd_is_right(text: str, answer: str) -> float:
     "A reward with which every other answer is right, whatever the model knows."
     return float(sum(map(ord, text)) % 2)
