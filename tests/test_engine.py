@@ -1,5 +1,6 @@
 "The engine: every completion as if it were alone, and logprobs that the model itself would give."
 
+import asyncio
 import os
 
 import numpy as np
@@ -622,6 +623,7 @@ def test_only_the_sampler_of_a_backend_that_is_free_to_choose_follows_idle_proce
     with on_threads(2):
         backend = open_local(model, byte_tokenizer(), reference=False, device="cpu", **options)
     assert backend.sampler.engine.threads.follows is follows
+    asyncio.run(backend.close())
 
 
 @pytest.mark.parametrize(

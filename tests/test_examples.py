@@ -29,6 +29,7 @@ from rl_notebook.core import Completion, SampleParams
 from rl_notebook.records import Run
 from rl_notebook.rollouts import RolloutSetup
 from rl_notebook.toy import build_tokenizer, load_model
+from tiny_models import tiny_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = ["--steps", "2", "--prompt-groups-per-step", "2", "--completions-per-prompt", "4"]
@@ -82,38 +83,48 @@ def test_a_script_trains_here(folder: str, run: Callable[..., str], tmp_path: Pa
 
 def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], tmp_path: Path):
     rows, folder = str(EXAMPLES / "gsm8k" / "sample.jsonl"), tmp_path / "run"
-    small = ["--base-model", "tiny", "--max-rows", "34", "--max-completion-tokens", "12"]
+    tokenizer, model = load_model("tiny")[1], tmp_path / "model"  # whose own model reads no more than 512 tokens
+    tiny_model(vocab=len(tokenizer), context=1024).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    small = ["--base-model", str(model), "--max-rows", "34", "--max-completion-tokens", "12", "--max-seq-len", "1024"]
     said = run("gsm8k", "--dataset", rows, "--log-path", str(folder), *small)
     assert re.search(r"^done \(2 steps", said, re.MULTILINE)
     with at_home("gsm8k"):
         importlib.import_module("figures").main(folder)
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     counts = Counter((line["step"], line["set"]) for line in lines)
-    assert counts == {(step, name): n for step in (0, 2) for name, n in (("held out", 6 * 4), ("shown", 10))}
+    assert counts == {(step, name): n for step in (0, 2) for name, n in (("held out", 2 * 8), ("shown", 10))}
     page = (folder / "figures.md").read_text()
-    assert re.search(r"^\| reward \| \d\.\d+ \(", page, re.MULTILINE)
+    assert re.search(r"^\| with_calculator \| \d[\d.]* \(", page, re.MULTILINE)
     assert page.count("```text") == 2 * 10
     assert "held out" in (folder / "curve.svg").read_text()
 
 
 @pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
 @pytest.mark.parametrize(
-    ("said", "earned"),
+    ("said", "earned", "comes_to_it"),
     [
-        ("6 * 24 = 144 rolls, and 144 - 95 = 49 are left.", 1.0),
-        ("6 trays * 24 rolls = 144 rolls", 0.5),  # the second is missing
-        ("6*24 = 144. 144-95 = 49. 49+1 = 50. 50+1 = 51.", 0.5),  # two too many
-        ("6 * 24 = 140, and 140 - 95 = 49", 0.0),  # neither is right
-        ("144 and 49", 0.0),  # not calculated
-        ("6 * 24 = 144. 6 * 24 = 144.", 0.5),  # the same one again
-        ("6 / 0 = 144", 0.0),
-        ("", 0.0),
+        ("6 * 24 = 144 rolls, and 144 - 95 = 49 are left.", 1.0, 1),
+        ("6 trays * 24 rolls = 144 rolls", 0.5, 0),  # the second is missing
+        ("6 x 24 = 144. 144 – 95 = 49. 49+1 = 50. 50+1 = 51.", 0.5, 0),  # two too many
+        ("6 * 24 = 140, and 140 - 95 = 45", 0.5, 1),  # well chosen, and wrong
+        ("6 * 24 = 140, and 140 - 95 = 49", 0.75, 1),  # the second is what a calculator has for it
+        ("6 * 24 = 144, and 95 - 24 = 71", 0.5, 0),
+        ("144 and 49", 0.0, 0),  # not calculated
+        ("6 * 24 = 144. 6 * 24 = 144.", 0.5, 0),  # the same one again
+        ("6 * 24 = 140. 6 * 24 = 144.", 0.5, 0),  # the better one counts
+        ("6 / 0 = 144", 0.0, 0),
+        ("", 0.0, 0),
     ],
 )
-def test_calculations_of_the_reference_are_what_is_paid(example: SimpleNamespace, said: str, earned: float):
+def test_calculations_of_the_reference_are_what_is_paid(
+    example: SimpleNamespace, said: str, earned: float, comes_to_it: int
+):
     answer = "It bakes 6*24 = <<6*24=144>>144 rolls.\nThere are 144-95 = <<144-95=49>>49 left.\n#### 49"
-    assert example.calculations.calculations(said, answer) == earned
-    assert example.calculations.calculations(re.sub("<<.*?>>", "", answer), answer) == 1
+    given = example.calculations
+    assert given.calculations(said, answer) == earned
+    assert given.with_calculator(said, answer) == comes_to_it
+    assert given.calculations(re.sub("<<.*?>>", "", answer), answer) == 1
 
 
 def odd_is_right(text: str, answer: str) -> float:

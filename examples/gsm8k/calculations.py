@@ -1,16 +1,22 @@
-"A reward for the right calculations: those of the reference solution, which GSM8K marks as `<<6*24=144>>`."
+"""Rewards for the right calculations: those of the reference solution, which GSM8K marks as `<<6*24=144>>`.
+
+What to calculate is one thing, and to do it in one's head another. A calculation is told here by the result that a
+calculator has for it; whether the text has the same one is a second question.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 
-from rl_notebook.rewards import numeric_equal, worked_out
+from rl_notebook.rewards import final_answer, numeric_equal, worked_out
 
-NUMBER = r"\$?\d[\d,]*(?:\.\d+)?%?"
+NUMBER = r"\$?(?:\d[\d,]*)?\.?\d+%?"
 UNIT = r"(?:\s?[A-Za-z]+){0,2}"
 CALCULATION = re.compile(rf"({NUMBER}{UNIT}(?:\s*[-+*/×÷]\s*{NUMBER}{UNIT})+)\s*=\s*({NUMBER})")  # without brackets
 MARKED = re.compile(r"<<[^<>]*=\s*(-?[\d,.]+)")
+MINUS = {0x2013: "-", 0x2212: "-"}
+CENT = 0.01
 
 
 def plain(expression: str) -> str:
@@ -18,18 +24,34 @@ def plain(expression: str) -> str:
     return re.sub(r"([\d.]+)%", r"(\1/100)", re.sub(r"[A-Za-z\s$,]", "", expression))
 
 
-def results(text: str) -> list[float]:
-    "Results of the calculations in a text that are right, and nan for each one that is not."
-    found = [(plain(left), plain(right)) for left, right in CALCULATION.findall(text)]
-    return [float(worked_out(b) or 0) if numeric_equal(a, b, 0.01) else float("nan") for a, b in found]
+def results(text: str) -> list[tuple[float, bool]]:
+    "What a calculator has for each calculation of a text, earlier results put right, and whether the text has it, too."
+    found, right = list[tuple[float, bool]](), dict[str, str]()
+    text = re.sub(r"\s[x×]\s", " * ", text.translate(MINUS))
+    for left, said in CALCULATION.findall(text):
+        left, said = re.sub(r"[\d.]+", lambda n: right.get(n[0], n[0]), plain(left)), plain(said)
+        value, same = worked_out(left), bool(numeric_equal(left, said, CENT))
+        if value is not None and not same:
+            right[said] = f"({value})"
+        found.append((float("nan") if value is None else round(float(value), 2), same))
+    return found
 
 
 def wanted(answer: str) -> list[float]:
     "Results of the calculations that a reference solution marks."
-    return [float(worked_out(plain(n.rstrip("."))) or 0) for n in MARKED.findall(answer) if n.strip(",.")]
+    return [round(float(worked_out(plain(n.rstrip("."))) or 0), 2) for n in MARKED.findall(answer) if n.strip(",.")]
 
 
 def calculations(text: str, answer: str) -> float:  # 0 to 1
-    "The share of the reference's calculations that are there and right, of theirs or ours, whichever are more."
-    there, gold = Counter(results(text)), Counter(wanted(answer))
-    return (there & gold).total() / max(there.total(), gold.total(), 1)
+    "The share of the reference's calculations that are there, of theirs or ours, whichever are more; half for a slip."
+    there, gold, earned = results(text), Counter(wanted(answer)), 0.0
+    for value, same in sorted(there, key=lambda found: not found[1]):
+        earned += (gold[value] > 0) * (1.0 if same else 0.5)
+        gold[value] -= 1
+    return earned / max(len(there), len(wanted(answer)), 1)
+
+
+def with_calculator(text: str, answer: str) -> float:  # 0 or 1
+    "Whether the last calculation comes to the answer if a calculator works out all of them."
+    there = results(text)
+    return float(bool(there) and bool(numeric_equal(there[-1][0], final_answer(answer), CENT)))

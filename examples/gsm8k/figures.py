@@ -2,8 +2,8 @@
 
     python examples/gsm8k/figures.py runs/gsm8k        # writes figures.md and curve.svg into the run folder
 
-Held out are the 100 rows that follow those of the run in its data set. Completions of both models go to answers.jsonl
-in the run folder; those that are there are not drawn again.
+Held out are the first 100 short rows after those of the run in its data set. Completions of both models go to
+answers.jsonl in the run folder; those that are there are not drawn again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from train import HERE, ask
+from train import HERE, ask, short
 
 import rl_notebook as rln
 from rl_notebook.rewards import score
@@ -25,7 +25,7 @@ from rl_notebook.rollouts import encode_rows
 from rl_notebook.views.charts import svg
 from rl_notebook.views.payloads import reward_payload
 
-HELD_OUT, TIMES = 100, 4  # rows, and completions of each
+HELD_OUT, TIMES = 100, 8  # rows, and completions of each
 SHOWN = 10  # rows of our own whose completions are shown
 WINDOW = 10  # steps that a point of the curve is the mean of
 DRAWS = 10_000  # of the bootstrap
@@ -53,7 +53,8 @@ async def measure(run: rln.Run, out: Path) -> None:
     cfg, found = rln.Config.from_dict(run.config), run.latest_checkpoint()
     assert found is not None, "the run has no checkpoint"
     assert cfg.max_rows is not None
-    rows = rln.load_rows(cfg.dataset, max_rows=cfg.max_rows + HELD_OUT, system_prompt=cfg.system_prompt)
+    rows = rln.load_rows(cfg.dataset, system_prompt=cfg.system_prompt)
+    held_out = short(rows[cfg.max_rows :])[:HELD_OUT]
     own = rln.load_rows(HERE / "sample.jsonl", max_rows=SHOWN, system_prompt=cfg.system_prompt)
     there = set(pd.read_json(out, lines=True)["step"]) if out.exists() else set()
     async with await rln.open_backend(cfg, print) as backend:
@@ -61,7 +62,7 @@ async def measure(run: rln.Run, out: Path) -> None:
             if step:
                 await backend.policy.load_state(found.state, optimizer=False)
                 await rln.sync_weights(backend, f"step-{step}")
-            drawn = {"held out": await answers(backend, cfg, rows[cfg.max_rows :], TIMES)}
+            drawn = {"held out": await answers(backend, cfg, held_out, TIMES)}
             drawn["shown"] = await answers(backend, cfg, own, 1)
             lines = [{"step": step, "set": name, **line} for name, several in drawn.items() for line in several]
             with out.open("a", encoding="utf-8") as file:
