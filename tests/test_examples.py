@@ -113,6 +113,9 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
         ("144 and 49", 0.0, 0),  # not calculated
         ("6 * 24 = 144. 6 * 24 = 144.", 0.5, 0),  # the same one again
         ("6 * 24 = 140. 6 * 24 = 144.", 0.5, 0),  # the better one counts
+        ("3 * 4 = 144. 6 * 24 = 144. 144 - 95 = 49.", 2 / 3, 1),  # a result that was wrong, and then is right
+        ("6 * 24 - 95 = 144 - 95 = 49", 0.5, 1),  # in one line
+        ("1/2 * 12 = 12/2. 144 - 95 = 49.", 0.5, 1),  # a fraction is no result
         ("6 / 0 = 144", 0.0, 0),
         ("", 0.0, 0),
     ],
@@ -125,6 +128,13 @@ def test_calculations_of_the_reference_are_what_is_paid(
     assert given.calculations(said, answer) == earned
     assert given.with_calculator(said, answer) == comes_to_it
     assert given.calculations(re.sub("<<.*?>>", "", answer), answer) == 1
+
+
+@pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
+@pytest.mark.parametrize("said", ["100 dollars + " * 50, "100 + " * 50, "1" * 500, "1+" * 250, "1 ten two " * 90])
+def test_what_is_said_again_and_again_is_graded_at_once(example: SimpleNamespace, said: str):
+    "It would take hours with a pattern that can be matched in many ways."
+    assert example.calculations.calculations(said, "6*24=<<6*24=144>>144\n#### 144") == 0
 
 
 def odd_is_right(text: str, answer: str) -> float:

@@ -1,7 +1,8 @@
 """Rewards for the right calculations: those of the reference solution, which GSM8K marks as `<<6*24=144>>`.
 
 What to calculate is one thing, and to do it in one's head another. A calculation is told here by the result that a
-calculator has for it; whether the text has the same one is a second question.
+calculator has for it; whether the text has the same one is a second question. Where its numbers come from is not asked,
+and what is written in another way (brackets, `**144**`) is not found: short reference solutions themselves earn 0.80.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections import Counter
 
 from rl_notebook.rewards import final_answer, numeric_equal, worked_out
 
-NUMBER = r"\$?(?:\d[\d,]*)?\.?\d+%?"
-UNIT = r"(?:\s?[A-Za-z]+){0,2}"
-CALCULATION = re.compile(rf"({NUMBER}{UNIT}(?:\s*[-+*/×÷]\s*{NUMBER}{UNIT})+)\s*=\s*({NUMBER})")  # without brackets
+NUMBER = r"\$?(?<![\d.,])(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?!\d)%?"
+UNIT = r"(?:\s?[A-Za-z]+(?![A-Za-z])){0,2}"
+SIGN = r"\s*[-+*/×÷]\s*"
+# Without brackets; what is said is one number, and not the first of a fraction or of a second calculation.
+CALCULATION = re.compile(rf"({NUMBER}{UNIT}(?:{SIGN}{NUMBER}{UNIT})+)\s*=\s*({NUMBER})(?!{SIGN}\$?[\d.])")
 MARKED = re.compile(r"<<[^<>]*=\s*(-?[\d,.]+)")
 MINUS = {0x2013: "-", 0x2212: "-"}
 CENT = 0.01
@@ -31,6 +34,7 @@ def results(text: str) -> list[tuple[float, bool]]:
     for left, said in CALCULATION.findall(text):
         left, said = re.sub(r"[\d.]+", lambda n: right.get(n[0], n[0]), plain(left)), plain(said)
         value, same = worked_out(left), bool(numeric_equal(left, said, CENT))
+        right.pop(said, None)
         if value is not None and not same:
             right[said] = f"({value})"
         found.append((float("nan") if value is None else round(float(value), 2), same))

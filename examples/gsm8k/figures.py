@@ -76,7 +76,7 @@ def interval(by_row: np.ndarray) -> str:  # means of rows
     "The mean and its 95 % interval, a bootstrap over rows."
     picks = np.random.default_rng(0).integers(len(by_row), size=(DRAWS, len(by_row)))
     low, high = np.quantile(by_row[picks].mean(axis=1), [0.025, 0.975])
-    return f"{by_row.mean():.3g} ({low:.3g} to {high:.3g})"
+    return f"{by_row.mean():#.3g} ({low:#.3g} to {high:#.3g})"
 
 
 def table(held: pd.DataFrame, names: Sequence[str]) -> str:
