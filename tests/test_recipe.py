@@ -330,8 +330,12 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
 # --- stopping -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["with a run folder", "in memory"])
-def test_a_stop_is_said_with_what_is_saved(kept, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [(True, False), (True, True), (False, False)],
+    ids=["a run folder", "rows of a script", "in memory"],
+)
+def test_a_stop_is_said_with_what_is_saved(kept, given, tmp_path, monkeypatch):
     from rl_notebook.loop import GRPOLoop
 
     sample, said = GRPOLoop.sample, []
@@ -343,15 +347,15 @@ def test_a_stop_is_said_with_what_is_saved(kept, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOLoop, "sample", stops)
     folder = tmp_path / "a run"
-    cfg = Config(**SMALL, log_path=str(folder) if kept else None, eval_rows=2)
-    result = main(cfg, problem=toy(eval_rows=2), say=said.append, progress=False)
+    cfg = Config(**SMALL, log_path=str(folder) if kept else None, eval_rows=0 if given else 2)
+    parts = {"rows": toy().rows, "reward": toy().reward} if given else {"problem": toy(eval_rows=2)}
+    result = main(cfg, say=said.append, progress=False, **parts)
     assert (result.steps, result.stopped, result.reward_after) == (2, True, None)
     assert str(result).startswith("stopped (2 steps, ")
     if kept:
-        assert (
-            f"stopped after step 2; it goes on after step 2 with: rl-notebook train --resume --log-path '{folder}'"
-            in said
-        )
+        command = f"rl-notebook train --resume --log-path '{folder}'"
+        script = f"the script that began it, main(..., resume=True), and log_path '{folder}'"
+        assert f"stopped after step 2; it goes on after step 2 with: {script if given else command}" in said
         assert RunFolder.open(folder).checkpoints == [2]
     else:
         assert said[-1] == "stopped after step 2; nothing is saved without a log_path"

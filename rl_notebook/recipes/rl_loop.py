@@ -512,6 +512,8 @@ class Saver:
             return f"{done}; nothing is saved without a log_path"
         saved = max([0, *self.run.checkpoints])
         command = f"rl-notebook train --resume --log-path {shlex.quote(str(self.run.path))}"
+        if (self.run.path / "rows.jsonl").exists():  # it was given what no config names
+            command = f"the script that began it, main(..., resume=True), and log_path {str(self.run.path)!r}"
         return f"{done}; it goes on {f'after step {saved}' if saved else 'from the beginning'} with: {command}"
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #92be28e6
