@@ -95,7 +95,7 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
     counts = Counter((line["step"], line["set"]) for line in lines)
     assert counts == {(step, name): n for step in (0, 2) for name, n in (("held out", 2 * 8), ("shown", 10))}
     page = (folder / "figures.md").read_text()
-    assert re.search(r"^\| with_calculator \| \d[\d.]* \(", page, re.MULTILINE)
+    assert re.search(r"^\| reward \| \d\.\d+ \(", page, re.MULTILINE)
     assert page.count("```text") == 2 * 10
     assert "held out" in (folder / "curve.svg").read_text()
 
