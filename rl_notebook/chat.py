@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import html
 import json
 import re
 import secrets
-import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import jinja2
@@ -61,53 +57,7 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[
                 expected=f"one that it reads{', as ' + ', '.join(near) if near else ''}",
             )
 
-# %% ../nbs/12_chat.ipynb #7b9ff526
-RENDERING_S = 10.0  # for one conversation
-
-
-class _TooSlow(Exception):
-    "Raised inside a template that has used up its time."
-
-    def __str__(self) -> str:
-        return f"not done after {RENDERING_S:g} s"
-
-
-class _Alarm:
-    "Raises `_TooSlow` in threads whose time is up. One thread looks after all of them, as long as there are any."
-
-    def __init__(self):
-        self.lock, self.due = threading.Lock(), dict[object, tuple[float, int]]()
-        self.watched, self.thread = False, threading.Thread()
-
-    def watch(self, every: float = 0.1) -> None:  # seconds
-        while True:
-            with self.lock:
-                late = [block for block, (when, _) in self.due.items() if when <= monotonic()]
-                for _, thread in map(self.due.pop, late):
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooSlow))
-                self.watched = bool(self.due)
-                if not self.due:
-                    return
-            sleep(every)
-
-    @contextmanager
-    def __call__(self, seconds: float) -> Iterator[None]:
-        block = object()
-        with self.lock:
-            self.due[block] = (monotonic() + seconds, threading.get_ident())
-            if not (self.watched and self.thread.is_alive()):  # a forked process has no threads of its parent
-                self.watched, self.thread = True, threading.Thread(target=self.watch, daemon=True)
-                self.thread.start()
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.due.pop(block, None)
-
-
-_time_limit = _Alarm()
-
-
+# %% ../nbs/12_chat.ipynb #e8bf8c7f
 def _whole(text: str, where: str) -> str:
     "The text; raises `DataError` where it holds half of a surrogate pair, which no tokenizer takes."
     if found := re.search("[\ud800-\udfff]", text):
@@ -116,7 +66,7 @@ def _whole(text: str, where: str) -> str:
         raise DataError("prompt", where=where, got=got, expected="text", fix=fix)
     return text
 
-# %% ../nbs/12_chat.ipynb #4f1e1995
+# %% ../nbs/12_chat.ipynb #98b666cf
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],  # a conversation
@@ -129,13 +79,12 @@ def render(
     check_tokenizer(tokenizer)
     check_template_options(tokenizer, options)
     try:
-        with _time_limit(RENDERING_S):
-            text = tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **options
-            )
-    except Exception as e:  # a template is a program: it refuses, divides by zero, loops
+        text = tokenizer.apply_chat_template(
+            [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **options
+        )
+    except Exception as e:  # a template is a program: it refuses, divides by zero
         roles = ", ".join(str(m.get("role")) for m in messages[:20])
-        said = plain_text(e)[:300] if isinstance(e, jinja2.TemplateError | TypeError | _TooSlow) else quoted(e, 300)
+        said = plain_text(e)[:300] if isinstance(e, jinja2.TemplateError | TypeError) else quoted(e, 300)
         got = f"{said} for roles {roles}"
         raise DataError("chat template", where=where, got=got, expected="a rendering") from e
     return _whole(str(text), where)
