@@ -170,6 +170,11 @@ class Past:
         ends = ends[np.isfinite(ends[:, 0])]
         return (float(np.median(ends[:, 0])), float(np.median(ends[:, 1]))) if len(ends) else (0.0, 0.0)
 
+    def middle(self, t: int) -> float:
+        "The middle of that range: higher rewards count as solved. 0 where all rewards are the same."
+        ends = self.reward_range(t)
+        return 0.0 if is_dead(ends) else sum(ends) / 2
+
 # %% ../nbs/43_trends.ipynb #2ee99178
 Rule = Callable[[Past, int], Change | None]
 TINY = 1e-3  # smaller values count as this small
@@ -200,7 +205,7 @@ def reward_fell(past: Past, t: int) -> Change | None:
     best, now = float(medians[:-5].max()), float(medians[-1])
     low, high = past.reward_range(t)
     noise = noise_of(np.diff(reward[-20:])) * 1.25 / math.sqrt(5)  # of the difference of two medians of five
-    if best - now < max(0.2 * (high - low), 4 * noise):
+    if best - now <= max(0.2 * (high - low), 4 * noise, 1e-9 * max(abs(best), abs(now))):  # also of one that stays
         return None
     begins = min(np.flatnonzero(reward > (best + now) / 2)[-1] + 1, len(found) - 1)
     return Change(int(found[begins]), {"best": best, "now": now}, by_sample(lambda g, i: -g.rewards[i]))
@@ -216,9 +221,8 @@ def dead_grew(past: Past, t: int) -> Change | None:
     if now < 0.75 or now - best < 0.3 or np.median(share[-5:]) < 0.75:
         return None
     begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(found) - 1)
-    low, high = past.reward_range(t)
     dead = [g for i in found[-5:] for g in past.records[i].groups if len(g.samples) and is_dead(g.rewards)]
-    solved = float(np.mean([g.rewards[0] > (low + high) / 2 for g in dead])) if dead else 0.0
+    solved = float(np.mean([g.rewards[0] > past.middle(t) for g in dead])) if dead else 0.0
     ranking = by_sample(lambda g, i: 1.0 if i == 0 and is_dead(g.rewards) else -math.inf)
     return Change(int(found[begins]), {"before": best, "now": now, "solved": solved}, ranking)
 
@@ -277,7 +281,7 @@ def row_lost(past: Past, t: int) -> Change | None:
     "A row of this step was solved in earlier epochs and is not now."
     if t + 1 < BEFORE or not past.records[t].groups or reward_fell(past, t):
         return None
-    middle, visits = sum(past.reward_range(t)) / 2, dict[str, list[tuple[int, float, int]]]()
+    middle, visits = past.middle(t), dict[str, list[tuple[int, float, int]]]()
     now = {g.key for g in past.records[t].groups if len(g.samples)}
     for i, record in enumerate(past.records[: t + 1]):
         for g in (g for g in record.groups if g.key in now and len(g.samples)):
@@ -297,9 +301,7 @@ def ledger(
 ) -> pd.DataFrame:  # one line a row of the data, most of the gradient first
     "Visits, samples, what was solved, dead and repeated, and the shares of trained tokens and of the gradient, by row."
     past, lines = Past(records), list[dict[str, Any]]()
-    if not past.records:
-        raise DataError("records", got="none", expected="at least one step")
-    middle = sum(past.reward_range(len(past.records) - 1)) / 2
+    middle = past.middle(len(past.records) - 1)
     for record in past.records:
         gradient = {(g, s): value for value, g, s in gradient_by_sample(record)}
         trained = {(d.group, d.sample): d.num_loss_tokens for d in record.datums}
@@ -312,6 +314,8 @@ def ledger(
                 line
                 | {"gradient": sum(gradient.get(x, 0.0) for x in of) if gradient or not record.datums else math.nan}
             )
+    if not lines:
+        raise DataError("records", got="no sample", expected="at least one step with samples")
     k = int(k or max(line["samples"] for line in lines))
     table = pd.DataFrame(pd.DataFrame(lines).groupby("row").sum(min_count=1))
     draws = zip(table["samples"], table["samples"] - table["solved"], strict=True)

@@ -3,16 +3,19 @@
 import asyncio
 from collections import Counter
 
+import numpy as np
 import pytest
 from tiny_models import one_thread
 
 from rl_notebook.backends.local import open_local
+from rl_notebook.cli import main
 from rl_notebook.config import Config
+from rl_notebook.core import DataError, PromptGroup, RolloutSample
 from rl_notebook.data import load_rows
 from rl_notebook.loop import GRPOLoop, verdict_line
-from rl_notebook.records import Run, RunFolder
+from rl_notebook.records import Run, RunFolder, StepRecord
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
-from rl_notebook.trends import watch_run
+from rl_notebook.trends import ledger, watch_run
 
 __all__ = ["one_thread"]
 
@@ -166,3 +169,38 @@ def test_the_verdict_line_says_it_once(broken):
 def test_no_records_and_one(broken):
     assert watch_run([]) == ()
     assert watch_run(broken[0][:1]) == ()
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, -1.0, 1 / 3])
+@pytest.mark.parametrize("steps", [1, 13, 30])
+def test_numbers_that_never_change_are_no_news(reward, steps):
+    tokens, series = np.arange(4), np.array([np.nan, -1, -1, -1])
+    drawn = [RolloutSample(tokens, series, np.array([0, 1, 1, 1]), reward, text="a") for _ in range(4)]
+    noise = 1e-16 * np.random.default_rng(0).integers(-3, 4, steps)  # as sums of the same numbers have
+    names = ("reward", "kl", "grad_norm", "completions/mean_length", "entropy")
+    groups = (PromptGroup(tuple(drawn), key="row"),)
+    metrics = [{name: reward + float(of) for name in names} | {"frac_reward_zero_std": 1.0} for of in noise]
+    records = [StepRecord(i, groups, metrics=m, reason="no signal") for i, m in enumerate(metrics, 1)]
+    assert watch_run(records) == ()
+    assert ledger(records)["solved"].tolist() == [float(reward > 0)]
+    with pytest.raises(DataError, match="no sample"):
+        ledger([StepRecord(i, metrics=m, reason="no signal") for i, m in enumerate(metrics, 1)])
+
+
+def test_a_number_that_is_never_known_is_no_news():
+    assert watch_run([StepRecord(i, metrics=dict.fromkeys(("reward", "kl"), np.nan)) for i in range(1, 31)]) == ()
+
+
+def one(text):
+    "What a task gives that is solved already."
+    return 1.0
+
+
+@pytest.mark.parametrize("reward", ["nothing", "one"])
+def test_a_run_whose_reward_never_changes_goes_to_its_end_and_is_shown(reward, tmp_path, capsys):
+    small = {"completions_per_prompt": 2, "prompt_groups_per_step": 1, "max_completion_tokens": 4, "max_rows": 14}
+    options = small | {"steps": 14, "log_path": tmp_path / "run", "rewards": f"test_trends:{reward}"}
+    assert main(["train", *(f"--{name}={value}" for name, value in options.items())]) == 0
+    assert [r.step for r in Run.open(tmp_path / "run")] == list(range(1, 15))
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert "fell" not in capsys.readouterr().out
