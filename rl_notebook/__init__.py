@@ -49,7 +49,6 @@ _HOMES = {
     "views.whatif": "WhatIfPanel",
     "views.report": "write_report",
     "recipes.rl_loop": "main train",
-    "recipes.script": "BackgroundRun",
 }
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ if TYPE_CHECKING:
     from .preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
-    from .recipes.script import BackgroundRun as BackgroundRun
     from .records import Run as Run
     from .records import RunFolder as RunFolder
     from .records import StepRecord as StepRecord

@@ -367,15 +367,3 @@ class GRPOLoop(Loop):
 
         Functions of files are imported, those of cells come with their source; raises `ConfigError` for others."""
         return named_function(f"{SCRIPT}:loop_script", "to_script", ConfigError)(self, path)
-
-    @takes_turn
-    async def hand_over(self, path: str | os.PathLike[str], steps: int | None = None) -> Any:
-        """Leave the run to a process that ends neither with this kernel nor with its notebook: a `BackgroundRun`.
-
-        Until `take_back` this loop refuses to go on, for two would write one run.
-        `path` is the run folder, of this loop or new; `steps` those of the whole run, None = as configured."""
-        return await named_function(f"{SCRIPT}:hand_over", "hand_over", ConfigError)(self, path, steps)
-
-    async def take_back(self, path: str | os.PathLike[str]) -> int:
-        "End the process that goes on with a run and put this loop behind the last step that it finished: its number."
-        return await named_function(f"{SCRIPT}:take_back", "take_back", ConfigError)(self, path)

@@ -416,7 +416,6 @@ async def _turn(weights: Weights) -> AsyncIterator[object]:  # the turn, for `jo
             held = await lock.acquire()
             shared.holder, shared.task, shared.turn = weights, asyncio.current_task(), object()
             join_turn(shared.turn)
-            weights.refuse_handed_over("a turn")
         shared.depth, inside = shared.depth + 1, True
         if shared.section not in (None, asyncio.current_task()):
             await asyncio.wait([shared.section])
@@ -472,7 +471,6 @@ class Weights:
         self.undoable: deque[Snapshot] = deque(maxlen=keep_undo)  # before the last updates, oldest first
         self.beginning: Snapshot | None = None  # where the run begins, once `seek` has left it
         self.parked: Saved | None = None  # while another loop has the backend
-        self.handed_to = ""  # run folder in which a process goes on with them; empty = none does
         self.saves, self.seconds = 0, 0.0  # states saved for `undo`, and the time that it took
 
     async def accumulate(self) -> None:
@@ -539,17 +537,9 @@ class Weights:
         return s.holder is self and (s.turn in TURNS.get() or between)
 
     def refuse_in_turn(self, what: str, fix: str) -> None:
-        "Raise PhaseError in the middle of a turn of another cell or a dashboard, and while a process has the run."
-        self.refuse_handed_over(what)
+        "Raise PhaseError in the middle of a turn of another cell or a dashboard."
         if self.shared.holder is self and not self.has_turn:
             got = f"{self.owner.running or 'a step'} is running, begun in another cell or by a dashboard"
-            raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
-
-    def refuse_handed_over(self, what: str) -> None:
-        "Raise PhaseError while a process goes on with the run: two would write one."
-        if self.handed_to:
-            got, fix = f"a run that was handed over to a process, in {self.handed_to}", "Take it back first: "
-            fix += f"await loop.take_back({self.handed_to!r})."
             raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
 
     remember, update, restore, undo, cost = _remember, _update, _restore, _undo, property(_cost)

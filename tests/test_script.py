@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,10 @@ from nbclient import NotebookClient
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
-from rl_notebook.core import BackendError, ConfigError, PhaseError, RecordError
+from rl_notebook.core import ConfigError
 from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop, run_phase
+from rl_notebook.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import train
-from rl_notebook.recipes.script import BackgroundRun
 from rl_notebook.records import Run, StepRecord
 from rl_notebook.rewards import reward_fn
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
@@ -360,124 +360,24 @@ def test_notes_say_what_has_no_setting(tmp_path):
     assert "note: open_local(max_batch=4) has no setting" in repr(loop.to_script(tmp_path / "run.py"))
 
 
-# --- handed over -------------------------------------------------------------------------------------------------
-
-NIGHT = """
-import rl_notebook as rln
-
-def near(text: str, answer: str) -> float:
-    return 1 / (1 + abs(len(text) - len(answer)))
-
-rows = rln.load_rows(rln.toy_rows(40, seed=3))
-loop = rln.GRPOLoop(rln.open_local(*rln.load_model("tiny"), reference=False), rows, near, rln.Config(**SETTINGS))
-await loop.run(2, progress=False)
-run = await loop.hand_over("night", steps=60)
-"""
+# --- in the background ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_without_its_kernel_and_comes_back(tmp_path: Path):
-    settings = SMALL | {"steps": 60, "max_completion_tokens": 6}
-    execute(tmp_path, f"SETTINGS = {settings!r}", NIGHT)  # its kernel is gone now
-
-    def near(text: str, answer: str) -> float:
-        "As the cell has it."
-        return 1 / (1 + abs(len(text) - len(answer)))
-
-    def open_again() -> GRPOLoop:
-        "The loop of the cell, fresh."
-        backend = open_local(*load_model("tiny"), reference=False)
-        return GRPOLoop(backend, load_rows(toy_rows(40, seed=3)), near, Config(**settings))
-
-    async def back() -> tuple[GRPOLoop, list[int], int]:
-        run, seen = BackgroundRun(tmp_path / "night"), []
-        async for record in run:
-            seen.append(record.step)
-            if record.step == 4:
-                assert run.process is not None, run.log
-                break
-        loop = open_again()
-        last = await loop.take_back(tmp_path / "night")
-        assert run.process is None
-        assert "it goes on after step" in run.log
-        assert run.failed == ""
-        await loop.step()
-        return loop, seen, last
-
-    loop, seen, last = asyncio.run(back())
-    assert seen == [1, 2, 3, 4]
-    assert last >= 4
-    whole = asyncio.run(open_again().run(last + 1, progress=False))
-    assert_same(loop.records, whole)
-    assert_same(list(Run.open(tmp_path / "night")), whole[:-1])  # the new loop writes nowhere yet
-
-
-def test_a_process_that_dies_says_so_and_nothing_goes_on_with_another_reward(tmp_path: Path):
-    execute(tmp_path, f"SETTINGS = {SMALL | {'steps': 60, 'max_completion_tokens': 6}!r}", NIGHT)
-
-    run = BackgroundRun(tmp_path / "night")
-
-    async def follow() -> None:
-        async for record in run:
-            if record.step == 3:
-                os.kill(run.process, signal.SIGKILL)
-
-    with pytest.raises(BackendError, match=r"the process ended: got '.*process\.log"):
-        asyncio.run(follow())
-    assert "failed: " in repr(run)
-    cfg = replace(Config.from_dict(Run.open(tmp_path / "night").config), log_path=str(tmp_path / "night"))
-    with pytest.raises(ConfigError, match=r"resume: got a run with reward of its own.*night/run\.py --log-path"):
+def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_same_numbers(tmp_path: Path):
+    settings = {"steps": 60, "max_completion_tokens": 6, "log_path": None}
+    opened = lambda: grpo_loop(toy_reward, cfg=settings, rows=toy_rows(40, seed=3))
+    script, log = opened().to_script(tmp_path / "run.py").path, tmp_path / "night"
+    command = [sys.executable, script, "--log-path", log]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while running.poll() is None and not ((log / "run.json").exists() and len(Run.open(log)) >= 2):
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate(timeout=300)[0].decode()
+    last = len(Run.open(log))
+    assert (running.returncode, 2 <= last < 60) == (0, True), said
+    assert "the script that began it" in said
+    cfg = replace(Config.from_dict(Run.open(log).config), log_path=str(log))
+    with pytest.raises(ConfigError, match=r"resume: got a run with rows of its own.*script that began it"):
         asyncio.run(train(cfg, resume=True))
-
-
-@pytest.mark.parametrize("interval", [1, 2])
-def test_a_loop_that_was_handed_over_waits_to_be_taken_back(tmp_path: Path, interval):
-    handed = r"handed over to a process, in .*night.*loop\.take_back\("
-
-    async def refused() -> None:
-        settings = SMALL | {"weight_sync_interval": interval, "steps": 4}
-        loop = GRPOLoop(open_local(*load_model("tiny"), reference=False), toy_rows(40), toy_reward, Config(**settings))
-        await loop.run(2, progress=False)
-        async with loop.weights.turn():  # a step of a dashboard that waits while it is handed over
-            handing = asyncio.create_task(loop.hand_over(tmp_path / "night"))
-            await asyncio.sleep(0)
-            waiting = asyncio.create_task(loop.step())
-            await asyncio.sleep(0)
-        run = await handing
-        with pytest.raises(PhaseError, match=handed):
-            await waiting
-        for go_on in (loop.step, loop.run, loop.undo, loop.evaluate, lambda: loop.hand_over(tmp_path / "night")):
-            with pytest.raises(PhaseError, match=handed):
-                await go_on()
-        for phase in (loop.prompts, lambda: loop.change(seed=4)):
-            with pytest.raises(PhaseError, match=handed):
-                phase()
-        assert [record.step async for record in run] == [1, 2, 3, 4]
-        with pytest.raises(PhaseError, match=handed):  # also when the process has ended
-            await loop.step()
-        assert await loop.take_back(tmp_path / "night") == 4
-        assert [r.step for r in loop.records] == [1, 2, 3, 4]
-        await loop.step()
-
-    asyncio.run(refused())
-
-
-def test_what_cannot_be_handed_over(tmp_path: Path):
-    async def refused() -> None:
-        loop = GRPOLoop(open_local(*load_model("tiny")), toy_rows(12), toy_reward, Config(**SMALL))
-        with pytest.raises(RecordError, match=r"night: no run here: got no run\.json"):
-            await loop.take_back(tmp_path / "night")
-        await loop.run(1, progress=False)
-        with pytest.raises(
-            ConfigError, match=r"loop 'main': steps: got 1, of which 1 are done.*hand_over\(path, steps=101\)"
-        ):
-            await loop.hand_over(tmp_path / "night", steps=1)
-        while "optimize" not in loop.state.values:
-            await run_phase(loop, loop.state.current)
-        with pytest.raises(PhaseError, match=r"hand_over: got step 2 half done"):
-            await loop.hand_over(tmp_path / "night")
-        loop.backend = replace(loop.backend, capabilities=replace(loop.backend.capabilities, name="tinker"))
-        with pytest.raises(ConfigError, match=r"hand_over: got backend 'tinker'; expected the local backend"):
-            await loop.hand_over(tmp_path / "night")
-        assert not (tmp_path / "night").exists()
-
-    asyncio.run(refused())
+    process(*command, "--resume", "--steps", str(last + 2), cwd=tmp_path)
+    assert_same(list(Run.open(log)), asyncio.run(opened().run(last + 2, progress=False)))

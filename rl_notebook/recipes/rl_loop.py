@@ -300,10 +300,8 @@ def check_given(path: str | Path, parts: Mapping[str, Any]) -> None:
     missing = [name for name in read_rows(rows)[1] or ["rows"] if parts.get(name) is None]
     if missing:
         got = f"a run with {' and '.join(missing)} of its own"
-        script = Path(path) / "run.py"
-        command = f"python {script} --log-path {path} --resume"
-        again = command if script.exists() else "the script that began it, with --resume"
-        raise ConfigError("resume", where=str(path), got=got, expected="the same again", fix=f"Go on with: {again}.")
+        fix = "Go on with the script that began it, and --resume."
+        raise ConfigError("resume", where=str(path), got=got, expected="the same again", fix=fix)
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #f1299d8f
 async def train(

@@ -7,44 +7,34 @@ from __future__ import annotations
 
 import __future__
 import ast
-import asyncio
-
 import inspect
-import json
 import linecache
 import os
 import re
-import signal
-import subprocess
 import symtable
 import sys
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-import psutil
-
-from ..back import restore_checkpoint, save_checkpoint
 from ..backends.open import local_options
 from ..config import Config
-from ..core import BackendError, ConfigError, PhaseError, RecordError, RLNotebookError, quoted
+from ..core import ConfigError, RLNotebookError, quoted
 from ..data import Row
 from ..losses import POLICY_LOSSES
 from ..names import NAMED, names_in
 from ..options import SURROGATE_KNOBS
 from ..phases import Loop
 from .rl_loop import load_problem, write_rows
-from ..records import Run, RunFolder, StepRecord, replace_text
 from ..rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
 from ..rollouts import RolloutFactory, first_parameter
 from ..settings import on_hub
 from ..toy import model_source
 
 # %% auto #0
-__all__ = ['BackgroundRun']
+__all__ = []
 
 # %% ../../nbs/64_recipes.script.ipynb #a02a842d
 def importable(value: Any) -> str:
@@ -450,131 +440,3 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
     cfg.to_yaml(files[1])
     path.write_text(script_text(path.stem, parts, sources), encoding="utf-8")
     return Script(path, tuple(files), tuple(parts), tuple(n for n in sources.texts if n.isidentifier()), tuple(notes))
-
-# %% ../../nbs/64_recipes.script.ipynb #b748912f
-@dataclass(frozen=True)
-class BackgroundRun:
-    "A run that a process of its own goes on with: made by `loop.hand_over`, or in any kernel from its folder."
-
-    path: Path
-
-    def __post_init__(self):
-        object.__setattr__(self, "path", Path(self.path).resolve())
-        Run.open(self.path)  # raises RecordError where there is none
-
-    @property
-    def process(self) -> int | None:
-        "Id of the process; None = it has ended."
-        try:
-            known = json.loads((self.path / "process.json").read_text(encoding="utf-8"))
-            process = psutil.Process(known["pid"])  # another one of this number began at another time
-            ended = process.create_time() != known["began"] or process.status() == psutil.STATUS_ZOMBIE
-        except (OSError, psutil.Error):
-            return None
-        return None if ended else process.pid
-
-    @property
-    def log(self) -> str:
-        "What the process has printed."
-        path = self.path / "process.log"
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-    @property
-    def failed(self) -> str:
-        "The last line that a process printed that ended before its run did; empty = it runs, or has said its result."
-        if self.process is not None or not (self.path / "process.json").exists():
-            return ""
-        last = (self.log.strip() or "it printed nothing").splitlines()[-1].strip()
-        return "" if re.search(r"\(\d+ steps, \d+ s\)$", last) else last  # as a `RunResult` ends
-
-    async def __aiter__(self) -> AsyncIterator[StepRecord]:
-        """The records that are there, then each as it is written, until the process has ended.
-
-        Raises `BackendError` at the end where the process ended before its run did."""
-        shown = set[int]()
-        while True:
-            running = self.process is not None  # asked first, so that the last records are not missed
-            run = Run.open(self.path)
-            for step in [s for s in run.steps if s not in shown]:
-                shown.add(step)
-                yield run.record(step)
-            if not running:
-                break
-            await asyncio.sleep(0.5)
-        if self.failed:
-            fix = "What it printed stands in process.log, with what went wrong in run.log."
-            raise BackendError("the process ended", where=str(self.path), got=quoted(self.failed, 300), fix=fix)
-
-    async def stop(self, within_s: float = 600.0) -> None:
-        "Have the process save and end after its phase; raises BackendError if it has not ended in time."
-        if (process := self.process) is None:
-            return
-        os.kill(process, signal.SIGINT)
-        until = time.monotonic() + within_s
-        while self.process is not None:
-            if time.monotonic() > until:
-                got, fix = f"process {process} after {within_s:g} s", f"Wait, or end it: kill {process}"
-                raise BackendError("stop", where=str(self.path), got=got, expected="an end", fix=fix)
-            await asyncio.sleep(0.2)
-
-    def __repr__(self) -> str:
-        steps, process = Run.open(self.path).steps, self.process
-        state = f"process {process}" if process else f"failed: {self.failed}" if self.failed else "ended"
-        return f"BackgroundRun({str(self.path)!r}: {state}, {f'step {steps[-1]}' if steps else 'no step yet'})"
-
-# %% ../../nbs/64_recipes.script.ipynb #a9b73cc4
-def folder_of(loop: Loop, path: Path, made: Script) -> RunFolder:
-    "The run folder that a loop writes to already, or a new one with the steps that the loop remembers."
-    folders = [owner for o in loop.outputs if isinstance(owner := getattr(o, "__self__", None), RunFolder)]
-    if found := next((f for f in folders if f.path.resolve() == path.resolve()), None):
-        return found
-    run = RunFolder.create(path, replace(Config.from_yaml(made.files[1]), log_path=str(path)))
-    for record in loop.records:
-        run.add(record)
-    functions = ("rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss")
-    if {"rows", *functions} & {*made.keywords}:
-        write_rows(path / "rows.jsonl", loop.rows, [name for name in functions if name in made.keywords])
-    return run
-
-
-async def hand_over(loop: Loop, path: str | os.PathLike[str], steps: int | None = None) -> BackgroundRun:
-    "See `GRPOLoop.hand_over`."
-    where, path, own = f"loop {loop.name!r}", Path(path), loop.backend.capabilities.name
-    if own != "local":
-        fix = "Write it down with loop.to_script(), close the backend, and start the script."
-        raise ConfigError("hand_over", where=where, got=f"backend {own!r}", expected="the local backend", fix=fix)
-    if loop.state.updated:
-        raise PhaseError("hand_over", where=where, got=f"step {loop.state.number} half done", fix="Finish the step.")
-    last, planned = loop.state.number - 1, loop.planned_steps if steps is None else steps
-    if planned is not None and planned <= last:
-        fix = f"Say how many the whole run has: hand_over(path, steps={last + 100})."
-        raise ConfigError("steps", where=where, got=f"{planned}, of which {last} are done", expected="more", fix=fix)
-    made = loop_script(loop, path / "run.py")
-    run = folder_of(loop, path, made)
-    loop.outputs += [] if run.add in loop.outputs else [run.add]
-    await save_checkpoint(loop, run)
-    await loop.close()
-    run.release()
-    more = [] if steps is None else ["--steps", str(steps)]
-    command = [sys.executable, "-u", str(made.path.resolve()), "--log-path", str(path), "--resume", *more]
-    with open(path / "process.log", "wb") as log:
-        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    began = psutil.Process(started.pid).create_time()
-    replace_text(path / "process.json", json.dumps({"pid": started.pid, "began": began}))
-    loop.weights.handed_to = str(path)
-    return BackgroundRun(path)
-
-
-async def take_back(loop: Loop, path: str | os.PathLike[str]) -> int:
-    "See `GRPOLoop.take_back`."
-    run = BackgroundRun(Path(path))
-    await run.stop()
-    there = Run.open(run.path)
-    if (found := there.latest_checkpoint()) is None or found.step < loop.state.number - 1:
-        got = "no checkpoint" if found is None else f"a checkpoint after step {found.step}"
-        got += f"; the process ended with {quoted(run.failed, 300)}" if run.failed else ""
-        fix = "What the process printed stands in process.log."
-        raise RecordError("take_back", where=str(run.path), got=got, expected="one after the last step", fix=fix)
-    loop.weights.handed_to = ""
-    loop.records.extend(r for r in there if loop.state.number <= r.step <= found.step)
-    return await restore_checkpoint(loop, found)
