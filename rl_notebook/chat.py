@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .align import align_routing
 from .core import AlignmentError, Completion, ConfigError, DataError, RolloutSample, plain_text, quoted
-from .data import Row
+from .data import Row, read_messages
 
 # %% auto #0
 __all__ = ['encode_prompt', 'sample_from_spans', 'sample_from_completion', 'Conversation', 'start_conversation']
@@ -115,10 +115,21 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str, options: Mapping[str, Any]
+) -> str:
+    "A conversation with its tools, as text."
+    rest = {name: value for name, value in options.items() if name != "tools"}
+    if options.get("tools") or any(m.get("tool_calls") for m in messages):
+        messages, own = told_to_template(tokenizer, messages, options.get("tools") or (), where)
+        rest |= own
+    return render(tokenizer, messages, where=where, **rest)
+
+
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, options: Mapping[str, Any]) -> list[int]:
     "Unchecked ids of a row's prompt."
     if row.messages is not None:
-        return _encode(tokenizer, render(tokenizer, row.messages, where=row.where, **options))
+        return _encode(tokenizer, _rendered(tokenizer, row.messages, row.where, {**row.options, **options}))
     if options:
         got = f"{', '.join(options)} for a prompt that no template renders"
         raise ConfigError("template options", where=row.where, got=got, expected="a conversation, or no options")
@@ -403,7 +414,8 @@ def start_conversation(
     if row.messages is None:
         raise DataError("messages", where=row.where, got="none", expected="a conversation, to be continued")
     ids = encode_prompt(tokenizer, row, max_seq_len=max_seq_len, room=room, **options)
-    text = render(tokenizer, row.messages, where=row.where, **options)
+    options = {**row.options, **options}
+    text = _rendered(tokenizer, row.messages, row.where, options)
     return Conversation(tokenizer, row, (), (Span(tuple(ids), text),), options)
 
 # %% ../nbs/12_chat.ipynb #cd8ebd1d
@@ -438,8 +450,8 @@ def _add_messages(conversation: Conversation, messages: Sequence[Mapping[str, An
         )
     if c.spans[-1].completion is None:
         raise AlignmentError("turn", where=where, got="messages", expected="a completion: the policy is next")
-    said = (*c.messages, *messages)
-    rendered = render(c.tokenizer, [*(c.row.messages or ()), *said], where=where, **c.options)
+    said = (*c.messages, *read_messages(list(messages), where))
+    rendered = _rendered(c.tokenizer, [*(c.row.messages or ()), *said], where, c.options)
     _check_prefix(c.tokenizer, c.tokens, c.text, rendered, f"{where}, turn {c.turns}")
     rest = rendered[len(c.text) :]
     return replace(c, messages=said, spans=(*c.spans, Span(tuple(_encode(c.tokenizer, rest)), rest)))
@@ -456,28 +468,6 @@ def _to_sample(conversation: Conversation, reward: float | None, info: Mapping[s
     return sample_from_spans(spans, reward, last, kept)
 
 # %% ../nbs/12_chat.ipynb #3266d6a5
-def message_text(content: Any, where: str) -> str:
-    "The text of a message's content; raises `DataError`."
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            got = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise DataError("content", where=where, got=repr(got), expected="text, or parts of type text")
-    return "".join(part["text"] for part in parts)
-
-
-def read_messages(messages: Any) -> list[dict[str, Any]]:
-    "The messages, their content as text; raises `DataError`."
-    if not isinstance(messages, list) or not messages:
-        raise DataError("messages", got=type(messages).__name__, expected="a list of messages, not empty")
-    read = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"messages[{i}]", got=repr(message)[:40], expected="an object with a role")
-        read.append(message | {"content": message_text(message.get("content"), f"messages[{i}]")})
-    return read
-
-# %% ../nbs/12_chat.ipynb #4e07aaf3
 def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     "Messages with tools for a template that does not know them."
     told = []
@@ -487,7 +477,7 @@ def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
         if m["role"] == "tool":
             told.append({"role": "user", "content": f"<tool_response>{m['content']}</tool_response>"})
         else:
-            told.append({"role": m["role"], "content": content})
+            told.append({name: v for name, v in m.items() if name != "tool_calls"} | {"content": content})
     if tools:
         shapes = "\n".join(json.dumps(tool["function"]) for tool in tools)
         how = 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
@@ -515,6 +505,7 @@ def told_to_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],  # content as text
     tools: Sequence[Mapping[str, Any]] = (),  # offered
+    where: str | None = None,  # place named in an error
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # messages, options of the template
     "Messages and tools in the form that a tokenizer's template takes; raises `DataError`."
     try:
@@ -524,9 +515,10 @@ def told_to_template(
             return in_words(messages, tools), {}
         calls = [[_with_values(call) for call in m.get("tool_calls") or ()] for m in messages]
         told = [{**m, **({"tool_calls": c} if c else {})} for m, c in zip(messages, calls, strict=True)]
-        return told, {"tools": list(tools) or None}
+        return told, {"tools": list(tools)} if tools else {}
     except (KeyError, TypeError, ValueError, AttributeError) as reason:
-        raise DataError(f"messages or tools: {type(reason).__name__}: {reason}") from reason
+        got, expected = f"{type(reason).__name__}: {reason}", "functions with a name, and arguments"
+        raise DataError("messages or tools", where=where, got=got, expected=expected) from reason
 
 # %% ../nbs/12_chat.ipynb #836bba9f
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

@@ -14,6 +14,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count, islice
@@ -28,7 +29,41 @@ from .settings import address_trouble, on_hub
 from .core import DataError, MissingExtra, plain_text, quoted, without_keys
 
 # %% auto #0
-__all__ = ['Row', 'load_rows']
+__all__ = ['UNSEEN', 'Row', 'load_rows']
+
+# %% ../nbs/10_data.ipynb #1728c709
+def plain_values(value: Any) -> Any:
+    "The same without the arrays and the `None` that tables fill in."
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, Mapping):
+        return {name: plain_values(v) for name, v in value.items() if v is not None}
+    return [plain_values(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def message_text(content: Any, where: str) -> str:
+    "The text of a message's content; raises `DataError`."
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in (parts := content if isinstance(content, list) else [content]):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise DataError("content", where=where, got=quoted(part), expected="text, or parts of type text")
+    return "".join(part["text"] for part in parts)
+
+
+def read_messages(messages: Any, where: str | None = None) -> list[dict[str, Any]]:
+    "The messages, their content as text; raises `DataError`."
+    messages = plain_values(messages)
+    if not isinstance(messages, list) or not messages:
+        got = type(messages).__name__
+        raise DataError("messages", where=where, got=got, expected="a list of messages, not empty")
+    read = []
+    for i, m in enumerate(messages):
+        if not isinstance(m, dict) or not isinstance(m.get("role"), str):
+            expected = "a mapping with a role, as {'role': 'user', …}"
+            raise DataError(f"message {i}", where=where, got=quoted(m), expected=expected)
+        place = f"{where}, message {i}" if where else f"message {i}"
+        read.append(m | {"content": message_text(m.get("content"), place)})
+    return read
 
 # %% ../nbs/10_data.ipynb #56dea10b
 @dataclass(frozen=True)
@@ -41,6 +76,7 @@ class Row:
     prompt_tokens: tuple[int, ...] | None = None  # or token ids
     answer: Any = None  # what is right; None = the data set does not say
     data: Mapping[str, Any] = field(default_factory=dict)  # every column of the record
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template: `tools`, `chat_template_kwargs`
 
     def __post_init__(self):
         forms = [n for n in ("messages", "prompt", "prompt_tokens") if getattr(self, n) is not None]
@@ -48,6 +84,8 @@ class Row:
             raise DataError(
                 "prompt", where=self.where, got=forms or "none", expected="one of messages, prompt, prompt_tokens"
             )
+        if self.messages is not None:
+            object.__setattr__(self, "messages", tuple(read_messages(self.messages, self.where)))
 
     @property
     def where(self) -> str:
@@ -96,18 +134,14 @@ def find_answer(
 # %% ../nbs/10_data.ipynb #0e8c431c
 def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     "A checked conversation without its final assistant message."
-    value = np.atleast_1d(value).tolist() if isinstance(value, np.ndarray) else value
-    for i, m in enumerate(value):
-        if not isinstance(m, Mapping) or not isinstance(m.get("role"), str):
-            expected = "a mapping with a role, as {'role': 'user', …}"
-            raise DataError(f"message {i}", where=where, got=quoted(m), expected=expected)
-    if value[-1]["role"] == "assistant":
-        value = value[:-1]
-    if not value:
+    read = read_messages(value, where)
+    if read[-1]["role"] == "assistant":
+        read = read[:-1]
+    if not read:
         raise DataError(
             "messages", where=where, got="only an assistant message", expected="something for the policy to answer"
         )
-    return tuple(value)
+    return tuple(read)
 
 # %% ../nbs/10_data.ipynb #8358c9ec
 def _prompt(record: Mapping[str, Any], where: str, column: str | None, system_prompt: str | None) -> dict[str, Any]:
@@ -159,6 +193,37 @@ def _with_system(form: dict[str, Any], system_prompt: str | None, where: str) ->
     has_one = messages[0]["role"] == "system"
     return form if has_one else {"messages": ({"role": "system", "content": system_prompt}, *messages)}
 
+# %% ../nbs/10_data.ipynb #e2c74e9c
+UNSEEN = ("images", "image", "videos", "video", "audios", "audio")  # columns
+
+
+def _listed(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    "A list of mappings, which may be told in JSON."
+    with suppress(ValueError):  # a text that is no JSON
+        value = plain_values(json.loads(value) if isinstance(value, str) else value)
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        fix = f"Rename the column if it is not what its name says; for a chat template `{name}` is a list."
+        raise DataError(name, where=where, got=quoted(value), expected="a list of mappings", fix=fix)
+    return value
+
+
+def _template_options(record: Mapping[str, Any], form: Mapping[str, Any], where: str) -> dict[str, Any]:
+    "What a record tells the chat template; raises `DataError` for what would be left out of the prompt."
+    for name in filter(lambda n: _present(record.get(n)), UNSEEN):
+        fix = "If the prompt does without, drop the column."
+        raise DataError(name, where=where, got=quoted(record[name]), expected="prompts of text alone", fix=fix)
+    options: dict[str, Any] = {}
+    if _present(record.get("tools")):
+        tools = _listed(record["tools"], "tools", where)
+        options["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    if _present(told := record.get("chat_template_kwargs")):
+        [own] = _listed([told] if isinstance(told, Mapping) else f"[{told}]", "chat_template_kwargs", where)
+        options |= own
+    if options and "messages" not in form:
+        got = f"{', '.join(options)} beside {next(iter(form))}"
+        raise DataError("chat template", where=where, got=got, expected="a conversation, which a template renders")
+    return options
+
 # %% ../nbs/10_data.ipynb #001b3af0
 def make_row(
     record: Mapping[str, Any],  # one record of a data set
@@ -172,8 +237,10 @@ def make_row(
     "A record as a `Row`; raises `DataError` when it has no prompt."
     name = _first(record, KEY_COLUMNS)
     key = plain_text(record[name]) if name else str(index)
-    form = _prompt(record, where or f"row {key!r}", prompt_column, system_prompt)
-    return Row(key=key, answer=find_answer(record, answer_column), data=dict(record), **form)
+    place = where or f"row {key!r}"
+    form = _prompt(record, place, prompt_column, system_prompt)
+    options = _template_options(record, form, place)
+    return Row(key=key, answer=find_answer(record, answer_column), data=dict(record), options=options, **form)
 
 # %% ../nbs/10_data.ipynb #123dfbec
 def _jsonl_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -1,6 +1,9 @@
 "Prompts and multi-turn conversations on a real tokenizer built here: what is kept, what is masked, what is refused."
 
+import json
+
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +21,7 @@ from rl_notebook.chat import (
     start_conversation,
 )
 from rl_notebook.core import AlignmentError, Completion, ConfigError, DataError, SampleParams
-from rl_notebook.data import make_row
+from rl_notebook.data import load_rows, make_row
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -97,6 +100,70 @@ def test_template_options_reach_the_template():
     )
 
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+CALLED = [
+    {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "c1"},
+]
+KNOWING = """{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | list }}
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.a }})
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("form", ["a list", "JSON", "JSON Lines", "parquet", "DataFrame"])
+def test_rows_get_what_conversations_get(form, tmp_path):
+    "Parts, tools and calls reach the prompt from every source, whether the template knows of tools or not."
+    record = {"messages": CALLED, "tools": [ADD], "answer": "4"}
+    if form == "JSON":
+        record = {**record, "tools": json.dumps(record["tools"])}
+    if form == "JSON Lines":
+        (tmp_path / "d.jsonl").write_text(json.dumps(record))
+    if form in ("parquet", "DataFrame"):  # a table fills in None: each message has every field, each part an image
+        filled = [*CALLED, {"role": "user", "content": [{"type": "text", "text": "So?", "image_url": None}]}]
+        record = {**record, "messages": filled, "tools": json.dumps([ADD])}
+        pd.DataFrame([record]).to_parquet(tmp_path / "d.parquet")
+    source = {"JSON Lines": tmp_path / "d.jsonl", "parquet": tmp_path / "d.parquet"}.get(form, [record])
+    [row] = load_rows(pd.read_parquet(tmp_path / "d.parquet") if form == "DataFrame" else source)
+    more = "<|im_start|>user\nSo?<|im_end|>\n" if form in ("parquet", "DataFrame") else ""
+    knowing = TOKENIZER.decode(encode_prompt(build(KNOWING), row))
+    said = "user\n2+2?<|im_end|>\n<|im_start|>assistant\nadd(2)<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+    assert knowing == f"['add']\n<|im_start|>{said}{more}<|im_start|>assistant\n"
+    told = TOKENIZER.decode(encode_prompt(TOKENIZER, row))
+    assert json.dumps(ADD["function"]) in told
+    assert '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' in told
+    assert "<|im_start|>user\n<tool_response>4</tool_response><|im_end|>" in told
+    talk = start_conversation(build(KNOWING), row)
+    later = talk.add_completion(speak(talk, "4<|im_end|>")).add_messages(
+        {"role": "user", "content": CALLED[0]["content"]}
+    )
+    assert later.text == knowing + "4<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_what_a_prompt_cannot_hold_is_refused_with_its_row(tmp_path):
+    image = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
+    for record, said in (
+        ({"messages": [image]}, "line 1, message 0: content: got {'type': 'image'}; expected text"),
+        ({"question": "What is this?", "images": ["a.png"]}, "line 1: images: got ['a.png']; expected prompts of text"),
+        ({"question": "2+2?", "tools": ["add"]}, "line 1: tools: got ['add']; expected a list of mappings"),
+        ({"prompt": "2+2=", "tools": [ADD]}, "line 1: chat template: got tools beside prompt; expected a conversation"),
+    ):
+        (tmp_path / "d.jsonl").write_text(json.dumps(record))
+        assert said in message(lambda: load_rows(tmp_path / "d.jsonl"))
+    nameless = make_row({"id": "q9", "messages": [{**CALLED[1], "tool_calls": [{"id": "c1"}]}, CALLED[2]]})
+    assert "row 'q9': messages or tools: got KeyError: 'function'" in message(
+        lambda: encode_prompt(TOKENIZER, nameless)
+    )
+    thinking = make_row({"question": "2+2?", "chat_template_kwargs": {"enable_thinking": False}})
+    assert "'enable_thinking': got a chat template that never reads it" in message(
+        lambda: encode_prompt(TOKENIZER, thinking), ConfigError
+    )
+
+
 def test_tokenizers_that_cannot_be_used():
     text = message(lambda: encode_prompt(build(template=None), ROW))
     assert "chat_template: got none; expected a template for messages. Use the tokenizer of an instruct model" in text
@@ -111,9 +178,8 @@ def test_a_template_that_refuses_or_stumbles():
     row = make_row({"id": "q1", "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
     text = message(lambda: encode_prompt(strict, row))
     assert text == "row 'q1': chat template: got no system role for roles system, user; expected a rendering"
-    adds = build("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
-    number = make_row({"id": "q2", "messages": [{"role": "user", "content": 72}]})
-    assert "row 'q2': chat template: got can only concatenate str" in message(lambda: encode_prompt(adds, number))
+    adds = build("{% for m in messages %}{{ m.role + 1 }}{% endfor %}")
+    assert "row 'q17': chat template: got can only concatenate str" in message(lambda: encode_prompt(adds, ROW))
 
 
 def test_prompts_that_cannot_be_right():
