@@ -5,6 +5,7 @@
 # %% ../nbs/31_drawings.ipynb #207f58ed
 from __future__ import annotations
 
+import base64
 import html
 import math
 import unicodedata
@@ -130,20 +131,27 @@ def styled(name: str, *inside: str, style: str = "", title: str = "") -> str:
     return f"<{name}{about}>{''.join(inside)}</{name}>"
 
 # %% ../nbs/31_drawings.ipynb #cec725fc
+def image(svg: str, label: str, look: str) -> str:  # label: read out; look: attributes of the element
+    "An SVG document as an image element that carries it."
+    data = base64.b64encode(svg.encode("utf-8", "backslashreplace")).decode()
+    return f'<img alt="{html.escape(label)}" {look} src="data:image/svg+xml;base64,{data}">'
+
+# %% ../nbs/31_drawings.ipynb #3212e81d
 _Rect = tuple[str, float, float, float, float]  # colour as CSS; x, y, width, height in pixels
 
 
 def shapes(rects: Iterable[_Rect], width: float, height: float, label: str, line: float | None = None) -> str:
-    "Rectangles as inline SVG, one path a colour; `line` is the height of a base line."
+    "Rectangles as a picture, one path a colour; `line` is the height of a base line."
     paths: dict[str, list[str]] = {}
     for colour, *place in rects:
         x, y, w, h = (f"{v:.1f}".removesuffix(".0") for v in place)
         paths.setdefault(colour, []).append(f"M{x} {y}h{w}v{h}h-{w}z")
     drawn = "".join(f'<path fill="{colour}" d="{"".join(d)}"/>' for colour, d in paths.items())
     if line is not None:
-        drawn += f'<path d="M0 {line:.1f}H{width:.0f}" stroke="currentColor" opacity=".4"/>'
-    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-    return f'<svg {size} role="img" aria-label="{html.escape(label)}" style="display:block">{drawn}</svg>'
+        drawn += f'<path d="M0 {line:.1f}H{width:.0f}" stroke="#7a8896" opacity=".6"/>'
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{drawn}</svg>'
+    return image(svg, label, f'{size} style="display:block"')
 
 # %% ../nbs/31_drawings.ipynb #44590e7c
 def swatch(hue: str) -> str:
@@ -151,18 +159,25 @@ def swatch(hue: str) -> str:
     return styled("span", "■", style=f"color:rgb({HUES[hue]})")
 
 # %% ../nbs/31_drawings.ipynb #5f828e2f
-_TABLE = "border-collapse:collapse;margin:4px 0;font-size:13px;text-align:left"
+_TABLE = "border-collapse:collapse;margin:4px 0;font-size:13px"
 _SMALL = "font-size:13px"
 _CELL = "text-align:left;vertical-align:top;padding:2px 14px 2px 0"
+_KEPT = ";white-space:pre-wrap;overflow-wrap:anywhere"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    looks: Sequence[str] = (),  # style of the cells of each column; () = on the left
+) -> str:
     "A table of safe HTML; a row of one cell goes over the whole width."
-    top = "".join(styled("th", h, style=f"{_CELL};font-weight:600;white-space:nowrap") for h in head)
+    looks = looks or [_CELL] * len(head)
+    bold = "font-weight:600;white-space:nowrap"
+    top = "".join(f'<th style="{s};{bold}">{h}</th>' for h, s in zip(head, looks, strict=True))
     body = []
     for row in rows:
-        wide = f' colspan="{len(head)}"' if len(row) == 1 else ""
-        cells = "".join(f'<td{wide} style="{_CELL}">{cell}</td>' for cell in row)
+        wide = f' colspan="{len(head)}"' if len(row) == 1 < len(head) else ""
+        cells = "".join(f'<td{wide} style="{s}">{c}</td>' for c, s in zip(row, looks[: len(row)], strict=True))
         body.append(f'<tr style="background:none">{cells}</tr>')
     return f'<table style="{_TABLE}"><thead><tr>{top}</tr></thead><tbody>{"".join(body)}</tbody></table>'
 
@@ -179,19 +194,15 @@ def html_table(
     columns: Sequence[str],  # headings
     rows: Iterable[Sequence[Any]],  # cells
 ) -> str:
-    "A plain HTML table in which every heading and cell is escaped and white space is kept; numbers are on the right."
+    "A table in which every heading and cell is escaped and white space is kept; numbers are on the right."
     rows = [list(row) for row in rows]
     numeric = [all(isinstance(r[i], int | float | None) for r in rows) and bool(rows) for i in range(len(columns))]
-    text = "text-align:left;vertical-align:top;white-space:pre-wrap;overflow-wrap:anywhere"
-    sides = ["text-align:right;vertical-align:top" if right else text for right in numeric]
-    head = "".join(styled("th", _cell(on_one_line(c)), style=side) for c, side in zip(columns, sides, strict=True))
-    line = lambda row: "".join(styled("td", _cell(v), style=side) for v, side in zip(row, sides, strict=True))
-    body = "".join(f"<tr>{line(row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    looks = [_CELL.replace("left", "right") if right else _CELL + _KEPT for right in numeric]
+    return table([_cell(on_one_line(c)) for c in columns], ([_cell(v) for v in row] for row in rows), looks)
 
 # %% ../nbs/31_drawings.ipynb #6f548a48
 MOST_ITEMS = 8  # prompts, groups or sequences that a drawing shows
-BUDGET = 25_000  # bytes of a drawing, so that with its table it stays below 40 kB
+BUDGET = 23_000  # bytes of a drawing, so that with its table it stays below 40 kB
 ROWS = 12  # of the table below a drawing
 
 

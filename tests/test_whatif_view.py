@@ -1,5 +1,6 @@
 "The what-if panel: what it shows is what `what_if` says, mistakes are shown, hostile text stays text."
 
+import base64
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from rl_notebook.views.whatif import (
     SIDE,
     WhatIfPanel,
     dots_payload,
-    dots_svg,
+    dots_html,
     result_html,
     table_payload,
 )
@@ -114,7 +115,8 @@ def test_dots_are_the_tokens(record):
     assert all(0 <= x <= SIDE and 0 <= y <= SIDE for x, y in places)
     assert any(y == SIDE // 2 and x != SIDE // 2 for x, y in places)  # clipped tokens
     assert all(x <= SIDE // 2 for x, _ in payload["plus"])  # raised by the recorded gradient, but for a weak KL term
-    assert dots_svg(payload).count("h4v4") == len(places)
+    drawn = base64.b64decode(dots_html(payload).split("base64,")[1].split('"')[0]).decode()
+    assert drawn.count("h4v4") == len(places)
 
 
 def test_many_tokens_stay_a_small_picture():

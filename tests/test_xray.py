@@ -773,8 +773,8 @@ def test_preflight_with_a_rollout_function():
 def test_preflight_shows_the_prompt_as_the_model_reads_it():
     flight = look(rows=[{"question": "<img src=x onerror=alert(1)>", "answer": "1"}] * 2)
     assert flight.rendered == "<|bos|><|user|><img src=x onerror=alert(1)><|end|><|assistant|>"
-    assert "<img" not in flight._repr_html_()
-    assert "<svg" in flight._repr_html_()
+    assert "<img src=x" not in flight._repr_html_()
+    assert 'src="data:image/svg+xml' in flight._repr_html_()
 
 
 def test_preflight_without_a_way_to_drop_gradients_guesses():

@@ -5,9 +5,9 @@ import { make, makeTable, number } from "./table.js";
 const carried = (id) => Object.entries(JSON.parse(document.getElementById(id)?.textContent ?? "{}"));
 const seconds = Number(document.querySelector("main").dataset.refresh);
 const name = "rl-notebook " + location.pathname;
-const kept = JSON.parse(sessionStorage.getItem(name) || "null"); // from before the page was read again
-const boxes = () => [document.scrollingElement, ...document.querySelectorAll(".scroll")];
-sessionStorage.removeItem(name);
+const again = performance.getEntriesByType("navigation")[0].type === "reload";
+const kept = again ? JSON.parse(sessionStorage.getItem(name)) : null; // from before the page was read again
+const boxes = () => [document.scrollingElement, ...document.querySelectorAll(".scroll, .strip")];
 history.scrollRestoration = "manual";
 
 // What the reader has chosen in the tables; a completion that the address names is marked in its own.
@@ -141,23 +141,22 @@ window.addEventListener("hashchange", () => go(true));
 let typed = -Infinity;
 window.addEventListener("input", () => (typed = performance.now()));
 
-function store() {
+// The place is remembered when the page goes: until then its reader may choose and scroll. Who has scrolled since it came
+// back stays there.
+addEventListener("pagehide", () => {
   const place = { tops: boxes().map((box) => box.scrollTop), open: document.querySelector("details")?.open, views };
   sessionStorage.setItem(name, JSON.stringify(place));
-}
-
-function restore() {
+});
+if (kept) {
   const details = document.querySelector("details");
   if (details) details.open = Boolean(kept.open);
-  boxes().forEach((box, i) => (box.scrollTop = kept.tops[i] || 0));
+  boxes().forEach((box, i) => (box.scrollTop ||= kept.tops[i] || 0));
 }
 
-if (kept) restore(); // also after the last reading, when the run has ended
 if (seconds > 0) {
   setInterval(() => {
     const typing = performance.now() - typed < 5000;
     if (document.hidden || typing || String(getSelection())) return; // not seen, or a text in it is typed or selected
-    store();
     location.reload();
   }, seconds * 1000);
 }

@@ -5,7 +5,6 @@
 # %% ../../nbs/51_views.charts.ipynb #daca4bfc
 from __future__ import annotations
 
-import base64
 import html
 import io
 import math
@@ -23,7 +22,7 @@ import traitlets
 from plotly.offline import get_plotlyjs
 
 from ..core import RecordError
-from ..drawings import escape_unseen
+from ..drawings import escape_unseen, image
 from ..records import StepRecord, flat_settings
 from .payloads import History, downsample, history_row, run_payloads, step_payloads, timeline_payload
 
@@ -672,10 +671,8 @@ def svg(
 # %% ../../nbs/51_views.charts.ipynb #a50131fd
 def picture_html(figure: Figure, title: str, width: int = 640, height: int = 260) -> str:
     "A figure as an image element that carries its picture."
-    data = base64.b64encode(svg(figure, title, width, height).encode("utf-8", "backslashreplace")).decode()
-    name = html.escape(html.unescape(label(title)))
-    fits = 'style="max-width:100%;height:auto"'
-    return f'<img alt="{name}" width="{width}" height="{height}" {fits} src="data:image/svg+xml;base64,{data}">'
+    look = f'width="{width}" height="{height}" style="max-width:100%;height:auto"'
+    return image(svg(figure, title, width, height), html.unescape(label(title)), look)
 
 # %% ../../nbs/51_views.charts.ipynb #91c7499d
 @dataclass(frozen=True, eq=False)

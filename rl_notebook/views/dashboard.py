@@ -40,21 +40,12 @@ from ..player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
 from .charts import Chart, LiveCharts, asset, chart, charts, module
-from .payloads import NOISE, ROWS, TIMELINE_STEPS, History, Waiting, address, advantage_spread_payload
+from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantage_spread_payload
 from .payloads import advantages_payload, completion_row, completions_table, counts_payload
 from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
-from .payloads import overview_payload, pipeline_payload, reward_payload, staleness_payload
-from .payloads import time_payload, timeline_payload, token_payload, token_rows, token_share_payload
-from rl_notebook.views.tokens import (
-    WithFallback,
-    close_all,
-    deliver_to_main,
-    in_marimo,
-    inspect_tokens,
-    place_of,
-    tokens_html,
-    with_fallback,
-)
+from .payloads import pipeline_payload, reward_payload, staleness_payload
+from .payloads import time_payload, timeline_payload, token_share_payload
+from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens, with_fallback
 from ..xray import failed_words, sentence
 
 # %% ../../nbs/53_views.dashboard.ipynb #e7160be4
@@ -572,24 +563,12 @@ def open_completion(dashboard: Dashboard, group: int, sample: int) -> None:
         dashboard.opened = record, group, sample
 
 # %% ../../nbs/53_views.dashboard.ipynb #b29a1262
-def _still_tokens(record: StepRecord, group: int, sample: int, tokenizer: Any) -> ipywidgets.HTML:
-    "The tokens of one completion, without the choices of the inspector."
-    rows = token_rows(record)
-    overview = overview_payload(record, rows)
-    floor = overview["floor"] if overview else NOISE
-    payload = token_payload(rows[place_of(rows, group, sample)], tokenizer, floor)
-    return ipywidgets.HTML(tokens_html(payload, overview))
-
-
 def open_inspector(dashboard: Dashboard) -> None:
     "Show the tokens of the completion that is open."
     if dashboard.opened is not None:
         close_inspector(dashboard)
         (record, group, sample), tokenizer = dashboard.opened, dashboard.loop.backend.tokenizer
-        if type(dashboard.screen.root.comm).__module__.startswith("marimo."):  # which opens an anywidget in cells only
-            shown = _still_tokens(record, group, sample, tokenizer)
-        else:
-            shown = inspect_tokens(record, tokenizer, group=group, sample=sample)
+        shown = inspect_tokens(record, tokenizer, group=group, sample=sample)
         dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [shown], True
 
 # %% ../../nbs/53_views.dashboard.ipynb #d5968900
@@ -846,13 +825,6 @@ def show_dashboard(dashboard: Dashboard) -> None:
     dashboard.still._ipython_display_()
     dashboard.stale = False
 
-
-def marimo_output(dashboard: Dashboard) -> tuple[str, str]:
-    "Type and text of the output in marimo."
-    if dashboard.player.closed:
-        return "text/html", closed_html(dashboard)
-    return in_marimo(dashboard.screen.root, "table.css", "dashboard.css", "charts.css", "tokens.css")
-
 # %% ../../nbs/53_views.dashboard.ipynb #922384d9
 def refresh_still(dashboard: Dashboard) -> None:
     "Draw the picture again if there is something new on it."
@@ -906,7 +878,6 @@ def close_dashboard(dashboard: Dashboard) -> None:
     d.player.close()
     d.loop.outputs[:] = [output for output in d.loop.outputs if output != d.take]
     d.loop.on_undo[:] = [callback for callback in d.loop.on_undo if callback != d.forget]
-    refresh_buttons(d.screen.buttons, d.player)  # marimo shows what was closed, too
     d.screen.trouble.value = _CLOSED
     close_all(d.still.both if d.still else d.screen.root)
 
@@ -1014,7 +985,3 @@ class Dashboard(Played):
 
     def _ipython_display_(self) -> None:
         show_dashboard(self)
-
-    def _mime_(self) -> tuple[str, str]:
-        "What marimo shows, which draws no boxes of ipywidgets."
-        return marimo_output(self)

@@ -19,14 +19,13 @@ from IPython.display import HTML, display, update_display
 
 from ..core import Datum, DatumError
 from ..doctor import Diagnosis
-from ..drawings import HUES, SOFT, folded, number, styled, tint
+from ..drawings import HUES, SOFT, folded, number, styled, table, tint
 from ..records import StepRecord
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
 from rl_notebook.views.payloads import (
     NOISE,
     TokenRow,
     all_series,
-    downsample,
     keep_extremes,
     menu_payload,
     overview_payload,
@@ -123,84 +122,6 @@ def deliver_to_main(widget: ipywidgets.Widget) -> None:
         if hasattr(comm, "_reply_subshell_for"):  # ipykernel's choice of a thread; None is the main one
             comm._reply_subshell_for = lambda data, subshell: None
 
-# %% ../../nbs/52_views.tokens.ipynb #264cad40
-_KINDS: dict[type[ipywidgets.Widget], str] = {
-    anywidget.AnyWidget: "widget",
-    ipywidgets.Box: "box",
-    ipywidgets.HTML: "html",
-    ipywidgets.Button: "button",
-    ipywidgets.ToggleButton: "toggle",
-    ipywidgets.Combobox: "text",
-    ipywidgets.FloatSlider: "number",
-    ipywidgets.Dropdown: "select",
-    ipywidgets.SelectionSlider: "select",
-}
-_DRAWN = (
-    *("value", "index", "options", "children", "description", "disabled", "tooltip"),
-    *("display", "_dom_classes"),
-)
-
-
-def _described(widget: Any) -> dict[str, Any]:
-    "A widget and everything in it as plain values."
-    kind = next(_KINDS[known] for known in _KINDS if issubclass(type(widget), known))
-    layout = {n: v for n in ("display", "flex_flow", "flex", "grid_gap", "width") if (v := getattr(widget.layout, n))}
-    node = {"id": widget.model_id, "kind": kind, "classes": [*widget._dom_classes], "layout": layout}
-    if kind == "box":
-        return node | {"children": [_described(child) for child in widget.children]}
-    if kind == "widget":
-        return node | {"id": f"anywidget:{widget.model_id}"}
-    names = ("value", "description", "tooltip", "disabled", "icon")
-    node |= {name: getattr(widget, name, None) for name in names}
-    if kind == "select":
-        node |= {"value": widget.index, "options": [*widget._options_labels]}
-    return node | ({"range": [widget.min, widget.max, widget.step]} if kind == "number" else {})
-
-# %% ../../nbs/52_views.tokens.ipynb #8726985c
-class AsAnyWidget(anywidget.AnyWidget):
-    "A tree of ipywidgets as one anywidget, for a front end that draws only these."
-
-    _esm = asset("plain.js")
-    _css = asset("plain.css")
-    tree = traitlets.Dict().tag(sync=True)  # of `_described`
-    css = traitlets.Unicode().tag(sync=True)  # further style
-
-    def __init__(self, root: ipywidgets.DOMWidget, *styles: str):  # names of style sheets that ship with the package
-        self.root, self.known = root, {}
-        super().__init__(tree=_described(root), css="\n".join(map(asset, styles)))
-        self._listen()
-        self.on_msg(self._heard)
-
-    def _listen(self) -> None:
-        "Follow every widget of the tree that is not followed yet."
-        new = {w.model_id: w for w in widgets_in(self.root) if w.model_id not in self.known}
-        for widget in new.values():
-            names = [name for name in _DRAWN if widget.has_trait(name)]
-            if names and not isinstance(widget, anywidget.AnyWidget):
-                widget.observe(self._redraw, names)
-        self.known |= new
-
-    def _redraw(self, change: Any) -> None:
-        self._listen()
-        self.tree = _described(self.root)
-
-    def _heard(self, _: Any, message: Mapping[str, Any], buffers: Any) -> None:
-        "What was clicked, chosen or typed."
-        widget = self.known[message["widget"]]
-        if "value" not in message:
-            widget.click()
-        elif hasattr(widget, "index"):
-            widget.index = message["value"]
-        else:
-            widget.value = type(widget.value)(message["value"])
-
-
-def in_marimo(root: ipywidgets.DOMWidget, *styles: str) -> tuple[str, str]:
-    "Type and text of the output that shows widgets in marimo, for `_mime_`."
-    import marimo  # type: ignore[import-not-found]
-
-    return marimo.ui.anywidget(AsAnyWidget(root, *styles))._mime_()
-
 # %% ../../nbs/52_views.tokens.ipynb #dbfa51d3
 def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
     "Hue, and strength from 0 to 1, of a value on the scale of its series."
@@ -280,88 +201,11 @@ def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any], budget: in
     box = "font-family:monospace;line-height:1.75;overflow-wrap:anywhere;border:1px solid rgba(130,140,150,.4);"
     return styled("div", *parts, style=box + "border-radius:6px;padding:6px 8px;max-height:320px;overflow:auto")
 
-# %% ../../nbs/52_views.tokens.ipynb #e2a62dc3
-WIDE, MOST = 760, 600  # pixels of the picture under the strip, and bars in it
-BAND = "rgba(128,140,155,0.25)"  # what rounding explains
-
-
-def _band(left: float, right: float, low: float, high: float) -> list[dict[str, Any]]:
-    "A grey rectangle."
-    edge = {"type": "scatter", "mode": "lines", "x": [left, right], "line": {"width": 0}, "showlegend": False}
-    return [edge | {"y": [low, low]}, edge | {"y": [high, high], "fill": "tonexty", "fillcolor": BAND}]
-
-
-def _vertical(series: Mapping[str, Any], points: Sequence[tuple[int, float]]) -> tuple[dict[str, Any], Any]:
-    "Axis of a series, and what turns a value into a height on it."
-    center, limit = series["center"], series["limit"]
-    low, high = min([center, *(v for _, v in points)]), max([center, *(v for _, v in points)])
-    height, ticks = float, sorted({low, center, high})
-    if series["kind"] == "difference":
-        height = lambda v: symlog(series, v)
-        low, high = height(min(low, -1.0)), height(max(high, 1.0))
-        ticks = [-10, -1, -0.1, 0, 0.1, 1, 10]
-    elif low == high:
-        low, high = center - limit, center + limit
-        ticks = [low, center, high]
-    room, at = 0.05 * (high - low), [(height(v), number(v)) for v in ticks]
-    shown = [(y, text) for y, text in at if low - room <= y <= high + room]
-    marks = {"tickvals": [y for y, _ in shown], "ticktext": [text for _, text in shown]}
-    return marks | {"range": [low - room, high + room], "showgrid": False}, height
-
-
-def series_figure(series: Mapping[str, Any], targets: int, first: int = 0) -> Figure:
-    "A series by target position, from the first that is shown: a bar from the centre to each value."
-    places = {"x": [*range(first, len(series["values"]))], "y": series["values"][first:]}
-    thin = downsample(places, MOST)
-    points = [(x, v) for x, v in zip(thin["x"], thin["y"], strict=True) if v is not None]
-    axis, height = _vertical(series, points)
-    center, style = height(series["center"]), {"type": "scatter", "mode": "lines"}
-    wide = round(max(1.0, min(6.0, 0.6 * WIDE / min(MOST / 2, max(targets - first, 1)))), 1)
-    bars: dict[str, list[tuple[int | None, float | None]]] = {}
-    for x, v in points:
-        bars.setdefault(hue_of(series, v)[0], []).extend([(x, center), (x, height(v)), (None, None)])
-    left, right = first - 0.5, targets - 0.5
-    data = _band(left, right, height(-series["floor"]), height(series["floor"])) if "floor" in series else []
-    data.append({**style, "x": [left, right], "y": [center, center], "line": {"color": INK, "width": 0.5}})
-    for hue, drawn in bars.items():
-        x, y = zip(*drawn, strict=True)
-        line = {"color": f"rgba({HUES[hue]},1)", "width": wide}
-        data.append({**style, "x": [*x[:-1]], "y": [*y[:-1]], "line": line, "showlegend": False})
-    across = {"title": {"text": "target"}, "tickformat": "d", "range": [left, right]}
-    return figure_of(data, "", xaxis=across, yaxis={"title": {"text": ""}} | axis)
-
-# %% ../../nbs/52_views.tokens.ipynb #a8a61b7b
+# %% ../../nbs/52_views.tokens.ipynb #0483d096
 def _middle(payload: Mapping[str, Any], series: Mapping[str, Any]) -> int:
     "The target to look at first: the worst of the series, else the first scored one."
     first = payload["roles"].find("s") - 1
     return next(iter([*series["bad"], *series["worst"]]), max(first, 0))
-
-
-def coordinates_html(payload: Mapping[str, Any], middle: int, side: int = 3) -> str:
-    "A window of targets: what is read, what it is scored on, and which entry of each series is about it."
-    targets, series = len(payload["tokens"]) - 1, _by_name(payload)
-    start = max(0, min(middle - side, targets - 2 * side - 1))
-    window = range(start, min(targets, start + 2 * side + 1))
-    short = lambda text: text if len(text) <= 13 else text[:12] + "…"
-    token = lambda j: styled("bdi", html.escape(short(payload["texts"][j]))) + f"<br>{styled('small', f'token {j}')}"
-    pair = payload["pair"] or [s["name"] for s in payload["series"] if s["kind"] == "logprob"]
-    rows = [("target", [str(t) for t in window], None)]
-    rows += [("reads up to", [token(t) for t in window], None), ("is scored on", [token(t + 1) for t in window], None)]
-    between = [f"{pair[0]}-{pair[1]}"] if payload["pair"] else []
-    rows += [(n, [number(series[n]["values"][t]) for t in window], series[n]) for n in [*pair, *between]]
-    cell = "text-align:center;padding:2px 7px;white-space:nowrap"
-    body = ""
-    for name, cells, scale in rows:
-        colours = [css_colour(scale, scale["values"][t]) if scale else "" for t in window]
-        marked = [cell + (";font-weight:bold" if t == middle else "") for t in window]
-        styles = [m + (f";background:{c}" if c else "") for m, c in zip(marked, colours, strict=True)]
-        drawn = "".join(styled("td", text, style=s) for text, s in zip(cells, styles, strict=True))
-        body += styled(
-            "tr",
-            styled("td", html.escape(name.replace("-", " − ")), style=f"text-align:right;padding-right:8px;{SOFT}"),
-            drawn,
-        )
-    return styled("table", styled("tbody", body), style="font-size:12px;border-collapse:collapse")
 
 # %% ../../nbs/52_views.tokens.ipynb #b09e7dd3
 def _facts_html(payload: Mapping[str, Any]) -> str:
@@ -397,6 +241,7 @@ def _legend_html(series: Mapping[str, Any]) -> str:
 EDGES = {"well": "green", "found": "orange", "likely": "orange", "open": "violet"}  # of a verdict
 DOTS = 200  # of a still picture
 DEEPEST = -8  # decades; the gap's axis begins there
+BAND = "rgba(128,140,155,0.25)"  # what rounding explains
 
 
 def verdict_html(overview: Mapping[str, Any]) -> str:
@@ -440,6 +285,12 @@ def _decades(gap: float) -> float:
     return max(math.log10(gap), DEEPEST) if gap > 0 else DEEPEST
 
 
+def _band(left: float, right: float, low: float, high: float) -> list[dict[str, Any]]:
+    "A grey rectangle."
+    edge = {"type": "scatter", "mode": "lines", "x": [left, right], "line": {"width": 0}, "showlegend": False}
+    return [edge | {"y": [low, low]}, edge | {"y": [high, high], "fill": "tonexty", "fillcolor": BAND}]
+
+
 def places_figure(overview: Mapping[str, Any]) -> Figure:
     "The gap by place in the completion, in decades, its mean, and what rounding explains."
     points, mean = overview["points"], overview["places"]
@@ -474,21 +325,15 @@ def overview_html(overview: Mapping[str, Any]) -> str:
     return styled("div", verdict_html(overview), side, styled("div", far, style=SOFT), style="font-size:13px")
 
 # %% ../../nbs/52_views.tokens.ipynb #7c901ada
-def _shift_html(shift: Mapping[str, Any]) -> str:
-    "Mean difference by shift."
-    pairs = zip(shift["shifts"], shift["means"], strict=True)
-    place = lambda by: f"{abs(by)} too {'late' if by > 0 else 'early'}" if by else "in place"
-    means = ", ".join(f"{place(by)} {number(m)}" for by, m in pairs)
-    return styled("div", f"Mean |difference| with the sampler's values {means}.", style=SOFT)
-
-
-def _worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
-    "The targets farthest from the middle of the scale, in a line."
+def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
+    "The targets farthest from the middle of the scale, with their logprobs; empty where there are none."
+    found, named = [*series["bad"], *series["worst"]][:most], _by_name(payload)
+    shown = [named[name] for name in _tooltip_names(payload, series)]
     text = lambda t: styled("bdi", html.escape(payload["texts"][t + 1][:20]))
-    value = lambda t: "not a number" if t in series["bad"] else number(series["values"][t])
-    parts = [f"target {t} “{text(t)}” {value(t)}" for t in [*series["bad"], *series["worst"]][:most]]
-    line = f"Farthest from {number(series['center'])}: " + "; ".join(parts)
-    return styled("div", line, style="margin:4px 0") if parts else ""
+    value = lambda s, t: "not a number" if t in s["bad"] else number(s["values"][t])
+    rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in found]
+    head = ["target", "token", *(html.escape(s["label"]) for s in shown)]
+    return styled("div", f"Farthest from {number(series['center'])}:", table(head, rows)) if rows else ""
 
 # %% ../../nbs/52_views.tokens.ipynb #449e3fb4
 def tokens_html(
@@ -500,14 +345,9 @@ def tokens_html(
     if not payload.get("tokens"):
         return styled("p", html.escape(payload.get("message", "There are no tokens to show.")))
     named = _by_name(payload)
-    chosen, targets = named[series if series in named else payload["first"]], len(payload["tokens"]) - 1
-    first = max(min(payload["regions"]["prompt"], targets) - 1, 0)
-    by_target = series_figure(chosen, targets, first)
+    chosen = named[series if series in named else payload["first"]]
     parts = [overview_html(overview)] if overview else []
-    parts += [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen)]
-    parts += [picture_html(by_target, f"{chosen['label']} by target", WIDE, 140)]
-    parts += [_worst_html(payload, chosen), coordinates_html(payload, _middle(payload, chosen))]
-    parts += [_shift_html(overview["shift"])] if overview else []
+    parts += [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen), worst_html(payload, chosen)]
     return styled("div", *parts, style="font-size:13px;max-width:1000px")
 
 # %% ../../nbs/52_views.tokens.ipynb #46b4f235

@@ -19,12 +19,12 @@ __all__ = ['WhatIfPanel']
 # %% ../../nbs/54_views.whatif.ipynb #595499fd
 from ..advantages import SCALES
 from ..core import Logprobs, RLNotebookError
-from ..drawings import shapes
+from ..drawings import shapes, table
 from ..losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, LossOptions
 from ..records import StepRecord
 from .charts import COLORS
 from .payloads import overview_payload, token_rows
-from .tokens import TokenInspector, deliver_to_main, in_marimo, with_fallback
+from .tokens import TokenInspector, deliver_to_main, with_fallback
 from ..whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
 
 # %% ../../nbs/54_views.whatif.ipynb #46a8e870
@@ -76,10 +76,9 @@ def dots_payload(result: WhatIf, limit: int = DOTS) -> dict[str, Any]:
 
 # %% ../../nbs/54_views.whatif.ipynb #df37d0f3
 _INK, _SOFT = "var(--jp-ui-font-color1, #1f2933)", "#7a8896"
-_CELL = "padding:2px 10px;text-align:"
 
 
-def dots_svg(payload: Mapping[str, Any]) -> str:
+def dots_html(payload: Mapping[str, Any]) -> str:
     "The square of dots: both axes, the line of what has not changed, and the tokens."
     title = "dlogprob of each token, recorded (across) against chosen (up)"
     ends = (0.0, SIDE / 2, SIDE - 0.5)
@@ -92,17 +91,12 @@ def dots_svg(payload: Mapping[str, Any]) -> str:
 # %% ../../nbs/54_views.whatif.ipynb #b2b7b1a9
 def table_html(payload: Mapping[str, Any]) -> str:
     "The two columns, with the note under them."
-    head = "".join(f'<th scope="col" style="{_CELL}right">{html.escape(n)}</th>' for n in payload["names"])
-    body = ""
-    for row in payload["rows"]:
-        cells = "".join(f'<td style="{_CELL}right">{html.escape(c)}</td>' for c in row["cells"])
-        body += (
-            f'<tr><th scope="row" style="{_CELL}left;font-weight:normal">{html.escape(row["name"])}</th>{cells}</tr>'
-        )
-    style = f"border-collapse:collapse;font-variant-numeric:tabular-nums;color:{_INK}"
-    table = f'<table style="{style}"><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table>'
+    rows = ([html.escape(text) for text in (row["name"], *row["cells"])] for row in payload["rows"])
+    right = "text-align:right;padding:2px 10px;font-variant-numeric:tabular-nums"
+    names, looks = payload["names"], ["text-align:left;padding:2px 10px"] + [right] * len(payload["names"])
+    drawn = table(["", *map(html.escape, names)], rows, looks)
     note = f"The chosen settings: {payload['note']}." if payload["note"] else ""
-    return f'{table}<p style="margin:4px 10px;min-height:1.4em"><b>{html.escape(note)}</b></p>'
+    return f'{drawn}<p style="margin:4px 10px;min-height:1.4em"><b>{html.escape(note)}</b></p>'
 
 
 def result_html(result: WhatIf) -> str:
@@ -113,7 +107,7 @@ def result_html(result: WhatIf) -> str:
         f"dlogprob of each token, recorded across, chosen up; advantage {mark('blue')} above, {mark('orange')} below 0"
     )
     caption = f'<figcaption style="max-width:{SIDE}px;font-size:12px">{legend}</figcaption>'
-    square = f'<figure style="margin:0">{dots_svg(dots_payload(result))}{caption}</figure>'
+    square = f'<figure style="margin:0">{dots_html(dots_payload(result))}{caption}</figure>'
     both = f"<div>{table_html(payload)}</div>{square}"
     head = f'<p style="margin:2px 0 6px;color:{_INK}">{html.escape(payload["headline"])}</p>'
     return f'{head}<div style="display:flex;flex-wrap:wrap;gap:16px;line-height:1.5;color:{_INK}">{both}</div>'
@@ -203,10 +197,6 @@ class WhatIfPanel:
 
     def _ipython_display_(self) -> None:
         with_fallback(self.widget, self.static_html(), text=repr(self))._ipython_display_()
-
-    def _mime_(self) -> tuple[str, str]:
-        "What marimo shows, which draws no boxes of ipywidgets."
-        return in_marimo(self.widget)
 
     def __repr__(self) -> str:
         return f"WhatIfPanel({self.batch.where}, chosen: {settings_text(self)})"
