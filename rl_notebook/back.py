@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from collections.abc import Mapping, Sequence
@@ -207,30 +206,22 @@ async def restore_checkpoint(
 # %% ../nbs/36_back.ipynb #dc5e3195
 async def export_policy(
     backend: Backend,
-    path: str | os.PathLike[str],  # a new folder, or a file.gguf
-    to: str | None = None,  # "hf", "adapter", "merged" or "gguf"; None = what was trained
+    path: str | os.PathLike[str],  # a new folder
+    to: str | None = None,  # "hf", "adapter" or "merged"; None = what was trained
     *,
     cfg: Config | None = None,  # of the run: card and generation config are written, too
     step: int = 0,  # that the weights are of
     metrics: Mapping[int, Mapping[str, Any]] | None = None,  # of the run by step, for the card
 ) -> Path:
-    "Write the policy of a backend into a new folder or file; raises `BackendError`, `ConfigError` or `RecordError`."
+    "Write the policy of a backend into a new folder; raises `BackendError`, `ConfigError` or `RecordError`."
     folder = Path(path)
-    if (alone := folder.suffix == ".gguf") and to not in (None, "gguf"):
-        fix = "Name a folder, or leave `to` out."
-        raise ConfigError("export", where=str(folder), got=f"to={to!r}", expected="to='gguf' for a file", fix=fix)
     if backend.export is None:
         where, got = f"backend {backend.capabilities.name}", "weights that stay on the service"
         fix = "Publish them there: set output_model_id, or call backend.promote."
         raise BackendError("export", where=where, got=got, expected="a backend that holds its weights", fix=fix)
-    if folder.is_file() or (folder.is_dir() and (alone or any(folder.iterdir()))):
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise RecordError("export", where=str(folder), got="something that is there", expected="a free name")
     tokenizer = backend.tokenizer if cfg is None else with_template(backend.tokenizer, cfg.chat_template, None)
-    if alone:
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
-            await backend.export(Path(place), "gguf", tokenizer)
-            (Path(place) / "model.gguf").rename(folder)
-        return folder
     with staged_folder(folder) as inside:
         await backend.export(inside, to, tokenizer)
         if cfg is not None:

@@ -375,12 +375,12 @@ def _step(text: str) -> int | str:
 
 
 def run_export(args: Sequence[str]) -> int:  # exit code
-    "Write the weights of a run for transformers, PEFT, vLLM and llama.cpp."
+    "Write the weights of a run for transformers, PEFT and vLLM."
     parser = argparse.ArgumentParser(prog="rl-notebook export", description="A run's weights for other programs.")
     parser.add_argument("run", type=_path, help="run folder")
-    kinds = ("hf", "adapter", "merged", "gguf")
+    kinds = ("hf", "adapter", "merged")
     parser.add_argument("--to", choices=kinds, default=None, help="default: what was trained")
-    parser.add_argument("--out", type=_path, default=None, help="a new folder or file.gguf; default: RUN/export")
+    parser.add_argument("--out", type=_path, default=None, help="a new folder; default: RUN/export")
     parser.add_argument("--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest")
     given = parser.parse_args(args)
     from rl_notebook.recipes.playground import export_run
@@ -718,7 +718,7 @@ usage: rl-notebook COMMAND [options]
   show     a run, a step or a completion as text, or as JSON
   doctor   why trainer and sampler disagree, step by step
   replay   recompute a recorded step and compare every phase
-  export   a run's weights as a folder for transformers, PEFT and vLLM, or as file.gguf; --step best
+  export   a run's weights as a folder for transformers, PEFT and vLLM; --step best
   chat     talk to a run's policy, with --beside base to its base model as well; --step best
   emulate  a local service that the Fireworks and Tinker SDKs talk to
   check    ask a service what it does: --backend tinker or fireworks

@@ -343,10 +343,9 @@ class GRPOLoop(Loop):
 
     @takes_turn
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
-        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load, or to x.gguf.
+        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
 
-        `to` is "hf" (the whole model), "gguf" (for llama.cpp), "adapter" or "merged" (of a policy with LoRA);
-        None = what is trained."""
+        `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
         told: dict[str, Any] = {"cfg": self.cfg, "step": self.state.number - 1}
         return await export_policy(self.backend, path, to, **told, metrics={r.step: r.metrics for r in self.records})
 

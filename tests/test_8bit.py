@@ -192,21 +192,11 @@ def test_the_first_order_change_of_an_update_goes_through_it():
 
 
 @needs_torchao
-@pytest.mark.parametrize("to", ["merged", "hf", "gguf"])
+@pytest.mark.parametrize("to", ["merged", "hf"])
 def test_a_merged_export_is_the_model_that_was_trained(to, tmp_path):
-    if to == "gguf":
-        pytest.importorskip("gguf")
     backend = backend_of()
     want = logits(backend.policy.state.module)
     run(backend.export(tmp_path / "out", to))
-    if to == "gguf":
-        from gguf import GGUFReader
-
-        found = {t.name: t.data for t in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
-        layer = backend.policy.state.scoring.causal.model.model.layers[1].mlp.down_proj
-        whole = layer.base_layer.weight.dequantize() + layer.get_delta_weight("default")
-        torch.testing.assert_close(torch.from_numpy(found["blk.1.ffn_down.weight"].copy()), whole.detach())
-        return
     model = loads(tmp_path / "out")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (logits(model) - want).abs().max() <= 1e-4

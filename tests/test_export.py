@@ -1,7 +1,6 @@
 "What was trained leaves as folders that other programs load, and the model that was handed over stays loadable."
 
 import asyncio
-import copy
 import json
 import os
 import re
@@ -12,24 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
+import yaml
 from tiny_models import byte_tokenizer, one_thread, tiny_model
-from tokenizers import Regex, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rl_notebook.backends.base import Backend
 from rl_notebook.backends.local import open_local
 from rl_notebook.cli import main as command
 from rl_notebook.config import Config
 from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum, RecordError
-from rl_notebook.exports import gguf_notes, split_rule, write_gguf
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.records import write_best
 from rl_notebook.toy import load_model, toy_rows
@@ -158,9 +148,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path):
     backend = trained(tmp_path)
     loop = GRPOLoop(open_local(*load_model("tiny"), inline=True), toy_rows(4), lambda text: 0.0, Config())
     for to in ("adapter", "merged", "onnx"):
-        with pytest.raises(
-            ConfigError, match=rf"export: got '{to}'; expected 'hf' or 'gguf': the policy has no adapter"
-        ):
+        with pytest.raises(ConfigError, match=rf"export: got '{to}'; expected 'hf': the policy has no adapter"):
             run(backend.export(tmp_path / "out", to))
         with pytest.raises(ConfigError, match=f"got '{to}'"):
             run(loop.export(tmp_path / "deep" / "out", to))
@@ -178,106 +166,6 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path):
     backend.policy.state.params["lm_head.weight"].data[0] = torch.nan
     with pytest.raises(BackendError, match=r"export: not finite: got NaN or infinity in lm_head\.weight"):
         run(backend.export(tmp_path / "out", None))
-
-
-def qwen2() -> Any:
-    "A random Qwen2, whose attention has biases."
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=258, num_hidden_layers=2, max_position_embeddings=256, **sizes))
-    for name, p in model.named_parameters():
-        torch.nn.init.normal_(p, std=0.5) if name.endswith("bias") else p.data.mul_(4 if p.ndim == 2 else 1)
-    return model.eval()
-
-
-GGUF = [("qwen3", False, 0), ("llama", True, 4), ("llama", False, 0), ("qwen2", False, 0)]
-
-
-@pytest.mark.parametrize(("family", "tied", "rank"), GGUF)
-def test_a_gguf_file_is_what_transformers_reads(family, tied, rank, tmp_path):
-    backend = trained(tmp_path, qwen2() if family == "qwen2" else tiny_model(family, tied=tied), lora_rank=rank)
-    want = logits(backend.policy.state.module)
-    run(backend.export(tmp_path / "out", "gguf"))
-    assert "model.safetensors" not in {file.name for file in (tmp_path / "out").iterdir()}
-    config = AutoConfig.from_pretrained(tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", config=config)
-    assert (logits(model) - want).abs().max() <= 1e-5
-    assert (logits(loads(tmp_path / "base")) - want).abs().max() > 0.1
-    names = {tensor.name for tensor in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
-    assert ("output.weight" in names) == (not tied)
-
-
-def test_a_gguf_file_has_the_tokenizer_and_scaled_positions(tmp_path):
-    _, tokenizer = load_model("tiny")
-    scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    config = tiny_model("llama", vocab=300).config
-    config.rope_parameters = {"rope_type": "llama3", "rope_theta": 10000.0, **scaled}
-    model = type(tiny_model("llama"))(config).to(torch.bfloat16)
-    write_gguf(tmp_path / "model.gguf", config, model.state_dict(), tokenizer)
-    reader = GGUFReader(tmp_path / "model.gguf")
-    field = lambda name: reader.fields[f"tokenizer.{name}"].contents()
-    assert field("ggml.tokens")[:265] == [*tokenizer.convert_ids_to_tokens(range(264)), "[PAD264]"]
-    assert [field("ggml.token_type")[i] for i in (0, 100, 264)] == [3, 1, 5]  # control, normal, unused
-    assert (field("ggml.eos_token_id"), field("ggml.merges")) == (tokenizer.eos_token_id, ["# #", "## ##"])
-    assert field("chat_template") == tokenizer.chat_template
-    assert field("ggml.add_bos_token") is False  # its template writes it
-    tensors = {t.name: t for t in reader.tensors}
-    assert {name: tensors[name].tensor_type.name for name in ("output.weight", "output_norm.weight")} == {
-        "output.weight": "BF16",
-        "output_norm.weight": "F32",
-    }
-    slower = tensors["rope_freqs.weight"].data
-    kept = type(model)(config).model.rotary_emb.inv_freq.numpy()  # what transformers rotates by
-    plain = 10000.0 ** -(np.arange(0, 8, 2) / 8)
-    assert slower.max() == 8.0
-    assert np.allclose(plain / slower, kept, rtol=1e-6)
-
-
-def test_what_gguf_cannot_say_is_refused_before_anything_is_written(tmp_path):
-    backend = open_local(tiny_model("gpt2"), byte_tokenizer(), inline=True)
-    with pytest.raises(ConfigError, match="gguf: architecture: got gpt2; expected llama, qwen2, qwen3"):
-        run(backend.export(tmp_path / "out", "gguf"))
-    model, words = tiny_model(), byte_tokenizer()
-    for change, said in (
-        ({"use_sliding_window": True}, "attention: got a sliding window; expected full attention"),
-        ({"attention_bias": True}, "got biases in Qwen3; expected none"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "position embedding: got yarn; expected default or llama3"),
-    ):
-        config = copy.deepcopy(model.config)
-        for name, value in change.items():
-            setattr(config, name, value)
-        with pytest.raises(ConfigError, match=said):
-            write_gguf(tmp_path / "out", config, model.state_dict(), words)
-    with pytest.raises(ConfigError, match="tokenizer: got NoneType; expected one of byte-level BPE"):
-        write_gguf(tmp_path / "out", model.config, model.state_dict(), None)
-    with pytest.raises(ConfigError, match=r"gguf: weights: got model\.extra\.weight; expected a tensor of qwen3"):
-        write_gguf(tmp_path / "out", model.config, {"model.extra.weight": torch.ones(2)}, words)
-    assert not (tmp_path / "out").exists()
-
-
-SPLITS = [
-    (pre_tokenizers.ByteLevel(add_prefix_space=False), "gpt-2"),
-    (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), None),
-    (("digits",), "smollm"),
-    ((r"\p{N}",), "qwen2"),
-    ((r"\p{N}{1,3}",), "llama-bpe"),
-    ((r"\p{N}{1,2}",), None),
-]
-
-
-@pytest.mark.parametrize(("split", "name"), SPLITS)
-def test_the_rule_of_a_tokenizer_is_called_as_llama_cpp_calls_it(split, name):
-    tokenizer = copy.deepcopy(byte_tokenizer())
-    if split == ("digits",):
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        split = pre_tokenizers.Sequence(steps)
-    elif isinstance(split, tuple):
-        words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        regex = Regex(words + split[0] + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        split = pre_tokenizers.Sequence([pre_tokenizers.Split(regex, "isolated"), rest])
-    tokenizer.backend_tokenizer.pre_tokenizer = split
-    assert split_rule(tokenizer) == name
-    assert bool(gguf_notes(tokenizer)) == (name is None)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -305,29 +193,11 @@ def test_the_command_writes_what_the_run_trained(rank, tmp_path, capsys):
     assert "export: got no whole checkpoint after step 7; expected one after 1, 2" in capsys.readouterr().err
 
 
-def test_a_name_that_ends_in_gguf_is_the_file(tmp_path, capsys):
-    folder = tmp_path / "run"
-    small = "--max-rows 4 --prompt-groups-per-step 2 --completions-per-prompt 4 --max-completion-tokens 8 --steps 1"
-    assert command(["train", *small.split(), "--log-path", str(folder)]) == 0
-    asked = ["export", str(folder), "--out", str(tmp_path / "alone.gguf")]
-    assert command([*asked, "--to", "hf"]) == 2
-    assert "got to='hf'; expected to='gguf' for a file" in capsys.readouterr().err
-    for more, out in ((["--to", "gguf"], "alone.gguf"), ([], "other.gguf")):
-        assert command([*asked[:3], str(tmp_path / out), *more]) == 0
-        assert capsys.readouterr().out.strip() == str(tmp_path / out)
-    assert command([*asked[:3], str(tmp_path / "whole"), "--to", "gguf"]) == 0
-    whole = (tmp_path / "whole" / "model.gguf").read_bytes()
-    assert (tmp_path / "alone.gguf").read_bytes() == (tmp_path / "other.gguf").read_bytes() == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.gguf", "other.gguf", "run", "whole"]
-    assert command([*asked, "--to", "gguf"]) == 2  # it is there
-    assert "got something that is there; expected a free name" in capsys.readouterr().err
-
-
 def card_of(folder: Path) -> str:
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("rank", "to"), [(0, "hf"), (0, "gguf"), (4, "adapter"), (4, "merged")])
+@pytest.mark.parametrize(("rank", "to"), [(0, "hf"), (4, "adapter"), (4, "merged")])
 def test_the_card_says_how_to_load_the_folder_and_that_works(rank, to, tmp_path, capsys, monkeypatch):
     async def whole() -> tuple[Path, Any]:
         cfg = Config(
@@ -364,22 +234,36 @@ def test_a_card_names_the_model_that_was_trained_and_its_template(tmp_path):
         part.save_pretrained(tmp_path / "my-model")
     cfg = Config(system_prompt="Be short.", chat_template=str(template), stop=("####",))
 
-    async def export(to: str) -> Path:
+    async def export() -> Path:
         async with open_local(*load_model(str(tmp_path / "my-model"))) as backend:
             loop = GRPOLoop(backend, toy_rows(4), lambda text: 0.0, cfg)
-            return await loop.export(tmp_path / to, to)
+            return await loop.export(tmp_path / "out")
 
-    for to in ("hf", "gguf"):
-        folder = run(export(to))
-        card = card_of(folder)
-        assert "# my-model after 0 steps" in card
-        assert "No figure was recorded" in card
-        assert str(tmp_path) not in card
-        assert "'content': 'Be short.'" in card
-        assert "'####': pass these, too" in card
-        assert AutoTokenizer.from_pretrained(folder).chat_template == template.read_text()
-    read = GGUFReader(tmp_path / "gguf" / "model.gguf").fields["tokenizer.chat_template"]
-    assert read.contents() == template.read_text()
+    folder = run(export())
+    card = card_of(folder)
+    assert "# my-model after 0 steps" in card
+    assert "No figure was recorded" in card
+    assert str(tmp_path) not in card
+    assert "'content': 'Be short.'" in card
+    assert "'####': pass these, too" in card
+    assert AutoTokenizer.from_pretrained(folder).chat_template == template.read_text()
+
+
+TEXTS = ["You are careful. " * 20, "~nobody: answer", "/no_think\nAnswer in km/h.", "# [a]: {b}"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_setting_is_no_path_and_the_weights_come_out(text, tmp_path, capsys):
+    cfg = Config(system_prompt=text, stop=(text,), run_name="~x", policy_loss="ppo", dataset="toy")
+
+    async def export() -> Path:
+        async with open_local(*load_model("tiny")) as backend:
+            return await GRPOLoop(backend, toy_rows(4), lambda text: 0.0, cfg).export(tmp_path / "out")
+
+    folder = run(export())
+    assert (logits(AutoModelForCausalLM.from_pretrained(folder)) - logits(load_model("tiny")[0])).abs().max() == 0
+    (settings,) = re.findall(r"````yaml\n(.*?)````", card_of(folder), re.DOTALL)
+    assert yaml.safe_load(settings)["system_prompt"] == text
 
 
 def test_the_best_checkpoint_can_be_taken(tmp_path, capsys):

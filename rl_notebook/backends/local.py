@@ -71,7 +71,6 @@ __all__ = ['export_weights', 'open_local']
 
 # %% ../../nbs/24_backends.local.ipynb #d55fa39a
 from .engine import bare_model
-from ..exports import check_gguf, write_gguf
 from ..losses import reads_entropy
 
 # %% ../../nbs/24_backends.local.ipynb #44a62177
@@ -1399,35 +1398,27 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 # %% ../../nbs/24_backends.local.ipynb #e0503959
-_EXPORTS = ("hf", "gguf", "adapter", "merged")  # kinds of folders; the last two are of a policy with LoRA
+_EXPORTS = ("hf", "adapter", "merged")  # kinds of folders; the last two are of a policy with LoRA
 
 
 def export_weights(
     state: PolicyState,
     tokenizer: Any,  # goes along where it can be saved
     folder: Path,  # to fill
-    to: str | None = None,  # "hf", "adapter", "merged", "gguf"; None = what is trained: the adapter, or the whole model
+    to: str | None = None,  # "hf", "adapter", "merged"; None = what is trained: the adapter, or the whole model
 ) -> None:
     "Write the policy as it stands now; raises `ConfigError`, `BackendError` or `RecordError`."
     adapter, model = hasattr(state.module, "peft_config"), state.scoring.causal.model
-    if to not in (None, *_EXPORTS) or (to in _EXPORTS[2:] and not adapter):
-        expected = "hf, adapter, merged or gguf" if adapter else "'hf' or 'gguf': the policy has no adapter"
-        raise ConfigError("export", got=repr(to), expected=expected)
-    if to == "gguf":
-        check_gguf(model.config, tokenizer)
+    if to not in (None, *_EXPORTS) or (to in _EXPORTS[1:] and not adapter):
+        expected = "hf, adapter or merged" if adapter else "'hf': the policy has no adapter"
+        fix = "llama.cpp's convert_hf_to_gguf.py converts what 'hf' writes." if to == "gguf" else None
+        raise ConfigError("export", got=repr(to), expected=expected, fix=fix)
     _check_finite(state.params, BackendError, "export")
     try:
-        if to != "adapter" and to is not None and (adapter or to == "gguf"):
-            whole = twin_of(state.module, lambda t: unpacked(t.detach()).to("cpu", copy=True))
-            whole = whole.merge_and_unload() if adapter else whole
-            if to == "gguf":
-                folder.mkdir(parents=True, exist_ok=True)
-                write_gguf(folder / "model.gguf", whole.config, whole.state_dict(), tokenizer)
-                whole.config.save_pretrained(folder)
-                whole.generation_config.save_pretrained(folder)
-            else:
-                with _quiet():
-                    whole.save_pretrained(folder)
+        if adapter and to in ("hf", "merged"):
+            whole = twin_of(state.module, lambda t: unpacked(t.detach()).to("cpu", copy=True)).merge_and_unload()
+            with _quiet():
+                whole.save_pretrained(folder)
         else:
             write_weights(state.module, state.params, folder)
             model.generation_config.save_pretrained(folder)

@@ -89,8 +89,8 @@ async def open_trained(
 # %% ../../nbs/67_recipes.playground.ipynb #4150ffce
 async def export_run(
     path: Path,  # the run folder
-    to: str | None = None,  # "hf", "adapter", "merged" or "gguf"; None = what was trained
-    out: Path | None = None,  # a new folder, or a file.gguf; None = `export` in the run folder
+    to: str | None = None,  # "hf", "adapter" or "merged"; None = what was trained
+    out: Path | None = None,  # a new folder; None = `export` in the run folder
     step: int | str | None = None,  # of a checkpoint, or "best"; None = the newest whole one
 ) -> Path:
     "Write the policy of a run's checkpoint into a new folder or file."
