@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,15 @@ class RecordError(RLNotebookError, RuntimeError):
 
 class MissingExtra(RLNotebookError, ImportError):
     "An optional dependency is not installed."
+
+# %% ../nbs/00_core.ipynb #6b3f3b74
+def check_own(path: str | os.PathLike[str], mark: str, what: str) -> None:
+    "Raise `ConfigError` before something is replaced that does not bear our mark."
+    if os.path.lexists(path):
+        text = Path(path).read_bytes() if os.path.isfile(path) else b""
+        if mark.encode() not in text:
+            got, fix = "something that this package did not write", "Choose another name, or move it away."
+            raise ConfigError(what, where=os.fspath(path), got=got, expected="a free name", fix=fix)
 
 # %% ../nbs/00_core.ipynb #ee808b08
 def frozen_array(values: Any, dtype: Any) -> np.ndarray:  # shape (len(values),), read-only

@@ -754,7 +754,8 @@ def metrics_frame(
 
 # %% ../nbs/32_records.ipynb #c27be387
 RUN_FORMAT = "rl_notebook.run/1"
-RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "steps", "checkpoints", "discarded", "rows.jsonl")
+RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "steps", "checkpoints", "discarded", "rows.jsonl", "best.json")
+RUN_FILES += ("report.html",)
 
 
 def _numbered(folder: Path) -> list[int]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import yaml
 
-from .core import COLDEST, ConfigError, quoted, without_keys
+from .core import COLDEST, ConfigError, check_own, quoted, without_keys
 from .names import NAMED, from_file, trusted_names
 from .options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, loss_faults
 
@@ -1209,6 +1209,9 @@ def of_earlier_run(data: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: f.default for f in fields(LossKnobs)} | rest | settings
 
 # %% ../nbs/08_settings.ipynb #180b3841
+OWN_YAML = "# Settings for rl_notebook. Config.to_yaml replaces this file, as long as this line is in it."
+
+
 class Stored:
     "A config class that can be read from and written to plain values and YAML."
 
@@ -1246,10 +1249,11 @@ class Stored:
         return cls.from_dict(from_file(of_earlier_run(data) if of_run else data, str(folder), trusted), overrides)
 
     def to_yaml(self, path: str | os.PathLike[str] | None = None) -> str:
-        "All settings as YAML text, written to `path` if one is given."
+        "All settings as YAML text, written to `path` if one is given; a file that something else wrote is left alone."
         text = yaml_text(self.to_dict())
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            check_own(path, OWN_YAML, "to_yaml")
+            Path(path).write_text(f"{OWN_YAML}\n{text}", encoding="utf-8")
         return text
 
 # %% ../nbs/08_settings.ipynb #4d00e42c

@@ -795,6 +795,10 @@ FULL = {
 def test_round_trip_is_exact_and_quiet(given, tmp_path):
     cfg, _ = made(**given)
     cfg.to_yaml(tmp_path / "config.yaml")
+    cfg.to_yaml(tmp_path / "config.yaml")  # its own it writes again
+    (tmp_path / "mine.yaml").write_text("seed: 1  # and why")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: to_yaml: got something that this package did not write"):
+        cfg.to_yaml(tmp_path / "mine.yaml")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for again in (

@@ -765,11 +765,12 @@ def test_a_creation_that_was_cut_off_is_begun_again(tmp_path):
         RunFolder.create(tmp_path / "run", {"seed": 3})
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
-    (tmp_path / "config.yaml").write_text("mine: true")
-    with pytest.raises(RecordError, match=r"config\.yaml"):
+@pytest.mark.parametrize("name", ["config.yaml", "rows.jsonl", "report.html", "best.json"])
+def test_a_folder_of_somebody_else_is_left_alone(name, tmp_path):
+    (tmp_path / name).write_text("mine: true")
+    with pytest.raises(RecordError, match=f"got {name}"):
         RunFolder.create(tmp_path, {"seed": 1})
-    assert (tmp_path / "config.yaml").read_text() == "mine: true"
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine: true")]
 
 
 def test_what_would_act_in_a_table_is_shown():

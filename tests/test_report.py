@@ -19,7 +19,7 @@ import pytest
 from synthetic import hostile_record, synthetic_record
 
 from rl_notebook.advantages import with_advantages
-from rl_notebook.core import RecordError
+from rl_notebook.core import ConfigError, RecordError
 from rl_notebook.records import RunFolder, StepRecord, flat_settings, metrics_frame, metrics_row
 from rl_notebook.views.payloads import (
     advantages_payload,
@@ -478,6 +478,11 @@ def test_writing(run: RunFolder, tmp_path: Path):
     path = write_report(run, tmp_path / "deep" / "report.html", title="Sums")
     assert path.read_text(encoding="utf-8") == report_html(run, title="Sums")
     assert "<title>Sums</title>" in path.read_text(encoding="utf-8")
+    assert write_report(run, path) == path
+    path.write_text("a page of mine")
+    with pytest.raises(ConfigError, match=r"report: got something that this package did not write; expected a free"):
+        write_report(run, path)
+    assert path.read_text() == "a page of mine"
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=r"report\.html: cannot write: got (Not a directory|File exists)"):
         write_report(run, tmp_path / "file" / "report.html")

@@ -279,10 +279,13 @@ def is_wide(group: Any) -> bool:
 
 
 def test_a_file_of_somebody_else_is_left_alone(tmp_path):
-    (tmp_path / "run.py").write_text("print('mine')\n")
-    with pytest.raises(ConfigError, match="something else wrote"):
-        grpo_loop(toy_reward).to_script(tmp_path / "run.py")
-    assert [p.name for p in tmp_path.iterdir()] == ["run.py"]
+    loop = grpo_loop(toy_reward, rows=[{"prompt": "1+1=", "answer": "2"}])
+    for name in ("run.py", "run.yaml", "run.rows.jsonl"):
+        (tmp_path / name).write_text("mine\n")
+        with pytest.raises(ConfigError, match=rf"{name}: to_script: got something that this package did not write"):
+            loop.to_script(tmp_path / "run.py")
+        assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine\n")]
+        (tmp_path / name).unlink()
     made = grpo_loop(toy_reward).to_script(tmp_path / "other.py")
     assert grpo_loop(toy_reward).to_script(tmp_path / "other.py") == made  # its own it writes again
 

@@ -923,7 +923,7 @@ async def serve(sync: VLLMSync, name: str, version: int) -> None:
         await swap(sync, name)
         await check_served(sync, version)
         sync.sampler.policy_version = version
-    for path in sync.folder.glob("weights-*"):
+    for path in sync.folder.glob("weights-" + 5 * "[0-9]"):
         if path.name not in (name, sync.served):
             shutil.rmtree(path, ignore_errors=True)
     sync.served = name

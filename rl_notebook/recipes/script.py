@@ -21,7 +21,7 @@ from typing import Any
 
 from ..backends.open import local_options
 from ..config import Config
-from ..core import ConfigError, RLNotebookError, quoted
+from ..core import ConfigError, RLNotebookError, check_own, quoted
 from ..data import Row
 from ..losses import POLICY_LOSSES
 from ..names import NAMED, names_in
@@ -30,7 +30,7 @@ from ..phases import Loop
 from .rl_loop import load_problem, write_rows
 from ..rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
 from ..rollouts import RolloutFactory, first_parameter
-from ..settings import on_hub
+from ..settings import OWN_YAML, on_hub
 from ..toy import model_source
 
 # %% auto #0
@@ -420,9 +420,6 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
     path = Path(path)
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise ConfigError("to_script", got=quoted(str(path)), expected="a name such as run.py")
-    if path.exists() and HEAD.splitlines()[0] not in path.read_text(encoding="utf-8"):
-        got, fix = "a file that something else wrote", "Choose another name."
-        raise ConfigError("to_script", where=str(path), got=got, expected="a free name", fix=fix)
     notes, sources = check_opened(loop), Sources(path.parent)
     if changed := loop.began_with.diff(settled(loop)):
         names = ", ".join(name for name, *_ in changed.rows)
@@ -430,13 +427,16 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
     cfg, parts, own_rows = described(loop, sources)
     for name in names_in(cfg.to_dict()):
         sources.note_path(name.partition(":")[0])
+    files, marks = [path, path.with_suffix(".yaml")], [HEAD.splitlines()[0], OWN_YAML]
+    given = {"rows": loop.rows, "eval_rows": loop.eval_rows} if own_rows else {}
+    rows = {path.with_suffix(f".{name}.jsonl"): (name, each) for name, each in given.items() if each}
+    for file, mark in zip([*files, *rows], [*marks, *['{"format": 1, "own": '] * len(rows)], strict=True):
+        check_own(file, mark, "to_script")
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = [path, path.with_suffix(".yaml")]
-    for name, rows in {"rows": loop.rows, "eval_rows": loop.eval_rows}.items() if own_rows else ():
-        if rows:
-            files.append(path.with_suffix(f".{name}.jsonl"))
-            write_rows(files[-1], rows)
-            parts[name] = f"read_rows(HERE / {files[-1].name!r})[0]"
+    for file, (name, each) in rows.items():
+        write_rows(file, each)
+        parts[name] = f"read_rows(HERE / {file.name!r})[0]"
+    files += rows
     cfg.to_yaml(files[1])
     path.write_text(script_text(path.stem, parts, sources), encoding="utf-8")
     return Script(path, tuple(files), tuple(parts), tuple(n for n in sources.texts if n.isidentifier()), tuple(notes))

@@ -23,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..core import RecordError, RLNotebookError
+from ..core import RecordError, RLNotebookError, check_own
 from ..drawings import number, rewards_html
 from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
 from ..trends import Trend, watch_run
@@ -422,13 +422,16 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     return "".join(parts), {"figures": figures, "tables": tables, "tokens": tokens}
 
 # %% ../../nbs/59_views.report.ipynb #09ec8d2c
+MADE = "Made by rl_notebook."
+
+
 def _page(m: Material, status: Status | None, refresh: float | None) -> str:
     "The page of a material."
     body, carried = _sections(m, status)
     data = {name: found for name, found in carried.items() if found}
     scripts = [plotly_script()] if "figures" in data else []
     scripts += [module("report.js")] if data or refresh else []
-    made = "Made by rl_notebook. This page needs no network and lets nothing in it run but its charts and tables."
+    made = f"{MADE} This page needs no network and lets nothing in it run but its charts and tables."
     head = [
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -463,7 +466,8 @@ def write_report(
     path: str | os.PathLike[str],  # of the page, such as runs/first/report.html
     **options: Any,  # of `report_html`
 ) -> Path:
-    "Write the report of a run; raises RecordError when the place cannot be written."
+    "Write the report of a run; raises RecordError or ConfigError when the place cannot be written, or is not ours."
+    check_own(path, MADE, "report")
     path, page = Path(path), report_html(source, **options)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
