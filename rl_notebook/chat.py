@@ -511,7 +511,10 @@ def told_to_template(
     try:
         if not all(isinstance(tool["function"]["name"], str) for tool in tools):
             raise TypeError("a function's name is no text")
-        if "tools" not in str(tokenizer.chat_template):
+        template = str(tokenizer.chat_template)
+        if "developer" not in template:  # where it stands for the system
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in map(dict, messages)]
+        if "tools" not in template:
             return in_words(messages, tools), {}
         calls = [[_with_values(call) for call in m.get("tool_calls") or ()] for m in messages]
         told = [{**m, **({"tool_calls": c} if c else {})} for m, c in zip(messages, calls, strict=True)]

@@ -18,39 +18,35 @@ from typing import Any, Self
 
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
-from tornado.web import Application, RequestHandler
+from tornado.web import Application, RequestHandler, stream_request_body
 
-from .chat import Conversation, check_fits, first_difference, read_messages, split_calls, start_conversation
-from .chat import told_to_template
+from .chat import Conversation, check_fits, check_template_options, first_difference, message_text
+from .chat import read_messages, split_calls, start_conversation, told_to_template
 from .core import AlignmentError, BackendError, Completion, ConfigError, DataError
-from .core import RolloutRun, SampleParams
+from .core import RolloutRun, SampleParams, plain_text
 from .data import Row
 from .phases import Loop, rollout_setup
 from .rollouts import DRAW, RolloutSetup
 
 # %% auto #0
-__all__ = ['ServedRollout', 'PolicyServer', 'serve']
+__all__ = ['Read', 'ServedRollout', 'PolicyServer', 'serve']
 
 # %% ../nbs/65_serve.ipynb #9e5c1840
 READ = """
-messages model tools max_tokens max_completion_tokens stop seed stream stream_options chat_template_kwargs
+messages model tools max_tokens max_completion_tokens stop seed stream stream_options chat_template_kwargs n logprobs
 user metadata store service_tier prompt_cache_key safety_identifier
 """
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "reasoning_effort": ("none",),
 }  # by field: what changes nothing
-
-
-KINDS = {"stop": str | list, "tools": list, "chat_template_kwargs": dict, "stream_options": dict}
+KINDS = {"stop": str | list, "tools": list, "chat_template_kwargs": dict, "stream_options": dict, "logprobs": bool}
 
 
 def check_asked(body: Mapping[str, Any], params: SampleParams) -> None:
@@ -95,12 +91,8 @@ def _values(function: Mapping[str, Any]) -> str:
         return repr(function.get("arguments"))
 
 
-def read_asked(raw: bytes, params: SampleParams) -> Asked:
+def read_asked(body: Any, params: SampleParams) -> Asked:
     "The request behind a body; raises `DataError` or `ConfigError`."
-    try:
-        body = json.loads(raw)
-    except ValueError as reason:
-        raise DataError("the request", got=str(reason), expected="JSON") from reason
     if not isinstance(body, dict):
         raise DataError("the request", got=type(body).__name__, expected="a JSON object")
     check_asked(body, params)
@@ -108,15 +100,15 @@ def read_asked(raw: bytes, params: SampleParams) -> Asked:
     if type(length) is not int or length < 1:
         raise DataError("max_tokens", where="the request", got=repr(length), expected="a whole number from 1")
     stops = (*params.stop, *([stop] if isinstance(stop, str) else stop or ()))
-    own = replace(params, n=1, max_tokens=min(length, params.max_tokens), stop=stops, seed=body.get("seed"))
+    count, seed = body.get("n") or 1, body.get("seed")
+    own = replace(params, n=count, max_tokens=min(length, params.max_tokens), stop=stops, seed=seed)
     tools = [] if body.get("tool_choice") == "none" else list(body.get("tools") or ())
     options = dict(body.get("chat_template_kwargs") or {})
     messages, how = read_messages(body.get("messages")), json.dumps([tools, options], sort_keys=True)
     try:
         return Asked(messages, tools, options, own, body, (how, *map(as_said, messages)))
     except (AttributeError, TypeError) as reason:
-        got = f"{type(reason).__name__}: {reason}"
-        raise DataError("tool_calls", where="the request", got=got, expected="a list of calls") from reason
+        raise DataError("tool_calls", where="the request", got=str(reason), expected="a list of calls") from reason
 
 # %% ../nbs/65_serve.ipynb #35c9efe9
 @dataclass(eq=False)
@@ -128,6 +120,11 @@ class Turn:
     continued: bool = False  # a later turn stands behind it, or is being drawn
     parent: Turn | None = None  # that it goes on with, sampled tokens and all
     apart: str = ""  # why its sequence is one of its own
+
+
+def as_given(talk: Conversation) -> Conversation:
+    "The same tokens, none of them sampled: they are trained elsewhere."
+    return replace(talk, spans=tuple(replace(span, completion=None) for span in talk.spans))
 
 
 def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tuple[Conversation, Turn | str]:
@@ -147,14 +144,17 @@ def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tu
             apart = str(error)
             continue
         if turn.continued:
-            given = tuple(replace(span, completion=None) for span in talk.spans)
-            return replace(talk, spans=given), f"a second branch from message {same - 1} on"
+            return as_given(talk), f"a second branch from message {same - 1} on"
         return talk, turn
+    check_template_options(tokenizer, asked.options)  # so that none is a parameter of ours
     messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
     row = Row(key=where, messages=tuple(messages))
     return start_conversation(tokenizer, row, **options, **asked.options), apart
 
 # %% ../nbs/65_serve.ipynb #0509161a
+Read = Callable[[bytes], Any]
+
+
 class ServedRollout:
     "One rollout that an agent plays over HTTP: its address, and what was drawn for it."
 
@@ -163,6 +163,7 @@ class ServedRollout:
         self.turns: list[Turn] = []  # in the order in which they were drawn
         self._server, self._note = server, DRAW.get()
         self._drawing: set[asyncio.Task[Any]] = set()
+        self._answers: dict[str, asyncio.Task[Any]] = {}  # by the key of their request
         self._failed: Exception | None = None
         self._refused = ""  # why the last request was refused
 
@@ -197,16 +198,20 @@ class ServedRollout:
         sample = lambda end: end.talk.to_sample(reward, rollout=self.id, apart=end.apart, **info)
         return RolloutRun(tuple(sample(end) for end in ends), reward)
 
-    async def answer(self, raw: bytes) -> tuple[dict[str, Any], Asked]:
-        "What a request gets, and the request; raises `DataError` or `ConfigError` for one that is refused."
-        task = asyncio.current_task()
+    async def answer(self, body: bytes, key: str, repeat: bool, read: Read) -> tuple[dict[str, Any], Asked]:
+        "What a request gets, and the request; a repeat gets what the first one got. Raises for one that is refused."
+        task, before = asyncio.current_task(), self._answers.get(key)
         assert task is not None
+        if repeat and before is not None:
+            await asyncio.wait([before])
+            if not before.cancelled() and before.exception() is None:
+                return before.result()
+        self._answers[key] = task
         self._drawing.add(task)
         try:
-            asked = read_asked(raw, self._server.setup().params)
-            message, completion = await self._take_turn(asked)
+            reply = await self._take_turn(*self._read(body, read))
             self._failed = None
-            return reply_of(asked, message, completion), asked
+            return reply
         except (DataError, ConfigError) as error:
             self._refused = str(error)
             raise
@@ -216,11 +221,22 @@ class ServedRollout:
         finally:
             self._drawing.discard(task)
 
-    async def _take_turn(self, asked: Asked) -> tuple[dict[str, Any], Completion]:
-        "Draw the next turn and record it; returns the message for the client."
-        setup, calls_of = self._server.setup(), self._server.read_calls
-        most = self._server.max_seq_len or setup.max_seq_len
-        talk, behind = go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
+    def _read(self, body: bytes, read: Read) -> tuple[RolloutSetup, Asked, Conversation, Turn | str]:
+        "The request and the conversation to draw from; whatever is odd about a request is its sender's to mend."
+        setup = self._server.setup()
+        try:
+            asked = read_asked(read(body), setup.params)
+            return setup, asked, *go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
+        except (DataError, ConfigError):
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as reason:
+            raise DataError("the request", got=f"{type(reason).__name__}: {plain_text(reason)[:200]}") from reason
+
+    async def _take_turn(
+        self, setup: RolloutSetup, asked: Asked, talk: Conversation, behind: Turn | str
+    ) -> tuple[dict[str, Any], Asked]:
+        "Draw the next turn and record it; of several completions each has a sequence of its own."
+        calls_of, most = self._server.read_calls, self._server.max_seq_len or setup.max_seq_len
         check_fits(len(talk.tokens), most, 1, talk.row.where)
         room = asked.params.max_tokens if most is None else min(asked.params.max_tokens, most - len(talk.tokens))
         parent, apart = (behind, behind.apart) if isinstance(behind, Turn) else (None, behind)
@@ -228,47 +244,163 @@ class ServedRollout:
             parent.continued = True
         DRAW.set(self._note)
         try:
-            [completion] = await setup.sampler.sample(talk.tokens, replace(asked.params, max_tokens=room))
-            if not len(completion.tokens) or completion.finish_reason == "abort":
-                got = f"{len(completion.tokens)} tokens, {completion.finish_reason!r}"
-                raise BackendError("sampler", where=talk.row.where, got=got, expected="a turn")
-            talk = talk.add_completion(completion)
+            drawn = await setup.sampler.sample(talk.tokens, replace(asked.params, max_tokens=room))
+            for completion in drawn:
+                if not len(completion.tokens) or completion.finish_reason == "abort":
+                    got = f"{len(completion.tokens)} tokens, {completion.finish_reason!r}"
+                    raise BackendError("sampler", where=talk.row.where, got=got, expected="a turn")
+            talks = [(talk if i == 0 else as_given(talk)).add_completion(c) for i, c in enumerate(drawn)]
         except BaseException:
             if parent is not None:
                 parent.continued = False
             raise
-        content, calls = calls_of(completion.text) if asked.tools else (completion.text, [])
-        message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
-        self.turns.append(Turn((*asked.seen, as_said(message)), talk, parent=parent, apart=apart))
-        return message, completion
+        messages = []
+        for i, (completion, ended) in enumerate(zip(drawn, talks, strict=True)):
+            content, calls = calls_of(completion.text) if asked.tools else (completion.text, [])
+            messages.append({"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {}))
+            own = (parent, apart) if i == 0 else (None, f"completion {i + 1} of {len(drawn)} for one request")
+            self.turns.append(Turn((*asked.seen, as_said(messages[-1])), ended, parent=own[0], apart=own[1]))
+        return reply_of(asked, messages, drawn, setup.tokenizer), asked
 
 # %% ../nbs/65_serve.ipynb #22277aa0
-def reply_of(asked: Asked, message: Mapping[str, Any], completion: Completion) -> dict[str, Any]:
+def reply_of(
+    asked: Asked, messages: Sequence[Mapping[str, Any]], drawn: Sequence[Completion], tokenizer: Any
+) -> dict[str, Any]:
     "A turn as a chat completion."
-    prompt, drawn = len(completion.prompt_tokens), len(completion.tokens)
-    ended = "tool_calls" if message.get("tool_calls") else completion.finish_reason
+    choices = []
+    for i, (message, completion) in enumerate(zip(messages, drawn, strict=True)):
+        ended = "tool_calls" if message.get("tool_calls") else completion.finish_reason
+        choice: dict[str, Any] = {"index": i, "message": message, "finish_reason": ended, "logprobs": None}
+        if asked.body.get("logprobs"):
+            said = [str(tokenizer.decode([token])) for token in completion.tokens]
+            records = [
+                {"token": text, "logprob": float(logprob), "bytes": [*text.encode()], "top_logprobs": []}
+                for text, logprob in zip(said, completion.logprobs, strict=True)
+            ]
+            choice["logprobs"] = {"content": records, "refusal": None}
+        choices.append(choice)
+    prompt, new = len(drawn[0].prompt_tokens), sum(len(c.tokens) for c in drawn)
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": str(asked.body.get("model") or "policy"),
-        "choices": [{"index": 0, "message": message, "finish_reason": ended, "logprobs": None}],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn},
+        "choices": choices,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
     }
 
 
 def pieces_of(reply: Mapping[str, Any], usage: bool) -> list[dict[str, Any]]:
     "The same as the chunks of a stream."
-    [choice], head = reply["choices"], {**reply, "object": "chat.completion.chunk", "usage": None}
-    calls = choice["message"].get("tool_calls") or ()
-    deltas = [{"role": "assistant", "content": choice["message"]["content"] or ""}]
-    deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(calls)]
-    ends = [*[None] * len(deltas), choice["finish_reason"]]
-    pieces = [
-        head | {"choices": [{"index": 0, "delta": delta, "finish_reason": end, "logprobs": None}]}
-        for delta, end in zip([*deltas, {}], ends, strict=True)
+    head, pieces = {**reply, "object": "chat.completion.chunk", "usage": None}, []
+    for choice in reply["choices"]:
+        blank = {"index": choice["index"], "finish_reason": None, "logprobs": None}
+        text = {"role": "assistant", "content": choice["message"]["content"] or ""}
+        pieces.append(blank | {"delta": text, "logprobs": choice["logprobs"]})
+        for i, call in enumerate(choice["message"].get("tool_calls") or ()):
+            pieces.append(blank | {"delta": {"tool_calls": [{"index": i, **call}]}})
+        pieces.append(blank | {"delta": {}, "finish_reason": choice["finish_reason"]})
+    chunks = [head | {"choices": [piece]} for piece in pieces]
+    return [*chunks, head | {"choices": [], "usage": reply["usage"]}] if usage else chunks
+
+# %% ../nbs/65_serve.ipynb #73610cb5
+SPELLED = {"max_output_tokens": "max_completion_tokens"}
+SAME = "model stream temperature top_p tool_choice parallel_tool_calls seed user metadata store service_tier"
+EMPTY = {"include": ([],), "text": ({}, {"format": {"type": "text"}}), "truncation": ("disabled",)}
+
+
+def read_items(items: Any) -> list[dict[str, Any]]:
+    "The items of a request as messages; raises `DataError`."
+    plain = lambda part: part | {"type": "text"} if part["type"] in ("input_text", "output_text") else part
+    said = lambda content: [plain(part) for part in content] if isinstance(content, list) else content
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items):
+        kind, where = item.get("type") or "message", f"input[{i}]"
+        if kind == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            text = message_text(said(item["output"]), where)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+        elif kind == "message":
+            messages.append({"role": item["role"], "content": message_text(said(item["content"]), where)})
+        else:
+            expected = "message, function_call or function_call_output"
+            raise DataError("type", where=where, got=repr(kind), expected=expected)
+    return messages
+
+
+def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    "A request for a response as one for a chat completion; raises `DataError` for what would be ignored."
+    chat: dict[str, Any] = {"messages": read_items(body.get("input") or [])}
+    if body.get("instructions"):
+        chat["messages"].insert(0, {"role": "system", "content": body["instructions"]})
+    for tool in body.get("tools") or ():
+        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        if tool["type"] != "function":
+            raise DataError("tools", where="the request", got=repr(tool["type"]), expected="functions")
+        chat.setdefault("tools", []).append({"type": "function", "function": function})
+    for name, value in body.items():
+        if name in SAME.split() or name in SPELLED:
+            chat[SPELLED.get(name, name)] = value
+        elif name not in ("input", "instructions", "tools") and value is not None and value not in EMPTY.get(name, ()):
+            raise DataError(name, where="the request", got=repr(value)[:60], expected="nothing: it is not done here")
+    return chat
+
+# %% ../nbs/65_serve.ipynb #dc6142b7
+def as_response(reply: Mapping[str, Any]) -> dict[str, Any]:
+    "A chat completion as a response."
+    [choice], usage = reply["choices"], reply["usage"]
+    message, status = choice["message"], "incomplete" if choice["finish_reason"] == "length" else "completed"
+    name = lambda kind, i: f"{kind}_{reply['id']}_{i}"
+    text = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}
+    calls = [
+        {"type": "function_call", "id": name("fc", i), "call_id": call["id"], "status": "completed", **call["function"]}
+        for i, call in enumerate(message.get("tool_calls") or ())
     ]
-    return [*pieces, head | {"choices": [], "usage": reply["usage"]}] if usage else pieces
+    said = {"type": "message", "id": name("msg", 0), "role": "assistant", "status": status, "content": [text]}
+    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    return {
+        "id": f"resp_{reply['id']}",
+        "object": "response",
+        "created_at": reply["created"],
+        "model": reply["model"],
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "output": [*[said] * bool(text["text"] or not calls), *calls],
+        "usage": counts | details | {"total_tokens": usage["total_tokens"]},
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+    }
+
+
+def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
+    "The same as the events of a stream."
+    begun = {**response, "status": "in_progress", "output": [], "usage": None}
+    events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    for i, item in enumerate(response["output"]):
+        at = {"item_id": item["id"], "output_index": i}
+        empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        events.append({"type": "response.output_item.added", **at, "item": item | empty | {"status": "in_progress"}})
+        if item["type"] == "message":
+            at, [part] = at | {"content_index": 0}, item["content"]
+            events.append({"type": "response.content_part.added", **at, "part": part | {"text": ""}})
+            events.append({"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []})
+            events.append({"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []})
+            events.append({"type": "response.content_part.done", **at, "part": part})
+        else:
+            said, told = item["arguments"], {"name": item["name"]}
+            events.append({"type": "response.function_call_arguments.delta", **at, "delta": said})
+            events.append({"type": "response.function_call_arguments.done", **at, "arguments": said, **told})
+        events.append({"type": "response.output_item.done", "output_index": i, "item": item})
+    events.append({"type": f"response.{response['status']}", "response": response})
+    return [event | {"sequence_number": n} for n, event in enumerate(events)]
 
 # %% ../nbs/65_serve.ipynb #9bdd635b
 def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -286,10 +418,10 @@ def refused(words: str, code: str | None = None) -> dict[str, Any]:
 
 # %% ../nbs/65_serve.ipynb #a7db9174
 PATHS = {
-    "POST": re.compile(r"/rollouts/([^/]+)/v1/chat/completions/?"),
+    "POST": re.compile(r"/rollouts/([^/]+)/v1/(chat/completions|responses)/?"),
     "GET": re.compile(r"(?:/rollouts/([^/]+))?/v1/models(?:/([^/]+))?/?"),
 }
-THERE_IS = "there is only POST /rollouts/ID/v1/chat/completions and GET /rollouts/ID/v1/models"
+THERE_IS = "there is only POST /rollouts/ID/v1/chat/completions or /responses, and GET /rollouts/ID/v1/models"
 
 
 def model_named(name: str) -> dict[str, Any]:
@@ -297,14 +429,41 @@ def model_named(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "rl_notebook"}
 
 
+@stream_request_body
 class ChatHandler(RequestHandler):
-    "Every request to the address of a policy."
+    "Every request to the address of a policy. The key is asked for before the body is read."
 
     drawing: asyncio.Task[Any] | None = None
+    found: re.Match[str]  # the parts of the path
+    refusal: tuple[int, dict[str, Any]] | None = None  # status and body
 
     def initialize(self, server: PolicyServer) -> None:
         "Called by tornado for each request."
-        self.server = server
+        self.server, self.body = server, bytearray()
+
+    def prepare(self) -> None:
+        "Of a request without the key, or for what is not there, nothing is kept."
+        given = self.request.headers.get("Authorization", "").removeprefix("Bearer ")
+        found = PATHS.get(self.request.method or "", re.compile("(?!)")).fullmatch(self.request.path)
+        if not hmac.compare_digest(given.encode(), self.server.key.encode()):
+            self.refusal = 401, refused("The key is not that of this server: use rollout.key.", "invalid_api_key")
+        elif found and found[1] in {None, *self.server.rollouts}:
+            self.found = found
+        else:
+            words = f"{self.request.method} {self.request.path}: {THERE_IS}"
+            words = f"rollout {found[1]!r} is not open" if found else words
+            words = f"{words}. `with server.rollout() as rollout` opens one, at rollout.url."
+            self.refusal = 404, refused(words)
+
+    def data_received(self, chunk: bytes) -> None:
+        "Keep the next part of the body, as long as it may be a prompt that fits; a refusal waits for the end."
+        if self.refusal is None:
+            self.body += chunk
+            if len(self.body) > self.server.max_body:
+                words = f"the request: got more than {self.server.max_body:,} bytes, which max_seq_len has no room for"
+                self.refusal = 400, refused(words, "context_length_exceeded")
+        else:
+            self.body.clear()
 
     def on_connection_close(self) -> None:
         "The client has hung up."
@@ -313,38 +472,33 @@ class ChatHandler(RequestHandler):
 
     async def get(self) -> None:
         "The models, or one of them: the policy."
-        if found := self.admitted():
-            listed = {"object": "list", "data": [model_named("policy")]}
-            self.tell(200, listed if found[2] is None else model_named(found[2]))
-
-    def admitted(self) -> re.Match[str] | None:
-        "The parts of the path, where the key is right and something is there; else it is told why not."
-        given = self.request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.server.key.encode()):
-            self.tell(401, refused("The key is not that of this server: use rollout.key.", "invalid_api_key"))
-            return None
-        found = PATHS[self.request.method].fullmatch(self.request.path)
-        if found and found[1] in {None, *self.server.rollouts}:
-            return found
-        words = f"{self.request.method} {self.request.path}: {THERE_IS}"
-        words = f"rollout {found[1]!r} is not open" if found else words
-        self.tell(404, refused(f"{words}. `with server.rollout() as rollout` opens one, at rollout.url."))
-        return None
+        if self.refusal is not None:
+            return self.tell(*self.refusal)
+        listed = {"object": "list", "data": [model_named("policy")]}
+        return self.tell(200, listed if self.found[2] is None else model_named(self.found[2]))
 
     async def post(self) -> None:
         "The next turn of a rollout."
-        if (found := self.admitted()) is None:
-            return
-        self.drawing = asyncio.create_task(self.server.rollouts[found[1]].answer(self.request.body))
+        if self.refusal is not None:
+            return self.tell(*self.refusal)
+        rollout, chat = self.server.rollouts[self.found[1]], self.found[2] == "chat/completions"
+        named, count = (self.request.headers.get(name) for name in ("Idempotency-Key", "X-Stainless-Retry-Count"))
         try:
+            body, read = bytes(self.body), json.loads if chat else lambda body: as_chat(json.loads(body))
+            asking = rollout.answer(body, named or body.decode(), bool(named) or count != "0", read)
+            self.drawing = asyncio.create_task(asking)
             reply, asked = await self.drawing
         except (Exception, asyncio.CancelledError) as error:
             return self.tell(*refusal_of(error))
+        reply = reply if chat else as_response(reply)
         if not asked.body.get("stream"):
             return self.tell(200, reply)
-        pieces = pieces_of(reply, bool((asked.body.get("stream_options") or {}).get("include_usage")))
         self.set_header("Content-Type", "text/event-stream")
-        self.write("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n")
+        if chat:
+            pieces = pieces_of(reply, bool((asked.body.get("stream_options") or {}).get("include_usage")))
+            return self.write("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n")
+        events = events_of(reply)
+        return self.write("".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events))
 
     def tell(self, status: int, body: Mapping[str, Any]) -> None:
         "Answer with JSON."
@@ -363,6 +517,11 @@ class PolicyServer:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # for `Authorization: Bearer`
     rollouts: dict[str, ServedRollout] = field(default_factory=dict, repr=False)  # open ones, by id
     closed: bool = False
+
+    @property
+    def max_body(self) -> int:  # bytes
+        "A longer request cannot fit: 64 bytes a token, and room for tools."
+        return 2**18 + 64 * (self.max_seq_len or self.setup().max_seq_len or 2**17)
 
     def rollout(self, id: str = "") -> ServedRollout:
         "A rollout for a `with` block, under an id of letters, digits, `.`, `_`, `-`; raises `ConfigError` for another."

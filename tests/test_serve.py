@@ -304,7 +304,7 @@ def test_keys_and_addresses() -> None:
                     ):
                         await client.with_options(base_url=f"{server.url}/v1").files.list()
                     with pytest.raises(openai.NotFoundError, match="chat/completions"):
-                        await client.responses.create(model="any", input="x")
+                        await client.embeddings.create(model="any", input="x")
             async with client_of(rollout) as client:
                 with pytest.raises(openai.NotFoundError, match="is not open"):
                     await ask(client, ASKED)
@@ -342,7 +342,8 @@ def test_keys_and_addresses() -> None:
         ({"stop": [5]}, "stop"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"temperature": 0.2}, "temperature: got 0.2; expected 1.0"),
-        ({"n": 2}, "n: got 2"),
+        ({"n": 0.5}, "n"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"stop": 5}, "stop"),
@@ -350,6 +351,12 @@ def test_keys_and_addresses() -> None:
         ({"made_up": 1}, "made_up: got 1; expected no such field"),
         ({"chat_template_kwargs": {"nonsense": True}}, "nonsense"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        *(({"chat_template_kwargs": {name: 1}}, name) for name in ("messages", "where", "room", "tokenize")),
+        ({"messages": [[ASKED]]}, "messages[0]"),
+        ({"messages": {"role": "user"}}, "messages"),
+        ({"messages": ASKED, "seed": [[1]]}, "seed"),
+        ({"messages": ASKED, "tools": [{"function": {"name": "f"}}], "stop": [["x"]]}, "stop"),
+        ({"model": [[]], "messages": ASKED, "stream_options": []}, "stream_options"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(more: dict[str, Any], named: str) -> None:
@@ -364,6 +371,145 @@ def test_what_is_not_done_is_refused_by_name(more: dict[str, Any], named: str) -
                     raw = {"content": b"{no json", "headers": headers}
                     assert (await client.post(f"{rollout.url}/chat/completions", **raw)).status_code == 400
             assert not watched.drawn
+
+    asyncio.run(play())
+
+
+def test_a_request_that_comes_again_gets_the_answer_that_was_drawn() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            with server.rollout() as rollout:
+                address, key = f"{rollout.url}/chat/completions", {"Authorization": f"Bearer {rollout.key}"}
+                body = {"model": "any", "messages": ASKED}
+                again = {"X-Stainless-Retry-Count": "1"}
+                async with httpx.AsyncClient(headers=key) as client:
+                    first = (await client.post(address, json=body)).json()
+                    for headers in ({}, again, again | {"Idempotency-Key": "other body"}):
+                        last = await client.post(address, json=body, headers=headers)
+                        same = last.json()["choices"] == first["choices"]
+                        assert same == ("Idempotency-Key" not in headers)
+                    asking = {"Idempotency-Key": "one", "X-Stainless-Retry-Count": "0"}
+                    both = [client.post(address, json=body | {"seed": 7}, headers=asking) for _ in range(2)]
+                    one, two = await asyncio.gather(*both)  # while the first is being drawn
+                    assert one.json() == two.json()
+                    assert len(watched.drawn) == 3
+                    fresh = {"X-Stainless-Retry-Count": "0"}  # a client that counts asks for a second answer
+                    await client.post(address, json=body, headers=fresh)
+                    assert len(watched.drawn) == 4
+            run = rollout.to_run(1.0)
+            assert len(run.segments) == 4
+            check_exact(run.segments, watched.drawn)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_reply_that_was_lost_is_asked_for_again_by_the_client(chat: bool) -> None:
+    "A relay that drops the first reply, as a network does; the client of OpenAI asks again by itself."
+
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            lost = []
+
+            class Losing(httpx.AsyncHTTPTransport):
+                async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+                    response = await super().handle_async_request(request)
+                    await response.aread()
+                    if not lost:
+                        lost.append(response)
+                        raise httpx.ReadError("the connection was lost", request=request)
+                    return response
+
+            with server.rollout() as rollout:
+                http = httpx.AsyncClient(transport=Losing())
+                async with client_of(rollout, max_retries=2, http_client=http) as client:
+                    if chat:
+                        said = (await ask(client, ASKED)).choices[0].message.content
+                    else:
+                        said = (await client.responses.create(model="any", input="2+2")).output_text
+            (sample,) = rollout.to_run(1.0).segments
+            assert (len(lost), said) == (1, sample.text)
+            check_exact([sample], watched.drawn)
+
+    asyncio.run(play())
+
+
+def test_several_completions_and_their_logprobs() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, backend):
+            with server.rollout() as rollout:
+                async with client_of(rollout) as client:
+                    first = (await ask(client, ASKED)).choices[0].message
+                    more = [*ASKED, first, {"role": "developer", "content": "Be sure."}]
+                    reply = await ask(client, more, n=3, logprobs=True)
+                    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+                    for choice, drawn in zip(reply.choices, watched.drawn[1:], strict=True):
+                        assert [t.logprob for t in choice.logprobs.content] == drawn.logprobs.tolist()
+                    chosen = [*more, reply.choices[2].message, {"role": "user", "content": "and?"}]
+                    stream = await ask(client, chosen, n=2, logprobs=True, stream=True)
+                    chunks = [c async for c in stream]
+                    assert {c.choices[0].index for c in chunks} == {0, 1}
+                    assert any(c.choices[0].logprobs for c in chunks)
+            run = rollout.to_run(1.0)
+            assert sorted(s.info["turns"] for s in run.segments) == [1, 1, 2, 2]
+            check_exact(run.segments, watched.drawn)
+            await check_scores(backend, run.segments)
+
+    asyncio.run(play())
+
+
+def test_a_request_that_cannot_fit_or_cannot_be_read_is_refused_and_ends_nothing() -> None:
+    async def play() -> None:
+        async with served() as (server, watched, _backend):
+            with server.rollout() as rollout:
+                long = [{"role": "user", "content": "x" * 5_000_000}]
+                async with client_of(rollout) as client:
+                    with pytest.raises(openai.AuthenticationError):
+                        await ask(client.with_options(api_key="x"), long)
+                    with pytest.raises(openai.BadRequestError, match="bytes") as refused:
+                        await ask(client, long)
+                assert refused.value.code == "context_length_exceeded"
+                nested = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+                headers = {"Authorization": f"Bearer {rollout.key}"}
+                async with httpx.AsyncClient(headers=headers) as client:
+                    reply = await client.post(f"{rollout.url}/chat/completions", content=nested)
+                assert reply.status_code == 400
+            assert not watched.drawn  # and the end of the block raised nothing
+
+    asyncio.run(play())
+
+
+def test_the_responses_api_plays_the_same_conversation() -> None:
+    async def play() -> None:
+        async with served(*caller(), max_seq_len=512, max_tokens=60) as (server, watched, _backend):
+            with server.rollout() as rollout:
+                async with client_of(rollout) as client:
+                    tool = {"type": "function", **ADD["function"]}
+                    asked = {"model": "any", "tools": [tool], "instructions": "x", "max_output_tokens": 3}
+                    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]
+                    for _ in range(2):
+                        reply = await client.responses.create(input=items, **asked)
+                        items += [item.to_dict() for item in reply.output]
+                        for call in [item for item in reply.output if item.type == "function_call"]:
+                            out = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+                            items.append(out)
+                    kinds = [item.get("type", "asked") for item in items]
+                    assert kinds == ["asked", "function_call", "function_call_output", "message"]
+                    assert reply.output_text == ANSWER
+                    items.append({"role": "user", "content": "x"})
+                    async with client.responses.stream(input=items, **asked) as stream:
+                        kinds = [event.type async for event in stream]
+                        whole = await stream.get_final_response()
+                    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+                    assert whole.output[0].type == "function_call"
+                    assert whole.usage.output_tokens == len(watched.drawn[-1].tokens)
+                    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+                        await client.responses.create(input="x", previous_response_id=reply.id, model="any")
+                    with pytest.raises(openai.BadRequestError, match="web_search"):
+                        await client.responses.create(input="x", tools=[{"type": "web_search"}], model="any")
+            run = rollout.to_run(1.0)
+            assert run.segments[0].info["turns"] >= 2
+            check_exact(run.segments, watched.drawn)
 
     asyncio.run(play())
 
