@@ -181,5 +181,10 @@ def test_what_is_not_done_is_refused_by_name(running: RunningEmulator, more: dic
 def test_other_names_and_unknown_fields(running: RunningEmulator) -> None:
     with client_of(running) as client, pytest.raises(openai.NotFoundError, match="no-such"):
         client.chat.completions.create(model="no-such", messages=ASKED)
+    with client_of(running) as client:
+        name = client.models.list().data[0].id
+        assert client.models.retrieve(name).id == name
+        with pytest.raises(openai.NotFoundError, match="no-such"):
+            client.models.retrieve("no-such")
     with client_of(running, "/inference/v1") as client, pytest.raises(openai.BadRequestError, match="made_up"):
         client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=1, extra_body={"made_up": 1})

@@ -657,10 +657,13 @@ async def unload_lora_adapter(server: EmulatedServer, request: Request) -> Respo
 
 # %% ../../nbs/72_emulator.server.ipynb #9d68e223
 async def list_models(server: EmulatedServer, request: Request) -> Response:
-    "The names that completions can ask for."
+    "The names that completions can ask for, or one of them."
     longest = server.serving().backend.capabilities.max_seq_len
     entry = {"object": "model", "owned_by": "rl-notebook", "max_model_len": longest}
     data = [{"id": name, **entry} for name in (server.base_model, *server.adapters)]
+    if name := request.path_params.get("name"):
+        data = [model for model in data if model["id"] == name]
+        return JSONResponse(*data or [{"error": {"message": f"no model {name!r}"}}], status_code=200 if data else 404)
     return JSONResponse({"object": "list", "data": data})
 
 # %% ../../nbs/72_emulator.server.ipynb #77f5bd06
@@ -677,6 +680,7 @@ ENDPOINTS: Table = [
     ("GET", "/health", lambda server, request: Response(status_code=503 if server.dead else 200)),
     ("GET", "/version", lambda server, request: JSONResponse({"version": "rl-notebook emulator"})),
     ("GET", "/v1/models", list_models),
+    ("GET", "/v1/models/{name:path}", list_models),
     ("POST", "/v1/completions", completions),
     ("POST", "/pause", pause),
     ("POST", "/resume", resume),
