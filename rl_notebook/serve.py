@@ -20,11 +20,11 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler, stream_request_body
 
-from .chat import Conversation, check_fits, check_template_options, first_difference, message_text
-from .chat import read_messages, split_calls, start_conversation, told_to_template
+from .chat import Conversation, check_fits, check_template_options, first_difference
+from .chat import split_calls, start_conversation, told_to_template
 from .core import AlignmentError, BackendError, Completion, ConfigError, DataError
 from .core import RolloutRun, SampleParams, plain_text
-from .data import Row
+from .data import Row, message_text, read_messages
 from .phases import Loop, rollout_setup
 from .rollouts import DRAW, RolloutSetup
 

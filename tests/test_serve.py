@@ -352,7 +352,7 @@ def test_keys_and_addresses() -> None:
         ({"chat_template_kwargs": {"nonsense": True}}, "nonsense"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         *(({"chat_template_kwargs": {name: 1}}, name) for name in ("messages", "where", "room", "tokenize")),
-        ({"messages": [[ASKED]]}, "messages[0]"),
+        ({"messages": [[ASKED]]}, "message 0"),
         ({"messages": {"role": "user"}}, "messages"),
         ({"messages": ASKED, "seed": [[1]]}, "seed"),
         ({"messages": ASKED, "tools": [{"function": {"name": "f"}}], "stop": [["x"]]}, "stop"),
