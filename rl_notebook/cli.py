@@ -20,13 +20,13 @@ import traceback
 import typing
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import tyro
 
 from .config import Config
 from .settings import RENAMED, leaf_types, sub_configs, yaml_value
@@ -103,30 +103,51 @@ def _comments(*classes: type) -> dict[tuple[str, str], str]:  # by class and fie
             }
     return said
 
-
-def _with_help(cls: type, said: dict[tuple[str, str], str]) -> type:
-    "A dataclass with the fields of another, each with its comment as help: tyro would read the module for every class."
-    hints, made = typing.get_type_hints(cls), list[tuple[str, Any, Any]]()
-    for f in fields(cls):
-        text = next((said[base.__name__, f.name] for base in cls.__mro__ if (base.__name__, f.name) in said), "")
-        kinds = [typing.get_origin(one) for one in typing.get_args(hints[f.name])]
-        shape = "{None}|'{NAME: VALUE, ...}'" if Mapping in kinds else None  # tyro would show pairs, or nothing
-        hint = str | None if shape else hints[f.name]
-        hint = typing.Annotated[hint, tyro.conf.arg(help=text, metavar=shape)]
-        made.append((f.name, hint, field(default=f.default, default_factory=f.default_factory)))
-    return make_dataclass(cls.__name__, made, frozen=True)
-
 # %% ../nbs/80_cli.ipynb #00efd37a
-def show_options() -> None:
-    "Print every option of `train`, those of the sub-configs as `--igpo.gamma`, and leave."
-    made: list[tuple[str, Any, Any]] = [("config", Config, tyro.conf.arg(name=""))]
-    made += [(name, cls, tyro.conf.arg(help=cls.__doc__)) for name, cls in sub_configs(Config).items()]
+def shape_of(hint: Any) -> str:
+    "What may be typed after an option of this type; empty for a flag."
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    if len(kinds) < len(typing.get_args(hint)):
+        return f"None|{shape_of(kinds[0]) or 'true|false'}"
+    if typing.get_origin(hint) is tuple:
+        return f"[{shape_of(kinds[0])} ...]"
+    if kinds or (isinstance(hint, type) and issubclass(hint, Enum)):
+        words = kinds or [kind.value for kind in hint]
+        return "'{NAME: VALUE, ...}'" if Mapping is typing.get_origin(hint) else "|".join(map(str, words))
+    return {bool: "", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
+
+
+def option_groups() -> dict[str, list[tuple[str, str, str, str]]]:  # name, shape, default, meaning
+    "Every setting of `Config` with the comment beside it, by what it is about."
     said = _comments(Config, *sub_configs(Config).values())
-    shown = [(name, typing.Annotated[cls := _with_help(given, said), arg], cls()) for name, given, arg in made]
-    options = make_dataclass("Options", [(n, c, field(default=value)) for n, c, value in shown], frozen=True)
-    prog = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean]"
-    config = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
-    tyro.cli(options, args=["--help"], prog=prog, description=TRAIN, config=config)
+    groups = [("", base, Config) for base in reversed(Config.__mro__) if vars(base).get("__annotations__")]
+    groups += [(f"{name}.", cls, cls) for name, cls in sub_configs(Config).items()]
+    found, seen = dict[str, list[tuple[str, str, str, str]]](), {*sub_configs(Config)}
+    for prefix, cls, whole in groups:
+        hints, usual = typing.get_type_hints(whole), whole()
+        names = [f.name for f in fields(cls)] if prefix else cls.__annotations__
+        for name in [n for n in names if prefix + n not in seen]:
+            seen.add(prefix + name)
+            text = next(said[b.__name__, name] for b in whole.__mro__ if (b.__name__, name) in said)
+            value = getattr(usual, name)
+            told = " ".join(value) if isinstance(value, tuple) else getattr(value, "value", value)
+            row = (prefix + name, shape_of(hints[name]), str(told) or "none", text)
+            found.setdefault((cls.__doc__ or "").split(". ")[0].rstrip("."), []).append(row)
+    return found
+
+
+def show_options() -> None:
+    "Print every option of `train`, by what it is about, and leave."
+    usage = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean] [--trust] [OPTIONS]"
+    parser = argparse.ArgumentParser(usage=usage, description=TRAIN, allow_abbrev=False)
+    for title, options in option_groups().items():
+        group = parser.add_argument_group(title)
+        for name, shape, default, text in options:
+            above, dot, last = name.replace("_", "-").rpartition(".")
+            names = [f"--{above}{dot}{last}", *([] if shape else [f"--{above}{dot}no-{last}"])]
+            takes: Any = {"metavar": shape} if shape else {"action": "store_true"}
+            group.add_argument(*names, **takes, help=f"{text} (default: {default})".replace("%", "%%"))
+    parser.parse_args(["--help"])
 
 
 TRAIN = (
@@ -176,7 +197,16 @@ def run_train(args: Sequence[str]) -> int:  # exit code
     print(cfg.effective())
     result = asyncio.run(train(cfg, **how))
     print(result)
+    print(next_commands(cfg) if not result.stopped and cfg.log_path else "")
     return 130 if result.stopped else 0
+
+
+def next_commands(cfg: Config) -> str:
+    "What can be done with a run that has ended, as commands."
+    run, here = shlex.quote(str(cfg.log_path)), cfg.backend in ("local", "openai")  # whether its weights are here
+    told = {"view": "its page, in a browser with --open", "show": "the same as text", "doctor": "trainer and sampler"}
+    told |= {"chat": "talk to the policy, also --beside base", "export": "its weights"} if here else {}
+    return "\n".join(["next:", *(f"  {f'rl-notebook {name} {run}':<40} {text}" for name, text in told.items())])
 
 # %% ../nbs/80_cli.ipynb #0cd83e81
 DEMO: dict[str, Any] = {
@@ -244,6 +274,7 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
         show_completions(seen[-1], f"Completions drawn in step {seen[-1].step}:")
     print(f"run folder: {cfg.log_path}  (config.yaml, metrics.jsonl, steps/, report.html)")
     print(result)
+    print("" if result.stopped else next_commands(cfg))
     return 130 if result.stopped else 0
 
 # %% ../nbs/80_cli.ipynb #de4a1f2f
@@ -741,9 +772,14 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code
 
 def _run(args: list[str]) -> int:
     "Run the command that the arguments name; a mistake is one line."
-    if not args or args[0] not in COMMANDS:
-        print(USAGE, file=sys.stdout if args[:1] in ([], ["-h"], ["--help"]) else sys.stderr)
-        return 0 if args[:1] in (["-h"], ["--help"]) else 2
+    if args[:1] in ([], ["-h"], ["--help"]):
+        print(USAGE)
+        return 0 if args else 2
+    if args[0] not in COMMANDS:
+        near = [f" Did you mean {name!r}?" for name in get_close_matches(args[0], COMMANDS, 1)]
+        told = f"rl-notebook {plain_text(args[0])}: unknown command.{''.join(near)}"
+        print(told, "rl-notebook --help lists the commands.", file=sys.stderr)
+        return 2
     try:
         return COMMANDS[args[0]](args[1:])
     except RLNotebookError as error:

@@ -55,7 +55,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_demo_ends_with_its_result(demo):
     folder, said = demo
-    last = said.splitlines()[-1]
+    last, _, ways = said.rpartition("\nnext:\n")
+    assert [line.split()[1] for line in ways.splitlines()] == ["view", "show", "doctor", "chat", "export"]
+    last = last.splitlines()[-1]
     found = re.fullmatch(r"held-out reward (\d+\.\d\d) -> (\d+\.\d\d) \(2 steps, \d+ s\)", last)
     assert found, last
     rewards = RunFolder.open(folder).metrics()["eval/reward"].dropna()
@@ -348,22 +350,18 @@ def test_help(capsys):
 
 def words_of(shape: str) -> list[list[str]]:
     "What a shape that --help shows lets one type: for a choice each of its words, for a list none and one."
-    if shape.startswith("{None}|"):
-        return [["None"], *words_of(shape.removeprefix("{None}|"))]
-    if found := re.fullmatch(r"\{?\[(\S+) \[.*\]\]\}?", shape):
+    if found := re.fullmatch(r"\[(\S+) \.\.\.\]", shape):
         return [[], *words_of(found[1])]
-    if found := re.fullmatch(r"\{([\w,]+)\}", shape):
-        return [[word] for word in found[1].split(",")]
-    kinds = {"INT": "1", "FLOAT": "0.5", "STR": "openai", "'{NAME: VALUE, ...}'": "{NAME: VALUE}"}
-    return [[kinds[shape]]]
+    kinds = {"INT": "1", "FLOAT": "0.5", "TEXT": "openai", "'{NAME: VALUE, ...}'": "{NAME: VALUE}"}
+    first, bar, rest = shape.partition("|")
+    return [[kinds.get(first, first)], *(words_of(rest) if bar else [])]
 
 
 def test_what_help_shows_is_what_is_accepted(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "2000")
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    table = capsys.readouterr().out.partition("--help")[2].replace("│", "  ")
-    shown = re.findall(r"  (--[a-z].*?)(?=  |\n)", table)
+    shown = re.findall(r"^  (--[a-z].*?)(?=  |\n)", capsys.readouterr().out, re.MULTILINE)
     seen = set()
     for line in shown:
         names, _, shape = line.partition(" ")
@@ -374,12 +372,24 @@ def test_what_help_shows_is_what_is_accepted(capsys, monkeypatch):
             seen.add(name)
             continue
         handed_up = names[2:].replace("-", "_") in RENAMED  # where None is: not given
-        for words in words_of(shape.removeprefix("{None}|") if handed_up else shape):
+        if shape.startswith("None|["):
+            shape = shape.removeprefix("None|")
+        for words in words_of(shape.removeprefix("None|") if handed_up else shape):
             ((name, value),) = option_values([names, *words]).items()
             canonical(Config, {name: value})  # raises ConfigError for another type
             assert [*map(str, value)] == words if isinstance(value, list) else True
             seen.add(name)
     assert seen == set(leaf_types(Config))
+
+
+def test_help_has_sections(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    titles = [line for line in said.splitlines() if re.match(r"[A-Z].*:$", line)]
+    assert titles[:3] == ["Which model learns which task:", "How completions are drawn:", "From rewards to advantages:"]
+    assert len(titles) >= 15
+    assert said.index("--learning-rate FLOAT") > said.index("Optimizer, adapter, batching of the backward passes:")
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():
@@ -411,6 +421,7 @@ def test_help_says_what_every_field_is(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["trian"], "unknown command. Did you mean 'train'?"),
         (["train", "--learning-rat", "1"], "Did you mean 'learning_rate'?"),
         (["train", "--tis.capp", "1"], "Did you mean 'cap'?"),
         (["train", "--steps", "many"], "steps: got 'many'; expected a whole number"),
