@@ -149,6 +149,14 @@ def show_options() -> None:
             group.add_argument(*names, **takes, help=f"{text} (default: {default})".replace("%", "%%"))
     parser.parse_args(["--help"])
 
+
+TRAIN = (
+    "Run a config. --config names a YAML file, any option wins over it; --resume goes on with the run in --log-path; "
+    "--leftover says what becomes of trainers that a killed process left on a service; --trust imports what a run "
+    "names that was not started here. Functions of your own: --rewards my_rewards:fn, --policy-loss my_losses:fn, "
+    "--advantage-fn my_rewards:fn, looked for in the working directory first."
+)
+
 # %% ../nbs/80_cli.ipynb #48a1becd
 def _path(text: str) -> Path:
     "A path that a file can have; what argparse calls for an argument."
