@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .advantages import is_dead
+from .advantages import STD_TOLERANCE, is_dead
 from .align import require_finite
 from .backends.base import Scorer, SyncReport
 from .config import Config
@@ -350,13 +350,25 @@ def dead_kinds(groups: Sequence[PromptGroup]) -> list[str]:
     return [f"{n} {kind}" for kind, n in kinds.items()]
 
 # %% ../nbs/40_xray.ipynb #38e76ddb
+def solved_groups(record: StepRecord) -> list[PromptGroup]:
+    "The groups in which every completion earned the most of the step; none where all of the step earned nothing."
+    found = [g for g in record.groups if len(g.samples)]
+    every = np.concatenate([np.zeros(0), *(g.rewards for g in found)])
+    top = every.max(initial=-math.inf)
+    worth = top > every.min(initial=0.0)
+    return [g for g in found if worth and is_dead(g.rewards) and g.rewards[0] >= top - STD_TOLERANCE]
+
+
 def signal_words(record: StepRecord) -> str:
     "How many groups carry signal, and which of them were not trained, or trained without it."
-    groups, trained = record.groups, {d.group for d in record.datums}
+    groups, trained, solved = record.groups, {d.group for d in record.datums}, solved_groups(record)
     live = {g.index for g in groups if not is_dead(g.rewards)}
     carry = "carries" if len(live) == 1 else "carry"
     if not any(g.samples for g in groups):
         words = "no completion was graded"
+    elif 2 * len(solved) > len(groups):
+        most = f"{solved[0].rewards[0]:g}, the most in this step: solved, or no completion did better"
+        words = f"{len(solved)} of {len(groups)} groups have the same reward {most}"
     elif not live:
         of = f"all {len(groups)} groups are dead" if len(groups) > 1 else "the one group is dead"
         words = f"{of} ({', '.join(dead_kinds(groups))}), so no completion was better than its siblings"
@@ -418,7 +430,7 @@ def made_of(parts: LossParts) -> str:
     o, (low, high) = parts.options, parts.ratio
     corrected = "" if o.tis == "off" else ", times the correction"
     if o.policy_loss in TERM_WORDS:
-        words = f"{TERM_WORDS[o.policy_loss]}{corrected}, {SUMS[o.aggregation]}: no measure of progress"
+        words = f"{TERM_WORDS[o.policy_loss]}{corrected}, {SUMS[o.aggregation]}"
     elif parts.steady and parts.plain and o.policy_loss != "sapo" and parts.updates == 1:
         words = f"minus the advantages, {SUMS[o.aggregation]}, as the ratio is 1: {lengths_words(parts)}"
     else:
@@ -599,20 +611,24 @@ def check_prompts(record: StepRecord) -> Check:
 # %% ../nbs/40_xray.ipynb #7fe66515
 def check_signal(record: StepRecord) -> Check:
     "Some group has completions that differ in reward."
-    dead = sum(is_dead(g.rewards) for g in record.groups)
+    dead, solved = sum(is_dead(g.rewards) for g in record.groups), len(solved_groups(record))
     if not record.groups:
         return Check("signal", None, "the record holds no groups", notable=True)
     if 2 * dead <= len(record.groups):
         return Check("signal", True, signal_words(record), notable=True)
+    if 2 * solved > len(record.groups):
+        return Check("signal", None, signal_words(record), fix="Harder prompts, if these are solved.", notable=True)
     fix = "More completions_per_prompt, prompts of another difficulty, or refill=True."
     return Check("signal", False, signal_words(record), expected="at least half of the groups", fix=fix)
 
 # %% ../nbs/40_xray.ipynb #56c4de3c
 def check_duplicates(record: StepRecord) -> Check:
-    "The completions of a group are not all the same."
-    drawn = [[s.tokens[s.loss_mask > 0].tobytes() for s in g.samples] for g in record.groups if len(g.samples) > 1]
+    "The completions of a group are not all the same, unless they all earned the most."
+    solved = {g.index for g in solved_groups(record)}
+    unsolved = [g for g in record.groups if g.index not in solved and len(g.samples) > 1]
+    drawn = [[s.tokens[s.loss_mask > 0].tobytes() for s in g.samples] for g in unsolved]
     if not drawn:
-        return Check("variety", None, "no group has two completions")
+        return Check("variety", None, "no group has two completions, but for those that earn the most")
     same = sum(len(set(a)) == 1 for a in drawn)
     distinct = sum(len(set(a)) for a in drawn) / sum(map(len, drawn))
     text = f"{distinct:.0%} of the completions are distinct in their group"
