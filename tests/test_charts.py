@@ -229,10 +229,24 @@ def test_panels_of_kl():
             panel("trainer to sampler, mean", "nats", {"mean": one(0.0625)}, 0.5),
             panel("trainer to sampler, largest", "nats", {"max": one(2.0)}, 0.5),
         ],
+        "within": [],
         "kl_beta": 0.04,
     }
     assert kl_payload(History([{"step": 3} | gaps]), {}, noise_floor=0.25)["panels"][0]["floor"] == 0.25
-    assert kl_payload(History(), {}) == {"panels": [], "kl_beta": None}
+    assert kl_payload(History(), {}) == {"panels": [], "within": [], "kl_beta": None}
+
+
+def test_what_is_only_rounding_is_named_and_not_drawn():
+    gap = "sampling/sampling_logp_difference"
+    rounding = [{"step": s, "kl/k3": 0.01 * s, f"{gap}/mean": 1e-7 * s, f"{gap}/max": 1e-5 * s} for s in (1, 2, 3)]
+    payload = kl_payload(History(rounding), {})
+    assert [panel["name"] for panel in payload["panels"]] == ["policy to reference"]
+    said = chart("kl", payload).caption
+    assert said.endswith("Within rounding, so not drawn: trainer to sampler, mean, trainer to sampler, largest.")
+    rounding[-1][f"{gap}/max"] = 0.5  # one token that is no rounding
+    assert len(kl_payload(History(rounding), {})["panels"]) == 2
+    alone = kl_payload(History([{"step": 1, f"{gap}/mean": 1e-7}]), {})
+    assert "all within rounding" in svg(chart("kl", alone).figure)
 
 
 def test_completions_as_the_model_saw_them():
@@ -304,7 +318,7 @@ def points_of(picture: str, color: str) -> list[tuple[float, ...]]:
 
 def cells_of(picture: str) -> dict[str, int]:
     "How many rectangles of each colour are drawn, by the first of their paths: the scale of a map comes later."
-    found = re.findall(r'<path d="([^"]+)"[^>]*style="fill: (#\w+)"', picture)
+    found = re.findall(r'<path d="([^"]+)"[^>]*style="fill: (#\w+)[";]', picture)
     return {fill: path.count("M") for path, fill in reversed(found)}
 
 
@@ -323,8 +337,8 @@ def test_a_map_has_a_cell_for_each_sample_and_a_colour_for_each_sign():
     picture = svg(chart("advantages", advantages_payload(replace(record, groups=(first, short)))).figure)
     cells = cells_of(picture)
     assert {"1", "0", "-1"} <= {*re.findall(r">([-\d.]+)</text>", picture)}
-    assert {c: cells[c] for c in ("#c8602c", "#ffffff", "#93b3d8", "#2867b2")} == {
-        "#c8602c": 1, "#ffffff": 3, "#93b3d8": 1, "#2867b2": 1
+    assert {c: cells[c] for c in ("#c8602c", "#8593a3", "#567daa", "#2867b2")} == {
+        "#c8602c": 1, "#8593a3": 3, "#567daa": 1, "#2867b2": 1
     }  # fmt: skip
 
 

@@ -68,6 +68,43 @@ def test_play_runs_to_the_end_and_draws_every_step():
         assert enabled(dashboard) == {"undo"}
         await until(lambda: "Step 3." in dashboard.screen.words.value)
         assert dashboard.screen.buttons["play"].tooltip == "All steps are done."
+        assert "The run is over:</b> all 9 prompts are used up" in dashboard.screen.head.value
+        assert "raise epochs" in dashboard.screen.head.value
+
+    run(main())
+
+
+@pytest.mark.parametrize(("passing", "drawn"), [(math.inf, False), (0.0, True)])
+def test_a_phase_that_only_passes_is_not_drawn(monkeypatch: pytest.MonkeyPatch, passing: float, drawn: bool):
+    "At full speed everything below the row of phases is of one step, the last one."
+    monkeypatch.setattr("rl_notebook.views.dashboard.PASSING", passing)
+
+    async def main():
+        dashboard, seen = Dashboard(make_loop(rows=24)), list[bool]()
+        dashboard.screen.now.observe(lambda change: seen.append("Current step" in change["new"]), "value")
+        task = asyncio.get_running_loop().create_task(dashboard.play(3))
+        while not task.done():
+            await asyncio.sleep(0)
+            if dashboard.player.doing:
+                tick(dashboard)
+        assert any(seen) == drawn
+        await dashboard.phase()
+        assert "Current step 4, after prompts." in dashboard.screen.now.value, "what was asked for is drawn"
+
+    run(main())
+
+
+def test_a_still_of_a_step_that_is_not_graded_yet_says_what_its_map_shows():
+    async def main():
+        dashboard = Dashboard(make_loop(rows=24))
+        await dashboard.step()
+        await dashboard.phase()
+        await dashboard.phase()
+        dashboard.close()
+        still = still_html(dashboard)
+        assert "Tokens by group, step 2, after sample" in still
+        assert "A cell is a completion, a row a prompt.<" in still
+        assert "Advantages by group" not in still
 
     run(main())
 

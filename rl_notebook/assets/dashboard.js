@@ -54,6 +54,13 @@ function render({ model, el }) {
     if (!close) return;
     if (close === el.getRootNode().activeElement) close.previousElementSibling.focus();
     close.hidden = !model.get("inspecting");
+    if (close.hidden) return;
+    const tokens = el.closest(".rld").querySelector(".rld-inspector"); // below the table; gone to once it is drawn
+    new ResizeObserver((_, drawn) => {
+      if (!tokens.offsetHeight) return;
+      drawn.disconnect();
+      tokens.scrollIntoView({ block: "start" });
+    }).observe(tokens);
   }
   // A kernel that is gone responds to no button; the table needs none.
   function gone() {

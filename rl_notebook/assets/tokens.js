@@ -1,5 +1,5 @@
 // The token inspector. Text of a model enters the page through textContent only. No network, no dependencies.
-import { button, make, makeTable } from "./table.js";
+import { make, makeTable } from "./table.js";
 
 // --- numbers and colours ---------------------------------------------------------------------------------------------
 
@@ -422,26 +422,8 @@ function readout(state) {
       cell.append(make("span", "rlt-soft", s.label), value);
       node.append(cell);
     }
-    if (p.address) node.append(link(`report.html#${p.address}&token=${t + 1}`));
   };
   for (const what of ["payload", "target", "hover", "theme"]) state.on(what, draw);
-  return node;
-}
-
-// The address of a token in the report of the run, to be copied.
-function link(text) {
-  const node = make("div", "rlt-link");
-  const address = make("code", "", text);
-  const copy = button("Copy link", "Copy the address of this token in the run's report", async () => {
-    getSelection().selectAllChildren(address); // where a page may not write to the clipboard, it is at least selected
-    try {
-      await navigator.clipboard.writeText(text);
-      copy.textContent = "Copied";
-    } catch {
-      copy.textContent = "Press Ctrl-C";
-    }
-  });
-  node.append(copy, address);
   return node;
 }
 

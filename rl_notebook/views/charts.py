@@ -189,6 +189,9 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
     legend = {"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top", "font": {"size": 10}}
     margin = {"l": 8, "r": 12, "t": 54 if len(panels) == 3 else 42, "b": 8}
+    if not panels and payload.get("within"):
+        look = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
+        return figure_of(data, "nats", annotations=[{"text": "all within rounding", **look}])
     return figure_of(
         data, "nats", **axes, **({"annotations": titles, "legend": legend, "margin": margin} if panels else {})
     )
@@ -257,7 +260,8 @@ def counts_figure(payload: Mapping[str, Any]) -> Figure:
     return figure_of(bars, "samples", xaxis=x, **_STACKED)
 
 # %% ../../nbs/51_views.charts.ipynb #18f43013
-DIVERGING = [[0, "#c8602c"], [0.5, "#ffffff"], [1, "#2867b2"]]  # minus, none, plus
+NONE = "rgba(133,147,163,0.12)"  # on white and on black no brighter than what is something
+DIVERGING = [[0, "rgba(200,96,44,1)"], [0.5, NONE], [1, "rgba(40,103,178,1)"]]  # minus, none, plus
 
 
 def advantage_map(payload: Mapping[str, Any]) -> Figure:
@@ -281,7 +285,7 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         "textfont": {"color": COLORS["grey"]},
         "zmin": low,
         "zmax": limit,
-        "colorscale": DIVERGING if what == "advantage" else [[0, "#ffffff"], [1, DIVERGING[-1][1]]],
+        "colorscale": DIVERGING if what == "advantage" else [[0, NONE], DIVERGING[-1]],
         "xgap": 2 if len(values) <= 32 else 1,
         "ygap": 2 if len(values) <= 32 else 1,
         "colorbar": {"thickness": 10, "outlinewidth": 0, "len": 0.9},
@@ -532,8 +536,9 @@ def _draw_map(axes: Axes, t: Mapping[str, Any]) -> None:
     "A map of cells with its scale on the right."
     from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
 
-    shades, scale = LinearSegmentedColormap.from_list("", t["colorscale"], 257), Normalize(t["zmin"], t["zmax"])
-    shade = lambda v: to_hex(shades(scale(v)))
+    shades = LinearSegmentedColormap.from_list("", [(at, _paint(color)) for at, color in t["colorscale"]], 257)
+    scale = Normalize(t["zmin"], t["zmax"])
+    shade = lambda v: to_hex(shades(scale(v)), keep_alpha=True)
     rows, count = t["y"] or [0], len(t["z"][0]) if t["z"] else 1
     axes.set(xlim=(-0.5, count - 0.5), ylim=(rows[-1] + 0.5, rows[0] - 0.5))
     gap = 1.0 if len(rows) <= 32 else 0.4  # pixels
@@ -731,7 +736,7 @@ CAPTIONS = {
     "advantage spread": "Ends, middle half and median. An end that runs away is one sample that outweighs the others.",
     "token share": "Long wrong completions make the blue part small: then most of the gradient says what not to do.",
     "time": "How long each phase took. Sampling is waiting for a batch where rollouts run beside training.",
-    "advantages": "A cell is a completion, a row a prompt. White rows carry no signal: ▲ all high, ▼ all low.",
+    "advantages": "A cell is a completion, a row a prompt. Grey rows carry no signal: ▲ all high, ▼ all low.",
     "rewards counted": "How many samples earned what, by kind of group.",
     "advantages counted": "How many samples have what, by kind of group.",
     "timeline": "Rows below each other were in flight together; dotted: a weight sync. Rows that no step had taken by "
@@ -783,6 +788,8 @@ def chart(
         fix = "" if found else "Take a step first: await loop.step()."
         raise RecordError("chart", got=repr(name), expected=f"one of {known}", fix=fix)
     title, caption, draw, wide = LOOKS[name]
+    within = ", ".join(found[name].get("within", ()))
+    caption += f" Within rounding, so not drawn: {within}." if within else ""
     return Chart(title, caption, draw, found[name], wide, name)
 
 

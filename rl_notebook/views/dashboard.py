@@ -32,14 +32,14 @@ from ..async_loop import AsyncGRPOLoop
 from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
 from ..drawings import html_table
-from ..loop import GRPOLoop, stop_on_interrupt
+from ..loop import GRPOLoop, stop_on_interrupt, why_ended
 from ..phases import PHASES, Loop, phase_marks
 from ..losses import POLICY_LOSSES
 from ..metrics import completion_metrics, reward_metrics
 from ..player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_players
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
-from .charts import Chart, LiveCharts, asset, chart, charts, module
+from .charts import CAPTIONS, Chart, LiveCharts, asset, chart, charts, module
 from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantage_spread_payload
 from .payloads import advantages_payload, completion_row, completions_table, counts_payload
 from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
@@ -377,9 +377,10 @@ def named(chart: Chart, phase: str = "") -> Chart:
     "A chart of one step with the step in its title, and the phase where it is the current one."
     if chart.name not in OF_A_STEP:
         return replace(chart, wide=chart.name in WIDE, pixels=220 if chart.name in MAIN else 0)
-    what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(chart.payload.get("what", ""), chart.title)
-    when = f", after {phase}" if phase else ""
-    return replace(chart, title=f"{what}, step {chart.payload['step']}{when}", wide=False, pixels=280)
+    what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(chart.payload.get("what", ""))
+    title = f"{what or chart.title}, step {chart.payload['step']}" + (f", after {phase}" if phase else "")
+    caption = CAPTIONS["advantages"].split(". ")[0] + "." if what else chart.caption
+    return replace(chart, title=title, caption=caption, wide=False, pixels=280)
 
 # %% ../../nbs/53_views.dashboard.ipynb #4b21b171
 def box_of(children: Sequence[ipywidgets.Widget], *kinds: str, **layout: str) -> ipywidgets.Box:
@@ -465,6 +466,7 @@ class Screen:
         "All of them in a box."
         controls = [*self.buttons.values(), self.speed, self.more, self.rows, self.settings.shown]
         self.value.add_class("rld-value")
+        self.now.add_class("rld-place")
         board = box_of([self.charts, self.value, self.pane], "rld-grid")
         top = [box_of(controls, "rld-controls"), self.settings.box, self.head, self.trouble, self.now, self.words]
         return box_of([*top, board, self.inspector], "rld")
@@ -610,13 +612,19 @@ def draw_charts(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #076888ca
 TICK = 0.25  # seconds
+PASSING = 1.0  # seconds; a phase that is shorter is not drawn while the loop runs on
 
 
 def standing(loop: Loop, player: Player) -> str:
     "Where the loop is, in words."
     left = "" if math.isinf(player.left) else f"; {player.left:g} steps of this run to go"
-    left += "; all steps are done" if loop.done and player.window is None else ""
     return f"{loop.place}{left}"
+
+
+def ended_html(loop: Loop, player: Player) -> str:
+    "Why there is no further step, and what to raise; empty where there is one."
+    why = why_ended(loop, None, 0) if loop.done and player.window is None else ""
+    return f'<p class="rld-sentence"><b>The run is over:</b> {html.escape(why)}.</p>' if why else ""
 
 # %% ../../nbs/53_views.dashboard.ipynb #fedc603e
 def refresh_head(dashboard: Dashboard) -> None:
@@ -627,7 +635,8 @@ def refresh_head(dashboard: Dashboard) -> None:
     refresh_buttons(dashboard.screen.buttons, player)
     dashboard.screen.settings.look(loop, refusal(player, "change"))
     shown = progress_of(loop, dashboard.watch)
-    dashboard.screen.head.value = strip_html(loop, phase) + progress_html(shown, standing(loop, player))
+    progress = progress_html(shown, standing(loop, player)) + ended_html(loop, player)
+    dashboard.screen.head.value = strip_html(loop, phase) + progress
     old = player.doing and dashboard.error not in (None, player.error, dashboard.stumbled)
     if old or player.error not in (None, dashboard.error):
         show_error(dashboard, player.error)
@@ -702,16 +711,19 @@ def values_of(loop: Loop) -> tuple[Any, ...]:
 def look_at_step(dashboard: Dashboard) -> None:
     "Take in what the phases of the current step have returned."
     d, loop = dashboard, dashboard.loop
-    d.values, d.after, d.partial = values_of(loop), last_phase(loop), current_record(loop)
     number, before = loop.state.number, d.record.step if d.record else 0
+    finished = number <= before  # its record is here already
+    d.values = values_of(loop)
+    d.after, d.partial = ("", None) if finished else (last_phase(loop), current_record(loop))
     if number == before + 1:
         d.history.rewind(before)
         if d.partial is not None and d.partial.metrics:
             d.history.add(history_row(d.partial))
     under = f"<b>Current step {number}, after {d.after}.</b> " if d.after else ""
-    headline = getattr(loop.state.values.get(d.after), "headline", "")
+    headline = str(getattr(loop.state.values.get(d.after), "headline", ""))
+    headline += "." if headline and not headline.endswith(".") else ""
     older = f" Map and table are of step {before}." if d.after and d.partial is None and before else ""
-    text = f"{under}{html.escape(str(headline))}{older}"
+    text = f"{under}{html.escape(headline)}{older}"
     none = "" if d.record else '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
     d.screen.now.value = f'<p class="rld-sentence rld-now">{text}</p>' if under else none
     hint = f"<p>{HINT}</p>" if shown_step(d) else ""
@@ -762,8 +774,10 @@ def tick(dashboard: Dashboard) -> None:
         show_error(d, None)
     elif not mine and d.seen is not None and d.seen is not old:
         show_error(d, d.seen)
+    passing = (d.player.doing or elsewhere) and not d.player.delay and time.monotonic() - d.watch.since < PASSING
     try:
-        draw_step(d)
+        if not passing:  # else what is drawn is the last step, all of it
+            draw_step(d)
     except Exception as e:  # any error of a view: the phase itself is sound
         stumble(d, e)
     refresh_head(d)
@@ -796,8 +810,9 @@ def still_html(dashboard: Dashboard) -> str:
         return words + d.screen.value.value
     around = around_of(d, points=STILL_POINTS)
     found = {n: payload_of(n, d.history, record, around) for n in (*chart_names(d.history), "functions")}
-    beside = "flex:1 1 400px;max-width:660px;min-width:0"
-    pictures = "".join(f'<div style="{beside}">{c.static_html()}</div>' for c in charts(found).values())
+    beside, after = "flex:1 1 400px;max-width:660px;min-width:0", d.after if record is d.partial else ""
+    drawn = [named(c, after).static_html() for c in charts(found).values()]
+    pictures = "".join(f'<div style="{beside}">{picture}</div>' for picture in drawn)
     pictures = f'<div style="display:flex;flex-wrap:wrap;gap:12px">{pictures}</div>'
     rows = completions_table(record, COLUMNS)["rows"]
     short = lambda v: v[:PREVIEW] if isinstance(v, str) else v

@@ -22,6 +22,7 @@ from ..advantages import is_dead
 from ..core import PromptGroup, RecordError, RolloutSample
 from ..drawings import prompt_text, shown_text, token_texts
 from ..records import StepRecord, metrics_row, utf8
+from ..xray import ROUNDING, scored_first, version_at_start
 
 # %% auto #0
 __all__ = ['History', 'history_row', 'reward_payload', 'advantages_payload']
@@ -210,11 +211,11 @@ def reward_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]
 # %% ../../nbs/50_views.payloads.ipynb #b6fdb974
 _GAP = "sampling/sampling_logp_difference"
 FLAT = 1e-12  # a line that is never farther from 0 says nothing: a policy that is its own anchor, an equal reference
-_PANELS = (  # name, unit, lines and their metrics, power of the noise floor
-    ("policy to reference", "nats per token", {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"}, 2),
-    ("policy to old", "nats per token", {"k3": "ppo_kl"}, 2),
-    ("trainer to sampler, mean", "nats", {"mean": f"{_GAP}/mean"}, 1),
-    ("trainer to sampler, largest", "nats", {"max": f"{_GAP}/max"}, 1),
+_PANELS = (  # name, unit, lines and their metrics, power of the noise floor, what rounding explains
+    ("policy to reference", "nats per token", {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"}, 2, FLAT),
+    ("policy to old", "nats per token", {"k3": "ppo_kl"}, 2, FLAT),
+    ("trainer to sampler, mean", "nats", {"mean": f"{_GAP}/mean"}, 1, ROUNDING["float32"].mean),
+    ("trainer to sampler, largest", "nats", {"max": f"{_GAP}/max"}, 1, ROUNDING["float32"].largest),
 )
 
 
@@ -224,19 +225,20 @@ def kl_payload(
     noise_floor: float | None = None,  # nats; None = the metric of that name, if there is one
     limit: int | None = None,
 ) -> dict[str, Any]:
-    "Panels of what was measured and is not 0 throughout, lines and noise floor in their unit, and the KL's weight."
+    "Panels of what is more than rounding, lines and noise floor in their unit, what is not, and the KL's weight."
     floor = last_value(metrics, "noise_floor") if noise_floor is None else noise_floor
     beta = last_value(metrics, "kl_beta")
-    panels = []
-    for name, unit, columns, power in _PANELS:
+    panels, within = list[dict[str, Any]](), list[str]()
+    for name, unit, columns, power, rounded in _PANELS:
         found = {line: series(metrics, metric, limit) for line, metric in columns.items()}
         lines = {line: s for line, s in found.items() if s["x"]}
         if any(lines.get("loss") == lines.get(line) for line in ("k1", "k3")):
             lines.pop("loss", None)
         band = None if floor is None else floor if power == 1 else floor**2 / 2
-        flat = all(y is not None and abs(y) < FLAT for s in lines.values() for y in s["y"])
+        flat = all(y is not None and abs(y) < rounded for s in lines.values() for y in s["y"])
         panels += [{"name": name, "unit": unit, "lines": lines, "floor": band}] if lines and not flat else []
-    return {"panels": panels, "kl_beta": settings.get("kl_beta") if beta is None else beta}
+        within += [name] if lines and flat else []
+    return {"panels": panels, "within": within, "kl_beta": settings.get("kl_beta") if beta is None else beta}
 
 # %% ../../nbs/50_views.payloads.ipynb #ca3e34a0
 BARS = 100  # of a chart of shares
@@ -650,7 +652,6 @@ from ..doctor import SETTLED, Diagnosis, weigh
 from ..evidence import Evidence, gather, tolerance
 from ..losses import KL_ESTIMATORS, POLICY_LOSSES, ActiveTokens, LossOptions, log_ratio, sequence_ratio
 from ..options import SEQUENCE_RATIO
-from ..xray import ROUNDING, scored_first, version_at_start
 
 # %% ../../nbs/50_views.payloads.ipynb #d8d9e673
 @dataclass(frozen=True, eq=False)

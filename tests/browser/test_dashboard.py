@@ -196,6 +196,11 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
         said = notebook.ask(f"loop.records[-1].groups[{group}].samples[{sample}].text")
         assert pane.locator("pre").last.text_content() == said
     notebook.shot("dashboard_completion")
+    pane.get_by_role("button", name="Inspect tokens").click()
+    expect(board.locator(".rld-inspector .rlt-strip")).to_be_in_viewport()
+    notebook.shot("dashboard_inspect")
+    pane.get_by_role("button", name="Close tokens").click()
+    heat_map.scroll_into_view_if_needed()
     read, drawn, whole = pane.bounding_box(), heat_map.bounding_box(), board.locator(".rld").bounding_box()
     assert read["x"] >= drawn["x"] + drawn["width"] - 1, "beside the map"
     assert abs(read["y"] - drawn["y"]) < 60

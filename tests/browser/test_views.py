@@ -161,19 +161,6 @@ def test_hovering_shows_the_numbers_of_the_record(inspector: Locator):
             agree(inspector, index, target)
 
 
-def test_a_token_has_an_address_in_the_report(inspector: Locator, notebook: Notebook, context: BrowserContext):
-    datum = RECORD.datums[shown_sample(inspector)]
-    target = int(np.flatnonzero(datum.active)[1])
-    inspector.locator(f".rlt-strip [data-target='{target}']").click()
-    notebook.page.mouse.move(5, 5)
-    address = f"report.html#step=3&group={datum.group}&sample={datum.sample}&token={target + 1}"
-    expect(inspector.locator(".rlt-link code")).to_have_text(address)
-    context.grant_permissions(["clipboard-read", "clipboard-write"])
-    inspector.get_by_role("button", name="Copy link").click()
-    expect(inspector.locator(".rlt-link button")).to_have_text("Copied")
-    assert notebook.page.evaluate("() => navigator.clipboard.readText()") == address
-
-
 def test_strip_and_chart_point_at_the_same_token(inspector: Locator):
     index = shown_sample(inspector)
     chart = inspector.locator("canvas.rlt-chart")
