@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from .align import align_routing
 from .core import AlignmentError, Completion, ConfigError, DataError, RolloutSample, plain_text, quoted
 from .data import Row, read_messages
+from .names import check_trusted
 
 # %% auto #0
 __all__ = ['encode_prompt', 'sample_from_spans', 'sample_from_completion', 'Conversation', 'start_conversation']
@@ -100,6 +101,7 @@ def with_template(
         return tokenizer
     own = copy.copy(tokenizer)
     if file is not None:
+        check_trusted(file, "chat_template")
         try:
             own.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

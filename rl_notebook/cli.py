@@ -168,7 +168,7 @@ def _path(text: str) -> Path:
     raise argparse.ArgumentTypeError(f"got {plain_text(quoted(text))}; expected a path that a file can have")
 
 # %% ../nbs/80_cli.ipynb #8dee6707
-def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (config, `resume` and `leftover` of `train`)
+def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (config, options of `train`)
     "The config that a command line stands for, and how to go on with an earlier run."
     if {"-h", "--help"} & set(args):
         show_options()
@@ -178,7 +178,8 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
     parser.add_argument("--leftover", choices=("error", "attach", "clean"), default="error")
     parser.add_argument("--trust", action="store_true")
     given, rest = parser.parse_known_args(args)
-    options, how = option_values(rest), {"resume": given.resume, "leftover": given.leftover}
+    options = option_values(rest)
+    how = {"resume": given.resume, "leftover": given.leftover, "trust": given.trust}
     if given.config is not None:
         return Config.from_yaml(given.config, options, trust=given.trust), how
     recorded: Mapping[str, Any] = {}
@@ -308,21 +309,25 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     "Write the page of a run, say where it is, and follow the run while it goes on."
     parser = argparse.ArgumentParser(prog="rl-notebook view", description="The page of a run folder.")
     parser.add_argument("run", type=_path, help="run folder")
-    parser.add_argument("--out", type=_path, default=None, help="default: report.html in the run folder")
+    where = "default: report.html in the folder of a run that was started here, else outside of it"
+    parser.add_argument("--out", type=_path, default=None, help=where)
     parser.add_argument("--open", action="store_true", help="open it in a browser")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at a run that goes on")
     parser.add_argument("--once", action="store_true", help="write it once, also while the run goes on")
     parser.add_argument("--patience", type=float, default=600.0, help="follow so many seconds without a new step")
     parser.add_argument("--show", action="append", default=[], metavar="ADDRESS", help="'step=12&group=1&sample=3'")
     given = parser.parse_args(args)
+    from rl_notebook.names import page_place
     from rl_notebook.records import Run, flat_settings
     from rl_notebook.views.report import follow, run_status, tokenizer_at_hand, write_report
 
-    run, out = Run.open(given.run), given.out or given.run / "report.html"
+    run, out = Run.open(given.run), given.out or page_place(given.run)
     status, more = run_status(run), {"tokenizer": tokenizer_at_hand(flat_settings(run.config)), "show": given.show}
     goes_on = status.state == "running" and not given.once
     path = write_report(run, out, status=status, refresh=given.every if goes_on else None, **more)
     print(path, flush=True)
+    if given.out is None and out.parent != given.run:
+        print(f"{given.run} was not started here: its page is written outside of it.", file=sys.stderr, flush=True)
     say, address = partial(print, file=sys.stderr, flush=True), Path(path).resolve().as_uri()
     opened = given.open and webbrowser.open(address)
     say(f"{status.text} " + ("Opened in a browser." if opened else f"Open {address} in a browser, or add --open."))

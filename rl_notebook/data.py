@@ -27,6 +27,7 @@ import numpy as np
 
 from .settings import address_trouble, on_hub
 from .core import DataError, MissingExtra, plain_text, quoted, without_keys
+from .names import new_file, write_file
 
 # %% auto #0
 __all__ = ['UNSEEN', 'Row', 'load_rows']
@@ -305,28 +306,15 @@ def hide_queries() -> None:
     logging.getLogger("httpx").addFilter(_without_queries)
 
 # %% ../nbs/10_data.ipynb #fab2e81a
-def _replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    "Write a file so that its name never points at half of it."
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as part:
-        try:
-            for chunk in chunks:
-                part.write(chunk)
-            part.close()
-            os.replace(part.name, path)
-        except BaseException:  # also Ctrl-C: no debris
-            part.close()
-            os.unlink(part.name)
-            raise
-
-# %% ../nbs/10_data.ipynb #bda8559b
 def _download(url: str, path: Path, client: httpx.Client) -> None:
     "Stream a URL into a file, with its checksum beside it."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with client.stream("GET", url) as response:
             response.raise_for_status()
-            _replace_file(path, response.iter_bytes())
-        _replace_file(path.with_name(path.name + ".sha256"), [f"{file_sha256(path)}  {path.name}\n".encode()])
+            with new_file(path) as file:
+                file.writelines(response.iter_bytes())
+        write_file(path.with_name(path.name + ".sha256"), f"{file_sha256(path)}  {path.name}\n")
     except httpx.HTTPStatusError as e:
         got = f"status {e.response.status_code} {e.response.reason_phrase}"
         raise DataError("download", where=_shown_url(url), got=got, expected="200", fix="Check the URL.") from None

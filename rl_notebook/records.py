@@ -14,13 +14,13 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import types
 import typing
 import warnings
 import weakref
-import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import date, datetime, timedelta
 from datetime import time as dt_time
@@ -31,15 +31,15 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from .advantages import is_dead
 from .backends.base import GradNormalization
 from .config import Config
-from .settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, of_earlier_run, yaml_text
-from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
+from .settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, of_earlier_run, read_yaml, yaml_text
+from .core import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
 from .drawings import folded, html_table, prompt_text, step_html
-from .names import from_file, names_in, note_started, trusted_names
+from .names import from_file, lock_file, names_in, names_noted, new_folder, note_started, read_file
+from .names import trusted_names, write_file
 
 # %% auto #0
 __all__ = ['StepRecord', 'metrics_frame', 'Run', 'RunFolder', 'Checkpoint']
@@ -436,60 +436,31 @@ def _os_errors(what: str, path: Path) -> Iterator[None]:
         )
         raise RecordError(what, where=str(path), got=got, fix=None if what == "cannot read" else advice) from e
 
-
-def _sync(path: Path) -> None:
-    "Flush a file, or the list of names in a folder, to the disk."
-    if path.is_dir() and os.name != "posix":
-        return  # other systems flush names on their own
-    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
 # %% ../nbs/32_records.ipynb #bc54f3a5
 @contextmanager
 def staged_folder(
     path: Path,  # the folder to be; must not exist
 ) -> Iterator[Path]:  # the folder to fill
     "A folder that appears under its name when the block ends well, and not at all otherwise."
-    staging = path.with_name(f".{path.name}.writing")
     with _os_errors("cannot write", path):
-        try:
-            if staging.exists():
-                shutil.rmtree(staging)
-            staging.parent.mkdir(exist_ok=True)  # but not what lies above it: a run folder that was deleted stays so
-            staging.mkdir()
+        path.parent.mkdir(exist_ok=True)  # but not what lies above it: a run folder that was deleted stays so
+        with new_folder(path) as staging:
             yield staging
-            for inside in [*sorted(staging.rglob("*")), staging]:
-                _sync(inside)
-            staging.rename(path)
-            _sync(path.parent)
-        except BaseException:  # also Ctrl-C: no debris
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
 
 
 def replace_text(path: Path, text: str) -> None:
     "Write a text file so that its name never points at half of it; raises RecordError with the reason."
-    part = path.with_name(f".{path.name}.writing")
     with _os_errors("cannot write", path):
-        try:
-            part.write_text(text, encoding="utf-8")
-            _sync(part)
-            part.replace(path)
-            _sync(path.parent)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
+        write_file(path, text)
 
 # %% ../nbs/32_records.ipynb #cba86831
 def _append_line(path: Path, line: str) -> None:
     "Add a line to a file of lines, or leave the file as it was; a half-written last line is dropped first."
     with _os_errors("cannot write", path), path.open("a+b", buffering=0) as f:
-        f.seek(0)
-        whole = f.read().rfind(b"\n") + 1
+        end, whole = f.seek(0, os.SEEK_END), 0
+        while end and not whole:  # the place after the last newline, looked for from the end
+            end = f.seek(max(0, end - 65536))
+            whole = (at := f.read(65536).rfind(b"\n") + 1) and end + at
         f.truncate(whole)
         data = line.encode() + b"\n"
         try:
@@ -504,7 +475,7 @@ def _append_line(path: Path, line: str) -> None:
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:  # objects, and notes about what is left out
     "The objects of a JSON Lines file; lines that are damaged are left out and reported."
     with _os_errors("cannot read", path):
-        *whole, tail = path.read_bytes().split(b"\n")
+        *whole, tail = read_file(path).split(b"\n")
     rows, notes = [], []
     for number, line in enumerate(whole, start=1):
         try:
@@ -520,22 +491,10 @@ def _open_row(line: bytes) -> dict[str, Any]:
     row = json.loads(line)
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError("no object with a step")
-    checksum = row.pop("crc32", None)
-    if checksum is not None and checksum != _row_checksum(row):
-        raise ValueError("not the line that was written")
+    row.pop("crc32", None)  # of earlier runs
     if any(not isinstance(v, int | float | dict | None) for k, v in row.items() if k != "reason"):
         raise ValueError("a value that is no number")
     return row
-
-
-def _row_checksum(row: Mapping[str, Any]) -> str:
-    "CRC-32 of a row without it."
-    return f"{zlib.crc32(json.dumps(row).encode()):08x}"
-
-
-def _seal_row(row: Mapping[str, Any]) -> str:
-    "A row as one line of JSON, with its checksum."
-    return json.dumps({**row, "crc32": _row_checksum(row)}, allow_nan=False)
 
 # %% ../nbs/32_records.ipynb #2f8016ee
 def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
@@ -554,7 +513,7 @@ def _read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
     "The JSON file that describes a folder, once its format is the one known here and its files are all there."
     path = folder / name
     with _os_errors("cannot read", path):
-        text = path.read_bytes()
+        text = read_file(path)
     try:
         plain = json.loads(text)
         found, listed_files = plain["format"], [(file, str(f["bytes"]), f) for file, f in plain["files"].items()]
@@ -604,6 +563,14 @@ def write_record(
     _write_described(folder, "record.json", plain)
 
 
+def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
+    "A parquet file of a step; raises RecordError where it cannot be read."
+    try:
+        return pd.read_parquet(io.BytesIO(read_file(path)), columns=columns)
+    except (OSError, ValueError) as e:
+        raise RecordError("not readable", where=str(path), got=" ".join(str(e).split())[:120]) from e
+
+
 def read_record(
     folder: str | os.PathLike[str],  # such as runs/first/steps/00012
     trusted: Collection[str] | None = (),  # names of functions that may be imported; None = any
@@ -616,7 +583,7 @@ def read_record(
     plain.pop("files")
     plain |= {"options": from_file(plain.get("options"), str(folder), trusted)}
     with _os_errors("cannot read", folder):
-        arrays, tokens = load((folder / "arrays.safetensors").read_bytes()), pd.read_parquet(folder / "tokens.parquet")
+        arrays, tokens = load(read_file(folder / "arrays.safetensors")), read_table(folder / "tokens.parquet")
     try:
         return restore_record(plain, arrays, tokens)
     except RecordError as e:
@@ -640,27 +607,15 @@ def _config_yaml(config: Config | Mapping[str, Any]) -> str:
     "The YAML text of a config; raises RecordError where it holds a key."
     for name in keys_in(config_dict(config)):
         raise RecordError("a key in the settings", where=name, got=A_KEY, fix=KEYLESS)
-    text = yaml_text(config_dict(config))
-    return f"# sha256 of the lines below: {hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+    return yaml_text(config_dict(config))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    "The settings in a `config.yaml`; raises RecordError where they are not those that were written."
-    fix = "Put the file back as it was written; after a change of your own, delete its first line."
+    "The settings in a `config.yaml`; raises RecordError where it holds none."
     try:
-        with _os_errors("cannot read", path):
-            text = path.read_bytes().decode()
-        first, _, rest = text.partition("\n")
-        sealed = "sha256" in first or "of the lines below" in first
-        if sealed and first != f"# sha256 of the lines below: {hashlib.sha256(rest.encode()).hexdigest()}":
-            raise ValueError("text that does not fit its checksum")
-        config = yaml.safe_load(text)
-        if not isinstance(config, dict):
-            raise yaml.YAMLError(f"{type(config).__name__} where settings by name should be")
-        return of_earlier_run(config)
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        got = " ".join(str(e).split())
-        raise RecordError("not readable", where=str(path), got=got, expected="YAML as it was written", fix=fix) from e
+        return of_earlier_run(read_yaml(path))
+    except ConfigError as e:
+        raise RecordError("not readable", where=str(path), got=str(e), expected="YAML as it was written") from e
 
 # %% ../nbs/32_records.ipynb #02d269cb
 MUST_MATCH = (  # to go on from a run
@@ -734,7 +689,7 @@ def metrics_row(record: StepRecord) -> dict[str, Any]:
 def _metrics_line(row: Mapping[str, Any]) -> str:
     "A row as one line of strict JSON."
     plain = {k: encode(v, f"metric {k}") for k, v in row.items()}
-    return _seal_row({k: None if v == {"$float": "nan"} else v for k, v in plain.items()})
+    return json.dumps({k: None if v == {"$float": "nan"} else v for k, v in plain.items()}, allow_nan=False)
 
 # %% ../nbs/32_records.ipynb #60700ee6
 def metrics_frame(
@@ -836,10 +791,16 @@ class RunFolder(Run):
         return _written_by(cls.open(path), held)
 
     @classmethod
-    def resume(cls, path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> Self:
+    def resume(
+        cls,
+        path: str | os.PathLike[str],
+        config: Config | Mapping[str, Any],
+        *,
+        trust: bool = False,  # links that leave the folder may be followed, also if the run was not started here
+    ) -> Self:
         "Go on with a run; raises RecordError when the config means another past, or another process writes to it."
-        run = _written_by(cls.open(path))
-        _resume(run, config)
+        run = cls.open(path)
+        _resume(_written_by(run, hold_folder(run.path, trust)), config)
         return _written_by(cls.open(path))
 
     def release(self) -> None:
@@ -885,22 +846,13 @@ class _Held:
     def __init__(self, path: Path):
         self.path = path / ".lock"
         with _os_errors("cannot write", path):
-            self.handle = os.open(self.path, os.O_RDONLY | os.O_CREAT, 0o644)  # a disk can be set read-only meanwhile
+            try:
+                self.handle = lock_file(self.path)
+            except BlockingIOError as e:
+                got = f"another process that writes to it ({e.strerror})"
+                fix = "Wait for it, end it, or choose another log_path; looking at the run is possible meanwhile."
+                raise RecordError("run folder", where=str(path), got=got, expected="one writer", fix=fix) from e
         weakref.finalize(self, os.close, self.handle)
-        if os.name != "posix":
-            return
-        import fcntl
-
-        try:
-            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            got = f"another process that writes to it ({os.read(self.handle, 100).decode(errors='replace').strip()})"
-            fix = "Wait for it, end it, or choose another log_path; looking at the run is possible meanwhile."
-            raise RecordError("run folder", where=str(path), got=got, expected="one writer", fix=fix) from e
-        except OSError:  # a file system without locks
-            return
-        with suppress(OSError):  # on a full disk the process has no name
-            self.path.write_text(f"process {os.getpid()}\n", encoding="utf-8")
 
     @property
     def there(self) -> bool:
@@ -914,12 +866,24 @@ class _Held:
 _HELD: weakref.WeakValueDictionary[Path, _Held] = weakref.WeakValueDictionary()  # by this process
 
 
-def hold_folder(path: Path) -> _Held:  # as long as it is kept
-    "Keep other processes from writing to a run folder; raises RecordError where one does."
+def hold_folder(path: Path, trust: bool = False) -> _Held:  # as long as it is kept
+    "Keep other processes from writing to a run folder; raises RecordError where one does, or where it leads elsewhere."
     held = _HELD.get(path.resolve())
     if held is None or not held.there:
+        if not trust and names_noted(path) is None:
+            _refuse_ways_out(path.resolve())
         held = _HELD[path.resolve()] = _Held(path)
     return held
+
+
+def _refuse_ways_out(root: Path) -> None:
+    "Raise for a folder that was not begun here, and holds what would be written to outside of it, or never ends."
+    inside = (Path(folder, name) for folder, *names in os.walk(root) for name in (*names[0], *names[1]))
+    odd = [p for p in inside if not (p.is_dir() or p.is_file()) or not p.resolve().is_relative_to(root)]
+    if odd:
+        got = ", ".join(f"{p.relative_to(root)} -> {p.resolve()}" for p in sorted(odd)[:5])
+        fix = "Nothing was written. If you trust who made the folder: --trust, or trust=True in Python."
+        raise RecordError("run folder", where=str(root), got=got, expected="files and folders of its own", fix=fix)
 
 
 def _written_by(run: AnyRun, held: _Held | None = None) -> AnyRun:
@@ -993,7 +957,7 @@ def _resume(run: Run, config: Config | Mapping[str, Any]) -> None:
     _refuse_other_past(run.config, config, str(run.path))
     with _os_errors("cannot write", run.path):
         for leftover in run.path.glob("**/.*.writing"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
     replace_text(run.path / "config.yaml", _config_yaml(config))
     note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
 
@@ -1014,21 +978,33 @@ def _step_path(run: Run, step: int) -> Path:
 def _add(run: Run, record: StepRecord) -> Path:
     "Write the folder of a step and its line of metrics, both or neither."
     _written_by(run)
-    path = _step_path(run, record.step)
-    if path.exists():
-        fix = "Rewind the run to an earlier step first."
-        raise RecordError("a step that is recorded already", where=str(path), got=record.step, fix=fix)
-    line = _metrics_line(metrics_row(record))
-    with staged_folder(path) as folder:
-        write_record(record, folder)
+    path, line = _step_path(run, record.step), _metrics_line(metrics_row(record))
+    if there := path.exists():
+        _refuse_another(path, record)
+    else:
+        with staged_folder(path) as folder:
+            write_record(record, folder)
     try:
-        _append_line(run.path / "metrics.jsonl", line)
+        lines = _read_lines(run.path / "metrics.jsonl")[0] if there else []
+        if not any(row["step"] == record.step and "reason" in row for row in lines):
+            _append_line(run.path / "metrics.jsonl", line)
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
+        if not there:
+            shutil.rmtree(path, ignore_errors=True)
         raise
     if names := {*names_in(record.options)}:  # of a loss that may have been asked for in this step only
         note_started(run.path, trusted_names(run.path) | names)
     return path
+
+
+def _refuse_another(path: Path, record: StepRecord) -> None:
+    "Raise unless a step that is there is this one, to the last byte."
+    with tempfile.TemporaryDirectory() as place:
+        write_record(record, Path(place))
+        same = Path(place, "record.json").read_bytes() == read_file(path / "record.json")
+    if not same:
+        got, fix = f"{record.step}, with other content", "Rewind the run to an earlier step first."
+        raise RecordError("a step that is recorded already", where=str(path), got=got, fix=fix)
 
 
 def _record(run: Run, step: int) -> StepRecord:
@@ -1145,7 +1121,7 @@ def _keep_last(run: Run, keep: int) -> None:
     best = read_best(run.path) or {"step": None}
     for step in [step for step in run.checkpoints[: -max(keep, 1)] if step != best["step"]]:
         old = run.path / "checkpoints" / f"{step:05d}"
-        gone = old.with_name(f".{old.name}.writing")
+        gone = old.with_name(f".{old.name}.gone.writing")
         with _os_errors("cannot delete", old):
             old.rename(gone)
             shutil.rmtree(gone)
@@ -1172,11 +1148,11 @@ def _rewind(run: Run, step: int) -> Path | None:
     away = run.path / "discarded" / f"{max(_numbered(run.path / 'discarded'), default=0) + 1:03d}"
     with _os_errors("cannot move aside", away):
         away.mkdir(parents=True)
-        replace_text(away / "metrics.jsonl", "".join(_seal_row(row) + "\n" for row in lines))
+        replace_text(away / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
         for kind, n in reversed(later):
             (away / kind).mkdir(exist_ok=True)
             (run.path / kind / f"{n:05d}").rename(away / kind / f"{n:05d}")
-    kept = "".join(_seal_row(row) + "\n" for row in rows if row["step"] <= step)
+    kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
     replace_text(run.path / "metrics.jsonl", kept)
     return away
 

@@ -29,6 +29,7 @@ __all__ = ['Roofs', 'roofs_of']
 
 # %% ../nbs/17_roofs.ipynb #fc4b4215
 from .data import cache_dir
+from .names import write_file
 
 # %% ../nbs/17_roofs.ipynb #49c95a22
 @dataclass(frozen=True)
@@ -244,9 +245,7 @@ def roofs_of(size: ModelSize, again: bool = False) -> Roofs:
     roofs, file = measure_roofs(size), roofs_file(size)
     with suppress(OSError, RuntimeError):  # no home, or a full disk: then they are measured again next time
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as draft:
-            draft.write(json.dumps(_about(size) | {"flops": roofs.flops, "bytes": roofs.bytes}, indent=1))
-        os.replace(draft.name, file)
+        write_file(file, json.dumps(_about(size) | {"flops": roofs.flops, "bytes": roofs.bytes}, indent=1))
     return roofs
 
 # %% ../nbs/17_roofs.ipynb #f13d575c

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import yaml
 
 from .core import COLDEST, ConfigError, check_own, quoted, without_keys
-from .names import NAMED, from_file, trusted_names
+from .names import NAMED, from_file, read_file, trusted_names, write_file
 from .options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, loss_faults
 
 # %% auto #0
@@ -420,7 +420,8 @@ def coerce(
 def _choice(value: Any, choices: tuple, name: str) -> Any:
     "One of a few words or numbers; an enum member stands for its value."
     value = value.value if isinstance(value, Enum) else value
-    if type(value) in {type(c) for c in choices} and value in choices:
+    kind = str if isinstance(value, str) else type(value)  # such as text of a run folder; a bool is no number
+    if kind in {type(c) for c in choices} and value in choices:
         return value
     near = nearest(value, [str(c) for c in choices]) if isinstance(value, str) else ""
     raise ConfigError(name, where="Config", got=quoted(value), expected=" or ".join(map(repr, choices)), fix=near)
@@ -1090,7 +1091,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     "The mapping in a YAML file; raises ConfigError naming file and line."
     where = quoted(str(path), 300)[1:-1]
     try:
-        text = Path(path).read_bytes()
+        text = read_file(Path(path))
     except (OSError, ValueError) as e:  # ValueError: a name that no file can have
         got = getattr(e, "strerror", None) or e
         raise ConfigError("config file", where=where, got=got, expected="a readable YAML file") from e
@@ -1253,7 +1254,7 @@ class Stored:
         text = yaml_text(self.to_dict())
         if path is not None:
             check_own(path, OWN_YAML, "to_yaml")
-            Path(path).write_text(f"{OWN_YAML}\n{text}", encoding="utf-8")
+            write_file(Path(path), f"{OWN_YAML}\n{text}")
         return text
 
 # %% ../nbs/08_settings.ipynb #4d00e42c

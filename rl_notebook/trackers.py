@@ -22,6 +22,7 @@ import pandas as pd
 
 from .config import WandBConfig
 from .core import ConfigError, MissingExtra, RecordError, without_keys
+from .names import read_file, write_file
 
 # %% auto #0
 __all__ = ['Tracker', 'WandBTracker', 'TrackioTracker', 'TensorBoardTracker', 'open_trackers']
@@ -118,10 +119,10 @@ def identify(
     memory = Path(log_path, "trackers.json")
     try:
         if memory.exists():
-            return RunIdentity(name, json.loads(memory.read_text(encoding="utf-8"))["run_id"], resumed=True)
+            return RunIdentity(name, json.loads(read_file(memory))["run_id"], resumed=True)
         fresh = RunIdentity(name, uuid.uuid4().hex[:12])
         memory.parent.mkdir(parents=True, exist_ok=True)
-        memory.write_text(json.dumps({"run_id": fresh.id}), encoding="utf-8")
+        write_file(memory, json.dumps({"run_id": fresh.id}))
     except (OSError, ValueError, KeyError, TypeError) as e:
         fix = "Delete the file to give the run a new place in the trackers."
         raise RecordError("run id", where=str(memory), got=repr(e), expected="a readable file", fix=fix) from e

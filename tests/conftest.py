@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,8 @@ from hypothesis import settings
 from offline import heartbeats, stay_here
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
+NOTES = tempfile.TemporaryDirectory(prefix="rl-notebook-state-")  # of the runs that tests begin
+os.environ["XDG_STATE_HOME"] = NOTES.name
 os.environ["TINKER_TELEMETRY"] = "0"  # else the SDKs report, at the end, to services that are gone
 
 # A shared machine is sometimes slow; that is not what property tests are about. The examples are the same on every run,

@@ -18,7 +18,9 @@ import pytest
 from service_runs import checksum, config, open_service, problem
 
 from rl_notebook.emulator.service import start_emulator
+from rl_notebook.back import export_policy
 from rl_notebook.backends.local import open_local
+from rl_notebook.cli import main
 from rl_notebook.config import Config
 from rl_notebook.core import RecordError, RewardError
 from rl_notebook.data import load_rows
@@ -168,3 +170,91 @@ def test_one_bad_step_does_not_skip_promotion(tmp_path, bad):
         assert bool(asyncio.run(main(running))) == (bad != "first step")
     finally:
         running.stop()
+
+
+# --- what is written lands where it belongs ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "A run of three steps and a checkpoint."
+    cfg = replace(CFG, log_path=str(tmp_path_factory.mktemp("theirs") / "run"), dcp_save_interval=3)
+    asyncio.run(train(cfg, problem=Problem(rows(), [], LENGTH), backend=tiny(), **QUIET))
+    return Path(str(cfg.log_path))
+
+
+@pytest.fixture
+def sent(theirs: Path, tmp_path: Path) -> Path:
+    "The same, elsewhere: nothing says that it was started here."
+    return Path(shutil.copytree(theirs, tmp_path / "sent"))
+
+
+@pytest.mark.parametrize("name", ["report.html", ".report.html.writing", ".report.html.12.writing"])
+def test_looking_at_a_folder_that_was_sent_writes_nothing_in_it_and_follows_no_link(name, sent, tmp_path, capsys):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("my text")
+    (sent / name).unlink(missing_ok=True)
+    (sent / name).symlink_to(mine)
+    there = sorted(sent.rglob("*"))
+    assert main(["view", str(sent), "--once"]) == 0
+    said = capsys.readouterr()
+    assert "was not started here: its page is written outside of it" in said.err
+    page = Path(said.out.strip())
+    assert "step 3" in page.read_text()
+    assert not page.is_relative_to(sent)
+    assert sorted(sent.rglob("*")) == there
+    main(["view", str(sent), "--once", "--out", str(sent / name)])
+    assert mine.read_text() == "my text"
+
+
+def test_a_run_that_was_started_here_gets_its_page(tmp_path, capsys):
+    run = RunFolder.create(tmp_path / "run", CFG)
+    assert main(["view", str(run.path), "--once"]) == 0
+    assert capsys.readouterr().out.strip() == str(run.path / "report.html")
+
+
+WAYS_OUT = [".lock", "metrics.jsonl", "checkpoints", "steps", "discarded", "x", "checkpoints/00003/trainer"]
+
+
+@pytest.mark.parametrize("name", WAYS_OUT)
+def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(name, sent, tmp_path, capsys):
+    outside, link = tmp_path / "outside", sent / name
+    if link.is_file():
+        outside.write_bytes(link.read_bytes() + b'{"step": 9')  # half a line, which would be cut off
+        link.unlink()
+    else:
+        outside.mkdir()
+        (outside / ".00009.writing").mkdir()  # which would be deleted
+        if link.exists():
+            shutil.copytree(link, outside, dirs_exist_ok=True)
+            shutil.rmtree(link)
+    link.symlink_to(outside)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    resume = ["train", "--resume", "--log-path", str(sent), "--steps", "3"]
+    assert main(resume) == 2
+    assert "expected files and folders of its own. Nothing was written" in (said := capsys.readouterr().err)
+    assert f"{name} -> {outside}" in said
+    with pytest.raises(RecordError, match="Nothing was written"):
+        RunFolder.resume(sent, CFG)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    if name != ".lock":  # which is never followed
+        assert RunFolder.resume(sent, Run.open(sent).config, trust=True).steps == [1, 2, 3]
+        RunFolder.resume(sent, Run.open(sent).config).release()  # one's own from here on
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_waited_for(sent):
+    os.mkfifo(sent / "steps" / "more")
+    with pytest.raises(RecordError, match=r"got steps/more -> .*; expected files and folders of its own"):
+        RunFolder.resume(sent, CFG)
+
+
+def test_weights_get_the_mode_that_the_umask_asks_for(tmp_path):
+    before = os.umask(0o027)
+    try:
+        asyncio.run(export_policy(tiny(), tmp_path / "weights"))
+        asyncio.run(tiny().policy.save_state(str(tmp_path / "state")))
+    finally:
+        os.umask(before)
+    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in tmp_path.rglob("*") if p.is_file()}
+    assert {"model.safetensors", "state.safetensors", "config.json"} <= modes.keys()
+    assert set(modes.values()) == {"0o640"}, modes

@@ -596,7 +596,8 @@ def test_what_is_refused_is_listed_and_can_be_trusted(sent, desk, capsys):
     refused = capsys.readouterr().err
     names = "config: got 'evil:f', 'evil:g', which"
     assert names in refused.replace("'evil:g', 'evil:f'", "'evil:f', 'evil:g'")
-    assert "Nothing was imported. If you trust who wrote the folder: --trust, or trust=True in Python." in refused
+    fix = "Nothing was imported, read or sent. If you trust who wrote the folder: --trust, or trust=True in Python."
+    assert fix in refused
     assert not trap.sprung
     command(["replay", str(trap.path), "2", "--trust"])
     assert f"{trap.path}: trusted with what it names: evil:f, evil:g" in capsys.readouterr().err
@@ -608,7 +609,34 @@ def test_a_service_of_a_foreign_folder_gets_no_key(sent, desk, capsys, monkeypat
     trap = Trap(sent, desk)
     trap.settings(backend="tinker", lora_rank=8, base_url="http://127.0.0.1:9")
     assert command(["replay", str(trap.path), "2"]) == 2
-    assert "config: got 'http://127.0.0.1:9', which" in capsys.readouterr().err
+    assert "'http://127.0.0.1:9', which" in capsys.readouterr().err
+
+
+REACHING = {  # settings that reach out of the run: what is named in the message
+    "a tracker": ({"report_to": ["wandb"]}, "'wandb'"),
+    "a tracker that is only configured": ({"wandb": {}}, "'rl-notebook'"),
+    "the project of a tracker": ({"wandb": {"project": "theirs"}}, "'theirs'"),
+    "a file as template": ({"chat_template": "/etc/passwd"}, "'/etc/passwd'"),
+    "an address as rows": ({"dataset": "http://127.0.0.1:9/rows.jsonl"}, "'http://127.0.0.1:9/rows.jsonl'"),
+    "a file as rows": ({"dataset": "../private.jsonl"}, "'../private.jsonl'"),
+    "a service": ({"backend": "tinker", "lora_rank": 8}, "'tinker'"),
+    "a model of a service": ({"backend": "auto", "base_model": "accounts/them/models/x"}, "'accounts/them/models/x'"),
+    "a checkpoint elsewhere": ({"resume": {"resume_from": "../another"}}, "'../another'"),
+}
+
+
+@pytest.mark.parametrize("what", REACHING)
+@pytest.mark.parametrize("way", ["--resume --log-path {}", "--config {}/config.yaml --log-path new"])
+def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, desk, capsys):
+    trap, (settings, named) = Trap(sent, desk), REACHING[what]
+    trap.settings(**settings)
+    before, modules = sorted(trap.path.rglob("*")), {*sys.modules}
+    assert command(["train", *way.format(trap.path).split()]) == 2
+    said = capsys.readouterr().err
+    assert f"config: got {named}, which" in said.replace("'tinker', 'accounts", "'accounts")
+    assert "Nothing was imported, read or sent" in said
+    assert not {"wandb", "tinker"} & ({*sys.modules} - modules)
+    assert sorted(trap.path.rglob("*")) == before
 
 
 # --- a run that was started here --------------------------------------------------------------------------------------
@@ -662,13 +690,13 @@ def test_a_foreign_run_that_is_resumed_with_trust_is_ones_own(mine, desk, capsys
     assert not refused(moved)
 
 
-def test_the_note_holds_names_and_nothing_is_noted_without_them(mine, desk):
+def test_the_note_holds_names(mine, desk):
     [note] = (desk / "state" / "rl-notebook" / "runs").iterdir()
     noted = json.loads(note.read_text())
     assert noted["names"] == ["my_functions:plain", "my_functions:uneven"]
     assert noted["folder"] == str(mine.resolve())
     RunFolder.create(desk / "plain", Config())
-    assert len([*note.parent.iterdir()]) == 1
+    assert [json.loads(other.read_text())["names"] for other in note.parent.iterdir() if other != note] == [[]]
 
 
 def test_a_home_that_cannot_be_written_costs_the_note_and_no_run(desk, monkeypatch):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import hashlib
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -343,7 +348,9 @@ def test_parts_that_do_not_fit_are_refused(changes: dict, reason: str | None, ru
         run.record(2)
 
 
-@pytest.mark.parametrize("flip", [('"step": 2', '"step" 2'), ("0.8", "0.9"), ('"crc32"', '"crc33"'), ("{", "[")])
+@pytest.mark.parametrize(
+    "flip", [('"step": 2', '"step" 2'), ('"policy_version": ', '"policy_version": "one", "of": '), ("{", "[")]
+)
 def test_a_damaged_line_costs_that_line_and_its_record_stands_in(flip: tuple[str, str], run: RunFolder):
     run.log_metrics(1, {"eval/reward": 0.25})
     path, whole = run.path / "metrics.jsonl", run.metrics()
@@ -375,10 +382,6 @@ def test_what_was_written_before_there_were_checksums_is_read(run: RunFolder):
     whole, metrics = [*run], run.metrics()
     for path in [*run.path.rglob("record.json"), *run.path.rglob("checkpoint.json")]:
         rewrite(path)
-    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    lines = [{k: v for k, v in line.items() if k != "crc32"} for line in lines]
-    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run.path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     opened = RunFolder.open(run.path)
     assert (opened.config, opened.notes, opened.latest_checkpoint().step) == (CONFIG, (), 3)
     assert all(same(a, b) for a, b in zip(opened, whole, strict=True))
@@ -386,6 +389,19 @@ def test_what_was_written_before_there_were_checksums_is_read(run: RunFolder):
     opened.add(synthetic_record(4))
     assert opened.metrics().index.tolist() == [1, 2, 3, 4]
     assert RunFolder.resume(run.path, CONFIG).config == CONFIG
+
+
+def test_what_earlier_versions_sealed_is_read(run: RunFolder):
+    metrics = run.metrics()
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    sealed = [line | {"crc32": f"{zlib.crc32(json.dumps(line).encode()):08x}"} for line in lines]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sealed))
+    text = (run.path / "config.yaml").read_text()
+    first = f"# sha256 of the lines below: {hashlib.sha256(text.encode()).hexdigest()}\n"
+    (run.path / "config.yaml").write_text(first + text)
+    opened = RunFolder.open(run.path)
+    assert (opened.config, opened.notes) == (CONFIG, ())
+    pd.testing.assert_frame_equal(opened.metrics(), metrics)
 
 
 def test_what_was_written_before_there_were_entropies_is_read(run: RunFolder):
@@ -425,7 +441,7 @@ def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path, say: Callabl
     save(run, 2, backend.policy.save_state)
     whole, rng, counts = seen(run.path), np.random.default_rng(0), Counter()
     assert alike(seen(run.path), whole)
-    for name in sorted(files(run.path)):
+    for name in sorted(files(run.path).keys() - {"config.yaml", "metrics.jsonl"}):  # these may be edited by hand
         path, outcomes = run.path / name, Counter()
         data = path.read_bytes()
         for place in rng.integers(0, 8 * len(data), 162 if os.environ.get("SLOW") == "1" else 12).tolist():
@@ -543,6 +559,53 @@ def test_a_line_that_cannot_be_written_takes_its_step_along(run: RunFolder):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert files(run.path) == before
+
+
+def refused_by_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    "From here on `fsync` of a folder fails, as on file systems that have none."
+    flush = os.fsync
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_flush_names_holds_a_run(number: int, run: RunFolder, tmp_path: Path, monkeypatch):
+    refused_by_the_disk(run.path, monkeypatch, number)
+    with pytest.warns(UserWarning, match="the file system cannot flush the names of files"):
+        run.add(synthetic_record(4))
+    assert run.steps == [*run.metrics().index] == [1, 2, 3, 4]
+    with pytest.warns(UserWarning, match="cannot flush"):
+        fresh = RunFolder.create(tmp_path / "fresh", CONFIG)
+    with pytest.warns(UserWarning, match="cannot flush"):
+        assert save(fresh, 1).step == 1
+
+
+def test_a_step_that_is_recorded_once_more_gets_what_is_missing(run: RunFolder):
+    lines = (run.path / "metrics.jsonl").read_text()
+    run.add(run.record(3))
+    assert (run.path / "metrics.jsonl").read_text() == lines
+    (run.path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:2]))  # the third was not written
+    run.add(run.record(3))
+    assert [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").open()] == [1, 2, 3]
+    with pytest.raises(RecordError, match="recorded already: got 3, with other content"):
+        run.add(replace(run.record(3), consumed=77))
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts the bytes that a process reads, as Linux does")
+def test_a_line_costs_the_same_however_long_the_file_is(run: RunFolder):
+    with (run.path / "metrics.jsonl").open("a") as f:
+        f.writelines(json.dumps({"step": 3, f"eval/m{i % 50}": 0.5}) + "\n" for i in range(300_000))
+    read = lambda: int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+    before = read()
+    for i in range(20):
+        run.log_metrics(3, {"eval/reward": i / 20})
+    assert read() - before < 5_000_000 < (run.path / "metrics.jsonl").stat().st_size
+    assert run.metrics().loc[3, "eval/reward"] == 19 / 20
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import re
-import shutil
 import threading
 import warnings
 from collections import deque
@@ -65,6 +64,7 @@ from rl_notebook.core import (
     RLNotebookError,
     SampleParams,
 )
+from ..names import new_folder
 
 # %% auto #0
 __all__ = ['export_weights', 'open_local']
@@ -723,20 +723,12 @@ def write_folder(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -
     _check_finite(tensors, RecordError, f"save_state, {path}")
     if path.exists() and not (path / "state.json").is_file():
         raise RecordError("save_state", where=str(path), got="something else", expected="a free name or a saved state")
-    partial_path, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     try:
-        shutil.rmtree(partial_path, ignore_errors=True)
-        partial_path.mkdir(parents=True)
-        save_file({name: t.cpu() for name, t in tensors.items()}, partial_path / "state.safetensors")
-        (partial_path / "state.json").write_text(json.dumps(meta, indent=1))
-        if path.exists():
-            path.rename(old)
-        partial_path.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_folder(path, replace=True, flush=False) as draft:
+            save_file({name: t.cpu() for name, t in tensors.items()}, draft / "state.safetensors")
+            (draft / "state.json").write_text(json.dumps(meta, indent=1))
     except (OSError, SafetensorError) as reason:
-        shutil.rmtree(partial_path, ignore_errors=True)
-        if old.exists() and not path.exists():
-            old.rename(path)
         fix = "Free some space, or choose a folder that can be written."
         raise RecordError(
             "save_state", where=str(path), got=str(reason), expected="a writable disk", fix=fix
@@ -1370,20 +1362,17 @@ def write_weights(
     folder: Path,  # to make
 ) -> None:
     "Write weights as `save_pretrained` does, the adapter alone under PEFT; no half-written folder is ever seen."
-    draft = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    if hasattr(module, "peft_config"):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(folder, replace=True, flush=False) as draft, _quiet():
+        if not hasattr(module, "peft_config"):
+            module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
+            return
         from peft import get_peft_model_state_dict
 
         name: Any = module.active_adapter
         adapter = get_peft_model_state_dict(module, dict(weights), name, save_embedding_layers=False)
         module.peft_config[name].save_pretrained(draft)  # type: ignore[index, union-attr]
         save_file({k: v.detach().cpu().contiguous() for k, v in adapter.items()}, draft / "adapter_model.safetensors")
-    else:
-        with _quiet():
-            module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
 
 
 @contextmanager

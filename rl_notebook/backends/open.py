@@ -107,7 +107,8 @@ async def open_backend(
     leftover: str = "error",  # fireworks: trainers of a killed process in this run folder: "attach", "clean" or "error"
 ) -> Backend:  # `async with` releases what it holds
     "The backend that a config names."
-    check_trusted(cfg.base_url, "base_url")  # it is sent your key
+    for name in ("backend", "base_model", "base_url"):
+        check_trusted(getattr(cfg, name), name)  # a service is sent your key
     if cfg.backend not in OPENERS:
         raise ConfigError("backend", got=repr(cfg.backend), expected=" or ".join(OPENERS))
     own = {} if leftover == "error" else {"leftover": leftover}

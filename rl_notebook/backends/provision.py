@@ -40,6 +40,7 @@ from ..config import HotloadConfig, WandBConfig, WeightSyncConfig  # noqa: F401 
 from ..core import BackendError, ConfigError, Datum, DatumError, LossError, MissingExtra, RecordError
 from ..core import RLNotebookError
 from ..datums import datum_from_tokens_weights as shifted
+from ..names import lock_file, write_file
 from ..retries import RETRIED, AskAgain, Retries, retry_after, with_retries_blocking
 
 # %% ../../nbs/28_backends.provision.ipynb #53655332
@@ -215,12 +216,7 @@ class ResourceFile:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         entries = [{f.name: getattr(r, f.name) for f in fields(r)} for r in resources]
-        draft = self.path.with_suffix(f".{os.getpid()}")
-        with draft.open("w", encoding="utf-8") as out:
-            json.dump({"format": 1, "resources": entries}, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        draft.replace(self.path)
+        write_file(self.path, json.dumps({"format": 1, "resources": entries}, indent=1))
 
     def note(self, resource: Resource) -> None:
         "Add one."
@@ -233,20 +229,13 @@ class ResourceFile:
 # %% ../../nbs/28_backends.provision.ipynb #e23c6b73
 def claim(file: ResourceFile) -> None:
     "Own the list until `release` or the end of the process; raises `BackendError` if another process does."
-    try:
-        import fcntl
-    except ImportError:
-        return
     file.path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(file.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as reason:
-        os.close(handle)
+        file.handle = lock_file(file.path.with_suffix(".lock"))
+    except BlockingIOError as reason:
         fix = "Close that backend (or its kernel) first, or choose another log_path."
-        where, got = str(file.path.parent), "a list that a running backend owns"
+        where, got = str(file.path.parent), f"a list that a running backend owns ({reason.strerror})"
         raise BackendError("resources", where=where, got=got, expected="one owner", fix=fix) from reason
-    file.handle = handle
 
 
 def release(file: ResourceFile) -> None:

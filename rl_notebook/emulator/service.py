@@ -32,6 +32,7 @@ from .server import EmulatedServer, completions, hot_load, run_load
 from .trainer import Call, EmulatedTrainer, Models, Snapshots, finish_session, timestamp
 from ..backends.openai import Secret
 from ..core import BackendError, ConfigError
+from ..names import lock_file, write_file
 
 # %% auto #0
 __all__ = ['FAULTS', 'Fault', 'parse_faults', 'Emulator', 'RunningEmulator', 'start_emulator']
@@ -216,9 +217,7 @@ class ResourceStore:
         "Keep it, in place of what had its name."
         path = self._path(resource.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(resource), indent=1), encoding="utf-8")
-        os.replace(draft, path)
+        write_file(path, json.dumps(asdict(resource), indent=1))
         self._known[resource.name] = resource
         return resource
 
@@ -997,19 +996,11 @@ SAMPLERS: Table = [
 def lock_folder(folder: Path) -> IO[bytes]:  # close it to give the folder back
     "Hold a folder, which is made if need be; raises `BackendError` when another emulator holds it."
     folder.mkdir(parents=True, exist_ok=True)
-    held = (folder / "lock").open("ab")
     try:
-        import fcntl
-
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ModuleNotFoundError:  # a system without such locks
-        pass
+        return os.fdopen(lock_file(folder / "lock"), "rb")
     except BlockingIOError as e:
-        held.close()
-        raise BackendError(
-            "folder", got=f"{folder}, which another emulator uses", fix="Stop it, or take another."
-        ) from e
-    return held
+        got = f"{folder}, which another emulator uses ({e.strerror})"
+        raise BackendError("folder", got=got, fix="Stop it, or take another.") from e
 
 # %% ../../nbs/74_emulator.service.ipynb #5b3d3d95
 class Emulator:

@@ -40,7 +40,7 @@ from ..back import restore_checkpoint, save_checkpoint
 from ..loop import verdict_line
 from ..phases import sources_of
 from ..losses import LossOptions, policy_loss_fn
-from ..names import NAMED, check_trusted, named_function
+from ..names import NAMED, check_trusted, named_function, read_file, write_file
 from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode
 from ..records import BEST, read_best, write_best
 from ..records import flat_settings, hold_folder, metrics_row, read_checkpoint
@@ -59,6 +59,7 @@ __all__ = ['Problem', 'load_problem', 'make_problem', 'RunResult', 'train', 'mai
 # %% ../../nbs/61_recipes.rl_loop.ipynb #9a500205
 def named_source(dataset: str) -> Any:
     "What a function `module:function` of yours returns, or the path or address as it is."
+    check_trusted(dataset, "dataset")
     named = NAMED.fullmatch(dataset) is not None and not Path(dataset).exists()
     return named_function(dataset, "dataset", DataError)() if named else dataset
 
@@ -176,14 +177,14 @@ def check_best(cfg: Config, problem: Problem) -> None:
         refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #058e2ee4
-def check_run(cfg: Config, resume: bool = False) -> None:
+def check_run(cfg: Config, resume: bool = False, trust: bool = False) -> None:
     "Raise if the run folder cannot be begun or gone on with; to be asked before a model is loaded."
     if cfg.log_path is None:
         if resume:
             raise ConfigError("resume", got="no log_path", expected="the run folder to go on with")
     elif resume:
         Run.open(cfg.log_path)
-        hold_folder(Path(cfg.log_path))  # raises where another process writes to it
+        hold_folder(Path(cfg.log_path), trust)  # raises where another process writes to it, or it leads elsewhere
     elif (Path(cfg.log_path) / "run.json").exists():
         RunFolder.create(cfg.log_path, cfg)  # raises, and says what is there
 
@@ -192,14 +193,15 @@ def open_run(
     cfg: Config,
     resume: bool = False,  # go on with what is there
     say: Callable[[str], Any] = tqdm.write,
+    trust: bool = False,  # links in what is there may be followed
 ) -> RunFolder | None:
     "The run folder that a config names, begun or gone on with; None without a `log_path`."
-    check_run(cfg, resume)
+    check_run(cfg, resume, trust)
     if cfg.log_path is None or not resume:
         return None if cfg.log_path is None else RunFolder.create(cfg.log_path, cfg)
     if changed := differing(Run.open(cfg.log_path).config, cfg):
         say(f"settings that differ from those recorded in {cfg.log_path}:\n{changed}")
-    return RunFolder.resume(cfg.log_path, cfg)
+    return RunFolder.resume(cfg.log_path, cfg, trust=trust)
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #b005afe2
 def find_checkpoint(cfg: Config, resume: bool = False) -> Checkpoint | None:
@@ -281,13 +283,13 @@ def keep_rows(run: RunFolder, problem: Problem, parts: Mapping[str, Any]) -> Non
 def write_rows(path: Path, rows: Sequence[Row], own: Sequence[str] = ()) -> None:  # names of functions beside them
     "Rows as JSON lines that `read_rows` gives back exactly."
     lines = [{"format": 1, "own": [*own]}, *({f.name: getattr(row, f.name) for f in fields(row)} for row in rows)]
-    path.write_text("".join(json.dumps(encode(line, path.name)) + "\n" for line in lines), encoding="utf-8")
+    write_file(path, "".join(json.dumps(encode(line, path.name)) + "\n" for line in lines))
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:  # rows, names of functions that were passed beside them
     "Rows that `write_rows` wrote; raises `RecordError` for another file."
     try:
-        head, *lines = [decode(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        head, *lines = [decode(json.loads(line)) for line in read_file(path).splitlines()]
         return [Row(**line) for line in lines], [str(name) for name in head["own"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RecordError(path.name, where=str(path), got=str(error), expected="rows of a run") from error
@@ -311,13 +313,14 @@ async def train(
     backend: Backend | None = None,  # None = the one that the config names; one that is passed stays open
     resume: bool = False,  # go on with the run in `log_path`
     leftover: str = "error",  # Fireworks: trainers of a killed process in `log_path`: "attach", "clean" or "error"
+    trust: bool = False,  # links that leave the folder of a run that was not started here may be followed
     say: Callable[[str], Any] = tqdm.write,  # where the lines go
     progress: bool = True,  # draw a bar, where bars can be drawn
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
     **parts: Any,  # of `make_problem`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
     "Run GRPO as a config says."
-    check_run(cfg, resume)
+    check_run(cfg, resume, trust)
     check_functions(cfg, problem)
     if resume and problem is None and cfg.log_path is not None:
         check_given(cfg.log_path, parts)
@@ -336,7 +339,7 @@ async def train(
             say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
         if changed:
             say(f"as it was changed in the run:\n{loop.change(**changed)}")
-        if (run := open_run(cfg, resume, say)) is not None and resume:
+        if (run := open_run(cfg, resume, say, trust)) is not None and resume:
             put_aside(run, found.step if found else 0, say)
             for line in resumed_sources(loop, run):
                 say(line)

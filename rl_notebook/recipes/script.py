@@ -425,7 +425,7 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
         names = ", ".join(name for name, *_ in changed.rows)
         notes.append(f"{names}: changed since the loop was opened; the script has the last value from step 1 on")
     cfg, parts, own_rows = described(loop, sources)
-    for name in names_in(cfg.to_dict()):
+    for name in filter(NAMED.fullmatch, names_in(cfg.to_dict())):
         sources.note_path(name.partition(":")[0])
     files, marks = [path, path.with_suffix(".yaml")], [HEAD.splitlines()[0], OWN_YAML]
     given = {"rows": loop.rows, "eval_rows": loop.eval_rows} if own_rows else {}
