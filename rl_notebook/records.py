@@ -35,8 +35,8 @@ import pandas as pd
 from .advantages import is_dead
 from .backends.base import GradNormalization
 from .config import Config
-from .settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, of_earlier_run, read_yaml, yaml_text
-from .core import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
+from .settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, of_earlier_run, yaml_value, yaml_text
+from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
 from .drawings import folded, html_table, prompt_text, step_html
 from .names import from_file, lock_file, names_in, names_noted, new_folder, note_started, read_file
 from .names import trusted_names, write_file
@@ -612,9 +612,14 @@ def _config_yaml(config: Config | Mapping[str, Any]) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     "The settings in a `config.yaml`; raises RecordError where it holds none."
+    with _os_errors("cannot read", path):
+        text = read_file(path)
     try:
-        return of_earlier_run(read_yaml(path))
-    except ConfigError as e:
+        config = yaml_value(text.decode())
+        if not isinstance(config, dict):
+            raise ValueError(f"{type(config).__name__} where settings by name should be")
+        return of_earlier_run(config)
+    except ValueError as e:
         raise RecordError("not readable", where=str(path), got=str(e), expected="YAML as it was written") from e
 
 # %% ../nbs/32_records.ipynb #02d269cb
