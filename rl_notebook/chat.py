@@ -27,7 +27,7 @@ from .data import Row, read_messages
 from .names import check_trusted
 
 # %% auto #0
-__all__ = ['encode_prompt', 'sample_from_spans', 'sample_from_completion', 'Conversation', 'start_conversation']
+__all__ = ['encode_prompt', 'sample_from_spans', 'sample_from_completion', 'UnfitTurn', 'Conversation', 'start_conversation']
 
 # %% ../nbs/12_chat.ipynb #78754eaa
 def check_tokenizer(
@@ -43,6 +43,36 @@ def check_tokenizer(
     if chat and not tokenizer.chat_template:
         fix = "Use the tokenizer of an instruct model, set tokenizer.chat_template, or give the rows a plain `prompt`."
         raise DataError("chat_template", where=where, got="none", expected="a template for messages", fix=fix)
+
+# %% ../nbs/12_chat.ipynb #b1763efb
+def is_special(tokenizer: Any, token: int) -> bool:
+    "Whether a token is no text."
+    return not tokenizer.decode([token], skip_special_tokens=True)
+
+
+def template_end(tokenizer: Any) -> int | None:
+    "The special token that the chat template writes behind an answer, if it writes one."
+    said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    try:
+        text = str(tokenizer.apply_chat_template(said, tokenize=False)) if tokenizer.chat_template else ""
+    except Exception:  # a template that refuses this conversation does not say
+        return None
+    behind = _encode(tokenizer, text.rpartition("answer")[2].lstrip())[:1]
+    return behind[0] if behind and is_special(tokenizer, behind[0]) else None
+
+
+def turn_ends(tokenizer: Any, *configs: Any) -> frozenset[int]:
+    "Every token that ends a turn: those that configurations and tokenizer name, and that of the template."
+    sources = (*configs, getattr(tokenizer, "generation_config", None), tokenizer)
+    named = [getattr(source, "eos_token_id", None) for source in sources]
+    lists = [ids if isinstance(ids, list | tuple) else [ids] for ids in named]
+    ends = [*(i for ids in lists for i in ids), None if tokenizer is None else template_end(tokenizer)]
+    return frozenset(int(i) for i in ends if i is not None)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    "Ids of a text that already holds its special tokens."
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 # %% ../nbs/12_chat.ipynb #3ab4bf4c
 def check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
@@ -112,11 +142,6 @@ def with_template(
     return own
 
 # %% ../nbs/12_chat.ipynb #ad10a0f9
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    "Ids of a text that already holds its special tokens."
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str, options: Mapping[str, Any]
 ) -> str:
@@ -271,6 +296,7 @@ class Span:
     tokens: tuple[int, ...]  # ids
     text: str  # what they say, special tokens included
     completion: Completion | None = None  # what sampled them; None = rendered
+    rendered: str = ""  # what the template writes for them, where that ends with another token; "" = their text
 
 # %% ../nbs/12_chat.ipynb #3807fc15
 def _text_of(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]) -> str:
@@ -282,10 +308,12 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: 
 
 
 def _spoken_tokens(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[int]:
-    "The sampled tokens without the stop token."
+    "The sampled tokens without the one that ended the turn."
     tokens = completion.tokens.tolist()
-    stops = [tokenizer.eos_token_id, *completion.params.stop_token_ids]
-    return tokens[:-1] if completion.finish_reason == "stop" and tokens and tokens[-1] in stops else tokens
+    if completion.finish_reason != "stop" or not tokens:
+        return tokens
+    ended = tokens[-1] in completion.params.stop_token_ids or is_special(tokenizer, tokens[-1])
+    return tokens[:-1] if ended or tokens[-1] in turn_ends(tokenizer) else tokens
 
 # %% ../nbs/12_chat.ipynb #c325e0e4
 def tokens_around(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], at: int) -> str:
@@ -309,15 +337,19 @@ def _token_at(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], charact
     return bisect_left(range(len(tokens)), character + 1, key=reaches)
 
 
+class UnfitTurn(AlignmentError):
+    "What the policy said cannot be continued under its chat template."
+
+
 def _check_prefix(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], seen: str, rendered: str, where: str
 ) -> None:
-    "Raise `AlignmentError` unless the rendering begins with what was seen; shows the tokens where they part."
+    "Raise `UnfitTurn` unless the rendering begins with what was seen; shows the tokens where they part."
     if rendered.startswith(seen):
         return
     at, theirs = first_difference(seen, rendered), _encode(tokenizer, rendered)
     index = min(_token_at(tokenizer, tokens, at), len(tokens) - 1)
-    raise AlignmentError(
+    raise UnfitTurn(
         f"token {index} of {len(tokens)} differs from the chat template's rendering",
         where=where,
         got=tokens_around(tokenizer, tokens, index),
@@ -453,10 +485,29 @@ def _add_messages(conversation: Conversation, messages: Sequence[Mapping[str, An
     if c.spans[-1].completion is None:
         raise AlignmentError("turn", where=where, got="messages", expected="a completion: the policy is next")
     said = (*c.messages, *read_messages(list(messages), where))
-    rendered = _rendered(c.tokenizer, [*(c.row.messages or ()), *said], where, c.options)
-    _check_prefix(c.tokenizer, c.tokens, c.text, rendered, f"{where}, turn {c.turns}")
-    rest = rendered[len(c.text) :]
-    return replace(c, messages=said, spans=(*c.spans, Span(tuple(_encode(c.tokenizer, rest)), rest)))
+    try:
+        rendered = _rendered(c.tokenizer, [*(c.row.messages or ()), *said], where, c.options)
+    except DataError as error:  # two turns of one role in a row, half a character, ...
+        raise UnfitTurn(str(error)) from error
+    spans = _ended_as_rendered(c, rendered)
+    shown = "".join(span.rendered or span.text for span in spans)
+    _check_prefix(c.tokenizer, c.tokens, shown, rendered, f"{where}, turn {c.turns}")
+    rest = rendered[len(shown) :]
+    return replace(c, messages=said, spans=(*spans, Span(tuple(_encode(c.tokenizer, rest)), rest)))
+
+
+def _ended_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
+    "The spans; the last one knows it if the template ends it with another token than the policy did."
+    *given, last = c.spans
+    content = c.messages[-1]["content"]
+    before = "".join(span.rendered or span.text for span in given)
+    known = last.text == content or rendered.startswith(before + last.text) or template_end(c.tokenizer) is None
+    if known or not rendered.startswith(before + content):
+        return c.spans
+    end = _encode(c.tokenizer, rendered[len(before + content) :])[:1]
+    if not end or not is_special(c.tokenizer, end[0]):
+        return c.spans
+    return *given, replace(last, rendered=content + _text_of(c.tokenizer, [], end))
 
 # %% ../nbs/12_chat.ipynb #5607dab5
 def _to_sample(conversation: Conversation, reward: float | None, info: Mapping[str, Any]) -> RolloutSample:
@@ -471,21 +522,24 @@ def _to_sample(conversation: Conversation, reward: float | None, info: Mapping[s
 
 # %% ../nbs/12_chat.ipynb #3266d6a5
 def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    "Messages with tools for a template that does not know them."
-    told = []
-    for m in messages:
-        calls = [_call_text(call) for call in m.get("tool_calls") or ()]
-        content = "\n".join([*([m["content"]] if m["content"] else []), *calls])
-        if m["role"] == "tool":
-            told.append({"role": "user", "content": f"<tool_response>{m['content']}</tool_response>"})
+    "Messages with tools for a template that does not know them; responses to calls of one turn are one message."
+    told = list[dict[str, Any]]()
+    for i, m in enumerate(messages):
+        response = f"<tool_response>{m['content']}</tool_response>"
+        if m["role"] == "tool" and i and messages[i - 1]["role"] == "tool":
+            told[-1]["content"] += f"\n{response}"
+        elif m["role"] == "tool":
+            told.append({"role": "user", "content": response})
         else:
+            calls = [_call_text(call) for call in m.get("tool_calls") or ()]
+            content = "\n".join([*([m["content"]] if m["content"] else []), *calls])
             told.append({name: v for name, v in m.items() if name != "tool_calls"} | {"content": content})
     if tools:
         shapes = "\n".join(json.dumps(tool["function"]) for tool in tools)
         how = 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
         text = f"Functions:\n{shapes}\n{how}"
         if told[0]["role"] == "system":
-            told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{text}"}
+            told[0]["content"] += f"\n\n{text}"
         else:
             told.insert(0, {"role": "system", "content": text})
     return told
@@ -526,20 +580,42 @@ def told_to_template(
         raise DataError("messages or tools", where=where, got=got, expected=expected) from reason
 
 # %% ../nbs/12_chat.ipynb #836bba9f
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
+_DEEPEST = 100  # levels of the arguments of a call
+
+
+def is_deep(value: Any) -> bool:
+    "Whether lists and mappings are nested too deep to be read again and rendered."
+    level, inside = 0, [value]
+    while inside and level <= _DEEPEST:
+        level += 1
+        inside = [v for x in inside if isinstance(x, dict | list) for v in (x.values() if isinstance(x, dict) else x)]
+    return level > _DEEPEST
+
+
+def read_call(said: Any) -> dict[str, Any] | None:
+    "The call that a JSON value is; None for any other."
+    name, arguments = (said.get("name"), said.get("arguments") or {}) if isinstance(said, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, dict) or is_deep(arguments):
+        return None
+    if re.search("[\ud800-\udfff]", name + json.dumps(arguments, ensure_ascii=False)):  # no template renders it
+        return None
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def split_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls
     "What a text says, and which tools it calls."
-    calls, content, last = [], "", 0
-    for found in _CALL.finditer(text):
+    calls, content, last, read = [], "", 0, json.JSONDecoder().raw_decode
+    openings = [*_OPEN.finditer(text)]
+    for opening, behind in zip(openings, [*(o.start() for o in openings), len(text)][1:], strict=True):
+        piece = text[opening.end() : behind]  # no call holds the opening of another
         try:
-            said = json.loads(found[1])
-            function = {"name": said["name"], "arguments": json.dumps(said.get("arguments") or {})}
-        except (ValueError, KeyError):
+            said, end = read(piece)
+        except (ValueError, RecursionError):
             continue
-        if isinstance(function["name"], str):
-            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
-            content, last = content + text[last : found.start()], found.end()
+        if (closing := _CLOSE.match(piece, end)) and (call := read_call(said)):
+            calls.append(call)
+            content, last = content + text[last : opening.start()], opening.end() + closing.end()
     content += text[last:]
     return (content.strip() or None) if calls else content, calls

@@ -630,7 +630,8 @@ async def side_by_side(loop: Loop, prompts: Sequence[Prompt], job: Callable[[Pro
 def patience(loop: Loop) -> dict[str, Any]:  # options of `draw`
     "What is done when samples are lost; a sampler that stays away is an error, unless a rollout function asks it."
     c, breaker = loop.cfg, loop.breaker if loop.task.rollout_fn is not None else None
-    return {"retries": c.rollout_retries, "group_retries": c.max_incomplete_group_retries, "breaker": breaker}
+    how = {"retries": c.rollout_retries, "group_retries": c.max_incomplete_group_retries, "breaker": breaker}
+    return {**how, "unfit": c.unfit_turns}
 
 
 async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 
 from .backends.base import Endpoint, Sampler
-from .chat import encode_prompt, sample_from_completion, sample_from_spans
+from .chat import UnfitTurn, encode_prompt, sample_from_completion, sample_from_spans
 from rl_notebook.core import (
     AlignmentError,
     BackendError,
@@ -559,6 +559,8 @@ def segments_of(returned: Any, where: str) -> Segments | None:
 
 def blame(error: BaseException, where: str) -> AlignmentError | RewardError:
     "An error of a rollout function, with its place."
+    if isinstance(error, UnfitTurn):
+        return UnfitTurn(str(error), where=where)
     if isinstance(error, AlignmentError):  # a sample that could not be made
         return AlignmentError(str(error), where=where)
     fix = "Call it by hand on this row. To drop a draw, return None."
@@ -600,6 +602,7 @@ async def draw_one(
     context: Mapping[str, Any] | None = None,  # `epoch`, `evaluation`
     retries: int = 0,
     breaker: Breaker | None = None,
+    unfit: str = "drop",
     sleep: Sleep = asyncio.sleep,
 ) -> Segments | Lost:
     "One draw of a rollout function: what it left behind, or why there is nothing."
@@ -609,7 +612,9 @@ async def draw_one(
         call = lambda: _called(fn, dict(called_with), given, where)
         patience = Retries(1 + retries, deadline_s=math.inf, seed=called_with["seed"])
         returned, drawn = await with_retries(call, patience, is_stumble, sleep=sleep)
-    except Exception as error:  # a connection, or an error that has its place
+    except Exception as error:  # a connection, a turn of the policy, or an error that has its place
+        if isinstance(error, UnfitTurn) and unfit == "drop":
+            return Lost(f"rollout {index} cannot go on (unfit_turns: drop): {error}")
         if not is_transient(error):
             raise
         return _lost(f"rollout {index}", error, breaker)
@@ -641,11 +646,12 @@ async def draw_rollouts(
     retries: int = 0,  # of a draw, after a transient failure
     group_retries: int = 0,  # rounds in which lost draws are made again
     breaker: Breaker | None = None,  # ends the run when too many connections are lost
+    unfit: str = "drop",  # a turn that the chat template does not continue: its draw is lost; "raise" = an error
     sleep: Sleep = asyncio.sleep,  # takes seconds
 ) -> Rollouts:
     "Call a rollout function n times at once for one prompt; lost draws become reasons, other failures are raised."
     fn = as_rollout_fn(rollout_fn)
-    same = {"seed": seed, "context": context, "retries": retries, "breaker": breaker, "sleep": sleep}
+    same = {"seed": seed, "context": context, "retries": retries, "breaker": breaker, "unfit": unfit, "sleep": sleep}
 
     async def draw(missing: list[int], round: int) -> Sequence[Segments | Lost]:
         return await together([draw_one(fn, prompt, i, round=round, **same) for i in missing])

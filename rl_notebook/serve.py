@@ -20,7 +20,7 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler, stream_request_body
 
-from .chat import Conversation, check_fits, check_template_options, first_difference
+from .chat import Conversation, UnfitTurn, check_fits, check_template_options, first_difference
 from .chat import split_calls, start_conversation, told_to_template
 from .core import AlignmentError, BackendError, Completion, ConfigError, DataError
 from .core import RolloutRun, SampleParams, plain_text
@@ -149,7 +149,12 @@ def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tu
     check_template_options(tokenizer, asked.options)  # so that none is a parameter of ours
     messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
     row = Row(key=where, messages=tuple(messages))
-    return start_conversation(tokenizer, row, **options, **asked.options), apart
+    try:
+        return start_conversation(tokenizer, row, **options, **asked.options), apart
+    except DataError as error:
+        if not (turns and any(m["role"] == "assistant" for m in messages)):
+            raise
+        raise UnfitTurn(str(error)) from error  # of what the policy said, there is no conversation
 
 # %% ../nbs/65_serve.ipynb #0509161a
 Read = Callable[[bytes], Any]
@@ -405,7 +410,7 @@ def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 # %% ../nbs/65_serve.ipynb #9bdd635b
 def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     "Status and body for what went wrong."
-    status = 400 if isinstance(error, DataError | ConfigError) else 500
+    status = 400 if isinstance(error, DataError | ConfigError | UnfitTurn) else 500
     if isinstance(error, BackendError | asyncio.CancelledError):
         status = 503
     code = "context_length_exceeded" if getattr(error, "what", "") == "prompt too long" else None

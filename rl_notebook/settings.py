@@ -200,6 +200,7 @@ class ScheduleSettings:
     min_group_size: int = 1  # samples that a group needs to be trained on
     max_incomplete_group_retries: int = 0  # rounds in which samples that were lost are drawn again
     rollout_retries: int = 2  # calls of a rollout again, after its connection failed
+    unfit_turns: Literal["drop", "raise"] = "drop"  # rollouts that the chat template cannot continue: lost, or an error
     max_rollout_failure_rate: float = 0.5  # share of rollouts that lose their connection: more end the run; 1 = never
 
 # %% ../nbs/08_settings.ipynb #72e8964b

@@ -105,12 +105,14 @@ async def draw(
     rollout_fn: RolloutFn | None = None,  # None = completions straight from the sampler
     *,
     context: Mapping[str, Any] | None = None,  # `epoch` and `evaluation`, for rollout functions that ask for them
+    unfit: str = "drop",  # turns of rollout functions, see `rollouts.draw_rollouts`
     **patience: Any,  # `retries`, `group_retries`, `breaker` and `sleep` of `rollouts.draw_rollouts`
 ) -> Rollouts:
     "All completions of one prompt."
     if rollout_fn is None:
         return await draw_completions(sampler, prompt, params, **patience)
-    return await draw_rollouts(rollout_fn, prompt, params.n, params.seed or 0, context=context, **patience)
+    how = {"context": context, "unfit": unfit, **patience}
+    return await draw_rollouts(rollout_fn, prompt, params.n, params.seed or 0, **how)
 
 # %% ../nbs/33_step.ipynb #16386d5a
 def _rollouts_row(r: Rollouts) -> dict[str, Any]:

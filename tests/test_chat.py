@@ -1,6 +1,7 @@
 "Prompts and multi-turn conversations on a real tokenizer built here: what is kept, what is masked, what is refused."
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,8 @@ from rl_notebook.chat import (
     render,
     sample_from_completion,
     start_conversation,
+    template_end,
+    turn_ends,
 )
 from rl_notebook.core import AlignmentError, Completion, ConfigError, DataError, SampleParams
 from rl_notebook.data import load_rows, make_row
@@ -300,14 +303,39 @@ def test_a_template_that_rewrites_earlier_turns(change, said, got, expected):
     assert "make each turn a sample of its own" in text
 
 
-def test_a_turn_that_ends_with_another_token_than_the_templates():
-    other = build(CHATML.replace("<|im_end|>", "<s>"))
-    c = start_conversation(other, ROW)
-    c = c.add_completion(speak(c, "62<|im_end|>"))
-    text = message(lambda: c.add_messages({"role": "user", "content": "again"}), AlignmentError)
-    assert f"token {len(c.tokens) - 1} of {len(c.tokens)} differs" in text
-    assert ", [1 '<|im_end|>']; expected" in text
-    assert ", [2 '<s>'], " in text
+# a model, the tokens that may end its turn, the one that the template writes behind an earlier turn
+ENDINGS = {
+    "gemma": (["<im_end>", "<eos>"], CHATML.replace("<|im_end|>", "<im_end>")),
+    "llama": (["<|eot_id|>", "<|eom_id|>"], CHATML.replace("<|im_end|>", "<|eot_id|>")),
+    "gpt-oss": (
+        ["<|return|>", "<|call|>"],
+        CHATML.replace(
+            "<|im_end|>", "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "ended"), [(m, e) for m, (ends, _) in ENDINGS.items() for e in ends])
+def test_a_turn_may_end_with_any_of_the_models_ends(model, ended):
+    "Eos of tokenizer, generation_config or template: it is no part of what was said, and stays as it was sampled."
+    ends, template = ENDINGS[model]
+    tokenizer = build(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*ends, "<|end|>"]})
+    tokenizer.eos_token = ends[-1]
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in [*ends, "<|end|>"]}
+    assert {ids[e] for e in ends} == turn_ends(tokenizer, SimpleNamespace(eos_token_id=[ids[e] for e in ends]))
+    assert template_end(tokenizer) == ids[ends[0]]
+    c, plain = start_conversation(tokenizer, ROW), render(tokenizer, ROW.messages)
+    for turn in range(3):
+        said = [*encode("62", tokenizer), ids[ended]]
+        c = c.add_completion(Completion(c.tokens, said, [-1.0] * len(said), text="62"))
+        assert c.messages[-1] == {"role": "assistant", "content": "62"}
+        c = c.add_messages({"role": "user", "content": f"again {turn}"})
+        written = "<|end|>" if model == "gpt-oss" else ends[0]
+        assert c.text == render(tokenizer, [*ROW.messages, *c.messages]).replace("62" + written, "62" + ended)
+    assert c.text.startswith(plain)
+    assert c.tokens == encode(c.text, tokenizer)
 
 
 def test_turns_out_of_order_and_foreign_prompts():

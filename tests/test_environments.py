@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
+from rl_notebook.chat import split_calls
 from rl_notebook.core import AlignmentError, BackendError, Completion, ConfigError, SampleParams
 from rl_notebook.environments import agent_rollouts, tool_rollouts
-from rl_notebook.rollouts import RolloutSetup
+from rl_notebook.data import make_row
+from rl_notebook.rollouts import Prompt, RolloutSetup, draw_rollouts
 from rl_notebook.toy import build_tokenizer
 
 ROW = {"messages": [{"role": "user", "content": "What is 5+7?"}], "answer": "12", "seed": 7}
@@ -98,11 +100,76 @@ def test_tools_plain_and_async_and_what_goes_wrong_in_them():
         Scripted(*texts).play(tool_rollouts(lambda text, answer: float(text == "24"), tools=[double, slow])).segments
     )
     told = [m["content"] for m in sample.info["messages"] if m["role"] == "user"]
-    assert told[0] == "<tool_response>12</tool_response>"
-    assert told[1] == "<tool_response>1</tool_response>"
-    assert "no tool 'triple'" in told[2]
-    assert "unexpected keyword" in told[3]
+    assert told[0] == "<tool_response>12</tool_response>\n<tool_response>1</tool_response>"  # of one turn
+    assert "no tool 'triple'" in told[1]
+    assert "unexpected keyword" in told[2]
     assert (sample.reward, sample.info["tool_calls"], sample.info["tool_errors"]) == (1.0, 4, 2)
+
+
+ALTERNATING = (
+    "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_two_calls_in_a_turn_under_a_template_that_alternates():
+    scripted = Scripted(call("double", number=6) + call("double", number=1), "24")
+    scripted.tokenizer.chat_template = ALTERNATING
+    [sample] = scripted.play(tool_rollouts(lambda text: float(text == "24"), tools=[double])).segments
+    assert (sample.reward, sample.info["tool_calls"]) == (1.0, 2)
+
+
+WRITTEN = {  # what a policy writes
+    "openings": "<tool_call>" * 20_000,
+    "openings with a brace": "<tool_call>{" * 20_000,
+    "openings with white space": ("<tool_call>" + " " * 20) * 20_000,
+    "strings": '<tool_call>{"a":"' * 20_000,
+    "closings": "<tool_call>{" + "</tool_call>" * 20_000,
+    "nested": '<tool_call>{"name": "double", "arguments": ' + '{"a":' * 100_000 + "}" * 100_001 + "</tool_call>",
+    "nested, just readable": '<tool_call>{"name": "double", "arguments": '
+    + '{"a":' * 400
+    + "1"
+    + "}" * 401
+    + "</tool_call>",
+    "half a character": '<tool_call>{"name": "double", "arguments": {"number": "\\ud83d"}}</tool_call>',
+    "a list": '<tool_call>{"name": "double", "arguments": [1]}</tool_call>',
+    "a number": '<tool_call>{"name": 1}</tool_call>',
+    "digits": '<tool_call>{"name": "double", "arguments": {"number": ' + "1" * 5000 + "}}</tool_call>",
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_markup_of_a_degenerate_policy_is_text(written):
+    "Read once, from each opening to the next: none of these is a call, and none takes longer than its length."
+    text = WRITTEN[written]
+    assert split_calls(text) == (text, [])
+    content, [good] = split_calls(text + call("double", number=6))
+    assert (content, json.loads(good["function"]["arguments"])) == (text.strip(), {"number": 6})
+
+
+@pytest.mark.parametrize("written", ["so bad", " so bad"])
+def test_a_turn_that_the_template_refuses_later_costs_an_agent_its_rollout(written):
+    scripted = Scripted(*[written] * 8)
+    refuses = "{% if m.role == 'assistant' and 'bad' in m.content %}{{ raise_exception('no bad words') }}{% endif %}"
+    scripted.tokenizer.chat_template = ALTERNATING.replace("{{ '<|'", refuses + "{{ '<|'")
+
+    async def play(row, rollout):
+        async with AsyncOpenAI(base_url=rollout.url, api_key=rollout.key) as client:
+            ask = lambda said: client.chat.completions.create(model="policy", messages=said)
+            reply = await ask(first := [{"role": "user", "content": "What is 5+7?"}])
+            said = {"role": "assistant", "content": reply.choices[0].message.content}
+            await ask([*first, said, {"role": "user", "content": "Sure?"}])
+        return 1.0
+
+    setup = RolloutSetup(scripted, scripted.tokenizer, SampleParams(max_tokens=20), completions_per_prompt=2)
+    prompt = Prompt(make_row(ROW), [1, 2])
+    rollouts = asyncio.run(draw_rollouts(agent_rollouts(play)(setup), prompt, 2))
+    assert (rollouts.samples, len(rollouts.dropped)) == ((), 2)
+    assert all("cannot go on (unfit_turns: drop)" in r and "no bad words" in r for r in rollouts.dropped)
+    assert len(scripted.texts) == 6, "a request that was refused is not made again by the client"
+    with pytest.raises(AlignmentError, match="no bad words"):
+        asyncio.run(draw_rollouts(agent_rollouts(play)(setup), prompt, 1, unfit="raise"))
 
 
 def test_rewards_of_functions_and_of_the_environment_are_added():

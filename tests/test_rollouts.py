@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_notebook.backends.local import open_local
-from rl_notebook.chat import sample_from_completion
+from rl_notebook.chat import sample_from_completion, start_conversation
 from rl_notebook.config import Config
 from rl_notebook.core import AlignmentError, BackendError, Completion, ConfigError, RewardError
 from rl_notebook.core import RolloutRun, RolloutSample, SampleParams
@@ -591,6 +591,46 @@ def test_the_guides_rollout_trains_like_any_other():
         for policy, d in zip(record.loss.logprobs, record.datums, strict=True):
             gap = np.abs(policy.values - d.sampler_logprobs)[d.active].max()
             assert gap < 1e-4, "trainer and sampler see the same tokens at the same places"
+
+
+REWRITES = {  # what a template makes of an assistant's turn
+    "trims it": ("{{ m.content | trim }}", " 4 "),
+    "drops its thought": ("{{ m.content.split('</think>')[-1] }}", "<think>2+2</think>4"),
+    "refuses it": ("{% if '?' in m.content %}{{ raise_exception('no questions') }}{% endif %}{{ m.content }}", "4?"),
+}
+
+
+@pytest.mark.parametrize("rewrites", REWRITES)
+def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_path):
+    change, written = REWRITES[rewrites]
+    turn = "{% if m.role == 'assistant' %}" + change + "{% else %}{{ m.content }}{% endif %}"
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + turn + "{{ '<|end|>' }}{% endfor %}<|assistant|>"
+    (tmp_path / "t.jinja").write_text(template)
+
+    def factory(setup):
+        async def rollout_fn(sample_prompt, rollout_index):
+            c = start_conversation(setup.tokenizer, Row(key="q", messages=tuple(sample_prompt["messages"])))
+            said = setup.tokenizer.encode(
+                (written if rollout_index == 1 else "4") + "<|end|>", add_special_tokens=False
+            )
+            c = c.add_completion(Completion(c.tokens, said, [-0.5] * len(said)))
+            c = c.add_messages({"role": "user", "content": "Sure?"})
+            [last] = await setup.sampler.sample(c.tokens, setup.params)
+            return c.add_completion(last).to_sample(float(rollout_index))
+
+        return rollout_fn
+
+    own = {"chat_template": str(tmp_path / "t.jinja"), "max_seq_len": 160}
+    record = asyncio.run(loop_of(factory, **own).step())
+    assert record.trained
+    assert record.metrics["rollout/num_dropped"] == 2
+    for group in record.groups:
+        assert len(group.samples) == 3
+        [reason] = group.dropped
+        assert reason.startswith("rollout 1 cannot go on (unfit_turns: drop): ")
+        assert "no questions" in reason or "differs from the chat template's rendering" in reason
+    with pytest.raises(AlignmentError, match=r"rollout 1.*(no questions|differs from the chat template's rendering)"):
+        asyncio.run(loop_of(factory, **own, unfit_turns="raise").step())
 
 
 def test_a_sample_put_together_by_hand_knows_its_temperature():

@@ -25,6 +25,7 @@ from .base import Meter
 from .prefixes import for_heads, prefix_tree, reading, sent
 from .routing import Routers, find_routers, noting, replaying, write_notes
 from .worker import ThreadChoice, idle_processors, on_threads, whole_counts
+from ..chat import turn_ends
 from ..roofs import model_size, pass_work
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
 
@@ -1134,14 +1135,6 @@ def context_length(model: Any) -> int | None:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     return getattr(config, "max_position_embeddings", None) or None
 
-# %% ../../nbs/23_backends.engine.ipynb #28933cce
-def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    "Every end-of-sequence id that the generation config, the model config or the tokenizer names."
-    sources = (getattr(model, "generation_config", None), model.config, tokenizer)
-    named = [getattr(source, "eos_token_id", None) for source in sources]
-    lists = [ids if isinstance(ids, list | tuple) else [ids] for ids in named]
-    return frozenset(int(i) for ids in lists for i in ids if i is not None)
-
 # %% ../../nbs/23_backends.engine.ipynb #ebb85761
 def check_tokens(
     tokens: Iterable[int],
@@ -1182,7 +1175,7 @@ class Engine:
     max_batch: int = 256  # rows drawn at once
     max_seq_len: int | None = None  # None = the model's context
     tokens_per_batch: int = 16384  # padded tokens of one prefill or scoring pass
-    eos_token_ids: frozenset[int] | None = None  # None = those of model and tokenizer
+    eos_token_ids: frozenset[int] | None = None  # None = those of model, tokenizer and chat template
     policy_version: int = 0  # stamped on what is drawn
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last
@@ -1193,7 +1186,8 @@ class Engine:
         limits = [limit for limit in (self.max_seq_len, context_length(self.causal.model)) if limit]
         self.max_seq_len = min(limits) if limits else None
         if self.eos_token_ids is None:
-            self.eos_token_ids = eos_ids(self.causal.model, self.tokenizer)
+            model = self.causal.model
+            self.eos_token_ids = turn_ends(self.tokenizer, getattr(model, "generation_config", None), model.config)
         if self.burst is None:
             self.burst = 1 if self.causal.device.type == "cpu" else BURST
         self.waiting: deque[tuple[Request, int]] = deque()

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -774,13 +775,16 @@ def open_tokenizer(
         raise BackendError("the tokenizer's revision", where=name, got=repr(revision), expected=expected, fix=fix)
     if ours:
         return load_model(name)[1]
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, GenerationConfig
 
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError) as error:
         fix = "Pass tokenizer=, a tokenizer or the name or folder of one."
         raise BackendError("tokenizer", got=repr(name), expected="a name that can be loaded", fix=fix) from error
+    with suppress(OSError, ValueError):  # which may name further tokens that end a turn
+        loaded.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
+    return loaded
 
 # %% ../../nbs/26_backends.service.ipynb #88305ff3
 @dataclass(frozen=True)

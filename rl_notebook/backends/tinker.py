@@ -24,6 +24,7 @@ from ..align import target_from_token
 from .base import Backend, Capabilities, Meter, refuse_unknown
 from .engine import check_tokens
 from .worker import Worker
+from ..chat import turn_ends
 from .openai import Secret, key_from_env, request_seed
 from rl_notebook.backends.service import (
     ENCODINGS,
@@ -349,9 +350,8 @@ async def prefilled(sampler: TinkerSampler, link: Link, tokens: list[int]) -> np
 
 # %% ../../nbs/27_backends.tinker.ipynb #2e471e68
 def ends(params: SampleParams, tokenizer: Any) -> list[int]:
-    "Ids that end a completion: those asked for, and the end of text."
-    end = getattr(tokenizer, "eos_token_id", None)
-    return list(dict.fromkeys([*params.stop_token_ids, *([end] if end is not None else [])]))
+    "Ids that end a completion: those asked for, and those that end a turn."
+    return list(dict.fromkeys([*params.stop_token_ids, *sorted(turn_ends(tokenizer))]))
 
 
 def stops(params: SampleParams, tokenizer: Any) -> list[str] | list[int] | None:
