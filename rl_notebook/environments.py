@@ -128,7 +128,7 @@ async def take_turns(
     while True:
         body = {"messages": [*asked, *said], "tools": told}
         try:
-            reply, _ = await rollout.answer(json.dumps(body).encode())
+            reply, _ = await rollout.answer(json.dumps(body).encode(), str(len(said)), False, json.loads)
         except DataError as error:
             if said and error.what == "prompt too long":
                 return said, counts

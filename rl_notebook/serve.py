@@ -232,7 +232,7 @@ class ServedRollout:
         try:
             asked = read_asked(read(body), setup.params)
             return setup, asked, *go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
-        except (DataError, ConfigError):
+        except (DataError, ConfigError, UnfitTurn):
             raise
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as reason:
             raise DataError("the request", got=f"{type(reason).__name__}: {plain_text(reason)[:200]}") from reason
