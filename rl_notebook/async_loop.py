@@ -221,7 +221,7 @@ AT_REST = "the loop is at rest"
 async def rest_of_beside(loop: AsyncGRPOLoop) -> StepRecord | None:
     "`step` for a run, which ends where a stop was requested before."
     record = await rest_of_step(loop)
-    if loop.weights.shared.several:
+    if loop.weights.several:
         loop.producer.held = AT_REST
         await loop.producer.drain()
     return record

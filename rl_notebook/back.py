@@ -158,7 +158,7 @@ async def branch_off(
         given.setdefault("advantage_fn", None)  # the config's
     regrade = "reward" in given or any(name in changed for name in GRADING)
     given.setdefault("name", branch_name(loop.cfg, cfg, [n for n in ("reward", "make_loss") if n in given]))
-    options = {"eval_rows": loop.eval_rows, "shared": loop.weights.shared} | loop.given | given
+    options = {"eval_rows": loop.eval_rows, "family": loop.weights.family} | loop.given | given
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
     other.state = branch_state(loop, cfg, place, regrade)
     other.stand_behind(other.state.numbers)

@@ -5,8 +5,11 @@
 # %% ../nbs/00_core.ipynb #9fed798e
 from __future__ import annotations
 
+import linecache
 import os
 import re
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,9 +18,10 @@ from typing import Any
 import numpy as np
 
 # %% auto #0
-__all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
-           'BackendError', 'PhaseError', 'RecordError', 'MissingExtra', 'SampleParams', 'Logprobs', 'Completion',
-           'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
+__all__ = ['users_lines', 'shown_as', 'RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError',
+           'RewardError', 'BackendError', 'PhaseError', 'RecordError', 'MissingExtra', 'SampleParams', 'Logprobs',
+           'Completion', 'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams',
+           'LossOutput']
 
 # %% ../nbs/00_core.ipynb #f51b9f4b
 _PREFIXED = r"(?:sk|tml|glpat|nvapi|xox[a-z]|xapp)-|(?:sk|fw|fpk|hf|gh[opusr]|github_pat|wandb_v1|pypi)_"
@@ -71,7 +75,26 @@ def _sentence(what: str, where: str | None, got: Any, expected: str | None, fix:
     parts = [f"got {plain_text(got)}"] if got is not _NOTHING else []
     parts += [f"expected {expected}"] if expected else []
     text += ": " + "; ".join(parts) if parts else ""
-    return without_keys(plain_text(f"{text}. {fix}" if fix else text))
+    return without_keys(plain_text(f"{text.removesuffix('.')}. {fix}" if fix else text))
+
+
+def users_lines(error: BaseException) -> list[str]:
+    "The lines of cells, and of files of the user, that an error went through, and those of what caused it before it."
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    lines = [] if cause is None else users_lines(cause)
+    lines += [without_keys(f"{type(cause).__name__}: {plain_text(cause)}")] if lines else []
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module, path, name = frame.f_globals.get("__name__", ""), frame.f_code.co_filename, frame.f_code.co_name
+        if module.partition(".")[0] not in {"rl_notebook", *sys.stdlib_module_names} and "site-packages" not in path:
+            place = f"{os.path.basename(path) if os.path.exists(path) else 'cell'}, line {number}"
+            place += f", in {name}" if name.isidentifier() else ""
+            lines.append(f"{place}: {linecache.getline(path, number, frame.f_globals).strip()}")
+    return lines
+
+
+def shown_as(error: BaseException, text: str) -> None:
+    "Have a notebook show an exception as this text."
+    setattr(error, "_render_traceback_", lambda: [text])  # noqa: B010 (no attribute of every exception)
 
 # %% ../nbs/00_core.ipynb #c78808b7
 class RLNotebookError(Exception):
@@ -88,6 +111,10 @@ class RLNotebookError(Exception):
     ):
         super().__init__(_sentence(what, where, got, expected, fix))
         self.what, self.where, self.expected, self.fix = what, where, expected, fix
+
+    def _render_traceback_(self) -> list[str]:
+        "What a notebook shows: the user's own lines and the message; `%debug` goes to all others."
+        return [*users_lines(self), f"{type(self).__name__}: {self}"]
 
 # %% ../nbs/00_core.ipynb #7dccc0fc
 class AlignmentError(RLNotebookError, ValueError):

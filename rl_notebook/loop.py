@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -25,7 +25,7 @@ __all__ = ['GRPOLoop']
 
 # %% ../nbs/37_loop.ipynb #a898a710
 from .config import Config
-from .core import ConfigError, PhaseError, PromptGroup
+from .core import ConfigError, PhaseError, PromptGroup, shown_as
 from .groups import Gate, Producer
 from .names import named_function
 from .records import StepRecord, spans
@@ -46,6 +46,49 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Unawaited(Coroutine[Any, Any, R]):
+    "A call that runs once it is awaited, and says so where it is shown or used before."
+
+    def __init__(self, coroutine: Coroutine[Any, Any, R], name: str):
+        self._coroutine, self._call = coroutine, f"await loop.{name}(...)"
+
+    def __await__(self) -> Generator[Any, Any, R]:
+        return self._coroutine.__await__()
+
+    def send(self, value: Any) -> Any:
+        "As a coroutine does."
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        "As a coroutine does."
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        "As a coroutine does."
+        self._coroutine.close()
+
+    def __repr__(self) -> str:
+        return f"nothing has run yet: write {self._call}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("_", "cr_", "gi_")):  # asked by asyncio and IPython
+            raise AttributeError(name)
+        raise PhaseError(name, got="a call that has not run", fix=f"Write {self._call}.")
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterated  # which says so, too
+
+
+def awaited(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    "The method, whose calls say that they have to be awaited."
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
+        return Unawaited(method(*args, **kwargs), called.__name__)
+
+    return called
+
+
 def takes_turn(
     method: Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]]:
@@ -53,10 +96,14 @@ def takes_turn(
 
     @functools.wraps(method)
     async def in_turn(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
-        async with loop.weights.turn():
-            return await method(loop, *args, **kwargs)
+        try:
+            async with loop.weights.turn():
+                return await method(loop, *args, **kwargs)
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
+            shown_as(error, f"Interrupted. await loop.step() goes on from here: {loop.place}")
+            raise
 
-    return in_turn
+    return awaited(in_turn)
 
 
 def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Concatenate[AnyLoop, P], R]:
@@ -326,7 +373,7 @@ class GRPOLoop(Loop):
     overlapped_half = overlapped_half
     refill = takes_turn(refill_step)
     evaluate = takes_turn(evaluate_rows)
-    run = run_steps
+    run = awaited(run_steps)
     records_from_here = records_from
 
     undo = takes_turn(undo_step)

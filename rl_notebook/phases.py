@@ -5,22 +5,26 @@
 # %% ../nbs/35_phases.ipynb #545ef7dc
 from __future__ import annotations
 
+import asyncio
 import copy
 import html
 import inspect
 import itertools
 import math
+import os
+import sys
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
+from tqdm import tqdm as tqdm_text
 from tqdm.auto import tqdm
 
 # %% auto #0
@@ -30,11 +34,11 @@ __all__ = ['PHASES', 'StepState', 'LoopState', 'run_tokenizer', 'encode_for', 'r
 
 # %% ../nbs/35_phases.ipynb #dd8aa3c2
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
-from .backends.base import Backend, GradNormalization, SyncReport
+from .backends.base import Backend, GradNormalization, Meter, SyncReport
 from .chat import with_template
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
 from .core import AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
-from .core import PromptGroup
+from .core import PromptGroup, shown_as
 from .core import RewardError, RolloutRun, RolloutSample
 from .data import Cursor, Row, graded_rows, load_rows
 from .datums import attach, datums_from_groups
@@ -55,7 +59,7 @@ from .step import anchored, backward, backward_builtin, cache_key, draw, evaluat
 from .step import join_updates, loss_factory, merge_outputs
 from .step import list_datums, list_groups, list_prompts, list_rollouts
 from .step import scale_output, score_datums, score_group, score_group_blocking
-from .weights import SharedBackend, UndoCost, Weights, interrupts_held
+from .weights import UndoCost, Weights, interrupts_held
 
 # %% ../nbs/35_phases.ipynb #b31efaab
 PHASES = (
@@ -279,7 +283,7 @@ class LoopState:
         keep_undo: int = 1,  # steps that can be undone; 0 = none, at no cost
         extras: Mapping[str, Any] | None = None,  # handed to a rollout factory
         name: str = "main",  # told apart by it from its branches
-        shared: SharedBackend | None = None,  # None = the backend is this loop's alone
+        family: list[str] | None = None,  # names of the loop that this one is a branch of, and of its other branches
     ):
         self.backend, self.name = backend, name
         self.settings = self.began_with = cfg or Config()  # now, and when it was opened
@@ -300,7 +304,7 @@ class LoopState:
         self.outputs, self.on_undo = list(outputs), list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
         self.intake = Intake(self.state.cursor)
-        self.weights = Weights(backend, self, keep_undo, shared)
+        self.weights = Weights(backend, self, keep_undo, family)
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
         self.eval_metrics: dict[str, float] = {}  # for the record of the current step
         self.running, self.stop_requested = "", False  # the running phase; whether it is to be the last
@@ -345,8 +349,17 @@ class LoopState:
         if not self.state.made:
             self.state.values.pop("backward", None)
 
+    def forget_scores(self) -> bool:
+        "The weights are trained by another loop; whether the step loses scores or a gradient by that."
+        self.state.cache.clear()
+        gone = () if self.state.updated else ("reference", "loss", "backward")
+        return bool([phase for phase in gone if self.state.values.pop(phase, None) is not None])
+
     def check_can_leave(self) -> None:
         "Raise PhaseError where another loop must not have the backend now."
+
+    async def close(self) -> None:
+        "Give up what is in flight."
 
 # %% ../nbs/35_phases.ipynb #f0b51039
 def as_rows(rows: Any) -> list[Row]:
@@ -414,7 +427,7 @@ def place_text(loop: LoopState) -> str:
 
 def title_text(loop: Loop) -> str:
     "What a loop is, with its name if it shares its backend."
-    return f"{type(loop).__name__} {loop.name!r}" if loop.weights.shared.several else type(loop).__name__
+    return f"{type(loop).__name__} {loop.name!r}" if loop.weights.several else type(loop).__name__
 
 
 def phase_marks(state: StepState) -> list[tuple[str, str]]:
@@ -477,9 +490,6 @@ class Loop(LoopState):
     def rest(self) -> None:
         "Stepping has stopped, for now."
 
-    async def close(self) -> None:
-        "Give up what is in flight."
-
     def stand_behind(self, taken: Iterable[int] = ()) -> None:
         "Let the data stand where they stood before the step, or behind rows of it; what is in flight is given up."
         if self.producer is not None:
@@ -529,23 +539,47 @@ class Loop(LoopState):
 # %% ../nbs/35_phases.ipynb #13f2c9da
 def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
     "Bars are drawn in notebooks and terminals, not into files and pipes."
-    in_notebook = any("notebook" in c.__module__ for c in tqdm.__mro__)
-    return (False if in_notebook else None) if wanted else True
+    return (False if IN_NOTEBOOK else None) if wanted and not os.environ.get("TQDM_DISABLE") else True
 
 
-def bar_shown(loop: Loop) -> bool:
-    "Whether a bar over steps is on the screen."
-    return loop.bar is not None and not loop.bar.disable
+IN_NOTEBOOK = any("notebook" in c.__module__ for c in tqdm.__mro__)
+SILENT = tqdm_text(disable=True)  # as the bar of a loop that something else shows
+
+
+@contextmanager
+def sign_of_life(what: str, doing: str, meter: Meter, bar: Any = None) -> Iterator[None]:  # None = a line of its own
+    "While inside, a bar says what is done, for how long, and how many tokens were sampled; a line after two seconds."
+    begun, file, form = meter.tokens_sampled, sys.stdout if IN_NOTEBOOK else None, "{desc}{postfix} [{elapsed}]"
+    line = {"bar_format": form, "leave": False, "delay": 2, "miniters": 0, "file": file, "disable": no_bar()}
+    with nullcontext(bar) if bar is not None else tqdm_text(desc=what, **line) as shown:
+
+        async def beat() -> None:
+            while await asyncio.sleep(1, True):
+                drawn = meter.tokens_sampled - begun
+                shown.set_postfix_str(f"{doing}, {drawn} tokens" if drawn else doing, refresh=bar is not None)
+                shown.update(0)
+
+        shown.set_postfix_str(doing, refresh=bar is not None)
+        beating = None
+        with suppress(RuntimeError):  # no event loop
+            beating = None if shown.disable else asyncio.get_running_loop().create_task(beat())
+        try:
+            yield
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
+            shown_as(error, f"Interrupted: {what}, {doing}.")
+            raise
+        finally:
+            if beating is not None:
+                beating.cancel()
 
 
 @contextmanager
 def now_running(loop: Loop, phase: str) -> Iterator[None]:
-    "Say what the loop is doing, in `loop.running` and on the progress bar."
-    if bar_shown(loop):
-        loop.bar.set_postfix_str(phase)
+    "Say what the loop is doing, in `loop.running` and on a bar."
     before, loop.running = loop.running, phase
     try:
-        yield
+        with sign_of_life(f"step {loop.state.number}", phase, loop.backend.meter, loop.bar):
+            yield
     finally:
         loop.running = before
 
@@ -617,14 +651,10 @@ def room_of(cfg: Config) -> int | None:  # samples
 
 
 async def side_by_side(loop: Loop, prompts: Sequence[Prompt], job: Callable[[Prompt], Awaitable[Any]]) -> list[Any]:
-    "A job for every prompt, all at once; results in the order of the prompts, progress on a bar."
-    done: dict[int, Any] = {}
-    with tqdm(total=len(prompts), desc="prompts", leave=False, disable=no_bar(bar_shown(loop))) as bar:
-        async with round_of(loop, range(len(prompts)), lambda i: job(prompts[i])) as producer:
-            while rows := await producer.batch(1, len(prompts)):
-                done |= {row.number: row.value for row in rows}
-                bar.update(len(rows))
-    return [done[i] for i in range(len(prompts))]
+    "A job for every prompt, all at once; results in the order of the prompts."
+    async with round_of(loop, range(len(prompts)), lambda i: job(prompts[i])) as producer:
+        rows = await producer.batch(len(prompts))
+    return [row.value for row in sorted(rows, key=lambda row: row.number)]
 
 # %% ../nbs/35_phases.ipynb #211a209c
 def patience(loop: Loop) -> dict[str, Any]:  # options of `draw`
@@ -1356,7 +1386,7 @@ def refuse_settings(loop: Loop, cfg: Config) -> None:
     "Raise ConfigError for settings that the backend would ignore; some can be told to score at another temperature."
     backend, scored = loop.backend, loop.backend.capabilities.policy_temperature
     if cfg.temperature not in (scored, 0.0) and backend.score_at is not None:
-        if loop.weights.shared.several:
+        if loop.weights.several:
             expected, fix = "that of the loops that share the backend", "Open a backend of its own for another."
             raise ConfigError("temperature", got=cfg.temperature, expected=expected, fix=fix)
         cfg = replace(cfg, temperature=scored)

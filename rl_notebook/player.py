@@ -21,7 +21,7 @@ __all__ = []
 from .async_loop import AT_REST, AsyncGRPOLoop
 from .core import PhaseError
 from .loop import GRPOLoop, evaluation_due, next_records, reach_boundary, run_phase
-from .phases import Loop
+from .phases import SILENT, Loop
 from .records import StepRecord
 
 # %% ../nbs/41_player.ipynb #5d56a09c
@@ -42,7 +42,7 @@ async def one_turn(loop: GRPOLoop) -> StepRecord | None:  # the record, when thi
     "`one_phase` in a turn of its loop; rollouts beside training end where another loop may have the next one."
     async with loop.weights.turn():
         record = await one_phase(loop)
-        if isinstance(loop, AsyncGRPOLoop) and record is not None and loop.weights.shared.several:
+        if isinstance(loop, AsyncGRPOLoop) and record is not None and loop.weights.several:
             await loop.pause(drain=True)
             loop.producer.held = AT_REST
     return record
@@ -146,7 +146,9 @@ ACTIVE_PLAYERS: weakref.WeakSet[Player] = weakref.WeakSet()
 def unrelated_players(loop: Loop) -> list[Player]:
     "Players of other loops on the same backend that do not take turns with this one."
     return [
-        p for p in ACTIVE_PLAYERS if p.loop.backend is loop.backend and p.loop.weights.shared is not loop.weights.shared
+        p
+        for p in ACTIVE_PLAYERS
+        if p.loop.weights.shared is loop.weights.shared and p.loop.weights.family is not loop.weights.family
     ]
 
 # %% ../nbs/41_player.ipynb #d2b09e37
@@ -321,6 +323,7 @@ FORWARD = ("play", "phase", "step")
 async def act(player: Player, action: str) -> None:
     "One action from beginning to end."
     ACTIVE_PLAYERS.add(player)
+    player.loop.bar = SILENT
     try:
         await quiet(player.loop)
         if action in FORWARD:
@@ -335,7 +338,7 @@ async def act(player: Player, action: str) -> None:
             await release(player)
         player.loop.rest()
         ACTIVE_PLAYERS.discard(player)
-        player.doing, player.at, player.loop.stop_requested = "", "", False
+        player.doing, player.at, player.loop.stop_requested, player.loop.bar = "", "", False, None
         player.changed()
 
 # %% ../nbs/41_player.ipynb #12bd6135

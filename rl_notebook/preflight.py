@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
-from .advantages import is_dead, predicted_dead_fraction, with_advantages
+from .advantages import is_dead, with_advantages
 from .backends.base import Backend, Capabilities, Meter
 from .config import Config, completions_at_once
 from .core import ConfigError, Datum, PromptGroup, RewardError, RolloutSample
@@ -25,7 +24,7 @@ from .data import Row
 from .datums import attach, datums_from_groups
 from .drawings import shapes, styled, table
 from .phases import as_rows, as_task, check_backend, configured
-from .phases import encode_for, first_cursor, no_bar, part_weights
+from .phases import encode_for, first_cursor, part_weights, sign_of_life
 from .phases import rollout_setup
 from .losses import LossOptions
 from .rewards import score
@@ -33,6 +32,7 @@ from .roofs import KEPT, USUAL, ModelSize, Roofs, Work
 from .roofs import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
 from .rollouts import Prompt, bounded, require_some, together
 from .step import backward, draw, loss_factory, score_group
+from .weights import borrowed
 from .xray import MUTED, TOO_MANY, Check, Gap, Rounding, check_temperature
 from .xray import checks_html, measure_noise_floor, sampler_gap, short, tolerance
 
@@ -43,28 +43,20 @@ __all__ = ['Preflight', 'preflight']
 GROUP_SIZES = (2, 4, 8, 16)
 
 
-def two_values(rewards: np.ndarray) -> tuple[float, float] | None:
-    "The two values that rewards take; None if they take one, or more."
-    values = np.unique(rewards.round(6))
-    return (float(values[0]), float(values[1])) if len(values) == 2 else None
-
-# %% ../nbs/49_preflight.ipynb #6f68f16e
 def dead_share(
     rewards: Sequence[float] | np.ndarray,  # (n,) of one prompt
     size: int,  # G, at least 2
-    values: tuple[float, float] | None = None,  # of a two-valued reward: allows sizes above the number that was drawn
-) -> float | None:  # None = more completions than were drawn, of a reward with many values
+) -> float | None:  # None = more completions than were drawn
     "Chance that a group of this size is dead."
-    r = np.asarray(rewards, dtype=np.float64).round(6)
-    if size <= len(r):
-        return sum(math.comb(int(n), size) for n in np.unique(r, return_counts=True)[1]) / math.comb(len(r), size)
-    return predicted_dead_fraction(float((r == values[1]).mean()), size) if values and len(r) else None
+    _, counts = np.unique(np.asarray(rewards, dtype=np.float64).round(6), return_counts=True)
+    return (
+        sum(math.comb(int(n), size) for n in counts) / math.comb(len(rewards), size) if size <= len(rewards) else None
+    )
 
 
 def dead_shares(groups: Sequence[PromptGroup], sizes: Iterable[int]) -> dict[int, float | None]:
     "Expected share of dead groups by group size, averaged over prompts."
-    values = two_values(np.concatenate([g.rewards for g in groups]))
-    each = {size: [dead_share(g.rewards, size, values) for g in groups] for size in sizes}
+    each = {size: [dead_share(g.rewards, size) for g in groups] for size in sizes}
     known = {size: [share for share in found if share is not None] for size, found in each.items()}
     return {size: float(np.mean(found)) if len(found) == len(groups) else None for size, found in known.items()}
 
@@ -140,11 +132,15 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
 # %% ../nbs/49_preflight.ipynb #2df711cb
 def check_reward(rewards: np.ndarray) -> Check:
     "The reward is not the same for all completions."
-    check, values = partial(Check, "reward"), two_values(rewards)
+    check, values = partial(Check, "reward"), np.unique(rewards.round(6))
     if is_dead(rewards):
         fix = "Grade a right and a wrong completion by hand; if that works, the prompts are too hard or too easy."
         return check(False, f"every completion earned {rewards[0]:g}", fix=fix)
-    p = f"so p = {(rewards.round(6) == values[1]).mean():.2f}" if values else "and as it takes many values, no p"
+    p = (
+        f"so p = {(rewards.round(6) > values[0]).mean():.2f}"
+        if len(values) == 2
+        else "and as it takes many values, no p"
+    )
     return check(True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {p}")
 
 # %% ../nbs/49_preflight.ipynb #85262995
@@ -301,7 +297,7 @@ class Spent:
     def timed(self, phase: str) -> Iterator[None]:
         "Measure a phase, and say meanwhile that it is in flight."
         before, start = dict(self.meter.work), time.perf_counter()
-        with tqdm(desc=f"preflight: {phase}", total=1, bar_format="{desc} …", leave=False, disable=no_bar()):
+        with sign_of_life("preflight", phase, self.meter):
             yield
         self.seconds[phase] = time.perf_counter() - start
         self.work[phase] = sum(work_between(before, self.meter.work).values(), Work())
@@ -403,9 +399,10 @@ async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, spent: Sp
         spent.seconds["backward"] = 3 * spent.seconds["policy"]
         return
     make, batch = loss_factory(LossOptions(**cfg.loss_options())), cfg.max_samples_per_fwd_bwd
-    with spent.timed("backward"):
-        await backward(backend.policy, datums, make, aggregation=cfg.aggregation, max_samples=batch)
-    await backend.policy.discard_gradients()
+    async with borrowed(backend):
+        with spent.timed("backward"):
+            await backward(backend.policy, datums, make, aggregation=cfg.aggregation, max_samples=batch)
+        await backend.policy.discard_gradients()
 
 # %% ../nbs/49_preflight.ipynb #3c8ad25b
 async def preflight(

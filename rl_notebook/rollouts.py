@@ -33,6 +33,7 @@ from rl_notebook.core import (
     SampleParams,
     frozen_array,
     plain_text,
+    quoted,
 )
 from .data import Row
 from .retries import Retries, with_retries
@@ -193,19 +194,35 @@ def gather_draws(prompt: Prompt, found: Mapping[int, Segments | Lost], redrawn: 
 
 # %% ../nbs/30_rollouts.ipynb #9c4fb3cd
 def check_drawn(sample: RolloutSample, where: str) -> None:
-    "Raise for ids, logprobs or a reward that no loss can use."
-    undefined = np.flatnonzero((sample.loss_mask == 1) & ~np.isfinite(sample.logprobs))
-    if len(undefined):
-        at = int(undefined[0])
-        got = f"{sample.logprobs[at]} at token {at}, where loss_mask is 1"
-        fix = "Put the mask to 0 where nothing was sampled, or use a sampler that reports every logprob."
-        raise AlignmentError("logprobs", where=where, got=got, expected="a number for each sampled token", fix=fix)
-    if (sample.tokens < 0).any():
-        at = int(np.argmax(sample.tokens < 0))
-        raise AlignmentError("tokens", where=where, got=f"{sample.tokens[at]} at token {at}", expected="ids from 0")
+    "Raise for what no sampler can have drawn, and for what no loss can use."
+    drawn, raw = sample.loss_mask == 1, sample.logprobs if sample.raw_logprobs is None else sample.raw_logprobs
+    unknown = "Put the mask to 0 where nothing was sampled, or use a sampler that reports every logprob."
+    series: tuple[tuple[str, np.ndarray, np.ndarray, str, str | None], ...] = (
+        ("logprobs", sample.logprobs, ~np.isfinite(sample.logprobs), "a number for each sampled token", unknown),
+        ("logprobs", sample.logprobs, sample.logprobs > ABOVE_ZERO, "natural logs of probabilities, at most 0", None),
+        ("raw_logprobs", raw, raw > ABOVE_ZERO, "natural logs of probabilities, at most 0", None),
+        ("tokens", sample.tokens, sample.tokens < 0, "ids from 0", None),
+    )
+    for name, values, wrong, expected, fix in series:
+        if len(found := np.flatnonzero(wrong & (drawn | (name == "tokens")))):
+            got = f"{values[found[0]]:g} at token {found[0]}" + ", where loss_mask is 1" * (name != "tokens")
+            raise AlignmentError(name, where=where, got=got, expected=expected, fix=fix)
+    if sample.finish_reason not in ENDS:
+        fix = "A completion that was cut at its budget is 'length': it may be masked. Any end of its own is 'stop'."
+        raise AlignmentError(
+            "finish_reason", where=where, got=quoted(sample.finish_reason), expected=str(ENDS), fix=fix
+        )
+    if not isinstance(sample.policy_version, int | np.integer) or sample.policy_version < 0:
+        fix = "It is the number of weight syncs that the sampler has had."
+        got = quoted(sample.policy_version)
+        raise AlignmentError("policy_version", where=where, got=got, expected="an integer from 0", fix=fix)
     if not is_reward(sample.reward):
         fix = "None says that it cannot be scored."
         raise RewardError("reward", where=where, got=repr(sample.reward), expected="a finite number or None", fix=fix)
+
+
+ENDS = ("stop", "length", "abort")
+ABOVE_ZERO = 0.01  # nats: as far rounding may bring the logprob of a sure token
 
 
 def is_reward(value: Any) -> bool:

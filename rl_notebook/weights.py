@@ -11,6 +11,7 @@ import itertools
 import math
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -19,7 +20,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 # %% auto #0
-__all__ = ['SamplerHas', 'SharedBackend', 'UndoCost', 'Weights']
+__all__ = ['SamplerHas', 'SharedBackend', 'shared_by', 'borrowed', 'UndoCost', 'Weights']
 
 # %% ../nbs/34_weights.ipynb #2a7894cb
 import numpy as np
@@ -227,9 +228,11 @@ TURNS: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turn
 class SharedBackend:
     "Whose weights a backend has loaded, and whose turn it is."
 
-    def __init__(self, loaded: Weights | None = None):
-        self.loaded = loaded  # whose weights the backend has; None = no loop's, after a change that failed
-        self.names: list[str] = []  # of the loops that share it
+    def __init__(self) -> None:
+        self.loaded: Weights | None = (
+            None  # whose weights the backend has; None = no loop's, after a change that failed
+        )
+        self.loops: weakref.WeakSet[Weights] = weakref.WeakSet()  # that use it
         self.lock = asyncio.Lock()
         self.event_loop: asyncio.AbstractEventLoop | None = None  # that the lock belongs to
         self.released()
@@ -242,17 +245,12 @@ class SharedBackend:
         self.depth = 0  # how many calls of the turn lie inside each other
         self.section: asyncio.Future[Any] | None = None  # what is begun and will be finished: see `settled`
 
-    @property
-    def several(self) -> bool:
-        "Whether more than one loop was ever here."
-        return len(self.names) > 1
-
-    def join(self, owner: Owner) -> int:  # the number of the loop
-        "Let a loop in, under a name of its own."
-        taken = [name for name in self.names if name == owner.name or name.startswith(f"{owner.name} (")]
-        owner.name = f"{owner.name} ({len(taken) + 1})" if owner.name in self.names else owner.name
-        self.names.append(owner.name)
-        return len(self.names) - 1
+    def join(self, weights: Weights) -> int:  # the number of the loop
+        "Let a loop in, under a number of its own; the first has the weights that are there."
+        self.loaded = self.loaded or weights
+        used = {other.loop_id for other in self.loops}
+        self.loops.add(weights)
+        return next(number for number in itertools.count() if number not in used)
 
     def claim(self, weights: Weights) -> asyncio.Lock:
         "The lock to wait for; raises PhaseError where waiting would never end, or not before a window does."
@@ -260,20 +258,37 @@ class SharedBackend:
         if torn or self.event_loop is not asyncio.get_running_loop():  # the one before has ended, with all in it
             self.lock, self.event_loop = asyncio.Lock(), asyncio.get_running_loop()
             self.released()
-        if self.holder not in (None, weights) and self.task is asyncio.current_task():
-            got = f"a window of {self.holder.owner.name!r} that waits for this"
-            fix = "Let the window end first, or put the two loops into tasks of their own."
+        if self.holder not in (None, weights) and (self.task is asyncio.current_task() or self.turn in TURNS.get()):
+            got = f"a turn of {self.holder.owner.name!r} that waits for this"
+            fix = "Let it end first, or put the two loops into tasks of their own."
             raise PhaseError(f"a turn for {weights.owner.name!r}", got=got, expected="the backend to be free", fix=fix)
         if weights.in_window:
             fix = "Wait for the current step, or press Stop (loop.stop()) to end the window."
             weights.refuse_in_turn("a window of several steps", fix)
         return self.lock
 
+
+def shared_by(backend: Backend) -> SharedBackend:
+    "What the loops over a backend share."
+    backend.turns[:] = backend.turns or [SharedBackend()]
+    return backend.turns[0]
+
+
+@asynccontextmanager
+async def borrowed(backend: Backend) -> AsyncIterator[None]:
+    "While inside, no loop uses the backend; the gradient of one that had one is dropped."
+    if (loaded := shared_by(backend).loaded) is None:
+        yield
+        return
+    async with loaded.turn():
+        await loaded.discard()
+        yield
+
 # %% ../nbs/34_weights.ipynb #d169dc2a
 async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was saved
     "Save what `undo` needs, before an update."
     w = weights
-    if not w.backend.capabilities.state_snapshots or not (w.undoable.maxlen or w.shared.several):
+    if not w.backend.capabilities.state_snapshots or not (w.undoable.maxlen or w.several):
         return None
     if len(w.undoable) == w.undoable.maxlen and w.undoable:
         w.undoable.popleft()
@@ -388,20 +403,38 @@ async def _fork(weights: Weights, other: Weights) -> None:
     try:
         other.parked = await weights.save(f"branch-{other.loop_id}")
     except BaseException:  # cancelled, too: it was never here
-        weights.shared.names.remove(other.owner.name)
+        weights.family.remove(other.owner.name)
         raise
     other.version = weights.version
+
+
+async def _take_over(w: Weights) -> None:
+    "Go on with the weights that are there; the loop that had them so far is told when it comes back."
+    if (old := w.shared.loaded) is not None:
+        await old.owner.close()
+        lost = old.owner.forget_scores()
+        await old.discard()
+        old.lost_to = f"{w.owner.name!r} ({w.owner.place})" if lost else ""
+        old.parked = old.beginning = old.audit.probe = None
+        old.forget_undo()
+        old.loop_id, w.loop_id = w.loop_id, old.loop_id  # names of states that nothing needs any more
+        w.version, w.sampler, w.served = old.version, old.sampler, old.served
+    w.shared.loaded = w
 
 
 async def _swap(weights: Weights) -> None:
     "Put a loop's weights in the place of another's."
     w, shared = weights, weights.shared
+    if by := w.lost_to:
+        w.lost_to, got = "", f"no scores and no gradient: another loop over its backend took a turn, {by}"
+        fix = "Run await loop.reference() to go on. Let loops over one backend take turns by whole steps, or open two."
+        raise PhaseError(f"a turn for {w.owner.name!r}", where=w.owner.place, got=got, fix=fix)
+    if (parked := w.parked) is None:
+        return await _take_over(w)
     with w.owner.state.measured("swap"):
         if shared.loaded is not None:
             await _leave(shared.loaded)
-        shared.loaded, parked = None, w.parked  # until all of it is done
-        if parked is None:
-            raise PhaseError("a loop without weights", where=w.owner.name, fix="Make it with await loop.branch().")
+        shared.loaded = None  # until all of it is done
         await _restore(w, w.snapshot(parked), f"turn-{w.loop_id}")
     shared.loaded = w
 
@@ -451,6 +484,13 @@ class Owner(Protocol):
     def forget_gradient(self) -> None:
         "The gradient is dropped; what was computed with it is to be computed again."
 
+    def forget_scores(self) -> bool:
+        "The weights are trained by another loop; whether the step loses scores or a gradient by that."
+        ...
+
+    async def close(self) -> None:
+        "Give up what is in flight."
+
     def check_can_leave(self) -> None:
         "Raise PhaseError where another loop must not have the backend now."
 
@@ -458,10 +498,15 @@ class Owner(Protocol):
 class Weights:
     "Where the weights of a loop stand. Only this page writes it down."
 
-    def __init__(self, backend: Backend, owner: Owner, keep_undo: int = 1, shared: SharedBackend | None = None):
+    def __init__(self, backend: Backend, owner: Owner, keep_undo: int = 1, family: list[str] | None = None):
         self.backend, self.owner = backend, owner
-        self.shared = SharedBackend(self) if shared is None else shared
-        self.loop_id = self.shared.join(owner)
+        self.family = [] if family is None else family  # names of a loop and its branches
+        taken = [name for name in self.family if name == owner.name or name.startswith(f"{owner.name} (")]
+        owner.name = f"{owner.name} ({len(taken) + 1})" if owner.name in taken else owner.name
+        self.family.append(owner.name)
+        self.shared = shared_by(backend)
+        self.loop_id = self.shared.join(self)
+        self.lost_to = ""  # the loop whose turn took scores and gradient from the current step, until this one is told
         self.version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
         self.sampler = SamplerHas.CURRENT  # which weights it has
         self.served: Saved | None = None  # the state in which those are saved, where they are older ones
@@ -472,6 +517,11 @@ class Weights:
         self.beginning: Snapshot | None = None  # where the run begins, once `seek` has left it
         self.parked: Saved | None = None  # while another loop has the backend
         self.saves, self.seconds = 0, 0.0  # states saved for `undo`, and the time that it took
+
+    @property
+    def several(self) -> bool:
+        "Whether there ever were branches."
+        return len(self.family) > 1
 
     async def accumulate(self) -> None:
         "A backward pass begins: what an earlier one has left is dropped."

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -370,7 +371,7 @@ def test_a_second_cancellation_leaves_and_the_next_turn_waits_for_the_update():
         async with course.fresh() as loop:
             slow_updates(loop)
             task = asyncio.ensure_future(loop.step())
-            while loop.weights.shared.section is None or loop.weights.shared.section.done():
+            while loop.running != "optimize" or loop.weights.shared.section.done():
                 await asyncio.sleep(0)
             for _ in range(2):
                 task.cancel()
@@ -494,6 +495,62 @@ backend = await tests.local()
 loop = tests.begin(backend, "sync")
 await loop.step()
 """
+
+
+SLOW_DRAWS = """
+import asyncio, sys
+sys.path.insert(0, {tests!r})
+import rl_notebook as rln
+import test_cancellation as tests
+from dataclasses import replace
+class Slow:
+    async def sample(self, prompt_tokens, params):
+        print("drawing", flush=True)
+        await asyncio.sleep(3600)
+backend = await tests.local()
+loop = tests.begin(replace(backend, sampler=Slow()), "sync")
+def unread(text):
+    return {{}}["answer"]
+"""
+
+
+def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
+    manager, client = start_new_kernel(kernel_name="python3")
+
+    def shown(code: str, interrupt: bool = False) -> str:
+        "What a cell shows: its error, or its value."
+        asked, seen = client.execute(code), ""
+        while True:
+            message = client.get_iopub_msg(timeout=300)
+            said = message["content"]
+            if message["parent_header"].get("msg_id") != asked:
+                continue
+            if interrupt and "drawing" in said.get("text", ""):
+                manager.interrupt_kernel()
+                interrupt = False
+            seen += "\n".join(said.get("traceback", ())) + said.get("data", {}).get("text/plain", "")
+            if said.get("execution_state") == "idle":
+                return seen
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(manager.shutdown_kernel, now=True)
+        stack.callback(client.stop_channels)
+        assert shown(SLOW_DRAWS.format(tests=str(Path(__file__).parent))) == ""
+        stands = "Interrupted. await loop.step() goes on from here: step 1, next: sample; 2 of"
+        for call in ("await loop.step()", "await loop.sample()", "await loop.evaluate(loop.rows[:1])"):
+            said = shown(call, interrupt=True)
+            assert said.startswith(stands) and "\n" not in said, said
+        tried = "await rln.preflight(loop.backend, loop.rows, lambda text: 1.0, loop.cfg)"
+        assert shown(tried, interrupt=True) == "Interrupted: preflight, sample."
+        assert shown("x = 1\nloop.datums()").splitlines()[:-1] == ["cell, line 2: loop.datums()"]
+        graded = "s = rln.RolloutSample([1, 2], [0, -1.0], [0, 1], None)\nfrom rl_notebook.rewards import score\n"
+        *lines, last = shown(f"{graded}await score([s], loop.rows[0], unread)").splitlines()
+        assert lines[0] == 'cell, line 13, in unread: return {}["answer"]'
+        assert lines[1:] == ["KeyError: 'answer'", "cell, line 3: await score([s], loop.rows[0], unread)"]
+        assert last.startswith("RewardError: ")
+        assert shown("loop.step()") == "nothing has run yet: write await loop.step(...)"
+        for use in ("rln.xray(loop.step())", "rln.inspect_tokens(loop.step())", "len(list(loop.run(2)))"):
+            assert re.search(r"PhaseError: .* has not run. Write await loop\.(step|run)\(\.\.\.\)\.$", shown(use)), use
 
 
 @pytest.mark.slow

@@ -381,6 +381,10 @@ def test_samples_and_reasons_add_up_and_runs_stay_whole(drawn_runs, lost, smalle
         ({"logprobs": [0.0] * 4 + [-0.1, None]}, "logprobs: got nan at token 5, where loss_mask is 1"),
         ({"logprobs": [0.0] * 4 + [-0.1, -np.inf]}, "logprobs: got -inf at token 5, where loss_mask is 1"),
         ({"tokens": [1, 3, -100, 5, 8, 2]}, "tokens: got -100 at token 2; expected ids from 0"),
+        ({"logprobs": [0.0] * 4 + [-0.1, 0.3]}, "logprobs: got 0.3 at token 5, .*; expected natural logs of prob"),
+        ({"finish_reason": "banana"}, r"finish_reason: got 'banana'; expected \('stop', 'length', 'abort'\)"),
+        ({"policy_version": -3}, "policy_version: got -3; expected an integer from 0"),
+        ({"policy_version": "a"}, "policy_version: got 'a'; expected an integer from 0"),
         ({"reward": np.inf}, "reward: got inf; expected a finite number or None"),
         ({"reward": "1.0"}, "reward: got '1.0'; expected a finite number or None"),
         ({"logprobs": [-0.1, -0.2]}, "RolloutSample: logprobs: got 2 values for 6 tokens; expected one per token"),
@@ -402,6 +406,42 @@ def test_a_sample_that_cannot_be_right_is_named(changes, says):
     segment = "" if "RolloutSample" in says else ", segment 0" if "reward" in changes else ", segment 1"
     with pytest.raises((AlignmentError, RewardError), match=f"^{WHERE}{segment}: {says}"):
         draw(in_a_run)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: {"logprobs": -c.logprobs, "sampling_logprobs": None}, "logprobs: got .*; expected natural logs"),
+        (lambda c: {"sampling_logprobs": np.abs(c.logprobs) + 0.5}, "logprobs: got .*; expected natural logs"),
+        (lambda c: {"logprobs": np.abs(c.logprobs) + 0.5, "sampling_logprobs": c.logprobs}, "raw_logprobs: got"),
+        (lambda c: {"finish_reason": "banana"}, "finish_reason: got 'banana'"),
+        (lambda c: {"finish_reason": None}, "finish_reason: got None"),
+        (lambda c: {"policy_version": -1}, "policy_version: got -1"),
+        (lambda c: {"tokens": -c.tokens - 1}, "tokens: got .*; expected ids from 0"),
+        (lambda c: {"tokens": c.tokens + 10**6}, "token id: got 10.*; expected 0 to 263"),
+    ],
+)
+def test_a_loop_trains_on_nothing_that_a_sampler_cannot_have_drawn(change, says):
+    class Own:
+        "A sampler that does not report what it drew."
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        async def sample(self, prompt_tokens, params):
+            return [replace(c, **change(c)) for c in await self.inner.sample(prompt_tokens, params)]
+
+    backend = open_local(*load_model("tiny"), reference=False)
+    cfg = Config(kl_beta=0, max_completion_tokens=8)
+    loop = GRPOLoop(
+        replace(backend, sampler=Own(backend.sampler)),
+        toy_rows(4),
+        lambda completion_text: float(len(completion_text)),
+        cfg,
+    )
+    with pytest.raises((AlignmentError, BackendError), match=rf"group 0.*{says}"):
+        asyncio.run(loop.step())
+    assert (len(loop.records), loop.policy_version) == (0, 0)
 
 
 def test_a_promise_that_is_not_kept_is_named():

@@ -15,6 +15,7 @@ from rl_notebook.core import ConfigError, LossError, PhaseError
 from rl_notebook.data import load_rows
 from rl_notebook.back import save_checkpoint
 from rl_notebook.loop import GRPOLoop
+from rl_notebook.preflight import preflight
 from rl_notebook.weights import TURNS
 from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.records import Run, RunFolder
@@ -99,6 +100,97 @@ def test_two_cells_that_step_the_same_loop_take_turns_and_a_phase_that_cannot_wa
         others = await asyncio.gather(first, loop.step(), loop.step())
         assert [r.step for r in others] == [1, 2, 3]
         assert (loop.weights.shared.holder, loop.weights.shared.turn, TURNS.get()) == (None, None, ())
+
+    run(main())
+
+
+def two_over_one(second=lambda backend: backend):
+    "Two loops that were opened apart from each other over one backend, with different rows."
+    one = make_loop(rows=24, reward=LENGTH)
+    rows = load_rows(toy_rows(24, seed=9))
+    return one, GRPOLoop(second(one.backend), rows, LENGTH, one.cfg, name="other")
+
+
+@pytest.mark.parametrize("second", [lambda b: b, lambda b: replace(b, close=None)], ids=["the backend", "a copy of it"])
+def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the_other(second):
+    async def main():
+        one, other = two_over_one(second)
+        await asyncio.gather(one.run(2, progress=False), other.run(2, progress=False))
+        apart, beside = two_over_one(second)
+        for loop in (apart, beside, apart, beside):
+            await loop.step()
+        assert same(weights(one), weights(apart))
+        for a, b in ((one, apart), (other, beside)):
+            assert [r.metrics.get("grad_norm") for r in a.records] == [r.metrics.get("grad_norm") for r in b.records]
+            assert [r.policy_version for r in a.records] == [r.policy_version for r in b.records]
+
+    run(main())
+
+
+def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_gradient_and_the_other_is_told():
+    async def main():
+        one, other = two_over_one()
+        await one.step()
+        await up_to(one, "backward")
+        alone = (await other.step()).metrics["grad_norm"]
+        apart, beside = two_over_one()
+        await apart.step()
+        assert (await beside.step()).metrics["grad_norm"] == alone
+        with pytest.raises(
+            PhaseError, match=r"'main'.*no scores and no gradient: another loop .* 'other' \(step 1, next"
+        ):
+            await one.optimize()
+        with pytest.raises(PhaseError, match="no update to take back"):
+            await one.undo()  # it would take the other's along
+        with pytest.raises(PhaseError, match=r"no reference, backward yet. Run await loop.reference"):
+            await one.optimize()
+        await one.step()
+        assert (one.state.number, one.policy_version) == (3, 3)
+
+    run(main())
+
+
+def test_of_two_dashboards_over_one_backend_the_later_plays_on():
+    async def main():
+        one, other = two_over_one()
+        first, second = Dashboard(one), Dashboard(other)
+        playing = first.player.start("play")
+        while one.running != "backward":
+            await asyncio.sleep(0.001)
+        await second.play(2)
+        await playing
+        assert (len(other.records), first.error, second.error) == (2, None, None)
+        with pytest.raises(PhaseError, match=r"'main'.*another loop"):
+            await first.phase()
+        await first.play(1)
+        assert (len(one.records), first.error) == (1, None)
+
+    run(main())
+
+
+def test_a_loop_that_a_step_of_another_asks_for_a_step_is_refused_and_does_not_wait_for_itself():
+    async def main():
+        one, other = two_over_one()
+
+        async def asks(step, rollout_fn):
+            return await asyncio.gather(other.step())
+
+        one.evaluation_fn = asks
+        with pytest.raises(PhaseError, match=r"a turn for .other.: got a turn of .main. that waits for this"):
+            await one.evaluate()
+        assert (await other.step()).step == 1
+
+    run(main())
+
+
+def test_preflight_beside_a_step_leaves_no_gradient_in_it():
+    async def main():
+        loop = make_loop(rows=24, reward=LENGTH)
+        await up_to(loop, "backward")
+        await preflight(loop.backend, loop.rows, LENGTH, loop.cfg, prompts=1, samples=2)
+        with pytest.raises(PhaseError, match="no backward yet"):
+            await loop.optimize()
+        await loop.step()
 
     run(main())
 

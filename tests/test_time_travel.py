@@ -452,7 +452,7 @@ def test_what_a_branch_cannot_change_is_refused(changes, message):
         loop = await begun()
         with pytest.raises(ConfigError, match=message):
             await loop.branch(**changes)
-        assert loop.weights.shared.names == ["main"]
+        assert loop.weights.family == ["main"]
         assert (await loop.step()).trained
 
     run(main())
@@ -488,7 +488,7 @@ def test_a_turn_that_could_never_come_is_refused_and_costs_nothing():
         numbers = []
         async for record in loop:
             numbers.append(record.step)
-            with pytest.raises(PhaseError, match=r"a turn for 'kl_beta=0.5': got a window of 'main' that waits"):
+            with pytest.raises(PhaseError, match=r"a turn for 'kl_beta=0.5': got a turn of 'main' that waits"):
                 await branch.step()
         assert numbers == [1, 2, 3, 4]
         assert [r.step for r in await branch.run(progress=False)] == [1, 2, 3, 4]

@@ -32,7 +32,7 @@ class Numbers:
         self.weights, self.gradient, self.served, self.version = 0, 0, 0, 0
         self.saved: dict[str, int] = {}
         self.to_fail, self.slow = 0, False  # which of the next calls raises, counted down; whether calls take long
-        self.policy, self.sampler = self, None
+        self.policy, self.sampler, self.turns = self, None, []
         self.capabilities = SimpleNamespace(state_snapshots=True)
 
     async def call(self) -> None:
@@ -92,15 +92,21 @@ class OneLoop:
 
     running, place = "", "step 1"
 
-    def __init__(self, backend: Any, name: str, weights: int, served: int, shared: Any = None):
+    def __init__(self, backend: Any, name: str, weights: int, served: int, family: Any = None):
         self.name, self.state, self.can_leave = name, Step(), True
         self.trained, self.served, self.gradient = weights, served, 0  # the model's
         self.before: list[tuple[int, int]] = []  # the model's: (trained, served) before each update
         self.forgotten = 0
-        self.weights = Weights(backend, self, 2, shared)
+        self.weights = Weights(backend, self, 2, family)
 
     def forget_gradient(self) -> None:
         self.forgotten += 1
+
+    def forget_scores(self) -> bool:
+        return bool(self.gradient)
+
+    async def close(self) -> None:
+        self.can_leave = True
 
     def check_can_leave(self) -> None:
         if not self.can_leave:
@@ -230,13 +236,32 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
     @rule()
     def branch(self) -> None:
         loop = self.loaded
-        other = OneLoop(self.backend, "branch", loop.trained, loop.served, loop.weights.shared)
+        other = OneLoop(self.backend, "branch", loop.trained, loop.served, loop.weights.family)
 
         async def work() -> None:
             await loop.weights.fork(other.weights)
 
         if self.in_turn(loop, work):
             self.all.append(other)
+
+    @rule()
+    def stranger(self) -> None:
+        "A loop that was opened apart from the others goes on with the weights of the one that has the backend."
+        last = self.loaded
+        other = OneLoop(self.backend, "stranger", last.trained, last.served)
+        self.all[self.all.index(last)] = other
+
+        async def work() -> None:
+            assert not other.weights.gradient
+            assert not self.backend.gradient or not last.weights.gradient
+
+        self.in_turn(other, work)
+        assert self.loaded is other
+        assert bool(last.weights.lost_to) == bool(last.gradient)
+        if last.gradient:
+            last.gradient = 0
+            with pytest.raises(PhaseError, match="stranger"):
+                self.in_turn(last, work)
 
     @rule(index=which)
     def turn(self, index: int) -> None:

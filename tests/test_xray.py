@@ -708,6 +708,7 @@ def test_dead_shares_look_at_each_prompt():
     (record,) = steps(prompt_groups_per_step=8, completions_per_prompt=8, drop_dead=False)
     by_hand = np.mean([is_dead(g.rewards) for g in record.groups])
     assert dead_shares(record.groups, [8])[8] == by_hand
+    assert dead_shares(record.groups, [9]) == {9: None}  # nothing that was counted says it
 
 
 def test_preflight_changes_nothing():

@@ -266,6 +266,7 @@ class Backend:
     endpoint: Endpoint | None = None  # of the sampler, for rollouts that make their own requests; None = no HTTP
     score_at: Callable[[float], None] | None = None  # another `policy_temperature`; None = it cannot be changed
     size: ModelSize | None = None  # of the model that is computed here; None = not here, or not known
+    turns: list[Any] = field(default_factory=list, repr=False)  # who uses it: the `SharedBackend` of its loops
     opened: Mapping[str, Any] = field(default_factory=dict)  # how, as keywords of what opened it, where that is known
 
     async def __aenter__(self) -> Self:
