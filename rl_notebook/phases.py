@@ -38,7 +38,7 @@ from .backends.base import Backend, GradNormalization, Meter, SyncReport
 from .chat import with_template
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
 from .core import AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
-from .core import PromptGroup, shown_as
+from .core import PromptGroup, quoted, shown_as
 from .core import RewardError, RolloutRun, RolloutSample
 from .data import Cursor, Row, graded_rows, load_rows
 from .datums import attach, datums_from_groups
@@ -236,7 +236,11 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
 
 
 def check_backend(cfg: Config, backend: Backend) -> None:
-    "Refuse settings that this backend would ignore."
+    "Refuse what is no backend or no config, and settings that this backend would ignore."
+    for name, given, kind in (("backend", backend, Backend), ("cfg", cfg, Config)):
+        if not isinstance(given, kind):
+            fix = "They come in this order: backend, rows, reward, cfg."
+            raise ConfigError(name, got=quoted(given, 40), expected=f"a {kind.__name__}", fix=fix)
     for what, got, expected, fix in _mismatches(cfg, backend):
         raise ConfigError(what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix)
 
@@ -288,8 +292,8 @@ class LoopState:
         self.backend, self.name = backend, name
         self.settings = self.began_with = cfg or Config()  # now, and when it was opened
         self.next_settings: dict[str, Any] = {}  # that wait for the current step to end
-        check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_backend(self.cfg, backend)
+        check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_loss(self.cfg, make_loss)
         self.given = {"reward": reward, "dynamic_filter_fn": dynamic_filter_fn, "make_loss": make_loss}
         self.given |= {"advantage_fn": advantage_fn, "evaluation_fn": evaluation_fn}

@@ -459,65 +459,50 @@ def _is_text(value: Any, name: str) -> bool:
     return (value != "" or name != "stop") if may_be_blank else bool(value.strip()) and "\0" not in value
 
 # %% ../nbs/08_settings.ipynb #67d4e965
-RENAMED: dict[str, str] = {  # the cookbook, over time
-    "max_head_off_policy_versions": "max_head_offpolicy_versions",
-    "training_chunks_per_step": "pipeline_chunks_per_step",
-    "evaluation_interval": "eval_interval",
-    "ig_weight": "igpo.ig_weight",
-    "gamma": "igpo.gamma",
-    "scoring_workers": "igpo.scoring_workers",
-    "skip_ig_last_turn": "igpo.skip_ig_last_turn",
-    "steps_per_generation": "ppo_n_minibatches",  # TRL
-    "tis.clip_high": "tis_cap",
-    "tis.clip_low": "tis_floor",
-    "tis.tis_cap": "tis_cap",
-    "tis.tis_level": "tis",
-    "tis.eps_clip": "eps_clip",
-    "tis.eps_clip_high": "eps_clip_high",
-    "tis.cap": "tis_cap",
-    "tis.level": "tis",
-    "tis.icepop_threshold": "icepop_threshold",
-    "tis.anchor": "tis_anchor",
-    "tis.floor": "tis_floor",
-    "dapo.eps_clip": "eps_clip",
-    "dapo.eps_clip_high": "eps_clip_high",
-    "dapo.eps_clip_c": "eps_clip_c",
-    "dapo.ratio_log_cap": "ratio_log_cap",
-    "gspo.clip_ratio_low": "eps_clip",
-    "gspo.clip_ratio_high": "eps_clip_high",
-    "gspo.seq_ratio_log_cap": "seq_ratio_log_cap",
-    "gspo.kl_beta": "kl_beta",
-    "cispo.eps_low": "eps_clip",
-    "cispo.eps_high": "eps_clip_high",
-    "cispo.ratio_log_cap": "ratio_log_cap",
-    "dro.beta": "dro_beta",
-    "sapo.temperature_pos": "sapo_temperature_pos",
-    "sapo.temperature_neg": "sapo_temperature_neg",
-    "dynamic_filter": "drop_dead",
+OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL, verl, OpenRLHF, Tinker, vLLM, PEFT
+    "max_head_offpolicy_versions": "max_head_off_policy_versions",
+    "pipeline_chunks_per_step": "training_chunks_per_step",
+    "eval_interval": "evaluation_interval eval_steps",
+    "igpo.ig_weight": "ig_weight",
+    "igpo.gamma": "gamma",
+    "igpo.scoring_workers": "scoring_workers",
+    "igpo.skip_ig_last_turn": "skip_ig_last_turn",
+    "ppo_n_minibatches": "steps_per_generation",
+    "tis_cap": "tis.clip_high tis.tis_cap tis.cap vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
+    "tis_floor": "tis.clip_low tis.floor vllm_importance_sampling_clip_min",
+    "tis": "tis.tis_level tis.level",
+    "eps_clip": "tis.eps_clip dapo.eps_clip gspo.clip_ratio_low cispo.eps_low clip_ratio",
+    "eps_clip_high": "tis.eps_clip_high dapo.eps_clip_high gspo.clip_ratio_high cispo.eps_high",
+    "icepop_threshold": "tis.icepop_threshold",
+    "tis_anchor": "tis.anchor",
+    "eps_clip_c": "dapo.eps_clip_c delta",
+    "ratio_log_cap": "dapo.ratio_log_cap cispo.ratio_log_cap",
+    "seq_ratio_log_cap": "gspo.seq_ratio_log_cap",
+    "kl_beta": "gspo.kl_beta beta kl_coef kl_loss_coef",
+    "dro_beta": "dro.beta",
+    "sapo_temperature_pos": "sapo.temperature_pos",
+    "sapo_temperature_neg": "sapo.temperature_neg",
+    "drop_dead": "dynamic_filter",
+    "base_model": "model_name_or_path model model_name",
+    "completions_per_prompt": "num_generations group_size n_samples_per_prompt",
+    "max_completion_tokens": "max_completion_length max_tokens max_new_tokens max_response_length",
+    "epochs": "num_train_epochs num_epochs total_epochs",
+    "dataset": "dataset_name",
+    "dataset_split": "dataset_train_split",
+    "dataset_eval_split": "dataset_test_split",
+    "log_path": "output_dir",
+    "grad_clip_norm": "max_grad_norm clip_grad",
+    "adam_eps": "adam_epsilon",
+    "dcp_save_interval": "save_steps",
+    "shuffle": "shuffle_dataset",
+    "kl_bias_correction": "use_bias_correction_kl",
+    "learning_rate": "lr",
+    "prompt_groups_per_step": "groups_per_batch",
+    "max_seq_len": "max_model_len",
+    "steps": "total_training_steps",
+    "lora_rank": "lora_r",
 }
-
-# %% ../nbs/08_settings.ipynb #7e276bde
-RENAMED |= {  # TRL's GRPOConfig
-    "model_name_or_path": "base_model",
-    "num_generations": "completions_per_prompt",
-    "max_completion_length": "max_completion_tokens",
-    "beta": "kl_beta",
-    "delta": "eps_clip_c",
-    "num_train_epochs": "epochs",
-    "dataset_name": "dataset",
-    "dataset_train_split": "dataset_split",
-    "dataset_test_split": "dataset_eval_split",
-    "output_dir": "log_path",
-    "max_grad_norm": "grad_clip_norm",
-    "adam_epsilon": "adam_eps",
-    "save_steps": "dcp_save_interval",
-    "eval_steps": "eval_interval",
-    "shuffle_dataset": "shuffle",
-    "vllm_importance_sampling_cap": "tis_cap",
-    "vllm_importance_sampling_clip_max": "tis_cap",
-    "vllm_importance_sampling_clip_min": "tis_floor",
-    "use_bias_correction_kl": "kl_bias_correction",
-}
+RENAMED = {theirs: ours for ours, names in OTHER_NAMES.items() for theirs in names.split()}
 
 # %% ../nbs/08_settings.ipynb #2e285b5e
 def _loss_type(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -689,26 +674,50 @@ def flat(
     return leaves
 
 # %% ../nbs/08_settings.ipynb #d34a9fbe
-def unknown_settings(where: str, names: Mapping[str, tuple[str, str]]) -> ConfigError:  # by name: question, list
-    "The error for unknown settings: of each the nearest known one, or the list of all where none is near."
-    if len(names) == 1:
-        ((name, (near, known)),) = names.items()
-        return ConfigError(f"unknown setting {name!r}", where=where, expected=None if near else known, fix=near)
-    lines = [f"{name!r}. {near}" for name, (near, _) in names.items() if near]
-    lists = dict.fromkeys(known for near, known in names.values() if not near)
-    for shown in lists:  # once each
-        alike = ", ".join(repr(name) for name, (near, known) in names.items() if not near and known == shown)
-        lines.append(f"{alike}: expected {shown}")
-    return ConfigError(f"{len(names)} unknown settings:\n- " + "\n- ".join(lines), where=where)
+ELSEWHERE: dict[str, tuple[str, str]] = {  # name: (what it is there, what to take here)
+    "load_in_4bit": ("4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."),
+    "max_prompt_length": (
+        "a length at which prompts are cut",
+        "Prompts are never cut: set max_seq_len, of both parts.",
+    ),
+    "gradient_checkpointing": ("a way to train", "Open the backend with open_local(gradient_checkpointing=True)."),
+}
+_BATCHES = (
+    "batch_size",
+    "train_batch_size",
+    "per_device_train_batch_size",
+    "generation_batch_size",
+    "rollout_batch_size",
+)
+ELSEWHERE |= dict.fromkeys(
+    _BATCHES,
+    (
+        "a name for prompts in some libraries, for completions in others",
+        "Set prompt_groups_per_step, the prompts of a step: it has completions_per_prompt times as many completions.",
+    ),
+)
+
+
+def unknown_settings(where: str, names: Mapping[str, Sequence[str]]) -> ConfigError:  # by name: the known ones
+    "The error for unknown settings: of each the nearest known one, or the nearest five."
+    said = dict[str, str]()
+    for name, known in names.items():
+        five = difflib.get_close_matches(name.rpartition(".")[2], [*dict.fromkeys(known)], n=5, cutoff=0.0)
+        all_of_them = f"The nearest are {', '.join(five)}; `rl-notebook train --help` has all."
+        said[name] = nearest(name.rpartition(".")[2], known) or all_of_them
+    if len(said) == 1:
+        return ConfigError(f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values())))
+    lines = "\n- ".join(f"{name!r}. {near}" for name, near in said.items())
+    return ConfigError(f"{len(names)} unknown settings:\n- {lines}", where=where)
 
 
 def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     "Raise ConfigError for the names, laid flat, that nothing of a config class is called, in any spelling."
     subs, named = {**sub_configs(cls), **SPELLED}, {*RENAMED, *CONVERTED, *NEUTRAL, *SPELLED}
-    found = dict[str, tuple[str, str]]()
+    found = dict[str, Sequence[str]]()
     for name in given:
-        if name == "load_in_4bit":
-            got, fix = "4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."
+        if name in ELSEWHERE:
+            got, fix = ELSEWHERE[name]
             raise ConfigError(name, where="Config", got=got, fix=fix)
         if name in named or name in leaf_types(cls) or name in subs:
             continue
@@ -716,7 +725,7 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
         inside = head if tail and head in subs else ""
         known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
         others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
-        found[name] = nearest(tail if inside else name, [*known, *others]), "one of " + ", ".join(known)
+        found[name] = [*known, *others]
     if found:
         raise unknown_settings("Config", found)
 
@@ -1186,8 +1195,7 @@ def in_our_words(cls: type) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *values: Any, **given: Any) -> None:
-        shown = "one of " + ", ".join(known)
-        if unknown := {name: (nearest(name, known), shown) for name in given if name not in known}:
+        if unknown := {name: known for name in given if name not in known}:
             raise unknown_settings(cls.__name__, unknown)
         init(self, *values, **given)
 

@@ -37,6 +37,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from .core import BackendError, ConfigError, DataError, MissingExtra, RewardError
+from .settings import nearest
 
 # %% auto #0
 __all__ = ['toy_rows', 'toy_reward', 'toy_format_reward', 'tiny_path', 'load_model']
@@ -394,7 +395,20 @@ def model_source(name: str) -> str:
     folder = os.path.expanduser(name)
     if not os.path.isdir(folder) and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise _model_error(name, "no such folder")
+    if not os.path.isdir(folder) and (near := nearest(name, _MODELS)):  # before the hub is asked
+        raise BackendError("model", where=f"load_model({name!r})", got="no such folder, and no model here", fix=near)
     return folder if os.path.isdir(folder) else name
+
+# %% ../nbs/13_toy.ipynb #92e7815c
+def model_and_tokenizer(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
+    "A model and its tokenizer from a name, from a pair, or as they are; raises `ConfigError` where one is missing."
+    model = load_model(model) if isinstance(model, str) else model
+    model, tokenizer = model if isinstance(model, tuple) else (model, tokenizer)
+    if tokenizer is None:
+        raise ConfigError(
+            "tokenizer", got=None, expected="that of the model", fix="Or name the model: open_local('tiny')."
+        )
+    return model, tokenizer
 
 # %% ../nbs/13_toy.ipynb #e2a45ba0
 def tokenizer_of(settings: Mapping[str, Any]) -> Any:

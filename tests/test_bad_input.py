@@ -25,10 +25,12 @@ from rl_notebook.config import Config
 from rl_notebook.core import BackendError, ConfigError, DataError, RecordError, RewardError, RLNotebookError
 from rl_notebook.data import load_rows
 from rl_notebook.loop import GRPOLoop
+from rl_notebook.preflight import preflight
 from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.records import RunFolder
 from rl_notebook.rewards import reward_fn
 from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.views.charts import chart
 from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
@@ -208,6 +210,38 @@ def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path
 def test_one_completion_per_prompt():
     with pytest.raises(ConfigError, match=r"completions_per_prompt: got 1; a group of one has nothing to compare with"):
         Config(**SMALL | {"completions_per_prompt": 1})
+
+
+def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing():
+    for given in ("tiny", load_model("tiny")):
+        assert open_local(given, reference=False).capabilities.name == "local"
+    with pytest.raises(ConfigError, match=r"tokenizer: got None; expected that of the model.*open_local\('tiny'\)"):
+        open_local(load_model("tiny")[0])
+
+
+@pytest.mark.parametrize(("name", "near"), [("tinny", "tiny"), ("smolm2", "smollm2")])
+def test_a_misspelt_model_is_named_before_the_hub_is_asked(name, near, monkeypatch):
+    for reader in ("AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"rl_notebook.toy.{reader}", None)  # nothing is loaded, and nobody is asked
+    with pytest.raises(BackendError, match=f"no model here. Did you mean '{near}'"):
+        open_local(name)
+
+
+def test_what_is_given_in_another_order_is_said_at_once():
+    backend, rows, cfg = open_local("tiny"), load_rows(toy_rows(6)), Config(**SMALL)
+    order = "They come in this order: backend, rows, reward, cfg"
+    for opened in (GRPOLoop, lambda *given: asyncio.run(preflight(*given))):
+        with pytest.raises(ConfigError, match=rf"backend: got \[.*expected a Backend. {order}"):
+            opened(rows, backend, uneven, cfg)
+        with pytest.raises(ConfigError, match=rf"cfg: got {{'seed': 1}}; expected a Config. {order}"):
+            opened(backend, rows, uneven, {"seed": 1})
+
+
+def test_a_chart_that_is_not_there_is_said_in_one_sentence():
+    with pytest.raises(RecordError, match=r"^chart: got 'rewards'. Did you mean 'reward'\?$"):
+        chart("rewards", [])
+    with pytest.raises(RecordError, match=r"^chart: got 'reward'. Take a step first: await loop.step\(\)\.$"):
+        chart("reward", [])
 
 
 def test_an_unknown_setting_names_the_nearest(tmp_path, capsys):

@@ -72,6 +72,7 @@ __all__ = ['export_weights', 'open_local']
 # %% ../../nbs/24_backends.local.ipynb #d55fa39a
 from .engine import bare_model
 from ..losses import reads_entropy
+from ..toy import model_and_tokenizer
 
 # %% ../../nbs/24_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -1442,8 +1443,8 @@ async def close_workers(sampler: LocalSampler, *workers: Worker) -> None:
 
 # %% ../../nbs/24_backends.local.ipynb #d016908a
 def open_local(
-    model: nn.Module,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
-    tokenizer: Any,  # its tokenizer
+    model: Any,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
+    tokenizer: Any = None,  # its tokenizer; None = `model` is a name for `load_model`, or what that returns
     *,
     lora_rank: int = 0,  # 0 = train every parameter that requires grad
     lora_alpha: float = 32,  # the adapter is scaled by alpha / rank
@@ -1467,6 +1468,7 @@ def open_local(
 ) -> Backend:  # policy LocalTrainer, reference LocalReference, sampler LocalSampler
     "Policy, reference, sampler and sync over one model in this process."
     opened = {name: value for name, value in locals().items() if name not in ("model", "tokenizer")}
+    model, tokenizer = model_and_tokenizer(model, tokenizer)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_bits(load_in_8bit, load_in_4bit, lora_rank, dtype, torch.device(device).type)
     module = in_dtype(model, dtype, device)

@@ -24,6 +24,7 @@ from plotly.offline import get_plotlyjs
 from ..core import RecordError
 from ..drawings import escape_unseen, image
 from ..records import StepRecord, flat_settings
+from ..settings import nearest
 from .payloads import History, downsample, history_row, run_payloads, step_payloads, timeline_payload
 
 if TYPE_CHECKING:
@@ -784,9 +785,11 @@ def chart(
     "One chart, over the steps or of the last of them; raises RecordError where there is none of that name."
     found = {name: source} if isinstance(source, Mapping) else _payloads_of(source)
     if name not in LOOKS or name not in found:
-        known = ", ".join(repr(n) for n in LOOKS if n in found) or ", ".join(map(repr, LOOKS))
-        fix = "" if found else "Take a step first: await loop.step()."
-        raise RecordError("chart", got=repr(name), expected=f"one of {known}", fix=fix)
+        known = [n for n in LOOKS if n in (found or LOOKS)]
+        near = "" if name in LOOKS else nearest(name, known)
+        expected = None if near or (name in LOOKS and not found) else f"one of {', '.join(map(repr, known))}"
+        fix = near or ("" if found else "Take a step first: await loop.step().")
+        raise RecordError("chart", got=repr(name), expected=expected, fix=fix)
     title, caption, draw, wide = LOOKS[name]
     within = ", ".join(found[name].get("within", ()))
     caption += f" Within rounding, so not drawn: {within}." if within else ""
