@@ -37,7 +37,7 @@ from .phases import GRADING, LOOK_ONLY, Loop, NOT_FOR_BRANCHES, PHASES, StepStat
 # %% ../nbs/36_back.ipynb #378b7d5e
 UNDO_TO = PHASES[: PHASES.index("optimize")]  # where `undo` can go on from
 
-
+# %% ../nbs/36_back.ipynb #a67ce572
 def reopened(state: StepState, to: str) -> StepState:
     "A state to go on from at a phase, with the values of the phases before it."
     if to == "prompts" and state.ahead:  # its prompts were taken by a step before

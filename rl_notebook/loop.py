@@ -32,14 +32,10 @@ from .records import StepRecord, spans
 from .rollouts import require_some
 from .weights import join_turn
 from .phases import Graded, Loop, advantages_phase, answer_row, backward_phase, change, datums_phase
-from .phases import evaluate_rows, finish_phase, is_done, loss_phase, no_bar, optimize_phase
+from .phases import evaluate_rows, finish_phase, loss_phase, no_bar, optimize_phase
 from .phases import overlapped_half, prompts_phase, reference_phase, refill_step, room_of, sample_phase
 from .phases import score_phase, sync_phase, take_in, teaches, timed, now_running
 from .back import AnyLoop, branch_off, export_policy, seek_step, undo_step
-
-# not used here: names that were imported from this module before it was three
-from .back import restore_checkpoint, save_checkpoint
-from .phases import rollout_setup  # noqa: F401
 
 # %% ../nbs/37_loop.ipynb #987b8f94
 P = ParamSpec("P")
@@ -268,7 +264,7 @@ async def records_from(loop: GRPOLoop, steps: int | None = None) -> AsyncGenerat
     loop.stop_requested, end = False, None if steps is None else loop.state.number + steps
     with stop_on_interrupt(loop):
         try:
-            while not (is_done(loop) or loop.stop_requested or steps_left(loop, end) <= 0):
+            while not (loop.done or loop.stop_requested or steps_left(loop, end) <= 0):
                 async with aclosing(next_records(loop, steps_left(loop, end))) as records:
                     async for record in records:
                         yield record
@@ -280,12 +276,12 @@ def why_ended(loop: Loop, steps: int | None, made: int) -> str:
     "Why a run has made fewer steps than it was asked for, and how to go on; empty when it has made them all."
     if made == steps or (steps is None and made and not loop.stop_requested):
         return ""
-    if loop.stop_requested and not is_done(loop):
+    if loop.stop_requested and not loop.done:
         return f"stopped as requested ({loop.place}); run and step go on from there"
     if not loop.rows_left:
         rows = f"{len(loop.rows)} rows, epochs={loop.cfg.epochs}"
         return f"all {loop.cursor.consumed} prompts are used up ({rows}); raise epochs, or pass more rows"
-    if is_done(loop):
+    if loop.done:
         return f"all steps of the config are done (steps={loop.cfg.steps}); raise steps"
     return "the other steps were made by another cell, or by a dashboard"
 

@@ -234,7 +234,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         if getattr(cfg, name) != neutral and not getattr(can, name):
             yield name, getattr(cfg, name), f"{neutral}", f"{can.name} cannot report what it drew from."
 
-
+# %% ../nbs/35_phases.ipynb #8d5c2764
 def check_backend(cfg: Config, backend: Backend) -> None:
     "Refuse what is no backend or no config, and settings that this backend would ignore."
     for name, given, kind in (("backend", backend, Backend), ("cfg", cfg, Config)):
@@ -346,7 +346,10 @@ class LoopState:
     @property
     def place(self) -> str:
         "Where the loop is, in one line."
-        return place_text(self)
+        total = self.cursor.total
+        of = "" if math.isinf(total) else f" of {int(total)}"
+        what = "prompts taken" if self.cursor.floor is None else "places in the epochs gone through"
+        return f"step {self.state.number}, next: {self.state.current}; {self.cursor.consumed}{of} {what}"
 
     def forget_gradient(self) -> None:
         "The gradient is dropped; between two updates of a step the next one makes its own."
@@ -407,28 +410,7 @@ def rollout_setup(
     sampler, K = sampler or backend.sampler, cfg.completions_per_prompt
     return RolloutSetup(sampler, run_tokenizer(backend, cfg), params, K, extras or {}, **own)
 
-# %% ../nbs/35_phases.ipynb #0c9c758a
-def is_done(loop: Loop) -> bool:
-    "Whether the rows, or the configured number of steps, are used up and no step is half done."
-    over = loop.cfg.steps is not None and loop.state.number > loop.cfg.steps
-    return not loop.state.values and (over or not loop.rows_left)
-
-
-def steps_planned(loop: Loop) -> int | None:
-    "Steps of the whole run as far as they can be known; None without end."
-    by_rows = loop.cursor.total / loop.cfg.prompt_groups_per_step
-    known = [n for n in (by_rows, loop.cfg.steps) if n is not None and math.isfinite(n)]
-    return math.ceil(min(known)) if known else None
-
 # %% ../nbs/35_phases.ipynb #fc80a6e4
-def place_text(loop: LoopState) -> str:
-    "Where a loop is, in one line."
-    total = loop.cursor.total
-    of = "" if math.isinf(total) else f" of {int(total)}"
-    what = "prompts taken" if loop.cursor.floor is None else "places in the epochs gone through"
-    return f"step {loop.state.number}, next: {loop.state.current}; {loop.cursor.consumed}{of} {what}"
-
-
 def title_text(loop: Loop) -> str:
     "What a loop is, with its name if it shares its backend."
     return f"{type(loop).__name__} {loop.name!r}" if loop.weights.several else type(loop).__name__
@@ -438,23 +420,8 @@ def phase_marks(state: StepState) -> list[tuple[str, str]]:
     "(mark, phase): ✓ done, ▶ next, ○ open."
     return [("✓" if p in state.values else "▶" if p == state.current else "○", p) for p in PHASES]
 
-
-def loop_text(loop: Loop) -> str:
-    "A loop as text."
-    last = [f"last: {loop.records[-1].verdict}"] if loop.records else []
-    marks = "  ".join(f"{mark} {phase}" for mark, phase in phase_marks(loop.state))
-    return "\n".join([f"{title_text(loop)} · {loop.place}", marks, *last])
-
 # %% ../nbs/35_phases.ipynb #e6697dd4
 MARK_STYLE = {"✓": "color:#1a7f37", "▶": "font-weight:bold", "○": "color:#8c959f"}
-
-
-def loop_html(loop: Loop) -> str:
-    "A loop as HTML, escaped."
-    marks = [f'<span style="{MARK_STYLE[m]};margin-right:.8em">{m} {p}</span>' for m, p in phase_marks(loop.state)]
-    last = f"<p>last: {html.escape(loop.records[-1].verdict)}</p>" if loop.records else ""
-    title = html.escape(title_text(loop))
-    return f"<p><b>{title}</b> {html.escape(loop.place)}</p><p>{' '.join(marks)}</p>{last}"
 
 # %% ../nbs/35_phases.ipynb #71741aa9
 class Loop(LoopState):
@@ -484,7 +451,8 @@ class Loop(LoopState):
     @property
     def done(self) -> bool:
         "Whether the rows, or the configured number of steps, are used up and no step is half done."
-        return is_done(self)
+        over = self.cfg.steps is not None and self.state.number > self.cfg.steps
+        return not self.state.values and (over or not self.rows_left)
 
     @property
     def draws_ahead(self) -> bool:
@@ -527,7 +495,9 @@ class Loop(LoopState):
     @property
     def planned_steps(self) -> int | None:
         "Steps of the whole run as far as they can be known; None without end."
-        return steps_planned(self)
+        by_rows = self.cursor.total / self.cfg.prompt_groups_per_step
+        known = [n for n in (by_rows, self.cfg.steps) if n is not None and math.isfinite(n)]
+        return math.ceil(min(known)) if known else None
 
     @property
     def undo_cost(self) -> UndoCost:
@@ -535,10 +505,15 @@ class Loop(LoopState):
         return self.weights.cost
 
     def __repr__(self) -> str:
-        return loop_text(self)
+        last = [f"last: {self.records[-1].verdict}"] if self.records else []
+        marks = "  ".join(f"{mark} {phase}" for mark, phase in phase_marks(self.state))
+        return "\n".join([f"{title_text(self)} · {self.place}", marks, *last])
 
     def _repr_html_(self) -> str:
-        return loop_html(self)
+        marks = [f'<span style="{MARK_STYLE[m]};margin-right:.8em">{m} {p}</span>' for m, p in phase_marks(self.state)]
+        last = f"<p>last: {html.escape(self.records[-1].verdict)}</p>" if self.records else ""
+        title = html.escape(title_text(self))
+        return f"<p><b>{title}</b> {html.escape(self.place)}</p><p>{' '.join(marks)}</p>{last}"
 
 # %% ../nbs/35_phases.ipynb #13f2c9da
 def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
@@ -1066,12 +1041,6 @@ def record_of(loop: Loop) -> StepRecord:
     )
 
 # %% ../nbs/35_phases.ipynb #3690d083
-def next_state(loop: Loop) -> StepState:
-    "The step after a finished one."
-    bonus = bonus_after(loop.cfg, loop.records[-1])
-    return StepState(loop.state.number + 1, loop.cursor, tuple(loop.pending), bonus=bonus)
-
-# %% ../nbs/35_phases.ipynb #4615761d
 def finish_phase(loop: Loop) -> StepRecord:
     "Close the step: make its record, hand it to the outputs, open the next step."
     enter(loop.state, "finish")
@@ -1081,7 +1050,9 @@ def finish_phase(loop: Loop) -> StepRecord:
             output(record)
         loop.records.append(record)
         loop.intake.cursor = cursor_after(loop)
-        loop.state, loop.eval_metrics = next_state(loop), {}
+        bonus = bonus_after(loop.cfg, record)
+        loop.state = StepState(loop.state.number + 1, loop.cursor, tuple(loop.pending), bonus=bonus)
+        loop.eval_metrics = {}
         if waiting := loop.next_settings:
             loop.next_settings = {}
             take_settings(loop, settings_from(loop.settings, waiting, waiting), {})

@@ -698,13 +698,12 @@ ELSEWHERE |= dict.fromkeys(
 )
 
 
-def unknown_settings(where: str, names: Mapping[str, Sequence[str]]) -> ConfigError:  # by name: the known ones
-    "The error for unknown settings: of each the nearest known one, or the nearest five."
+def unknown_settings(where: str, names: Mapping[str, tuple[str, Sequence[str]]]) -> ConfigError:  # name: question, ours
+    "The error for unknown settings: of each the nearest known one, or the nearest five of ours."
     said = dict[str, str]()
-    for name, known in names.items():
-        five = difflib.get_close_matches(name.rpartition(".")[2], [*dict.fromkeys(known)], n=5, cutoff=0.0)
-        all_of_them = f"The nearest are {', '.join(five)}; `rl-notebook train --help` has all."
-        said[name] = nearest(name.rpartition(".")[2], known) or all_of_them
+    for name, (near, known) in names.items():
+        five = ", ".join(difflib.get_close_matches(name.rpartition(".")[2], known, n=5, cutoff=0.0))
+        said[name] = near or f"The nearest are {five}; `rl-notebook train --help` has all."
     if len(said) == 1:
         return ConfigError(f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values())))
     lines = "\n- ".join(f"{name!r}. {near}" for name, near in said.items())
@@ -714,7 +713,7 @@ def unknown_settings(where: str, names: Mapping[str, Sequence[str]]) -> ConfigEr
 def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     "Raise ConfigError for the names, laid flat, that nothing of a config class is called, in any spelling."
     subs, named = {**sub_configs(cls), **SPELLED}, {*RENAMED, *CONVERTED, *NEUTRAL, *SPELLED}
-    found = dict[str, Sequence[str]]()
+    found = dict[str, tuple[str, Sequence[str]]]()
     for name in given:
         if name in ELSEWHERE:
             got, fix = ELSEWHERE[name]
@@ -725,7 +724,7 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
         inside = head if tail and head in subs else ""
         known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
         others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
-        found[name] = [*known, *others]
+        found[name] = nearest(tail if inside else name, [*known, *others]), known
     if found:
         raise unknown_settings("Config", found)
 
@@ -1195,7 +1194,7 @@ def in_our_words(cls: type) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *values: Any, **given: Any) -> None:
-        if unknown := {name: known for name in given if name not in known}:
+        if unknown := {name: (nearest(name, known), known) for name in given if name not in known}:
             raise unknown_settings(cls.__name__, unknown)
         init(self, *values, **given)
 
