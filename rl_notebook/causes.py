@@ -38,7 +38,7 @@ FIXES: dict[str, str] = {
     "shift": "Target i is token i + 1, on both sides: rl_notebook.align converts, and checks lengths.",
     "temperature": "Divide the logits by the sampling temperature on both sides, or on neither.",
     "top-p or top-k": "Compare raw logprobs with raw ones, or draw with top_p=1 and top_k=0.",
-    "stale weights": "Sync the sampler after every update; if rollouts run ahead on purpose, set tis_enabled.",
+    "stale weights": "Sync the sampler after every update; if rollouts run ahead on purpose, set tis to token.",
     "rows permuted": "Keep the logprobs of a row inside its datum instead of pairing rows by order of arrival.",
     "wrong group": "Key prompts and logprobs by group and sample instead of by position.",
     "BOS or template": "Hand over token ids instead of text, so that the prompt is rendered once.",

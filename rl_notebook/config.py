@@ -165,6 +165,9 @@ RENAMED |= {
     "hotload.first_checkpoint_type": "weight_sync.first_checkpoint_type",
     "hotload.hot_load_before_training": "weight_sync.weight_sync_before_training",
     "hotload.hot_load_timeout": "weight_sync.weight_sync_timeout",
+    "hot_load_interval": "weight_sync_interval",  # as they stood for a while, beside the sub-config
+    "hot_load_before_training": "weight_sync.weight_sync_before_training",
+    "hot_load_timeout": "weight_sync.weight_sync_timeout",
     "weight_sync.weight_sync_interval": "weight_sync_interval",
     "weight_sync.dcp_save_interval": "dcp_save_interval",
     "weight_sync_before_training": "weight_sync.weight_sync_before_training",

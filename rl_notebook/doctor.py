@@ -532,13 +532,13 @@ async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int 
 # %% ../nbs/48_doctor.ipynb #3bd236a9
 def tied(redraws: Sequence[Redraw]) -> bool:
     "Whether one request gets one token, however often it is drawn, and not always the likeliest."
-    doubtful = [r.counts.sum(axis=0) for r in redraws if r.logprobs[0] < np.log(0.9)]
+    doubtful = [half for r in redraws if r.logprobs[0] < np.log(0.9) for half in r.counts]
     alike = all((counts > 0).sum() == 1 for counts in doubtful)
-    return len(doubtful) > 1 and alike and any(counts[0] == 0 for counts in doubtful)
+    return len(doubtful) > 2 and alike and any(counts[0] == 0 for counts in doubtful)
 
 # %% ../nbs/48_doctor.ipynb #da797cc0
 async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
-    "Next tokens at so many places where the sampler was in doubt, each drawn so many times."
+    "Next tokens at so many places where the sampler was in doubt, each drawn twice so many times."
     doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
     ranked = [int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])]
     past = lambda k: e.datums[e.row[k]].tokens[: e.target[k] + 1]
@@ -548,17 +548,16 @@ async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int
     off = [k for k in once.values() if abs(e.gap[k]) > tolerance(e)]
     order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]  # a fault may spare most places
     heads = [past(k) for k in order]
-    params = [SampleParams(n=draws, max_tokens=1, temperature=t) for t in (1.0, 2.0)]
-    wanted = [(h, p) for h in heads for p in params]  # a seed of its own for each: draws must not repeat
-    asked = [backend.sampler.sample(h, replace(p, seed=seed)) for seed, (h, p) in enumerate(wanted)]
+    params = SampleParams(n=draws, max_tokens=1)  # a seed of its own for each request: draws must not repeat
+    asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate([*heads, *heads])]
     known = lambda drawn: [c for c in drawn if len(c.tokens) and np.isfinite(c.logprobs[0])]
     found = [known(drawn) for drawn in await asyncio.gather(*asked)]
-    pairs = [(k, *pair) for k, *pair in zip(order, found[::2], found[1::2], strict=True) if pair[0]]
+    halves = [(k, pair) for k, *pair in zip(order, found[: len(heads)], found[len(heads) :], strict=True) if all(pair)]
     again = [np.full(len(d.weights), np.nan) for d in e.datums]
-    for k, drawn, _ in pairs:
-        told = (float(c.logprobs[0]) for c in drawn if c.tokens[0] == e.token[k])
+    for k, drawn in halves:
+        told = (float(c.logprobs[0]) for half in drawn for c in half if c.tokens[0] == e.token[k])
         again[e.row[k]][e.target[k]] = next(told, np.nan)
-    redraws = [counted(*pair) for pair in pairs]
+    redraws = [counted(k, drawn) for k, drawn in halves]
     if tied(redraws):
         why = "all draws of a request are the same, and not the likeliest: they begin alike, and say nothing"
         return replace(e, refused={**e.refused, "redraw": why})
@@ -585,18 +584,15 @@ async def rescored(
     return out
 
 
-def counted(at: int, drawn: Sequence[Completion], seen: Sequence[Completion]) -> Redraw:
-    "Draws of one token, counted; the flatter draw says how likely more tokens are."
-    told = lambda c: float((c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs)[0])
-    as_raw = all(abs(told(c) - c.logprobs[0]) < 1e-6 for c in drawn)  # or it draws otherwise than it was asked to
-    claimed = {int(c.tokens[0]): float(c.logprobs[0]) for c in seen if as_raw}
-    says = {t: [told(c) for c in drawn if c.tokens[0] == t] for t in {int(c.tokens[0]) for c in drawn}}
-    claimed |= {t: float(np.median(x)) for t, x in says.items()}  # a row of the batch may have settings of its own
+def counted(at: int, drawn: Sequence[Sequence[Completion]]) -> Redraw:
+    "Two halves of draws of one token, counted."
+    told, says = lambda c: c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs, dict[int, list[float]]()
+    for c in (c for half in drawn for c in half):
+        says.setdefault(int(c.tokens[0]), []).append(float(told(c)[0]))
+    claimed = {t: float(np.median(x)) for t, x in says.items()}  # a row of the batch may have settings of its own
     order = sorted(claimed, key=lambda t: -claimed[t])
-    halves = [[int(c.tokens[0]) for c in drawn[half::2]] for half in (0, 1)]
-    counts = np.array([[half.count(t) for t in order] for half in halves])
-    claims = tuple(np.array(says.get(t, [])) for t in order)
-    unknown = np.full(len(order), np.nan)
+    counts = np.array([[sum(int(c.tokens[0]) == t for c in half) for t in order] for half in drawn])
+    claims, unknown = tuple(np.array(says[t]) for t in order), np.full(len(order), np.nan)
     return Redraw(np.array(order), np.array([claimed[t] for t in order]), counts, unknown, at, claims)
 
 # %% ../nbs/48_doctor.ipynb #2ac28ff5

@@ -12,8 +12,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from .evidence import SHARPNESS, Evidence, Finding, at_temperature, beyond, coarsest, differs, exact
-from .evidence import excess, explained, floor, strongest, tolerance
+from .evidence import CLAIM, RIVALS, SHARPNESS, Evidence, Finding, Law, at_temperature, beyond, coarsest
+from .evidence import differs, exact, excess, explained, floor, strongest, tolerance
 
 # %% auto #0
 __all__ = []
@@ -174,26 +174,31 @@ def from_record(e: Evidence, cause: str) -> Finding:
 
 # %% ../nbs/46_draws.ipynb #329fd3be
 @lru_cache(maxsize=2)
-def redrawn(e: Evidence) -> dict[str, tuple[float, float]]:  # {what was done: (nats gained, how much)}
-    "What fits the draws better than the claim does, each fitted on one half of them and judged on the other."
-    total = dict[tuple[str, float], np.ndarray]()
+def redrawn(e: Evidence) -> dict[str, tuple[float, Law]]:  # {what was done: (nats gained, the best of them)}
+    "How much better than the claim other laws predict either half of the draws, of what came up in the other half."
+    total, allowed = dict[Law, np.ndarray](), np.log(tolerance(e))
     for r in e.redraws:
-        for key, logprobs in r.tried.items():
-            total[key] = total.get(key, 0) + r.counts @ (logprobs - r.logprobs)
-    found = dict[str, tuple[float, float]]()
-    for kind in dict.fromkeys(kind for kind, _ in total):
-        gains = {amount: gain for (k, amount), gain in total.items() if k == kind}
-        fitted = [max(gains, key=lambda x: gains[x][half]) for half in (0, 1)]
-        found[kind] = (float(gains[fitted[0]][1] + gains[fitted[1]][0]), fitted[0])
+        for half in (0, 1):
+            known = r.counts[1 - half] > 0
+            seen, laws = np.r_[r.counts[half][known], r.counts[half][~known].sum()], r.laws(known)
+            claim = laws.pop(CLAIM)
+            claim[-1] = np.logaddexp(claim[-1], allowed)  # what rounding took from the others
+            for key, law in laws.items():
+                total.setdefault(key, np.zeros(2))[half] += seen @ (law - claim)
+    found = dict[str, tuple[float, Law]]()
+    for kind in dict.fromkeys(kind for kind, *_ in total):
+        gains = {law: gain for law, gain in total.items() if law[0] == kind}
+        of_any = np.logaddexp.reduce([*gains.values()], axis=0) - np.log(len(gains))
+        found[kind] = (float(of_any.sum()), max(gains, key=lambda law: gains[law].sum()))
     return found
 
 
 MISFIT = 5.0  # standard deviations of chi-squared: settings of the sampler leave less than 2
 
 
-def misfit(e: Evidence, key: tuple[str, float] | None = None) -> float:
+def misfit(e: Evidence, law: Law = CLAIM) -> float:
     "Standard deviations by which the draws miss what is claimed of them, or that changed in this way."
-    found = [r.misfit(r.tried[key] if key else r.logprobs) for r in e.redraws]
+    found = [r.misfit(r.laws()[law][:-1]) for r in e.redraws]
     freedom = sum(k for _, k in found)
     return (sum(x for x, _ in found) - freedom) / (2 * max(freedom, 1)) ** 0.5
 
@@ -203,8 +208,8 @@ def undrawable(e: Evidence) -> bool:
     if not e.redraws or misfit(e) <= MISFIT:
         return False
     found = redrawn(e)
-    kind = max(found, key=lambda k: found[k][0])
-    return found[kind][0] <= CLEAR or misfit(e, (kind, found[kind][1])) > MISFIT
+    gain, law = max(found.values())
+    return gain <= CLEAR or misfit(e, law) > MISFIT
 
 
 def drawn_as_claimed(e: Evidence) -> bool:
@@ -218,19 +223,18 @@ def only_best(e: Evidence) -> bool:
     return bool(doubtful) and all(counts[0] > 0.97 * counts.sum() for counts in doubtful)
 
 
-def from_draws(e: Evidence, cause: str, kinds: Sequence[str]) -> Finding:
+def from_draws(e: Evidence, cause: str, kind: str) -> Finding:
     "What the draws say for a cause."
     if not e.redraws or differs(e):  # where the numbers are wrong, they claim nothing
         return Finding(cause, 0.0, "nothing was drawn again, or the numbers differ already")
     found, n = redrawn(e), int(sum(r.counts.sum() for r in e.redraws))
-    kind = max(kinds, key=lambda k: found[k][0])
-    gain, amount = found[kind]
-    best = max(found, key=lambda k: found[k][0])
-    text = f"{n} tokens drawn again fit {kind} {amount:.2g} better than what is claimed of them, by {gain:.0f} nats"
-    clear = gain > CLEAR and (best in kinds or gain > found[best][0] - CLEAR)
-    score = (0.97 if best in kinds else 0.4) * clear * (0.4 if undrawable(e) else 1.0)
-    text = text if clear else f"{n} tokens drawn again look drawn as claimed"
-    if gain > CLEAR and only_best(e):
+    (gain, (_, amount, _)), others = found[kind], max(nats for other, (nats, _) in found.items() if other != kind)
+    if gain <= CLEAR or gain < others - CLEAR:
+        return Finding(cause, 0.0, f"{n} tokens drawn again look drawn as claimed", {"draws": n, "nats": gain})
+    named = f"{kind} {amount:.2g}" if kind == "temperature" else kind
+    text = f"{n} tokens drawn again fit {named} better than what is claimed of them, by {gain:.0f} nats"
+    score = (0.97 if gain > others + CLEAR else 0.7 if gain > others else 0.4) * (0.4 if undrawable(e) else 1.0)
+    if only_best(e):
         score, text = 0.6, f"{n} tokens drawn again are always the likeliest: greedy, a beam, or the best of several"
     return Finding(cause, score, text, {"draws": n, "nats": gain, kind: amount})
 
@@ -258,7 +262,7 @@ def lawless(e: Evidence, factor: float) -> float:
     size = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     found = list[float]()
     for r in e.redraws:
-        known = np.isfinite(r.trainer + r.logprobs) & (r.counts.sum(axis=0) > 0)
+        known = np.isfinite(r.trainer + r.logprobs)
         if known.any():
             rest, flat = max(1 - np.exp(r.logprobs).sum(), 1e-9), 1 / factor
             likely, most = np.exp(flat * r.logprobs).sum(), rest**flat * size ** max(0.0, 1 - flat)
@@ -271,7 +275,7 @@ def shape(e: Evidence) -> Shape | None:
     "None where no token that was drawn again has been scored by the trainer."
     tol, t, places = floor(e).largest, e.stamps.trainer_temperature or 1.0, list[tuple[np.ndarray, ...]]()
     for r in e.redraws:
-        known = np.isfinite(r.trainer + r.logprobs) & (r.counts.sum(axis=0) > 0)
+        known = np.isfinite(r.trainer + r.logprobs)
         past = e.datums[e.row[r.at]].tokens[: e.target[r.at] + 1]
         places.append((r.logprobs[known], t * r.trainer[known], ~np.isin(r.tokens[known], past)))
     n = sum(len(y) for y, _, _ in places)
@@ -334,7 +338,7 @@ def no_law(e: Evidence) -> str:
     "Why the sampler's numbers are nobody's logprobs; empty = they may be."
     if (e.s > max(floor(e).largest, 0.01)).any():
         return "some of the sampler's numbers are above 0, which no logprob is"
-    sums = [float(np.exp(r.logprobs[r.counts.sum(axis=0) > 0]).sum()) for r in e.redraws]
+    sums = [float(np.exp(r.logprobs).sum()) for r in e.redraws]
     if max(sums, default=0.0) > 1.05 and contradicts(e)[0] < floor(e).largest:
         return f"the probabilities that the sampler claims for the tokens of one place add up to {max(sums):.2f}"
     gap, p = e.gap[np.isfinite(e.gap)], e.p[np.isfinite(e.gap)]
@@ -381,17 +385,15 @@ def keeps_best(e: Evidence) -> bool | None:
     "Whether what is drawn again may be a cut: the likeliest, which share what the others had; None = not known."
     fuzz, rises = floor(e).largest, list[float]()
     for r in e.redraws if e.stamps.trainer_temperature in (None, 1.0) else ():
-        count = r.counts.sum(axis=0)
-        scored, kept = np.isfinite(r.trainer), count > 0
-        risen = (r.logprobs - r.trainer)[scored & kept]
+        scored = np.isfinite(r.trainer)
+        risen = (r.logprobs - r.trainer)[scored]
         if not len(risen):
             continue
         rises.append(float(np.median(risen)))
-        others = np.r_[r.trainer[scored & ~kept], r.unseen] + rises[-1]
-        missed = others[np.exp(others) * count.sum() > 10]
-        mass = float(np.exp(r.trainer[scored & kept] + rises[-1]).sum())
-        short = (scored | ~kept).all() and rises[-1] > fuzz and mass < 0.95
-        better = (missed > (r.trainer[scored & kept] + rises[-1]).min() + fuzz).any()
+        missed = r.unseen[np.exp(r.unseen + rises[-1]) * r.counts.sum() > 10]
+        mass = float(np.exp(r.trainer[scored] + rises[-1]).sum())
+        short = scored.all() and rises[-1] > fuzz and mass < 0.95
+        better = (missed > r.trainer[scored].min() + fuzz).any()
         if better or short or mass > 1.02 + fuzz or np.ptp(risen) > fuzz:
             return False
     cut = np.array([x for x in rises if x > fuzz])
@@ -411,7 +413,7 @@ def top_p_or_top_k(e: Evidence) -> Finding:
     text = f"the sampler's are above the trainer's, all but {below:.0%}, as if up to {1 - kept:.0%} of it were cut"
     text += raw_words(e)
     text = text if differs(e) else "no gap"
-    drawn = from_draws(e, "top-p or top-k", ["top-p", "top-k", "min-p"])
+    drawn = from_draws(e, "top-p or top-k", "a cut")
     series = Finding("top-p or top-k", score, text, {"below": below, "kept": kept})
     return strongest([drawn, from_record(e, "top-p or top-k"), series, cut_by_trainer(e)])
 
@@ -487,7 +489,7 @@ def fit_places(e: Evidence) -> Finding:
 # %% ../nbs/46_draws.ipynb #5e35e1a3
 def temperature(e: Evidence) -> Finding:
     "One side divided its logits by a temperature."
-    drawn = from_draws(e, "temperature", ["temperature"])
+    drawn = from_draws(e, "temperature", "temperature")
     fitted = strongest([fit_shape(e), fit_heads(e)]) if e.redraws and differs(e) else fit_series(e)
     fitted = strongest([fitted, fit_rows(e), fit_places(e), fit_pairs(e)])
     fitted = replace(fitted, score=0.0) if told_otherwise(e) else fitted
@@ -507,7 +509,8 @@ def fit_heads(e: Evidence) -> Finding:
     if not known:
         return Finding("temperature", 0.0, "nothing was drawn again")
     tol, at = tolerance(e), [r.at for r in known]
-    curves = np.array([[r.sharpened(a)[ids[r.at][0]] for r in known] for a in SHARPNESS])
+    laws, names = [r.laws() for r in known], [("temperature", round(float(1 / a), 3), RIVALS[0]) for a in SHARPNESS]
+    curves = np.array([[law[name][ids[k][0]] for k, law in zip(at, laws, strict=True)] for name in names])
     s, p = (int(np.argmin([excess(x[at] - curve, tol) for curve in curves])) for x in (e.s, e.p))
     gone = explained(e.gap[at], e.gap[at] - (curves[s] - curves[p]), tol)
     ours, theirs = float(1 / SHARPNESS[p]), float(1 / SHARPNESS[s])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -120,6 +121,10 @@ class Pair:
 
 # %% ../nbs/45_evidence.ipynb #a54eed32
 SHARPNESS = np.geomspace(0.25, 4.0, 81)  # 1/T
+RIVALS = (32, 1024, 32768)  # tokens that may share what has not come up
+CUTS = (0.5, 0.1, 0.02, 0.001)  # of what has not come up, so much is still drawn
+Law = tuple[str, float, int]  # what was done to a distribution, how much, tokens that share the rest
+CLAIM: Law = ("the claim", 1.0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,22 +133,24 @@ class Redraw:
 
     tokens: np.ndarray  # (H,) the different ids that came up, likeliest first
     logprobs: np.ndarray  # (H,) claimed of them
-    counts: np.ndarray  # (2, H) how often each was drawn in either half; 0 for those that only a flatter draw showed
+    counts: np.ndarray  # (2, H) how often each was drawn in either half
     trainer: np.ndarray  # (H,) the trainer's logprobs of the first few, where the two sides differ; NaN = not scored
     at: int = 0  # compared position
     claims: tuple[np.ndarray, ...] = ()  # what was claimed of each, draw by draw
     unseen: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (U,) the trainer's of tokens that were not drawn
 
-    def sharpened(self, sharpness: float, tail: int = 32) -> np.ndarray:
-        "(H,) logprobs at temperature 1 / sharpness, if what did not come up is shared by `tail` tokens."
-        rest = np.log(max(1 - np.exp(self.logprobs).sum(), 1e-15))
-        other = sharpness * rest + (1 - sharpness) * np.log(tail)
-        return sharpness * self.logprobs - np.logaddexp.reduce(np.r_[sharpness * self.logprobs, other])
-
-    def cut(self, keep: np.ndarray) -> np.ndarray:
-        "(H,) logprobs if only these tokens are drawn, but for one draw in a thousand."
-        p = np.exp(self.logprobs)
-        return np.log(0.999 * np.where(keep, p, 0) / p[keep].sum() + 0.001 * p)
+    def laws(self, known: np.ndarray | slice = slice(None)) -> dict[Law, np.ndarray]:
+        "(H + 1,) logprobs of known tokens, and of all others together, by what may have been done, and how much of it."
+        own = self.logprobs[known]
+        claim = np.r_[own, np.log(max(1 - np.exp(own).sum(), 1e-15))]
+        made = {CLAIM: claim}
+        for a, rivals in product(SHARPNESS, RIVALS):
+            law = a * claim + np.r_[0 * own, (1 - a) * np.log(rivals)]
+            made["temperature", round(float(1 / a), 3), rivals] = law - np.logaddexp.reduce(law)
+        for share in CUTS:
+            left = np.log1p(-share * np.exp(claim[-1])) - np.logaddexp.reduce(own)
+            made["a cut", share, 0] = np.r_[own + left, claim[-1] + np.log(share)]
+        return made
 
     def misfit(self, logprobs: np.ndarray) -> tuple[float, int]:  # chi-squared, degrees of freedom
         "How far the draws lie from these logprobs (H,), over the tokens that they expect five times or more."
@@ -155,16 +162,6 @@ class Redraw:
         if wanted[-1] < 5 and len(wanted) > 1:  # the rare ones go with the rarest of the others
             seen, wanted = np.append(seen[:-2], seen[-2:].sum()), np.append(wanted[:-2], wanted[-2:].sum())
         return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
-
-    @cached_property
-    def tried(self) -> dict[tuple[str, float], np.ndarray]:
-        "(H,) logprobs by what may have been done to the distribution, and how much of it."
-        p = np.exp(self.logprobs)
-        before = np.cumsum(p) - p
-        made = {("temperature", float(1 / a)): self.sharpened(a) for a in SHARPNESS}
-        made |= {("top-p", x): self.cut(before < x) for x in np.arange(0.3, 0.995, 0.01)}
-        made |= {("top-k", float(k)): self.cut(np.arange(len(p)) < k) for k in (*range(1, 25), 32, 40, 50, 64)}
-        return made | {("min-p", x): self.cut(p >= x * p.max()) for x in np.geomspace(0.005, 0.6, 30)}
 
 # %% ../nbs/45_evidence.ipynb #51943f6d
 NOISE_FACTOR = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
@@ -193,15 +190,9 @@ def size(gap: np.ndarray) -> Gap:
 
 
 def floor(e: Evidence) -> Rounding:
-    "What rounding explains: the table's for the finer precision, or less where both sides were seen to agree closer."
+    "What rounding explains: the table's for the finer precision."
     named = [rounding(d) for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
-    table, least = min(named, key=lambda r: r.largest, default=rounding("float32")), rounding("float32")
-    heard = not {"policy", "sampler"} <= e.controls.keys() or "echo" in e.refused  # of likely tokens alone, at best
-    if heard or table.largest <= least.largest:
-        return table
-    seen = size(e.flat("sampler") - e.flat("policy"))
-    narrow = lambda most, at_least, found: min(most, max(at_least, NOISE_FACTOR * found))
-    return Rounding(narrow(table.mean, least.mean, seen.mean), narrow(table.largest, least.largest, seen.largest))
+    return min(named, key=lambda r: r.largest, default=rounding("float32"))
 
 
 def coarsest(e: Evidence) -> Rounding:

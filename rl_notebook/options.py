@@ -82,9 +82,10 @@ _AT_LEAST = {
     "tis_cap": 0,
     "tis_floor": 0,
     "icepop_threshold": 1,
+    "ratio_log_cap": 0,
+    "seq_ratio_log_cap": 0,
 }
-_ABOVE = {"eps_clip_c": 1, "ratio_log_cap": 0, "seq_ratio_log_cap": 0}
-_ABOVE |= {"sapo_temperature_pos": 0, "sapo_temperature_neg": 0}
+_ABOVE = {"eps_clip_c": 1, "sapo_temperature_pos": 0, "sapo_temperature_neg": 0}
 _HINTS = typing.get_type_hints(LossKnobs).items()
 _CHOICES = {name: typing.get_args(hint) for name, hint in _HINTS if typing.get_origin(hint) is Literal}
 
@@ -101,8 +102,6 @@ def _out_of_range(o: LossKnobs, read: Mapping[str, Any]) -> Iterator[LossError]:
         value, word = getattr(o, name), "above" if name in _ABOVE else "at least"
         if value is not None and (value < bound or (word == "above" and value == bound)):
             yield LossError(name, got=value, expected=f"{word} {bound:g}")
-    if (o.eps_clip or 0) > 1:
-        yield LossError("eps_clip", got=o.eps_clip, expected="at most 1, for a ratio is never below 0")
     if o.tis_floor > o.tis_cap:
         yield LossError("tis_floor", got=o.tis_floor, expected=f"at most tis_cap={o.tis_cap:g}")
 

@@ -430,8 +430,10 @@ def _choice(value: Any, choices: tuple, name: str) -> Any:
 # %% ../nbs/08_settings.ipynb #7d17ff07
 def _scalar(value: Any, hint: Any, name: str) -> Any:
     "A plain value, an enum member or the settings of a sub-config."
-    if isinstance(hint, type) and issubclass(hint, Enum) and value in [*hint, *(m.value for m in hint)]:
-        return hint(value)
+    members = hint if isinstance(hint, type) and issubclass(hint, Enum) else ()
+    for member in members:
+        if value in (member, member.value, member.name):
+            return member
     if hint in (int, float) and (number := _number(value, hint)) is not None:
         return number
     if hint is str and isinstance(value, str | os.PathLike) and _is_text(os.fspath(value), name):

@@ -885,7 +885,7 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
         aged = f"{old}, and the loss corrects for it" if age > 0 or moved else "the loss corrects for older weights"
         return check(True, aged, notable=bool(age > 0 or moved))
     if age > 0 or (moved and "hardly" not in words):
-        fix = "Set tis_enabled=True or anchor='rollout', or sync after every step."
+        fix = "Set tis='token' or anchor='rollout', or sync after every step."
         return check(False, f"{old}, and the loss does not correct for it", expected="a correction", fix=fix)
     if moved is False:
         return check(True, "the samples are fresh, no correction is needed")

@@ -467,6 +467,19 @@ def test_wrong_types(name, value, expected):
     assert expected in said
 
 
+def test_what_the_cookbook_takes_is_taken():
+    "A cap of 0 leaves the ratio at 1, a wide clip leaves it free below; an enum member goes by its name, too."
+    for name, value in (("dapo", {"ratio_log_cap": 0}), ("gspo", {"seq_ratio_log_cap": 0}), ("cispo", {"eps_low": 1e3})):
+        made(policy_loss=name, **{name: value})
+    assert made(policy_loss="importance_sampling", ratio_log_cap=0)[0].loss_options()["ratio_log_cap"] == 0
+    for scope in ("PER_DEPLOYMENT", "per_deployment", WeightSyncScope.PER_DEPLOYMENT):
+        cfg, _ = made(backend="fireworks", deployment={"weight_sync_scope": scope})
+        assert cfg.deployment.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
+    cfg, said = made(backend="fireworks", hot_load_interval=2, hot_load_timeout=300)
+    assert (cfg.weight_sync_interval, cfg.weight_sync.weight_sync_timeout) == (2, 300)
+    assert "hot_load_interval -> weight_sync_interval" in said[0]
+
+
 def test_types_that_lose_nothing_are_taken():
     class Mode(Enum):
         TOKENS = "num_loss_tokens"

