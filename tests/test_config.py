@@ -469,7 +469,8 @@ def test_wrong_types(name, value, expected):
 
 def test_what_the_cookbook_takes_is_taken():
     "A cap of 0 leaves the ratio at 1, a wide clip leaves it free below; an enum member goes by its name, too."
-    for name, value in (("dapo", {"ratio_log_cap": 0}), ("gspo", {"seq_ratio_log_cap": 0}), ("cispo", {"eps_low": 1e3})):
+    taken = {"dapo": {"ratio_log_cap": 0}, "gspo": {"seq_ratio_log_cap": 0}, "cispo": {"eps_low": 1e3}}
+    for name, value in taken.items():
         made(policy_loss=name, **{name: value})
     assert made(policy_loss="importance_sampling", ratio_log_cap=0)[0].loss_options()["ratio_log_cap"] == 0
     for scope in ("PER_DEPLOYMENT", "per_deployment", WeightSyncScope.PER_DEPLOYMENT):
