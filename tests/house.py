@@ -639,13 +639,11 @@ def readme_is_what_the_index_makes(house: House) -> list[str]:
 
 @rule
 def the_map_lists_every_notebook(house: House) -> list[str]:
-    "The tables of the index link every notebook, and name the module of each."
-    index = next((nb for nb in house.notebooks if nb.path.stem == "index"), None)
-    if index is None:
-        return ["there is no nbs/index.ipynb"]
-    rows = [line for c in index.cells if c.kind == "markdown" for line in c.source.splitlines() if line.startswith("|")]
+    "The tables of CONTRIBUTING.md link every notebook, and name the module of each."
+    rows = [line for line in house.text("CONTRIBUTING.md").splitlines() if line.startswith("|")]
     listed = {target: row for row in rows for _, target in LINK.findall(row) if target.endswith(".ipynb")}
-    there = {nb.path.relative_to(house.root / "nbs").as_posix(): nb for nb in house.notebooks if nb is not index}
+    pages = [nb for nb in house.notebooks if nb.path.stem != "index"]
+    there = {nb.path.relative_to(house.root).as_posix(): nb for nb in pages}
     return (
         [f"the map does not list {name}" for name in there if name not in listed]
         + [f"the map lists {name}, which does not exist" for name in listed if name not in there]

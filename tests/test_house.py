@@ -92,13 +92,9 @@ PAGES = {
     "74_emulator.service": module_page("emulator.service", f"from {PACKAGE}.backends import local"),
     "80_cli": module_page("cli", f"from {PACKAGE}.views.charts import add as charts_add"),
     "tutorials/101_first": [new_markdown_cell("# first\n\n> Walks.\n\nSee [core](../00_core.ipynb).")],
-    "index": [
-        new_markdown_cell(
-            "# rl_notebook\n\n> A promise.\n\n| notebook | module |\n|---|---|\n"
-            + "".join(f"| [{name}]({name}.ipynb) | `{name.split('_', 1)[1]}` |\n" for name in NAMES)
-        )
-    ],
+    "index": [new_markdown_cell("# rl_notebook\n\n> A promise.\n\nSee [core](00_core.ipynb).")],
 }
+MAP = "".join(f"| [{name}](nbs/{name}.ipynb) | `{name.split('_', 1)[1]}` |\n" for name in NAMES)
 
 
 def save(root: Path, name: str, cells: list, **metadata) -> None:
@@ -116,6 +112,7 @@ def model_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("house") / "project"
     (root / "nbs" / "tutorials").mkdir(parents=True)
     (root / PACKAGE).mkdir()
+    writes("CONTRIBUTING.md", f"# Contributing\n\n| notebook | module |\n|---|---|\n{MAP}")(root)
     for name in ("settings.ini", "pyproject.toml", "_quarto.yml", "constraints.txt", "CHANGELOG.md"):
         shutil.copy(ROOT / name, root / name)
     (root / "nbs" / "_quarto.yml").symlink_to("../_quarto.yml")
@@ -280,7 +277,7 @@ BREAKS: dict[str, list[Break]] = {
     "the_map_lists_every_notebook": [
         lambda root: save(root, "tutorials/201_second", [new_markdown_cell("# second\n\n> Runs.")]),
         lambda root: (root / CORE).unlink(),
-        replaces("`core`", "`kernel`", "nbs/index.ipynb"),
+        replaces("`core`", "`kernel`", "CONTRIBUTING.md"),
     ],
     "links_lead_somewhere": [
         replaces("../00_core.ipynb", "../00_kernel.ipynb", "nbs/tutorials/101_first.ipynb"),
