@@ -6,6 +6,7 @@ import configparser
 import importlib.util
 import inspect
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,15 @@ def plain(text: str) -> str:
 def told(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     "Docstrings are plain text. The comments beside parameters join them."
     lines[:] = [] if what == "module" else map(plain, lines)  # a module's page begins with its promise
-    if what not in ("function", "method") or not inspect.isfunction(inspect.unwrap(obj)):
+    if name == "rl_notebook.config.Config":
+        lines += ["", "Its settings by group: :doc:`/settings`."]
+    given = obj if what != "class" or is_dataclass(obj) else obj.__init__
+    if what not in ("function", "method", "class") or not (
+        is_dataclass(given) or inspect.isfunction(inspect.unwrap(given))
+    ):
         return
     try:
-        comments = docments(obj)
+        comments = docments(given)
     except (OSError, TypeError, SyntaxError):  # no source: made at run time
         return
     for parameter, comment in comments.items():

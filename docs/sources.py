@@ -3,7 +3,8 @@
 python docs/sources.py _proc/site && sphinx-build -c docs _proc/site _docs
 
 Every notebook becomes a page as a reader sees it, with the names of the package linked to their signatures. The sidebar
-has the order of `_quarto.yml`. One page per module lists its public names; the gallery is cut from the notebooks.
+and the titles are those of `_quarto.yml`. One page per module lists its public names, one all settings; the gallery is
+cut from the notebooks.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ class Site:
         "All notebooks, in order."
         return sorted([*(self.root / "nbs").glob("*.ipynb"), *(self.root / "nbs" / "tutorials").glob("*.ipynb")])
 
-    def sidebar(self) -> list[tuple[str, list[str]]]:  # (caption, pages as paths below nbs/)
-        "The sections of `_quarto.yml`, with the pages that their patterns name."
+    def sidebar(self) -> list[tuple[str, dict[str, str]]]:  # (caption, titles by page below nbs/)
+        "The sections of `_quarto.yml`, with what their pages are called on the site."
         config = yaml.safe_load((self.root / "_quarto.yml").read_text(encoding="utf-8"))
-        sections: list[tuple[str, list[str]]] = []
-        for entry in config["website"]["sidebar"]["contents"]:
-            caption, pattern = ("", entry) if isinstance(entry, str) else (entry["section"], entry["contents"])
-            found = sorted(p.relative_to(self.root / "nbs").as_posix() for p in (self.root / "nbs").glob(pattern))
-            sections.append((caption, found))
-        return sections
+        sections = [entry for entry in config["website"]["sidebar"]["contents"] if not isinstance(entry, str)]
+        return [(entry["section"], {p["href"]: p["text"] for p in entry["contents"]}) for entry in sections]
+
+    def titles(self) -> dict[str, str]:
+        "What each page is called."
+        return {page: title for _, pages in self.sidebar() for page, title in pages.items()}
 
     def place(self, path: str) -> str | None:
         "Where a file of the checkout stands on the site; `None` if it is no page and no picture."
@@ -149,6 +150,15 @@ def module_of(nb: NotebookNode) -> str | None:
     return None
 
 
+def only_imports(source: str) -> bool:
+    "Whether a cell has nothing but imports, which a page folds."
+    try:
+        found = ast.parse(source).body
+    except SyntaxError:  # an `await`, or a command of IPython
+        return False
+    return bool(found) and all(isinstance(node, ast.Import | ast.ImportFrom) for node in found)
+
+
 def write_notebook(site: Site, path: Path, target: Path, names: dict[str, str]) -> None:
     "One notebook as a page."
     raw = nbformat.read(path, as_version=4)
@@ -157,8 +167,13 @@ def write_notebook(site: Site, path: Path, target: Path, names: dict[str, str]) 
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cell.source = linked(site.relink(cell.source, name), names)
+    if title := site.titles().get(name.removeprefix("nbs/")):
+        nb.cells[0].source = re.sub(r"^# .*", f"# {title}", nb.cells[0].source, count=1)
     if module is not None:
         nb.cells[0].source += f"\n\n{head(module, module in names.values(), site.url + name)}"
+        for cell in nb.cells:
+            if cell.cell_type == "code" and only_imports(cell.source):
+                cell.metadata["tags"] = [*cell.metadata.get("tags", []), "hide-input"]
     if path.name == "index.ipynb":
         nb.cells.append(nbformat.v4.new_markdown_cell(contents(site)))
     out = target / str(site.place(name))
@@ -174,11 +189,10 @@ def toctree(caption: str, pages: list[str]) -> str:
 
 def contents(site: Site) -> str:
     "The sidebar: the sections of `_quarto.yml`, then what is not a notebook."
-    sections = [toctree(caption, pages) for caption, pages in site.sidebar() if pages != ["index.ipynb"]]
     examples = sorted(p.relative_to(site.root).as_posix() for p in (site.root / "examples").rglob("README.md"))
-    return "\n\n".join(
-        [toctree("", ["gallery.ipynb"]), *sections, toctree("More", ["api/index.md", *examples, *EXTRA])],
-    )
+    more = {"Start": ["gallery.ipynb"], "Your own task": examples, "Reference": ["settings.md", "api/index.md"]}
+    sections = [toctree(caption, [*more.get(caption, []), *pages]) for caption, pages in site.sidebar()]
+    return "\n\n".join([*sections, toctree("Contribute", [*EXTRA])])
 
 
 def passage(site: Site, title: str, page: str, begin: str) -> list[NotebookNode]:
@@ -218,12 +232,26 @@ def write_api(site: Site, target: Path, names: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = ["# Names and signatures", "", "> Every public name, by module.", ""]
     rows += [f"- [`{module}`]({module}.md): {promise}" for module, promise in modules.items()]
-    tree = ["", "```{toctree}", ":hidden:", "", *(f"{m}.md" for m in modules), "```"]
-    (folder / "index.md").write_text("\n".join(rows + tree) + "\n", encoding="utf-8")
+    (folder / "index.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
     for module, promise in modules.items():
         listed = ["```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"]
-        lines = [f"# {module}", "", f"> {promise}", "", *listed]
+        lines = ["---", "orphan: true", "---", f"# {module}: names and signatures", "", f"> {promise}", "", *listed]
         (folder / f"{module}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_settings(target: Path) -> None:
+    "Every setting by group, with the words that `rl-notebook train --help` has."
+    from rl_notebook.cli import option_groups
+
+    safe = lambda text: re.sub(r"([|<*])", r"\\\1", text)
+    promise = "Every field of `Config`: in YAML, as an option of `rl-notebook train`, or in Python."
+    lines = ["# All settings (Config)", "", f"> {promise}", ""]
+    for title, options in option_groups().items():
+        lines += [f"## {safe(title)}", "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
+        for name, shape, default, text in options:
+            lines.append(f"| `{name}` | {safe(shape or 'true|false')} | {safe(default)} | {safe(text)} |")
+        lines.append("")
+    (target / "settings.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def write_site(root: Path, target: Path) -> None:
@@ -243,6 +271,7 @@ def write_site(root: Path, target: Path) -> None:
     shutil.copytree(root / "nbs" / "images", target / "images")
     write_gallery(site, target)
     write_api(site, target, names)
+    write_settings(target)
 
 
 def main(argv: list[str]) -> Any:

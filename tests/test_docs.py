@@ -10,6 +10,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from rl_notebook.config import Config
+from rl_notebook.settings import leaf_types
+
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("sources", ROOT / "docs" / "sources.py")
 sources = sys.modules["sources"] = importlib.util.module_from_spec(spec)
@@ -30,8 +33,50 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_sidebar_has_every_notebook_once(site: sources.Site):
     listed = [page for _, pages in site.sidebar() for page in pages]
-    assert sorted(listed) == sorted(p.relative_to(ROOT / "nbs").as_posix() for p in site.notebooks())
-    assert [caption for caption, pages in site.sidebar() if not pages] == []
+    assert sorted(listed) == sorted(
+        p.relative_to(ROOT / "nbs").as_posix() for p in site.notebooks() if p.stem != "index"
+    )
+    assert [caption for caption, _ in site.sidebar()] == [
+        "Start",
+        "Your own task",
+        "Look into a step",
+        "Other trainers and machines",
+        "Reference",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "page"),
+    [
+        ("custom reward", "11_rewards.ipynb"),
+        ("custom loss", "05_losses.ipynb"),
+        ("grpotrainer", "tutorials/403_coming_from_trl.ipynb"),
+        ("memory", "49_preflight.ipynb"),
+        ("vllm", "25_backends.openai.ipynb"),
+        ("resume", "tutorials/401_scripted_runs.ipynb"),
+        ("all settings", "settings.md"),
+        ("quickstart", "index.ipynb"),
+    ],
+)
+def test_titles_have_the_words_that_people_search(written: Path, asked: str, page: str):
+    text = (written / page).read_text(encoding="utf-8")
+    if page.endswith(".ipynb"):
+        text = "\n".join(c.source for c in nbformat.reads(text, as_version=4).cells if c.cell_type == "markdown")
+    headings = " ".join(re.findall(r"^#+ (.*)", text, re.MULTILINE)).lower()
+    assert all(word in headings for word in asked.split())
+
+
+def test_the_settings_page_has_every_setting_with_its_meaning(written: Path):
+    rows = re.findall(r"^\| `(\S+)` \| .+ \| (.+) \|$", (written / "settings.md").read_text(), re.MULTILINE)
+    assert {name for name, _ in rows} == set(leaf_types(Config))
+    assert [name for name, meaning in rows if not meaning.strip()] == []
+
+
+def test_a_page_folds_its_imports(written: Path):
+    cells = nbformat.read(written / "37_loop.ipynb", as_version=4).cells
+    first = next(c for c in cells if c.cell_type == "code")
+    assert "import asyncio" in first.source
+    assert "hide-input" in first.metadata["tags"]
 
 
 @pytest.mark.parametrize(
