@@ -122,22 +122,16 @@ def at_work(loop: AsyncGRPOLoop) -> Producer[Graded]:
     return loop.producer
 
 # %% ../nbs/38_async_loop.ipynb #a1dfed4f
-def graded_phase(loop: AsyncGRPOLoop, reward_fns: Any = None) -> Listing[PromptGroup]:
+def graded_phase(loop: AsyncGRPOLoop, reward_fns: Any = None, *, wait: bool | None = None) -> Listing[PromptGroup]:
     "The grades that the rollouts got when they came back; `reward_fns` grades the batch again."
     if reward_fns is not None or loop.state.values.get("sample") is not loop.batch.samples:
-        return with_versions(loop, score_phase(loop, reward_fns))
+        return score_phase(loop, reward_fns, wait=wait)
     enter(loop.state, "score")
     groups = [row.value.group for row in loop.batch.rows]
     with timed(loop, "score"):
         if not loop.counts["samples"]:
             require_some(groups)
     return loop.state.put("score", list_groups(groups))
-
-
-def with_versions(loop: AsyncGRPOLoop, groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
-    "Groups that were graded again, with the versions that their rows were started at."
-    versions = {row.number: row.version for row in loop.batch.rows}
-    return loop.state.put("score", list_groups([replace(g, submitted=versions.get(g.number)) for g in groups]))
 
 # %% ../nbs/38_async_loop.ipynb #71fcd11c
 async def open_gate(loop: AsyncGRPOLoop) -> Measured:
@@ -268,6 +262,11 @@ class AsyncGRPOLoop(GRPOLoop):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.producer: Producer[Graded] = keep_in_flight(self)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def regraded(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
+        "Groups that were graded again, with the versions that their rows were started at."
+        versions = {row.number: row.version for row in self.batch.rows}
+        return [replace(g, submitted=versions.get(g.number)) for g in groups]
 
     @property
     def batch(self) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from .chat import split_calls
 from .core import ConfigError, DataError, RolloutRun, RolloutSample
 from .data import Row
-from .rewards import RewardFn, as_reward_fns, reward_fn, score
+from .rewards import RewardFn, as_reward_fns, in_thread, reward_fn, score
 from .rollouts import RolloutFactory, RolloutFn, RolloutSetup
 from .serve import PolicyServer, ServedRollout, serve
 
@@ -25,7 +25,7 @@ from .serve import PolicyServer, ServedRollout, serve
 __all__ = ['agent_rollouts']
 
 # %% ../nbs/66_environments.ipynb #c1d49fd0
-Play = Callable[[dict[str, Any], ServedRollout], Awaitable[float | None]]  # (sample_prompt, rollout) -> reward
+Play = Callable[[dict[str, Any], ServedRollout], Any]  # (sample_prompt, rollout) -> reward, or an awaitable of it
 ReadCalls = Callable[[str], tuple[str | None, list[dict[str, Any]]]]  # text -> content, tool calls
 
 
@@ -34,8 +34,18 @@ def rollout_id(sample_prompt: Mapping[str, Any]) -> str:
     return f"draw-{sample_prompt['seed']}" if "seed" in sample_prompt else ""
 
 # %% ../nbs/66_environments.ipynb #af7c1f46
+async def played(play: Play, sample_prompt: dict[str, Any], rollout: ServedRollout) -> float | None:
+    "What an agent has earned; a plain function plays in a thread, for it would block the event loop that answers it."
+    if inspect.iscoroutinefunction(play) or inspect.iscoroutinefunction(getattr(play, "__call__", None)):  # noqa: B004
+        return await play(sample_prompt, rollout)
+    reward, error = await in_thread(lambda: play(sample_prompt, rollout))
+    if error is not None:
+        raise error
+    return await reward if inspect.isawaitable(reward) else reward
+
+# %% ../nbs/66_environments.ipynb #0e900875
 def agent_rollouts(
-    play: Play,  # plays one rollout with a client for rollout.url and rollout.key
+    play: Play,  # plays one rollout with a client for rollout.url and rollout.key; in a thread if it is no `async def`
     *,
     read_calls: ReadCalls = split_calls,  # how the policy writes a call
 ) -> RolloutFactory:
@@ -46,7 +56,7 @@ def agent_rollouts(
         async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutRun:
             async with serve(setup, read_calls=read_calls, key=key) as server:
                 with server.rollout(rollout_id(sample_prompt)) as rollout:
-                    reward = await play(sample_prompt, rollout)
+                    reward = await played(play, sample_prompt, rollout)
             return rollout.to_run(reward)
 
         return rollout_fn

@@ -118,7 +118,8 @@ async def run_phase(loop: GRPOLoop, phase: str) -> None:
     "One phase, as a step runs it."
     if phase == "datums" and loop.cfg.refill:
         await loop.refill()
-    result = loop.reference(policy=False) if phase == "reference" else getattr(loop, phase)()
+    how = {"reference": {"policy": False}, "score": {"wait": True}}
+    result = getattr(loop, phase)(**how.get(phase, {}))
     if inspect.isawaitable(result):
         await result
 

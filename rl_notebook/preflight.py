@@ -24,10 +24,10 @@ from .data import Row
 from .datums import attach, datums_from_groups
 from .drawings import shapes, styled, table
 from .phases import as_rows, as_task, check_backend, configured
-from .phases import encode_for, first_cursor, part_weights, sign_of_life
+from .phases import encode_for, first_cursor, limits_of, part_weights, sign_of_life
 from .phases import rollout_setup
 from .losses import LossOptions
-from .rewards import score
+from .rewards import gathered, score
 from .roofs import KEPT, USUAL, ModelSize, Roofs, Work
 from .roofs import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
 from .rollouts import Prompt, bounded, require_some, together
@@ -383,7 +383,8 @@ async def first_completions(
     with spent.timed("sample"):
         drawn = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
     with spent.timed("score"):
-        groups = [await score_group(r, task.reward_fns, weights=task.weights) for r in drawn]
+        how = {"weights": task.weights, "limits": limits_of(cfg)}
+        groups = await gathered([score_group(r, task.reward_fns, **how) for r in drawn], how["limits"])
     require_some(groups)
     alike = await paid_alike(task.reward_fns, asked, groups, backend.tokenizer)
     how = {"ddof": cfg.ddof, "weights": part_weights(task)}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextvars
+import functools
 import importlib.util
 import inspect
 import json
@@ -24,12 +26,12 @@ import unicodedata
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -409,8 +411,30 @@ class MathVerify:
         return None if verdict is None else float(verdict)
 
 # %% ../nbs/11_rewards.ipynb #6a6215c0
+def wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    "The function that a wrapper of `*args, **kwargs` hands everything to; None = it is no such wrapper."
+    own = getattr(function, "__code__", None)
+    if own is None or own.co_argcount or own.co_kwonlyargcount or not own.co_flags & inspect.CO_VARKEYWORDS:
+        return None
+    held = [cell.cell_contents for cell in function.__closure__ or () if callable(cell.cell_contents)]
+    return held[0] if len(held) == 1 else None
+
+
+def innermost(function: Any) -> Any:
+    "The function behind decorators, partials, methods and callable objects."
+    function = inspect.unwrap(function)
+    if isinstance(function, functools.partial):
+        return innermost(function.func)
+    if inspect.isfunction(call := getattr(type(function), "__call__", None)):  # noqa: B004
+        return call
+    inner = wrapped_by(function)
+    return function if inner is None else innermost(inner)
+
+
 def _parameters(function: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
     "The parameters of a reward function."
+    if (inner := wrapped_by(function)) is not None and not hasattr(function, "__wrapped__"):
+        return _parameters(inner, name)
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError) as e:
@@ -457,8 +481,7 @@ class RewardFn:
     @property
     def is_async(self) -> bool:
         "Whether calling it gives an awaitable."
-        call = getattr(self.function, "__call__", None)  # noqa: B004
-        return inspect.iscoroutinefunction(inspect.unwrap(self.function)) or inspect.iscoroutinefunction(call)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(innermost(self.function))
 
     @property
     def needs_answer(self) -> bool:
@@ -477,7 +500,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 
 # %% ../nbs/11_rewards.ipynb #90ea1de9
-@cache
+@functools.cache
 def _shared(kind: type) -> Callable[..., Any]:
     "One shared instance by name: a worker process is not started twice."
     return kind()
@@ -570,6 +593,7 @@ class _Logs:
 
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns, one value per sample
     metrics: dict[str, list[float]] = field(default_factory=dict)  # values to be averaged
+    late: dict[int, str] = field(default_factory=dict)  # by sample: which function took too long
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         "Keep a column of one value per completion beside the rewards."
@@ -710,20 +734,93 @@ def _raised(fn: RewardFn, where: str, text: str, error: BaseException) -> Reward
     )
 
 # %% ../nbs/11_rewards.ipynb #b3de72ce
-async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any]) -> Any:
-    "One call, with its exceptions named."
-    text = group.texts[i or 0]
-    bound = _bind(fn, arguments, group.where(i))
-    task, result = _task(), None
+T = TypeVar("T")
+Outcome = tuple[Any, BaseException | None]  # what a call returned, what it raised
+
+
+async def in_thread(call: Callable[[], Any]) -> Outcome:
+    "A call in a thread of its own; after a cancellation nothing waits for it, not even the end of the process."
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Outcome] = loop.create_future()
+
+    def run() -> None:
+        try:
+            outcome: Outcome = call(), None
+        except BaseException as error:  # raised again by the caller
+            outcome = None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        with suppress(RuntimeError):  # the event loop was closed
+            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+    return await done
+
+# %% ../nbs/11_rewards.ipynb #fb5d1d64
+@dataclass(eq=False)
+class Limits:
+    "How reward functions are called: how many at once, and for how long."
+
+    most: int = 32  # calls at once; 0 = one after another, plain functions in the thread of the caller
+    timeout: float | None = None  # seconds for one call; one that takes longer is unscorable
+    _slots: tuple[Any, Any] = (None, None)  # event loop, its semaphore
+    _staying: set[int] = field(default_factory=set)  # ids of functions that raised an error about threads
+
+    def slot(self) -> Any:
+        "Room for one call, for an `async with` block."
+        if not self.most:
+            return nullcontext()
+        if self._slots[0] is not (loop := asyncio.get_running_loop()):
+            self._slots = loop, asyncio.Semaphore(self.most)
+        return self._slots[1]
+
+    def stays(self, function: Callable[..., Any]) -> bool:
+        "Whether a function is called in the thread of the event loop."
+        call = getattr(function, "__call__", None)  # noqa: B004
+        awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+        if awaited or not self.most or id(function) in self._staying:
+            return True
+        inner = innermost(function)
+        names, known = getattr(getattr(inner, "__code__", None), "co_names", ()), getattr(inner, "__globals__", {})
+        used = [(known.get(name), name) for name in names]
+        homes = [getattr(v, "__module__", None) or getattr(v, "__name__", name) for v, name in used]
+        alarms = {"signal", "math_verify"} & {str(home).partition(".")[0] for home in homes}
+        return bool(alarms) or str(getattr(inner, "__module__", "")).startswith("rl_notebook.")
+
+    async def in_thread(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome | None:
+        "What a call comes to in a thread; None where it is to be called here."
+        if self.stays(function):
+            return None
+        outcome = await in_thread(call)
+        if any(word in str(outcome[1] or "") for word in ("thread", "running event loop")):
+            self._staying.add(id(function))
+            return None
+        return outcome
+
+
+LIMITS, ONE_BY_ONE = Limits(), Limits(most=0)
+LATE = object()  # in place of a reward that did not come in time
+
+# %% ../nbs/11_rewards.ipynb #1b2c786b
+async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits) -> Any:
+    "One call, with its exceptions named; `LATE` when it took too long."
+    text, clock = group.texts[i or 0], None
+    first = [text] if fn.style == "native" else []
+    call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
     try:
-        result = fn.function(text, **bound) if fn.style == "native" else fn.function(**bound)
-        return await result if isinstance(result, Awaitable) else result
-    except KeyboardInterrupt:
+        async with limits.slot(), nullcontext() if limits.timeout is None else asyncio.timeout(None) as clock:
+            if clock is not None:  # it begins once there is room
+                clock.reschedule(asyncio.get_running_loop().time() + (limits.timeout or 0))
+            outcome = await limits.in_thread(fn.function, call)
+            result, error = (call(), None) if outcome is None else outcome
+            if error is not None:
+                raise error
+            return await result if isinstance(result, Awaitable) else result
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as e:  # whatever a user's function raises, sys.exit() too
-        awaited = isinstance(result, Awaitable) and isinstance(e, GeneratorExit | asyncio.CancelledError)
-        if awaited and (task is None or task.cancelling()):  # this coroutine is closed or cancelled from outside
-            raise
+        if clock is not None and clock.expired():
+            return LATE
+        if isinstance(e, asyncio.CancelledError) and (task := _task()) is not None and task.cancelling():
+            raise  # it is this coroutine that is cancelled
         theirs = e.__traceback__ and e.__traceback__.tb_next  # the lines of the function, without the one that calls it
         raise _raised(fn, group.where(i), text, e) from (e.with_traceback(theirs) if theirs else e)
 
@@ -735,10 +832,10 @@ def _task() -> asyncio.Task[Any] | None:
     except RuntimeError:
         return None
 
-# %% ../nbs/11_rewards.ipynb #dd900c8b
-async def _gather(calls: Sequence[Coroutine[Any, Any, Any]], together: bool) -> list[Any]:
+# %% ../nbs/11_rewards.ipynb #55cfe6fd
+async def gathered(calls: Sequence[Coroutine[Any, Any, T]], limits: Limits) -> list[T]:
     "Results in order; the first failure cancels the rest."
-    if not together:
+    if not limits.most:
         try:
             return [await c for c in calls]
         finally:
@@ -746,23 +843,30 @@ async def _gather(calls: Sequence[Coroutine[Any, Any, Any]], together: bool) -> 
                 c.close()
     tasks = [asyncio.ensure_future(c) for c in calls]
     try:
-        return list(await asyncio.gather(*tasks))
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = next((t for t in tasks if t in done and t.exception() is not None), None)
+        return [t.result() for t in tasks] if failed is None else [failed.result()]
     finally:
         for t in tasks:
             t.cancel()
 
-# %% ../nbs/11_rewards.ipynb #6cedf077
-async def _values(fn: RewardFn, group: _Group, logs: _Logs) -> np.ndarray:  # (n,), NaN = unscorable
+# %% ../nbs/11_rewards.ipynb #67ee88c7
+async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> np.ndarray:  # (n,), NaN = unscorable
     "The rewards of one function for one group."
     columns = _columns(group, _parameters(fn.function, fn.name))
     n = len(group.texts)
     if fn.style == "trl":
         [arguments] = _trl_arguments(group, columns, logs)
-        results = _group_values(await _call(fn, group, None, arguments), fn, group)
+        found = await _call(fn, group, None, arguments, limits)
+        results = [LATE] * n if found is LATE else _group_values(found, fn, group)
     else:
-        calls = [_call(fn, group, i, _sample_arguments(fn.style, group, i, columns, logs)) for i in range(n)]
-        results = [_score_of_dict(r, logs) for r in await _gather(calls, fn.is_async)]
-    checked = [_number(r, fn, group.where(i), group.texts[i]) for i, r in enumerate(results)]
+        given = [_sample_arguments(fn.style, group, i, columns, logs) for i in range(n)]
+        calls = [_call(fn, group, i, arguments, limits) for i, arguments in enumerate(given)]
+        results = [_score_of_dict(r, logs) for r in await gathered(calls, limits)]
+    if fn.weight:
+        late = f"{fn.name} took longer than {limits.timeout} s (reward_timeout)"
+        logs.late.update({i: late for i, r in enumerate(results) if r is LATE})
+    checked = [_number(None if r is LATE else r, fn, group.where(i), group.texts[i]) for i, r in enumerate(results)]
     return frozen_array(checked, np.float64)
 
 # %% ../nbs/11_rewards.ipynb #9a43c7e6
@@ -775,6 +879,7 @@ class Scores:
     totals: np.ndarray  # (n,) weighted sums; NaN = unscorable
     extra: Mapping[str, list[Any]] = field(default_factory=dict)  # columns from `log_extra`
     metrics: Mapping[str, float] = field(default_factory=dict)  # means of `log_metric`, scores besides verl's
+    late: Mapping[int, str] = field(default_factory=dict)  # by sample: which function took too long
 
     def __len__(self) -> int:
         return len(self.totals)
@@ -832,6 +937,7 @@ async def score(
     group: int | None = None,  # index of the group, for messages
     sample: int = 0,  # index of the first completion in its group, for messages
     step: int | None = None,  # of the run, for TRL's `trainer_state.global_step`
+    limits: Limits = LIMITS,  # how many calls at once, and for how long
 ) -> Scores:
     "Rewards of the completions of one prompt; raises `RewardError` when a function misbehaves."
     fns = as_reward_fns(reward_fns)
@@ -843,16 +949,55 @@ async def score(
     if not completions:
         raise RewardError("completions", where=row.where, got="none", expected="at least 1")
     g, logs = _make_group(completions, row, group, sample, step), _Logs()
-    values = tuple(await _gather([_values(f, g, logs) for f in fns], any(f.is_async for f in fns)))
+    values = tuple(await gathered([_values(f, g, logs, limits) for f in fns], limits))
     for column, cells in logs.extra.items():
         if len(cells) != len(g.texts):
             raise RewardError(
                 f"log_extra({column!r})", where=g.where(), got=len(cells), expected=f"{len(g.texts)} values"
             )
-    totals = frozen_array(weighted_total(values, [f.weight for f in fns]), np.float64)
-    return Scores(fns, values, totals, logs.extra, {k: float(np.mean(v)) for k, v in logs.metrics.items()})
+    totals = weighted_total(values, [f.weight for f in fns])
+    totals[list(logs.late)] = np.nan
+    metrics = {k: float(np.mean(sorted(v))) for k, v in sorted(logs.metrics.items())}
+    return Scores(fns, values, frozen_array(totals, np.float64), logs.extra, metrics, logs.late)
 
 # %% ../nbs/11_rewards.ipynb #f568cc6b
+def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]], fns: Sequence[RewardFn]) -> T:
+    "The result of a job that asks these functions, for callers that cannot await."
+    if any(f.is_async for f in fns):
+        return beside(job(LIMITS))
+    coroutine = job(ONE_BY_ONE)
+    try:
+        coroutine.send(None)  # plain functions never suspend, so one push runs it to its end
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    what, fix = f"reward functions {', '.join(f.name for f in fns)}", "Write async def, or await loop.score(wait=True)."
+    raise RewardError(what, got="one that awaits but is no async def", expected="async def", fix=fix)
+
+
+def beside(coroutine: Coroutine[Any, Any, T]) -> T:
+    "The result of a coroutine from an event loop in a thread; an interrupt cancels it."
+    done, began = Future[T](), dict[str, Any]()
+
+    async def noted() -> T:
+        began.update(loop=asyncio.get_running_loop(), task=asyncio.current_task())
+        return await coroutine
+
+    def run() -> None:
+        try:
+            done.set_result(asyncio.run(noted()))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return done.result()
+    except KeyboardInterrupt:
+        if began and not done.done():
+            began["loop"].call_soon_threadsafe(began["task"].cancel)
+        raise
+
+# %% ../nbs/11_rewards.ipynb #3b2e5ed9
 def score_blocking(
     completions: Sequence[Completion | RolloutSample | str],  # of one prompt
     row: Row,  # its task
@@ -862,24 +1007,16 @@ def score_blocking(
 ) -> Scores:
     "`score` for callers that cannot await; blocks until all rewards are there."
     fns = as_reward_fns(reward_fns)
-    coroutine = score(completions, row, fns, weights, **options)
-    if any(f.is_async for f in fns):
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            return thread.submit(asyncio.run, coroutine).result()
-    try:
-        coroutine.send(None)  # plain functions never suspend, so one push runs it to its end
-    except StopIteration as done:
-        return done.value
-    coroutine.close()
-    names = ", ".join(f.name for f in fns)
-    raise RewardError(f"reward functions {names}", got="one that awaits but is no async def", expected="async def")
+    return blocking(lambda limits: score(completions, row, fns, weights, **options, limits=limits), fns)
 
 # %% ../nbs/11_rewards.ipynb #5c048c42
 def graded(
     samples: Sequence[RolloutSample],  # as given to `score`
     scores: Scores,  # what it returned
 ) -> tuple[RolloutSample, ...]:
-    "The samples with their total and per-function rewards; `reward` is None where unscorable."
+    "The samples with their total and per-function rewards; `reward` is None where unscorable, with `late` in `info`."
     if len(samples) != len(scores):
         raise RewardError("scores", got=len(scores), expected=f"{len(samples)}, one per sample")
-    return tuple(replace(s, reward=scores.reward(i), rewards=scores.rewards(i)) for i, s in enumerate(samples))
+    late = [{"late": scores.late[i]} if i in scores.late else {} for i in range(len(samples))]
+    grades = [{"reward": scores.reward(i), "rewards": scores.rewards(i)} for i in range(len(samples))]
+    return tuple(replace(s, **g, info={**s.info, **w}) for s, g, w in zip(samples, grades, late, strict=True))

@@ -682,7 +682,8 @@ def assemble(rollouts: Rollouts, graded: Sequence[RolloutSample], min_group_size
     runs = rollouts.runs or tuple(range(len(graded)))
     unscorable = dict.fromkeys(run for run, s in zip(runs, graded, strict=True) if s.reward is None)
     kept = [(run, s) for run, s in zip(runs, graded, strict=True) if run not in unscorable]
-    dropped = [*rollouts.dropped, *(f"{each} {run} is unscorable" for run in unscorable)]
+    late = {run: f": {s.info['late']}" for run, s in zip(runs, graded, strict=True) if s.info.get("late")}
+    dropped = [*rollouts.dropped, *(f"{each} {run} is unscorable{late.get(run, '')}" for run in unscorable)]
     left = len({run for run, _ in kept})
     if left < min_group_size:
         few = f"group has {left} of {left + len(dropped)} {each}s; min_group_size is {min_group_size}"

@@ -10,7 +10,9 @@ import hmac
 import json
 import re
 import secrets
+import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -157,6 +159,13 @@ def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tu
         raise UnfitTurn(str(error)) from error  # of what the policy said, there is no conversation
 
 # %% ../nbs/65_serve.ipynb #0509161a
+QUIET = 30.0  # seconds without a request after which a rollout says so
+NO_REQUEST = """
+a rollout has got no request for {:g} s. Does its agent ask rollout.url, with rollout.key? Does it block the event
+loop that has to answer? A client without await belongs into a plain function, which agent_rollouts calls in a thread.
+""".strip()
+
+# %% ../nbs/65_serve.ipynb #b28106e8
 Read = Callable[[bytes], Any]
 
 
@@ -171,9 +180,19 @@ class ServedRollout:
         self._answers: dict[str, asyncio.Task[Any]] = {}  # by the key of their request
         self._failed: Exception | None = None
         self._refused = ""  # why the last request was refused
+        self._quiet = threading.Timer(0, str)  # says that no request comes
 
     def __enter__(self) -> Self:
+        self._expect()
         return self
+
+    def _expect(self) -> None:
+        "From now on a request should come; a thread says if none does, for the event loop may be what is blocked."
+        self._quiet.cancel()
+        self._quiet = threading.Timer(QUIET, warnings.warn, (NO_REQUEST.format(QUIET),))
+        self._quiet.daemon = True
+        if self._server.url:
+            self._quiet.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         "Close the address. Where the policy could not be asked, that is raised in place of what the agent made of it."
@@ -184,6 +203,7 @@ class ServedRollout:
 
     def close(self) -> list[asyncio.Task[Any]]:
         "Cancel what is being drawn."
+        self._quiet.cancel()
         tasks = [*self._drawing]
         for task in tasks:
             task.cancel()
@@ -213,6 +233,7 @@ class ServedRollout:
                 return before.result()
         self._answers[key] = task
         self._drawing.add(task)
+        self._quiet.cancel()
         try:
             reply = await self._take_turn(*self._read(body, read))
             self._failed = None
@@ -225,6 +246,8 @@ class ServedRollout:
             raise
         finally:
             self._drawing.discard(task)
+            if not self._drawing and self.id in self._server.rollouts:
+                self._expect()
 
     def _read(self, body: bytes, read: Read) -> tuple[RolloutSetup, Asked, Conversation, Turn | str]:
         "The request and the conversation to draw from; whatever is odd about a request is its sender's to mend."

@@ -86,6 +86,8 @@ class SignalSettings:
 
     rewards: tuple[str, ...] = ()  # names of reward functions; () = the data set's own
     reward_weights: tuple[float, ...] | None = None  # one per reward; None = 1 each
+    reward_timeout: float | None = None  # seconds for one call of a reward; a later one is unscorable; None = no limit
+    max_concurrent_rewards: int = 32  # calls of rewards at once, plain ones in threads; 0 = one by one, in no thread
     advantage_scale: AdvantageScale = "std"  # what the centred reward is divided by, see the advantages notebook
     advantage_fn: str | None = None  # "module:function" of your own, in its place; see the advantages notebook
     ddof: Literal[0, 1] = 1  # the standard deviation divides by K - ddof
@@ -814,10 +816,10 @@ AT_LEAST: dict[int, str] = {
     0: "eval_rows eval_interval top_k min_p weight_sync_interval dcp_save_interval overlong_buffer adam_beta1 "
     "warmup_steps warmup_ratio min_lr_rate "
     "adam_beta2 weight_decay grad_clip_norm lora_rank seed resume.step_offset max_head_offpolicy_versions "
-    "max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma log_completions",
+    "max_concurrent_rewards max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma log_completions",
 }
 ABOVE: dict[int, str] = {
-    0: "learning_rate temperature top_p repetition_penalty lora_alpha max_rollout_failure_rate adam_eps "
+    0: "learning_rate reward_timeout temperature top_p repetition_penalty lora_alpha max_rollout_failure_rate adam_eps "
     "difficulty_sampling",
 }
 AT_MOST_ONE = "difficulty_sampling warmup_ratio min_lr_rate top_p min_p max_rollout_failure_rate igpo.gamma"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from .drawings import html_table, loss_html, norms_html, number, on_one_line, pr
 from .drawings import reference_html, rewards_html, styled
 from .losses import LossFn, LossOptions, make_loss_fn, natural_denominator, reads_entropy
 from .metrics import pass_metrics
-from .rewards import graded, score, score_blocking
+from .rewards import graded, score
 from rl_notebook.rollouts import (
     Prompt,
     RolloutFn,
@@ -36,8 +36,8 @@ from rl_notebook.rollouts import (
 )
 
 # %% auto #0
-__all__ = ['list_prompts', 'list_rollouts', 'score_group', 'score_group_blocking', 'list_groups', 'score_datums', 'list_datums',
-           'evaluate_loss', 'backward', 'sync_weights', 'evaluate']
+__all__ = ['list_prompts', 'list_rollouts', 'score_group', 'list_groups', 'score_datums', 'list_datums', 'evaluate_loss',
+           'backward', 'sync_weights', 'evaluate']
 
 # %% ../nbs/33_step.ipynb #250bbb3f
 T = TypeVar("T")
@@ -49,6 +49,7 @@ class Listing(tuple[T, ...]):
     headline: str
     table: Callable[[], pd.DataFrame]
     drawing: Callable[[], str]
+    work: Callable[[], Coroutine[Any, Any, Listing[T]]] | None = None  # to be awaited first; None = it is all here
 
     def __new__(
         cls,
@@ -63,6 +64,9 @@ class Listing(tuple[T, ...]):
 
     def __repr__(self) -> str:
         return listing_text(self.headline, self.table()) if self else self.headline
+
+    def __await__(self) -> Generator[Any, Any, Listing[T]]:
+        return self if self.work is None else (yield from self.work().__await__())
 
     def _repr_html_(self) -> str:
         return listing_html(self.headline, self.drawing(), self.table()) if self else listing_html(self.headline)
@@ -157,17 +161,6 @@ async def score_group(
         return assemble(rollouts, rollouts.samples, min_group_size)
     prompt = rollouts.prompt
     scores = await score(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options)
-    return assemble(rollouts, graded(rollouts.samples, scores), min_group_size)
-
-# %% ../nbs/33_step.ipynb #5286df4c
-def score_group_blocking(
-    rollouts: Rollouts, reward_fns: Any = None, *, min_group_size: int = 1, **options: Any
-) -> PromptGroup:
-    "`score_group` for a method that cannot await."
-    if not needs_grading(rollouts, reward_fns):
-        return assemble(rollouts, rollouts.samples, min_group_size)
-    prompt = rollouts.prompt
-    scores = score_blocking(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options)
     return assemble(rollouts, graded(rollouts.samples, scores), min_group_size)
 
 # %% ../nbs/33_step.ipynb #e0184ca8

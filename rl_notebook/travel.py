@@ -24,14 +24,14 @@ from .phases import Loop
 from .back import rebuild
 from .phases import compared, draw_prompt, encode, group_datums, have_tokens, list_training
 from .back import repeat_backward, sync_as_drawn
-from .phases import other_sources, record_of, side_by_side, sources_of, step_options
+from .phases import other_sources, record_of, grading, side_by_side, sources_of, step_options
 from .back import recorded_settings, way_to
 from .phases import take_settings, trains_on
 from .records import Run, StepRecord, html_table, metrics_frame, metrics_row, spans
-from .rewards import as_reward_fns
+from .rewards import as_reward_fns, gathered
 from .rollouts import Prompt, Rollouts
 from .step import Measured, ScoreCache
-from .step import list_datums, list_groups, list_prompts, list_rollouts, score_datums, score_group_blocking
+from .step import list_datums, list_groups, list_prompts, list_rollouts, score_datums, score_group
 
 # %% ../nbs/44_travel.ipynb #554da95b
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def reward_pieces(ours: Sequence[PromptGroup], theirs: Sequence[PromptGroup]) ->
                 yield Piece(f"reward {name}", "", sample_place(g, i), pair[0], pair[1])
 
 
-def replay_score(
+async def replay_score(
     loop: Loop, record: StepRecord, prompts: Sequence[Prompt], drawn: Sequence[Rollouts]
 ) -> PhaseComparison:
     "Grade the recorded samples again; a rollout function has graded those that it has just drawn."
@@ -235,7 +235,8 @@ def replay_score(
     if loop.task.reward_fns is None and not drawn:
         return PhaseComparison("score", None, note="graded by the rollout function while it drew")
     source = drawn if loop.task.reward_fns is None else ungraded(record, prompts)
-    again = [score_group_blocking(r, loop.task.reward_fns, weights=loop.task.weights) for r in source]
+    calls = [score_group(r, loop.task.reward_fns, **grading(loop, min_group_size=1)) for r in source]
+    again = await gathered(calls, loop.limits)
     return compare("score", reward_pieces(again, record.groups))
 
 # %% ../nbs/44_travel.ipynb #23b5e6a4
@@ -471,7 +472,7 @@ async def replay(
         prompts, reasons = encoded_again(loop, record)
         phases.append(compare("prompts", prompt_pieces(loop, record, prompts, reasons)))
         drawn, sampled = await replay_sample(loop, record, prompts, blocked)
-        phases += [sampled, replay_score(loop, record, prompts, drawn)]
+        phases += [sampled, await replay_score(loop, record, prompts, drawn)]
         phases += [replay_advantages(loop, record), replay_datums(loop, record)]
         lay_out(loop, record, prompts)
         phases += [await replay_reference(loop, record), await replay_backward(loop, record, blocked)]

@@ -36,7 +36,7 @@ from .data import Row, make_row
 from .losses import KNOBS, POLICY_LOSSES, LossOptions
 from .names import NAMED, NameFromFile
 from .records import StepRecord
-from .rewards import as_reward_fns, graded, score_blocking
+from .rewards import Limits, as_reward_fns, blocking, gathered, graded, score
 from .step import evaluate_loss, join_updates, loss_factory, on_one_line
 
 # %% ../nbs/42_whatif.ipynb #35ceee11
@@ -447,13 +447,14 @@ def saved_row(group: PromptGroup) -> Row:
     return replace(row, key=group.key)
 
 # %% ../nbs/42_whatif.ipynb #e558a722
-def regrade(
-    group: PromptGroup, reward_fns: Any, weights: Sequence[float] | None, step: int
+async def regrade(
+    group: PromptGroup, reward_fns: Any, weights: Sequence[float] | None, step: int, limits: Limits
 ) -> tuple[PromptGroup, list[RolloutSample]]:  # the group without unscorable samples; all samples
     "A recorded group graded again."
     if not group.samples:
         return replace(group, advantages=None), []
-    scores = score_blocking(group.samples, saved_row(group), reward_fns, weights, group=group.index, step=step)
+    how = {"group": group.index, "step": step, "limits": limits}
+    scores = await score(group.samples, saved_row(group), reward_fns, weights, **how)
     samples = list(graded(group.samples, scores))
     lost = [f"sample {i} is unscorable" for i, s in enumerate(samples) if s.reward is None]
     kept = tuple(s for s in samples if s.reward is not None)
@@ -549,7 +550,8 @@ def reward_lab(
             "advantages", where=where, got="ones that follow no known rule", expected=f"{SCALES}", fix=fix
         )
     scale, own_ddof = found or ("std", 1)
-    regraded = [regrade(g, fns, weights, record.step) for g in record.groups]
+    again = lambda limits: gathered([regrade(g, fns, weights, record.step, limits) for g in record.groups], limits)
+    regraded = blocking(again, fns)
     rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof}
     rule["weights"] = {f.name: w for f, w in zip(fns, weights or [f.weight for f in fns], strict=True)}
     new = with_advantages([g for g, _ in regraded], **rule)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from rl_notebook.chat import split_calls
 from rl_notebook.core import AlignmentError, BackendError, Completion, ConfigError, SampleParams
@@ -92,6 +94,28 @@ class Counter:
 
     async def get_reward(self) -> float:
         return float(self.total)
+
+
+def test_an_agent_with_a_client_that_blocks_plays_too():
+    def play(row: dict[str, Any], rollout: Any) -> float:
+        with OpenAI(base_url=rollout.url, api_key=rollout.key, max_retries=0) as client:
+            said = client.chat.completions.create(model="policy", messages=row["messages"])
+            return float(said.choices[0].message.content)
+
+    assert Scripted("12").play(agent_rollouts(play)).reward == 12.0
+
+
+def test_a_rollout_for_which_no_request_comes_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rl_notebook.serve.QUIET", 0.01)
+    said = threading.Event()
+    monkeypatch.setattr(warnings, "warn", lambda words: "has got no request for 0.01 s" in words and said.set())
+
+    async def play(row: dict[str, Any], rollout: Any) -> float:
+        assert said.wait(60)  # as a client does that blocks the event loop
+        return 1.0
+
+    with pytest.raises(AlignmentError, match="expected at least one request"):
+        Scripted("12").play(agent_rollouts(play))
 
 
 def test_tools_plain_and_async_and_what_goes_wrong_in_them():

@@ -2,13 +2,18 @@
 
 import asyncio
 import inspect
+import os
 import pydoc
+import signal
+import threading
+import time
 import traceback
 import warnings
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import openai
 import pytest
 import torch
 
@@ -686,9 +691,9 @@ def test_a_stop_takes_effect_after_the_phase_and_nothing_is_lost():
         loop = make_loop(rows=12)
         score = loop.score
 
-        def stopping(*args):
+        def stopping(*args, **named):
             loop.stop()
-            return score(*args)
+            return score(*args, **named)
 
         loop.score = stopping
         records = await loop.run(progress=False)
@@ -700,10 +705,114 @@ def test_a_stop_takes_effect_after_the_phase_and_nothing_is_lost():
     run(main())
 
 
-def test_an_interrupt_stops_after_the_phase():
-    import os
-    import signal
+# --- rewards that wait ----------------------------------------------------------------------------------------------
 
+
+def test_groups_are_judged_at_once_and_the_event_loop_goes_on():
+    asked, wanted = [], SMALL["prompt_groups_per_step"] * SMALL["completions_per_prompt"]
+
+    async def judge(text):
+        asked.append(text)
+        while len(asked) < wanted:  # none answers before all are asked
+            await asyncio.sleep(0.001)
+        return float(len(text))
+
+    def blocks(text):
+        asked.append(text)
+        while len(asked) < wanted:
+            time.sleep(0.001)
+        return float(len(text))
+
+    async def go(reward):
+        asked.clear()
+        record = await make_loop(reward=reward, max_concurrent_rewards=wanted).step()
+        return [g.rewards.tolist() for g in record.groups]
+
+    assert run(go(judge)) == run(go(blocks)) == run(go(LENGTH))
+
+
+def test_score_is_awaited_where_it_waits_and_says_so():
+    async def judge(text):
+        return float(len(text))
+
+    async def go():
+        loop = make_loop(reward=judge)
+        await up_to(loop, "sample")
+        shown = loop.score()
+        assert repr(shown) == "not graded yet: these rewards have to be awaited. Run await loop.score()."
+        with pytest.raises(PhaseError, match=r"got no score yet. Run await loop.score\(\)"):
+            loop.advantages()
+        judged = await shown
+        assert loop.state.values["score"] is judged
+        assert await loop.score(LENGTH) is loop.state.values["score"]  # what need not wait may be awaited, too
+        assert [g.rewards.tolist() for g in loop.score(LENGTH)] == [g.rewards.tolist() for g in judged]
+        assert loop.advantages()
+
+    run(go())
+
+
+@pytest.mark.parametrize("client", ["AsyncOpenAI", "OpenAI"])
+def test_a_judge_may_ask_the_policy_of_its_own_loop(client):
+    async def go():
+        loop = make_loop(reward=LENGTH)
+        async with loop.serve() as server:
+            with server.rollout() as rollout:
+                judge = getattr(openai, client)(base_url=rollout.url, api_key=rollout.key, max_retries=0)
+
+                def asks(text):
+                    said = [{"role": "user", "content": "1+1"}]
+                    return judge.chat.completions.create(model="policy", messages=said)
+
+                def plain(text):
+                    return float(asks(text).usage.completion_tokens)
+
+                async def waits(text):
+                    return float((await asks(text)).usage.completion_tokens)
+
+                loop.change(reward=plain if client == "OpenAI" else waits)
+                record = await loop.step()
+        assert min(record.groups[0].rewards) >= 1
+
+    run(go())
+
+
+def test_a_reward_that_is_late_drops_its_sample_with_the_reason():
+    async def judge(text):
+        return 1.0 if asked.append(text) or len(asked) > 1 else await asyncio.Event().wait()
+
+    asked = []
+    record = run(make_loop(reward=judge, reward_timeout=0.5).step())
+    [dropped] = [reason for g in record.groups for reason in g.dropped]
+    assert dropped.endswith("is unscorable: judge took longer than 0.5 s (reward_timeout)")
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_interrupt_ends_the_wait_for_a_reward(plain):
+    never, struck = threading.Event(), []
+
+    def strike():
+        struck.append(1)
+        if len(struck) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async def judge(text):
+        strike()
+        await asyncio.Event().wait()
+
+    def blocks(text):
+        strike()
+        never.wait()
+
+    loop = make_loop(reward=blocks if plain else judge)
+    with pytest.raises(KeyboardInterrupt):
+        run(loop.step())
+    never.set()
+    assert loop.state.current == "score"
+    loop.change(reward=LENGTH)
+    assert run(loop.step()).step == 1
+
+
+def test_an_interrupt_stops_after_the_phase():
     async def main():
         loop = make_loop(rows=12)
         sample = loop.backend.sampler.sample

@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from rl_notebook import rewards
 from rl_notebook.core import Completion, MissingExtra, RewardError, RolloutSample
 from rl_notebook.data import make_row
 from rl_notebook.rewards import (
+    Limits,
     MathVerify,
     final_answer,
     graded,
@@ -457,3 +459,102 @@ def test_missing_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(MissingExtra, match=r"pip install 'rl-notebook\[math\]'"):
         MathVerify()
+
+
+# --- functions that wait
+
+
+def clear(threads: list) -> bool:
+    return all(t is not threading.main_thread() for t in threads)
+
+
+def test_calls_wait_together_within_the_limit_and_plain_ones_in_threads():
+    free, running, most, threads = threading.Semaphore(0), 0, 0, []
+
+    def blocks(text):
+        nonlocal running, most
+        threads.append(threading.current_thread())
+        running, most = running + 1, max(most, running + 1)
+        free.acquire()
+        running -= 1
+        return 1.0
+
+    async def held_open():
+        grading = asyncio.ensure_future(score(["a"] * 6, CHAT, blocks, limits=Limits(most=3)))
+        while len(threads) < 3:
+            await asyncio.sleep(0.001)  # the event loop is free meanwhile
+        free.release(6)
+        return await grading
+
+    assert asyncio.run(held_open()).totals.tolist() == [1] * 6
+    assert (most, clear(threads)) == (3, True)
+
+
+def test_functions_that_cannot_be_in_a_thread_stay_where_the_loop_is():
+    rows, threads = sqlite3.connect(":memory:"), []
+
+    def looks_up(text):
+        threads.append(threading.current_thread())
+        return float(rows.execute("select 0.5").fetchone()[0])
+
+    def alarmed(text):
+        threads.append(threading.current_thread())
+        before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, before)
+        return 0.25
+
+    assert asyncio.run(score(["a"] * 3, CHAT, [looks_up, alarmed])).totals.tolist() == [0.75] * 3
+    assert threads.count(threading.main_thread()) == 6  # calls of `looks_up` that failed in a thread were made again
+
+
+def test_a_call_that_is_too_late_makes_its_sample_unscorable_with_the_reason():
+    never = threading.Event()
+
+    def slow(text):
+        return never.wait() if text == "late" else 1.0
+
+    async def judge(completions):
+        await asyncio.sleep(60)
+
+    texts, limits = ["late", "in time"], Limits(timeout=0.5)
+    scores = asyncio.run(score(texts, CHAT, [slow, "format"], limits=limits))
+    assert scores.rewards(0) == {"slow": None, "format": 0.0}
+    assert [scores.reward(i) for i in (0, 1)] == [None, 1.0]  # what "format" said of the first one is half a grade
+    samples = [RolloutSample([1, 2], [0, -1], [0, 1], None, text=t) for t in texts]
+    assert graded(samples, scores)[0].info["late"] == "slow took longer than 0.5 s (reward_timeout)"
+    watched = [reward_fn(judge, weight=0), "format"]  # one of no weight spoils nothing
+    assert asyncio.run(score(texts, CHAT, watched, limits=limits)).totals.tolist() == [0, 0]
+    never.set()
+
+
+def test_a_timeout_of_the_functions_own_is_its_error():
+    async def gives_up(text):
+        raise TimeoutError("the judge is away")
+
+    with pytest.raises(RewardError, match="TimeoutError: the judge is away"):
+        asyncio.run(score(["a"], CHAT, gives_up, limits=Limits(timeout=60)))
+
+
+def test_wrappers_without_wraps_are_read_by_what_they_wrap():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return float(ground_truth in solution_str)
+
+    async def later(completion, answer):
+        return 0.5
+
+    def logged(function):
+        return lambda *args, **kwargs: function(*args, **kwargs)
+
+    assert reward_fn(logged(compute_score)).style == "verl"
+    fns = [reward_fn(logged(f), name=str(i)) for i, f in enumerate((compute_score, later, lambda text, level: 0.25))]
+    assert asyncio.run(score(["72"], CHAT, fns)).totals.tolist() == [1.75]
+    assert score_blocking(["72"], CHAT, fns).totals.tolist() == [1.75]
+
+
+def test_an_interrupt_ends_a_wait_that_blocks():
+    async def forever(text):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        score_blocking(["a"], CHAT, forever)
