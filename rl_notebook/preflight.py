@@ -27,7 +27,7 @@ from .phases import as_rows, as_task, check_backend, configured
 from .phases import encode_for, first_cursor, limits_of, part_weights, sign_of_life
 from .phases import rollout_setup
 from .losses import LossOptions
-from .rewards import gathered, score
+from .rewards import gathered, score, truths_of
 from .roofs import KEPT, USUAL, ModelSize, Roofs, Work
 from .roofs import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
 from .rollouts import Prompt, bounded, require_some, together
@@ -371,10 +371,30 @@ class Preflight:
         return f"{head}{prompt}{checks_html(self.checks)}{bars_html(self.dead, self.planned)}{cost}"
 
 # %% ../nbs/49_preflight.ipynb #b90fbb48
+FORMS = ("<answer>{}</answer>", "<think>\n</think>\n<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
+
+
+async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[Check]:
+    "Whether a stop string cuts off what a reward looks for."
+    said, found = str(next(iter(truths_of(row.answer)), "")), dict[str, Check]()
+    for whole in (form.format(said) for form in FORMS) if stops and reward_fns is not None else ():
+        at, stop = min(((whole.find(s), s) for s in stops if s in whole), default=(len(whole), ""))
+        try:
+            scores = await score([whole, whole[:at]], row, reward_fns)
+        except RewardError:  # made for real completions only
+            continue
+        for fn, values in zip(scores.functions, scores.values, strict=True):
+            earned, left = np.nan_to_num(values)
+            if stop and left < earned:
+                text = f"{stop!r} is cut off with all behind it: {whole!r} earns {earned:g}, {whole[:at]!r} {left:g}"
+                found[fn.name] = Check(f"stop, reward {fn.name}", False, text, fix="Leave it out of stop.")
+    return list(found.values())
+
+# %% ../nbs/49_preflight.ipynb #8ff94c2d
 async def first_completions(
     backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, spent: Spent
-) -> tuple[list[Prompt], list[PromptGroup], dict[str, list[str]]]:
-    "The first prompts of a run, their graded completions, and what earns as much."
+) -> tuple[list[Prompt], list[PromptGroup], dict[str, list[str]], list[Check]]:
+    "The first prompts of a run, their graded completions, what earns as much, and what a stop string cuts off."
     task = configured(as_task(reward, rollout_setup(backend, cfg)), cfg)
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
     asked = encode_for(first_cursor(as_rows(rows), cfg).peek(prompts), backend, cfg, **room)
@@ -388,7 +408,8 @@ async def first_completions(
     require_some(groups)
     alike = await paid_alike(task.reward_fns, asked, groups, backend.tokenizer)
     how = {"ddof": cfg.ddof, "weights": part_weights(task)}
-    return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), alike
+    cut = await check_stops(cfg.stop, asked[0].row, task.reward_fns)
+    return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), alike, cut
 
 # %% ../nbs/49_preflight.ipynb #75da3604
 async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, spent: Spent) -> None:
@@ -423,7 +444,7 @@ async def preflight(
     roofs = roofs_of(backend.size) if backend.size else None
     spent, before = Spent(backend.meter), peak_memory()
     rows = as_rows(rows)
-    asked, groups, alike = await first_completions(backend, rows, reward, cfg, prompts, samples, spent)
+    asked, groups, alike, cut = await first_completions(backend, rows, reward, cfg, prompts, samples, spent)
     datums = datums_from_groups(groups, max_seq_len=cfg.max_seq_len)
     with spent.timed("policy"):
         policy = await backend.policy.forward(datums)
@@ -444,6 +465,7 @@ async def preflight(
         check_budget(live, cfg.max_completion_tokens),
         check_reward(np.concatenate([g.rewards for g in live])),
         *check_functions(groups, alike),
+        *cut,
         check_dead(dead, cfg.completions_per_prompt),
         check_tokens(backend.tokenizer, asked, live),
         *check_agreement(sampler_gap(groups, datums, policy), floor, allowed, apart),

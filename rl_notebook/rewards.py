@@ -15,13 +15,11 @@ import json
 import logging
 import math
 import operator
-import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 import unicodedata
 import weakref
 from collections import Counter
@@ -30,6 +28,8 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -84,51 +84,32 @@ def final_answer(text: str) -> str | None:  # None = no marker
     return rest.strip().split("\n")[0].strip() if marker else None
 
 # %% ../nbs/11_rewards.ipynb #764c426f
-def truths_of(answer: Any) -> list[Any]:  # one, or two where they differ
+def truths_of(answer: Any) -> list[Any]:  # those that count as right
     "What a row's column gives as its answer: as `final_answer` reads it up to the second `####`, and in full."
+    if isinstance(answer, list | tuple | set | np.ndarray):
+        return [truth for one in answer for truth in truths_of(one)]
     if not isinstance(answer, str):
-        return [answer]
+        return [] if isinstance(answer, Mapping | bool) else [answer]
     first = "####".join(answer.split("####", 2)[:2])
     return list(dict.fromkeys(final_answer(text) or answer for text in (first, answer)))
 
 # %% ../nbs/11_rewards.ipynb #5defea7a
-_NOISE = re.compile(r"\\?[$%]|[€£¥]|\\[,;!: ()\[\]]|~|\\left|\\right")
-_GROUPS = re.compile(r"\{,\}")  # 1{,}234, LaTeX's thousands separator
-_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*")
+_DASHES = str.maketrans(dict.fromkeys("‐‑‒–—―−﹣－", "-") | {"⁄": "/", "∕": "/"})
+_POWERS = re.compile("[⁺⁻⁰¹²³⁴-⁹]+")
+_GAPS = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f'’]|\{,\}|,)(?=\d{3}(?!\d))")
+_GROUPED = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:(?:[\u00a0\u2009\u202f'’]|\{,\}|,)\d{3})+(?![\d,]*\d)")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-\d]+)\s*\}\s*\{\s*(\d+)\s*\}", re.ASCII)
-_NUMBER = re.compile(
-    r"(?<![\w.,+\-/])([-+]?)\s?((?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?)"
-    r"(?:\s*/\s*(\d+))?(?![\d,./]*\d)",
-    re.ASCII,
-)
 
 
-def _ascii_digits(text: str) -> str:
-    "Decimal digits of any script, such as full-width ones, as 0 to 9."
-    return "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
+def in_ascii(text: str) -> str:
+    "A text whose numbers are written with ASCII digits, `-`, `/` and `^{…}`, and without separators of thousands."
+    text = _POWERS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    read = lambda c: str(unicodedata.decimal(c)) if c.isdecimal() else unicodedata.normalize("NFKC", c)
+    known = {c: c if c < "\x80" or c in "\u00a0\u2009\u202f" else read(c) for c in set(text)}
+    text = "".join(f" {known[c]} " if "⁄" in known[c] else known[c] for c in text)
+    return _GROUPED.sub(lambda m: _GAPS.sub("", m[0]), text.translate(_DASHES))
 
 # %% ../nbs/11_rewards.ipynb #b1b66f09
-def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not one number
-    "The one number that a final answer consists of, apart from units and decoration."
-    if isinstance(answer, int | float):
-        return Fraction(answer) if math.isfinite(answer) else None
-    text = str(answer)
-    if len(text) > 200:
-        return None  # not a number, whatever it is
-    text = _WORDS.sub(r" \1\2 ", _GROUPS.sub(",", _ascii_digits(text).replace("−", "-")))
-    text = _FRACTION.sub(r" \1/\2 ", _NOISE.sub("", text)).strip(" *_`")
-    if text.count("=") == 1:
-        text = text.partition("=")[2]
-    found = list(_NUMBER.finditer(text))
-    rest = _NUMBER.sub("", text)
-    if len(found) != 1 or re.search(r"[\d\\^*!√]", rest):
-        return None
-    sign, body, below = found[0].groups()
-    if below is not None and int(below) == 0:
-        return None
-    return Fraction(sign + body.replace(",", "")) / int(below or 1)
-
-# %% ../nbs/11_rewards.ipynb #318949f2
 _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -140,40 +121,45 @@ _LATEX = (  # innermost first, until nothing changes
     (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"((\1)**(1/2))"),
     (re.compile(r"\^\s*\{([^{}]*)\}"), r"**(\1)"),
 )
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", "$": None, "{": "(", "}": ")"})
-_TIMES = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])")
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "$": None, "{": "(", "}": ")"})
+_TIMES = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=\d)\s*x\s*(?=\d)")
+_MIXED = re.compile(r"(?<![\d./^*+-])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])")  # 3 1/2
 
 
 def worked_out(answer: Any) -> Fraction | None:  # exact; None = no arithmetic over numbers, or nothing exact
-    "The value of `3+4`, `\\sqrt{16}`, `\\frac{8}{2}`, `2^{3}` or `3 \\times 4`."
-    text = _TIMES.sub("*", _ascii_digits(str(answer)[:201]))
-    text = re.sub(r"\\(?:left|right|[,;! ])", "", text).replace("\\div", "/")
-    if len(text) > 200:
+    "The value of `72`, `3+4`, `3 1/2`, `\\sqrt{16}`, `\\frac{8}{2}`, `2^{3}` or `3 \\times 4`."
+    text = _FRACTION.sub(r" \1/\2 ", _TIMES.sub("*", in_ascii(str(answer)[:201])))
+    text = _MIXED.sub(r"(\1+\2/\3)", re.sub(r"\\(?:left|right|[,;! ])", "", text).replace("\\div", "/"))
+    if len(text) > 300:
         return None
     before = ""
     while text != before:
         before = text
         for pattern, python in _LATEX:
             text = pattern.sub(python, text)
+    text = text.translate(_SIGNS).strip()
     try:
-        return _exact(ast.parse(text.translate(_SIGNS).strip(), mode="eval").body)
+        return _value(ast.parse(text, mode="eval").body, text)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
 
 
-def _exact(node: ast.AST) -> Fraction:
-    "The value of a syntax tree over numbers; `ValueError` where there is none, or none that is exact and small."
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return Fraction(str(node.value))  # "inf" is none
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _exact(node.operand)
+def _value(node: ast.AST, text: str, used: Counter[int] | None = None) -> Fraction:
+    "The value of a syntax tree; with `used` only + - * / over whole numbers, which are counted; else `ValueError`."
+    if isinstance(node, ast.Constant) and type(node.value) is int and used is not None:
+        used[node.value] += 1
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float if used is None else int):
+        return Fraction(repr(node.value) if "inf" in repr(node.value) else ast.get_source_segment(text, node) or "")
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd) and used is None:
+        value = _value(node.operand, text)
         return -value if isinstance(node.op, ast.USub) else value
-    if not isinstance(node, ast.BinOp) or type(node.op) not in (*_OPERATORS, ast.Pow):
-        raise ValueError(type(node).__name__)
-    a, b = _exact(node.left), _exact(node.right)
-    return _power(a, b) if isinstance(node.op, ast.Pow) else _OPERATORS[type(node.op)](a, b)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and used is None:
+        return _power(_value(node.left, text), _value(node.right, text))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, text, used), _value(node.right, text, used))
+    raise ValueError(type(node).__name__)
 
-
+# %% ../nbs/11_rewards.ipynb #267a29fa
 def _power(a: Fraction, b: Fraction) -> Fraction:
     "A whole power that stays small, or an exact square root; else `ValueError`."
     if b == Fraction(1, 2) and a >= 0:
@@ -185,15 +171,98 @@ def _power(a: Fraction, b: Fraction) -> Fraction:
         raise ValueError("power")
     return a ** int(b)
 
+# %% ../nbs/11_rewards.ipynb #318949f2
+_NOISE = re.compile(r"\\?[$%]|[€£¥¢]|\\[,;!: ()\[\]]|~|\\left|\\right|(?<=[a-zA-Z])\^\{?-?\d\}?")
+_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*")
+_MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])|^\s*-\s+(?=[\d.])", re.IGNORECASE)
+_ALGEBRA = re.compile(r"\b[a-z]\s*[-+]\s*\d", re.IGNORECASE)
+_MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MAGNITUDES["k"] = 1000
+_MAGNITUDE = rf"(?:(?:\s*(?:{'|'.join([*_MAGNITUDES][:-1])})s?\b)+|k\b)"
+_COUNTED = re.compile(rf"\d\s*(?:\\text\{{)?{_MAGNITUDE}", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"(?<![\w.,+\-/<>≤≥≠±])(?<![<>≤≥≠±]\s)([-+]?)((?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?)"
+    rf"(?:\s+(\d+)\s*(?=/\s*\d))?(?:\s*/\s*(\d+))?({_MAGNITUDE})?(?![\d,./]*\d|\s*[,;]\s*\d|[xyzni]\b)",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not one number
+    "The one number that a final answer consists of, apart from units and decoration."
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return Fraction(str(answer)) if isinstance(answer, int) or math.isfinite(answer) else None
+    text = str(answer)
+    if len(text) > 200:
+        return None  # not a number, whatever it is
+    text = _WORDS.sub(r" \1\2 ", in_ascii(text))
+    text = _FRACTION.sub(r" \1/\2 ", _NOISE.sub("", text)).strip(" *_`")
+    if text.count("=") == 1:
+        text = text.partition("=")[2]
+    text = _MINUS.sub("-", text)
+    found = list(_NUMBER.finditer(text))
+    if len(found) != 1 or re.search(r"[\d\\^*!√π±]|\bpi\b", _NUMBER.sub("", text)) or _ALGEBRA.search(text):
+        return None
+    sign, body, above, below, many = found[0].groups()
+    if below is not None and int(below) == 0:
+        return None
+    size = math.prod(_MAGNITUDES[w.removesuffix("s")] for w in (many or "").lower().split())
+    value = Fraction(body) + Fraction(f"{above}/{below}") if above else Fraction(body) / int(below or 1)
+    return (-value if sign == "-" else value) * size
+
 # %% ../nbs/11_rewards.ipynb #f771f40a
+_KINDS = {  # how much a unit is of the others of its kind
+    "length": "mm 1/1000 cm 1/100 m 1 meter 1 metre 1 km 1000",
+    "length in inches": "inch 1 ft 12 foot 12 feet 12 yard 36 mile 63360",
+    "time": "s 1 sec 1 second 1 min 60 minute 60 h 3600 hr 3600 hour 3600 day 86400 week 604800",
+    "time in months": "month 1 year 12",
+    "mass": "mg 1/1000 g 1 gram 1 kg 1000 kilogram 1000",
+    "volume": "ml 1/1000 l 1 liter 1 litre 1",
+    "money": "$ 1 dollar 1 usd 1 ¢ 1/100 cent 1/100",
+    "euros": "€ 1 euro 1",
+    "percent": "% 1 percent 1",
+}
+UNITS = {
+    unit: (kind, Fraction(size))
+    for kind, said in _KINDS.items()
+    for unit, size in zip(said.split()[::2], said.split()[1::2], strict=True)
+}
+_UNIT = re.compile(rf"\d(?:{_MAGNITUDE})?[\s*_]*(?:\\?[,; ])?([a-z]+|\\?[%$€¢])|([$€])\s*-?[\d.]", re.IGNORECASE)
+
+
+def unit_of(answer: Any) -> tuple[str, Fraction] | None:  # kind and size
+    "The unit of an answer; None where it names none that is known."
+    text = _WORDS.sub(r" \1\2 ", in_ascii(str(answer)[:200])).replace("\\$", "＄")
+    text = (re.sub(r"\$", "", text) if text.count("$") % 2 == 0 else text).replace("＄", "$")  # $…$ is LaTeX
+    found = [(a or b).strip("\\").lower() for a, b in _UNIT.findall(text)]
+    known = [UNITS[u] for word in found if (u := next((w for w in (word, word[:-1], word[:-2]) if w in UNITS), ""))]
+    return known[0] if len(known) == 1 else None
+
+# %% ../nbs/11_rewards.ipynb #3d46fcc6
+_ROUNDED = re.compile(r"\.\d|\d[eE][-+]?\d")
+
+
+def agree(x: Fraction, y: Fraction, *texts: Any) -> bool:
+    "Whether two numbers are the same, as exactly as the texts are that they were read from."
+    if not any(_ROUNDED.search(str(t)) for t in texts):
+        return x == y
+    return abs(x - y) <= Fraction(1, 10**6) * min(1, max(abs(x), abs(y)))
+
+# %% ../nbs/11_rewards.ipynb #8e987120
 def numeric_equal(
     a: Any,  # a number, or text with one
     b: Any,  # the other
-    tolerance: float = 1e-6,  # absolute
+    tolerance: float | None = None,  # absolute; None = none for whole numbers and fractions, 1e-6 for decimals
 ) -> bool | None:  # None = at least one is not a number
     "Whether two answers are the same number."
     x, y = (worked_out(t) if (number := parse_number(t)) is None else number for t in (a, b))
-    return None if x is None or y is None else abs(x - y) < Fraction(tolerance)
+    if x is None or y is None:
+        return None
+    units = unit_of(a), unit_of(b)
+    if units[0] and units[1]:
+        if units[0][0] != units[1][0]:
+            return False
+        x, y = x * units[0][1], y * units[1][1]
+    return agree(x, y, a, b) if tolerance is None else abs(x - y) < Fraction(tolerance)
 
 # %% ../nbs/11_rewards.ipynb #3c671437
 def gsm8k_reward(
@@ -201,7 +270,7 @@ def gsm8k_reward(
     answer: Any,  # of the row: "… #### 72", "<answer>72</answer>", "72" or 72
 ) -> float | None:  # 1 right, 0 wrong or no answer, None where the row's own answer is not a number
     "Whether the final answer is the right number."
-    truths = [t for t in truths_of(answer) if parse_number(t) is not None]
+    truths = [t for t in truths_of(answer) if numeric_equal(t, t)]
     if not truths:
         return None
     given = final_answer(text)
@@ -218,8 +287,8 @@ def tagged_integer(text: Any) -> str | None:
 # %% ../nbs/11_rewards.ipynb #94bb9a88
 def tagged_integer_reward(text: str, answer: Any) -> float:
     "1 when completion and answer carry the same `tagged_integer`, else 0."
-    given, truth = tagged_integer(text), tagged_integer(answer)
-    return float(given is not None and given == truth)
+    given, several = tagged_integer(text), answer if isinstance(answer, list | tuple) else [answer]
+    return float(given is not None and given in [tagged_integer(truth) for truth in several])
 
 # %% ../nbs/11_rewards.ipynb #c0d142b0
 def make_format_reward(*tags: str) -> Callable[[str], float]:
@@ -285,16 +354,6 @@ def make_length_reward(
     return length_reward
 
 # %% ../nbs/11_rewards.ipynb #fddcce84
-def _arithmetic(node: ast.AST, used: Counter[int]) -> Fraction:
-    "The value of a syntax tree of + - * / over whole numbers, which are counted; `ValueError` for anything else."
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        used[node.value] += 1
-        return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_arithmetic(node.left, used), _arithmetic(node.right, used))
-    raise ValueError(type(node).__name__)
-
-# %% ../nbs/11_rewards.ipynb #0bbe69a7
 def countdown_reward(
     text: str,  # a completion
     target: int,  # column: the number to make
@@ -306,74 +365,53 @@ def countdown_reward(
         return 0.0
     used: Counter[int] = Counter()
     try:
-        value = _arithmetic(ast.parse(given.partition("=")[0].strip(), mode="eval").body, used)
+        said = given.partition("=")[0].strip()
+        value = _value(ast.parse(said, mode="eval").body, said, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0  # what the model wrote is not such an expression
     allowed = Counter(int(n) for n in nums)
     return float(value == target and all(used[n] <= allowed[n] for n in used))
 
+# %% ../nbs/11_rewards.ipynb #b3de72ce
+T = TypeVar("T")
+Outcome = tuple[Any, BaseException | None]  # what a call returned, what it raised
+
+
+async def in_thread(call: Callable[[], Any]) -> Outcome:
+    "A call in a thread of its own; after a cancellation nothing waits for it, not even the end of the process."
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Outcome] = loop.create_future()
+
+    def run() -> None:
+        try:
+            outcome: Outcome = call(), None
+        except BaseException as error:  # raised again by the caller
+            outcome = None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        with suppress(RuntimeError):  # the event loop was closed
+            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+    return await done
+
 # %% ../nbs/11_rewards.ipynb #56faeb8b
-def _math_worker(patience: float) -> None:
-    "Compare `[gold, text]` pairs from stdin until it closes: true, false, or null where gold cannot be parsed."
+def _math_worker(descriptor: int, patience: float) -> None:
+    "Compare (gold, text) from a pipe until it closes: true, false, or None where gold cannot be parsed."
     from math_verify import parse, verify  # the extra `math`
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints does not mix with the answers
     logging.disable(logging.CRITICAL)
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        if hasattr(signal, "alarm"):  # should the parent die: no endless orphan
-            signal.alarm(math.ceil(patience) + 5)
-        gold, text = json.loads(line)
-        truth = parse(gold, parsing_timeout=None)  # type: ignore[arg-type]
-        given = parse(text, parsing_timeout=None) if truth else []  # type: ignore[arg-type]
-        verdict = verify(truth, given, timeout_seconds=None) if truth else None
-        print(json.dumps(verdict), file=answers, flush=True)
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)
+    read, pipe = functools.partial(parse, parsing_timeout=None), Connection(descriptor)  # pyright: ignore[reportArgumentType]
+    pipe.send("ready")
+    with suppress(EOFError):
+        while True:
+            gold, text = pipe.recv()
+            signal.setitimer(signal.ITIMER_REAL, patience)  # nothing handles the alarm, so it ends this process
+            truth = read(gold)
+            given = read(text) if truth else []
+            verdict = verify(truth, given, timeout_seconds=None) if truth else None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            pipe.send(verdict)
 
 # %% ../nbs/11_rewards.ipynb #21d8117a
-def _ask(worker: subprocess.Popen[str], request: Any, timeout: float) -> str:
-    "One line to the worker (unless None) and one line back; empty when it died or had to be killed."
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    timer = threading.Timer(timeout, worker.kill)
-    timer.start()
-    try:
-        if request is not None:
-            worker.stdin.write(json.dumps(request) + "\n")
-            worker.stdin.flush()
-        return worker.stdout.readline().strip()
-    except (BrokenPipeError, ValueError):
-        return ""
-    finally:
-        timer.cancel()
-
-# %% ../nbs/11_rewards.ipynb #5111be8e
-def _start_math_worker(patience: float) -> subprocess.Popen[str]:
-    "A fresh worker that has said that it is ready."
-    code = f"from rl_notebook.rewards import _math_worker; _math_worker({patience!r})"
-    worker = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    if _ask(worker, None, 120) != "ready":
-        worker.kill()
-        raise RewardError("math_verify", got="no sign of life from its worker process", expected="'ready' within 120 s")
-    return worker
-
-# %% ../nbs/11_rewards.ipynb #9890fffb
-def _same_figure(a: str, b: str) -> bool:
-    "Whether two texts are plain figures within 1e-6, such as 1e2 and 100: LaTeX would read the e as a letter."
-    try:
-        return abs(float(a.replace(",", "")) - float(b.replace(",", ""))) < 1e-6
-    except ValueError:
-        return False
-
-
 class MathVerify:
     "Symbolic equality of the final answer and the row's, judged in a worker process; use it as a reward function."
 
@@ -383,32 +421,57 @@ class MathVerify:
         self.timeout = timeout
         self.timeouts = self.crashes = 0  # comparisons that were given up
         self._lock = threading.Lock()
-        self._worker: subprocess.Popen[str] | None = None
+        self._worker: Any = None  # subprocess.Popen
+
+    def _start(self) -> None:
+        "A fresh worker that has said that it is ready."
+        self._pipe, theirs = Pipe()
+        code = f"from rl_notebook.rewards import _math_worker; _math_worker({theirs.fileno()}, {self.timeout!r})"
+        quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        worker = self._worker = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], **quiet)
+        theirs.close()
+        weakref.finalize(self, worker.kill)
+        with suppress(EOFError):
+            if self._pipe.poll(120) and self._pipe.recv() == "ready":
+                return
+        worker.kill()
+        raise RewardError("math_verify", got="no sign of life from its worker process", expected="'ready' within 120 s")
 
     def compare(self, text: str, gold: str) -> bool | None:  # None = unscorable
         "Whether two mathematical texts mean the same; blocks until the verdict or the time limit."
         with self._lock:
             if self._worker is None or self._worker.poll() is not None:
-                self._worker = _start_math_worker(self.timeout)
-                weakref.finalize(self, self._worker.kill)
-            began = time.monotonic()
-            if line := _ask(self._worker, [gold, text], self.timeout):
-                return json.loads(line)
-            self._worker.wait()
-            late = time.monotonic() - began >= self.timeout
-            self.timeouts, self.crashes = self.timeouts + late, self.crashes + (not late)
-            return None
+                self._start()
+            try:
+                self._pipe.send((gold, text))
+                if not self._pipe.poll(self.timeout + 10):  # stopped, so that no alarm reaches it
+                    self._worker.kill()
+                return self._pipe.recv()
+            except (EOFError, OSError):
+                late = self._worker.wait() == -signal.SIGALRM
+                self.timeouts, self.crashes = self.timeouts + late, self.crashes + (not late)
+                return None
+            except BaseException:  # an interrupt: this verdict must not be taken for that of the next comparison
+                self._worker.kill()
+                self._worker.wait()
+                raise
 
     async def __call__(self, text: str, answer: Any) -> float | None:
-        "1 when the final answer equals the row's, 0 when not, None when that cannot be decided."
-        given, truths = final_answer(text), [str(t) for t in truths_of(answer)]
-        if given is None:
+        "1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided."
+        if (given := final_answer(text)) is None:
             return 0.0
-        if any(_same_figure(given, t) for t in truths):
-            return 1.0
-        boxed = "\\boxed{{{}}}".format
-        verdict = await asyncio.to_thread(self.compare, boxed(given), boxed(truths[-1]))
-        return None if verdict is None else float(verdict)
+        verdicts = [await self._same(given, truth) for truth in truths_of(answer)]
+        return None if not verdicts or set(verdicts) == {None} else float(True in verdicts)
+
+    async def _same(self, given: str, truth: Any) -> bool | None:
+        read = parse_number if _COUNTED.search(f"{given} {truth}") else worked_out
+        x, y = read(given), read(truth)
+        if x is not None and y is not None:
+            return agree(x, y, given, truth)
+        verdict, error = await in_thread(lambda: self.compare(f"\\boxed{{{given}}}", f"\\boxed{{{truth}}}"))
+        if error is not None:
+            raise error
+        return verdict
 
 # %% ../nbs/11_rewards.ipynb #6a6215c0
 def wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -419,7 +482,7 @@ def wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
     held = [cell.cell_contents for cell in function.__closure__ or () if callable(cell.cell_contents)]
     return held[0] if len(held) == 1 else None
 
-
+# %% ../nbs/11_rewards.ipynb #0a55665f
 def innermost(function: Any) -> Any:
     "The function behind decorators, partials, methods and callable objects."
     function = inspect.unwrap(function)
@@ -430,7 +493,7 @@ def innermost(function: Any) -> Any:
     inner = wrapped_by(function)
     return function if inner is None else innermost(inner)
 
-
+# %% ../nbs/11_rewards.ipynb #c42ccba7
 def _parameters(function: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
     "The parameters of a reward function."
     if (inner := wrapped_by(function)) is not None and not hasattr(function, "__wrapped__"):
@@ -446,11 +509,11 @@ def _parameters(function: Callable[..., Any], name: str) -> dict[str, inspect.Pa
 def reward_style(function: Callable[..., Any], name: str = "reward") -> str:
     "Which library's signature a reward function has: `trl`, `verl`, `verifiers` or `native`."
     names = set(_parameters(function, name))
-    if names & {"completions", "prompts", "completion_ids"}:
+    if names & {"completions", "prompts", "completion_ids", "states"}:
         return "trl"
     if "solution_str" in names:
         return "verl"
-    return "verifiers" if "completion" in names and "row" not in names else "native"
+    return "verifiers" if names & {"completion", "state"} and "row" not in names else "native"
 
 # %% ../nbs/11_rewards.ipynb #8fb527dd
 LARGEST = 1e30  # of a reward: its square, times anything, is finite
@@ -613,10 +676,44 @@ def _columns(group: _Group, names: Mapping[str, Any]) -> dict[str, Any]:
     return {**{n: group.row.answer for n in ANSWER_COLUMNS if n in names}, **columns}
 
 # %% ../nbs/11_rewards.ipynb #eb1c11f8
-def _trl_arguments(group: _Group, columns: Mapping[str, Any], logs: _Logs) -> list[dict[str, Any]]:
-    "One call for the whole group."
+def _state(group: _Group, i: int) -> dict[str, Any]:
+    "A rollout as functions of verifiers know it."
+    info = group.row.data.get("info") or {}
+    with suppress(ValueError):
+        info = json.loads(info) if isinstance(info, str) else info
+    said = group.messages[i]
+    return {
+        "prompt": group.prompt,
+        "completion": said if group.chat else group.texts[i],
+        "info": info,
+        "task": group.row.data.get("task") or "default",
+        "turn": sum(message.get("role") == "assistant" for message in said),
+        **({} if group.row.answer is None else {"answer": group.row.answer}),
+    }
+
+# %% ../nbs/11_rewards.ipynb #55cedb73
+class Parser:
+    "What functions of verifiers call to read a completion: the last message as it is."
+
+    def parse(self, text: str) -> str:
+        "The text."
+        return text
+
+    def parse_answer(self, completion: Any) -> str | None:
+        "What was said last."
+        if isinstance(completion, str):
+            return self.parse(completion)
+        said = [m.get("content") or "" for m in completion if m.get("role") == "assistant"]
+        return self.parse(said[-1]) if said else None
+
+# %% ../nbs/11_rewards.ipynb #14ac0727
+def _trl_arguments(group: _Group, columns: Mapping[str, Any], logs: _Logs, names: Any = ()) -> list[dict[str, Any]]:
+    "One call for the whole group; `names`: the parameters that the function has."
     n = len(group.texts)
-    arguments = {k: [v] * n for k, v in columns.items()}
+    states = [_state(group, i) for i in range(n)]
+    plurals = {"states": states, "answers": [s.get("answer", "") for s in states], "parser": Parser()}
+    plurals |= {"infos": [s["info"] for s in states], "tasks": [s["task"] for s in states]}
+    arguments = {k: v for k, v in plurals.items() if k in names} | {k: [v] * n for k, v in columns.items()}
     arguments |= {
         "prompts": [group.prompt] * n,
         "completions": group.messages if group.chat else group.texts,
@@ -633,26 +730,22 @@ def _sample_arguments(style: str, group: _Group, i: int, columns: Mapping[str, A
     row, data = group.row, group.row.data
     answer = {} if row.answer is None else {"answer": row.answer, "ground_truth": row.answer}
     if style == "verl":
-        extra = {"data_source": data.get("data_source"), "extra_info": data.get("extra_info")}
-        return {"solution_str": group.texts[i], **extra, **{k: v for k, v in answer.items() if k == "ground_truth"}}
+        own, told = data.get("reward_model"), data.get("extra_info")
+        truth = {"ground_truth": own["ground_truth"]} if isinstance(own, Mapping) and "ground_truth" in own else answer
+        extra = {**(told if isinstance(told, Mapping) else {}), "num_turns": len(group.messages[i]) + 1}
+        given = {"data_source": data.get("data_source"), "solution_str": group.texts[i], "extra_info": extra}
+        return given | {k: v for k, v in truth.items() if k == "ground_truth"}
     columns = {k: v for k, v in columns.items() if k not in ANSWER_COLUMNS or row.answer is not None}
     if style == "native":
         return {**columns, **answer, "row": row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
-    state = {
-        "prompt": group.prompt,
-        "completion": group.messages[i] if group.chat else group.texts[i],
-        "info": data.get("info") or {},
-        "task": data.get("task") or "default",
-        **({} if row.answer is None else {"answer": row.answer}),
-    }
-    return {**columns, **state, "state": state}
+    state = _state(group, i)
+    return {"parser": Parser(), **columns, **state, "state": {**columns, **state}}
 
 # %% ../nbs/11_rewards.ipynb #0958a500
 def _bind(fn: RewardFn, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
     "Those of the arguments that the function takes, by name; `RewardError` when it needs others."
-    parameters = list(_parameters(fn.function, fn.name).values())
+    parameters, kinds = list(_parameters(fn.function, fn.name).values()), inspect.Parameter
     named = parameters[1:] if fn.style == "native" else parameters
-    kinds = inspect.Parameter
     missing = [
         p.name
         for p in named
@@ -732,27 +825,6 @@ def _raised(fn: RewardFn, where: str, text: str, error: BaseException) -> Reward
         expected="a finite number, or None for unscorable",
         fix="The traceback above says where; a reward that cannot judge returns None.",
     )
-
-# %% ../nbs/11_rewards.ipynb #b3de72ce
-T = TypeVar("T")
-Outcome = tuple[Any, BaseException | None]  # what a call returned, what it raised
-
-
-async def in_thread(call: Callable[[], Any]) -> Outcome:
-    "A call in a thread of its own; after a cancellation nothing waits for it, not even the end of the process."
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Outcome] = loop.create_future()
-
-    def run() -> None:
-        try:
-            outcome: Outcome = call(), None
-        except BaseException as error:  # raised again by the caller
-            outcome = None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        with suppress(RuntimeError):  # the event loop was closed
-            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
-
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-    return await done
 
 # %% ../nbs/11_rewards.ipynb #fb5d1d64
 @dataclass(eq=False)
@@ -853,10 +925,10 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, T]], limits: Limits) -> l
 # %% ../nbs/11_rewards.ipynb #67ee88c7
 async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> np.ndarray:  # (n,), NaN = unscorable
     "The rewards of one function for one group."
-    columns = _columns(group, _parameters(fn.function, fn.name))
-    n = len(group.texts)
+    names, n = _parameters(fn.function, fn.name), len(group.texts)
+    columns = _columns(group, names)
     if fn.style == "trl":
-        [arguments] = _trl_arguments(group, columns, logs)
+        [arguments] = _trl_arguments(group, columns, logs, names)
         found = await _call(fn, group, None, arguments, limits)
         results = [LATE] * n if found is LATE else _group_values(found, fn, group)
     else:
@@ -974,7 +1046,7 @@ def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]], fns: Sequence[Rewa
     what, fix = f"reward functions {', '.join(f.name for f in fns)}", "Write async def, or await loop.score(wait=True)."
     raise RewardError(what, got="one that awaits but is no async def", expected="async def", fix=fix)
 
-
+# %% ../nbs/11_rewards.ipynb #06b697fa
 def beside(coroutine: Coroutine[Any, Any, T]) -> T:
     "The result of a coroutine from an event loop in a thread; an interrupt cancels it."
     done, began = Future[T](), dict[str, Any]()
@@ -985,7 +1057,8 @@ def beside(coroutine: Coroutine[Any, Any, T]) -> T:
 
     def run() -> None:
         try:
-            done.set_result(asyncio.run(noted()))
+            with asyncio.Runner() as runner:
+                done.set_result(runner.run(noted()))
         except BaseException as error:
             done.set_exception(error)
 

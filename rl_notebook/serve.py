@@ -165,6 +165,15 @@ a rollout has got no request for {:g} s. Does its agent ask rollout.url, with ro
 loop that has to answer? A client without await belongs into a plain function, which agent_rollouts calls in a thread.
 """.strip()
 
+
+def expect_request(url: str) -> threading.Timer:
+    "A timer that says that no request came, unless it is cancelled, or nothing listens at an address."
+    timer = threading.Timer(QUIET, warnings.warn, (NO_REQUEST.format(QUIET),))
+    timer.daemon = True
+    if url:
+        timer.start()
+    return timer
+
 # %% ../nbs/65_serve.ipynb #b28106e8
 Read = Callable[[bytes], Any]
 
@@ -180,19 +189,11 @@ class ServedRollout:
         self._answers: dict[str, asyncio.Task[Any]] = {}  # by the key of their request
         self._failed: Exception | None = None
         self._refused = ""  # why the last request was refused
-        self._quiet = threading.Timer(0, str)  # says that no request comes
+        self._quiet = expect_request("")
 
     def __enter__(self) -> Self:
-        self._expect()
+        self._quiet = expect_request(self._server.url)
         return self
-
-    def _expect(self) -> None:
-        "From now on a request should come; a thread says if none does, for the event loop may be what is blocked."
-        self._quiet.cancel()
-        self._quiet = threading.Timer(QUIET, warnings.warn, (NO_REQUEST.format(QUIET),))
-        self._quiet.daemon = True
-        if self._server.url:
-            self._quiet.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         "Close the address. Where the policy could not be asked, that is raised in place of what the agent made of it."
@@ -247,7 +248,7 @@ class ServedRollout:
         finally:
             self._drawing.discard(task)
             if not self._drawing and self.id in self._server.rollouts:
-                self._expect()
+                self._quiet = expect_request(self._server.url)
 
     def _read(self, body: bytes, read: Read) -> tuple[RolloutSetup, Asked, Conversation, Turn | str]:
         "The request and the conversation to draw from; whatever is odd about a request is its sender's to mend."

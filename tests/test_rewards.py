@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_notebook import rewards
 from rl_notebook.core import Completion, MissingExtra, RewardError, RolloutSample
 from rl_notebook.data import make_row
 from rl_notebook.rewards import (
@@ -92,6 +91,86 @@ def test_numbers_that_are_equal():
     assert numeric_equal(np.float64(72), "72")
     assert numeric_equal("72.0000005", 72)
     assert numeric_equal("72.000002", 72) is False
+    assert numeric_equal("1/3", "0.333333")
+    assert numeric_equal("0.3", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "reward"),
+    [  # what a reader of the two would say
+        ("minus 7", "7", 0),
+        ("minus 7", "-7", 1),
+        ("negative 7", "-7", 1),
+        ("–7", "7", 0),
+        ("–7", "-7", 1),
+        ("—7", "-7", 1),
+        ("x = –3", "-3", 1),
+        ("x=-3", "3", 0),
+        ("- 7", "-7", 1),
+        ("Total — 72", "72", 1),
+        ("-$5", "-5", 1),
+        ("±7", "7", 0),
+        ("2³", "2", 0),
+        ("2³", "8", 1),
+        ("10²", "100", 1),
+        ("72 cm²", "72", 1),
+        ("2.998×10⁸", "299800000", 1),
+        ("3½", "3", 0),
+        ("3½", "3.5", 1),
+        ("-3½", "-3.5", 1),
+        ("½", "0.5", 1),
+        ("3 1/2 cups", "3.5", 1),
+        (r"1\frac{1}{2}", "1.5", 1),
+        ("1.5 million", "1.5", 0),
+        ("1.5 million", "1500000", 1),
+        ("2 dozen", "24", 1),
+        ("5k", "5000", 1),
+        ("5 km", "5", 1),
+        ("5 km", "5 m", 0),
+        ("5 km", "5000 m", 1),
+        ("5 cents", "5 dollars", 0),
+        ("500 cents", "$5", 1),
+        ("7 min", "7 hours", 0),
+        ("90 minutes", "1.5 hours", 1),
+        ("50%", "0.5", 0),
+        ("72%", "72", 1),
+        ("$72$", "72", 1),
+        ("1,234", "1234", 1),
+        ("1,23", "123", 0),
+        ("12,34", "1234", 0),
+        ("1\u202f234", "1234", 1),
+        ("72, 73", "72", 0),
+        ("72 or 73", "72", 0),
+        ("(1,200)", "1200", 0),
+        ("5x", "5", 0),
+        ("x - 7", "7", 0),
+        ("2π", "2", 0),
+        ("< 7", "7", 0),
+        ("5!", "5", 0),
+        ("√16", "4", 0),
+        ("6.63e-34", "9.1e-31", 0),
+        ("1e-7", "0", 0),
+        (str(2**100 + 1), str(2**100), 0),
+        ("1/3000001", "1/3000000", 0),
+        ("1000000.5", "1000000", 0),
+        ("1e400", "1", 0),
+    ],
+)
+def test_a_number_is_read_as_what_is_written(given, truth, reward):
+    assert gsm8k_reward(f"#### {given}", truth) == reward
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_strict", "math_verify"])
+def test_any_of_several_accepted_answers_counts(name):
+    if name == "math_verify":
+        pytest.importorskip("math_verify")
+    wrap = "<answer>{}</answer>".format
+    row = make_row({"question": "q", "answer": [wrap(72), wrap(73)]})
+    assert score_blocking([wrap(72), wrap(73), wrap(74)], row, name).totals.tolist() == [1, 1, 0]
+
+
+def test_what_is_no_number_is_no_answer_to_compare_with():
+    assert [gsm8k_reward("#### 0", truth) for truth in (False, {"a": 0}, [], math.nan, "none")] == [None] * 5
 
 
 def test_where_the_answer_stands():
@@ -184,12 +263,45 @@ def test_verl_float_and_dict():
     )
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        assert (data_source, extra_info) == ("openai/gsm8k", {"index": 3})
+        assert (data_source, extra_info) == ("openai/gsm8k", {"index": 3, "num_turns": 2})
         return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
 
     scores = score_blocking(["72", "7"], row, compute_score)
     assert (scores.totals.tolist(), scores.metrics) == ([1, 0], {"acc": 0.5})
     assert values(lambda solution_str, ground_truth: 0.5, row=row) == [0.5, 0.5]
+
+
+def test_verl_gets_what_its_own_caller_passes():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return float(ground_truth == "72") + 0.1 * bool(extra_info.get("hint")) - 0.1 * (extra_info["num_turns"] or 0)
+
+    data = {"data_source": "d", "prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "72"}}
+    for more, expected in (({}, 0.8), ({"extra_info": {"hint": 1}}, 0.9), ({"extra_info": None}, 0.8)):
+        assert values(compute_score, texts=["72"], row=make_row(data | more)) == [pytest.approx(expected)]
+    solved = make_row(data | {"answer": "24+48\n#### 72"})
+    assert values(compute_score, texts=["72"], row=solved) == [pytest.approx(0.8)]
+
+
+def test_verifiers_gets_what_its_own_caller_passes():
+    row = make_row({"question": "q", "answer": "72", "info": '{"unit": "clips"}', "task": "gsm8k"})
+
+    def by_state(state):
+        assert (state["info"], state["task"], state["turn"]) == ({"unit": "clips"}, "gsm8k", 1)
+        return float(state["answer"] == state["completion"][-1]["content"])
+
+    def by_parser(completion, answer, parser, info):
+        assert info == {"unit": "clips"}
+        return float(parser.parse_answer(completion) == answer)
+
+    def group(completions, answers, infos, tasks, states):
+        assert (infos, tasks) == ([{"unit": "clips"}] * 2, ["gsm8k"] * 2)
+        return [float(c[-1]["content"] == a) for c, a in zip(completions, answers, strict=True)]
+
+    def states_only(states):
+        return [float(s["completion"][-1]["content"] == s["answer"]) for s in states]
+
+    for fn in (by_state, by_parser, group, states_only):
+        assert values(fn, row=row) == [1, 0]
 
 
 def test_verifiers_sync_async_and_conversations():
@@ -418,6 +530,38 @@ def test_math_verify_compares_symbolically(judge):
     assert (judge.timeouts, judge.crashes) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("given", "truth", "reward"),
+    [
+        ("12", "1,2", 0),
+        ("1,2", "12", 0),
+        ("357", "3,5,7", 0),
+        ("2,1", "1,2", 1),
+        ("(1,2)", "(2,1)", 0),
+        ("[1,2]", "(1,2)", 0),
+        ("6.63e-34", "9.1e-31", 0),
+        (r"6.63 \times 10^{-34}", r"9.1 \times 10^{-31}", 0),
+        ("1e2", "100", 1),
+        (str(2**100 + 1), str(2**100), 0),
+        ("1,200", "1200", 1),
+        (r"50\%", "0.5", 1),
+        ("3 1/2", "3.5", 1),
+        ("2³", "8", 1),
+        ("2³", "2", 0),
+        ("–7", "7", 0),
+        ("minus 7", "7", 0),
+        (r"1.5 \text{ million}", "1.5", 0),
+        (r"\pi", "3.14159", 0),
+        (r"\sqrt{2}", "1.41421356", 1),
+        ("(x+1)^2", "x^2+2x+1", 1),
+        (r"5 \text{ cm}", "5", 1),
+        ("1/3", "0.333333", 1),
+    ],
+)
+def test_math_verify_pays_what_is_the_same(judge, given, truth, reward):
+    assert asyncio.run(judge(f"\\boxed{{{given}}}", truth)) == reward
+
+
 def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):
     before = judge.timeouts
     start = time.perf_counter()
@@ -428,22 +572,26 @@ def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):
     assert time.perf_counter() - start < 120
 
 
-def test_a_worker_that_dies_is_counted_and_replaced(judge, monkeypatch):
+def test_a_worker_that_dies_is_counted_and_replaced():
+    pytest.importorskip("math_verify")
+    judge = MathVerify(timeout=300)
     assert judge.compare("$1$", "$1$") is True
-    before, pid = judge.crashes, judge._worker.pid
-    ask = rewards._ask
-
-    def dies(worker, *asked):
-        os.kill(pid, signal.SIGSTOP)  # so that it does not answer before it dies
-        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-        monkeypatch.setattr(rewards, "_ask", ask)
-        return ask(worker, *asked)
-
-    monkeypatch.setattr(rewards, "_ask", dies)
-    assert judge.compare("$1$", "$1$") is None
-    assert judge.crashes == before + 1
+    pid = judge._worker.pid
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    assert judge.compare("$9^{9^{9^{9}}}!$", "$72$") is None
+    assert (judge.crashes, judge.timeouts) == (1, 0)
     assert judge.compare("$1$", "$1$") is True
     assert judge._worker.pid != pid
+
+
+def test_after_an_interrupt_no_verdict_is_taken_for_another():
+    pytest.importorskip("math_verify")
+    judge = MathVerify(timeout=300)
+    assert judge.compare("$1$", "$1$") is True
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        judge.compare("$9^{9^{9^{9}}}!$", "$72$")
+    assert judge.compare("$1$", "$2$") is False
 
 
 def test_the_worker_ends_with_its_owner():
