@@ -190,7 +190,7 @@ def limits_of(cfg: Config) -> Limits:
     "How reward functions are called."
     return Limits(cfg.max_concurrent_rewards, cfg.reward_timeout)
 
-
+# %% ../nbs/35_phases.ipynb #2170cf6d
 def part_weights(task: Task) -> dict[str, float]:
     "How much each part of the reward counts, by the name of its function; nothing where a rollout grades itself."
     fns = () if task.reward_fns is None else as_reward_fns(task.reward_fns)

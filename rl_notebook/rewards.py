@@ -210,26 +210,21 @@ def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not o
     return (-value if sign == "-" else value) * size
 
 # %% ../nbs/11_rewards.ipynb #f771f40a
-_KINDS = {  # how much a unit is of the others of its kind
-    "length": "mm 1/1000 cm 1/100 m 1 meter 1 metre 1 km 1000",
-    "length in inches": "inch 1 ft 12 foot 12 feet 12 yard 36 mile 63360",
-    "time": "s 1 sec 1 second 1 min 60 minute 60 h 3600 hr 3600 hour 3600 day 86400 week 604800",
-    "time in months": "month 1 year 12",
-    "mass": "mg 1/1000 g 1 gram 1 kg 1000 kilogram 1000",
-    "volume": "ml 1/1000 l 1 liter 1 litre 1",
-    "money": "$ 1 dollar 1 usd 1 ¢ 1/100 cent 1/100",
-    "euros": "€ 1 euro 1",
-    "percent": "% 1 percent 1",
-}
-UNITS = {
-    unit: (kind, Fraction(size))
-    for kind, said in _KINDS.items()
-    for unit, size in zip(said.split()[::2], said.split()[1::2], strict=True)
-}
+_KINDS = """mm 1/1000 cm 1/100 m 1 meter 1 metre 1 km 1000
+inch 1 ft 12 foot 12 feet 12 yard 36 mile 63360
+s 1 sec 1 second 1 min 60 minute 60 h 3600 hr 3600 hour 3600 day 86400 week 604800
+month 1 year 12
+mg 1/1000 g 1 gram 1 kg 1000 kilogram 1000
+ml 1/1000 l 1 liter 1 litre 1
+$ 1 dollar 1 usd 1 ¢ 1/100 cent 1/100
+€ 1 euro 1
+percent 1 % 1"""  # a line a kind: each unit, and how much it is
+_LINES = [kind.split() for kind in _KINDS.split("\n")]
+UNITS = {unit: (kind[0], Fraction(much)) for kind in _LINES for unit, much in zip(kind[::2], kind[1::2], strict=True)}
 _UNIT = re.compile(rf"\d(?:{_MAGNITUDE})?[\s*_]*(?:\\?[,; ])?([a-z]+|\\?[%$€¢])|([$€])\s*-?[\d.]", re.IGNORECASE)
 
 
-def unit_of(answer: Any) -> tuple[str, Fraction] | None:  # kind and size
+def unit_of(answer: Any) -> tuple[str, Fraction] | None:  # the smallest unit of its kind, how much it is
     "The unit of an answer; None where it names none that is known."
     text = _WORDS.sub(r" \1\2 ", in_ascii(str(answer)[:200])).replace("\\$", "＄")
     text = (re.sub(r"\$", "", text) if text.count("$") % 2 == 0 else text).replace("＄", "$")  # $…$ is LaTeX
@@ -428,8 +423,9 @@ class MathVerify:
         self._pipe, theirs = Pipe()
         code = f"from rl_notebook.rewards import _math_worker; _math_worker({theirs.fileno()}, {self.timeout!r})"
         quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        worker = self._worker = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], **quiet)
+        worker: Any = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], **quiet)
         theirs.close()
+        self._worker = worker
         weakref.finalize(self, worker.kill)
         with suppress(EOFError):
             if self._pipe.poll(120) and self._pipe.recv() == "ready":
@@ -442,18 +438,19 @@ class MathVerify:
         with self._lock:
             if self._worker is None or self._worker.poll() is not None:
                 self._start()
+            worker: Any = self._worker
             try:
                 self._pipe.send((gold, text))
                 if not self._pipe.poll(self.timeout + 10):  # stopped, so that no alarm reaches it
-                    self._worker.kill()
+                    worker.kill()
                 return self._pipe.recv()
             except (EOFError, OSError):
-                late = self._worker.wait() == -signal.SIGALRM
+                late = worker.wait() == -signal.SIGALRM
                 self.timeouts, self.crashes = self.timeouts + late, self.crashes + (not late)
                 return None
             except BaseException:  # an interrupt: this verdict must not be taken for that of the next comparison
-                self._worker.kill()
-                self._worker.wait()
+                worker.kill()
+                worker.wait()
                 raise
 
     async def __call__(self, text: str, answer: Any) -> float | None:
@@ -563,10 +560,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 
 # %% ../nbs/11_rewards.ipynb #90ea1de9
-@functools.cache
-def _shared(kind: type) -> Callable[..., Any]:
-    "One shared instance by name: a worker process is not started twice."
-    return kind()
+_shared = functools.cache(lambda kind: kind())  # one instance by name: a worker process is not started twice
 
 # %% ../nbs/11_rewards.ipynb #af4f9be9
 def _named_function(name: str) -> Callable[..., Any]:
@@ -637,13 +631,7 @@ def _make_group(
     for c in completions:
         text = c if isinstance(c, str) else c.text
         info = c.info if isinstance(c, RolloutSample) else {}
-        ids = (
-            c.tokens
-            if isinstance(c, Completion)
-            else c.tokens[c.loss_mask == 1]
-            if isinstance(c, RolloutSample)
-            else []
-        )
+        ids = c.tokens[c.loss_mask == 1] if isinstance(c, RolloutSample) else getattr(c, "tokens", ())
         texts.append(text)
         tokens.append([int(t) for t in ids])
         messages.append(list(info.get("messages") or [{"role": "assistant", "content": text}]))
@@ -692,26 +680,21 @@ def _state(group: _Group, i: int) -> dict[str, Any]:
     }
 
 # %% ../nbs/11_rewards.ipynb #55cedb73
-class Parser:
-    "What functions of verifiers call to read a completion: the last message as it is."
+def _last_said(completion: Any) -> str | None:
+    "The last message of the policy."
+    if isinstance(completion, str):
+        return completion
+    return next((m.get("content") or "" for m in reversed(completion) if m.get("role") == "assistant"), None)
 
-    def parse(self, text: str) -> str:
-        "The text."
-        return text
 
-    def parse_answer(self, completion: Any) -> str | None:
-        "What was said last."
-        if isinstance(completion, str):
-            return self.parse(completion)
-        said = [m.get("content") or "" for m in completion if m.get("role") == "assistant"]
-        return self.parse(said[-1]) if said else None
+PARSER = SimpleNamespace(parse=str, parse_answer=_last_said)  # what functions of verifiers read a completion with
 
 # %% ../nbs/11_rewards.ipynb #14ac0727
-def _trl_arguments(group: _Group, columns: Mapping[str, Any], logs: _Logs, names: Any = ()) -> list[dict[str, Any]]:
+def _trl_arguments(group: _Group, columns: Mapping[str, Any], logs: _Logs, names: Any = ()) -> dict[str, Any]:
     "One call for the whole group; `names`: the parameters that the function has."
     n = len(group.texts)
     states = [_state(group, i) for i in range(n)]
-    plurals = {"states": states, "answers": [s.get("answer", "") for s in states], "parser": Parser()}
+    plurals = {"states": states, "answers": [s.get("answer", "") for s in states], "parser": PARSER}
     plurals |= {"infos": [s["info"] for s in states], "tasks": [s["task"] for s in states]}
     arguments = {k: v for k, v in plurals.items() if k in names} | {k: [v] * n for k, v in columns.items()}
     arguments |= {
@@ -722,7 +705,7 @@ def _trl_arguments(group: _Group, columns: Mapping[str, Any], logs: _Logs, names
         "log_metric": logs.log_metric,
         "trainer_state": SimpleNamespace(global_step=group.step),
     }
-    return [arguments]
+    return arguments
 
 # %% ../nbs/11_rewards.ipynb #290b55b1
 def _sample_arguments(style: str, group: _Group, i: int, columns: Mapping[str, Any], logs: _Logs) -> dict[str, Any]:
@@ -739,7 +722,7 @@ def _sample_arguments(style: str, group: _Group, i: int, columns: Mapping[str, A
     if style == "native":
         return {**columns, **answer, "row": row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
     state = _state(group, i)
-    return {"parser": Parser(), **columns, **state, "state": {**columns, **state}}
+    return {"parser": PARSER, **columns, **state, "state": {**columns, **state}}
 
 # %% ../nbs/11_rewards.ipynb #0958a500
 def _bind(fn: RewardFn, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -833,8 +816,8 @@ class Limits:
 
     most: int = 32  # calls at once; 0 = one after another, plain functions in the thread of the caller
     timeout: float | None = None  # seconds for one call; one that takes longer is unscorable
-    _slots: tuple[Any, Any] = (None, None)  # event loop, its semaphore
-    _staying: set[int] = field(default_factory=set)  # ids of functions that raised an error about threads
+    _slots: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
+    _staying: set[int] = field(default_factory=set, repr=False)  # ids of functions that raised an error about threads
 
     def slot(self) -> Any:
         "Room for one call, for an `async with` block."
@@ -891,18 +874,11 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
     except BaseException as e:  # whatever a user's function raises, sys.exit() too
         if clock is not None and clock.expired():
             return LATE
-        if isinstance(e, asyncio.CancelledError) and (task := _task()) is not None and task.cancelling():
+        task = None if limits is ONE_BY_ONE else asyncio.current_task()  # without an event loop there is none
+        if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # it is this coroutine that is cancelled
         theirs = e.__traceback__ and e.__traceback__.tb_next  # the lines of the function, without the one that calls it
         raise _raised(fn, group.where(i), text, e) from (e.with_traceback(theirs) if theirs else e)
-
-
-def _task() -> asyncio.Task[Any] | None:
-    "The running task; None where rewards are scored without an event loop."
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None
 
 # %% ../nbs/11_rewards.ipynb #55cfe6fd
 async def gathered(calls: Sequence[Coroutine[Any, Any, T]], limits: Limits) -> list[T]:
@@ -928,8 +904,7 @@ async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> n
     names, n = _parameters(fn.function, fn.name), len(group.texts)
     columns = _columns(group, names)
     if fn.style == "trl":
-        [arguments] = _trl_arguments(group, columns, logs, names)
-        found = await _call(fn, group, None, arguments, limits)
+        found = await _call(fn, group, None, _trl_arguments(group, columns, logs, names), limits)
         results = [LATE] * n if found is LATE else _group_values(found, fn, group)
     else:
         given = [_sample_arguments(fn.style, group, i, columns, logs) for i in range(n)]
