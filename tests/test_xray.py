@@ -536,6 +536,14 @@ def samples(change: Callable[[RolloutSample, PromptGroup], RolloutSample]) -> Ca
     return groups(lambda g: replace(g, samples=[change(s, g) for s in g.samples]))
 
 
+def test_a_solved_task_gets_no_red_cross():
+    "All completions are the same right one; where they earn nothing, both are said to have failed."
+    for reward, marks in ((1.0, [None, None]), (0.0, [False, False])):
+        same = samples(lambda s, g, reward=reward: replace(g.samples[0], reward=reward))(synthetic_record(1))
+        record = replace(same, datums=(), loss=None, reason="all groups are dead")
+        assert [named(xray(record), name).ok for name in ("signal", "variety")] == marks
+
+
 def neighbours(r: StepRecord) -> StepRecord:
     turned = [*r.datums[5:], *r.datums[:5]]
     return replace(r, datums=[replace(d, advantage=e.advantage) for d, e in zip(r.datums, turned, strict=True)])
