@@ -147,7 +147,7 @@ def _record_html(record: StepRecord) -> str:
     columns = [c for c in _completion_columns(record.groups) if c != "prompt"]
     cut = lambda v: f"{v[:LONGEST]} …" if isinstance(v, str) and len(v) > LONGEST else v
     rows = [[cut(r[c]) for c in columns] for r in _completion_rows(record.groups)]
-    shown = next(n for n in (SHOWN, 8, 4, 2) if n == 2 or len(html_table(columns, rows[:n])) < 24_000)
+    shown = next(n for n in (SHOWN, 8, 4, 2) if n == 2 or len(html_table(columns, rows[:n])) < 20_000)
     table = html_table(columns, rows[:shown]) if rows else ""
     more = f"<p>and {len(rows) - shown} more in <code>completions_table()</code></p>" if len(rows) > shown else ""
     return step_html(record.verdict, record.groups, record.metrics) + folded("Completions", table + more)
