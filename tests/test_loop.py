@@ -419,6 +419,22 @@ def test_how_a_step_is_cut_does_not_change_the_update(aggregation, how):
     run(main())
 
 
+def test_completions_that_are_drawn_one_by_one_have_one_loss_however_the_step_is_cut():
+    "`max_concurrent` divides a request, so other completions come; trained as they come back, they have the same loss."
+
+    async def main():
+        few = {"max_concurrent": 1, "max_completion_tokens": 16}
+        loops = [make_loop(**few), make_loop(**few, min_samples_per_fwd_bwd=4)]
+        for _ in range(2):
+            whole, cut = [await loop.step() for loop in loops]
+            assert len(cut.passes) > len(whole.passes) == 1
+            pairs = [zip(a.samples, b.samples, strict=True) for a, b in zip(whole.groups, cut.groups, strict=True)]
+            assert all((a.tokens == b.tokens).all() for pair in pairs for a, b in pair)
+            assert cut.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=1e-5)
+
+    run(main())
+
+
 def test_a_custom_loss_is_taken_as_it_is():
     async def main():
         seen = []
