@@ -18,6 +18,7 @@ from rl_notebook.chat import sample_from_completion
 from rl_notebook.core import (
     BackendError,
     ConfigError,
+    DataError,
     PhaseError,
     RLNotebookError,
     RolloutRun,
@@ -26,7 +27,16 @@ from rl_notebook.core import (
 )
 from rl_notebook.data import load_rows
 from rl_notebook.recipes import async_rl_loop, rl_loop
-from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, find_checkpoint, load_problem, main, train
+from rl_notebook.recipes.rl_loop import (
+    Config,
+    Problem,
+    RunResult,
+    find_checkpoint,
+    load_problem,
+    main,
+    make_problem,
+    train,
+)
 from rl_notebook.records import RunFolder, StepRecord
 from rl_notebook.toy import is_heldout, load_model, toy_rows
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
@@ -424,3 +434,12 @@ def test_a_run_with_rows_of_its_own_is_replayed_with_them_and_says_who_waited(re
     assert [r.data for r in problem.rows] == toy_rows(16, seed=99)
     if recipe is rl_loop:
         assert command(["replay", str(path), "2"]) == 0, capsys.readouterr()
+
+
+def test_rows_without_answer_are_refused_only_where_a_reward_reads_it(tmp_path):
+    path = tmp_path / "countdown.jsonl"
+    path.write_text('{"question": "Make 98.", "target": 98, "nums": [44, 19, 35]}\n', encoding="utf-8")
+    assert load_problem(Config(dataset=str(path), rewards=("countdown",))).rows[0].answer is None
+    assert make_problem(Config(dataset=str(path)), reward=lambda text, target: 1.0).rows[0].data["target"] == 98
+    with pytest.raises(DataError, match="no answer"):
+        load_problem(Config(dataset=str(path), rewards=("countdown", "gsm8k")))

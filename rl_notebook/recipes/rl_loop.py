@@ -78,15 +78,14 @@ class Problem:
     make_loss: LossFactory | None = None  # makes the whole loss function; None = the config's loss
 
 
-def load_problem(cfg: Config) -> Problem:
-    "Rows and rewards that a config names; raises for an unknown function."
-    if cfg.rewards:
-        as_reward_fns(list(cfg.rewards))
+def load_problem(cfg: Config, grades: bool = True) -> Problem:  # grades: whether the config's rewards do
+    "Rows and rewards that a config names; raises for an unknown function, and for rows without what one reads."
+    answer = grades and any(fn.needs_answer for fn in as_reward_fns(list(cfg.rewards) or ["gsm8k"]))
     if cfg.dataset == "toy":
         rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed))
         held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
         return Problem(rows, held_out, list(cfg.rewards) or [toy_reward, reward_fn(toy_format_reward, weight=0.0)])
-    read: Any = partial(load_rows, require_answer=True, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
+    read: Any = partial(load_rows, require_answer=answer, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
     source, hub = named_source(cfg.dataset), dict[str, Any]()
     if on_hub(cfg.dataset):
         hub = {"config": cfg.dataset_config, "streaming": cfg.dataset_streaming, "split": cfg.dataset_split}
@@ -123,7 +122,7 @@ def make_problem(
     if rollout_fn_factory is not None:
         graded = RolloutFactory(rollout_fn_factory)
     if rows is None or graded is None:
-        named = load_problem(cfg)
+        named = load_problem(cfg, grades=graded is None)
         rows, eval_rows = (named.rows, named.eval_rows) if rows is None else (rows, eval_rows)
         graded = named.reward if graded is None else graded
     own: dict[str, Any] = {"dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}

@@ -258,7 +258,7 @@ def named_rows(cfg: Config, rows: Sequence[Row], eval_rows: Sequence[Row]) -> Co
         return None
     for fitting in (cfg, replace(cfg, max_rows=len(rows), eval_rows=len(eval_rows))):
         try:
-            named = load_problem(replace(fitting, rewards=(), reward_weights=None))
+            named = load_problem(replace(fitting, rewards=(), reward_weights=None), grades=False)
         except RLNotebookError:  # fewer rows than it would name
             continue
         if ([*named.rows], [*named.eval_rows]) == ([*rows], [*eval_rows]):
