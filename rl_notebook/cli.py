@@ -546,7 +546,7 @@ def run_emulate(args: Sequence[str]) -> int:  # exit code
 
 # %% ../nbs/80_cli.ipynb #5fbe1517
 def run_check(args: Sequence[str]) -> int:  # exit code
-    "Ask a service what it does: `--backend tinker` or `fireworks`, and where it is."
+    "Ask a service what it does: `--backend openai`, `tinker` or `fireworks`, and where it is."
     if {"-h", "--help"} & set(args):
         print(CHECK)
         return 0
@@ -570,8 +570,9 @@ CHECK_DEFAULTS: dict[Any, dict[str, Any]] = {  # small, and what most accounts c
     },
 }
 CHECK = """\
-usage: rl-notebook check --backend tinker|fireworks [any option of train]
+usage: rl-notebook check --backend openai|tinker|fireworks [any option of train]
 
+  --served-model NAME                 openai: as the server names it; --base-model gives the tokenizer
   --base-url URL                      None = TINKER_BASE_URL or FIREWORKS_BASE_URL; the key is read from the environment
   --base-model NAME                   as the service names it
   --lora-rank N                       of the adapter that is tried
@@ -757,7 +758,7 @@ usage: rl-notebook COMMAND [options]
   export   a run's weights as a folder for transformers, PEFT and vLLM; --step best
   chat     talk to a run's policy, with --beside base to its base model as well; --step best
   emulate  a local service that the Fireworks and Tinker SDKs talk to
-  check    ask a service what it does: --backend tinker or fireworks
+  check    ask a service what it does: --backend openai, tinker or fireworks
   roofs    how fast this machine could be at best with a model: --model, --again
 
 rl-notebook COMMAND --help lists the options."""

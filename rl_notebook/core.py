@@ -58,12 +58,16 @@ def quoted(value: Any, limit: int = 80) -> str:
 
 
 def plain_text(value: Any) -> str:
-    "A value as text that every terminal and file takes: halves of surrogate pairs are written out as `\\ud83d`."
+    "A value as text that every terminal and file takes: control characters and lone surrogates are written out."
     try:
         text = str(value)
     except Exception:  # a foreign str, such as an exception's
         text = quoted(value)
+    text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal obeys; line ends and tabs aside
 
 # %% ../nbs/00_core.ipynb #e00884f1
 _NOTHING = object()

@@ -485,7 +485,7 @@ def test_check_asks_a_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert main(["check", "--backend", "tinker", *where]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^yes +gradient sign ", said, re.MULTILINE)
-    assert re.search(r"^ no +custom loss on the server ", said, re.MULTILINE)
+    assert re.search(r"^yes +second sync ", said, re.MULTILINE)
 
 
 def test_check_refuses_what_it_cannot_ask(capsys: pytest.CaptureFixture[str]):

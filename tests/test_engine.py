@@ -111,6 +111,23 @@ def test_every_route_gives_the_same(family, route):
     assert open_model(model, routes=[route]).route == route
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_goes_by_the_name_that_the_model_has_for_it(name):
+    "transformers 5.24 renames it, and drops the older name in 5.40."
+    model = tiny_model()
+    own, kind = CausalModel(model).cache_name, type(model.model)
+
+    def newer(self, *, cache=None, **given):
+        return kind.forward(self, **given | ({} if cache is None else {own: cache}))
+
+    def older(self, *, past_key_values=None, **given):
+        return kind.forward(self, **given | ({} if past_key_values is None else {own: past_key_values}))
+
+    model.model.__class__ = type("Other", (kind,), {"forward": newer if name == "cache" else older})
+    assert CausalModel(model).cache_name == name
+    assert probe_error(CausalModel(model), sampling=True) < 1
+
+
 def test_a_wrong_fast_route_is_not_used():
     "A decoder that looks Llama-shaped but scales its residual stream."
     model = tiny_model()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import email.utils
+import gzip
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_server import app_of, cutting, emulated, serve
 from starlette.applications import Starlette
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
@@ -795,7 +796,172 @@ def test_what_a_server_cannot_do_is_seen(site):
         async with sampler_at(url) as sampler:
             report = await probe(sampler, PROMPT)
             assert (report.seed, report.prompt_logprobs, report.kind) == (False, False, "unknown")
-            assert "| prompt logprobs | no |" in report._repr_markdown_()
+            lacks = [row.name for row in report.findings.failed]
+            assert lacks == ["prompt logprobs", "drawn logprobs", "seed", "takes new weights"]
+
+    with serve(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])) as url:
+        asyncio.run(test(url))
+
+
+KIN = {  # owner of its models, where it says its version and what, the field for a length, what it refuses
+    "vLLM 0.8.5": ("vllm", "/version", {"version": "0.8.5"}, {"max_model_len": 96}, {"top_k": 0}),
+    "vLLM behind a gateway": ("vllm", None, {}, {"max_model_len": 96}, {}),
+    "SGLang 0.5.23": ("sglang", "/get_server_info", {"version": "0.5.23"}, {"max_model_len": 96}, {"top_k": 0}),
+    "llama.cpp b9000": ("llamacpp", "/props", {"build_info": "b9000"}, {"meta": {"n_ctx": 96}}, {"echo": True}),
+    "a gateway": (None, None, {}, {"context_length": 96}, {}),
+}
+
+
+class Kin:
+    "A server of another make, in the words of its sources, before the model of these tests."
+
+    def __init__(self, local, kind):
+        self.local, self.kind = local, kind
+        self.owner, self.says_at, self.says, self.length, self.refuses = KIN[kind]
+        routes = [Route("/v1/models", self.models), Route("/v1/completions", self.complete, methods=["POST"])]
+        if self.says_at:
+            routes.append(Route(self.says_at, lambda request: JSONResponse(self.says)))
+        self.app = Starlette(routes=routes)
+
+    def models(self, request):
+        return JSONResponse({"data": [{"id": "tiny", "owned_by": self.owner or "openai"} | self.length]})
+
+    async def complete(self, request):
+        body = await request.json()
+        if any(body.get(name) == value for name, value in self.refuses.items()):
+            return JSONResponse({"error": {"message": f"refused: {self.refuses}"}}, 400)
+        sampler, prompt = self.local.sampler, body["prompt"]
+        knows = ("max_tokens", "temperature", "top_p", "seed") + ("stop_token_ids",) * (self.owner != "llamacpp")
+        settings = {k: tuple(body[k]) if k == "stop_token_ids" else body[k] for k in knows if k in body}
+        (drawn,) = await sampler.sample(prompt, SampleParams(**settings))
+        ids, values = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        choice = {"index": 0, "text": drawn.text, "finish_reason": drawn.finish_reason}
+        if self.owner == "llamacpp":
+            rows = zip(ids, values, strict=True)
+            choice["logprobs"] = {"content": [{"id": i, "token": "?", "bytes": [63], "logprob": v} for i, v in rows]}
+            return JSONResponse({"choices": [choice], "usage": {"prompt_tokens": len(prompt)}})
+        if body.get("prompt_logprobs") is not None and self.owner == "vllm":
+            scores = (await sampler.logprobs(prompt)).values
+            rows = zip(prompt[1:], scores, strict=True)
+            choice["prompt_logprobs"] = [None, *({str(i): {"logprob": v}} for i, v in rows)]
+        if body.get("echo"):
+            ids, values = prompt + ids, [None, *(await sampler.logprobs(prompt)).values.tolist(), *values]
+        choice["logprobs"] = {"tokens": ["?"] * len(ids), "token_logprobs": values}
+        if self.kind != "vLLM 0.8.5":
+            choice |= {"token_ids": drawn.tokens.tolist()}
+        elif body.get("return_tokens_as_token_ids"):
+            choice["logprobs"]["tokens"] = [f"token_id:{i}" for i in ids]
+        return JSONResponse({"choices": [choice]})
+
+
+@pytest.mark.parametrize("kind", KIN)
+def test_servers_of_other_makes(local, kind):
+    params = SampleParams(n=4, max_tokens=24, seed=3, stop_token_ids=(101, 97, 33))
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            report = await probe(sampler, PROMPT)
+            assert report.server == {
+                "vLLM behind a gateway": "vLLM of a version that it does not say",
+                "a gateway": "OpenAI-compatible server",
+            }.get(kind, kind)
+            assert (report.max_seq_len, report.prompt_logprobs, report.loads) == (96, kind[:2] != "ll", ())
+            got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
+            assert {c.finish_reason for c in want} == {"stop", "length"}
+            for g, w in zip(got, want, strict=True):
+                assert (g.tokens.tolist(), g.text, g.finish_reason) == (w.tokens.tolist(), w.text, w.finish_reason)
+                assert np.abs(g.logprobs - w.logprobs).max() < 1e-5
+            if report.prompt_logprobs:
+                exact = (await local.sampler.logprobs(got[0].full_tokens)).values
+                assert np.abs((await sampler.logprobs(got[0].full_tokens)).values - exact).max() < 1e-5
+                return
+            with pytest.raises(BackendError, match=r"scores no given tokens \(llama.cpp b9000\)"):
+                await sampler.logprobs(PROMPT)
+
+    with serve(Kin(local, kind).app) as url:
+        asyncio.run(test(url))
+
+
+def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site, capsys):
+    from rl_notebook.cli import run_check
+
+    def said(url):
+        code = run_check(["--backend", "openai", "--base-url", url, "--served-model", "tiny"])
+        return code, capsys.readouterr().out
+
+    with serve(Kin(local, "llama.cpp b9000").app) as url:
+        code, out = said(url)
+    assert code == 0
+    assert "llama.cpp b9000, which serves 'tiny'" in out
+    assert re.search(r"no +prompt logprobs +none \(A weight sync cannot be checked", out)
+    assert re.search(r"no +takes new weights +no \(Set weight_sync_interval=0", out)
+    code, out = said(site[1])
+    assert code == 0
+    assert re.search(r"yes +takes new weights +weights, adapters", out)
+    with serve(canned({k: v for k, v in GOOD.items() if k != "token_ids"})) as url:
+        code, out = said(url)
+    assert code == 1
+    assert re.search(r"no +completions of ids .*no token ids came back", out)
+
+
+# --- what comes in -----------------------------------------------------------------------------------------------
+
+
+async def endless():
+    while True:
+        yield b'{"a": "' + b"x" * 2**20
+
+
+TORTS = {
+    "redirect": (
+        307,
+        {"location": "https://elsewhere.test/v1/?key=1"},
+        b"",
+        "a redirect to https://elsewhere.test/v1/;",
+    ),
+    "relative": (301, {"location": "/v2/"}, b"", "status 301, a redirect to /v2/;"),
+    "bomb": (200, {"content-encoding": "gzip"}, gzip.compress(bytes(600 * 2**20), 1), "got more than 64 MiB"),
+    "packed twice": (200, {"content-encoding": "gzip, gzip"}, b"x", "a body packed as gzip, gzip"),
+    "endless": (200, {}, None, "got more than 64 MiB"),
+    "escapes": (400, {}, b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}', r"\\x1b\]0;owned\\x07 \\x1b\[31mno"),
+}
+
+
+@pytest.mark.parametrize("name", TORTS)
+def test_what_no_server_should_send_is_named_at_once(name):
+    status, headers, body, match = TORTS[name]
+    asked = []
+
+    async def answer(request):
+        asked.append(request.url.path)
+        sent = StreamingResponse(endless()) if body is None else Response(body, status, headers)
+        sent.headers["content-type"] = "application/json"
+        return sent
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            with pytest.raises(BackendError, match=match) as caught:
+                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+            assert not set(str(caught.value)) & {"\x1b", "\x07"}
+        assert asked == ["/v1/completions"]
+
+    with serve(Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])) as url:
+        asyncio.run(test(url))
+
+
+def test_a_byte_order_mark_is_no_damage_and_damage_that_stays_is_given_up():
+    bodies = [b"\xef\xbb\xbf" + json.dumps({"choices": [GOOD]}).encode(), *[b'{"choices": ['] * 9]
+
+    async def answer(request):
+        return Response(bodies.pop(0), media_type="application/json")
+
+    async def test(url):
+        async with sampler_at(url) as sampler:
+            (c,) = await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+            assert c.tokens.tolist() == GOOD["token_ids"]
+            with pytest.raises(BackendError, match="got a damaged response, 3 attempts"):
+                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
+            assert len(bodies) == 6
 
     with serve(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])) as url:
         asyncio.run(test(url))

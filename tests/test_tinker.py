@@ -16,17 +16,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_server import serve
+from starlette.applications import Starlette
+from starlette.responses import RedirectResponse
+from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 from tinker_run import PROMPT, reinforce, total, trained
 from toy_service import TOY, Dropped, Service
 
 from rl_notebook.backends.local import open_local
-from rl_notebook.backends.openai import Secret
+from rl_notebook.backends.openai import Finding, Findings, Secret
 from rl_notebook.backends.service import (
     ENCODINGS,
     COUNTED,
-    Finding,
-    Findings,
     Limits,
     Link,
     ServiceReference,
@@ -560,7 +562,7 @@ def test_lost_or_refused():
 
 def test_findings_show_themselves_and_escape():
     rows = Findings([Finding("a", True, "<b>"), Finding("b", False, "no", "yes", "Trouble.")], "title")
-    assert repr(rows) == "title\nyes  a  <b>\n no  b  no"
+    assert repr(rows) == "title\nyes  a  <b>\n no  b  no (Trouble)"
     assert "&lt;b&gt;" in rows._repr_html_()
     assert rows.failed == (rows["b"],)
     assert rows["b"].sentence == "b: got no; expected yes. Trouble."
@@ -644,7 +646,7 @@ def test_probes_and_conformance_of_a_right_service(service):
     async def test():
         async with await opened(service, probing=True, conformance="raise", reference=True) as backend:
             assert not backend.checks.failed
-            assert [row.name for row in backend.probes.failed] == ["custom loss on the server"]
+            assert not backend.probes.failed
             assert backend.probes["prompt logprobs"].got == "one per token, the first undefined"
             assert backend.capabilities.max_seq_len == 256
             assert backend.capabilities.seed
@@ -706,6 +708,46 @@ def test_checks_leave_no_adapter_behind_where_only_unloading_frees_one(model, mo
             assert "reconnected" not in out + err  # a loss that is refused is an answer, and nothing was lost
     assert house.counts["created"] >= 6
     assert not house.counts["refused"]
+
+
+def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkeypatch):
+    "As SkyRL 0.4, whose models take a state before anything else or not at all."
+    from rl_notebook.emulator import trainer as its
+    from rl_notebook.emulator.service import start_emulator
+
+    used, refused = set(), []
+    FullHouse(monkeypatch)
+
+    def noting(name, ask):
+        def noted(call):
+            model_id = call.body.get("model_id") or call.body.get("forward_backward_input", {}).get("model_id")
+            if name == "load_weights" and model_id in used:
+                refused.append(model_id)
+                raise its.Refusal(400, "load", got="LoadWeights is not permitted with seq_id 6")
+            used.add(model_id)
+            return ask(call)
+
+        return noted
+
+    for name in ("forward", "forward_backward", "optim_step", "save_weights", "load_weights"):
+        monkeypatch.setitem(its.POSTS, name, noting(name, its.POSTS[name]))
+
+    async def test(url):
+        where = {"base_url": url, "key": KEY, "base_model": "a-model", "tokenizer": byte_tokenizer(), "lora_rank": 4}
+        async with await open_tinker(**where, reference=False, pause_s=0.02) as backend:
+            assert not backend.checks.failed
+            datums = drawn_datums(await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=4, seed=3)))
+            before, state = await backend.policy.forward(datums), await backend.policy.save_state("here")
+            await backend.policy.forward_backward_custom(datums, reinforce)
+            await backend.policy.optim_step(AdamParams(learning_rate=1e-2))
+            await backend.policy.load_state(state)
+            after = await backend.policy.forward(datums)
+            assert all(np.array_equal(a.values, b.values, equal_nan=True) for a, b in zip(before, after, strict=True))
+        assert refused
+
+    with start_emulator(model=model, key=KEY) as running:
+        run(test(running.url))
+        assert not running.emulator.site.trainers["root"].memory.learners  # no adapter is left behind
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["served", "gone"])
@@ -902,6 +944,9 @@ def test_a_wrong_key_and_a_wrong_address():
     with pytest.raises(BackendError, match="got ConnectError; expected a response"):
         run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="x", tokenizer=byte_tokenizer()))
     assert time.monotonic() - began < 30
+    moved = Route("/{path:path}", lambda request: RedirectResponse(f"https://elsewhere.test{request.url.path}?key=1"))
+    with serve(Starlette(routes=[moved])) as url, pytest.raises(BackendError, match=r"a redirect to .*healthz; exp"):
+        run(open_tinker(base_url=url, key=KEY, base_model="x", tokenizer=byte_tokenizer()))
     with pytest.raises(BackendError, match="tokenizer: got 'no-such-model'"):
         run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="no-such-model"))
 
@@ -982,6 +1027,7 @@ WAYS = [  # settings, and how many requests a pass takes here and there
     ({"max_samples_per_fwd_bwd": 3}, 2, 1),
     ({"policy_loss": "ppo"}, 2, 2),
     ({"policy_loss": "importance_sampling", "anchor": "rollout"}, 2, 1),
+    ({"policy_loss": "gspo"}, 2, 2),
     ({"aggregation": "sum", "min_samples_per_fwd_bwd": 4}, 2, 1),
 ]
 
@@ -1041,6 +1087,29 @@ def test_what_a_service_cannot_compute_is_refused_when_the_loop_opens(service):
         async with open_local(tiny_model(), byte_tokenizer(), lora_rank=4) as local:
             with pytest.raises(ConfigError, match=r"got grpo; expected 'client'\. local does not compute this loss"):
                 GRPOLoop(local, toy_rows(8), toy_reward, cfg)
+
+    run(test())
+
+
+def test_spans_are_checked_and_a_closed_loss_names_an_open_one(service):
+    "What tinker-cookbook 0.6.1 sends."
+    import tinker
+    from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
+
+    targets = tinker.TensorData(data=[5, 6, 7], dtype="int64", shape=[3])
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([4, 5, 6]), loss_fn_inputs={"target_tokens": targets})
+    runs = [PromptProvenanceSpan(sequence_id="s", length=2), SampledProvenanceSpan(sequence_id="s", length=1)]
+    short = replace(datum, model_input_spans=runs[:1], loss_fn_input_spans=runs)
+
+    async def test():
+        async with await opened(service) as backend:
+            client = backend.policy.link.client  # type: ignore[attr-defined]
+            sent = lambda d, loss: client.forward_backward([d], loss).result()
+            assert len(sent(datum.with_provenance(runs, runs), "cross_entropy").loss_fn_outputs) == 1
+            with pytest.raises(tinker.TinkerError, match="expected runs of sequences that cover 3 positions"):
+                sent(short, "cross_entropy")
+            with pytest.raises(tinker.TinkerError, match=r"stable_reinforce.*Take importance_sampling, or ppo"):
+                sent(datum, "stable_reinforce")
 
     run(test())
 

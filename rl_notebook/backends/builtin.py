@@ -36,6 +36,7 @@ BUILTIN_LOSSES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {  # service
         "ppo": ("ppo", _CLIP),
         "importance_sampling": ("importance_sampling", ()),
         "dapo": ("ppo", _CLIP),
+        "gspo": ("gspo", _CLIP),
         "cispo": ("cispo", _CLIP),
     },
 }

@@ -5,6 +5,7 @@
 # %% ../../nbs/23_backends.engine.ipynb #8b882155
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections import deque
@@ -798,6 +799,8 @@ class CausalModel:
             self.drawing_head = linears_fn([self.head], self.fast.copies)
         weight = self.model.get_input_embeddings().weight
         self.vocab_size, self.device, self.dtype = len(weight), weight.device, weight.dtype
+        names = inspect.signature(self.decoder.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # which transformers 5.24 renamed
         self.windows = layer_windows(self.decoder)
         self.size = model_size(self.model)
         self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
@@ -818,7 +821,7 @@ class CausalModel:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         if self.fast is not None:
             return self.fast(ids, positions, cache, ids.shape[1] if highest is None else highest, self.windows)
-        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "past_key_values": cache}
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, self.cache_name: cache}
         inputs |= {"use_cache": cache is not None, "attention_mask": self.masks(cache)}
         if self.route == "full":
             return self.model(**inputs, logits_to_keep=keep).logits

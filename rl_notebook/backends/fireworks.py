@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +31,8 @@ from rl_notebook.backends.openai import (
     DIALECTS,
     FINISH,
     AdaptiveLimit,
+    Finding,
+    Findings,
     OpenAISampler,
     Refused,
     Secret,
@@ -60,8 +62,6 @@ from rl_notebook.backends.provision import (
     training_client,
 )
 from rl_notebook.backends.service import (
-    Finding,
-    Findings,
     Limits,
     Link,
     ServiceReference,
@@ -72,10 +72,10 @@ from rl_notebook.backends.service import (
     open_tokenizer,
     snapshot_remotely,
 )
+from .tinker import check_contract
 from ..config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resumes_there, was_chosen
 from ..config import ConcurrencyConfig, completions_at_once
-from ..core import AdamParams, BackendError, Completion, ConfigError
-from ..core import Datum, Logprobs, RLNotebookError, SampleParams
+from ..core import BackendError, Completion, ConfigError, Logprobs, RLNotebookError, SampleParams
 from .builtin import BUILTIN_LOSSES
 from ..retries import Retries, with_retries_blocking
 
@@ -740,181 +740,6 @@ async def close_fireworks(backend: FireworksBackend) -> None:
     disarm(backend.cleanup)
 
 # %% ../../nbs/29_backends.fireworks.ipynb #fbed95b8
-@dataclass(eq=False)
-class Trial:
-    "What the checks share."
-
-    options: dict[str, Any]  # of `open_fireworks`
-    rlor_mgr: Any  # the SDK's TrainerJobManager
-    shape: str | None
-    backend: Any = None  # FireworksBackend, once it is open
-    datums: list[Datum] = field(default_factory=list)
-    gap: float = 1e-2  # largest difference between two engines that counts as agreement, in nats
-
-    async def scores(self) -> np.ndarray:
-        "The policy's logprobs of the toy datums, in one row."
-        scored = await self.backend.policy.forward(self.datums)
-        return np.concatenate([s.values[d.active] for s, d in zip(scored, self.datums, strict=True)])
-
-
-def expect(true: bool, found: str) -> str:
-    "The finding; raises `BackendError` with it unless it is what was expected."
-    if not true:
-        raise BackendError("check", got=found)
-    return found
-
-# %% ../../nbs/29_backends.fireworks.ipynb #48ffce9d
-async def check_account(t: Trial) -> str:
-    "The key belongs to one account."
-    with as_backend_errors("accounts"):
-        return f"account {await asyncio.to_thread(lambda: t.rlor_mgr.account_id)}"
-
-
-async def check_shape(t: Trial) -> str:
-    "The training shape resolves to a validated version with a deployment shape."
-    if t.shape is None:
-        return "none named: the service chooses"
-    with as_backend_errors("training shape"):
-        profile = await asyncio.to_thread(t.rlor_mgr.resolve_training_profile, t.shape)
-    found = f"{profile.training_shape_version}, {profile.max_supported_context_length} tokens"
-    return expect(bool(profile.deployment_shape), f"{found}, deployment shape {profile.deployment_shape or 'none'}")
-
-
-async def check_set_up(t: Trial) -> str:
-    "A trainer runs, a deployment serves, and the two are linked."
-    t.backend = await open_fireworks(**t.options)
-    text = t.backend.tokenizer.encode("The answer to 6 * 7 is 42.", add_special_tokens=False)
-    half = [0] * (len(text) // 2)
-    t.datums = [Datum(np.array(text), np.array([*half, *[1] * (len(text) - 1 - len(half))]), advantage=1.0)]
-    seconds = {k.rsplit("/", 1)[-1]: f"{v:.0f} s" for k, v in t.backend.infra.boot_metrics.items() if "time" in k}
-    return f"{t.backend.infra.policy_job_id}, {t.backend.infra.deployment_id}, {seconds}"
-
-# %% ../../nbs/29_backends.fireworks.ipynb #af8c89ff
-async def check_forward(t: Trial) -> str:
-    "One logprob per target token, all of them below 0."
-    scores = await t.scores()
-    return expect(bool((scores < 0).all()), f"{len(scores)} logprobs, mean {scores.mean():.3f}")
-
-
-async def check_forward_again(t: Trial) -> str:
-    "The same weights score the same, or a custom loss has the wrong derivative."
-    gap = float(np.abs(await t.scores() - await t.scores()).max())
-    return expect(gap <= 1e-6, f"{gap:.1g} nats apart")
-
-
-async def check_sign(t: Trial) -> str:
-    "A step with a positive advantage makes the sentence likelier: sign, mask and shift are right."
-
-    def likelier(datums: Sequence[Datum], logprobs: Sequence[Any]) -> tuple[Any, dict[str, float]]:
-        masks = [lp.new_tensor(d.active) > 0 for d, lp in zip(datums, logprobs, strict=True)]
-        return -sum(lp[m].sum() for lp, m in zip(logprobs, masks, strict=True)), {}
-
-    before = (await t.scores()).sum()
-    await t.backend.policy.forward_backward_custom(t.datums, likelier)
-    metrics = await t.backend.policy.optim_step(AdamParams(learning_rate=1e-4))
-    after = (await t.scores()).sum()
-    return expect(after > before, f"{before:.4f} -> {after:.4f}; optim_step said {', '.join(sorted(metrics))}")
-
-
-async def check_state(t: Trial) -> str:
-    "A saved state scores the same when it is loaded, with and without its optimizer."
-    state, want = await t.backend.policy.save_state("check"), await t.scores()
-    await check_sign(t)
-    gaps = []
-    for optimizer in (False, True):
-        await t.backend.policy.load_state(state, optimizer=optimizer)
-        gaps.append(float(np.abs(await t.scores() - want).max()))
-    return expect(max(gaps) <= 1e-6, f"{state}; {gaps[0]:.1g} and {gaps[1]:.1g} nats apart")
-
-# %% ../../nbs/29_backends.fireworks.ipynb #3d97a84b
-async def check_first_sync(t: Trial) -> str:
-    "A full snapshot is loaded and served."
-    name = await t.backend.policy.save_weights_for_sampler("check-a")
-    version = await t.backend.sync(name)
-    return expect(t.backend.sync.saved[name].kind == "base", f"{name} is served as version {version}")
-
-
-async def check_second_sync(t: Trial) -> str:
-    "After a step, a delta (with LoRA, an adapter) is loaded and served."
-    await check_sign(t)
-    name = await t.backend.policy.save_weights_for_sampler("check-b")
-    version, kind = await t.backend.sync(name), t.backend.sync.saved[name].kind
-    wanted = "base" if t.backend.capabilities.lora_rank else "delta"
-    return expect(kind == wanted, f"{name}, a {kind}, is served as version {version}")
-
-
-async def check_sample(t: Trial) -> str:
-    "Two completions of token ids, with raw and with sampling logprobs."
-    prompt, params = t.datums[0].tokens[:4], SampleParams(n=2, max_tokens=8, temperature=0.7, top_p=0.9, seed=1)
-    drawn = await t.backend.sampler.sample(prompt, params)
-    both = all(c.sampling_logprobs is not None for c in drawn)
-    return expect(both, f"{[len(c.tokens) for c in drawn]} tokens; sampling logprobs: {'yes' if both else 'no'}")
-
-
-async def check_echo(t: Trial) -> str:
-    "With echo, the logprobs of the prompt stand before those of the completion, one fewer than tokens."
-    prompt = t.datums[0].tokens[:4].tolist()
-    with as_backend_errors("deployment"):
-        draw = t.backend.sampler.drawer.sample_with_prompt_tokens
-        drawn = (await draw(prompt, n=1, max_tokens=4, temperature=1.0, logprobs=True, echo=True))[0]
-    count, want = len(drawn.inference_logprobs or ()), len(drawn.full_tokens) - 1
-    return expect(drawn.logprobs_echoed and count == want, f"{count} logprobs for {want + 1} tokens")
-
-
-async def check_agreement(t: Trial) -> str:
-    "Trainer and deployment think the same of the same tokens: the weights arrived."
-    echoed = await t.backend.sampler.logprobs(t.datums[0].tokens)
-    gap = float(np.abs(echoed.values[t.datums[0].active] - await t.scores()).max())
-    return expect(gap <= t.gap, f"{gap:.2g} nats apart")
-
-
-async def check_seed(t: Trial) -> str:
-    "One seed, the same tokens twice."
-    return expect(t.backend.capabilities.seed, "heeded" if t.backend.capabilities.seed else "not heeded")
-
-# %% ../../nbs/29_backends.fireworks.ipynb #b4b2382c
-CHECKS: dict[str, tuple[Callable[[Trial], Any], str]] = {  # name -> what is done, what only the service can show
-    "account": (check_account, "that this key may train, and which account pays"),
-    "training shape": (check_shape, "which shapes exist, their context and their machines"),
-    "set up": (check_set_up, "capacity, time to boot, accepted arguments, quotas"),
-    "forward": (check_forward, "logprobs of the real model"),
-    "forward again": (check_forward_again, "whether the real kernels are deterministic"),
-    "custom loss and step": (check_sign, "the real optimizer and the metrics that it reports"),
-    "state": (check_state, "checkpoint storage, and how long it takes"),
-    "first weight sync": (check_first_sync, "hotload of full weights"),
-    "second weight sync": (check_second_sync, "the compression of deltas, adapters in the serving engine"),
-    "sample": (check_sample, "sampling_logprob of the real engine"),
-    "echo": (check_echo, "the layout of echoed logprobs"),
-    "trainer and deployment agree": (check_agreement, "numerical differences between the two engines"),
-    "seed": (check_seed, "whether requests can be repeated"),
-}
-
-list(CHECKS)
-
-# %% ../../nbs/29_backends.fireworks.ipynb #678c725b
-async def checked(
-    name: str, check: Callable[[Trial], Any], only_there: str, t: Trial, before: Sequence[Finding]
-) -> Finding:
-    "One check as a row; one that follows a failure is not tried."
-    meaning = f"Only the service shows {only_there}."
-    if any(row.ok is False for row in before):
-        return Finding(name, None, "not tried", meaning=meaning)
-    try:
-        return Finding(name, True, str(await check(t)), meaning=meaning)
-    except RLNotebookError as reason:
-        expected = (check.__doc__ or "a model that was published").rstrip(".")
-        return Finding(name, False, one_line(reason), expected, meaning)
-
-
-async def check_released(t: Trial) -> str:
-    "The trainer is cancelled, the deployment scaled to zero."
-    if t.backend is None:
-        return "nothing was set up"
-    await t.backend.close()
-    left = ", ".join(r.command for r in t.backend.cleanup.left)
-    return expect(not left, left or "everything")
-
-# %% ../../nbs/29_backends.fireworks.ipynb #8e43c297
 async def check_fireworks(
     base_model: str = "accounts/fireworks/models/qwen3-8b",
     tokenizer_model: str = "Qwen/Qwen3-8B",  # hub name or folder
@@ -930,22 +755,34 @@ async def check_fireworks(
     grace_s: float | None = None,
     say: Callable[[str], Any] = print,  # gets a line per check, and what setting up says
 ) -> Findings:
-    "The checks in order; after one that fails, only the release is still tried."
+    "Set up, ask for everything once, release; after something that fails, only the release is still tried."
     rlor_mgr, _ = open_managers(key, base_url)
     where = {"key": Secret(rlor_mgr.api_key), "base_url": rlor_mgr.base_url, "log_path": log_path, "run_name": "check"}
     options = {"base_model": base_model, "lora_rank": lora_rank, "kl_beta": 0.0, "tokenizer": tokenizer, **where}
     options |= {"trainer": TrainerConfig(training_shape_id=training_shape_id), "say": say, "grace_s": grace_s}
     options |= {"deployment": DeployConfig(tokenizer_model=tokenizer_model), "poll_interval_s": poll_interval_s}
     options |= {"max_seq_len": 256, "max_completion_tokens": 64}  # enough for a sentence, and within any shape
-    t, rows = Trial(options, rlor_mgr, training_shape_id), []
-    checks = dict(CHECKS)
-    if output_model_id is not None:
-        checks["promotion"] = (lambda t: t.backend.promote(output_model_id), "that the model can be deployed")
+    backend, rows, doing = None, list[Finding](), "set up"
+
+    def note(*found: Finding) -> None:
+        rows.extend(found)
+        for row in found:
+            say(f"{row.mark:>4}  {row.name}: {row.got}")
+
     try:
-        for name, (check, only_there) in checks.items():
-            rows.append(await checked(name, check, only_there, t, rows))
-            say(f"{rows[-1].mark:>4}  {name}: {rows[-1].got}")
+        backend = await open_fireworks(**options)
+        note(Finding(doing, True, f"{backend.infra.policy_job_id}, {backend.infra.deployment_id}"))
+        doing = "contract"
+        note(*await check_contract(backend))
+        doing = "promotion"
+        if output_model_id is not None:
+            note(Finding(doing, True, await promote_weights(backend, rlor_mgr, output_model_id)))
+    except RLNotebookError as reason:
+        note(Finding(doing, False, one_line(reason), "no error"))
     finally:
-        rows.append(await checked("release", check_released, "that nothing is billed any more", t, []))
-    say(f"{rows[-1].mark:>4}  release: {rows[-1].got}")
+        if backend is not None:
+            await backend.close()
+    left = ", ".join(r.command for r in backend.cleanup.left) if backend is not None else ""
+    freed = "everything" if backend is not None else "nothing was set up"
+    note(Finding("release", not left, left or freed, "nothing that is billed"))
     return Findings(rows, title=f"Fireworks at {rlor_mgr.base_url}")

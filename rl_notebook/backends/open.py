@@ -18,10 +18,11 @@ from ..config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
 from ..config import completions_at_once, was_chosen
 from ..core import Completion, ConfigError, SampleParams
 from ..names import check_trusted
+from ..retries import Retries
 from ..toy import load_model
 
 if TYPE_CHECKING:
-    from rl_notebook.backends.service import Findings
+    from rl_notebook.backends.openai import Findings
 
 # %% auto #0
 __all__ = ['open_backend', 'check_backend', 'DeploymentSampler', 'build_deployment_sampler']
@@ -128,11 +129,24 @@ async def check_backend(
     return await CHECKERS[cfg.backend](cfg, say)
 
 
-async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
-    from rl_notebook.backends.tinker import open_tinker
+async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
+    from rl_notebook.backends.openai import OpenAISampler, check_openai
+    from rl_notebook.backends.service import open_tokenizer
 
-    async with await open_tinker(**tinker_options(cfg), conformance="warn", say=say) as backend:
-        return [backend.probes, backend.checks]
+    words, key = open_tokenizer(None, cfg.base_model), os.environ.get("OPENAI_API_KEY") or None
+    quick = Retries(attempts=3, first_wait_s=0.1)
+    sampler = OpenAISampler(cfg.base_url or "", cfg.served_model or cfg.base_model, words, key, retries=quick)
+    try:
+        return await check_openai(sampler)
+    finally:
+        await sampler.close()
+
+
+async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
+    from rl_notebook.backends.tinker import check_contract, open_tinker
+
+    async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
+        return [backend.probes, await check_contract(backend)]
 
 
 async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
@@ -155,6 +169,7 @@ async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findi
 
 # %% ../../nbs/60_backends.open.ipynb #8cac16b7
 CHECKERS: dict[str, Callable[[Config, Callable[[str], Any]], Awaitable[list[Findings]]]] = {
+    "openai": _check_openai,
     "tinker": _check_tinker,
     "fireworks": _check_fireworks,
 }

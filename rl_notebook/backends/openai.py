@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 import logging
 import math
@@ -18,8 +19,8 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
+import pandas as pd
 from torch import nn
 
 from ..align import completion_from_target, target_from_echo
@@ -35,7 +37,7 @@ from .engine import check_tokens
 from .local import LocalTrainer, open_local, write_weights
 from ..settings import address_trouble
 from ..core import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
-from ..core import quoted, without_keys
+from ..core import plain_text, quoted, without_keys
 from ..data import hide_queries
 from ..retries import RETRIED, AskAgain, Retries, retry_after, with_retries
 
@@ -107,7 +109,7 @@ def key_from_env(
 # %% ../../nbs/25_backends.openai.ipynb #fabcb7aa
 def one_line(text: Any, key: Secret | str | None = None, longest: int = 600) -> str:
     "What a service or an SDK said, in one line of at most `longest` characters, without the key."
-    line = " ".join(str(text).split()).split(" Agent debug: ")[0]  # Fireworks' SDK ends its errors with where to search
+    line = plain_text(" ".join(str(text).split())).split(" Agent debug: ")[0]  # where to search, as Fireworks' SDK ends
     hidden = key.reveal() if isinstance(key, Secret) else key
     line = without_keys(line.replace(hidden, "***") if hidden else line)
     return line if len(line) <= longest else line[:longest] + " ..."
@@ -301,7 +303,9 @@ class Wire:
             self._loop = asyncio.get_running_loop()
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             wait = httpx.Timeout(None, connect=10.0)
-            self._client = httpx.AsyncClient(auth=self.signed, limits=limits, timeout=wait, transport=self.transport)
+            unpacked = {"accept-encoding": "gzip, deflate"}
+            options = {"limits": limits, "timeout": wait, "headers": unpacked, "transport": self.transport}
+            self._client = httpx.AsyncClient(auth=self.signed, **options)
         return self._client
 
     async def close(self) -> None:
@@ -351,18 +355,44 @@ def judge(status: int, text: str, header: str | None, where: str) -> AskAgain:
     raise error
 
 # %% ../../nbs/25_backends.openai.ipynb #c32f04b0
+LARGEST = 2**26  # bytes of one response, unpacked: some 500,000 tokens with their logprobs
+_NOT_SUCH = "Is base_url the address of an OpenAI-compatible server?"
+
+
+async def text_of(response: httpx.Response, where: str) -> str:
+    "The text of a response as it comes in; raises `Refused` for a redirect, and for what is packed oddly or too large."
+    got, fix, whole = "", _NOT_SUCH, bytearray()
+    if response.is_redirect:
+        there = response.headers.get("location", "nowhere").split("?")[0]
+        got, fix = f"status {response.status_code}, a redirect to {there}", "Give the server's own address as base_url."
+    elif (packed := response.headers.get("content-encoding", "identity")) not in PACKED:
+        got = f"a body packed as {packed}"
+    else:
+        async for part in response.aiter_bytes():
+            whole += part
+            if len(whole) > LARGEST:
+                got = f"more than {LARGEST >> 20} MiB"
+                break
+    if got:
+        raise Refused("the response", where=where, got=got, expected="JSON, packed once if at all", fix=fix)
+    return whole.decode("utf-8-sig", errors="replace")
+
+
+PACKED = ("identity", "gzip", "deflate")  # which grow a thousandfold at most, a piece at a time
+
+# %% ../../nbs/25_backends.openai.ipynb #3c6e565c
 def answer_in(text: str, where: str) -> dict[str, Any]:
     "The JSON object in a response; raises `AskAgain` for damaged text and `BackendError` for another value."
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise AskAgain("a damaged response") from None
+        raise AskAgain(_DAMAGED) from None
     if not isinstance(value, dict):
-        fix = "Is base_url the address of an OpenAI-compatible server?"
-        raise Refused("the response", where=where, got=quoted(value), expected="a JSON object", fix=fix)
+        raise Refused("the response", where=where, got=quoted(value), expected="a JSON object", fix=_NOT_SUCH)
     return value
 
 
+_DAMAGED = "a damaged response"
 ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # raised over a response of another shape
 
 
@@ -385,14 +415,15 @@ async def _exchange(
     where = f"{method} {wire.root}{path}"
     try:
         async with asyncio.timeout(wire.retries.attempt_s):
-            response = await wire.client.request(method, wire.root + path, json=body, params=params)
+            async with wire.client.stream(method, wire.root + path, json=body, params=params) as response:
+                text = await text_of(response, where)
     except TimeoutError:
         raise AskAgain(f"no response within {wire.retries.attempt_s:g} s", crowded=True) from None
     except httpx.DecodingError:
-        raise AskAgain("a damaged response") from None
+        raise AskAgain(_DAMAGED) from None
     except httpx.TransportError as reason:
         raise AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True) from None
-    text, kind = response.content.decode(errors="replace"), response.headers.get("content-type", "")
+    kind = response.headers.get("content-type", "")
     text = text.replace(wire.key.reveal(), "***") if wire.key else text
     if response.status_code >= 400:
         raise judge(response.status_code, text, response.headers.get("retry-after"), where)
@@ -441,6 +472,7 @@ async def attempt(
 
 # %% ../../nbs/25_backends.openai.ipynb #36117879
 _DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
+_DAMAGED_OFTEN = 3  # times in one request, and another attempt will not mend it
 
 
 async def ask(
@@ -467,6 +499,8 @@ async def ask(
             if reason.lost and not wire.lost:
                 warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=2)
             wire.lost = wire.lost or reason.lost
+            if reason.reason == _DAMAGED and failures == _DAMAGED_OFTEN:
+                over(reason)
             raise
 
     def over(reason: AskAgain) -> None:
@@ -487,17 +521,31 @@ class Dialect:
     path: str  # of completions
     neutral: Mapping[str, Any]  # settings that switch off what the server would do by itself
     sample: Mapping[str, Any]  # asks for ids and logprobs of what is drawn
-    prefill: Mapping[str, Any]  # asks for logprobs of the prompt
+    prefill: Mapping[str, Any]  # asks for logprobs of the prompt; empty = it has none
     how: str = ""  # to switch on ids, for the error when none came back
 
 # %% ../../nbs/25_backends.openai.ipynb #e2881de4
 DIALECTS = {
     "vllm": Dialect(
         "/v1/completions",
-        {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+        {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
         {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True},
         {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "return_token_ids": True},
         how="vLLM sends them with return_token_ids, older versions with return_tokens_as_token_ids.",
+    ),
+    "sglang": Dialect(
+        "/v1/completions",
+        {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+        {"logprobs": 1, "return_token_ids": True},
+        {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1, "return_token_ids": True},
+        how="SGLang sends them with return_token_ids; its older versions have them at /generate alone.",
+    ),
+    "llama.cpp": Dialect(
+        "/v1/completions",
+        {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repeat_penalty": 1.0, "typical_p": 1.0},
+        {"logprobs": 1},
+        {},
+        how="llama.cpp's server sends them with the logprobs.",
     ),
     "fireworks": Dialect(
         "/inference/v1/completions",
@@ -544,8 +592,9 @@ def completion_ids(choice: Mapping[str, Any]) -> list[int] | None:
         return [int(i) for i in raw["completion_token_ids"]]
     logprobs = choice.get("logprobs") or {}
     content = logprobs.get("content") or ()
-    if content and all(entry.get("token_id") is not None for entry in content):
-        return [int(entry["token_id"]) for entry in content]
+    for name in ("token_id", "id"):
+        if content and all(entry.get(name) is not None for entry in content):
+            return [int(entry[name]) for entry in content]
     found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in logprobs.get("tokens") or ()]
     return [int(match[1]) for match in found if match] if found and all(found) else None
 
@@ -623,6 +672,9 @@ def sort_logprobs(
     return (values if kind == "raw" else None), point
 
 # %% ../../nbs/25_backends.openai.ipynb #b87f4272
+_UNKNOWN = "OpenAI-compatible server"
+
+
 class OpenAISampler:
     "Draws from an OpenAI-compatible server, token ids in and token ids out."
 
@@ -633,7 +685,7 @@ class OpenAISampler:
         tokenizer: Any,  # of the same model
         key: Secret | str | None = None,
         *,
-        dialect: str | Dialect = "vllm",  # a key of DIALECTS, or your own
+        dialect: str | Dialect | None = None,  # a key of DIALECTS, or your own; None = vLLM's until `probe` has looked
         kind: Kind = "unknown",  # what reported logprobs are; `probe` finds out
         max_seq_len: int | None = None,  # longest prompt plus completion, if known
         vocab_size: int | None = None,  # tokens that the model knows, if known
@@ -645,9 +697,10 @@ class OpenAISampler:
         self.wire = Wire(base_url, key, retries=retries, limit=limit, transport=transport)
         self.model, self.tokenizer = model, tokenizer
         self.kind: Kind = kind
-        if not isinstance(dialect, Dialect) and dialect not in DIALECTS:
+        if not isinstance(dialect, Dialect) and dialect not in (None, *DIALECTS):
             raise BackendError("dialect", got=repr(dialect), expected=" or ".join(map(repr, DIALECTS)))
-        self.dialect = dialect if isinstance(dialect, Dialect) else DIALECTS[dialect]
+        self.dialect = dialect if isinstance(dialect, Dialect) else DIALECTS[dialect or "vllm"]
+        self.server, self.as_found = _UNKNOWN, dialect is None  # name and version, as far as it says
         self.max_seq_len, self.vocab_size, self.meter = max_seq_len, vocab_size, meter or Meter()
         self.policy_version = 0  # of the weights that the server has
         self.report: ServerReport | None = None  # what `probe` found
@@ -667,7 +720,7 @@ class OpenAISampler:
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights that the server has."
-        drawn = int(self.dialect.prefill["max_tokens"])
+        drawn = int(self.dialect.prefill.get("max_tokens", 0))
         ids = check_tokens(tokens, self.vocab_size, "tokens", self.max_seq_len, new=drawn, least=2)
         values, version = await score_tokens(self, ids)
         return Logprobs(values, source="sampler", policy_version=version)
@@ -714,13 +767,18 @@ async def score_tokens(
     **options: Any,  # of `attempt`
 ) -> tuple[np.ndarray, int]:
     "(N-1,) raw logprobs of given tokens, and the version of the weights."
+    if not sampler.dialect.prefill:
+        where, got = sampler.wire.root, f"a server that scores no given tokens ({sampler.server})"
+        fix = "Draw at temperature 1 without cut-offs, and leave its weights as they are: both go without."
+        raise BackendError("prompt logprobs", where=where, got=got, expected="prompt_logprobs, or echo", fix=fix)
     body = {"model": sampler.model, "prompt": list(tokens), **sampler.dialect.neutral, **sampler.dialect.prefill}
     choice, version = await _completion(sampler, body, **options)
     with reading(sampler.wire.root):
         return prompt_scores(choice, tokens, int(body["max_tokens"]), sampler.wire.root), version
 
 # %% ../../nbs/25_backends.openai.ipynb #8ad2e82e
-FINISH = {"stop": "stop", "length": "length", "abort": "abort", "tool_calls": "stop", "eos": "stop"}
+FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+FINISH |= dict.fromkeys(("tool_calls", "eos", "eos_token", "stop_sequence"), "stop")
 
 
 def check_choice(sampler: OpenAISampler, choice: Mapping[str, Any], prompt: Sequence[int]) -> tuple[list[int], str]:
@@ -760,17 +818,82 @@ async def draw_one(
             fix = "Does the server report logprobs, and is it allowed to?"
             raise BackendError("no logprobs came back", where=sampler.wire.root, expected="one per token", fix=fix)
         raw, drawn = sort_logprobs(values, reported_drawn, params, sampler.kind)
+        text = choice.get("text") or ""
+        end = next((i + 1 for i, token in enumerate(ids) if token in params.stop_token_ids), len(ids))
+        if end < len(ids) == len(values):  # a server without `stop_token_ids` draws on
+            ids, raw, drawn = ids[:end], raw and raw[:end], drawn and drawn[:end]
+            text, reason = sampler.tokenizer.decode(ids[:-1], skip_special_tokens=True), "stop"
     if raw is None:
         scores, at = await score_tokens(sampler, [*prompt, *ids])
         raw = completion_from_target(scores, len(prompt))
         if at != version:  # new weights came in between
             return await draw_one(sampler, prompt, params, seed)
     sampler.meter.tokens_sampled += len(ids)
-    text = choice.get("text") or ""
     with reading(sampler.wire.root):
         return Completion(prompt, ids, raw, drawn, text, reason, version, params)  # type: ignore[arg-type]
 
 # %% ../../nbs/25_backends.openai.ipynb #b02630af
+@dataclass(frozen=True)
+class Finding:
+    "One thing that was tried on a service."
+
+    name: str
+    ok: bool | None  # None = cannot be told
+    got: str
+    expected: str = ""
+    meaning: str = ""  # for a run
+
+    @property
+    def mark(self) -> str:
+        "The verdict as a word."
+        return {True: "yes", False: "no", None: "?"}[self.ok]
+
+    @property
+    def sentence(self) -> str:
+        "For an error."
+        return f"{self.name}: got {self.got}; expected {self.expected}. {self.meaning}"
+
+# %% ../../nbs/25_backends.openai.ipynb #15e831e2
+class Findings(tuple[Finding, ...]):
+    "Rows that display as a table; `findings['seed']` is the one with that name."
+
+    title: str = ""
+
+    def __new__(cls, rows: Iterable[Finding], title: str = "") -> Findings:
+        self = super().__new__(cls, rows)
+        self.title = title
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return next(row for row in self if row.name == key)
+        return super().__getitem__(key)
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        "The rows that say no."
+        return tuple(row for row in self if row.ok is False)
+
+    def table(self) -> pd.DataFrame:
+        "One row per finding."
+        columns = {"name": "", "mark": "", "got": "", "expected": "", "meaning": ""}
+        return pd.DataFrame([{c: getattr(row, c) for c in columns} for row in self], columns=list(columns))
+
+    def __repr__(self) -> str:
+        wide = max((len(row.name) for row in self), default=0)
+        means = lambda row: f" ({row.meaning.rstrip('.')})" if row.ok is False and row.meaning else ""
+        lines = [f"{row.mark:>3}  {row.name:<{wide}}  {row.got}{means(row)}" for row in self]
+        return "\n".join([self.title, *lines])
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self.title)}</p>{self.table().to_html(index=False, border=0)}"
+
+# %% ../../nbs/25_backends.openai.ipynb #a65f644c
+def nats(gap: float) -> str:
+    "A difference of logprobs as text."
+    return f"{gap:.2g} nats" if gap >= 1e-4 else "under 0.0001 nats"
+
+# %% ../../nbs/25_backends.openai.ipynb #a6e64e97
 @dataclass(frozen=True)
 class ServerReport:
     "What a server was seen to do."
@@ -782,50 +905,73 @@ class ServerReport:
     kind: Kind  # what the reported logprobs are away from temperature 1
     seed: bool  # same seed, same tokens, also in a crowd
     gap: float  # between the logprob when drawn and when scored again; NaN without prompt logprobs
+    loads: tuple[str, ...] = ()  # what `VLLMSync` can send it: weights, adapters
 
     @property
-    def rows(self) -> list[tuple[str, str, str]]:
-        "Feature, finding, consequence."
-        yes = {True: "yes", False: "no"}
-        kinds = {
-            "raw": "of the model itself: draw at temperature 1, or start vLLM with --logprobs-mode processed_logprobs",
-            "processed": "of the distribution drawn from; raw ones are had by scoring once more",
-            "both": "raw and of the distribution drawn from",
-            "unknown": "unknown away from temperature 1, so left out there",
+    def findings(self) -> Findings:
+        "What it can, and what is missing for what."
+        without = {
+            "raw": "Draw at temperature 1, or start vLLM with --logprobs-mode processed_logprobs.",
+            "unknown": "Draw at temperature 1 without cut-offs: ratios to what was drawn are not known elsewhere.",
         }
-        return [
-            ("server", self.server, f"serves {self.model!r}"),
-            ("token ids", "yes", "prompts and completions are ids both ways"),
-            ("longest sequence", str(self.max_seq_len or "not said"), "prompt and completion together"),
-            ("prompt logprobs", yes[self.prompt_logprobs], "scores given tokens; the check of a weight sync needs it"),
-            ("logprobs", self.kind, kinds[self.kind]),
-            ("seed", yes[self.seed], "same seed, same tokens" if self.seed else "a retry may be another draw"),
+        scored, needed = f"{nats(self.gap)} from those reported when drawn", ""
+        if not self.prompt_logprobs:
+            scored, needed = "none", "A weight sync cannot be checked; draw at temperature 1 without cut-offs."
+        dev = "" if self.loads else "Set weight_sync_interval=0; vLLM takes weights with VLLM_SERVER_DEV_MODE=1."
+        rows = [
+            Finding("token ids", True, "prompts and completions are ids both ways"),
+            Finding("longest sequence", bool(self.max_seq_len) or None, str(self.max_seq_len or "not said")),
+            Finding("prompt logprobs", self.prompt_logprobs, scored, "one per token", needed),
+            Finding("drawn logprobs", self.kind not in without, self.kind, "processed", without.get(self.kind, "")),
+            Finding("seed", self.seed, "heeded" if self.seed else "not heeded", "the same tokens twice"),
+            Finding("takes new weights", bool(self.loads), ", ".join(self.loads) or "no", "weights", dev),
         ]
+        return Findings(rows, f"{self.server}, which serves {self.model!r}")
 
-    def _repr_markdown_(self) -> str:
-        lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in self.rows]
-        return "\n".join(["| | seen | which means |", "|---|---|---|", *lines])
+    def _repr_html_(self) -> str:
+        return self.findings._repr_html_()
 
-# %% ../../nbs/25_backends.openai.ipynb #185799f8
-async def _describe(sampler: OpenAISampler) -> tuple[str, int | None]:
-    "Name and version of the server, and the length that it says; raises `BackendError` for a model not served."
-    name, longest, wire = "OpenAI-compatible", None, sampler.wire
+# %% ../../nbs/25_backends.openai.ipynb #34cfe4af
+_SERVERS = {  # `owned_by` of its models: its name, its dialect, where it says its version, and under which name
+    "vllm": ("vLLM", "vllm", "/version", "version"),
+    "sglang": ("SGLang", "sglang", "/get_server_info", "version"),
+    "llamacpp": ("llama.cpp", "llama.cpp", "/props", "build_info"),
+}
+_ONCE = Retries(attempts=1, attempt_s=30.0)
+
+
+async def asked_with_get(wire: Wire, path: str) -> tuple[int, dict[str, Any]]:
+    "What a server says at a path it may not have, and the status; 0 where nothing usable came back."
+    try:
+        return 200, await ask(wire, "GET", path, limited=False, retries=_ONCE)
+    except BackendError as reason:
+        return getattr(reason, "status", 0), {}
+
+# %% ../../nbs/25_backends.openai.ipynb #90188588
+async def _describe(sampler: OpenAISampler) -> int | None:
+    "Find out which server it is; returns the length that it says. Raises `BackendError` for a model not served."
+    wire = sampler.wire
     try:
         served = (await ask(wire, "GET", "/v1/models", limited=False)).get("data")
     except Refused as reason:
-        if reason.status != 404:
+        if reason.status not in (403, 404, 405):
             raise
-        return name, None
-    known = {str(e.get("id")): e for e in served if isinstance(e, dict)} if isinstance(served, list) else {}
+        return None
+    rows = [e for e in served if isinstance(e, dict)] if isinstance(served, list) else []
+    known = {str(name): e for e in rows for name in (e.get("id"), *(e.get("aliases") or ()))}
     if known and sampler.model not in known:
-        fix = "Ask for the name given to --served-model-name."
+        fix = "Ask for one of these, served_model: with vLLM, the name given to --served-model-name."
         got, expected = repr(sampler.model), f"one of {sorted(known)}"
         raise BackendError("model", where=wire.root, got=got, expected=expected, fix=fix)
     entry = known.get(sampler.model, {})
-    if entry.get("owned_by") == "vllm":
-        name = f"vLLM {(await ask(wire, 'GET', '/version', limited=False)).get('version', '')}".strip()
-    longest = entry.get("max_model_len")
-    return name, longest if isinstance(longest, int) and longest > 0 else None
+    if entry.get("owned_by") in _SERVERS:
+        name, dialect, path, field = _SERVERS[entry["owned_by"]]
+        version = (await asked_with_get(wire, path))[1].get(field, "of a version that it does not say")
+        sampler.server = one_line(f"{name} {version}")
+        sampler.dialect = DIALECTS[dialect] if sampler.as_found else sampler.dialect
+    meta: Any = entry.get("meta") if isinstance(entry.get("meta"), dict) else {}
+    longest = [entry.get("max_model_len"), entry.get("context_length"), meta.get("n_ctx"), meta.get("n_ctx_train")]
+    return next((n for n in longest if isinstance(n, int) and n > 0), None)
 
 # %% ../../nbs/25_backends.openai.ipynb #0d78618c
 async def probe(
@@ -834,18 +980,24 @@ async def probe(
     max_tokens: int = 8,  # of each probing completion
 ) -> ServerReport:
     "Find out what a server does; the sampler is set accordingly. Raises `BackendError`."
-    server, longest = await _describe(sampler)
+    longest = await _describe(sampler)
     sampler.max_seq_len = sampler.max_seq_len or longest
     params = SampleParams(max_tokens=max_tokens, seed=1)
     (alone,) = await sampler.sample(prompt, params)
     crowd = await together([sampler.sample(prompt, replace(params, seed=seed)) for seed in (1, 2, 1, 3)])
     same = all(c[0].tokens.tolist() == alone.tokens.tolist() for c in (crowd[0], crowd[2]))
-    try:
-        gap = await _gap_when_scored(sampler, alone)
-    except (BackendError, AlignmentError):
-        gap = float("nan")
+    gap, ways = math.nan, [sampler.dialect.prefill]
+    if sampler.as_found and sampler.server == _UNKNOWN:
+        ways += [DIALECTS["echo"].prefill, {}]
+    for way in ways:
+        sampler.dialect = replace(sampler.dialect, prefill=way)
+        with suppress(BackendError, AlignmentError):
+            gap = await _gap_when_scored(sampler, alone)
+            break
     sampler.kind = await _kind(sampler, prompt, max_tokens, gap)
-    return ServerReport(server, sampler.model, longest, not np.isnan(gap), sampler.kind, same, gap)
+    posts = {"weights": "/collective_rpc", "adapters": "/v1/load_lora_adapter"}
+    loads = tuple([what for what, path in posts.items() if (await asked_with_get(sampler.wire, path))[0] == 405])
+    return ServerReport(sampler.server, sampler.model, longest, not np.isnan(gap), sampler.kind, same, gap, loads)
 
 # %% ../../nbs/25_backends.openai.ipynb #4d5b2f1c
 async def _gap_when_scored(sampler: OpenAISampler, drawn: Completion) -> float:
@@ -1000,28 +1152,28 @@ async def swap(sync: VLLMSync, name: str) -> None:
 _PAUSED = "The server is paused: POST /resume, once the program that paused it is done."
 
 
-def is_paused(wire: Wire, resume: bool = False) -> bool:
+async def is_paused(wire: Wire, resume: bool = False) -> bool:
     "Whether a vLLM server says that it is paused, after it was resumed if it is to be; False where it does not say."
-    found: Any = None
+    beside, found = Wire(wire.root, wire.key, retries=Retries(attempt_s=5.0)), dict[str, Any]()
     for method, path in (("POST", "/resume"),) * resume + (("GET", "/is_paused"),):  # once and soon, past the line
-        try:
-            found = httpx.request(method, wire.root + path, auth=wire.signed, timeout=5.0).json()
-        except (httpx.HTTPError, ValueError):
-            found = None
-    return isinstance(found, dict) and found.get("is_paused") is True
+        found = {}
+        with suppress(AskAgain, BackendError):
+            found = await _exchange(beside, method, path)
+    await beside.close()
+    return found.get("is_paused") is True
 
 
-def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
+async def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
     "What a silence is about, if it is a pause; the server is resumed where it may be (`ours`)."
-    paused = is_paused(wire)
-    resumed = paused and ours() and not is_paused(wire, resume=True)
+    paused = await is_paused(wire)
+    resumed = paused and ours() and not await is_paused(wire, resume=True)
     wire.why = _PAUSED if paused and not resumed else ""  # at once: a request may end while this is asked
     return "it was paused, and is resumed" if resumed else "it is paused" if paused else ""
 
 
 async def check_not_paused(wire: Wire, ours: bool) -> None:
     "Resume a server that was left paused, if it is ours; raises `BackendError` otherwise."
-    found = await asyncio.to_thread(look_if_paused, wire, lambda: ours)
+    found = await look_if_paused(wire, lambda: ours)
     if wire.why:
         raise BackendError("the server", where=wire.root, got="a paused one", expected="one that draws", fix=_PAUSED)
     if found:
@@ -1128,7 +1280,7 @@ async def open_openai(
     folder: str | Path | None = None,  # for weights, seen by the server too; None = a temporary one, same machine
     server_folder: str | None = None,  # the same folder as the server sees it
     mode: Literal["wait", "keep"] = "wait",  # what a sync does to completions that are being drawn
-    dialect: str | Dialect = "vllm",
+    dialect: str | Dialect | None = None,  # how it is asked: a key of DIALECTS, or your own; None = as it says itself
     retries: Retries = Retries(),
     limit: AdaptiveLimit | None = None,
     transport: httpx.AsyncBaseTransport | None = None,  # None = the network
@@ -1151,9 +1303,9 @@ async def open_openai(
 
     sender: Any = StaticSync()
     try:
-        if transport is None and dialect == "vllm":
+        if transport is None and dialect in (None, "vllm"):
             ours = lambda: isinstance(sender, VLLMSync) and not sender.must_pause
-            sampler.wire.silence.look = lambda: look_if_paused(sampler.wire, ours)
+            sampler.wire.silence.look = lambda: asyncio.run(look_if_paused(sampler.wire, ours))  # in a thread
             await check_not_paused(sampler.wire, ours=sync == "vllm")
         words = tokenizer.encode(_CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
         sampler.report = await probe(sampler, words)
@@ -1168,6 +1320,19 @@ async def open_openai(
     at = Endpoint(sampler.wire.root, served_model, sampler.wire.key.reveal() if sampler.wire.key else "")
     given: Any = {"sampler": sampler, "sync": sender, "capabilities": can, "close": close, "endpoint": at}
     return replace(local, score_at=None, **given)
+
+# %% ../../nbs/25_backends.openai.ipynb #1f12e9c9
+async def check_openai(sampler: OpenAISampler) -> list[Findings]:
+    "What a server was seen to do, and whether it can be drawn from at all."
+    facts, name = Findings(()), "completions of ids"
+    try:
+        await check_not_paused(sampler.wire, ours=False)
+        facts = (await probe(sampler, sampler.tokenizer.encode(_CHECK_TEXT))).findings
+        row = Finding(name, True, "ids, with a logprob each")
+    except RLNotebookError as reason:
+        meaning = "Nothing can be trained on text alone, or on ids without logprobs."
+        row = Finding(name, False, str(reason), "ids, with a logprob each", meaning)
+    return [facts, Findings([row], f"can {sampler.server} at {sampler.wire.root} be drawn from?")]
 
 # %% ../../nbs/25_backends.openai.ipynb #382d6d9b
 def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:

@@ -5,7 +5,6 @@
 # %% ../../nbs/26_backends.service.ipynb #6c3e8387
 from __future__ import annotations
 
-import html
 import itertools
 import math
 import re
@@ -13,7 +12,7 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pandas as pd
 import torch
 
 from .base import GradNormalization, LossFn, Meter
@@ -754,10 +752,13 @@ def check_reachable(
 ) -> None:
     "Raises `BackendError` when no server responds."
     try:
-        httpx.get(url, timeout=10)
+        with httpx.stream("GET", url, timeout=10) as response:  # whose text is not looked at
+            got, cause = f"a redirect to {response.headers.get('location', 'nowhere').split('?')[0]}", None
+            if not response.is_redirect or url.count("/") < 4:  # the root of a site may well lead elsewhere
+                return
     except httpx.HTTPError as error:
-        got = type(error).__name__
-        raise BackendError("the service", where=url, got=got, expected="a response", fix=fix) from error
+        got, cause = type(error).__name__, error
+    raise BackendError("the service", where=url, got=got, expected="a response", fix=fix) from cause
 
 # %% ../../nbs/26_backends.service.ipynb #6a0a26ed
 def open_tokenizer(
@@ -785,58 +786,3 @@ def open_tokenizer(
     with suppress(OSError, ValueError):  # which may name further tokens that end a turn
         loaded.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return loaded
-
-# %% ../../nbs/26_backends.service.ipynb #88305ff3
-@dataclass(frozen=True)
-class Finding:
-    "One thing that was tried on a service."
-
-    name: str
-    ok: bool | None  # None = cannot be told
-    got: str
-    expected: str = ""
-    meaning: str = ""  # for a run
-
-    @property
-    def mark(self) -> str:
-        "The verdict as a word."
-        return {True: "yes", False: "no", None: "?"}[self.ok]
-
-    @property
-    def sentence(self) -> str:
-        "For an error."
-        return f"{self.name}: got {self.got}; expected {self.expected}. {self.meaning}"
-
-# %% ../../nbs/26_backends.service.ipynb #b6c56cdd
-class Findings(tuple[Finding, ...]):
-    "Rows that display as a table; `findings['seed']` is the one with that name."
-
-    title: str = ""
-
-    def __new__(cls, rows: Iterable[Finding], title: str = "") -> Findings:
-        self = super().__new__(cls, rows)
-        self.title = title
-        return self
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            return next(row for row in self if row.name == key)
-        return super().__getitem__(key)
-
-    @property
-    def failed(self) -> tuple[Finding, ...]:
-        "The rows that say no."
-        return tuple(row for row in self if row.ok is False)
-
-    def table(self) -> pd.DataFrame:
-        "One row per finding."
-        columns = {"name": "", "mark": "", "got": "", "expected": "", "meaning": ""}
-        return pd.DataFrame([{c: getattr(row, c) for c in columns} for row in self], columns=list(columns))
-
-    def __repr__(self) -> str:
-        wide = max((len(row.name) for row in self), default=0)
-        lines = [f"{row.mark:>3}  {row.name:<{wide}}  {row.got}" for row in self]
-        return "\n".join([self.title, *lines])
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.title)}</p>{self.table().to_html(index=False, border=0)}"

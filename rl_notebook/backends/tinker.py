@@ -21,15 +21,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ..align import target_from_token
-from .base import Backend, Capabilities, Meter, refuse_unknown
+from .base import Backend, Capabilities, Meter, Sampler, refuse_unknown
 from .engine import check_tokens
 from .worker import Worker
 from ..chat import turn_ends
-from .openai import Secret, key_from_env, request_seed
+from .openai import Finding, Findings, Secret, key_from_env, nats, request_seed
 from rl_notebook.backends.service import (
     ENCODINGS,
-    Finding,
-    Findings,
     Limits,
     Link,
     Sdk,
@@ -42,11 +40,13 @@ from rl_notebook.backends.service import (
     fresh_client,
     is_lost,
     keep_pass,
+    label_of,
     load_into,
     open_tokenizer,
     read_logprobs,
     result_of,
     sdk_datum,
+    status_of,
     with_side,
 )
 from rl_notebook.core import (
@@ -241,7 +241,13 @@ def load_or_remake(session: Session, link: Link, client: Any, path: str, optimiz
     "Load a state into a client, or make a client from the state; returns the client to use."
     name = "load_state_with_optimizer" if optimizer else "load_state"
     if hasattr(client, name):
-        return load_into(link, client, path, optimizer)
+        try:
+            return load_into(link, client, path, optimizer)
+        except link.sdk.errors as error:
+            if status_of(error) != 400 or "not permitted" not in str(error):
+                raise
+        link.made += 1  # it loads into a fresh model alone, before anything else
+        return load_into(link, link.connect(), path, optimizer)
     maker = f"create_training_client_from_state{'_with_optimizer' if optimizer else ''}"
     return session.make(lambda service: getattr(service, maker)(path))
 
@@ -446,7 +452,7 @@ def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
     return Datum(np.array(tokens), weights)
 
 # %% ../../nbs/27_backends.tinker.ipynb #9b808033
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
 def loss_request(sdk: Sdk, datum: Datum, name: str) -> Any:
@@ -468,11 +474,6 @@ def probe_losses(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     return Finding("losses", "cross_entropy" in known, ", ".join(known) or "none", "cross_entropy", meaning)
 
 # %% ../../nbs/27_backends.tinker.ipynb #5f078af3
-def nats(gap: float) -> str:
-    "A difference of logprobs as text."
-    return f"{gap:.2g} nats" if gap >= 1e-4 else "under 0.0001 nats"
-
-
 def within(name: str, gap: float, least: float, otherwise: str, how: str = "") -> Finding:
     "Whether logprobs that should be one differ by less than `least` nats; `otherwise` is what it means for a run."
     return Finding(name, gap < least, nats(gap) + how, f"less than {least:g}", "" if gap < least else otherwise)
@@ -491,14 +492,6 @@ def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Findin
     meaning = "prompt_logprobs=True is possible." if gap < 1e-3 else "Only positions of the loss are scored."
     return Finding("policy scores weight 0", gap < 1e-3, nats(gap), "the same logprobs", meaning)
 
-# %% ../../nbs/27_backends.tinker.ipynb #0c91b7bc
-def probe_server_side_loss(service: Any) -> Finding:
-    "Whether the service offers to run a loss of ours."
-    config = getattr(getattr(service, "holder", None), "_client_config", None)
-    offered = bool(getattr(config, "custom_loss_server_side", False))
-    meaning = "Not needed: a loss runs here, and its derivative is sent."
-    return Finding("custom loss on the server", offered, "offered" if offered else "not offered", meaning=meaning)
-
 # %% ../../nbs/27_backends.tinker.ipynb #6648a220
 async def probe_prefill(sampler: TinkerSampler, tokens: list[int]) -> Finding:
     "Prompt logprobs and their offset."
@@ -513,22 +506,7 @@ async def probe_prefill(sampler: TinkerSampler, tokens: list[int]) -> Finding:
     return Finding(name, ok, got, expected, "Without them sampler.logprobs() raises.")
 
 # %% ../../nbs/27_backends.tinker.ipynb #a4c4e060
-async def probe_topk(sampler: TinkerSampler, tokens: list[int]) -> Finding:
-    "Top-k prompt logprobs."
-    name, meaning = "top-k prompt logprobs", "For looking; nothing needs them."
-    if isinstance(sampler.session, PooledSession):
-        return Finding(name, False, "the SDK does not offer them", meaning=meaning)
-    prompt = sampler.link.sdk.ModelInput.from_ints(tokens)
-    asked = sampler.session.package.types.SamplingParams(max_tokens=1)
-    try:
-        rows = (await ask(sampler, sampler.link, lambda c: c.sample(prompt, 1, asked, True, 2))).topk_prompt_logprobs
-    except BackendError as error:
-        return Finding(name, False, str(error), meaning=meaning)
-    ok = bool(rows) and any(rows)
-    return Finding(name, ok, "2 per position" if ok else "none", meaning=meaning)
-
-# %% ../../nbs/27_backends.tinker.ipynb #0e1a50ba
-async def probe_seed(sampler: TinkerSampler, tokens: list[int]) -> Finding:
+async def probe_seed(sampler: Sampler, tokens: list[int]) -> Finding:
     "Whether the same seed draws the same tokens."
     params = SampleParams(n=2, max_tokens=8, seed=11)
     drawn = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
@@ -569,11 +547,7 @@ async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Sessio
     longest = sampler.limits.max_seq_len
     rows = [await trainer.run(probe_losses, trainer, tokens)]
     rows.append(await trainer.run(probe_prompt_positions, trainer, tokens))
-    rows.append(probe_server_side_loss(session.get()))
-    divided = "by the service" if trainer.link.sdk.divides else "here, before the gradient is sent"
-    rows.append(Finding("gradient normalisation", True, divided))
-    rows += [await probe_prefill(sampler, tokens), await probe_topk(sampler, tokens)]
-    rows.append(await probe_seed(sampler, tokens))
+    rows += [await probe_prefill(sampler, tokens), await probe_seed(sampler, tokens)]
     rows.append(await probe_temperature(sampler, tokens))
     rows.append(Finding("max_seq_len", longest is not None or None, f"{longest or 'not said'}"))
     return Findings(rows, f"what the service can do (tinker {session.sdk.version})")
@@ -694,7 +668,7 @@ async def check_states(toy: Toy) -> Finding:
     return within("states", float(np.abs(after - toy.logprobs).max()), 0.02, otherwise)
 
 # %% ../../nbs/27_backends.tinker.ipynb #6615363f
-async def check_conformance(trainer: ServiceTrainer, sampler: TinkerSampler, tokens: list[int]) -> Findings:
+async def check_conformance(trainer: ServiceTrainer, sampler: Sampler, tokens: list[int]) -> Findings:
     "Shift, mask, gradient and states on toy datums; the model is left as it was found."
     start = await trainer.save_state("start")
     toy = Toy(trainer, start, tokens, (await trainer.forward([toy_datum(tokens)]))[0].values)
@@ -704,6 +678,24 @@ async def check_conformance(trainer: ServiceTrainer, sampler: TinkerSampler, tok
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
         otherwise = "Policy and sampler are not the same model, or one of them is shifted."
         rows.append(within("policy and sampler", gap, 0.2, otherwise, " on average"))
+    return Findings(rows, "does the service do what we think?")
+
+# %% ../../nbs/27_backends.tinker.ipynb #fa1012d7
+async def check_contract(backend: Backend) -> Findings:
+    "All that a run relies on: shift, mask, sign, scale, states, echo, seed, sync. The model is left as it was found."
+    policy: Any = backend.policy
+    tokens = toy_tokens(backend.tokenizer)
+    rows = [*await check_conformance(policy, backend.sampler, tokens), await probe_seed(backend.sampler, tokens)]
+    start, datum = await policy.save_state("contract"), toy_datum(tokens)
+    toy = Toy(policy, start, tokens, (await policy.forward([datum]))[0].values)
+    for name in ("first sync", "second sync"):  # of which the second brings something new
+        if name == "second sync":
+            await visible_step(toy)
+        await backend.sync(await policy.save_weights_for_sampler(label_of(name)))
+        own = (await policy.forward([datum]))[0].values
+        gap = abs(float((await backend.sampler.logprobs(tokens)).values[-1] - own[-1]))
+        rows.append(within(name, gap, VISIBLE / 2, "The sampler does not serve what was learned."))
+    await policy.load_state(start)
     return Findings(rows, "does the service do what we think?")
 
 # %% ../../nbs/27_backends.tinker.ipynb #e2a38b7c

@@ -132,7 +132,10 @@ MESSAGES: dict[str, dict[str, str]] = {
     "Tensor": {"dense": "1 bytes", "sparse_csr": "2 bytes", "dtype": "3 int32", "shape": "4 int64*"},
     "EncodedText": {"tokens": "1 bytes"},
     "Chunk": {"encoded_text": "1 EncodedText", "image": "2 bytes", "dmel": "3 bytes"},
-    "Datum": {"model_input": "1 Chunk*", "loss_fn_inputs": "2 Tensor{}"},
+    "Run": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
+    "Span": {"prompt_tokens": "1 Run", "sampled_tokens": "2 Run"},
+    "Datum": {"model_input": "1 Chunk*", "loss_fn_inputs": "2 Tensor{}"}
+    | {"model_input_spans": "3 Span*", "loss_fn_input_spans": "4 Span*"},
     "Setting": {"number": "1 double", "text": "2 string"},
     "ForwardBackwardRequest": {"model_id": "1 string", "seq_id": "2 int32", "data": "3 Datum*", "loss_fn": "4 string"}
     | {"loss_fn_config": "5 double{}", "forward_only": "6 bool", "loss_fn_config_v2": "7 Setting{}"},
@@ -191,6 +194,17 @@ def proto_tensor(tensor: Any, where: str) -> np.ndarray:
     return values.reshape(list(tensor.shape)) if tensor.shape else values
 
 # %% ../../nbs/70_emulator.messages.ipynb #07ac3369
+def check_spans(datum: Any, lengths: tuple[int, int], where: str) -> None:
+    "Whether the runs of a protobuf datum cover its tokens and its targets, if it has any; raises `DatumError`."
+    for name, length in zip(("model_input_spans", "loss_fn_input_spans"), lengths, strict=True):
+        runs = [s.prompt_tokens if s.HasField("prompt_tokens") else s.sampled_tokens for s in getattr(datum, name)]
+        said = bool(datum.model_input_spans or datum.loss_fn_input_spans)
+        bad = any(not run.sequence_id or min(run.offset, run.length) < 0 for run in runs)
+        if said and (bad or sum(run.length for run in runs) != length):
+            got = [(run.sequence_id, run.offset, run.length) for run in runs]
+            raise DatumError(name, where=where, got=got, expected=f"runs of sequences that cover {length} positions")
+
+# %% ../../nbs/70_emulator.messages.ipynb #05f2de0c
 def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
     "The batch of a protobuf request; raises `DatumError`."
     datums = []
@@ -199,6 +213,7 @@ def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
             raise DatumError("chunk", where=f"datum {i}", got="no text", expected="encoded_text")
         packed = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
         inputs = {k: proto_tensor(v, f"datum {i}, {k}") for k, v in sorted(datum.loss_fn_inputs.items())}
+        check_spans(datum, (len(packed) // 4, len(inputs.get("target_tokens", ()))), f"datum {i}")
         datums.append(served_datum(np.frombuffer(packed, dtype=np.int32), inputs, i))
     config = dict(request.loss_fn_config)
     for name, setting in request.loss_fn_config_v2.items():
@@ -220,7 +235,9 @@ SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", 
 def loss_options(name: str, config: Mapping[str, Any]) -> LossOptions:
     "The service's settings in our words; raises `LossError` for one that would be ignored."
     if name not in SERVED_LOSSES:
-        raise LossError("loss_fn", got=repr(name), expected=" or ".join(SERVED_LOSSES))
+        closed = "What it computes is not published, so it is not served. Take importance_sampling, or ppo."
+        fix = closed if name == "stable_reinforce" else None
+        raise LossError("loss_fn", got=repr(name), expected=" or ".join(SERVED_LOSSES), fix=fix)
     knobs: dict[str, Any] = {LOSS_KNOBS[k]: float(v) for k, v in config.items() if k in LOSS_KNOBS}
     clip = {k: float(v) for k, v in config.items() if k in ("clip_low_threshold", "clip_high_threshold")}
     if "clip_low_threshold" in clip:
