@@ -1305,7 +1305,8 @@ async def open_openai(
     try:
         if transport is None and dialect in (None, "vllm"):
             ours = lambda: isinstance(sender, VLLMSync) and not sender.must_pause
-            sampler.wire.silence.look = lambda: asyncio.run(look_if_paused(sampler.wire, ours))  # in a thread
+            loop, look = asyncio.get_running_loop(), lambda: look_if_paused(sampler.wire, ours)
+            sampler.wire.silence.look = lambda: asyncio.run_coroutine_threadsafe(look(), loop).result()  # in a thread
             await check_not_paused(sampler.wire, ours=sync == "vllm")
         words = tokenizer.encode(_CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
         sampler.report = await probe(sampler, words)
