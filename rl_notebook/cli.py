@@ -618,24 +618,25 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     return json.loads(table.to_json(orient="records") or "[]")
 
 
-def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  # as data, as text
-    "Verdict and metrics of every step, or of the last ones, and what changed over all; as text of 200, if not told."
-    from rl_notebook.records import GLANCE
-    from rl_notebook.trends import watch_run
+def told_run(run: Run, last: int | None = None, verdicts: bool = True) -> tuple[dict[str, Any], str]:  # data, text
+    "Verdict and metrics of every step, or of the last ones, and what changed lately; as text of 200, if not told."
+    from rl_notebook.records import GLANCE, readable, run_facts
+    from rl_notebook.trends import WATCHED, watch_run
 
     if last is not None and last < 1:
         raise RecordError("show", got=f"--last {last}", expected="at least 1")
-    trends, records = [str(t) for t in watch_run(run)], [(r.step, r.verdict) for r in run]
-    steps, table = [{"step": step, "verdict": verdict} for step, verdict in records], run.metrics()
+    trends, table = [str(t) for t in watch_run(readable(run, run.steps[-WATCHED:]))], run.metrics()
     kept = table if last is None else table.tail(last)
-    data = {"run": str(run.path), "steps": steps if last is None else steps[-last:], "trends": trends}
+    told = readable(run, run.steps[-(last or 0) :] if verdicts else ())
+    steps = [{"step": r.step, "verdict": r.verdict} for r in told]
+    data = {"run": str(run.path), "steps": steps, "trends": trends}
     data["metrics"] = _rows(kept.copy().reset_index())
     shown = table[[name for name in GLANCE if name in table]].tail(last or 200)
     left = f"{len(table) - len(shown)} earlier ones: --last {len(table)}" if len(shown) < len(table) else ""
     figures = (
         shown.map(lambda value: "" if math.isnan(value) else f"{value:.4g}").to_string() if len(shown.columns) else ""
     )
-    return data, "\n".join(filter(None, [repr(run).splitlines()[0], figures, left, *trends]))
+    return data, "\n".join(filter(None, [f"Run {run.path.name}: {run_facts(run)}", figures, left, *trends]))
 
 # %% ../nbs/80_cli.ipynb #78f1060d
 def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
@@ -663,7 +664,7 @@ def texts_of(run: Run, sample: RolloutSample) -> tuple[list[str], str]:  # of th
 
     try:
         tokenizer = tokenizer_of(flat_settings(run.config))
-    except (RLNotebookError, OSError, ValueError, ImportError) as error:
+    except (RLNotebookError, OSError, ImportError) as error:
         return [], f"no text of tokens: {str(error).strip().splitlines()[0]}"
     if sample.text.strip() not in tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()):
         return [], f"no text of tokens: the tokenizer of {run.config['base_model']} did not make this text"
@@ -723,7 +724,7 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     if (None in place and place != (None, None)) or (given.step is None and place != (None, None)):
         raise RecordError("show", got="part of a place", expected="--step, --group and --sample together")
     if given.step is None:
-        data, text = told_run(run, given.last)
+        data, text = told_run(run, given.last, given.json)
     else:
         data, text = told_step(run, given.step) if None in place else told_sample(run, given.step, *place)
     print(json.dumps(data, default=str, ensure_ascii=False) if given.json else text)

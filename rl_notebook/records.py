@@ -42,7 +42,7 @@ from .names import from_file, lock_file, names_in, names_noted, new_folder, note
 from .names import trusted_names, write_file
 
 # %% auto #0
-__all__ = ['StepRecord', 'metrics_frame', 'Run', 'RunFolder', 'Checkpoint']
+__all__ = ['StepRecord', 'metrics_frame', 'Run', 'RunFolder', 'readable', 'Checkpoint']
 
 # %% ../nbs/32_records.ipynb #47e7b542
 @dataclass(frozen=True, eq=False, repr=False)
@@ -776,7 +776,7 @@ class Run:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[StepRecord]:
-        return _readable(self, self.steps)
+        return readable(self, self.steps)
 
     def __repr__(self) -> str:
         return _run_text(self)
@@ -1030,10 +1030,10 @@ def _metrics_rows(run: Run) -> list[dict[str, Any]]:
     "The lines of metrics; a step whose line is missing gives it from its record."
     rows, _ = _read_lines(run.path / "metrics.jsonl")
     lines = {row["step"] for row in rows if "reason" in row}
-    return [metrics_row(record) for record in _readable(run, [n for n in run.steps if n not in lines])] + rows
+    return [metrics_row(record) for record in readable(run, [n for n in run.steps if n not in lines])] + rows
 
 
-def _readable(run: Run, steps: Iterable[int]) -> Iterator[StepRecord]:
+def readable(run: Run, steps: Iterable[int]) -> Iterator[StepRecord]:
     "The records of steps, one at a time; one that is damaged is left out with a warning."
     for step in steps:
         try:
@@ -1165,7 +1165,7 @@ def _rewind(run: Run, step: int) -> Path | None:
 GLANCE = ("reward", "eval/reward", "kl", "completions/mean_length", "frac_reward_zero_std")  # shown where measured
 
 
-def _run_facts(run: Run) -> str:
+def run_facts(run: Run) -> str:
     "Counts and notes of a run in one line."
     count = len(run)
     parts = [f"{count} step{'' if count == 1 else 's'}"]
@@ -1177,7 +1177,7 @@ def _run_text(run: Run) -> str:
     "A run in a few lines."
     table = run.metrics()
     shown = table[[c for c in GLANCE if c in table]].tail(3)
-    lines = [f"{type(run).__name__} {run.path.name}: {_run_facts(run)}"]
+    lines = [f"{type(run).__name__} {run.path.name}: {run_facts(run)}"]
     return "\n".join([*lines, shown.map("{:.4g}".format).to_string()] if len(shown.columns) else lines)
 
 
@@ -1187,4 +1187,4 @@ def _run_html(run: Run) -> str:
     shown = table[[c for c in GLANCE if c in table]].tail(5)
     rows = [[str(step), *map(float, values)] for step, values in zip(shown.index, shown.to_numpy(), strict=True)]
     drawn = html_table(["step", *shown.columns], rows) if len(shown.columns) else ""
-    return f"<p><b>{html.escape(run.path.name)}</b>: {html.escape(_run_facts(run))}</p>{drawn}"
+    return f"<p><b>{html.escape(run.path.name)}</b>: {html.escape(run_facts(run))}</p>{drawn}"

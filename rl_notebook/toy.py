@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import trange
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -36,7 +37,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from .core import BackendError, ConfigError, DataError, MissingExtra, RewardError
+from .core import BackendError, ConfigError, DataError, MissingExtra, RewardError, plain_text
 from .settings import nearest
 
 # %% auto #0
@@ -415,7 +416,12 @@ def tokenizer_of(settings: Mapping[str, Any]) -> Any:
     "The tokenizer that the settings of a run name, laid flat; raises where it is not on this machine."
     names = ("deployment.tokenizer_model", "tokenizer_model", "base_model")
     source = model_source(next((str(settings[n]) for n in names if settings.get(n)), ""))
-    return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    try:
+        folder = source if os.path.isdir(source) else snapshot_download(source, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # tokenizers raises no other kind for files of a later version
+        got = f"{type(e).__name__}: {plain_text(e)}".splitlines()[0][:200]
+        raise BackendError("tokenizer", where=source, got=got, expected="one on this machine that can be read") from e
 
 # %% ../nbs/13_toy.ipynb #461083b0
 def _check_loaded(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, info: Mapping) -> None:

@@ -338,6 +338,7 @@ RULES: dict[str, Rule] = {
     "row no longer solved": row_lost,
 }
 AGAIN = 10  # steps without a change after which it is said again
+WATCHED = 40  # last steps that are read where a run on disk is looked at
 
 # %% ../nbs/43_trends.ipynb #5ab2bc18
 def watch_run(

@@ -1,20 +1,25 @@
 "A run folder and its one writer: a lock that dies with its process, a folder that vanishes, rows of any column type."
 
 import asyncio
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import warnings
 from dataclasses import replace
 from datetime import date, datetime, time, timedelta, UTC
 from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from service_runs import checksum, config, open_service, problem
 
 from rl_notebook.emulator.service import start_emulator
@@ -258,3 +263,83 @@ def test_weights_get_the_mode_that_the_umask_asks_for(tmp_path):
     modes = {p.name: oct(p.stat().st_mode & 0o777) for p in tmp_path.rglob("*") if p.is_file()}
     assert {"model.safetensors", "state.safetensors", "config.json"} <= modes.keys()
     assert set(modes.values()) == {"0o640"}, modes
+
+
+# --- looking at a run reads what it shows, and asks nobody ------------------------------------------------------------
+
+
+def test_show_reads_the_steps_that_it_is_about(tmp_path, capsys):
+    run = RunFolder.create(tmp_path / "run", CFG)
+    for step in range(1, 46):
+        run.add(StepRecord(step, metrics={"reward": step / 45}, reason="no signal"))
+    for step in range(1, 6):  # not looked at, so it is not noticed
+        (run.path / "steps" / f"{step:05d}" / "arrays.safetensors").write_bytes(b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["show", str(run.path)]) == 0
+        text = capsys.readouterr().out
+        assert main(["show", str(run.path), "--last", "2", "--json"]) == 0
+    assert text.startswith("Run run: 45 steps")
+    assert [step["step"] for step in json.loads(capsys.readouterr().out)["steps"]] == [44, 45]
+
+
+def harmed(path: Path, put: str) -> None:
+    "Something that never ends, or that grows without end, in the place of a file."
+    path.unlink(missing_ok=True)
+    if put == "a pipe":
+        os.mkfifo(path)
+    elif put == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        bomb = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]" for i in range(12)]
+        path.write_text("\n".join(bomb) + "\n")
+
+
+FILES = ("config.yaml", "metrics.jsonl", "run.json", "steps/00003/record.json", "steps/00003/arrays.safetensors")
+HARMS = [(put, name) for name in FILES for put in ("a pipe", "a device")] + [("aliases of aliases", "config.yaml")]
+
+
+@pytest.mark.parametrize(("put", "name"), HARMS)
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_what_never_ends_is_named_and_not_waited_for(put, name, sent, capsys):
+    harmed(sent / name, put)
+    code, said = main(["view", str(sent), "--once"]), capsys.readouterr()
+    assert (code == 2 and name.rpartition("/")[2] in said.err) or "step 3 is left out" in Path(
+        said.out.strip()
+    ).read_text()
+
+
+def test_a_tokenizer_of_a_later_version_costs_the_texts_and_no_page(sent, tmp_path, capsys):
+    load_model("tiny")[1].save_pretrained(tmp_path / "later")
+    file = tmp_path / "later" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": {"type": "Nineteen"}}))
+    recorded = yaml.safe_load((sent / "config.yaml").read_text())
+    (sent / "config.yaml").write_text(yaml.safe_dump(recorded | {"base_model": str(tmp_path / "later")}))
+    assert main(["view", str(sent), "--once"]) == 0
+    assert main(["show", str(sent), *["--step", "3", "--group", "0", "--sample", "0"]]) == 0
+    assert "tokenizer: got Exception" in capsys.readouterr().out
+
+
+def test_a_tokenizer_of_the_hub_is_taken_from_this_machine_without_a_request(sent, tmp_path):
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    load_model("tiny")[1].save_pretrained(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)}
+        env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "PYTHONPATH": str(Path(__file__).parents[1])}
+        code = "from rl_notebook.toy import tokenizer_of; print(len(tokenizer_of({'base_model': 'some/model'})))"
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        hub.shutdown()
+    assert done.stdout.strip() == str(len(load_model("tiny")[1]))
+    assert asked == []
