@@ -331,7 +331,7 @@ def way_to(loop: Loop, step: int, run: Run) -> Way:
         beginning.state.number
         if (beginning := loop.weights.beginning)
         else loop.state.number
-        if at_rest(loop)
+        if not loop.state.updated
         else None
     )
     if found is None and known != begun + 1:
@@ -341,11 +341,6 @@ def way_to(loop: Loop, step: int, run: Run) -> Way:
         raise RecordError(f"no way to step {step}", where=str(run.path), got=got, expected=expected, fix=fix)
     base = begun if found is None else found.step
     return Way(base, found, tuple(run.record(n) for n in range(base + 1, step + 1)))
-
-
-def at_rest(loop: Loop) -> bool:
-    "Whether the weights are those with which the current step began."
-    return not loop.state.updated
 
 # %% ../nbs/36_back.ipynb #0773aab3
 def recorded_settings(run: Run, record: StepRecord, begun: Config | None = None) -> Config:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from .core import PhaseError
+from .core import PhaseError, RLNotebookError
 from .data import Cursor, Row
 
 # %% auto #0
@@ -141,14 +141,36 @@ class Producer(Generic[T]):
 
     def fill(self) -> int:  # rows started
         "Start what may be started."
-        return fill(self)
+        started, event_loop = 0, asyncio.get_running_loop()
+        while not self.held and self.error is None and self.gate.rows and (number := self.take()) is not None:
+            self.gate.admit()
+            now = self.clock()
+            if not self.in_flight:
+                self.idle += now - self.idle_since
+            task = event_loop.create_task(one_row(self, number))
+            self.in_flight[number] = InFlight(number, self.gate.version, now, task)
+            task.add_done_callback(partial(land, self, number))
+            started += 1
+        return started
 
     async def batch(self, count: int, most: int | None = None, places: int | None = None) -> list[Finished[T]]:
         """Wait for so many useful rows and take them, or what is ready up to `most`; fewer at the end of the data.
 
         `places` is what the optimizer step has left for rows, `most` where it is not given."""
         most = count if most is None else most
-        return await next_batch(self, count, most, most if places is None else places)
+        places = most if places is None else places
+        self.fill()
+        enough = lambda: len(self.ready) >= count and len(pick(self, places)) >= count
+        while not enough() and self.in_flight and self.error is None:
+            self.changed.clear()
+            await self.changed.wait()
+        raise_failure(self)
+        taken = pick(self, places)[:most]
+        if len(taken) < count and self.held:
+            got, fix = f"{len(taken)} of {count} rows, and none started: {self.held}", "Call loop.resume()."
+            raise PhaseError("a batch", got=got, fix=fix)
+        self.ready = [row for row in self.ready if row not in taken]
+        return taken
 
     def take_rejected(self) -> list[Finished[T]]:
         "The rows that were not useful, since this was last asked."
@@ -157,7 +179,14 @@ class Producer(Generic[T]):
 
     async def drain(self) -> None:
         "Wait until nothing is in flight, and start nothing meanwhile."
-        await drain(self)
+        self.held = self.held or DRAINING
+        try:
+            while self.in_flight and self.error is None:
+                self.changed.clear()
+                await self.changed.wait()
+        finally:
+            self.held = "" if self.held == DRAINING else self.held
+        raise_failure(self)
 
     def recall(self, newer_than: int = -1) -> None:
         "Give up rows that were started after a version, also those that have come back; they will be drawn again."
@@ -186,21 +215,6 @@ class Producer(Generic[T]):
         return self.idle + (0.0 if self.in_flight else self.clock() - self.idle_since)
 
 # %% ../nbs/14_groups.ipynb #8499ffea
-def fill(producer: Producer[Any]) -> int:
-    "Start what may be started."
-    p, started, event_loop = producer, 0, asyncio.get_running_loop()
-    while not p.held and p.error is None and p.gate.rows and (number := p.take()) is not None:
-        p.gate.admit()
-        now = p.clock()
-        if not p.in_flight:
-            p.idle += now - p.idle_since
-        task = event_loop.create_task(one_row(p, number))
-        p.in_flight[number] = InFlight(number, p.gate.version, now, task)
-        task.add_done_callback(partial(land, p, number))
-        started += 1
-    return started
-
-
 async def one_row(producer: Producer[T], number: int) -> T:
     "Draw and grade a row; nothing is begun if it is given up before its first turn."
     return await producer.run(number)
@@ -245,29 +259,12 @@ def pick(producer: Producer[T], places: int) -> list[Finished[T]]:
     return taken
 
 
-async def next_batch(producer: Producer[T], count: int, most: int, places: int) -> list[Finished[T]]:
-    "Wait for so many useful rows, and take up to `most`; raises what a rollout raised."
-    p = producer
-    p.fill()
-    enough = lambda: len(p.ready) >= count and len(pick(p, places)) >= count
-    while not enough() and p.in_flight and p.error is None:
-        p.changed.clear()
-        await p.changed.wait()
-    raise_failure(p)
-    taken = pick(p, places)[:most]
-    if len(taken) < count and p.held:
-        got, fix = f"{len(taken)} of {count} rows, and none started: {p.held}", "Call loop.resume()."
-        raise PhaseError("a batch", got=got, fix=fix)
-    p.ready = [row for row in p.ready if row not in taken]
-    return taken
-
-
 def raise_failure(producer: Producer[Any]) -> None:
     "Raise what a rollout raised, once."
     if (error := producer.error) is not None:
         producer.recall()
         producer.error = None
-        raise error
+        raise error.with_traceback(None) if isinstance(error, RLNotebookError) else error  # it says where
 
 # %% ../nbs/14_groups.ipynb #b5b5900e
 DRAINING = "waiting for the rows in flight"
@@ -281,18 +278,6 @@ def kept(producer: Producer[T], rows: list[Finished[T]]) -> Iterator[None]:
     except BaseException:
         producer.ready[:0] = rows
         raise
-
-
-async def drain(producer: Producer[Any]) -> None:
-    "Wait until nothing is in flight, and start nothing meanwhile."
-    producer.held = producer.held or DRAINING
-    try:
-        while producer.in_flight and producer.error is None:
-            producer.changed.clear()
-            await producer.changed.wait()
-    finally:
-        producer.held = "" if producer.held == DRAINING else producer.held
-    raise_failure(producer)
 
 
 def recall(producer: Producer[Any], newer_than: int = -1) -> None:

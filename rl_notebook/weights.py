@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 # %% auto #0
-__all__ = ['SamplerHas', 'SharedBackend', 'shared_by', 'borrowed', 'UndoCost', 'Weights']
+__all__ = ['SamplerHas', 'SharedBackend', 'Weights']
 
 # %% ../nbs/34_weights.ipynb #2a7894cb
 import numpy as np
@@ -267,7 +267,7 @@ class SharedBackend:
             weights.refuse_in_turn("a window of several steps", fix)
         return self.lock
 
-
+# %% ../nbs/34_weights.ipynb #47fd419a
 def shared_by(backend: Backend) -> SharedBackend:
     "What the loops over a backend share."
     backend.turns[:] = backend.turns or [SharedBackend()]
@@ -296,7 +296,6 @@ async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was 
     free = next(slot for slot in itertools.count() if slot not in kept)
     with w.owner.state.measured("remember"):
         saved = await w.save(f"undo-{w.loop_id}-{free}", free)
-    w.saves, w.seconds = w.saves + 1, w.seconds + w.owner.state.seconds["remember"]
     return w.snapshot(saved)
 
 
@@ -341,33 +340,6 @@ async def _undo(weights: Weights, forget: Callable[[Snapshot], Any]) -> Snapshot
     forget(last)
     w.undoable.pop()
     return last
-
-# %% ../nbs/34_weights.ipynb #980aa0b5
-@dataclass(frozen=True)
-class UndoCost:
-    "What being able to undo costs."
-
-    steps: int  # that can be taken back now
-    states: int  # of the trainer that are kept for it
-    bytes: int | None  # of these states; None = the backend does not say
-    saves: int  # states saved so far
-    seconds: float  # that this took, all together
-
-    def __repr__(self) -> str:
-        if not self.saves:
-            return "undo costs nothing: no state was saved"
-        size = "of unknown size" if self.bytes is None else f"{self.bytes / 1e6:.1f} MB"
-        each = f"{1e3 * self.seconds / self.saves:.1f} ms a step"
-        return f"steps that can be undone: {self.steps}; states kept: {self.states}, {size}; {each}"
-
-
-def _cost(weights: Weights) -> UndoCost:
-    "What being able to undo has cost."
-    kept = {s.path for e in weights.undoable for s in (e.saved, e.served) if s is not None}
-    measure = getattr(weights.backend.policy, "saved_bytes", None)
-    sizes = [None if measure is None else measure(path) for path in kept]
-    known = None if None in sizes else sum(size for size in sizes if size is not None)
-    return UndoCost(len(weights.undoable), len(kept), known, weights.saves, weights.seconds)
 
 # %% ../nbs/34_weights.ipynb #5b82dbd8
 async def _settled(weights: Weights, work: Coroutine[Any, Any, R]) -> R:
@@ -516,7 +488,6 @@ class Weights:
         self.undoable: deque[Snapshot] = deque(maxlen=keep_undo)  # before the last updates, oldest first
         self.beginning: Snapshot | None = None  # where the run begins, once `seek` has left it
         self.parked: Saved | None = None  # while another loop has the backend
-        self.saves, self.seconds = 0, 0.0  # states saved for `undo`, and the time that it took
 
     @property
     def several(self) -> bool:
@@ -592,5 +563,5 @@ class Weights:
             got = f"{self.owner.running or 'a step'} is running, begun in another cell or by a dashboard"
             raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
 
-    remember, update, restore, undo, cost = _remember, _update, _restore, _undo, property(_cost)
+    remember, update, restore, undo = _remember, _update, _restore, _undo
     settled, turn, fork = _settled, _turn, _fork

@@ -246,6 +246,13 @@ def test_a_length_that_nobody_chose_fits_the_model():
     assert loop.to_config().max_seq_len == loop.backend.capabilities.max_seq_len < cfg.max_seq_len
 
 
+def test_a_length_that_nobody_changed_is_not_said_to_have_changed(tmp_path):
+    loop = grpo_loop(toy_reward, cfg={"max_seq_len": 4096})
+    assert "changed since" not in repr(loop.to_script(tmp_path / "run.py"))
+    loop.change(max_seq_len=128)
+    assert "max_seq_len: changed since" in repr(loop.to_script(tmp_path / "run.py"))
+
+
 def test_what_changed_on_the_way_is_noted(tmp_path):
     loop = grpo_loop(toy_reward)
     asyncio.run(loop.run(1, progress=False))

@@ -238,24 +238,17 @@ def load_weights(loop):
     return dict(load_model("tiny")[0].named_parameters())
 
 
-def test_what_undo_costs_is_measured():
+def test_undo_costs_the_states_that_are_kept_and_nothing_where_none_are():
     async def main():
         loop, free = make_loop(keep_undo=2), make_loop(keep_undo=0)
         for _ in range(3):
             for one in (loop, free):
                 await one.step()
-        cost, params = loop.undo_cost, sum(p.nbytes for p in weights(loop).values())
-        assert (cost.steps, cost.states, cost.saves) == (2, 2, 3)
-        assert cost.bytes == pytest.approx(6 * params, rel=0.02)  # weights and two moments, twice
-        assert cost.seconds == pytest.approx(sum(r.seconds["remember"] for r in loop.records))
-        assert 0 < cost.seconds < sum(sum(r.seconds.values()) for r in loop.records)
-        assert repr(free.undo_cost) == "undo costs nothing: no state was saved"
+        assert (len(loop.weights.undoable), len(loop.backend.policy.state.saved)) == (2, 2)
+        assert all(0 < r.seconds["remember"] < sum(r.seconds.values()) for r in loop.records)
         assert not free.backend.policy.state.saved
         assert all("remember" not in r.seconds for r in free.records)
         assert_same_records(loop.records, free.records)
-        loop.backend.policy.saved_bytes = None  # as on a backend that cannot tell
-        assert loop.undo_cost.bytes is None
-        assert "of unknown size" in repr(loop.undo_cost)
 
     run(main())
 

@@ -833,10 +833,6 @@ class LocalTrainer:
         "Save under a name in memory, or in a folder if the name has a slash; returns the path to load."
         return await self.run(save_named, self.state, self.versions, name)
 
-    def saved_bytes(self, path: str) -> int:
-        "How much memory, or disk, a saved state takes."
-        return saved_size(self.state, path)
-
     async def load_state(self, path: str, *, optimizer: bool = True) -> None:
         "Go back to a saved state; the sampler follows with the next sync."
         await self.run(load_named, self.state, self.versions, path, optimizer)
@@ -916,13 +912,6 @@ def find_saved(state: PolicyState, path: str) -> tuple[dict[str, Tensor], dict[s
 def load_named(state: PolicyState, versions: Versions, path: str, optimizer: bool) -> None:
     "Restore what `save_named` saved; raises `RecordError`."
     restore(state, versions, *find_saved(state, path), optimizer)
-
-# %% ../../nbs/24_backends.local.ipynb #1f0e0436
-def saved_size(state: PolicyState, path: str) -> int:
-    "Bytes of what `save_named` saved; raises `RecordError`."
-    if "/" in path or os.sep in path:
-        return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-    return sum(tensor.nbytes for tensor in find_saved(state, path)[0].values())
 
 # %% ../../nbs/24_backends.local.ipynb #92d14cc8
 def take_snapshot(state: PolicyState, name: str) -> str:

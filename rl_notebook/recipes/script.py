@@ -315,9 +315,12 @@ def registered_loss(cfg: Config, sources: Sources) -> None:
         sources.texts["the call"] = f"register_loss({own}, name={cfg.policy_loss!r}{more})"
 
 # %% ../../nbs/64_recipes.script.ipynb #cc8b7725
-def settled(loop: Loop) -> Config:
-    "The settings of a loop, with those that wait for its current step to end, and a length that its model takes."
-    cfg, longest = Config.from_dict(loop.cfg.to_dict(), loop.next_settings), loop.backend.capabilities.max_seq_len
+def settled(loop: Loop, cfg: Config | None = None) -> Config:
+    "Settings (None = a loop's, with those that wait for its current step to end), with a length that its model takes."
+    cfg, longest = (
+        cfg or Config.from_dict(loop.cfg.to_dict(), loop.next_settings),
+        loop.backend.capabilities.max_seq_len,
+    )
     return replace(cfg, max_seq_len=min(cfg.max_seq_len, longest or cfg.max_seq_len))
 
 
@@ -421,7 +424,7 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise ConfigError("to_script", got=quoted(str(path)), expected="a name such as run.py")
     notes, sources = check_opened(loop), Sources(path.parent)
-    if changed := loop.began_with.diff(settled(loop)):
+    if changed := settled(loop, loop.began_with).diff(settled(loop)):
         names = ", ".join(name for name, *_ in changed.rows)
         notes.append(f"{names}: changed since the loop was opened; the script has the last value from step 1 on")
     cfg, parts, own_rows = described(loop, sources)
