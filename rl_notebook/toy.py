@@ -401,13 +401,13 @@ def model_source(name: str) -> str:
     return folder if os.path.isdir(folder) else name
 
 # %% ../nbs/13_toy.ipynb #92e7815c
-def model_and_tokenizer(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
+def model_and_tokenizer(model: Any, tokenizer: Any = ...) -> tuple[Any, Any]:
     "A model and its tokenizer from a name, from a pair, or as they are; raises `ConfigError` where one is missing."
     model = load_model(model) if isinstance(model, str) else model
     model, tokenizer = model if isinstance(model, tuple) else (model, tokenizer)
-    if tokenizer is None:
+    if tokenizer is ...:  # None = there is none
         raise ConfigError(
-            "tokenizer", got=None, expected="that of the model", fix="Or name the model: open_local('tiny')."
+            "tokenizer", got="none", expected="that of the model", fix="Or name the model: open_local('tiny')."
         )
     return model, tokenizer
 

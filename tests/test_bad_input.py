@@ -215,7 +215,7 @@ def test_one_completion_per_prompt():
 def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing():
     for given in ("tiny", load_model("tiny")):
         assert open_local(given, reference=False).capabilities.name == "local"
-    with pytest.raises(ConfigError, match=r"tokenizer: got None; expected that of the model.*open_local\('tiny'\)"):
+    with pytest.raises(ConfigError, match=r"tokenizer: got none; expected that of the model.*open_local\('tiny'\)"):
         open_local(load_model("tiny")[0])
 
 

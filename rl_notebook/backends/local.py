@@ -1433,7 +1433,7 @@ async def close_workers(sampler: LocalSampler, *workers: Worker) -> None:
 # %% ../../nbs/24_backends.local.ipynb #d016908a
 def open_local(
     model: Any,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
-    tokenizer: Any = None,  # its tokenizer; None = `model` is a name for `load_model`, or what that returns
+    tokenizer: Any = ...,  # its tokenizer; not given = `model` is a name for `load_model`, or what that returns
     *,
     lora_rank: int = 0,  # 0 = train every parameter that requires grad
     lora_alpha: float = 32,  # the adapter is scaled by alpha / rank
