@@ -29,8 +29,9 @@ from tqdm.auto import tqdm
 
 # %% auto #0
 __all__ = ['PHASES', 'StepState', 'LoopState', 'run_tokenizer', 'encode_for', 'rollout_setup', 'Loop', 'prompts_phase',
-           'sample_phase', 'score_phase', 'advantages_phase', 'datums_phase', 'reference_phase', 'loss_phase',
-           'backward_phase', 'optimize_phase', 'sync_phase', 'finish_phase', 'Changed', 'change']
+           'sample_phase', 'score_phase', 'grade', 'grade_in_turn', 'advantages_phase', 'datums_phase',
+           'reference_phase', 'loss_phase', 'backward_phase', 'optimize_phase', 'sync_phase', 'finish_phase', 'Changed',
+           'change']
 
 # %% ../nbs/35_phases.ipynb #dd8aa3c2
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
@@ -48,7 +49,7 @@ from .metrics import merge_metrics, step_metrics
 from .names import named_function, source_hash
 from .records import MUST_MATCH, StepRecord
 from .roofs import Work, known_roofs, memory_metrics, work_between, work_metrics, work_together
-from .rewards import as_reward_fns, make_soft_overlong
+from .rewards import Limits, as_reward_fns, blocking, gathered, make_soft_overlong
 from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
 from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
 from .rollouts import encode_rows, groups_per_pass, is_rollout_fn
@@ -58,7 +59,7 @@ from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, Sco
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
 from .step import join_updates, loss_factory, merge_outputs
 from .step import list_datums, list_groups, list_prompts, list_rollouts
-from .step import scale_output, score_datums, score_group, score_group_blocking
+from .step import scale_output, score_datums, score_group
 from .weights import Weights, interrupts_held
 
 # %% ../nbs/35_phases.ipynb #b31efaab
@@ -71,9 +72,9 @@ AWAITED = ("sample", "reference", "backward", "optimize", "sync")  # `await loop
 LOOK_ONLY = ("loss",)  # may be left out
 
 
-def call_text(phase: str) -> str:
+def call_text(phase: str, awaited: Sequence[str] = AWAITED) -> str:
     "How a phase is called."
-    return f"await loop.{phase}()" if phase in AWAITED else f"loop.{phase}()"
+    return f"await loop.{phase}()" if phase in awaited else f"loop.{phase}()"
 
 # %% ../nbs/35_phases.ipynb #8ef83d9c
 @dataclass(eq=False)
@@ -99,6 +100,7 @@ class StepState:
     batch: Any = None  # what an asynchronous loop knows of the samples beside their values
     idle: float = 0.0  # seconds without a row in flight, until the step began
     bonus: tuple[float, float] | None = None  # where it adapts: `entropy_coeff`, and what is used; None = at the start
+    awaited: tuple[str, ...] = AWAITED  # phases; `score` too, once it was found to wait
 
     def put(self, phase: str, value: Any) -> Any:
         "Keep a value and discard what depended on the previous one."
@@ -146,7 +148,7 @@ def enter(state: StepState, phase: str) -> Any:
     before = [p for p in PHASES[:place] if p not in LOOK_ONLY]
     missing = [p for p in before if p not in state.values]
     if missing:
-        names, fix = ", ".join(missing), f"Run {call_text(missing[0])}."
+        names, fix = ", ".join(missing), f"Run {call_text(missing[0], state.awaited)}."
         raise PhaseError(f"{phase} in step {state.number}", got=f"no {names} yet", fix=fix)
     return state.values[before[-1]] if before else None
 
@@ -184,6 +186,11 @@ def configured(task: Task, cfg: Config) -> Task:
     return replace(task, reward_fns=reward_fns, weights=None if weights is None else (*weights, 1.0))
 
 
+def limits_of(cfg: Config) -> Limits:
+    "How reward functions are called."
+    return Limits(cfg.max_concurrent_rewards, cfg.reward_timeout)
+
+# %% ../nbs/35_phases.ipynb #2170cf6d
 def part_weights(task: Task) -> dict[str, float]:
     "How much each part of the reward counts, by the name of its function; nothing where a rollout grades itself."
     fns = () if task.reward_fns is None else as_reward_fns(task.reward_fns)
@@ -311,6 +318,7 @@ class LoopState:
         self.weights = Weights(backend, self, keep_undo, family)
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
         self.eval_metrics: dict[str, float] = {}  # for the record of the current step
+        self.limits = limits_of(self.cfg)  # of reward functions, for all that the loop grades
         self.running, self.stop_requested = "", False  # the running phase; whether it is to be the last
         self.breaker = Breaker(self.cfg.max_rollout_failure_rate)  # ends the run when connections fail too often
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
@@ -361,6 +369,10 @@ class LoopState:
         self.state.cache.clear()
         gone = () if self.state.updated else ("reference", "loss", "backward")
         return bool([phase for phase in gone if self.state.values.pop(phase, None) is not None])
+
+    def regraded(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
+        "Groups that a phase has graded, as the step keeps them."
+        return groups
 
     def check_can_leave(self) -> None:
         "Raise PhaseError where another loop must not have the backend now."
@@ -645,9 +657,10 @@ async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
     return await draw(prompt, loop.sampler, params, loop.task.rollout_fn, **how)
 
 
-def grading(loop: Loop) -> dict[str, Any]:  # options of `score_group`
-    "How rewards are added up, and how many of a group have to be left."
-    return {"weights": loop.task.weights, "min_group_size": loop.cfg.min_group_size}
+def grading(loop: Loop, **more: Any) -> dict[str, Any]:  # options of `score_group`
+    "How reward functions are called and added up, and how many samples of a group have to be left."
+    given = {"weights": loop.task.weights, "limits": loop.limits, "min_group_size": loop.cfg.min_group_size}
+    return given | more
 
 # %% ../nbs/35_phases.ipynb #076aefa0
 async def sample_phase(loop: Loop) -> Listing[Rollouts]:
@@ -659,17 +672,40 @@ async def sample_phase(loop: Loop) -> Listing[Rollouts]:
     return loop.state.put("sample", list_rollouts(drawn, loop.backend.tokenizer))
 
 # %% ../nbs/35_phases.ipynb #3dd46d17
-def score_phase(loop: Loop, reward_fns: Any = None) -> Listing[PromptGroup]:
-    "Grade the samples; `reward_fns` replaces the loop's for this step."
-    rollouts = enter(loop.state, "score")
+def score_phase(loop: Loop, reward_fns: Any = None, *, wait: bool | None = None) -> Listing[PromptGroup]:
+    """Grade the samples; `reward_fns` replaces the loop's for this step.
+
+    Rewards that wait, because they are `async` or have a time limit, are awaited: `await loop.score()`. With
+    `wait=True` all are, and plain functions run in threads; `False` runs them here, one after another."""
+    enter(loop.state, "score")
     fns = loop.task.reward_fns if reward_fns is None else reward_fns
-    with timed(loop, "score"):
+    known = () if fns is None else as_reward_fns(fns)
+    if wait is None:
+        wait = any(fn.is_async for fn in known) or (bool(known) and loop.cfg.reward_timeout is not None)
+    if not wait:
         try:
-            groups = [score_group_blocking(r, fns, **grading(loop)) for r in rollouts]
+            return blocking(lambda limits: grade(loop, fns, limits=limits), known)
         except RewardError as error:  # its cause has the lines of the reward function; those between are of no use
             raise error.with_traceback(None) from error.__cause__
+    said = "not graded yet: these rewards have to be awaited. Run await loop.score()."
+    waiting = Listing[PromptGroup]((), said, list_groups(()).table)
+    waiting.work, loop.state.awaited = partial(grade_in_turn, loop, fns), (*AWAITED, "score")
+    return waiting
+
+
+async def grade(loop: Loop, reward_fns: Any, **options: Any) -> Listing[PromptGroup]:
+    "Grade the samples, all groups at once if the limits say so."
+    rollouts, how = enter(loop.state, "score"), grading(loop, **options)
+    with timed(loop, "score"):
+        groups = await gathered([score_group(r, reward_fns, **how) for r in rollouts], how["limits"])
     require_some(groups)
-    return loop.state.put("score", list_groups(groups))
+    return loop.state.put("score", list_groups(loop.regraded(groups)))
+
+
+async def grade_in_turn(loop: Loop, reward_fns: Any) -> Listing[PromptGroup]:
+    "The same while nothing else takes the backend or the step."
+    async with loop.weights.turn():
+        return await grade(loop, reward_fns)
 
 # %% ../nbs/35_phases.ipynb #cb0bfd85
 def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None) -> list[PromptGroup]:
@@ -1159,7 +1195,7 @@ def evaluation_rollouts(loop: Loop) -> RolloutFn:
         asked = None if own is None else TakenRollout(noting, CONTEXT)
         how = {"context": {**context, "evaluation": True}, **patience(loop)}
         drawn = await draw(prompt, loop.sampler, params, asked, **how)
-        samples = (await score_group(drawn, loop.task.reward_fns, weights=loop.task.weights)).samples
+        samples = (await score_group(drawn, loop.task.reward_fns, **grading(loop, min_group_size=1))).samples
         return None if not samples else RolloutRun(samples, samples[0].reward) if runs else samples[0]
 
     return rollout_fn
@@ -1195,7 +1231,7 @@ async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
         raise ConfigError("eval_sampling", got=dict(loop.cfg.eval_sampling), expected=expected, fix=fix)
     prompts = encode(loop, held_out, HELD_OUT, max_completion_tokens=params.max_tokens)
     with now_running(loop, "evaluate"):
-        how = {"patience": patience(loop), "weights": task.weights, "passing": loop.cfg.eval_pass_reward}
+        how = grading(loop, min_group_size=1, patience=patience(loop), passing=loop.cfg.eval_pass_reward)
         found = await evaluate(prompts, sampler, params, task.reward_fns, task.rollout_fn, **how)
     loop.eval_metrics = found
     return found
@@ -1297,7 +1333,7 @@ GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grad
 # %% ../nbs/35_phases.ipynb #dfe13ffc
 READ_BY = {
     "prompts": ("prompt_groups_per_step", "max_seq_len", "epochs", "steps"),
-    "score": (*GRADING, "min_group_size", "reward"),
+    "score": (*GRADING, "min_group_size", "reward", "reward_timeout", "max_concurrent_rewards"),
     "advantages": ("advantage_scale", "ddof", "igpo", "advantage_fn"),
     "datums": ("drop_dead", "refill", "overlong"),
     "reference": ("kl_metric",),
@@ -1424,7 +1460,7 @@ def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None
         loop.task, loop.given, loop.make_loss, loop.settings = task, given, given["make_loss"], cfg
         loop.advantage_fn = compare
         loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
-        loop.breaker = Breaker(cfg.max_rollout_failure_rate)
+        loop.breaker, loop.limits = Breaker(cfg.max_rollout_failure_rate), limits_of(cfg)
         loop.state.cursor = replace(loop.state.cursor, epochs=cfg.epochs)
         loop.intake.cursor = replace(loop.cursor, epochs=cfg.epochs)
 
