@@ -14,7 +14,7 @@ NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
 WORKERS ?= 4
 AT_ONCE ?= $(WORKERS)
 unexport PYTHONDONTWRITEBYTECODE # a hundred programs are started by the tests: bytecode is worth keeping
-CODE := $(wildcard setup.py nbs tests docs benchmarks examples)
+CODE := $(wildcard setup.py nbs tests docs benchmarks examples scripts)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup chromium demo lab test lint imports types notebooks pytest bench prep outputs readme docs clean

@@ -56,7 +56,7 @@ from rl_notebook.losses import LossOptions, make_loss_fn
 from rl_notebook.records import StepRecord
 from rl_notebook.rollouts import assemble, draw_completions, encode_rows
 from rl_notebook.step import sync_weights
-from rl_notebook.toy import build_tiny, load_model, toy_rows
+from rl_notebook.toy import load_model, toy_rows
 from rl_notebook.xray import ROUNDING, check_ratio
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
@@ -355,7 +355,8 @@ async def wrong_reference(b: Bench, seed: int, k: int) -> Case:
     record, _ = await b.healthy(seed)
     if k < 2:
         await b.train(seed + 1000, (1, 4)[k])
-    other = b.live if k < 2 else open_model(build_tiny(b.tokenizer, seed + 1).eval(), **SCORING)
+    torch.manual_seed(seed + 1)
+    other = b.live if k < 2 else open_model(transformers.Qwen3ForCausalLM(load_model("tiny")[0].config).eval(), **SCORING)
     series = [Logprobs(x, source="reference") for x in logprobs(other, [d.tokens for d in record.datums])]
     await b.reset()
     return replace(record, step=1, datums=tuple(attach(record.datums, "ref_logprobs", series))), b.backend

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from rl_notebook import toy
 from rl_notebook.core import BackendError, ConfigError, DataError, MissingExtra, RewardError
 
 TOKENIZER = toy.build_tokenizer()
+SPEC = importlib.util.spec_from_file_location("make_tiny", Path(__file__).parents[1] / "scripts" / "make_tiny.py")
+SPEC.loader.exec_module(MADE := importlib.util.module_from_spec(SPEC))
 PLAIN_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 # a "<|" can be completed to a control token by its neighbour, in this tokenizer as in any other
 CONTENT = PLAIN_TEXT.filter(lambda text: "<" not in text and "|" not in text)
@@ -132,7 +135,7 @@ def test_chat_template_only_appends_and_marks_what_was_said(turns):
         assert ids == prompt + completion
         said += completion
     template_mask = TOKENIZER.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    spoken = toy.spoken_mask(torch.tensor([ids]))[0]
+    spoken = MADE.spoken_mask(torch.tensor([ids]))[0]
     assert spoken.tolist() == [bool(m) for m in template_mask["assistant_masks"]]
     assert torch.tensor(ids)[spoken].tolist() == said
 
@@ -149,7 +152,7 @@ def test_the_corpus_holds_no_heldout_sum_and_its_worked_answers_are_right():
     rng = np.random.default_rng(0)
     for _ in range(400):
         asked = []
-        for message in toy.corpus_conversation(rng, turns=2, system=True, styles={"worked": 1.0}):
+        for message in MADE.corpus_conversation(rng, turns=2, system=True, styles={"worked": 1.0}):
             if message["role"] == "user" and message["content"] != "Try again.":
                 asked = [int(c) for c in message["content"] if c.isdigit()]
                 assert not toy.is_heldout(asked)
@@ -160,17 +163,21 @@ def test_the_corpus_holds_no_heldout_sum_and_its_worked_answers_are_right():
 
 def test_corpus_styles_come_in_their_proportions():
     rng = np.random.default_rng(0)
-    answers = [toy.corpus_conversation(rng, 1, False, toy.STYLES)[-1]["content"] for _ in range(3000)]
+    answers = [MADE.corpus_conversation(rng, 1, False, MADE.STYLES)[-1]["content"] for _ in range(3000)]
     hasty = np.mean([a.startswith("####") for a in answers])
     bare = np.mean(["####" not in a for a in answers])
-    assert abs(hasty - toy.STYLES["hasty"]) < 0.04
-    assert abs(bare - toy.STYLES["bare"]) < 0.04
+    assert abs(hasty - MADE.STYLES["hasty"]) < 0.04
+    assert abs(bare - MADE.STYLES["bare"]) < 0.04
 
 
-def test_pretraining_repeats_itself():
-    first, second = (toy.pretrain_tiny(3, batch=4, seed=7, progress=False)[2] for _ in range(2))
-    assert first == second
-    assert first != toy.pretrain_tiny(3, batch=4, seed=8, progress=False)[2]
+def test_the_script_makes_a_model_and_repeats_itself(tmp_path):
+    small = {"steps": 3, "batch": 4, "progress": False}
+    first, second, other = (MADE.make_tiny(tmp_path / str(i), seed=seed, **small) for i, seed in enumerate((7, 7, 8)))
+    assert first == second != other
+    assert (
+        load_file(tmp_path / "0" / "model.safetensors").keys()
+        == load_file(toy.tiny_path() / "model.safetensors").keys()
+    )
 
 
 # ---- the model that ships
