@@ -196,6 +196,15 @@ _TEMPERATURES = f"at least 0; between 0 and {COLDEST:g}, take 0"
 def _is_temperature(value: float) -> bool:
     return value == 0 or COLDEST <= value <= 1e6
 
+
+OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # what cuts off and penalises nothing
+
+
+def or_off(name: str, value: Any) -> Any:
+    "A sampling setting; what other tools say for off, None or vLLM's top_k of -1, as what it is here."
+    said = value is None or (name == "top_k" and not isinstance(value, bool) and value in (-1, "-1"))
+    return OFF[name] if name in OFF and said else value
+
 # %% ../nbs/00_core.ipynb #3eb49b66
 @dataclass(frozen=True)
 class SampleParams:
@@ -213,6 +222,8 @@ class SampleParams:
     seed: int | None = None  # completion i draws from its own generator (seed, i)
 
     def __post_init__(self):
+        for name in OFF:
+            object.__setattr__(self, name, or_off(name, getattr(self, name)))
         whole = lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool)
         number = lambda value: whole(value) or isinstance(value, float | np.floating)
         each = lambda value, kind: isinstance(value, tuple | list) and all(map(kind, value))

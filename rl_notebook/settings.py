@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import yaml
 
-from .core import COLDEST, ConfigError, check_own, quoted, without_keys
+from .core import COLDEST, ConfigError, check_own, or_off, quoted, without_keys
 from .names import NAMED, from_file, read_file, trusted_names, write_file
 from .options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, loss_faults
 
@@ -406,6 +406,7 @@ def coerce(
     name: str,  # dotted name of the setting, for the message
 ) -> Any:
     "`value` in the type of its field; raises ConfigError where that would lose something."
+    value = or_off(name, value)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else coerce(value, next(a for a in args if a is not type(None)), name)

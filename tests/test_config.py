@@ -41,7 +41,7 @@ from rl_notebook.config import (
     WeightSyncScope,
 )
 from rl_notebook.cli import parse_train
-from rl_notebook.core import ConfigError
+from rl_notebook.core import ConfigError, SampleParams
 from rl_notebook.losses import POLICY_LOSSES
 from rl_notebook.options import KLEstimator
 from rl_notebook.records import Run, RunFolder, differing
@@ -955,3 +955,15 @@ def test_an_unknown_field_of_a_sub_config_gets_our_message():
         DeployConfig(tokenizer="Qwen/Qwen3-8B")
     assert "Did you mean 'tokenizer_model'?" in str(e.value)
     assert TISConfig(2.0, "sequence").level == "sequence"
+
+
+@pytest.mark.parametrize(
+    "said", ["min_p: null", "top_k: -1", "top_k: 0", "top_k: null", "repetition_penalty: null", "top_p: null"]
+)
+def test_what_other_tools_write_for_off_is_off(said, tmp_path):
+    (tmp_path / "c.yaml").write_text(said + "\n")
+    told = yaml.safe_load(said)
+    for cfg in (Config.from_yaml(tmp_path / "c.yaml"), Config(**told), replace(Config(), **told)):
+        assert cfg == Config()
+    assert Config(eval_sampling=told).eval_params() == Config().eval_params()
+    assert SampleParams(**told) == SampleParams()

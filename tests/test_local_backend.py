@@ -1,6 +1,7 @@
 "The local backend: exact gradients, exact states, a reference that stays, a sampler that serves the last sync."
 
 import asyncio
+import copy
 import errno
 import json
 import os
@@ -911,3 +912,36 @@ def test_products_take_no_more_threads_than_the_worker_has():
         assert (inside, here, most()) == (1, 3, 2)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("how", [{}, {"lora_rank": 2}, {"inline": True}])
+@pytest.mark.parametrize("draws", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}], ids=["raw", "processed"])
+@pytest.mark.parametrize("family", ["qwen3", "tied", "gpt2"])
+def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
+    "Never drawn, and the logprobs of sampler, echo, policy and reference are of the law without them."
+    tokenizer = byte_tokenizer()
+    model = tiny_model("gpt2" if family == "gpt2" else "qwen3", vocab=400, tied=family == "tied", scale=2.0)
+    logits, known = copy.deepcopy(model), len(tokenizer)
+    with pytest.warns(UserWarning, match=r"142 ids of the model have no token in the tokenizer \(258, 259, 260, ...\)"):
+        backend = open_local(model, tokenizer, temperature=draws.get("temperature", 1.0), **how)
+    params = SampleParams(n=8, max_tokens=20, seed=3, **draws)
+    drawn = asyncio.run(backend.sampler.sample([65, 66, 67], params))
+    datums = []
+    for c in drawn:
+        assert c.tokens.max() < known
+        whole = [65, 66, 67, *c.tokens.tolist()]
+        with torch.no_grad():
+            law = logits(input_ids=torch.tensor([whole])).logits[0, :-1, :known].double().log_softmax(-1)
+        want = law[torch.arange(len(whole) - 1), torch.tensor(whole[1:])].numpy()
+        np.testing.assert_allclose(c.logprobs, want[2:], atol=1e-5)
+        np.testing.assert_allclose(asyncio.run(backend.sampler.logprobs(whole)).values, want, atol=1e-5)
+        datums.append(Datum(whole, [0, 0] + [1] * len(c.tokens)))
+    forward = asyncio.run(backend.policy.forward(datums)), asyncio.run(backend.reference.forward(datums))
+    hot = draws.get("temperature", 1.0)
+    for datum, policy, reference in zip(datums, *forward, strict=True):
+        with torch.no_grad():
+            law = logits(input_ids=torch.tensor([datum.tokens.tolist()])).logits[0, :-1, :known].double() / hot
+        want = law.log_softmax(-1)[torch.arange(len(datum.tokens) - 1), torch.tensor(datum.tokens[1:])].numpy()[2:]
+        np.testing.assert_allclose(policy.values[2:], want, atol=1e-5)
+        np.testing.assert_allclose(reference.values[2:], want, atol=1e-5)
+    asyncio.run(backend.__aexit__(None, None, None))

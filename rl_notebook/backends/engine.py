@@ -850,6 +850,33 @@ class CausalModel:
         "(M,) entropies from features (M, D), nats, differentiable."
         return head_entropy(features, self.head, temperature)
 
+# %% ../../nbs/23_backends.engine.ipynb #dd818ed6
+class KnownHead:
+    "A head whose logits are minus infinity for unknown ids; without one, the features are the logits."
+
+    def __init__(self, head: Callable[[Tensor], Tensor] | None, unknown: Tensor):  # (V,) bool
+        self.head, self.unknown, self.out_features = head, unknown, len(unknown)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        logits = features if self.head is None else self.head(features)
+        return logits.masked_fill(self.unknown, -torch.inf)
+
+
+def unknown_ids(tokenizer: Any, vocab_size: int) -> list[int]:
+    "Ids of a model that its tokenizer has no token for; none where it does not say which it has."
+    known = {*tokenizer.get_vocab().values()} if hasattr(tokenizer, "get_vocab") else range(vocab_size)
+    return [i for i in range(vocab_size) if i not in known]
+
+
+def mask_ids(causal: CausalModel, ids: Sequence[int]) -> CausalModel:
+    "The model, from now on without a share for these ids."
+    if len(ids):
+        unknown = torch.zeros(causal.vocab_size, dtype=torch.bool)
+        unknown[list(ids)] = True
+        unknown = unknown.to(causal.device)
+        causal.head, causal.drawing_head = KnownHead(causal.head, unknown), KnownHead(causal.drawing_head, unknown)
+    return causal
+
 # %% ../../nbs/23_backends.engine.ipynb #e09d3782
 def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device | str = "cpu") -> Tensor:
     "(B, S) ids, padded on the right with 0; causal attention never sees the padding."

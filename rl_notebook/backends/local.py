@@ -42,9 +42,11 @@ from rl_notebook.backends.engine import (
     check_tokens,
     echo,
     following,
+    mask_ids,
     open_model,
     padded,
     plan_batches,
+    unknown_ids,
 )
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, find_routers, read_notes, replaying
@@ -1335,6 +1337,14 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
         fix = "Use the model's own tokenizer, or resize the model's embeddings."
         raise BackendError("tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix)
 
+
+def tell_masked(unknown: Sequence[int]) -> None:
+    "Say which ids have no share."
+    if unknown:
+        which = ", ".join(map(str, unknown[:3])) + (", ..." if len(unknown) > 3 else "")
+        many = f"{len(unknown)} ids of the model have no token in the tokenizer ({which})"
+        warnings.warn(f"{many}: none is drawn or has a share in logprobs; mask_unknown=False keeps them", stacklevel=3)
+
 # %% ../../nbs/24_backends.local.ipynb #90b246c2
 def checkpoint_layers(module: nn.Module) -> None:
     "Keep only the inputs of a model's layers for backward; raises `ConfigError` for a model without such layers."
@@ -1450,6 +1460,7 @@ def open_local(
     seed: int = 0,  # of the adapter's initial weights
     load_in_8bit: bool = False,  # with LoRA: keep the base in 8 bits, which needs `rl-notebook[quantized]`
     load_in_4bit: bool = False,  # refused, with the reason
+    mask_unknown: bool = True,  # ids that the tokenizer does not know have no share: never drawn, in no logprob
     prompt_logprobs: bool = False,  # also score positions of weight 0
     gradient_checkpointing: bool = False,  # backward computes each layer again: less memory, more time
     router_replay: bool = False,  # mixture of experts: the policy takes the experts that the sampler chose
@@ -1465,7 +1476,9 @@ def open_local(
     params, versions = trainable(module), Versions()
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
     served = frozen_copy(module, params)
-    engine = Engine(open_model(served), tokenizer, max_batch, max_seq_len, tokens_per_batch)
+    unknown = unknown_ids(tokenizer, len(served.get_input_embeddings().weight)) if mask_unknown else []  # type: ignore
+    tell_masked(unknown)
+    engine = Engine(mask_ids(open_model(served), unknown), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     causal, head = engine.causal, tuple(engine.causal.model.get_input_embeddings().weight.shape)
     counts = thread_counts(causal.size, causal.decoder.config.num_hidden_layers, threads, inline, head)
     run, choice = Worker(inline, counts[0] if counts else None), ThreadChoice(counts)
@@ -1475,7 +1488,8 @@ def open_local(
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
     check_tokenizer(tokenizer, engine.causal.vocab_size)
     limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter, None)
-    score_as = lambda m: Scoring(open_model(m, routes=("modules", "full"), sampling=False), *limits, choice)
+    opened_as = {"routes": ("modules", "full"), "sampling": False}
+    score_as = lambda m: Scoring(mask_ids(open_model(m, **opened_as), unknown), *limits, choice)
     state = PolicyState(module, replace(score_as(module), routers=routers), params, load_in_8bit=load_in_8bit)
     judge = reference_of(state, run, score_as) if reference else None
     if gradient_checkpointing:

@@ -1287,6 +1287,7 @@ async def open_openai(
     **local_options: Any,  # of `open_local`
 ) -> Backend:  # policy LocalTrainer, sampler OpenAISampler
     "A policy in this process, a sampler behind a server; `backend.sampler.report` shows what the server does."
+    local_options = {"mask_unknown": False, **local_options}  # the server draws from the whole head
     local = open_local(model, tokenizer, **local_options)
     options = {"dialect": dialect, "retries": retries, "limit": limit, "transport": transport}
     sampler = OpenAISampler(base_url, served_model, tokenizer, key, meter=local.meter, **options)  # type: ignore[arg-type]

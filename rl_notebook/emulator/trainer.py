@@ -112,7 +112,8 @@ class Models:
         model, tokenizer = self.load()
         options: dict[str, Any] = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed, "dtype": self.dtype}
         with self.lock:
-            return open_local(model, tokenizer, reference=False, prompt_logprobs=True, **options)
+            whole = {"reference": False, "prompt_logprobs": True, "mask_unknown": False}  # as services draw
+            return open_local(model, tokenizer, **whole, **options)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #7d282d61
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
