@@ -356,7 +356,9 @@ async def wrong_reference(b: Bench, seed: int, k: int) -> Case:
     if k < 2:
         await b.train(seed + 1000, (1, 4)[k])
     torch.manual_seed(seed + 1)
-    other = b.live if k < 2 else open_model(transformers.Qwen3ForCausalLM(load_model("tiny")[0].config).eval(), **SCORING)
+    other = (
+        b.live if k < 2 else open_model(transformers.Qwen3ForCausalLM(load_model("tiny")[0].config).eval(), **SCORING)
+    )
     series = [Logprobs(x, source="reference") for x in logprobs(other, [d.tokens for d in record.datums])]
     await b.reset()
     return replace(record, step=1, datums=tuple(attach(record.datums, "ref_logprobs", series))), b.backend
