@@ -42,12 +42,10 @@ from rl_notebook.backends.engine import (
     check_tokens,
     echo,
     following,
-    mask_ids,
-    open_model,
     padded,
     plan_batches,
-    unknown_ids,
 )
+from .engine import mask_ids, open_model, unknown_ids
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, find_routers, read_notes, replaying
 from .worker import ThreadChoice, Worker, thread_counts
@@ -1338,12 +1336,14 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
         raise BackendError("tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix)
 
 
-def tell_masked(unknown: Sequence[int]) -> None:
-    "Say which ids have no share."
+def told_unknown(tokenizer: Any, model: Any) -> list[int]:
+    "Ids of a model that its tokenizer does not know, which are said."
+    unknown = unknown_ids(tokenizer, len(model.get_input_embeddings().weight))
     if unknown:
         which = ", ".join(map(str, unknown[:3])) + (", ..." if len(unknown) > 3 else "")
         many = f"{len(unknown)} ids of the model have no token in the tokenizer ({which})"
         warnings.warn(f"{many}: none is drawn or has a share in logprobs; mask_unknown=False keeps them", stacklevel=3)
+    return unknown
 
 # %% ../../nbs/24_backends.local.ipynb #90b246c2
 def checkpoint_layers(module: nn.Module) -> None:
@@ -1476,8 +1476,7 @@ def open_local(
     params, versions = trainable(module), Versions()
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
     served = frozen_copy(module, params)
-    unknown = unknown_ids(tokenizer, len(served.get_input_embeddings().weight)) if mask_unknown else []  # type: ignore
-    tell_masked(unknown)
+    unknown = told_unknown(tokenizer, served) if mask_unknown else []
     engine = Engine(mask_ids(open_model(served), unknown), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     causal, head = engine.causal, tuple(engine.causal.model.get_input_embeddings().weight.shape)
     counts = thread_counts(causal.size, causal.decoder.config.num_hidden_layers, threads, inline, head)
