@@ -47,7 +47,7 @@ _HOMES = {
     "views.tokens": "inspect_tokens",
     "views.dashboard": "Dashboard",
     "views.whatif": "WhatIfPanel",
-    "views.report": "write_report",
+    "views.report": "compare write_report",
     "recipes.rl_loop": "main train",
 }
 
@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from .trends import watch_run as watch_run
     from .views.charts import chart as chart
     from .views.dashboard import Dashboard as Dashboard
+    from .views.report import compare as compare
     from .views.report import write_report as write_report
     from .views.tokens import inspect_tokens as inspect_tokens
     from .views.whatif import WhatIfPanel as WhatIfPanel

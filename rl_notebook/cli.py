@@ -305,10 +305,22 @@ def run_new(args: Sequence[str]) -> int:  # exit code
     return 0
 
 # %% ../nbs/80_cli.ipynb #3288c9ba
+def view_several(runs: Sequence[Path], out: Path, shown: bool) -> int:  # exit code
+    "Write a page on which runs are compared, and say what it says."
+    from rl_notebook.views.report import compare, write_report
+
+    compared = compare(*runs)
+    print(write_report(compared, out), flush=True)
+    print(compared, file=sys.stderr)
+    if shown:
+        webbrowser.open(out.resolve().as_uri())
+    return 0
+
+# %% ../nbs/80_cli.ipynb #4cccf8c6
 def run_view(args: Sequence[str]) -> int:  # exit code
     "Write the page of a run, say where it is, and follow the run while it goes on."
     parser = argparse.ArgumentParser(prog="rl-notebook view", description="The page of a run folder.")
-    parser.add_argument("run", type=_path, help="run folder")
+    parser.add_argument("run", type=_path, nargs="+", help="run folder; several are compared on one page")
     where = "default: report.html in the folder of a run that was started here, else outside of it"
     parser.add_argument("--out", type=_path, default=None, help=where)
     parser.add_argument("--open", action="store_true", help="open it in a browser")
@@ -317,6 +329,9 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("--patience", type=float, default=600.0, help="follow so many seconds without a new step")
     parser.add_argument("--show", action="append", default=[], metavar="ADDRESS", help="'step=12&group=1&sample=3'")
     given = parser.parse_args(args)
+    if len(given.run) > 1:
+        return view_several(given.run, given.out or Path("comparison.html"), given.open)
+    given.run = given.run[0]
     from rl_notebook.names import page_place
     from rl_notebook.records import Run, flat_settings
     from rl_notebook.views.report import follow, run_status, tokenizer_at_hand, write_report
@@ -752,7 +767,7 @@ usage: rl-notebook COMMAND [options]
   demo     GRPO on the tiny model, told as a story
   new      a folder with a task of your own that runs at once: rewards, config, notebook, test
   train    run a config: --config FILE, then any field of Config as an option; --resume goes on
-  view     the page of a run folder; it follows a run that goes on
+  view     the page of a run folder; it follows a run that goes on; several runs are compared
   show     a run, a step or a completion as text, or as JSON
   doctor   why trainer and sampler disagree, step by step
   replay   recompute a recorded step and compare every phase

@@ -19,6 +19,7 @@ import pytest
 from synthetic import hostile_record, synthetic_record
 
 from rl_notebook.advantages import with_advantages
+from rl_notebook.cli import main as command
 from rl_notebook.core import ConfigError, RecordError
 from rl_notebook.records import RunFolder, StepRecord, flat_settings, metrics_frame, metrics_row
 from rl_notebook.views.payloads import (
@@ -35,6 +36,7 @@ from rl_notebook.views.payloads import (
     tokens_payload,
 )
 from rl_notebook.views.report import (
+    compare,
     Known,
     Status,
     charts_of_last_step,
@@ -660,3 +662,40 @@ def test_the_page_follows_a_dark_theme(run: RunFolder):
     dark = re.search(r"prefers-color-scheme: dark\) \{(.*?\})\s*\}", page, flags=re.S)[1]
     set_there = set(re.findall(r"--[a-z]+(?=:)", dark))
     assert {"--ink", "--soft", "--line", "--paper", "--ground"} <= set_there
+
+
+# --- runs side by side ------------------------------------------------------------------------------------------------
+
+
+def rewarded(path: Path, add: float, seed: int) -> RunFolder:
+    "A run of three steps over rows 0 to 11, each of which earns its share of `add` more."
+    run, draw = RunFolder.create(path, {"learning_rate": add, "seed": 1}), np.random.default_rng(seed)
+    for step in (1, 2, 3):
+        record = synthetic_record(step, groups=4, completions=2)
+        groups = []
+        for i, group in enumerate(record.groups):
+            samples = tuple(replace(s, reward=add + i + draw.normal(0, 0.01), rewards={}) for s in group.samples)
+            number = 4 * step + i
+            groups.append(replace(group, samples=samples, number=number, key=f"row {number}", advantages=None))
+        run.add(replace(record, groups=tuple(groups), datums=(), loss=None))
+    return run
+
+
+def test_runs_side_by_side_differ_by_what_the_rows_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, add, seed in (("a", 0.0, 1), ("b", 0.5, 2), ("c", 0.0, 3)):
+        rewarded(tmp_path / name, add, seed)
+    both = compare(*(tmp_path / name for name in "abc"))
+    table = both.table
+    assert table["reward"].tolist() == ["b - a", "b - a", "c - a", "c - a"]
+    assert table["rows"].tolist() == [12, 4, 12, 4]
+    assert table["difference"].round(1).tolist() == [0.5, 0.5, 0, 0]
+    assert (table["low"] < table["difference"]).all()
+    assert (table["high"] - table["low"] < 0.1).all()  # the rows differ by 1 each; what is compared is the same row
+    assert both.settings.loc["learning_rate"].tolist() == [0.0, 0.5, 0.0]
+    with pytest.raises(ConfigError, match="compare: got 1 runs; expected two or more"):
+        compare(tmp_path / "a")
+    assert command(["view", *(str(tmp_path / name) for name in "abc"), "--out", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "Difference of the reward to a, on the same rows" in page.text
+    assert "learning_rate" in page.text
+    assert "b - a" in capsys.readouterr().err

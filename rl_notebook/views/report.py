@@ -23,21 +23,23 @@ from typing import Any
 
 import pandas as pd
 
-from ..core import RecordError, RLNotebookError, check_own
-from ..drawings import number, rewards_html
-from ..records import Run, StepRecord, flat_settings, metrics_frame, replace_text
-from ..trends import WATCHED, Trend, watch_run
-from .charts import LOOKS, Chart, asset, charts, module, plotly_script
+from ..core import ConfigError, RecordError, RLNotebookError, check_own
+from ..drawings import html_table, number, rewards_html
+from ..records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, replace_text
+from ..trends import Trend, watch_run
+from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
+from .charts import plotly_script, tint
 from .payloads import SHOWN_TEXT, TIMELINE_STEPS, address, ages_row, completions_payload
-from .payloads import header_payload, history_row, is_asynchronous, run_payloads, spread_row
+from .payloads import header_payload, history_row, is_asynchronous, run_payloads, series, spread_row
 from .payloads import step_payloads, timeline_payload, tokens_payload
 from ..xray import invariants, sentence
 
 # %% auto #0
-__all__ = ['write_report', 'run_status', 'follow']
+__all__ = ['write_report', 'run_status', 'follow', 'compare']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
 MOSTLY_DEAD = 0.5  # share of groups without signal from which on the page says so
+WATCHED = 40  # last steps of which it is said what changed
 LAST = max(TIMELINE_STEPS, 6)  # records that are read at the end; the sixth is there for the sentence of the next
 
 
@@ -424,9 +426,8 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
 MADE = "Made by rl_notebook."
 
 
-def _page(m: Material, status: Status | None, refresh: float | None) -> str:
-    "The page of a material."
-    body, carried = _sections(m, status)
+def _page(name: str, body: str, carried: Mapping[str, Any], refresh: float | None = None) -> str:
+    "A page with what it carries: figures and tables by place, tokens by address."
     data = {name: found for name, found in carried.items() if found}
     scripts = [plotly_script()] if "figures" in data else []
     scripts += [module("report.js")] if data or refresh else []
@@ -435,7 +436,7 @@ def _page(m: Material, status: Status | None, refresh: float | None) -> str:
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{content_policy(scripts)}">',
-        tag("title", html.escape(m.name)),
+        tag("title", html.escape(name)),
         tag("style", asset("report.css") + asset("table.css")),
     ]
     values = [tag("script", script_json(v), type="application/json", id=name) for name, v in data.items()]
@@ -457,17 +458,19 @@ def report_html(
 ) -> str:  # one page, about 5 MB, most of it plotly's script
     "A run as one self-contained HTML page; raises RecordError for an address of a step that is not there."
     m = replace(material(source, known, show), tokenizer=tokenizer)
-    return _page(m if title is None else replace(m, name=title), status, refresh)
+    m = m if title is None else replace(m, name=title)
+    return _page(m.name, *_sections(m, status), refresh)
 
 # %% ../../nbs/59_views.report.ipynb #e042d07a
 def write_report(
-    source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
+    source: Any,  # a run on disk, records in memory, or what `compare` returns
     path: str | os.PathLike[str],  # of the page, such as runs/first/report.html
     **options: Any,  # of `report_html`
 ) -> Path:
-    "Write the report of a run; raises RecordError or ConfigError when the place cannot be written, or is not ours."
+    "Write the report of a run, or of several; raises RecordError or ConfigError where that cannot be."
     check_own(path, MADE, "report")
-    path, page = Path(path), report_html(source, **options)
+    path = Path(path)
+    page = source.page() if hasattr(source, "page") else report_html(source, **options)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -560,3 +563,118 @@ async def follow(
         if seen is not None or Path(path).exists():
             write(run_status(opened), None)
     return Path(path)
+
+# %% ../../nbs/59_views.report.ipynb #f4b73e79
+OVERLAID = {
+    "reward": "Reward in training", "eval/reward": "Held-out reward", "kl": "KL to the reference",
+    "entropy": "Entropy", "completions/mean_length": "Tokens of a completion",
+    "frac_reward_zero_std": "Groups without signal",
+}  # fmt: skip
+PALETTE = ("blue", "orange", "green", "violet", "grey")
+
+
+def lines_figure(payload: Mapping[str, Any]) -> Figure:
+    "A line a run, with its band where there is one."
+    data = list[dict[str, Any]]()
+    for i, (name, drawn) in enumerate(payload["lines"].items()):
+        color = PALETTE[(i + payload.get("first", 0)) % len(PALETTE)]
+        if "low" in drawn:
+            data += _band(drawn["low"], drawn["high"], f"{label(name)}, 95 %", tint(color, 0.15))
+        data.append(_line(drawn["mean"], name, color))
+    return figure_of(data, payload["y"])
+
+# %% ../../nbs/59_views.report.ipynb #ad08c39a
+def mean_rewards(source: Run | Sequence[StepRecord]) -> pd.DataFrame:  # columns step, reward; by number and row
+    "The mean reward of every group, under the position of its prompt in the run and the name of its row."
+    groups = [(g.number, g.key, record.step, g.rewards.mean()) for record in source for g in record.groups if g.samples]
+    table = pd.DataFrame(groups, columns=["number", "row", "step", "reward"])
+    return table.groupby(["number", "row"]).first()
+
+
+def mean_between(differences: Any) -> tuple[float, float, float]:  # mean, ends of its 95 % interval
+    "The mean of independent differences; without an interval below two."
+    values = pd.Series(differences, dtype=float)
+    mean, half = values.mean(), 1.96 * values.std() / math.sqrt(max(len(values), 1))
+    return mean, mean - half, mean + half
+
+# %% ../../nbs/59_views.report.ipynb #a464fa6e
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    "Runs beside each other, and how far the rewards of each are from the first one's on the same rows."
+
+    metrics: Mapping[str, pd.DataFrame]  # by run
+    rewards: Mapping[str, pd.DataFrame]  # by run: of `mean_rewards`
+    settings: pd.DataFrame  # those that differ, a column a run
+
+    def shared(self, name: str) -> pd.DataFrame:
+        "The rows that a run shares with the first: its step there, and the difference of the mean rewards."
+        first = self.rewards[next(iter(self.rewards))]
+        both = first.merge(self.rewards[name], left_index=True, right_index=True, suffixes=("", "_there"))
+        return pd.DataFrame({"step": both["step"], "difference": both["reward_there"] - both["reward"]})
+
+    @property
+    def table(self) -> pd.DataFrame:
+        "The difference to the first run: over all shared rows, and over those of its last third of steps."
+        rows, (first, *others) = [], self.metrics
+        for name in others:
+            found = self.shared(name)
+            late = found[found["step"] > found["step"].max() * 2 / 3]
+            for over, part in (("all shared rows", found), ("those of the last third", late)):
+                rows.append([f"{name} - {first}", over, len(part), *mean_between(part["difference"])])
+        return pd.DataFrame(rows, columns=["reward", "over", "rows", "difference", "low", "high"])
+
+    @property
+    def charts(self) -> list[Chart]:
+        "What can be drawn: the difference, and each metric with a line a run."
+        steps = {name: self.shared(name).groupby("step")["difference"] for name in [*self.metrics][1:]}
+        between = {name: [mean_between(d) for _, d in by] for name, by in steps.items()}
+        ends = {name: [*by.groups] for name, by in steps.items()}
+        lines = {
+            name: {k: {"x": ends[name], "y": [v[i] for v in values]} for i, k in enumerate(("mean", "low", "high"))}
+            for name, values in between.items()
+        }
+        caption = "Mean over the rows that both drew; the band is its 95 % interval. Above 0: more than the first run."
+        title = f"Difference of the reward to {next(iter(self.metrics))}, on the same rows"
+        found = [Chart(title, caption, lines_figure, {"lines": lines, "y": "difference", "first": 1}, wide=True)]
+        for metric, title in OVERLAID.items():
+            told = {name: {"mean": series(m, metric)} for name, m in self.metrics.items() if metric in m}
+            found += [Chart(title, metric, lines_figure, {"lines": told, "y": title.lower()})] if told else []
+        return found
+
+    def page(self) -> str:
+        "All of it as one HTML page."
+        names, drawn = " and ".join(self.metrics), self.charts
+        head = [tag("h1", html.escape(names)), *(tag("div", t, kind="card scroll drawn") for t in self.tables_html())]
+        figures = {f"f{i}": c.figure for i, c in enumerate(drawn)}
+        return _page(names, "".join([*head, _figures_html(drawn, 0)]), {"figures": figures})
+
+    def __repr__(self) -> str:
+        return f"{self.settings.to_string()}\n\n{self.table.round(4).to_string(index=False)}"
+
+    def _repr_html_(self) -> str:
+        return "".join([*self.tables_html(), *(chart.static_html() for chart in self.charts)])
+
+    def tables_html(self) -> list[str]:
+        "The settings that differ, and the differences, as tables."
+        table = self.table.astype(object).where(self.table.notna(), None)
+        rows = [[number(v) if isinstance(v, float) else v for v in row] for row in table.to_numpy().tolist()]
+        settings = [[name, *map(str, row)] for name, row in self.settings.T.items()]
+        tables = [html_table(["setting", *self.settings.columns], settings)] if settings else []
+        return [*tables, html_table([*self.table.columns], rows)]
+
+# %% ../../nbs/59_views.report.ipynb #fdd8d6bc
+def compare(*sources: Any) -> Comparison:  # run folders, `Run`s, loops or lists of records; two or more
+    "Runs beside each other; raises `ConfigError` for fewer than two, `RecordError` for what is no run."
+    if len(sources) < 2:
+        raise ConfigError("compare", got=f"{len(sources)} runs", expected="two or more")
+    runs = [Run.open(s) if isinstance(s, str | os.PathLike) else getattr(s, "records", s) for s in sources]
+    pairs = [*zip(sources, runs, strict=True)]
+    called = [Path(r.path).name if isinstance(r, Run) else getattr(s, "name", "records") for s, r in pairs]
+    names = [n if called.count(n) == 1 else f"{n} ({i + 1})" for i, n in enumerate(called)]
+    tables = [r.metrics() if isinstance(r, Run) else metrics_frame(map(metrics_row, r)) for r in runs]
+    flat = [flat_settings(r.config if isinstance(r, Run) else getattr(s, "cfg", {})) for s, r in pairs]
+    told = {n: [f.get(n) for f in flat] for f in flat for n in f if n != "log_path"}
+    differ = {n: values for n, values in told.items() if any(v != values[0] for v in values)}
+    settings = pd.DataFrame.from_dict(differ, orient="index", columns=names)
+    rewards = dict(zip(names, map(mean_rewards, runs), strict=True))
+    return Comparison(dict(zip(names, tables, strict=True)), rewards, settings)
