@@ -76,7 +76,7 @@ def _option(name: str, texts: list[str]) -> tuple[str, Any]:
     one = len(values) == 1 and (not listed or isinstance(values[0], list | None))
     return name, values[0] if one else values
 
-
+# %% ../nbs/80_cli.ipynb #28959c6b
 def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
     "Text for a setting that is text, else what YAML makes of it."
     if optional and text in ("null", "None"):
@@ -116,7 +116,7 @@ def shape_of(hint: Any) -> str:
         return "'{NAME: VALUE, ...}'" if Mapping is typing.get_origin(hint) else "|".join(map(str, words))
     return {bool: "", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
 
-
+# %% ../nbs/80_cli.ipynb #e12a5657
 def option_groups() -> dict[str, list[tuple[str, str, str, str]]]:  # name, shape, default, meaning
     "Every setting of `Config` with the comment beside it, by what it is about."
     said = _comments(Config, *sub_configs(Config).values())
@@ -135,7 +135,7 @@ def option_groups() -> dict[str, list[tuple[str, str, str, str]]]:  # name, shap
             found.setdefault((cls.__doc__ or "").split(". ")[0].rstrip("."), []).append(row)
     return found
 
-
+# %% ../nbs/80_cli.ipynb #c6b13b61
 def show_options() -> None:
     "Print every option of `train`, by what it is about, and leave."
     usage = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean] [--trust] [OPTIONS]"
@@ -201,7 +201,7 @@ def run_train(args: Sequence[str]) -> int:  # exit code
     print(next_commands(cfg) if not result.stopped and cfg.log_path else "")
     return 130 if result.stopped else 0
 
-
+# %% ../nbs/80_cli.ipynb #5aea4d6e
 def next_commands(cfg: Config) -> str:
     "What can be done with a run that has ended, as commands."
     run, here = shlex.quote(str(cfg.log_path)), cfg.backend in ("local", "openai")  # whether its weights are here
@@ -291,7 +291,7 @@ def new_task(folder: Path) -> list[Path]:  # the files
         made[-1].write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     return made
 
-
+# %% ../nbs/80_cli.ipynb #a32e94fc
 def run_new(args: Sequence[str]) -> int:  # exit code
     "Write a task folder and say what to do in it."
     parser = argparse.ArgumentParser(prog="rl-notebook new", description="A task folder that runs at once.")

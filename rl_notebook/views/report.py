@@ -572,7 +572,7 @@ OVERLAID = {
 }  # fmt: skip
 PALETTE = ("blue", "orange", "green", "violet", "grey")
 
-
+# %% ../../nbs/59_views.report.ipynb #019fb525
 def lines_figure(payload: Mapping[str, Any]) -> Figure:
     "A line a run, with its band where there is one."
     data = list[dict[str, Any]]()
@@ -590,7 +590,7 @@ def mean_rewards(source: Run | Sequence[StepRecord]) -> pd.DataFrame:  # columns
     table = pd.DataFrame(groups, columns=["number", "row", "step", "reward"])
     return table.groupby(["number", "row"]).first()
 
-
+# %% ../../nbs/59_views.report.ipynb #73047e08
 def mean_between(differences: Any) -> tuple[float, float, float]:  # mean, ends of its 95 % interval
     "The mean of independent differences; without an interval below two."
     values = pd.Series(differences, dtype=float)
