@@ -26,7 +26,7 @@ import pandas as pd
 from ..core import ConfigError, RecordError, RLNotebookError, check_own
 from ..drawings import html_table, number, rewards_html
 from ..records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, replace_text
-from ..trends import Trend, watch_run
+from ..trends import WATCHED, Trend, watch_run
 from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
 from .charts import plotly_script, tint
 from .payloads import SHOWN_TEXT, TIMELINE_STEPS, address, ages_row, completions_payload
@@ -39,7 +39,6 @@ __all__ = ['write_report', 'run_status', 'follow', 'compare']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
 MOSTLY_DEAD = 0.5  # share of groups without signal from which on the page says so
-WATCHED = 40  # last steps of which it is said what changed
 LAST = max(TIMELINE_STEPS, 6)  # records that are read at the end; the sixth is there for the sentence of the next
 
 
