@@ -132,10 +132,11 @@ MESSAGES: dict[str, dict[str, str]] = {
     "Tensor": {"dense": "1 bytes", "sparse_csr": "2 bytes", "dtype": "3 int32", "shape": "4 int64*"},
     "EncodedText": {"tokens": "1 bytes"},
     "Chunk": {"encoded_text": "1 EncodedText", "image": "2 bytes", "dmel": "3 bytes"},
-    "Run": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
-    "Span": {"prompt_tokens": "1 Run", "sampled_tokens": "2 Run"},
+    "PromptProvenanceSpan": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
+    "SampledProvenanceSpan": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
+    "ProvenanceSpan": {"prompt_tokens": "1 PromptProvenanceSpan", "sampled_tokens": "2 SampledProvenanceSpan"},
     "Datum": {"model_input": "1 Chunk*", "loss_fn_inputs": "2 Tensor{}"}
-    | {"model_input_spans": "3 Span*", "loss_fn_input_spans": "4 Span*"},
+    | {"model_input_spans": "3 ProvenanceSpan*", "loss_fn_input_spans": "4 ProvenanceSpan*"},
     "Setting": {"number": "1 double", "text": "2 string"},
     "ForwardBackwardRequest": {"model_id": "1 string", "seq_id": "2 int32", "data": "3 Datum*", "loss_fn": "4 string"}
     | {"loss_fn_config": "5 double{}", "forward_only": "6 bool", "loss_fn_config_v2": "7 Setting{}"},
