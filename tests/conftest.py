@@ -128,7 +128,7 @@ LONG = {
     "test_a_deployment_that_was_restarted_gets": "0-True", "test_old_weights_are_never_called_a_shift": "3",
     "test_a_rollout_factory_an_evaluation": "", "test_a_module_of_another_folder": "",
     "test_new.py::test_it_trains": "", "test_its_notebook_runs_and_says": "",
-    "test_its_test_and_notebook_survive": "", "test_passes_on_other_numbers_of_threads": "",
+    "test_its_test_and_notebook_survive": "",
     "test_a_step_of_the_backend_stays_on_its_device": "{'prompt_logprobs'", "test_what_was_learned_stays": "later",
     "an_address_that_is_not_on_the_page": "step=3", "an_address_opens_the_page_at_its_token": "400-light",
     "test_the_gpu_script_can_be_tried": "", "test_a_decode_step_waits_only_where": "None-fast",

@@ -1,6 +1,5 @@
 "The engine: every completion as if it were alone, and logprobs that the model itself would give."
 
-import asyncio
 import os
 
 import numpy as np
@@ -19,7 +18,6 @@ from rl_notebook.backends.engine import (
     bare_model,
     context_length,
     echo,
-    following,
     head_logprobs,
     open_model,
     penalised,
@@ -28,8 +26,6 @@ from rl_notebook.backends.engine import (
     mergeable,
     takes_blocks,
 )
-from rl_notebook.backends.local import open_local
-from rl_notebook.backends.worker import ThreadChoice, idle_processors, on_threads, same_bits
 from rl_notebook.cli import main as command
 from rl_notebook.core import BackendError, SampleParams
 
@@ -579,14 +575,6 @@ def test_the_chunked_head_is_the_plain_one(rows, vocab, chunk, temperature, froz
         assert a is b is None or torch.allclose(a, b, atol=1e-12)
 
 
-class Forced(ThreadChoice):
-    "The number of threads that a test wants."
-
-    def next(self, kind: str, idle: int = 1) -> int:
-        super().next(kind, idle)
-        return self.counts[-1]
-
-
 @pytest.mark.parametrize(("tied", "dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
 def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied, dtype):
     "In half precision only where the processor multiplies it."
@@ -605,77 +593,3 @@ def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied, dtype):
         with torch.no_grad():
             for p in model.parameters():  # written in place, as by a sync
                 p.mul_(1.3)
-
-
-def test_what_is_in_blocks_is_drawn_on_idle_processors_alone_with_the_same_bits(monkeypatch):
-    model = tiny_model(hidden=512, heads=64, vocab=1000, tied=True, eos=None, scale=1.0)
-    causal, threads, series = open_model(model), [], []
-    with on_threads(2):
-        choice = following(causal)
-        assert not following(open_model(model.bfloat16())).follows  # its attention has other bits on two threads
-    causal = open_model(model.float())
-    if not causal.in_blocks:
-        pytest.skip("oneDNN does not multiply this here")
-    assert choice.follows
-    whole = causal.features
-    noting = lambda *a, **k: (threads.append(torch.get_num_threads()), whole(*a, **k))[1]
-    monkeypatch.setattr(causal, "features", noting)
-    for idle in (1, 2):
-        monkeypatch.setattr("rl_notebook.backends.engine.idle_processors", lambda idle=idle: idle)
-        with on_threads(2):
-            engine = Engine(causal, byte_tokenizer(), threads=choice)
-            completions = drawn(engine, [5, 6, 7], SampleParams(max_tokens=9, n=5, seed=1))
-        series.append([(c.tokens, list(c.logprobs)) for c in completions])
-    assert threads == [2, *[1] * 8, 2, *[2] * 8]
-    assert str(series[0]) == str(series[1])
-
-
-@pytest.mark.parametrize(
-    ("options", "follows"), [({}, True), ({"inline": True}, False), ({"threads": 1}, False), ({"threads": 2}, False)]
-)
-def test_only_the_sampler_of_a_backend_that_is_free_to_choose_follows_idle_processors(options, follows):
-    model = tiny_model(hidden=512, heads=64, vocab=1000, tied=True, eos=None)
-    if not open_model(model).in_blocks:
-        pytest.skip("oneDNN does not multiply this here")
-    with on_threads(2):
-        backend = open_local(model, byte_tokenizer(), reference=False, device="cpu", **options)
-    assert backend.sampler.engine.threads.follows is follows
-    asyncio.run(backend.close())
-
-
-@pytest.mark.parametrize(
-    ("total", "own", "running", "idle"),
-    [
-        (8, 8, [1], 8),  # this thread alone
-        (8, 8, [3, 3, 3, 3], 6),  # two others
-        (8, 8, [3, 4, 2, 3], 7),  # one of them is there at every look
-        (8, 8, [5, 1], 8),  # none is
-        (8, 2, [3, 3, 3, 3], 2),  # six are idle, and two may be used
-        (64, 4, [20, 20, 20, 20], 4),  # a container of four on a machine of sixty-four, which counts for all of it
-        (2, 2, [9, 9, 9, 9], 1),
-        (2, 2, [0], 2),  # the system does not say it
-    ],
-)
-def test_a_processor_is_taken_that_is_taken_at_each_look(total, own, running, idle, monkeypatch):
-    looks = iter(running)
-    monkeypatch.setattr("rl_notebook.backends.worker.running_threads", lambda: next(looks))
-    monkeypatch.setattr(os, "cpu_count", lambda: total)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(own)), raising=False)
-    assert idle_processors() == idle
-    assert not list(looks)
-
-
-@pytest.mark.parametrize(("rows", "hidden"), [(65, 192), (97, 192), (97, 384)])
-def test_decode_steps_on_another_number_of_threads_draw_the_same_bits(rows, hidden):
-    "97 rows of 384 activations are so many that torch splits them among threads; 384 is read in blocks."
-    model, series = tiny_model(hidden=hidden, eos=None), []
-    if not same_bits(open_model(model).size.shapes, "float32", (1, 2)):
-        pytest.skip("products on two threads have other bits here: one thread computes all")
-    for count in (1, 2):
-        with on_threads(1):
-            engine = engine_of(model, eos_token_ids=frozenset(), max_batch=rows, threads=Forced((1, count)))
-            requests = [engine.submit([3 + i % 20, 5, 7], SampleParams(max_tokens=9, seed=i)) for i in range(rows)]
-            finish(engine)
-        assert sum(engine.threads.passes.values()) >= 8
-        series.append([(list(c.tokens), list(c.logprobs)) for r in requests for c in r.completions if c])
-    assert series[0] == series[1]

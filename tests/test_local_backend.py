@@ -855,42 +855,6 @@ def test_beside_the_sampler_draws_while_the_policy_computes():
         np.testing.assert_array_equal(ours.values, theirs.values)
 
 
-THREADS = """
-import torch
-from tiny_models import byte_tokenizer, tiny_model
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import AdamParams, Datum
-import asyncio, numpy as np
-
-async def weights(threads):
-    rng = np.random.default_rng(0)
-    datums = [Datum(rng.integers(0, 200, 60), np.ones(59)) for _ in range(8)]
-    loss = lambda datums, series: (sum((i + 1) * s.sum() for i, s in enumerate(series)), {})
-    async with open_local(tiny_model("qwen3"), byte_tokenizer(), threads=threads) as backend:
-        for _ in range(4):
-            await backend.policy.forward(datums)
-            await backend.policy.forward_backward_custom(datums, loss)
-            await backend.policy.optim_step(AdamParams(learning_rate=1e-2))
-        state = backend.policy.state
-        taken = {kind: sum(map(len, times.values())) for kind, times in state.scoring.threads.times.items()}
-        return taken, torch.cat([p.detach().flatten() for p in state.params.values()])
-
-(taken, chosen), (fixed, one) = asyncio.run(weights(None)), asyncio.run(weights(1))
-print(torch.get_num_threads(), sorted(taken.items()), fixed, torch.equal(chosen, one))
-"""
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor: there is no choice")
-def test_passes_on_other_numbers_of_threads_end_in_the_same_bits():
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.path.dirname(__file__)}
-    said = subprocess.run([sys.executable, "-c", THREADS], env=environment, check=True, capture_output=True, text=True)
-    expected = {
-        "2 [('backward', 4), ('scoring', 4), ('training', 4)] {} True",
-        "2 [] {} True",
-    }  # the latter: no equal bits
-    assert said.stdout.strip() in expected
-
-
 @pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": 2, "inline": True}])
 def test_threads_that_would_be_ignored_are_refused(asked):
     with pytest.raises(ConfigError, match="open_local: threads: got"):

@@ -25,7 +25,6 @@ from transformers import Cache
 from .base import Meter
 from .prefixes import for_heads, prefix_tree, reading, sent
 from .routing import Routers, find_routers, noting, replaying, write_notes
-from .worker import ThreadChoice, idle_processors, on_threads, whole_counts
 from ..chat import turn_ends
 from ..roofs import model_size, pass_work
 from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
@@ -1067,32 +1066,6 @@ def open_model(
         fix="Load it as AutoModelForCausalLM with attn_implementation='sdpa' or 'eager'.",
     )
 
-# %% ../../nbs/23_backends.engine.ipynb #7a13c84c
-def drawn_products(causal: CausalModel) -> list[Tensor]:
-    "What the first layer, attention apart, and the head make of random features, for several numbers of rows."
-    assert causal.fast is not None
-    layer, width, made = causal.fast.layers[0], causal.model.get_input_embeddings().weight.shape[1], list[Tensor]()
-    for rows in (1, 5, 16, 33, 100):
-        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(causal.dtype)
-        heads = layer.qkv(x)
-        after = layer.o(heads[:, : layer.heads[0] * layer.head_dim].contiguous(), x)
-        gate, up = layer.gate_up(after).chunk(2, -1)
-        made += [heads, after, layer.down(layer.act(gate) * up, after), causal.logits(x)]
-    return made
-
-
-def following(causal: CausalModel) -> ThreadChoice:
-    "As many threads as there are idle processors, if a decode step has the same bits on any number; else torch's own."
-    exact = causal.in_blocks and causal.dtype in _FULL  # attention in bfloat16 has other bits on two threads
-    counts, found = whole_counts(causal.size) if exact and causal.size else (), []
-    if torch.get_num_threads() not in counts[1:]:
-        return ThreadChoice()
-    for count in counts:
-        with on_threads(count), torch.inference_mode():
-            found.append(drawn_products(causal))
-    alike = all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    return ThreadChoice(counts, follows=True) if alike else ThreadChoice()
-
 # %% ../../nbs/23_backends.engine.ipynb #db97efc2
 @dataclass(eq=False)
 class Request:
@@ -1210,7 +1183,6 @@ class Engine:
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last
     burst: int | None = None  # decode steps between two looks at what was drawn; None = 1 on a CPU, elsewhere BURST
-    threads: ThreadChoice = field(default_factory=ThreadChoice)  # of torch, for decode steps of so many rows
 
     def __post_init__(self):
         limits = [limit for limit in (self.max_seq_len, context_length(self.causal.model)) if limit]
@@ -1241,15 +1213,13 @@ class Engine:
 
     def run_steps(self, steps: int = 16) -> list[Request]:
         "Admit, then up to `steps` decode steps; returns the requests that were completed."
-        expected = min(len(self.rows) + len(self.waiting), self.max_batch)
-        idle = idle_processors() if may_choose(self, expected) else 1
         with torch.inference_mode(), self.meter.timed("sampling"):
             forget_cancelled(self)
             done = admit(self)
             for left in range(steps, 0, -(self.burst or 1)):
                 if done or not self.rows or (self.waiting and len(self.rows) < self.max_batch):
                     break
-                done = advance(self, left, idle)
+                done = advance(self, left)
         return done
 
     def abort(self) -> None:
@@ -1320,8 +1290,7 @@ def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]
     "Read prompts and give each of their rows a place and a first token; returns the requests that this completed."
     longest, known = max(map(len, prompts)), past[0][0].shape[2] if past else 0
     read, padded_to = sum(map(len, prompts)) - known, len(prompts) * longest - known
-    with engine.threads.chosen("prefill", padded_to * (engine.causal.route != "full")):  # there the head is in it
-        features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, prompts, past))
+    features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, prompts, past))
     engine.prefilled_tokens += read
     engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(prompts), padded_to - read))
     place = {p: i for i, p in enumerate(prompts)}
@@ -1424,12 +1393,6 @@ class Course:
 
 
 AHEAD = 16  # steps whose uniform numbers are brought at once
-MANY_ROWS = 64  # of a decode step that may gain from another thread; products of fewer may have other bits on it
-
-
-def may_choose(engine: Engine, rows: int) -> bool:
-    "Whether a decode step of so many rows may take another number of threads, and has the same bits then."
-    return len(engine.threads.counts) > 1 and (engine.threads.follows or rows >= MANY_ROWS)
 
 
 def course_of(engine: Engine, steps: int) -> Course:
@@ -1444,21 +1407,19 @@ def course_of(engine: Engine, steps: int) -> Course:
     return course
 
 
-def advance(engine: Engine, most: int = 1, idle: int = 1) -> list[Request]:
-    "At most so many decode steps for every row, on so many processors; returns the requests that they completed."
+def advance(engine: Engine, most: int = 1) -> list[Request]:
+    "At most so many decode steps for every row; returns the requests that they completed."
     rows, count = engine.rows, min(most, engine.burst or 1)
     if count > 1:
         count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
     course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
-    kind, asked = f"decode of 2^{len(rows).bit_length() - 1} rows", count * len(rows) * may_choose(engine, len(rows))
-    with engine.threads.chosen(kind, asked, 1, idle):
-        for numbers in course.uniforms[:count]:
-            step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
-            features, experts = watched(engine, step)
-            steps.append(draw(engine.causal.logits(features), course.plan, numbers))
-            course.tokens, course.at, course.longest = steps[-1][0], course.at + 1, course.longest + 1
-            noted += [] if experts is None else [experts]
+    for numbers in course.uniforms[:count]:
+        step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
+        features, experts = watched(engine, step)
+        steps.append(draw(engine.causal.logits(features), course.plan, numbers))
+        course.tokens, course.at, course.longest = steps[-1][0], course.at + 1, course.longest + 1
+        noted += [] if experts is None else [experts]
     read, engine.course, course.uniforms = count * len(rows), course, course.uniforms[count:]
     done = emit(engine, steps, experts=on_host(engine, torch.stack(noted)) if noted else None)
     unseen = read - (engine.meter.tokens_sampled - before)

@@ -41,14 +41,13 @@ from rl_notebook.backends.engine import (
     check_request,
     check_tokens,
     echo,
-    following,
     padded,
     plan_batches,
 )
 from .engine import mask_ids, open_model, unknown_ids
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, find_routers, read_notes, replaying
-from .worker import ThreadChoice, Worker, thread_counts
+from .worker import Worker, worker_threads
 from ..roofs import Work, pass_work, settle
 from rl_notebook.core import (
     AdamParams,
@@ -100,7 +99,6 @@ class Scoring:
     max_seq_len: int | None = None  # longest sequence
     meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
     routers: Routers | None = None  # take the experts that `Datum.routing` names; None = the model chooses
-    threads: ThreadChoice = field(default_factory=ThreadChoice)  # of torch, for each kind of pass
 
     @property
     def no_tree(self) -> str:
@@ -118,13 +116,6 @@ class Scoring:
             if saved >= max(TREE_GAIN.get(device, 1024), sum(sizes) // 10):
                 return [Batch(*tree, tree=True) for tree in trees]
         return [Batch(rows, size, size) for rows, size in zip(plain, sizes, strict=True)]
-
-    @contextmanager
-    def timed(self, kind: str, batches: Sequence[Batch], backward: bool = False) -> Iterator[None]:
-        "A pass over batches: its seconds are seconds of this kind of work, its threads those that were fastest lately."
-        chosen = self.threads.chosen("backward" if backward else kind, sum(b.tokens for b in batches))
-        with self.meter.timed(kind), chosen:
-            yield
 
 
 def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: int | None) -> None:
@@ -234,7 +225,7 @@ def score(
     check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
     batches, beside = scoring.batches(datums), None if entropies is None else list[Tensor]()
     note_pass(scoring, "scoring", datums, batches)
-    with torch.no_grad(), scoring.timed("scoring", batches):
+    with torch.no_grad(), scoring.meter.timed("scoring"):
         flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside) for b in batches]
         settle(scoring.causal.device)
     in_order = lambda values: [series.double().numpy() for series in per_datum(scoring, datums, batches, values)]
@@ -345,7 +336,7 @@ def evaluate(
     batches = scoring.batches(datums)
     keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
     note_pass(scoring, "training", datums, batches)
-    with torch.set_grad_enabled(keep), scoring.timed("training", batches):
+    with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
         flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside, graded) for b in batches]
         settle(scoring.causal.device)
     series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
@@ -404,7 +395,7 @@ def backpropagate(
     beside: list[Tensor | None] = list(graph.entropies) if graph and len(dentropies) else [None] * len(batches)
     del graph
     note_pass(scoring, "training", datums, batches, backward=True)
-    with scoring.timed("training", batches, backward=True):
+    with scoring.meter.timed("training"):
         for k, batch in enumerate(batches):
             flat, h, flats[k], beside[k] = flats[k], beside[k], None, None
             several = [datums[i] for i in batch.rows]
@@ -1451,7 +1442,7 @@ def open_local(
     device: str | torch.device | None = None,  # None = a GPU if there is one
     reference: bool = True,  # keep a frozen reference
     inline: bool = False,  # compute on the calling thread, for debuggers
-    threads: int | None = None,  # of torch, on a CPU; None = one to all where layers are small, else as torch is set
+    threads: int | None = None,  # of torch, on a CPU; None = one where layers are small, else as torch is set
     beside: bool = False,  # the sampler computes in a worker of its own: rollouts go on while the policy trains
     max_batch: int = 256,  # completions drawn at once
     max_seq_len: int | None = None,  # None = the model's context
@@ -1478,17 +1469,15 @@ def open_local(
     served = frozen_copy(module, params)
     unknown = told_unknown(tokenizer, served) if mask_unknown else []
     engine = Engine(mask_ids(open_model(served), unknown), tokenizer, max_batch, max_seq_len, tokens_per_batch)
-    causal, head = engine.causal, tuple(engine.causal.model.get_input_embeddings().weight.shape)
-    counts = thread_counts(causal.size, causal.decoder.config.num_hidden_layers, threads, inline, head)
-    run, choice = Worker(inline, counts[0] if counts else None), ThreadChoice(counts)
-    engine.threads = choice if counts or inline else following(causal)
-    draws = Worker(threads=counts[0] if counts else None) if beside else run
+    count = worker_threads(engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline)
+    run = Worker(inline, count)
+    draws = Worker(threads=count) if beside else run
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
     check_tokenizer(tokenizer, engine.causal.vocab_size)
-    limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter, None)
+    limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter)
     opened_as = {"routes": ("modules", "full"), "sampling": False}
-    score_as = lambda m: Scoring(mask_ids(open_model(m, **opened_as), unknown), *limits, choice)
+    score_as = lambda m: Scoring(mask_ids(open_model(m, **opened_as), unknown), *limits)
     state = PolicyState(module, replace(score_as(module), routers=routers), params, load_in_8bit=load_in_8bit)
     judge = reference_of(state, run, score_as) if reference else None
     if gradient_checkpointing:
