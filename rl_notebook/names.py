@@ -66,8 +66,9 @@ def names_in(value: Any, key: Any = None) -> Iterator[str]:
 def from_file(value: Any, folder: str, trusted: Collection[str] | None, key: Any = None) -> Any:
     "Plain values that a run folder holds, with every name marked that is not among the trusted ones; None trusts all."
     if isinstance(value, Mapping):
-        if key == "wandb":  # reports, whatever it says; without a project, to this one
-            value = {**value, "project": value.get("project") or "rl-notebook"}
+        told = value.get("report_to") or ()
+        if value.get("wandb") is not None and "wandb" not in told:  # it reports, whatever else is said
+            value = {**value, "report_to": [*([told] if isinstance(told, str) else told), "wandb"]}
         return {k: from_file(v, folder, trusted, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(from_file(v, folder, trusted, key) for v in value)

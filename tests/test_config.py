@@ -577,7 +577,7 @@ IGNORED = [
     ({"loss_path": "builtin", "base_model": MODEL, "kl_beta": 0.0, "policy_loss": "sapo"}, "got 'sapo'; expected grpo"),
     (
         {"loss_path": "builtin", "backend": "tinker", "lora_rank": 8, "kl_beta": 0.0, "policy_loss": "dro"},
-        "got 'dro'; expected grpo, ppo, importance_sampling, dapo, cispo at tinker",
+        "got 'dro'; expected grpo, ppo, importance_sampling, dapo, gspo, cispo at tinker",
     ),
     (
         {"loss_path": "builtin", "backend": "tinker", "lora_rank": 8, "kl_beta": 0.0, "aggregation": "sum"}

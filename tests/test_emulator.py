@@ -1095,7 +1095,7 @@ def test_a_failure_of_the_emulator_is_an_answer_and_one_line(
     assert [exchange.status for exchange in emulator.emulator.log] == [500, 500]
     lines = [record.getMessage() for record in caplog.records if record.name == "rl_notebook.emulator.service"]
     assert len(lines) == 2
-    assert re.fullmatch(rf"POST {DEPLOYMENTS}: IsADirectoryError: .* \(service\.py:\d+\)", lines[0])
+    assert re.fullmatch(rf"POST {DEPLOYMENTS}: IsADirectoryError: .* \(\w+\.py:\d+\)", lines[0])
     assert "Traceback" not in capfd.readouterr().err
 
 

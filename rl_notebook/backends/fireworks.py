@@ -780,7 +780,7 @@ async def check_fireworks(
     except RLNotebookError as reason:
         note(Finding(doing, False, one_line(reason), "no error"))
     finally:
-        if backend is not None:
+        if backend is not None and backend.close is not None:
             await backend.close()
     left = ", ".join(r.command for r in backend.cleanup.left) if backend is not None else ""
     freed = "everything" if backend is not None else "nothing was set up"
