@@ -614,8 +614,8 @@ def test_a_service_of_a_foreign_folder_gets_no_key(sent, desk, capsys, monkeypat
 
 REACHING = {  # settings that reach out of the run: what is named in the message
     "a tracker": ({"report_to": ["wandb"]}, "'wandb'"),
-    "a tracker that is only configured": ({"wandb": {}}, "'rl-notebook'"),
-    "the project of a tracker": ({"wandb": {"project": "theirs"}}, "'theirs'"),
+    "a tracker that is only configured": ({"wandb": {}}, "'wandb'"),
+    "the project of a tracker": ({"wandb": {"project": "theirs"}}, "'wandb', 'theirs'"),
     "a file as template": ({"chat_template": "/etc/passwd"}, "'/etc/passwd'"),
     "an address as rows": ({"dataset": "http://127.0.0.1:9/rows.jsonl"}, "'http://127.0.0.1:9/rows.jsonl'"),
     "a file as rows": ({"dataset": "../private.jsonl"}, "'../private.jsonl'"),
