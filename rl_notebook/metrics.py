@@ -13,7 +13,7 @@ from .advantages import is_dead
 from .core import Datum, LossOutput, PromptGroup, RLNotebookError
 
 # %% auto #0
-__all__ = ['reward_metrics', 'pass_at_k', 'pass_sizes', 'pass_metrics', 'step_metrics', 'with_aliases']
+__all__ = ['reward_metrics', 'pass_at_k', 'pass_sizes', 'pass_metrics', 'step_metrics']
 
 # %% ../nbs/07_metrics.ipynb #ff32012e
 def _mean(values: Sequence[float] | np.ndarray) -> float:
@@ -157,36 +157,3 @@ def step_metrics(
         loss.metrics if loss else {},
         {f"optim/{k}" if k.startswith("num_") else k: v for k, v in (optim or {}).items()},
     )
-
-# %% ../nbs/07_metrics.ipynb #2f74a76d
-ALIASES: dict[str, dict[str, str]] = {
-    "fireworks": {
-        "reward": "rollout/raw_reward",
-        "frac_reward_zero_std": "rollout/filter_reject_ratio",
-        "completions/clipped_ratio": "rollout/truncated_ratio",
-        "completions/mean_length": "rollout/response_len/mean",
-        "entropy": "rollout/entropy",
-        "kl/k1": "train/mean_kl",
-        "kl/k3": "train/ref_kl",
-        "grad_norm": "train/grad_norm",
-        "ratio/mean": "train/ppo_ratio_mean",
-        "tis/weight_mean": "tis/weight_mean",
-        "tis/clip_frac": "tis/clip_frac",
-        "staleness/max": "version/sample_staleness_max",
-    },
-    "tinker": {
-        "reward": "env/all/reward/total",
-        "frac_dead_high": "env/all/by_group/frac_all_good",
-        "frac_dead_low": "env/all/by_group/frac_all_bad",
-        "entropy": "optim/entropy",
-        "learning_rate": "optim/lr",
-        "kl/k1": "kl_policy_base",
-    },
-}
-
-# %% ../nbs/07_metrics.ipynb #7bf7357c
-def with_aliases(metrics: Mapping[str, float], family: str) -> dict[str, float]:
-    "The metrics and, beside them, the same values under another family's names."
-    if family not in ALIASES:
-        raise RLNotebookError("metric names", got=repr(family), expected=" or ".join(map(repr, ALIASES)))
-    return dict(metrics) | {theirs: metrics[ours] for ours, theirs in ALIASES[family].items() if ours in metrics}

@@ -262,8 +262,8 @@ def _note(folder: Path) -> Path:
 
 def _described(folder: Path) -> dict[str, str]:
     "What a note says of a folder."
-    config = hashlib.sha256(read_file(folder / "config.yaml")).hexdigest()
-    return {"folder": str(folder.resolve()), "config": config}
+    began = (folder / "run.json").stat()  # written once; `config.yaml` may be edited
+    return {"folder": str(folder.resolve()), "began": f"{began.st_ino} {began.st_mtime_ns}"}
 
 
 def note_started(folder: Path, names: Collection[str]) -> None:
@@ -279,7 +279,7 @@ def names_noted(folder: Path) -> frozenset[str] | None:
     "The names that a run folder may use, because the user started the run; None for a run that was not started here."
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
         note = json.loads(_note(folder).read_text(encoding="utf-8"))
-        if _described(folder) == {k: note[k] for k in ("folder", "config")}:
+        if _described(folder) == {k: note[k] for k in ("folder", "began")}:
             return frozenset(map(str, note["names"]))
     return None
 

@@ -211,8 +211,8 @@ def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not o
 
 # %% ../nbs/11_rewards.ipynb #f771f40a
 _KINDS = """mm 1/1000 cm 1/100 m 1 meter 1 metre 1 km 1000
-inch 1 ft 12 foot 12 feet 12 yard 36 mile 63360
-s 1 sec 1 second 1 min 60 minute 60 h 3600 hr 3600 hour 3600 day 86400 week 604800
+inch 1 ft 12 foot 12 feet 12 yard 36 mi 63360 mile 63360
+s 1 sec 1 second 1 min 60 minute 60 h 3600 hr 3600 hrs 3600 hour 3600 day 86400 week 604800
 month 1 year 12
 mg 1/1000 g 1 gram 1 kg 1000 kilogram 1000
 ml 1/1000 l 1 liter 1 litre 1
@@ -228,8 +228,11 @@ def unit_of(answer: Any) -> tuple[str, Fraction] | None:  # the smallest unit of
     "The unit of an answer; None where it names none that is known."
     text = _WORDS.sub(r" \1\2 ", in_ascii(str(answer)[:200])).replace("\\$", "＄")
     text = (re.sub(r"\$", "", text) if text.count("$") % 2 == 0 else text).replace("＄", "$")  # $…$ is LaTeX
+    if re.search(r"[/^]\s*\(?[a-z\d]|\b(?:per|sq|square|cubic)\b|[a-z]\^", text, re.IGNORECASE):
+        return None  # a speed, an area
     found = [(a or b).strip("\\").lower() for a, b in _UNIT.findall(text)]
-    known = [UNITS[u] for word in found if (u := next((w for w in (word, word[:-1], word[:-2]) if w in UNITS), ""))]
+    plural = lambda word: (word, *(word.removesuffix(end) for end in ("s", "es") if len(word) > 3))
+    known = [UNITS[u] for word in found if (u := next((w for w in plural(word) if w in UNITS), ""))]
     return known[0] if len(known) == 1 else None
 
 # %% ../nbs/11_rewards.ipynb #3d46fcc6
@@ -372,16 +375,21 @@ T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]  # what a call returned, what it raised
 
 
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    "What a call comes to; what it raises is raised again by the caller."
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+
 async def in_thread(call: Callable[[], Any]) -> Outcome:
     "A call in a thread of its own; after a cancellation nothing waits for it, not even the end of the process."
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Outcome] = loop.create_future()
 
     def run() -> None:
-        try:
-            outcome: Outcome = call(), None
-        except BaseException as error:  # raised again by the caller
-            outcome = None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        outcome = outcome_of(call)
         with suppress(RuntimeError):  # the event loop was closed
             loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
 
@@ -448,10 +456,6 @@ class MathVerify:
                 late = worker.wait() == -signal.SIGALRM
                 self.timeouts, self.crashes = self.timeouts + late, self.crashes + (not late)
                 return None
-            except BaseException:  # an interrupt: this verdict must not be taken for that of the next comparison
-                worker.kill()
-                worker.wait()
-                raise
 
     async def __call__(self, text: str, answer: Any) -> float | None:
         "1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided."
@@ -810,6 +814,31 @@ def _raised(fn: RewardFn, where: str, text: str, error: BaseException) -> Reward
     )
 
 # %% ../nbs/11_rewards.ipynb #fb5d1d64
+OF_THREADS = "main thread", "created in a thread", "event loop in thread", "no running event loop"  # in errors
+
+
+def is_ours(function: Any) -> bool:
+    "Whether a function is one of this package, which need no limit of time and no thread."
+    return str(getattr(innermost(function), "__module__", "")).startswith("rl_notebook.")
+
+
+def uses_alarms(function: Any, seen: set[int]) -> bool:
+    "Whether a function, or one of its author's that it calls, uses what works in the main thread alone."
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    if code is None or id(code) in seen:
+        return False
+    seen.add(id(code))
+    names = [*code.co_names, *(name for part in code.co_consts if inspect.iscode(part) for name in part.co_names)]
+    modules = [vars(module) for name in names if inspect.ismodule(module := known.get(name))]
+    package = str(known.get("__name__")).partition(".")[0]
+    for name, used in [(name, scope.get(name)) for name in names for scope in (known, *modules)]:
+        home = str(getattr(used, "__module__", None) or getattr(used, "__name__", name)).partition(".")[0]
+        own = home == package or not getattr(getattr(used, "__code__", code), "co_filename", "").startswith(sys.prefix)
+        if home in ("signal", "math_verify") or (inspect.isfunction(used) and own and uses_alarms(used, seen)):
+            return True
+    return False
+
+
 @dataclass(eq=False)
 class Limits:
     "How reward functions are called: how many at once, and for how long."
@@ -821,8 +850,9 @@ class Limits:
 
     def slot(self) -> Any:
         "Room for one call, for an `async with` block."
-        if not self.most:
+        if not self.most or _HELD.get():  # a reward that asks for others has its room already
             return nullcontext()
+        _HELD.set(True)  # in the task of this call
         if self._slots[0] is not (loop := asyncio.get_running_loop()):
             self._slots = loop, asyncio.Semaphore(self.most)
         return self._slots[1]
@@ -833,41 +863,37 @@ class Limits:
         awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
         if awaited or not self.most or id(function) in self._staying:
             return True
-        inner = innermost(function)
-        names, known = getattr(getattr(inner, "__code__", None), "co_names", ()), getattr(inner, "__globals__", {})
-        used = [(known.get(name), name) for name in names]
-        homes = [getattr(v, "__module__", None) or getattr(v, "__name__", name) for v, name in used]
-        alarms = {"signal", "math_verify"} & {str(home).partition(".")[0] for home in homes}
-        return bool(alarms) or str(getattr(inner, "__module__", "")).startswith("rl_notebook.")
+        return is_ours(function) or uses_alarms(innermost(function), set())
 
     async def in_thread(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome | None:
         "What a call comes to in a thread; None where it is to be called here."
         if self.stays(function):
             return None
         outcome = await in_thread(call)
-        if any(word in str(outcome[1] or "") for word in ("thread", "running event loop")):
+        if any(words in str(outcome[1] or "") for words in OF_THREADS):
             self._staying.add(id(function))
             return None
         return outcome
 
 
 LIMITS, ONE_BY_ONE = Limits(), Limits(most=0)
+_HELD: contextvars.ContextVar[bool] = contextvars.ContextVar("_HELD", default=False)  # room for a call
 LATE = object()  # in place of a reward that did not come in time
 
 # %% ../nbs/11_rewards.ipynb #1b2c786b
 async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits) -> Any:
     "One call, with its exceptions named; `LATE` when it took too long."
-    text, clock = group.texts[i or 0], None
+    text, clock, timeout = group.texts[i or 0], None, None if is_ours(fn.function) else limits.timeout
     first = [text] if fn.style == "native" else []
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
     try:
-        async with limits.slot(), nullcontext() if limits.timeout is None else asyncio.timeout(None) as clock:
+        async with limits.slot(), nullcontext() if timeout is None else asyncio.timeout(None) as clock:
             if clock is not None:  # it begins once there is room
-                clock.reschedule(asyncio.get_running_loop().time() + (limits.timeout or 0))
+                clock.reschedule(asyncio.get_running_loop().time() + (timeout or 0))
             outcome = await limits.in_thread(fn.function, call)
-            result, error = (call(), None) if outcome is None else outcome
+            result, error = outcome_of(call) if outcome is None else outcome
             if error is not None:
-                raise error
+                raise RuntimeError("GeneratorExit") if isinstance(error, GeneratorExit) else error
             return await result if isinstance(result, Awaitable) else result
     except (KeyboardInterrupt, GeneratorExit):
         raise
@@ -903,6 +929,9 @@ async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> n
     "The rewards of one function for one group."
     names, n = _parameters(fn.function, fn.name), len(group.texts)
     columns = _columns(group, names)
+    if limits.timeout is not None and limits.stays(fn.function) and not (fn.is_async or is_ours(fn.function)):
+        got, fix = f"{fn.name}, which runs in the main thread", "Leave it out, or let that function limit itself."
+        raise RewardError("reward_timeout", got=got, expected="functions that can be called in a thread", fix=fix)
     if fn.style == "trl":
         found = await _call(fn, group, None, _trl_arguments(group, columns, logs, names), limits)
         results = [LATE] * n if found is LATE else _group_values(found, fn, group)

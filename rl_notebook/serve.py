@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import re
@@ -103,6 +104,8 @@ def read_asked(body: Any, params: SampleParams) -> Asked:
         raise DataError("max_tokens", where="the request", got=repr(length), expected="a whole number from 1")
     stops = (*params.stop, *([stop] if isinstance(stop, str) else stop or ()))
     count, seed = body.get("n") or 1, body.get("seed")
+    if type(count) is not int or not 1 <= count <= 128:
+        raise DataError("n", where="the request", got=repr(count), expected="a whole number from 1 to 128")
     own = replace(params, n=count, max_tokens=min(length, params.max_tokens), stop=stops, seed=seed)
     tools = [] if body.get("tool_choice") == "none" else list(body.get("tools") or ())
     options = dict(body.get("chat_template_kwargs") or {})
@@ -514,7 +517,7 @@ class ChatHandler(RequestHandler):
         named, count = (self.request.headers.get(name) for name in ("Idempotency-Key", "X-Stainless-Retry-Count"))
         try:
             body, read = bytes(self.body), json.loads if chat else lambda body: as_chat(json.loads(body))
-            asking = rollout.answer(body, named or body.decode(), bool(named) or count != "0", read)
+            asking = rollout.answer(body, named or hashlib.sha256(body).hexdigest(), bool(named) or count != "0", read)
             self.drawing = asyncio.create_task(asking)
             reply, asked = await self.drawing
         except (Exception, asyncio.CancelledError) as error:

@@ -783,12 +783,7 @@ def _current(name: str) -> bool:
 CORRECTION = ("tis", "tis_cap", "tis_floor", "icepop_threshold", "tis_anchor")
 
 
-def _settle_loss(
-    cls: type,
-    laid: Mapping[str, Any],  # as given, laid flat
-    settings: dict[str, Any],  # the same under our names; the level of the correction is added
-    stated: Mapping[str, Any],  # what it is given beside, under our names
-) -> None:
+def _settle_loss(cls: type, laid: Mapping[str, Any], settings: dict[str, Any], stated: Mapping[str, Any]) -> None:
     "Turn the correction on where something was said about it; raise ConfigError where two things contradict."
     other = lambda name: name not in leaf_types(cls) and RENAMED.get(name) in CORRECTION
     on = [name for name in laid if other(name) or name.startswith("tis.") or name == "vllm_importance_sampling_mode"]

@@ -958,14 +958,15 @@ async def _describe(sampler: OpenAISampler) -> int | None:
             raise
         return None
     rows = [e for e in served if isinstance(e, dict)] if isinstance(served, list) else []
-    known = {str(name): e for e in rows for name in (e.get("id"), *(e.get("aliases") or ()))}
+    names_of = lambda e: [e.get("id"), *(e["aliases"] if isinstance(e.get("aliases"), list) else [])]
+    known = {str(name): e for e in rows for name in names_of(e)}
     if known and sampler.model not in known:
         fix = "Ask for one of these, served_model: with vLLM, the name given to --served-model-name."
         got, expected = repr(sampler.model), f"one of {sorted(known)}"
         raise BackendError("model", where=wire.root, got=got, expected=expected, fix=fix)
     entry = known.get(sampler.model, {})
-    if entry.get("owned_by") in _SERVERS:
-        name, dialect, path, field = _SERVERS[entry["owned_by"]]
+    if (owner := str(entry.get("owned_by"))) in _SERVERS:
+        name, dialect, path, field = _SERVERS[owner]
         version = (await asked_with_get(wire, path))[1].get(field, "of a version that it does not say")
         sampler.server = one_line(f"{name} {version}")
         sampler.dialect = DIALECTS[dialect] if sampler.as_found else sampler.dialect

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,22 +42,11 @@ _SET = _openmp("omp_set_num_threads") or torch.set_num_threads
 _SET_MKL = _openmp("MKL_Set_Num_Threads_Local") or (lambda count: 0)  # 0 = as many as everywhere
 
 
-def set_threads(count: int) -> int:
-    "Torch on so many threads where the calling thread computes, and nowhere else; MKL's number of this thread before."
+def set_threads(count: int) -> None:
+    "Torch on so many threads where the calling thread computes, and nowhere else."
     torch.get_num_threads()  # a thread's first call sets the number that it begins with
     _SET(count)
-    return _SET_MKL(count)
-
-
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    "The same for as long as it lasts."
-    before, products = torch.get_num_threads(), set_threads(count)
-    try:
-        yield
-    finally:
-        _SET(before)
-        _SET_MKL(products)
+    _SET_MKL(count)
 
 # %% ../../nbs/19_backends.worker.ipynb #3f582387
 class Worker:

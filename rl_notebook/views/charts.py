@@ -796,9 +796,7 @@ def chart(
     return Chart(title, caption, draw, found[name], wide, name)
 
 
-def _payloads_of(
-    source: Any,  # a loop, records, or one record
-) -> dict[str, dict[str, Any]]:
+def _payloads_of(source: Any) -> dict[str, dict[str, Any]]:
     "The payloads of all charts that a loop, or records, can have; none without a record."
     records: list[StepRecord] = [source] if isinstance(source, StepRecord) else [*getattr(source, "records", source)]
     if not records:

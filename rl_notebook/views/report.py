@@ -174,10 +174,8 @@ def material(
     return Material(name, settings, metrics, notes=notes, trends=trends, **_told(read, steps, named))
 
 # %% ../../nbs/59_views.report.ipynb #77ed8927
-def _readable(
-    run: Run, named: Named
-) -> tuple[list[int], dict[int, StepRecord], list[str]]:  # steps, records to show, notes
-    "The records that a page shows; one that is damaged is named, and its step left out."
+def _readable(run: Run, named: Named) -> tuple[list[int], dict[int, StepRecord], list[str]]:
+    "Steps, records that a page shows, and notes: one that is damaged is named, and its step left out."
     steps, read, notes = run.steps, dict[int, StepRecord](), list[str]()
     while missing := {*pick(steps), *steps[-LAST:], *(named.keys() & set(steps))} - read.keys():
         for step in sorted(missing):
@@ -629,7 +627,10 @@ class Comparison:
         between = {name: [mean_between(d) for _, d in by] for name, by in steps.items()}
         ends = {name: [*by.groups] for name, by in steps.items()}
         lines = {
-            name: {k: {"x": ends[name], "y": [v[i] for v in values]} for i, k in enumerate(("mean", "low", "high"))}
+            name: {
+                k: {"x": ends[name], "y": [v[i] if math.isfinite(v[i]) else None for v in values]}
+                for i, k in enumerate(("mean", "low", "high"))
+            }
             for name, values in between.items()
         }
         caption = "Mean over the rows that both drew; the band is its 95 % interval. Above 0: more than the first run."
