@@ -193,10 +193,6 @@ COLDEST = 1e-4  # the lowest temperature above 0: logits divided by it are finit
 _TEMPERATURES = f"at least 0; between 0 and {COLDEST:g}, take 0"
 
 
-def _is_temperature(value: float) -> bool:
-    return value == 0 or COLDEST <= value <= 1e6
-
-
 OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # what cuts off and penalises nothing
 
 
@@ -224,13 +220,13 @@ class SampleParams:
     def __post_init__(self):
         for name in OFF:
             object.__setattr__(self, name, or_off(name, getattr(self, name)))
-        whole = lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool)
+        whole, t = lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool), self.temperature
         number = lambda value: whole(value) or isinstance(value, float | np.floating)
         each = lambda value, kind: isinstance(value, tuple | list) and all(map(kind, value))
         for name, ok, expected in (
             ("n", whole(self.n) and 1 <= self.n < 2**31, "1 or more"),
             ("max_tokens", whole(self.max_tokens) and 1 <= self.max_tokens < 2**31, "1 or more"),
-            ("temperature", number(self.temperature) and _is_temperature(self.temperature), _TEMPERATURES),
+            ("temperature", number(t) and (t == 0 or COLDEST <= t <= 1e6), _TEMPERATURES),
             ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "within (0, 1]"),
             ("top_k", whole(self.top_k) and 0 <= self.top_k < 2**31, "0 or more, below 2**31"),
             ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "within [0, 1]"),

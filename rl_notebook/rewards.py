@@ -456,6 +456,10 @@ class MathVerify:
                 late = worker.wait() == -signal.SIGALRM
                 self.timeouts, self.crashes = self.timeouts + late, self.crashes + (not late)
                 return None
+            except BaseException:  # an interrupt: this verdict must not be taken for that of the next comparison
+                worker.kill()
+                worker.wait()
+                raise
 
     async def __call__(self, text: str, answer: Any) -> float | None:
         "1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided."
@@ -895,9 +899,11 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
             if error is not None:
                 raise RuntimeError("GeneratorExit") if isinstance(error, GeneratorExit) else error
             return await result if isinstance(result, Awaitable) else result
-    except (KeyboardInterrupt, GeneratorExit):
+    except KeyboardInterrupt:
         raise
     except BaseException as e:  # whatever a user's function raises, sys.exit() too
+        if isinstance(e, GeneratorExit) and limits is ONE_BY_ONE:
+            raise  # it is this coroutine that is closed
         if clock is not None and clock.expired():
             return LATE
         task = None if limits is ONE_BY_ONE else asyncio.current_task()  # without an event loop there is none

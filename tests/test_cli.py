@@ -451,7 +451,7 @@ def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, m
 
 def test_a_command_that_is_none(capsys):
     assert main(["trian"]) == 2
-    assert "usage: rl-notebook COMMAND" in capsys.readouterr().err
+    assert "trian: unknown command. Did you mean 'train'?" in capsys.readouterr().err
     assert main([]) == 2
     with pytest.raises(SystemExit) as left:
         main(["demo", "--stepps", "3"])
@@ -490,7 +490,7 @@ def test_check_asks_a_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_check_refuses_what_it_cannot_ask(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "--backend", "local"]) == 2
-    assert "backend: got 'local'; expected tinker or fireworks" in capsys.readouterr().err
+    assert "backend: got 'local'; expected openai or tinker or fireworks" in capsys.readouterr().err
     assert main(["check", "--backend", "fireworks", "--base-model", "accounts/fireworks/models/llama"]) == 2
     assert "deployment.tokenizer_model: got None" in capsys.readouterr().err  # not that of the usual model
 

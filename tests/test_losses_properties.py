@@ -311,7 +311,7 @@ def service(name: str, config: dict[str, float], p: torch.Tensor, sent: dict[str
         case "gspo":
             trained = a != 0
             mean = (p - o).detach()[trained].mean() if trained.any() else torch.zeros(())
-            ratio = torch.exp(torch.clamp(p - p.detach() + mean, max=config["seq_ratio_log_cap"])) * trained
+            ratio = torch.exp(torch.clamp(p - p.detach() + mean, max=config.get("seq_ratio_log_cap", 10.0))) * trained
     objective = torch.minimum(ratio * a, torch.clamp(ratio, low, high) * a)
     if "eps_clip_c" in config:
         objective = torch.where(a < 0, torch.maximum(objective, config["eps_clip_c"] * a), objective)
@@ -427,7 +427,7 @@ def test_what_no_service_computes_is_refused_in_both_places(given: dict[str, Any
 @pytest.mark.parametrize(
     ("where", "given", "said"),
     [
-        ("tinker", {"policy_loss": "gspo"}, "expected grpo, ppo, importance_sampling, dapo, cispo at tinker"),
+        ("tinker", {"policy_loss": "sapo"}, "expected grpo, ppo, importance_sampling, dapo, gspo, cispo at tinker"),
         ("tinker", {"policy_loss": "dro", "aggregation": "sum"}, "got 'dro'"),
         ("tinker", {"policy_loss": "ppo", "ratio_log_cap": 3.0}, "got ratio_log_cap=3; expected 20.0"),
         ("tinker", {"policy_loss": "dapo", "eps_clip_c": 3.0}, "got eps_clip_c=3"),

@@ -40,10 +40,8 @@ def test_a_run_prints_each_verdict_once_with_the_checks_that_failed_and_says_why
         records = await loop.run(50)
         said = capsys.readouterr().out
         assert [said.count(r.verdict) for r in records] == [1, 1]
-        assert said.count("✗") == 2
-        assert all(
-            r.verdict in line and "signal" in line.partition("✗")[2] for r, line in zip(records, said.split("\n"))
-        )
+        assert "✗ signal" not in said  # all earn the most
+        assert all(r.verdict in line and "all 3 groups are dead" in line for r, line in zip(records, said.split("\n")))
         assert "2 steps: all 6 prompts are used up (6 rows, epochs=1); raise epochs, or pass more rows" in said
         assert repr(records) == "2 records, steps 1 to 2"
         assert await loop.run(50) == []
@@ -499,7 +497,7 @@ def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
     run(main())
 
 
-def test_the_first_view_has_three_charts_and_a_panel_that_is_0_throughout_is_left_out():
+def test_a_panel_that_is_0_or_rounding_throughout_is_left_out():
     flat = [{"step": step, "kl/k1": 0.0, "kl/k3": 0.0, "ppo_kl": 0.0} for step in (1, 2)]
     assert kl_payload(History(flat), {})["panels"] == []
     rising = [row | {"kl/k3": row["step"] * 1e-3} for row in flat]
@@ -508,7 +506,7 @@ def test_the_first_view_has_three_charts_and_a_panel_that_is_0_throughout_is_lef
     async def main():
         dashboard = Dashboard(make_loop(rows=6, reward=LENGTH))
         await dashboard.step()
-        assert [about["name"] for about in dashboard.screen.charts.shown] in (["reward", "kl", "advantages"],)
+        assert [about["name"] for about in dashboard.screen.charts.shown] == ["reward", "advantages"]
         assert sum(about["height"] for about in dashboard.screen.charts.shown if about["name"] != "kl") < 500
         dashboard.close()
 

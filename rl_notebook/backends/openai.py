@@ -205,12 +205,7 @@ async def drained(limit: AdaptiveLimit) -> None:
 class Silence:
     "Says every so often that responses are awaited, once for all requests."
 
-    def __init__(
-        self,
-        who: str,  # is asked
-        say: Callable[[str], Any] | None = None,  # gets the lines; None = warnings
-        every_s: float = 15.0,
-    ):
+    def __init__(self, who: str, say: Callable[[str], Any] | None = None, every_s: float = 15.0):
         self.who, self.say, self.every_s = who, say, every_s
         self.trouble = ""  # of the last attempt that failed
         self.look: Callable[[], str] = lambda: ""  # finds out more; called in the thread, before each line
@@ -741,9 +736,7 @@ async def together(coroutines: Sequence[Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../nbs/25_backends.openai.ipynb #127c6edb
-async def _completion(
-    sampler: OpenAISampler, body: dict[str, Any], **options: Any
-) -> tuple[dict[str, Any], int]:  # the first choice, with the usage, and the version that was asked
+async def _completion(sampler: OpenAISampler, body: dict[str, Any], **options: Any) -> tuple[dict[str, Any], int]:
     "Ask for a completion."
     version = sampler.policy_version
 

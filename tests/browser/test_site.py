@@ -60,7 +60,7 @@ def test_the_landing_page_shows_the_dashboard(read: Callable[..., Page]):
 
 def test_a_search_finds_a_name_and_a_word(read: Callable[..., Page]):
     page = read("index")
-    for asked, found in (("icepop_threshold", "losses"), ("dead group", "Rewards and groups")):
+    for asked, found in (("icepop_threshold", "losses"), ("dead group", "Rewards, groups and signal")):
         page.locator(".sidebar-search").fill(asked)
         page.keyboard.press("Enter")
         expect(page.locator("#search-results")).to_contain_text(found)
@@ -79,11 +79,11 @@ def test_a_name_in_a_page_leads_to_its_signature_and_its_source(read: Callable[.
 
 def test_the_sidebar_leads_through_the_pages(read: Callable[..., Page]):
     page = read("index")
-    page.locator(".sidebar-tree a", has_text="One step by hand").click()
+    page.locator(".sidebar-tree a", has_text="One GRPO step by hand").click()
     expect(page.locator("h1")).to_contain_text("One step by hand")
     page.locator("a.next-page").click()
     expect(page.locator("h1")).to_contain_text("Reading logprobs")
-    assert page.locator(".sidebar-tree .caption-text").all_text_contents()[:2] == ["Tutorials", "Core"]
+    assert page.locator(".sidebar-tree .caption-text").all_text_contents()[:2] == ["Start", "Your own task"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
