@@ -80,7 +80,7 @@ def test_a_name_in_a_page_leads_to_its_signature_and_its_source(read: Callable[.
 def test_the_sidebar_leads_through_the_pages(read: Callable[..., Page]):
     page = read("index")
     page.locator(".sidebar-tree a", has_text="One GRPO step by hand").click()
-    expect(page.locator("h1")).to_contain_text("One step by hand")
+    expect(page.locator("h1")).to_contain_text("One GRPO step by hand")
     page.locator("a.next-page").click()
     expect(page.locator("h1")).to_contain_text("Reading logprobs")
     assert page.locator(".sidebar-tree .caption-text").all_text_contents()[:2] == ["Start", "Your own task"]
