@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 # %% auto #0
-__all__ = ['users_lines', 'shown_as', 'RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError',
-           'RewardError', 'BackendError', 'PhaseError', 'RecordError', 'MissingExtra', 'SampleParams', 'Logprobs',
-           'Completion', 'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams',
-           'LossOutput']
+__all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
+           'BackendError', 'PhaseError', 'RecordError', 'MissingExtra', 'SampleParams', 'Logprobs', 'Completion',
+           'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
 
 # %% ../nbs/00_core.ipynb #f51b9f4b
 _PREFIXED = r"(?:sk|tml|glpat|nvapi|xox[a-z]|xapp)-|(?:sk|fw|fpk|hf|gh[opusr]|github_pat|wandb_v1|pypi)_"

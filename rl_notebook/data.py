@@ -30,7 +30,7 @@ from .core import DataError, MissingExtra, plain_text, quoted, without_keys
 from .names import new_file, write_file
 
 # %% auto #0
-__all__ = ['UNSEEN', 'Row', 'load_rows']
+__all__ = ['Row', 'load_rows']
 
 # %% ../nbs/10_data.ipynb #1728c709
 def plain_values(value: Any) -> Any:

@@ -29,9 +29,8 @@ from tqdm.auto import tqdm
 
 # %% auto #0
 __all__ = ['PHASES', 'StepState', 'LoopState', 'run_tokenizer', 'encode_for', 'rollout_setup', 'Loop', 'prompts_phase',
-           'sample_phase', 'score_phase', 'grade', 'grade_in_turn', 'advantages_phase', 'datums_phase',
-           'reference_phase', 'loss_phase', 'backward_phase', 'optimize_phase', 'sync_phase', 'finish_phase', 'Changed',
-           'change']
+           'sample_phase', 'score_phase', 'advantages_phase', 'datums_phase', 'reference_phase', 'loss_phase',
+           'backward_phase', 'optimize_phase', 'sync_phase', 'finish_phase', 'Changed', 'change']
 
 # %% ../nbs/35_phases.ipynb #dd8aa3c2
 from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
@@ -692,7 +691,7 @@ def score_phase(loop: Loop, reward_fns: Any = None, *, wait: bool | None = None)
     waiting.work, loop.state.awaited = partial(grade_in_turn, loop, fns), (*AWAITED, "score")
     return waiting
 
-
+# %% ../nbs/35_phases.ipynb #1f735737
 async def grade(loop: Loop, reward_fns: Any, **options: Any) -> Listing[PromptGroup]:
     "Grade the samples, all groups at once if the limits say so."
     rollouts, how = enter(loop.state, "score"), grading(loop, **options)

@@ -42,7 +42,7 @@ from .names import from_file, lock_file, names_in, names_noted, new_folder, note
 from .names import trusted_names, write_file
 
 # %% auto #0
-__all__ = ['StepRecord', 'metrics_frame', 'Run', 'RunFolder', 'readable', 'Checkpoint']
+__all__ = ['StepRecord', 'metrics_frame', 'Run', 'RunFolder', 'Checkpoint']
 
 # %% ../nbs/32_records.ipynb #47e7b542
 @dataclass(frozen=True, eq=False, repr=False)

@@ -826,20 +826,24 @@ def is_ours(function: Any) -> bool:
     return str(getattr(innermost(function), "__module__", "")).startswith("rl_notebook.")
 
 
-def uses_alarms(function: Any, seen: set[int]) -> bool:
+@functools.lru_cache(maxsize=256)
+def uses_alarms(function: Any) -> bool:
     "Whether a function, or one of its author's that it calls, uses what works in the main thread alone."
-    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    if code is None or id(code) in seen:
-        return False
-    seen.add(id(code))
-    names = [*code.co_names, *(name for part in code.co_consts if inspect.iscode(part) for name in part.co_names)]
-    modules = [vars(module) for name in names if inspect.ismodule(module := known.get(name))]
-    package = str(known.get("__name__")).partition(".")[0]
-    for name, used in [(name, scope.get(name)) for name in names for scope in (known, *modules)]:
-        home = str(getattr(used, "__module__", None) or getattr(used, "__name__", name)).partition(".")[0]
-        own = home == package or not getattr(getattr(used, "__code__", code), "co_filename", "").startswith(sys.prefix)
-        if home in ("signal", "math_verify") or (inspect.isfunction(used) and own and uses_alarms(used, seen)):
-            return True
+    waiting, seen = [function], set[Any]()
+    while waiting:
+        code, known = getattr(one := waiting.pop(), "__code__", None), getattr(one, "__globals__", {})
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        names = [*code.co_names, *(name for part in code.co_consts if inspect.iscode(part) for name in part.co_names)]
+        modules = [vars(module) for name in names if inspect.ismodule(module := known.get(name))]
+        for name, used in [(name, scope.get(name)) for name in names for scope in (known, *modules)]:
+            home = str(getattr(used, "__module__", None) or getattr(used, "__name__", name)).partition(".")[0]
+            if home in ("signal", "math_verify"):
+                return True
+            theirs = home in sys.stdlib_module_names or "-packages" in str(getattr(used, "__code__", ""))
+            if inspect.isfunction(used) and (not theirs or home == str(known.get("__name__")).partition(".")[0]):
+                waiting.append(used)
     return False
 
 
@@ -867,7 +871,7 @@ class Limits:
         awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
         if awaited or not self.most or id(function) in self._staying:
             return True
-        return is_ours(function) or uses_alarms(innermost(function), set())
+        return is_ours(function) or uses_alarms(innermost(function))
 
     async def in_thread(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome | None:
         "What a call comes to in a thread; None where it is to be called here."

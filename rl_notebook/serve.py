@@ -32,7 +32,7 @@ from .phases import Loop, rollout_setup
 from .rollouts import DRAW, RolloutSetup
 
 # %% auto #0
-__all__ = ['Read', 'ServedRollout', 'PolicyServer', 'serve']
+__all__ = ['ServedRollout', 'PolicyServer', 'serve']
 
 # %% ../nbs/65_serve.ipynb #9e5c1840
 READ = """
@@ -116,6 +116,9 @@ def read_asked(body: Any, params: SampleParams) -> Asked:
         raise DataError("tool_calls", where="the request", got=str(reason), expected="a list of calls") from reason
 
 # %% ../nbs/65_serve.ipynb #35c9efe9
+Read = Callable[[bytes], Any]  # a body, as what a chat completion asks for
+
+
 @dataclass(eq=False)
 class Turn:
     "A conversation up to the end of a turn that the policy took."
@@ -178,9 +181,6 @@ def expect_request(url: str) -> threading.Timer:
     return timer
 
 # %% ../nbs/65_serve.ipynb #b28106e8
-Read = Callable[[bytes], Any]
-
-
 class ServedRollout:
     "One rollout that an agent plays over HTTP: its address, and what was drawn for it."
 

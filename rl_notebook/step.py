@@ -143,9 +143,6 @@ def list_rollouts(
     table = lambda: pd.DataFrame([_rollouts_row(r) for r in rollouts])
     return Listing(rollouts, headline, table, lambda: completions_html(rollouts, tokenizer))
 
-# %% ../nbs/33_step.ipynb #b0bd82f6
-#| exporti
-
 # %% ../nbs/33_step.ipynb #f1f16241
 async def score_group(
     rollouts: Rollouts,

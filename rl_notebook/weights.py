@@ -229,9 +229,7 @@ class SharedBackend:
     "Whose weights a backend has loaded, and whose turn it is."
 
     def __init__(self) -> None:
-        self.loaded: Weights | None = (
-            None  # whose weights the backend has; None = no loop's, after a change that failed
-        )
+        self.loaded: Weights | None = None  # whose weights it has; None = no loop's, after a change that failed
         self.loops: weakref.WeakSet[Weights] = weakref.WeakSet()  # that use it
         self.lock = asyncio.Lock()
         self.event_loop: asyncio.AbstractEventLoop | None = None  # that the lock belongs to

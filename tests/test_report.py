@@ -667,18 +667,25 @@ def test_the_page_follows_a_dark_theme(run: RunFolder):
 # --- runs side by side ------------------------------------------------------------------------------------------------
 
 
-def rewarded(path: Path, add: float, seed: int) -> RunFolder:
-    "A run of three steps over rows 0 to 11, each of which earns its share of `add` more."
+def rewarded(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
+    "A run of three steps of so many rows, each of which earns its share of `add` more."
     run, draw = RunFolder.create(path, {"learning_rate": add, "seed": 1}), np.random.default_rng(seed)
     for step in (1, 2, 3):
-        record = synthetic_record(step, groups=4, completions=2)
+        record = synthetic_record(step, groups=rows, completions=2)
         groups = []
         for i, group in enumerate(record.groups):
             samples = tuple(replace(s, reward=add + i + draw.normal(0, 0.01), rewards={}) for s in group.samples)
-            number = 4 * step + i
+            number = rows * step + i
             groups.append(replace(group, samples=samples, number=number, key=f"row {number}", advantages=None))
         run.add(replace(record, groups=tuple(groups), datums=(), loss=None))
     return run
+
+
+def test_a_single_row_a_step_has_a_difference_and_no_interval(tmp_path: Path):
+    for name, add in (("a", 0.0), ("b", 0.5)):
+        rewarded(tmp_path / name, add, 1, rows=1)
+    assert command(["view", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "Difference of the reward to a" in Page((tmp_path / "page.html").read_text(encoding="utf-8")).text
 
 
 def test_runs_side_by_side_differ_by_what_the_rows_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rl_notebook.core import Completion, MissingExtra, RewardError, RolloutSample
 from rl_notebook.data import make_row
 from rl_notebook.rewards import (
+    LIMITS,
     Limits,
     MathVerify,
     final_answer,
@@ -616,6 +617,25 @@ def clear(threads: list) -> bool:
     return all(t is not threading.main_thread() for t in threads)
 
 
+@pytest.mark.parametrize(
+    ("given", "truth", "same"),
+    [
+        ("30 mph", "30 miles per hour", True),
+        ("30 mi", "30 miles", True),
+        ("20 sq ft", "20 ft^2", True),
+        ("60 km/h", "60 km per hour", True),
+        ("5 men", "5", True),
+        ("3 boxes", "3", True),
+        ("4 feet", "48 inches", True),
+        ("2 hrs", "120 minutes", True),
+        ("5 mi", "5 m", False),
+        ("5 km", "5 m", False),
+    ],
+)
+def test_a_unit_is_a_whole_word_and_no_part_of_another_measure(given, truth, same):
+    assert numeric_equal(given, truth) is same
+
+
 def test_calls_wait_together_within_the_limit_and_plain_ones_in_threads():
     free, running, most, threads = threading.Semaphore(0), 0, 0, []
 
@@ -636,6 +656,54 @@ def test_calls_wait_together_within_the_limit_and_plain_ones_in_threads():
 
     assert asyncio.run(held_open()).totals.tolist() == [1] * 6
     assert (most, clear(threads)) == (3, True)
+
+
+def _late(signum, frame):
+    raise TimeoutError
+
+
+def _within_a_second(text):
+    "As many scorers do it: what goes wrong is a 0."
+    try:
+        before = signal.signal(signal.SIGALRM, _late)
+        signal.alarm(1)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        return 1.0
+    except Exception:
+        return 0.0
+
+
+def helped(text):
+    return _within_a_second(text)
+
+
+def test_an_alarm_behind_a_helper_is_no_silent_zero_and_has_no_second_limit():
+    assert asyncio.run(score(["a"] * 3, CHAT, helped)).totals.tolist() == [1.0] * 3
+    assert score_blocking(["a"] * 3, CHAT, helped).totals.tolist() == [1.0] * 3
+    with pytest.raises(RewardError, match="reward_timeout: got helped, which runs in the main thread"):
+        asyncio.run(score(["a"], CHAT, helped, limits=Limits(timeout=5.0)))
+
+
+def test_a_reward_that_asks_for_other_rewards_does_not_wait_for_itself():
+    async def both(text):
+        return (await score([text], CHAT, lambda text: 0.5)).totals[0] * 2
+
+    asked = LIMITS.most + 8
+    graded_ = asyncio.run(asyncio.wait_for(score(["a"] * asked, CHAT, both), 120))
+    assert graded_.totals.tolist() == [1.0] * asked
+
+
+def test_an_error_that_speaks_of_threads_is_no_reason_to_ask_again():
+    calls = []
+
+    def forum(text):
+        calls.append(text)
+        raise ValueError("no such forum thread")
+
+    with pytest.raises(RewardError, match="no such forum thread"):
+        asyncio.run(score(["a"], CHAT, forum))
+    assert calls == ["a"]
 
 
 def test_functions_that_cannot_be_in_a_thread_stay_where_the_loop_is():

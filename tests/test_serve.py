@@ -343,6 +343,7 @@ def test_keys_and_addresses() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"temperature": 0.2}, "temperature: got 0.2; expected 1.0"),
         ({"n": 0.5}, "n"),
+        ({"n": 100_000}, "n: got 100000"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
@@ -368,8 +369,9 @@ def test_what_is_not_done_is_refused_by_name(more: dict[str, Any], named: str) -
                 async with httpx.AsyncClient() as client:
                     reply = await client.post(f"{rollout.url}/chat/completions", json=body, headers=headers)
                     assert (reply.status_code, named in reply.json()["error"]["message"]) == (400, True), reply.text
-                    raw = {"content": b"{no json", "headers": headers}
-                    assert (await client.post(f"{rollout.url}/chat/completions", **raw)).status_code == 400
+                    for odd in (b"{no json", b"\xff\xfe{}"):
+                        raw = {"content": odd, "headers": headers}
+                        assert (await client.post(f"{rollout.url}/chat/completions", **raw)).status_code == 400
             assert not watched.drawn
 
     asyncio.run(play())
