@@ -6,12 +6,9 @@ with one thing wrong (`faults`): another temperature, weights that did not arriv
 and never put back. No recorded series is ever edited; what a bug does to numbers, the code of the bug does.
 
 Each case says what a right answer is: one cause of `causes.FIXES`, or several that are equally right, or `NONE`, or for
-clean steps `CLEAN`. One part of the zoo (`build`) is there to improve the doctor by. The other (`unseen`, in a file of
-its own) says once how good it has become: many of its kinds are in it only, the others come with other seeds and
-strengths. Improve nothing by it, and do not open it while you improve; afterwards it belongs to `build`, and a new one
-is needed. A second one (`unseen3`) was written by somebody who knew the machines and the names of the causes only, and
-a third (`unseen4`), a fourth (`unseen5`), a fifth (`unseen6`), a sixth (`unseen7`), a seventh (`unseen8`) and an eighth
-(`unseen9`) likewise by others, with kinds that no other part has.
+clean steps `CLEAN`. One part (`build`) is there to improve the doctor by. Many kinds of `unseen` are in it only, the
+rest come with other seeds and strengths; `others` was written by people who knew the machines and the names of the
+causes only. All three have been judged: a doctor that must be judged anew needs kinds that none of them has.
 
 Each case says how large it is: the largest and the mean gap in nats, the mean total variation between the law that
 tokens were drawn from and the one that the client asked for, with what all tokens together say for it in nats, and how
@@ -21,5 +18,5 @@ far they are from a draw as claimed in standard deviations. What is below the no
     python -m tests.zoo build --only temperature -v
     python -m tests.zoo build --http --first     # the server behind HTTP, one case of each kind: 20 minutes
     python -m tests.zoo unseen --dry             # run the cases, ask no doctor
-    python -m tests.zoo unseen3 --dry -v         # and say how large each is
+    python -m tests.zoo others --dry -v          # and say how large each is
 """
