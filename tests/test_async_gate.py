@@ -420,20 +420,6 @@ def rejected_rows_keep_their_place(monkeypatch):
 
 
 @bug
-def rows_that_are_given_up_keep_their_place(monkeypatch):
-    monkeypatch.setattr(Gate, "give_up", lambda gate, in_flight=0, useful=0, useless=0: None)
-
-
-@bug
-def half_a_row_is_let_in(monkeypatch):
-    def rounded_up(gate):
-        free = [room for room in (gate.staleness_capacity, gate.concurrency_capacity) if room is not None]
-        return -(-max(0, min(free)) // gate.completions_per_prompt)
-
-    monkeypatch.setattr(Gate, "rows", property(rounded_up))
-
-
-@bug
 def the_room_of_the_sampler_is_forgotten(monkeypatch):
     monkeypatch.setattr(Gate, "concurrency_capacity", property(lambda gate: None))
 
@@ -442,16 +428,6 @@ def the_room_of_the_sampler_is_forgotten(monkeypatch):
 def a_version_too_many(monkeypatch):
     honest = Gate.staleness_capacity.fget
     monkeypatch.setattr(Gate, "staleness_capacity", property(lambda gate: honest(gate) + gate.batch))
-
-
-@bug
-def nobody_waits_for_a_slow_row(monkeypatch):
-    monkeypatch.setattr(groups, "pick", lambda producer, places: producer.ready[:places])
-
-
-@bug
-def the_newest_rows_go_first(monkeypatch):
-    monkeypatch.setattr(groups, "pick", lambda producer, places: producer.ready[::-1][:places])
 
 
 @bug
@@ -466,43 +442,6 @@ def a_recall_forgets_rows_that_are_back(monkeypatch):
 
 
 @bug
-def a_recall_spares_rows_that_taught_nothing(monkeypatch):
-    recall = groups.recall
-
-    def sparing(producer, newer_than=-1):
-        rejected, producer.rejected = producer.rejected, []
-        recall(producer, newer_than)
-        producer.rejected = rejected
-
-    monkeypatch.setattr(groups, "recall", sparing)
-
-
-@bug
-def rows_start_although_none_is_to_be(monkeypatch):
-    fill = groups.fill
-
-    def eager(producer):
-        held, producer.held = producer.held, ""
-        started = fill(producer)
-        producer.held = held
-        return started
-
-    monkeypatch.setattr(groups, "fill", eager)
-
-
-@bug
-def a_place_that_is_free_stays_so(monkeypatch):
-    land, fill = groups.land, Producer.fill
-
-    def without_refill(producer, number, task):
-        monkeypatch.setattr(Producer, "fill", lambda p: 0)
-        land(producer, number, task)
-        monkeypatch.setattr(Producer, "fill", fill)
-
-    monkeypatch.setattr(groups, "land", without_refill)
-
-
-@bug
 def a_row_that_raised_is_lost(monkeypatch):
     land = groups.land
 
@@ -512,28 +451,6 @@ def a_row_that_raised_is_lost(monkeypatch):
         producer.give_back = give_back
 
     monkeypatch.setattr(groups, "land", careless)
-
-
-@bug
-def what_a_rollout_raised_is_not_said(monkeypatch):
-    monkeypatch.setattr(groups, "raise_failure", lambda producer: setattr(producer, "error", None))
-
-
-@bug
-def time_with_rows_under_way_is_idle_too(monkeypatch):
-    monkeypatch.setattr(Producer, "idle_seconds", property(lambda p: p.idle + p.clock() - p.idle_since))
-
-
-@bug
-def a_recall_stops_the_idle_clock(monkeypatch):
-    recall = groups.recall
-
-    def stopped(producer, newer_than=-1):
-        since = producer.idle_since
-        recall(producer, newer_than)
-        producer.idle_since = since
-
-    monkeypatch.setattr(groups, "recall", stopped)
 
 
 @pytest.mark.slow
@@ -589,6 +506,7 @@ def make_loop(rollouts: Any, rows: int, **options: Any) -> AsyncGRPOLoop:
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
+@pytest.mark.variant(but="0")
 def test_every_row_is_in_one_record(bound: int) -> None:
     loop = make_loop(unsteady_rollouts, 24, max_head_offpolicy_versions=bound, max_concurrency_rollout_sample=20)
 
