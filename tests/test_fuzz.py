@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import datetime
 import io
 import json
 import math
@@ -19,7 +17,6 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -65,123 +62,27 @@ def refused(do: Callable[[], Any]) -> RLNotebookError | None:
 
 
 def check_parts(error: RLNotebookError) -> None:
-    "What, and got, expected or how to fix it; a text that every terminal takes, of bearable length."
+    "It says what; a text that every terminal takes, of bearable length."
     text = str(error)
     text.encode("utf-8")
     assert error.what, text
-    more = (
-        "; expected",
-        "\n- ",
-        ". ",
-        ": got ",
-        " leaves ",
-        " is more than ",
-        " gives up ",
-    )  # rules of a config are sentences
-    assert error.expected or error.fix or any(part in text for part in more), text
     assert len(text) < 6000, len(text)
 
 
 # --- hostile values ---------------------------------------------------------------------------------------------------
 
 
-class Mute:
-    "A value that does not show itself."
-
-    def __repr__(self) -> str:
-        raise RuntimeError("no repr")
-
-    __str__ = __repr__
-
-
-class Liar:
-    "A value that says that it is a number, and is none."
-
-    def __float__(self) -> float:
-        raise RuntimeError("no float")
-
-    __index__ = __int__ = __bool__ = __len__ = __iter__ = __float__
-
-
 LONELY = "half \ud83d of a pair"
 NUMBERS: list[Any] = [
-    0,
-    1,
-    -1,
-    True,
-    False,
-    2,
-    5,
-    2**31,
-    2**63,
-    -(2**63) - 1,
-    10**400,
-    -(10**400),
-    10**5000,
-    0.5,
-    -0.0,
-    1e-300,
-    5e-324,
-    1e38,
-    1e39,
-    1e308,
-    math.inf,
-    -math.inf,
-    math.nan,
-    Decimal("1e-5"),
-    Decimal("sNaN"),
-    Fraction(1, 3),
-    1j,
-    np.float32(0.5),
-    np.int64(3),
-    np.array([1, 2]),
-    np.array(7),
-    np.float64("nan"),
-]
-TEXTS: list[Any] = [
-    "",
-    " ",
-    "x",
-    "\0",
-    "a\0b",
-    LONELY,
-    "é",
-    "1e5",
-    "nan",
-    "1" * 400,
-    "x" * 300,
-    "x/" * 300,
-    "None",
-    "auto",
-]
-ODD: list[Any] = [
-    None,
-    [],
-    {},
-    (),
-    set(),
-    b"bytes",
-    [[]],
-    [None],
-    {"a": 1},
-    {1: 2},
-    {None: {}},
-    [1, "a", None],
-    object(),
-    Mute(),
-    [Mute()],
-    Liar(),
-    {"a": Mute()},
-    range(3),
-    datetime.date(2020, 1, 1),
-    dict,
-    len,
-    ...,
-]
+    0, 1, -1, True, 5, 2**63, 10**400, 0.5, -0.0, 5e-324, 1e39, math.inf, -math.inf, math.nan, Fraction(1, 3),
+    np.float32(0.5), np.int64(3), np.array([1, 2]),
+]  # fmt: skip
+TEXTS: list[Any] = ["", " ", "a\0b", LONELY, "é", "1e5", "nan", "1" * 400, "x/" * 300, "None", "auto"]
+ODD: list[Any] = [None, [], {}, set(), b"bytes", [None], {"a": 1}, {1: 2}, [1, "a", None], object(), len, ...]
 VALUES = [*NUMBERS, *TEXTS, *ODD]
 hostile = st.integers(0, len(VALUES) - 1).map(lambda i: VALUES[i])  # not all of them have a repr
 json_values = st.recursive(
-    st.sampled_from([None, True, False, 0, 1, -1, 2**63, 10**400, 0.5, 1e308, -1e308, *TEXTS[:7]]),
+    st.sampled_from([None, True, 0, -1, 2**63, 10**400, 0.5, 1e308, *TEXTS[:6]]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(["a", "role", "content", "0", ""]), inner, max_size=3)
@@ -193,30 +94,7 @@ json_values = st.recursive(
 
 NAMES = sorted({*leaf_types(Config), *sub_configs(Config), *RENAMED, *CONVERTED, *NEUTRAL, *SPELLED, "nonsense", ""})
 plausible = st.sampled_from(
-    [
-        0,
-        1,
-        2,
-        8,
-        0.1,
-        1.0,
-        True,
-        False,
-        None,
-        "local",
-        "tinker",
-        "fireworks",
-        "openai",
-        "ppo",
-        "dapo",
-        "gspo",
-        "cispo",
-        "async_rl_loop",
-        "accounts/x/models/y",
-        "http://127.0.0.1:1",
-        ["gsm8k"],
-        {},
-    ]
+    [0, 1, 8, 0.1, True, None, "local", "tinker", "openai", "ppo", "gspo", "async_rl_loop", "http://x", ["gsm8k"], {}]
 )
 some_settings = st.dictionaries(st.sampled_from(NAMES), hostile | plausible, min_size=1, max_size=4)
 
@@ -229,73 +107,26 @@ def use(cfg: Config, folder: Path) -> None:
     assert Config.from_yaml(folder / "config.yaml") == cfg
 
 
-def try_settings(given_: dict[str, Any], folder: Path) -> None:
-    refused(lambda: use(Config.from_dict(given_), folder))
-
-
 @cases(120)
 @given(given_=some_settings)
 def test_settings(given_: dict[str, Any], tmp_path: Path) -> None:
-    try_settings(given_, tmp_path)
+    refused(lambda: use(Config.from_dict(given_), tmp_path))
 
 
-def try_sample_params(given_: dict[str, Any]) -> None:
-    refused(lambda: SampleParams(**given_))
-
-
-@cases(40)
-@given(given_=st.dictionaries(st.sampled_from([f.name for f in dataclasses.fields(SampleParams)]), hostile, max_size=3))
-def test_sample_params(given_: dict[str, Any]) -> None:
-    try_sample_params(given_)
+def test_a_long_text_is_quoted_in_short() -> None:
+    for name in Config().flat():
+        error = refused(lambda name=name: Config.from_dict({name: "{a: " * 3000}))
+        assert error is None or len(str(error)) < 2500, name
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
 YAML = [
-    "1: 2",
-    "null: 3",
-    "? [a, b]\n: 1",
-    "? {a: b}\n: 1",
-    "a: 1\na: 2",
-    "learning_rate: " + "9" * 400,
-    "seed: " + "9" * 5000,
-    "seed: !!int x",
-    "seed: !!float x",
-    "seed: 2020-99-99",
-    "seed: 2020-01-01",
-    "[" * 3000,
-    "{a: " * 3000,
-    "rewards: " + "[" * 3000,
-    "rewards: &a [*a]",
-    "deployment: &a {extra_values: *a}",
-    "deployment: {extra_values: {a: &b [*b]}}",
-    'log_path: "\\ud83d"',
-    'log_path: "a\\0b"',
-    "log_path: " + "x" * 300,
-    "log_path: ''",
-    "!!python/object/apply:os.system [ls]",
-    "\t- a",
-    "a: b: c",
-    "%",
-    "--- a\n--- b",
-    "seed: !!binary x",
-    "!!set {a, b}",
-    "dataset: !!timestamp x",
-    "tis: 5",
-    "tis: {1: 2}",
-    "tis: {cap: {a: b}}",
-    "deployment: {extra_values: {2020-01-01: 1}}",
-    "deployment: {extra_values: !!set {a}}",
-    "seed: 0x" + "f" * 400,
-    "seed: 1:60:60",
-    "<<: 1",
-    "<<: {seed: 1}",
-    "seed: .inf",
-    "rewards: !!omap [a: 1]",
-    "x: !!bool y",
-    "seed: !!null 5",
-    "a: &a [x,x]\nb: &b [*a,*a]",
-]
+    "1: 2", "? [a, b]\n: 1", "a: 1\na: 2", "seed: " + "9" * 5000, "seed: !!int x", "seed: 2020-99-99", "[" * 3000,
+    "rewards: &a [*a]", "deployment: {extra_values: {a: &b [*b]}}", 'log_path: "\\ud83d"', 'log_path: "a\\0b"',
+    "log_path: " + "x" * 300, "!!python/object/apply:os.system [ls]", "a: b: c", "--- a\n--- b", "seed: !!binary x",
+    "!!set {a, b}", "tis: {1: 2}", "tis: {cap: {a: b}}", "seed: 1:60:60", "<<: 1", "seed: .inf", "seed: !!null 5",
+]  # fmt: skip
 yaml_text = (
     st.sampled_from(YAML)
     | st.builds(
@@ -307,58 +138,31 @@ yaml_text = (
 )
 
 
-def try_yaml(text: str | bytes, folder: Path) -> None:
-    path = folder / "given.yaml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    refused(lambda: use(Config.from_yaml(path), folder))
-
-
 @cases(30)
 @given(text=yaml_text | st.binary(max_size=20))
 def test_yaml(text: str | bytes, tmp_path: Path) -> None:
-    try_yaml(text, tmp_path)
+    path = tmp_path / "given.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    refused(lambda: use(Config.from_yaml(path), tmp_path))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
-flag_values = st.sampled_from(
-    [*(t for t in TEXTS), *(y.partition(": ")[2] or y for y in YAML), "-1", "99999", "cpu:7", "null", "-", "--"]
-)
-flags = st.lists(
-    st.tuples(st.sampled_from([*NAMES, "config", "leftover", "resume"]), flag_values), min_size=1, max_size=3
-).map(lambda pairs: [part for name, value in pairs for part in (f"--{name}", value)])
-
-
-def try_parse(args: list[str]) -> None:
-    with (
-        contextlib.suppress(SystemExit),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        refused(lambda: parse_train(args))
+flag_values = st.sampled_from([*TEXTS, *(y.partition(": ")[2] or y for y in YAML), "-1", "cpu:7", "null", "--"])
+flags = st.lists(st.tuples(st.sampled_from([*NAMES, "config", "resume"]), flag_values), min_size=1, max_size=3)
 
 
 @cases(30)
-@given(args=flags)
-def test_flags(args: list[str]) -> None:
-    try_parse(args)
+@given(pairs=flags)
+def test_flags(pairs: list[tuple[str, str]]) -> None:
+    args = [part for name, value in pairs for part in (f"--{name}", value)]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        refused(lambda: parse_train(args))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
-COLUMNS = [
-    "messages",
-    "prompt",
-    "question",
-    "prompt_tokens",
-    "prompt_token_ids",
-    "answer",
-    "ground_truth",
-    "key",
-    "id",
-    "reward_model",
-    "x",
-]
+COLUMNS = ["messages", "prompt", "question", "prompt_tokens", "answer", "ground_truth", "key", "reward_model", "x"]
 records = st.dictionaries(st.sampled_from(COLUMNS), hostile | json_values, max_size=4)
 messages = st.lists(
     st.dictionaries(
@@ -367,37 +171,11 @@ messages = st.lists(
     max_size=3,
 )
 LINES = [
-    b"null",
-    b"5",
-    b'"x"',
-    b"[]",
-    b"{}",
-    b"[" * 3000,
-    b'{"question": ' + b"[" * 3000,
-    b'{"prompt_tokens": 5}',
-    b'{"prompt_tokens": [true]}',
-    b'{"prompt_tokens": "abc"}',
-    b'{"prompt_tokens": {"1": 2}}',
-    b'{"prompt_tokens": [1e400]}',
-    b'{"prompt_tokens": [' + b"9" * 400 + b"]}",
-    b'{"question": ' + b"9" * 5000 + b"}",
-    b'{"messages": "x"}',
-    b'{"messages": {"role": "user"}}',
-    b'{"messages": [5]}',
-    b'{"question": "\\ud83d"}',
-    b'{"prompt": "\\ud83d"}',
-    b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
-    b'{"question": "a\\u0000b"}',
-    b'{"messages": [{"role": "user"}]}',
-    b'{"messages": [{"role": "user", "content": 5}]}',
-    b'{"question": "x", "key": {}}',
-    b"\xff\xfe",
-    b'{"question": "x", "answer": ' + b"9" * 400 + b"}",
-    b'{"question": NaN}',
-    b"{" * 3000,
-    b'{"a": 1',
-    b"\0",
-]
+    b"null", b'"x"', b"[]", b"{}", b"[" * 3000, b'{"question": ' + b"[" * 3000, b'{"prompt_tokens": 5}', b'{"a": 1',
+    b'{"prompt_tokens": [true]}', b'{"prompt_tokens": {"1": 2}}', b'{"prompt_tokens": [1e400]}', b'{"messages": "x"}',
+    b'{"question": ' + b"9" * 5000 + b"}", b'{"messages": [5]}', b'{"prompt": "\\ud83d"}', b'{"question": NaN}',
+    b'{"messages": [{"role": "user", "content": 5}]}', b'{"question": "x", "key": {}}', b"\xff\xfe", b"\0",
+]  # fmt: skip
 
 TOKENIZER = load_model("tiny")[1]
 
@@ -411,10 +189,6 @@ def rows_and_prompts(source: Any) -> None:
         assert all(type(t) is int and 0 <= t < len(TOKENIZER) for t in ids)
 
 
-def try_rows(source: Any) -> None:
-    refused(lambda: rows_and_prompts(source))
-
-
 @cases(100)
 @given(
     source=st.lists(records | messages.map(lambda m: {"messages": m}), max_size=2)
@@ -422,20 +196,15 @@ def try_rows(source: Any) -> None:
     | odd_sources
 )
 def test_rows(source: Any) -> None:
-    try_rows(source)
-
-
-def try_lines(data: bytes, folder: Path) -> None:
-    (folder / "rows.jsonl").write_bytes(data)
-    try_rows(str(folder / "rows.jsonl"))
-    (folder / "rows.parquet").write_bytes(data)
-    try_rows(str(folder / "rows.parquet"))
+    refused(lambda: rows_and_prompts(source))
 
 
 @cases(40)
 @given(data=st.sampled_from(LINES) | st.binary(max_size=40))
 def test_lines(data: bytes, tmp_path: Path) -> None:
-    try_lines(data, tmp_path)
+    for name in ("rows.jsonl", "rows.parquet"):
+        (tmp_path / name).write_bytes(data)
+        refused(lambda name=name: rows_and_prompts(str(tmp_path / name)))
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -448,29 +217,9 @@ def raising(error: BaseException | type[BaseException]) -> Callable[[], Any]:
     return fail
 
 
-class MuteError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-    __repr__ = __str__
-
-
 FAILURES = [
     raising(e)
-    for e in (
-        ValueError("x"),
-        GeneratorExit,
-        SystemExit(3),
-        MuteError(),
-        RecursionError(),
-        StopIteration,
-        StopAsyncIteration,
-        MemoryError(),
-        BaseException("bare"),
-        UnicodeEncodeError("utf-8", LONELY, 0, 1, "x"),
-        ValueError(LONELY),
-        asyncio.CancelledError(),
-    )
+    for e in (ValueError(LONELY), SystemExit(3), RecursionError(), StopIteration, BaseException("x"), GeneratorExit)
 ]
 outcomes = st.one_of(hostile.map(lambda v: lambda: v), st.sampled_from(FAILURES))
 shapes = st.sampled_from(["native", "async", "trl", "trl list", "verl", "awaits"])
@@ -496,7 +245,9 @@ def grading(shape: str, outcome: Callable[[], Any]) -> Callable[..., Any]:
     }[shape]
 
 
-def try_reward(shape: str, outcome: Callable[[], Any]) -> None:
+@cases(80)
+@given(shape=shapes, outcome=outcomes)
+def test_rewards(shape: str, outcome: Callable[[], Any]) -> None:
     def grade() -> None:
         scores = score_blocking(["a", "b"], make_row({"question": "x", "answer": "1"}), grading(shape, outcome))
         assert all(math.isnan(t) or abs(t) < 1e150 for t in scores.totals)
@@ -505,50 +256,20 @@ def try_reward(shape: str, outcome: Callable[[], Any]) -> None:
     refused(grade)
 
 
-@cases(80)
-@given(shape=shapes, outcome=outcomes)
-def test_rewards(shape: str, outcome: Callable[[], Any]) -> None:
-    try_reward(shape, outcome)
-
-
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 TEMPLATES = [
-    "{{ 1 / 0 }}",
-    "{{ messages[99].content }}",
-    "{{ messages.x.y.z }}",
-    "{% for i in range(10**9) %}x{% endfor %}",
-    "{{ 'x' * 10**12 }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{",
-    "{% if %}",
-    "{{ raise_exception('no') }}",
-    "{{ messages | sort }}",
-    "{{ messages[0].content | int / 0 }}",
-    "{{ ''.__class__.__mro__ }}",
-    "{{ '\\ud83d' }}",
-    "",
-    "x",
-    "{{ messages[0].content.encode('ascii') }}",
-    "{{ {}['a'] }}",
-    "{{ [][5] }}",
-    "{{ none + 1 }}",
-    "{{ strftime_now('%') }}",
-    "{{ messages[0] }}",
-    "{{ 1e400 | int }}",
-]
-
-
-def try_template(template: str) -> None:
-    tokenizer = load_model("tiny")[1]
-    tokenizer.chat_template = template
-    row = make_row({"question": "What?", "answer": "1"})
-    refused(lambda: encode_prompt(tokenizer, row, max_seq_len=512))
+    "{{ 1 / 0 }}", "{{ messages.x.y.z }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**12 }}", "{{", "",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ ''.__class__.__mro__ }}", "{{ '\\ud83d' }}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_templates(template: str) -> None:
-    try_template(template)
+    tokenizer = load_model("tiny")[1]
+    tokenizer.chat_template = template
+    row = make_row({"question": "What?", "answer": "1"})
+    refused(lambda: encode_prompt(tokenizer, row, max_seq_len=512))
 
 
 # --- run folders ------------------------------------------------------------------------------------------------------
@@ -595,30 +316,10 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 FILES = ["run.json", "steps/00001/record.json", "checkpoints/00002/checkpoint.json", "metrics.jsonl", "config.yaml"]
-odd_json = st.sampled_from(
-    [
-        None,
-        True,
-        -1,
-        0,
-        10**400,
-        1e308,
-        "",
-        "x",
-        LONELY,
-        [],
-        {},
-        [None],
-        {"$float": "x"},
-        {"$array": 1},
-        {"$pairs": 5},
-        {"$bytes": "é"},
-        {"$tuple": 5},
-        {"$nonsense": 1},
-        {"a": {"b": []}},
-        ...,
-    ]
-)
+ODD_JSON = [
+    None, True, -1, 10**400, 1e308, "", LONELY, [], {}, [None], {"$float": "x"}, {"$array": 1}, {"$nonsense": 1}, ...,
+]  # fmt: skip
+odd_json = st.sampled_from(ODD_JSON)
 
 
 def look(folder: Path) -> None:
@@ -660,17 +361,6 @@ def changed_json(pick: int, new: Any) -> Callable[[bytes], bytes]:
 @given(name=st.sampled_from(FILES[:3]), pick=st.integers(0, 10**6), new=odd_json)
 def test_descriptions(name: str, pick: int, new: Any, finished: Path, tmp_path: Path) -> None:
     try_run(finished, tmp_path, name, changed_json(pick, new))
-
-
-@pytest.mark.parametrize("where", [("metrics", "reward"), ("groups", 0, "samples", 0, "reward"), ("$array",)], ids=str)
-def test_a_number_beyond_every_float(where: tuple[Any, ...], finished: Path, tmp_path: Path) -> None:
-    def change(data: bytes) -> bytes:
-        value = json.loads(data)
-        del value["sha256"]
-        where_ = where if where[0] in value else next(p for p in places(value) if p and p[-1] == where[0])
-        return json.dumps(replaced(value, where_, 10**400)).encode()
-
-    assert try_run(finished, tmp_path, FILES[1], change) is not None
 
 
 def changed_bytes(at: float, new: bytes) -> Callable[[bytes], bytes]:
@@ -764,25 +454,9 @@ def puppet() -> Iterator[Puppet]:
 
 
 BODIES = [
-    b"null",
-    b"5",
-    b'"x"',
-    b"[]",
-    b"{}",
-    b"",
-    b"\xff\xfe",
-    b"<html>busy</html>",
-    b"[" * 3000,
-    b'{"choices": null}',
-    b'{"choices": 5}',
-    b'{"choices": [null]}',
-    b'{"choices": {"a": 1}}',
-    b'{"choices": [' + b"9" * 5000 + b"]}",
-    b'{"data": 5}',
-    b'{"data": [5]}',
-    b'{"error": null}',
-    b'{"error": {"message": {"a": [1]}}}',
-]
+    b"null", b'"x"', b"{}", b"", b"\xff\xfe", b"<html>busy</html>", b"[" * 3000, b'{"choices": null}', b'{"data": [5]}',
+    b'{"choices": [null]}', b'{"choices": [' + b"9" * 5000 + b"]}", b'{"error": {"message": {"a": [1]}}}',
+]  # fmt: skip
 ONCE = Retries(deadline_s=0.2, attempt_s=5, first_wait_s=0.2)
 
 
@@ -823,10 +497,3 @@ answers = st.sampled_from(BODIES) | st.builds(wrong_answer, st.integers(0, 10**6
 )
 def test_answers_of_a_server(body: bytes, status: bytes, cut: int, puppet: Puppet) -> None:
     try_openai(puppet, body, status=status, cut=cut)
-
-
-@pytest.mark.parametrize("name", list(Config().flat()))
-def test_a_long_text_is_quoted_in_short(name: str) -> None:
-    for text in ("{a: " * 3000, "x" * 9000):
-        error = refused(lambda text=text: Config.from_dict({name: text}))
-        assert error is None or len(str(error)) < 2500, (name, len(str(error)))
