@@ -37,6 +37,8 @@ MAX_MEDIAN = 14  # lines of the median exported cell of the package
 MAX_HIDDEN = 4  # hidden cells a notebook
 MAX_BYTES = 300_000  # a notebook with its outputs
 MAX_NAMES = 300  # names in all `__all__` of the package together
+MAX_LINES = 35_763  # lines of exported Python, JavaScript and CSS together; a commit may only lower it
+MAX_TEST_LINES = 40_700  # lines of Python in tests/; a commit may only lower it, too
 PROSE_GOAL, PROSE_FLOOR = 2.0, 1.0  # words of prose an exported line: of the package, of any notebook
 SHOWN_GOAL, SHOWN_FLOOR = 6.0, 3.0  # shown cells per hundred exported lines: of the package, of any notebook
 
@@ -292,14 +294,6 @@ def a_fresh_export_leaves_no_diff(house: House) -> list[str]:
 
 
 @rule
-def no_module_is_an_orphan(house: House) -> list[str]:
-    "nbdev never deletes: a module whose notebook was renamed or dropped has to be deleted by hand."
-    known = {f"{module.replace('.', '/')}.py" for _, module, _ in house.modules}
-    files = [path.relative_to(house.package).as_posix() for path in house.python_files()]
-    return [f"{PACKAGE}/{name} has no notebook" for name in files if name not in known]
-
-
-@rule
 def a_notebook_is_named_after_its_module(house: House) -> list[str]:
     "`NN_dotted.name` exports `dotted.name`; no number twice; the index and the tutorials do not."
     problems, seen = [], dict[int, str]()
@@ -344,16 +338,6 @@ def core_is_pure(house: House) -> list[str]:
     return problems
 
 
-@rule
-def the_loop_knows_no_concrete_backend(house: House) -> list[str]:
-    "The loop (3x) imports of the backends only `backends.base`."
-    return [
-        f"{cell.where} imports {module}"
-        for here, cell, _, module in own_imports(house)
-        if 30 <= here < 40 and module.startswith("backends.") and module != "backends.base"
-    ]
-
-
 VENDOR = re.compile(r"fireworks|tinker|hotload", re.IGNORECASE)
 NAMED_ELSEWHERE = {"metrics"}  # has a table of what other programs call a metric
 
@@ -379,26 +363,6 @@ def core_and_loop_know_no_service(house: House) -> list[str]:
         for cell in nb.exported
         for name in sorted(set(named_in_code(cell.tree)))
         if VENDOR.search(name)
-    ]
-
-
-@rule
-def the_loop_imports_neither_insight_nor_views(house: House) -> list[str]:
-    "Insight (4x) and views (5x) read the loop's records; the loop does not know them."
-    return [
-        f"{cell.where} imports {module}"
-        for here, cell, there, module in own_imports(house)
-        if 30 <= here < 40 and 40 <= there < 60
-    ]
-
-
-@rule
-def views_are_leaves(house: House) -> list[str]:
-    "Only recipes (6x), the command line (8x) and tutorials import views (5x)."
-    return [
-        f"{cell.where} imports {module}"
-        for here, cell, there, module in own_imports(house)
-        if 50 <= there < 60 and (here < 50 or 70 <= here < 80)
     ]
 
 
@@ -433,6 +397,38 @@ def the_median_cell_is_short(house: House) -> list[str]:
     sizes = [len(cell.lines) for _, _, nb in house.modules for cell in nb.exported if not cell.imports_only]
     median = statistics.median(sizes) if sizes else 0
     return [f"the median exported cell has {median:g} lines, at most {MAX_MEDIAN}"] if median > MAX_MEDIAN else []
+
+
+def code_lines(text: str, *comments: str) -> int:
+    "Lines that are neither blank nor only a comment."
+    return sum(1 for line in map(str.strip, text.splitlines()) if line and not line.startswith(comments))
+
+
+def lines_of_package(house: House) -> int:
+    "Lines of exported cells, JavaScript and CSS; what others minified is theirs."
+    assets = [p for s in ("*.js", "*.css") for p in house.package.rglob(s) if ".min." not in p.name]
+    return sum(code_lines(cell.source, "#") for nb in house.notebooks for cell in nb.exported) + sum(
+        code_lines(path.read_text(encoding="utf-8"), "//", "/*", "*") for path in assets
+    )
+
+
+def lines_of_tests(house: House) -> int:
+    "Lines of Python in tests/."
+    return sum(code_lines(path.read_text(encoding="utf-8"), "#") for path in (house.root / "tests").rglob("*.py"))
+
+
+@rule
+def the_number_of_lines_only_falls(house: House) -> list[str]:
+    "Exported Python, JavaScript and CSS together, and the tests: what comes in takes the place of something."
+    whole = {
+        "MAX_LINES": (lines_of_package(house), MAX_LINES),
+        "MAX_TEST_LINES": (lines_of_tests(house), MAX_TEST_LINES),
+    }
+    return [
+        f"{lines:,} lines, {name} in tests/house.py is {most:,}: delete what the change made superfluous, or simplify"
+        for name, (lines, most) in whole.items()
+        if lines > most
+    ]
 
 
 @rule
