@@ -3,16 +3,12 @@
 import asyncio
 import copy
 import importlib.util
-import json
-import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from test_export import loads, logits
 from test_local_backend import ADAM, gradients, mixing_loss, naive_gradients, random_datums, run
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
@@ -22,7 +18,6 @@ from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, Datum, MissingExtra, RecordError, SampleParams
 from rl_notebook.doctor import diagnose
 from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import make_loss_fn
 from rl_notebook.recipes.rl_loop import main
 from rl_notebook.toy import toy_reward, toy_rows
 
@@ -97,17 +92,6 @@ def test_the_adapters_gradient_is_that_over_the_rounded_weights(family, tied, op
 
 
 @needs_torchao
-def test_the_gradient_of_an_entropy_bonus_goes_through_it():
-    datums, shape = random_datums(4, 4), {}
-    backend = backend_of(shape=shape)
-    exact = whole_twin(backend, "qwen3", shape, "float64")
-    for one in (backend, exact):
-        run(one.policy.forward_backward_custom(datums, make_loss_fn(datums, kl_beta=0.0, entropy_coeff=0.3)))
-    for name, g in gradients(exact).items():
-        assert (gradients(backend)[name].double() - g).abs().max() <= 1e-4 * g.abs().max(), name
-
-
-@needs_torchao
 def test_each_weight_is_off_by_half_a_step_at_most_and_the_model_that_was_handed_in_is_left_alone():
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
@@ -161,61 +145,7 @@ def test_between_trainer_and_sampler_nothing_is_added(family):
     assert half[1] < 2 * half[0] + 0.05, half  # bfloat16's own rounding
 
 
-@needs_torchao
-def test_the_reference_is_the_rounded_base():
-    backend, datums = backend_of(), random_datums(5, 3)
-    with torch.no_grad():
-        for name, p in backend.policy.state.params.items():
-            p.mul_(0 if "lora_B" in name else 1)
-    policy, reference = (run(scorer.forward(datums)) for scorer in (backend.policy, backend.reference))
-    for p, r, d in zip(policy, reference, datums, strict=True):
-        assert np.abs(p.values - r.values)[d.active].max(initial=0) < 1e-6
-
-
-@needs_torchao
-def test_the_first_order_change_of_an_update_goes_through_it():
-    backend, datums = backend_of(), random_datums(6, 4)
-
-    async def change():
-        before = await backend.policy.save_state("before")
-        await backend.policy.forward_backward_custom(datums, mixing_loss)
-        await backend.policy.optim_step(replace(ADAM, learning_rate=1e-5))
-        return await backend.policy.linear_change(datums, before)
-
-    then, now, promised = run(change())
-    for a, b, p, d in zip(then, now, promised, datums, strict=True):
-        came = (b.values - a.values)[d.active]
-        assert np.abs(came - getattr(p, "values", p)[d.active]).max(initial=0) < 0.05 * np.abs(came).max(initial=1e-4)
-
-
 # What is kept of it ----------------------------------------------------------------------------------------------
-
-
-@needs_torchao
-@pytest.mark.parametrize("to", ["merged", "hf"])
-def test_a_merged_export_is_the_model_that_was_trained(to, tmp_path):
-    backend = backend_of()
-    want = logits(backend.policy.state.module)
-    run(backend.export(tmp_path / "out", to))
-    model = loads(tmp_path / "out")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert (logits(model) - want).abs().max() <= 1e-4
-    assert torch.equal(logits(backend.policy.state.module), want)
-    assert any(isinstance(m, Int8Linear) for m in backend.policy.state.module.modules())  # the policy stays as it is
-
-
-@needs_torchao
-def test_an_adapter_is_what_peft_loads(tmp_path):
-    from peft import PeftModel
-
-    backend, shape = backend_of(), {}
-    run(backend.export(tmp_path / "out"))
-    base = whole_twin(backend, "qwen3", shape, "float32").policy.state.module.unload()
-    assert (
-        logits(PeftModel.from_pretrained(base, tmp_path / "out")) - logits(backend.policy.state.module)
-    ).abs().max() < 1e-4
-    own = PeftModel.from_pretrained(tiny_model(), tmp_path / "out")
-    assert (logits(own) - logits(backend.policy.state.module)).abs().max() > 1e-4  # the base that was not rounded
 
 
 @needs_torchao
@@ -270,24 +200,6 @@ def test_a_loop_over_it_steps_undoes_and_has_no_mismatch():
     asyncio.run(test())
 
 
-@needs_torchao
-def test_a_run_goes_on_with_the_same_base_only(tmp_path):
-    def go(name, steps, resume=False, **more):
-        settings = {**SETTINGS, "dcp_save_interval": 1, "log_path": str(tmp_path / name), **more}
-        cfg = Config.from_dict({**settings, "steps": steps})
-        return main(cfg, resume=resume, say=lambda text: None)
-
-    go("whole", 4, load_in_8bit=True)
-    go("run", 2, load_in_8bit=True)
-    with pytest.raises(RecordError, match=r"another run's checkpoint.*load_in_8bit=False.*load_in_8bit=True"):
-        go("run", 4, resume=True)
-    go("run", 4, resume=True, load_in_8bit=True)
-    read = lambda run: (tmp_path / run / "metrics.jsonl").read_text().splitlines()
-    losses = {run: [json.loads(line)["loss"] for line in read(run) if '"loss"' in line] for run in ("run", "whole")}
-    assert len(losses["run"]) == 4
-    assert losses["run"] == losses["whole"]
-
-
 def test_a_run_recorded_without_the_setting_goes_on(tmp_path):
     settings = {**SETTINGS, "dcp_save_interval": 1, "log_path": str(tmp_path / "run")}
     main(Config.from_dict({**settings, "steps": 1}), say=lambda text: None)
@@ -318,20 +230,6 @@ def test_the_three_hold_a_quarter_of_the_weights():
     shape = {"hidden": 256, "layers": 4, "heads": 4}
     full, small = (held(backend_of(shape=shape, load_in_8bit=bits)) for bits in (False, True))
     assert 0.2 * full < small < 0.4 * full, (small, full)
-
-
-@needs_torchao
-def test_neither_a_page_nor_a_command_shows_what_torchao_says(tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({**SETTINGS, "load_in_8bit": True, "rewards": ["format"], "steps": 1}))
-    page = "import rl_notebook; from transformers import Qwen3ForCausalLM; from rl_notebook import open_local"
-    program = "from rl_notebook.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
-    folder = ["--log-path", str(tmp_path / "run")]
-    for call in (["-c", page], ["-c", program, "train", "--config", str(config), *folder]):
-        done = subprocess.run([sys.executable, *call], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert not [word for word in ("torchao", "Enum") if word in done.stderr + done.stdout], done.stderr
-    assert "load_in_8bit: true" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 # Refused by name -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rl_notebook.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.local import open_local
 from rl_notebook.chat import sample_from_completion
 from rl_notebook.config import Config
-from rl_notebook.core import BackendError, PhaseError, RewardError, RolloutRun
+from rl_notebook.core import PhaseError, RewardError, RolloutRun
 from rl_notebook.data import load_rows
 from rl_notebook.back import restore_checkpoint, save_checkpoint, updates_of
 from rl_notebook.loop import GRPOLoop
@@ -234,6 +234,7 @@ def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
 
 @pytest.mark.parametrize("how", ["straight", pytest.param("late and lost", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SAME)
+@pytest.mark.variant(but="a reference-straight")
 def test_on_policy_and_synchronous_is_the_synchronous_loop(name, how):
     reward = SOME if how == "straight" else rollouts(lost=0.1, alone=True)
 
@@ -270,6 +271,7 @@ ANY = [
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", ANY, ids=lambda s: ", ".join(map(str, s.values())))
+@pytest.mark.variant(but="0-0")
 def test_every_row_is_in_one_record_whatever_the_order(settings, seed):
     async def main():
         loop = begin(rollouts(lost=0.15, delay=0.02), seed=seed, **settings)
@@ -352,20 +354,8 @@ def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
     run(main())
 
 
-def test_epochs():
-    async def main():
-        loop = begin(rollouts(LENGTH), rows=7, epochs=2, keep=ALL, max_head_offpolicy_versions=2)
-        records = await loop.run(progress=False)
-        check_records(records, 14, 2)
-        keys = Counter(g.key for r in records for g in r.groups)
-        assert (len(keys), set(keys.values())) == (7, {2})
-        texts = [s.text for r in records for g in r.groups for s in g.samples]
-        assert len(set(texts)) > 7  # an epoch is not drawn with the seeds of the one before
-
-    run(main())
-
-
 @pytest.mark.parametrize("limit", [4, 7, 8, None])
+@pytest.mark.variant(but="4")
 def test_no_more_samples_are_under_way_than_allowed(limit):
     async def main():
         doors = Doors()
@@ -395,6 +385,7 @@ def test_rows_that_the_last_step_cannot_use_are_not_started():
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sample_mean", "constant", "sum"])
+@pytest.mark.variant(but="token_mean")
 def test_chunks_give_the_gradient_of_one_pass(aggregation):
     async def main():
         extra = {"aggregation": aggregation, "grad_clip_norm": 0.0, "keep": ALL, "kl_beta": 0.05}
@@ -475,6 +466,7 @@ FAILING = {
 
 @pytest.mark.parametrize("row", [2, 7])
 @pytest.mark.parametrize("name", FAILING)
+@pytest.mark.variant(but="plain-2")
 def test_a_rollout_that_raises_ends_the_wait_and_loses_nothing(name, row):
     async def main():
         loop = begin(rollouts(LENGTH, before=Once(row), delay=0.002), keep=ALL, **FAILING[name])
@@ -493,6 +485,7 @@ def test_a_rollout_that_raises_ends_the_wait_and_loses_nothing(name, row):
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("what", ["forward_backward_custom", "optim_step", "save_weights_for_sampler"])
+@pytest.mark.variant(but="optim_step-1")
 def test_a_trainer_that_fails_once_loses_nothing(what, chunks):
     async def main():
         loop = begin(LENGTH, keep=ALL, max_head_offpolicy_versions=1, pipeline_chunks_per_step=chunks)
@@ -517,25 +510,8 @@ def test_a_trainer_that_fails_once_loses_nothing(what, chunks):
     run(main())
 
 
-def test_a_connection_that_is_gone_for_good_ends_the_run():
-    async def main():
-        gone = ConnectionError("nobody there")
-
-        async def before(row, index):
-            await asyncio.sleep(0)
-            raise gone
-
-        settings = {"rollout_retries": 0, "max_rollout_failure_rate": 0.5, "max_head_offpolicy_versions": 3}
-        loop = begin(rollouts(LENGTH, before=before, delay=0), rows=60, **settings)
-        with pytest.raises(BackendError, match=r"rollouts lost their connection: got .*nobody there.*at most 50%"):
-            await loop.run(progress=False)
-        await nothing_left()
-        check_books(loop)
-
-    run(main())
-
-
 @pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.variant(but="1")
 def test_a_filter_that_raises_is_an_error_and_not_a_dead_row(chunks):
     async def main():
         raised = []
@@ -666,6 +642,7 @@ def test_a_drain_says_what_a_rollout_raised():
 
 
 @pytest.mark.parametrize("phase", ["prompts", "sample", "score", "reference", "backward"])
+@pytest.mark.variant(but="backward")
 def test_a_stop_takes_effect_after_the_phase_and_the_loop_goes_on_from_there(phase):
     async def main():
         loop = begin(rollouts(), max_head_offpolicy_versions=1)
@@ -735,6 +712,7 @@ async def recorded(loop, steps):
 
 @pytest.mark.parametrize("to", ["prompts", "sample", "score", "advantages", "datums", "reference", "backward"])
 @pytest.mark.parametrize("versions", [0, 1])
+@pytest.mark.variant(but="0-backward")
 def test_undo_and_the_same_batch_again_gives_the_same_weights(to, versions):
     async def main():
         loop = begin(max_head_offpolicy_versions=versions)
@@ -758,6 +736,7 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights(to, versions):
 
 @pytest.mark.parametrize("settings", [{}, {"ppo_n_minibatches": 2}, {"pipeline_chunks_per_step": 3}], ids=str)
 @pytest.mark.parametrize("how", ["begun", "sampled"])
+@pytest.mark.variant
 def test_two_steps_are_taken_back_and_the_run_ends_as_it_would_have(how, settings):
     async def main():
         loop, plain = (begin(keep_undo=3, **settings) for _ in range(2))
@@ -847,6 +826,7 @@ def test_a_branch_waits_until_nothing_is_under_way():
 
 @pytest.mark.parametrize("versions", [0, 1])
 @pytest.mark.parametrize("at", ["start", "batch"])
+@pytest.mark.variant(but="batch-0")
 def test_two_branches_in_turn_each_train_every_row_once(at, versions):
     async def main():
         loop = begin(rollouts(), max_head_offpolicy_versions=versions, rows=18)
@@ -871,6 +851,7 @@ def test_two_branches_in_turn_each_train_every_row_once(at, versions):
 
 
 @pytest.mark.parametrize("at", ["start", "batch"])
+@pytest.mark.variant(but="start")
 def test_a_branch_gives_what_it_gives_alone(at):
     "On-policy, so that what is drawn depends on nothing but the weights."
 
@@ -924,6 +905,7 @@ def same_but_for_company(result):
 
 
 @pytest.mark.parametrize(("kind", "loss"), [(GRPOLoop, "ppo"), *((AsyncGRPOLoop, loss) for loss in POLICY_LOSSES)])
+@pytest.mark.variant(but="AsyncGRPOLoop-grpo")
 def test_several_updates_with_every_loss(kind, loss, tmp_path):
     async def main():
         settings = {"policy_loss": loss, "ppo_n_minibatches": 3, "rows": 9}
@@ -985,6 +967,7 @@ def breaking(loop, what, *fail):
     ],
     ids=str,
 )
+@pytest.mark.variant(but="optim_step-[2]")
 def test_updates_that_failed_are_gone_on_with_and_none_is_made_twice(what, fail, kind):
     async def main():
         settings = {"ppo_n_minibatches": 3, "policy_loss": "ppo"}
@@ -1074,22 +1057,6 @@ def test_a_run_goes_on_from_a_checkpoint_with_rows_that_were_under_way(versions,
     run(main())
 
 
-def test_on_policy_a_run_that_goes_on_gives_the_same_numbers(tmp_path):
-    async def main():
-        loop, plain = begin(kl_beta=0.05), begin(kl_beta=0.05)
-        folder = RunFolder.create(tmp_path / "run", loop.cfg)
-        loop.outputs.append(folder.add)
-        await loop.run(2, progress=False)
-        await save_checkpoint(loop, folder)
-        later = begin(kl_beta=0.05)
-        await restore_checkpoint(later, folder.latest_checkpoint())
-        expected = await plain.run(progress=False)
-        assert_same_training(await later.run(progress=False), expected[2:])
-        assert same(weights(later), weights(plain))
-
-    run(main())
-
-
 def test_a_checkpoint_after_an_error_in_the_middle_of_a_batch_loses_no_row(tmp_path):
     async def main():
         settings = {"pipeline_chunks_per_step": 3, "max_head_offpolicy_versions": 1, "rows": 12}
@@ -1119,6 +1086,7 @@ REPLAYED = {
 
 @pytest.mark.parametrize("how", ["rewards", "rollouts"])
 @pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.variant(but="chunks-rollouts")
 def test_a_step_is_replayed_as_far_as_it_can_be(name, how, tmp_path):
     reward = SOME if how == "rewards" else rollouts(alone=True)
 
@@ -1179,25 +1147,6 @@ def test_seek_in_a_loop_that_is_running(versions, tmp_path):
 # --- what the user brings ---------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_function_is_asked_when_it_is_due():
-    async def main():
-        asked = []
-
-        async def evaluation_fn(setup):
-            asked.append(setup.completions_per_prompt)
-            await asyncio.sleep(0)
-            return {"reward": 0.5, "eval/depth": 2}
-
-        loop = begin(rollouts(), evaluation_fn=evaluation_fn, eval_interval=2, max_head_offpolicy_versions=1)
-        records = await loop.run(4, progress=False)
-        assert ["eval/reward" in r.metrics for r in records] == [False, True, False, True]
-        assert records[1].metrics["eval/depth"] == 2.0
-        assert asked == [4, 4]
-        await loop.close()
-
-    run(main())
-
-
 def test_a_filter_decides_what_is_trained_on():
     async def main():
         seen = Counter()
@@ -1214,36 +1163,5 @@ def test_a_filter_decides_what_is_trained_on():
         assert trained
         assert not any(n % 3 == 0 for n in trained)
         assert records[-1].metrics["async/filter_drops"] == 24 - len(trained)
-
-    run(main())
-
-
-def test_segments_of_a_run_share_its_advantage():
-    async def main():
-        loop = begin(rollouts(LENGTH, segments=2), keep=ALL, max_head_offpolicy_versions=1)
-        record = await loop.step()
-        for g in record.groups:
-            assert (len(g.samples), g.runs) == (8, (0, 0, 1, 1, 2, 2, 3, 3))
-            np.testing.assert_array_equal(g.advantages[::2], g.advantages[1::2])
-            rewards = g.rewards[::2]
-            expected = (rewards - rewards.mean()) / rewards.std(ddof=1) if np.ptp(rewards) else 0 * rewards
-            np.testing.assert_allclose(g.advantages[::2], expected, atol=1e-3)
-        assert len(record.datums) == 24
-        check_records([record, *await loop.run(progress=False)], 24, 1)
-
-    run(main())
-
-
-def test_advantages_of_ones_own_are_made_for_every_row_and_trained():
-    async def main():
-        def signs(groups):
-            return [replace(g, advantages=np.sign(g.rewards - np.median(g.rewards))) for g in groups]
-
-        loop = begin(LENGTH, keep=ALL, advantage_fn=signs, max_head_offpolicy_versions=1)
-        record = await loop.step()
-        assert {float(d.advantage) for d in record.datums} <= {-1.0, 0.0, 1.0}
-        for g in record.groups:
-            np.testing.assert_array_equal(g.advantages, np.sign(g.rewards - np.median(g.rewards)))
-        await loop.close()
 
     run(main())

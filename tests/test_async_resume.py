@@ -301,6 +301,7 @@ CHAINS = [min(PER_RUN, KILLS - i) for i in range(0, KILLS, PER_RUN)]
 
 
 @pytest.mark.parametrize("chain", range(len(CHAINS)))
+@pytest.mark.variant
 def test_kill_9_at_seeded_points_loses_no_row_and_trains_none_twice(chain: int, tmp_path: Path, say: Any) -> None:
     versions, every, other = VARIANTS[chain % len(VARIANTS)]
     settings = SETTINGS | {"max_head_offpolicy_versions": versions, "dcp_save_interval": every, "seed": chain} | other

@@ -102,25 +102,26 @@ class Entry:
     open: Callable[[], Backend | Awaitable[Backend]]
     twin: dict[str, Any] = field(default_factory=dict)  # options of `local`
     weights: Callable[[Backend], Awaitable[dict[str, torch.Tensor]]] = local_weights
+    variant: bool = False  # runs with SLOW=variants
 
 
 BACKENDS = {
     "local": Entry(local),
-    "local-inline": Entry(lambda: local(inline=True)),
+    "local-inline": Entry(lambda: local(inline=True), variant=True),
     "local-lora": Entry(lambda: local(lora_rank=4), {"lora_rank": 4}),
     "local-beside": Entry(lambda: local(beside=True)),
-    "local-small-batches": Entry(lambda: local(tokens_per_batch=12, max_batch=3)),
+    "local-small-batches": Entry(lambda: local(tokens_per_batch=12, max_batch=3), variant=True),
     "tinker": Entry(tinker, {"lora_rank": 4}, tinker_weights),
     "fireworks": Entry(fireworks, weights=fireworks_weights),
     "openai": Entry(openai),
-    "fireworks-lora": Entry(lambda: fireworks(lora_rank=4), {"lora_rank": 4}, fireworks_weights),
+    "fireworks-lora": Entry(lambda: fireworks(lora_rank=4), {"lora_rank": 4}, fireworks_weights, variant=True),
 }
 
 PROMPT = [72, 101, 108, 108, 111]
 ADAM = AdamParams(learning_rate=1e-2)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[pytest.param(n, marks=[pytest.mark.variant] * e.variant) for n, e in BACKENDS.items()])
 def opened(request):
     "A function that runs an async test against a fresh backend."
 
@@ -332,6 +333,7 @@ def test_gradients_accumulate_until_the_step(opened):
     opened(test)
 
 
+@pytest.mark.variant(but="local]")
 def test_normalizations_divide_once(opened):
     async def test(backend):
         datums = datums_of(await sampled(backend, n=5))
@@ -481,6 +483,7 @@ def requests_since(start: int) -> list[str]:
     return [name for name in asked if name in ("forward", "forward_backward")]
 
 
+@pytest.mark.variant(but="tinker")
 def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
     "Every loss that the service has: values, derivatives, weights after three steps, and how many calls that takes."
 
@@ -524,6 +527,7 @@ def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
     opened(test)
 
 
+@pytest.mark.variant(but="tinker")
 def test_a_builtin_loss_outlives_its_client_and_is_dropped_with_it(opened, entry):
     "Between pass and step the client is lost, or the gradient discarded, or another state loaded."
 

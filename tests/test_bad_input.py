@@ -170,6 +170,7 @@ def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
 
 
 @pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.variant
 def test_a_reward_that_fails_late_costs_no_finished_step(interval, tmp_path):
     steps, cfg = 3, Config(**SMALL, log_path=str(tmp_path / "run"), weight_sync_interval=interval)
     whole = replace(cfg, log_path=str(tmp_path / "whole"))
@@ -415,6 +416,7 @@ FULL = r"cannot write: got (No space left on device|File too large) .*Free some 
 FULL_FOR_STATE = r"save_state: got .*(No space left on device|File too large).*Free some space"
 
 
+@pytest.mark.variant
 def test_a_disk_that_fills_up_under_a_loop(disk):
     cfg = Config(**SMALL, log_path=str(disk.path / "run"))
     folder = RunFolder.create(cfg.log_path or "", cfg)
@@ -439,6 +441,7 @@ def test_a_disk_that_fills_up_under_a_loop(disk):
     [(4096, 1, 2, FULL), (600_000, 1, 1, FULL_FOR_STATE), (600_000, 2, 2, FULL_FOR_STATE)],
     ids=["at record 2", "at checkpoint 1", "at checkpoint 2"],
 )
+@pytest.mark.variant
 def test_a_disk_that_fills_up_under_a_run(room, full_after, every, message, disk, tmp_path):
     whole = Config(**SMALL, log_path=str(tmp_path / "whole"), dcp_save_interval=every)
     run(whole, problem=toy())

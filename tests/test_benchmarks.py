@@ -193,6 +193,7 @@ def test_with_a_version_of_room_the_longer_of_the_two_is_all_that_counts(latency
 
 
 @pytest.mark.parametrize(("versions", "places"), [(1, 1), (1, 2), (2, 2), (1, 4), (3, 4), (4, 4)])
+@pytest.mark.variant(but="1-2")
 def test_no_schedule_is_faster_than_staleness_allows_and_ours_is_as_fast(versions, places):
     found = overlap.scheduled(replace(SHORT, steps=20, versions=versions, places=places, latency=float(places)))
     assert found.both.period == pytest.approx(found.bound)
@@ -209,6 +210,7 @@ def test_rollouts_that_differ_are_drawn_whole_and_again_the_same():
     assert first.both.wall > overlap.scheduled(SHORT).both.wall
 
 
+@pytest.mark.variant
 def test_overlap_writes_its_figures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(overlap.schedules, "__defaults__", ((0.5,), (0, 1), (2,)))
     file = tmp_path / "new" / "overlap.json"
@@ -224,6 +226,7 @@ def test_overlap_writes_its_figures(tmp_path, monkeypatch, capsys):
     assert "local, rollouts wait elsewhere" in capsys.readouterr().out
 
 
+@pytest.mark.variant
 def test_overlap_trains_over_http():
     pytest.importorskip("tinker", reason="the Tinker SDK is in the extra `tinker`")
     pytest.importorskip("uvicorn", reason="the emulator needs the extra `emulator`")
@@ -267,6 +270,7 @@ def test_both_samplers_draw_what_was_asked_and_ours_knows_its_logprobs(tmp_path,
 # --- gpu.py ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.variant
 def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
     gpu, file = script("gpu"), tmp_path / "gpu.json"
     with pytest.raises(SystemExit) as ended:

@@ -333,10 +333,12 @@ async def survey(name: str, kinds: Sequence[str], whats: Sequence[str], first: i
 
 
 @pytest.mark.parametrize(("kind", "whats"), [("sync", [*WHAT]), ("minibatches", ["step"]), ("async", ["step"])])
+@pytest.mark.variant(but="sync")
 def test_a_cancelled_step_or_undo_goes_on_to_the_same_weights(kind, whats):
     assert asyncio.run(survey("local", [kind], whats, every=5)) == []
 
 
+@pytest.mark.variant
 def test_so_it_does_on_a_service():
     assert asyncio.run(survey("tinker", ["sync"], ["step"], first=6, every=4)) == []  # from the reference on
 

@@ -500,6 +500,7 @@ def test_leftovers_are_of_a_service(capsys: pytest.CaptureFixture[str]):
     assert "backend local: leftover: got 'attach'" in capsys.readouterr().err
 
 
+@pytest.mark.variant
 def test_train_with_defaults_runs_on_the_model_that_ships_and_says_what_it_fitted(tmp_path):
     done = command("train", "--steps", "1", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
@@ -519,6 +520,7 @@ def test_train_with_defaults_runs_on_the_model_that_ships_and_says_what_it_fitte
 @pytest.mark.parametrize(
     "asked", [["--help"], ["train", "--help"], ["check", "--help"], ["view", "--help"]], ids=" ".join
 )
+@pytest.mark.variant(but="check")
 def test_a_reader_that_has_read_enough_ends_it_quietly(asked: list[str]) -> None:
     "As `rl-notebook ... | head` does: what it says goes into a pipe that nobody reads."
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"

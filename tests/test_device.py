@@ -78,6 +78,7 @@ def test_what_a_gpu_would_refuse_or_wait_for_is_noticed():
 
 @pytest.mark.parametrize("route", ["fast", "modules", "full"])
 @pytest.mark.parametrize("burst", [1, None])
+@pytest.mark.variant(but="None-fast")
 def test_a_decode_step_waits_only_where_it_is_looked_at(route, burst, say):
     steps = 2 * BURST
     with Pretend() as books:
@@ -157,6 +158,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.variant(but="{'prompt_logprobs'")
 def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     if settings.get("lora_rank"):
         pytest.importorskip("peft", reason="LoRA is in the extra `lora`")

@@ -756,6 +756,7 @@ SHAKES = ["drop_before:0.25", "drop_after:0.25", "slow:0.3:s=0.05", "429:0.25:re
 
 
 @pytest.mark.parametrize("kind", SHAKES)
+@pytest.mark.variant(but="drop_before")
 def test_the_sdk_trains_once_whatever_happens(kind: str, undisturbed: float) -> None:
     faults = ",".join(f"{kind}:path={path}" for path in ("forward_backward", "optim_step", "retrieve_future"))
     with start_emulator(faults=faults, seed=3) as running:
@@ -969,6 +970,7 @@ def test_a_start_that_never_ends_is_refused(seconds: float) -> None:
         start_emulator(startup_delay_s=seconds)
 
 
+@pytest.mark.variant
 def test_what_clients_ask_for_does_not_fill_its_memory(emulator: RunningEmulator, monkeypatch) -> None:
     from rl_notebook.emulator import trainer
 
@@ -1051,6 +1053,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.variant
 def test_the_command_ends_when_it_is_told_to(tmp_path: Path, busy: bool) -> None:
     "Also while it draws what would take minutes."
     process = emulate(folder=tmp_path)
@@ -1136,6 +1139,7 @@ def test_the_trainer_of_a_job_is_at_hand(emulator: RunningEmulator) -> None:
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn", "google.protobuf"])
+@pytest.mark.variant(but="uvicorn")
 def test_without_a_package_of_the_extra_the_fix_is_named(missing: str) -> None:
     script = f"import sys; sys.modules['{missing}'] = None; import rl_notebook.emulator.service"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -75,6 +75,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("folder", ["single_turn_token_in", "multi_turn_message_in"])
+@pytest.mark.variant(but="multi")
 def test_a_script_trains_here(folder: str, run: Callable[..., str], tmp_path: Path):
     said = run(folder, "--log-path", str(tmp_path))
     assert re.search(r"held-out reward 0\.\d\d -> 0\.\d\d \(2 steps", said)
@@ -143,6 +144,7 @@ def odd_is_right(text: str, answer: str) -> float:
 
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
+@pytest.mark.variant
 def test_the_tool_example_warms_up_and_trains_here(example: SimpleNamespace, run: Callable[..., str], monkeypatch):
     monkeypatch.setattr(example.rollout.rln, "gsm8k_reward", odd_is_right)
     said = run("tool_use", "--warm-start", "3")

@@ -533,6 +533,7 @@ while True:
 SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
 
 
+@pytest.mark.variant
 def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site, tmp_path):
     env = os.environ | site.running.environment() | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", ENDINGS, str(tmp_path), QWEN, SHAPE]
@@ -862,6 +863,7 @@ def test_both_logprobs_are_kept_with_and_without_echo(site):
 
 
 @pytest.mark.parametrize(("lora_rank", "moved_on"), [(0, False), (0, True), (4, False)])
+@pytest.mark.variant(but="0-True")
 def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_is_trained(site, lora_rank, moved_on):
     params = SampleParams(n=2, max_tokens=6, seed=5)
 

@@ -61,6 +61,7 @@ def test_an_unknown_name_is_told_the_nearest(typed, meant):
 
 
 @pytest.mark.parametrize("first", ["import rl_notebook.xray", "rln.xray"])
+@pytest.mark.variant(but="rln")
 def test_xray_is_the_function_in_whatever_order(first):
     "A module and a function share this name: importing the module does not replace the function."
     lines = [

@@ -168,6 +168,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("backend", ERRORS)
+@pytest.mark.variant
 def test_a_run_with_everything_said_aloud_does_not_say_the_key(backend: str, tmp_path: Path) -> None:
     with (tmp_path / "said.txt").open("w") as said:
         command = [sys.executable, "-X", "dev", "-W", "always", str(HERE / "verbose_run.py"), backend, str(tmp_path)]
@@ -208,6 +209,7 @@ def test_http2_writes_headers_into_its_log_until_a_key_is_read(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.variant
 def test_a_page_that_is_executed_does_not_show_the_key(page: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "notebook", "--execute", "--allow-errors"]
     command += ["--output-dir", str(tmp_path), "--log-level", "DEBUG", str(page)]

@@ -290,13 +290,6 @@ def test_infinite_gradients_do_not_reach_the_weights():
     assert all(torch.equal(p, before[n]) for n, p in backend.policy.state.params.items())
 
 
-@pytest.mark.parametrize("bad", [{}, {"learning_rate": 1e33}, {"eps": 1e-31}, {"beta1": 1.0}, {"beta2": 1 - 1e-12}])
-def test_a_step_is_taken_at_once_only_within_its_bounds(bad):
-    backend, datums = backend_of(reference=False), random_datums(1, 4)
-    run(backend.policy.forward_backward_custom(datums, mixing_loss))
-    assert local_module._is_bounded(backend.policy.state, AdamParams(**bad), 1.0) == (not bad)
-
-
 def captured(backend) -> dict[str, torch.Tensor]:
     "Weights, masters, moments and the gradient that is held."
     state = backend.policy.state
@@ -308,6 +301,7 @@ def captured(backend) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "bad", [{"learning_rate": 1e38}, {"eps": 0.0}, {"weight_decay": 1e38, "learning_rate": 1e38}, {"beta2": -1e38}]
 )
+@pytest.mark.variant(but="bad1")
 def test_an_update_that_would_leave_the_numbers_is_refused_and_changes_nothing(options, bad):
     one, other = (backend_of(reference=False, **options) for _ in range(2))
     datums = random_datums(1, 4)
@@ -696,19 +690,6 @@ def test_a_saved_tensor_of_the_wrong_shape_is_refused_before_it_is_used(how, tmp
     run(backend.policy.optim_step(ADAM))
 
 
-@pytest.mark.parametrize("odd", [{"steps": -1}, {"steps": "3"}, {"version": True}, {"published": 1}, {"weights": 3}])
-def test_odd_numbers_of_a_saved_state_are_refused(odd, tmp_path):
-    backend = backend_of(reference=False)
-    path = run(backend.policy.save_state(str(tmp_path / "s")))
-    file = tmp_path / "s" / "state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
-    with pytest.raises(RecordError, match=f"{next(iter(odd))}"):
-        run(backend.policy.load_state(path))
-    file.write_text("[]")
-    with pytest.raises(RecordError, match=r"state.json holds no description"):
-        run(backend.policy.load_state(path))
-
-
 def test_a_full_disk_leaves_the_old_state_and_nothing_else(tmp_path, monkeypatch):
     backend, path = backend_of(reference=False), str(tmp_path / "s")
     run(backend.policy.save_state(path))
@@ -733,28 +714,6 @@ def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(RecordError, match="got something else; expected a free name"):
         run(backend.policy.save_state(str(tmp_path / "mine")))
-
-
-def test_a_real_full_disk(tmp_path):
-    "The file-size limit of a process stands in for a full disk: the write itself fails."
-    code = f"""
-import asyncio, resource, signal, sys
-sys.path.insert(0, {str(__import__("pathlib").Path(__file__).parent)!r})
-from tiny_models import byte_tokenizer, tiny_model
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import RecordError
-backend = open_local(tiny_model(), byte_tokenizer(), reference=False, inline=True)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-try:
-    asyncio.run(backend.policy.save_state({str(tmp_path / "s")!r}))
-except RecordError as error:
-    print("refused:", error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert "refused: " in done.stdout, done.stderr
-    assert "File too large" in done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 # Opening --------------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def test_its_test_passes(task):
     assert "5 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=task)
 
 
+@pytest.mark.variant
 def test_it_trains(task):
     said = run(PROGRAM, "train", "--config", "config.yaml", "--steps", "2", cwd=task)
     assert "held-out reward" in said.splitlines()[-1]
@@ -60,6 +61,7 @@ def test_it_trains(task):
     assert "every phase is the same" in run(PROGRAM, "replay", "runs/first", "2", cwd=task)
 
 
+@pytest.mark.variant
 def test_its_notebook_runs_and_says_the_config(task):
     nb = nbformat.read(task / "step_through.ipynb", as_version=4)
     NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(task)}}).execute()
@@ -69,6 +71,7 @@ def test_its_notebook_runs_and_says_the_config(task):
 
 
 @pytest.mark.parametrize("from_file", [False, True])
+@pytest.mark.variant
 def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path, from_file):
     run(PROGRAM, "new", "mine", cwd=tmp_path)
     mine = tmp_path / "mine"

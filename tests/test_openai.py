@@ -275,6 +275,7 @@ MOODS = {
 
 
 @pytest.mark.parametrize("name", MOODS)
+@pytest.mark.variant(but="False-garbage")
 def test_what_failed_is_asked_again_and_nothing_is_lost(site, local, name):
     mood, reason = MOODS[name]
     params = SampleParams(n=4, max_tokens=9, seed=3)

@@ -653,6 +653,7 @@ for record in records[len(run):]:
 """
 
 
+@pytest.mark.variant
 def test_kill_9_at_any_moment_loses_no_finished_step(tmp_path: Path):
     run = RunFolder.create(tmp_path / "run", CONFIG)
     run.release()

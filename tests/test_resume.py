@@ -172,6 +172,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Runs()
 
 
+@pytest.mark.variant
 def test_an_uninterrupted_run_repeats_and_is_worth_comparing(whole, tmp_path):
     found = numbers(whole["full"])
     assert list(found) == list(range(STEPS + 1))
@@ -182,6 +183,7 @@ def test_an_uninterrupted_run_repeats_and_is_worth_comparing(whole, tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.variant(but="full]")
 def test_kill_9_anywhere_and_resume_gives_the_same_numbers(variant, whole, tmp_path):
     settings = SETTINGS | VARIANTS[variant] | {"log_path": str(tmp_path / "run")}
     typical = np.median([sum(record.seconds.values()) for record in RunFolder.open(whole[variant])])
@@ -194,6 +196,7 @@ def test_kill_9_anywhere_and_resume_gives_the_same_numbers(variant, whole, tmp_p
     assert_same_run(tmp_path / "run", whole[variant])
 
 
+@pytest.mark.variant
 def test_kill_9_again_and_again(whole, tmp_path):
     settings, folder = SETTINGS | {"log_path": str(tmp_path / "run")}, tmp_path / "run"
     rng = np.random.default_rng(0)
@@ -215,6 +218,7 @@ def test_kill_9_again_and_again(whole, tmp_path):
     ("variant", "phase", "saved"),
     [("full", "sample", 3), ("full", "backward", 3), ("full", "sync", 4), ("windows of 2", "backward", None)],
 )
+@pytest.mark.variant(but="full-backward")
 def test_an_interrupt_stops_after_the_phase_saves_and_says_how_to_go_on(variant, phase, saved, whole, tmp_path):
     settings = SETTINGS | VARIANTS[variant] | {"log_path": str(tmp_path / "run")}
     said = run(settings, stop_in=phase)
@@ -249,6 +253,7 @@ def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
     assert f"held-out reward {first:.2f} -> {last:.2f} (" in out.read_text()
 
 
+@pytest.mark.variant
 def test_a_second_interrupt_ends_at_once_and_loses_nothing_recorded(whole, tmp_path):
     folder, out = tmp_path / "run", tmp_path / "out"
     Config(**SETTINGS, log_path=str(folder)).to_yaml(tmp_path / "config.yaml")
@@ -276,6 +281,7 @@ def test_what_has_changed_is_said(whole, tmp_path):
     assert RunFolder.open(tmp_path / "run").steps == list(range(1, 10))
 
 
+@pytest.mark.variant
 def test_resume_from_begins_another_folder_where_the_first_one_stood(whole, tmp_path):
     checkpoint = whole["full"] / "checkpoints" / "00006"
     settings = SETTINGS | {"log_path": str(tmp_path / "run"), "resume": {"resume_from": str(checkpoint)}}

@@ -144,6 +144,7 @@ assert SIZE is not None
     "damage",
     ["", "{", "[]", "null", '{"flops": 1e9}', "\x00" * 50],
 )
+@pytest.mark.variant(but="{")
 def test_a_damaged_file_is_measured_again(damage: str):
     found = roofs_of(SIZE)
     roofs_file(SIZE).write_text(damage)

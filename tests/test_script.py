@@ -169,6 +169,7 @@ loop = rln.GRPOLoop(backend, rows, reward, cfg, dynamic_filter_fn=keep, advantag
     assert_same(list(run_script(desk / "made" / "run.py")), list(Run.open(desk / "here")))
 
 
+@pytest.mark.variant
 def test_a_rollout_factory_an_evaluation_and_extras_of_cells(desk):
     functions = """
 import numpy as np
@@ -268,6 +269,7 @@ def test_what_changed_on_the_way_is_noted(tmp_path):
 # --- a script ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.variant
 def test_a_module_of_another_folder_is_found(desk):
     import my_own  # pyright: ignore[reportMissingImports]
 

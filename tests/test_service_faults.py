@@ -29,7 +29,10 @@ from rl_notebook.backends.provision import leftovers
 from rl_notebook.core import BackendError
 from rl_notebook.records import Run
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Sending full weights (instead|again):UserWarning")
+pytestmark = [
+    pytest.mark.variant,
+    pytest.mark.filterwarnings("ignore:.*Sending full weights (instead|again):UserWarning"),
+]
 
 # Each strikes at a place that a seed decides. Where a path is named, the place lies among the requests that hurt most
 # there: an update that was executed and not answered, a gradient that went with a restart between pass and step.

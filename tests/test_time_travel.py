@@ -154,6 +154,7 @@ async def fail(loop, phase, monkeypatch):
 @pytest.mark.parametrize(
     ("phase", "done"), [*((p, False) for p in BREAKS), *((p, True) for p in ("sample", "reference", "backward"))]
 )
+@pytest.mark.variant(but="optimize")
 def test_a_phase_that_fails_leaves_the_loop_where_it_stood(phase, done, monkeypatch):
     expected = numbers(undisturbed()[1])
 
@@ -298,6 +299,7 @@ CHANGES = {"kl_beta": 0.5, "learning_rate": 3e-3, "policy_loss": "reinforce"}
     [("batch", "side by side", {}), ("start", "in turn", {}), ("batch", "in turn", {"lora_rank": 4})],
     ids=["batch, side by side", "start, in turn", "lora"],
 )
+@pytest.mark.variant(but="lora")
 def test_two_branches_give_what_each_gives_alone(at, how, settings):
     async def main():
         loop = await begun(**settings)
@@ -320,6 +322,7 @@ def test_two_branches_give_what_each_gives_alone(at, how, settings):
     run(main())
 
 
+@pytest.mark.variant
 def test_branches_of_branches_by_hand_with_the_sampler_behind():
     "Phase by phase, so that turns fall between update and sync; one of them never syncs."
 
@@ -359,6 +362,7 @@ def test_branches_of_branches_by_hand_with_the_sampler_behind():
     run(main())
 
 
+@pytest.mark.variant
 def test_windows_of_two_branches_do_not_mix():
     async def main():
         settings = {"weight_sync_interval": 2, "rows": 18}
@@ -404,6 +408,7 @@ def test_a_gradient_that_waits_is_computed_again():
     run(main())
 
 
+@pytest.mark.variant
 def test_a_branch_keeps_the_batch_and_grades_it_anew_with_another_reward():
     async def main():
         loop = await begun()
@@ -632,6 +637,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("variant", "every"), KEPT)
+@pytest.mark.variant(but="plain-0")
 def test_seek_comes_to_the_weights_of_the_run_and_goes_on_as_it_did(variant, every, runs):
     found = runs[variant, every]
 
@@ -712,6 +718,7 @@ def test_seek_from_another_model_is_noticed(runs):
     run(main())
 
 
+@pytest.mark.variant
 def test_a_run_in_windows_is_sought_where_a_checkpoint_is(tmp_path):
     async def main():
         settings = {"weight_sync_interval": 2, "rows": 18}
@@ -733,6 +740,7 @@ def test_a_run_in_windows_is_sought_where_a_checkpoint_is(tmp_path):
 
 
 @pytest.mark.parametrize(("variant", "every"), KEPT)
+@pytest.mark.variant(but="plain")
 def test_every_step_is_replayed_to_the_last_bit(variant, every, runs):
     found = runs[variant, every]
 
@@ -870,6 +878,7 @@ AFTER = {  # phases that start from what was changed, and differ too
 
 
 @pytest.mark.parametrize("what", TAMPERED)
+@pytest.mark.variant(but="a reward")
 def test_the_first_phase_that_differs_is_named(what, runs, tmp_path):
     found, (change, (phase, size, unit, where)) = runs["plain", 2], TAMPERED[what]
 
@@ -956,6 +965,7 @@ def test_other_data_show_in_the_prompts(runs):
     run(main())
 
 
+@pytest.mark.variant
 def test_what_cannot_be_computed_again_is_said(tmp_path):
     async def main():
         def doubled(datums, denominator):
@@ -986,6 +996,7 @@ def test_what_cannot_be_computed_again_is_said(tmp_path):
     run(main())
 
 
+@pytest.mark.variant
 def test_windows_are_replayed_as_far_as_they_can_be(tmp_path):
     async def main():
         settings = {"weight_sync_interval": 2, "rows": 18}

@@ -176,6 +176,7 @@ async def played_there(operations, faults=(), builtin=True, **options):
 
 @settings(max_examples=200)
 @given(BUILTIN, FAULTS, st.integers(1, 50))
+@pytest.mark.variant
 def test_faults_around_a_loss_of_the_service_leave_the_same_weights(operations, faults, length):
     scores, books, losses, _ = run(played_there(operations, builtin=False))
     scores_, books_, losses_, _ = run(played_there(operations, faults, journal_steps=length))
@@ -604,6 +605,7 @@ def drawn_datums(completions) -> list[Datum]:
     return [make(i, c) for i, c in enumerate(completions)]
 
 
+@pytest.mark.variant
 def test_a_service_that_forgets_everything_again_and_again(service):
     async def test():
         async with await opened(service) as calm:
@@ -692,6 +694,7 @@ class FullHouse:
         monkeypatch.setitem(its.POSTS, "sessions/{session_id}/finish", finish)
 
 
+@pytest.mark.variant
 def test_checks_leave_no_adapter_behind_where_only_unloading_frees_one(model, monkeypatch, capsys):
     from rl_notebook.emulator.service import start_emulator
     from rl_notebook.cli import main
@@ -751,6 +754,7 @@ def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkey
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["served", "gone"])
+@pytest.mark.variant(but="served")
 def test_no_heartbeat_outlives_its_backend(model, gone):
     from rl_notebook.emulator.service import start_emulator
 
@@ -774,6 +778,7 @@ def test_no_heartbeat_outlives_its_backend(model, gone):
         run(test(running))
 
 
+@pytest.mark.variant
 def test_wrong_services_are_found_out(model):
     from wrong_service import Averaged, Negated, Shifted, start_wrong
 
@@ -812,6 +817,7 @@ def elsewhere(python: str, *arguments: str) -> list[str]:
     return done.stdout.strip().splitlines()[-3:]
 
 
+@pytest.mark.variant
 def test_a_state_loads_in_a_fresh_process(service, model):
     async def first():
         async with await opened(service) as backend:
@@ -1033,6 +1039,7 @@ WAYS = [  # settings, and how many requests a pass takes here and there
 
 
 @pytest.mark.parametrize(("given", "here", "there"), WAYS)
+@pytest.mark.variant(but="given0")
 def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
     "Steps, undo and records are the same; a step takes fewer calls."
     from rl_notebook.config import Config

@@ -102,6 +102,7 @@ MISSED = {("rate", 22), ("length", 22)}  # of the 28 runs that were looked at on
 
 @pytest.mark.parametrize("seed", [21, *(pytest.param(s, marks=pytest.mark.slow) for s in (22, 23, 24, 25))])
 @pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.variant(but="rate-21")
 def test_what_goes_wrong_is_named_within_ten_steps(name, seed):
     what, began, given = SITUATIONS[name]
     if name == "rows":
@@ -127,6 +128,7 @@ def healthy(seed):
 
 
 @pytest.mark.parametrize("seed", [31, 32, 33])
+@pytest.mark.variant
 def test_a_healthy_run_gives_no_alarm(seed):
     records = healthy(seed)
     assert all(not watch_run(records[:n]) for n in range(31))

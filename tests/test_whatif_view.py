@@ -71,6 +71,7 @@ def test_what_is_shown_is_what_if(record, settings):
     assert panel.error == ""
 
 
+@pytest.mark.variant
 def test_every_combination_gives_an_answer_or_a_reason(record):
     panel = WhatIfPanel(record)
     reasons = set()

@@ -360,6 +360,7 @@ def combinations(batch: str = "own") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("batch", ["own", "no advantages", "one lost", "old"])
 @pytest.mark.parametrize("shift", [0.0, 0.2])
+@pytest.mark.variant(but="0.2")
 def test_no_sentence_claims_what_is_not_so(fresh: StepRecord, shift: float, batch: str):
     lies = {}
     for options in combinations(batch):

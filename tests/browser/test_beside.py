@@ -14,6 +14,8 @@ from .lab import SHOTS, Lab, Notebook
 from .test_dashboard import DRAWN, SHOW, control, open_dashboard, press
 from .test_pages import CUT_OFF
 
+pytestmark = pytest.mark.variant
+
 CELLS = [
     """
 import asyncio

@@ -357,6 +357,7 @@ def test_updates_do_not_pile_up_in_the_browser(notebook: Notebook, board: Locato
 
 
 @pytest.mark.parametrize("how", ["restarted", "shut down"])
+@pytest.mark.variant
 def test_a_dashboard_whose_kernel_is_gone_says_so_and_presses_nothing(lab: Lab, how: str):
     notebook = open_dashboard(lab, CELLS, f"gone-{how.replace(' ', '-')}.ipynb")
     board = notebook.show(SHOW)

@@ -12,6 +12,8 @@ from rl_notebook.views.report import write_report
 from .hostile import CLOSING, HARM, HARMLESS, LONG, OPENING, SHORT, hostile_record
 from .lab import HEAT, Lab, Notebook, Watch
 
+pytestmark = pytest.mark.variant
+
 
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["short", "100 kB"])
 def test_in_a_report(open_page: Callable[..., Page], tmp_path: Path, text: str):

@@ -44,6 +44,7 @@ def test_a_report_fits_its_window(open_page: Callable[..., Page], run: RunFolder
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 800])
+@pytest.mark.variant(but="1280-light")
 def test_completions_are_sorted_searched_and_have_an_address(
     open_page: Callable[..., Page], run: RunFolder, width: int, scheme: str
 ):
@@ -91,6 +92,7 @@ def opened_at(page: Page, address: str) -> Page:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.variant(but="400-light")
 def test_an_address_opens_the_page_at_its_token(
     open_page: Callable[..., Page], run: RunFolder, width: int, scheme: str
 ):
@@ -159,6 +161,7 @@ def test_a_token_is_a_link_to_itself(open_page: Callable[..., Page], run: RunFol
         ("step=%3Cimg%20src=x%3E&group=0&sample=0", ""),
     ],
 )
+@pytest.mark.variant(but="step=3")
 def test_an_address_that_is_not_on_the_page(open_page: Callable[..., Page], run: RunFolder, address: str, words: str):
     page = opened_at(open_page(write_report(run, run.path / "report.html")), address)
     page.locator(".rltable").first.wait_for()
@@ -196,6 +199,7 @@ def test_a_page_follows_its_run_and_stays_where_it_is_read(open_page: Callable[.
     expect(page.locator("th[aria-sort=ascending]")).to_have_text("reward")
 
 
+@pytest.mark.variant
 def test_a_page_of_very_many_steps_is_drawn(open_page: Callable[..., Page], tmp_path: Path):
     records = [replace(synthetic_record(1, groups=2, completions=2), step=step) for step in range(1, 2001)]
     page = open_page(write_report(records, tmp_path / "report.html"))

@@ -42,6 +42,7 @@ def test_a_tutorial_that_was_never_run_here_shows_all_its_pictures(lab: Lab, pat
 
 
 @pytest.mark.parametrize("name", ["101_one_step_by_hand", "102_reading_logprobs"])
+@pytest.mark.variant
 def test_a_tutorial_runs_through_the_menu(lab: Lab, name: str):
     notebook = lab.open(TUTORIALS / f"{name}.ipynb")
     notebook.run_all()

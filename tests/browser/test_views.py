@@ -77,6 +77,7 @@ def view(notebook: Notebook, name: str) -> Locator:
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.variant
 def test_a_live_chart_takes_new_points(notebook: Notebook):
     plot = view(notebook, "live").locator(".js-plotly-plot")
     plot.wait_for()
@@ -263,6 +264,7 @@ OVERFLOW = """area => [...area.querySelectorAll('.jp-OutputArea-output')].filter
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.variant
 def test_nothing_is_cut_off(notebook: Notebook, theme: str, width: int):
     notebook.theme(theme)
     notebook.width(width)
@@ -279,6 +281,7 @@ def test_nothing_is_cut_off(notebook: Notebook, theme: str, width: int):
 # --- and tomorrow: keep this last, it ends the kernel -----------------------------------------------------------------
 
 
+@pytest.mark.variant
 def test_live_first_and_still_after(notebook: Notebook, context: BrowserContext, watch: Watch):
     fallback = view(notebook, "fallback")
     fallback.get_by_role("button", name="live").wait_for()
