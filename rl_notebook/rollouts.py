@@ -36,7 +36,7 @@ from rl_notebook.core import (
     quoted,
 )
 from .data import Row
-from .retries import Retries, with_retries
+from .retries import AdaptiveLimit, Retries, with_retries
 
 # %% auto #0
 __all__ = ['RolloutFn', 'Prompt', 'prompt_seed', 'encode_rows', 'draw_completions', 'RolloutSetup', 'RolloutFactory']
@@ -336,46 +336,24 @@ class BoundedSampler:
     "A sampler with so many completions in flight, at most; the first request is served first."
 
     def __init__(self, sampler: Sampler, most: int):
-        self.sampler, self.most, self.free = sampler, most, most
-        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # places wanted, and the request for them
+        self.sampler, self.limit, self.most = sampler, AdaptiveLimit(math.inf, math.inf, math.inf), most
+        self.at_most(most)
 
     def at_most(self, completions: int) -> None:
         "Another limit, for requests from now on."
-        self.free, self.most = self.free + completions - self.most, completions
+        self.most = completions
+        self.limit.at_most(completions)
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         "As the sampler does, once there is room."
-        found = list[Completion]()
-        for first in range(0, params.n, self.most):
-            n, seed = min(self.most, params.n - first), params.seed
+        found, most = list[Completion](), self.most
+        for first in range(0, params.n, most):
+            n, seed = min(most, params.n - first), params.seed
             if first and seed is not None:
                 seed = int(np.random.SeedSequence([seed % 2**64, first]).generate_state(1)[0])
-            await self._take(n)
-            try:
+            async with self.limit.slot(n):
                 found += await self.sampler.sample(prompt_tokens, replace(params, n=n, seed=seed))
-            finally:
-                self._give(n)
         return found
-
-    async def _take(self, n: int) -> None:
-        mine = (n, asyncio.get_running_loop().create_future())
-        self.waiting.append(mine)
-        self._give(0)
-        try:
-            await mine[1]
-        except asyncio.CancelledError:
-            if mine in self.waiting:
-                self.waiting.remove(mine)
-            self._give(n if mine[1].done() and not mine[1].cancelled() else 0)
-            raise
-
-    def _give(self, n: int) -> None:
-        self.free += n
-        while self.waiting and self.waiting[0][0] <= self.free:
-            wanted, future = self.waiting.popleft()
-            if not future.done() and not future.get_loop().is_closed():
-                self.free -= wanted
-                future.set_result(None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "sampler"), name)

@@ -433,10 +433,10 @@ def _choice(value: Any, choices: tuple, name: str) -> Any:
 # %% ../nbs/08_settings.ipynb #7d17ff07
 def _scalar(value: Any, hint: Any, name: str) -> Any:
     "A plain value, an enum member or the settings of a sub-config."
-    members = hint if isinstance(hint, type) and issubclass(hint, Enum) else ()
-    for member in members:
-        if value in (member, member.value, member.name):
-            return member
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        by_name = {member.name: member.value for member in hint}
+        value = by_name.get(value, value) if isinstance(value, str) else value
+        return hint(_choice(value, tuple(by_name.values()), name))
     if hint in (int, float) and (number := _number(value, hint)) is not None:
         return number
     if hint is str and isinstance(value, str | os.PathLike) and _is_text(os.fspath(value), name):
@@ -729,7 +729,9 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
         inside = head if tail and head in subs else ""
         known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
         others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
-        found[name] = nearest(tail if inside else name, [*known, *others]), known
+        below = [leaf for leaf in leaf_types(cls) if leaf.endswith(f".{name}")]
+        near = f"It is a setting of a sub-config: {' or '.join(below)}." if below else ""
+        found[name] = near or nearest(tail if inside else name, [*known, *others]), known
     if found:
         raise unknown_settings("Config", found)
 

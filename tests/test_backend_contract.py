@@ -18,7 +18,7 @@ from rl_notebook.backends.base import Backend, Sampler, Scorer, Trainer, WeightS
 from rl_notebook.backends.fireworks import open_fireworks
 from rl_notebook.backends.local import open_local
 from rl_notebook.backends.openai import open_openai
-from rl_notebook.backends.tinker import open_tinker
+from rl_notebook.backends.tinker import check_contract, open_tinker, toy_datum
 from rl_notebook.core import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
 from rl_notebook.losses import LossOptions, make_loss_fn, natural_denominator
 
@@ -237,6 +237,17 @@ def test_scores_are_stamped_and_unscored_positions_are_nan(opened):
                 assert scored.policy_version == 0
                 assert len(scored) == len(d.weights)
                 assert np.array_equal(np.isnan(scored.values), ~d.active)
+
+    opened(test)
+
+
+def test_the_list_that_is_asked_of_services_holds(opened):
+    async def test(backend):
+        before = await backend.policy.forward([datum := toy_datum(PROMPT)])
+        found = await check_contract(backend.policy, backend.sampler, PROMPT, backend.sync)
+        assert not found.failed, repr(found)
+        assert found["second sync"].ok
+        np.testing.assert_allclose((await backend.policy.forward([datum]))[0].values, before[0].values, atol=1e-6)
 
     opened(test)
 

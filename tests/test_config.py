@@ -418,7 +418,9 @@ def test_what_is_said_of_a_function_works(asked):
         ("ddof", True, "0 or 1"),
         ("report_to", ["mlflow"], "'wandb' or 'trackio' or 'tensorboard'"),
         ("tis", 3.0, "a sub-config or a mapping"),
-        ("deployment", {"weight_sync_scope": "per_run"}, "WeightSyncScope"),
+        ("deployment", {"weight_sync_scope": "per_run"}, "'per_trainer' or 'per_deployment'"),
+        ("weight_sync_scope", "PER_DEPLOYMENT", "deployment.weight_sync_scope"),
+        ("training_shape_id", "accounts/a", "trainer.training_shape_id or infra.training_shape_id"),
     ],
 )
 def test_wrong_types(name, value, expected):

@@ -41,7 +41,6 @@ from rl_notebook.backends.provision import (
     WeightSyncScope,
     clean_leftovers,
     create_trainer_job,
-    dry_run,
     leftovers,
     plan_infra,
     setup_deployment,
@@ -278,8 +277,8 @@ def test_a_reference_may_be_kept(site):
     site.jobs._post(f"/v1/accounts/local/rlorTrainerJobs/{infra.reference_job_id}:cancel")
 
 
-def test_a_dry_run_only_reads(site, capsys):
-    dry_run(
+def test_a_plan_only_reads(site):
+    plan = plan_infra(
         **site.managers,
         base_model=QWEN,
         infra_cfg=SHAPES,
@@ -287,7 +286,7 @@ def test_a_dry_run_only_reads(site, capsys):
         needs_reference=True,
         needs_inference=True,
     )
-    printed = capsys.readouterr().out
+    printed = repr(plan)
     assert site.asked() == []
     for part in ("policy      create", "reference   create", "forward_only=True", "deployment  create", site.serving):
         assert part in printed

@@ -865,4 +865,9 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
         want = law.log_softmax(-1)[torch.arange(len(datum.tokens) - 1), torch.tensor(datum.tokens[1:])].numpy()[2:]
         np.testing.assert_allclose(policy.values[2:], want, atol=1e-5)
         np.testing.assert_allclose(reference.values[2:], want, atol=1e-5)
+    masked, scored = Datum([65, 300, 66], [0, 1]), Datum([65, 66, 300], [0, 1], key="q17")
+    assert np.isfinite(asyncio.run(backend.policy.forward([masked]))[0].values[1])
+    for model in (backend.policy, backend.reference):
+        with pytest.raises(BackendError, match=r"q17.*token id: got 300, which the tokenizer does not know"):
+            asyncio.run(model.forward([scored]))
     asyncio.run(backend.__aexit__(None, None, None))

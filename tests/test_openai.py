@@ -31,7 +31,6 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from rl_notebook.backends import openai
 from rl_notebook.backends.local import open_local
 from rl_notebook.backends.openai import (
-    AdaptiveLimit,
     OpenAISampler,
     Secret,
     Silence,
@@ -40,10 +39,9 @@ from rl_notebook.backends.openai import (
     open_openai,
     probe,
     request_seed,
-    slot,
 )
 from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, SampleParams
-from rl_notebook.retries import Retries
+from rl_notebook.retries import AdaptiveLimit, Retries
 
 __all__ = ["one_thread"]
 
@@ -499,7 +497,7 @@ def test_places_are_never_lost_nor_given_twice(fates, start):
 
     async def visit(fate):
         nonlocal most
-        async with slot(limit) as generation:
+        async with limit.slot() as generation:
             most = max(most, limit.in_flight)
             assert limit.in_flight <= 8
             await asyncio.sleep(0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from rl_notebook.core import (
     SampleParams,
 )
 from rl_notebook.data import load_rows
+from rl_notebook.environments import agent_rollouts
 from rl_notebook.recipes import async_rl_loop, rl_loop
 from rl_notebook.recipes.rl_loop import (
     Config,
@@ -395,9 +397,15 @@ class Counted:
 
 
 @pytest.mark.parametrize("limit", [{"max_concurrent": 2}, {"concurrency": {"mode": "fixed", "max_concurrency": 3}}])
-@pytest.mark.parametrize("with_rollouts", [True, False])
-def test_a_limit_is_one_of_completions(limit, with_rollouts):
+@pytest.mark.parametrize("asks", ["sampler", "serve", "loop"])
+def test_a_limit_is_one_of_completions(limit, asks):
     most = limit.get("max_concurrent", 3)
+
+    async def play(sample_prompt, rollout):
+        body, head = {"messages": sample_prompt["messages"]}, {"Authorization": f"Bearer {rollout.key}"}
+        async with httpx.AsyncClient(headers=head, timeout=60) as client:
+            (await client.post(f"{rollout.url}/chat/completions", json=body)).raise_for_status()
+        return 1.0
 
     def make_rollout_fn(setup):
         async def rollout_fn(sample_prompt):
@@ -409,7 +417,8 @@ def test_a_limit_is_one_of_completions(limit, with_rollouts):
 
     backend = open_local(*load_model("tiny"), reference=False)
     backend.sampler = Counted(backend.sampler)
-    own = {"rollout_fn_factory": make_rollout_fn} if with_rollouts else {}
+    factory = {"sampler": make_rollout_fn, "serve": agent_rollouts(play), "loop": None}[asks]
+    own = {"rollout_fn_factory": factory} if factory else {}
     cfg = Config(**SMALL | {"kl_beta": 0.0, "prompt_groups_per_step": 4}, steps=1, **limit)
     assert run(cfg, backend=backend, rows=toy_rows(8), **own).steps == 1
     assert 0 < backend.sampler.most <= most

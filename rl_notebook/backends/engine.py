@@ -803,6 +803,7 @@ class CausalModel:
         self.windows = layer_windows(self.decoder)
         self.size = model_size(self.model)
         self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
+        self.unknown = frozenset[int]()  # ids that have no share in its logprobs
         self.in_blocks = False  # every matrix that tokens are drawn with
         if self.fast is not None and self.fast.copies and self.head is not None:
             self.in_blocks = all(x.in_blocks for x in self.fast.layers) and takes_blocks(mergeable([self.head]))
@@ -874,6 +875,7 @@ def mask_ids(causal: CausalModel, ids: Sequence[int]) -> CausalModel:
         unknown[list(ids)] = True
         unknown = unknown.to(causal.device)
         causal.head, causal.drawing_head = KnownHead(causal.head, unknown), KnownHead(causal.drawing_head, unknown)
+        causal.unknown = frozenset(ids)
     return causal
 
 # %% ../../nbs/23_backends.engine.ipynb #e09d3782

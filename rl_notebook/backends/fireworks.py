@@ -30,7 +30,6 @@ from .worker import Worker
 from rl_notebook.backends.openai import (
     DIALECTS,
     FINISH,
-    AdaptiveLimit,
     Finding,
     Findings,
     OpenAISampler,
@@ -38,7 +37,6 @@ from rl_notebook.backends.openai import (
     Secret,
     one_line,
     request_seed,
-    slot,
     sort_logprobs,
     together,
 )
@@ -72,12 +70,12 @@ from rl_notebook.backends.service import (
     open_tokenizer,
     snapshot_remotely,
 )
-from .tinker import check_contract
+from .tinker import check_contract, probe_seed, toy_tokens
 from ..config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resumes_there, was_chosen
 from ..config import ConcurrencyConfig, completions_at_once
 from ..core import BackendError, Completion, ConfigError, Logprobs, RLNotebookError, SampleParams
 from .builtin import BUILTIN_LOSSES
-from ..retries import Retries, with_retries_blocking
+from ..retries import AdaptiveLimit, Retries, with_retries_blocking
 
 # %% ../../nbs/29_backends.fireworks.ipynb #f6b7ba7c
 def completion_of(
@@ -144,7 +142,7 @@ class FireworksSampler:
 
     def at_most(self, completions: int) -> None:
         "Never have more requests in flight."
-        self.room = AdaptiveLimit(completions, completions, completions)
+        self.room.at_most(completions)
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
@@ -196,7 +194,7 @@ async def draw_from(sampler: FireworksSampler, prompt: list[int], params: Sample
     options |= {} if sampler.routing == "none" else {"include_routing_matrix": True, "echo": True}
     size = {"max_tokens": params.max_tokens, "temperature": params.temperature}
     silence = sampler.scorer.wire.silence
-    async with slot(sampler.room):
+    async with sampler.room.slot():
         with as_backend_errors("deployment"), silence.awaits("completions"):
             drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
     silence.heard()
@@ -270,13 +268,8 @@ class Saves:
 HOTLOAD_ATTEMPTS = 3  # requests for one snapshot, while connections break
 
 
-def ask_for_snapshot(
-    manager: Any,  # the SDK's DeploymentManager
-    *where: str,  # deployment id, base model, snapshot
-    pause_s: float = 5.0,  # before the second request; doubles
-    **options: Any,  # of the SDK's `hotload`
-) -> None:
-    "Ask a deployment to load a snapshot; again if the connection broke before it heard."
+def ask_for_snapshot(manager: Any, *where: str, pause_s: float = 5.0, **options: Any) -> None:
+    "Ask a deployment (its id, base model and snapshot) to `hotload`; again if the connection broke before it heard."
 
     def once() -> None:
         try:
@@ -685,15 +678,8 @@ async def begin(backend: FireworksBackend, cfg: Config, known: bool) -> None:
         await sync(await policy.save_weights_for_sampler("start"))
         policy.versions.current, policy.versions.upcoming = version, version + 1
         sync.sampler.serve(version)
-    backend.capabilities = replace(backend.capabilities, seed=await heeds_seeds(backend.sampler, backend.tokenizer))
-
-
-async def heeds_seeds(sampler: Any, tokenizer: Any) -> bool:
-    "Whether two requests with one seed draw the same tokens, hot enough that chance would not."
-    prompt = tokenizer.encode("Seeds:", add_special_tokens=False)
-    params = SampleParams(n=1, max_tokens=12, temperature=2.0, seed=11)
-    drawn = [(await sampler.sample(prompt, params))[0].tokens.tolist() for _ in range(2)]
-    return drawn[0] == drawn[1]
+    seeded = await probe_seed(backend.sampler, toy_tokens(backend.tokenizer), temperature=2.0)
+    backend.capabilities = replace(backend.capabilities, seed=bool(seeded.ok))
 
 # %% ../../nbs/29_backends.fireworks.ipynb #a4ec0299
 async def promote_weights(
@@ -773,7 +759,7 @@ async def check_fireworks(
         backend = await open_fireworks(**options)
         note(Finding(doing, True, f"{backend.infra.policy_job_id}, {backend.infra.deployment_id}"))
         doing = "contract"
-        note(*await check_contract(backend))
+        note(*await check_contract(backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync))
         doing = "promotion"
         if output_model_id is not None:
             note(Finding(doing, True, await promote_weights(backend, rlor_mgr, output_model_id)))

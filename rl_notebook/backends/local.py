@@ -125,6 +125,16 @@ def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: i
     for d in datums:
         check_tokens(d.tokens, vocab_size, d.where, max_seq_len)
 
+
+def check_scored(scoring: Scoring, datums: Sequence[Datum]) -> None:
+    "Raises `BackendError` for datums that a model cannot read, and for a scored id that has no share in its logprobs."
+    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
+    for d in datums if scoring.causal.unknown else ():
+        targets = d.target_tokens[d.active | scoring.prompt_logprobs].tolist()
+        if bad := scoring.causal.unknown.intersection(targets):
+            got, fix = f"{min(bad)}, which the tokenizer does not know", "Mask it, or open with mask_unknown=False."
+            raise BackendError("token id", where=d.where, got=got, expected="known ids where the loss is", fix=fix)
+
 # %% ../../nbs/24_backends.local.ipynb #01b28b24
 def routed(scoring: Scoring, datums: Sequence[Datum]) -> AbstractContextManager[None]:
     "The model under the experts that the datums of one batch name; raises `AlignmentError` for those of another model."
@@ -222,7 +232,7 @@ def score(
     entropies: list[np.ndarray] | None = None,  # gets one (N-1,) array per datum, nats
 ) -> list[np.ndarray]:
     "One (N-1,) array per datum, in the order given."
-    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
+    check_scored(scoring, datums)
     batches, beside = scoring.batches(datums), None if entropies is None else list[Tensor]()
     note_pass(scoring, "scoring", datums, batches)
     with torch.no_grad(), scoring.meter.timed("scoring"):
@@ -332,7 +342,7 @@ def evaluate(
     "Loss value, metrics, logprobs and dL/dlogprob per datum; no gradient reaches the weights."
     scoring, state.graph, graded = state.scoring, None, reads_entropy(loss_fn)
     beside = None if entropies is None and not graded else list[Tensor]()
-    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
+    check_scored(scoring, datums)
     batches = scoring.batches(datums)
     keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
     note_pass(scoring, "training", datums, batches)
@@ -386,7 +396,7 @@ def backpropagate(
 ) -> None:
     "Add the gradient of `sum(dlogprob * logprob)`, and of the entropies, to what is accumulated, in float32."
     scoring, graph, state.graph = state.scoring, state.graph, None
-    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
+    check_scored(scoring, datums)
     check_dlogprobs(datums, dlogprobs, scoring.prompt_logprobs)
     if graph is not None and [*map(id, graph.datums)] != [*map(id, datums)]:
         graph = None
@@ -1008,7 +1018,7 @@ def directional(
 ) -> list[np.ndarray]:  # (N-1,) per datum, NaN where not scored
     "Derivative of every logprob in a direction of the weights."
     scoring = state.scoring
-    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
+    check_scored(scoring, datums)
     batches, flats = scoring.batches(datums), []
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), one_by_one(scoring.causal.model):
         for b in batches:

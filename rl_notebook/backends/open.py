@@ -18,7 +18,7 @@ from ..config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
 from ..config import completions_at_once, was_chosen
 from ..core import Completion, ConfigError, SampleParams
 from ..names import check_trusted
-from ..retries import Retries
+from ..retries import AdaptiveLimit, Retries
 from ..toy import load_model
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ async def _open_local(cfg: Config, say: Callable[[str], Any]) -> Backend:
 
 # %% ../../nbs/60_backends.open.ipynb #94334756
 async def _open_openai(cfg: Config, say: Callable[[str], Any]) -> Backend:
-    from rl_notebook.backends.openai import AdaptiveLimit, open_openai
+    from rl_notebook.backends.openai import open_openai
 
     folder = Path(cfg.log_path) / "weights" if cfg.log_path is not None else None
     model, tokenizer = load_model(cfg.base_model, dtype=cfg.dtype)
@@ -143,10 +143,11 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
 
 
 async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
-    from rl_notebook.backends.tinker import check_contract, open_tinker
+    from rl_notebook.backends.tinker import check_contract, open_tinker, toy_tokens
 
     async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
-        return [backend.probes, await check_contract(backend)]
+        tokens = toy_tokens(backend.tokenizer)
+        return [backend.probes, await check_contract(backend.policy, backend.sampler, tokens, backend.sync)]
 
 
 async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:

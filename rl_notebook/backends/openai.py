@@ -18,9 +18,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,8 @@ from ..settings import address_trouble
 from ..core import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
 from ..core import plain_text, quoted, without_keys
 from ..data import hide_queries
-from ..retries import RETRIED, AskAgain, Retries, retry_after, with_retries
+from ..retries import RETRIED, AdaptiveLimit, AskAgain, Judge, Retries
+from ..retries import is_passing, retry_after, with_retries
 
 # %% auto #0
 __all__ = ['Secret', 'open_openai']
@@ -115,91 +116,11 @@ def one_line(text: Any, key: Secret | str | None = None, longest: int = 600) -> 
     return line if len(line) <= longest else line[:longest] + " ..."
 
 # %% ../../nbs/25_backends.openai.ipynb #7df0f3e0
-def request_seed(
-    seed: int | None,  # `SampleParams.seed`; None = fresh entropy
-    index: int,  # which completion
-) -> int | None:
-    "The seed of one request, 0 to 2**31 - 1; the same on every machine."
+def request_seed(seed: int | None, index: int) -> int | None:
+    "The seed of one request for a completion, 0 to 2**31 - 1; the same on every machine, None where there is none."
     if seed is None:
         return None
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1)[0]) >> 1
-
-# %% ../../nbs/25_backends.openai.ipynb #74506c51
-class AdaptiveLimit:
-    "A window of concurrent requests: one more after a window of responses, half as many after a refusal."
-
-    def __init__(
-        self,
-        start: float = 8,  # requests at once in the beginning
-        least: float = 1,  # never fewer
-        most: float = 256,  # never more
-    ):
-        self.window, self.least, self.most = float(start), least, most
-        self.in_flight = 0
-        self.cuts = 0  # refusals that halved the window; also the generation of a request
-        self.held = False  # no request may start
-        self.waiting: deque[asyncio.Future[None]] = deque()
-
-    def answered(self) -> None:
-        "One request came back well."
-        self.window = min(self.most, self.window + 1 / self.window)
-
-    def refused(self, generation: int) -> None:
-        "One request that set out in this generation was refused."
-        if generation == self.cuts:
-            self.window, self.cuts = max(self.least, self.window / 2), self.cuts + 1
-
-    @property
-    def free(self) -> bool:
-        "Whether one more may start."
-        return not self.held and self.in_flight < int(self.window)
-
-# %% ../../nbs/25_backends.openai.ipynb #aa563276
-@asynccontextmanager
-async def slot(limit: AdaptiveLimit) -> AsyncIterator[int]:
-    "Wait in line, then hold one place; gives the generation to report a refusal with."
-    mine: asyncio.Future[None] | None = None
-    if limit.free:
-        limit.in_flight += 1
-    else:
-        mine = asyncio.get_running_loop().create_future()
-        limit.waiting.append(mine)
-    try:
-        if mine is not None:
-            await mine
-        yield limit.cuts
-    finally:
-        if mine is not None and mine in limit.waiting:  # cancelled in line
-            limit.waiting.remove(mine)
-        elif mine is None or not mine.cancelled():
-            limit.in_flight -= 1
-            admit_waiting(limit)
-
-# %% ../../nbs/25_backends.openai.ipynb #315550bf
-def admit_waiting(limit: AdaptiveLimit) -> None:
-    "Let in as many of those in line as there is room for."
-    while limit.waiting and limit.free:
-        first = limit.waiting.popleft()
-        if not first.done() and not first.get_loop().is_closed():
-            limit.in_flight += 1
-            first.set_result(None)
-
-# %% ../../nbs/25_backends.openai.ipynb #abba5546
-@contextmanager
-def hold(limit: AdaptiveLimit) -> Iterator[None]:
-    "No request starts inside; those that wait start afterwards."
-    limit.held = True
-    try:
-        yield
-    finally:
-        limit.held = False
-        admit_waiting(limit)
-
-# %% ../../nbs/25_backends.openai.ipynb #341ca160
-async def drained(limit: AdaptiveLimit) -> None:
-    "Wait until no request is in flight; only of use while new ones are held."
-    while limit.in_flight:
-        await asyncio.sleep(0.005)
 
 # %% ../../nbs/25_backends.openai.ipynb #76788c0f
 class Silence:
@@ -303,6 +224,23 @@ class Wire:
             self._client = httpx.AsyncClient(auth=self.signed, **options)
         return self._client
 
+    def heard(self, generation: int | None) -> None:  # None = the request did not stand in line
+        "A response came."
+        self.answered_at = time.monotonic()
+        self.silence.heard()
+        if generation is not None:
+            self.limit.answered()
+
+    def failed(self, where: str, reason: AskAgain, generation: int | None, tried: str) -> None:
+        "An attempt failed, and another may help."
+        self.counts[reason.reason] += 1
+        self.silence.trouble = f"{tried} failed, the last with {reason.reason}"
+        if reason.crowded and generation is not None:
+            self.limit.refused(generation)
+        if reason.lost and not self.lost:
+            warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=3)
+        self.lost = self.lost or reason.lost
+
     async def close(self) -> None:
         "Close the connections."
         client, self._client, self.closed = self._client, None, True
@@ -403,7 +341,7 @@ def reading(where: str) -> Iterator[None]:
         raise BackendError("the response", where=where, got=got, expected=expected) from e
 
 # %% ../../nbs/25_backends.openai.ipynb #04161a07
-async def _exchange(
+async def send(
     wire: Wire, method: str, path: str, body: Any = None, params: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     "Send once; raises `AskAgain` or `BackendError`."
@@ -429,43 +367,6 @@ async def _exchange(
     return {"text": text} if words else answer_in(text, where)
 
 # %% ../../nbs/25_backends.openai.ipynb #a2e199b8
-async def attempt(
-    wire: Wire,
-    method: str,
-    path: str,
-    body: Any = None,
-    *,
-    params: Mapping[str, str] | None = None,  # of the address
-    limited: bool = True,  # waits for a slot
-    ready: Callable[[], Awaitable[None]] | None = None,  # is awaited before standing in line
-    starts: Callable[[], None] | None = None,  # is called in the slot, before the request
-) -> dict[str, Any]:
-    "One attempt, after which the window grows or shrinks; raises `AskAgain` or `BackendError`."
-    began = time.monotonic()
-    while True:
-        if ready is not None:
-            await ready()
-        async with slot(wire.limit) if limited else nullcontext() as generation:
-            if ready is not None and wire.lost:  # while this request stood in line
-                continue
-            if starts is not None:
-                starts()
-            wire.counts["attempts"] += 1
-            in_line_s = time.monotonic() - began
-            try:
-                response = await _exchange(wire, method, path, body, params)
-            except AskAgain as reason:
-                reason.in_line_s = in_line_s
-                if reason.crowded and generation is not None:
-                    wire.limit.refused(generation)
-                raise
-            wire.answered_at = time.monotonic()
-            wire.silence.heard()
-            if generation is not None:  # None = the request did not stand in line
-                wire.limit.answered()
-            return response
-
-# %% ../../nbs/25_backends.openai.ipynb #36117879
 _DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
 _DAMAGED_OFTEN = 3  # times in one request, and another attempt will not mend it
 
@@ -476,27 +377,39 @@ async def ask(
     path: str,
     body: Any = None,
     *,
+    params: Mapping[str, str] | None = None,  # of the address
+    limited: bool = True,  # waits for a slot
+    ready: Callable[[], Awaitable[None]] | None = None,  # is awaited before standing in line
+    starts: Callable[[], None] = lambda: None,  # is called in the slot, before the request
     retries: Retries | None = None,  # None = those of the wire
-    **options: Any,  # of `attempt`
+    again: Judge = is_passing,  # whether a failure may pass; one that may not is raised as it is
 ) -> dict[str, Any]:
-    "A request until it is answered; raises `BackendError`."
+    "A request until it is answered; each attempt moves the window. Raises `BackendError`."
     where, failures, patience = f"{method} {wire.root}{path}", 0, retries or wire.retries
     tried = lambda: f"{failures} attempt{'s' * (failures > 1)}"
 
     async def once() -> dict[str, Any]:
         nonlocal failures
-        try:
-            return await attempt(wire, method, path, body, **options)
-        except AskAgain as reason:
-            wire.counts[reason.reason] += 1
-            failures += 1
-            wire.silence.trouble = f"{tried()} failed, the last with {reason.reason}"
-            if reason.lost and not wire.lost:
-                warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=2)
-            wire.lost = wire.lost or reason.lost
-            if reason.reason == _DAMAGED and failures == _DAMAGED_OFTEN:
-                over(reason)
-            raise
+        began = time.monotonic()
+        while True:
+            if ready is not None:
+                await ready()
+            async with wire.limit.slot() if limited else nullcontext() as generation:
+                if ready is not None and wire.lost:  # while this request stood in line
+                    continue
+                starts()
+                wire.counts["attempts"] += 1
+                in_line_s = time.monotonic() - began
+                try:
+                    response = await send(wire, method, path, body, params)
+                except AskAgain as reason:
+                    failures, reason.in_line_s = failures + 1, in_line_s
+                    wire.failed(where, reason, generation, tried())
+                    if reason.reason == _DAMAGED and failures == _DAMAGED_OFTEN:
+                        over(reason)
+                    raise
+                wire.heard(generation)
+                return response
 
     def over(reason: AskAgain) -> None:
         asked = f"; it asks to wait {reason.after_s:g} s" if reason.after_s else ""
@@ -506,7 +419,7 @@ async def ask(
         ) from reason
 
     with wire.silence.awaits(f"{method} {path}"):
-        return await with_retries(once, patience, over=over, rng=wire._rng)
+        return await with_retries(once, patience, again, over=over, rng=wire._rng)
 
 # %% ../../nbs/25_backends.openai.ipynb #034bfbea
 @dataclass(frozen=True)
@@ -560,13 +473,9 @@ DIALECTS = {
 
 # %% ../../nbs/25_backends.openai.ipynb #59f113cc
 def request_body(
-    dialect: Dialect,
-    model: str,  # the name that it is served under
-    prompt: Sequence[int],  # (P,) ids
-    params: SampleParams,
-    seed: int,  # of this request
+    dialect: Dialect, model: str, prompt: Sequence[int], params: SampleParams, seed: int
 ) -> dict[str, Any]:
-    "The JSON of a request for one completion."
+    "The JSON of a request for one completion of a prompt, (P,) ids."
     body: dict[str, Any] = {"model": model, "prompt": list(prompt), "n": 1, "max_tokens": params.max_tokens}
     body |= {"temperature": params.temperature, "seed": seed, **dialect.neutral, **dialect.sample}
     refuse_unknown(params, dialect.path, dialect.neutral)
@@ -614,13 +523,8 @@ def scores_by_id(rows: Sequence[Mapping[str, Any] | None], tokens: Sequence[int]
     return [entry and entry.get("logprob") for entry in picked]
 
 # %% ../../nbs/25_backends.openai.ipynb #b3aa52e3
-def echoed_scores(
-    choice: Mapping[str, Any],
-    tokens: Sequence[int],  # (N,) ids that were sent
-    drawn: int,  # tokens that may have been drawn beyond them
-    where: str,
-) -> list[float | None]:
-    "Logprobs of an echoed prompt, null for its first token; raises `BackendError` or `AlignmentError`."
+def echoed_scores(choice: Mapping[str, Any], tokens: Sequence[int], drawn: int, where: str) -> list[float | None]:
+    "Logprobs of the (N,) ids of an echoed prompt, null for the first; beyond them, `drawn` more may come."
     values = reported(choice)[0] or []
     if not values:
         fix = "vLLM offers prompt_logprobs, others echo; some servers offer neither."
@@ -632,13 +536,8 @@ def echoed_scores(
     return [None, *values[1:]] if (choice.get("logprobs") or {}).get("content") else values
 
 # %% ../../nbs/25_backends.openai.ipynb #7cce4ba8
-def prompt_scores(
-    choice: Mapping[str, Any],
-    tokens: Sequence[int],  # (N,) ids that were sent
-    drawn: int,  # tokens that may have been drawn beyond them
-    where: str,
-) -> np.ndarray:  # (N-1,) target coordinates
-    "Logprobs of the prompt, whatever the layout; raises `BackendError` or `AlignmentError`."
+def prompt_scores(choice: Mapping[str, Any], tokens: Sequence[int], drawn: int, where: str) -> np.ndarray:
+    "(N-1,) logprobs of a prompt in target coordinates, whatever the layout; raises `BackendError` or `AlignmentError`."
     rows = choice.get("prompt_logprobs")
     values = scores_by_id(rows, tokens, where) if rows else echoed_scores(choice, tokens, drawn, where)
     missing = [i for i, value in enumerate(values) if i and value is None]
@@ -703,8 +602,7 @@ class OpenAISampler:
 
     def at_most(self, completions: int) -> None:
         "Never have more requests in flight."
-        limit = self.wire.limit
-        limit.most, limit.window = min(limit.most, completions), min(limit.window, completions)
+        self.wire.limit.at_most(completions)
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
@@ -754,12 +652,8 @@ async def _completion(sampler: OpenAISampler, body: dict[str, Any], **options: A
     return {"usage": response.get("usage"), **choices[0]}, version
 
 # %% ../../nbs/25_backends.openai.ipynb #22d1c109
-async def score_tokens(
-    sampler: OpenAISampler,
-    tokens: Sequence[int],  # (N,) ids
-    **options: Any,  # of `attempt`
-) -> tuple[np.ndarray, int]:
-    "(N-1,) raw logprobs of given tokens, and the version of the weights."
+async def score_tokens(sampler: OpenAISampler, tokens: Sequence[int], **options: Any) -> tuple[np.ndarray, int]:
+    "(N-1,) raw logprobs of given tokens, and the version of the weights; options are those of `ask`."
     if not sampler.dialect.prefill:
         where, got = sampler.wire.root, f"a server that scores no given tokens ({sampler.server})"
         fix = "Draw at temperature 1 without cut-offs, and leave its weights as they are: both go without."
@@ -795,13 +689,8 @@ def check_choice(sampler: OpenAISampler, choice: Mapping[str, Any], prompt: Sequ
     return ids, FINISH[reason]
 
 # %% ../../nbs/25_backends.openai.ipynb #d705d02e
-async def draw_one(
-    sampler: OpenAISampler,
-    prompt: Sequence[int],  # (P,) ids
-    params: SampleParams,
-    seed: int,  # of this request
-) -> Completion:
-    "One completion, with its logprobs sorted."
+async def draw_one(sampler: OpenAISampler, prompt: Sequence[int], params: SampleParams, seed: int) -> Completion:
+    "One completion of a prompt, (P,) ids, with its logprobs sorted."
     body = request_body(sampler.dialect, sampler.model, prompt, params, seed)
     choice, version = await _completion(sampler, body)
     with reading(sampler.wire.root):
@@ -968,12 +857,8 @@ async def _describe(sampler: OpenAISampler) -> int | None:
     return next((n for n in longest if isinstance(n, int) and n > 0), None)
 
 # %% ../../nbs/25_backends.openai.ipynb #0d78618c
-async def probe(
-    sampler: OpenAISampler,
-    prompt: Sequence[int],  # (P,) ids that the model knows, a dozen or so
-    max_tokens: int = 8,  # of each probing completion
-) -> ServerReport:
-    "Find out what a server does; the sampler is set accordingly. Raises `BackendError`."
+async def probe(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int = 8) -> ServerReport:
+    "Find out with a dozen ids or so what a server does; the sampler is set accordingly. Raises `BackendError`."
     longest = await _describe(sampler)
     sampler.max_seq_len = sampler.max_seq_len or longest
     params = SampleParams(max_tokens=max_tokens, seed=1)
@@ -1065,7 +950,7 @@ class VLLMSync:
 # %% ../../nbs/25_backends.openai.ipynb #befeeabc
 async def serve(sync: VLLMSync, name: str, version: int) -> None:
     "Load a written folder into the server, check it, and delete the folders that no longer serve."
-    with hold(sync.sampler.wire.limit):
+    with sync.sampler.wire.limit.hold():
         await swap(sync, name)
         await check_served(sync, version)
         sync.sampler.policy_version = version
@@ -1080,17 +965,13 @@ async def steer(
 ) -> dict[str, Any]:
     "One of vLLM's steering calls; empty where it does not exist and is optional. Raises `BackendError`."
     wire = sync.sampler.wire
-    where, options = f"POST {wire.root}{path}", {"params": params or None, "limited": False}
+    where = f"POST {wire.root}{path}"
+    lost = lambda error: getattr(error, "lost", False)
     try:
-        try:
-            with wire.silence.awaits(f"POST {path}"):
-                return await attempt(wire, "POST", path, body, **options)  # type: ignore[arg-type]
-        except AskAgain as reason:
-            if reason.lost:
-                return await ask(wire, "POST", path, body, **options)
-            raise BackendError(
-                "weight sync", where=where, got=reason.reason, expected="status 200", fix=_FOLDER_FIX
-            ) from None
+        return await ask(wire, "POST", path, body, params=params or None, limited=False, again=lost)
+    except AskAgain as reason:
+        got, expected = reason.reason, "status 200"
+        raise BackendError("weight sync", where=where, got=got, expected=expected, fix=_FOLDER_FIX) from None
     except Refused as reason:
         if reason.status != 404:
             raise
@@ -1120,7 +1001,7 @@ async def load(sync: VLLMSync, name: str) -> None:
 async def swap(sync: VLLMSync, name: str) -> None:
     "Load a folder between two requests; on failure the one before, so that the server stays alive."
     if sync.mode == "wait":
-        await drained(sync.sampler.wire.limit)
+        await sync.sampler.wire.limit.drained()
     sync.must_pause, bare = True, False
     try:
         await steer(sync, "/pause", optional=True, mode=sync.mode)
@@ -1146,28 +1027,29 @@ async def swap(sync: VLLMSync, name: str) -> None:
 _PAUSED = "The server is paused: POST /resume, once the program that paused it is done."
 
 
-async def is_paused(wire: Wire, resume: bool = False) -> bool:
+def is_paused(wire: Wire, resume: bool = False) -> bool:
     "Whether a vLLM server says that it is paused, after it was resumed if it is to be; False where it does not say."
-    beside, found = Wire(wire.root, wire.key, retries=Retries(attempt_s=5.0)), dict[str, Any]()
+    said = b""
     for method, path in (("POST", "/resume"),) * resume + (("GET", "/is_paused"),):  # once and soon, past the line
-        found = {}
-        with suppress(AskAgain, BackendError):
-            found = await _exchange(beside, method, path)
-    await beside.close()
-    return found.get("is_paused") is True
+        said = b""
+        with suppress(httpx.HTTPError), httpx.stream(method, wire.root + path, auth=wire.signed, timeout=5) as response:
+            said = next(response.iter_bytes(), b"")
+    with suppress(*ODD, RecursionError):
+        return json.loads(said)["is_paused"] is True
+    return False
 
 
-async def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
+def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
     "What a silence is about, if it is a pause; the server is resumed where it may be (`ours`)."
-    paused = await is_paused(wire)
-    resumed = paused and ours() and not await is_paused(wire, resume=True)
+    paused = is_paused(wire)
+    resumed = paused and ours() and not is_paused(wire, resume=True)
     wire.why = _PAUSED if paused and not resumed else ""  # at once: a request may end while this is asked
     return "it was paused, and is resumed" if resumed else "it is paused" if paused else ""
 
 
 async def check_not_paused(wire: Wire, ours: bool) -> None:
     "Resume a server that was left paused, if it is ours; raises `BackendError` otherwise."
-    found = await look_if_paused(wire, lambda: ours)
+    found = await asyncio.to_thread(look_if_paused, wire, lambda: ours)
     if wire.why:
         raise BackendError("the server", where=wire.root, got="a paused one", expected="one that draws", fix=_PAUSED)
     if found:
@@ -1300,8 +1182,7 @@ async def open_openai(
     try:
         if transport is None and dialect in (None, "vllm"):
             ours = lambda: isinstance(sender, VLLMSync) and not sender.must_pause
-            loop, look = asyncio.get_running_loop(), lambda: look_if_paused(sampler.wire, ours)
-            sampler.wire.silence.look = lambda: asyncio.run_coroutine_threadsafe(look(), loop).result()  # in a thread
+            sampler.wire.silence.look = lambda: look_if_paused(sampler.wire, ours)
             await check_not_paused(sampler.wire, ours=sync == "vllm")
         words = tokenizer.encode(_CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
         sampler.report = await probe(sampler, words)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import html
 import json
 import os
 import queue
@@ -27,7 +26,7 @@ import httpx
 import numpy as np
 
 # %% auto #0
-__all__ = ['ResourceFile', 'leftovers', 'clean_leftovers', 'ResourceCleanup', 'ResourceState', 'ProvisioningTable', 'plan_infra',
+__all__ = ['ResourceFile', 'leftovers', 'clean_leftovers', 'ResourceCleanup', 'ResourceState', 'InfraRequest', 'plan_infra',
            'create_trainer_job', 'setup_deployment', 'datum_from_tokens_weights', 'ReconnectableClient', 'Infra',
            'setup_infra', 'DeployConfig', 'HotloadConfig', 'InfraConfig', 'TrainerConfig', 'WandBConfig',
            'WeightSyncConfig', 'WeightSyncScope']
@@ -277,12 +276,8 @@ def clean_leftovers(folder: str | os.PathLike[str], *, key: Secret | str | None 
 Leftover = Literal["attach", "clean", "error"]
 
 
-def settle_leftovers(
-    folder: str | os.PathLike[str] | None,  # run folder; None = nothing was noted
-    choice: Leftover,  # "attach" goes on with them, "clean" releases them, "error" asks the reader
-    key: Secret,
-) -> dict[str, Resource]:  # role -> what to attach to
-    "Decide about what an earlier process left; raises `BackendError` listing it when nothing was decided."
+def settle_leftovers(folder: str | os.PathLike[str] | None, choice: Leftover, key: Secret) -> dict[str, Resource]:
+    "What to attach to, by role, of what an earlier process left; raises `BackendError` when nothing was decided."
     if choice not in ("attach", "clean", "error"):
         raise ConfigError("leftover", got=repr(choice), expected="'attach', 'clean' or 'error'")
     found = leftovers(folder) if folder is not None else []
@@ -439,96 +434,63 @@ class ResourceState:
 # %% ../../nbs/28_backends.provision.ipynb #b48f8262
 OnStatus = Callable[[ResourceState], Any]  # such as print
 
-# %% ../../nbs/28_backends.provision.ipynb #cc0fbdf9
-class ProvisioningTable:
-    "The newest state of each resource."
-
-    def __init__(self):
-        self.rows: dict[str, ResourceState] = {}
-
-    def __call__(self, state: ResourceState) -> ProvisioningTable:
-        self.rows[state.role] = state
-        return self
-
-    def __repr__(self) -> str:
-        return "\n".join(map(str, self.rows.values())) or "nothing was asked for yet"
-
-    def _repr_html_(self) -> str:
-        head, rows = ("resource", "id", "state", "seconds", "detail"), []
-        for s in self.rows.values():
-            role, name, now, detail = map(html.escape, (s.role, s.id, s.state, s.detail))
-            if s.link.startswith(("http://", "https://")):
-                name = f'<a href="{html.escape(s.link)}">{name}</a>'
-            rows.append((role, name, now, f"{s.seconds:.0f}", detail))
-        lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
-        titles = "".join(f"<th>{title}</th>" for title in head)
-        return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
 # %% ../../nbs/28_backends.provision.ipynb #ec7285ba
-@dataclass(frozen=True)
-class Look:
-    "How a resource is doing."
-
-    state: str  # in the service's word
-    detail: str = ""  # why, if it says so
-    result: Any = None  # what the wait is for; None = not ready yet
-
-
 @dataclass(frozen=True)
 class Awaited:
     "A resource that is being set up."
 
     role: str
     id: str
-    look: Callable[[], Look]  # called every `poll_interval_s`; an exception ends the wait for all
+    look: Callable[
+        [], tuple[str, str, Any]
+    ]  # state, detail, what the wait is for or None; an exception ends it for all
     link: str = ""
 
 
 def watch(
     awaited: Sequence[Awaited],
-    say: Callable[[Awaited, Look], Any],  # called in this thread, on every change
+    on_status: OnStatus | None = None,  # called in this thread, on every change
     poll_interval_s: float = 5.0,
     stop: threading.Event | None = None,  # set by another thread that does not want to wait any longer
-) -> dict[str, Any]:  # role -> result
+    began: float | None = None,  # when setting up began, on the monotonic clock
+) -> tuple[dict[str, Any], dict[str, float]]:  # by role: the results, and the seconds that they took
     "Wait until all are ready; the first that fails ends it, with its exception."
-    news: queue.SimpleQueue[tuple[Awaited, Look | Exception]] = queue.SimpleQueue()
-    results, last = {}, {}
-    stop = stop or threading.Event()
+    news: queue.SimpleQueue[tuple[Awaited, str, str, Any]] = queue.SimpleQueue()
+    results, said, seconds = {}, {}, {}
+    stop, began = stop or threading.Event(), began or time.monotonic()
+
+    def follow(one: Awaited) -> None:
+        try:
+            result = None
+            while result is None and not stop.is_set():
+                state, detail, result = one.look()
+                news.put((one, state, detail, result))
+                stop.wait(poll_interval_s if result is None else 0)
+        except Exception as reason:
+            news.put((one, "failed", one_line(reason), reason))
+
     for one in awaited:
-        threading.Thread(target=_follow, args=(one, news, stop, poll_interval_s), daemon=True).start()
+        news.put((one, "requested", "", None))
+        threading.Thread(target=follow, args=(one,), daemon=True).start()
     try:
         while len(results) < len(awaited):
             if stop.is_set():
                 raise BackendError("setting up", got="a stop", expected="readiness", fix="Start again.")
             try:
-                one, found = news.get(timeout=0.2)
+                one, state, detail, result = news.get(timeout=0.2)
             except queue.Empty:
                 continue
-            look = Look("failed", one_line(found)) if isinstance(found, Exception) else found
-            if last.get(one.role) != (look.state, look.detail):
-                last[one.role] = look.state, look.detail
-                say(one, look)
-            if isinstance(found, Exception):
-                raise found
-            if found.result is not None:
-                results[one.role] = found.result
+            if said.get(one.role) != (state, detail):
+                said[one.role], seconds[one.role] = (state, detail), time.monotonic() - began
+                change = ResourceState(one.role, state.lower(), one.id, seconds[one.role], detail, one.link)
+                on_status(change) if on_status is not None else None
+            if isinstance(result, Exception):
+                raise result
+            if result is not None:
+                results[one.role] = result
     finally:
         stop.set()
-    return results
-
-
-def _follow(one: Awaited, news: queue.SimpleQueue, stop: threading.Event, poll_interval_s: float) -> None:
-    "Look again and again, until it is ready, fails, or is cancelled."
-    while not stop.is_set():
-        try:
-            look = one.look()
-        except Exception as reason:
-            news.put((one, reason))
-            return
-        news.put((one, look))
-        if look.result is not None:
-            return
-        stop.wait(poll_interval_s)
+    return results, seconds
 
 # %% ../../nbs/28_backends.provision.ipynb #01391e96
 def job_message(job: Mapping[str, Any]) -> str:
@@ -549,9 +511,10 @@ def new_id(text: str) -> str:
 
 # %% ../../nbs/28_backends.provision.ipynb #07174fb2
 def settings_of(config: Any) -> dict[str, Any]:  # of a config class of the SDK
-    "The fields of a dataclass that were set: those that differ from their defaults."
+    "The fields of a dataclass that were set, ids aside: those that differ from their defaults."
     default = lambda f: f.default if f.default_factory is MISSING else f.default_factory()
-    return {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != default(f)}
+    shown = [f for f in fields(config) if f.name not in ("requested_job_id", "deployment_id")]
+    return {f.name: getattr(config, f.name) for f in shown if getattr(config, f.name) != default(f)}
 
 # %% ../../nbs/28_backends.provision.ipynb #d057ab98
 RESUMABLE = ("FAILED", "CANCELLED", "PAUSED", "COMPLETED")  # states of a job that can go on
@@ -641,14 +604,9 @@ def trainer_request(
 
 # %% ../../nbs/28_backends.provision.ipynb #dbeb0a48
 def deployment_request(
-    deploy: DeployConfig,
-    *,
-    base_model: str,
-    deployment_id: str,
-    shape: str | None,  # deployment shape with version
-    trainer_job: str | None = None,  # PER_TRAINER: full name of the job whose weights it serves
+    deploy: DeployConfig, *, base_model: str, deployment_id: str, shape: str | None, trainer_job: str | None = None
 ) -> Any:  # DeploymentConfig
-    "The SDK's request for the deployment."
+    "The SDK's request for a deployment of a shape with its version, which serves a job's weights (PER_TRAINER)."
     low, high = (0, 1) if deploy.replica_count is None else (deploy.replica_count, deploy.replica_count)
     machine = {"accelerator_type": deploy.deployment_accelerator_type} if deploy.deployment_accelerator_type else {}
     return fireworks_sdk().DeploymentConfig(
@@ -669,13 +627,30 @@ def deployment_request(
     )
 
 # %% ../../nbs/28_backends.provision.ipynb #5c37ee58
+@dataclass(frozen=True, kw_only=True)
+class InfraRequest:
+    "What is to be set up."
+
+    rlor_mgr: Any  # the SDK's TrainerJobManager
+    deploy_mgr: Any = None  # the SDK's DeploymentManager
+    base_model: str  # "accounts/.../models/..."
+    infra_cfg: InfraConfig | TrainerConfig
+    deploy_cfg: DeployConfig | None = None
+    lora_rank: int = 0  # 0 = all parameters
+    max_seq_len: int | None = None  # tokens; None = the shape's
+    learning_rate: float = 1e-5
+    policy_job_id: str | None = None  # attach to this trainer
+    reference_job_id: str | None = None  # attach to this one
+    needs_reference: bool = False
+    needs_inference: bool = False
+    role_prefix: str = "grpo"  # begins the names of what is made
+
+# %% ../../nbs/28_backends.provision.ipynb #b83d6b21
 @dataclass(frozen=True, eq=False, repr=False)
 class InfraPlan:
     "What `setup_infra` does; made by reading only."
 
-    base_model: str
-    lora_rank: int
-    max_seq_len: int | None  # tokens; None = what the service decides
+    request: InfraRequest
     policy: TrainerPlan
     reference: TrainerPlan | None
     deployment: DeploymentPlan | None
@@ -683,28 +658,17 @@ class InfraPlan:
     shared_reference: bool = False  # the reference is the policy trainer's base, without adapter
     notes: tuple[str, ...] = ()  # what a reader should know
 
-    @property
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        "Role, what is done, id, the settings of the request."
-        trainers = [t for t in (self.policy, self.reference) if t is not None]
-        rows = [(t.role, t.what, t.job_id, _settings(t.request)) for t in trainers]
-        if (d := self.deployment) is not None:
-            link = f"hot_load_trainer_job={d.request.hot_load_trainer_job}"
-            shown = _settings(d.request) if d.what == "create" else link
-            rows.append(("deployment", d.what, d.request.deployment_id, shown))
-        first = self.scope is WeightSyncScope.PER_DEPLOYMENT
-        return sorted(rows, key=lambda row: row[0] != "deployment") if first else rows
-
     def __repr__(self) -> str:
-        lines = [f"{role:<11} {what:<10} {name}\n    {shown}".rstrip() for role, what, name, shown in self.rows]
+        trainers = [t for t in (self.policy, self.reference) if t is not None]
+        rows = [(t.role, t.what, t.job_id, settings_of(t.request) if t.request else {}) for t in trainers]
+        if (d := self.deployment) is not None:
+            linked = {"hot_load_trainer_job": d.request.hot_load_trainer_job}
+            shown = settings_of(d.request) if d.what == "create" else linked
+            first = self.scope is WeightSyncScope.PER_DEPLOYMENT
+            rows.insert(0 if first else len(rows), ("deployment", d.what, d.request.deployment_id, shown))
+        told = lambda settings: ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        lines = [f"{role:<11} {what:<10} {name}\n    {told(given)}".rstrip() for role, what, name, given in rows]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def _settings(request: Any) -> str:
-    "What was set in a request, in one line."
-    hidden = ("requested_job_id", "deployment_id")
-    shown = settings_of(request).items() if request is not None else ()
-    return ", ".join(f"{name}={value!r}" for name, value in shown if name not in hidden)
 
 # %% ../../nbs/28_backends.provision.ipynb #beb0f0f1
 def plan_trainer(
@@ -775,59 +739,45 @@ def plan_deployment(
 
 # %% ../../nbs/28_backends.provision.ipynb #2128cc61
 def plan_infra(
-    *,
-    rlor_mgr: Any,  # the SDK's TrainerJobManager
-    deploy_mgr: Any = None,  # the SDK's DeploymentManager
-    base_model: str,  # "accounts/.../models/..."
-    infra_cfg: InfraConfig | TrainerConfig,
-    deploy_cfg: DeployConfig | None = None,
-    lora_rank: int = 0,  # 0 = all parameters
-    max_seq_len: int | None = None,  # tokens; None = the shape's
-    learning_rate: float = 1e-5,
-    policy_job_id: str | None = None,  # attach to this trainer
-    reference_job_id: str | None = None,  # attach to this one
-    needs_reference: bool = False,
-    needs_inference: bool = False,
-    role_prefix: str = "grpo",  # begins the names of what is made
+    **wishes: Any,  # fields of `InfraRequest`
 ) -> InfraPlan:
     "Decide what to set up, without asking for any of it; raises `ConfigError` and `BackendError`."
-    if needs_inference and deploy_mgr is None:
+    r = InfraRequest(**wishes)
+    infra, deploy = r.infra_cfg, r.deploy_cfg or DeployConfig()
+    if r.needs_inference and r.deploy_mgr is None:
         fix = "needs_inference=True asks for one."
         raise ConfigError("deploy_mgr", got="None", expected="a DeploymentManager", fix=fix)
-    if needs_inference:
-        check_tokenizer(deploy_cfg)
-    earlier = isinstance(infra_cfg, InfraConfig)
-    ref_shape = infra_cfg.ref_training_shape_id if earlier else infra_cfg.reference_training_shape_id
-    policy_job_id = policy_job_id or getattr(infra_cfg, "job_id", None)
-    reference_job_id = reference_job_id or getattr(infra_cfg, "reference_job_id", None)
-    deploy = deploy_cfg or DeployConfig()
-    per_deployment = needs_inference and deploy.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
+    if r.needs_inference:
+        check_tokenizer(deploy)
+    earlier = isinstance(infra, InfraConfig)
+    ref_shape = infra.ref_training_shape_id if earlier else infra.reference_training_shape_id
+    policy_job_id = r.policy_job_id or getattr(infra, "job_id", None)
+    reference_job_id = r.reference_job_id or getattr(infra, "reference_job_id", None)
+    per_deployment = r.needs_inference and deploy.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
     if per_deployment and deploy.deployment_id is None:
-        deploy = replace(deploy, deployment_id=new_id(base_model.rsplit("/", 1)[-1]))
-    common = {"base_model": base_model, "learning_rate": learning_rate, "max_seq_len": max_seq_len}
-    linked = {"hot_load_deployment_id": deploy.deployment_id if per_deployment else None}
-    names = {role: f"{role_prefix}-{role}"[:63] for role in ("policy", "reference")}
-    policy = plan_trainer(
-        rlor_mgr, infra_cfg, "policy", infra_cfg.training_shape_id, policy_job_id,
-        lora_rank=lora_rank, display_name=names["policy"], **common, **linked,
-    )  # fmt: skip
-    separate = needs_reference and bool(ref_shape or reference_job_id or lora_rank == 0)
+        deploy = replace(deploy, deployment_id=new_id(r.base_model.rsplit("/", 1)[-1]))
+
+    def trainer(role: str, shape: str | None, job_id: str | None, length: int | None, **more: Any) -> TrainerPlan:
+        common = {"base_model": r.base_model, "learning_rate": r.learning_rate, "lora_rank": r.lora_rank}
+        named = {"display_name": f"{r.role_prefix}-{role}"[:63], "max_seq_len": length}
+        return plan_trainer(r.rlor_mgr, infra, role, shape, job_id, **common, **named, **more)
+
+    bucket = deploy.deployment_id if per_deployment else None
+    policy = trainer("policy", infra.training_shape_id, policy_job_id, r.max_seq_len, hot_load_deployment_id=bucket)
     longest = getattr(policy.profile, "max_supported_context_length", None)
-    reference = plan_trainer(
-        rlor_mgr, infra_cfg, "reference", ref_shape, reference_job_id,
-        lora_rank=lora_rank, display_name=names["reference"], forward_only=True,
-        **common | ({} if ref_shape else {"max_seq_len": max_seq_len or longest}),
-    ) if separate else None  # fmt: skip
-    shared = needs_reference and not separate and lora_rank > 0
-    deployment = plan_deployment(
-        deploy_mgr, deploy, base_model=base_model, shape=getattr(policy.profile, "deployment_shape", None),
-        trainer_job=None if per_deployment else job_name(rlor_mgr, policy.job_id),
-    ) if needs_inference else None  # fmt: skip
+    separate = r.needs_reference and bool(ref_shape or reference_job_id or r.lora_rank == 0)
+    length = r.max_seq_len or (None if ref_shape else longest)
+    judge = trainer("reference", ref_shape, reference_job_id, length, forward_only=True) if separate else None
+    serving = plan_deployment(
+        r.deploy_mgr, deploy, base_model=r.base_model, shape=getattr(policy.profile, "deployment_shape", None),
+        trainer_job=None if per_deployment else job_name(r.rlor_mgr, policy.job_id),
+    ) if r.needs_inference else None  # fmt: skip
     chosen = separate and not (ref_shape or reference_job_id)
     notes = ("the service chooses the reference's shape: ref_training_shape_id is unset",) if chosen else ()
-    length = max_seq_len or longest
     scope = WeightSyncScope.PER_DEPLOYMENT if per_deployment else WeightSyncScope.PER_TRAINER
-    return InfraPlan(base_model, lora_rank, length, policy, reference, deployment, scope, shared, notes)
+    shared = r.needs_reference and not separate and r.lora_rank > 0
+    r = replace(r, deploy_cfg=deploy, max_seq_len=r.max_seq_len or longest)
+    return InfraPlan(r, policy, judge, serving, scope, shared, notes)
 
 # %% ../../nbs/28_backends.provision.ipynb #ccbc9af6
 def check_tokenizer(deploy: DeployConfig | None) -> None:
@@ -835,11 +785,6 @@ def check_tokenizer(deploy: DeployConfig | None) -> None:
     if deploy is None or deploy.tokenizer_model is None:
         fix = "Prompts are encoded here: name the tokenizer, such as 'Qwen/Qwen3-8B', or a folder that has one."
         raise ConfigError("deployment.tokenizer_model", got="None", expected="a tokenizer", fix=fix)
-
-
-def dry_run(**wishes: Any) -> None:  # the arguments of `plan_infra`
-    "Print what `setup_infra` would ask for; nothing is created or changed."
-    print(plan_infra(**wishes))
 
 # %% ../../nbs/28_backends.provision.ipynb #927b1816
 def start_trainer(rlor_mgr: Any, plan: TrainerPlan, cleanup: ResourceCleanup) -> None:
@@ -886,7 +831,7 @@ def awaited_trainer(rlor_mgr: Any, plan: TrainerPlan, infra: InfraConfig | Train
         got, fix = f"{state}: {detail}" if detail else state, f"Look at {link} and at the job's log."
         return BackendError("trainer", where=where, got=got, expected="RUNNING", fix=fix)
 
-    def look() -> Look:
+    def look() -> tuple[str, str, Any]:
         nonlocal placed
         with as_backend_errors(where):
             job = rlor_mgr.get(plan.job_id)
@@ -895,7 +840,7 @@ def awaited_trainer(rlor_mgr: Any, plan: TrainerPlan, infra: InfraConfig | Train
             raise error(state, detail)
         if state == "RUNNING":
             try:
-                return Look(state, result=rlor_mgr.wait_for_ready(plan.job_id, poll_interval_s=0, timeout_s=0))
+                return state, "", rlor_mgr.wait_for_ready(plan.job_id, poll_interval_s=0, timeout_s=0)
             except TimeoutError:
                 detail = detail or "its address does not respond yet"
         if state != "PENDING" and placed is None:
@@ -903,7 +848,7 @@ def awaited_trainer(rlor_mgr: Any, plan: TrainerPlan, infra: InfraConfig | Train
         since, budget = (began, PENDING_TIMEOUT_S) if placed is None else (placed, timeout_s)
         if now - since > budget:
             raise error(f"{state} for {now - since:.0f} s", detail)
-        return Look(state, detail)
+        return state, detail, None
 
     return Awaited(plan.role, plan.job_id, look, link)
 
@@ -925,7 +870,7 @@ def awaited_deployment(deploy_mgr: Any, plan: DeploymentPlan, deploy: DeployConf
     named, timeout_s = request.deployment_id, deploy.deployment_timeout_s
     where = f"deployment {named}"
 
-    def look() -> Look:
+    def look() -> tuple[str, str, Any]:
         nonlocal linked
         with as_backend_errors(where):
             if not linked:
@@ -938,27 +883,13 @@ def awaited_deployment(deploy_mgr: Any, plan: DeploymentPlan, deploy: DeployConf
             found = deploy_mgr.get(named)
         state = "DELETED" if found is None else found.state
         if found is not None and (state == "READY" or (state == "CREATING" and serves(deploy_mgr, found))):
-            return Look("READY", result=replace(found, state="READY"))
+            return "READY", "", replace(found, state="READY")
         if time.monotonic() - began > timeout_s:
             got, fix = f"{state} after {timeout_s:.0f} s", "Raise deployment_timeout_s, or look at its events."
             raise BackendError("deployment", where=where, got=got, expected="READY", fix=fix)
-        return Look(state)
+        return state, "", None
 
     return Awaited("deployment", named, look, f"{deploy_mgr.base_url}/v1/{deployment_name(deploy_mgr, named)}")
-
-# %% ../../nbs/28_backends.provision.ipynb #eed0a11a
-class Reporter:
-    "Hands changes on as `ResourceState`s, with the time since it was made."
-
-    def __init__(self, on_status: OnStatus | None):
-        self.on_status, self.began = on_status, time.monotonic()
-        self.seconds: dict[str, float] = {}  # role -> time of its last change
-
-    def __call__(self, one: Awaited, look: Look) -> None:
-        self.seconds[one.role] = time.monotonic() - self.began
-        if self.on_status is not None:
-            state, when = look.state.lower(), self.seconds[one.role]
-            self.on_status(ResourceState(one.role, state, one.id, when, look.detail, one.link))
 
 # %% ../../nbs/28_backends.provision.ipynb #fdf0ede1
 @contextlib.contextmanager
@@ -975,35 +906,23 @@ def undone_on_error(rlor_mgr: Any, deploy_mgr: Any, cleanup: ResourceCleanup | N
 def create_trainer_job(
     rlor_mgr: Any,  # the SDK's TrainerJobManager
     *,
-    base_model: str,
     infra: InfraConfig | TrainerConfig,
     profile: Any = None,  # TrainingShapeProfile, if it was resolved already
-    lora_rank: int = 0,
-    max_seq_len: int | None = None,
-    learning_rate: float = 1e-5,
-    grad_accum: int | None = None,
-    display_name: str = "trainer",
-    hot_load_deployment_id: str | None = None,
-    extra_args: Sequence[str] | None = None,
     job_id: str | None = None,  # reuse this one, resumed if it has stopped
-    forward_only: bool = False,
     on_status: OnStatus | None = None,
     cleanup: ResourceCleanup | None = None,
     base_url_override: str | None = None,  # reach the trainer here instead
     poll_interval_s: float = 5.0,
+    **request: Any,  # of `trainer_request`: base_model, lora_rank, max_seq_len, learning_rate, display_name, ...
 ) -> Any:  # TrainerServiceEndpoint
     "Create a trainer, or reuse one, and wait until it is ready; raises `ConfigError` and `BackendError`."
-    role = "reference" if forward_only or "--forward-only" in (extra_args or ()) else "policy"
+    forward_only = request.get("forward_only") or "--forward-only" in (request.get("extra_args") or ())
+    role = "reference" if forward_only else "policy"
     shape = getattr(profile, "training_shape", None) or infra.training_shape_id
-    plan = plan_trainer(
-        rlor_mgr, infra, role, shape, job_id, base_model=base_model, lora_rank=lora_rank, max_seq_len=max_seq_len,
-        learning_rate=learning_rate, grad_accum=grad_accum, display_name=display_name, extra_args=extra_args,
-        hot_load_deployment_id=hot_load_deployment_id, forward_only=forward_only,
-    )  # fmt: skip
+    plan = plan_trainer(rlor_mgr, infra, role, shape, job_id, **{"display_name": "trainer", **request})
     with undone_on_error(rlor_mgr, None, cleanup) as held:
         start_trainer(rlor_mgr, plan, held)
-        one = awaited_trainer(rlor_mgr, plan, infra)
-        endpoint = watch([one], Reporter(on_status), poll_interval_s)[role]
+        endpoint = watch([awaited_trainer(rlor_mgr, plan, infra)], on_status, poll_interval_s)[0][role]
     return replace(endpoint, base_url=base_url_override) if base_url_override else endpoint
 
 # %% ../../nbs/28_backends.provision.ipynb #01f89b33
@@ -1025,7 +944,7 @@ def setup_deployment(
     with undone_on_error(deploy_mgr, deploy_mgr, cleanup) as held:
         start_deployment(deploy_mgr, plan, held)
         one = awaited_deployment(deploy_mgr, plan, deploy_cfg, poll_interval_s)
-        return watch([one], Reporter(on_status), poll_interval_s)["deployment"]
+        return watch([one], on_status, poll_interval_s)[0]["deployment"]
 
 # %% ../../nbs/28_backends.provision.ipynb #913740b4
 def sdk_classes() -> Sdk:
@@ -1278,70 +1197,48 @@ class Infra:
 # %% ../../nbs/28_backends.provision.ipynb #5b12af7b
 def setup_infra(
     *,
-    rlor_mgr: Any,  # the SDK's TrainerJobManager
-    deploy_mgr: Any = None,  # the SDK's DeploymentManager
-    base_model: str,  # "accounts/.../models/..."
-    infra_cfg: InfraConfig | TrainerConfig,
-    deploy_cfg: DeployConfig | None = None,
-    lora_rank: int = 0,
-    max_seq_len: int | None = None,
-    learning_rate: float = 1e-5,
     step_timeout: float | None = None,  # seconds for one call of a trainer; None or 0 = an hour
-    policy_job_id: str | None = None,
-    reference_job_id: str | None = None,
-    needs_reference: bool = False,
-    needs_inference: bool = False,
-    role_prefix: str = "grpo",
     api_key: str | None = None,  # None = the manager's
     cleanup: ResourceCleanup | None = None,
     on_status: OnStatus | None = None,  # such as print
     poll_interval_s: float = 5.0,
     stop: threading.Event | None = None,  # ends the wait, when it is set by another thread
+    **wishes: Any,  # fields of `InfraRequest`
 ) -> Infra:
     "Trainers, deployment and their clients; raises `ConfigError` and `BackendError`, and then nothing is left running."
-    deploy = deploy_cfg or DeployConfig()
     with as_backend_errors("account"):
-        plan = plan_infra(
-            rlor_mgr=rlor_mgr, deploy_mgr=deploy_mgr, base_model=base_model, infra_cfg=infra_cfg, deploy_cfg=deploy_cfg,
-            lora_rank=lora_rank, max_seq_len=max_seq_len, learning_rate=learning_rate, policy_job_id=policy_job_id,
-            reference_job_id=reference_job_id, needs_reference=needs_reference, needs_inference=needs_inference,
-            role_prefix=role_prefix,
-        )  # fmt: skip
-    say, serving = Reporter(on_status), plan.deployment
+        plan = plan_infra(**wishes)
+    r, serving, awaited, began = plan.request, plan.deployment, [], time.monotonic()
     first = plan.scope is WeightSyncScope.PER_DEPLOYMENT
-    with undone_on_error(rlor_mgr, deploy_mgr, cleanup) as held:
+    with undone_on_error(r.rlor_mgr, r.deploy_mgr, cleanup) as held:
         if serving is not None and first:
-            start_deployment(deploy_mgr, serving, held)
-        awaited = []
+            start_deployment(r.deploy_mgr, serving, held)
         for trainer in filter(None, (plan.policy, plan.reference)):
-            start_trainer(rlor_mgr, trainer, held)
-            awaited.append(awaited_trainer(rlor_mgr, trainer, infra_cfg))
+            start_trainer(r.rlor_mgr, trainer, held)
+            awaited.append(awaited_trainer(r.rlor_mgr, trainer, r.infra_cfg))
         if serving is not None and not first:
-            start_deployment(deploy_mgr, serving, held)
+            start_deployment(r.deploy_mgr, serving, held)
         if serving is not None:
-            awaited.append(awaited_deployment(deploy_mgr, serving, deploy, poll_interval_s))
-        for one in awaited:
-            say(one, Look("requested"))
-        ready = watch(awaited, say, poll_interval_s, stop)
+            deploy = r.deploy_cfg or DeployConfig()
+            awaited.append(awaited_deployment(r.deploy_mgr, serving, deploy, poll_interval_s))
+        ready, seconds = watch(awaited, on_status, poll_interval_s, stop, began)
         with as_backend_errors("clients of the trainers"):
-            return connect(plan, ready, rlor_mgr, api_key, step_timeout or 3600.0, say.seconds)
+            return connect(plan, ready, api_key, step_timeout or 3600.0, seconds)
 
 # %% ../../nbs/28_backends.provision.ipynb #c19cbb40
 def connect(
-    plan: InfraPlan,
-    ready: Mapping[str, Any],  # role -> endpoint or deployment
-    rlor_mgr: Any,
-    api_key: str | None,
-    timeout_s: float,
-    seconds: Mapping[str, float],  # role -> how long it took
+    plan: InfraPlan, ready: Mapping[str, Any], api_key: str | None, timeout_s: float, seconds: Mapping[str, float]
 ) -> Infra:
-    "Clients for everything that is ready."
-    model, endpoint = (plan.base_model, plan.lora_rank), ready["policy"]
-    policy = ReconnectableClient(rlor_mgr, endpoint.job_id, *model, api_key, timeout_s, endpoint)
+    "Clients for everything that is ready: endpoints and the deployment by role, with the seconds that each took."
+
+    def client(role: str, frozen: bool = False) -> ReconnectableClient:
+        known = ready[role].job_id, plan.request.base_model, plan.request.lora_rank
+        return ReconnectableClient(plan.request.rlor_mgr, *known, api_key, timeout_s, ready[role], frozen=frozen)
+
+    policy = client("policy")
     reference, closeables = policy.create_base_reference() if plan.shared_reference else None, [policy]
     if plan.reference is not None:
-        endpoint = ready["reference"]
-        reference = ReconnectableClient(rlor_mgr, endpoint.job_id, *model, api_key, timeout_s, endpoint, frozen=True)
+        reference = client("reference", frozen=True)
         closeables.append(reference)
     deployment: Any = ready.get("deployment")
     metrics = {"train/step": 0.0, "infra/total_boot_time": max(seconds.values())}
@@ -1350,7 +1247,7 @@ def connect(
     return Infra(
         policy, reference, plan.policy.profile, policy.job_id or "", plan.reference and plan.reference.job_id,
         deployment and deployment.inference_model, metrics, closeables,
-        max_seq_len=plan.max_seq_len or ready["policy"].max_context_length,
+        max_seq_len=plan.request.max_seq_len or ready["policy"].max_context_length,
         training_shape_id=getattr(plan.policy.request, "training_shape_ref", None),
         ref_training_shape_id=getattr(getattr(plan.reference, "request", None), "training_shape_ref", None),
         deployment_id=deployment and deployment.deployment_id,

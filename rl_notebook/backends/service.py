@@ -87,12 +87,8 @@ def sdk_datum(sdk: Sdk, datum: Datum, weights: np.ndarray) -> Any:
 COUNTED = 1e-30  # the weight of an active position whose derivative is zero
 
 
-def loss_weights(
-    datum: Datum,
-    dlogprob: np.ndarray,  # (N-1,) dL/dlogprob
-    divided_by: float = 1.0,  # divides the gradient
-) -> np.ndarray:  # (N-1,) for the cross entropy of the service
-    "The weights under which cross entropy has the gradient of a loss with this derivative."
+def loss_weights(datum: Datum, dlogprob: np.ndarray, divided_by: float = 1.0) -> np.ndarray:
+    "(N-1,) weights under which cross entropy has the gradient of a loss with this derivative, divided."
     weights = 0.0 - np.asarray(dlogprob, dtype=np.float64) / divided_by
     return np.where(datum.active & (weights == 0), COUNTED, weights)
 
@@ -746,10 +742,7 @@ def sent_for_training(
     return read_logprobs(output, datums, limits.prompt_logprobs), float(metrics["loss:sum"])
 
 # %% ../../nbs/26_backends.service.ipynb #7dd4f8d7
-def check_reachable(
-    url: str,  # what is asked
-    fix: str,  # of the error: where the address came from
-) -> None:
+def check_reachable(url: str, fix: str) -> None:
     "Raises `BackendError` when no server responds."
     try:
         with httpx.stream("GET", url, timeout=10) as response:  # whose text is not looked at

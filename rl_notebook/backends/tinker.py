@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..align import target_from_token
-from .base import Backend, Capabilities, Meter, Sampler, refuse_unknown
+from .base import Backend, Capabilities, Meter, Sampler, Scorer, WeightSync, refuse_unknown
 from .engine import check_tokens
 from .worker import Worker
 from ..chat import turn_ends
@@ -39,7 +39,6 @@ from rl_notebook.backends.service import (
     check_reachable,
     fresh_client,
     is_lost,
-    keep_pass,
     label_of,
     load_into,
     open_tokenizer,
@@ -274,13 +273,7 @@ class TinkerSampler:
     "Completions and prompt logprobs from the weights of the last sync."
 
     def __init__(
-        self,
-        session: Session,
-        base_model: str,
-        tokenizer: Any,
-        limits: Limits,
-        meter: Meter | None = None,
-        **link: Any,  # `attempts`, `pause_s`, `timeout_s`, `say`, `secret` of the `Link`
+        self, session: Session, base_model: str, tokenizer: Any, limits: Limits, meter: Meter | None = None, **link: Any
     ):
         self.session, self.tokenizer, self.limits, self.meter = session, tokenizer, limits, meter or Meter()
         self.options, self.lock = link, threading.Lock()
@@ -506,9 +499,9 @@ async def probe_prefill(sampler: TinkerSampler, tokens: list[int]) -> Finding:
     return Finding(name, ok, got, expected, "Without them sampler.logprobs() raises.")
 
 # %% ../../nbs/27_backends.tinker.ipynb #a4c4e060
-async def probe_seed(sampler: Sampler, tokens: list[int]) -> Finding:
-    "Whether the same seed draws the same tokens."
-    params = SampleParams(n=2, max_tokens=8, seed=11)
+async def probe_seed(sampler: Sampler, tokens: list[int], temperature: float = 1.0) -> Finding:
+    "Whether the same seed draws the same tokens; where it is hot, chance would not."
+    params = SampleParams(n=2, max_tokens=8, seed=11, temperature=temperature)
     drawn = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
     same = drawn[0] == drawn[1]
     meaning = "Runs repeat." if same else "Undo and resume draw other tokens than before."
@@ -553,7 +546,7 @@ async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Sessio
     return Findings(rows, f"what the service can do (tinker {session.sdk.version})")
 
 # %% ../../nbs/27_backends.tinker.ipynb #18ae0471
-async def check_scores(trainer: ServiceTrainer, tokens: list[int]) -> list[Finding]:
+async def check_scores(trainer: Scorer, tokens: list[int]) -> list[Finding]:
     "What belongs to which token: another last token, tokens that are missing, weights of zero."
     other = [*tokens[:-1], next(t for t in tokens if t != tokens[-1])]
     toys = [toy_datum(tokens), toy_datum(other), toy_datum(tokens[:-2]), toy_datum(tokens, 1)]
@@ -579,43 +572,37 @@ VISIBLE = 0.1  # nats that a step should move a logprob
 class Toy:
     "A trainer, a saved state, and the logprobs of a toy sequence there."
 
-    trainer: ServiceTrainer
+    trainer: Any  # a `Trainer`
     start: str  # path
     tokens: list[int]
     logprobs: np.ndarray  # (N-1,)
 
-
-@dataclass(frozen=True)
-class Moved:
-    "What one small step did to the last logprob."
-
-    change: float  # nats
-    forward_gap: float  # nats, between the forward pass and the one inside forward_backward
-
 # %% ../../nbs/27_backends.tinker.ipynb #950eb059
-async def perturb(toy: Toy, dlogprob: float, h: float, *, trained: int | None = 1, copies: int = 1) -> Moved:
-    "Step from the saved state with a derivative at the last position of each copy."
+async def perturb(
+    toy: Toy, dlogprob: float, h: float, *, trained: int | None = 1, copies: int = 1
+) -> tuple[float, float]:
+    """Step from the saved state with a derivative at the last position of each copy.
+
+    Returns how far that logprob moved, and how far the forward pass was from the one inside of forward_backward."""
     trainer, datum = toy.trainer, toy_datum(toy.tokens, trained)
     await trainer.load_state(toy.start)
-    dlogprobs = np.zeros(len(datum.weights))
-    dlogprobs[-1] = dlogprob
-    given = [datum] * copies, [dlogprobs] * copies, [toy.logprobs] * copies
-    await trainer.run(keep_pass, trainer, *given)
+    along = lambda datums, logprobs: (dlogprob * sum(series[-1] for series in logprobs), {})
+    await trainer.forward_backward_custom([datum] * copies, along)
     adam = AdamParams(learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0)
     metrics = await trainer.optim_step(adam)
     after = (await trainer.forward([datum]))[0].values
-    return Moved(float(after[-1] - toy.logprobs[-1]), metrics["forward_gap"])
+    return float(after[-1] - toy.logprobs[-1]), metrics.get("forward_gap", 0.0)
 
 # %% ../../nbs/27_backends.tinker.ipynb #4e994e31
-async def visible_step(toy: Toy) -> tuple[float, Moved]:
+async def visible_step(toy: Toy) -> tuple[float, float, float]:
     "A step size that moves the logprob by about `VISIBLE`, and what it did."
-    h, moved = 1e-4, await perturb(toy, -1.0, 1e-4)
+    h, (change, gap) = 1e-4, await perturb(toy, -1.0, 1e-4)
     for _ in range(6):
-        if VISIBLE / 2 <= abs(moved.change) <= 2 * VISIBLE:
+        if VISIBLE / 2 <= abs(change) <= 2 * VISIBLE:
             break
-        h *= float(np.clip(VISIBLE / max(abs(moved.change), 1e-9), 0.01, 100.0))
-        moved = await perturb(toy, -1.0, h)
-    return h, moved
+        h *= float(np.clip(VISIBLE / max(abs(change), 1e-9), 0.01, 100.0))
+        change, gap = await perturb(toy, -1.0, h)
+    return h, change, gap
 
 # %% ../../nbs/27_backends.tinker.ipynb #9ba100cc
 WAYS = {  # one gradient said otherwise: dL/dlogprob, share of the step, options of `perturb`, what a difference means
@@ -627,24 +614,25 @@ WAYS = {  # one gradient said otherwise: dL/dlogprob, share of the step, options
 
 async def check_gradient(toy: Toy) -> list[Finding]:
     "Sign and scale of a gradient, and the forward pass inside of a backward pass."
-    h, once = await visible_step(toy)
-    back = await perturb(toy, 1.0, h)
-    signed = once.change > VISIBLE / 4 and back.change < -VISIBLE / 4
-    got, expected = f"{once.change:+.2g} and {back.change:+.2g} nats", "up for derivative -1, down for derivative +1"
+    h, once, forward_gap = await visible_step(toy)
+    back, _ = await perturb(toy, 1.0, h)
+    signed = once > VISIBLE / 4 and back < -VISIBLE / 4
+    got, expected = f"{once:+.2g} and {back:+.2g} nats", "up for derivative -1, down for derivative +1"
     meaning = "" if signed else "Training would move logprobs the wrong way, or not at all."
     rows = [Finding("gradient sign", signed, got, expected, meaning)]
     for name, (dlogprob, share, more, meaning) in WAYS.items():
-        moved = await perturb(toy, dlogprob, h * share, **more)
-        ratio = moved.change / once.change if once.change else math.nan
+        ratio = (await perturb(toy, dlogprob, h * share, **more))[0] / (once or math.nan)
         ok = abs(ratio - 1) < 0.15
         rows.append(Finding(name, ok, f"{ratio:.3g} of the step", "1", "" if ok else meaning))
     otherwise = "The derivative is computed at other logprobs than it is applied to."
-    return [*rows, within("forward inside backward", once.forward_gap, 0.05, otherwise)]
+    return [*rows, within("forward inside backward", forward_gap, 0.05, otherwise)]
 
 # %% ../../nbs/27_backends.tinker.ipynb #02a87a60
 async def find_encoding(toy: Toy) -> list[Finding]:
     "The checks of the gradient under the first encoding that passes them; those of the first one if none does."
     tried: dict[str, list[Finding]] = {}
+    if not isinstance(toy.trainer, ServiceTrainer):
+        return await check_gradient(toy)
     for encoding in ENCODINGS:
         toy.trainer.encoding = encoding
         try:
@@ -660,42 +648,33 @@ async def find_encoding(toy: Toy) -> list[Finding]:
     return tried[ENCODINGS[0].name]
 
 # %% ../../nbs/27_backends.tinker.ipynb #12c3f032
-async def check_states(toy: Toy) -> Finding:
-    "A loaded state scores as it did when it was saved."
-    await toy.trainer.load_state(toy.start)
-    after = (await toy.trainer.forward([toy_datum(toy.tokens)]))[0].values
-    otherwise = "Undo, resume and reconnect would go on from other weights."
-    return within("states", float(np.abs(after - toy.logprobs).max()), 0.02, otherwise)
-
-# %% ../../nbs/27_backends.tinker.ipynb #6615363f
-async def check_conformance(trainer: ServiceTrainer, sampler: Sampler, tokens: list[int]) -> Findings:
-    "Shift, mask, gradient and states on toy datums; the model is left as it was found."
-    start = await trainer.save_state("start")
-    toy = Toy(trainer, start, tokens, (await trainer.forward([toy_datum(tokens)]))[0].values)
-    rows = [*await check_scores(trainer, tokens), *await find_encoding(toy)]
-    rows.append(await check_states(toy))
+async def check_contract(
+    policy: Any,  # a `Trainer`
+    sampler: Sampler,
+    tokens: list[int],  # a few that the model knows
+    sync: WeightSync | None = None,  # also ask for seeds, and send weights
+) -> Findings:
+    "What a run relies on: shift, mask, sign, scale, states, echo, seed, sync. The model is left as it was found."
+    start, datum = await policy.save_state("start"), toy_datum(tokens)
+    scored = lambda: policy.forward([datum])
+    toy = Toy(policy, start, tokens, (await scored())[0].values)
+    rows = [*await check_scores(policy, tokens), *await find_encoding(toy)]
+    await policy.load_state(start)
+    otherwise, moved = "Undo, resume and reconnect would go on from other weights.", (await scored())[0].values
+    rows.append(within("states", float(np.abs(moved - toy.logprobs).max()), 0.02, otherwise))
     with contextlib.suppress(BackendError):
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
         otherwise = "Policy and sampler are not the same model, or one of them is shifted."
         rows.append(within("policy and sampler", gap, 0.2, otherwise, " on average"))
-    return Findings(rows, "does the service do what we think?")
-
-# %% ../../nbs/27_backends.tinker.ipynb #fa1012d7
-async def check_contract(backend: Backend) -> Findings:
-    "All that a run relies on: shift, mask, sign, scale, states, echo, seed, sync. The model is left as it was found."
-    policy: Any = backend.policy
-    tokens = toy_tokens(backend.tokenizer)
-    rows = [*await check_conformance(policy, backend.sampler, tokens), await probe_seed(backend.sampler, tokens)]
-    start, datum = await policy.save_state("contract"), toy_datum(tokens)
-    toy = Toy(policy, start, tokens, (await policy.forward([datum]))[0].values)
-    for name in ("first sync", "second sync"):  # of which the second brings something new
-        if name == "second sync":
-            await visible_step(toy)
-        await backend.sync(await policy.save_weights_for_sampler(label_of(name)))
-        own = (await policy.forward([datum]))[0].values
-        gap = abs(float((await backend.sampler.logprobs(tokens)).values[-1] - own[-1]))
-        rows.append(within(name, gap, VISIBLE / 2, "The sampler does not serve what was learned."))
-    await policy.load_state(start)
+    if sync is not None:
+        rows.append(await probe_seed(sampler, tokens))
+        for name in ("first sync", "second sync"):  # of which the second brings something new
+            if name == "second sync":
+                await visible_step(toy)
+            await sync(await policy.save_weights_for_sampler(label_of(name)))
+            gap = abs(float((await sampler.logprobs(tokens)).values[-1] - (await scored())[0].values[-1]))
+            rows.append(within(name, gap, VISIBLE / 2, "The sampler does not serve what was learned."))
+        await policy.load_state(start)
     return Findings(rows, "does the service do what we think?")
 
 # %% ../../nbs/27_backends.tinker.ipynb #e2a38b7c
@@ -780,7 +759,7 @@ async def probe_and_verify(backend: TinkerBackend, session: Session, probing: bo
     if conformance == "off":
         await trainer.save_state("start")
         return
-    backend.checks = await check_conformance(trainer, sampler, tokens)
+    backend.checks = await check_contract(trainer, sampler, tokens)
     if trainer.encoding is not ENCODINGS[0]:  # the service divides, and would divide the gradients of its own losses
         backend.capabilities = replace(backend.capabilities, builtin_losses=())
     trouble = " ".join(row.sentence for row in backend.checks.failed)

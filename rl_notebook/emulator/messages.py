@@ -65,12 +65,8 @@ class ServedDatum(Datum):
         return f"datum {self.sample}"
 
 # %% ../../nbs/70_emulator.messages.ipynb #3ed73a50
-def served_datum(
-    tokens: Sequence[int] | np.ndarray,  # (M,) ids that the model reads
-    inputs: Mapping[str, np.ndarray],  # the datum's `loss_fn_inputs`; "target_tokens" is one of them
-    index: int = 0,  # position in the request
-) -> ServedDatum:
-    "Check what was sent and put it together; raises `DatumError`."
+def served_datum(tokens: Sequence[int] | np.ndarray, inputs: Mapping[str, np.ndarray], index: int = 0) -> ServedDatum:
+    "Check (M,) ids and the `loss_fn_inputs` of a datum, and put them together; raises `DatumError`."
     where = f"datum {index}"
     if "target_tokens" not in inputs:
         raise DatumError("target_tokens", where=where, got=sorted(inputs), expected="one id per input token")
@@ -520,13 +516,9 @@ _ENGINE = {404: "NotFoundError", 409: "ConflictError", 503: "ServiceUnavailable"
 
 
 def error_reply(
-    path: str,  # the address that was requested
-    status: int,
-    text: str,
-    headers: Mapping[str, str] | None = None,
-    engine: bool = False,  # whether the engine of a sampler says so
+    path: str, status: int, text: str, headers: Mapping[str, str] | None = None, engine: bool = False
 ) -> Response:
-    "A refusal, in the JSON of the service that the address belongs to."
+    "A refusal, in the JSON of the service that the address belongs to, or of the engine of a sampler."
     if path.startswith("/v1/accounts"):
         shape: dict[str, Any] = {"code": _GRPC.get(status, 2), "message": text, "details": []}
     elif engine:

@@ -94,12 +94,8 @@ def read_params(body: Mapping[str, Any], max_tokens: int) -> SampleParams:
         raise Refusal(400, f"sampling parameters: {reason}") from reason
 
 # %% ../../nbs/72_emulator.server.ipynb #2a2c30f4
-def read_length(
-    body: Mapping[str, Any],
-    prompt_len: int,
-    max_seq_len: int,  # longest prompt plus completion
-) -> int:  # 0 = only score the prompt
-    "How many tokens to draw at most; raises `Refusal`."
+def read_length(body: Mapping[str, Any], prompt_len: int, max_seq_len: int) -> int:
+    "How many tokens to draw at most, 0 = only score the prompt; raises `Refusal`."
     asked, room = body.get("max_tokens", 16), max_seq_len - prompt_len
     if room < 0:
         raise Refusal(400, f"This model's maximum context length is {max_seq_len} tokens, the prompt has {prompt_len}")
@@ -115,13 +111,8 @@ def read_layout(logprobs: Any, style: Style) -> Literal["none", "content", "list
     return "content" if style == "fireworks" and logprobs is True else "lists"
 
 # %% ../../nbs/72_emulator.server.ipynb #be7d371a
-def read_wanted(
-    body: Mapping[str, Any],
-    style: Style,
-    tokenizer: Any,
-    max_seq_len: int,  # longest prompt plus completion
-) -> Wanted:
-    "The request behind a JSON body; raises `Refusal`."
+def read_wanted(body: Mapping[str, Any], style: Style, tokenizer: Any, max_seq_len: int) -> Wanted:
+    "The request behind a JSON body, for a model that takes so many tokens; raises `Refusal`."
     check_fields(body, style)
     prompt, echo = read_prompt(body.get("prompt"), tokenizer), bool(body.get("echo"))
     length, layout = read_length(body, len(prompt), max_seq_len), read_layout(body.get("logprobs"), style)
@@ -200,15 +191,9 @@ def vllm_extras(wanted: Wanted, part: Shown, scores: np.ndarray | None) -> dict[
 
 # %% ../../nbs/72_emulator.server.ipynb #fba9e216
 def choice_of(
-    wanted: Wanted,
-    part: Shown,
-    index: int,  # of the completion among its request's
-    scores: np.ndarray | None,  # (P-1,) of the prompt
-    style: Style,
-    tokenizer: Any,
-    processed: bool,  # logprobs of the distribution drawn from, where only one kind is sent
+    wanted: Wanted, part: Shown, index: int, scores: np.ndarray | None, style: Style, tokenizer: Any, processed: bool
 ) -> dict[str, Any]:
-    "One choice of a response."
+    "One choice of a response, with (P-1,) scores of the prompt; `processed` where logprobs are those drawn from."
     choice: dict[str, Any] = {"index": index, "text": part.text, "finish_reason": part.finish_reason, "logprobs": None}
     if wanted.layout == "content":
         choice["logprobs"] = content_logprobs(part, tokenizer)

@@ -120,11 +120,7 @@ def parse_faults(spec: str) -> tuple[Fault, ...]:
 class Faults:
     "Decides where a fault is injected, and keeps count."
 
-    def __init__(
-        self,
-        faults: Sequence[Fault] = (),
-        seed: int = 0,
-    ):
+    def __init__(self, faults: Sequence[Fault] = (), seed: int = 0):
         self.reset(faults, seed)
 
     def reset(self, faults: Sequence[Fault], seed: int = 0) -> None:
@@ -183,10 +179,7 @@ ACCOUNT = "local"
 _ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
-def resource_name(
-    collection: str,  # "rlorTrainerJobs", "deployments", "models", "operations"
-    id: str,  # as a client sent it
-) -> str:
+def resource_name(collection: str, id: str) -> str:
     "The full name of a resource; an impossible id is refused with status 400."
     if not _ID.fullmatch(id):
         raise HTTPException(400, f"invalid {collection} id {id!r}: 1-63 lower-case letters, digits and hyphens")
@@ -488,13 +481,8 @@ class Site:
 OWN_MODELS = f"accounts/{ACCOUNT}/models/"
 
 # %% ../../nbs/74_emulator.service.ipynb #fc05200d
-def page_of(
-    request: Request,
-    key: str,  # the rows' name in the reply
-    rows: Sequence[Mapping[str, Any]],
-    size: int = 50,  # of a page, if the request does not say
-) -> Response:
-    "One page of rows, and where the next one begins."
+def page_of(request: Request, key: str, rows: Sequence[Mapping[str, Any]], size: int = 50) -> Response:
+    "One page of rows under a key, and where the next one begins; `size` is for a request that does not say."
     query = request.query_params
     if query.get("filter"):
         raise HTTPException(400, f"the emulator filters no {key}; got filter={query['filter']!r}")
@@ -532,11 +520,7 @@ async def list_resources(site: Site, request: Request, collection: str) -> Respo
     return page_of(request, collection, [r.shown(now) for r in site.resources.all(collection)])
 
 # %% ../../nbs/74_emulator.service.ipynb #c8c60261
-def shape_version(
-    shape: str,  # accounts/{account}/trainingShapes/{shape}
-    context_length: int,
-    version: str = "v1",
-) -> dict[str, Any]:
+def shape_version(shape: str, context_length: int, version: str = "v1") -> dict[str, Any]:
     "The profile of a training shape; its name says what it is for (`...-forward`, `...lora...`, else full training)."
     name = shape.rsplit("/", 1)[1]
     mode = "FORWARD_ONLY" if name.endswith("-forward") else "LORA_TRAINER" if "lora" in name else "POLICY_TRAINER"
@@ -601,13 +585,8 @@ _STOPPED = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB_
 _DELETED = "JOB_STATE_DELETED"
 
 
-def new_job(
-    name: str,
-    asked: Mapping[str, Any],  # the body of the request
-    query: Mapping[str, str],  # trainingShape, deploymentId
-    context_length: int,  # of the model
-) -> Resource:
-    "The description of a job that was asked for; what contradicts itself is refused with status 400."
+def new_job(name: str, asked: Mapping[str, Any], query: Mapping[str, str], context_length: int) -> Resource:
+    "The description of a job that a body and a query ask for; what contradicts itself is refused with status 400."
     config = dict(asked.get("trainingConfig") or {})
     if not config.get("baseModel"):
         raise HTTPException(400, "trainingConfig.baseModel is required")
@@ -765,12 +744,7 @@ def promotable_row(site: Site, job: Resource, checkpoint: str) -> dict[str, Any]
     return row
 
 # %% ../../nbs/74_emulator.service.ipynb #e75c3547
-async def promoted(
-    site: Site,
-    job: Resource,
-    checkpoint: str,  # its id
-    asked: Mapping[str, Any],  # output_model, base_model
-) -> Resource:
+async def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any]) -> Resource:
     "The model that a checkpoint became."
     name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
     row = promotable_row(site, job, checkpoint)

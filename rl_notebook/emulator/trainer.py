@@ -35,7 +35,6 @@ from rl_notebook.backends.local import (
     PolicyState,
     backpropagate,
     capture,
-    check_datums,
     check_description,
     drop_gradients,
     evaluate,
@@ -317,7 +316,6 @@ def run_pass(learner: Learner, batch: Batch) -> PassResult:
     "Score a batch and, unless only that was asked for, accumulate its gradient."
     state, loss_fn = learner.state, served_loss(batch)
     vocab_size = state.scoring.causal.vocab_size
-    check_datums(batch.datums, vocab_size, state.scoring.max_seq_len)
     for d in batch.datums:
         check_tokens(d.targets, vocab_size, f"{d.where}, target_tokens")
     if batch.forward_only:
@@ -1126,12 +1124,7 @@ async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> Res
     return answer(promise.result, request.headers.get("accept", ""))
 
 # %% ../../nbs/71_emulator.trainer.ipynb #b063d957
-async def once(
-    trainer: EmulatedTrainer,
-    name: str,
-    table: Mapping[str, Endpoint],  # looked into now, so that a row can be replaced
-    request: HttpRequest,
-) -> Response:
+async def once(trainer: EmulatedTrainer, name: str, table: Mapping[str, Endpoint], request: HttpRequest) -> Response:
     "The response; a POST whose idempotency key was seen before gets the response that it got before."
     memory, key = trainer.memory, (name, request.headers.get("x-idempotency-key", ""))
     memory.loop = asyncio.get_running_loop()
