@@ -44,7 +44,7 @@ def frames() -> list[Image.Image]:
                 taken.append(Image.open(io.BytesIO(board.screenshot())).convert("RGB"))
 
             def rest() -> None:
-                while notebook.ask("dashboard.player.doing"):
+                while notebook.ask("dashboard.doing"):
                     notebook.page.wait_for_timeout(100)
 
             take()

@@ -125,10 +125,10 @@ def signed_tint(value: float, limit: float) -> str:
     return tint("blue" if value > 0 else "orange", value / limit) if limit > 0 else ""
 
 
-def styled(name: str, *inside: str, style: str = "", title: str = "") -> str:
+def styled(name: str, *inside: str, style: str = "") -> str:
     "An HTML element around safe HTML."
-    about = "".join(f' {k}="{html.escape(v)}"' for k, v in (("style", style), ("title", title)) if v)
-    return f"<{name}{about}>{''.join(inside)}</{name}>"
+    look = f' style="{html.escape(style)}"' if style else ""
+    return f"<{name}{look}>{''.join(inside)}</{name}>"
 
 # %% ../nbs/31_drawings.ipynb #cec725fc
 def image(svg: str, label: str, look: str) -> str:  # label: read out; look: attributes of the element
@@ -184,9 +184,7 @@ def table(
 
 def _cell(value: Any) -> str:
     "A value as escaped text."
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    text = number(value) if isinstance(value, float) else str(value)
+    text = "" if value is None else number(value) if isinstance(value, float) else str(value)
     return html.escape(without_keys(escape_unseen(text)))
 
 
@@ -222,23 +220,35 @@ def more(count: int, what: str) -> str:
     return styled("div", f"and {count} more {what}", style=f"{_SMALL};{SOFT}") if count > 0 else ""
 
 
+def fitted(head: Sequence[str], rows: Iterable[Sequence[str]], total: int, what: str, budget: int = BUDGET) -> str:
+    "A table of the first rows that fit into so many bytes, and how many of the total are not in it."
+    drawn = within(rows, budget)
+    return table(head, drawn) + more(total - len(drawn), what)
+
+
 def folded(summary: str, inside: str) -> str:
     "Safe HTML that opens on a click; empty where there is nothing inside."
     return f"<details><summary>{html.escape(summary)}</summary>{inside}</details>" if inside else ""
 
 # %% ../nbs/31_drawings.ipynb #a41fea68
-def frame_html(frame: pd.DataFrame) -> str:
+def frame_html(frame: pd.DataFrame, most: int = ROWS) -> str:
     "The first rows of a table of numbers and text."
     plain = lambda v: v.item() if isinstance(v, np.generic) else on_one_line(v, 100) if isinstance(v, str) else v
-    rows = [[plain(v) for v in row] for row in frame.head(ROWS).itertuples(index=False)]
+    rows = [[plain(v) for v in row] for row in frame.head(most).itertuples(index=False)]
     table = html_table([str(c) for c in frame.columns], rows) if len(frame) else ""
-    return table + more(len(frame) - ROWS, "rows")
+    return table + more(len(frame) - most, "rows")
 
 # %% ../nbs/31_drawings.ipynb #63bb8a2e
 _TEXT = "font:12px ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere"
 
 
-def tokens_html(
+def scale_html(what: str, steps: Iterable[tuple[float, str]], form: str = ".4g", end: str = "") -> str:
+    "What a tint means: values, each on its own."
+    shown = (styled("span", f" {number(v, form)} ", style=f"background:{tint or 'none'}") for v, tint in steps)
+    return styled("div", f"colour: {what} {' '.join(shown)}{end}", style=_SMALL)
+
+
+def token_strip(
     texts: Sequence[str],  # of `token_texts`
     tints: Sequence[str] = (),  # a background of each token, or ""; () = none
     dim: Sequence[bool] = (),  # which are dimmed; () = none
@@ -267,13 +277,12 @@ def tokens_html(
 
 def prompts_html(prompts: Sequence[Prompt], tokenizer: Any) -> str:
     "What the model reads: one prompt a line, special tokens dimmed."
-    rows = []
+    rows = list[Sequence[str]]()
     for p in prompts[:MOST_ITEMS]:
         texts, special = token_texts(p.tokens, tokenizer)
         dim = [i in set(special) for i in range(len(texts))]
-        rows.append([html.escape(shown_text(p.row.key, 40)), str(len(texts)), tokens_html(texts, dim=dim, most=160)])
-    drawn = within(rows, BUDGET)
-    return table(["row", "tokens", "what the model reads"], drawn) + more(len(prompts) - len(drawn), "prompts")
+        rows.append([html.escape(shown_text(p.row.key, 40)), str(len(texts)), token_strip(texts, dim=dim, most=160)])
+    return fitted(["row", "tokens", "what the model reads"], rows, len(prompts), "prompts")
 
 # %% ../nbs/31_drawings.ipynb #2a5dac61
 SURPRISE = 4.0  # nats below zero at which the tint is strongest: a probability of 2 %
@@ -316,7 +325,7 @@ def _said(sample: RolloutSample, tokenizer: Any, most: int) -> str:
     texts, _ = token_texts(sample.tokens[sample.prompt_len :], tokenizer)
     drawn, values = sample.loss_mask[sample.prompt_len :] > 0, sample.logprobs[sample.prompt_len :]
     tints = [tint("violet", -v / SURPRISE) if d else "" for v, d in zip(values, drawn, strict=True)]
-    return tokens_html(texts, tints, [not d for d in drawn], most)
+    return token_strip(texts, tints, [not d for d in drawn], most)
 
 
 def completions_html(
@@ -333,14 +342,9 @@ def completions_html(
 
     lost = lambda g: "".join(f"<br>lost: {_cell(on_one_line(reason, 90))}" for reason in g.dropped[:2])
     found = [(_asked(g) + lost(g), g.samples, row) for g in groups]
-    scale = " ".join(
-        styled("span", f" {number(v, '.0f')} ", style=f"background:{tint('violet', -v / SURPRISE)}")
-        for v in (0, -1, -2, -3, -4)
-    )
-    legend = styled("div", f"colour: logprob of the token when it was drawn, in nats: {scale}", style=_SMALL)
-    return (legend if tokenizer is not None else "") + grouped(
-        ["completion", "tokens", "mean logprob"], found, "completions"
-    )
+    steps = [(-v, tint("violet", v / SURPRISE)) for v in range(5)]
+    legend = scale_html("logprob of the token when it was drawn, in nats:", steps, ".0f") if tokenizer else ""
+    return legend + grouped(["completion", "tokens", "mean logprob"], found, "completions")
 
 # %% ../nbs/31_drawings.ipynb #c88b5ea0
 _PARTS = ("blue", "green", "violet", "orange")
@@ -354,10 +358,8 @@ def reward_parts(
     names = list(dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards))
     values = [[[s.rewards.get(n) for n in names] for s in g.samples] for g in groups]
     parts = [np.nan_to_num(np.array(v, dtype=np.float64).reshape(len(v), len(names))) for v in values]
-    every, total = (
-        np.concatenate([np.zeros((0, len(names))), *parts]),
-        np.concatenate([np.zeros(0), *(g.rewards for g in groups)]),
-    )
+    every = np.concatenate([np.zeros((0, len(names))), *parts])
+    total = np.concatenate([np.zeros(0), *(g.rewards for g in groups)])
     weights = np.ones(len(names))
     if len(names) > 1 and np.isfinite(total).all() and not np.allclose(every @ weights, total):
         weights = np.linalg.lstsq(every, total, rcond=None)[0]
@@ -418,12 +420,7 @@ def rewards_html(groups: Sequence[PromptGroup]) -> str:
     "Rewards: one strip a group, completions in order of reward, its parts stacked."
     strips, legend = _strips(groups[: 2 * MOST_ITEMS])
     rows = ([_asked(g), strip, _verdict(g), _extremes(g)] for g, strip in zip(groups, strips, strict=False))
-    drawn = within(rows, BUDGET)
-    return (
-        legend
-        + table(["row", "rewards", "mean ± std", "best and worst"], drawn)
-        + more(len(groups) - len(drawn), "groups")
-    )
+    return legend + fitted(["row", "rewards", "mean ± std", "best and worst"], rows, len(groups), "groups")
 
 # %% ../nbs/31_drawings.ipynb #dc829fc0
 NUMBERED = 200  # cells up to which a map is written in numbers
@@ -440,16 +437,13 @@ def _advantage_cells(group: PromptGroup, limit: float, numbered: bool) -> str:
     values = np.nan_to_num(group.advantages if group.advantages is not None else np.zeros(0))
     if numbered:
         box = "display:inline-block;min-width:42px;text-align:right;padding:0 3px;margin:0 1px;"
-        cells = (
-            styled("span", number(float(v), "+.2f"), style=f"{box}background:{signed_tint(float(v), limit)}")
-            for v in values
-        )
+        look = [f"{box}background:{signed_tint(float(v), limit) or 'none'}" for v in values]
+        cells = (styled("span", number(float(v), "+.2f"), style=s) for v, s in zip(values, look, strict=True))
         return styled("div", " ".join(cells), style="white-space:nowrap;font-variant-numeric:tabular-nums")
     step = min(14.0, 360 / max(1, len(values)))
     rects = [(signed_tint(float(v), limit) or _GREY, i * step, 1, 0.9 * step, 14) for i, v in enumerate(values)]
-    return shapes(
-        rects, step * max(1, len(values)), 16, "advantages " + " ".join(number(float(v), "+.2f") for v in values)[:150]
-    )
+    label = "advantages " + " ".join(number(float(v), "+.2f") for v in values)[:150]
+    return shapes(rects, step * max(1, len(values)), 16, label)
 
 
 def advantages_html(groups: Sequence[PromptGroup]) -> str:
@@ -457,14 +451,9 @@ def advantages_html(groups: Sequence[PromptGroup]) -> str:
     limit = _farthest(groups)
     numbered = sum(len(g.samples) for g in groups) <= NUMBERED
     rows = ([_asked(g), _advantage_cells(g, limit, numbered), _verdict(g)] for g in groups)
-    drawn = within(rows, BUDGET)
-    ends = (
-        styled("span", f" {number(v, '+.2f')} ", style=f"background:{signed_tint(v, limit)}")
-        for v in (-limit, 0.0, limit)
-    )
-    scale = f"; colour: advantage {' '.join(ends)}" if limit else ""
-    legend = styled("div", f"a row is a group, a cell a completion{scale}", style=_SMALL)
-    return legend + table(["row", "advantages", "reward"], drawn) + more(len(groups) - len(drawn), "groups")
+    steps = [(v, signed_tint(v, limit)) for v in (-limit, 0.0, limit)]
+    legend = scale_html("advantage", steps, "+.2f", "; a row is a group, a cell a completion") if limit else ""
+    return legend + fitted(["row", "advantages", "reward"], rows, len(groups), "groups")
 
 # %% ../nbs/31_drawings.ipynb #7b4e6515
 def shift_html(datum: Datum, tokenizer: Any = None, before: int = 3, after: int = 6) -> str:
@@ -489,12 +478,8 @@ def _mask_bar(datum: Datum, unit: float) -> str:
     blue = f"rgb({HUES['blue']})"
     rects: list[_Rect] = [(_GREY, 0, 3, len(datum.weights) * unit, 8)]
     rects += [(blue, a * unit, 3, (b - a) * unit, 8) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-    return shapes(
-        rects,
-        max(1.0, len(datum.weights) * unit),
-        14,
-        f"{datum.num_loss_tokens} of {len(datum.weights)} targets in the loss",
-    )
+    label = f"{datum.num_loss_tokens} of {len(datum.weights)} targets in the loss"
+    return shapes(rects, max(1.0, len(datum.weights) * unit), 14, label)
 
 
 def datums_html(datums: Sequence[Datum], tokenizer: Any = None) -> str:
@@ -508,15 +493,11 @@ def datums_html(datums: Sequence[Datum], tokenizer: Any = None) -> str:
     def row(d: Datum) -> list[str]:
         cut = f", {d.truncated_tokens} cut off" if d.truncated_tokens else ""
         place = f"{_cell(on_one_line(d.key or f'group {d.group}', 30))}, sample {d.sample}"
-        return [
-            place,
-            _mask_bar(d, unit),
-            f"{d.num_loss_tokens} of {len(d.weights)}{cut}",
-            number(float(np.mean(d.advantage)), "+.2f"),
-        ]
+        scored = f"{d.num_loss_tokens} of {len(d.weights)}{cut}"
+        return [place, _mask_bar(d, unit), scored, number(float(np.mean(d.advantage)), "+.2f")]
 
-    drawn = within((row(d) for d in datums[: 3 * MOST_ITEMS]), BUDGET - 6000)
-    return shift_html(datums[0], tokenizer) + table(head, drawn) + more(len(datums) - len(drawn), "sequences")
+    rows = (row(d) for d in datums[: 3 * MOST_ITEMS])
+    return shift_html(datums[0], tokenizer) + fitted(head, rows, len(datums), "sequences", BUDGET - 6000)
 
 # %% ../nbs/31_drawings.ipynb #3404d4dd
 AGREE = 0.02  # nats; a difference below it is not tinted at full strength
@@ -538,7 +519,7 @@ def _tinted(datum: Datum, values: np.ndarray, limit: float, tokenizer: Any, most
     texts, _ = token_texts(datum.tokens[first + 1 :], tokenizer)
     active = datum.active[first:]
     tints = [signed_tint(float(v), limit) if on else "" for v, on in zip(values[first:], active, strict=True)]
-    return tokens_html(texts, tints, [not on for on in active], most)
+    return token_strip(texts, tints, [not on for on in active], most)
 
 
 def reference_html(
@@ -556,14 +537,10 @@ def reference_html(
     farthest = float(np.nanmax(np.abs(every), initial=0.0))
     limit = max(farthest, AGREE)
     most = _room(len({d.group for d in datums}))
-    row = lambda i: [
-        _tinted(datums[i], gaps[i], limit, tokenizer, most),
-        number(float(np.nanmean(gaps[i][datums[i].active])), "+.3f"),
-    ]
+    mean = lambda i: number(float(np.nanmean(gaps[i][datums[i].active])), "+.3f")
+    row = lambda i: [_tinted(datums[i], gaps[i], limit, tokenizer, most), mean(i)]
     who = "the sampler" if policy_logprobs is None else "the policy"
-    legend = (
-        f"colour: {who}'s logprob minus the reference's, {swatch('orange')} less likely, {swatch('blue')} more likely; "
-    )
+    legend = f"colour: {who}'s logprob minus the reference's, {swatch('orange')} less, {swatch('blue')} more likely; "
     legend += f"strongest at {number(limit, '.2g')} nats, the largest is {number(farthest, '.2g')}"
     drawn = styled("div", legend, style=_SMALL) + _by_group(datums, ["tokens", "mean, nats"], row)
     if farthest >= UNSEEN_GAP or not np.isfinite(every).all():
@@ -588,17 +565,13 @@ def loss_html(
 
     def row(i: int) -> list[str]:
         share = f"{number(100 * float(np.abs(pushes[i]).sum()) / total, '.1f')} %"
-        return [
-            _tinted(datums[i], pushes[i], limit, tokenizer, most),
-            number(float(np.mean(datums[i].advantage)), "+.2f"),
-            share,
-        ]
+        advantage = number(float(np.mean(datums[i].advantage)), "+.2f")
+        return [_tinted(datums[i], pushes[i], limit, tokenizer, most), advantage, share]
 
     legend = f"colour: the loss makes a token {swatch('blue')} more likely, {swatch('orange')} less likely; "
     legend += f"strongest where |dL/dlogprob| is {number(limit, '.2g')}"
-    return styled("div", legend, style=_SMALL) + _by_group(
-        datums, ["tokens", "advantage", "share of |dL/dlogprob|"], row, budget
-    )
+    head = ["tokens", "advantage", "share of |dL/dlogprob|"]
+    return styled("div", legend, style=_SMALL) + _by_group(datums, head, row, budget)
 
 # %% ../nbs/31_drawings.ipynb #8d4e25bb
 _NORMS = {"grad_norm": "gradient norm", "update_norm": "update norm"}
@@ -621,9 +594,8 @@ def norms_html(
         return [shapes([(colour, 0, 4, wide, 9)], 160, 16, f"{_NORMS[kind]} {number(value)}"), number(value, ".3g")]
 
     rows = ([_cell(layer), *(cell for kind in kinds for cell in bar(kind, layer))] for layer in layers)
-    drawn = within(rows, budget)
     head = ["layer", *(h for kind in kinds for h in (_NORMS[kind], ""))]
-    return table(head, drawn) + more(len(layers) - len(drawn), "layers") if kinds else ""
+    return fitted(head, rows, len(layers), "layers", budget) if kinds else ""
 
 # %% ../nbs/31_drawings.ipynb #2d20780c
 def step_html(
@@ -636,8 +608,10 @@ def step_html(
     limit = _farthest(groups)
     cells = lambda g: _advantage_cells(g, limit, False)
     rows = ([_asked(g), s, cells(g), _verdict(g), _extremes(g)] for g, s in zip(groups, strips, strict=False))
-    drawn = within(rows, BUDGET // 2)
-    page = legend + table(["row", "rewards", "advantages", "mean ± std", "best and worst"], drawn) if groups else ""
-    page += more(len(groups) - len(drawn), "groups")
-    head = styled("p", styled("b", _cell(verdict)))
-    return head + page + folded("Gradient and update by layer", norms_html(metrics, BUDGET // 3))
+    head = ["row", "rewards", "advantages", "mean ± std", "best and worst"]
+    page = legend + fitted(head, rows, len(groups), "groups", BUDGET // 2) if groups else ""
+    return (
+        styled("p", styled("b", _cell(verdict)))
+        + page
+        + folded("Gradient and update by layer", norms_html(metrics, BUDGET // 3))
+    )

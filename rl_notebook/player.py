@@ -20,7 +20,7 @@ __all__ = []
 # %% ../nbs/41_player.ipynb #a6f275f7
 from .async_loop import AT_REST, AsyncGRPOLoop
 from .core import PhaseError
-from .loop import GRPOLoop, evaluation_due, next_records, reach_boundary, run_phase
+from .loop import GRPOLoop, evaluation_due, next_records, reach_boundary, run_phase, stop_on_interrupt
 from .phases import SILENT, Loop
 from .records import StepRecord
 
@@ -176,17 +176,43 @@ class Player:
         self.draining = False  # whether it then waits for the rows in flight
         self.closed = False
         self.left = math.inf  # steps still to play
-        self.error: Exception | None = None  # of the last action
+        self.failed: Exception | None = None  # what the last action ended with
         self.task: asyncio.Task[None] | None = None  # of the last action
         self.resting: asyncio.Event | None = None  # set to end the rest between two phases
         self.window: AsyncGenerator[StepRecord, None] | None = None  # that it is in the middle of
 
     def start(self, action: str, steps: int | None = None) -> asyncio.Task[None]:
-        "Begin an action; raises PhaseError with the reason when it makes no sense now."
-        return begin_action(self, action, steps)
+        "Begin an action in a task of its own; raises PhaseError with the reason when it makes no sense now."
+        if why := refusal(self, action):
+            raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix="Wait for it, or press stop.")
+        if action == "play" and (steps is not None or self.left <= 0):
+            self.left = math.inf if steps is None else steps
+        self.task = asyncio.get_running_loop().create_task(act(self, action))
+        self.doing, self.pausing, self.draining = action, False, False
+        self.failed, self.loop.stop_requested = None, False
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `failed` has it
+        self.changed()
+        return self.task
+
+    async def play(self, steps: int | None = None) -> None:
+        "Play so many steps (None = to the end, or what a pause left of the last number); an interrupt pauses."
+        with stop_on_interrupt(self.loop):
+            await self.start("play", steps)
+
+    async def phase(self) -> None:
+        "Run the next phase."
+        await self.start("phase")
+
+    async def step(self) -> None:
+        "Run what is left of this step."
+        await self.start("step")
+
+    async def undo(self) -> None:
+        "Take back the last update."
+        await self.start("undo")
 
     def pause(self, why: str = PAUSED) -> None:
-        "Hold after the running phase; a run that another cell began is asked to stop."
+        "Hold after the running phase and start no further row; a run that another cell began is asked to stop."
         if not self.doing:
             self.loop.stop()
         hold(self, why)
@@ -195,8 +221,8 @@ class Player:
         self.changed()
 
     def drain(self) -> asyncio.Task[None]:
-        "Pause, and wait for the rows in flight."
-        if self.task is None or not self.doing:
+        "Pause, and wait for the rows that are in flight beside training."
+        if self.task is None or not self.doing or refusal(self, "drain"):
             return self.start("drain")
         self.draining = True
         self.pause()
@@ -225,38 +251,19 @@ class Player:
         if self.resting is not None:
             self.resting.set()
 
-# %% ../nbs/41_player.ipynb #69ccaac2
-def begin_action(player: Player, action: str, steps: int | None) -> asyncio.Task[None]:
-    "Begin an action in a task of its own."
-    if why := refusal(player, action):
-        raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix="Wait for it, or press stop.")
-    if action == "play" and (steps is not None or player.left <= 0):
-        player.left = math.inf if steps is None else steps
-    player.task = asyncio.get_running_loop().create_task(act(player, action))
-    player.doing, player.pausing, player.draining = action, False, False
-    player.error, player.loop.stop_requested = None, False
-    player.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `error` has it
-    player.changed()
-    return player.task
-
 # %% ../nbs/41_player.ipynb #7f82cd4e
-async def phase_or_pause(player: Player) -> StepRecord | None:  # the record, when a step was finished
-    "Run the next phase; a batch that a pause keeps from being complete is no error."
-    try:
-        return await one_turn(player.loop)
-    except PhaseError as error:
-        if not (player.pausing and isinstance(player.loop, AsyncGRPOLoop) and error.what == "a batch"):
-            raise
-        return None
-
-# %% ../nbs/41_player.ipynb #666320d3
 async def advance(player: Player) -> StepRecord | None:  # the record, when a step was finished
     "Go forward by one phase, or by one step of a window."
     loop = player.loop
     player.at = loop.state.current
     player.changed()
     if player.window is None and not by_windows(loop):
-        return await phase_or_pause(player)
+        try:
+            return await one_turn(loop)
+        except PhaseError as error:  # a batch that a pause keeps from being complete is no error
+            if not (player.pausing and isinstance(loop, AsyncGRPOLoop) and error.what == "a batch"):
+                raise
+            return None
     window = player.window = player.window or next_records(loop, player.left)
     record = None
     try:
@@ -331,7 +338,7 @@ async def act(player: Player, action: str) -> None:
         await WORK[action](player)
         await come_to_rest(player)
     except Exception as e:  # any at all: kept for the dashboard, and raised again where the action is awaited
-        player.error = e
+        player.failed = e
         raise
     finally:
         if player.closed:

@@ -33,6 +33,7 @@ from rl_notebook.core import (
 )
 from .core import RewardError, RolloutSample
 from .data import Row, make_row
+from .drawings import frame_html
 from .losses import KNOBS, POLICY_LOSSES, LossOptions
 from .names import NAMED, NameFromFile
 from .records import StepRecord
@@ -346,7 +347,7 @@ class WhatIf:
         return f"{self.headline}\n{self.table.to_string(float_format='%.4g', na_rep='–')}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.headline)}</p>{self.table.to_html(border=0, float_format='%.4g', na_rep='–')}"
+        return f"<p>{html.escape(self.headline)}</p>{frame_html(self.table.reset_index(names='variant'))}"
 
 # %% ../nbs/42_whatif.ipynb #ce5241a8
 REPRODUCED = 1e-4  # float32 on the trainer against float64 here
@@ -434,8 +435,7 @@ class RewardLab:
         return f"{self.headline}\n{self.groups.to_string(index=False, float_format='%.4g', na_rep='–')}"
 
     def _repr_html_(self) -> str:
-        table = self.groups.to_html(index=False, border=0, float_format="%.4g", na_rep="–")
-        return f"<p>{html.escape(self.headline)}</p>{table}"
+        return f"<p>{html.escape(self.headline)}</p>{frame_html(self.groups)}"
 
 # %% ../nbs/42_whatif.ipynb #805dcf62
 def saved_row(group: PromptGroup) -> Row:
@@ -600,8 +600,7 @@ class Attribution:
         return f"{self.headline}\n{self.by_sample.to_string(index=False, float_format='%.4g', na_rep='–', max_rows=16)}"
 
     def _repr_html_(self) -> str:
-        table = self.by_sample.to_html(index=False, border=0, float_format="%.4g", na_rep="–", max_rows=16)
-        return f"<p>{html.escape(self.headline)}</p>{table}"
+        return f"<p>{html.escape(self.headline)}</p>{frame_html(self.by_sample, 16)}"
 
 # %% ../nbs/42_whatif.ipynb #609c918c
 def column(table: pd.DataFrame, name: str) -> np.ndarray:
@@ -767,8 +766,7 @@ class LogprobChange:
         return f"{self.headline}\n{self.by_sample.to_string(index=False, float_format='%.4g', max_rows=16)}"
 
     def _repr_html_(self) -> str:
-        table = self.by_sample.to_html(index=False, border=0, float_format="%.4g", max_rows=16)
-        return f"<p>{html.escape(self.headline)}</p>{table}"
+        return f"<p>{html.escape(self.headline)}</p>{frame_html(self.by_sample, 16)}"
 
 # %% ../nbs/42_whatif.ipynb #f9464133
 def change_summary(tokens: pd.DataFrame, by_sample: pd.DataFrame) -> dict[str, float]:

@@ -82,7 +82,7 @@ def test_a_pause_holds_admission_at_once_and_play_goes_on():
         press(dashboard, "pause")
         assert loop.producer.held == PAUSED
         door.open.set()
-        await until(lambda: not dashboard.player.doing)
+        await until(lambda: not dashboard.doing)
         assert "no row is started: paused" in dashboard.screen.head.value
         await until(lambda: not rows_in_flight(loop))  # they finish, and wait
         assert (loop.cursor.consumed, len(loop.batch.rows) + len(loop.producer.ready)) == (taken, in_flight)
@@ -102,7 +102,7 @@ def test_a_batch_that_a_pause_keeps_from_being_complete_is_no_error():
         await waiting_for_a_batch(dashboard, door)
         press(dashboard, "pause")
         door.open.set()
-        await until(lambda: not dashboard.player.doing)
+        await until(lambda: not dashboard.doing)
         assert (loop.state.current, len(loop.producer.ready), dashboard.error) == ("sample", 1, None)
         await dashboard.step()
         assert [[g.number for g in r.groups] for r in loop.records] == [[0, 1]]
@@ -119,7 +119,7 @@ def test_a_batch_that_is_not_complete_is_an_error_where_nobody_paused():
         await loop.pause()  # by a cell, behind the player's back
         door.open.set()
         with pytest.raises(PhaseError, match=r"a batch: got 1 of 2 rows, and none started: paused"):
-            await dashboard.player.task
+            await dashboard.task
         assert "loop.resume()" in dashboard.screen.trouble.value
         await dashboard.step()  # opens the gate
         assert dashboard.error is None
@@ -132,26 +132,26 @@ def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
     async def main():
         door = Door()
         dashboard = Dashboard(loop := loop_of(door))
-        assert refusal(dashboard.player, "drain") == "No row is in flight."
+        assert refusal(dashboard, "drain") == "No row is in flight."
         with pytest.raises(PhaseError, match="No row is in flight"):
             await dashboard.drain()
         await waiting_for_a_batch(dashboard, door)
         assert {"pause", "drain", "stop"} == enabled(dashboard)
         press(dashboard, "drain")
-        assert refusal(dashboard.player, "drain") == "Busy: drain."
+        assert refusal(dashboard, "drain") == "Busy: drain."
         door.open.set()
-        await until(lambda: not dashboard.player.doing)
+        await until(lambda: not dashboard.doing)
         assert (rows_in_flight(loop), dashboard.error, loop.producer.held) == (0, None, PAUSED)
 
         door.open.clear()
         while not rows_in_flight(loop):  # rows that are ready are trained first
             await dashboard.step()
         press(dashboard, "drain")  # at rest, with rows in flight
-        await until(lambda: dashboard.player.at == "drain")
+        await until(lambda: dashboard.at == "drain")
         assert progress_of(loop, dashboard.watch)["phase"] == "drain"
         press(dashboard, "stop")
-        await dashboard.player.task  # a cell that awaits it goes on, too
-        assert not dashboard.player.doing
+        await dashboard.task  # a cell that awaits it goes on, too
+        assert not dashboard.doing
         assert rows_in_flight(loop) > 0
         assert loop.producer.held == PAUSED
         door.open.set()
@@ -168,7 +168,7 @@ def test_a_stop_lets_rows_finish_and_starts_none():
         press(dashboard, "stop")
         taken = loop.cursor.consumed
         door.open.set()
-        await until(lambda: not dashboard.player.doing and not rows_in_flight(loop))
+        await until(lambda: not dashboard.doing and not rows_in_flight(loop))
         assert (loop.producer.held, loop.cursor.consumed, loop.stop_requested) == (AT_REST, taken, False)
         dashboard.refresh()
         assert "no row is started: the loop is at rest" in dashboard.screen.head.value
@@ -187,7 +187,7 @@ def test_with_chunks_a_pause_waits_for_the_gradient():
         press(dashboard, "pause")
         assert loop.producer.held == ""
         door.open.set()
-        await until(lambda: not dashboard.player.doing)
+        await until(lambda: not dashboard.doing)
         assert (loop.state.current, loop.producer.held, dashboard.error) == ("optimize", PAUSED, None)
         await loop.close()
 
@@ -257,7 +257,7 @@ def test_a_loop_that_takes_turns_looks_as_before():
     async def main():
         dashboard = Dashboard(loop := make_loop(rows=6))
         assert "drain" not in dashboard.screen.buttons
-        assert refusal(dashboard.player, "drain") == "Nothing runs beside training here."
+        assert refusal(dashboard, "drain") == "Nothing runs beside training here."
         await dashboard.play(1)
         assert [about["name"] for about in dashboard.screen.charts.shown] == ["reward", "advantages"]
         assert "rows in flight" not in dashboard.screen.head.value

@@ -85,7 +85,7 @@ def test_a_phase_that_only_passes_is_not_drawn(monkeypatch: pytest.MonkeyPatch, 
         task = asyncio.get_running_loop().create_task(dashboard.play(3))
         while not task.done():
             await asyncio.sleep(0)
-            if dashboard.player.doing:
+            if dashboard.doing:
                 tick(dashboard)
         assert any(seen) == drawn
         await dashboard.phase()
@@ -138,7 +138,7 @@ def test_a_pause_takes_effect_within_one_phase(phase):
 
         setattr(loop, phase, pausing)
         press(dashboard, "play")
-        await until(lambda: at and not dashboard.player.doing)
+        await until(lambda: at and not dashboard.doing)
         assert (loop.state.number, phase in loop.state.values) == (1, True)
         assert loop.state.current == following
         setattr(loop, phase, ask)
@@ -154,12 +154,12 @@ def test_play_goes_on_to_the_number_of_steps_that_a_pause_left_and_a_stop_forget
         dashboard = Dashboard(loop)
         loop.outputs.append(lambda r: dashboard.pause() if r.step == 1 else None)
         await dashboard.play(3)
-        assert (len(loop.records), dashboard.player.left) == (1, 2)
+        assert (len(loop.records), dashboard.left) == (1, 2)
         await dashboard.play()
         assert [r.step for r in loop.records] == [1, 2, 3]
         loop.outputs[-1] = lambda r: dashboard.stop()
         await dashboard.play(3)
-        assert (len(loop.records), dashboard.player.left) == (4, math.inf)
+        assert (len(loop.records), dashboard.left) == (4, math.inf)
         assert not loop.stop_requested
 
     run(main())
@@ -188,10 +188,10 @@ def test_phase_step_and_undo():
 def test_two_things_are_never_run_at_once():
     async def main():
         dashboard = Dashboard(make_loop(rows=24))
-        playing = dashboard.player.start("play", 1)
+        playing = dashboard.start("play", 1)
         for action in ("play", "phase", "step", "undo"):
             with pytest.raises(PhaseError, match="Busy: play"):
-                dashboard.player.start(action)
+                dashboard.start(action)
         press(dashboard, "play")  # a click that was on its way when the button was disabled
         await playing
         assert len(dashboard.loop.records) == 1
@@ -203,13 +203,13 @@ def test_the_speed_limit_waits_between_phases_and_a_pause_does_not_wait_for_it()
     async def main():
         dashboard = Dashboard(make_loop(rows=24))
         dashboard.screen.speed.value = 5.0
-        assert dashboard.player.delay == 5.0
-        dashboard.player.delay = 600.0  # longer than a busy machine keeps a click waiting
+        assert dashboard.delay == 5.0
+        dashboard.delay = 600.0  # longer than a busy machine keeps a click waiting
         press(dashboard, "play")
-        await until(lambda: "prompts" in dashboard.loop.state.values and not dashboard.player.at)
+        await until(lambda: "prompts" in dashboard.loop.state.values and not dashboard.at)
         start = time.monotonic()
         press(dashboard, "pause")
-        await until(lambda: not dashboard.player.doing)
+        await until(lambda: not dashboard.doing)
         assert time.monotonic() - start < 60
         assert dashboard.loop.state.current == "sample"
 
@@ -235,15 +235,15 @@ def test_with_windows_steps_are_played_and_single_phases_are_refused_with_the_re
         assert "Single phases are not available with windows" in dashboard.screen.buttons["phase"].tooltip
         await dashboard.step()
         assert [r.step for r in loop.records] == [1]
-        assert dashboard.player.window is not None
+        assert dashboard.window is not None
         assert loop.weights.in_window
         await dashboard.play(2)
         assert [r.step for r in loop.records] == [1, 2, 3]
         assert loop.policy_version == 1
         assert "stop" in enabled(dashboard)
         press(dashboard, "stop")
-        await until(lambda: not dashboard.player.doing)
-        assert (dashboard.player.window, loop.weights.in_window, loop.weights.shared.holder) == (None, False, None)
+        await until(lambda: not dashboard.doing)
+        assert (dashboard.window, loop.weights.in_window, loop.weights.shared.holder) == (None, False, None)
         await loop.step()
         assert len(loop.records) == 4
 
@@ -324,11 +324,11 @@ def test_an_error_is_shown_and_raised_and_play_can_be_pressed_again():
         assert "step 2, next: score" in said
         assert (loop.state.number, loop.state.current, len(loop.records)) == (2, "score", 1)
         press(dashboard, "step")  # again, and nobody awaits it
-        await until(lambda: not dashboard.player.doing)
+        await until(lambda: not dashboard.doing)
         assert "cannot" in str(dashboard.error)
         mended.append(True)
         press(dashboard, "step")
-        await until(lambda: len(loop.records) == 2 and not dashboard.player.doing)
+        await until(lambda: len(loop.records) == 2 and not dashboard.doing)
         assert (dashboard.error, dashboard.screen.trouble.value) == (None, "")
 
     run(main())
@@ -383,7 +383,7 @@ def test_a_loop_has_one_dashboard_and_nothing_grows():
         assert len(set(counts)) == 1
         await until(lambda: len(ACTIVE_PLAYERS) <= 1)
         dashboard.close()
-        await until(lambda: not dashboard.player.doing)
+        await until(lambda: not dashboard.doing)
         here = asyncio.current_task()
         await until(lambda: not ACTIVE_PLAYERS and not [t for t in asyncio.all_tasks() - {here} if "follow" in repr(t)])
         assert (loop.outputs, loop.on_undo) == ([], [])
@@ -407,7 +407,7 @@ def test_a_new_loop_on_the_same_backend_pauses_the_old_one():
         new = GRPOLoop(old.backend, old.rows, lambda completion_text: float(len(completion_text)), old.cfg)
         second = Dashboard(new)
         await second.step()
-        assert not first.player.doing
+        assert not first.doing
         assert len(new.records) == 1
 
     run(main())
@@ -417,9 +417,9 @@ def test_an_event_of_another_thread_is_handled_at_home():
     async def main():
         dashboard = Dashboard(make_loop(rows=24))
         threads = []
-        dashboard.player.changed = lambda: threads.append(threading.current_thread())
+        dashboard.changed = lambda: threads.append(threading.current_thread())
         threading.Thread(target=press, args=(dashboard, "phase")).start()
-        await until(lambda: dashboard.loop.state.current == "sample" and not dashboard.player.doing)
+        await until(lambda: dashboard.loop.state.current == "sample" and not dashboard.doing)
         assert set(threads) == {threading.current_thread()}
 
     run(main())
@@ -463,7 +463,7 @@ def test_odd_records_are_drawn(dashboard, name):
     assert len(dashboard.screen.pane.table["rows"]) == sum(len(g.samples) for g in record.groups)
     json.dumps(dashboard.screen.pane.table, allow_nan=False)
     drawn = list(dashboard.screen.charts.figures)
-    assert drawn == [n for n in (*MAIN, *MORE) if n in drawn or n != "kl"]  # left out where it has no panel
+    assert drawn == [*MAIN, *MORE]
     still = still_html(dashboard)
     assert "<script" not in still
     assert "<img src=x" not in still

@@ -655,7 +655,7 @@ def test_charts_and_table_of_a_step_say_what_they_leave_out():
     group = PromptGroup([talk((2, 1), (1, 2), scores=(-4, -3, -1))] * 40, key="<i>")
     record = StepRecord(step=3, groups=igpo_advantages([group]))
     page = view_turns(record).static_html()
-    assert "and 20 turns more" in page
+    assert "and 20 more rows" in page
     assert "<i>" not in page
     assert [len(c.figure["data"]) for c in turn_charts(turns_payload(record))] == [40, 6, 6]
     assert conversation_payload(record)["pieces"][1]["text"] == "2"

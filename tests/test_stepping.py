@@ -72,7 +72,7 @@ def test_a_step_in_a_cell_while_the_dashboard_plays_waits_for_its_turn(kind):
     async def main():
         loop = make_loop(rows=24) if kind == "in turns" else begin(rows=40, reward=LENGTH)
         dashboard = Dashboard(loop)
-        playing = dashboard.player.start("play", 2)
+        playing = dashboard.start("play", 2)
         records = [await loop.step(), await loop.step()]
         await playing
         steps = [r.step for r in loop.records]
@@ -152,7 +152,7 @@ def test_of_two_dashboards_over_one_backend_the_later_plays_on():
     async def main():
         one, other = two_over_one()
         first, second = Dashboard(one), Dashboard(other)
-        playing = first.player.start("play")
+        playing = first.start("play")
         while one.running != "backward":
             await asyncio.sleep(0.001)
         await second.play(2)
@@ -197,13 +197,13 @@ def test_a_window_is_joined_between_its_steps_and_says_who_has_it_within_one():
     async def main():
         loop = make_loop(rows=24, weight_sync_interval=2, keep=lambda g: True)
         dashboard = Dashboard(loop)
-        playing = dashboard.player.start("step")
+        playing = dashboard.start("step")
         while not loop.running:
             await asyncio.sleep(0.001)
         with pytest.raises(PhaseError, match=r"a window of several steps.*running, begun in another cell or by a dash"):
             await asyncio.create_task(loop.evaluate(loop.rows[:1]))
         await playing
-        assert dashboard.player.window is not None
+        assert dashboard.window is not None
         await asyncio.create_task(loop.evaluate(loop.rows[:1]))
         await dashboard.play(1)
         assert [r.step for r in loop.records] == [1, 2]
@@ -528,15 +528,15 @@ def test_an_interrupt_pauses_a_loop_that_plays_in_the_background():
     async def main():
         loop = make_loop(rows=30)
         dashboard = Dashboard(loop)
-        dashboard.player.delay = 0.05
-        playing = dashboard.player.start("play")
+        dashboard.delay = 0.05
+        playing = dashboard.start("play")
         while not loop.running:
             await asyncio.sleep(0.001)
         tick(dashboard)
         signal.raise_signal(signal.SIGINT)
         await playing
         assert not loop.done
-        assert dashboard.player.pausing
+        assert dashboard.pausing
         tick(dashboard)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         dashboard.close()

@@ -972,7 +972,7 @@ function overview(state, stops) {
     g.fillRect(left, floor, right - left, under - floor);
     g.fillStyle = `${ink()}b0`;
     g.textAlign = "right";
-    g.fillText(`rounding: up to ${form(o.floor, 2)}`, right - 5, under - 6);
+    g.fillText(`rounding: up to ${form(o.floor, 2)}`, right - 5, floor + 13);
     for (let power = DEEPEST; power <= top; power += 2) {
       g.fillStyle = `${ink()}1c`;
       g.fillRect(left, Y(power), right - left, 1);

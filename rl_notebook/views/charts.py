@@ -190,12 +190,12 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
     legend = {"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top", "font": {"size": 10}}
     margin = {"l": 8, "r": 12, "t": 54 if len(panels) == 3 else 42, "b": 8}
-    if not panels and payload.get("within"):
-        look = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
-        return figure_of(data, "nats", annotations=[{"text": "all within rounding", **look}])
-    return figure_of(
-        data, "nats", **axes, **({"annotations": titles, "legend": legend, "margin": margin} if panels else {})
-    )
+    if panels:
+        return figure_of(data, "nats", **axes, annotations=titles, legend=legend, margin=margin)
+    figure, within = figure_of(data, "nats"), "<br>".join(payload.get("within", ()))
+    if within:
+        figure["layout"]["annotations"][0]["text"] = f"all within rounding:<br>{within}"
+    return figure
 
 # %% ../../nbs/51_views.charts.ipynb #cd677848
 def length_figure(payload: Mapping[str, Any]) -> Figure:
@@ -261,8 +261,9 @@ def counts_figure(payload: Mapping[str, Any]) -> Figure:
     return figure_of(bars, "samples", xaxis=x, **_STACKED)
 
 # %% ../../nbs/51_views.charts.ipynb #18f43013
-NONE = "rgba(133,147,163,0.12)"  # on white and on black no brighter than what is something
-DIVERGING = [[0, "rgba(200,96,44,1)"], [0.5, NONE], [1, "rgba(40,103,178,1)"]]  # minus, none, plus
+ABOVE = [[0, "rgba(40,103,178,0.1)"], [1, "rgba(40,103,178,1)"]]
+DIVERGING = [[0, "rgba(200,96,44,1)"], [0.499, "rgba(200,96,44,0.1)"]]  # paler to the middle, which is grey
+DIVERGING += [[0.5, "rgba(133,147,163,0.12)"], *([0.501 + 0.499 * at, color] for at, color in ABOVE)]
 
 
 def advantage_map(payload: Mapping[str, Any]) -> Figure:
@@ -271,10 +272,8 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
     what, found = payload.get("what", "advantage"), [v for row in values for v in row if v is not None]
     limit = max(map(abs, found), default=0) or 1.0
     low = -limit if what == "advantage" else min(0.0, *found) if found else 0.0
-    names = [
-        f"{label(key, 80)} {'all ' + dead if dead else ''}"
-        for key, dead in zip(payload["groups"], payload["dead"], strict=True)
-    ]
+    named = zip(payload["groups"], payload["dead"], strict=True)
+    names = [f"{label(key, 80)} {'all ' + dead if dead else ''}" for key, dead in named]
     signs = [{"high": "▲", "low": "▼"}.get(dead, "") if len(values) <= 24 else "" for dead in payload["dead"]]
     heat = {
         "type": "heatmap",
@@ -286,7 +285,7 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         "textfont": {"color": COLORS["grey"]},
         "zmin": low,
         "zmax": limit,
-        "colorscale": DIVERGING if what == "advantage" else [[0, NONE], DIVERGING[-1]],
+        "colorscale": DIVERGING if what == "advantage" else ABOVE,
         "xgap": 2 if len(values) <= 32 else 1,
         "ygap": 2 if len(values) <= 32 else 1,
         "colorbar": {"thickness": 10, "outlinewidth": 0, "len": 0.9},
@@ -295,26 +294,10 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         "<br>reward %{customdata[1]:.3f}<extra></extra>",
     }
     part = f"{payload['start']}-{payload['start'] + len(values) - 1} of {total}" if len(values) < total else ""
-    y = {
-        "autorange": "reversed",
-        "showgrid": False,
-        "zeroline": False,
-        "tickformat": "d",
-        "dtick": max(1, len(values) // 8),
-    }
-    x = {
-        **_X,
-        "title": {"text": f"completion, step {payload['step']}"},
-        "dtick": max(1, len(values[0]) // 8) if values else 1,
-    }
-    return figure_of(
-        [heat],
-        "",
-        xaxis=x,
-        yaxis={**_AXIS, **y, "title": {"text": f"group {part}".strip()}},
-        hovermode="closest",
-        plot_bgcolor=GRID,
-    )
+    dense = lambda count: {"showgrid": False, "zeroline": False, "tickformat": "d", "dtick": max(1, count // 8)}
+    x = {**_AXIS, **dense(len(values[0]) if values else 1), "title": {"text": f"completion, step {payload['step']}"}}
+    y = {**_AXIS, **dense(len(values)), "autorange": "reversed", "title": {"text": f"group {part}".strip()}}
+    return figure_of([heat], "", xaxis=x, yaxis=y, hovermode="closest", plot_bgcolor=GRID)
 
 # %% ../../nbs/51_views.charts.ipynb #36435bf9
 AGES = ("#bcd7f2", "#86b6e8", "#4d8fd6", "#2565ad", "#17447a")  # fresh to stale, in versions

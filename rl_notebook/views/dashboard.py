@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import anywidget
@@ -31,8 +31,8 @@ __all__ = ['Dashboard']
 from ..async_loop import AsyncGRPOLoop
 from ..backends.base import Meter
 from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
-from ..drawings import html_table
-from ..loop import GRPOLoop, stop_on_interrupt, why_ended
+from ..drawings import html_table, rewards_html
+from ..loop import GRPOLoop, why_ended
 from ..phases import PHASES, Loop, phase_marks
 from ..losses import POLICY_LOSSES
 from ..metrics import completion_metrics, reward_metrics
@@ -40,12 +40,10 @@ from ..player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_
 from ..records import StepRecord, flat_settings, utf8
 from ..step import LossReport
 from .charts import CAPTIONS, Chart, LiveCharts, asset, chart, charts, module
-from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantage_spread_payload
-from .payloads import advantages_payload, completion_row, completions_table, counts_payload
-from .payloads import dead_payload, history_row, is_asynchronous, kl_payload, length_payload
-from .payloads import pipeline_payload, reward_payload, staleness_payload
-from .payloads import time_payload, timeline_payload, token_share_payload
-from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens, with_fallback
+from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantages_payload
+from .payloads import completion_row, completions_table, history_row, is_asynchronous
+from .payloads import run_payloads, step_payloads, timeline_payload
+from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens
 from ..xray import failed_words, sentence
 
 # %% ../../nbs/53_views.dashboard.ipynb #e7160be4
@@ -299,15 +297,6 @@ BESIDE_MAIN = ("timeline", "staleness", "waits")  # of rollouts beside training,
 BESIDE_MORE = ("ages", "pipeline")
 WIDE = ("timeline",)  # over the whole width
 OF_A_STEP = ("advantages", "rewards counted", "advantages counted")  # the others are over steps
-OVER_STEPS: dict[str, Callable[[History, int], dict[str, Any]]] = {
-    "reward": reward_payload,
-    "functions": reward_payload,
-    "dead": dead_payload,
-    "advantage spread": advantage_spread_payload,
-    "token share": token_share_payload,
-    "length": length_payload,
-    "time": time_payload,
-}
 POINTS = 400  # of a line, in a chart half as wide as the page
 
 
@@ -328,39 +317,6 @@ def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was 
     return [*back, *((f.number, f.began - begin, p.clock() - begin, "in flight") for f in p.in_flight.values())]
 
 # %% ../../nbs/53_views.dashboard.ipynb #090c0c24
-@dataclass(frozen=True)
-class Around:
-    "What charts draw beside the history and the last step."
-
-    start: int = 0  # first group of the map
-    floor: float | None = None  # noise, nats
-    points: int = POINTS  # of a line, at most
-    settings: Mapping[str, Any] = field(default_factory=dict)  # dotted names
-    recent: Sequence[StepRecord] = ()  # the last steps
-    waiting: Sequence[Waiting] = ()  # rows that no step has taken yet
-
-
-def payload_of(
-    name: str,  # of a chart
-    history: History,
-    record: StepRecord,  # the last step
-    around: Around | None = None,
-) -> dict[str, Any]:
-    "What one chart draws."
-    a = around or Around()
-    if name == "kl":
-        return kl_payload(history, record.options, a.floor, a.points)
-    if name == "timeline":
-        return timeline_payload(a.recent, a.waiting)
-    if name in ("staleness", "ages"):
-        return staleness_payload(history, a.settings, a.points)
-    if name in ("waits", "pipeline"):
-        return pipeline_payload(history, a.settings, a.points)
-    if name in OVER_STEPS:
-        return OVER_STEPS[name](history, a.points)
-    return map_payload(record, a.start) if name == "advantages" else counts_payload(record, name.split()[0].rstrip("s"))
-
-
 def map_payload(record: StepRecord, start: int = 0) -> dict[str, Any]:
     "The map of a step: its advantages, before there are any its rewards, and before those its lengths in tokens."
     found = advantages_payload(record, start, ROWS)
@@ -443,55 +399,65 @@ class SettingsPane:
         return {name: _typed_value(name, text) for name, text in texts.items() if text != self.texts[name]}
 
 # %% ../../nbs/53_views.dashboard.ipynb #ad538ee0
-@dataclass(eq=False)
 class Screen:
-    "The widgets of a dashboard."
+    "The widgets of a dashboard, and the completion that is open on it."
 
-    buttons: dict[str, ipywidgets.Button]  # by action
-    speed: ipywidgets.Dropdown  # how long to wait after a phase
-    more: ipywidgets.ToggleButton  # whether more charts are shown
-    rows: ipywidgets.Dropdown  # which groups the map shows, where there are too many for one
-    settings: SettingsPane
-    pane: CompletionsPane  # completions
-    charts: LiveCharts
-    head: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the row of phases, progress
-    trouble: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the error, if there is one
-    words: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # the sentence and the warnings
-    now: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # which step is shown, as of which phase
-    value: ipywidgets.HTML = field(default_factory=ipywidgets.HTML)  # what the last phase has returned
-    inspector: ipywidgets.Box = field(default_factory=lambda: box_of([], "rld-inspector"))  # of tokens, when asked for
-
-    @cached_property
-    def root(self) -> ipywidgets.Box:
-        "All of them in a box."
-        controls = [*self.buttons.values(), self.speed, self.more, self.rows, self.settings.shown]
-        self.value.add_class("rld-value")
-        self.now.add_class("rld-place")
+    def __init__(self, dashboard: Dashboard, size: int):  # size: rows of a page of the table
+        d, call = dashboard, partial(call_in, dashboard.home)
+        self.buttons = make_buttons(lambda action: call(press, d, action), isinstance(d.loop, AsyncGRPOLoop))
+        about, width = "How long to wait after each phase", {"width": "150px"}
+        self.speed = ipywidgets.Dropdown(options=SPEEDS, value=0.0, tooltip=about, layout=width)
+        about = "Reward functions, dead groups, …"
+        self.more = ipywidgets.ToggleButton(description="More charts", icon="chart-line", tooltip=about)
+        self.rows = ipywidgets.Dropdown(options=[("all groups", 0)], tooltip="Groups in the map", layout=width)
+        self.settings = SettingsPane(lambda: call(apply_settings, d))
+        self.pane, self.charts = CompletionsPane(size=size), LiveCharts()
+        self.head, self.trouble, self.now, self.words = (ipywidgets.HTML() for _ in range(4))
+        self.value = ipywidgets.HTML()  # what the last phase has returned
+        self.inspector = box_of([], "rld-inspector")
+        self.opened: tuple[StepRecord, int, int] | None = None  # the completion that is shown: record, group, sample
+        self.speed.observe(lambda change: call(slow_down, d, change["new"]), "value")
+        for control in (self.more, self.rows):
+            control.observe(lambda change: call(draw_charts, d), "value")
+        for widget in (self.pane, self.charts):
+            widget.on_msg(lambda _, message, buffers: call(asked, d, message))
+        names = {"speed": self.speed, "more": self.more, "groups": self.rows, "value": self.value, "place": self.now}
+        for name, widget in names.items():
+            widget.add_class(f"rld-{name}")
+        controls = box_of(
+            [*self.buttons.values(), self.speed, self.more, self.rows, self.settings.shown], "rld-controls"
+        )
         board = box_of([self.charts, self.value, self.pane], "rld-grid")
-        top = [box_of(controls, "rld-controls"), self.settings.box, self.head, self.trouble, self.now, self.words]
-        return box_of([*top, board, self.inspector], "rld")
+        top = [controls, self.settings.box, self.head, self.trouble, self.now, self.words]
+        self.root = box_of([*top, board, self.inspector], "rld")
+        deliver_to_main(self.root)
 
-# %% ../../nbs/53_views.dashboard.ipynb #c10bd17a
-def make_screen(dashboard: Dashboard, size: int) -> Screen:  # size: rows of a page of the table
-    "Make the widgets of a dashboard and connect their events."
-    about = "How long to wait after each phase"
-    speed = ipywidgets.Dropdown(options=SPEEDS, value=0.0, tooltip=about, layout={"width": "150px"})
-    speed.add_class("rld-speed")
-    speed.observe(lambda change: at_home(dashboard, slow_down, dashboard, change["new"]), "value")
-    more = ipywidgets.ToggleButton(
-        description="More charts", icon="chart-line", tooltip="Reward functions, dead groups, …"
-    )
-    more.add_class("rld-more")
-    rows = ipywidgets.Dropdown(options=[("all groups", 0)], tooltip="Groups in the map", layout={"width": "150px"})
-    rows.add_class("rld-groups")
-    for control in (more, rows):
-        control.observe(lambda change: at_home(dashboard, draw_charts, dashboard), "value")
-    beside, pane, charts = isinstance(dashboard.loop, AsyncGRPOLoop), CompletionsPane(size=size), LiveCharts()
-    for widget in (pane, charts):
-        widget.on_msg(lambda _, message, buffers: at_home(dashboard, asked, dashboard, message))
-    buttons = make_buttons(lambda action: at_home(dashboard, press, dashboard, action), beside)
-    settings = SettingsPane(lambda: at_home(dashboard, apply_settings, dashboard))
-    return Screen(buttons, speed, more, rows, settings, pane, charts)
+    def open(self, record: StepRecord, group: int, sample: int, tokenizer: Any) -> None:
+        "Show a completion beside the table."
+        self.pane.completion = completion_of(record, group, sample, tokenizer)
+        self.opened = record, group, sample
+
+    def inspect(self, wanted: bool, tokenizer: Any = None) -> None:
+        "Show the tokens of the completion that is open, or put them away."
+        for child in self.inspector.children:
+            close_all(child)
+        shown: list[ipywidgets.DOMWidget] = []
+        if wanted and self.opened is not None:
+            record, group, sample = self.opened
+            shown = [inspect_tokens(record, tokenizer, group=group, sample=sample)]
+        self.inspector.children, self.pane.inspecting = shown, bool(shown)
+
+    def close_completion(self) -> None:
+        "Put the completion away, and its tokens."
+        self.inspect(False)
+        self.pane.completion, self.opened = {}, None
+
+    def offer_groups(self, count: int) -> None:
+        "Let the reader choose which groups the map shows, where it cannot show all."
+        options = [(f"groups {s} to {min(s + ROWS, count) - 1}", s) for s in range(0, max(count, 1), ROWS)]
+        if self.rows.options != tuple(options):
+            self.rows.options = options
+        self.rows.layout.display = "flex" if len(options) > 1 else "none"
 
 # %% ../../nbs/53_views.dashboard.ipynb #78b0e840
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -501,9 +467,8 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
     return None
 
 
-def at_home(dashboard: Dashboard, act: Callable[..., Any], *args: Any) -> None:
-    "Call a function in the dashboard's own event loop."
-    home = dashboard.home
+def call_in(home: asyncio.AbstractEventLoop | None, act: Callable[..., Any], *args: Any) -> None:
+    "Call a function in an event loop; at once where that is the one of this thread, or none runs."
     if home is None or home is running_loop() or home.is_closed():
         act(*args)
     else:
@@ -512,26 +477,25 @@ def at_home(dashboard: Dashboard, act: Callable[..., Any], *args: Any) -> None:
 # %% ../../nbs/53_views.dashboard.ipynb #4f527c83
 def press(dashboard: Dashboard, action: str) -> None:
     "What a button does."
-    player = dashboard.player
-    if refusal(player, action):
+    if refusal(dashboard, action):
         dashboard.refresh()  # the click was on its way when the button was disabled
     elif action in ("pause", "drain", "stop"):
-        getattr(player, action)()
+        getattr(dashboard, action)()
     else:
-        player.start(action)
+        dashboard.start(action)
 
 # %% ../../nbs/53_views.dashboard.ipynb #2f0ff157
 def slow_down(dashboard: Dashboard, seconds: float) -> None:
     "Wait so long after each phase from now on."
-    dashboard.player.delay = seconds
-    dashboard.player.wake()
+    dashboard.delay = seconds
+    dashboard.wake()
 
 # %% ../../nbs/53_views.dashboard.ipynb #99f19c01
 def apply_settings(dashboard: Dashboard) -> None:
     "Change the settings that were typed, and say when each counts, or why it cannot be changed."
     pane, loop = dashboard.screen.settings, dashboard.loop
     try:
-        said = refusal(dashboard.player, "change") or repr(loop.change(**pane.typed()))
+        said = refusal(dashboard, "change") or repr(loop.change(**pane.typed()))
     except RLNotebookError as e:
         said = str(e)
     pane.said.value = f'<p class="rld-sentence">{html.escape(said)}</p>'
@@ -540,169 +504,77 @@ def apply_settings(dashboard: Dashboard) -> None:
 # %% ../../nbs/53_views.dashboard.ipynb #a3b495d7
 def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
     "A message of the completions pane or of the map: what was clicked, tokens to inspect."
+    screen, tokenizer = dashboard.screen, dashboard.loop.backend.tokenizer
     match message:
-        case {"open": [int(group), int(sample)]}:
+        case {"open": [int(group), int(sample)]} | {"clicked": "advantages", "x": int(sample), "y": int(group)}:
             with suppress(PhaseError):  # a click on a step that has just gone
-                open_completion(dashboard, group, sample)
-        case {"clicked": "advantages", "x": int(sample), "y": int(group)}:
-            asked(dashboard, {"open": [group, sample]})
+                screen.open(dashboard.shown or StepRecord(0), group, sample, tokenizer)
         case {"close": True}:
-            close_inspector(dashboard)
-            dashboard.screen.pane.completion, dashboard.opened = {}, None
+            screen.close_completion()
         case {"inspect": bool(wanted)}:
-            (open_inspector if wanted else close_inspector)(dashboard)
+            screen.inspect(wanted, tokenizer)
 
 # %% ../../nbs/53_views.dashboard.ipynb #a43fefe0
-def shown_step(dashboard: Dashboard) -> StepRecord | None:
-    "The step in map and table: the current one once it has samples, else the last one."
-    return dashboard.record if dashboard.partial is None else dashboard.partial
-
-# %% ../../nbs/53_views.dashboard.ipynb #3676a14e
-def open_completion(dashboard: Dashboard, group: int, sample: int) -> None:
-    "Show a completion beside the table."
-    if (record := shown_step(dashboard)) is not None:
-        dashboard.screen.pane.completion = completion_of(record, group, sample, dashboard.loop.backend.tokenizer)
-        dashboard.opened = record, group, sample
-
-# %% ../../nbs/53_views.dashboard.ipynb #b29a1262
-def open_inspector(dashboard: Dashboard) -> None:
-    "Show the tokens of the completion that is open."
-    if dashboard.opened is not None:
-        close_inspector(dashboard)
-        (record, group, sample), tokenizer = dashboard.opened, dashboard.loop.backend.tokenizer
-        shown = inspect_tokens(record, tokenizer, group=group, sample=sample)
-        dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [shown], True
-
-# %% ../../nbs/53_views.dashboard.ipynb #d5968900
-def close_inspector(dashboard: Dashboard) -> None:
-    "Put the inspector away."
-    for child in dashboard.screen.inspector.children:
-        close_all(child)
-    dashboard.screen.inspector.children, dashboard.screen.pane.inspecting = [], False
-
-# %% ../../nbs/53_views.dashboard.ipynb #05821ad7
-def offer_rows(dashboard: Dashboard) -> None:
-    "Let the reader choose which groups the map shows, where it cannot show all."
-    record = shown_step(dashboard)
-    count = len(record.groups) if record else 0
-    starts = range(0, max(count, 1), ROWS)
-    options = [(f"groups {s} to {min(s + ROWS, count) - 1}", s) for s in starts]
-    menu = dashboard.screen.rows
-    if menu.options != tuple(options):
-        menu.options = options
-    menu.layout.display = "flex" if len(options) > 1 else "none"
-
-# %% ../../nbs/53_views.dashboard.ipynb #068342f0
-def around_of(dashboard: Dashboard, **options: Any) -> Around:  # options: fields of Around
-    "What a dashboard's charts draw beside the history and the last step."
-    d = dashboard
-    known = {"settings": flat_settings(d.loop.cfg), "recent": tuple(d.recent), "waiting": waiting_rows(d.loop)}
-    return Around(floor=d.noise_floor, **known, **options)
-
-# %% ../../nbs/53_views.dashboard.ipynb #089aad32
 def draw_charts(dashboard: Dashboard) -> None:
     "Bring the charts up to date; before the first step there are none."
-    d, record = dashboard, shown_step(dashboard)
+    d, record = dashboard, dashboard.shown
     names = () if record is None else chart_names(d.history, d.screen.more.value)
-    around = around_of(d, start=d.screen.rows.value or 0)
-    drawn = [chart(name, payload_of(name, d.history, record or StepRecord(0), around)) for name in names]
-    flat = [c for c in drawn if c.name == "kl" and not c.payload["panels"]]  # 0 throughout, or not measured yet
-    shown = [named(c, d.after if record is d.partial else "") for c in drawn if c not in flat]
-    d.screen.charts.draw(*(replace(c, wide=True) if flat and c.name == "reward" else c for c in shown))
+    drawn = [chart(*found) for found in d.payloads(names, start=d.screen.rows.value or 0).items()]
+    d.screen.charts.draw(*(named(c, d.after if record is d.partial else "") for c in drawn))
 
 # %% ../../nbs/53_views.dashboard.ipynb #076888ca
 TICK = 0.25  # seconds
 PASSING = 1.0  # seconds; a phase that is shorter is not drawn while the loop runs on
 
 
-def standing(loop: Loop, player: Player) -> str:
+def standing(player: Player) -> str:
     "Where the loop is, in words."
     left = "" if math.isinf(player.left) else f"; {player.left:g} steps of this run to go"
-    return f"{loop.place}{left}"
+    return f"{player.loop.place}{left}"
 
 
-def ended_html(loop: Loop, player: Player) -> str:
+def ended_html(player: Player) -> str:
     "Why there is no further step, and what to raise; empty where there is one."
-    why = why_ended(loop, None, 0) if loop.done and player.window is None else ""
+    why = why_ended(player.loop, None, 0) if player.loop.done and player.window is None else ""
     return f'<p class="rld-sentence"><b>The run is over:</b> {html.escape(why)}.</p>' if why else ""
 
 # %% ../../nbs/53_views.dashboard.ipynb #fedc603e
 def refresh_head(dashboard: Dashboard) -> None:
     "Buttons, the row of phases, progress, and the error if there is one."
-    loop, player = dashboard.loop, dashboard.player
-    phase = loop.running or player.at
-    dashboard.watch.look(loop, phase)
-    refresh_buttons(dashboard.screen.buttons, player)
-    dashboard.screen.settings.look(loop, refusal(player, "change"))
-    shown = progress_of(loop, dashboard.watch)
-    progress = progress_html(shown, standing(loop, player)) + ended_html(loop, player)
-    dashboard.screen.head.value = strip_html(loop, phase) + progress
-    old = player.doing and dashboard.error not in (None, player.error, dashboard.stumbled)
-    if old or player.error not in (None, dashboard.error):
-        show_error(dashboard, player.error)
-
-# %% ../../nbs/53_views.dashboard.ipynb #16e19c80
-def show_error(dashboard: Dashboard, error: BaseException | None) -> None:
-    "Show an error, or that there is none any more."
-    dashboard.error = error
-    dashboard.screen.trouble.value = error_html(error, dashboard.loop.place) if error else ""
+    d, loop = dashboard, dashboard.loop
+    phase = loop.running or d.at
+    d.watch.look(loop, phase)
+    refresh_buttons(d.screen.buttons, d)
+    d.screen.settings.look(loop, refusal(d, "change"))
+    progress = progress_html(progress_of(loop, d.watch), standing(d)) + ended_html(d)
+    d.screen.head.value = strip_html(loop, phase) + progress
+    old = d.doing and d.error not in (None, d.failed, d.stumbled)
+    if old or d.failed not in (None, d.error):
+        d.show_error(d.failed)
 
 # %% ../../nbs/53_views.dashboard.ipynb #17a57bf7
-def stumble(dashboard: Dashboard, error: Exception) -> None:
-    "Show what went wrong in drawing; the step itself is finished and sound."
-    dashboard.stumbled = error
-    show_error(dashboard, error)
-
-# %% ../../nbs/53_views.dashboard.ipynb #4c324996
-def last_two(dashboard: Dashboard) -> tuple[StepRecord | None, StepRecord | None]:
-    "The last finished step, and the one before it."
-    return dashboard.record, dashboard.recent[-2] if len(dashboard.recent) > 1 else None
-
-
 async def find_words(dashboard: Dashboard) -> None:
     "Find the words for the newest step, until there is no newer one."
     d = dashboard
-    while d.said is not d.record and not d.player.closed:
-        record, previous = last_two(d)
+    while d.said is not d.record and not d.closed:
+        record = d.record
         try:
-            words = await asyncio.to_thread(words_html, record, previous)
+            words = await asyncio.to_thread(words_html, record, d.previous)
         except Exception as e:  # any error of the x-ray is shown
-            stumble(d, e)
-            return
-        if record is d.record and not d.player.closed:
+            return d.stumble(e)
+        if record is d.record and not d.closed:
             d.said, d.screen.words.value, d.stale = record, words, True
 
-# %% ../../nbs/53_views.dashboard.ipynb #19ec0f64
+
 def say(dashboard: Dashboard) -> None:
     "Show the words for the last step: at once without an event loop, else when they are found."
     d, home = dashboard, running_loop()
     if home is None or d.record is None:
-        d.said, d.screen.words.value = d.record, words_html(*last_two(d))
+        d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
     elif d.finding is None or d.finding.done():
         d.finding = home.create_task(find_words(d))
 
-# %% ../../nbs/53_views.dashboard.ipynb #15e3ba24
-def last_records(records: Iterable[StepRecord], last: int) -> deque[StepRecord]:
-    "The last of some records, without those after a step."
-    return deque((r for r in records if r.step <= last), maxlen=TIMELINE_STEPS)
-
-# %% ../../nbs/53_views.dashboard.ipynb #89bf4dac
-def remember_record(dashboard: Dashboard, record: StepRecord) -> None:
-    "Take a record into the history; what was there from its step on is replaced."
-    dashboard.history.rewind(record.step - 1)
-    dashboard.history.add(history_row(record))
-    dashboard.recent = last_records(dashboard.recent, record.step - 1)
-    dashboard.recent.append(record)
-
-# %% ../../nbs/53_views.dashboard.ipynb #83ebb222
-def forget_records(dashboard: Dashboard, last: int) -> None:
-    "Take back every step after the last one that holds."
-    d = dashboard
-    d.history.rewind(last)
-    d.recent = last_records(d.loop.records, last)
-    draw_record(d)
-
-# %% ../../nbs/53_views.dashboard.ipynb #64a4e135
+# %% ../../nbs/53_views.dashboard.ipynb #4c324996
 def values_of(loop: Loop) -> tuple[Any, ...]:
     "What tells whether a phase has returned something new, however it was run."
     return loop.state.number, *((phase, id(value)) for phase, value in loop.state.values.items())
@@ -726,15 +598,14 @@ def look_at_step(dashboard: Dashboard) -> None:
     text = f"{under}{html.escape(headline)}{older}"
     none = "" if d.record else '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
     d.screen.now.value = f'<p class="rld-sentence rld-now">{text}</p>' if under else none
-    hint = f"<p>{HINT}</p>" if shown_step(d) else ""
+    hint = f"<p>{HINT}</p><div class='rld-drawn'>{rewards_html(d.shown.groups)}</div>" if d.shown else ""
     d.screen.value.value = value_html(loop, d.after) if d.after else hint
 
 
 def draw_step(dashboard: Dashboard) -> None:
     "Draw the current step as far as it is, if something is new."
-    d = dashboard
-    if d.values != values_of(d.loop) and not d.player.closed:
-        was = d.partial
+    d, was = dashboard, dashboard.partial
+    if d.values != values_of(d.loop) and not d.closed:
         look_at_step(d)
         if d.partial is not None or was is not None:
             draw_samples(d)
@@ -743,20 +614,19 @@ def draw_step(dashboard: Dashboard) -> None:
 
 def draw_samples(dashboard: Dashboard) -> None:
     "Draw the samples of the step that is shown: table, map, charts."
-    d = dashboard
-    d.screen.pane.table = step_table(shown_step(d))
-    offer_rows(d)
-    draw_charts(d)
+    shown, screen = dashboard.shown, dashboard.screen
+    screen.pane.table = step_table(shown)
+    screen.offer_groups(len(shown.groups) if shown else 0)
+    draw_charts(dashboard)
 
 # %% ../../nbs/53_views.dashboard.ipynb #cba44018
 def draw_record(dashboard: Dashboard) -> None:
     "Draw the last record: words, table, charts."
     d = dashboard
     look_at_step(d)
-    record = shown_step(d)
-    if d.opened is not None and (record is None or d.opened[0].step > record.step):  # it was undone
-        close_inspector(d)
-        d.screen.pane.completion, d.opened = {}, None
+    opened = d.screen.opened
+    if opened is not None and (d.shown is None or opened[0].step > d.shown.step):  # it was undone
+        d.screen.close_completion()
     draw_samples(d)
     say(d)
     refresh_head(d)
@@ -767,35 +637,29 @@ def tick(dashboard: Dashboard) -> None:
     "Look what the loop is doing, and whether a cell has just ended with an error of it, however soon."
     d = dashboard
     listen()
-    mine = d.player.doing or d.player.window is not None
+    mine = d.doing or d.window is not None
     was, elsewhere = d.elsewhere, "" if mine else run_elsewhere(d.loop)
     old, d.elsewhere, d.seen = d.seen, elsewhere, surfaced(d.loop)
     if elsewhere and not was:
-        show_error(d, None)
+        d.show_error(None)
     elif not mine and d.seen is not None and d.seen is not old:
-        show_error(d, d.seen)
-    passing = (d.player.doing or elsewhere) and not d.player.delay and time.monotonic() - d.watch.since < PASSING
+        d.show_error(d.seen)
+    passing = (d.doing or elsewhere) and not d.delay and time.monotonic() - d.watch.since < PASSING
     try:
         if not passing:  # else what is drawn is the last step, all of it
             draw_step(d)
     except Exception as e:  # any error of a view: the phase itself is sound
-        stumble(d, e)
+        d.stumble(e)
     refresh_head(d)
-    if not (d.player.doing or elsewhere) or time.monotonic() - d.pictured > STILL_SECONDS:
-        refresh_still(d)
+    if not (d.doing or elsewhere) or time.monotonic() - d.pictured > STILL_SECONDS:
+        d.refresh_still()
 
-# %% ../../nbs/53_views.dashboard.ipynb #ab694018
+
 async def follow(dashboard: Dashboard) -> None:
     "Keep up with the loop until the dashboard is closed."
-    while not dashboard.player.closed:
+    while not dashboard.closed:
         tick(dashboard)
         await asyncio.sleep(TICK)
-
-
-def follow_loop(dashboard: Dashboard) -> None:
-    "Begin to keep up, if there is an event loop to do it in; a script that calls `update` itself has none."
-    if dashboard.home is not None:
-        dashboard.following = dashboard.home.create_task(follow(dashboard))
 
 # %% ../../nbs/53_views.dashboard.ipynb #2ab1f396
 STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the table; between two pictures of a run
@@ -803,13 +667,12 @@ STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the tabl
 # %% ../../nbs/53_views.dashboard.ipynb #9fc8e5a1
 def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
-    d, record = dashboard, shown_step(dashboard)
-    said = d.screen.words.value if d.said is d.record else words_html(*last_two(d))
+    d, record = dashboard, dashboard.shown
+    said = d.screen.words.value if d.said is d.record else words_html(d.record, d.previous)
     words = f"<p>{html.escape(d.loop.place)}</p>{d.screen.now.value}{said}"
     if record is None:
         return words + d.screen.value.value
-    around = around_of(d, points=STILL_POINTS)
-    found = {n: payload_of(n, d.history, record, around) for n in (*chart_names(d.history), "functions")}
+    found = d.payloads((*chart_names(d.history), "functions"), STILL_POINTS)
     beside, after = "flex:1 1 400px;max-width:660px;min-width:0", d.after if record is d.partial else ""
     drawn = [named(c, after).static_html() for c in charts(found).values()]
     pictures = "".join(f'<div style="{beside}">{picture}</div>' for picture in drawn)
@@ -825,117 +688,14 @@ _CLOSED = """<p><b>This dashboard is closed: another one has taken its place, or
 What it shows is from before.</b>
 <code>Dashboard(loop)</code> opens a new one.</p>"""
 
-
-def closed_html(dashboard: Dashboard) -> str:
-    "The picture of a dashboard that is closed, and what to do."
-    return _CLOSED + still_html(dashboard)
-
-# %% ../../nbs/53_views.dashboard.ipynb #b24afe74
-def show_dashboard(dashboard: Dashboard) -> None:
-    "Display the widgets, and the picture that stands for them; of a closed dashboard the picture alone."
-    if dashboard.player.closed:
-        display({"text/html": closed_html(dashboard), "text/plain": f"{dashboard!r}, closed"}, raw=True)
-        return
-    dashboard.still = with_fallback(dashboard.screen.root, still_html(dashboard), repr(dashboard))
-    dashboard.still._ipython_display_()
-    dashboard.stale = False
-
-# %% ../../nbs/53_views.dashboard.ipynb #922384d9
-def refresh_still(dashboard: Dashboard) -> None:
-    "Draw the picture again if there is something new on it."
-    if dashboard.still is not None and dashboard.stale:
-        dashboard.still.update(still_html(dashboard), repr(dashboard))
-        dashboard.stale, dashboard.pictured = False, time.monotonic()
-
-# %% ../../nbs/53_views.dashboard.ipynb #4d9a7d68
-def refresh_all(dashboard: Dashboard) -> None:
-    "Draw what changes with every phase; the current step where there is time for it."
-    d = dashboard
-    if not d.player.closed:
-        refresh_head(d)
-        if not d.player.doing or d.player.delay:
-            draw_step(d)
-        if not d.player.doing:
-            refresh_still(d)
-
 # %% ../../nbs/53_views.dashboard.ipynb #200031e5
 def dashboards_of(loop: Loop) -> list[Dashboard]:
     "The open dashboards of a loop: at most one."
     owners = [getattr(output, "__self__", None) for output in loop.outputs]
     return [owner for owner in owners if isinstance(owner, Dashboard)]
 
-# %% ../../nbs/53_views.dashboard.ipynb #16ac5aba
-def make_room(loop: GRPOLoop) -> None:
-    "Close the dashboard that the loop has, and pause players of unrelated loops on its backend."
-    for other in dashboards_of(loop):
-        other.close()
-    for unrelated in unrelated_players(loop):
-        unrelated.pause()
-
-# %% ../../nbs/53_views.dashboard.ipynb #d6e7f4c5
-def attach_dashboard(dashboard: Dashboard) -> None:
-    "Listen to the loop, and draw what it has done so far."
-    d = dashboard
-    deliver_to_main(d.screen.root)
-    d.loop.outputs.append(d.take)
-    d.loop.on_undo.append(d.forget)
-    for record in d.loop.records:
-        remember_record(d, record)
-    draw_record(d)
-    follow_loop(d)
-
-# %% ../../nbs/53_views.dashboard.ipynb #f702e2f2
-def close_dashboard(dashboard: Dashboard) -> None:
-    "Release the loop and the screen."
-    d = dashboard
-    if not d.player.closed and d.still is not None:
-        d.still.update(closed_html(d), f"{d!r}, closed")
-    d.player.close()
-    d.loop.outputs[:] = [output for output in d.loop.outputs if output != d.take]
-    d.loop.on_undo[:] = [callback for callback in d.loop.on_undo if callback != d.forget]
-    d.screen.trouble.value = _CLOSED
-    close_all(d.still.both if d.still else d.screen.root)
-
 # %% ../../nbs/53_views.dashboard.ipynb #eaf045cd
-class Played:
-    "The actions of a player as methods that a cell can await; they work without a screen, too."
-
-    loop: GRPOLoop
-    player: Player
-
-    async def play(self, steps: int | None = None) -> None:
-        "Play so many steps (None = to the end, or what a pause left of the last number); an interrupt pauses."
-        with stop_on_interrupt(self.loop):
-            await self.player.start("play", steps)
-
-    async def phase(self) -> None:
-        "Run the next phase."
-        await self.player.start("phase")
-
-    async def step(self) -> None:
-        "Run what is left of this step."
-        await self.player.start("step")
-
-    async def undo(self) -> None:
-        "Take back the last update."
-        await self.player.start("undo")
-
-    def pause(self) -> None:
-        "Hold after the running phase, and start no further row."
-        self.player.pause()
-
-    async def drain(self) -> None:
-        "Pause, and wait for the rows that are in flight beside training."
-        if why := refusal(self.player, "drain"):
-            raise PhaseError("drain", where="dashboard", got=why.rstrip("."))
-        await self.player.drain()
-
-    def stop(self) -> None:
-        "End the run after the running phase."
-        self.player.stop()
-
-# %% ../../nbs/53_views.dashboard.ipynb #ef98adbf
-class Dashboard(Played):
+class Dashboard(Player):
     "A loop with buttons, progress, charts and completions; show it as the last value of a cell."
 
     def __init__(
@@ -945,14 +705,15 @@ class Dashboard(Played):
         *,
         rows: int = 8,  # of a page of the table of completions
     ):
-        make_room(loop)
-        self.loop, self.noise_floor = loop, noise_floor
-        self.player, self.watch = Player(loop, self.refresh), Watch()
-        self.history = History()
+        for other in [*dashboards_of(loop)]:
+            other.close()
+        for unrelated in unrelated_players(loop):
+            unrelated.pause()
+        super().__init__(loop, self.refresh)
+        self.noise_floor, self.watch, self.history = noise_floor, Watch(), History()
         self.recent: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)  # of the timeline
         self.partial: StepRecord | None = None  # the current step, as far as it is
         self.values: tuple[Any, ...] = ()  # of the current step, as they were drawn
-        self.opened: tuple[StepRecord, int, int] | None = None  # the completion that is shown: record, group, sample
         self.error: BaseException | None = None  # what is shown in the error box
         self.said: StepRecord | None = None  # what the words on the screen are about
         self.finding: asyncio.Task[None] | None = None  # finds words
@@ -961,19 +722,52 @@ class Dashboard(Played):
         self.still: WithFallback | None = None  # the output that it is displayed in
         self.stale, self.pictured = True, 0.0  # whether its picture is out of date, and when it was drawn
         self.seen, self.home = surfaced(loop), running_loop()  # the last error of a cell; whose thread draws
-        self.following: asyncio.Task[None] | None = None  # keeps up with the loop
-        self.screen = make_screen(self, rows)
-        attach_dashboard(self)
+        self.screen = Screen(self, rows)
+        loop.outputs.append(self.take)
+        loop.on_undo.append(self.forget)
+        for record in loop.records:
+            self.add(record)
+        draw_record(self)
+        self.following = self.home.create_task(follow(self)) if self.home else None  # a script calls `update` itself
 
     @property
     def record(self) -> StepRecord | None:
         "The last finished step."
         return self.recent[-1] if self.recent else None
 
+    @property
+    def previous(self) -> StepRecord | None:
+        "The step before it."
+        return self.recent[-2] if len(self.recent) > 1 else None
+
+    @property
+    def shown(self) -> StepRecord | None:
+        "The step in map and table: the current one once it has samples, else the last one."
+        return self.record if self.partial is None else self.partial
+
+    def payloads(self, names: Sequence[str], limit: int = POINTS, start: int = 0) -> dict[str, dict[str, Any]]:
+        "What the charts of these names draw; `start` is the first group of the map."
+        record = self.shown or StepRecord(0)
+        found = run_payloads(self.history, flat_settings(self.loop.cfg), self.noise_floor, limit, names)
+        found |= step_payloads(record) | {"advantages": map_payload(record, start)}
+        found["timeline"] = timeline_payload(tuple(self.recent), waiting_rows(self.loop))
+        return {name: found[name] for name in names}
+
+    def add(self, record: StepRecord) -> None:
+        "Take a record into the history; what was there from its step on is replaced."
+        self.rewind(record.step - 1, self.recent)
+        self.history.add(history_row(record))
+        self.recent.append(record)
+
+    def rewind(self, last: int, records: Iterable[StepRecord]) -> None:
+        "Leave out of history and records what is after a step."
+        self.history.rewind(last)
+        self.recent = deque((r for r in records if r.step <= last), maxlen=TIMELINE_STEPS)
+
     def update(self, record: StepRecord) -> None:
         "Add a finished step and draw it; a step that was there is replaced."
         if record is not self.record:
-            remember_record(self, record)
+            self.add(record)
             draw_record(self)
 
     def take(self, record: StepRecord) -> None:
@@ -981,22 +775,56 @@ class Dashboard(Played):
         try:
             self.update(record)
         except Exception as e:  # any error of a view: the step itself is finished and sound
-            stumble(self, e)
+            self.stumble(e)
 
     def forget(self, last: int) -> None:
         "Take back every step after the last one that holds; for `loop.on_undo`."
-        forget_records(self, last)
+        self.rewind(last, self.loop.records)
+        draw_record(self)
 
     def refresh(self) -> None:
-        "Draw what changes with every phase: buttons, the row of phases, progress."
-        refresh_all(self)
+        "Draw what changes with every phase; the current step where there is time for it."
+        if self.closed:
+            return
+        refresh_head(self)
+        if not self.doing or self.delay:
+            draw_step(self)
+        if not self.doing:
+            self.refresh_still()
+
+    def show_error(self, error: BaseException | None) -> None:
+        "Show an error, or that there is none any more."
+        self.error = error
+        self.screen.trouble.value = error_html(error, self.loop.place) if error else ""
+
+    def stumble(self, error: Exception) -> None:
+        "Show what went wrong in drawing; the step itself is finished and sound."
+        self.stumbled = error
+        self.show_error(error)
+
+    def refresh_still(self) -> None:
+        "Draw the still picture again if there is something new on it."
+        if self.still is not None and self.stale:
+            self.still.update(still_html(self), repr(self))
+            self.stale, self.pictured = False, time.monotonic()
 
     def close(self) -> None:
         "Release the loop and the screen; a running phase is finished."
-        close_dashboard(self)
+        if not self.closed and self.still is not None:
+            self.still.update(_CLOSED + still_html(self), f"{self!r}, closed")
+        super().close()
+        self.loop.outputs[:] = [output for output in self.loop.outputs if output != self.take]
+        self.loop.on_undo[:] = [callback for callback in self.loop.on_undo if callback != self.forget]
+        self.screen.trouble.value = _CLOSED
+        close_all(self.still.both if self.still else self.screen.root)
 
     def __repr__(self) -> str:
         return f"Dashboard({self.loop.place})"
 
     def _ipython_display_(self) -> None:
-        show_dashboard(self)
+        "The widgets, and the picture that stands for them; of a closed dashboard the picture alone."
+        if self.closed:
+            display({"text/html": _CLOSED + still_html(self), "text/plain": f"{self!r}, closed"}, raw=True)
+            return
+        self.still, self.stale = WithFallback(self.screen.root, still_html(self), repr(self)), False
+        self.still._ipython_display_()

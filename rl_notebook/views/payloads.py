@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -437,23 +437,23 @@ def run_payloads(
     settings: Mapping[str, Any],  # dotted names
     noise_floor: float | None = None,  # nats
     limit: int | None = DRAWN,  # points of a line; None = all
+    names: Collection[str] | None = None,  # of charts; None = all
 ) -> dict[str, dict[str, Any]]:
     "What is drawn over the steps, by chart."
-    reward = reward_payload(metrics, limit)
-    over_steps = {
-        "reward": reward,
-        "functions": reward,
-        "length": length_payload(metrics, limit),
-        "dead": dead_payload(metrics, limit),
-        "kl": kl_payload(metrics, settings, noise_floor, limit),
-        "advantage spread": advantage_spread_payload(metrics, limit),
-        "token share": token_share_payload(metrics, limit),
-        "time": time_payload(metrics, limit),
+    made: dict[str, Callable[[], dict[str, Any]]] = {
+        "reward": lambda: reward_payload(metrics, limit),
+        "functions": lambda: reward_payload(metrics, limit),
+        "length": lambda: length_payload(metrics, limit),
+        "dead": lambda: dead_payload(metrics, limit),
+        "kl": lambda: kl_payload(metrics, settings, noise_floor, limit),
+        "advantage spread": lambda: advantage_spread_payload(metrics, limit),
+        "token share": lambda: token_share_payload(metrics, limit),
+        "time": lambda: time_payload(metrics, limit),
     }
-    if not is_asynchronous(metrics):
-        return over_steps
-    age, pipeline = staleness_payload(metrics, settings, limit), pipeline_payload(metrics, settings, limit)
-    return over_steps | {"staleness": age, "ages": age, "waits": pipeline, "pipeline": pipeline}
+    if is_asynchronous(metrics):
+        made |= dict.fromkeys(("staleness", "ages"), lambda: staleness_payload(metrics, settings, limit))
+        made |= dict.fromkeys(("waits", "pipeline"), lambda: pipeline_payload(metrics, settings, limit))
+    return {name: make() for name, make in made.items() if names is None or name in names}
 
 # %% ../../nbs/50_views.payloads.ipynb #3f7b6539
 ROWS = 64  # groups that a map shows

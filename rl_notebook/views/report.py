@@ -302,30 +302,16 @@ def script_json(values: Mapping[str, Any]) -> str:
 # %% ../../nbs/59_views.report.ipynb #177a64a7
 def _figures_html(shown: Sequence[Chart], start: int) -> str:
     "Charts side by side; the places of the figures are f0, f1, …"
-    return tag(
-        "div",
-        *(
-            tag(
-                "figure",
-                tag("h3", html.escape(c.title)),
-                tag("figcaption", html.escape(c.caption)),
-                tag("div", id=f"f{start + i}", kind="plot tall" if c.height > 260 else "plot"),
-                kind="card wide" if c.wide else "card",
-            )
-            for i, c in enumerate(shown)
-        ),
-        kind="charts",
-    )
+    plot = lambda i, c: tag("div", id=f"f{start + i}", kind="plot tall" if c.height > 260 else "plot")
+    words = lambda c: tag("h3", html.escape(c.title)) + tag("figcaption", html.escape(c.caption))
+    cards = (tag("figure", words(c), plot(i, c), kind="card wide" if c.wide else "card") for i, c in enumerate(shown))
+    return tag("div", *cards, kind="charts")
 
 
 def _settings_html(settings: Mapping[str, Any]) -> str:
     "All settings, folded away."
-    rows = [
-        tag("tr", tag("td", html.escape(name)), tag("td", html.escape(str(value))))
-        for name, value in settings.items()
-        if value is not None
-    ]
-    table = tag("div", tag("table", tag("tbody", *rows)), kind="card scroll")
+    rows = [[name, str(value)] for name, value in settings.items() if value is not None]
+    table = tag("div", html_table(["setting", "value"], rows), kind="card scroll drawn")
     return tag("details", tag("summary", f"Settings ({len(rows)})"), table) if rows else ""
 
 
@@ -343,16 +329,10 @@ class Status:
     text: str  # one sentence
 
 
-def _recent_html(recent: Iterable[tuple[int, str]]) -> str:
-    "What the last steps say about themselves, the newest first."
-    items = [tag("li", tag("b", f"Step {n}"), tag("p", linked(text, n))) for n, text in reversed([*recent])]
-    return tag("ul", *items, kind="card recent") if items else ""
-
-
-def _trends_html(trends: Iterable[Trend]) -> str:
-    "What changed over the last steps, the newest first, with what to try."
-    items = [tag("li", tag("b", f"Step {t.step}"), tag("p", linked(str(t)))) for t in reversed([*trends])]
-    return tag("h2", "What changed over the last steps") + tag("ul", *items, kind="card recent") if items else ""
+def _told_html(title: str, told: Iterable[tuple[int, str]]) -> str:
+    "What steps say about themselves, as safe HTML, the newest first."
+    items = [tag("li", tag("b", f"Step {step}"), tag("p", text)) for step, text in reversed([*told])]
+    return tag("h2", title) + tag("ul", *items, kind="card recent") if items else ""
 
 
 def _top_html(m: Material, status: Status | None) -> str:
@@ -408,9 +388,10 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     "The body of the page, and what it carries: figures and tables by place, tokens by address."
     over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
     idle = header_payload(m.metrics, m.settings)["idle"]
-    parts = [_top_html(m, status), _dead_html(m.metrics) if over_steps else "", _trends_html(m.trends)]
+    parts = [_top_html(m, status), _dead_html(m.metrics) if over_steps else ""]
+    parts.append(_told_html("What changed over the last steps", ((t.step, linked(str(t))) for t in m.trends)))
     parts += [_figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
-    parts += [tag("h2", "The last steps, in words"), _recent_html(m.recent)] if m.recent else []
+    parts.append(_told_html("The last steps, in words", ((n, linked(text, n)) for n, text in m.recent)))
     parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
     if m.samples and m.samples[-1].groups:
         parts.append(tag("div", rewards_html(m.samples[-1].groups), kind="card scroll drawn"))
@@ -626,13 +607,9 @@ class Comparison:
         steps = {name: self.shared(name).groupby("step")["difference"] for name in [*self.metrics][1:]}
         between = {name: [mean_between(d) for _, d in by] for name, by in steps.items()}
         ends = {name: [*by.groups] for name, by in steps.items()}
-        lines = {
-            name: {
-                k: {"x": ends[name], "y": [v[i] if math.isfinite(v[i]) else None for v in values]}
-                for i, k in enumerate(("mean", "low", "high"))
-            }
-            for name, values in between.items()
-        }
+        known = lambda values: [v if math.isfinite(v) else None for v in values]
+        line = lambda name, i: {"x": ends[name], "y": known([v[i] for v in between[name]])}
+        lines = {name: {k: line(name, i) for i, k in enumerate(("mean", "low", "high"))} for name in between}
         caption = "Mean over the rows that both drew; the band is its 95 % interval. Above 0: more than the first run."
         title = f"Difference of the reward to {next(iter(self.metrics))}, on the same rows"
         found = [Chart(title, caption, lines_figure, {"lines": lines, "y": "difference", "first": 1}, wide=True)]

@@ -19,7 +19,7 @@ from IPython.display import HTML, display, update_display
 
 from ..core import Datum, DatumError
 from ..doctor import Diagnosis
-from ..drawings import HUES, SOFT, folded, number, styled, table, tint
+from ..drawings import HUES, SOFT, folded, number, scale_html, styled, table, tint, token_strip
 from ..records import StepRecord
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
 from rl_notebook.views.payloads import (
@@ -57,7 +57,7 @@ class HideStatic(anywidget.AnyWidget):
 
 # %% ../../nbs/52_views.tokens.ipynb #8694d3d5
 class WithFallback:
-    "A widget together with the static HTML that stands for it where no kernel is; displays itself."
+    "A widget, and the static HTML that stands for it where no kernel is, as on GitHub; displays itself."
 
     def __init__(
         self,
@@ -91,15 +91,6 @@ class WithFallback:
 
     def __repr__(self) -> str:
         return f"WithFallback({type(self.widget).__name__})"
-
-
-def with_fallback(
-    widget: ipywidgets.DOMWidget,  # shown live
-    static_html: str,  # safe HTML without script, shown where no kernel is
-    text: str = "",  # shown where not even HTML is, such as a terminal
-) -> WithFallback:
-    "Show a widget where there is a kernel, and its static HTML in a reopened notebook, on GitHub and in nbconvert."
-    return WithFallback(widget, static_html, text)
 
 # %% ../../nbs/52_views.tokens.ipynb #5f0cf6c5
 def widgets_in(widget: ipywidgets.Widget) -> list[ipywidgets.Widget]:
@@ -151,61 +142,23 @@ def css_colour(series: Mapping[str, Any], value: float | None) -> str:
     return tint(*hue_of(series, value))
 
 # %% ../../nbs/52_views.tokens.ipynb #27b925ea
+BAD = "rgba(163,23,140,.45)"  # behind a token whose number is none
+
+
 def _by_name(payload: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     "The series of a payload by name."
     return {s["name"]: s for s in payload["series"]}
 
 
-def _tooltip(payload: Mapping[str, Any], t: int, names: Sequence[str]) -> str:
-    "The numbers of a target in a line."
-    series = _by_name(payload)
-    parts = [f"{name} {number(series[name]['values'][t])}" for name in names if series[name]["values"][t] is not None]
-    return f"target {t}: " + ", ".join(parts) if parts else f"target {t}"
-
-# %% ../../nbs/52_views.tokens.ipynb #143739fe
-def _token_html(payload: Mapping[str, Any], j: int, series: Mapping[str, Any], names: Sequence[str]) -> str:
-    "One token of the strip."
-    t, role = j - 1, payload["roles"][j]
-    colour = css_colour(series, series["values"][t]) if t >= 0 else ""
-    style = [f"background:{colour}"] if colour else []
-    style += [SOFT] if role != "s" else []
-    style += ["border:1px solid #8593a3;border-radius:8px;padding:0 4px"] if j in payload["special"] else []
-    style += ["outline:2px dashed #a3178c"] if t in series["bad"] else []
-    text = html.escape(payload["texts"][j])
-    end = "<br>" if payload["texts"][j].endswith("⏎") else "<wbr>"
-    return styled("bdi", text, style=";".join(style), title=_tooltip(payload, t, names) if t >= 0 else "") + end
-
-
-def _tooltip_names(payload: Mapping[str, Any], series: Mapping[str, Any]) -> list[str]:
-    "The series that a tooltip names: the chosen one and the logprobs."
-    logprobs = [s["name"] for s in payload["series"] if s["kind"] == "logprob"][:3]
-    return list(dict.fromkeys([*logprobs, *([series["name"]] if series["kind"] != "class" else [])]))
-
-
-def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any], budget: int = 20_000) -> str:
-    "The tokens of a sample, coloured by a series; stops at `budget` bytes and says how many are left."
-    names, size = _tooltip_names(payload, series), len(payload["tokens"])
-    start = max(0, payload["regions"]["prompt"] - 40)
-    parts = [styled("i", f"{start} prompt tokens before… ", style=SOFT)] if start else []
-    for j in range(start, size):
-        if j == payload["regions"]["prompt"]:
-            parts = [folded(f"prompt, {j} tokens", "".join(parts))] if parts else []
-        part = _token_html(payload, j, series, names)
-        budget -= len(part.encode())
-        if budget < 0:
-            parts.append(styled("i", f" …and {size - j} tokens more, which only the live view shows", style=SOFT))
-            break
-        parts.append(part)
-    cut = payload["regions"]["cut"]
-    parts += [styled("i", f" ✂ {cut} tokens cut off here", style=SOFT)] if cut else []
-    box = "font-family:monospace;line-height:1.75;overflow-wrap:anywhere;border:1px solid rgba(130,140,150,.4);"
-    return styled("div", *parts, style=box + "border-radius:6px;padding:6px 8px;max-height:320px;overflow:auto")
-
-# %% ../../nbs/52_views.tokens.ipynb #0483d096
-def _middle(payload: Mapping[str, Any], series: Mapping[str, Any]) -> int:
-    "The target to look at first: the worst of the series, else the first scored one."
-    first = payload["roles"].find("s") - 1
-    return next(iter([*series["bad"], *series["worst"]]), max(first, 0))
+def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any]) -> str:
+    "The tokens of a sample, coloured by a series; the prompt is folded."
+    texts, prompt, cut = payload["texts"], payload["regions"]["prompt"], payload["regions"]["cut"]
+    lines = [text.replace("⏎", "⏎\n") for text in texts]
+    tints = ["", *(BAD if t in series["bad"] else css_colour(series, v) for t, v in enumerate(series["values"]))]
+    dim = [role != "s" for role in payload["roles"]]
+    asked, said = (token_strip(lines[s], tints[s], dim[s], 300) for s in (slice(prompt), slice(prompt, None)))
+    end = styled("i", f"✂ {cut} tokens cut off here", style=SOFT) if cut else ""
+    return folded(f"prompt, {prompt} tokens", asked if prompt else "") + said + end
 
 # %% ../../nbs/52_views.tokens.ipynb #b09e7dd3
 def _facts_html(payload: Mapping[str, Any]) -> str:
@@ -222,26 +175,16 @@ def _legend_html(series: Mapping[str, Any]) -> str:
     "The scale of a series."
     if series["kind"] == "class":
         return styled("div", "colour: " + html.escape(series["label"]), style=SOFT)
-    center, limit = series["center"], series["limit"]
-    ends = {"logprob": (-limit, 0.0), "kl": (0.0, limit)}.get(series["kind"], (center - limit, center + limit))
-    steps = [ends[0] + k / 4 * (ends[1] - ends[0]) for k in range(5)]
-    decades = series["kind"] == "difference"
-    steps = [-limit, -0.3, -0.03, 0.0, 0.03, 0.3, limit] if decades else steps
-    swatches = [
-        styled("span", "&nbsp;" * 4, style=f"background:{css_colour(series, v) or 'transparent'}") for v in steps
-    ]
-    bad = f", {len(series['bad'])} not a number" if series["bad"] else ""
-    bad = f" nats, in decades; none within {number(series['floor'])}{bad}" if decades else bad
-    label = styled("b", html.escape(series["label"]))
-    return styled(
-        "div", f"colour: {label} {number(ends[0])} ", *swatches, f" {number(ends[1])}{bad}", style="margin:4px 0"
-    )
+    kind, center, limit = series["kind"], series["center"], series["limit"]
+    ends = center - limit * (kind != "kl"), center + limit * (kind != "logprob")
+    steps = [-limit, -0.3, -0.03, 0.0, 0.03, 0.3, limit] if kind == "difference" else np.linspace(*ends, 5).tolist()
+    bad = f"; {len(series['bad'])} not a number" if series["bad"] else ""
+    floor = f" nats, none within {number(series['floor'])}" if kind == "difference" else ""
+    return scale_html(html.escape(series["label"]), [(v, css_colour(series, v)) for v in steps], end=floor + bad)
 
 # %% ../../nbs/52_views.tokens.ipynb #608dba58
 EDGES = {"well": "green", "found": "orange", "likely": "orange", "open": "violet"}  # of a verdict
 DOTS = 200  # of a still picture
-DEEPEST = -8  # decades; the gap's axis begins there
-BAND = "rgba(128,140,155,0.25)"  # what rounding explains
 
 
 def verdict_html(overview: Mapping[str, Any]) -> str:
@@ -279,56 +222,21 @@ def scatter_figure(overview: Mapping[str, Any]) -> Figure:
     up = {"title": {"text": "trainer logprob"}, "range": [low, 0]}
     return figure_of(data, "", xaxis=across, yaxis=up)
 
-# %% ../../nbs/52_views.tokens.ipynb #6a4d10ea
-def _decades(gap: float) -> float:
-    "Height of a gap on its axis."
-    return max(math.log10(gap), DEEPEST) if gap > 0 else DEEPEST
-
-
-def _band(left: float, right: float, low: float, high: float) -> list[dict[str, Any]]:
-    "A grey rectangle."
-    edge = {"type": "scatter", "mode": "lines", "x": [left, right], "line": {"width": 0}, "showlegend": False}
-    return [edge | {"y": [low, low]}, edge | {"y": [high, high], "fill": "tonexty", "fillcolor": BAND}]
-
-
-def places_figure(overview: Mapping[str, Any]) -> Figure:
-    "The gap by place in the completion, in decades, its mean, and what rounding explains."
-    points, mean = overview["points"], overview["places"]
-    gap = np.abs(np.subtract(points["y"], points["x"]))
-    kept, last = keep_extremes(gap, DOTS), max([*points["at"], 1])
-    left, right, top = -0.02 * last, 1.02 * last, max(1.3, _decades(float(gap.max(initial=0))) + 0.3)
-    data = _band(left, right, DEEPEST - 0.3, _decades(overview["floor"]))
-    data.append(_dots([points["at"][k] for k in kept], [_decades(float(gap[k])) for k in kept], last / 250))
-    if overview["half"] > overview["floor"]:
-        line = {"color": INK, "width": 1, "dash": "dot"}
-        half = {"x": [left, right], "y": [_decades(overview["half"])] * 2, "line": line, "showlegend": False}
-        data.append({"type": "scatter", "mode": "lines"} | half)
-    drawn = {"type": "scatter", "mode": "lines", "x": mean["x"], "y": [_decades(v) for v in mean["y"]]}
-    data.append(drawn | {"line": {"color": COLORS["orange"], "width": 1.5}, "showlegend": False})
-    ticks = {"tickvals": [-8, -6, -4, -2, 0], "ticktext": ["1e-8", "1e-6", "1e-4", "0.01", "1"]}
-    title = "token of the completion; grey: rounding, dotted: of bfloat16, line: mean"
-    across = {"title": {"text": title}, "range": [left, right]}
-    up = {"title": {"text": "|trainer − sampler|, nats"}, "range": [DEEPEST - 0.3, top]}
-    return figure_of(data, "", xaxis=across | {"tickformat": "d"}, yaxis=up | ticks)
-
-# %% ../../nbs/52_views.tokens.ipynb #23e98c38
-def overview_html(overview: Mapping[str, Any]) -> str:
-    "All samples as a still picture."
-    pictures = (
-        picture_html(scatter_figure(overview), f"Trainer against sampler: {overview['fit']}", 360, 300),
-        picture_html(places_figure(overview), "Gap by place in the completion", 470, 300),
-    )
+# %% ../../nbs/52_views.tokens.ipynb #426c7b33
+def summary_html(overview: Mapping[str, Any]) -> str:
+    "All samples: the verdict, trainer against sampler, and how large the differences are."
+    drawn = picture_html(scatter_figure(overview), f"Trainer against sampler: {overview['fit']}", 360, 300)
     scope = overview["scopes"][0]
     quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
     far = f"|trainer − sampler| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}."
-    side = styled("div", *pictures, style="display:flex;flex-wrap:wrap;gap:4px 16px")
-    return styled("div", verdict_html(overview), side, styled("div", far, style=SOFT), style="font-size:13px")
+    return styled("div", verdict_html(overview), drawn, styled("div", far, style=SOFT), style="font-size:13px")
 
-# %% ../../nbs/52_views.tokens.ipynb #7c901ada
+# %% ../../nbs/52_views.tokens.ipynb #6a4d10ea
 def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
     "The targets farthest from the middle of the scale, with their logprobs; empty where there are none."
     found, named = [*series["bad"], *series["worst"]][:most], _by_name(payload)
-    shown = [named[name] for name in _tooltip_names(payload, series)]
+    logprobs = [s["name"] for s in payload["series"] if s["kind"] == "logprob"][:3]
+    shown = [named[name] for name in dict.fromkeys([*logprobs, series["name"]])]
     text = lambda t: styled("bdi", html.escape(payload["texts"][t + 1][:20]))
     value = lambda s, t: "not a number" if t in s["bad"] else number(s["values"][t])
     rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in found]
@@ -346,7 +254,7 @@ def tokens_html(
         return styled("p", html.escape(payload.get("message", "There are no tokens to show.")))
     named = _by_name(payload)
     chosen = named[series if series in named else payload["first"]]
-    parts = [overview_html(overview)] if overview else []
+    parts = [verdict_html(overview)] if overview else []
     parts += [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen), worst_html(payload, chosen)]
     return styled("div", *parts, style="font-size:13px;max-width:1000px")
 
@@ -365,7 +273,8 @@ def first_target(payload: Mapping[str, Any], series: str = "") -> int:  # -1 wit
     if not payload.get("tokens"):
         return -1
     named = _by_name(payload)
-    return _middle(payload, named.get(series, named[payload["first"]]))
+    chosen = named.get(series, named[payload["first"]])
+    return next(iter([*chosen["bad"], *chosen["worst"]]), max(payload["roles"].find("s") - 1, 0))
 
 
 def place_of(rows: Sequence[TokenRow], group: int, sample: int, target: int | None = None) -> int:
@@ -437,12 +346,12 @@ class TokenInspector(anywidget.AnyWidget):
         return tokens_html(self.payload, self.overview, self.series or None)
 
     def summary(self) -> HTML:
-        "The verdict and the two pictures of all samples, without the tokens."
-        return HTML(overview_html(self.overview) if self.overview else styled("p", "There is nothing to compare."))
+        "The verdict of all samples and trainer against sampler, without the tokens."
+        return HTML(summary_html(self.overview) if self.overview else styled("p", "There is nothing to compare."))
 
     def _ipython_display_(self) -> None:
         "Live where there is a kernel, still where there is none."
-        with_fallback(self, self.static_html(), text=repr(self))._ipython_display_()
+        WithFallback(self, self.static_html(), text=repr(self))._ipython_display_()
 
     def __repr__(self) -> str:
         place = self.items[self.item]["label"] if 0 <= self.item < len(self.items) else self.message

@@ -16,14 +16,13 @@ import pandas as pd
 
 from ..core import RecordError, RolloutSample
 from ..igpo import answer_scores, igpo_table
-from ..drawings import SOFT, escape_unseen, html_table, styled
+from ..drawings import SOFT, escape_unseen, folded, frame_html, signed_tint, styled
 from ..records import StepRecord
-from .charts import COLORS, Chart, Figure, advantage_spread_figure, tint
+from .charts import COLORS, Chart, Figure, advantage_spread_figure, figure_of, tint
 from .payloads import FIVE
-from .tokens import css_colour
 
 # %% auto #0
-__all__ = ['turn_charts', 'TurnsView', 'view_turns']
+__all__ = ['ROWS', 'turn_charts', 'TurnsView', 'view_turns']
 
 # %% ../../nbs/55_views.turns.ipynb #7daa7a79
 def spread_by_turn(
@@ -70,12 +69,12 @@ def _turn_axis(title: str) -> dict[str, Any]:
 def turn_spread_figure(payload: Mapping[str, Any]) -> Figure:
     "Ends, middle half, median and mean over the turns; `payload` is of `spread_by_turn`, with the name of the number."
     figure = advantage_spread_figure(payload)
-    layout = figure["layout"]
-    axes = {"xaxis": layout["xaxis"] | _turn_axis("turn")}
-    axes["yaxis"] = layout["yaxis"] | {"title": {"text": payload["what"]}}
+    figure["layout"]["xaxis"] |= _turn_axis("turn")
+    figure["layout"]["yaxis"] |= {"title": {"text": payload["what"]}}
     style = {"color": COLORS["orange"], "width": 1, "dash": "dot"}
     mean = {"type": "scatter", "mode": "lines", "name": "mean", "line": style, "hovertemplate": "%{y:.4g}"}
-    return {"data": [*figure["data"], payload["mean"] | mean], "layout": layout | axes}
+    figure["data"].append(payload["mean"] | mean)
+    return figure
 
 # %% ../../nbs/55_views.turns.ipynb #43b8bd2d
 LINES = 48  # rollouts in one picture
@@ -96,11 +95,9 @@ def scores_figure(payload: Mapping[str, Any]) -> Figure:
         place = f"group {line['group']}, sample {line['sample']}: %{{y:.3g}}<extra></extra>"
         data.append(points | style | {"name": name, "showlegend": color not in seen, "hovertemplate": place})
         seen.add(color)
-    frame = advantage_spread_figure({stat: {"x": [], "y": []} for stat in FIVE})["layout"]
-    layout = frame | {"annotations": [] if data else frame["annotations"], "hovermode": "closest"}
-    layout["xaxis"] = frame["xaxis"] | _turn_axis("turn boundary (0 = the prompt alone)")
-    layout["yaxis"] = frame["yaxis"] | {"title": {"text": "score, nats"}}
-    return {"data": data, "layout": layout}
+    figure = figure_of(data, "score, nats", hovermode="closest")
+    figure["layout"]["xaxis"] |= _turn_axis("turn boundary (0 = the prompt alone)")
+    return figure
 
 # %% ../../nbs/55_views.turns.ipynb #d15613ed
 def turn_charts(payload: Mapping[str, Any]) -> list[Chart]:
@@ -188,8 +185,7 @@ def _piece_html(piece: Mapping[str, Any], limit: float) -> str:
     text = readable(piece["text"])
     if piece["turn"] is None:
         return styled("div", text, style=f"{box}transparent;{SOFT}")
-    scale = {"kind": "advantage", "center": 0.0, "limit": limit}
-    colour = css_colour(scale, piece["advantage"]) if _known(piece) and limit > 0 else ""
+    colour = signed_tint(piece["advantage"], limit) if _known(piece) else ""
     filled = f";background:{colour}" if colour else ""
     numbers = styled("div", html.escape(_numbers(piece)), style=f"font-size:11px;font-family:sans-serif;{SOFT}")
     return styled("div", numbers, text, style=f"{box}#7a8896{filled}")
@@ -204,18 +200,10 @@ def conversation_html(payload: Mapping[str, Any]) -> str:  # safe HTML without s
     frame = "border:1px solid rgba(130,140,150,.4);border-radius:6px;padding:6px 0;margin:4px 0"
     return styled("div", styled("div", head), styled("div", pieces, style=frame))
 
-# %% ../../nbs/55_views.turns.ipynb #665970ac
+# %% ../../nbs/55_views.turns.ipynb #1e589f1c
 ROWS = 60  # turns that the table lists
 
 
-def table_html(record: StepRecord) -> str:  # safe HTML
-    "The turns of a step as a table, at most `ROWS` of them."
-    table = igpo_table(record)
-    rows = [[None if pd.isna(v) else v for v in row] for row in table.head(ROWS).itertuples(index=False)]
-    more = styled("p", f"and {len(table) - ROWS} turns more in igpo_table(record)") if len(table) > ROWS else ""
-    return html_table([str(c) for c in table.columns], rows) + more
-
-# %% ../../nbs/55_views.turns.ipynb #361433e1
 @dataclass(frozen=True, eq=False)
 class TurnsView:
     "A finished step turn by turn, and one of its conversations."
@@ -229,8 +217,7 @@ class TurnsView:
         "Everything as HTML without script."
         charts = "".join(c.static_html() for c in turn_charts(turns_payload(self.record)))
         one = conversation_html(conversation_payload(self.record, self.group, self.sample, self.tokenizer))
-        fold = styled("details", styled("summary", "every turn"), table_html(self.record))
-        return styled("div", charts, one, fold)
+        return styled("div", charts, one, folded("every turn", frame_html(igpo_table(self.record), ROWS)))
 
     def _repr_html_(self) -> str:
         return self.static_html()

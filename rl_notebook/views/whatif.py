@@ -24,7 +24,7 @@ from ..losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, LossOptions
 from ..records import StepRecord
 from .charts import COLORS
 from .payloads import overview_payload, token_rows
-from .tokens import TokenInspector, deliver_to_main, with_fallback
+from .tokens import TokenInspector, WithFallback, deliver_to_main
 from ..whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
 
 # %% ../../nbs/54_views.whatif.ipynb #46a8e870
@@ -66,9 +66,7 @@ def dots_payload(result: WhatIf, limit: int = DOTS) -> dict[str, Any]:
     reach = float(max(np.abs(x).max(), np.abs(y).max())) or 1.0
     place = lambda v: (np.round((v / reach * 0.47 + 0.5) * SIDE / 2) * 2).astype(int)
     sign = np.sign(advantages_of(result.datums[last])).astype(int) + 1
-    dots = np.unique(
-        (sign * 1000 + place(x)) * 1000 + SIDE - place(y)
-    )  # one number a dot: sorted a hundred times faster
+    dots = np.unique((sign * 1000 + place(x)) * 1000 + SIDE - place(y))  # one number a dot: quickly sorted
     kept = dots if len(dots) <= limit else dots[np.linspace(0, len(dots) - 1, limit).round().astype(int)]
     at = lambda s: kept[kept // 1_000_000 == s]
     names = {2: "plus", 0: "minus", 1: "zero"}
@@ -89,26 +87,22 @@ def dots_html(payload: Mapping[str, Any]) -> str:
     return shapes(marks, SIDE, SIDE, title)
 
 # %% ../../nbs/54_views.whatif.ipynb #b2b7b1a9
-def table_html(payload: Mapping[str, Any]) -> str:
-    "The two columns, with the note under them."
-    rows = ([html.escape(text) for text in (row["name"], *row["cells"])] for row in payload["rows"])
-    right = "text-align:right;padding:2px 10px;font-variant-numeric:tabular-nums"
-    names, looks = payload["names"], ["text-align:left;padding:2px 10px"] + [right] * len(payload["names"])
-    drawn = table(["", *map(html.escape, names)], rows, looks)
-    note = f"The chosen settings: {payload['note']}." if payload["note"] else ""
-    return f'{drawn}<p style="margin:4px 10px;min-height:1.4em"><b>{html.escape(note)}</b></p>'
-
-
 def result_html(result: WhatIf) -> str:
     "Headline, table and dots."
     payload = table_payload(result)
-    mark = lambda color: f'<span style="color:{COLORS[color]}">●</span>'
-    legend = (
-        f"dlogprob of each token, recorded across, chosen up; advantage {mark('blue')} above, {mark('orange')} below 0"
+    rows = ([html.escape(text) for text in (row["name"], *row["cells"])] for row in payload["rows"])
+    left, right = (
+        "text-align:left;padding:2px 10px",
+        "text-align:right;padding:2px 10px;font-variant-numeric:tabular-nums",
     )
+    drawn = table(["", *map(html.escape, payload["names"])], rows, [left, *[right] * len(payload["names"])])
+    note = f"The chosen settings: {payload['note']}." if payload["note"] else ""
+    mark = lambda color: f'<span style="color:{COLORS[color]}">●</span>'
+    axes = "dlogprob of each token, recorded across, chosen up"
+    legend = f"{axes}; advantage {mark('blue')} above, {mark('orange')} below 0"
     caption = f'<figcaption style="max-width:{SIDE}px;font-size:12px">{legend}</figcaption>'
     square = f'<figure style="margin:0">{dots_html(dots_payload(result))}{caption}</figure>'
-    both = f"<div>{table_html(payload)}</div>{square}"
+    both = f'<div>{drawn}<p style="margin:4px 10px;min-height:1.4em"><b>{html.escape(note)}</b></p></div>{square}'
     head = f'<p style="margin:2px 0 6px;color:{_INK}">{html.escape(payload["headline"])}</p>'
     return f'{head}<div style="display:flex;flex-wrap:wrap;gap:16px;line-height:1.5;color:{_INK}">{both}</div>'
 
@@ -171,9 +165,8 @@ class WhatIfPanel:
         self.error = ""  # why the present one cannot
         self.controls = make_controls(LossOptions(**self.batch.options))
         self.standing = {name: control.value for name, control in self.controls.items()}
-        self.where = ipywidgets.Dropdown(
-            options=list(self.at), description="policy", style=_WIDE, layout={"width": "330px"}
-        )
+        look = {"style": _WIDE, "layout": {"width": "330px"}}
+        self.where = ipywidgets.Dropdown(options=list(self.at), description="policy", **look)
         self.shown = ipywidgets.HTML()
         self.widget = make_panel(self)
         self.update()
@@ -185,21 +178,47 @@ class WhatIfPanel:
 
     def update(self, change: Any = None) -> None:
         "Compute and show what the controls stand for."
-        refresh(self)
+        idle = unread({name: control.value for name, control in self.controls.items()})
+        for name, control in self.controls.items():
+            control.disabled = name in idle
+        changes = {k: v for k, v in self.chosen.items() if (k, v) != ("advantage_scale", AS_RECORDED)}
+        try:
+            self.result, self.error = what_if(self.at[str(self.where.value)], {CHOSEN: changes}), ""
+        except RLNotebookError as e:
+            self.error = str(e)
+        self.shown.value = self.result_html()
+
+    def result_html(self) -> str:
+        "The result, or the reason why there is none."
+        if not self.error and self.result is not None:
+            return result_html(self.result)
+        box = f"border-left:4px solid {COLORS['orange']};padding:4px 10px;max-width:70ch;white-space:pre-wrap"
+        return f'<div role="alert" style="{box};color:{_INK}">{html.escape(self.error)}</div>'
 
     def inspector(self, tokenizer: Any = None) -> TokenInspector:
         "The tokens of the step with the chosen gradient beside the recorded one."
-        return inspect(self, tokenizer)
+        if self.result is None or self.error:
+            return TokenInspector([], message=self.error)
+        record = self.result.as_record(RECORDED)
+        rows = token_rows(record, extra={CHOSEN: self.result.dlogprobs[CHOSEN]})
+        return TokenInspector(rows, tokenizer, overview=overview_payload(record, rows))
+
+    @property
+    def settings(self) -> str:
+        "The chosen settings in one line."
+        named = [f"{name}={value}" for name, value in self.chosen.items()]
+        named += [str(self.where.value)] if len(self.at) > 1 else []
+        return ", ".join(named) or "the record's own"
 
     def static_html(self) -> str:
         "What is shown now, as a still picture."
-        return still_html(self)
+        return f'<p style="color:{_INK}">Chosen: <b>{html.escape(self.settings)}</b></p>{self.result_html()}'
 
     def _ipython_display_(self) -> None:
-        with_fallback(self.widget, self.static_html(), text=repr(self))._ipython_display_()
+        WithFallback(self.widget, self.static_html(), text=repr(self))._ipython_display_()
 
     def __repr__(self) -> str:
-        return f"WhatIfPanel({self.batch.where}, chosen: {settings_text(self)})"
+        return f"WhatIfPanel({self.batch.where}, chosen: {self.settings})"
 
 # %% ../../nbs/54_views.whatif.ipynb #17c9ebf9
 def make_panel(panel: WhatIfPanel) -> ipywidgets.Box:
@@ -213,48 +232,3 @@ def make_panel(panel: WhatIfPanel) -> ipywidgets.Box:
     both = ipywidgets.Box([left, right], layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "20px"})
     deliver_to_main(both)
     return both
-
-# %% ../../nbs/54_views.whatif.ipynb #82753b84
-def refresh(panel: WhatIfPanel) -> None:
-    "See `WhatIfPanel.update`."
-    idle = unread({name: control.value for name, control in panel.controls.items()})
-    for name, control in panel.controls.items():
-        control.disabled = name in idle
-    changes = {k: v for k, v in panel.chosen.items() if (k, v) != ("advantage_scale", AS_RECORDED)}
-    try:
-        panel.result, panel.error = what_if(panel.at[str(panel.where.value)], {CHOSEN: changes}), ""
-    except RLNotebookError as e:
-        panel.error = str(e)
-    panel.shown.value = panel_html(panel)
-
-
-def panel_html(panel: WhatIfPanel) -> str:
-    "The result, or the reason why there is none."
-    if not panel.error and panel.result is not None:
-        return result_html(panel.result)
-    box = (
-        f"border-left:4px solid {COLORS['orange']};padding:4px 10px;max-width:70ch;white-space:pre-wrap;line-height:1.5"
-    )
-    return f'<div role="alert" style="{box};color:{_INK}">{html.escape(panel.error)}</div>'
-
-# %% ../../nbs/54_views.whatif.ipynb #cc5d0890
-def settings_text(panel: WhatIfPanel) -> str:
-    "The chosen settings in one line."
-    named = [f"{name}={value}" for name, value in panel.chosen.items()]
-    named += [str(panel.where.value)] if len(panel.at) > 1 else []
-    return ", ".join(named) or "the record's own"
-
-
-def still_html(panel: WhatIfPanel) -> str:
-    "See `WhatIfPanel.static_html`."
-    return f'<p style="color:{_INK}">Chosen: <b>{html.escape(settings_text(panel))}</b></p>{panel_html(panel)}'
-
-
-def inspect(panel: WhatIfPanel, tokenizer: Any = None) -> TokenInspector:
-    "See `WhatIfPanel.inspector`."
-    if panel.result is None or panel.error:
-        return TokenInspector([], message=panel.error)
-    dlogprobs = panel.result.dlogprobs[CHOSEN]
-    record = panel.result.as_record(RECORDED)
-    rows = token_rows(record, extra={CHOSEN: dlogprobs})
-    return TokenInspector(rows, tokenizer, overview=overview_payload(record, rows))

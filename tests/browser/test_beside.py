@@ -53,7 +53,7 @@ def steps() -> int:
 dashboard = Dashboard(loop)
 dashboard""",
 ]
-STILL = "not dashboard.player.doing and not rows_in_flight(loop)"
+STILL = "not dashboard.doing and not rows_in_flight(loop)"
 TITLES = ["Rollouts beside training", "Staleness of trained groups", "Who waits"]
 
 
@@ -69,7 +69,7 @@ def notebook(lab: Lab) -> Iterator[Notebook]:
 def board(notebook: Notebook) -> Iterator[Locator]:
     "The dashboard, at rest afterwards."
     yield notebook.show(SHOW)
-    notebook.ask("pace.__setitem__(0, 0.2) or dashboard.player.doing and dashboard.stop()")
+    notebook.ask("pace.__setitem__(0, 0.2) or dashboard.doing and dashboard.stop()")
     notebook.until(STILL)
 
 
@@ -98,14 +98,14 @@ def test_a_pause_starts_no_row_and_draining_waits_for_those_in_flight(notebook: 
     press(board, "drain")
     expect(board.locator(".rld-progress")).to_contain_text("no row is started: paused")
     taken = notebook.ask("loop.intake.cursor.consumed")
-    notebook.until("not dashboard.player.doing")
+    notebook.until("not dashboard.doing")
     assert notebook.ask("[rows_in_flight(loop), loop.intake.cursor.consumed]") == [0, taken]
     expect(control(board, "drain")).to_be_disabled()
     expect(board.locator(".rld-progress")).to_contain_text("0 rows in flight")
     assert notebook.ask("dashboard.error") is None
 
     press(board, "step")  # opens the gate again
-    notebook.until(f"steps() > {before} + 1 and not dashboard.player.doing")
+    notebook.until(f"steps() > {before} + 1 and not dashboard.doing")
     assert notebook.ask("dashboard.error") is None
 
 

@@ -53,7 +53,7 @@ from browser.hostile import LONG, HostileTokenizer, hostile_record
 from rl_notebook.step import list_groups
 from rl_notebook.views.charts import charts
 from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
-from rl_notebook.views.tokens import inspect_tokens, with_fallback
+from rl_notebook.views.tokens import inspect_tokens, WithFallback
 from rl_notebook.xray import xray
 
 records = [hostile_record(1), hostile_record(2, LONG)]
@@ -68,7 +68,7 @@ drawn = charts(run_payloads(History(map(history_row, records)), records[0].optio
 display(*drawn.values())""",
     "live charts": """
 shown = [drawn["functions"], drawn["advantages"]]
-display(*(with_fallback(c.live(), c.static_html()) for c in shown))""",
+display(*(WithFallback(c.live(), c.static_html()) for c in shown))""",
     "inspector": "inspect_tokens(records[0], HostileTokenizer())",
     "dashboard": """
 from rl_notebook.backends.local import open_local

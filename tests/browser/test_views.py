@@ -26,13 +26,13 @@ from IPython.display import display
 from synthetic import synthetic_record
 from rl_notebook.views.charts import charts
 from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
-from rl_notebook.views.tokens import inspect_tokens, with_fallback
+from rl_notebook.views.tokens import inspect_tokens, WithFallback
 from rl_notebook.xray import xray
 
 records = [synthetic_record(step) for step in range(1, 6)]
 record = records[2]
 record""",
-    "fallback": 'with_fallback(ipywidgets.Button(description="live"), "<b>still</b>")',
+    "fallback": 'WithFallback(ipywidgets.Button(description="live"), "<b>still</b>")',
     "xray": "xray(record)",
     "charts": """
 history = History(history_row(r) for r in records)
@@ -40,7 +40,7 @@ drawn = charts(run_payloads(history, {})) | charts(step_payloads(record))
 display(*drawn.values())""",
     "live": """
 live = drawn["reward"].live()
-with_fallback(live, drawn["reward"].static_html())""",
+WithFallback(live, drawn["reward"].static_html())""",
     "inspector": "inspector = inspect_tokens(record)\ninspector",
     "diagnosis": "from rl_notebook.doctor import diagnose\nawait diagnose(record)",
     "what-if": "from rl_notebook.views.whatif import WhatIfPanel\nWhatIfPanel(record)",
