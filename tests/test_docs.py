@@ -119,3 +119,9 @@ def test_the_gallery_has_a_picture_below_each_title(written: Path):
     assert titles == [f"### {title}" for wanted in sources.GALLERY.values() for title, _, _ in wanted]
     drawn = [o for c in cells if c.cell_type == "code" for o in c.outputs if "text/html" in o.data]
     assert len(drawn) >= len(titles)
+
+
+def test_the_page_of_150_lines_keeps_its_word():
+    page = nbformat.read(ROOT / "nbs" / "tutorials" / "100_a_step_in_150_lines.ipynb", as_version=4)
+    lines = [line for c in page.cells if c.cell_type == "code" for line in c.source.splitlines() if line.strip()]
+    assert len([line for line in lines if not line.strip().startswith("#")]) <= 150
