@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -15,13 +16,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import rl_notebook
+
+PACKAGE = Path(rl_notebook.__file__).parent
 aten = torch.ops.aten
 DEVICE = "meta"
 
 
 def caller() -> str:
     "The innermost function of the package that is running."
-    return next((f.name for f in reversed(traceback.extract_stack()) if "/rl_notebook/" in f.filename), "elsewhere")
+    stack = reversed(traceback.extract_stack())
+    return next((f.name for f in stack if Path(f.filename).is_relative_to(PACKAGE)), "elsewhere")
 
 
 def there(value: Any) -> bool:
