@@ -1158,14 +1158,3 @@ print(manager.create_and_wait(config, poll_interval_s=0.05).job_id)
     command, env = [sys.executable, "-c", script], os.environ | emulator.environment()
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("training-api-service-")
-
-
-def test_the_earlier_names_of_its_modules_lead_to_it() -> None:
-    from rl_notebook.backends.emulated_trainer import POSTS
-    from rl_notebook.backends.emulator import start_emulator as earlier
-    from rl_notebook.emulator import trainer
-
-    assert earlier is start_emulator
-    assert POSTS is trainer.POSTS
-    script = "import sys, rl_notebook.backends; assert not [m for m in sys.modules if 'rl_notebook.emulator' in m]"
-    subprocess.run([sys.executable, "-c", script], check=True)

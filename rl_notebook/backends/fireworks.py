@@ -50,10 +50,8 @@ from rl_notebook.backends.provision import (
     as_backend_errors,
     check_tokenizer,
     disarm,
-    fireworks_sdk,
     id_part,
     open_managers,
-    sdk_classes,
     settle_leftovers,
     setup_infra,
     still_there,
@@ -66,8 +64,10 @@ from rl_notebook.backends.service import (
     ServiceTrainer,
     SdkAdapter,
     check_reachable,
+    fireworks_sdk,
     load_into,
     open_tokenizer,
+    sdk_classes,
     snapshot_remotely,
 )
 from .tinker import check_contract, probe_seed, toy_tokens
@@ -487,11 +487,6 @@ def foreign_path(path: str, job_id: str) -> str:
     "A state as another job names it."
     return path if "/" in path or not job_id else f"{CROSS_JOB}{job_id}/{path}"
 
-
-def own_path(path: str, job_id: str) -> str:
-    "A state as the job that saved it names it."
-    return path.removeprefix(f"{CROSS_JOB}{job_id}/")
-
 # %% ../../nbs/29_backends.fireworks.ipynb #2752ab67
 @dataclass
 class FireworksBackend(Backend):
@@ -588,7 +583,8 @@ def bundle(
         lora_rank=cfg.lora_rank,
     )  # fmt: skip
     sampler.is_served = sync.is_served
-    load = lambda link, client, path, optimizer: load_into(link, client, own_path(path, infra.policy_job_id), optimizer)
+    ours = f"{CROSS_JOB}{infra.policy_job_id}/"  # how another job names a state of this one
+    load = lambda link, client, path, optimizer: load_into(link, client, path.removeprefix(ours), optimizer)
     adapter = SdkAdapter(snapshot=partial(save_snapshot, sync), load=load)
     own = replace(classes, replays=cfg.router_replay)
     reach = lambda client: {"connect": partial(training_client, client), "client": client.inner, **link}
@@ -641,7 +637,9 @@ async def open_fireworks(
             cleanup.hold(resource)
         arm(cleanup)
         wishes = infra_wishes(cfg, found) | {"rlor_mgr": rlor_mgr, "deploy_mgr": deploy_mgr, "cleanup": cleanup}
-        known = await asyncio.to_thread(_deployment_is_there, deploy_mgr, wishes["deploy_cfg"])
+        with as_backend_errors("deployment"):  # one that exists may have other weights
+            named = wishes["deploy_cfg"].deployment_id
+            known = named is not None and await asyncio.to_thread(deploy_mgr.get, named) is not None
         work = lambda stop: setup_infra(**wishes, on_status=later, poll_interval_s=poll_interval_s, stop=stop)
         infra = await in_thread(work)
         more = {"attempts": attempts, "pause_s": pause_s}
@@ -654,12 +652,6 @@ async def open_fireworks(
         disarm(cleanup)
         raise
     return backend
-
-
-def _deployment_is_there(deploy_mgr: Any, deploy: DeployConfig) -> bool:
-    "Whether a deployment exists already, perhaps with other weights."
-    with as_backend_errors("deployment"):
-        return deploy.deployment_id is not None and deploy_mgr.get(deploy.deployment_id) is not None
 
 # %% ../../nbs/29_backends.fireworks.ipynb #a9c82929
 async def begin(backend: FireworksBackend, cfg: Config, known: bool) -> None:
@@ -733,20 +725,13 @@ async def check_fireworks(
     training_shape_id: str | None = None,  # None = the service chooses
     lora_rank: int = 0,
     output_model_id: str | None = None,  # also publish the weights under this id; None = leave promotion out
-    key: Secret | str | None = None,  # as in `open_managers`
-    base_url: str | None = None,
-    tokenizer: Any = None,  # one at hand
-    log_path: str | None = None,  # folder for `resources.json`
-    poll_interval_s: float = 5.0,
-    grace_s: float | None = None,
     say: Callable[[str], Any] = print,  # gets a line per check, and what setting up says
+    **options: Any,  # of `open_fireworks`: key, base_url, tokenizer, log_path, grace_s, poll_interval_s
 ) -> Findings:
     "Set up, ask for everything once, release; after something that fails, only the release is still tried."
-    rlor_mgr, _ = open_managers(key, base_url)
-    where = {"key": Secret(rlor_mgr.api_key), "base_url": rlor_mgr.base_url, "log_path": log_path, "run_name": "check"}
-    options = {"base_model": base_model, "lora_rank": lora_rank, "kl_beta": 0.0, "tokenizer": tokenizer, **where}
-    options |= {"trainer": TrainerConfig(training_shape_id=training_shape_id), "say": say, "grace_s": grace_s}
-    options |= {"deployment": DeployConfig(tokenizer_model=tokenizer_model), "poll_interval_s": poll_interval_s}
+    rlor_mgr, _ = open_managers(options.get("key"), options.get("base_url"))
+    options |= {"trainer": TrainerConfig(training_shape_id=training_shape_id), "lora_rank": lora_rank, "kl_beta": 0.0}
+    options |= {"deployment": DeployConfig(tokenizer_model=tokenizer_model), "run_name": "check", "say": say}
     options |= {"max_seq_len": 256, "max_completion_tokens": 64}  # enough for a sentence, and within any shape
     backend, rows, doing = None, list[Finding](), "set up"
 
@@ -756,7 +741,7 @@ async def check_fireworks(
             say(f"{row.mark:>4}  {row.name}: {row.got}")
 
     try:
-        backend = await open_fireworks(**options)
+        backend = await open_fireworks(base_model=base_model, **options)
         note(Finding(doing, True, f"{backend.infra.policy_job_id}, {backend.infra.deployment_id}"))
         doing = "contract"
         note(*await check_contract(backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync))

@@ -33,10 +33,11 @@ __all__ = ['ResourceFile', 'leftovers', 'clean_leftovers', 'ResourceCleanup', 'R
 
 # %% ../../nbs/28_backends.provision.ipynb #63b7feed
 from .openai import ODD, Secret, key_from_env, one_line
-from .service import Link, Sdk, fresh_client, load_into, result_of, sdk_adam, sdk_datum
+from .service import Link, fireworks_sdk, fresh_client, load_into, result_of, sdk_adam
+from .service import sdk_classes, sdk_datum
 from ..config import DeployConfig, InfraConfig, TrainerConfig, WeightSyncScope
 from ..config import HotloadConfig, WandBConfig, WeightSyncConfig  # noqa: F401 (handed on)
-from ..core import BackendError, ConfigError, Datum, DatumError, LossError, MissingExtra, RecordError
+from ..core import BackendError, ConfigError, Datum, DatumError, LossError, RecordError
 from ..core import RLNotebookError
 from ..datums import datum_from_tokens_weights as shifted
 from ..names import lock_file, write_file
@@ -45,16 +46,6 @@ from ..retries import RETRIED, AskAgain, Retries, retry_after, with_retries_bloc
 # %% ../../nbs/28_backends.provision.ipynb #53655332
 _all_ = ["DeployConfig", "HotloadConfig", "InfraConfig", "TrainerConfig"]  # what the guides import beside the functions
 _all_ += ["WandBConfig", "WeightSyncConfig", "WeightSyncScope"]
-
-# %% ../../nbs/28_backends.provision.ipynb #5365533a
-def fireworks_sdk() -> Any:  # the module `fireworks.training.sdk`
-    "The SDK; raises `MissingExtra`."
-    try:
-        from fireworks.training import sdk
-    except ImportError as reason:
-        fix = "pip install 'rl-notebook[fireworks]'"
-        raise MissingExtra("the Fireworks backend needs its SDK", got="no package fireworks-ai", fix=fix) from reason
-    return sdk
 
 # %% ../../nbs/28_backends.provision.ipynb #7a2a7996
 DEFAULT_URL = "https://api.fireworks.ai"
@@ -947,13 +938,6 @@ def setup_deployment(
         return watch([one], on_status, poll_interval_s)[0]["deployment"]
 
 # %% ../../nbs/28_backends.provision.ipynb #913740b4
-def sdk_classes() -> Sdk:
-    "The SDK's classes, and what its calls raise besides the errors of Python."
-    sdk = fireworks_sdk()
-    errors = (sdk.APIError, sdk.TrainingError)
-    return Sdk("Fireworks", sdk.Datum, sdk.ModelInput, sdk.TensorData, sdk.AdamParams, errors, divides=True)
-
-
 def as_sdk_datum(datum: Any) -> Any:  # ours, the SDK's or Tinker's
     "The SDK's `Datum`."
     classes = sdk_classes()

@@ -34,6 +34,7 @@ from rl_notebook.core import (
     Datum,
     Logprobs,
     LossOutput,
+    MissingExtra,
     RLNotebookError,
     without_keys,
 )
@@ -59,6 +60,23 @@ class Sdk:
     version: str = ""  # of the package
     divides: bool = False  # `optim_step` takes grad_accumulation_normalization; False = divided here
     replays: bool = False  # send the experts that a datum names; False = the trainer chooses its own
+
+# %% ../../nbs/26_backends.service.ipynb #277fee3e
+def fireworks_sdk() -> Any:  # the module `fireworks.training.sdk`
+    "Fireworks' SDK; raises `MissingExtra`."
+    try:
+        from fireworks.training import sdk
+    except ImportError as reason:
+        fix = "pip install 'rl-notebook[fireworks]'"
+        raise MissingExtra("the Fireworks backend needs its SDK", got="no package fireworks-ai", fix=fix) from reason
+    return sdk
+
+
+def sdk_classes() -> Sdk:
+    "Its classes, and what its calls raise besides the errors of Python."
+    sdk = fireworks_sdk()
+    errors = (sdk.APIError, sdk.TrainingError)
+    return Sdk("Fireworks", sdk.Datum, sdk.ModelInput, sdk.TensorData, sdk.AdamParams, errors, divides=True)
 
 # %% ../../nbs/26_backends.service.ipynb #9d061025
 def bare_datum(sdk: Sdk, datum: Datum) -> Any:

@@ -37,6 +37,7 @@ from rl_notebook.backends.service import (
     SdkAdapter,
     bare_datum,
     check_reachable,
+    fireworks_sdk,
     fresh_client,
     is_lost,
     label_of,
@@ -44,6 +45,7 @@ from rl_notebook.backends.service import (
     open_tokenizer,
     read_logprobs,
     result_of,
+    sdk_classes,
     sdk_datum,
     status_of,
     with_side,
@@ -164,24 +166,13 @@ class Session:
 SERVERLESS = "/training/v1/serverless"  # how the address ends
 
 
-def pooled_sdk() -> tuple[Any, Sdk]:
-    "The Fireworks SDK and its classes; raises `MissingExtra`."
-    try:
-        from fireworks.training import sdk
-    except ImportError as reason:
-        fix = "pip install 'rl-notebook[fireworks]'"
-        raise MissingExtra("serverless training of Fireworks", got="no fireworks-ai", fix=fix) from reason
-    hint = "We don't recommend using the sampling client to compute logprobs"  # the checks compare the two
-    warnings.filterwarnings("ignore", message=hint, category=UserWarning)
-    classes, errors = (sdk.Datum, sdk.ModelInput, sdk.TensorData, sdk.AdamParams), (sdk.APIError, sdk.TrainingError)
-    return sdk, Sdk("Fireworks", *classes, errors=errors, divides=True)
-
-
 class PooledSession(Session):
     "A session on a trainer that Fireworks shares among its users; snapshots are sampled in it and nowhere else."
 
     def __init__(self, base_url: str, key: Secret, tokenizer: Any):
-        super().__init__(base_url, key, pooled_sdk)
+        hint = "We don't recommend using the sampling client to compute logprobs"  # the checks compare the two
+        warnings.filterwarnings("ignore", message=hint, category=UserWarning)
+        super().__init__(base_url, key, lambda: (fireworks_sdk(), sdk_classes()))
         self.sampling["tokenizer"] = tokenizer
 
     def fresh(self) -> Any:

@@ -1206,14 +1206,9 @@ def start_emulator(
     *,
     host: str = "127.0.0.1",  # this machine; any other is refused
     port: int = 0,  # 0 = a free one
-    folder: str | Path | None = None,  # None = a temporary one, removed at the end
-    key: Secret | str | None = None,
-    startup_delay_s: float = 0.0,
-    faults: str | Sequence[Fault] = "",
-    seed: int = 0,
-    promotion_delay_s: float = 0.0,
+    **settings: Any,  # of `Emulator`: folder, key, startup_delay_s, faults, seed, promotion_delay_s
 ) -> RunningEmulator:
-    "Start an emulator in a thread of this process; the arguments are those of `Emulator`."
-    emulator = Emulator(model, folder, key, startup_delay_s, faults, seed, promotion_delay_s)
+    "Start an emulator in a thread of this process."
+    emulator = Emulator(model, **settings)
     emulator.site.models.original()  # read now, so that a wrong name fails here
     return RunningEmulator(emulator, host, port)
