@@ -5,21 +5,21 @@
 # %% ../nbs/10_data.ipynb #f36ac793
 from __future__ import annotations
 
-import hashlib
+import csv
+import gzip
+import io
 import json
 import logging
 import math
 import os
 import re
-import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,7 +27,6 @@ import numpy as np
 
 from .settings import address_trouble, on_hub
 from .core import DataError, MissingExtra, plain_text, quoted, without_keys
-from .names import new_file, write_file
 
 # %% auto #0
 __all__ = ['Row', 'load_rows']
@@ -82,9 +81,8 @@ class Row:
     def __post_init__(self):
         forms = [n for n in ("messages", "prompt", "prompt_tokens") if getattr(self, n) is not None]
         if len(forms) != 1:
-            raise DataError(
-                "prompt", where=self.where, got=forms or "none", expected="one of messages, prompt, prompt_tokens"
-            )
+            expected = "one of messages, prompt, prompt_tokens"
+            raise DataError("prompt", where=self.where, got=forms or "none", expected=expected)
         if self.messages is not None:
             object.__setattr__(self, "messages", tuple(read_messages(self.messages, self.where)))
 
@@ -97,21 +95,16 @@ class Row:
 TOKEN_COLUMNS = ("prompt_token_ids", "prompt_tokens")  # ids, taken as they are
 PROMPT_COLUMNS = ("messages", "prompt", "question")  # a conversation or a text
 ANSWER_COLUMNS = ("answer", "ground_truth", "label", "solution")  # then verl's reward_model.ground_truth
-NAME_IT = "Name it: columns={{'{}': 'its name'}} of load_rows, which is dataset_columns in a config."
 KEY_COLUMNS = ("key", "id")
 
 # %% ../nbs/10_data.ipynb #796cf6a8
 def _present(value: Any) -> bool:
     "Whether a cell holds something: not None, NaN or pandas' NA, not blank, not an empty list."
-    if (
-        value is None
-        or type(value).__name__ in ("NAType", "NaTType")
-        or (isinstance(value, float) and math.isnan(value))
-    ):
-        return False
     if isinstance(value, str):
         return bool(value.strip())
-    return not ((isinstance(value, np.ndarray) and value.size == 0) or (isinstance(value, Sequence) and not len(value)))
+    if isinstance(value, Sequence | np.ndarray):
+        return len(value) > 0
+    return value is not None and type(value).__name__ not in ("NAType", "NaTType") and value == value
 
 # %% ../nbs/10_data.ipynb #e9774ffc
 def _first(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
@@ -139,23 +132,13 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     if read[-1]["role"] == "assistant":
         read = read[:-1]
     if not read:
-        raise DataError(
-            "messages", where=where, got="only an assistant message", expected="something for the policy to answer"
-        )
+        expected = "something for the policy to answer"
+        raise DataError("messages", where=where, got="only an assistant message", expected=expected)
     return tuple(read)
 
 # %% ../nbs/10_data.ipynb #8358c9ec
-def _prompt(record: Mapping[str, Any], where: str, column: str | None, system_prompt: str | None) -> dict[str, Any]:
-    "The prompt of a record in whichever of the three forms it comes, as fields of a `Row`."
-    name = _first(record, [column] if column else [*TOKEN_COLUMNS, *PROMPT_COLUMNS])
-    if name is None:
-        raise DataError(
-            "no prompt",
-            where=where,
-            got=f"columns {', '.join(map(plain_text, record)) or '(none)'}",
-            expected=f"something in {column or ', '.join([*PROMPT_COLUMNS, TOKEN_COLUMNS[0]])}",
-            fix=NAME_IT.format("question"),
-        )
+def _prompt(record: Mapping[str, Any], where: str, name: str, system_prompt: str | None) -> dict[str, Any]:
+    "The prompt in a column of a record, in whichever of the three forms it comes, as fields of a `Row`."
     value = record[name]
     if name in TOKEN_COLUMNS:
         form: dict[str, Any] = {"prompt_tokens": _token_ids(value, name, where)}
@@ -184,13 +167,8 @@ def _with_system(form: dict[str, Any], system_prompt: str | None, where: str) ->
         return form
     messages = form.get("messages")
     if messages is None:
-        raise DataError(
-            "system_prompt",
-            where=where,
-            got=f"a row with {next(iter(form))}",
-            expected="a conversation",
-            fix="Put the instruction into the prompt itself.",
-        )
+        got, fix = f"a row with {next(iter(form))}", "Put the instruction into the prompt itself."
+        raise DataError("system_prompt", where=where, got=got, expected="a conversation", fix=fix)
     has_one = messages[0]["role"] == "system"
     return form if has_one else {"messages": ({"role": "system", "content": system_prompt}, *messages)}
 
@@ -226,69 +204,94 @@ def _template_options(record: Mapping[str, Any], form: Mapping[str, Any], where:
     return options
 
 # %% ../nbs/10_data.ipynb #001b3af0
+def check_columns(
+    data: Mapping[str, Any],  # the columns of a row
+    answer: Any,  # what is right, wherever it stood
+    where: str,
+    require: Collection[str],  # "answer", or other columns
+    lost: Mapping[str, str] | None = None,  # known to be missing, by name: where it was looked for
+    gone: Sequence[str] = (),  # columns that were named, and are not there
+) -> None:
+    "Raise `DataError` for a row that lacks columns; names all of them."
+    answers, lost = f"something in {', '.join(ANSWER_COLUMNS)}", dict(lost or {})
+    absent = [n for n in require if (answer is None if n == "answer" else n not in data)]
+    lost |= {n: answers if n == "answer" else f"a column {n}" for n in absent}
+    if lost or gone:
+        what = ", ".join([*gone, *(f"no {'prompt' if name == 'question' else name}" for name in lost)])
+        got = f"columns {', '.join(map(plain_text, data)) or '(none)'}"
+        expected = ", and ".join([*["to be there"] * bool(gone), *lost.values()])
+        named = f"columns={dict.fromkeys(lost, 'its name')} of load_rows, which is dataset_columns in a config."
+        fixes = ["Correct the name."] * bool(gone) + [f"Name it: {named}"] * bool(lost)
+        fixes += ["Or use a reward that needs no answer."] * ("answer" in lost)
+        raise DataError(what, where=where, got=got, expected=expected, fix=" ".join(fixes))
+
+# %% ../nbs/10_data.ipynb #123dfbec
 def make_row(
     record: Mapping[str, Any],  # one record of a data set
     index: int = 0,  # its position, which names it when it has no key
     *,
     where: str | None = None,  # its place in a message, as "train.jsonl, line 17"
-    prompt_column: str | None = None,  # None = the first of `TOKEN_COLUMNS`, `PROMPT_COLUMNS` that holds something
-    answer_column: str | None = None,  # None = see `find_answer`
+    columns: Mapping[str, str] | None = None,  # the record's columns by our names, as {"question": "problem"}
+    require: Collection[str] = (),  # columns that it needs besides a prompt: "answer", or others
     system_prompt: str | None = None,  # goes in front of conversations that have none
 ) -> Row:
-    "A record as a `Row`; raises `DataError` when it has no prompt."
-    name = _first(record, KEY_COLUMNS)
-    key = plain_text(record[name]) if name else str(index)
-    place = where or f"row {key!r}"
-    form = _prompt(record, place, prompt_column, system_prompt)
-    options = _template_options(record, form, place)
-    return Row(key=key, answer=find_answer(record, answer_column), data=dict(record), options=options, **form)
+    "A record as a `Row`; raises `DataError` that names everything that is missing."
+    columns = columns or {}
+    gone = {ours: theirs for ours, theirs in columns.items() if theirs not in record}
+    data = {**record, **{ours: record[theirs] for ours, theirs in columns.items() if ours not in gone}}
+    key = plain_text(data[name]) if (name := _first(data, KEY_COLUMNS)) else str(index)
+    place, known = where or f"row {key!r}", [*TOKEN_COLUMNS, *PROMPT_COLUMNS]
+    prompts = [n for n in known if n in columns][:1] or known
+    name, answer = _first(data, prompts), find_answer(data, next((n for n in ANSWER_COLUMNS if n in columns), None))
+    lost = {} if name or prompts[0] in gone else {"question": f"something in {', '.join([*prompts[2:], prompts[0]])}"}
+    named = [f"column {theirs!r} (for {ours!r})" for ours, theirs in gone.items()]
+    check_columns(data, answer, place, [n for n in require if n not in gone], lost, named)
+    form = _prompt(data, place, name or "", system_prompt)
+    return Row(key=key, answer=answer, data=data, options=_template_options(data, form, place), **form)
 
-# %% ../nbs/10_data.ipynb #123dfbec
-def _jsonl_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    "Records of a JSON Lines file, each with its place."
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            where = f"{path.name}, line {number}"
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                record = json.loads(text) if text else None
-            except (ValueError, RecursionError) as e:  # no UTF-8, no JSON, numbers and brackets without end
-                expected = f"one JSON object ({plain_text(e)[:200]})"
-                raise DataError("malformed line", where=where, got=quoted(raw), expected=expected) from e
-            if not text:
-                continue
-            if not isinstance(record, Mapping):
-                raise DataError("malformed line", where=where, got=text[:80], expected='an object, as {"question": …}')
-            yield where, record
+# %% ../nbs/10_data.ipynb #3a80d55f
+def _json_lines(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
+    "Values of JSON Lines, each with its place; blank lines are skipped."
+    for number, raw in enumerate(file, start=1):
+        where = f"{name}, line {number}"
+        try:
+            value = json.loads(raw) if raw.strip() else None
+        except (ValueError, RecursionError) as e:  # no UTF-8, no JSON, numbers and brackets without end
+            expected = f"one JSON object ({plain_text(e)[:200]})"
+            raise DataError("malformed line", where=where, got=quoted(raw), expected=expected) from e
+        if raw.strip():
+            yield where, value
 
 # %% ../nbs/10_data.ipynb #8d23b112
-def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    "Records of a parquet file, each with its place."
-    import pyarrow  # slow to import, and only this function needs it
-    import pyarrow.parquet
-
-    number = 0
+def _file_records(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
+    "Records of a file, each with its place; its name says what kind it is."
+    kind, head, number = Path(name.removesuffix(".gz")).suffix, file.read(2), 0
+    file.seek(0)
+    file = cast(IO[bytes], gzip.open(file)) if head == b"\x1f\x8b" else file  # noqa: SIM115
+    place = lambda number: f"{name}, record {number}"
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for record in batch.to_pylist():
-                    yield f"{path.name}, record {number}", record
-                    number += 1
-    except (pyarrow.ArrowException, ValueError, OverflowError) as e:
-        where = f"{path.name}, record {number}"
-        raise DataError("unreadable file", where=where, got=str(e)[:120], expected="a parquet file") from e
+        starts = file.read(99).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+        file.seek(0)
+        if kind in (".parquet", ".pq"):
+            import pyarrow.parquet  # slow to import, and only this function needs it
 
-# %% ../nbs/10_data.ipynb #4b2c112b
-def cache_dir() -> Path:
-    "Where downloads are kept: `$XDG_CACHE_HOME/rl_notebook`, or `~/.cache/rl_notebook`."
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rl_notebook"
-
-# %% ../nbs/10_data.ipynb #635fec72
-def file_sha256(path: Path) -> str:
-    "The SHA-256 of a file, in hexadecimal."
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+            records: Iterable[Any] = (record for batch in batches for record in batch.to_pylist())
+        elif kind == ".csv":
+            records = lines = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+            place = lambda number: f"{name}, line {lines.reader.line_num}"
+        elif kind == ".json" and starts == b"[":
+            records = json.load(file)
+        else:
+            yield from _json_lines(file, name)
+            return
+        for number, record in enumerate(records):
+            yield place(number), record
+    except DataError:
+        raise
+    except Exception as e:  # whatever a parser says of what is no such file
+        got = f"{type(e).__name__}: {plain_text(e)[:200]}"
+        raise DataError("unreadable file", where=place(number), got=got, expected=f"a {kind or '.jsonl'} file") from e
 
 # %% ../nbs/10_data.ipynb #121ac6e7
 def _shown_url(url: str) -> str:
@@ -306,92 +309,33 @@ def hide_queries() -> None:
     logging.getLogger("httpx").addFilter(_without_queries)
 
 # %% ../nbs/10_data.ipynb #fab2e81a
-def _download(url: str, path: Path, client: httpx.Client) -> None:
-    "Stream a URL into a file, with its checksum beside it."
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with client.stream("GET", url) as response:
-            response.raise_for_status()
-            with new_file(path) as file:
-                file.writelines(response.iter_bytes())
-        write_file(path.with_name(path.name + ".sha256"), f"{file_sha256(path)}  {path.name}\n")
-    except httpx.HTTPStatusError as e:
-        got = f"status {e.response.status_code} {e.response.reason_phrase}"
-        raise DataError("download", where=_shown_url(url), got=got, expected="200", fix="Check the URL.") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as e:
-        raise DataError(
-            "download",
-            where=_shown_url(url),
-            got=f"{type(e).__name__} ({e})",
-            expected="a file",
-            fix="Check the network, or give a local path.",
-        ) from None
-    except OSError as e:
-        got = f"{e.strerror or e} ({path.parent})"
-        raise DataError(
-            "cache folder", where=_shown_url(url), got=got, expected="a folder to write to", fix="Set XDG_CACHE_HOME."
-        ) from e
-
-# %% ../nbs/10_data.ipynb #4631dcfd
-def _recorded_sha256(path: Path) -> str | None:
-    "The checksum that was written down when the file was downloaded."
-    beside = path.with_name(path.name + ".sha256")
-    return beside.read_text().split(" ")[0] if path.exists() and beside.exists() else None
-
-# %% ../nbs/10_data.ipynb #5098b4e6
-def _check_sha256(path: Path, where: str, sha256: str | None) -> None:
-    "Raise unless the file has the checksum that the caller wants."
-    if sha256 is not None and (found := file_sha256(path)) != sha256.lower():
-        raise DataError(
-            "checksum",
-            where=where,
-            got=f"sha256 {found}",
-            expected=sha256,
-            fix="The file is not the one you meant; correct the checksum or the source.",
-        )
-
-# %% ../nbs/10_data.ipynb #35c0ae18
-def fetch(
-    url: str,  # http(s)
-    *,
-    sha256: str | None = None,  # refuse anything else
-    directory: Path | None = None,  # None = `cache_dir()`
-    client: httpx.Client | None = None,  # None = one of its own
-) -> Path:  # of the cached file
-    "Download a URL once; raises `DataError` when that fails or the checksum differs."
+def _download(url: str) -> IO[bytes]:
+    "What an address gives; raises `DataError`."
     if trouble := address_trouble(url):
-        raise DataError("address", where="fetch", got=_shown_url(trouble), expected="http(s)://host/path")
+        raise DataError("address", where="load_rows", got=_shown_url(trouble), expected="http(s)://host/path")
     hide_queries()
-    tag = hashlib.sha256(url.encode(errors="backslashreplace")).hexdigest()[:16]
-    path = (directory or cache_dir()) / f"{tag}-{Path(urlsplit(url).path).name[-100:] or 'data'}"
-    recorded = _recorded_sha256(path)
-    damaged = recorded is not None and recorded != file_sha256(path)
-    if damaged:
-        warnings.warn(f"{_shown_url(url)}: the cached copy {path.name} is damaged; fetching it again", stacklevel=2)
-    if recorded is None or damaged or (sha256 is not None and recorded != sha256.lower()):
-        own = client or httpx.Client(follow_redirects=True, timeout=httpx.Timeout(30, read=120))
-        try:
-            _download(url, path, own)
-        finally:
-            if client is None:
-                own.close()
-    _check_sha256(path, _shown_url(url), sha256)
-    return path
+    try:
+        response = httpx.get(url, follow_redirects=True, timeout=httpx.Timeout(30, read=120))
+    except (httpx.HTTPError, httpx.InvalidURL) as e:
+        got, fix = f"{type(e).__name__} ({e})", "Check the network, or give a local path."
+        raise DataError("download", where=_shown_url(url), got=got, expected="a file", fix=fix) from None
+    if response.status_code != 200:
+        got = f"status {response.status_code} {response.reason_phrase}"
+        raise DataError("download", where=_shown_url(url), got=got, expected="200", fix="Check the URL.")
+    return io.BytesIO(response.content)
+
+# %% ../nbs/10_data.ipynb #99866bf1
+def _opened(source: str | os.PathLike[str]) -> tuple[IO[bytes], str]:
+    "A file, or what an address gives, and its name."
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        return _download(source), Path(urlsplit(source).path).name
+    if not os.path.isfile(source):
+        expected = "a file of JSON, CSV or parquet, a data set of the hub, or an http(s) address"
+        raise DataError("no such file", where="load_rows", got=quoted(str(source), 300)[1:-1], expected=expected)
+    return open(source, "rb"), Path(source).name
 
 # %% ../nbs/10_data.ipynb #f988117e
-def _file_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    "Records of a local file, by its suffix: parquet, or JSON Lines."
-    expected = "a JSONL or parquet file, or an http(s) URL"
-    try:
-        if not path.is_file():
-            raise DataError("no such file", where="load_rows", got=quoted(str(path), 300)[1:-1], expected=expected)
-        yield from _parquet_records(path) if path.suffix in (".parquet", ".pq") else _jsonl_records(path)
-    except OSError as e:  # a name that is too long, a file that may not be read
-        got = f"{quoted(str(path))} ({e.strerror or e})"
-        raise DataError("unreadable file", where="load_rows", got=got, expected=expected) from e
-
-# %% ../nbs/10_data.ipynb #ee456bf3
-def _object_records(source: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _object_records(source: Any) -> Iterator[tuple[str, Any]]:
     "Records of a DataFrame, a list of mappings or a Hugging Face dataset."
     if isinstance(source, Mapping):
         raise DataError("splits", where="load_rows", got=list(source)[:5], expected="one data set", fix="Pick a split.")
@@ -402,120 +346,83 @@ def _object_records(source: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except Exception as e:  # not iterable, or a foreign type
         expected = "a path, URL, DataFrame or iterable"
         raise DataError("source", where="load_rows", got=type(source).__name__, expected=expected) from e
-    for i, record in enumerate(records):
-        if not isinstance(record, Mapping):
-            raise DataError("record", where=f"record {i}", got=quoted(record), expected="a mapping of columns")
-        yield f"record {i}", record
+    yield from ((f"record {i}", record) for i, record in enumerate(records))
 
-# %% ../nbs/10_data.ipynb #e56b6361
+# %% ../nbs/10_data.ipynb #ee456bf3
 def _hub_records(
     name: str,  # on the hub, or of a folder
     config: str | None = None,
     split: str | None = None,  # None = "train"
     streaming: bool = False,
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    "Records of a data set of the hub; raises `MissingExtra` without `datasets`, `DataError` for what it refuses."
+    "Records of a data set that `datasets` reads; raises `MissingExtra` without it, `DataError` for what it refuses."
     try:
         import datasets  # slow to import, and an extra
     except ImportError as reason:
         fix = "pip install 'rl-notebook[hub]'"
         raise MissingExtra(f"the data set {name!r}", got="no datasets", expected="the package", fix=fix) from reason
+    split, saved = split or "train", [n for n in ("state.json", "dataset_dict.json") if Path(name, n).is_file()]
     try:
-        found = datasets.load_dataset(name, config, split=split or "train", streaming=streaming)
+        if not saved:
+            found: Any = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        elif config is None:
+            found = datasets.load_from_disk(name)  # one data set, or several splits
+            found = found[split] if isinstance(found, dict) else {"train": found, str(found.split): found}[split]
+        else:
+            raise ValueError("a folder of save_to_disk has no configurations")
     except Exception as e:  # no such name, configuration or split; no network; files that it cannot read
         fix = "Check name, configuration (dataset_config) and split; without a network, give a file or a folder."
         got = f"{type(e).__name__}: {plain_text(e)[:300]}"
         raise DataError("hub", where=quoted(name), got=got, expected="a data set of the hub", fix=fix) from e
     for i, record in enumerate(found):
-        yield f"{name}, {split or 'train'}, record {i}", record
+        yield f"{name}, {split}, record {i}", record
 
 # %% ../nbs/10_data.ipynb #1b82c1f2
-def _records(source: Any, sha256: str | None, **hub: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _records(source: Any, **hub: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     "Records of any source, each with its place; hub: of `_hub_records`."
-    if isinstance(source, str | os.PathLike) and on_hub(str(source)):
-        return _hub_records(str(source), **hub)
-    if isinstance(source, str) and source.startswith(("http://", "https://")):
-        return _file_records(fetch(source, sha256=sha256))
-    if isinstance(source, str | os.PathLike):
-        if sha256 is not None and Path(source).is_file():
-            _check_sha256(Path(source), Path(source).name, sha256)
-        return _file_records(Path(source))
-    if sha256 is not None:
-        raise DataError("sha256", where="load_rows", got=f"a {type(source).__name__}", expected="a file or URL")
-    return _object_records(source)
+    path = source if isinstance(source, str | os.PathLike) else None
+    if path is not None and on_hub(str(path)):
+        found = _hub_records(str(path), **hub)
+    elif said := [name for name, value in hub.items() if value]:
+        raise DataError(said[0], where="load_rows", got=quoted(source), expected="a data set of the hub")
+    else:
+        found = _object_records(source) if path is None else _file_records(*_opened(path))
+    for where, record in found:
+        if not isinstance(record, Mapping) or None in record:  # cells of a CSV without a name
+            raise DataError("record", where=where, got=quoted(record), expected='a mapping, as {"question": …}')
+        yield where, record
 
-# %% ../nbs/10_data.ipynb #02ef64f3
-def check_answer(row: Row, *, where: str | None = None, column: str | None = None) -> None:
-    "Raise `DataError` unless the row says what is right."
-    if row.answer is None:
-        raise DataError(
-            "no answer",
-            where=where or row.where,
-            got=f"columns {', '.join(map(plain_text, row.data)) or '(none)'}",
-            expected=f"something in {column or ', '.join(ANSWER_COLUMNS)}",
-            fix=NAME_IT.format("answer") + " Or use a reward that needs no answer.",
-        )
-
-# %% ../nbs/10_data.ipynb #b2884dc0
+# %% ../nbs/10_data.ipynb #02126f15
 def _check_rows(rows: Sequence[Row], source: Any) -> None:
     "A data set has rows, and no two have the same name."
     if not rows:
-        name = source if isinstance(source, str | os.PathLike) else type(source).__name__
-        shown = _shown_url(str(name)) if "://" in str(name) else name
-        raise DataError("empty data set", where="load_rows", got=f"0 rows from {shown}", expected="at least 1")
+        name = _shown_url(str(source)) if isinstance(source, str | os.PathLike) else type(source).__name__
+        raise DataError("empty data set", where="load_rows", got=f"0 rows from {name}", expected="at least 1")
     seen: dict[str, int] = {}
     for i, row in enumerate(rows):
         if (first := seen.setdefault(row.key, i)) != i:
-            raise DataError(
-                "key",
-                where=f"row {i}",
-                got=f"{row.key!r}, as in row {first}",
-                expected="a name of its own",
-                fix=f"Make the {' or '.join(KEY_COLUMNS)} column unique or drop it.",
-            )
+            got, fix = f"{row.key!r}, as in row {first}", "Make the key or id column unique or drop it."
+            raise DataError("key", where=f"row {i}", got=got, expected="a name of its own", fix=fix)
 
 # %% ../nbs/10_data.ipynb #3a3bf2d6
-def _renamed(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
-    "A record with its columns under our names as well; raises `DataError` for a column that it does not have."
-    for ours, theirs in columns.items():
-        if theirs not in record:
-            got, fix = f"columns {', '.join(map(plain_text, record))}", "Correct the name."
-            raise DataError(f"column {theirs!r} (for {ours!r})", where=where, got=got, expected="to be there", fix=fix)
-    return {**record, **{ours: record[theirs] for ours, theirs in columns.items()}}
-
-
 def load_rows(
-    source: Any,  # path or http(s) URL of JSONL or parquet, DataFrame, iterable of mappings, HF dataset
+    source: Any,  # path or address of JSON, CSV or parquet, name on the hub, DataFrame, iterable, HF dataset
     *,
     max_rows: int | None = None,  # the first so many
     require_answer: bool = False,  # refuse rows that do not say what is right
-    prompt_column: str | None = None,  # None = see `PROMPT_COLUMNS`
-    answer_column: str | None = None,  # None = see `ANSWER_COLUMNS`
+    require: Collection[str] = (),  # columns that rows must have
     system_prompt: str | None = None,  # goes in front of conversations that have none
-    sha256: str | None = None,  # refuse a file that has another checksum
     columns: Mapping[str, str] | None = None,  # the records' columns by our names, as {"question": "problem"}
-    **hub: Any,  # of a data set on the hub: `config`, `split`, `streaming`
+    config: str | None = None,  # of a data set on the hub
+    split: str | None = None,  # of a data set on the hub; None = "train"
+    streaming: bool = False,  # read a data set of the hub as it comes
 ) -> list[Row]:
     "Every row of a data set, checked; raises `DataError` that names file, line and reason."
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 1):
         raise DataError("max_rows", where="load_rows", got=quoted(max_rows), expected="1 or more, or None for all")
-    rows: list[Row] = []
-    named = lambda given, ours: given or next((name for name in ours if name in (columns or ())), None)
-    prompt_column = named(prompt_column, (*TOKEN_COLUMNS, *PROMPT_COLUMNS))
-    answer_column = named(answer_column, ANSWER_COLUMNS)
-    for i, (where, record) in enumerate(islice(_records(source, sha256, **hub), max_rows)):
-        record = _renamed(record, columns, where) if columns else record
-        row = make_row(
-            record,
-            i,
-            where=where,
-            prompt_column=prompt_column,
-            answer_column=answer_column,
-            system_prompt=system_prompt,
-        )
-        if require_answer:
-            check_answer(row, where=where, column=answer_column)
-        rows.append(row)
+    how = {"columns": columns, "require": [*require, *["answer"] * require_answer], "system_prompt": system_prompt}
+    records = islice(_records(source, config=config, split=split, streaming=streaming), max_rows)
+    rows = [make_row(record, i, where=where, **how) for i, (where, record) in enumerate(records)]
     _check_rows(rows, source)
     return rows
 
@@ -625,9 +532,8 @@ def restore_cursor(
 ) -> Cursor:  # as it stood
     "The cursor put back to a recorded place; raises `DataError` when the data are not the same."
     if missing := {"rows", "seed", "shuffle", "consumed", "next"} - set(state):
-        raise DataError(
-            "state", where="resume", got=f"no {', '.join(sorted(missing))}", expected="what Cursor.state gave"
-        )
+        got = f"no {', '.join(sorted(missing))}"
+        raise DataError("state", where="resume", got=got, expected="what Cursor.state gave")
     for name, now in {"rows": len(cursor.rows), "seed": cursor.seed, "shuffle": cursor.shuffle}.items():
         if state[name] != now:
             raise DataError(f"{name} of the data", where="resume", got=now, expected=f"{state[name]}, as recorded")
@@ -635,11 +541,6 @@ def restore_cursor(
     restored = replace(cursor, consumed=state["consumed"], seen=seen)
     upcoming = [r.key for r in restored.peek(1)]
     if state["next"] is not None and upcoming and upcoming[0] != state["next"]:
-        raise DataError(
-            "next row",
-            where="resume",
-            got=upcoming[0],
-            expected=f"{state['next']}, as recorded",
-            fix="The data set or its order has changed since the checkpoint.",
-        )
+        expected, fix = f"{state['next']}, as recorded", "The data set or its order has changed since the checkpoint."
+        raise DataError("next row", where="resume", got=upcoming[0], expected=expected, fix=fix)
     return restored

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -40,7 +40,7 @@ from .config import Config, LossSettings, UpdateSettings, completions_at_once
 from .core import AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
 from .core import PromptGroup, quoted, shown_as
 from .core import RewardError, RolloutRun, RolloutSample
-from .data import Cursor, Row, graded_rows, load_rows
+from .data import Cursor, Row, check_columns, graded_rows, load_rows
 from .datums import attach, datums_from_groups
 from .groups import Finished, Gate, Intake, Producer
 from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss_fn
@@ -48,7 +48,7 @@ from .metrics import merge_metrics, step_metrics
 from .names import named_function, source_hash
 from .records import MUST_MATCH, StepRecord
 from .roofs import Work, known_roofs, memory_metrics, work_between, work_metrics, work_together
-from .rewards import Limits, as_reward_fns, blocking, gathered, make_soft_overlong
+from .rewards import Limits, as_reward_fns, blocking, columns_read, gathered, make_soft_overlong
 from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
 from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
 from .rollouts import encode_rows, groups_per_pass, is_rollout_fn
@@ -305,9 +305,10 @@ class LoopState:
         self.given |= {"advantage_fn": advantage_fn, "evaluation_fn": evaluation_fn}
         self.opened_with = self.given = self.given | {"extras": extras, "keep_undo": keep_undo}  # for branches
         self.evaluation_fn = evaluation_fn
-        self.rows, self.eval_rows = as_rows(rows), as_rows(eval_rows) if len(eval_rows) else []
         self.sampler = bounded(backend.sampler, completions_at_once(self.cfg))
         self.task = configured(as_task(reward, rollout_setup(backend, self.cfg, extras, self.sampler)), self.cfg)
+        read = [] if self.task.reward_fns is None else columns_read(self.task.reward_fns)
+        self.rows, self.eval_rows = as_rows(rows, read), as_rows(eval_rows, read) if len(eval_rows) else []
         self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
         self.make_loss = make_loss
         self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
@@ -380,11 +381,13 @@ class LoopState:
         "Give up what is in flight."
 
 # %% ../nbs/35_phases.ipynb #f0b51039
-def as_rows(rows: Any) -> list[Row]:
-    "Rows as they are, or loaded."
+def as_rows(rows: Any, require: Collection[str] = ()) -> list[Row]:  # require: columns that they must have
+    "Rows as they are, or loaded; raises `DataError` that names what one lacks."
     if isinstance(rows, Sequence) and len(rows) and all(isinstance(r, Row) for r in rows):
+        for row in rows:
+            check_columns(row.data, row.answer, row.where, require)
         return list(rows)
-    return load_rows(rows)
+    return load_rows(rows, require=require)
 
 
 def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
@@ -683,7 +686,9 @@ def score_phase(loop: Loop, reward_fns: Any = None, *, wait: bool | None = None)
         wait = any(fn.is_async for fn in known) or (bool(known) and loop.cfg.reward_timeout is not None)
     if not wait:
         try:
-            return blocking(lambda limits: grade(loop, fns, limits=limits), known)
+            with timed(loop, "score"):
+                groups = blocking(lambda limits: grade_groups(loop, fns, limits=limits))
+            return put_groups(loop, groups)
         except RewardError as error:  # its cause has the lines of the reward function; those between are of no use
             raise error.with_traceback(None) from error.__cause__
     said = "not graded yet: these rewards have to be awaited. Run await loop.score()."
@@ -692,19 +697,24 @@ def score_phase(loop: Loop, reward_fns: Any = None, *, wait: bool | None = None)
     return waiting
 
 # %% ../nbs/35_phases.ipynb #1f735737
-async def grade(loop: Loop, reward_fns: Any, **options: Any) -> Listing[PromptGroup]:
-    "Grade the samples, all groups at once if the limits say so."
+async def grade_groups(loop: Loop, reward_fns: Any, **options: Any) -> list[PromptGroup]:
+    "The samples of all groups, graded at once."
     rollouts, how = enter(loop.state, "score"), grading(loop, **options)
-    with timed(loop, "score"):
-        groups = await gathered([score_group(r, reward_fns, **how) for r in rollouts], how["limits"])
+    return await gathered([score_group(r, reward_fns, **how) for r in rollouts])
+
+
+def put_groups(loop: Loop, groups: list[PromptGroup]) -> Listing[PromptGroup]:
+    "Graded groups in their place in the step."
     require_some(groups)
     return loop.state.put("score", list_groups(loop.regraded(groups)))
 
 
 async def grade_in_turn(loop: Loop, reward_fns: Any) -> Listing[PromptGroup]:
-    "The same while nothing else takes the backend or the step."
+    "Grade the samples while nothing else takes the backend or the step."
     async with loop.weights.turn():
-        return await grade(loop, reward_fns)
+        with timed(loop, "score"):
+            groups = await grade_groups(loop, reward_fns)
+        return put_groups(loop, groups)
 
 # %% ../nbs/35_phases.ipynb #cb0bfd85
 def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None) -> list[PromptGroup]:

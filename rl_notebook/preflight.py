@@ -404,7 +404,7 @@ async def first_completions(
         drawn = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
     with spent.timed("score"):
         how = {"weights": task.weights, "limits": limits_of(cfg)}
-        groups = await gathered([score_group(r, task.reward_fns, **how) for r in drawn], how["limits"])
+        groups = await gathered([score_group(r, task.reward_fns, **how) for r in drawn])
     require_some(groups)
     alike = await paid_alike(task.reward_fns, asked, groups, backend.tokenizer)
     how = {"ddof": cfg.ddof, "weights": part_weights(task)}

@@ -9,10 +9,8 @@ import ast
 import asyncio
 import contextvars
 import functools
-import importlib.util
 import inspect
 import json
-import logging
 import math
 import operator
 import re
@@ -23,13 +21,11 @@ import threading
 import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -98,7 +94,6 @@ _DASHES = str.maketrans(dict.fromkeys("‐‑‒–—―−﹣－", "-") | {"�
 _POWERS = re.compile("[⁺⁻⁰¹²³⁴-⁹]+")
 _GAPS = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f'’]|\{,\}|,)(?=\d{3}(?!\d))")
 _GROUPED = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:(?:[\u00a0\u2009\u202f'’]|\{,\}|,)\d{3})+(?![\d,]*\d)")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-\d]+)\s*\}\s*\{\s*(\d+)\s*\}", re.ASCII)
 
 
 def in_ascii(text: str) -> str:
@@ -110,62 +105,64 @@ def in_ascii(text: str) -> str:
     return _GROUPED.sub(lambda m: _GAPS.sub("", m[0]), text.translate(_DASHES))
 
 # %% ../nbs/11_rewards.ipynb #b1b66f09
-_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_LATEX = (  # innermost first, until nothing changes
+_MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MAGNITUDE = rf"(?i:\s*({'|'.join(_MAGNITUDES)})s?\b|(?<=[\d)])(k)\b)"
+_REWRITES = (  # again and again, until nothing changes
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\(?:left|right|[,;! ])"), ""),
+    (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=\d)\s*x\s*(?=\d)"), "*"),
+    (re.compile(r"\\div(?![a-zA-Z])"), "/"),
+    (re.compile(r"(?<![\d.])(\d+)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"), r"(\1+\2/\3)"),
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
     (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"((\1)**(1/2))"),
     (re.compile(r"\^\s*\{([^{}]*)\}"), r"**(\1)"),
+    (re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])"), r"(\1+\2/\3)"),  # 3 1/2
+    (re.compile(rf"(?<=[\d)]){_MAGNITUDE}"), lambda m: f"*{_MAGNITUDES.get((m[1] or '').lower(), 1000)}"),
+    (re.compile(r"(?<![\w.])0+(?=\d)"), ""),
 )
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "$": None, "{": "(", "}": ")"})
-_TIMES = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=\d)\s*x\s*(?=\d)")
-_MIXED = re.compile(r"(?<![\d./^*+-])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])")  # 3 1/2
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def worked_out(answer: Any) -> Fraction | None:  # exact; None = no arithmetic over numbers, or nothing exact
-    "The value of `72`, `3+4`, `3 1/2`, `\\sqrt{16}`, `\\frac{8}{2}`, `2^{3}` or `3 \\times 4`."
-    text = _FRACTION.sub(r" \1/\2 ", _TIMES.sub("*", in_ascii(str(answer)[:201])))
-    text = _MIXED.sub(r"(\1+\2/\3)", re.sub(r"\\(?:left|right|[,;! ])", "", text).replace("\\div", "/"))
-    if len(text) > 300:
+    "The value of `72`, `3+4`, `3 1/2`, `\\sqrt{16}`, `\\frac{8}{2}`, `2^{3}`, `3 \\times 4` or `5 million`."
+    before, text = "", in_ascii(str(answer)[:201])
+    if len(text) > 200:
         return None
-    before = ""
     while text != before:
         before = text
-        for pattern, python in _LATEX:
+        for pattern, python in _REWRITES:
             text = pattern.sub(python, text)
-    text = text.translate(_SIGNS).strip()
+    return _evaluated(text.translate(_SIGNS).strip())
+
+
+def _evaluated(text: str, plain: bool = False) -> Fraction | None:
+    "The value of an expression in Python; `plain`: of + - * / over whole numbers alone. None for anything else."
+
+    def value(node: ast.AST) -> Fraction:
+        match node:
+            case ast.Constant(value=int() | float() as n) if abs(n) < math.inf and not (plain and type(n) is not int):
+                return Fraction(ast.get_source_segment(text, node) or "")
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd()) if not plain:
+                return value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+            case ast.BinOp(op=ast.Pow()) if not plain:
+                return _power(value(node.left), value(node.right))
+            case ast.BinOp() if type(node.op) in _OPERATORS:
+                return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(type(node).__name__)
+
     try:
-        return _value(ast.parse(text, mode="eval").body, text)
+        return value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
 
 
-def _value(node: ast.AST, text: str, used: Counter[int] | None = None) -> Fraction:
-    "The value of a syntax tree; with `used` only + - * / over whole numbers, which are counted; else `ValueError`."
-    if isinstance(node, ast.Constant) and type(node.value) is int and used is not None:
-        used[node.value] += 1
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float if used is None else int):
-        return Fraction(repr(node.value) if "inf" in repr(node.value) else ast.get_source_segment(text, node) or "")
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd) and used is None:
-        value = _value(node.operand, text)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and used is None:
-        return _power(_value(node.left, text), _value(node.right, text))
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left, text, used), _value(node.right, text, used))
-    raise ValueError(type(node).__name__)
-
-# %% ../nbs/11_rewards.ipynb #267a29fa
 def _power(a: Fraction, b: Fraction) -> Fraction:
     "A whole power that stays small, or an exact square root; else `ValueError`."
     if b == Fraction(1, 2) and a >= 0:
-        up, down = math.isqrt(a.numerator), math.isqrt(a.denominator)
-        if Fraction(up**2, down**2) == a:
-            return Fraction(up, down)
+        root = Fraction(math.isqrt(a.numerator), math.isqrt(a.denominator))
+        if root * root == a:
+            return root
     bits = max(a.numerator.bit_length(), a.denominator.bit_length())
     if b.denominator != 1 or abs(b) * bits > 4096:
         raise ValueError("power")
@@ -176,13 +173,11 @@ _NOISE = re.compile(r"\\?[$%]|[€£¥¢]|\\[,;!: ()\[\]]|~|\\left|\\right|(?<=[
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])|^\s*-\s+(?=[\d.])", re.IGNORECASE)
 _ALGEBRA = re.compile(r"\b[a-z]\s*[-+]\s*\d", re.IGNORECASE)
-_MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_MAGNITUDES["k"] = 1000
-_MAGNITUDE = rf"(?:(?:\s*(?:{'|'.join([*_MAGNITUDES][:-1])})s?\b)+|k\b)"
-_COUNTED = re.compile(rf"\d\s*(?:\\text\{{)?{_MAGNITUDE}", re.IGNORECASE)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-\d]+)\s*\}\s*\{\s*(\d+)\s*\}")
+_COUNTED = re.compile(rf"\d\s*(?:\\text\{{)?{_MAGNITUDE}")
 _NUMBER = re.compile(
-    r"(?<![\w.,+\-/<>≤≥≠±])(?<![<>≤≥≠±]\s)([-+]?)((?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?)"
-    rf"(?:\s+(\d+)\s*(?=/\s*\d))?(?:\s*/\s*(\d+))?({_MAGNITUDE})?(?![\d,./]*\d|\s*[,;]\s*\d|[xyzni]\b)",
+    r"(?<![\w.,+\-/<>≤≥≠±])(?<![<>≤≥≠±]\s)[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
+    rf"(?:\s+\d+\s*(?=/\s*\d))?(?:\s*/\s*\d+)?(?:{_MAGNITUDE})*(?![\d,./]*\d|\s*[,;]\s*\d|[xyzni]\b)",
     re.ASCII | re.IGNORECASE,
 )
 
@@ -202,12 +197,7 @@ def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not o
     found = list(_NUMBER.finditer(text))
     if len(found) != 1 or re.search(r"[\d\\^*!√π±]|\bpi\b", _NUMBER.sub("", text)) or _ALGEBRA.search(text):
         return None
-    sign, body, above, below, many = found[0].groups()
-    if below is not None and int(below) == 0:
-        return None
-    size = math.prod(_MAGNITUDES[w.removesuffix("s")] for w in (many or "").lower().split())
-    value = Fraction(body) + Fraction(f"{above}/{below}") if above else Fraction(body) / int(below or 1)
-    return (-value if sign == "-" else value) * size
+    return worked_out(found[0][0])
 
 # %% ../nbs/11_rewards.ipynb #f771f40a
 _KINDS = """mm 1/1000 cm 1/100 m 1 meter 1 metre 1 km 1000
@@ -221,7 +211,7 @@ $ 1 dollar 1 usd 1 ¢ 1/100 cent 1/100
 percent 1 % 1"""  # a line a kind: each unit, and how much it is
 _LINES = [kind.split() for kind in _KINDS.split("\n")]
 UNITS = {unit: (kind[0], Fraction(much)) for kind in _LINES for unit, much in zip(kind[::2], kind[1::2], strict=True)}
-_UNIT = re.compile(rf"\d(?:{_MAGNITUDE})?[\s*_]*(?:\\?[,; ])?([a-z]+|\\?[%$€¢])|([$€])\s*-?[\d.]", re.IGNORECASE)
+_UNIT = re.compile(rf"\d(?:{_MAGNITUDE})*[\s*_]*(?:\\?[,; ])?([a-z]+|\\?[%$€¢])|([$€])\s*-?[\d.]", re.IGNORECASE)
 
 
 def unit_of(answer: Any) -> tuple[str, Fraction] | None:  # the smallest unit of its kind, how much it is
@@ -230,7 +220,7 @@ def unit_of(answer: Any) -> tuple[str, Fraction] | None:  # the smallest unit of
     text = (re.sub(r"\$", "", text) if text.count("$") % 2 == 0 else text).replace("＄", "$")  # $…$ is LaTeX
     if re.search(r"[/^]\s*\(?[a-z\d]|\b(?:per|sq|square|cubic)\b|[a-z]\^", text, re.IGNORECASE):
         return None  # a speed, an area
-    found = [(a or b).strip("\\").lower() for a, b in _UNIT.findall(text)]
+    found = [(a or b).strip("\\").lower() for *_, a, b in _UNIT.findall(text)]
     plural = lambda word: (word, *(word.removesuffix(end) for end in ("s", "es") if len(word) > 3))
     known = [UNITS[u] for word in found if (u := next((w for w in plural(word) if w in UNITS), ""))]
     return known[0] if len(known) == 1 else None
@@ -358,17 +348,10 @@ def countdown_reward(
     nums: Sequence[int],  # column: the numbers to make it from
 ) -> float:
     "1 when the final answer is an expression over `nums`, each used at most once, that makes `target`, else 0."
-    given = final_answer(text)
-    if given is None or len(given) > 200:
-        return 0.0
-    used: Counter[int] = Counter()
-    try:
-        said = given.partition("=")[0].strip()
-        value = _value(ast.parse(said, mode="eval").body, said, used)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return 0.0  # what the model wrote is not such an expression
-    allowed = Counter(int(n) for n in nums)
-    return float(value == target and all(used[n] <= allowed[n] for n in used))
+    said = (final_answer(text) or "").partition("=")[0].strip()
+    used, allowed = Counter(map(int, re.findall(r"\d+", said[:201], re.ASCII))), Counter(int(n) for n in nums)
+    value = _evaluated(said, plain=True) if len(said) <= 200 else None  # what the model wrote may be no such expression
+    return float(value == target and used <= allowed)
 
 # %% ../nbs/11_rewards.ipynb #b3de72ce
 T = TypeVar("T")
@@ -383,83 +366,79 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
         return None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
 
-async def in_thread(call: Callable[[], Any]) -> Outcome:
+def _new_thread(run: Callable[[], Any]) -> None:
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+
+
+async def in_thread(
+    call: Callable[[], Any],
+    began: list[asyncio.Future[Outcome]] | None = None,  # the call is noted here
+    start: Callable[[Callable[[], bool]], None] = _new_thread,  # runs a function that says whether the call failed
+) -> Outcome:
     "A call in a thread of its own; after a cancellation nothing waits for it, not even the end of the process."
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Outcome] = loop.create_future()
 
-    def run() -> None:
+    def run() -> bool:
         outcome = outcome_of(call)
         with suppress(RuntimeError):  # the event loop was closed
-            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
+            loop.call_soon_threadsafe(done.set_result, outcome)
+        return outcome[1] is not None
 
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-    return await done
+    start(run)
+    if began is not None:
+        began.append(done)
+    return await asyncio.shield(done)
 
 # %% ../nbs/11_rewards.ipynb #56faeb8b
-def _math_worker(descriptor: int, patience: float) -> None:
-    "Compare (gold, text) from a pipe until it closes: true, false, or None where gold cannot be parsed."
-    from math_verify import parse, verify  # the extra `math`
+_JUDGE = """
+import json, logging, signal, sys
+from math_verify import parse, verify
 
-    logging.disable(logging.CRITICAL)
-    read, pipe = functools.partial(parse, parsing_timeout=None), Connection(descriptor)  # pyright: ignore[reportArgumentType]
-    pipe.send("ready")
-    with suppress(EOFError):
-        while True:
-            gold, text = pipe.recv()
-            signal.setitimer(signal.ITIMER_REAL, patience)  # nothing handles the alarm, so it ends this process
-            truth = read(gold)
-            given = read(text) if truth else []
-            verdict = verify(truth, given, timeout_seconds=None) if truth else None
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            pipe.send(verdict)
+logging.disable(logging.CRITICAL)
+for line in sys.stdin:
+    gold, text, patience = json.loads(line)
+    signal.setitimer(signal.ITIMER_REAL, patience)  # nothing handles the alarm, so it ends this process
+    truth = parse(gold, parsing_timeout=None)
+    verdict = verify(truth, parse(text, parsing_timeout=None), timeout_seconds=None) if truth else None
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    print(json.dumps(verdict), flush=True)
+"""
 
-# %% ../nbs/11_rewards.ipynb #21d8117a
+
 class MathVerify:
-    "Symbolic equality of the final answer and the row's, judged in a worker process; use it as a reward function."
+    "Symbolic equality of the final answer and the row's, judged in a process of its own; use it as a reward function."
 
     def __init__(self, timeout: float = 5.0):  # seconds for one comparison
-        if importlib.util.find_spec("math_verify") is None:
-            raise MissingExtra("the math_verify reward needs its package: pip install 'rl-notebook[math]'")
+        try:
+            import math_verify  # noqa: F401
+        except ImportError as reason:
+            raise MissingExtra("the math_verify reward needs its package: pip install 'rl-notebook[math]'") from reason
         self.timeout = timeout
         self.timeouts = self.crashes = 0  # comparisons that were given up
         self._lock = threading.Lock()
         self._worker: Any = None  # subprocess.Popen
 
-    def _start(self) -> None:
-        "A fresh worker that has said that it is ready."
-        self._pipe, theirs = Pipe()
-        code = f"from rl_notebook.rewards import _math_worker; _math_worker({theirs.fileno()}, {self.timeout!r})"
-        quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        worker: Any = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], **quiet)
-        theirs.close()
-        self._worker = worker
-        weakref.finalize(self, worker.kill)
-        with suppress(EOFError):
-            if self._pipe.poll(120) and self._pipe.recv() == "ready":
-                return
-        worker.kill()
-        raise RewardError("math_verify", got="no sign of life from its worker process", expected="'ready' within 120 s")
-
     def compare(self, text: str, gold: str) -> bool | None:  # None = unscorable
         "Whether two mathematical texts mean the same; blocks until the verdict or the time limit."
         with self._lock:
             if self._worker is None or self._worker.poll() is not None:
-                self._start()
-            worker: Any = self._worker
+                pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+                self._worker = subprocess.Popen([sys.executable, "-c", _JUDGE], text=True, **pipes)
+                weakref.finalize(self, self._worker.kill)
+            worker = self._worker
             try:
-                self._pipe.send((gold, text))
-                if not self._pipe.poll(self.timeout + 10):  # stopped, so that no alarm reaches it
-                    worker.kill()
-                return self._pipe.recv()
-            except (EOFError, OSError):
-                late = worker.wait() == -signal.SIGALRM
-                self.timeouts, self.crashes = self.timeouts + late, self.crashes + (not late)
-                return None
+                with suppress(BrokenPipeError):
+                    print(json.dumps([gold, text, self.timeout]), file=worker.stdin, flush=True)
+                verdict = worker.stdout.readline()
             except BaseException:  # an interrupt: this verdict must not be taken for that of the next comparison
                 worker.kill()
                 worker.wait()
                 raise
+            if not verdict:
+                late = worker.wait() == -signal.SIGALRM
+                self.timeouts, self.crashes = self.timeouts + late, self.crashes + (not late)
+            return json.loads(verdict or "null")
 
     async def __call__(self, text: str, answer: Any) -> float | None:
         "1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided."
@@ -506,9 +485,8 @@ def _parameters(function: Callable[..., Any], name: str) -> dict[str, inspect.Pa
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError) as e:
-        raise RewardError(
-            f"reward function {name!r}", got=quoted(function), expected="a function whose parameters can be read"
-        ) from e
+        expected = "a function whose parameters can be read"
+        raise RewardError(f"reward function {name!r}", got=quoted(function), expected=expected) from e
 
 # %% ../nbs/11_rewards.ipynb #f22b467d
 def reward_style(function: Callable[..., Any], name: str = "reward") -> str:
@@ -537,12 +515,11 @@ class RewardFn:
     weight: float = 1.0  # in the sum; 0 = only watched
 
     def __post_init__(self):
+        where = f"reward function {self.name!r}"
         if self.style not in _STYLES:
-            raise RewardError(
-                "style", where=f"reward function {self.name!r}", got=self.style, expected=f"one of {_STYLES}"
-            )
+            raise RewardError("style", where=where, got=self.style, expected=f"one of {_STYLES}")
         if not isinstance(self.weight, int | float) or not abs(self.weight) <= LARGEST:
-            where, expected = f"reward function {self.name!r}", f"a finite number, at most {LARGEST:g} in size"
+            expected = f"a finite number, at most {LARGEST:g} in size"
             raise RewardError("weight", where=where, got=quoted(self.weight), expected=expected)
         _parameters(self.function, self.name)
 
@@ -550,12 +527,6 @@ class RewardFn:
     def is_async(self) -> bool:
         "Whether calling it gives an awaitable."
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(innermost(self.function))
-
-    @property
-    def needs_answer(self) -> bool:
-        "Whether it cannot be called without the row's answer."
-        parameters = list(_parameters(self.function, self.name).values())[int(self.style == "native") :]
-        return any(p.name in ANSWER_COLUMNS and p.default is p.empty for p in parameters)
 
 # %% ../nbs/11_rewards.ipynb #4f1e4ec8
 REWARDS: dict[str, Callable[..., Any]] = {
@@ -637,8 +608,8 @@ def _make_group(
     "Completions, samples or plain texts as a group."
     texts, tokens, messages = [], [], []
     for c in completions:
-        text = c if isinstance(c, str) else c.text
         info = c.info if isinstance(c, RolloutSample) else {}
+        text = "<think>" * bool(info.get("unfinished_thinking")) + (c if isinstance(c, str) else c.text)
         ids = c.tokens[c.loss_mask == 1] if isinstance(c, RolloutSample) else getattr(c, "tokens", ())
         texts.append(text)
         tokens.append([int(t) for t in ids])
@@ -732,30 +703,35 @@ def _sample_arguments(style: str, group: _Group, i: int, columns: Mapping[str, A
     state = _state(group, i)
     return {"parser": PARSER, **columns, **state, "state": {**columns, **state}}
 
+
+def _arguments(fn: RewardFn, group: _Group, logs: _Logs) -> list[dict[str, Any]]:
+    "What a function is offered: once for the group, or for each sample."
+    names = _parameters(fn.function, fn.name)
+    columns = _columns(group, names)
+    if fn.style == "trl":
+        return [_trl_arguments(group, columns, logs, names)]
+    return [_sample_arguments(fn.style, group, i, columns, logs) for i in range(len(group.texts))]
+
 # %% ../nbs/11_rewards.ipynb #0958a500
+def _missing(fn: RewardFn, arguments: Mapping[str, Any]) -> list[str]:
+    "Parameters that need a value, and for which there is none."
+    named = list(_parameters(fn.function, fn.name).values())[int(fn.style == "native") :]
+    needed = [p for p in named if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return [p.name for p in needed if p.name not in arguments or p.kind is p.POSITIONAL_ONLY]
+
+
 def _bind(fn: RewardFn, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
     "Those of the arguments that the function takes, by name; `RewardError` when it needs others."
-    parameters, kinds = list(_parameters(fn.function, fn.name).values()), inspect.Parameter
-    named = parameters[1:] if fn.style == "native" else parameters
-    missing = [
-        p.name
-        for p in named
-        if p.default is kinds.empty
-        and p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
-        and (p.name not in arguments or p.kind is kinds.POSITIONAL_ONLY)
-    ]
+    parameters, missing = list(_parameters(fn.function, fn.name).values()), _missing(fn, arguments)
     if missing or not parameters:
-        raise RewardError(
-            f"reward function {fn.name!r} ({fn.style} style)",
-            where=where,
-            got=f"no value for its parameter {', '.join(missing) or '(it has none)'}",
-            expected=f"parameters among {', '.join(sorted(arguments))}",
-            fix="Is it a column? Does the row have an answer? Pass style= if the function was taken for another kind.",
-        )
-    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
-        first = parameters[0].name if fn.style == "native" else None
-        return {k: v for k, v in arguments.items() if k != first}
-    return {p.name: arguments[p.name] for p in named if p.name in arguments}
+        what, known = f"reward function {fn.name!r} ({fn.style} style)", ", ".join(sorted(arguments))
+        got = f"no value for its parameter {', '.join(missing) or '(it has none)'}"
+        fix = "Is it a column? Does the row have an answer? Pass style= if the function was taken for another kind."
+        raise RewardError(what, where=where, got=got, expected=f"parameters among {known}", fix=fix)
+    first = [p.name for p in parameters[: int(fn.style == "native")]]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = arguments if takes_all else [p.name for p in parameters]
+    return {n: arguments[n] for n in names if n in arguments and n not in first}
 
 # %% ../nbs/11_rewards.ipynb #dbb2129e
 def _number(value: Any, fn: RewardFn, where: str, text: str) -> float:  # NaN = unscorable
@@ -771,12 +747,8 @@ def _number(value: Any, fn: RewardFn, where: str, text: str) -> float:  # NaN = 
             limit = f" of at most {LARGEST:g} in size"
     except Exception as e:  # of a foreign type
         raise _raised(fn, where, text, e) from e
-    raise RewardError(
-        f"reward function {fn.name!r}",
-        where=where,
-        got=f"{quoted(number)} for completion {text[:80]!r}",
-        expected=f"a finite number{limit}, or None for unscorable",
-    )
+    got, expected = f"{quoted(number)} for completion {text[:80]!r}", f"a finite number{limit}, or None for unscorable"
+    raise RewardError(f"reward function {fn.name!r}", where=where, got=got, expected=expected)
 
 # %% ../nbs/11_rewards.ipynb #f7e621ed
 def _score_of_dict(value: Any, logs: _Logs) -> Any:
@@ -798,24 +770,18 @@ def _group_values(result: Any, fn: RewardFn, group: _Group) -> list[Any]:
         raise _raised(fn, group.where(), group.texts[0], e) from e
     if not isinstance(values, list | tuple) or len(values) != n:
         got = f"{len(values)} values" if isinstance(values, list | tuple) else quoted(values)
-        raise RewardError(
-            f"reward function {fn.name!r}",
-            where=group.where(),
-            got=f"{got} for {n} completions, the first {group.texts[0][:80]!r}",
-            expected=f"a list of {n}, one per completion",
-        )
+        got += f" for {n} completions, the first {group.texts[0][:80]!r}"
+        expected = f"a list of {n}, one per completion"
+        raise RewardError(f"reward function {fn.name!r}", where=group.where(), got=got, expected=expected)
     return list(values)
 
 # %% ../nbs/11_rewards.ipynb #b5175200
 def _raised(fn: RewardFn, where: str, text: str, error: BaseException) -> RewardError:
     "What to say when a reward function raises."
-    return RewardError(
-        f"reward function {fn.name!r} raised",
-        where=where,
-        got=f"{type(error).__name__}: {plain_text(error)} for completion {text[:80]!r}",
-        expected="a finite number, or None for unscorable",
-        fix="The traceback above says where; a reward that cannot judge returns None.",
-    )
+    got = f"{type(error).__name__}: {plain_text(error)} for completion {text[:80]!r}"
+    fix = "The traceback above says where; a reward that cannot judge returns None."
+    expected = "a finite number, or None for unscorable"
+    return RewardError(f"reward function {fn.name!r} raised", where=where, got=got, expected=expected, fix=fix)
 
 # %% ../nbs/11_rewards.ipynb #fb5d1d64
 OF_THREADS = "main thread", "created in a thread", "event loop in thread", "no running event loop"  # in errors
@@ -849,87 +815,102 @@ def uses_alarms(function: Any) -> bool:
 
 @dataclass(eq=False)
 class Limits:
-    "How reward functions are called: how many at once, and for how long."
+    "How reward functions are called: how many at once, for how long, and in which thread."
 
-    most: int = 32  # calls at once; 0 = one after another, plain functions in the thread of the caller
+    most: int = 32  # calls at once; 0 = one by one, in no thread
     timeout: float | None = None  # seconds for one call; one that takes longer is unscorable
-    _slots: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
+    here: SimpleQueue[Any] | None = field(default=None, repr=False)  # calls of plain functions, see `blocking`
+    _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
     _staying: set[int] = field(default_factory=set, repr=False)  # ids of functions that raised an error about threads
+    _given_up: int = field(default=0, repr=False)  # calls whose threads go on
 
-    def slot(self) -> Any:
-        "Room for one call, for an `async with` block."
-        if not self.most or _HELD.get():  # a reward that asks for others has its room already
-            return nullcontext()
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[list[asyncio.Future[Outcome]]]:
+        "Room for one call, until the block is over and the calls in threads that it has noted in this list."
+        if _HELD.get():  # a reward that asks for others has its room already
+            yield []
+            return
         _HELD.set(True)  # in the task of this call
-        if self._slots[0] is not (loop := asyncio.get_running_loop()):
-            self._slots = loop, asyncio.Semaphore(self.most)
-        return self._slots[1]
+        if self._room[0] is not (loop := asyncio.get_running_loop()):
+            self._room, self._given_up = (loop, asyncio.Semaphore(self.most or 1)), 0
+        calls, room = list[asyncio.Future[Outcome]](), self._room[1]
+        self._check_room()
+        await room.acquire()
+        try:
+            yield calls
+        finally:
+            going_on = [c for c in calls if not c.done()]
+            self._given_up += len(going_on)
+            for c in going_on:
+                c.add_done_callback(lambda _: self._come_back(room))
+            if not going_on:
+                room.release()
+        self._check_room()
+
+    def _come_back(self, room: asyncio.Semaphore) -> None:
+        self._given_up -= 1
+        room.release()
+
+    def _check_room(self) -> None:
+        if self._given_up >= (self.most or 1):
+            got = f"{self._given_up} calls that were given up, and whose threads go on"
+            fix = "Let the functions limit their time themselves, or raise max_concurrent_rewards."
+            raise RewardError("no room for a reward", got=got, expected="calls that end", fix=fix)
 
     def stays(self, function: Callable[..., Any]) -> bool:
         "Whether a function is called in the thread of the event loop."
         call = getattr(function, "__call__", None)  # noqa: B004
-        awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-        if awaited or not self.most or id(function) in self._staying:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call) or is_ours(function):
             return True
-        return is_ours(function) or uses_alarms(innermost(function))
+        alarms = id(function) in self._staying or uses_alarms(innermost(function))
+        return not self.most or (alarms and self.here is None)
 
-    async def in_thread(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome | None:
-        "What a call comes to in a thread; None where it is to be called here."
-        if self.stays(function):
-            return None
-        outcome = await in_thread(call)
-        if any(words in str(outcome[1] or "") for words in OF_THREADS):
+    async def outcome(self, function: Callable[..., Any], call: Callable[[], Any], began: list[Any]) -> Outcome:
+        "What a call comes to, made in the thread where it belongs; notes it in a list if it is another one."
+        if not self.stays(function):
+            outcome = await in_thread(call, began, _new_thread if self.here is None else self.here.put)
+            if self.here is not None or not any(words in str(outcome[1] or "") for words in OF_THREADS):
+                return outcome
             self._staying.add(id(function))
-            return None
-        return outcome
+        return outcome_of(call)
 
 
-LIMITS, ONE_BY_ONE = Limits(), Limits(most=0)
+LIMITS = Limits()
 _HELD: contextvars.ContextVar[bool] = contextvars.ContextVar("_HELD", default=False)  # room for a call
 LATE = object()  # in place of a reward that did not come in time
 
 # %% ../nbs/11_rewards.ipynb #1b2c786b
 async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits) -> Any:
     "One call, with its exceptions named; `LATE` when it took too long."
-    text, clock, timeout = group.texts[i or 0], None, None if is_ours(fn.function) else limits.timeout
+    text, timeout = group.texts[i or 0], None if is_ours(fn.function) else limits.timeout
     first = [text] if fn.style == "native" else []
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
-    try:
-        async with limits.slot(), nullcontext() if timeout is None else asyncio.timeout(None) as clock:
-            if clock is not None:  # it begins once there is room
-                clock.reschedule(asyncio.get_running_loop().time() + (timeout or 0))
-            outcome = await limits.in_thread(fn.function, call)
-            result, error = outcome_of(call) if outcome is None else outcome
-            if error is not None:
-                raise RuntimeError("GeneratorExit") if isinstance(error, GeneratorExit) else error
-            return await result if isinstance(result, Awaitable) else result
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:  # whatever a user's function raises, sys.exit() too
-        if isinstance(e, GeneratorExit) and limits is ONE_BY_ONE:
-            raise  # it is this coroutine that is closed
-        if clock is not None and clock.expired():
-            return LATE
-        task = None if limits is ONE_BY_ONE else asyncio.current_task()  # without an event loop there is none
-        if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # it is this coroutine that is cancelled
-        theirs = e.__traceback__ and e.__traceback__.tb_next  # the lines of the function, without the one that calls it
-        raise _raised(fn, group.where(i), text, e) from (e.with_traceback(theirs) if theirs else e)
+    async with limits.place() as began:
+        clock = asyncio.timeout(timeout)  # from when there is room
+        try:
+            async with clock:
+                result, error = await limits.outcome(fn.function, call, began)
+                if error is not None:
+                    raise RuntimeError("GeneratorExit") if isinstance(error, GeneratorExit) else error
+                result = await result if isinstance(result, Awaitable) else result
+                return LATE if asyncio.get_running_loop().time() > (clock.when() or math.inf) else result
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # whatever a user's function raises, sys.exit() too
+            if clock.expired():
+                return LATE
+            task = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # it is this coroutine that is cancelled
+            theirs = e.__traceback__ and e.__traceback__.tb_next  # without the line that calls it
+            raise _raised(fn, group.where(i), text, e) from (e.with_traceback(theirs) if theirs else e)
 
 # %% ../nbs/11_rewards.ipynb #55cfe6fd
-async def gathered(calls: Sequence[Coroutine[Any, Any, T]], limits: Limits) -> list[T]:
+async def gathered(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     "Results in order; the first failure cancels the rest."
-    if not limits.most:
-        try:
-            return [await c for c in calls]
-        finally:
-            for c in calls:
-                c.close()
     tasks = [asyncio.ensure_future(c) for c in calls]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = next((t for t in tasks if t in done and t.exception() is not None), None)
-        return [t.result() for t in tasks] if failed is None else [failed.result()]
+        return await asyncio.gather(*tasks)
     finally:
         for t in tasks:
             t.cancel()
@@ -937,18 +918,16 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, T]], limits: Limits) -> l
 # %% ../nbs/11_rewards.ipynb #67ee88c7
 async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> np.ndarray:  # (n,), NaN = unscorable
     "The rewards of one function for one group."
-    names, n = _parameters(fn.function, fn.name), len(group.texts)
-    columns = _columns(group, names)
+    offered, n = _arguments(fn, group, logs), len(group.texts)
     if limits.timeout is not None and limits.stays(fn.function) and not (fn.is_async or is_ours(fn.function)):
         got, fix = f"{fn.name}, which runs in the main thread", "Leave it out, or let that function limit itself."
         raise RewardError("reward_timeout", got=got, expected="functions that can be called in a thread", fix=fix)
     if fn.style == "trl":
-        found = await _call(fn, group, None, _trl_arguments(group, columns, logs, names), limits)
+        found = await _call(fn, group, None, offered[0], limits)
         results = [LATE] * n if found is LATE else _group_values(found, fn, group)
     else:
-        given = [_sample_arguments(fn.style, group, i, columns, logs) for i in range(n)]
-        calls = [_call(fn, group, i, arguments, limits) for i, arguments in enumerate(given)]
-        results = [_score_of_dict(r, logs) for r in await gathered(calls, limits)]
+        calls = [_call(fn, group, i, arguments, limits) for i, arguments in enumerate(offered)]
+        results = [_score_of_dict(r, logs) for r in await gathered(calls)]
     if fn.weight:
         late = f"{fn.name} took longer than {limits.timeout} s (reward_timeout)"
         logs.late.update({i: late for i, r in enumerate(results) if r is LATE})
@@ -981,7 +960,7 @@ class Scores:
 
     def to_frame(self) -> Any:
         "The table as a pandas DataFrame, for looking at."
-        import pandas as pd  # slow to import, and the math worker imports this module
+        import pandas as pd  # slow to import
 
         columns = {f.name: v for f, v in zip(self.functions, self.values, strict=True)}
         return pd.DataFrame({**columns, "reward": self.totals, **self.extra})
@@ -997,21 +976,25 @@ def weighted_total(
     return np.where(spoke.any(axis=0), np.where(spoke, table * w[:, None], 0.0).sum(axis=0), np.nan)
 
 # %% ../nbs/11_rewards.ipynb #812088b5
-def _check_functions(fns: Sequence[RewardFn]) -> None:
-    "There are functions, with different names, and not all of them are only watched."
+def as_reward_fns(source: Any, weights: Sequence[float] | None = None) -> tuple[RewardFn, ...]:
+    "One or several reward functions of any signature, or their names; with other names, and not all only watched."
+    fns = tuple(reward_fn(f) for f in (source if isinstance(source, list | tuple) else [source]))
+    if weights is not None and len(weights) != len(fns):
+        raise RewardError("weights", got=len(weights), expected=f"{len(fns)}, one per reward function")
+    fns = fns if weights is None else tuple(replace(f, weight=w) for f, w in zip(fns, weights, strict=True))
     repeated = [name for name, count in Counter(f.name for f in fns).items() if count > 1]
     if not fns or repeated or all(f.weight == 0 for f in fns):
         got = "no reward function" if not fns else f"{repeated[0]!r} twice" if repeated else "weights that are all 0"
         fix = "Name them: reward_fn(f, name=...)." if repeated else None
         raise RewardError("reward functions", got=got, expected="different ones, one of them with a weight", fix=fix)
-
-# %% ../nbs/11_rewards.ipynb #fd9f6b2b
-def as_reward_fns(source: Any) -> tuple[RewardFn, ...]:  # one function or name, or several
-    "One or several reward functions of any signature, checked."
-    several = source if isinstance(source, list | tuple) else [source]
-    fns = tuple(reward_fn(f) for f in several)
-    _check_functions(fns)
     return fns
+
+# %% ../nbs/11_rewards.ipynb #f62be2ad
+def columns_read(source: Any) -> list[str]:  # source: one or several reward functions
+    "Columns without which reward functions cannot be called; `answer` for whichever column holds it."
+    bare = _make_group([""], Row("", prompt=""), None, 0, None)
+    names = [n for fn in as_reward_fns(source) for n in _missing(fn, _arguments(fn, bare, _Logs())[0])]
+    return list(dict.fromkeys("answer" if n in ANSWER_COLUMNS else n for n in names))
 
 # %% ../nbs/11_rewards.ipynb #e0556872
 async def score(
@@ -1026,65 +1009,43 @@ async def score(
     limits: Limits = LIMITS,  # how many calls at once, and for how long
 ) -> Scores:
     "Rewards of the completions of one prompt; raises `RewardError` when a function misbehaves."
-    fns = as_reward_fns(reward_fns)
-    if weights is not None:
-        if len(weights) != len(fns):
-            raise RewardError("weights", got=len(weights), expected=f"{len(fns)}, one per reward function")
-        fns = tuple(replace(f, weight=w) for f, w in zip(fns, weights, strict=True))
-        _check_functions(fns)
+    fns = as_reward_fns(reward_fns, weights)
     if not completions:
         raise RewardError("completions", where=row.where, got="none", expected="at least 1")
     g, logs = _make_group(completions, row, group, sample, step), _Logs()
-    values = tuple(await gathered([_values(f, g, logs, limits) for f in fns], limits))
+    values = tuple(await gathered([_values(f, g, logs, limits) for f in fns]))
     for column, cells in logs.extra.items():
-        if len(cells) != len(g.texts):
-            raise RewardError(
-                f"log_extra({column!r})", where=g.where(), got=len(cells), expected=f"{len(g.texts)} values"
-            )
+        if len(cells) != (n := len(g.texts)):
+            raise RewardError(f"log_extra({column!r})", where=g.where(), got=len(cells), expected=f"{n} values")
     totals = weighted_total(values, [f.weight for f in fns])
     totals[list(logs.late)] = np.nan
     metrics = {k: float(np.mean(sorted(v))) for k, v in sorted(logs.metrics.items())}
     return Scores(fns, values, frozen_array(totals, np.float64), logs.extra, metrics, logs.late)
 
 # %% ../nbs/11_rewards.ipynb #f568cc6b
-def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]], fns: Sequence[RewardFn]) -> T:
-    "The result of a job that asks these functions, for callers that cannot await."
-    if any(f.is_async for f in fns):
-        return beside(job(LIMITS))
-    coroutine = job(ONE_BY_ONE)
-    try:
-        coroutine.send(None)  # plain functions never suspend, so one push runs it to its end
-    except StopIteration as done:
-        return done.value
-    coroutine.close()
-    what, fix = f"reward functions {', '.join(f.name for f in fns)}", "Write async def, or await loop.score(wait=True)."
-    raise RewardError(what, got="one that awaits but is no async def", expected="async def", fix=fix)
-
-# %% ../nbs/11_rewards.ipynb #06b697fa
-def beside(coroutine: Coroutine[Any, Any, T]) -> T:
-    "The result of a coroutine from an event loop in a thread; an interrupt cancels it."
-    done, began = Future[T](), dict[str, Any]()
+def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]]) -> T:
+    "The result of a job that asks reward functions, for callers that cannot await."
+    here, began = SimpleQueue[Any](), dict[str, Any]()
 
     async def noted() -> T:
         began.update(loop=asyncio.get_running_loop(), task=asyncio.current_task())
-        return await coroutine
+        return await job(Limits(here=here))
 
-    def run() -> None:
-        try:
-            with asyncio.Runner() as runner:
-                done.set_result(runner.run(noted()))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    _new_thread(lambda: here.put(outcome_of(lambda: asyncio.run(noted()))))
     try:
-        return done.result()
+        failed = False  # then no other function is called
+        while callable(found := here.get()):
+            failed = failed or found()
     except KeyboardInterrupt:
-        if began and not done.done():
+        if began:
             began["loop"].call_soon_threadsafe(began["task"].cancel)
         raise
+    result, error = found
+    if error is not None:
+        raise error
+    return result
 
-# %% ../nbs/11_rewards.ipynb #3b2e5ed9
+# %% ../nbs/11_rewards.ipynb #06b697fa
 def score_blocking(
     completions: Sequence[Completion | RolloutSample | str],  # of one prompt
     row: Row,  # its task
@@ -1093,8 +1054,7 @@ def score_blocking(
     **options: Any,  # `group`, `sample`, `step` of `score`
 ) -> Scores:
     "`score` for callers that cannot await; blocks until all rewards are there."
-    fns = as_reward_fns(reward_fns)
-    return blocking(lambda limits: score(completions, row, fns, weights, **options, limits=limits), fns)
+    return blocking(lambda limits: score(completions, row, reward_fns, weights, **options, limits=limits))
 
 # %% ../nbs/11_rewards.ipynb #5c048c42
 def graded(

@@ -28,7 +28,6 @@ from torch import nn
 __all__ = ['Roofs', 'roofs_of']
 
 # %% ../nbs/17_roofs.ipynb #fc4b4215
-from .data import cache_dir
 from .names import write_file
 
 # %% ../nbs/17_roofs.ipynb #49c95a22
@@ -224,7 +223,8 @@ def roofs_file(size: ModelSize) -> Path:
     "Where the roofs of this machine for such a model are kept."
     key = hashlib.sha256(json.dumps(_about(size), sort_keys=True).encode()).hexdigest()[:16]
     name = "".join(c if c.isalnum() or c in "-." else "_" for c in platform.node())[:64]
-    return cache_dir() / "roofs" / f"{name}-{key}.json"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "rl_notebook" / "roofs" / f"{name}-{key}.json"
 
 
 def known_roofs(size: ModelSize | None) -> Roofs | None:

@@ -907,7 +907,8 @@ def sampling_rules(c: Any) -> Iterator[str]:
 # %% ../nbs/08_settings.ipynb #d7261944
 def on_hub(dataset: str) -> bool:
     "Whether a data set is read by `datasets`: a name of the hub, or a folder shaped like one."
-    ours = NAMED.fullmatch(dataset) or Path(dataset).suffix in (".jsonl", ".json", ".parquet", ".pq")
+    file = os.path.isfile(dataset) or Path(dataset).suffix in (".jsonl", ".json", ".csv", ".gz", ".parquet", ".pq")
+    ours = file or NAMED.fullmatch(dataset)
     return not ours and bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", dataset) or os.path.isdir(dataset))
 
 

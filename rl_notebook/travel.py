@@ -236,7 +236,7 @@ async def replay_score(
         return PhaseComparison("score", None, note="graded by the rollout function while it drew")
     source = drawn if loop.task.reward_fns is None else ungraded(record, prompts)
     calls = [score_group(r, loop.task.reward_fns, **grading(loop, min_group_size=1)) for r in source]
-    again = await gathered(calls, loop.limits)
+    again = await gathered(calls)
     return compare("score", reward_pieces(again, record.groups))
 
 # %% ../nbs/44_travel.ipynb #23b5e6a4

@@ -550,8 +550,8 @@ def reward_lab(
             "advantages", where=where, got="ones that follow no known rule", expected=f"{SCALES}", fix=fix
         )
     scale, own_ddof = found or ("std", 1)
-    again = lambda limits: gathered([regrade(g, fns, weights, record.step, limits) for g in record.groups], limits)
-    regraded = blocking(again, fns)
+    again = lambda limits: gathered([regrade(g, fns, weights, record.step, limits) for g in record.groups])
+    regraded = blocking(again)
     rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof}
     rule["weights"] = {f.name: w for f, w in zip(fns, weights or [f.weight for f in fns], strict=True)}
     new = with_advantages([g for g, _ in regraded], **rule)

@@ -1,6 +1,6 @@
 "Rows from every source, the download cache, the cursor, and the sample that ships."
 
-import hashlib
+import gzip
 import json
 import re
 import threading
@@ -8,14 +8,17 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import httpx
 import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_notebook.backends.local import open_local
+from rl_notebook.config import Config
 from rl_notebook.core import DataError
-from rl_notebook.data import Cursor, Row, fetch, find_answer, load_rows, make_row, restore_cursor
+from rl_notebook.data import Cursor, Row, find_answer, load_rows, make_row, restore_cursor
+from rl_notebook.loop import GRPOLoop
+from rl_notebook.recipes.rl_loop import load_problem
 
 SAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k" / "sample.jsonl"
 CHAT = [{"role": "user", "content": "48/2+48?"}]
@@ -53,10 +56,12 @@ def test_answer_columns(name):
 
 def test_a_column_of_another_name_is_answered_with_the_setting_that_names_it():
     records = [{"problem": "1+1?", "result": "2"}]
-    for missing, columns in (("question", {}), ("answer", {"question": "problem"})):
+    for columns, named in (
+        ({}, "'question': 'its name', 'answer': 'its name'"),
+        ({"question": "problem"}, "'answer': 'its name'"),
+    ):
         said = message(lambda columns=columns: load_rows(records, columns=columns, require_answer=True))
-        assert f"columns={{'{missing}': 'its name'}} of load_rows, which is dataset_columns in a config" in said
-        assert "_column" not in said.replace("dataset_columns", "")
+        assert f"columns={{{named}}} of load_rows, which is dataset_columns in a config" in said
     (row,) = load_rows(records, columns={"question": "problem", "answer": "result"}, require_answer=True)
     assert (row.messages[0]["content"], row.answer) == ("1+1?", "2")
 
@@ -96,7 +101,7 @@ def test_empty_cells_count_as_absent():
             b'{"question": "a"}\n{"question": \n',
             "d.jsonl, line 2: malformed line: got b'{\"question\": \\n'",
         ),
-        (b'{"question": "a"}\n[1]\n', "d.jsonl, line 2: malformed line: got [1]; expected an object"),
+        (b'{"question": "a"}\n[1]\n', "d.jsonl, line 2: record: got [1]; expected a mapping"),
         (b'{"question": "\xff"}\n', 'd.jsonl, line 1: malformed line: got b\'{"question": "\\xff"}\\n\'; expected one'),
         (b'{"question": "a"}\n\n{"id": "q9"}\n', "d.jsonl, line 3: no prompt: got columns id; expected something in"),
         (b'{"messages": [{"content": "a"}]}\n', "d.jsonl, line 1: message 0: got {'content': 'a'}; expected a mapping"),
@@ -122,9 +127,9 @@ def test_missing_answer_is_an_error_only_when_asked():
 def test_other_refusals(tmp_path):
     assert "got 0; expected 1 or more" in message(lambda: load_rows([{"prompt": "a"}], max_rows=0))
     assert "expected a path, URL, DataFrame" in message(lambda: load_rows(3))
-    assert "sha256: got a list; expected a file or URL" in message(lambda: load_rows([{"prompt": "a"}], sha256="0"))
-    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}')
-    assert "d.jsonl: checksum: got sha256" in message(lambda: load_rows(tmp_path / "d.jsonl", sha256="0" * 64))
+    assert "split: got [{'prompt': 'a'}]; expected a data set of" in message(
+        lambda: load_rows([{"prompt": "a"}], split="test")
+    )
     (tmp_path / "d.parquet").write_bytes(b"PAR1 not really PAR1")
     assert "unreadable file" in message(lambda: load_rows(tmp_path / "d.parquet"))
 
@@ -134,16 +139,76 @@ def test_max_rows_stops_before_a_bad_line(tmp_path):
     assert len(load_rows(tmp_path / "d.jsonl", max_rows=1)) == 1
 
 
-# --- the cache, against a real server
+# --- files of every kind
+
+KINDS = {  # name: what is in it
+    "d.jsonl": b'\xef\xbb\xbf{"question": "a", "answer": "012", "n": null}\n\n{"question": "b", "answer": 7, "n": 3}\n',
+    "d.json": b' [{"question": "a", "answer": "012", "n": null}, {"question": "b", "answer": 7, "n": 3}]',
+    "lines.json": b'{"question": "a", "answer": "012", "n": null}\n{"question": "b", "answer": 7, "n": 3}\n',
+    "d.csv": b'\xef\xbb\xbfquestion,answer,n\na,012,\n"b",7,3\n',
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_files_of_every_kind_keep_their_values(tmp_path, monkeypatch, name, packed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    path = f"data/{name}" + ".gz" * packed  # a relative path of two parts is no name on the hub
+    Path(path).write_bytes(gzip.compress(KINDS[name]) if packed else KINDS[name])
+    rows = load_rows(path, require_answer=True)
+    text = name.endswith("csv")
+    assert [(r.messages[0]["content"], r.answer) for r in rows] == [("a", "012"), ("b", "7" if text else 7)]
+    assert [r.data["n"] for r in rows] == (["", "3"] if text else [None, 3])
+    assert load_problem(Config(dataset=path)).rows == rows
+
+
+def test_what_a_csv_says_stays_as_written_and_a_broken_one_is_named(tmp_path):
+    cells = ["012", "1e5", "NA", "null", "1,234", "two\nlines"]
+    frame = pd.DataFrame({"prompt": ["?"] * 6, "answer": cells})
+    frame.to_csv(tmp_path / "d.csv", index=False)
+    assert [r.answer for r in load_rows(tmp_path / "d.csv")] == cells
+    (tmp_path / "bad.csv").write_text('prompt,answer\na,1\nb,2,3\n"c,4\n')
+    assert "bad.csv, line 3: record: got {'prompt': 'b'" in message(lambda: load_rows(tmp_path / "bad.csv"))
+    (tmp_path / "bad.csv").write_text('prompt,answer\na,1\n"c,4\n')
+    assert "bad.csv, line 3: unreadable file: got Error" in message(lambda: load_rows(tmp_path / "bad.csv"))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}' * 99)[:40])
+    assert "cut.jsonl.gz, record 0: unreadable file: got EOF" in message(lambda: load_rows(tmp_path / "cut.jsonl.gz"))
+
+
+def test_everything_that_a_row_lacks_is_said_at_once(tmp_path):
+    def judge(text, answer, level): ...
+
+    (tmp_path / "d.jsonl").write_text('{"id": "q1", "text": "1+1?"}')
+    missing = ["no prompt, no answer, no level: got columns id, text; expected something in messages, prompt, question"]
+    missing += [", and something in answer, ground_truth", ", and a column level. Name it: columns={'question': 'its"]
+    backend = open_local("tiny")
+    for call in (
+        lambda: load_problem(Config(dataset=str(tmp_path / "d.jsonl"), rewards=[f"{__name__}:needs"])),
+        lambda: GRPOLoop(backend, str(tmp_path / "d.jsonl"), judge),
+    ):
+        said = message(call)
+        assert all(text in said for text in missing), said
+    rows = load_rows([{"question": "1+1?"}])
+    said = message(lambda: GRPOLoop(backend, rows, judge))
+    assert "row '0': no answer, no level: got columns question; expected something in answer" in said
+    said = message(lambda: load_rows([{"q": "a"}], columns={"question": "problem"}, require=["answer"]))
+    assert "column 'problem' (for 'question'), no answer: got columns q; expected to be there, and something in" in said
+    assert GRPOLoop(backend, rows, lambda text: 1.0).rows == rows  # a reward that reads none needs none
+
+
+def needs(text, answer, level): ...
+
+
+# --- addresses, against a real server
 
 
 @pytest.fixture
 def server():
     class Handler(BaseHTTPRequestHandler):
-        body, hits = b'{"question": "1+1?", "answer": "2"}\n', 0
+        body = b'{"question": "1+1?", "answer": "2"}\n'
 
         def do_GET(self):
-            type(self).hits += 1
             short = self.path.startswith("/short")
             self.send_response(404 if self.path.startswith("/missing") else 200)
             self.send_header("Content-Length", str(len(self.body) + 100 * short))
@@ -156,61 +221,23 @@ def server():
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=partial(httpd.serve_forever, poll_interval=0.01))
     thread.start()
-    yield Handler, f"http://127.0.0.1:{httpd.server_port}"
+    yield f"http://127.0.0.1:{httpd.server_port}"
     httpd.shutdown()
     thread.join()
     httpd.server_close()
 
 
-def test_url_is_cached_checksummed_and_repaired(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    handler, url = server
-    right = hashlib.sha256(handler.body).hexdigest()
-    rows = load_rows(f"{url}/train.jsonl", sha256=right)
-    assert rows[0].answer == "2"
-    assert load_rows(f"{url}/train.jsonl") == rows
-    assert handler.hits == 1
-    path = fetch(f"{url}/train.jsonl")
-    assert path.parent == tmp_path / "rl_notebook"
-    assert path.with_name(path.name + ".sha256").read_text() == f"{right}  {path.name}\n"
-
-    path.write_text("damaged")
-    with pytest.warns(UserWarning, match=r"the cached copy .* is damaged; fetching it again"):
-        assert load_rows(f"{url}/train.jsonl") == rows
-    assert handler.hits == 2
-
-    path.with_name(path.name + ".sha256").unlink()  # a crash between the file and its checksum
-    assert load_rows(f"{url}/train.jsonl") == rows
-    assert handler.hits == 3
-
-    handler.body = b'{"question": "2+2?", "answer": "4"}\n'  # a new file at the same place, asked for by checksum
-    assert load_rows(f"{url}/train.jsonl", sha256=hashlib.sha256(handler.body).hexdigest())[0].answer == "4"
-    text = message(lambda: load_rows(f"{url}/train.jsonl", sha256=right))
-    assert "checksum: got sha256" in text
-    assert right in text
-    assert not [p for p in path.parent.iterdir() if p.name.startswith(".")]
-
-
-def test_failed_downloads_leave_nothing_and_show_no_secret(server, tmp_path):
-    _, url = server
-    text = message(lambda: fetch(f"{url}/missing.jsonl?token=secret", directory=tmp_path))
+def test_an_address_is_read_and_what_fails_shows_no_secret(server):
+    assert load_rows(f"{server}/train.jsonl?token=secret")[0].answer == "2"
+    text = message(lambda: load_rows(f"{server}/missing.jsonl?token=secret"))
     assert "/missing.jsonl: download: got status 404 Not Found; expected 200. Check the URL." in text
     assert "secret" not in text
-    assert "/short.jsonl: download: got RemoteProtocolError" in message(
-        lambda: fetch(f"{url}/short.jsonl", directory=tmp_path)
-    )
-    assert list(tmp_path.iterdir()) == []
-    dead = httpx.Client(transport=httpx.MockTransport(lambda r: (_ for _ in ()).throw(httpx.ConnectError("refused"))))
-    text = message(lambda: fetch("http://example.org/x.jsonl", directory=tmp_path, client=dead))
-    assert "got ConnectError (refused); expected a file. Check the network, or give a local path." in text
-
-
-def test_cache_folder_that_cannot_be_made(server, tmp_path):
-    _, url = server
-    (tmp_path / "file").write_text("in the way")
-    text = message(lambda: fetch(f"{url}/a.jsonl", directory=tmp_path / "file" / "cache"))
-    assert "cache folder" in text
-    assert "Set XDG_CACHE_HOME." in text
+    text = message(lambda: load_rows(f"{server}/short.jsonl?token=secret"))
+    assert "/short.jsonl: download: got RemoteProtocolError" in text
+    assert "secret" not in text
+    text = message(lambda: load_rows("http://127.0.0.1:9/x.jsonl"))
+    assert "got ConnectError" in text
+    assert "expected a file. Check the network, or give a local path." in text
 
 
 # --- the cursor

@@ -52,6 +52,20 @@ def test_rows_by_configuration_and_split(hub, streaming):
     assert len(load_rows(hub, config="socratic", streaming=streaming)) == 3
 
 
+def test_a_folder_that_was_saved_to_disk_is_read_by_its_splits(hub, tmp_path):
+    import datasets
+
+    parts = {n: datasets.Dataset.from_list([{"prompt": f"{n}?", "answer": None}]) for n in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    parts["test"].save_to_disk(tmp_path / "alone")
+    given = Config(dataset=str(tmp_path / "saved"), dataset_split="test", rewards=["format"])
+    assert [row.prompt for row in load_problem(given).rows] == ["test?"]
+    assert [load_rows(tmp_path / name)[0].prompt for name in ("saved", "alone")] == ["train?", "test?"]
+    for wrong in ({"split": "dev"}, {"config": "main"}):
+        with pytest.raises(DataError, match=r"dev|no configurations"):
+            load_rows(tmp_path / "saved", **wrong)
+
+
 def test_a_config_names_it_and_a_run_learns_from_it(hub, tmp_path):
     said = {"dataset_name": hub, "dataset_config": "main", "dataset_train_split": "train", "dataset_test_split": "test"}
     with pytest.warns(UserWarning, match="dataset_name -> dataset"):

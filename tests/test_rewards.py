@@ -496,8 +496,7 @@ def test_other_refusals():
         return [1, 1]
 
     assert "log_extra('note'): got 1; expected 2 values" in message(lambda: values(half))
-    sleeps = lambda text: asyncio.sleep(0)  # an awaitable from a plain function cannot be run without a loop
-    assert "got one that awaits but is no async def" in message(lambda: values(sleeps))
+    assert values(lambda text: asyncio.sleep(0, 0.5)) == [0.5, 0.5]  # a plain function may return an awaitable
 
 
 @pytest.mark.filterwarnings("error")
@@ -741,6 +740,42 @@ def test_a_call_that_is_too_late_makes_its_sample_unscorable_with_the_reason():
     watched = [reward_fn(judge, weight=0), "format"]  # one of no weight spoils nothing
     assert asyncio.run(score(texts, CHAT, watched, limits=limits)).totals.tolist() == [0, 0]
     never.set()
+
+
+def test_a_late_call_keeps_its_room_until_its_thread_ends():
+    end, running, most = threading.Event(), 0, 0
+
+    def slow(text):
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        if text == "late":
+            end.wait()
+        running -= 1
+        return 1.0
+
+    async def graded_twice(limits):
+        first = await score(["late"], CHAT, slow, limits=limits)
+        second = await score(["a"] * 4, CHAT, slow, limits=limits)
+        with pytest.raises(
+            RewardError, match=r"got 2 calls that were given up.*raise max_concurrent_rewards"
+        ):
+            await score(["late"], CHAT, slow, limits=limits)
+        end.set()
+        while running:
+            await asyncio.sleep(0.001)
+        return [*first.totals, *second.totals, *(await score(["a"] * 4, CHAT, slow, limits=limits)).totals]
+
+    totals = asyncio.run(graded_twice(Limits(most=2, timeout=1.0)))
+    assert math.isnan(totals[0])
+    assert (totals[1:], most) == ([1.0] * 8, 2)
+
+
+def test_an_async_function_that_blocks_is_late_when_it_returns():
+    async def blocks(text):
+        time.sleep(0.2)
+        return 1.0
+
+    assert asyncio.run(score(["a"], CHAT, blocks, limits=Limits(timeout=0.05))).reward(0) is None
 
 
 def test_a_timeout_of_the_functions_own_is_its_error():

@@ -45,7 +45,7 @@ from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing,
 from ..records import BEST, read_best, write_best
 from ..records import flat_settings, hold_folder, metrics_row, read_checkpoint
 from ..rewards import reward_fn
-from ..rewards import as_reward_fns
+from ..rewards import columns_read
 from ..rollouts import RolloutFactory, as_rollout_fn
 from ..step import LossFactory
 from ..toy import toy_format_reward, toy_reward, toy_rows
@@ -80,12 +80,12 @@ class Problem:
 
 def load_problem(cfg: Config, grades: bool = True) -> Problem:  # grades: whether the config's rewards do
     "Rows and rewards that a config names; raises for an unknown function, and for rows without what one reads."
-    answer = grades and any(fn.needs_answer for fn in as_reward_fns(list(cfg.rewards) or ["gsm8k"]))
+    needed = columns_read(list(cfg.rewards) or ["gsm8k"]) if grades else []
     if cfg.dataset == "toy":
         rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed))
         held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
         return Problem(rows, held_out, list(cfg.rewards) or [toy_reward, reward_fn(toy_format_reward, weight=0.0)])
-    read: Any = partial(load_rows, require_answer=answer, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
+    read: Any = partial(load_rows, require=needed, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
     source, hub = named_source(cfg.dataset), dict[str, Any]()
     if on_hub(cfg.dataset):
         hub = {"config": cfg.dataset_config, "streaming": cfg.dataset_streaming, "split": cfg.dataset_split}
@@ -127,10 +127,11 @@ def make_problem(
         graded = named.reward if graded is None else graded
     own: dict[str, Any] = {"dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
     own |= {"extras": rollout_extras, "advantage_fn": advantage_fn, "make_loss": make_loss}
-    held_out = as_rows(eval_rows) if len(eval_rows) else []
+    read = [] if reward is None else columns_read(reward)
+    held_out = as_rows(eval_rows, read) if len(eval_rows) else []
     if cfg.eval_interval > 0 and not held_out and evaluation_fn is None:
         raise ConfigError("eval_interval", got=cfg.eval_interval, expected="eval_rows, or an evaluation_fn")
-    return Problem(as_rows(rows), held_out, graded, **own)
+    return Problem(as_rows(rows, read), held_out, graded, **own)
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #2318c272
 def chosen_problem(
