@@ -756,9 +756,7 @@ def test_a_late_call_keeps_its_room_until_its_thread_ends():
     async def graded_twice(limits):
         first = await score(["late"], CHAT, slow, limits=limits)
         second = await score(["a"] * 4, CHAT, slow, limits=limits)
-        with pytest.raises(
-            RewardError, match=r"got 2 calls that were given up.*raise max_concurrent_rewards"
-        ):
+        with pytest.raises(RewardError, match=r"got 2 calls that were given up.*raise max_concurrent_rewards"):
             await score(["late"], CHAT, slow, limits=limits)
         end.set()
         while running:
