@@ -1031,7 +1031,11 @@ def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]]) -> T:
         began.update(loop=asyncio.get_running_loop(), task=asyncio.current_task())
         return await job(Limits(here=here))
 
-    _new_thread(lambda: here.put(outcome_of(lambda: asyncio.run(noted()))))
+    def run() -> T:
+        with asyncio.Runner() as runner:
+            return runner.run(noted())
+
+    _new_thread(lambda: here.put(outcome_of(run)))
     try:
         failed = False  # then no other function is called
         while callable(found := here.get()):
