@@ -11,7 +11,7 @@ from rl_notebook.records import Run
 from rl_notebook.views.report import write_report
 
 from .lab import SHOTS, Lab, Notebook
-from .test_dashboard import DRAWN, SHOW, control, open_dashboard, press
+from .test_dashboard import SHOW, control, open_dashboard, press
 from .test_pages import CUT_OFF
 
 pytestmark = pytest.mark.variant
@@ -53,6 +53,8 @@ def steps() -> int:
 dashboard = Dashboard(loop)
 dashboard""",
 ]
+DRAWN = """step => [...document.querySelectorAll('.js-plotly-plot')].some(
+    plot => plot.data.some(trace => trace.type === 'scatter' && [...(trace.x ?? [])].includes(step)))"""
 STILL = "not dashboard.doing and not rows_in_flight(loop)"
 TITLES = ["Rollouts beside training", "Staleness of trained groups", "Who waits"]
 
