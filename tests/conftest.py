@@ -21,7 +21,9 @@ os.environ["TINKER_TELEMETRY"] = "0"  # else the SDKs report, at the end, to ser
 # A shared machine is sometimes slow; that is not what property tests are about. The examples are the same on every run,
 # so that what passed passes again; SLOW=1 draws new ones.
 SLOW = os.environ.get("SLOW", "")  # "variants": also those marked so; "1": also what rarely says anything new
-settings.register_profile("house", deadline=None, print_blob=True, derandomize=SLOW != "1")
+settings.register_profile(
+    "house", deadline=None, print_blob=True, derandomize=SLOW != "1", max_examples=100 if SLOW else 40
+)
 settings.load_profile("house")
 
 stay_here()

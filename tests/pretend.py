@@ -6,7 +6,8 @@ read, an upload that blocks. A read gives zeros, so that programs go on after it
 
 from __future__ import annotations
 
-import traceback
+import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, Self
@@ -18,15 +19,17 @@ from torch.utils._pytree import tree_leaves
 
 import rl_notebook
 
-PACKAGE = Path(rl_notebook.__file__).parent
 aten = torch.ops.aten
 DEVICE = "meta"
+PACKAGE = str(Path(rl_notebook.__file__).parent) + os.sep
 
 
 def caller() -> str:
     "The innermost function of the package that is running."
-    stack = reversed(traceback.extract_stack())
-    return next((f.name for f in stack if Path(f.filename).is_relative_to(PACKAGE)), "elsewhere")
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return "elsewhere" if frame is None else frame.f_code.co_name
 
 
 def there(value: Any) -> bool:

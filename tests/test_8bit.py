@@ -1,21 +1,19 @@
 "A base in 8 bits under LoRA: the model whose weights are the rounded ones, in less memory, and refused elsewhere."
 
 import asyncio
-import copy
 import importlib.util
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from test_local_backend import ADAM, gradients, mixing_loss, naive_gradients, random_datums, run
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.local import Int8Linear, open_local, unpacked
+from rl_notebook.backends.local import open_local, unpacked
 from rl_notebook.backends.open import open_backend
 from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, Datum, MissingExtra, RecordError, SampleParams
+from rl_notebook.core import ConfigError, MissingExtra, RecordError
 from rl_notebook.doctor import diagnose
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import main
@@ -92,23 +90,6 @@ def test_the_adapters_gradient_is_that_over_the_rounded_weights(family, tied, op
 
 
 @needs_torchao
-def test_each_weight_is_off_by_half_a_step_at_most_and_the_model_that_was_handed_in_is_left_alone():
-    model = tiny_model()
-    before = copy.deepcopy(model.state_dict())
-    backend = open_local(model, byte_tokenizer(), lora_rank=4, load_in_8bit=True, inline=True, device="cpu")
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    found = {n: m for n, m in backend.policy.state.module.named_modules() if isinstance(m, Int8Linear)}
-    assert len(found) == 14
-    for name, layer in found.items():
-        own = before[f"{name.removeprefix('base_model.model.').removesuffix('.base_layer')}.weight"]
-        step = own.abs().amax(1, keepdim=True) / 127
-        off = (layer.weight.dequantize() - own).abs()
-        assert layer.weight.qdata.dtype == torch.int8
-        assert off.max() > 0, name
-        assert (off <= 0.52 * step).all(), name  # torchao divides by 127.5
-
-
-@needs_torchao
 def test_policy_reference_and_sampler_share_the_base_and_a_sync_carries_the_adapter():
     backend = backend_of()
     state, served = backend.policy.state, backend.sampler.engine.causal.model
@@ -125,24 +106,6 @@ def test_policy_reference_and_sampler_share_the_base_and_a_sync_carries_the_adap
     plain = backend_of(load_in_8bit=False)
     assert flops(backend) == flops(plain)
     assert backend.size.nbytes < 0.6 * plain.size.nbytes  # of a pass
-
-
-async def drawn_and_scored(backend) -> float:
-    "The largest difference between the sampler's logprobs and the policy's, right after a sync."
-    await backend.sync(await backend.policy.save_weights_for_sampler("now"))
-    found = await backend.sampler.sample(list(b"what is it?"), SampleParams(n=8, max_tokens=24, seed=3))
-    datums = [Datum(c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens)) for c in found]
-    scored = await backend.policy.forward(datums)
-    gaps = [np.abs(s.values[c.prompt_len - 1 :] - c.logprobs).max() for s, c in zip(scored, found, strict=True)]
-    return float(max(gaps))
-
-
-@needs_torchao
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_between_trainer_and_sampler_nothing_is_added(family):
-    assert run(drawn_and_scored(backend_of(family))) < 1e-4
-    half = {in_8: run(drawn_and_scored(backend_of(family, dtype="bfloat16", load_in_8bit=in_8))) for in_8 in (0, 1)}
-    assert half[1] < 2 * half[0] + 0.05, half  # bfloat16's own rounding
 
 
 # What is kept of it ----------------------------------------------------------------------------------------------
@@ -214,22 +177,6 @@ def test_a_run_recorded_without_the_setting_goes_on(tmp_path):
 
 
 # What it costs, and what it says ---------------------------------------------------------------------------------
-
-
-def held(backend) -> int:
-    "Bytes of all weights of policy, reference and sampler, each tensor once."
-    models = (backend.policy.state.module, backend.reference.scoring.causal.model, backend.sampler.engine.causal.model)
-    weights = [p.detach() for model in models for p in model.parameters()]
-    parts = [t for w in weights for t in ([w.qdata, w.scale] if hasattr(w, "qdata") else [w])]
-    return sum({t.data_ptr(): t.nbytes for t in parts}.values())
-
-
-@needs_torchao
-def test_the_three_hold_a_quarter_of_the_weights():
-    "Over a model most of which are matrices of its layers; what a process takes is in benchmarks/memory.py."
-    shape = {"hidden": 256, "layers": 4, "heads": 4}
-    full, small = (held(backend_of(shape=shape, load_in_8bit=bits)) for bits in (False, True))
-    assert 0.2 * full < small < 0.4 * full, (small, full)
 
 
 # Refused by name -------------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ class Rows(RuleBasedStateMachine):
 
 
 TestRows = Rows.TestCase
-TestRows.settings = settings(max_examples=150, stateful_step_count=50)
+TestRows.settings = settings(stateful_step_count=50)
 
 ORDERS = {"newest": lambda rows: rows[-1], "oldest": lambda rows: rows[0], "middle": lambda rows: rows[len(rows) // 2]}
 

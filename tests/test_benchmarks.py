@@ -1,6 +1,5 @@
 "The benchmarks measure what they say: equal gradients and equal work. How fast or small is for `make bench` to say."
 
-import asyncio
 import importlib.util
 import json
 import sys
@@ -12,7 +11,6 @@ import pytest
 import torch
 from tiny_models import one_thread
 
-from rl_notebook.roofs import ModelSize
 
 __all__ = ["one_thread"]
 
@@ -67,25 +65,6 @@ def test_prompts_computed_once_take_no_more_memory():
     found = memory.measure_shared(case)
     assert found["once"] < found["each"]
     assert found["once, checkpointing"] < 1.05 * found["each, checkpointing"]  # one layer at a time, copies and all
-
-
-def test_the_count_of_live_tensors_is_that_of_their_storage():
-    with memory.Live() as live:
-        held = torch.ones(1_000_000)
-        view = held[:10] + torch.ones(2_000_000)[:10]
-        del held
-        view = view + 1
-    assert live.peak == 4 * (3_000_000 + 10)
-    assert live.now == 4 * 10
-
-
-@linux
-def test_growth_is_what_was_held_at_the_peak():
-    def hold_and_let_go():
-        torch.ones(50_000_000)
-        torch.ones(10_000_000)
-
-    assert memory.peak_growth(hold_and_let_go) == pytest.approx(200, abs=20)
 
 
 @linux
@@ -154,26 +133,6 @@ def test_floors_count_products(step):
     assert floors.seconds == {"sampling": 2.5, "scoring": 1.0, "training": 3.0, "total": 6.5}
 
 
-@pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2)])
-def test_floors_read_the_bytes_of_the_precision(step, setting, monkeypatch, dtype, each):
-    monkeypatch.setattr(step, "gemm_rate", lambda *_, **__: 1e9)
-    monkeypatch.setattr(step, "read_rate", lambda *_, **__: 10.0)
-    size = ModelSize(1000, 100, 1000, 100, ((10, 100),), dtype=dtype)
-    assert step.floors_of(setting, step.Work(1000, 100, 30, 20, 5), size).weights == each * 1100 * 5 / 10
-
-
-def test_the_summary_is_of_the_steps_after_the_first(step, setting, steps):
-    at = lambda side, times: [replace(s, total=t) for s, t in zip(side, times, strict=True)]
-    ours, theirs = at(steps[0], (9.0, 2.0)), at(steps[1], (9.0, 5.0))
-    work = step.Work(1000, 100, 30, 20, 5)
-    floors = step.Floors({"sampling": 0.1, "scoring": 0.1, "training": 0.3}, 0.1, {})
-    result = step.summary(setting, ours, theirs, work, floors)
-    assert result["ratio"]["total"] == 2.5
-    assert result["seconds"]["trl"]["total"] == {"median": 5.0, "min": 5.0, "max": 5.0}
-    assert result["times_floor"]["ours"]["total"] == pytest.approx(4)
-    assert "2.50" in step.table(result)
-
-
 # --- overlap.py --------------------------------------------------------------------------------------------------
 
 overlap = script("overlap")
@@ -192,24 +151,6 @@ def test_with_a_version_of_room_the_longer_of_the_two_is_all_that_counts(latency
     assert ahead.both.sampler_idle == pytest.approx(1 - 6 * latency / ahead.both.wall)
 
 
-@pytest.mark.parametrize(("versions", "places"), [(1, 1), (1, 2), (2, 2), (1, 4), (3, 4), (4, 4)])
-@pytest.mark.variant(but="1-2")
-def test_no_schedule_is_faster_than_staleness_allows_and_ours_is_as_fast(versions, places):
-    found = overlap.scheduled(replace(SHORT, steps=20, versions=versions, places=places, latency=float(places)))
-    assert found.both.period == pytest.approx(found.bound)
-    assert overlap.enough_versions(found) == (found.bound == 1)
-
-
-def test_rollouts_that_differ_are_drawn_whole_and_again_the_same():
-    setting = replace(SHORT, spread=0.5)
-    first = overlap.scheduled(setting)
-    overlap.timed.cache_clear()
-    again = overlap.scheduled(setting)
-    assert first.both == again.both
-    assert first.bound is None
-    assert first.both.wall > overlap.scheduled(SHORT).both.wall
-
-
 @pytest.mark.variant
 def test_overlap_writes_its_figures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(overlap.schedules, "__defaults__", ((0.5,), (0, 1), (2,)))
@@ -224,22 +165,6 @@ def test_overlap_writes_its_figures(tmp_path, monkeypatch, capsys):
     assert {kind for real in written["real"].values() for kind in real["runs"]} == kinds
     assert all(run["wall"] > 0 for real in written["real"].values() for runs in real["runs"].values() for run in runs)
     assert "local, rollouts wait elsewhere" in capsys.readouterr().out
-
-
-@pytest.mark.variant
-def test_overlap_trains_over_http():
-    pytest.importorskip("tinker", reason="the Tinker SDK is in the extra `tinker`")
-    pytest.importorskip("uvicorn", reason="the emulator needs the extra `emulator`")
-    from rl_notebook.emulator.service import start_emulator
-
-    tiny = replace(SHORT, steps=2, latency=0.0)
-    with start_emulator() as running:
-        made, drawn = asyncio.run(overlap.measure_service(running.url, running.key, tiny, 1, lambda line: None))
-    assert [setting.sampled for real in (made, drawn) for setting in real.settings] == [False, True]
-    for real in (made, drawn):
-        assert real.settings[0].latency > 0
-        assert {len(runs) for runs in real.runs.values()} == {1}
-        assert "async" in overlap.real_table([real])
 
 
 # --- prefixes.py -------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jupyter_client.manager import start_new_kernel
 from service_runs import held, policy_trainer
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
@@ -517,6 +516,8 @@ def unread(text):
 
 
 def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
+    from jupyter_client.manager import start_new_kernel
+
     manager, client = start_new_kernel(kernel_name="python3")
 
     def shown(code: str, interrupt: bool = False) -> str:
@@ -557,6 +558,8 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
 
 @pytest.mark.slow
 def test_an_interrupted_cell_leaves_a_loop_that_goes_on():
+    from jupyter_client.manager import start_new_kernel
+
     manager, client = start_new_kernel(kernel_name="python3")
 
     def answer(asked: str) -> dict[str, Any]:

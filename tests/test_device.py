@@ -158,7 +158,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.variant(but="{'prompt_logprobs'")
+@pytest.mark.variant(but="{'prompt_logprobs': True, 'tokens_per_batch': 64}-True")
 def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     if settings.get("lora_rank"):
         pytest.importorskip("peft", reason="LoRA is in the extra `lora`")

@@ -6,32 +6,39 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import nbformat
 import pytest
 
 from rl_notebook.config import Config
 from rl_notebook.settings import leaf_types
 
 ROOT = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("sources", ROOT / "docs" / "sources.py")
-sources = sys.modules["sources"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sources)
 
 
 @pytest.fixture(scope="module")
-def site() -> sources.Site:
+def sources() -> ModuleType:
+    "The script; it loads nbformat, which takes seconds."
+    spec = importlib.util.spec_from_file_location("sources", ROOT / "docs" / "sources.py")
+    made = sys.modules["sources"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(sources: ModuleType) -> Any:
     return sources.Site.of(ROOT)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory: pytest.TempPathFactory, sources: ModuleType) -> Path:
     target = tmp_path_factory.mktemp("site")
     sources.write_site(ROOT, target)
     return target
 
 
-def test_the_sidebar_has_every_notebook_once(site: sources.Site):
+def test_the_sidebar_has_every_notebook_once(site: Any):
     listed = [page for _, pages in site.sidebar() for page in pages]
     assert sorted(listed) == sorted(
         p.relative_to(ROOT / "nbs").as_posix() for p in site.notebooks() if p.stem != "index"
@@ -58,10 +65,12 @@ def test_the_sidebar_has_every_notebook_once(site: sources.Site):
         ("quickstart", "index.ipynb"),
     ],
 )
-def test_titles_have_the_words_that_people_search(written: Path, asked: str, page: str):
+def test_titles_have_the_words_that_people_search(written: Path, asked: str, page: str, sources: ModuleType):
     text = (written / page).read_text(encoding="utf-8")
     if page.endswith(".ipynb"):
-        text = "\n".join(c.source for c in nbformat.reads(text, as_version=4).cells if c.cell_type == "markdown")
+        text = "\n".join(
+            c.source for c in sources.nbformat.reads(text, as_version=4).cells if c.cell_type == "markdown"
+        )
     headings = " ".join(re.findall(r"^#+ (.*)", text, re.MULTILINE)).lower()
     assert all(word in headings for word in asked.split())
 
@@ -72,8 +81,8 @@ def test_the_settings_page_has_every_setting_with_its_meaning(written: Path):
     assert [name for name, meaning in rows if not meaning.strip()] == []
 
 
-def test_a_page_folds_its_imports(written: Path):
-    cells = nbformat.read(written / "37_loop.ipynb", as_version=4).cells
+def test_a_page_folds_its_imports(written: Path, sources: ModuleType):
+    cells = sources.nbformat.read(written / "37_loop.ipynb", as_version=4).cells
     first = next(c for c in cells if c.cell_type == "code")
     assert "import asyncio" in first.source
     assert "hide-input" in first.metadata["tags"]
@@ -91,37 +100,37 @@ def test_a_page_folds_its_imports(written: Path):
         ("CONTRIBUTING.md", "[a](https://x.org/y) [b](#z)", "[a](https://x.org/y) [b](#z)"),
     ],
 )
-def test_links_lead_to_pages(site: sources.Site, page: str, text: str, moved: str):
+def test_links_lead_to_pages(site: Any, page: str, text: str, moved: str):
     assert site.relink(text, page) == moved
 
 
-def test_what_is_no_page_leads_to_the_repository(site: sources.Site):
+def test_what_is_no_page_leads_to_the_repository(site: Any):
     assert site.relink("[a](../LICENSE)", "nbs/index.ipynb") == f"[a]({site.url}LICENSE)"
     assert re.fullmatch(r"https://\S+/blob/main/", site.url)
 
 
-def test_a_name_is_linked_once_and_never_in_code_or_headings():
+def test_a_name_is_linked_once_and_never_in_code_or_headings(sources: ModuleType):
     names = {"GRPOLoop": "rl_notebook.loop"}
     text = "# `GRPOLoop`\n\n`rln.GRPOLoop(x)` `GRPOLoop` and `GRPOLoop`, `other`\n```\n`GRPOLoop`\n```"
     link = "{py:obj}`GRPOLoop <rl_notebook.loop.GRPOLoop>`"
     assert sources.linked(text, names) == text.replace("` `GRPOLoop` and", f"` {link} and", 1)
 
 
-def test_every_public_name_is_on_a_page_of_signatures(written: Path):
+def test_every_public_name_is_on_a_page_of_signatures(written: Path, sources: ModuleType):
     names = sources.public_names(ROOT)
     assert len(names) > 100
     assert [m for m in set(names.values()) if not (written / "api" / f"{m}.md").exists()] == []
 
 
-def test_the_gallery_has_a_picture_below_each_title(written: Path):
-    cells = nbformat.read(written / "gallery.ipynb", as_version=4).cells
+def test_the_gallery_has_a_picture_below_each_title(written: Path, sources: ModuleType):
+    cells = sources.nbformat.read(written / "gallery.ipynb", as_version=4).cells
     titles = [c.source.splitlines()[0] for c in cells if c.source.startswith("### ")]
     assert titles == [f"### {title}" for wanted in sources.GALLERY.values() for title, _, _ in wanted]
     drawn = [o for c in cells if c.cell_type == "code" for o in c.outputs if "text/html" in o.data]
     assert len(drawn) >= len(titles)
 
 
-def test_the_page_of_150_lines_keeps_its_word():
-    page = nbformat.read(ROOT / "nbs" / "tutorials" / "100_a_step_in_150_lines.ipynb", as_version=4)
+def test_the_page_of_150_lines_keeps_its_word(sources: ModuleType):
+    page = sources.nbformat.read(ROOT / "nbs" / "tutorials" / "100_a_step_in_150_lines.ipynb", as_version=4)
     lines = [line for c in page.cells if c.cell_type == "code" for line in c.source.splitlines() if line.strip()]
     assert len([line for line in lines if not line.strip().startswith("#")]) <= 150

@@ -723,32 +723,6 @@ def test_a_diagnosis_escapes_what_it_shows(bench: Bench) -> None:
     assert "shift" in repr(verdict)
 
 
-def invented(groups: int, samples: int = 8, tokens: int = 40) -> list[Datum]:
-    "Datums of random tokens and logprobs."
-    rng = np.random.default_rng(0)
-    made = []
-    for g in range(groups):
-        for i in range(samples):
-            n = int(rng.integers(tokens // 2, tokens))
-            drawn = np.where(np.arange(n - 1) >= 4, -rng.exponential(0.5, n - 1), np.nan)
-            weights = (np.arange(n - 1) >= 4).astype(float)
-            made.append(Datum(rng.integers(0, 250, n), weights, sampler_logprobs=drawn, group=g, sample=i))
-    return made
-
-
-@pytest.mark.parametrize("groups", [1, 512])
-@pytest.mark.variant(but="1]")
-def test_one_group_and_many(groups: int) -> None:
-    "From one group to four thousand rows, healthy and shifted."
-    datums = invented(groups)
-    same = [np.asarray(d.sampler_logprobs) for d in datums]
-    assert ask(datums, same).ok
-    assert ask(datums, [np.roll(x, -1) for x in same]).cause in ("shift", "non-finite")
-    swapped = [same[i ^ 1][: len(d.weights)] for i, d in enumerate(datums)]
-    longer = [np.r_[x, np.full(len(d.weights) - len(x), -0.1)] for x, d in zip(swapped, datums, strict=True)]
-    assert ask(datums, longer).cause == "rows permuted"
-
-
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 

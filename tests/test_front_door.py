@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from jupyter_client.manager import start_new_kernel
 
 import rl_notebook as rln
 
@@ -82,11 +81,15 @@ def test_a_star_import_brings_the_front_door():
     assert sorted(names.keys() - {"__builtins__"}) == rln.__all__
 
 
-def test_type_checkers_see_the_same_names(tmp_path):
+def test_type_checkers_are_told_the_same_names():
     tree = ast.parse(Path(rln.__file__).read_text(encoding="utf-8"))
     block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     stated = {(n.module, a.name, a.asname) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert stated == {(home, name, name) for home, names in rln._HOMES.items() for name in names.split()}
+
+
+@pytest.mark.variant
+def test_pyright_sees_the_same_names(tmp_path):
     page, some = tmp_path / "page.py", ["Config", "GRPOLoop", "open_local", "toy_rows", "xray"]
     page.write_text("import rl_notebook as rln\n" + "\n".join(f"reveal_type(rln.{n})" for n in (*some, "zzz")))
     checked = subprocess.run(
@@ -105,6 +108,8 @@ def test_type_checkers_see_the_same_names(tmp_path):
 
 
 def test_completion_in_a_notebook_shows_these_names_only():
+    from jupyter_client.manager import start_new_kernel
+
     manager, client = start_new_kernel(kernel_name="python3")
     try:
         client.execute_interactive("import rl_notebook as rln", timeout=60)

@@ -25,7 +25,7 @@ from rl_notebook.losses import (
     natural_denominator,
 )
 
-EXAMPLES = settings(max_examples=40)
+EXAMPLES = settings(max_examples=25)
 Batch = tuple[list[Datum], list[np.ndarray]]  # datums and the policy's logprobs
 
 logprobs = st.integers(-3000, -1).map(lambda i: i / 1000)
@@ -271,7 +271,7 @@ class Scalar:
 
 
 @pytest.mark.parametrize("policy_loss", sorted(POLICY_LOSSES))
-@settings(max_examples=25)
+@EXAMPLES
 @given(data=st.data())
 def test_value_and_gradient_agree_with_a_scalar_formula(policy_loss: str, data: st.DataObject) -> None:
     datums, policy = data.draw(batches())
@@ -288,8 +288,6 @@ def test_value_and_gradient_agree_with_a_scalar_formula(policy_loss: str, data: 
 
 
 # -- losses that a service computes ------------------------------------------------------------------------------
-
-Sent = list[dict[str, np.ndarray]]
 
 
 def service(name: str, config: dict[str, float], p: torch.Tensor, sent: dict[str, np.ndarray]) -> torch.Tensor:

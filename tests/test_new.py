@@ -8,10 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 import yaml
-from nbclient import NotebookClient
 
 from rl_notebook.config import Config
 from rl_notebook.records import Run
@@ -63,6 +61,9 @@ def test_it_trains(task):
 
 @pytest.mark.variant
 def test_its_notebook_runs_and_says_the_config(task):
+    import nbformat
+    from nbclient import NotebookClient
+
     nb = nbformat.read(task / "step_through.ipynb", as_version=4)
     NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(task)}}).execute()
     last = nb.cells[-1].outputs[0]["data"]["text/plain"]
@@ -100,6 +101,9 @@ def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path,
         settings = settings.replace(before, after)
     (mine / "config.yaml").write_text(settings)
     assert "3 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=mine)
+    import nbformat
+    from nbclient import NotebookClient
+
     nb = nbformat.read(mine / "step_through.ipynb", as_version=4)
     NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(mine)}}).execute()
     assert "rewards=['task:exact']" in nb.cells[-1].outputs[0]["data"]["text/plain"]

@@ -16,10 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
 import pytest
-from nbclient import NotebookClient
 
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
@@ -67,6 +65,9 @@ def run_script(path: Path, *options: str) -> Run:
 
 def execute(folder: Path, *cells: str) -> list[str]:
     "What cells print in a Jupyter kernel that was started in a folder."
+    import nbformat
+    from nbclient import NotebookClient
+
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     return ["".join(out.get("text", "") for out in cell.outputs if out.name == "stdout") for cell in nb.cells]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants as hub_constants
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -121,7 +121,6 @@ def test_any_text_survives_the_tokenizer(text):
 TURNS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
 
 
-@settings(max_examples=50)
 @given(TURNS)
 def test_chat_template_only_appends_and_marks_what_was_said(turns):
     messages, ids, said = [], [], []

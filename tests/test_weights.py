@@ -320,7 +320,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
         assert self.loaded.weights.shared.depth == 0
 
 
-WeightsInAnyOrder.TestCase.settings = hypothesis.settings(max_examples=150, stateful_step_count=40, deadline=None)
+WeightsInAnyOrder.TestCase.settings = hypothesis.settings(stateful_step_count=40)
 TestWeightsInAnyOrder = WeightsInAnyOrder.TestCase
 
 

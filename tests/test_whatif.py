@@ -14,7 +14,7 @@ from rl_notebook.advantages import group_advantages, with_advantages
 from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config, TISConfig
 from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, Logprobs, LossError, LossOutput
-from rl_notebook.core import PromptGroup, RecordError, RewardError
+from rl_notebook.core import RecordError, RewardError
 from rl_notebook.data import load_rows
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
@@ -398,44 +398,6 @@ def test_attribution_of_a_variant_and_of_nothing(record):
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_without_training_is_refused():
-    empty = StepRecord(3, reason="all 4 groups had equal rewards")
-    for function in (attribution, lambda r: what_if(r, {})):
-        with pytest.raises(LossError, match=r"step 3: .*all 4 groups had equal rewards.*trained"):
-            function(empty)
-    with pytest.raises(RewardError, match="no saved completions"):
-        reward_lab(empty, length_reward)
-    none_left = StepRecord(3, [PromptGroup((), key="a", dropped=("rollout 0 raised",))])
-    with pytest.raises(RewardError, match="no saved completions"):
-        reward_lab(none_left, length_reward)
-
-
-def test_masked_datums(record):
-    masked = [replace(d, weights=np.zeros_like(d.weights)) for d in record.datums]
-    with pytest.raises(LossError, match="no token in the loss"):
-        FrozenBatch.of(replace(record, datums=masked))
-    some = replace(record, datums=[masked[0], *record.datums[1:]], groups=record.groups)
-    result = what_if(some, {"v": {"policy_loss": "ppo"}})
-    assert not result.dlogprobs["v"][0].any()
-    assert len(attribution(some, result.dlogprobs["v"]).by_sample) == len(record.datums) - 1
-
-
-def test_series_that_are_not_numbers(record):
-    d = record.datums[2]
-    first = int(np.flatnonzero(d.active)[0])
-    holes = np.array(record.loss.logprobs[2].values)
-    holes[first] = np.nan
-    logprobs = (*record.loss.logprobs[:2], Logprobs(holes), *record.loss.logprobs[3:])
-    with pytest.raises(AlignmentError, match=rf"step 2, {d.where.split(' (')[0]}.*nan at target {first}"):
-        FrozenBatch.of(replace(record, loss=replace(record.loss, logprobs=logprobs)))
-    with pytest.raises(AlignmentError, match="series"):
-        FrozenBatch.of(replace(record, datums=record.datums[1:]))
-    infinite = np.where(d.active, np.inf, 0.0)
-    broken = [*record.datums[:2], replace(d, ref_logprobs=infinite), *record.datums[3:]]
-    with pytest.raises(AlignmentError, match="ref_logprobs"):
-        what_if(replace(record, datums=broken), {})
-
-
 WRONG = [
     ({"learning_rate": 1.0}, "'learning_rate'"),
     ({"policy_loss": "grp"}, "'grp'"),
@@ -479,16 +441,6 @@ def test_per_token_advantages_are_not_overwritten(record):
     assert what_if(whole, {"ppo": {"policy_loss": "ppo"}}).table.note["ppo"] == "same gradient as recorded"
     with pytest.raises(LossError, match="one per token"):
         what_if(whole, {"x": {"advantage_scale": "none"}})
-
-
-@pytest.mark.parametrize(("groups", "completions"), [(1, 8), (512, 3)])
-def test_one_group_and_many(groups, completions):
-    record = synthetic_record(20, groups=groups, completions=completions, seed=3)
-    assert record.trained
-    result = what_if(record, {"x": {"advantage_scale": "batch", "policy_loss": "ppo"}})
-    assert len(result.table) == 2
-    assert len(reward_lab(record, length_reward).groups) == groups
-    assert len(attribution(record).by_group) == len({d.group for d in record.datums})
 
 
 def test_options_of_a_later_version_are_refused(record):

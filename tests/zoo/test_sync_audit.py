@@ -53,6 +53,7 @@ def local(**options: Any) -> Any:
     ("q_proj", ["q_proj"]),
     ("mlp", [".mlp."]),
 ])  # fmt: skip
+@pytest.mark.variant(every=3)
 def test_the_part_that_stays_behind_is_named(part: str, names: list[str]) -> None:
     "At once, and later too, when it is further behind than by one sync."
     backend = local()
@@ -101,7 +102,10 @@ SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
 }
 
 
-@pytest.mark.parametrize("name", SERVERS)
+ALWAYS = ("well, over HTTP", "nothing", "half precision", "no layer", "half of an adapter", "cannot score")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.variant] * (n not in ALWAYS)) for n in SERVERS])
 def test_servers_of_somebody_else(name: str) -> None:
     world, fault, ok, words = SERVERS[name]
 
@@ -198,6 +202,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("well", [0, 1])
+@pytest.mark.variant(every=4)
 def test_nothing_that_a_sampler_answers_loses_an_update_or_a_sync(fault: str, well: int) -> None:
     "One that cannot score is asked once; one that falls silent after the sync, again in the next step."
 
