@@ -27,7 +27,8 @@ from .data import Row, read_messages
 from .names import check_trusted
 
 # %% auto #0
-__all__ = ['encode_prompt', 'sample_from_spans', 'sample_from_completion', 'UnfitTurn', 'Conversation', 'start_conversation']
+__all__ = ['encode_prompt', 'sample_from_spans', 'unfinished', 'sample_from_completion', 'UnfitTurn', 'Conversation',
+           'start_conversation']
 
 # %% ../nbs/12_chat.ipynb #78754eaa
 def check_tokenizer(
@@ -81,12 +82,9 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[
     names = sorted(set(re.findall(r"\b[a-z_]+\b", template)))
     for name in options:
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            near = [n for n in names if n[:4] == name[:4]]
-            raise ConfigError(
-                f"template option {name!r}",
-                got="a chat template that never reads it",
-                expected=f"one that it reads{', as ' + ', '.join(near) if near else ''}",
-            )
+            near = ", ".join(n for n in names if n[:4] == name[:4])
+            got, expected = "a chat template that never reads it", f"one that it reads{near and f', as {near}'}"
+            raise ConfigError(f"template option {name!r}", got=got, expected=expected)
 
 # %% ../nbs/12_chat.ipynb #e8bf8c7f
 def _whole(text: str, where: str) -> str:
@@ -173,14 +171,11 @@ def _check_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], row: Row) 
     if not ids:
         raise DataError("prompt", where=row.where, got="no tokens", expected="at least 1", fix="Start it with bos.")
     if outside:
-        raise DataError(
-            "prompt", where=row.where, got=f"token {outside[0]}", expected=f"ids below {size}, the vocabulary"
-        )
+        expected = f"ids below {size}, the vocabulary"
+        raise DataError("prompt", where=row.where, got=f"token {outside[0]}", expected=expected)
     if row.prompt is not None and ids[-1] == eos and not row.prompt.endswith(str(tokenizer.eos_token)):
-        fix = "Does the tokenizer add eos to every text? Turn that off."
-        raise DataError(
-            "prompt", where=row.where, got=f"eos ({tokenizer.eos_token}) at its end", expected="none", fix=fix
-        )
+        got, fix = f"eos ({tokenizer.eos_token}) at its end", "Does the tokenizer add eos to every text? Turn that off."
+        raise DataError("prompt", where=row.where, got=got, expected="none", fix=fix)
     if bos is not None and ids[:2] == [bos, bos]:
         fix = "The tokenizer adds one; drop it from the text."
         raise DataError("prompt", where=row.where, got=f"two bos ({tokenizer.bos_token})", expected="one", fix=fix)
@@ -194,13 +189,9 @@ def check_fits(
 ) -> None:
     "Raise `DataError` when a prompt leaves less than `room` tokens."
     if max_seq_len is not None and num_tokens + room > max_seq_len:
-        raise DataError(
-            "prompt too long",
-            where=where,
-            got=f"{num_tokens} tokens",
-            expected=f"at most {max_seq_len - room} (max_seq_len {max_seq_len} less {room} for the completion)",
-            fix="Drop the row, or raise max_seq_len.",
-        )
+        got, fix = f"{num_tokens} tokens", "Drop the row, or raise max_seq_len."
+        expected = f"at most {max_seq_len - room} (max_seq_len {max_seq_len} less {room} for the completion)"
+        raise DataError("prompt too long", where=where, got=got, expected=expected, fix=fix)
 
 # %% ../nbs/12_chat.ipynb #f5cffad7
 def encode_prompt(
@@ -225,14 +216,9 @@ def drawn_logprobs(completion: Completion, where: str = "completion") -> np.ndar
     if completion.params.draws_from_raw:
         return completion.logprobs
     named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    how = ", ".join(f"{name} {getattr(completion.params, name)}" for name in named)
-    raise AlignmentError(
-        "sampling logprobs",
-        where=where,
-        got=f"none, at {how}",
-        expected="one per sampled token",
-        fix="Use a sampler that reports them, or draw at temperature 1 with nothing cut off or penalised.",
-    )
+    got = f"none, at {', '.join(f'{name} {getattr(completion.params, name)}' for name in named)}"
+    fix = "Use a sampler that reports them, or draw at temperature 1 with nothing cut off or penalised."
+    raise AlignmentError("sampling logprobs", where=where, got=got, expected="one per sampled token", fix=fix)
 
 # %% ../nbs/12_chat.ipynb #bf4d861f
 def _routing(spans: Sequence[tuple[list[int], Completion | None]]) -> tuple[str, ...] | None:
@@ -279,6 +265,12 @@ def sample_from_spans(
     )
 
 # %% ../nbs/12_chat.ipynb #fb9d224e
+def unfinished(prompt: str, said: str) -> dict[str, Any]:  # for the `info` of a sample
+    "Whether a completion never closes the `<think>` with which its prompt ends; rewards read no answer in there."
+    opened = prompt.rstrip().endswith("<think>") and "</think>" not in said
+    return {"unfinished_thinking": True} if opened else {}
+
+
 def sample_from_completion(
     completion: Completion,
     reward: float | None = None,  # None = not graded yet, or unscorable
@@ -349,13 +341,11 @@ def _check_prefix(
         return
     at, theirs = first_difference(seen, rendered), _encode(tokenizer, rendered)
     index = min(_token_at(tokenizer, tokens, at), len(tokens) - 1)
-    raise UnfitTurn(
-        f"token {index} of {len(tokens)} differs from the chat template's rendering",
-        where=where,
-        got=tokens_around(tokenizer, tokens, index),
-        expected=f"{tokens_around(tokenizer, theirs, _token_at(tokenizer, theirs, at))}, as rendered",
-        fix="The template rewrites earlier turns; use one that keeps them, or make each turn a sample of its own.",
-    )
+    what, got = f"token {index} of {len(tokens)}", tokens_around(tokenizer, tokens, index)
+    expected = f"{tokens_around(tokenizer, theirs, _token_at(tokenizer, theirs, at))}, as rendered"
+    fix = "The template rewrites earlier turns; use one that keeps them, or make each turn a sample of its own."
+    what += " differs from the chat template's rendering"
+    raise UnfitTurn(what, where=where, got=got, expected=expected, fix=fix)
 
 # %% ../nbs/12_chat.ipynb #12bda177
 @dataclass(frozen=True, eq=False, repr=False)
@@ -461,13 +451,9 @@ def _add_completion(conversation: Conversation, completion: Completion) -> Conve
     before, given = c.tokens, completion.prompt_tokens.tolist()
     if before != given:
         at = first_difference(before, given)
-        raise AlignmentError(
-            f"prompt of turn {c.turns} differs at token {at}",
-            where=where,
-            got=f"{tokens_around(c.tokenizer, given, at)} ({len(given)} tokens)",
-            expected=f"{tokens_around(c.tokenizer, before, at)} ({len(before)} tokens)",
-            fix="Sample from conversation.tokens.",
-        )
+        what, fix = f"prompt of turn {c.turns} differs at token {at}", "Sample from conversation.tokens."
+        got, expected = (f"{tokens_around(c.tokenizer, x, at)} ({len(x)} tokens)" for x in (given, before))
+        raise AlignmentError(what, where=where, got=got, expected=expected, fix=fix)
     tokens = completion.tokens.tolist()
     content = _text_of(c.tokenizer, before, _spoken_tokens(c.tokenizer, completion))
     span = Span(tuple(tokens), _text_of(c.tokenizer, before, tokens), completion)
@@ -478,10 +464,8 @@ def _add_messages(conversation: Conversation, messages: Sequence[Mapping[str, An
     "See `Conversation.add_messages`."
     c, where = conversation, conversation.row.where
     if not messages or any(m.get("role") == "assistant" for m in messages):
-        got = "none" if not messages else "one of the assistant"
-        raise DataError(
-            "messages", where=where, got=got, expected="at least 1", fix="Use add_completion for the policy."
-        )
+        got, fix = "one of the assistant" if messages else "none", "Use add_completion for the policy."
+        raise DataError("messages", where=where, got=got, expected="at least 1", fix=fix)
     if c.spans[-1].completion is None:
         raise AlignmentError("turn", where=where, got="messages", expected="a completion: the policy is next")
     said = (*c.messages, *read_messages(list(messages), where))
@@ -516,8 +500,10 @@ def _to_sample(conversation: Conversation, reward: float | None, info: Mapping[s
     if not c.turns:
         raise AlignmentError("turns", where=c.row.where, got="none", expected="at least one completion to learn from")
     last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
+    asked = [given.text for given, said in zip(c.spans, c.spans[1:], strict=False) if said.completion is not None][-1]
     spans = [(list(span.tokens), span.completion) for span in c.spans]
-    kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns, **info}
+    kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns}
+    kept |= {**unfinished(asked, last), **info}
     return sample_from_spans(spans, reward, last, kept)
 
 # %% ../nbs/12_chat.ipynb #3266d6a5

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 
 from .backends.base import Endpoint, Sampler
-from .chat import UnfitTurn, encode_prompt, sample_from_completion, sample_from_spans
+from .chat import UnfitTurn, encode_prompt, sample_from_completion, sample_from_spans, unfinished
 from rl_notebook.core import (
     AlignmentError,
     BackendError,
@@ -50,6 +50,7 @@ class Prompt:
     tokens: np.ndarray  # (P,) ids
     index: int = 0  # position in the step
     number: int = 0  # position in the run
+    ending: str = ""  # its last tokens as text
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", frozen_array(self.tokens, np.int64))
@@ -84,7 +85,8 @@ def encode_rows(
     prompts = []
     for i, row in enumerate(rows):
         tokens = encode_prompt(tokenizer, row, max_seq_len=max_seq_len, room=max_completion_tokens)
-        prompts.append(Prompt(row, np.array(tokens), index=i, number=first_number + i))
+        ending = str(tokenizer.decode(tokens[-16:]))
+        prompts.append(Prompt(row, np.array(tokens), index=i, number=first_number + i, ending=ending))
     return prompts
 
 # %% ../nbs/30_rollouts.ipynb #69db1104
@@ -233,12 +235,12 @@ def is_reward(value: Any) -> bool:
         return False
 
 # %% ../nbs/30_rollouts.ipynb #358279d3
-def _from_completion(completion: Completion, i: int, where: str) -> Segments | Lost:
+def _from_completion(completion: Completion, i: int, prompt: Prompt) -> Segments | Lost:
     "A completion as a draw."
     if not len(completion.tokens):
         return Lost(f"completion {i} is empty")
-    sample = sample_from_completion(completion)
-    check_drawn(sample, f"{where}, completion {i}")
+    sample = sample_from_completion(completion, info=unfinished(prompt.ending, completion.text))
+    check_drawn(sample, f"{prompt.where}, completion {i}")
     return (sample,)
 
 
@@ -277,7 +279,7 @@ async def draw_completions(
                 raise BackendError("the sampler read another prompt", where=where, got=got, expected=expected, fix=fix)
         if breaker is not None:
             breaker.note()
-        return [_from_completion(c, i, prompt.where) for i, c in zip(missing, drawn, strict=True)]
+        return [_from_completion(c, i, prompt) for i, c in zip(missing, drawn, strict=True)]
 
     return gather_draws(prompt, *await in_rounds(request, params.n, group_retries))
 

@@ -26,6 +26,7 @@ from rl_notebook.backends.engine import (
     mergeable,
     takes_blocks,
 )
+from rl_notebook.backends.local import open_local
 from rl_notebook.cli import main as command
 from rl_notebook.core import BackendError, SampleParams
 
@@ -530,6 +531,8 @@ def test_models_that_keep_a_state_are_refused_by_name(family):
     settings, message = STATEFUL[family]
     with pytest.raises(BackendError, match=f"^{message}; expected full or sliding-window attention in every layer"):
         open_model(random_model(family, **settings))
+    with pytest.raises(BackendError, match=f"^{message}"):  # before peft meets its layers
+        open_local(random_model(family, **settings), byte_tokenizer(), lora_rank=4)
 
 
 def test_a_hybrid_is_refused_where_training_begins(tmp_path, capsys):

@@ -8,9 +8,12 @@ import pytest
 import rl_notebook as rln
 from rl_notebook.chat import start_conversation, with_template
 from rl_notebook.config import Config
-from rl_notebook.core import ConfigError
+from rl_notebook.core import Completion, ConfigError, SampleParams
 from rl_notebook.data import load_rows
 from rl_notebook.phases import rollout_setup
+from rl_notebook.rewards import score
+from rl_notebook.rollouts import draw_completions, encode_rows
+from rl_notebook.step import score_group
 
 # as the templates of models that think before they answer have it: told not to, the thought is there, and empty
 THINKER = (
@@ -85,3 +88,27 @@ def test_the_script_and_its_preflight_take_it(backend, config, tmp_path):
     rln.main(cfg)
     record = rln.Run.open(tmp_path / "run").record(1)
     assert "</think>" in backend.tokenizer.decode(record.groups[0].samples[0].tokens)
+
+
+def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_never_closes(backend, tmp_path):
+    (tmp_path / "opens.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}<think>\n")
+    texts = ["Is it #### 72", "Is it #### 7?</think>#### 72", "<answer>72</answer>"]
+    [row] = rows = load_rows([{"question": "48/2+48?", "answer": "72"}])
+
+    def said(tokenizer, tokens):
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [Completion(tokens, i, [0.0] * len(i), text=text) for i, text in zip(ids, texts, strict=True)]
+
+    async def rewards(tokenizer):
+        class Sampler:
+            async def sample(self, tokens, params):
+                return said(tokenizer, tokens)
+
+        [prompt] = encode_rows(rows, tokenizer)
+        group = await score_group(await draw_completions(Sampler(), prompt, SampleParams(n=3)), "gsm8k")
+        begun = start_conversation(tokenizer, row)
+        turns = [begun.add_completion(c).to_sample() for c in said(tokenizer, begun.tokens)]
+        return group.rewards.tolist(), (await score(turns, row, "gsm8k")).totals.tolist()
+
+    assert asyncio.run(rewards(with_template(backend.tokenizer, tmp_path / "opens.jinja", None))) == ([0, 1, 0],) * 2
+    assert asyncio.run(rewards(backend.tokenizer)) == ([1, 1, 1],) * 2

@@ -69,7 +69,7 @@ from ..names import new_folder
 __all__ = ['export_weights', 'open_local']
 
 # %% ../../nbs/24_backends.local.ipynb #d55fa39a
-from .engine import bare_model
+from .engine import bare_model, check_layers
 from ..losses import reads_entropy
 from ..toy import model_and_tokenizer
 
@@ -1235,6 +1235,7 @@ def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
 
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
     "A model over the same weights with a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
+    check_layers(model)  # peft says of a state space model only that its layers do not fit
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as reason:
