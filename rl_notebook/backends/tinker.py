@@ -439,18 +439,13 @@ def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
-def loss_request(sdk: Sdk, datum: Datum, name: str) -> Any:
-    "A datum with what a built-in loss of the dialect reads."
-    ones = np.ones(len(datum.weights))
-    side = {"weights": datum.weights} if name == "cross_entropy" else {"logprobs": 0 * ones, "advantages": ones}
-    return with_side(sdk, bare_datum(sdk, datum), side)
-
-# %% ../../nbs/27_backends.tinker.ipynb #e10eb5a6
 def probe_losses(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     "Which of the dialect's losses a forward pass takes."
     link, datum, known = trainer.link, toy_datum(tokens), []
+    ones = np.ones(len(datum.weights))
     for name in LOSSES:
-        data = [loss_request(link.sdk, datum, name)]
+        side = {"weights": ones} if name == "cross_entropy" else {"logprobs": 0 * ones, "advantages": ones}
+        data = [with_side(link.sdk, bare_datum(link.sdk, datum), side)]
         with contextlib.suppress(BackendError):
             link.call(lambda client, data=data, name=name: result_of(link, client.forward(data, name)))
             known.append(name)

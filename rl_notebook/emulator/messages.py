@@ -380,18 +380,12 @@ def json_top(ids: np.ndarray, logprobs: np.ndarray) -> list[list[tuple[int, floa
     return [None if best[0] <= NO_LOGPROB else list(zip(who, best, strict=True)) for who, best in rows]
 
 # %% ../../nbs/70_emulator.messages.ipynb #9db85ea8
-def json_sequence(completion: Completion, top: tuple[np.ndarray, np.ndarray] | None = None) -> dict[str, Any]:
-    "A completion as JSON."
-    tokens, logprobs = completion.tokens.tolist(), completion.logprobs.tolist()
-    alternatives = {} if top is None else {"topk_logprobs": json_top(*top)}
-    return {"stop_reason": completion.finish_reason, "tokens": tokens, "logprobs": logprobs, **alternatives}
-
-# %% ../../nbs/70_emulator.messages.ipynb #46bb902f
 def json_sample(result: SampleResult) -> dict[str, Any]:
     "A sampling result as JSON."
-    tops = result.topk_drawn or [None] * len(result.completions)
-    sequences = [json_sequence(c, top) for c, top in zip(result.completions, tops, strict=True)]
-    out: dict[str, Any] = {"type": "sample", "sequences": sequences}
+    out: dict[str, Any] = {"type": "sample", "sequences": []}
+    for c, top in zip(result.completions, result.topk_drawn or [None] * len(result.completions), strict=True):
+        drawn = {"stop_reason": c.finish_reason, "tokens": c.tokens.tolist(), "logprobs": c.logprobs.tolist()}
+        out["sequences"].append(drawn | ({} if top is None else {"topk_logprobs": json_top(*top)}))
     if result.prompt_logprobs is not None:
         out["prompt_logprobs"] = [None if np.isnan(x) else x for x in result.prompt_logprobs.tolist()]
     if result.topk_prompt is not None:
