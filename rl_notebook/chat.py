@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,8 @@ __all__ = ['encode_prompt', 'sample_from_spans', 'unfinished', 'sample_from_comp
            'start_conversation']
 
 # %% ../nbs/12_chat.ipynb #78754eaa
-def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat: bool = True,  # whether prompts are conversations
-) -> None:
-    "Raise `DataError` for a tokenizer without end-of-sequence token or, where one is needed, without chat template."
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool = True) -> None:
+    "Raise `DataError` for a tokenizer without end-of-sequence token or, for conversations, without chat template."
     where = f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__!r}"
     if tokenizer.eos_token_id is None:
         fix = "Set it, as tokenizer.eos_token = '<|im_end|>', to the token with which the model ends its turn."
@@ -181,13 +178,8 @@ def _check_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], row: Row) 
         raise DataError("prompt", where=row.where, got=f"two bos ({tokenizer.bos_token})", expected="one", fix=fix)
 
 # %% ../nbs/12_chat.ipynb #e4ef15e5
-def check_fits(
-    num_tokens: int,  # of the prompt
-    max_seq_len: int | None,  # of prompt and completion together; None = no limit
-    room: int = 1,  # tokens that the completion may need
-    where: str | None = None,  # place named in an error
-) -> None:
-    "Raise `DataError` when a prompt leaves less than `room` tokens."
+def check_fits(num_tokens: int, max_seq_len: int | None, room: int = 1, where: str | None = None) -> None:
+    "Raise `DataError` when a prompt leaves its completion less than `room` of `max_seq_len` tokens (None = no limit)."
     if max_seq_len is not None and num_tokens + room > max_seq_len:
         got, fix = f"{num_tokens} tokens", "Drop the row, or raise max_seq_len."
         expected = f"at most {max_seq_len - room} (max_seq_len {max_seq_len} less {room} for the completion)"
@@ -381,15 +373,51 @@ class Conversation:
 
     def add_completion(self, completion: Completion) -> Conversation:
         "With a turn of the policy, sampled from exactly `tokens`."
-        return _add_completion(self, completion)
+        c, where = self, self.row.where
+        if c.spans[-1].completion is not None:
+            raise AlignmentError("turn", where=where, got="two completions in a row", expected="messages in between")
+        before, given = c.tokens, completion.prompt_tokens.tolist()
+        if before != given:
+            at = first_difference(before, given)
+            what, fix = f"prompt of turn {c.turns} differs at token {at}", "Sample from conversation.tokens."
+            got, expected = (f"{tokens_around(c.tokenizer, x, at)} ({len(x)} tokens)" for x in (given, before))
+            raise AlignmentError(what, where=where, got=got, expected=expected, fix=fix)
+        tokens = completion.tokens.tolist()
+        content = _text_of(c.tokenizer, before, _spoken_tokens(c.tokenizer, completion))
+        span = Span(tuple(tokens), _text_of(c.tokenizer, before, tokens), completion)
+        return replace(c, messages=(*c.messages, {"role": "assistant", "content": content}), spans=(*c.spans, span))
 
     def add_messages(self, *messages: Mapping[str, Any]) -> Conversation:
         "With what user, tools or environment say, up to where the policy is to go on."
-        return _add_messages(self, messages)
+        c, where = self, self.row.where
+        if not messages or any(m.get("role") == "assistant" for m in messages):
+            got, fix = "one of the assistant" if messages else "none", "Use add_completion for the policy."
+            raise DataError("messages", where=where, got=got, expected="at least 1", fix=fix)
+        if c.spans[-1].completion is None:
+            raise AlignmentError("turn", where=where, got="messages", expected="a completion: the policy is next")
+        said = (*c.messages, *read_messages(list(messages), where))
+        try:
+            rendered = _rendered(c.tokenizer, [*(c.row.messages or ()), *said], where, c.options)
+        except DataError as error:  # two turns of one role in a row, half a character, ...
+            raise UnfitTurn(str(error)) from error
+        spans = _ended_as_rendered(c, rendered)
+        shown = "".join(span.rendered or span.text for span in spans)
+        _check_prefix(c.tokenizer, c.tokens, shown, rendered, f"{where}, turn {c.turns}")
+        rest = rendered[len(shown) :]
+        return replace(c, messages=said, spans=(*spans, Span(tuple(_encode(c.tokenizer, rest)), rest)))
 
     def to_sample(self, reward: float | None = None, **info: Any) -> RolloutSample:
         "As one sample; `text` is the last turn, `info['messages']` everything said, `info` what else is given."
-        return _to_sample(self, reward, info)
+        c = self
+        if not c.turns:
+            expected = "at least one completion to learn from"
+            raise AlignmentError("turns", where=c.row.where, got="none", expected=expected)
+        last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
+        asked = [given.text for given, said in pairwise(c.spans) if said.completion is not None][-1]
+        spans = [(list(span.tokens), span.completion) for span in c.spans]
+        kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns}
+        kept |= {**unfinished(asked, last), **info}
+        return sample_from_spans(spans, reward, last, kept)
 
     def __repr__(self) -> str:
         lines = [conversation_headline(self)]
@@ -442,44 +470,7 @@ def start_conversation(
     text = _rendered(tokenizer, row.messages, row.where, options)
     return Conversation(tokenizer, row, (), (Span(tuple(ids), text),), options)
 
-# %% ../nbs/12_chat.ipynb #cd8ebd1d
-def _add_completion(conversation: Conversation, completion: Completion) -> Conversation:
-    "See `Conversation.add_completion`."
-    c, where = conversation, conversation.row.where
-    if c.spans[-1].completion is not None:
-        raise AlignmentError("turn", where=where, got="two completions in a row", expected="messages in between")
-    before, given = c.tokens, completion.prompt_tokens.tolist()
-    if before != given:
-        at = first_difference(before, given)
-        what, fix = f"prompt of turn {c.turns} differs at token {at}", "Sample from conversation.tokens."
-        got, expected = (f"{tokens_around(c.tokenizer, x, at)} ({len(x)} tokens)" for x in (given, before))
-        raise AlignmentError(what, where=where, got=got, expected=expected, fix=fix)
-    tokens = completion.tokens.tolist()
-    content = _text_of(c.tokenizer, before, _spoken_tokens(c.tokenizer, completion))
-    span = Span(tuple(tokens), _text_of(c.tokenizer, before, tokens), completion)
-    return replace(c, messages=(*c.messages, {"role": "assistant", "content": content}), spans=(*c.spans, span))
-
 # %% ../nbs/12_chat.ipynb #d5a0a745
-def _add_messages(conversation: Conversation, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-    "See `Conversation.add_messages`."
-    c, where = conversation, conversation.row.where
-    if not messages or any(m.get("role") == "assistant" for m in messages):
-        got, fix = "one of the assistant" if messages else "none", "Use add_completion for the policy."
-        raise DataError("messages", where=where, got=got, expected="at least 1", fix=fix)
-    if c.spans[-1].completion is None:
-        raise AlignmentError("turn", where=where, got="messages", expected="a completion: the policy is next")
-    said = (*c.messages, *read_messages(list(messages), where))
-    try:
-        rendered = _rendered(c.tokenizer, [*(c.row.messages or ()), *said], where, c.options)
-    except DataError as error:  # two turns of one role in a row, half a character, ...
-        raise UnfitTurn(str(error)) from error
-    spans = _ended_as_rendered(c, rendered)
-    shown = "".join(span.rendered or span.text for span in spans)
-    _check_prefix(c.tokenizer, c.tokens, shown, rendered, f"{where}, turn {c.turns}")
-    rest = rendered[len(shown) :]
-    return replace(c, messages=said, spans=(*spans, Span(tuple(_encode(c.tokenizer, rest)), rest)))
-
-
 def _ended_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
     "The spans; the last one knows it if the template ends it with another token than the policy did."
     *given, last = c.spans
@@ -492,19 +483,6 @@ def _ended_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
     if not end or not is_special(c.tokenizer, end[0]):
         return c.spans
     return *given, replace(last, rendered=content + _text_of(c.tokenizer, [], end))
-
-# %% ../nbs/12_chat.ipynb #5607dab5
-def _to_sample(conversation: Conversation, reward: float | None, info: Mapping[str, Any]) -> RolloutSample:
-    "See `Conversation.to_sample`."
-    c = conversation
-    if not c.turns:
-        raise AlignmentError("turns", where=c.row.where, got="none", expected="at least one completion to learn from")
-    last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
-    asked = [given.text for given, said in zip(c.spans, c.spans[1:], strict=False) if said.completion is not None][-1]
-    spans = [(list(span.tokens), span.completion) for span in c.spans]
-    kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns}
-    kept |= {**unfinished(asked, last), **info}
-    return sample_from_spans(spans, reward, last, kept)
 
 # %% ../nbs/12_chat.ipynb #3266d6a5
 def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -54,8 +54,7 @@ def read_messages(messages: Any, where: str | None = None) -> list[dict[str, Any
     "The messages, their content as text; raises `DataError`."
     messages = plain_values(messages)
     if not isinstance(messages, list) or not messages:
-        got = type(messages).__name__
-        raise DataError("messages", where=where, got=got, expected="a list of messages, not empty")
+        raise DataError("messages", where=where, got=type(messages).__name__, expected="a list of them, not empty")
     read = []
     for i, m in enumerate(messages):
         if not isinstance(m, dict) or not isinstance(m.get("role"), str):
@@ -112,11 +111,8 @@ def _first(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
     return next((n for n in names if _present(record.get(n))), None)
 
 # %% ../nbs/10_data.ipynb #622f8f67
-def find_answer(
-    record: Mapping[str, Any],  # one record of a data set
-    column: str | None = None,  # read this column; None = look through `ANSWER_COLUMNS`
-) -> Any:  # None = the record has no answer
-    "What a record says is right."
+def find_answer(record: Mapping[str, Any], column: str | None = None) -> Any:
+    "What a record says is right, in this column or the first of `ANSWER_COLUMNS`; None = it does not say."
     name = _first(record, [column] if column else ANSWER_COLUMNS)
     if name:
         return record[name]
@@ -250,7 +246,10 @@ def make_row(
     return Row(key=key, answer=answer, data=data, options=_template_options(data, form, place), **form)
 
 # %% ../nbs/10_data.ipynb #3a80d55f
-def _json_lines(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
+_Records = Iterator[tuple[str, Any]]  # each with its place
+
+
+def _json_lines(file: IO[bytes], name: str) -> _Records:
     "Values of JSON Lines, each with its place; blank lines are skipped."
     for number, raw in enumerate(file, start=1):
         where = f"{name}, line {number}"
@@ -349,12 +348,7 @@ def _object_records(source: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"record {i}", record) for i, record in enumerate(records))
 
 # %% ../nbs/10_data.ipynb #ee456bf3
-def _hub_records(
-    name: str,  # on the hub, or of a folder
-    config: str | None = None,
-    split: str | None = None,  # None = "train"
-    streaming: bool = False,
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _hub_records(name: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> _Records:
     "Records of a data set that `datasets` reads; raises `MissingExtra` without it, `DataError` for what it refuses."
     try:
         import datasets  # slow to import, and an extra
@@ -428,20 +422,13 @@ def load_rows(
 
 # %% ../nbs/10_data.ipynb #b6c56e79
 @lru_cache(maxsize=4)
-def epoch_order(
-    n: int,  # rows
-    seed: int,  # of the run
-    epoch: int,  # from 0
-) -> tuple[int, ...]:  # a permutation of range(n)
-    "The order in which an epoch visits the rows."
+def epoch_order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+    "The order in which an epoch, counted from 0, visits `n` rows: a permutation of range(n)."
     return tuple(np.random.default_rng([seed, epoch]).permutation(n).tolist())
 
 # %% ../nbs/10_data.ipynb #3d9d23b3
-def coming_share(
-    rate: float,  # pass rate; nan = not known
-    floor: float,  # at 0 and 1
-) -> float:
-    "In which share of the epochs a row comes: always at one half, and as long as nothing is known."
+def coming_share(rate: float, floor: float) -> float:
+    "In which share of the epochs a row of a pass rate comes: `floor` at 0 and 1, all at one half, or if it is nan."
     return 1.0 if math.isnan(rate) else floor + (1 - floor) * 4 * rate * (1 - rate)
 
 # %% ../nbs/10_data.ipynb #f5974b3d
@@ -513,11 +500,8 @@ class Cursor:
         return {**names, "rows": len(self.rows), "next": next((row.key for row in self.peek(1)), None), **seen}
 
 # %% ../nbs/10_data.ipynb #e4c1573a
-def graded_rows(
-    cursor: Cursor,
-    rates: Mapping[int, float],  # position: share of the completions that passed; nan = there was none
-) -> Cursor:
-    "The cursor once rows have come and were graded; the pass rate is the mean of what it was and what it is now."
+def graded_rows(cursor: Cursor, rates: Mapping[int, float]) -> Cursor:
+    "The cursor once rows were graded (position: pass rate, or nan); the mean of what a rate was and what it is now."
     seen = dict(cursor.seen)
     for position, rate in rates.items():
         times, before = seen.get(i := cursor.index(position), (0, math.nan))
@@ -526,11 +510,8 @@ def graded_rows(
     return replace(cursor, seen=seen)
 
 # %% ../nbs/10_data.ipynb #1314a60d
-def restore_cursor(
-    cursor: Cursor,  # over the rows to go on with
-    state: Mapping[str, Any],  # of `Cursor.state`
-) -> Cursor:  # as it stood
-    "The cursor put back to a recorded place; raises `DataError` when the data are not the same."
+def restore_cursor(cursor: Cursor, state: Mapping[str, Any]) -> Cursor:
+    "The cursor put back to where `Cursor.state` was asked; raises `DataError` when the data are not the same."
     if missing := {"rows", "seed", "shuffle", "consumed", "next"} - set(state):
         got = f"no {', '.join(sorted(missing))}"
         raise DataError("state", where="resume", got=got, expected="what Cursor.state gave")

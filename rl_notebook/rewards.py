@@ -966,11 +966,8 @@ class Scores:
         return pd.DataFrame({**columns, "reward": self.totals, **self.extra})
 
 # %% ../nbs/11_rewards.ipynb #e3ee7b5b
-def weighted_total(
-    values: Sequence[np.ndarray],  # per function (n,); NaN = unscorable
-    weights: Sequence[float],  # per function
-) -> np.ndarray:  # (n,); NaN where no function with a weight gave a value
-    "The weighted sum over the functions that gave a value."
+def weighted_total(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    "(n,) weighted sums over the functions that gave a value, of (n,) values each; NaN = none with a weight did."
     table, w = np.array(values, dtype=np.float64), np.array(weights, dtype=np.float64)
     spoke = ~np.isnan(table) & (w != 0)[:, None]
     return np.where(spoke.any(axis=0), np.where(spoke, table * w[:, None], 0.0).sum(axis=0), np.nan)
@@ -1061,10 +1058,7 @@ def score_blocking(
     return blocking(lambda limits: score(completions, row, reward_fns, weights, **options, limits=limits))
 
 # %% ../nbs/11_rewards.ipynb #5c048c42
-def graded(
-    samples: Sequence[RolloutSample],  # as given to `score`
-    scores: Scores,  # what it returned
-) -> tuple[RolloutSample, ...]:
+def graded(samples: Sequence[RolloutSample], scores: Scores) -> tuple[RolloutSample, ...]:
     "The samples with their total and per-function rewards; `reward` is None where unscorable, with `late` in `info`."
     if len(samples) != len(scores):
         raise RewardError("scores", got=len(scores), expected=f"{len(samples)}, one per sample")
