@@ -10,8 +10,6 @@ import functools
 import inspect
 import math
 import os
-import signal
-import threading
 import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
@@ -27,7 +25,7 @@ __all__ = ['GRPOLoop']
 from .config import Config
 from .core import ConfigError, PhaseError, PromptGroup, shown_as
 from .groups import Gate, Producer
-from .names import named_function
+from .names import named_function, on_interrupt
 from .records import StepRecord, spans
 from .rollouts import require_some
 from .weights import join_turn
@@ -226,32 +224,25 @@ async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator
 
 # %% ../nbs/37_loop.ipynb #7b37a73d
 LISTENING: list[Loop] = []  # loops that run now
-BEFORE: list[Any] = []  # the handler that the first of them found
 
 
 @contextmanager
 def stop_on_interrupt(loop: Loop) -> Iterator[None]:
     "While inside, the first interrupt requests a stop; only the main thread can listen for it."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     LISTENING.append(loop)
-    if len(LISTENING) == 1:
-        BEFORE.append(signal.signal(signal.SIGINT, request_stops))
     try:
-        yield
+        with on_interrupt(request_stops):
+            yield
     finally:
         LISTENING.remove(loop)
-        if not LISTENING:
-            signal.signal(signal.SIGINT, BEFORE.pop())
 
 
-def request_stops(signum: int, frame: Any) -> None:
-    "Ask all loops that run to stop; if they were asked before, do what an interrupt does without them."
-    if all(loop.stop_requested for loop in LISTENING) and callable(BEFORE[-1]):
-        BEFORE[-1](signum, frame)
-    for loop in LISTENING:
+def request_stops() -> bool:  # whether one of them was not asked before
+    "Ask all loops that run to stop."
+    fresh = [loop for loop in LISTENING if not loop.stop_requested]
+    for loop in fresh:
         loop.stop_requested = True
+    return bool(fresh)
 
 # %% ../nbs/37_loop.ipynb #439438d1
 def steps_left(loop: Loop, end: int | None) -> float:

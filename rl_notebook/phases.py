@@ -45,7 +45,7 @@ from .datums import attach, datums_from_groups
 from .groups import Finished, Gate, Intake, Producer
 from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss_fn
 from .metrics import merge_metrics, step_metrics
-from .names import named_function, source_hash
+from .names import interrupts_held, named_function, source_hash
 from .records import MUST_MATCH, StepRecord
 from .roofs import Work, known_roofs, memory_metrics, work_between, work_metrics, work_together
 from .rewards import Limits, as_reward_fns, blocking, columns_read, gathered, make_soft_overlong
@@ -59,7 +59,7 @@ from .step import anchored, backward, backward_builtin, cache_key, draw, evaluat
 from .step import join_updates, loss_factory, merge_outputs
 from .step import list_datums, list_groups, list_prompts, list_rollouts
 from .step import scale_output, score_datums, score_group
-from .weights import Weights, interrupts_held
+from .weights import Weights
 
 # %% ../nbs/35_phases.ipynb #b31efaab
 PHASES = (

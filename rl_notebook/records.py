@@ -27,7 +27,7 @@ from datetime import time as dt_time
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import pandas as pd
@@ -161,6 +161,10 @@ _TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  
     "$date": (date, lambda v: v.isoformat(), date.fromisoformat),
     "$time": (dt_time, lambda v: v.isoformat(), dt_time.fromisoformat),
     "$decimal": (Decimal, str, Decimal),
+    "$float": (float, repr, float),  # NaN and the infinities
+    "$tuple": (tuple, list, tuple),
+    "$bytes": (bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
+    "$pairs": (Mapping, lambda v: [[key, item] for key, item in v.items()], dict),  # keys that JSON has not
 }
 
 # %% ../nbs/32_records.ipynb #2a97d048
@@ -171,34 +175,21 @@ def encode(
     "A value as strict JSON that `decode` gives back exactly; numpy scalars come back as Python numbers."
     if isinstance(value, np.datetime64 | np.timedelta64):
         value = pd.Timestamp(value) if isinstance(value, np.datetime64) else pd.Timedelta(value)
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | int | str):
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    for tag, (kind, write, _) in _TAGGED.items():
-        if isinstance(value, kind):
-            return {tag: write(value)}
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, list | tuple):
-        items = [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, Mapping):
-        return _encode_mapping(value, where)
-    if isinstance(value, bytes):
-        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list):
+        return [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(k, str) and not k.startswith("$") for k in value):
+        return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"$array": encode(value.ravel().tolist()), "dtype": value.dtype.str, "shape": [*value.shape]}
+    for tag, (kind, write, _) in _TAGGED.items():
+        if isinstance(value, kind):
+            return {tag: encode(write(value), where)}
     expected = "None, numbers, text, bytes, dates, times, lists, tuples, mappings or numeric arrays"
     fix = "Convert it, or leave it out of the row or of the sample's info."
     raise RecordError("cannot be recorded", where=where, got=type(value).__name__, expected=expected, fix=fix)
-
-
-def _encode_mapping(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    "A mapping as an object, or as a list of pairs where JSON has no such keys."
-    if all(isinstance(k, str) and not k.startswith("$") for k in value):
-        return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
-    return {"$pairs": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
 
 # %% ../nbs/32_records.ipynb #d149aff6
 def decode(value: Any) -> Any:
@@ -208,22 +199,12 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
-    if tag in _TAGGED:
-        return _TAGGED[tag][2](value[tag])
-    if tag == "$float":
-        return float(value[tag])
-    if tag == "$tuple":
-        return tuple(decode(v) for v in value[tag])
-    if tag == "$bytes":
-        return base64.b64decode(value[tag])
     if tag == "$array":
         return np.array(decode(value[tag]), dtype=value["dtype"]).reshape(value["shape"])
-    if tag == "$pairs":
-        return {decode(k): decode(v) for k, v in value[tag]}
+    if tag in _TAGGED:
+        return _TAGGED[tag][2](decode(value[tag]))
     if tag.startswith("$"):
-        raise RecordError(
-            "unknown tag", got=tag, expected=", ".join(["$float, $tuple, $bytes, $array, $pairs", *_TAGGED])
-        )
+        raise RecordError("unknown tag", got=tag, expected=", ".join(["$array", *_TAGGED]))
     return {k: decode(v) for k, v in value.items()}
 
 # %% ../nbs/32_records.ipynb #f425edb0
@@ -741,7 +722,21 @@ class Run:
         trust: bool = False,  # what is named in the folder may be imported, also if the run was not started here
     ) -> Self:
         "Look at a run; writes nothing, imports nothing."
-        return cls(*_open(Path(path), trust))
+        path = Path(path)
+        with _os_errors("cannot read", path):
+            there = (path / "run.json").exists()
+        if not there:
+            got, expected, fix = "no run.json", "the log_path of a run", "Name the folder that was given as log_path."
+            raise RecordError("no run here", where=str(path), got=got, expected=expected, fix=fix)
+        _read_described(path, "run.json", RUN_FORMAT)
+        config, (_, notes) = _read_config(path / "config.yaml"), _read_lines(path / "metrics.jsonl")
+        for note in notes:
+            warnings.warn(f"{path}: {note}", stacklevel=3)
+        trusted = trusted_names(path)
+        if trust:
+            _say_trusted(path, {*names_in(config)} - trusted)
+        trusted = None if trust else trusted
+        return cls(path, from_file(config, str(path), trusted), tuple(notes), trusted)
 
     @property
     def steps(self) -> list[int]:
@@ -755,18 +750,35 @@ class Run:
 
     def metrics(self) -> pd.DataFrame:
         "Metrics of all steps, one row a step, indexed by step."
-        return metrics_frame(_metrics_rows(self))
+        rows, _ = _read_lines(self.path / "metrics.jsonl")
+        lines = {row["step"] for row in rows if "reason" in row}
+        missing = readable(self, [n for n in self.steps if n not in lines])  # their records have the same numbers
+        return metrics_frame([*map(metrics_row, missing), *rows])
 
     def record(self, step: int) -> StepRecord:
         "The record of a step; raises RecordError with the reason when it cannot be read."
-        return _record(self, step)
+        path = self.path / "steps" / f"{step:05d}"
+        if not path.is_dir():
+            expected = spans(self.steps) or "nothing, for no step is recorded yet"
+            raise RecordError("no such step", where=str(self.path), got=step, expected=expected)
+        record = read_record(path, self.trusted)
+        if self.trusted is None:
+            _say_trusted(path, {*names_in(record.options)} - {*names_in(self.config)})
+        if record.step != step:
+            raise RecordError("record", where=str(path), got=f"step {record.step}", expected=f"step {step}")
+        return record
 
     def latest_checkpoint(
         self,
         at_most: float = math.inf,  # of those after this step or an earlier one
     ) -> Checkpoint | None:
         "The newest checkpoint that is whole, or None; damaged ones are skipped with a warning."
-        return _latest_checkpoint(self, at_most)
+        for step in reversed([n for n in self.checkpoints if n <= at_most]):
+            try:
+                return read_checkpoint(self.path / "checkpoints" / f"{step:05d}")
+            except RecordError as e:
+                warnings.warn(f"checkpoint skipped: {e}", stacklevel=2)
+        return None
 
     def check(self, config: Config | Mapping[str, Any]) -> None:
         "Raise RecordError unless these settings mean the same past: see `MUST_MATCH`."
@@ -779,10 +791,15 @@ class Run:
         return readable(self, self.steps)
 
     def __repr__(self) -> str:
-        return _run_text(self)
+        shown = glance(self.metrics()).tail(3)
+        lines = [f"{type(self).__name__} {self.path.name}: {run_facts(self)}"]
+        return "\n".join([*lines, shown.map("{:.4g}".format).to_string()] if len(shown.columns) else lines)
 
     def _repr_html_(self) -> str:
-        return _run_html(self)
+        shown = glance(self.metrics()).tail(5)
+        rows = [[str(step), *map(float, values)] for step, values in zip(shown.index, shown.to_numpy(), strict=True)]
+        drawn = html_table(["step", *shown.columns], rows) if len(shown.columns) else ""
+        return f"<p><b>{html.escape(self.path.name)}</b>: {html.escape(run_facts(self))}</p>{drawn}"
 
 # %% ../nbs/32_records.ipynb #a62e1382
 class RunFolder(Run):
@@ -791,9 +808,19 @@ class RunFolder(Run):
     @classmethod
     def create(cls, path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> Self:
         "Begin a run; raises RecordError when the folder holds one, or cannot be written."
-        held = _create(Path(path), config)
-        note_started(Path(path), [*names_in(config_dict(config))])
-        return _written_by(cls.open(path), held)
+        path = Path(path)
+        refuse_taken(path, config)
+        text = _config_yaml(config)
+        with _os_errors("cannot write", path):
+            (path / "steps").mkdir(parents=True, exist_ok=True)
+        held = hold_folder(path)
+        if (path / "run.json").exists():  # since it was looked for
+            raise RecordError("the run folder holds another run", where=str(path), got="one that began just now")
+        replace_text(path / "config.yaml", text)
+        replace_text(path / "metrics.jsonl", "")
+        replace_text(path / "run.json", json.dumps({"format": RUN_FORMAT, "files": {}}))  # last: it makes it a run
+        note_started(path, [*names_in(config_dict(config))])
+        return cls.open(path)._written_by(held)
 
     @classmethod
     def resume(
@@ -805,8 +832,22 @@ class RunFolder(Run):
     ) -> Self:
         "Go on with a run; raises RecordError when the config means another past, or another process writes to it."
         run = cls.open(path)
-        _resume(_written_by(run, hold_folder(run.path, trust)), config)
-        return _written_by(cls.open(path))
+        run._written_by(hold_folder(run.path, trust)).check(config)
+        with _os_errors("cannot write", run.path):
+            for leftover in run.path.glob("**/.*.writing"):  # of a killed process
+                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        replace_text(run.path / "config.yaml", _config_yaml(config))
+        note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
+        return cls.open(path)._written_by()
+
+    def _written_by(self, held: _Held | None = None) -> Self:
+        "This, held; raises RecordError where the folder is gone, or another process writes."
+        if not (self.path / "run.json").exists():
+            got = "no run.json: it was deleted or moved while the run went on"
+            fix = "Put it back, or begin again elsewhere. The loop has its last steps in `records`."
+            raise RecordError("the run folder is gone", where=str(self.path), got=got, expected="the log_path", fix=fix)
+        object.__setattr__(self, "held", held or hold_folder(self.path))
+        return self
 
     def release(self) -> None:
         "Let another process write to the folder; the next write takes it back."
@@ -814,15 +855,33 @@ class RunFolder(Run):
 
     def add(self, record: StepRecord) -> Path:
         "Write a record and its line of metrics; raises RecordError and leaves nothing behind when that fails."
-        return _add(self, record)
+        self._written_by()
+        path, line = self.path / "steps" / f"{record.step:05d}", _metrics_line(metrics_row(record))
+        if there := path.exists():
+            _refuse_another(path, record)
+        else:
+            with staged_folder(path) as folder:
+                write_record(record, folder)
+        try:
+            lines = _read_lines(self.path / "metrics.jsonl")[0] if there else []
+            if not any(row["step"] == record.step and "reason" in row for row in lines):
+                _append_line(self.path / "metrics.jsonl", line)
+        except BaseException:
+            if not there:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        if names := {*names_in(record.options)}:  # of a loss that may have been asked for in this step only
+            note_started(self.path, trusted_names(self.path) | names)
+        return path
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         "Add metrics to a step beside its record, such as a held-out reward; step 0 is before training."
-        _append_line(_written_by(self).path / "metrics.jsonl", _metrics_line({"step": step, **metrics}))
+        _append_line(self._written_by().path / "metrics.jsonl", _metrics_line({"step": step, **metrics}))
 
     def rewind(self, step: int) -> Path | None:
         "Put aside everything after a step, into `discarded/NNN/`; returns that folder, or None if there was nothing."
-        return _rewind(self, step)
+        self._written_by()
+        return _put_aside(self.path, step)
 
     async def save_checkpoint(
         self,
@@ -835,16 +894,13 @@ class RunFolder(Run):
         keep: int = 2,  # older checkpoints are deleted
     ) -> Checkpoint:
         "Save what is needed to go on from here; older ones go only when the new one is complete."
-        _written_by(self)
-        facts = {"cursor": cursor, "policy_version": policy_version, "extra": extra or {}}
-        checkpoint = await _save_checkpoint(self, step, save_state, facts)
+        self._written_by()
+        facts = {"step": step, "cursor": cursor, "policy_version": policy_version, "extra": extra or {}}
+        checkpoint = await _save_checkpoint(self, save_state, {**facts, "config": dict(self.config)})
         _keep_last(self, keep)
         return checkpoint
 
 # %% ../nbs/32_records.ipynb #766fcfe4
-AnyRun = TypeVar("AnyRun", bound=Run)
-
-
 class _Held:
     "A run folder that this process may write to; raises RecordError where another one does."
 
@@ -890,19 +946,9 @@ def _refuse_ways_out(root: Path) -> None:
         fix = "Nothing was written. If you trust who made the folder: --trust, or trust=True in Python."
         raise RecordError("run folder", where=str(root), got=got, expected="files and folders of its own", fix=fix)
 
-
-def _written_by(run: AnyRun, held: _Held | None = None) -> AnyRun:
-    "A run that this process may write to; raises RecordError where its folder is gone, or another process writes."
-    if not (run.path / "run.json").exists():
-        got = "no run.json: it was deleted or moved while the run went on"
-        fix = "Put it back, or begin again elsewhere. The loop has its last steps in `records`."
-        raise RecordError("the run folder is gone", where=str(run.path), got=got, expected="the log_path", fix=fix)
-    object.__setattr__(run, "held", held or hold_folder(run.path))
-    return run
-
 # %% ../nbs/32_records.ipynb #c9bf16b9
-def _create(path: Path, config: Config | Mapping[str, Any]) -> _Held:
-    "Make an empty run; `run.json` comes last, and makes the folder a run."
+def refuse_taken(path: Path, config: Config | Mapping[str, Any]) -> None:
+    "Raise where a run cannot begin, since the folder holds one, or something of these names."
     taken = [name for name in RUN_FILES if (path / name).exists()]
     if "run.json" in taken:
         there = Run.open(path)
@@ -914,16 +960,6 @@ def _create(path: Path, config: Config | Mapping[str, Any]) -> _Held:
     if taken and not _cut_off(path, taken):
         expected = "a folder without files of these names"
         raise RecordError("run folder", where=str(path), got=", ".join(taken), expected=expected)
-    text = _config_yaml(config)
-    with _os_errors("cannot write", path):
-        (path / "steps").mkdir(parents=True, exist_ok=True)
-    held = hold_folder(path)
-    if (path / "run.json").exists():  # since it was looked for
-        raise RecordError("the run folder holds another run", where=str(path), got="one that began just now")
-    replace_text(path / "config.yaml", text)
-    replace_text(path / "metrics.jsonl", "")
-    replace_text(path / "run.json", json.dumps({"format": RUN_FORMAT, "files": {}}))
-    return held
 
 
 def _cut_off(path: Path, taken: Sequence[str]) -> bool:
@@ -933,38 +969,10 @@ def _cut_off(path: Path, taken: Sequence[str]) -> bool:
     return empty and set(taken) <= {"steps", "config.yaml", "metrics.jsonl"}
 
 
-def _open(path: Path, trust: bool) -> tuple[Path, dict[str, Any], tuple[str, ...], frozenset[str] | None]:
-    "The fields of a `Run`."
-    with _os_errors("cannot read", path):
-        there = (path / "run.json").exists()
-    if not there:
-        fix = "Name the folder that was given as log_path."
-        raise RecordError("no run here", where=str(path), got="no run.json", expected="the log_path of a run", fix=fix)
-    _read_described(path, "run.json", RUN_FORMAT)
-    config, (_, notes) = _read_config(path / "config.yaml"), _read_lines(path / "metrics.jsonl")
-    for note in notes:
-        warnings.warn(f"{path}: {note}", stacklevel=4)
-    trusted = trusted_names(path)
-    if trust:
-        _say_trusted(path, {*names_in(config)} - trusted)
-    trusted = None if trust else trusted
-    return path, from_file(config, str(path), trusted), tuple(notes), trusted
-
-
 def _say_trusted(path: Path, names: Collection[str]) -> None:
     "What a folder that is trusted will have imported, before it is."
     if names:
         print(f"{path}: trusted with what it names: {', '.join(sorted(names))}", file=sys.stderr, flush=True)
-
-
-def _resume(run: Run, config: Config | Mapping[str, Any]) -> None:
-    "Take over a run: clear what was half written, and record the settings from here on."
-    _refuse_other_past(run.config, config, str(run.path))
-    with _os_errors("cannot write", run.path):
-        for leftover in run.path.glob("**/.*.writing"):
-            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-    replace_text(run.path / "config.yaml", _config_yaml(config))
-    note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
 
 # %% ../nbs/32_records.ipynb #942ec591
 def spans(numbers: Sequence[int]) -> str:
@@ -975,33 +983,6 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in pairs)
 
 # %% ../nbs/32_records.ipynb #fa56e577
-def _step_path(run: Run, step: int) -> Path:
-    "The folder of a step."
-    return run.path / "steps" / f"{step:05d}"
-
-
-def _add(run: Run, record: StepRecord) -> Path:
-    "Write the folder of a step and its line of metrics, both or neither."
-    _written_by(run)
-    path, line = _step_path(run, record.step), _metrics_line(metrics_row(record))
-    if there := path.exists():
-        _refuse_another(path, record)
-    else:
-        with staged_folder(path) as folder:
-            write_record(record, folder)
-    try:
-        lines = _read_lines(run.path / "metrics.jsonl")[0] if there else []
-        if not any(row["step"] == record.step and "reason" in row for row in lines):
-            _append_line(run.path / "metrics.jsonl", line)
-    except BaseException:
-        if not there:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
-    if names := {*names_in(record.options)}:  # of a loss that may have been asked for in this step only
-        note_started(run.path, trusted_names(run.path) | names)
-    return path
-
-
 def _refuse_another(path: Path, record: StepRecord) -> None:
     "Raise unless a step that is there is this one, to the last byte."
     with tempfile.TemporaryDirectory() as place:
@@ -1010,27 +991,6 @@ def _refuse_another(path: Path, record: StepRecord) -> None:
     if not same:
         got, fix = f"{record.step}, with other content", "Rewind the run to an earlier step first."
         raise RecordError("a step that is recorded already", where=str(path), got=got, fix=fix)
-
-
-def _record(run: Run, step: int) -> StepRecord:
-    "Read the record of a step."
-    path = _step_path(run, step)
-    if not path.is_dir():
-        expected = spans(run.steps) or "nothing, for no step is recorded yet"
-        raise RecordError("no such step", where=str(run.path), got=step, expected=expected)
-    record = read_record(path, run.trusted)
-    if run.trusted is None:
-        _say_trusted(path, {*names_in(record.options)} - {*names_in(run.config)})
-    if record.step != step:
-        raise RecordError("record", where=str(path), got=f"step {record.step}", expected=f"step {step}")
-    return record
-
-# %% ../nbs/32_records.ipynb #7bdadc59
-def _metrics_rows(run: Run) -> list[dict[str, Any]]:
-    "The lines of metrics; a step whose line is missing gives it from its record."
-    rows, _ = _read_lines(run.path / "metrics.jsonl")
-    lines = {row["step"] for row in rows if "reason" in row}
-    return [metrics_row(record) for record in readable(run, [n for n in run.steps if n not in lines])] + rows
 
 
 def readable(run: Run, steps: Iterable[int]) -> Iterator[StepRecord]:
@@ -1105,18 +1065,17 @@ def read_best(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 # %% ../nbs/32_records.ipynb #d7f6c0d3
 async def _save_checkpoint(
-    run: Run, step: int, save_state: Callable[[str], Awaitable[str]], facts: Mapping[str, Any]
+    run: Run, save_state: Callable[[str], Awaitable[str]], facts: Mapping[str, Any]
 ) -> Checkpoint:
     "Write a checkpoint as a whole."
-    path = run.path / "checkpoints" / f"{step:05d}"
+    path = run.path / "checkpoints" / f"{facts['step']:05d}"
     if path.exists():
-        fix = "Rewind the run to an earlier step first."
-        raise RecordError("a checkpoint that is there already", where=str(path), got=f"step {step}", fix=fix)
+        got, fix = f"step {facts['step']}", "Rewind the run to an earlier step first."
+        raise RecordError("a checkpoint that is there already", where=str(path), got=got, fix=fix)
     with staged_folder(path) as folder:
         state = await save_state(str(folder / "trainer"))
         inside = Path(state).is_relative_to(folder)
-        plain = {"step": step, "state": str(Path(state).relative_to(folder)) if inside else state, **facts}
-        plain |= {"config": dict(run.config)}
+        plain = {**facts, "state": str(Path(state).relative_to(folder)) if inside else state}
         _write_described(folder, "checkpoint.json", {"format": _CHECKPOINT_FORMAT, "inside": inside, **encode(plain)})
     return read_checkpoint(path)
 
@@ -1131,34 +1090,23 @@ def _keep_last(run: Run, keep: int) -> None:
             old.rename(gone)
             shutil.rmtree(gone)
 
-
-def _latest_checkpoint(run: Run, at_most: float = math.inf) -> Checkpoint | None:
-    "The newest checkpoint that can be read, of those after a step or before it."
-    for step in reversed([n for n in run.checkpoints if n <= at_most]):
-        try:
-            return read_checkpoint(run.path / "checkpoints" / f"{step:05d}")
-        except RecordError as e:
-            warnings.warn(f"checkpoint skipped: {e}", stacklevel=3)
-    return None
-
 # %% ../nbs/32_records.ipynb #8889d679
-def _rewind(run: Run, step: int) -> Path | None:
+def _put_aside(path: Path, step: int) -> Path | None:
     "Move everything after a step into a new folder under `discarded`."
-    _written_by(run)
-    rows, _ = _read_lines(run.path / "metrics.jsonl")
-    later = [(kind, n) for kind in ("steps", "checkpoints") for n in _numbered(run.path / kind) if n > step]
+    rows, _ = _read_lines(path / "metrics.jsonl")
+    later = [(kind, n) for kind in ("steps", "checkpoints") for n in _numbered(path / kind) if n > step]
     lines = [row for row in rows if row["step"] > step]
     if not later and not lines:
         return None
-    away = run.path / "discarded" / f"{max(_numbered(run.path / 'discarded'), default=0) + 1:03d}"
+    away = path / "discarded" / f"{max(_numbered(path / 'discarded'), default=0) + 1:03d}"
     with _os_errors("cannot move aside", away):
         away.mkdir(parents=True)
         replace_text(away / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
         for kind, n in reversed(later):
             (away / kind).mkdir(exist_ok=True)
-            (run.path / kind / f"{n:05d}").rename(away / kind / f"{n:05d}")
+            (path / kind / f"{n:05d}").rename(away / kind / f"{n:05d}")
     kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-    replace_text(run.path / "metrics.jsonl", kept)
+    replace_text(path / "metrics.jsonl", kept)
     return away
 
 # %% ../nbs/32_records.ipynb #726ba338
@@ -1173,18 +1121,6 @@ def run_facts(run: Run) -> str:
     return "; ".join([*parts, *run.notes])
 
 
-def _run_text(run: Run) -> str:
-    "A run in a few lines."
-    table = run.metrics()
-    shown = table[[c for c in GLANCE if c in table]].tail(3)
-    lines = [f"{type(run).__name__} {run.path.name}: {run_facts(run)}"]
-    return "\n".join([*lines, shown.map("{:.4g}".format).to_string()] if len(shown.columns) else lines)
-
-
-def _run_html(run: Run) -> str:
-    "A run as a line and its last metrics, escaped."
-    table = run.metrics()
-    shown = table[[c for c in GLANCE if c in table]].tail(5)
-    rows = [[str(step), *map(float, values)] for step, values in zip(shown.index, shown.to_numpy(), strict=True)]
-    drawn = html_table(["step", *shown.columns], rows) if len(shown.columns) else ""
-    return f"<p><b>{html.escape(run.path.name)}</b>: {html.escape(run_facts(run))}</p>{drawn}"
+def glance(table: pd.DataFrame) -> pd.DataFrame:
+    "The metrics that matter most, where they were measured."
+    return table.loc[:, [name for name in GLANCE if name in table]]

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
+import math
 import os
 import sqlite3
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -210,45 +211,38 @@ class TensorBoardTracker:
         log_path: str | os.PathLike[str],  # run folder
         config: Mapping[str, Any],  # plain settings, shown under Text
     ):
-        writers = extra("tensorboard", "tensorboard.summary.writer.event_file_writer", "EventFileWriter")
-        self.events = importlib.import_module("tensorboard.compat.proto.event_pb2")
-        self.summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        extra("tensorboard", "tensorboard.summary.writer.event_file_writer", "EventFileWriter")
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self.open = functools.partial(writer, os.path.join(log_path, "tensorboard"))
         try:
-            self.writer = writers.EventFileWriter(os.path.join(log_path, "tensorboard"))
+            self.writer = self.open()
         except OSError as e:
             _no_start("tensorboard", e, "The run folder must be writable.")
-        self.next_step, self.names = 0, set[str]()  # the names are those of the last step
-        settings = _text_summary(self.summaries, "config", without_secrets(config))
-        self._event(0, summary=self.summaries.Summary(value=[settings]))
-
-    def _event(self, step: int, **content: Any) -> None:
-        self.writer.add_event(self.events.Event(step=step, wall_time=time.time(), **content))
+        self.step, self.names = math.inf, set[str]()  # the last step, and the numbers that were told of it first
+        self.writer.add_text("config", as_code(without_secrets(config)), -1)  # before all that is done again
 
     def log(self, metrics: Mapping[str, float | pd.DataFrame], step: int) -> None:
-        "Write metrics of one step; if some of them were written for it or a later one, nothing from it on counts."
-        values = [self.summaries.Summary.Value(tag=k, simple_value=v) for k, v in numbers(metrics).items()]
-        text = lambda dataframe: dataframe.to_dict("records")
-        values += [_text_summary(self.summaries, k, rows) for k, rows in tables(metrics, text).items()]
-        added = step == self.next_step - 1 and self.names.isdisjoint(metrics)
-        if not added and (step < self.next_step or self.next_step == 0):
-            self._event(step, session_log=self.events.SessionLog(status=self.events.SessionLog.START))
-        self.names = self.names.union(metrics) if added else {*metrics}
-        self.next_step = step + 1
-        self._event(step, summary=self.summaries.Summary(value=values))
+        "Write metrics of one step, or more of it; if it is done again, or an earlier one, nothing from it on counts."
+        found = numbers(metrics)
+        again = step == self.step and 2 * len(self.names & found.keys()) > len(self.names)
+        if step < self.step or again:
+            self.writer.close()
+            self.writer = self.open(purge_step=step)
+        if step != self.step or again:
+            self.step, self.names = step, {*found}
+        for name, value in found.items():
+            self.writer.add_scalar(name, value, step)
+        for name, rows in tables(metrics, lambda dataframe: dataframe.to_dict("records")).items():
+            self.writer.add_text(name, as_code(rows), step)
 
     def finish(self) -> None:
         "Write what is waiting and close the file."
         self.writer.close()
 
 # %% ../nbs/56_trackers.ipynb #c0fe39da
-def _text_summary(summaries: Any, tag: str, value: Any) -> Any:
-    "A summary value that TensorBoard shows under Text."
-    plugin = summaries.SummaryMetadata.PluginData(plugin_name="text")
-    tensor = importlib.import_module("tensorboard.compat.proto.tensor_pb2").TensorProto(
-        dtype="DT_STRING",
-        string_val=[("    " + json.dumps(value, indent=2).replace("\n", "\n    ")).encode()],
-    )
-    return summaries.Summary.Value(tag=tag, tensor=tensor, metadata=summaries.SummaryMetadata(plugin_data=plugin))
+def as_code(value: Any) -> str:
+    "Plain values as a block of Markdown."
+    return "    " + json.dumps(value, indent=2).replace("\n", "\n    ")
 
 # %% ../nbs/56_trackers.ipynb #7c3d0266
 _OPEN: dict[str, Callable[..., Tracker]] = {

@@ -9,8 +9,6 @@ import asyncio
 import contextvars
 import itertools
 import math
-import signal
-import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -27,6 +25,7 @@ import numpy as np
 
 from .backends.base import Backend, GradNormalization, SyncReport
 from .core import AdamParams, BackendError, Datum, Logprobs, PhaseError
+from .names import interrupts_held
 from .step import sync_weights
 
 # %% ../nbs/34_weights.ipynb #b3bed00b
@@ -186,40 +185,6 @@ def own_reports(backend: Backend) -> Sequence[SyncReport] | None:  # None = it d
     "What a sync that looks itself has found."
     return getattr(backend.sync, "reports", None)
 
-# %% ../nbs/34_weights.ipynb #def0ddc0
-class Held:
-    "A handler of SIGINT that keeps the first interrupt for later and passes the next ones on."
-
-    def __init__(self) -> None:
-        before = signal.getsignal(signal.SIGINT)
-        while isinstance(before, Held) and before.over:
-            before = before.before
-        self.before: Any = before
-        self.heard, self.over = 0, False
-
-    def __call__(self, signum: int, frame: Any) -> None:
-        self.heard += 1
-        if (self.over or self.heard > 1) and callable(self.before):
-            self.before(signum, frame)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[Held | None]:
-    "While inside, an interrupt of the main thread waits; it is heard when the block is over."
-    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
-        yield None
-        return
-    held = Held()
-    signal.signal(signal.SIGINT, held)
-    try:
-        yield held
-    finally:
-        held.over = True
-        if signal.getsignal(signal.SIGINT) is held:  # else another one came meanwhile, and will go back to this one
-            signal.signal(signal.SIGINT, held.before)
-        if held.heard == 1:
-            held.before(signal.SIGINT, None)
-
 # %% ../nbs/34_weights.ipynb #8619e4f0
 R = TypeVar("R")
 TURNS: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())  # that this task is in
@@ -346,11 +311,11 @@ async def _settled(weights: Weights, work: Coroutine[Any, Any, R]) -> R:
     if shared.section is asyncio.current_task():  # part of a larger piece
         return await work
     shared.section = section = asyncio.ensure_future(work)
-    with interrupts_held() as held:
+    with interrupts_held() as heard:
         try:
             await asyncio.wait([section])
         except asyncio.CancelledError as cancelled:
-            if not (held and held.heard):
+            if not heard:
                 await asyncio.wait([section])
                 raise cancelled from section.exception()
             raise

@@ -29,7 +29,7 @@ from rl_notebook.cli import main
 from rl_notebook.config import Config
 from rl_notebook.core import RecordError, RewardError
 from rl_notebook.data import load_rows
-from rl_notebook.recipes.rl_loop import Problem, check_run, train
+from rl_notebook.recipes.rl_loop import Problem, plan_run, train
 from rl_notebook.records import Run, RunFolder, StepRecord, decode, encode
 from rl_notebook.toy import load_model, toy_rows
 
@@ -70,7 +70,7 @@ def test_a_second_process_is_refused_until_the_first_has_gone_even_by_kill(tmp_p
         assert writer.stdout.readline() == "writing\n"
         for call in (
             lambda: RunFolder.resume(path, {"steps": 3}),
-            lambda: check_run(replace(CFG, log_path=str(path)), True),
+            lambda: plan_run(replace(CFG, log_path=str(path)), True),
         ):
             with pytest.raises(RecordError, match=rf"another process that writes to it \(process {writer.pid}\)"):
                 call()

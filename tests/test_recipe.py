@@ -33,7 +33,7 @@ from rl_notebook.recipes.rl_loop import (
     Config,
     Problem,
     RunResult,
-    find_checkpoint,
+    plan_run,
     load_problem,
     main,
     make_problem,
@@ -230,7 +230,7 @@ def test_a_state_of_another_job_is_left_to_the_backend():
     there = ResumeConfig(resume_from="step-00010", resume_job_id="job-1")
     deployment = DeployConfig(tokenizer_model="tiny")
     cfg = Config(base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment, resume=there)
-    assert find_checkpoint(cfg) is None
+    assert plan_run(cfg).found is None
 
 
 def test_a_backend_that_is_passed_stays_open():

@@ -276,7 +276,7 @@ def test_tensorboard(tmp_path, monkeypatch):
     assert [(e.step, e.value) for e in read.Scalars("reward")] == [(1, 0.25), (2, 1.0)]
     assert [(e.step, e.value) for e in read.Scalars("kl/k3")] == [(1, 0.5)]
     assert all(abs(e.wall_time - os.path.getmtime(tmp_path)) < 600 for e in read.Scalars("reward"))
-    (event,) = read.Tensors("config")
+    (event,) = read.Tensors("config/text_summary")
     text = event.tensor_proto.string_val[0].decode()
     assert all(line.startswith("    ") for line in text.splitlines())
     assert json.loads(text)["learning_rate"] == 5e-5
@@ -385,14 +385,14 @@ def test_short_or_unmarked_values_are_not_secrets(monkeypatch):
 
 
 def trained_with(report_to, log_path):
-    "Two steps on the tiny model, with held-out rows and the default interval of evaluations."
+    "Two steps on the tiny model, the last of which is evaluated on held-out rows."
     from rl_notebook.backends.local import open_local
     from rl_notebook.data import load_rows
     from rl_notebook.recipes.rl_loop import Problem, train
     from rl_notebook.toy import load_model, toy_rows
 
     sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 4, "max_seq_len": 96}
-    sizes |= {"log_completions": 3, "drop_dead": False}
+    sizes |= {"log_completions": 3, "drop_dead": False, "eval_interval": 2}
     cfg = Config(**sizes, steps=2, kl_beta=0.0, report_to=report_to, log_path=str(log_path))
     problem = Problem(load_rows(toy_rows(8, seed=3)), load_rows(toy_rows(2, seed=4)), lambda text: float(len(text)))
     backend = open_local(*load_model("tiny"), reference=False)
@@ -414,7 +414,7 @@ def test_tensorboard_has_the_held_out_scores_the_seconds_and_completions(tmp_pat
     scalars = {name: {e.step: e.value for e in board.Scalars(name)} for name in board.Tags()["scalars"]}
     check_scalars(scalars)
     assert scalars["eval/reward"] == pytest.approx({0: result.reward_before, 2: result.reward_after})
-    texts = {e.step: json.loads(e.tensor_proto.string_val[0]) for e in board.Tensors("completions")}
+    texts = {e.step: json.loads(e.tensor_proto.string_val[0]) for e in board.Tensors("completions/text_summary")}
     check_completions(texts, tmp_path / "run")
 
 

@@ -14,8 +14,8 @@ import os
 import re
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from ..losses import LossOptions, policy_loss_fn
 from ..names import NAMED, check_trusted, named_function, read_file, write_file
 from ..records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode
 from ..records import BEST, read_best, write_best
-from ..records import flat_settings, hold_folder, metrics_row, read_checkpoint
+from ..records import flat_settings, hold_folder, metrics_row, read_checkpoint, refuse_taken
 from ..rewards import reward_fn
 from ..rewards import columns_read
 from ..rollouts import RolloutFactory, as_rollout_fn
@@ -177,43 +177,49 @@ def check_best(cfg: Config, problem: Problem) -> None:
         refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #058e2ee4
-def check_run(cfg: Config, resume: bool = False, trust: bool = False) -> None:
-    "Raise if the run folder cannot be begun or gone on with; to be asked before a model is loaded."
-    if cfg.log_path is None:
-        if resume:
-            raise ConfigError("resume", got="no log_path", expected="the run folder to go on with")
-    elif resume:
-        Run.open(cfg.log_path)
-        hold_folder(Path(cfg.log_path), trust)  # raises where another process writes to it, or it leads elsewhere
-    elif (Path(cfg.log_path) / "run.json").exists():
-        RunFolder.create(cfg.log_path, cfg)  # raises, and says what is there
+@dataclass(frozen=True)
+class RunPlan:
+    "How a run begins: what is known of it before a model is loaded."
+
+    begun: Run | None = None  # that goes on
+    found: Checkpoint | None = None  # to begin from: its last one, or the one that the config names
+    changed: Mapping[str, Any] = field(default_factory=dict)  # settings that were changed by hand up to there
 
 
-def open_run(
+def plan_run(
     cfg: Config,
     resume: bool = False,  # go on with what is there
-    say: Callable[[str], Any] = tqdm.write,
     trust: bool = False,  # links in what is there may be followed
-) -> RunFolder | None:
-    "The run folder that a config names, begun or gone on with; None without a `log_path`."
-    check_run(cfg, resume, trust)
-    if cfg.log_path is None or not resume:
-        return None if cfg.log_path is None else RunFolder.create(cfg.log_path, cfg)
-    if changed := differing(Run.open(cfg.log_path).config, cfg):
-        say(f"settings that differ from those recorded in {cfg.log_path}:\n{changed}")
-    return RunFolder.resume(cfg.log_path, cfg, trust=trust)
+    parts: Mapping[str, Any] | None = None,  # that were passed; None = a whole problem was
+) -> RunPlan:
+    "Read how a run begins; raises if its folder cannot be begun or gone on with."
+    if not resume:
+        if cfg.log_path is not None:
+            refuse_taken(Path(cfg.log_path), cfg)
+        return RunPlan(None, named_checkpoint(cfg))
+    if cfg.log_path is None:
+        raise ConfigError("resume", got="no log_path", expected="the run folder to go on with")
+    begun = Run.open(cfg.log_path)
+    hold_folder(begun.path, trust)  # raises where another process writes to it, or it leads elsewhere
+    if parts is not None:
+        check_given(begun.path, parts)
+    if (found := begun.latest_checkpoint()) is None:
+        return RunPlan(begun, named_checkpoint(cfg))
+    found.check(cfg)
+    changed = begun.record(found.step).changed if found.step in begun.steps else {}
+    began, now = flat_settings(begun.config), flat_settings(cfg)  # what the config says now, wins
+    kept = {k: v for k, v in changed.items() if not names_code(k, v) and began.get(k) == now.get(k)}
+    return RunPlan(begun, found, kept)
 
-# %% ../../nbs/61_recipes.rl_loop.ipynb #b005afe2
-def find_checkpoint(cfg: Config, resume: bool = False) -> Checkpoint | None:
-    "The newest whole checkpoint of a run that is resumed, else the one that the config names, else None."
-    own = Run.open(cfg.log_path).latest_checkpoint() if resume and cfg.log_path is not None else None
-    named = cfg.resume if own is None else None
-    if named is not None and resumes_there(cfg):
-        return None  # a state of a trainer job: the backend loads it when it opens
-    found = read_checkpoint(named.resume_from) if named and named.resume_from is not None else own
-    if found is not None:
-        found.check(cfg)
-    return replace(found, step=named.step_offset) if found and named and named.step_offset is not None else found
+
+def named_checkpoint(cfg: Config) -> Checkpoint | None:
+    "The checkpoint that a config names; None for a state of a trainer job, which the backend loads when it opens."
+    named = cfg.resume
+    if named is None or named.resume_from is None or resumes_there(cfg):
+        return None
+    found = read_checkpoint(named.resume_from)
+    found.check(cfg)
+    return found if named.step_offset is None else replace(found, step=named.step_offset)
 
 
 def step_there(cfg: Config) -> int:
@@ -223,23 +229,31 @@ def step_there(cfg: Config) -> int:
     named = re.search(r"step-(\d+)", cfg.resume.resume_from or "")
     return cfg.resume.step_offset if cfg.resume.step_offset is not None else int(named[1]) if named else 0
 
-
-def changed_in_run(cfg: Config, found: Checkpoint | None) -> dict[str, Any]:
-    "What was changed while a run was stepped by hand, up to a checkpoint; a config that says otherwise wins."
-    if found is None or cfg.log_path is None:
-        return {}
-    run, now = Run.open(cfg.log_path), flat_settings(cfg)
-    changed = run.record(found.step).changed if found.step in run.steps else {}
-    began = flat_settings(run.config)
-    return {k: v for k, v in changed.items() if not names_code(k, v) and began.get(k) == now.get(k)}
-
-
-def put_aside(run: RunFolder, step: int, say: Callable[[str], Any]) -> None:
-    "Move what a resumed run recorded after the step from which it goes on, and say where it is."
-    if not step:
+# %% ../../nbs/61_recipes.rl_loop.ipynb #5aabb8e9
+async def begin_run(loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any], trust: bool = False) -> RunFolder | None:
+    "Put a loop where its run begins, and begin or go on with the folder; None without a `log_path`."
+    cfg, found = loop.cfg, plan.found
+    if found is not None:
+        say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
+    elif step := step_there(cfg):
+        loop.stand_at(step, loop.state.cursor, {})
+        say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
+    if plan.changed:
+        say(f"as it was changed in the run:\n{loop.change(**plan.changed)}")
+    if cfg.log_path is None or plan.begun is None:
+        return None if cfg.log_path is None else RunFolder.create(cfg.log_path, cfg)
+    if differ := differing(plan.begun.config, cfg):
+        say(f"settings that differ from those recorded in {cfg.log_path}:\n{differ}")
+    run, done = RunFolder.resume(cfg.log_path, cfg, trust=trust), found.step if found else 0
+    if not done:
         say("no checkpoint yet: starting at step 1")
-    if aside := run.rewind(step):
-        say(f"steps after {step} were put aside in {aside}")
+    if aside := run.rewind(done):
+        say(f"steps after {done} were put aside in {aside}")
+    with contextlib.suppress(RecordError):  # a damaged record costs that record
+        for record in map(run.record, run.steps[-1:]):
+            for line in other_sources(record, sources_of(loop, cfg.loss_options())):
+                say(line)
+    return run
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #fe79aadc
 @dataclass(frozen=True)
@@ -320,61 +334,30 @@ async def train(
     **parts: Any,  # of `make_problem`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
     "Run GRPO as a config says."
-    check_run(cfg, resume, trust)
+    plan = plan_run(cfg, resume, trust, parts if problem is None else None)  # before anything is set up
     check_functions(cfg, problem)
-    if resume and problem is None and cfg.log_path is not None:
-        check_given(cfg.log_path, parts)
-    problem, found = chosen_problem(cfg, problem, parts), find_checkpoint(cfg, resume)  # before anything is set up
+    problem = chosen_problem(cfg, problem, parts)
     check_best(cfg, problem)
-    changed = changed_in_run(cfg, found) if resume else {}
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
         cfg = fitted(cfg, own, problem, say)
         loop = open_loop(cfg, own, problem)
         stack.push_async_callback(loop.close)
-        if found is not None:
-            say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
-        elif step := step_there(cfg):
-            loop.stand_at(step, loop.state.cursor, {})
-            say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
-        if changed:
-            say(f"as it was changed in the run:\n{loop.change(**changed)}")
-        if (run := open_run(cfg, resume, say, trust)) is not None and resume:
-            put_aside(run, found.step if found else 0, say)
-            for line in resumed_sources(loop, run):
-                say(line)
-        elif run is not None:
+        run = await begin_run(loop, plan, say, trust)
+        if run is not None and plan.begun is None:
             keep_rows(run, problem, parts)
         if run is not None and own.boot_metrics:
             run.log_metrics(loop.state.number - 1, {k: v for k, v in own.boot_metrics.items() if "/step" not in k})
         if run is not None:
             stack.callback(run.release)
-        trackers = stack.enter_context(_trackers(cfg))
+        named = {"run_name": cfg.run_name, "log_path": cfg.log_path, "wandb": cfg.wandb}
+        trackers = open_trackers(cfg.report_to, config=cfg.to_dict(), **named)
+        stack.callback(finish_trackers, trackers)
         told = [partial(_tell, tracker, cfg.log_completions) for tracker in trackers]
         loop.outputs += [*([run.add] if run is not None else []), *told, *on_record]
         return await _train(loop, run, say, progress, trackers)
 
-# %% ../../nbs/61_recipes.rl_loop.ipynb #b6a13f4f
-def resumed_sources(loop: GRPOLoop, run: Run) -> list[str]:
-    "The functions of a run that have another source than in its last step, in words."
-    with contextlib.suppress(RecordError):  # a damaged record costs that record
-        last = [run.record(step) for step in run.steps[-1:]]
-        return [line for r in last for line in other_sources(r, sources_of(loop, loop.cfg.loss_options()))]
-    return []
-
 # %% ../../nbs/61_recipes.rl_loop.ipynb #787cb06c
-@contextlib.contextmanager
-def _trackers(cfg: Config) -> Iterator[list[Tracker]]:
-    "The trackers of `report_to`, finished at the end."
-    opened: list[Tracker] = open_trackers(
-        cfg.report_to, run_name=cfg.run_name, config=cfg.to_dict(), log_path=cfg.log_path, wandb=cfg.wandb
-    )
-    try:
-        yield opened
-    finally:
-        finish_trackers(opened)
-
-
 def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
     "Hand a tracker the numbers of a step that `metrics.jsonl` has, too, and its first completions."
     row, table = metrics_row(record), record.completions_table().head(completions)
@@ -524,6 +507,9 @@ async def _held_out(
     "Held-out reward after the last finished step, written beside its record, and told; None without held-out rows."
     if not loop.evaluates:
         return None
+    last = loop.records[-1].metrics if loop.records and loop.cfg.weight_sync_interval == 1 else {}
+    if any(name.startswith("eval/") for name in last):  # measured with these weights, at the end of the last step
+        return last.get("eval/reward")
     metrics = await loop.evaluate()
     loop.eval_metrics = {}
     if run is not None:
@@ -596,7 +582,7 @@ async def loop_for(
         own = backend or await stack.enter_async_context(await open_backend(cfg))
         loop = open_loop(cfg, own, problem)
         stack.push_async_callback(loop.close)
-        if run.latest_checkpoint(at_most=step - 1) is None and (named := find_checkpoint(cfg)):
+        if run.latest_checkpoint(at_most=step - 1) is None and (named := named_checkpoint(cfg)):
             await restore_checkpoint(loop, named)
         yield loop
 

@@ -1,0 +1,79 @@
+"""What it costs to look at a long run: processor seconds and memory of `show`, `view` and `doctor` on 2,000 steps.
+
+    python benchmarks/long_run.py --json FILE
+
+The run is made of three steps that the tiny model was trained for, written again under each number. `--keep FOLDER` keeps it,
+or takes one that is there. The goals are 5 s and 300 MB for each command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl_notebook.config import Config
+from rl_notebook.records import Run, metrics_row, write_record
+
+GOAL = {"seconds": 5.0, "MB": 300.0}
+COMMANDS = ("show", "show --last 5", "show --json", "show --step {last}", "view --once --out {page}", "doctor")
+SIZES: dict[str, Any] = {"prompt_groups_per_step": 8, "completions_per_prompt": 8, "max_completion_tokens": 24}
+
+
+def make_run(folder: Path, steps: int, **settings: Any) -> Run:
+    "A run of so many steps; a few of them were trained."
+    from rl_notebook.recipes.rl_loop import train
+
+    cfg = Config(**SIZES | settings, max_seq_len=96, steps=3, max_rows=64, log_path=str(folder))
+    asyncio.run(train(cfg, say=lambda line: None, progress=False))
+    run = Run.open(folder)
+    trained = [*run]
+    with (folder / "metrics.jsonl").open("a") as lines:
+        for step in range(len(trained) + 1, steps + 1):
+            record = trained[step % len(trained)]
+            record = replace(record, step=step, metrics=record.metrics | {"reward": 0.5 + (step * 37 % 100) / 500})
+            (folder / "steps" / f"{step:05d}").mkdir()
+            write_record(record, folder / "steps" / f"{step:05d}")
+            lines.write(json.dumps(metrics_row(record)) + "\n")
+    return run
+
+
+def measure(command: str, folder: Path, steps: int) -> dict[str, Any]:
+    "Processor seconds and the most memory of a command, in a process of its own."
+    name, *options = command.format(last=steps, page=folder.parent / "page.html").split()
+    code = "import sys; from rl_notebook.cli import main; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-c", code, name, str(folder), *options], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = used.ru_utime + used.ru_stime
+    return {"command": command, "exit": process.returncode, "seconds": seconds, "MB": used.ru_maxrss / 1024}
+
+
+def main() -> None:
+    "Make the run, measure, print."
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--keep", type=Path, default=None, help="folder of the run")
+    parser.add_argument("--json", type=Path, default=None)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        folder = given.keep or Path(place) / "run"
+        if not (folder / "run.json").exists():
+            make_run(folder, given.steps)
+        rows = [measure(command, folder, given.steps) for command in COMMANDS]
+    for row in rows:
+        within = row["seconds"] < GOAL["seconds"] and row["MB"] < GOAL["MB"]
+        print(f"{row['command']:<26} {row['seconds']:6.2f} s {row['MB']:6.0f} MB  {'' if within else 'above the goal'}")
+    if given.json:
+        given.json.write_text(json.dumps({"steps": given.steps, "goal": GOAL, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
