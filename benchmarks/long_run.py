@@ -2,8 +2,8 @@
 
     python benchmarks/long_run.py --json FILE
 
-The run is made of three steps that the tiny model was trained for, written again under each number. `--keep FOLDER` keeps it,
-or takes one that is there. The goals are 5 s and 300 MB for each command.
+The run is made of three steps that the tiny model was trained for, written again under each number. `--keep FOLDER`
+keeps it, or takes one that is there. The goals are 5 s and 300 MB for each command.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,13 @@ from rl_notebook.records import Run, metrics_row, write_record
 GOAL = {"seconds": 5.0, "MB": 300.0}
 COMMANDS = ("show", "show --last 5", "show --json", "show --step {last}", "view --once --out {page}", "doctor")
 SIZES: dict[str, Any] = {"prompt_groups_per_step": 8, "completions_per_prompt": 8, "max_completion_tokens": 24}
+CODE = """
+import atexit, re, sys, time
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+atexit.register(lambda: print(time.process_time(), peak(), file=sys.stderr))
+from rl_notebook.cli import main
+sys.exit(main())
+"""  # memory as Linux tells it: that of `wait4` counts the parent, too
 
 
 def make_run(folder: Path, steps: int, **settings: Any) -> Run:
@@ -38,7 +44,7 @@ def make_run(folder: Path, steps: int, **settings: Any) -> Run:
     with (folder / "metrics.jsonl").open("a") as lines:
         for step in range(len(trained) + 1, steps + 1):
             record = trained[step % len(trained)]
-            record = replace(record, step=step, metrics=record.metrics | {"reward": 0.5 + (step * 37 % 100) / 500})
+            record = replace(record, step=step, metrics={**record.metrics, "reward": 0.5 + (step * 37 % 100) / 500})
             (folder / "steps" / f"{step:05d}").mkdir()
             write_record(record, folder / "steps" / f"{step:05d}")
             lines.write(json.dumps(metrics_row(record)) + "\n")
@@ -48,12 +54,9 @@ def make_run(folder: Path, steps: int, **settings: Any) -> Run:
 def measure(command: str, folder: Path, steps: int) -> dict[str, Any]:
     "Processor seconds and the most memory of a command, in a process of its own."
     name, *options = command.format(last=steps, page=folder.parent / "page.html").split()
-    code = "import sys; from rl_notebook.cli import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-c", code, name, str(folder), *options], stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = used.ru_utime + used.ru_stime
-    return {"command": command, "exit": process.returncode, "seconds": seconds, "MB": used.ru_maxrss / 1024}
+    done = subprocess.run([sys.executable, "-c", CODE, name, str(folder), *options], capture_output=True, text=True)
+    seconds, peak = done.stderr.splitlines()[-1].split()
+    return {"command": command, "exit": done.returncode, "seconds": float(seconds), "MB": float(peak)}
 
 
 def main() -> None:

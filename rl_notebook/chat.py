@@ -16,16 +16,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from .align import align_routing
 from .core import AlignmentError, Completion, ConfigError, DataError, RolloutSample, plain_text, quoted
 from .data import Row, read_messages
 from .names import check_trusted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['encode_prompt', 'sample_from_spans', 'unfinished', 'sample_from_completion', 'UnfitTurn', 'Conversation',

@@ -19,7 +19,7 @@ import sys
 import traceback
 import typing
 import webbrowser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rl_notebook.doctor import Diagnosis
     from rl_notebook.recipes.playground import Playground
     from rl_notebook.core import RolloutSample
-    from rl_notebook.records import Run, StepRecord
+    from rl_notebook.records import Run
 
 # %% ../nbs/80_cli.ipynb #a60fd03c
 def option_values(args: Sequence[str]) -> dict[str, Any]:  # by field, dotted for sub-configs
@@ -354,36 +354,45 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     return 0
 
 # %% ../nbs/80_cli.ipynb #a18f3e10
-def _trained_steps(run: Run, only: int | None) -> Iterator[StepRecord]:
-    "The records that can be diagnosed, one at a time: of one step, or of all that trained something."
-    records, found = run if only is None else [run.record(only)], False
-    for record in records:
-        if record.loss is not None:
-            found = True
-            yield record
-    if not found:
-        got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
-        raise RecordError("doctor", where=str(run.path), got=got, expected="a step with datums and logprobs")
+DIAGNOSED = 40  # steps of a longer run that the doctor reads
+GAP = "sampling/sampling_logp_difference/max"  # by which it chooses
+
+
+def _worth_a_look(run: Run) -> list[int]:
+    "The steps of a run; of a long one the last, and those in which trainer and sampler were furthest apart."
+    steps, metrics = run.steps, run.metrics()
+    if len(steps) <= DIAGNOSED:
+        return steps
+    furthest = metrics.nlargest(DIAGNOSED // 2, GAP).index if GAP in metrics else steps[: DIAGNOSED // 2]
+    return sorted({*steps} & {*steps[-DIAGNOSED // 2 :], *furthest})
 
 
 async def diagnose_run(
     path: Path,  # the run folder
-    step: int | None = None,  # None = all of them
+    step: int | None = None,  # None = all of them, or `DIAGNOSED` of a long run
     rescore: bool = False,  # rebuild the weights and run the controls
     say: Callable[[str], Any] = print,
     trust: bool = False,  # `rescore` imports what the run names, also if it was not started here
 ) -> Diagnosis:  # the one that was shown in full
     "Diagnose the steps of a run; a line each, and one in full."
     from rl_notebook.doctor import diagnose
-    from rl_notebook.recipes.rl_loop import diagnose_step
-    from rl_notebook.records import Run
+    from rl_notebook.records import Run, readable
 
-    found = []
-    for record in _trained_steps(Run.open(path), step):
-        found.append((record.step, await diagnose(record)))
-        say(f"step {record.step:4}  {found[-1][1].cause:<18} largest gap {found[-1][1].largest:.2g} nats")
+    run, found = Run.open(path), list[tuple[int, Any]]()
+    chosen = _worth_a_look(run) if step is None else [step]
+    for record in readable(run, chosen) if step is None else [run.record(step)]:
+        if record.loss is not None:
+            found.append((record.step, await diagnose(record)))
+            say(f"step {record.step:4}  {found[-1][1].cause:<18} largest gap {found[-1][1].largest:.2g} nats")
+    if not found:
+        got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
+        raise RecordError("doctor", where=str(path), got=got, expected="a step with datums and logprobs")
+    if step is None and len(chosen) < len(run):
+        say(f"{len(chosen)} of {len(run)} steps: the last, those with the largest gap by the metrics (--step N)")
     number, shown = next((pair for pair in found if not pair[1].ok), found[-1])
     if rescore:
+        from rl_notebook.recipes.rl_loop import diagnose_step
+
         shown = await diagnose_step(path, number, trust=trust)
     say(f"\nstep {number}\n{shown}")
     return shown
@@ -393,7 +402,7 @@ def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 all is well, 1 somet
     "Say why trainer and sampler disagree in a run, if they do."
     parser = argparse.ArgumentParser(prog="rl-notebook doctor", description="Trainer against sampler, step by step.")
     parser.add_argument("run", type=_path, help="run folder")
-    parser.add_argument("--step", type=int, default=None, help="one step; default: all")
+    parser.add_argument("--step", type=int, default=None, help="one step; default: all, or 40 of a long run")
     parser.add_argument("--rescore", action="store_true", help="rebuild the weights of the step and run the controls")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
@@ -633,20 +642,22 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     return json.loads(table.to_json(orient="records") or "[]")
 
 
-def told_run(run: Run, last: int | None = None, verdicts: bool = True) -> tuple[dict[str, Any], str]:  # data, text
+def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  # data, text
     "Verdict and metrics of every step, or of the last ones, and what changed lately; as text of 200, if not told."
-    from rl_notebook.records import GLANCE, readable, run_facts
+    from rl_notebook.records import StepRecord, glance, readable, run_facts
     from rl_notebook.trends import WATCHED, watch_run
 
     if last is not None and last < 1:
         raise RecordError("show", got=f"--last {last}", expected="at least 1")
     trends, table = [str(t) for t in watch_run(readable(run, run.steps[-WATCHED:]))], run.metrics()
     kept = table if last is None else table.tail(last)
-    told = readable(run, run.steps[-(last or 0) :] if verdicts else ())
-    steps = [{"step": r.step, "verdict": r.verdict} for r in told]
-    data = {"run": str(run.path), "steps": steps, "trends": trends}
+    there, told = {*run.steps}, list[StepRecord]()
+    for step, row in kept.to_dict("index").items():
+        known: dict[str, Any] = {name: value for name, value in row.items() if value == value}  # without NaN
+        told += [StepRecord(step, reason=known.pop("reason", ""), metrics=known)] if step in there else []
+    data = {"run": str(run.path), "steps": [{"step": r.step, "verdict": r.verdict} for r in told], "trends": trends}
     data["metrics"] = _rows(kept.copy().reset_index())
-    shown = table[[name for name in GLANCE if name in table]].tail(last or 200)
+    shown = glance(table).tail(last or 200)
     left = f"{len(table) - len(shown)} earlier ones: --last {len(table)}" if len(shown) < len(table) else ""
     figures = (
         shown.map(lambda value: "" if math.isnan(value) else f"{value:.4g}").to_string() if len(shown.columns) else ""
@@ -739,7 +750,7 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     if (None in place and place != (None, None)) or (given.step is None and place != (None, None)):
         raise RecordError("show", got="part of a place", expected="--step, --group and --sample together")
     if given.step is None:
-        data, text = told_run(run, given.last, given.json)
+        data, text = told_run(run, given.last)
     else:
         data, text = told_step(run, given.step) if None in place else told_sample(run, given.step, *place)
     print(json.dumps(data, default=str, ensure_ascii=False) if given.json else text)

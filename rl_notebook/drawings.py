@@ -10,14 +10,16 @@ import html
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from .advantages import is_dead
 from .core import Datum, LossOutput, PromptGroup, RolloutSample, without_keys
-from .rollouts import Prompt, Rollouts
+
+if TYPE_CHECKING:
+    from rl_notebook.rollouts import Prompt, Rollouts
 
 # %% auto #0
 __all__ = ['HUES', 'number', 'token_text', 'token_texts', 'shapes', 'table', 'html_table', 'frame_html']

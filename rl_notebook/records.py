@@ -15,8 +15,6 @@ import os
 import shutil
 import sys
 import tempfile
-import types
-import typing
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +23,6 @@ from dataclasses import dataclass, field, fields
 from datetime import date, datetime, timedelta
 from datetime import time as dt_time
 from decimal import Decimal
-from functools import cache
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -36,7 +33,7 @@ from .advantages import is_dead
 from .backends.base import GradNormalization
 from .config import Config
 from .settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, of_earlier_run, yaml_value, yaml_text
-from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
+from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 from .drawings import folded, html_table, prompt_text, step_html
 from .names import from_file, lock_file, names_in, names_noted, new_folder, note_started, read_file
 from .names import trusted_names, write_file
@@ -307,23 +304,19 @@ def tokens_frame(record: StepRecord) -> pd.DataFrame:
     )
 
 # %% ../nbs/32_records.ipynb #2aa7e0bc
-def _sample(plain: Mapping[str, Any], rows: pd.DataFrame) -> RolloutSample:
-    "A sample from its JSON and its rows of the token table."
-    others = {name: value for name, value in plain.items() if name not in ("has_raw", "num_tokens")}
-    token, mask = (rows[name].to_numpy(np.int64) for name in ("token", "loss_mask"))
-    logprobs, raw = (rows[name].to_numpy(np.float64) for name in ("sampler_logprobs", "raw_logprobs"))
-    raw = raw if plain["has_raw"] else None
-    return RolloutSample(tokens=token, loss_mask=mask, logprobs=logprobs, raw_logprobs=raw, **others)
-
-
 def _groups(plain: Sequence[Mapping[str, Any]], tokens: pd.DataFrame) -> list[PromptGroup]:
     "Groups from their JSON and the token table, whose rows come in the same order."
+    names = zip(SAMPLE_ARRAYS, ("token", "loss_mask", "sampler_logprobs", "raw_logprobs"), strict=True)
+    columns = {name: tokens[of].to_numpy(np.float64 if "logprobs" in name else np.int64) for name, of in names}
     groups, start = [], 0
     for g in map(decode, plain):
         samples = []
         for s in g.pop("samples"):
-            samples.append(_sample(s, tokens.iloc[start : start + s["num_tokens"]]))
-            start += s["num_tokens"]
+            end = start + s.pop("num_tokens")
+            arrays: dict[str, Any] = {name: values[start:end] for name, values in columns.items()}
+            arrays |= {} if s.pop("has_raw") else {"raw_logprobs": None}
+            samples.append(RolloutSample(**s, **arrays))
+            start = end
         groups.append(PromptGroup(samples=tuple(samples), **g))
     if start != len(tokens):
         raise RecordError("tokens", got=f"{len(tokens)} rows", expected=f"{start}, the sum over the samples")
@@ -357,35 +350,6 @@ def _loss(plain: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray]) -> 
     return LossOutput(logprobs=logprobs, dlogprobs=tuple(dlogprobs), **others)
 
 # %% ../nbs/32_records.ipynb #bb39a4cc
-def _check_fields(part: Any) -> None:
-    "Raises TypeError unless the fields of a dataclass hold what their annotations say."
-    for f in fields(part) if part is not None else ():
-        if not _holds(value := getattr(part, f.name), _hints(type(part))[f.name]):
-            raise TypeError(f"{f.name} is {quoted(value)}")
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _holds(value: Any, hint: Any) -> bool:
-    "Whether a value is of an annotated type, two levels deep; a whole number is a float, too."
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return any(_holds(value, a) for a in args)
-    if origin is tuple:
-        hints = args if Ellipsis not in args else args[:1] * len(value) if isinstance(value, tuple) else ()
-        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_holds, value, hints))
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(_holds(k, args[0]) and _holds(v, args[1]) for k, v in value.items())
-    if hint is Any or origin is typing.Literal:
-        return hint is Any or value in args
-    if hint is float and isinstance(value, int):
-        return abs(value) <= sys.float_info.max
-    return isinstance(value, hint)
-
-# %% ../nbs/32_records.ipynb #3c1a7170
 def restore_record(
     plain: Mapping[str, Any],  # of `record_json`
     arrays: Mapping[str, np.ndarray],  # of `record_arrays`
@@ -396,10 +360,7 @@ def restore_record(
         groups, datums = _groups(plain["groups"], tokens), _datums(plain["datums"], arrays)
         parts = {"groups": groups, "datums": datums, "loss": _loss(plain["loss"], arrays)}
         others = {name: decode(v) for name, v in plain.items() if name not in parts and name != "format"}
-        record = StepRecord(**others, **parts)
-        for part in (record, *groups, *(s for g in groups for s in g.samples), *datums, record.loss):
-            _check_fields(part)
-        return record
+        return StepRecord(**others, **parts)
     except _MISFITS as e:
         got = f"{type(e).__name__} ({e})"
         raise RecordError("parts of a record do not fit", got=got, expected=f"what {RECORD_FORMAT} holds") from e
@@ -1032,9 +993,7 @@ def read_checkpoint(
         found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
         found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
         found["config"] = from_file(of_earlier_run(found["config"]), str(folder), ())
-        checkpoint = Checkpoint(path=folder, **found)
-        _check_fields(checkpoint)
-        return checkpoint
+        return Checkpoint(path=folder, **found)
     except _MISFITS as e:
         got, expected = f"{type(e).__name__} ({e})", f"what {_CHECKPOINT_FORMAT} holds"
         where = str(folder / "checkpoint.json")

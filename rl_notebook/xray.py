@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from .advantages import STD_TOLERANCE, is_dead
 from .align import require_finite
@@ -28,9 +27,11 @@ from rl_notebook.core import (
     RLNotebookError,
     RolloutSample,
 )
-from .losses import ActiveTokens, LossOptions, SideData, aggregate, loss_terms, tis_weights
 from .options import SURROGATE_KNOBS
 from .records import StepRecord
+
+if TYPE_CHECKING:
+    from rl_notebook.losses import ActiveTokens, LossOptions
 
 # %% auto #0
 __all__ = ['Check', 'measure_noise_floor', 'loss_parts', 'invariants', 'sentence', 'XRay', 'xray']
@@ -271,7 +272,7 @@ class LossParts:
         "Smallest and largest token ratio, against the sampler for `reinforce`; (1, 1) without tokens."
         t = self.tokens
         anchor = t.old if t.sampler is None or self.options.policy_loss != "reinforce" else t.sampler
-        r = torch.exp((t.policy - anchor).double())
+        r = (t.policy - anchor).double().exp()
         return (float(r.min()), float(r.max())) if len(r) else (1.0, 1.0)
 
     @property
@@ -291,6 +292,10 @@ class LossParts:
 # %% ../nbs/40_xray.ipynb #808388c3
 def loss_parts(record: StepRecord) -> LossParts:
     "The loss of a record, taken apart; raises the error of the losses notebook where that cannot be done."
+    import torch  # only here: a record can be looked at without it
+
+    from rl_notebook.losses import LossOptions, SideData, aggregate, loss_terms, tis_weights
+
     try:
         o = LossOptions(**record.options)
     except TypeError as e:

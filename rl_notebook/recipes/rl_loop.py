@@ -190,18 +190,21 @@ def plan_run(
     cfg: Config,
     resume: bool = False,  # go on with what is there
     trust: bool = False,  # links in what is there may be followed
-    parts: Mapping[str, Any] | None = None,  # that were passed; None = a whole problem was
+    problem: Problem | None = None,  # that was passed
+    **parts: Any,  # of a problem, that were passed
 ) -> RunPlan:
-    "Read how a run begins; raises if its folder cannot be begun or gone on with."
+    "Read how a run begins; raises if its folder cannot be begun or gone on with, or a function may not be imported."
     if not resume:
         if cfg.log_path is not None:
             refuse_taken(Path(cfg.log_path), cfg)
+        check_functions(cfg, problem)
         return RunPlan(None, named_checkpoint(cfg))
     if cfg.log_path is None:
         raise ConfigError("resume", got="no log_path", expected="the run folder to go on with")
     begun = Run.open(cfg.log_path)
     hold_folder(begun.path, trust)  # raises where another process writes to it, or it leads elsewhere
-    if parts is not None:
+    check_functions(cfg, problem)
+    if problem is None:
         check_given(begun.path, parts)
     if (found := begun.latest_checkpoint()) is None:
         return RunPlan(begun, named_checkpoint(cfg))
@@ -334,8 +337,7 @@ async def train(
     **parts: Any,  # of `make_problem`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
     "Run GRPO as a config says."
-    plan = plan_run(cfg, resume, trust, parts if problem is None else None)  # before anything is set up
-    check_functions(cfg, problem)
+    plan = plan_run(cfg, resume, trust, problem, **parts)  # before anything is set up
     problem = chosen_problem(cfg, problem, parts)
     check_best(cfg, problem)
     async with contextlib.AsyncExitStack() as stack:
