@@ -14,27 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from huggingface_hub import snapshot_download
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from .core import BackendError, ConfigError, DataError, MissingExtra, RewardError, plain_text
 from .settings import nearest
+
+if TYPE_CHECKING:  # torch and models are loaded where a model is: a page of a run needs its tokenizer alone
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['toy_rows', 'toy_reward', 'toy_format_reward', 'tiny_path', 'load_model']
@@ -168,7 +162,7 @@ def _no_bars(quiet: bool = True) -> Iterator[None]:
 
 # %% ../nbs/13_toy.ipynb #52c39d22
 _MODELS = ("tiny", "smollm2")  # names that need no network
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def tiny_path() -> Path:
@@ -199,7 +193,9 @@ def convert_gguf(
     target: Path,  # folder to make; an existing one is kept
 ) -> None:
     "Writes the model and tokenizer of a GGUF file as a transformers folder of float32 safetensors."
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
     config = {k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
     plain = LlamaForCausalLM(LlamaConfig.from_dict(config))
     plain.load_state_dict(quantised.state_dict())
@@ -260,6 +256,10 @@ def tokenizer_of(settings: Mapping[str, Any]) -> Any:
     source = model_source(next((str(settings[n]) for n in names if settings.get(n)), ""))
     try:
         folder = source if os.path.isdir(source) else snapshot_download(source, local_files_only=True)
+        if Path(folder, "tokenizer.json").is_file():  # whatever class made it
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # tokenizers raises no other kind for files of a later version
         got = f"{type(e).__name__}: {plain_text(e)}".splitlines()[0][:200]
@@ -284,10 +284,12 @@ def load_model(
     "Model (in eval mode, on the CPU) and tokenizer; raises `BackendError` or `MissingExtra` if it cannot be had whole."
     if dtype not in _DTYPES:
         raise ConfigError("dtype", where="load_model", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     source = model_source(name)
     try:
         with _no_bars(quiet=Path(source).is_dir()):
-            how: dict[str, Any] = {"dtype": _DTYPES[dtype], "output_loading_info": True}
+            how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # no code of the model's own
             loaded: Any = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **how)
     except (OSError, ValueError, SafetensorError) as error:
