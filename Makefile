@@ -85,6 +85,7 @@ bench: $(BENCH_STAMP) ## measure against TRL and the floors, how soon views answ
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
 	$(BIN)/python benchmarks/whatif.py --json benchmarks/results/whatif.json
 	$(BIN)/python benchmarks/dashboard.py --json benchmarks/results/dashboard.json
+	$(BIN)/python benchmarks/long_run.py --json benchmarks/results/long_run.json
 	$(BIN)/python benchmarks/overlap.py --json benchmarks/results/overlap.json
 
 $(BENCH_STAMP): $(STAMP)

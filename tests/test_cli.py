@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rl_notebook import cli
+from rl_notebook import cli, records
 from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config import Config
 from rl_notebook.settings import RENAMED, canonical, coerce, leaf_types
@@ -28,6 +28,7 @@ from rl_notebook.core import ConfigError
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model
 from rl_notebook.views.report import run_status, write_report
+from synthetic import synthetic_record
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 HERE = Path(__file__).parent
@@ -159,6 +160,28 @@ def test_the_doctor_finds_nothing_in_the_demo(demo, capsys):
     assert main(["doctor", str(demo[0])]) == 0
     said = capsys.readouterr().out
     assert re.findall(r"^step +(\d+)  all well", said, flags=re.M) == ["1", "2"]
+
+
+def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, capsys):
+    run, read = RunFolder.create(tmp_path / "run", {"base_model": "tiny"}), list[int]()
+    for step in range(1, 121):
+        record = synthetic_record(step, groups=2, completions=4)
+        run.add(replace(record, metrics={**record.metrics, cli.GAP: float(step == 7)}))
+    whole = records.read_record
+    monkeypatch.setattr(records, "read_record", lambda path, *how: read.append(int(path.name)) or whole(path, *how))
+    for command_, most in (("show", 40), ("show --json", 40), ("doctor", 40), ("view --once", 49)):
+        name, *options = command_.split()
+        read.clear()
+        main([name, str(run.path), *options])
+        assert len({*read}) <= most, command_
+        assert len(read) <= len({*read}) + 9 * (name == "view"), command_  # the last ones, whole
+        assert {*range(101, 121)} <= {*read}
+        assert (7 in read) == (name == "doctor")
+    assert "40 of 120 steps" in capsys.readouterr().out
+    code = "import sys; from rl_notebook.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+    for name in ("show", "doctor"):
+        done = subprocess.run([sys.executable, "-c", code, name, run.path], capture_output=True, text=True, check=True)
+        assert not {"torch", "transformers"} & {*done.stdout.splitlines()[-1].split()}
 
 
 def test_the_doctor_names_the_step_and_the_cause(demo, tmp_path, capsys):
