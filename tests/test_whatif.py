@@ -18,7 +18,7 @@ from rl_notebook.core import RecordError, RewardError
 from rl_notebook.data import load_rows
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
-from rl_notebook.records import StepRecord, read_record, write_record
+from rl_notebook.records import StepRecord
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
 from rl_notebook.xray import sentence
 from rl_notebook.whatif import (
@@ -264,14 +264,6 @@ def test_a_custom_loss_is_compared_by_its_recorded_gradient():
     assert result.table.cosine["mean"] == pytest.approx(1, abs=1e-6)
     with pytest.raises(LossError, match="custom loss"):
         what_if(record, {}, policy_logprobs=record.loss.logprobs)
-
-
-def test_a_record_from_disk_is_as_good(record, tmp_path):
-    write_record(record, tmp_path)
-    again = read_record(tmp_path)
-    variants = {"v": {"policy_loss": "dro", "kl_beta": 0.5, "advantage_scale": "loo"}}
-    assert what_if(record, variants).table.equals(what_if(again, variants).table)
-    assert attribution(record).by_token.equals(attribution(again).by_token)
 
 
 # --- reward lab ---------------------------------------------------------------------------------------------------
@@ -640,17 +632,6 @@ def test_the_change_of_a_step_and_its_prediction(stepped):
     assert change.by_sample.realised.sum() == pytest.approx(change.tokens.realised.sum())
 
 
-def test_a_smaller_step_is_predicted_better():
-    async def miss(lr: float) -> float:
-        loop = open_loop(learning_rate=lr)
-        before = await loop.backend.policy.save_state("before")
-        s = (await predicted_change(loop.backend.policy, await loop.step(), before)).summary
-        return s["rms_error"] / s["rms_change"]
-
-    misses = [asyncio.run(miss(lr)) for lr in (1e-3, 1e-4, 1e-5)]
-    assert misses[0] > 3 * misses[1] > 9 * misses[2]
-
-
 def test_gradients_asked_at_the_wrong_place(stepped):
     loop, record, before = stepped
     policy = loop.backend.policy
@@ -660,28 +641,6 @@ def test_gradients_asked_at_the_wrong_place(stepped):
         asyncio.run(predicted_change(policy, record, "nowhere"))
     with pytest.raises(BackendError, match="sample_gradients"):
         asyncio.run(true_gradients(loop.backend.reference, record, before))
-
-
-def test_the_state_of_another_model_is_refused(stepped, tmp_path):
-    loop, record, _ = stepped
-    other = asyncio.run(tiny_backend().policy.save_state(str(tmp_path / "other")))
-    with pytest.raises(RecordError, match="saved state"):
-        asyncio.run(predicted_change(loop.backend.policy, record, other))
-
-
-def test_a_state_on_disk_is_as_good(stepped, tmp_path):
-    loop, record, before = stepped
-
-    async def both():
-        policy = loop.backend.policy
-        here = await policy.save_state("here")
-        await policy.load_state(before)
-        path = await policy.save_state(str(tmp_path / "before"))
-        await policy.load_state(here)
-        return [await predicted_change(policy, record, at) for at in (before, path)]
-
-    memory, disk = asyncio.run(both())
-    assert memory.tokens.equals(disk.tokens)
 
 
 def test_a_step_that_did_not_move(stepped):

@@ -29,7 +29,7 @@ from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
 from rl_notebook.metrics import step_metrics
 from rl_notebook.options import SURROGATE_KNOBS
-from rl_notebook.records import StepRecord, read_record, write_record
+from rl_notebook.records import StepRecord
 from rl_notebook.step import evaluate_loss, loss_factory
 from rl_notebook.toy import load_model, toy_reward, toy_rows
 from rl_notebook.preflight import dead_share, dead_shares, preflight, round_trip
@@ -640,11 +640,6 @@ def test_hostile_text_is_text():
     assert "<script" not in page
     assert "&lt;script" in page
     assert "<b>x" not in Check("a", False, "<b>x", "<b>x", "<b>x", "<b>x", "<b>x")._repr_html_()
-
-
-def test_an_x_ray_of_a_record_on_disk_is_the_same(fresh: StepRecord, tmp_path):
-    write_record(fresh, tmp_path)
-    assert repr(xray(read_record(tmp_path))) == repr(xray(fresh))
 
 
 # --- noise floor ----------------------------------------------------------------------------------------------------
