@@ -772,8 +772,9 @@ def _record_rows(record: StepRecord, extra: Mapping[str, Sequence[Any]]) -> list
         for i, d in enumerate(datums)
     ]
     there = {(row.group, row.sample) for row in rows}
-    why = record.reason or "its group carries no signal"
-    rows += [_sample_row(g, i, why) for (_, i), (g, _) in samples.items() if (g.index, i) not in there]
+    why = lambda g: "no advantages yet" if g.advantages is None else "its group carries no signal"
+    left = [(g, i) for (_, i), (g, _) in samples.items() if (g.index, i) not in there]
+    rows += [_sample_row(g, i, record.reason or why(g)) for g, i in left]
     rows = [replace(row, options=record.options, step=record.step) for row in rows]
     return sorted(rows, key=lambda row: (row.group, row.sample))
 

@@ -166,7 +166,7 @@ class WhatIfPanel:
         self.controls = make_controls(LossOptions(**self.batch.options))
         self.standing = {name: control.value for name, control in self.controls.items()}
         look = {"style": _WIDE, "layout": {"width": "330px"}}
-        self.where = ipywidgets.Dropdown(options=list(self.at), description="policy", **look)
+        self.where = ipywidgets.Dropdown(options=list(self.at), value=list(self.at)[-1], description="policy", **look)
         self.shown = ipywidgets.HTML()
         self.widget = make_panel(self)
         self.update()
