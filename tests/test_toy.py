@@ -327,8 +327,8 @@ def fake_gguf(monkeypatch, tmp_path):
     "A model as transformers returns it after reading GGUF: one that it refuses to save."
     source = small_llama()
     source.config.quantization_config = {"quant_method": "gguf"}
-    monkeypatch.setattr(toy.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: source)
-    monkeypatch.setattr(toy.AutoTokenizer, "from_pretrained", lambda *_, **__: toy.build_tokenizer())
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: source)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: toy.build_tokenizer())
     return source, tmp_path / "model.gguf", tmp_path / "cache" / "converted"
 
 
