@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -418,7 +418,8 @@ class Conversation:
         asked = [given.text for given, said in pairwise(c.spans) if said.completion is not None][-1]
         spans = [(list(span.tokens), span.completion) for span in c.spans]
         kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns}
-        kept |= {**unfinished(asked, last), **info}
+        held = sum(said is not None and said.params.grammar != "" for _, said in spans)
+        kept |= {**unfinished(asked, last), **({"grammar_turns": held} if held else {}), **info}
         return sample_from_spans(spans, reward, last, kept)
 
     def __repr__(self) -> str:
@@ -429,7 +430,13 @@ class Conversation:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return conversation_html(self)
+        marked = []
+        for span in self.spans:
+            green = ' style="background:rgba(46,160,67,.3)"' if span.completion else ""
+            title = f"{len(span.tokens)} tokens, {'sampled: trains' if span.completion else 'given: masked'}"
+            marked.append(f'<span{green} title="{title}">{html.escape(span.text)}</span>')
+        head = html.escape(conversation_headline(self))
+        return f'<p>{head}</p><pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(marked)}</pre>'
 
 # %% ../nbs/12_chat.ipynb #5dc77a3e
 def mask_coverage(conversation: Conversation) -> tuple[int, int]:  # tokens, those that train
@@ -443,17 +450,6 @@ def conversation_headline(conversation: Conversation) -> str:
     tokens, sampled = mask_coverage(conversation)
     turns = f"{conversation.turns} turn{'s' * (conversation.turns != 1)}"
     return f"{conversation.row.where}: {turns}, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains"
-
-
-def conversation_html(conversation: Conversation) -> str:
-    "The headline, and the text with what was sampled on green; everything in it is escaped."
-    marked = []
-    for span in conversation.spans:
-        green = ' style="background:rgba(46,160,67,.3)"' if span.completion else ""
-        title = f"{len(span.tokens)} tokens, {'sampled: trains' if span.completion else 'given: masked'}"
-        marked.append(f'<span{green} title="{title}">{html.escape(span.text)}</span>')
-    head = html.escape(conversation_headline(conversation))
-    return f'<p>{head}</p><pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(marked)}</pre>'
 
 # %% ../nbs/12_chat.ipynb #a70ca557
 def start_conversation(
@@ -568,6 +564,9 @@ def read_call(said: Any) -> dict[str, Any] | None:
         return None
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+Calls = Callable[[str], tuple[str | None, list[dict[str, Any]]]]  # a text as content and tool calls
 
 
 def split_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls

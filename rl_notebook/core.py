@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import numpy as np
 
 # %% auto #0
 __all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
-           'BackendError', 'PhaseError', 'RecordError', 'MissingExtra', 'SampleParams', 'Logprobs', 'Completion',
-           'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
+           'BackendError', 'PhaseError', 'RecordError', 'MissingExtra', 'needs', 'SampleParams', 'Logprobs',
+           'Completion', 'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams',
+           'LossOutput']
 
 # %% ../nbs/00_core.ipynb #f51b9f4b
 _PREFIXED = r"(?:sk|tml|glpat|nvapi|xox[a-z]|xapp)-|(?:sk|fw|fpk|hf|gh[opusr]|github_pat|wandb_v1|pypi)_"
@@ -159,6 +161,15 @@ class RecordError(RLNotebookError, RuntimeError):
 class MissingExtra(RLNotebookError, ImportError):
     "An optional dependency is not installed."
 
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    "For the imports of what an extra brings; raises `MissingExtra` with the command that installs it."
+    try:
+        yield
+    except ImportError as reason:
+        raise MissingExtra(what, got=f"no {reason.name}", fix=f"pip install 'rl-notebook[{extra}]'") from reason
+
 # %% ../nbs/00_core.ipynb #6b3f3b74
 def check_own(path: str | os.PathLike[str], mark: str, what: str) -> None:
     "Raise `ConfigError` before something is replaced that does not bear our mark."
@@ -214,6 +225,7 @@ class SampleParams:
     repetition_penalty: float = 1.0  # logits of tokens that stand in prompt or completion: divided, below 0 multiplied
     stop: tuple[str, ...] = ()  # strings that end a completion
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a completion, besides eos
+    grammar: str = ""  # that a completion has to follow, in llguidance's dialect of Lark; "" = any text
     seed: int | None = None  # completion i draws from its own generator (seed, i)
 
     def __post_init__(self):
@@ -232,6 +244,7 @@ class SampleParams:
             ("repetition_penalty", number(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
             ("stop", each(self.stop, lambda text: isinstance(text, str) and text), "texts that are not empty"),
             ("stop_token_ids", each(self.stop_token_ids, lambda t: whole(t) and t >= 0), "token ids, integers from 0"),
+            ("grammar", isinstance(self.grammar, str), "a grammar as text"),
             ("seed", self.seed is None or whole(self.seed), "a whole number or None"),
         ):
             if not ok:
@@ -239,13 +252,13 @@ class SampleParams:
 
     @property
     def draws_from_raw(self) -> bool:
-        "Whether tokens are drawn from the model's own distribution (temperature 1, nothing cut off or penalised)."
+        "Whether tokens are drawn from the model's own distribution: temperature 1, nothing cut off, penalised, masked."
         return self.temperature == 1 and not self.processed
 
     @property
     def processed(self) -> bool:
         "Whether more than a temperature lies between the model's distribution and the one drawn from."
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1 or self.grammar != ""
 
 # %% ../nbs/00_core.ipynb #00c52ce7
 @dataclass(frozen=True, eq=False)
@@ -257,7 +270,7 @@ class Logprobs:
     source: str = "policy"  # "policy", "reference" or "sampler"
     policy_version: int | None = None  # syncs so far when the weights were taken
     temperature: float = 1.0  # logits were divided by it
-    processed: bool = False  # after top-p, top-k, min-p or a penalty, see `SampleParams.processed`
+    processed: bool = False  # after a cut, a penalty or a grammar, see `SampleParams.processed`
     dtype: str = "float32"  # precision of the forward pass
     entropy: np.ndarray | None = None  # nats, of the distribution at each place, shaped as `values`; None = not known
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from .chat import split_calls
+from .chat import Calls, split_calls
 from .core import ConfigError, DataError, RolloutRun, RolloutSample
 from .data import Row
 from .rewards import RewardFn, as_reward_fns, in_thread, reward_fn, score
@@ -26,7 +26,6 @@ __all__ = ['agent_rollouts']
 
 # %% ../nbs/66_environments.ipynb #c1d49fd0
 Play = Callable[[dict[str, Any], ServedRollout], Any]  # (sample_prompt, rollout) -> reward, or an awaitable of it
-ReadCalls = Callable[[str], tuple[str | None, list[dict[str, Any]]]]  # text -> content, tool calls
 
 
 def rollout_id(sample_prompt: Mapping[str, Any]) -> str:
@@ -47,7 +46,7 @@ async def played(play: Play, sample_prompt: dict[str, Any], rollout: ServedRollo
 def agent_rollouts(
     play: Play,  # plays one rollout with a client for rollout.url and rollout.key; in a thread if it is no `async def`
     *,
-    read_calls: ReadCalls = split_calls,  # how the policy writes a call
+    read_calls: Calls = split_calls,  # how the policy writes a call
 ) -> RolloutFactory:
     "A rollout factory of what plays through an OpenAI client: an address for each rollout, one key for all."
     key = secrets.token_urlsafe(24)
@@ -100,7 +99,7 @@ class ToolGame:
     tools: tuple[Callable[..., Any], ...]
     factories: Mapping[Any, Callable[[], Any]]  # by the column `environment`; under None, the only one
     rounds: int | None  # of calls; None = as many as fit
-    read_calls: ReadCalls
+    read_calls: Calls
     spare: dict[Any, list[Any]] = field(default_factory=dict)  # environments that are not in use
 
     def environment(self, columns: Mapping[str, Any]) -> tuple[Any, Any]:  # name, environment
@@ -176,7 +175,7 @@ def tool_rollouts(
     tools: Sequence[Callable[..., Any]] = (),  # functions with type hints and a docstring
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,  # or several, by name
     max_tool_calling_iterations: int | None = None,  # rounds of calls; None = as many as fit
-    read_calls: ReadCalls = split_calls,  # how the policy writes a call
+    read_calls: Calls = split_calls,  # how the policy writes a call
 ) -> RolloutFactory:
     "A rollout factory for a policy that calls Python functions; an environment is used by one rollout at a time."
     fns = as_reward_fns(rewards) if callable(rewards) or rewards else ()

@@ -12,7 +12,6 @@ import json
 import re
 import secrets
 import threading
-import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,11 +22,13 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler, stream_request_body
 
-from .chat import Conversation, UnfitTurn, check_fits, check_template_options, first_difference
+from .chat import Calls, Conversation, UnfitTurn, check_fits, check_template_options, first_difference
 from .chat import split_calls, start_conversation, told_to_template
-from .core import AlignmentError, BackendError, Completion, ConfigError, DataError
+from .core import AlignmentError, BackendError, ConfigError, DataError, MissingExtra
 from .core import RolloutRun, SampleParams, plain_text
-from .data import Row, message_text, read_messages
+from .data import Row, message_text
+from .openai_chat import CHAT_FIELDS, ChatRequest, choice_of, deltas_of, event_lines
+from .openai_chat import message_of, read_chat, reply_of
 from .phases import Loop, rollout_setup
 from .rollouts import DRAW, RolloutSetup
 
@@ -35,49 +36,26 @@ from .rollouts import DRAW, RolloutSetup
 __all__ = ['ServedRollout', 'PolicyServer', 'serve']
 
 # %% ../nbs/65_serve.ipynb #9e5c1840
-READ = """
-messages model tools max_tokens max_completion_tokens stop seed stream stream_options chat_template_kwargs n logprobs
-user metadata store service_tier prompt_cache_key safety_identifier
-"""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "reasoning_effort": ("none",),
-}  # by field: what changes nothing
-KINDS = {"stop": str | list, "tools": list, "chat_template_kwargs": dict, "stream_options": dict, "logprobs": bool}
+OWN = {"model", "n", "max_tokens", "stop", "seed", "stream", "stream_options", "logprobs", "user", "safety_identifier"}
 
 
-def check_asked(body: Mapping[str, Any], params: SampleParams) -> None:
+def check_draws(body: Mapping[str, Any], params: SampleParams) -> None:
     "Raise `ConfigError` for what would be ignored, and for draws that are not those of the run."
     names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
-    drawn = {name: (getattr(params, name),) for name in names}
-    allowed = NEUTRAL | drawn
-    for name, kind in KINDS.items():
-        if not isinstance(body.get(name), kind | None):
-            got = type(body[name]).__name__
-            raise ConfigError(name, where="the request", got=got, expected=getattr(kind, "__name__", str(kind)))
+    allowed = {name: getattr(params, name) for name in names} | {"top_logprobs": 0}
     for name, value in body.items():
-        if name in READ.split() or value is None or value in allowed.get(name, ()):
+        if value is None or name in OWN | CHAT_FIELDS | {"prompt_cache_key"} or value == allowed.get(name, ...):
             continue
-        expected = f"{' or '.join(map(repr, allowed[name]))}, or nothing" if name in allowed else "no such field"
-        fix = "It is a setting of the run: set it there." if name in drawn else "Leave it out: it is not done here."
+        expected = f"{allowed[name]!r}, or nothing" if name in allowed else "no such field"
+        fix = "It is a setting of the run: set it there." if name in names else "Leave it out: it is not done here."
         raise ConfigError(name, where="the request", got=repr(value)[:60], expected=expected, fix=fix)
 
 # %% ../nbs/65_serve.ipynb #dbecb01c
 @dataclass(frozen=True, eq=False)
-class Asked:
-    "A request for the next turn, read and checked."
+class Asked(ChatRequest):
+    "A request for the next turn."
 
-    messages: list[dict[str, Any]]  # content as text
-    tools: list[Any]  # offered
-    options: dict[str, Any]  # of the chat template
     params: SampleParams
-    body: Mapping[str, Any]  # as it came
     seen: tuple[Any, ...]  # what decides whether it goes on with a conversation: tools and options, then each message
 
 
@@ -96,27 +74,22 @@ def _values(function: Mapping[str, Any]) -> str:
 
 def read_asked(body: Any, params: SampleParams) -> Asked:
     "The request behind a body; raises `DataError` or `ConfigError`."
-    if not isinstance(body, dict):
-        raise DataError("the request", got=type(body).__name__, expected="a JSON object")
-    check_asked(body, params)
-    length, stop = body.get("max_completion_tokens") or body.get("max_tokens") or params.max_tokens, body.get("stop")
-    if type(length) is not int or length < 1:
-        raise DataError("max_tokens", where="the request", got=repr(length), expected="a whole number from 1")
-    stops = (*params.stop, *([stop] if isinstance(stop, str) else stop or ()))
-    count, seed = body.get("n") or 1, body.get("seed")
+    chat = read_chat(body)
+    check_draws(body, params)
+    count, length = body.get("n") or 1, min(chat.max_tokens or params.max_tokens, params.max_tokens)
     if type(count) is not int or not 1 <= count <= 128:
         raise DataError("n", where="the request", got=repr(count), expected="a whole number from 1 to 128")
-    own = replace(params, n=count, max_tokens=min(length, params.max_tokens), stop=stops, seed=seed)
-    tools = [] if body.get("tool_choice") == "none" else list(body.get("tools") or ())
-    options = dict(body.get("chat_template_kwargs") or {})
-    messages, how = read_messages(body.get("messages")), json.dumps([tools, options], sort_keys=True)
+    drawn = {"n": count, "max_tokens": length, "stop": (*params.stop, *chat.stop), "seed": body.get("seed")}
+    own = replace(params, **drawn, grammar=chat.grammar or params.grammar)
+    how = json.dumps([chat.tools, chat.options], sort_keys=True)
     try:
-        return Asked(messages, tools, options, own, body, (how, *map(as_said, messages)))
+        return Asked(**vars(chat), params=own, seen=(how, *map(as_said, chat.messages)))
     except (AttributeError, TypeError) as reason:
         raise DataError("tool_calls", where="the request", got=str(reason), expected="a list of calls") from reason
 
 # %% ../nbs/65_serve.ipynb #35c9efe9
 Read = Callable[[bytes], Any]  # a body, as what a chat completion asks for
+Answer = tuple[dict[str, Any], list[dict[str, Any]] | None]  # the reply, and its pieces if they are asked for
 
 
 @dataclass(eq=False)
@@ -227,8 +200,8 @@ class ServedRollout:
         sample = lambda end: end.talk.to_sample(reward, rollout=self.id, apart=end.apart, **info)
         return RolloutRun(tuple(sample(end) for end in ends), reward)
 
-    async def answer(self, body: bytes, key: str, repeat: bool, read: Read) -> tuple[dict[str, Any], Asked]:
-        "What a request gets, and the request; a repeat gets what the first one got. Raises for one that is refused."
+    async def answer(self, body: bytes, key: str, repeat: bool, read: Read) -> Answer:
+        "What a request gets; a repeat gets what the first one got. Raises for one that is refused."
         task, before = asyncio.current_task(), self._answers.get(key)
         assert task is not None
         if repeat and before is not None:
@@ -258,17 +231,18 @@ class ServedRollout:
         setup = self._server.setup()
         try:
             asked = read_asked(read(body), setup.params)
+            if self._server.read_calls is not split_calls and "<tool_call>" in asked.grammar:
+                expected = "nothing: only `split_calls` reads the calls that it makes"
+                raise ConfigError("tool_choice", where="the request", got="a call by grammar", expected=expected)
             return setup, asked, *go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
         except (DataError, ConfigError, UnfitTurn):
             raise
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as reason:
             raise DataError("the request", got=f"{type(reason).__name__}: {plain_text(reason)[:200]}") from reason
 
-    async def _take_turn(
-        self, setup: RolloutSetup, asked: Asked, talk: Conversation, behind: Turn | str
-    ) -> tuple[dict[str, Any], Asked]:
+    async def _take_turn(self, setup: RolloutSetup, asked: Asked, talk: Conversation, behind: Turn | str) -> Answer:
         "Draw the next turn and record it; of several completions each has a sequence of its own."
-        calls_of, most = self._server.read_calls, self._server.max_seq_len or setup.max_seq_len
+        most = self._server.max_seq_len or setup.max_seq_len
         check_fits(len(talk.tokens), most, 1, talk.row.where)
         room = asked.params.max_tokens if most is None else min(asked.params.max_tokens, most - len(talk.tokens))
         parent, apart = (behind, behind.apart) if isinstance(behind, Turn) else (None, behind)
@@ -286,59 +260,24 @@ class ServedRollout:
             if parent is not None:
                 parent.continued = False
             raise
-        messages = []
+        choices = []
         for i, (completion, ended) in enumerate(zip(drawn, talks, strict=True)):
-            content, calls = calls_of(completion.text) if asked.tools else (completion.text, [])
-            messages.append({"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {}))
+            message = message_of(completion.text, asked.tools, self._server.read_calls)
             own = (parent, apart) if i == 0 else (None, f"completion {i + 1} of {len(drawn)} for one request")
-            self.turns.append(Turn((*asked.seen, as_said(messages[-1])), ended, parent=own[0], apart=own[1]))
-        return reply_of(asked, messages, drawn, setup.tokenizer), asked
-
-# %% ../nbs/65_serve.ipynb #22277aa0
-def reply_of(
-    asked: Asked, messages: Sequence[Mapping[str, Any]], drawn: Sequence[Completion], tokenizer: Any
-) -> dict[str, Any]:
-    "A turn as a chat completion."
-    choices = []
-    for i, (message, completion) in enumerate(zip(messages, drawn, strict=True)):
-        ended = "tool_calls" if message.get("tool_calls") else completion.finish_reason
-        choice: dict[str, Any] = {"index": i, "message": message, "finish_reason": ended, "logprobs": None}
-        if asked.body.get("logprobs"):
-            said = [str(tokenizer.decode([token])) for token in completion.tokens]
-            records = [
-                {"token": text, "logprob": float(logprob), "bytes": [*text.encode()], "top_logprobs": []}
-                for text, logprob in zip(said, completion.logprobs, strict=True)
-            ]
-            choice["logprobs"] = {"content": records, "refusal": None}
-        choices.append(choice)
-    prompt, new = len(drawn[0].prompt_tokens), sum(len(c.tokens) for c in drawn)
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": str(asked.body.get("model") or "policy"),
-        "choices": choices,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
-    }
-
-
-def pieces_of(reply: Mapping[str, Any], usage: bool) -> list[dict[str, Any]]:
-    "The same as the chunks of a stream."
-    head, pieces = {**reply, "object": "chat.completion.chunk", "usage": None}, []
-    for choice in reply["choices"]:
-        blank = {"index": choice["index"], "finish_reason": None, "logprobs": None}
-        text = {"role": "assistant", "content": choice["message"]["content"] or ""}
-        pieces.append(blank | {"delta": text, "logprobs": choice["logprobs"]})
-        for i, call in enumerate(choice["message"].get("tool_calls") or ()):
-            pieces.append(blank | {"delta": {"tool_calls": [{"index": i, **call}]}})
-        pieces.append(blank | {"delta": {}, "finish_reason": choice["finish_reason"]})
-    chunks = [head | {"choices": [piece]} for piece in pieces]
-    return [*chunks, head | {"choices": [], "usage": reply["usage"]}] if usage else chunks
+            self.turns.append(Turn((*asked.seen, as_said(message)), ended, parent=own[0], apart=own[1]))
+            logprobs = completion.logprobs if asked.body.get("logprobs") else None
+            choices.append(choice_of(i, message, completion, setup.tokenizer, logprobs))
+        new, model = sum(len(c.tokens) for c in drawn), str(asked.body.get("model") or "policy")
+        reply = reply_of(choices, model, len(talk.tokens), new)
+        if not asked.body.get("stream"):
+            return reply, None
+        drawn_as = zip(choices, drawn, strict=True)
+        return reply, [p for choice, c in drawn_as for p in deltas_of(choice, c, setup.tokenizer)]
 
 # %% ../nbs/65_serve.ipynb #73610cb5
 SPELLED = {"max_output_tokens": "max_completion_tokens"}
 SAME = "model stream temperature top_p tool_choice parallel_tool_calls seed user metadata store service_tier"
-EMPTY = {"include": ([],), "text": ({}, {"format": {"type": "text"}}), "truncation": ("disabled",)}
+EMPTY = {"include": ([],), "truncation": ("disabled",)}
 
 
 def read_items(items: Any) -> list[dict[str, Any]]:
@@ -376,7 +315,9 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
             raise DataError("tools", where="the request", got=repr(tool["type"]), expected="functions")
         chat.setdefault("tools", []).append({"type": "function", "function": function})
     for name, value in body.items():
-        if name in SAME.split() or name in SPELLED:
+        if name == "text" and isinstance(value, dict) and value.keys() <= {"format"}:
+            chat["response_format"] = value.get("format")
+        elif name in SAME.split() or name in SPELLED:
             chat[SPELLED.get(name, name)] = value
         elif name not in ("input", "instructions", "tools") and value is not None and value not in EMPTY.get(name, ()):
             raise DataError(name, where="the request", got=repr(value)[:60], expected="nothing: it is not done here")
@@ -396,20 +337,11 @@ def as_response(reply: Mapping[str, Any]) -> dict[str, Any]:
     said = {"type": "message", "id": name("msg", 0), "role": "assistant", "status": status, "content": [text]}
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    return {
-        "id": f"resp_{reply['id']}",
-        "object": "response",
-        "created_at": reply["created"],
-        "model": reply["model"],
-        "status": status,
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "output": [*[said] * bool(text["text"] or not calls), *calls],
-        "usage": counts | details | {"total_tokens": usage["total_tokens"]},
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-    }
+    about = {"id": f"resp_{reply['id']}", "object": "response", "created_at": reply["created"], "model": reply["model"]}
+    about |= {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "status": status, "error": None}
+    about |= {"incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None}
+    about |= {"usage": counts | details | {"total_tokens": usage["total_tokens"]}}
+    return about | {"output": [*[said] * bool(text["text"] or not calls), *calls]}
 
 
 def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -437,7 +369,7 @@ def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 # %% ../nbs/65_serve.ipynb #9bdd635b
 def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     "Status and body for what went wrong."
-    status = 400 if isinstance(error, DataError | ConfigError | UnfitTurn) else 500
+    status = 400 if isinstance(error, DataError | ConfigError | MissingExtra | UnfitTurn) else 500
     if isinstance(error, BackendError | asyncio.CancelledError):
         status = 503
     code = "context_length_exceeded" if getattr(error, "what", "") == "prompt too long" else None
@@ -519,17 +451,16 @@ class ChatHandler(RequestHandler):
             body, read = bytes(self.body), json.loads if chat else lambda body: as_chat(json.loads(body))
             asking = rollout.answer(body, named or hashlib.sha256(body).hexdigest(), bool(named) or count != "0", read)
             self.drawing = asyncio.create_task(asking)
-            reply, asked = await self.drawing
+            reply, pieces = await self.drawing
         except (Exception, asyncio.CancelledError) as error:
             return self.tell(*refusal_of(error))
-        reply = reply if chat else as_response(reply)
-        if not asked.body.get("stream"):
-            return self.tell(200, reply)
+        if pieces is None:
+            return self.tell(200, reply if chat else as_response(reply))
         self.set_header("Content-Type", "text/event-stream")
         if chat:
-            pieces = pieces_of(reply, bool((asked.body.get("stream_options") or {}).get("include_usage")))
-            return self.write("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n")
-        events = events_of(reply)
+            usage = bool((json.loads(body).get("stream_options") or {}).get("include_usage"))
+            return self.write("".join(event_lines(reply | {"object": "chat.completion.chunk"}, pieces, usage)))
+        events = events_of(as_response(reply))
         return self.write("".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events))
 
     def tell(self, status: int, body: Mapping[str, Any]) -> None:
@@ -545,7 +476,7 @@ class PolicyServer:
     url: str  # without a path
     setup: Callable[[], RolloutSetup] = field(repr=False)  # how to draw; asked before each turn
     max_seq_len: int | None = None  # of a whole conversation; None = that of the setup
-    read_calls: Callable[[str], tuple[str | None, list[dict[str, Any]]]] = field(default=split_calls, repr=False)
+    read_calls: Calls = field(default=split_calls, repr=False)
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # for `Authorization: Bearer`
     rollouts: dict[str, ServedRollout] = field(default_factory=dict, repr=False)  # open ones, by id
     closed: bool = False
@@ -577,7 +508,7 @@ async def serve(
     setup: RolloutSetup | Callable[[], RolloutSetup],  # how to draw, or what says so before each turn
     *,
     max_seq_len: int | None = None,  # of a whole conversation; None = that of the setup
-    read_calls: Callable[[str], tuple[str | None, list[dict[str, Any]]]] = split_calls,  # text -> content, tool calls
+    read_calls: Calls = split_calls,  # text -> content, tool calls
     key: str = "",  # that a client must know; "" = a new one
 ) -> AsyncIterator[PolicyServer]:
     "The policy behind an address, for the time of an `async with` block."

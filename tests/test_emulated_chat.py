@@ -153,17 +153,39 @@ def test_tools_are_called_and_answered() -> None:
         assert CALL in plain.message.content
 
 
+@pytest.mark.parametrize("path", ["/v1", "/inference/v1"])
+def test_a_reply_is_held_to_a_schema_or_to_a_tool(running: RunningEmulator, path: str) -> None:
+    pytest.importorskip("llguidance")
+    small = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"sum": small}, "required": ["sum"]}
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}}
+    tell, say = ({"type": "function", "function": {"name": n, "parameters": schema}} for n in ("tell", "say"))
+    ask = {"model": "tiny", "messages": ASKED, "seed": 1, "max_tokens": 100}
+    with client_of(running, path) as client:
+        said = client.chat.completions.create(**ask, response_format=form, logprobs=True).choices[0]
+        assert json.loads(said.message.content)["sum"] in range(10)
+        any_object = client.chat.completions.create(**ask, response_format={"type": "json_object"}).choices[0]
+        assert any_object.message.content.startswith("{")
+        assert min(r.logprob for r in said.logprobs.content) < -3  # of the model, which would not have said so
+        named = {"type": "function", "function": {"name": "tell"}}
+        for choice, names in (("required", ("tell", "say")), (named, ("tell",))):
+            how = {"tools": [say, tell], "tool_choice": choice}
+            with client.chat.completions.stream(**ask, **how) as stream:
+                (call,) = stream.get_final_completion().choices[0].message.tool_calls
+            assert call.function.name in names
+            assert json.loads(call.function.arguments)["sum"] in range(10)
+    asked = {"model": "given", "messages": [{"role": "user", "content": "x"}], "response_format": form}
+    refused = pytest.raises(openai.BadRequestError, match="a fast tokenizer whose tokens are bytes or characters")
+    with start_emulator(caller()) as other, client_of(other) as client, refused:  # a tokenizer of whole words
+        client.chat.completions.create(**asked)
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"messages": []}, "messages"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "unknown role judge"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{"type": "function"}]}, "function"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 1}, "presence_penalty"),
         ({"top_logprobs": 10**9}, "top_logprobs"),
         ({"n": 10**9}, "n: got 1000000000"),
         ({"max_tokens": -1}, "max_tokens"),

@@ -15,9 +15,10 @@ from live_server import app_of, emulated, serve
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.emulator.server import Shown, split_choice, text_pieces
+from rl_notebook.emulator.server import Shown, split_choice
 from rl_notebook.backends.local import open_local
 from rl_notebook.core import SampleParams
+from rl_notebook.openai_chat import in_pieces
 
 __all__ = ["one_thread"]
 
@@ -295,8 +296,7 @@ def test_pieces_of_text_are_the_text(text):
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text)
     part = Shown(ids, [-1.0] * len(ids), [-1.0] * len(ids), tokenizer.decode(ids, skip_special_tokens=True), "stop")
-    cuts = [*range(3, len(ids), 3), len(ids)]
-    assert "".join(text_pieces(part, cuts, tokenizer)) == part.text
+    assert "".join(piece for _, _, piece in in_pieces(ids, part.text, tokenizer, size=3)) == part.text
     pieces = split_choice({"index": 0, "finish_reason": "stop", "token_ids": ids}, part, tokenizer)
     assert [i for p in pieces for i in p["token_ids"]] == ids
 

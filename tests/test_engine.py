@@ -1,6 +1,8 @@
 "The engine: every completion as if it were alone, and logprobs that the model itself would give."
 
+import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from rl_notebook.backends.engine import (
 )
 from rl_notebook.backends.local import open_local
 from rl_notebook.cli import main as command
-from rl_notebook.core import BackendError, SampleParams
+from rl_notebook.core import BackendError, ConfigError, MissingExtra, SampleParams
 
 __all__ = ["one_thread"]
 
@@ -265,6 +267,53 @@ def test_greedy_is_the_models_argmax():
         ids.append(int(token))
     assert (c.sampling_logprobs == 0).all()
     assert np.abs(c.logprobs - own_logprobs(model, ids)[len(PROMPTS[1]) - 1 :]).max() < 1e-4
+
+
+def test_a_grammar_masks_what_is_drawn_and_no_logprob_of_the_model():
+    "Each token is drawn from the model's distribution over what may come next; other rows and bursts change nothing."
+    llguidance = pytest.importorskip("llguidance")
+    shape = {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yz"]}}
+    rules = {"required": ["a", "b"], "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    grammar = "start: %json " + json.dumps({"type": "object", "properties": shape} | rules)
+    model, settings = tiny_model(scale=1), {"n": 3, "max_tokens": 60, "seed": 4, "grammar": grammar}
+    free, texts = SampleParams(n=2, max_tokens=30, seed=4), set()
+    for burst in (1, 4):
+        engine = engine_of(model, burst=burst)
+        held, other = engine.submit([5, 6], SampleParams(**settings)), engine.submit([7], free)
+        greedy = engine.submit([5, 6], SampleParams(**settings | {"temperature": 0, "n": 1}))
+        finish(engine)
+        assert [c.tokens.tolist() for c in other.completions] == [c.tokens.tolist() for c in drawn(engine, [7], free)]
+        for c in held.completions + greedy.completions:
+            matcher = llguidance.LLMatcher(engine.words, grammar)
+            logits = model(torch.tensor([c.full_tokens])).logits[0, 1:-1].detach().log_softmax(-1).double().numpy()
+            for at, token in enumerate(c.tokens.tolist()):
+                allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
+                assert allowed[token]
+                share = np.logaddexp.reduce(logits[at][allowed])
+                assert c.logprobs[at] == pytest.approx(logits[at][token], abs=1e-4)
+                used = logits[at][token] - share if c.params.temperature else 0
+                assert c.sampling_logprobs[at] == pytest.approx(used, abs=1e-4)
+                assert c.params.temperature or logits[at][token] == logits[at][allowed].max()
+                matcher.consume_token(token)
+            said = json.loads(c.text)
+            assert (c.finish_reason, c.tokens[-1], c.params.draws_from_raw) == ("stop", EOS, False)
+            assert [said["a"] in range(100), said["b"] in ("x", "yz")] == [True, True]
+            texts.add(c.text)
+    assert 1 < len(texts) <= 4  # the same for both bursts
+
+
+def test_a_grammar_that_cannot_be_followed_is_refused_at_once(monkeypatch):
+    pytest.importorskip("llguidance")
+    engine = engine_of(tiny_model())
+    for grammar, why in (('start: %json {"not": {}}', "Unimplemented keys"), ("start: nothing", "nothing")):
+        with pytest.raises(ConfigError, match=f"grammar: got .*{why}"):
+            engine.submit([5], SampleParams(max_tokens=9, grammar=grammar))
+    with pytest.raises(ConfigError, match="a fast tokenizer"):
+        Engine(open_model(tiny_model())).submit([5], SampleParams(max_tokens=9, grammar='start: "x"'))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtra, match=r"rl-notebook\[structured\]"):
+        engine.submit([5], SampleParams(max_tokens=9, grammar='start: "x"'))
+    assert engine.idle
 
 
 def test_rows_with_different_settings_share_a_batch():

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runti
 
 import numpy as np
 
-from ..core import AdamParams, BackendError, Completion, Datum, Logprobs, LossOutput, SampleParams
+from ..core import AdamParams, BackendError, Completion, ConfigError, Datum, Logprobs, LossOutput
+from ..core import SampleParams, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -212,6 +213,8 @@ def refuse_unknown(params: SampleParams, where: str, known: Collection[str] = ()
         if (got := getattr(params, name)) != off and name not in known:
             fix = "Leave it out, or draw with the local engine or vLLM."
             raise BackendError(name, where=where, got=got, expected=f"{off:g}: it has no such setting", fix=fix)
+    if params.grammar:
+        raise ConfigError("grammar", where=where, got=quoted(params.grammar), expected="none: only local ones do")
 
 # %% ../../nbs/20_backends.base.ipynb #cb36d019
 @dataclass

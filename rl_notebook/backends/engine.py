@@ -27,7 +27,7 @@ from .prefixes import for_heads, prefix_tree, reading, sent
 from .routing import Routers, find_routers, noting, replaying, write_notes
 from ..chat import turn_ends
 from ..roofs import model_size, pass_work
-from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams
+from ..core import BackendError, Completion, ConfigError, Logprobs, SampleParams, needs
 
 # %% auto #0
 __all__ = []
@@ -193,21 +193,19 @@ class DrawPlan:
     min_p: Tensor | None = None  # (B, 1); None = 0 everywhere
     penalty: Tensor | None = None  # (B, 1) of repetition; None = 1 everywhere
     seen: Tensor | None = None  # (B, V) bool: what it falls on; `draw` adds what it drew
+    allowed: Tensor | None = None  # (B, V) bool: what the rows' grammars let follow; None = every token
 
     @classmethod
     def of(cls, params: Sequence[SampleParams], device: torch.device | str = "cpu") -> DrawPlan:
         "The columns of one row per entry of `params`."
-        column = lambda values: sent(values, device)[:, None]
-        return cls(
-            column([p.temperature or 1.0 for p in params])
-            if any(p.temperature not in (0, 1) for p in params)
-            else None,
-            column([p.temperature == 0 for p in params])[:, 0] if any(p.temperature == 0 for p in params) else None,
-            column([p.top_k for p in params]) if any(p.top_k for p in params) else None,
-            column([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
-            column([p.min_p for p in params]) if any(p.min_p for p in params) else None,
-            column([p.repetition_penalty for p in params]) if any(p.repetition_penalty != 1 for p in params) else None,
-        )
+
+        def column(read: Callable[[SampleParams], Any], off: Any) -> Any:
+            values = [read(p) for p in params]
+            return sent(values, device)[:, None] if any(value != off for value in values) else None
+
+        greedy, heat = column(lambda p: p.temperature == 0, False), column(lambda p: p.temperature or 1.0, 1.0)
+        cuts = column(lambda p: p.top_k, 0), column(lambda p: p.top_p, 1), column(lambda p: p.min_p, 0)
+        return cls(heat, None if greedy is None else greedy[:, 0], *cuts, column(lambda p: p.repetition_penalty, 1))
 
 # %% ../../nbs/23_backends.engine.ipynb #66eaa7e5
 def cut_off(logprobs: Tensor, plan: DrawPlan) -> Tensor:
@@ -251,6 +249,8 @@ def draw(
     "One token for every row."
     raw = logits.log_softmax(-1)
     scored = penalised(logits, plan)
+    if plan.allowed is not None:
+        scored = scored.masked_fill(~plan.allowed, -torch.inf)
     hot = scored if plan.temperature is None else scored / plan.temperature
     used = raw if hot is logits else hot.log_softmax(-1)
     if plan.top_k is not None or plan.top_p is not None or plan.min_p is not None:
@@ -1079,6 +1079,7 @@ class Request:
     completions: list[Completion | None] = field(default_factory=list)  # by index; None = not there yet
     cancelled: bool = False  # its caller has gone
     on_token: Callable[[list[int]], Any] | None = None  # gets the tokens of a completion whenever it has one more
+    matcher: Any = None  # follows the grammar of `params`, from its beginning; None = there is none
 
     def __post_init__(self):
         self.completions = [None] * self.params.n
@@ -1100,6 +1101,7 @@ class Row:
     raw: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
     chosen: list[np.ndarray] = field(default_factory=list)  # experts of the tokens read so far, each (n, L, k)
+    matcher: Any = None  # stands where the tokens have led in the grammar
 
     @property
     def cached(self) -> int:
@@ -1185,6 +1187,7 @@ class Engine:
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last
     burst: int | None = None  # decode steps between two looks at what was drawn; None = 1 on a CPU, elsewhere BURST
+    words: Any = None  # the vocabulary as grammars see it, made with the first one
 
     def __post_init__(self):
         limits = [limit for limit in (self.max_seq_len, context_length(self.causal.model)) if limit]
@@ -1237,7 +1240,36 @@ def check_request(engine: Engine, prompt_tokens: Sequence[int] | np.ndarray, par
     prompt = check_tokens(prompt_tokens, vocab_size, "prompt", limit, new=params.max_tokens)
     if params.stop and engine.tokenizer is None:
         raise BackendError("stop strings", got=params.stop, expected="a tokenizer", fix="Use stop_token_ids.")
-    return Request(prompt, params, (engine.eos_token_ids or frozenset()) | frozenset(params.stop_token_ids))
+    ends = (engine.eos_token_ids or frozenset()) | frozenset(params.stop_token_ids)
+    return Request(prompt, params, ends, matcher=matcher_of(engine, params.grammar) if params.grammar else None)
+
+# %% ../../nbs/23_backends.engine.ipynb #0c5fbc67
+def matcher_of(engine: Engine, grammar: str) -> Any:
+    "What follows a grammar, token by token; raises `ConfigError` where that cannot be done."
+    with needs("structured", "a grammar"):
+        from llguidance import LLMatcher
+        from llguidance.hf import from_tokenizer
+    try:
+        if engine.words is None:  # takes a second where the vocabulary is large
+            engine.words = from_tokenizer(engine.tokenizer, engine.causal.vocab_size, [*(engine.eos_token_ids or ())])
+        matcher = LLMatcher(engine.words, grammar, log_level=0)
+    except ValueError as reason:
+        expected = "a fast tokenizer whose tokens are bytes or characters"
+        raise ConfigError("grammar", got=f"a tokenizer: {reason}", expected=expected) from reason
+    if matcher.is_error():
+        raise ConfigError("grammar", got=matcher.get_error(), expected="one that llguidance compiles")
+    return matcher
+
+
+def allowed_next(rows: Sequence[Row], vocab_size: int, device: torch.device | str = "cpu") -> Tensor | None:
+    "(rows, V) bool: the tokens with which each row may go on; None = no row has a grammar."
+    if not any(row.matcher for row in rows):
+        return None
+    allowed = np.ones((len(rows), vocab_size), dtype=bool)
+    for mask, row in zip(allowed, rows, strict=True):
+        if row.matcher is not None:
+            mask[:] = np.unpackbits(np.frombuffer(row.matcher.compute_bitmask(), np.uint8), None, vocab_size, "little")
+    return torch.from_numpy(allowed).to(device)
 
 # %% ../../nbs/23_backends.engine.ipynb #a2eff2a2
 def plan_batches(
@@ -1277,7 +1309,8 @@ def admit(engine: Engine) -> list[Request]:
     new: dict[tuple[int, ...], list[Row]] = {}
     while engine.waiting and free > 0:
         request, i = engine.waiting.popleft()
-        new.setdefault(request.prompt, []).append(Row(request, i, Uniforms(request.params.seed, i)))
+        row = Row(request, i, Uniforms(request.params.seed, i), matcher=request.matcher and request.matcher.deep_copy())
+        new.setdefault(request.prompt, []).append(row)
         free -= 1
     weights = (engine.policy_version, sum(p._version for p in engine.causal.model.parameters())) if new else None
     past, done = {p: engine.pasts.find(p, weights) for p in new}, list[Request]()
@@ -1313,6 +1346,7 @@ def plan_of(engine: Engine, rows: Sequence[Row]) -> DrawPlan:
     "How rows are drawn."
     device = engine.causal.device
     plan = DrawPlan.of([row.request.params for row in rows], device)
+    plan = replace(plan, allowed=allowed_next(rows, engine.causal.vocab_size, device))
     if plan.penalty is None:
         return plan
     texts = [[*row.request.prompt, *row.tokens] for row in rows]
@@ -1339,6 +1373,8 @@ def emit(
             if k and i in ended:
                 continue
             row.tokens.append(int(token))
+            if row.matcher is not None:
+                row.matcher.consume_token(int(token))
             row.raw.append(raw)
             row.used.append(used)
             if experts is not None:
@@ -1413,7 +1449,8 @@ def advance(engine: Engine, most: int = 1) -> list[Request]:
     "At most so many decode steps for every row; returns the requests that they completed."
     rows, count = engine.rows, min(most, engine.burst or 1)
     if count > 1:
-        count = min(count, *(row.request.params.max_tokens - len(row.tokens) for row in rows))
+        left = lambda row: 1 if row.matcher else row.request.params.max_tokens - len(row.tokens)
+        count = min(count, *map(left, rows))
     course, engine.course = course_of(engine, count), None
     steps, noted, before = [], [], engine.meter.tokens_sampled
     for numbers in course.uniforms[:count]:
@@ -1423,6 +1460,8 @@ def advance(engine: Engine, most: int = 1) -> list[Request]:
         course.tokens, course.at, course.longest = steps[-1][0], course.at + 1, course.longest + 1
         noted += [] if experts is None else [experts]
     read, engine.course, course.uniforms = count * len(rows), course, course.uniforms[count:]
+    if course.plan.allowed is not None:  # of this step alone
+        engine.course = None
     done = emit(engine, steps, experts=on_host(engine, torch.stack(noted)) if noted else None)
     unseen = read - (engine.meter.tokens_sampled - before)
     engine.meter.note("sampling", pass_work(engine.causal.size, read, read, unseen, count))

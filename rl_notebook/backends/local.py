@@ -58,7 +58,7 @@ from rl_notebook.core import (
     Logprobs,
     LossError,
     LossOutput,
-    MissingExtra,
+    needs,
     RecordError,
     RLNotebookError,
     SampleParams,
@@ -1236,10 +1236,8 @@ def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
     "A model over the same weights with a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
     check_layers(model)  # peft says of a state space model only that its layers do not fit
-    try:
+    with needs("lora", "LoRA"):
         from peft import LoraConfig, get_peft_model
-    except ImportError as reason:
-        raise MissingExtra("LoRA", got="no peft", fix="pip install 'rl-notebook[lora]'") from reason
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")  # type: ignore[arg-type]
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
@@ -1306,10 +1304,8 @@ def in_8bit(module: nn.Module) -> nn.Module:
         got = f"{type(model).__name__}, where {others[0].replace('.base_layer', '')} is in no nn.Linear"
         expected, fix = "matrices in linear layers only", "Leave it out."
         raise ConfigError("load_in_8bit", where="open_local", got=got, expected=expected, fix=fix)
-    try:
+    with needs("quantized", "load_in_8bit"):
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ImportError as reason:
-        raise MissingExtra("load_in_8bit", got="no torchao", fix="pip install 'rl-notebook[quantized]'") from reason
     for layer in layers:
         base = layer.base_layer
         quantize_(base, Int8WeightOnlyConfig())  # a new tensor: the model that was handed in keeps its own

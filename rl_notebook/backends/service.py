@@ -34,7 +34,7 @@ from rl_notebook.core import (
     Datum,
     Logprobs,
     LossOutput,
-    MissingExtra,
+    needs,
     RLNotebookError,
     without_keys,
 )
@@ -64,11 +64,8 @@ class Sdk:
 # %% ../../nbs/26_backends.service.ipynb #277fee3e
 def fireworks_sdk() -> Any:  # the module `fireworks.training.sdk`
     "Fireworks' SDK; raises `MissingExtra`."
-    try:
+    with needs("fireworks", "the SDK of the Fireworks backend"):
         from fireworks.training import sdk
-    except ImportError as reason:
-        fix = "pip install 'rl-notebook[fireworks]'"
-        raise MissingExtra("the Fireworks backend needs its SDK", got="no package fireworks-ai", fix=fix) from reason
     return sdk
 
 

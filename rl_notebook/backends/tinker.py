@@ -57,7 +57,7 @@ from rl_notebook.core import (
     Completion,
     Datum,
     Logprobs,
-    MissingExtra,
+    needs,
     SampleParams,
 )
 from .builtin import BUILTIN_LOSSES
@@ -83,10 +83,8 @@ def not_the_notice(record: logging.LogRecord) -> bool:
 # %% ../../nbs/27_backends.tinker.ipynb #1c51d143
 def tinker_sdk() -> tuple[Any, Sdk]:
     "The package and its classes; raises `MissingExtra`."
-    try:
+    with needs("tinker", "the Tinker backend"):
         import tinker
-    except ImportError as reason:
-        raise MissingExtra("the Tinker backend", got="no tinker", fix="pip install 'rl-notebook[tinker]'") from reason
     hush_deprecations()
     classes = (tinker.Datum, tinker.ModelInput, tinker.TensorData, tinker.AdamParams)
     return tinker, Sdk("tinker", *classes, errors=(tinker.TinkerError,), version=tinker.__version__)

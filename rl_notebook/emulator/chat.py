@@ -5,164 +5,67 @@
 # %% ../../nbs/73_emulator.chat.ipynb #c382a736
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ..chat import read_messages, split_calls, told_to_template
-from ..core import DataError
+from ..chat import encode_prompt, told_to_template
+from ..data import Row
 from .messages import Refusal, json_of, read_count
-from .server import PIECE, Drawn, EmulatedServer, Shown, Style
-from .server import check_fields, draw_asked, stream_of, text_pieces
+from .server import Drawn, EmulatedServer, Style, check_fields, draw_asked, respond
 from .trainer import top_logprobs
+from ..openai_chat import CHAT_FIELDS, ChatRequest, choice_of, deltas_of, message_of, read_chat
+from ..openai_chat import token_record
 
 # %% auto #0
 __all__ = ['chat_completions']
 
 # %% ../../nbs/73_emulator.chat.ipynb #15720894
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 
 # %% ../../nbs/73_emulator.chat.ipynb #d332d2d9
-def _prompt(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    "The ids that a chat request stands for; raises `Refusal`."
-    if body.get("tool_choice", "auto") not in ("auto", "none", None):
-        raise Refusal(
-            400, "tool_choice", got=repr(body["tool_choice"])[:60], expected="auto or none: no tool is forced"
-        )
-    tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
-    try:
-        messages, options = told_to_template(tokenizer, read_messages(body.get("messages")), tools)
-    except DataError as reason:
-        raise Refusal(400, str(reason)) from reason
-    return _ids(tokenizer, messages, options and options | dict(body.get("chat_template_kwargs") or {}))
-
-
-def _ids(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-    "What the template makes of messages; raises `Refusal` with its words."
-    import jinja2
-
-    try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
-    except (jinja2.TemplateError, TypeError, ValueError) as reason:
-        raise Refusal(400, f"the model's chat template: {reason}") from reason
-    return [int(i) for i in ids]
+def as_completion(asked: ChatRequest, style: Style, tokenizer: Any) -> dict[str, Any]:
+    "The request for completions behind a chat request; raises `Refusal` or `DataError`."
+    apart = CHAT_FIELDS | {"top_logprobs", "prompt_logprobs", "echo"}
+    plain = {name: value for name, value in asked.body.items() if name not in apart and value is not None}
+    check_fields(plain, style)
+    if "prompt" in plain or asked.body.get("echo"):
+        raise Refusal(400, "prompt or echo", got="one in a chat request", expected="messages alone")
+    messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
+    options |= {name: value for name, value in asked.options.items() if name in str(tokenizer.chat_template)}
+    wished = bool(asked.body.get("logprobs") or asked.body.get("top_logprobs"))
+    ids = encode_prompt(tokenizer, Row("the request", tuple(messages)), **options)
+    return plain | {"prompt": ids, "max_tokens": asked.max_tokens or 2**31, "logprobs": wished or None}
 
 # %% ../../nbs/73_emulator.chat.ipynb #9b911982
-_CHAT_FIELDS = """
-messages tools tool_choice parallel_tool_calls max_completion_tokens top_logprobs response_format presence_penalty
-frequency_penalty logit_bias chat_template_kwargs reasoning_effort metadata store service_tier function_call functions
-"""
-_REFUSED = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": ({}, None),
-    "response_format": ({"type": "text"}, None),
-    "functions": ([], None),
-    "function_call": (None, "none"),
-    "reasoning_effort": (None, "none"),
-    "echo": (False, None),
-}  # by field: what it may be
-
-
-def _as_completion(body: Mapping[str, Any], style: Style, tokenizer: Any) -> dict[str, Any]:
-    "The request for completions behind a chat request; raises `Refusal`."
-    plain = {name: value for name, value in body.items() if name not in _CHAT_FIELDS.split() and value is not None}
-    check_fields(plain, style)
-    for name, neutral in _REFUSED.items():
-        if body.get(name) not in neutral:
-            raise Refusal(400, name, got=repr(body[name])[:60], expected="nothing: the emulator does not do this")
-    if "prompt" in plain:
-        raise Refusal(400, "prompt", got="one in a chat request", expected="messages alone")
-    length = body.get("max_completion_tokens") or body.get("max_tokens") or 2**31  # then as much as there is room for
-    wished = bool(body.get("logprobs") or body.get("top_logprobs"))
-    asked = {"prompt": _prompt(body, tokenizer), "max_tokens": length, "logprobs": wished or None}
-    return {k: v for k, v in plain.items() if k not in ("prompt_logprobs", "logprobs")} | asked
-
-# %% ../../nbs/73_emulator.chat.ipynb #890cb9b6
-def _logprobs(d: Drawn, part: Shown, top: Any, style: Style, tokenizer: Any, processed: bool) -> dict[str, Any]:
-    "Logprobs of the drawn tokens, in the layout of chat completions."
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
-        name = f"token_id:{token}" if d.wanted.spelled_ids else text
-        return {"token": name, "logprob": logprob, "bytes": list(text.encode())}
-
-    records = []
-    for i, (token, raw, sampled) in enumerate(zip(part.tokens, part.raw, part.drawn, strict=True)):
-        value = sampled if processed and sampled is not None else raw
-        likely = [] if top is None else [entry(int(t), float(lp)) for t, lp in zip(top[0][i], top[1][i], strict=True)]
-        record = entry(token, float(value if value is not None else np.nan)) | {"top_logprobs": likely}
-        records.append(record | ({"token_id": token, "sampling_logprob": sampled} if style == "fireworks" else {}))
-    return {"content": records}
-
-
-async def _tops(d: Drawn, k: int) -> list[Any]:
-    "The k likeliest tokens at the place of each drawn token, for every completion."
-    sampler = d.serving.sampler
-    rows = []
-    for part in d.parts:
-        both = await sampler.post(partial(top_logprobs, sampler.engine, [*d.wanted.prompt, *part.tokens], k))
-        rows.append([values[len(d.wanted.prompt) :] for values in both])
-    return rows
-
-# %% ../../nbs/73_emulator.chat.ipynb #2d382aa7
-def _choices(
-    d: Drawn, body: Mapping[str, Any], tops: Sequence[Any], style: Style, tokenizer: Any, processed: bool
-) -> list:
-    "The choices of a response."
-    choices = []
-    for i, part in enumerate(d.parts):
-        offered = body.get("tools") and body.get("tool_choice") != "none"
-        content, calls = split_calls(part.text) if offered else (part.text, [])
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        choice: dict[str, Any] = {"index": i, "message": message | ({"tool_calls": calls} if calls else {})}
-        choice |= {"finish_reason": "tool_calls" if calls else part.finish_reason, "logprobs": None}
-        if d.wanted.layout != "none":
-            choice["logprobs"] = _logprobs(d, part, tops[i] if tops else None, style, tokenizer, processed)
-        if d.wanted.token_ids:
-            choice["token_ids"] = part.tokens
-        if d.wanted.raw_output:
-            choice["raw_output"] = {"prompt_token_ids": list(d.wanted.prompt), "completion_token_ids": part.tokens}
-        choices.append(choice)
-    return choices
-
-# %% ../../nbs/73_emulator.chat.ipynb #1861c573
-def _deltas(choice: Mapping[str, Any], part: Shown, tokenizer: Any) -> list[dict[str, Any]]:
-    "A choice as the pieces of a stream."
-    message, records = choice["message"], (choice.get("logprobs") or {}).get("content")
-    if calls := message.get("tool_calls"):
-        cuts, texts = [len(part.tokens)], [message["content"] or ""]
-    else:
-        cuts = [*range(PIECE, len(part.tokens), PIECE), len(part.tokens)]
-        texts = text_pieces(part, cuts, tokenizer)
-    pieces, start = [{"delta": {"role": "assistant", "content": ""}}], 0
-    for cut, text in zip(cuts, texts, strict=True):
-        piece: dict[str, Any] = {"delta": {"content": text}}
-        if records is not None:
-            piece["logprobs"] = {"content": records[start:cut]}
-        if "token_ids" in choice:
-            piece["token_ids"] = part.tokens[start:cut]
-        pieces.append(piece)
-        start = cut
-    pieces += [{"delta": {"tool_calls": [call | {"index": i}]}} for i, call in enumerate(calls or ())]
-    pieces.append({"delta": {}} | {k: choice[k] for k in ("finish_reason", "raw_output") if k in choice})
-    return [{"index": choice["index"], "finish_reason": None, "logprobs": None} | piece for piece in pieces]
+async def _choice(d: Drawn, i: int, asked: ChatRequest, k: int, style: Style, tokenizer: Any, processed: bool) -> dict:
+    "One choice of a response, with the k likeliest tokens at each place."
+    c, body, sampler = d.completions[i], d.wanted.body, d.serving.sampler
+    used = c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs
+    told = None if d.wanted.layout == "none" else used if processed else c.logprobs
+    spelled, ids = bool(body.get("return_tokens_as_token_ids")), c.tokens.tolist()
+    choice = choice_of(i, message_of(c.text, asked.tools), c, tokenizer, told, spelled)
+    tops: Any = await sampler.post(partial(top_logprobs, sampler.engine, c.full_tokens, k)) if k else ()
+    for at, record in enumerate((choice["logprobs"] or {"content": []})["content"]):
+        if k:
+            likely = zip(*(values[c.prompt_len + at].tolist() for values in tops), strict=True)
+            record["top_logprobs"] = [token_record(tokenizer, *pair, spelled=spelled) for pair in likely]
+        if style == "fireworks":
+            record |= {"token_id": ids[at], "sampling_logprob": float(used[at])}
+    choice |= {"token_ids": ids} if body.get("return_token_ids") else {}
+    raw = {"prompt_token_ids": list(d.wanted.prompt), "completion_token_ids": ids}
+    return choice | ({"raw_output": raw} if body.get("raw_output") else {})
 
 # %% ../../nbs/73_emulator.chat.ipynb #4efe11b2
 async def chat_completions(server: EmulatedServer, request: Request, style: Style) -> Response:
     "POST /v1/chat/completions (vLLM) and /inference/v1/chat/completions (Fireworks)."
-    body, tokenizer = await json_of(request), server.models.tokenizer
+    asked, tokenizer = read_chat(body := await json_of(request)), server.models.tokenizer
     k = read_count(body["top_logprobs"], "top_logprobs") if body.get("top_logprobs") else 0
-    d = await draw_asked(server, request, _as_completion(body, style, tokenizer), style)
-    tops = await _tops(d, k) if k else []
-    choices = _choices(d, body, tops, style, tokenizer, server.processed and style == "vllm")
-    about = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": f"chat.completion{'.chunk' * d.wanted.stream}"}
-    whole = d.whole | about | ({"prompt_token_ids": list(d.wanted.prompt)} if d.wanted.token_ids else {})
-    if not d.wanted.stream:
-        return JSONResponse(whole | {"choices": choices})
-    pieces = [p for choice, part in zip(choices, d.parts, strict=True) for p in _deltas(choice, part, tokenizer)]
-    return StreamingResponse(stream_of(whole, pieces, body, style), media_type="text/event-stream")
+    d = await draw_asked(server, request, as_completion(asked, style, tokenizer), style, asked.grammar)
+    how = asked, k, style, tokenizer, server.processed and style == "vllm"
+    choices = [await _choice(d, i, *how) for i in range(len(d.completions))]
+    name, kind = f"chat{d.whole['id']}", f"chat.completion{'.chunk' if body.get('stream') else ''}"
+    whole = d.whole | {"id": name, "object": kind}
+    whole |= {"prompt_token_ids": list(d.wanted.prompt)} if body.get("return_token_ids") else {}
+    pieces = (p for choice, c in zip(choices, d.completions, strict=True) for p in deltas_of(choice, c, tokenizer))
+    return respond(whole, choices, pieces, style, body)

@@ -23,7 +23,7 @@ from rl_notebook.core import (
     Datum,
     DatumError,
     LossError,
-    MissingExtra,
+    needs,
     RLNotebookError,
     SampleParams,
 )
@@ -33,7 +33,7 @@ from ..losses import POLICY_LOSSES, ActiveTokens, LossOptions
 __all__ = ['Refusal']
 
 # %% ../../nbs/70_emulator.messages.ipynb #ee74684c
-try:
+with needs("emulator", "the emulator"):
     import uvicorn  # noqa: F401
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     from google.protobuf.message import DecodeError
@@ -41,10 +41,6 @@ try:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import BaseRoute, Route
-except ImportError as error:
-    raise MissingExtra(
-        "the emulator", got=f"no {error.name}", fix="Install it: pip install 'rl-notebook[emulator]'"
-    ) from error
 
 # %% ../../nbs/70_emulator.messages.ipynb #b2495b10
 @dataclass(frozen=True, eq=False)

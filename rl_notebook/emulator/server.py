@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from ..backends.engine import retire
 from ..backends.local import LocalSampler
 from ..backends.worker import Worker
 from ..core import Completion, ConfigError, RLNotebookError, SampleParams
+from ..openai_chat import event_lines, in_pieces, reply_of, token_record
 
 # %% auto #0
 __all__ = ['EmulatedServer']
@@ -47,14 +48,10 @@ class Wanted:
     prompt: tuple[int, ...]  # (P,) ids
     params: SampleParams
     draw: bool = True  # False: only score the prompt
-    stream: bool = False
     echo: bool = False
     layout: Literal["none", "content", "lists"] = "none"  # of logprobs
-    raw_output: bool = False  # ids as Fireworks sends them
-    token_ids: bool = False  # ids as vLLM sends them
-    spelled_ids: bool = False  # "token_id:5" in place of token texts
     prompt_logprobs: bool = False  # scores of the prompt as vLLM sends them
-    perf_metrics: bool = False  # measurements, as Fireworks sends them
+    body: Mapping[str, Any] = field(default_factory=dict)  # as it came: which ids and measurements are told
 
 # %% ../../nbs/72_emulator.server.ipynb #960d4b17
 _KNOWN = """
@@ -120,14 +117,10 @@ def read_wanted(body: Mapping[str, Any], style: Style, tokenizer: Any, max_seq_l
         prompt,
         read_params(body, max(1, length)),
         draw=length > 0,
-        stream=bool(body.get("stream")),
         echo=echo,
         layout=layout,
-        raw_output=bool(body.get("raw_output")),
-        token_ids=bool(body.get("return_token_ids")),
-        spelled_ids=bool(body.get("return_tokens_as_token_ids")),
         prompt_logprobs=body.get("prompt_logprobs") is not None or (style == "vllm" and echo and layout == "lists"),
-        perf_metrics=bool(body.get("perf_metrics_in_response")),
+        body=body,
     )
 
 # %% ../../nbs/72_emulator.server.ipynb #94791db2
@@ -162,12 +155,9 @@ def shown(wanted: Wanted, completion: Completion | None, scores: np.ndarray | No
 # %% ../../nbs/72_emulator.server.ipynb #acd515e4
 def content_logprobs(part: Shown, tokenizer: Any) -> dict[str, Any]:
     "Fireworks' layout: one record a token, 0.0 for the token that has none."
-    records = [
-        {"token": tokenizer.decode([token]), "token_id": token, "logprob": 0.0 if raw is None else raw,
-         "sampling_logprob": drawn, "top_logprobs": []}
-        for token, raw, drawn in zip(part.tokens, part.raw, part.drawn, strict=True)
-    ]  # fmt: skip
-    return {"content": records}
+    each = zip(part.tokens, part.raw, part.drawn, strict=True)
+    more = lambda token, drawn: {"token_id": token, "sampling_logprob": drawn, "top_logprobs": []}
+    return {"content": [token_record(tokenizer, token, raw or 0.0) | more(token, drawn) for token, raw, drawn in each]}
 
 # %% ../../nbs/72_emulator.server.ipynb #5f9b71b1
 def list_logprobs(part: Shown, tokenizer: Any, spelled: bool, processed: bool) -> dict[str, Any]:
@@ -181,7 +171,7 @@ def list_logprobs(part: Shown, tokenizer: Any, spelled: bool, processed: bool) -
 def vllm_extras(wanted: Wanted, part: Shown, scores: np.ndarray | None) -> dict[str, Any]:
     "Ids and prompt scores as vLLM sends them: the ids without the prompt, also with echo."
     extras: dict[str, Any] = dict.fromkeys(("stop_reason", "prompt_logprobs", "token_ids", "prompt_token_ids"))
-    if wanted.token_ids:
+    if wanted.body.get("return_token_ids"):
         drawn = part.tokens[len(wanted.prompt) :] if wanted.echo else part.tokens
         extras |= {"token_ids": drawn, "prompt_token_ids": list(wanted.prompt)}
     if wanted.prompt_logprobs and scores is not None:
@@ -198,41 +188,24 @@ def choice_of(
     if wanted.layout == "content":
         choice["logprobs"] = content_logprobs(part, tokenizer)
     elif wanted.layout == "lists":
-        choice["logprobs"] = list_logprobs(part, tokenizer, wanted.spelled_ids, processed)
-    if wanted.raw_output:
+        spelled = bool(wanted.body.get("return_tokens_as_token_ids"))
+        choice["logprobs"] = list_logprobs(part, tokenizer, spelled, processed)
+    if wanted.body.get("raw_output"):
         choice["raw_output"] = {"prompt_token_ids": list(wanted.prompt), "completion_token_ids": part.tokens}
     return choice | (vllm_extras(wanted, part, scores) if style == "vllm" else {})
 
 # %% ../../nbs/72_emulator.server.ipynb #855805fd
-PIECE = 4  # tokens in one piece of a stream
-
-
-def text_pieces(part: Shown, cuts: Sequence[int], tokenizer: Any) -> list[str]:
-    "The text in as many pieces as `cuts`; together they are the whole text."
-    pieces, sent = [], 0
-    for cut in cuts:
-        ready = tokenizer.decode(part.tokens[:cut], skip_special_tokens=True).rstrip("\ufffd")
-        upto = len(ready) if part.text.startswith(ready) else sent
-        upto = len(part.text) if cut == len(part.tokens) else max(sent, upto)
-        pieces.append(part.text[sent:upto])
-        sent = upto
-    return pieces
-
-# %% ../../nbs/72_emulator.server.ipynb #cc246d68
 def split_choice(choice: Mapping[str, Any], part: Shown, tokenizer: Any) -> list[dict[str, Any]]:
     "A choice as the pieces of a stream."
-    cuts = [*range(PIECE, len(part.tokens), PIECE), len(part.tokens)]
-    pieces, start = [], 0
-    for cut, text in zip(cuts, text_pieces(part, cuts, tokenizer), strict=True):
+    pieces, lists = [], choice.get("logprobs") or {}
+    for start, end, text in in_pieces(part.tokens, part.text, tokenizer):
         piece = {"index": choice["index"], "text": text, "finish_reason": None, "logprobs": None}
-        lists = choice.get("logprobs") or {}
         if lists:
-            piece["logprobs"] = {k: v[start:cut] for k, v in lists.items() if v is not None}
+            piece["logprobs"] = {k: v[start:end] for k, v in lists.items() if v is not None}
         if choice.get("token_ids") is not None:
             skip = len(part.tokens) - len(choice["token_ids"])
-            piece["token_ids"] = choice["token_ids"][max(0, start - skip) : max(0, cut - skip)]
+            piece["token_ids"] = choice["token_ids"][max(0, start - skip) : max(0, end - skip)]
         pieces.append(piece)
-        start = cut
     pieces[-1] |= {k: choice[k] for k in ("finish_reason", "raw_output") if k in choice}
     return pieces
 
@@ -430,12 +403,15 @@ class Drawn:
 
     wanted: Wanted
     serving: Serving
-    parts: list[Shown]  # of the completions
+    completions: list[Any]  # None where nothing was to be drawn
+    parts: list[Shown]  # of them
     scores: np.ndarray | None  # (P-1,) of the prompt, if they are asked for
     whole: dict[str, Any]  # everything of a reply but its choices
 
 
-async def draw_asked(server: EmulatedServer, request: Request, body: Mapping[str, Any], style: Style) -> Drawn:
+async def draw_asked(
+    server: EmulatedServer, request: Request, body: Mapping[str, Any], style: Style, grammar: str = ""
+) -> Drawn:
     "Wait while paused, then read, draw and score."
     started = time.monotonic()
     adapter = adapter_of(server, str(body.get("model", "")), style)
@@ -448,16 +424,18 @@ async def draw_asked(server: EmulatedServer, request: Request, body: Mapping[str
     serving = server.serving(adapter)
     longest = serving.backend.capabilities.max_seq_len or 2**20
     wanted = read_wanted(body, style, server.models.tokenizer, longest)
+    wanted = replace(wanted, params=replace(wanted.params, grammar=grammar))
     waited, server.running = time.monotonic() - started, server.running + 1
     try:
-        completions, scores = await while_connected(request, draw_wanted(serving, wanted))
+        drawn, scores = await while_connected(request, draw_wanted(serving, wanted))
     finally:
         server.running -= 1
-    whole = envelope(server, wanted, body, sum(len(c.tokens) for c in completions if c is not None))
-    if wanted.perf_metrics:
+    new, model = sum(len(c.tokens) for c in drawn if c is not None), body.get("model", server.base_model)
+    whole = reply_of([], model, len(wanted.prompt), new, "text_completion")
+    if body.get("perf_metrics_in_response"):
         whole["perf_metrics"] = measured(server, wanted, waited, time.monotonic() - started)
-    parts = [shown(wanted, c, scores, server.models.tokenizer) for c in completions]
-    return Drawn(wanted, serving, parts, scores, whole)
+    parts = [shown(wanted, c, scores, server.models.tokenizer) for c in drawn]
+    return Drawn(wanted, serving, drawn, parts, scores, whole)
 
 
 async def completions(server: EmulatedServer, request: Request, style: Style = "vllm") -> Response:
@@ -466,10 +444,8 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
     d = await draw_asked(server, request, body, style)
     tokenizer, processed = server.models.tokenizer, server.processed and style == "vllm"
     choices = [choice_of(d.wanted, p, i, d.scores, style, tokenizer, processed) for i, p in enumerate(d.parts)]
-    if not d.wanted.stream:
-        return JSONResponse(d.whole | {"choices": choices})
-    pieces = [p for choice, part in zip(choices, d.parts, strict=True) for p in split_choice(choice, part, tokenizer)]
-    return StreamingResponse(stream_of(d.whole, pieces, body, style), media_type="text/event-stream")
+    pieces = (p for choice, part in zip(choices, d.parts, strict=True) for p in split_choice(choice, part, tokenizer))
+    return respond(d.whole, choices, pieces, style, body)
 
 # %% ../../nbs/72_emulator.server.ipynb #b62a0b16
 async def draw_wanted(serving: Serving, wanted: Wanted) -> tuple[list[Completion | None], np.ndarray | None]:
@@ -491,14 +467,6 @@ def adapter_of(server: EmulatedServer, model: str, style: Style) -> str:
         raise Refusal(404, f"The model `{model}` does not exist. Valid aliases: {known}.")
     return ""
 
-# %% ../../nbs/72_emulator.server.ipynb #0033b01c
-def envelope(server: EmulatedServer, wanted: Wanted, body: Mapping[str, Any], drawn: int) -> dict[str, Any]:
-    "Everything of a reply but its choices, when so many tokens were drawn."
-    length = len(wanted.prompt)
-    usage = {"prompt_tokens": length, "completion_tokens": drawn, "total_tokens": length + drawn}
-    whole = {"id": f"cmpl-{time.time_ns():x}", "object": "text_completion", "created": int(time.time())}
-    return whole | {"model": body.get("model", server.base_model), "usage": usage}
-
 # %% ../../nbs/72_emulator.server.ipynb #fe18d129
 def measured(server: EmulatedServer, wanted: Wanted, queued: float, total: float) -> dict[str, str]:
     "What Fireworks measures of a request, with the queueing and the total seconds among it; every number is text."
@@ -512,21 +480,13 @@ def measured(server: EmulatedServer, wanted: Wanted, queued: float, total: float
     return {name: f"{value:.6f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
 
 # %% ../../nbs/72_emulator.server.ipynb #d13d9fb9
-async def stream_of(
-    whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], body: Mapping[str, Any], style: Style
-) -> AsyncIterator[str]:
-    "The pieces as server-sent events, usage and measurements with the last one."
-    tail = {k: whole[k] for k in ("usage", "perf_metrics") if k in whole}
-    head = {k: v for k, v in whole.items() if k not in tail}
-    for i, piece in enumerate(pieces):
-        last = i == len(pieces) - 1
-        event = head | {"choices": [piece]} | (tail if last and style == "fireworks" else {})
-        yield f"data: {json.dumps(event)}\n\n"
-        head.pop("prompt_token_ids", None)  # said once
-        await asyncio.sleep(0)
-    if style == "vllm" and (body.get("stream_options") or {}).get("include_usage"):
-        yield f"data: {json.dumps(head | tail | {'choices': []})}\n\n"
-    yield "data: [DONE]\n\n"
+def respond(whole: Mapping, choices: Sequence, pieces: Iterable, style: Style, body: Mapping) -> Response:
+    "The choices at once, or as the pieces of a stream, with usage and measurements in the last one, or after it."
+    if not body.get("stream"):
+        return JSONResponse({**whole, "choices": choices})
+    usage = style == "vllm" and bool((body.get("stream_options") or {}).get("include_usage"))
+    lines = event_lines(whole, [*pieces], usage, with_last=style == "fireworks")
+    return StreamingResponse(lines, media_type="text/event-stream")
 
 # %% ../../nbs/72_emulator.server.ipynb #c37c43db
 async def hot_load(server: EmulatedServer, request: Request) -> Response:
