@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -174,10 +175,6 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool(running: RunningEmulator, path
                 (call,) = stream.get_final_completion().choices[0].message.tool_calls
             assert call.function.name in names
             assert json.loads(call.function.arguments)["sum"] in range(10)
-    asked = {"model": "given", "messages": [{"role": "user", "content": "x"}], "response_format": form}
-    refused = pytest.raises(openai.BadRequestError, match="a fast tokenizer whose tokens are bytes or characters")
-    with start_emulator(caller()) as other, client_of(other) as client, refused:  # a tokenizer of whole words
-        client.chat.completions.create(**asked)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +185,6 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool(running: RunningEmulator, path
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"top_logprobs": 10**9}, "top_logprobs"),
         ({"n": 10**9}, "n: got 1000000000"),
-        ({"max_tokens": -1}, "max_tokens"),
         ({"prompt": "x"}, "prompt"),
     ],
 )
@@ -201,12 +197,11 @@ def test_what_is_not_done_is_refused_by_name(running: RunningEmulator, more: dic
 
 
 def test_other_names_and_unknown_fields(running: RunningEmulator) -> None:
-    with client_of(running) as client, pytest.raises(openai.NotFoundError, match="no-such"):
-        client.chat.completions.create(model="no-such", messages=ASKED)
     with client_of(running) as client:
         name = client.models.list().data[0].id
         assert client.models.retrieve(name).id == name
-        with pytest.raises(openai.NotFoundError, match="no-such"):
-            client.models.retrieve("no-such")
+        for ask in (client.models.retrieve, partial(client.chat.completions.create, messages=ASKED)):
+            with pytest.raises(openai.NotFoundError, match="no-such"):
+                ask(model="no-such")
     with client_of(running, "/inference/v1") as client, pytest.raises(openai.BadRequestError, match="made_up"):
         client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=1, extra_body={"made_up": 1})

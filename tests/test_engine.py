@@ -305,9 +305,6 @@ def test_a_grammar_masks_what_is_drawn_and_no_logprob_of_the_model():
 def test_a_grammar_that_cannot_be_followed_is_refused_at_once(monkeypatch):
     pytest.importorskip("llguidance")
     engine = engine_of(tiny_model())
-    for grammar, why in (('start: %json {"not": {}}', "Unimplemented keys"), ("start: nothing", "nothing")):
-        with pytest.raises(ConfigError, match=f"grammar: got .*{why}"):
-            engine.submit([5], SampleParams(max_tokens=9, grammar=grammar))
     with pytest.raises(ConfigError, match="a fast tokenizer"):
         Engine(open_model(tiny_model())).submit([5], SampleParams(max_tokens=9, grammar='start: "x"'))
     monkeypatch.setitem(sys.modules, "llguidance", None)
