@@ -903,6 +903,36 @@ function overview(state, stops) {
     g.restore();
   };
 
+  // Grid, numbers and names of two axes, each {low, high, marks, text, name}, in a box; returns where values stand.
+  const plane = (g, [left, top, right, under], across, up) => {
+    const X = (v) => left + ((right - left) * (v - across.low)) / (across.high - across.low);
+    const Y = (v) => under - ((under - top) * (v - up.low)) / (up.high - up.low);
+    g.fillStyle = `${ink()}1c`;
+    for (const v of across.marks) g.fillRect(X(v), top, 1, under - top);
+    for (const v of up.marks) g.fillRect(left, Y(v), right - left, 1);
+    g.fillStyle = `${ink()}b0`;
+    g.textAlign = "center";
+    for (const v of across.marks) g.fillText(across.text(v), X(v), under + 14);
+    g.fillText(across.name, (left + right) / 2, under + 29);
+    upright(g, up.name, 10, (top + under) / 2);
+    g.textAlign = "right";
+    for (const v of up.marks) g.fillText(up.text(v), left - 5, Y(v) + 4);
+    return [X, Y];
+  };
+  // A line through places, within a box.
+  const path = (g, [left, top, right, under], places, style, wide) => {
+    g.save();
+    g.beginPath();
+    g.rect(left, top, right - left, under - top);
+    g.clip();
+    g.beginPath();
+    g.strokeStyle = style;
+    g.lineWidth = wide;
+    places.forEach(([x, y], k) => g[k ? "lineTo" : "moveTo"](x, y));
+    g.stroke();
+    g.restore();
+  };
+
   const scatter = (g, width, height) => {
     const o = data();
     g.clearRect(0, 0, width, height);
@@ -910,45 +940,13 @@ function overview(state, stops) {
     const { x, y } = o.points;
     const low = Math.min(-0.1, ...x, ...y) * 1.04;
     const size = Math.min(width - 62, height - 46);
-    const X = (v) => 52 + size * (1 - v / low);
-    const Y = (v) => 10 + (size * v) / low;
-    g.textAlign = "center";
-    for (const v of ticks(low, 0, 4)) {
-      g.fillStyle = `${ink()}1c`;
-      g.fillRect(X(v), 10, 1, size);
-      g.fillRect(52, Y(v), size, 1);
-      g.fillStyle = `${ink()}b0`;
-      g.fillText(form(v), X(v), size + 24);
-      g.textAlign = "right";
-      g.fillText(form(v), 47, Y(v) + 4);
-      g.textAlign = "center";
-    }
-    g.fillText("sampler logprob", 52 + size / 2, size + 39);
-    upright(g, "trainer logprob", 11, 10 + size / 2);
-    const line = (factor, up, style, wide) => {
-      g.strokeStyle = style;
-      g.lineWidth = wide;
-      g.beginPath();
-      g.moveTo(X(low), Y(factor * low + up));
-      g.lineTo(X(0), Y(up));
-      g.stroke();
-      g.lineWidth = 1;
-    };
-    g.save();
-    g.beginPath();
-    g.rect(52, 10, size, size);
-    g.clip();
-    line(1, 0, `${ink()}66`, 1);
-    g.restore();
+    const box = [52, 10, 52 + size, 10 + size];
+    const axis = (name) => ({ low, high: 0, marks: ticks(low, 0, 4), text: (v) => form(v), name });
+    const [X, Y] = plane(g, box, axis("sampler logprob"), axis("trainer logprob"));
+    const line = ([factor, up], style, wide) => path(g, box, [low, 0].map((v) => [X(v), Y(factor * v + up)]), style, wide);
+    line([1, 0], `${ink()}66`, 1);
     const placed = dots(g, (k) => X(x[k]), (k) => Y(y[k]));
-    if (o.line) {
-      g.save();
-      g.beginPath();
-      g.rect(52, 10, size, size);
-      g.clip();
-      line(o.line[0], o.line[1], colour("orange", 1), 1.6);
-      g.restore();
-    }
+    if (o.line) line(o.line, colour("orange", 1), 1.6);
     g.textAlign = "left";
     g.fillStyle = o.line ? colour("orange", 1) : `${ink()}b0`;
     g.fillText(o.fit, 60, 24);
@@ -962,46 +960,28 @@ function overview(state, stops) {
     const { x, y, at } = o.points;
     const gap = x.map((v, k) => Math.abs(y[k] - v));
     const last = Math.max(1, ...at);
-    const top = Math.max(1.3, decades(Math.max(0, ...gap)) + 0.2);
-    const base = DEEPEST - 0.3;
-    const [left, right, under] = [46, width - 8, height - 36];
-    const X = (v) => left + 6 + ((right - left - 12) * v) / last;
-    const Y = (v) => 10 + ((under - 10) * (top - v)) / (top - base);
+    const high = Math.max(1.3, decades(Math.max(0, ...gap)) + 0.2);
+    const box = [46, 10, width - 8, height - 36];
+    const [left, , right, under] = box;
+    const marks = ticks(0, last, 6).filter(Number.isInteger);
+    const powers = [-8, -6, -4, -2, 0, 2].filter((power) => power <= high);
+    const power = (v) => (v < -3 ? `1e${v}` : String(10 ** v));
+    const across = { low: -0.02 * last, high: 1.02 * last, marks, text: String, name: "token of the completion" };
+    const [X, Y] = plane(g, box, across, { low: DEEPEST - 0.3, high, marks: powers, text: power, name: "nats" });
     const floor = Y(decades(o.floor));
     g.fillStyle = `${ink()}1f`;
     g.fillRect(left, floor, right - left, under - floor);
     g.fillStyle = `${ink()}b0`;
-    g.textAlign = "right";
     g.fillText(`rounding: up to ${form(o.floor, 2)}`, right - 5, floor + 13);
-    for (let power = DEEPEST; power <= top; power += 2) {
-      g.fillStyle = `${ink()}1c`;
-      g.fillRect(left, Y(power), right - left, 1);
-      g.fillStyle = `${ink()}b0`;
-      g.fillText(power < -3 ? `1e${power}` : String(10 ** power), left - 5, Y(power) + 4);
-    }
-    g.textAlign = "center";
-    for (const v of ticks(0, last, 6)) if (Number.isInteger(v)) g.fillText(String(v), X(v), under + 14);
-    g.fillText("token of the completion", (left + right) / 2, height - 7);
-    upright(g, "nats", 9, 10 + (under - 10) / 2);
     if (o.half > o.floor) {
-      g.textAlign = "right";
-      g.strokeStyle = `${ink()}99`;
+      const half = Y(decades(o.half));
       g.setLineDash([2, 3]);
-      g.beginPath();
-      g.moveTo(left, Y(decades(o.half)));
-      g.lineTo(right, Y(decades(o.half)));
-      g.stroke();
+      path(g, box, [[left, half], [right, half]], `${ink()}99`, 1);
       g.setLineDash([]);
-      g.fillText(`rounding of bfloat16: up to ${form(o.half, 2)}`, right - 5, Y(decades(o.half)) - 4);
-      g.textAlign = "center";
+      g.fillText(`rounding of bfloat16: up to ${form(o.half, 2)}`, right - 5, half - 4);
     }
     const placed = dots(g, (k) => X(at[k]), (k) => Y(decades(gap[k])));
-    g.strokeStyle = colour("orange", 1);
-    g.lineWidth = 1.6;
-    g.beginPath();
-    o.places.x.forEach((v, k) => g[k ? "lineTo" : "moveTo"](X(v), Y(decades(o.places.y[k]))));
-    g.stroke();
-    g.lineWidth = 1;
+    path(g, box, o.places.x.map((v, k) => [X(v), Y(decades(o.places.y[k]))]), colour("orange", 1), 1.6);
     g.textAlign = "left";
     g.fillStyle = colour("orange", 1);
     g.fillText("mean", left + 6, 20);

@@ -30,7 +30,7 @@ __all__ = ['Dashboard']
 # %% ../../nbs/53_views.dashboard.ipynb #e67811f9
 from ..async_loop import AsyncGRPOLoop
 from ..backends.base import Meter
-from ..core import PhaseError, PromptGroup, RLNotebookError, RolloutSample
+from ..core import PhaseError, PromptGroup, RLNotebookError
 from ..drawings import html_table, rewards_html
 from ..loop import GRPOLoop, why_ended
 from ..phases import PHASES, Loop, phase_marks
@@ -90,14 +90,6 @@ def rows_said(loop: Loop) -> str:
     held = f"; no row is started: {producer.held}" if producer.held else ""
     return f"{len(producer.in_flight)} rows in flight, {len(producer.ready)} ready{held}"
 
-
-def batch_progress(loop: AsyncGRPOLoop, phase: str) -> dict[str, Any]:  # count, bound, unit
-    "How much of the batch is there; of an evaluation beside rollouts nothing is known."
-    if phase == "evaluate":
-        return {"count": None, "bound": None, "unit": ""}
-    rows = loop.cfg.prompt_groups_per_step
-    return {"count": min(len(loop.producer.ready), rows), "bound": rows, "unit": "rows of the batch"}
-
 # %% ../../nbs/53_views.dashboard.ipynb #44377042
 def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when nothing runs
     "How far the running phase is: phase, seconds, count, bound, unit."
@@ -105,9 +97,11 @@ def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when
         return None
     out: dict[str, Any] = {"phase": watch.phase, "step": watch.step, "seconds": time.monotonic() - watch.since}
     out["rows"], name = rows_said(loop), COUNTED.get(watch.phase)
-    if isinstance(loop, AsyncGRPOLoop) and watch.phase in ("sample", "evaluate"):
-        return out | batch_progress(loop, watch.phase)
-    if name is None:
+    beside = isinstance(loop, AsyncGRPOLoop)
+    if beside and watch.phase == "sample":
+        rows = loop.cfg.prompt_groups_per_step
+        return out | {"count": min(len(loop.producer.ready), rows), "bound": rows, "unit": "rows of the batch"}
+    if name is None or (beside and watch.phase == "evaluate"):  # of an evaluation beside rollouts nothing is known
         return out | {"count": None, "bound": None, "unit": ""}
     count = getattr(loop.backend.meter, name) - getattr(watch.meter, name)
     return out | {"count": count, "bound": upper_bound(loop, watch.phase), "unit": name.replace("_", " ")}
@@ -158,17 +152,13 @@ def step_table(record: StepRecord | None) -> dict[str, Any]:
     return {"title": title, **completions_table(record or StepRecord(0), COLUMNS)}
 
 # %% ../../nbs/53_views.dashboard.ipynb #5853c606
-def find_sample(record: StepRecord, group: int, sample: int) -> tuple[PromptGroup, RolloutSample]:
-    "A sample by its place; raises PhaseError when the step has no such sample."
-    for g in record.groups:
-        if g.index == group and 0 <= sample < len(g.samples):
-            return g, g.samples[sample]
-    raise PhaseError("no such completion", where=f"step {record.step}", got=f"group {group}, completion {sample}")
-
-# %% ../../nbs/53_views.dashboard.ipynb #df203078
 def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -> dict[str, Any]:
-    "One completion in full."
-    row = completion_row(find_sample(record, group, sample)[0], sample, tokenizer)
+    "One completion in full; raises PhaseError when the step has no such sample."
+    found = next((g for g in record.groups if g.index == group and 0 <= sample < len(g.samples)), None)
+    if found is None:
+        got = f"group {group}, completion {sample}"
+        raise PhaseError("no such completion", where=f"step {record.step}", got=got)
+    row = completion_row(found, sample, tokenizer)
     rewards = {f"· {name}": value for name, value in row["rewards"].items()} if len(row["rewards"]) > 1 else {}
     facts = {"row": row["row"], "reward": row["reward"], **rewards, "advantage": row["advantage"]}
     facts |= {"ended": row["finish_reason"], "tokens": row["length"]}
@@ -195,11 +185,6 @@ class CompletionsPane(anywidget.AnyWidget):
     inspecting = traitlets.Bool(False).tag(sync=True)  # whether tokens are shown below
 
 # %% ../../nbs/53_views.dashboard.ipynb #074f46f1
-def last_phase(loop: Loop) -> str:
-    "The last phase of the current step that has a value; empty before the first."
-    return next((p for p in reversed(PHASES) if p in loop.state.values), "")
-
-
 def current_record(loop: Loop) -> StepRecord | None:  # None before there are samples
     "What the phases of the current step have returned, in the form of a record, so that the same pictures show it."
     v = loop.state.values
@@ -586,7 +571,8 @@ def look_at_step(dashboard: Dashboard) -> None:
     number, before = loop.state.number, d.record.step if d.record else 0
     finished = number <= before  # its record is here already
     d.values = values_of(loop)
-    d.after, d.partial = ("", None) if finished else (last_phase(loop), current_record(loop))
+    last = next((p for p in reversed(PHASES) if p in loop.state.values), "")
+    d.after, d.partial = ("", None) if finished else (last, current_record(loop))
     if number == before + 1:
         d.history.rewind(before)
         if d.partial is not None and d.partial.metrics:

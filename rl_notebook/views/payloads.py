@@ -184,14 +184,6 @@ def history_row(record: StepRecord) -> dict[str, Any]:
     return metrics_row(record) | spread | ages_row(record)
 
 # %% ../../nbs/50_views.payloads.ipynb #5bc4988a
-def _around(metrics: Metrics, limit: int | None) -> dict[str, Series]:
-    "Mean reward less and plus the standard deviation inside a group."
-    (x, mean), (at, std) = column(metrics, "reward"), column(metrics, "reward_std")
-    both, i, j = np.intersect1d(x, at, assume_unique=True, return_indices=True)
-    edges = {"low": mean[i] - std[j], "high": mean[i] + std[j]}
-    return {edge: _series(both, y, limit) for edge, y in edges.items()}
-
-
 def _five(metrics: Metrics, name: str, limit: int | None) -> dict[str, Series]:
     "Five numbers over the steps."
     return {stat: series(metrics, f"{name}/{stat}", limit) for stat in FIVE}
@@ -200,9 +192,12 @@ def _five(metrics: Metrics, name: str, limit: int | None) -> dict[str, Series]:
 def reward_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
     "Mean reward, its std inside groups, quartiles between them, each reward function, and held-out reward."
     names = [c.split("/", 1)[1].removesuffix("/mean") for c in metrics if re.fullmatch(r"rewards/.*/mean", c)]
+    (x, mean), (at, std) = column(metrics, "reward"), column(metrics, "reward_std")
+    both, i, j = np.intersect1d(x, at, assume_unique=True, return_indices=True)
+    ends = {"low": mean[i] - std[j], "high": mean[i] + std[j]}
     return {
         "reward": series(metrics, "reward", limit),
-        "inside": _around(metrics, limit),
+        "inside": {end: _series(both, y, limit) for end, y in ends.items()},
         "groups": _five(metrics, "groups/reward", limit),
         "held_out": series(metrics, "eval/reward", limit),
         "functions": {name: series(metrics, f"rewards/{name}/mean", limit) for name in names},
@@ -940,12 +935,6 @@ def _fact(value: Any) -> float | str | None:
     return _plain(np.array([value], float))[0] if math.isfinite(value) else str(value)
 
 
-def _holes(series: Sequence[Mapping[str, Any]]) -> list[str]:
-    "The given series with values that should be numbers and are none, in words; those derived from them say it again."
-    given = [s for s in series if s["bad"] and s["kind"] in ("logprob", "gradient")]
-    return [f"{s['label']}: {len(s['bad'])} not a number" for s in given]
-
-
 def token_payload(
     row: TokenRow,
     tokenizer: Any = None,
@@ -957,6 +946,8 @@ def token_payload(
     series = [series_payload(name, np.asarray(v), row.scored, floor) for name, v in all_series(row).items()]
     trainer, options, found = trainer_of(row), _options(row), row.series
     both = trainer is not None and "sampler" in found
+    # those derived from them say it again
+    holes = [s for s in series if s["bad"] and s["kind"] in ("logprob", "gradient")]
     clip = options is not None and options.knob("eps_clip") is not None
     return {
         "where": row.where,
@@ -972,7 +963,7 @@ def token_payload(
         "first": _first_look(series, row),
         "clip": [*options.clip_range] if clip and options else None,
         "pair": [trainer, "sampler"] if both else None,
-        "notes": [*row.notes, *_holes(series)],
+        "notes": [*row.notes, *(f"{s['label']}: {len(s['bad'])} not a number" for s in holes)],
     }
 
 # %% ../../nbs/50_views.payloads.ipynb #3768285d
