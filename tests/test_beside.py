@@ -259,7 +259,7 @@ def test_a_loop_that_takes_turns_looks_as_before():
         assert "drain" not in dashboard.screen.buttons
         assert refusal(dashboard, "drain") == "Nothing runs beside training here."
         await dashboard.play(1)
-        assert [about["name"] for about in dashboard.screen.charts.shown] == ["reward", "advantages"]
+        assert [about["name"] for about in dashboard.screen.charts.shown] == [*MAIN]
         assert "rows in flight" not in dashboard.screen.head.value
         assert waiting_rows(loop) == []
 
