@@ -506,7 +506,7 @@ def test_a_panel_that_is_0_or_rounding_throughout_is_left_out():
     async def main():
         dashboard = Dashboard(make_loop(rows=6, reward=LENGTH))
         await dashboard.step()
-        assert [about["name"] for about in dashboard.screen.charts.shown] == ["reward", "advantages"]
+        assert [about["name"] for about in dashboard.screen.charts.shown] == ["reward", "kl", "advantages"]
         assert sum(about["height"] for about in dashboard.screen.charts.shown if about["name"] != "kl") < 500
         dashboard.close()
 
