@@ -26,7 +26,7 @@ import httpx
 import numpy as np
 
 from .settings import address_trouble, on_hub
-from .core import DataError, MissingExtra, plain_text, quoted, without_keys
+from .core import DataError, needs, plain_text, quoted, without_keys
 
 # %% auto #0
 __all__ = ['Row', 'load_rows']
@@ -350,11 +350,8 @@ def _object_records(source: Any) -> Iterator[tuple[str, Any]]:
 # %% ../nbs/10_data.ipynb #ee456bf3
 def _hub_records(name: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> _Records:
     "Records of a data set that `datasets` reads; raises `MissingExtra` without it, `DataError` for what it refuses."
-    try:
+    with needs("hub", f"the data set {name!r}"):
         import datasets  # slow to import, and an extra
-    except ImportError as reason:
-        fix = "pip install 'rl-notebook[hub]'"
-        raise MissingExtra(f"the data set {name!r}", got="no datasets", expected="the package", fix=fix) from reason
     split, saved = split or "train", [n for n in ("state.json", "dataset_dict.json") if Path(name, n).is_file()]
     try:
         if not saved:
