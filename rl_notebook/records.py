@@ -582,6 +582,11 @@ def differing(
     return compared(recorded_, now_, ("recorded", "now"))
 
 
+def _kept_configs(path: Path, step: int) -> list[Path]:
+    "Earlier settings that hold for a step or later ones: `config-LAST.yaml`, up to its last step."
+    return [p for p in sorted(path.glob("config-[0-9][0-9][0-9][0-9][0-9].yaml")) if int(p.stem[7:]) >= step]
+
+
 def _refuse_other_past(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any], where: str) -> None:
     "Raise unless two configs agree on what a run's past means."
     rows = [row for row in differing(recorded, now).rows if row[0] in MUST_MATCH and row[1:] != (None, False)]
@@ -729,6 +734,14 @@ class Run:
             raise RecordError("record", where=str(path), got=f"step {record.step}", expected=f"step {step}")
         return record
 
+    def changed_at(self, step: int) -> dict[str, Any]:
+        "Settings of a step that are not those of `config.yaml`: changed by hand, or before a resume with others."
+        earlier, kept = {}, _kept_configs(self.path, step)
+        if kept:
+            then = from_file(_read_config(kept[0]), str(self.path), self.trusted)
+            earlier = {name: old for name, old, _ in differing(then, self.config).rows}
+        return earlier | {**self.record(step).changed}
+
     def latest_checkpoint(
         self,
         at_most: float = math.inf,  # of those after this step or an earlier one
@@ -797,6 +810,8 @@ class RunFolder(Run):
         with _os_errors("cannot write", run.path):
             for leftover in run.path.glob("**/.*.writing"):  # of a killed process
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        if run.steps and differing(run.config, config) and not _kept_configs(run.path, run.steps[-1]):
+            replace_text(run.path / f"config-{run.steps[-1]:05d}.yaml", (run.path / "config.yaml").read_text())
         replace_text(run.path / "config.yaml", _config_yaml(config))
         note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
         return cls.open(path)._written_by()
@@ -821,6 +836,9 @@ class RunFolder(Run):
         if there := path.exists():
             _refuse_another(path, record)
         else:
+            for kept in _kept_configs(self.path, record.step):  # of steps that were taken back
+                last = self.path / f"config-{record.step - 1:05d}.yaml"
+                kept.unlink() if last.exists() else kept.rename(last)
             with staged_folder(path) as folder:
                 write_record(record, folder)
         try:

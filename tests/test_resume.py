@@ -4,6 +4,7 @@ Runs are processes of their own: forked from a server that has imported everythi
 can be killed at any moment.
 """
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -21,7 +22,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from rl_notebook.config import Config
-from rl_notebook.records import RunFolder
+from rl_notebook.recipes.rl_loop import replay_step
+from rl_notebook.records import Run, RunFolder
 from rl_notebook.toy import toy_reward
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -209,6 +211,21 @@ def test_kill_9_again_and_again(whole, tmp_path):
         process.join(60)
     run(settings, resume=True)
     assert_same_run(folder, whole["full"])
+
+
+# --- with other settings ---------------------------------------------------------------------------------------------
+
+
+def test_steps_before_a_resume_with_other_settings_are_replayed_with_their_own(tmp_path):
+    settings = SETTINGS | {"log_path": str(tmp_path / "run"), "eval_interval": 0, "eval_rows": 0}
+    run(settings | {"steps": 3})
+    run(settings | {"steps": 5, "learning_rate": 1e-4, "grad_clip_norm": 0.01}, resume=True)
+    begun = Run.open(tmp_path / "run", trust=True)
+    assert begun.changed_at(3)["learning_rate"] == 1e-3
+    assert begun.changed_at(4) == {}
+    for step in (3, 5):
+        again = asyncio.run(replay_step(begun.path, step, trust=True))
+        assert again.same, again.sentence
 
 
 # --- an interrupt ---------------------------------------------------------------------------------------------------
