@@ -66,7 +66,7 @@ ACTIONS = {
     "phase": "Run the next phase.",
     "step": "Run what is left of this step.",
     "stop": "End the run after the running phase; the loop keeps what it has.",
-    "undo": "Take back the last update and open its step again.",
+    "undo": "Take back the last update and open its step again; what was begun after it is dropped.",
 }
 
 # %% ../nbs/41_player.ipynb #b837edfc

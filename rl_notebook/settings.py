@@ -920,6 +920,8 @@ def data_rules(c: Any) -> Iterator[str]:
                 yield f"{name}: dataset={quoted(c.dataset)} has none. Leave it out, or name a data set of the hub"
     if c.dataset == "toy" and c.dataset_columns:
         yield "dataset_columns: the built-in task has its own. Leave it out, or name a data set"
+    if odd := [name for name, column in (c.dataset_columns or {}).items() if not isinstance(column, str)]:
+        yield f"dataset_columns: {odd[0]!r} names no column. Write {{question: problem}}, with a space after the colon"
     if c.difficulty_sampling is not None and c.epochs == 1:
         yield "difficulty_sampling: in the first epoch every row comes. Raise epochs, and end the run by steps"
     if c.difficulty_sampling is not None and c.weight_sync_interval != 1:

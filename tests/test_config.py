@@ -509,6 +509,7 @@ IGNORED = [
     ({"weight_decay_on": "matrices", "lora_rank": 4}, "weight_decay_on: an adapter has matrices only"),
     ({"weight_decay_on": "matrices", "backend": "tinker", "lora_rank": 4}, "weight_decay_on: backend='tinker' decides"),
     ({"difficulty_sampling": 0.1}, "difficulty_sampling: in the first epoch every row comes"),
+    ({"dataset": "a.jsonl", "dataset_columns": {"question:problem": None}}, "with a space after the colon"),
     ({"difficulty_sampling": 0.1, "epochs": 2, "weight_sync_interval": 2}, "difficulty_sampling: rows of a window"),
     ({"difficulty_sampling": 0, "epochs": 2}, "difficulty_sampling: got 0.0; expected above 0"),
     ({"difficulty_sampling": 1.5, "epochs": 2}, "difficulty_sampling: got 1.5; expected at most 1"),
