@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fastcore.docments import docments
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxRole
 
 _root = Path(__file__).resolve().parent.parent
 _settings = configparser.ConfigParser(delimiters=["="])
@@ -44,6 +46,7 @@ html_static_path = ["static", f"{_mathjax}/static"]  # as an extension it would 
 mathjax_path = "mathjax/tex-chtml.js"
 html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
+html_search_scorer = str(_root / "docs" / "search.js")
 
 
 def plain(text: str) -> str:
@@ -57,6 +60,8 @@ def told(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[
     lines[:] = [] if what == "module" else map(plain, lines)  # a module's page begins with its promise
     if name == "rl_notebook.config.Config":
         lines += ["", "Its settings by group: :doc:`/settings`."]
+    if what in ("function", "method") and is_awaited(obj):
+        lines[:0] = ["*Awaited.*", ""]
     given = obj if what != "class" or is_dataclass(obj) else obj.__init__
     if what not in ("function", "method", "class") or not (
         is_dataclass(given) or inspect.isfunction(inspect.unwrap(given))
@@ -72,6 +77,23 @@ def told(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[
             lines += ["", f":{sign}: {plain(' '.join(comment.split()))}"]
 
 
+def is_awaited(function: Any) -> bool:
+    "Whether a function is async behind decorators that return something else, so that its signature does not say it."
+    return inspect.iscoroutinefunction(inspect.unwrap(function)) and not inspect.iscoroutinefunction(function)
+
+
+class SettingRole(SphinxRole):
+    "A setting where it is explained: the search finds it, and `settings.html#name` leads there."
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        "The name as code, with its place."
+        node = nodes.literal(self.rawtext, self.text, ids=[self.text])
+        self.env.domains.standard_domain.note_object("setting", self.text, self.text, location=node)
+        return [node], []
+
+
 def setup(app: Sphinx) -> None:
     "Sphinx calls this."
+    app.add_object_type("setting", "to-setting", objname="setting")
+    app.add_role("setting", SettingRole())
     app.connect("autodoc-process-docstring", told)
