@@ -249,7 +249,7 @@ def write_settings(target: Path) -> None:
     for title, options in option_groups().items():
         lines += [f"## {safe(title)}", "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
         for name, shape, default, text in options:
-            lines.append(f"| {{setting}}`{name}` | {safe(shape or 'true|false')} | {safe(default)} | {safe(text)} |")
+            lines.append(f"| {{setting}}`{name}` | {safe((shape or 'true|false').replace('|', ' | '))} | {safe(default)} | {safe(text)} |")
         lines.append("")
     (target / "settings.md").write_text("\n".join(lines), encoding="utf-8")
 
