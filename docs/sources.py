@@ -249,7 +249,8 @@ def write_settings(target: Path) -> None:
     for title, options in option_groups().items():
         lines += [f"## {safe(title)}", "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
         for name, shape, default, text in options:
-            lines.append(f"| {{setting}}`{name}` | {safe((shape or 'true|false').replace('|', ' | '))} | {safe(default)} | {safe(text)} |")
+            choices = safe((shape or "true|false").replace("|", " | "))
+            lines.append(f"| {{setting}}`{name}` | {choices} | {safe(default)} | {safe(text)} |")
         lines.append("")
     (target / "settings.md").write_text("\n".join(lines), encoding="utf-8")
 
