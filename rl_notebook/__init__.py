@@ -117,7 +117,7 @@ def _unknown(name: str) -> str:
     "What to say of a name that is not here."
     from difflib import get_close_matches
 
-    by_key = {n.lower().replace("_", ""): n for n in _NAMES}
+    by_key = {n.lower().replace("_", ""): n for n in _NAMES} | {"grpotrainer": "GRPOLoop", "grpoconfig": "Config"}
     near = get_close_matches(name.lower().replace("_", ""), by_key, 1)
     hint = f" Did you mean {by_key[near[0]]!r}?" if near else ""
     return f"module {__name__!r} has no attribute {name!r}.{hint} dir({__name__}) lists the names at the front door"

@@ -29,8 +29,8 @@ from .names import named_function, on_interrupt
 from .records import StepRecord, spans
 from .rollouts import require_some
 from .weights import join_turn
-from .phases import Graded, Loop, advantages_phase, answer_row, backward_phase, change, datums_phase
-from .phases import evaluate_rows, finish_phase, loss_phase, no_bar, optimize_phase
+from .phases import Graded, Loop, advantages_phase, answer_row, backward_phase, change, check_call
+from .phases import datums_phase, evaluate_rows, finish_phase, loss_phase, no_bar, optimize_phase
 from .phases import overlapped_half, prompts_phase, reference_phase, refill_step, room_of, sample_phase
 from .phases import score_phase, sync_phase, take_in, teaches, timed, now_running
 from .back import AnyLoop, branch_off, export_policy, seek_step, undo_step
@@ -78,6 +78,7 @@ def awaited(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutin
 
     @functools.wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
+        check_call(called, *args, **kwargs)
         return Unawaited(method(*args, **kwargs), called.__name__)
 
     return called
@@ -105,6 +106,7 @@ def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Conc
 
     @functools.wraps(method)
     def refused_in_turns(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
+        check_call(refused_in_turns, loop, *args, **kwargs)
         fix = "Pause the dashboard, or wait until the other cell is done."
         loop.weights.refuse_in_turn(refused_in_turns.__name__, fix)
         return method(loop, *args, **kwargs)

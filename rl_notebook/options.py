@@ -130,9 +130,13 @@ def loss_faults(
     "Everything that is wrong with the settings of a loss, each with what to do about it."
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
-        near = difflib.get_close_matches(loss, list(known), n=1)
+        word = loss.casefold()
+        near = difflib.get_close_matches(word, list(known), n=1)
         own = "One of your own is named module:function, or registered before: register_loss(fn)."
         fix = f"Did you mean {near[0]!r}?" if near else own
+        if word in TRL_PRESETS.keys() - known.keys():
+            ours = " with ".join(f"{name}={value!r}" for name, value in TRL_PRESETS[word].items())
+            fix = f"TRL's loss of this name is {ours}; Config takes loss_type={word!r} as well."
         yield LossError("policy_loss", got=quoted(o.policy_loss), expected=" or ".join(map(repr, known)), fix=fix)
         return
     read = known.get(loss, {})
@@ -140,6 +144,8 @@ def loss_faults(
     if unread and loss in known:
         readers = [name for name, defaults in known.items() if unread[0] in defaults]
         fix = f"Leave it out, or take {', '.join(readers)}."
+        if unread[0] == "eps_clip":
+            fix += " It is TRL's epsilon, for 'ppo'; the GRPO paper's loss has aggregation='sequence_mean' beside it."
         if loss not in SURROGATE_KNOBS:
             fix = f"If it does, say so: register_loss(fn, {unread[0]}={getattr(o, unread[0])!r})."
         expected = f"only {', '.join(read)}" if read else "no knob"

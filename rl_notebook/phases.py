@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import html
 import inspect
 import itertools
@@ -21,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Self, TypeVar, cast
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 from tqdm import tqdm as tqdm_text
@@ -53,7 +54,7 @@ from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollo
 from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
 from .rollouts import encode_rows, groups_per_pass, is_rollout_fn
 from .rollouts import minibatch_slices, require_some
-from .settings import lr_factor, next_bonus
+from .settings import canonical, lr_factor, nearest, next_bonus
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
 from .step import join_updates, loss_factory, merge_outputs
@@ -241,12 +242,47 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
             yield name, getattr(cfg, name), f"{neutral}", f"{can.name} cannot report what it drew from."
 
 # %% ../nbs/35_phases.ipynb #8d5c2764
-def check_backend(cfg: Config, backend: Backend) -> None:
-    "Refuse what is no backend or no config, and settings that this backend would ignore."
-    for name, given, kind in (("backend", backend, Backend), ("cfg", cfg, Config)):
-        if not isinstance(given, kind):
-            fix = "They come in this order: backend, rows, reward, cfg."
-            raise ConfigError(name, got=quoted(given, 40), expected=f"a {kind.__name__}", fix=fix)
+P = ParamSpec("P")
+ORDER = "They come in this order: backend, rows, reward, cfg; nbs/tutorials/403 has them beside TRL's."
+
+
+def check_call(call: Callable[..., Any], *given: Any, **named: Any) -> None:
+    "Raise ConfigError for arguments that a loop, or a method of one, does not take, with the name that is meant."
+    takes = inspect.signature(call)
+    try:
+        takes.bind(*given, **named)
+    except TypeError as error:
+        name, known = f"loop.{call.__name__}", [n for n in takes.parameters if n not in ("self", "loop")]
+        fix = "Settings are changed with loop.change(...); await loop.run(n) makes n steps."
+        if call.__name__ == "__init__":
+            name, fix = type(given[0]).__name__, f"{ORDER} Settings go into cfg=rln.Config(...)."
+        word = next((n for n in named if n not in known), "")
+        try:
+            ours = [*canonical(Config, {word: named[word]} if word else {})[0]]
+            near = f"It is {' and '.join(map(repr, ours))} here." if ours and {*ours} <= {*known} else ""
+        except ConfigError as unknown:
+            near = nearest(word, known) or f"{unknown.fix} {fix}"
+        expected = None if near else ", ".join(known) or "no arguments"
+        raise ConfigError(f"{name}: {error}", expected=expected, fix=near or fix) from None
+
+
+def checked(init: Callable[P, None]) -> Callable[P, None]:
+    "The constructor of a loop, which says what it takes where something else is given."
+
+    @functools.wraps(init)
+    def __init__(*args: P.args, **kwargs: P.kwargs) -> None:
+        check_call(init, *args, **kwargs)
+        init(*args, **kwargs)
+
+    return __init__
+
+
+def check_backend(cfg: Config, backend: Backend, rows: Any = ()) -> None:
+    "Refuse what is in another order than backend, rows, reward, config, and settings that this backend would ignore."
+    kinds = ("backend", backend, isinstance(backend, Backend), "a Backend"), ("rows", rows, not callable(rows), "rows")
+    for name, given, fits, kind in (*kinds, ("cfg", cfg, isinstance(cfg, Config), "a Config")):
+        if not fits:
+            raise ConfigError(name, got=quoted(given, 40), expected=kind, fix=ORDER)
     for what, got, expected, fix in _mismatches(cfg, backend):
         raise ConfigError(what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix)
 
@@ -276,6 +312,7 @@ class LoopState:
 
     recipes: tuple[str, ...] = ("rl_loop", "igpo_loop")  # whose settings it reads
 
+    @checked
     def __init__(
         self,
         backend: Backend,
@@ -298,7 +335,7 @@ class LoopState:
         self.backend, self.name = backend, name
         self.settings = self.began_with = cfg or Config()  # now, and when it was opened
         self.next_settings: dict[str, Any] = {}  # that wait for the current step to end
-        check_backend(self.cfg, backend)
+        check_backend(self.cfg, backend, rows)
         check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_loss(self.cfg, make_loss)
         self.given = {"reward": reward, "dynamic_filter_fn": dynamic_filter_fn, "make_loss": make_loss}
@@ -855,6 +892,10 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
         output = evaluate_loss(datums, scored, chosen_loss(loop, asked))
     loop.state.changes = asked  # only what could be computed is kept
     return loop.state.put("loss", LossReport(output, tuple(datums), loop.backend.tokenizer))
+
+
+_own = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(LossOptions).parameters.values()]
+vars(loss_phase)["__signature__"] = inspect.Signature([*inspect.signature(sample_phase).parameters.values(), *_own])
 
 # %% ../nbs/35_phases.ipynb #e89bf00d
 async def gradient_of(loop: Loop, datums: Sequence[Datum], **split: Any) -> LossOutput:

@@ -440,7 +440,7 @@ async def preflight(
     for name, value, least in (("prompts", prompts, 1), ("samples", samples, 2)):
         if value < least:
             raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
-    check_backend(cfg, backend)
+    check_backend(cfg, backend, rows)
     roofs = roofs_of(backend.size) if backend.size else None
     spent, before = Spent(backend.meter), peak_memory()
     rows = as_rows(rows)

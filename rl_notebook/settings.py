@@ -381,8 +381,10 @@ def _where_it_goes(name: str, value: Any) -> str:  # empty for what is no functi
 # %% ../nbs/08_settings.ipynb #8e5052ec
 def nearest(name: str, known: Sequence[str]) -> str:
     "A question that names the nearest known spelling, or nothing."
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else ""
+    by_key = {k.casefold(): k for k in reversed(known)}
+    close = difflib.get_close_matches(str(name).casefold(), by_key, n=1, cutoff=0.8)
+    close += [k for k in known if name in k.split("_")]
+    return f"Did you mean {by_key.get(close[0], close[0])!r}?" if close else ""
 
 # %% ../nbs/08_settings.ipynb #c6688079
 def _number(value: Any, kind: type) -> int | float | None:
@@ -515,13 +517,9 @@ def _loss_type(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     preset = TRL_PRESETS[_choice(value, tuple(TRL_PRESETS), "loss_type")]
     if given.get("importance_sampling_level", "token") == "sequence":
         if value != "grpo":
-            raise ConfigError(
-                "importance_sampling_level 'sequence'",
-                where="Config",
-                got=f"loss_type {value!r}",
-                expected="loss_type 'grpo'",
-                fix="policy_loss='gspo' with an aggregation says it directly.",
-            )
+            expected, fix = "loss_type 'grpo'", "policy_loss='gspo' with an aggregation says it directly."
+            what, got = "importance_sampling_level 'sequence'", f"loss_type {value!r}"
+            raise ConfigError(what, where="Config", got=got, expected=expected, fix=fix)
         return {**preset, "policy_loss": "gspo"}
     return dict(preset)
 
@@ -529,12 +527,8 @@ def _loss_type(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 def _epsilon(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     "TRL's lower clip, which its `cispo` does not have."
     if given.get("loss_type") == "cispo":
-        raise ConfigError(
-            "epsilon",
-            where="Config",
-            got=f"{quoted(value)} with loss_type 'cispo'",
-            expected="epsilon_high, TRL's only bound there",
-        )
+        got, expected = f"{quoted(value)} with loss_type 'cispo'", "epsilon_high, TRL's only bound there"
+        raise ConfigError("epsilon", where="Config", got=got, expected=expected)
     return {"eps_clip": value}
 
 # %% ../nbs/08_settings.ipynb #f067f977
@@ -681,34 +675,25 @@ def flat(
 # %% ../nbs/08_settings.ipynb #d34a9fbe
 ELSEWHERE: dict[str, tuple[str, str]] = {  # name: (what it is there, what to take here)
     "load_in_4bit": ("4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."),
-    "max_prompt_length": (
-        "a length at which prompts are cut",
-        "Prompts are never cut: set max_seq_len, of both parts.",
-    ),
+    "max_prompt_length": ("a length to cut prompts at", "Prompts are never cut: set max_seq_len, of both parts."),
     "gradient_checkpointing": ("a way to train", "Open the backend with open_local(gradient_checkpointing=True)."),
+    "vllm_*": ("a setting of TRL's vLLM", "The backend samples: backend='openai' with base_url takes a vLLM server."),
+    "deepspeed": ("training on several GPUs", "Past one machine: backend='fireworks' or 'tinker'."),
+    "optim": ("a choice of optimizers", "It is AdamW: set learning_rate, adam_beta1, adam_beta2 and weight_decay."),
+    "peft_config": ("PEFT's config", "Set lora_rank and lora_alpha."),
+    "push_to_hub": ("an upload", "await loop.export(folder) writes what the hub takes."),
+    "remove_unused_columns": ("a choice of columns", "Leave it out: rewards get every column of a row."),
+    "resume_from_checkpoint": ("a place to go on from", "Set resume=ResumeConfig(resume_from=...)."),
 }
-_BATCHES = (
-    "batch_size",
-    "train_batch_size",
-    "per_device_train_batch_size",
-    "generation_batch_size",
-    "rollout_batch_size",
-)
-ELSEWHERE |= dict.fromkeys(
-    _BATCHES,
-    (
-        "a name for prompts in some libraries, for completions in others",
-        "Set prompt_groups_per_step, the prompts of a step: it has completions_per_prompt times as many completions.",
-    ),
-)
+_BATCHES = "batch_size train_batch_size per_device_train_batch_size generation_batch_size rollout_batch_size"
+_OF_WHAT = "a name for prompts in some libraries, for completions in others"
+_PROMPTS = "Set prompt_groups_per_step, the prompts of a step: it has completions_per_prompt times as many completions."
+ELSEWHERE |= dict.fromkeys(_BATCHES.split(), (_OF_WHAT, _PROMPTS))
 
 
-def unknown_settings(where: str, names: Mapping[str, tuple[str, Sequence[str]]]) -> ConfigError:  # name: question, ours
-    "The error for unknown settings: of each the nearest known one, or the nearest five of ours."
-    said = dict[str, str]()
-    for name, (near, known) in names.items():
-        five = ", ".join(difflib.get_close_matches(name.rpartition(".")[2], known, n=5, cutoff=0.0))
-        said[name] = near or f"The nearest are {five}; `rl-notebook train --help` has all."
+def unknown_settings(where: str, names: Mapping[str, str]) -> ConfigError:  # name: question
+    "The error for unknown settings: of each the nearest known one."
+    said = {name: near or "`rl-notebook train --help` has all." for name, near in names.items()}
     if len(said) == 1:
         return ConfigError(f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values())))
     lines = "\n- ".join(f"{name!r}. {near}" for name, near in said.items())
@@ -718,20 +703,19 @@ def unknown_settings(where: str, names: Mapping[str, tuple[str, Sequence[str]]])
 def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     "Raise ConfigError for the names, laid flat, that nothing of a config class is called, in any spelling."
     subs, named = {**sub_configs(cls), **SPELLED}, {*RENAMED, *CONVERTED, *NEUTRAL, *SPELLED}
-    found = dict[str, tuple[str, Sequence[str]]]()
+    found = dict[str, str]()
     for name in given:
-        if name in ELSEWHERE:
-            got, fix = ELSEWHERE[name]
-            raise ConfigError(name, where="Config", got=got, fix=fix)
         if name in named or name in leaf_types(cls) or name in subs:
             continue
+        if told := ELSEWHERE.get("vllm_*" if name.startswith("vllm_") else name):
+            raise ConfigError(name, where="Config", got=told[0], fix=told[1])
         head, _, tail = name.partition(".")
         inside = head if tail and head in subs else ""
         known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
         others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
         below = [leaf for leaf in leaf_types(cls) if leaf.endswith(f".{name}")]
         near = f"It is a setting of a sub-config: {' or '.join(below)}." if below else ""
-        found[name] = near or nearest(tail if inside else name, [*known, *others]), known
+        found[name] = near or nearest(tail if inside else name, [*known, *others])
     if found:
         raise unknown_settings("Config", found)
 
@@ -1199,7 +1183,7 @@ def in_our_words(cls: type) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *values: Any, **given: Any) -> None:
-        if unknown := {name: (nearest(name, known), known) for name in given if name not in known}:
+        if unknown := {name: nearest(name, known) for name in given if name not in known}:
             raise unknown_settings(cls.__name__, unknown)
         init(self, *values, **given)
 

@@ -48,7 +48,15 @@ def test_only_these_names_are_listed():
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("dashbord", "Dashboard"), ("GRPO_loop", "GRPOLoop"), ("whatif_", "what_if"), ("zzz", None)]
+    ("typed", "meant"),
+    [
+        ("dashbord", "Dashboard"),
+        ("GRPO_loop", "GRPOLoop"),
+        ("whatif_", "what_if"),
+        ("zzz", None),
+        ("GRPOTrainer", "GRPOLoop"),
+        ("GRPOConfig", "Config"),
+    ],
 )
 def test_an_unknown_name_is_told_the_nearest(typed, meant):
     with pytest.raises(AttributeError) as caught:
