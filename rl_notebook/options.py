@@ -130,13 +130,11 @@ def loss_faults(
     "Everything that is wrong with the settings of a loss, each with what to do about it."
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
-        word = loss.casefold()
+        word, own = loss.casefold(), "One of your own is named module:function, or registered: register_loss(fn)."
         near = difflib.get_close_matches(word, list(known), n=1)
-        own = "One of your own is named module:function, or registered before: register_loss(fn)."
         fix = f"Did you mean {near[0]!r}?" if near else own
         if word in TRL_PRESETS.keys() - known.keys():
-            ours = " with ".join(f"{name}={value!r}" for name, value in TRL_PRESETS[word].items())
-            fix = f"TRL's loss of this name is {ours}; Config takes loss_type={word!r} as well."
+            fix = f"TRL's loss of this name is Config(loss_type={word!r}), which is {dict(TRL_PRESETS[word])}."
         yield LossError("policy_loss", got=quoted(o.policy_loss), expected=" or ".join(map(repr, known)), fix=fix)
         return
     read = known.get(loss, {})
