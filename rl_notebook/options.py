@@ -130,7 +130,8 @@ def loss_faults(
     "Everything that is wrong with the settings of a loss, each with what to do about it."
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
-        word, own = loss.casefold(), "One of your own is named module:function, or registered: register_loss(fn)."
+        own = "One of your own is named module:function, or registered before: register_loss(fn)."
+        word = loss.casefold()
         near = difflib.get_close_matches(word, list(known), n=1)
         fix = f"Did you mean {near[0]!r}?" if near else own
         if word in TRL_PRESETS.keys() - known.keys():

@@ -49,15 +49,8 @@ def test_only_these_names_are_listed():
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [
-        ("dashbord", "Dashboard"),
-        ("GRPO_loop", "GRPOLoop"),
-        ("whatif_", "what_if"),
-        ("zzz", None),
-        ("GRPOTrainer", "GRPOLoop"),
-        ("GRPOConfig", "Config"),
-    ],
-)
+    [("dashbrd", "Dashboard"), ("GRPO_lop", "GRPOLoop"), ("GRPOTrainer", "GRPOLoop"), ("whatif_", "what_if"), ("z", 0)],
+)  # fmt: skip
 def test_an_unknown_name_is_told_the_nearest(typed, meant):
     with pytest.raises(AttributeError) as caught:
         getattr(rln, typed)
