@@ -350,11 +350,7 @@ def test_unknown_names_are_said_all_at_once(tmp_path):
         Config.from_yaml(tmp_path / "c.yaml", {"kl_betta": 0.1, "zzzz": 1, "xxxx": 2})
     head, *lines = str(caught.value).splitlines()
     assert head == "Config: 6 unknown settings:"
-    assert [lines[0], lines[1], lines[3]] == [
-        "- 'learning_rte'. Did you mean 'learning_rate'?",
-        "- 'igpo.gama'. Did you mean 'gamma'?",
-        "- 'kl_betta'. Did you mean 'kl_beta'?",
-    ]
+    assert [lines[i].split("'")[3] for i in (0, 1, 3)] == ["learning_rate", "gamma", "kl_beta"]
     assert ["train --help` has all." in line for line in lines] == [False, False, True, False, True, True]
     with pytest.raises(ConfigError, match=r"DeployConfig: 2 unknown settings:\n- 'tokenizer'\. .*\n- 'shape'"):
         DeployConfig(tokenizer="Qwen/Qwen3-8B", shape="x")
