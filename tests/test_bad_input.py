@@ -223,7 +223,7 @@ def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing(
 @pytest.mark.parametrize(("name", "near"), [("tinny", "tiny"), ("smolm2", "smollm2")])
 def test_a_misspelt_model_is_named_before_the_hub_is_asked(name, near, monkeypatch):
     for reader in ("AutoTokenizer", "AutoModelForCausalLM"):
-        monkeypatch.setattr(f"rl_notebook.toy.{reader}", None)  # nothing is loaded, and nobody is asked
+        monkeypatch.setattr(f"transformers.{reader}", None)  # nothing is loaded, and nobody is asked
     with pytest.raises(BackendError, match=f"no model here. Did you mean '{near}'"):
         open_local(name)
 
