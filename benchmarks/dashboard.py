@@ -31,7 +31,7 @@ from rl_notebook.config import Config
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.records import StepRecord
 from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.views.dashboard import Dashboard, last_two, words_html
+from rl_notebook.views.dashboard import Dashboard, words_html
 from rl_notebook.views.payloads import history_row
 
 POINTS = (10, 200, 2_000, 10_000)
@@ -73,7 +73,7 @@ def measure(points: int, shape: tuple[int, int], loop: GRPOLoop, repeats: int, m
         times.append(1000 * (time.perf_counter() - start))
         sizes.append(Wire.packed - before)
     start = time.perf_counter()
-    words_html(*last_two(dashboard))
+    words_html(dashboard.record, dashboard.previous)
     words = 1000 * (time.perf_counter() - start)
     dashboard.close()
     quick = sorted(times)[: max(1, repeats // 10)]

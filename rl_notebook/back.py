@@ -345,8 +345,9 @@ def way_to(loop: Loop, step: int, run: Run) -> Way:
 # %% ../nbs/36_back.ipynb #0773aab3
 def recorded_settings(run: Run, record: StepRecord, begun: Config | None = None) -> Config:
     "The settings of a recorded step of a run that began so; names of functions are left out: they would be imported."
-    changed = {k: v for k, v in run.changed_at(record.step).items() if not names_code(k, v)}
-    return Config.from_dict(run.config if begun is None else begun.to_dict(), changed)
+    changed = {k: v for k, v in record.changed.items() if not names_code(k, v)}
+    then = run.config_at(record.step)
+    return Config.from_dict(then if begun is None or then is not run.config else begun.to_dict(), changed)
 
 
 def names_code(name: str, value: Any) -> bool:

@@ -269,7 +269,7 @@ class _Handler:
 @contextmanager
 def on_interrupt(act: Callable[[], bool]) -> Iterator[None]:
     "While inside, an interrupt of the main thread calls `act`; where that returns False, it does what it did before."
-    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     handler = _Handler(act)
@@ -290,7 +290,7 @@ def interrupts_held() -> Iterator[list[None]]:  # one None for each that was hea
         with on_interrupt(lambda: heard.append(None) or len(heard) == 1):
             yield heard
     finally:
-        if len(heard) == 1:
+        if len(heard) == 1:  # where it is ignored, this does nothing
             signal.raise_signal(signal.SIGINT)
 
 # %% ../nbs/01_names.ipynb #a7744d12

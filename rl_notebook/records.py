@@ -584,7 +584,8 @@ def differing(
 
 def _kept_configs(path: Path, step: int) -> list[Path]:
     "Earlier settings that hold for a step or later ones: `config-LAST.yaml`, up to its last step."
-    return [p for p in sorted(path.glob("config-[0-9][0-9][0-9][0-9][0-9].yaml")) if int(p.stem[7:]) >= step]
+    found = {int(p.stem[7:]): p for p in path.glob("config-*.yaml") if p.stem[7:].isdecimal() and p.is_file()}
+    return [found[last] for last in sorted(found) if last >= step]
 
 
 def _refuse_other_past(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any], where: str) -> None:
@@ -734,13 +735,10 @@ class Run:
             raise RecordError("record", where=str(path), got=f"step {record.step}", expected=f"step {step}")
         return record
 
-    def changed_at(self, step: int) -> dict[str, Any]:
-        "Settings of a step that are not those of `config.yaml`: changed by hand, or before a resume with others."
-        earlier, kept = {}, _kept_configs(self.path, step)
-        if kept:
-            then = from_file(_read_config(kept[0]), str(self.path), self.trusted)
-            earlier = {name: old for name, old, _ in differing(then, self.config).rows}
-        return earlier | {**self.record(step).changed}
+    def config_at(self, step: int) -> Mapping[str, Any]:
+        "The config that a step was begun with: `config`, or an earlier one, where a resume brought another."
+        kept = _kept_configs(self.path, step)
+        return from_file(_read_config(kept[0]), str(kept[0]), self.trusted) if kept else self.config
 
     def latest_checkpoint(
         self,
@@ -811,7 +809,8 @@ class RunFolder(Run):
             for leftover in run.path.glob("**/.*.writing"):  # of a killed process
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
         if run.steps and differing(run.config, config) and not _kept_configs(run.path, run.steps[-1]):
-            replace_text(run.path / f"config-{run.steps[-1]:05d}.yaml", (run.path / "config.yaml").read_text())
+            with _os_errors("cannot write", run.path):
+                write_file(run.path / f"config-{run.steps[-1]:05d}.yaml", read_file(run.path / "config.yaml"))
         replace_text(run.path / "config.yaml", _config_yaml(config))
         note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
         return cls.open(path)._written_by()
@@ -838,7 +837,8 @@ class RunFolder(Run):
         else:
             for kept in _kept_configs(self.path, record.step):  # of steps that were taken back
                 last = self.path / f"config-{record.step - 1:05d}.yaml"
-                kept.unlink() if last.exists() else kept.rename(last)
+                with _os_errors("cannot write", self.path):
+                    kept.unlink() if last.exists() or record.step == 1 else kept.rename(last)
             with staged_folder(path) as folder:
                 write_record(record, folder)
         try:

@@ -966,9 +966,14 @@ async def steer(
     "One of vLLM's steering calls; empty where it does not exist and is optional. Raises `BackendError`."
     wire = sync.sampler.wire
     where = f"POST {wire.root}{path}"
-    lost = lambda error: getattr(error, "lost", False)
+    lost = list[bool]()  # once the connection is, what answers may still be coming up
+
+    def again(error: BaseException) -> bool:
+        lost.extend([True] * getattr(error, "lost", False))
+        return bool(lost) and is_passing(error)
+
     try:
-        return await ask(wire, "POST", path, body, params=params or None, limited=False, again=lost)
+        return await ask(wire, "POST", path, body, params=params or None, limited=False, again=again)
     except AskAgain as reason:
         got, expected = reason.reason, "status 200"
         raise BackendError("weight sync", where=where, got=got, expected=expected, fix=_FOLDER_FIX) from None

@@ -210,7 +210,7 @@ def plan_run(
         return RunPlan(begun, named_checkpoint(cfg))
     found.check(cfg)
     changed = begun.record(found.step).changed if found.step in begun.steps else {}
-    began, now = flat_settings(begun.config), flat_settings(cfg)  # what the config says now, wins
+    began, now = flat_settings(begun.config_at(found.step)), flat_settings(cfg)  # what the config says now, wins
     kept = {k: v for k, v in changed.items() if not names_code(k, v) and began.get(k) == now.get(k)}
     return RunPlan(begun, found, kept)
 
@@ -577,7 +577,7 @@ async def loop_for(
 ) -> AsyncIterator[GRPOLoop]:
     "A fresh loop over what a run names, from which a step of it can be reached."
     run.record(step)  # is it there? asked before a model is loaded
-    cfg = Config.from_dict(run.config)
+    cfg = Config.from_dict(run.config_at(step))
     check_functions(cfg, problem)
     problem = problem or recorded_problem(run, cfg)
     async with contextlib.AsyncExitStack() as stack:
