@@ -227,7 +227,8 @@ class TensorBoardTracker:
         again = step == self.step and 2 * len(self.names & found.keys()) > len(self.names)
         if step < self.step or again:
             self.writer.close()
-            self.writer = self.open(purge_step=step)
+            beside = all(name.startswith("eval/") for name in found)  # held-out scores do not do a step again
+            self.writer = self.open(purge_step=step + beside)
         if step != self.step or again:
             self.step, self.names = step, {*found}
         for name, value in found.items():
