@@ -259,9 +259,9 @@ def sample_from_spans(
     )
 
 # %% ../nbs/12_chat.ipynb #fb9d224e
-def unfinished(prompt: str, said: str) -> dict[str, Any]:  # for the `info` of a sample
-    "Whether a completion never closes the `<think>` with which its prompt ends; rewards read no answer in there."
-    opened = prompt.rstrip().endswith("<think>") and "</think>" not in said
+def unfinished(prompt: str, said: str, grammar: str = "") -> dict[str, Any]:  # for the `info` of a sample
+    "Whether a completion of no grammar never closes its prompt's last `<think>`; rewards read no answer in there."
+    opened = prompt.rstrip().endswith("<think>") and "</think>" not in said and not grammar
     return {"unfinished_thinking": True} if opened else {}
 
 
@@ -415,11 +415,11 @@ class Conversation:
             expected = "at least one completion to learn from"
             raise AlignmentError("turns", where=c.row.where, got="none", expected=expected)
         last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
-        asked = [given.text for given, said in pairwise(c.spans) if said.completion is not None][-1]
+        asked, drawn = [(given.text, said.completion) for given, said in pairwise(c.spans) if said.completion][-1]
         spans = [(list(span.tokens), span.completion) for span in c.spans]
         kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns}
         held = sum(said is not None and said.params.grammar != "" for _, said in spans)
-        kept |= {**unfinished(asked, last), **({"grammar_turns": held} if held else {}), **info}
+        kept |= {**unfinished(asked, last, drawn.params.grammar), **({"grammar_turns": held} if held else {}), **info}
         return sample_from_spans(spans, reward, last, kept)
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import unicodedata
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -350,8 +351,8 @@ def countdown_reward(
     "1 when the final answer is an expression over `nums`, each used at most once, that makes `target`, else 0."
     said = (final_answer(text) or "").partition("=")[0].strip()
     used, allowed = Counter(map(int, re.findall(r"\d+", said[:201], re.ASCII))), Counter(int(n) for n in nums)
-    value = _evaluated(said, plain=True) if len(said) <= 200 else None  # what the model wrote may be no such expression
-    return float(value == target and used <= allowed)
+    value = None if len(said) > 200 or "_" in said else _evaluated(said, plain=True)  # 2_5 would be Python's 25
+    return float(value is not None and value == target and used <= allowed)
 
 # %% ../nbs/11_rewards.ipynb #b3de72ce
 T = TypeVar("T")
@@ -609,11 +610,15 @@ def _make_group(
     texts, tokens, messages = [], [], []
     for c in completions:
         info = c.info if isinstance(c, RolloutSample) else {}
-        text = "<think>" * bool(info.get("unfinished_thinking")) + (c if isinstance(c, str) else c.text)
+        opened = "<think>" * bool(info.get("unfinished_thinking"))
+        text = opened + (c if isinstance(c, str) else c.text)
         ids = c.tokens[c.loss_mask == 1] if isinstance(c, RolloutSample) else getattr(c, "tokens", ())
         texts.append(text)
         tokens.append([int(t) for t in ids])
-        messages.append(list(info.get("messages") or [{"role": "assistant", "content": text}]))
+        said = list(info.get("messages") or [{"role": "assistant", "content": text}])
+        for k in [k for k, message in enumerate(said) if opened and message.get("role") == "assistant"][-1:]:
+            said[k] = {**said[k], "content": text}
+        messages.append(said)
     return _Group(row, texts, tokens, messages, group, sample, step)
 
 # %% ../nbs/11_rewards.ipynb #1ae139ad
@@ -822,40 +827,45 @@ class Limits:
     here: SimpleQueue[Any] | None = field(default=None, repr=False)  # calls of plain functions, see `blocking`
     _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
     _staying: set[int] = field(default_factory=set, repr=False)  # ids of functions that raised an error about threads
-    _given_up: int = field(default=0, repr=False)  # calls whose threads go on
+    _late: int = field(default=0, repr=False)  # calls that keep their places until their threads end
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[list[asyncio.Future[Outcome]]]:
-        "Room for one call, until the block is over and the calls in threads that it has noted in this list."
+    async def place(self) -> AsyncIterator[list[asyncio.Future[Outcome]] | None]:
+        "Room for one call, until the block and the calls in threads that it notes here are over; None = there is none."
         if _HELD.get():  # a reward that asks for others has its room already
             yield []
             return
         _HELD.set(True)  # in the task of this call
         if self._room[0] is not (loop := asyncio.get_running_loop()):
-            self._room, self._given_up = (loop, asyncio.Semaphore(self.most or 1)), 0
+            self._room, self._late = (loop, asyncio.Semaphore(self.most or 1)), 0
         calls, room = list[asyncio.Future[Outcome]](), self._room[1]
-        self._check_room()
-        await room.acquire()
+        if not await self._enters(room):
+            yield None
+            return
         try:
             yield calls
         finally:
-            going_on = [c for c in calls if not c.done()]
-            self._given_up += len(going_on)
-            for c in going_on:
-                c.add_done_callback(lambda _: self._come_back(room))
-            if not going_on:
+            if self.timeout is not None and calls and not calls[0].done():
+                self._late += 1
+                calls[0].add_done_callback(lambda _: self._come_back(room))
+            else:
                 room.release()
-        self._check_room()
+
+    async def _enters(self, room: asyncio.Semaphore) -> bool:
+        "Whether there is a place; False after a whole `timeout` in which late calls held all of them."
+        full = False
+        while True:
+            before, full = full, self._late >= (self.most or 1)
+            if before and full:
+                warnings.warn(FULL, stacklevel=2)
+                return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.timeout):
+                    return await room.acquire()
 
     def _come_back(self, room: asyncio.Semaphore) -> None:
-        self._given_up -= 1
+        self._late -= room is self._room[1]
         room.release()
-
-    def _check_room(self) -> None:
-        if self._given_up >= (self.most or 1):
-            got = f"{self._given_up} calls that were given up, and whose threads go on"
-            fix = "Let the functions limit their time themselves, or raise max_concurrent_rewards."
-            raise RewardError("no room for a reward", got=got, expected="calls that end", fix=fix)
 
     def stays(self, function: Callable[..., Any]) -> bool:
         "Whether a function is called in the thread of the event loop."
@@ -878,6 +888,7 @@ class Limits:
 LIMITS = Limits()
 _HELD: contextvars.ContextVar[bool] = contextvars.ContextVar("_HELD", default=False)  # room for a call
 LATE = object()  # in place of a reward that did not come in time
+FULL = "late calls, whose threads go on, hold all places: limit the functions' time, or raise max_concurrent_rewards"
 
 # %% ../nbs/11_rewards.ipynb #1b2c786b
 async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits) -> Any:
@@ -886,6 +897,8 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
     first = [text] if fn.style == "native" else []
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
     async with limits.place() as began:
+        if began is None:
+            return LATE
         clock = asyncio.timeout(timeout)  # from when there is room
         try:
             async with clock:

@@ -51,6 +51,7 @@ class Prompt:
     index: int = 0  # position in the step
     number: int = 0  # position in the run
     ending: str = ""  # its last tokens as text
+    decode: Callable[[list[int]], str] = field(default=lambda tokens: "", repr=False)  # special tokens, too
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", frozen_array(self.tokens, np.int64))
@@ -86,7 +87,7 @@ def encode_rows(
     for i, row in enumerate(rows):
         tokens = encode_prompt(tokenizer, row, max_seq_len=max_seq_len, room=max_completion_tokens)
         ending = str(tokenizer.decode(tokens[-16:]))
-        prompts.append(Prompt(row, np.array(tokens), index=i, number=first_number + i, ending=ending))
+        prompts.append(Prompt(row, np.array(tokens), i, first_number + i, ending, tokenizer.decode))
     return prompts
 
 # %% ../nbs/30_rollouts.ipynb #69db1104
@@ -239,9 +240,10 @@ def _from_completion(completion: Completion, i: int, prompt: Prompt) -> Segments
     "A completion as a draw."
     if not len(completion.tokens):
         return Lost(f"completion {i} is empty")
-    sample = sample_from_completion(completion, info=unfinished(prompt.ending, completion.text))
+    sample = sample_from_completion(completion)
     check_drawn(sample, f"{prompt.where}, completion {i}")
-    return (sample,)
+    said = prompt.decode(completion.tokens.tolist())
+    return (replace(sample, info=unfinished(prompt.ending, said, completion.params.grammar)),)
 
 
 async def draw_completions(

@@ -742,7 +742,7 @@ def test_a_call_that_is_too_late_makes_its_sample_unscorable_with_the_reason():
     never.set()
 
 
-def test_a_late_call_keeps_its_room_until_its_thread_ends():
+def test_a_late_call_keeps_its_room_until_its_thread_ends_and_who_finds_none_is_late_too():
     end, running, most = threading.Event(), 0, 0
 
     def slow(text):
@@ -756,16 +756,17 @@ def test_a_late_call_keeps_its_room_until_its_thread_ends():
     async def graded_twice(limits):
         first = await score(["late"], CHAT, slow, limits=limits)
         second = await score(["a"] * 4, CHAT, slow, limits=limits)
-        with pytest.raises(RewardError, match=r"got 2 calls that were given up.*raise max_concurrent_rewards"):
-            await score(["late"], CHAT, slow, limits=limits)
+        with pytest.warns(UserWarning, match=r"late calls.* hold all places.*raise max_concurrent_rewards"):
+            none = await score(["late", "a", "a"], CHAT, slow, limits=limits)
         end.set()
         while running:
             await asyncio.sleep(0.001)
-        return [*first.totals, *second.totals, *(await score(["a"] * 4, CHAT, slow, limits=limits)).totals]
+        third = await score(["a"] * 4, CHAT, slow, limits=limits)
+        return np.concatenate([s.totals for s in (first, none, second, third)]).tolist()
 
     totals = asyncio.run(graded_twice(Limits(most=2, timeout=1.0)))
-    assert math.isnan(totals[0])
-    assert (totals[1:], most) == ([1.0] * 8, 2)
+    assert np.isnan(totals[:4]).all()
+    assert (totals[4:], most) == ([1.0] * 8, 2)
 
 
 def test_an_async_function_that_blocks_is_late_when_it_returns():

@@ -1,7 +1,9 @@
 "A run's own chat template, and what it tells the template: every prompt and every turn is rendered so."
 
 import asyncio
+import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -11,7 +13,7 @@ from rl_notebook.config import Config
 from rl_notebook.core import Completion, ConfigError, SampleParams
 from rl_notebook.data import load_rows
 from rl_notebook.phases import rollout_setup
-from rl_notebook.rewards import score
+from rl_notebook.rewards import gsm8k_reward, score
 from rl_notebook.rollouts import draw_completions, encode_rows
 from rl_notebook.step import score_group
 
@@ -95,20 +97,31 @@ def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_n
     texts = ["Is it #### 72", "Is it #### 7?</think>#### 72", "<answer>72</answer>"]
     [row] = rows = load_rows([{"question": "48/2+48?", "answer": "72"}])
 
-    def said(tokenizer, tokens):
+    def said(tokenizer, tokens, params):
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return [Completion(tokens, i, [0.0] * len(i), text=text) for i, text in zip(ids, texts, strict=True)]
+        read = partial(tokenizer.decode, skip_special_tokens=True)
+        return [Completion(tokens, i, *[[0.0] * len(i)] * 2, text=read(i), params=params) for i in ids]
 
-    async def rewards(tokenizer):
+    def shown(completions, **columns):
+        return [gsm8k_reward(messages[-1]["content"], "72") for messages in completions]
+
+    async def rewards(tokenizer, grammar=""):
+        params = SampleParams(n=3, grammar=grammar)
+
         class Sampler:
             async def sample(self, tokens, params):
-                return said(tokenizer, tokens)
+                return said(tokenizer, tokens, params)
 
         [prompt] = encode_rows(rows, tokenizer)
-        group = await score_group(await draw_completions(Sampler(), prompt, SampleParams(n=3)), "gsm8k")
+        group = await score_group(await draw_completions(Sampler(), prompt, params), "gsm8k")
         begun = start_conversation(tokenizer, row)
-        turns = [begun.add_completion(c).to_sample() for c in said(tokenizer, begun.tokens)]
-        return group.rewards.tolist(), (await score(turns, row, "gsm8k")).totals.tolist()
+        turns = [begun.add_completion(c).to_sample() for c in said(tokenizer, begun.tokens, params)]
+        return group.rewards.tolist(), *[(await score(turns, row, fn)).totals.tolist() for fn in ("gsm8k", shown)]
 
-    assert asyncio.run(rewards(with_template(backend.tokenizer, tmp_path / "opens.jinja", None))) == ([0, 1, 0],) * 2
-    assert asyncio.run(rewards(backend.tokenizer)) == ([1, 1, 1],) * 2
+    opens = with_template(backend.tokenizer, tmp_path / "opens.jinja", None)
+    assert asyncio.run(rewards(opens)) == ([0, 1, 0],) * 3
+    assert asyncio.run(rewards(opens, "start: /.*/")) == ([1, 1, 1],) * 3
+    marks = copy.deepcopy(opens)
+    marks.add_tokens(["<think>", "</think>"], special_tokens=True)
+    assert asyncio.run(rewards(marks)) == ([0, 1, 0],) * 3
+    assert asyncio.run(rewards(backend.tokenizer)) == ([1, 1, 1],) * 3
