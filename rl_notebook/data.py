@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -99,11 +100,11 @@ KEY_COLUMNS = ("key", "id")
 # %% ../nbs/10_data.ipynb #796cf6a8
 def _present(value: Any) -> bool:
     "Whether a cell holds something: not None, NaN or pandas' NA, not blank, not an empty list."
-    if isinstance(value, str):
-        return bool(value.strip())
+    value = value.strip() if isinstance(value, str) else value
     if isinstance(value, Sequence | np.ndarray):
-        return len(value) > 0
-    return value is not None and type(value).__name__ not in ("NAType", "NaTType") and value == value
+        return (value.size if isinstance(value, np.ndarray) else len(value)) > 0
+    is_nan = isinstance(value, float | np.floating) and np.isnan(value)
+    return value is not None and not is_nan and type(value).__name__ not in ("NAType", "NaTType")
 
 # %% ../nbs/10_data.ipynb #e9774ffc
 def _first(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
@@ -113,20 +114,17 @@ def _first(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
 # %% ../nbs/10_data.ipynb #622f8f67
 def find_answer(record: Mapping[str, Any], column: str | None = None) -> Any:
     "What a record says is right, in this column or the first of `ANSWER_COLUMNS`; None = it does not say."
-    name = _first(record, [column] if column else ANSWER_COLUMNS)
-    if name:
+    if name := _first(record, [column] if column else ANSWER_COLUMNS):
         return record[name]
     nested = record.get("reward_model")
-    if column is None and isinstance(nested, Mapping) and _present(nested.get("ground_truth")):
-        return nested["ground_truth"]
-    return None
+    told = nested.get("ground_truth") if column is None and isinstance(nested, Mapping) else None
+    return told if _present(told) else None
 
 # %% ../nbs/10_data.ipynb #0e8c431c
 def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     "A checked conversation without its final assistant message."
     read = read_messages(value, where)
-    if read[-1]["role"] == "assistant":
-        read = read[:-1]
+    read = read[:-1] if read[-1]["role"] == "assistant" else read
     if not read:
         expected = "something for the policy to answer"
         raise DataError("messages", where=where, got="only an assistant message", expected=expected)
@@ -204,13 +202,14 @@ def check_columns(
     data: Mapping[str, Any],  # the columns of a row
     answer: Any,  # what is right, wherever it stood
     where: str,
-    require: Collection[str],  # "answer", or other columns
+    require: Collection[str],  # "answer", "answer?" = or null in its column, or other columns
     lost: Mapping[str, str] | None = None,  # known to be missing, by name: where it was looked for
     gone: Sequence[str] = (),  # columns that were named, and are not there
 ) -> None:
     "Raise `DataError` for a row that lacks columns; names all of them."
     answers, lost = f"something in {', '.join(ANSWER_COLUMNS)}", dict(lost or {})
-    absent = [n for n in require if (answer is None if n == "answer" else n not in data)]
+    told = {"answer": answer is not None, "answer?": answer is not None or any(n in data for n in ANSWER_COLUMNS)}
+    absent = ["answer" if n in told else n for n in require if not told.get(n, n in data)]
     lost |= {n: answers if n == "answer" else f"a column {n}" for n in absent}
     if lost or gone:
         what = ", ".join([*gone, *(f"no {'prompt' if name == 'question' else name}" for name in lost)])
@@ -254,7 +253,7 @@ def _json_lines(file: IO[bytes], name: str) -> _Records:
     for number, raw in enumerate(file, start=1):
         where = f"{name}, line {number}"
         try:
-            value = json.loads(raw) if raw.strip() else None
+            value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8")) if raw.strip() else None
         except (ValueError, RecursionError) as e:  # no UTF-8, no JSON, numbers and brackets without end
             expected = f"one JSON object ({plain_text(e)[:200]})"
             raise DataError("malformed line", where=where, got=quoted(raw), expected=expected) from e
@@ -280,7 +279,7 @@ def _file_records(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
             records = lines = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
             place = lambda number: f"{name}, line {lines.reader.line_num}"
         elif kind == ".json" and starts == b"[":
-            records = json.load(file)
+            records = json.loads(file.read().decode("utf-8-sig"))
         else:
             yield from _json_lines(file, name)
             return
@@ -313,15 +312,17 @@ def _download(url: str) -> IO[bytes]:
     if trouble := address_trouble(url):
         raise DataError("address", where="load_rows", got=_shown_url(trouble), expected="http(s)://host/path")
     hide_queries()
+    body = tempfile.TemporaryFile()  # noqa: SIM115
     try:
-        response = httpx.get(url, follow_redirects=True, timeout=httpx.Timeout(30, read=120))
+        with httpx.stream("GET", url, follow_redirects=True, timeout=httpx.Timeout(30, read=120)) as reply:
+            body.writelines(reply.iter_bytes())
+        failed = reply.status_code != 200 and f"status {reply.status_code} {reply.reason_phrase}"
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        got, fix = f"{type(e).__name__} ({e})", "Check the network, or give a local path."
-        raise DataError("download", where=_shown_url(url), got=got, expected="a file", fix=fix) from None
-    if response.status_code != 200:
-        got = f"status {response.status_code} {response.reason_phrase}"
-        raise DataError("download", where=_shown_url(url), got=got, expected="200", fix="Check the URL.")
-    return io.BytesIO(response.content)
+        failed = f"{type(e).__name__} ({e})"
+    if failed:
+        raise DataError("download", where=_shown_url(url), got=failed, expected="a file", fix="Check URL and network.")
+    body.seek(0)
+    return body
 
 # %% ../nbs/10_data.ipynb #99866bf1
 def _opened(source: str | os.PathLike[str]) -> tuple[IO[bytes], str]:
@@ -331,7 +332,10 @@ def _opened(source: str | os.PathLike[str]) -> tuple[IO[bytes], str]:
     if not os.path.isfile(source):
         expected = "a file of JSON, CSV or parquet, a data set of the hub, or an http(s) address"
         raise DataError("no such file", where="load_rows", got=quoted(str(source), 300)[1:-1], expected=expected)
-    return open(source, "rb"), Path(source).name
+    try:
+        return open(source, "rb"), Path(source).name
+    except OSError as e:
+        raise DataError("unreadable file", where="load_rows", got=str(e), expected="a file that may be read") from e
 
 # %% ../nbs/10_data.ipynb #f988117e
 def _object_records(source: Any) -> Iterator[tuple[str, Any]]:

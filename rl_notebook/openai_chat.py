@@ -22,13 +22,16 @@ __all__ = []
 
 # %% ../nbs/57_openai_chat.ipynb #61f2521c
 def closed(schema: Any) -> Any:
-    "A JSON schema whose objects have the properties that they list, where it does not say otherwise."
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    own = {"additionalProperties": False} if schema.get("type") == "object" and schema.get("properties") else {}
-    return own | {name: closed(part) for name, part in schema.items()}
+    "A JSON schema whose objects have the properties that they list, unless it says otherwise or joins schemas."
+    found = [json.loads(json.dumps(schema))]
+    for part in found:  # and those that come behind it meanwhile
+        parts = part.items() if isinstance(part, dict) else enumerate(part if isinstance(part, list) else ())
+        found += [p for name, p in parts if name not in ("const", "enum", "default", "examples")]
+    own = [part for part in found if isinstance(part, dict)]
+    joined = any("allOf" in s or ("properties" in s and {"anyOf", "oneOf", "$ref"} & s.keys()) for s in own)
+    for listed in (s for s in own if not joined and s.get("type") == "object" and s.get("properties")):
+        listed.setdefault("additionalProperties", False)
+    return found[0]
 
 
 def schema_rule(schema: Any) -> str:
@@ -41,9 +44,9 @@ def schema_rule(schema: Any) -> str:
 def reply_grammar(form: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], forced: bool) -> str:
     'The grammar of a reply, "" = any text: a form (`response_format`), a call of one of the tools, or either.'
     kind = form.get("type", "text")
-    if kind not in ("text", "json_object", "json_schema"):
-        expected = "text, json_object or json_schema"
-        raise DataError("response_format", where="the request", got=repr(kind)[:60], expected=expected)
+    if kind not in ("text", "json_object", "json_schema") or not isinstance(form.get("json_schema") or {}, dict):
+        expected = "text, json_object, or json_schema with an object"
+        raise DataError("response_format", where="the request", got=repr(form)[:60], expected=expected)
     rules: dict[str, str] = {}
     if kind != "text" and not forced:
         rules["answer"] = schema_rule((form.get("json_schema") or form).get("schema", {"type": "object"}))
@@ -114,6 +117,8 @@ def read_chat(body: Any) -> ChatRequest:
     if length is not None and (type(length) is not int or length < 1):
         raise DataError("max_tokens", where=where, got=repr(length), expected="a whole number from 1")
     messages, options = read_messages(body.get("messages")), body.get("chat_template_kwargs") or {}
+    if taken := {"messages", "tools", "where"} & options.keys():
+        raise ConfigError("chat_template_kwargs", where=where, got=sorted(taken), expected="options of its own")
     grammar = reply_grammar(body.get("response_format") or {}, forced or tools, bool(forced))
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     return ChatRequest(messages, tools, options, grammar, length, stops, body)

@@ -397,6 +397,7 @@ import json, logging, signal, sys
 from math_verify import parse, verify
 
 logging.disable(logging.CRITICAL)
+print("ready", flush=True)
 for line in sys.stdin:
     gold, text, patience = json.loads(line)
     signal.setitimer(signal.ITIMER_REAL, patience)  # nothing handles the alarm, so it ends this process
@@ -423,12 +424,14 @@ class MathVerify:
     def compare(self, text: str, gold: str) -> bool | None:  # None = unscorable
         "Whether two mathematical texts mean the same; blocks until the verdict or the time limit."
         with self._lock:
-            if self._worker is None or self._worker.poll() is not None:
+            if begins := self._worker is None or self._worker.poll() is not None:
                 pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
                 self._worker = subprocess.Popen([sys.executable, "-c", _JUDGE], text=True, **pipes)
                 weakref.finalize(self, self._worker.kill)
-            worker = self._worker
+            worker: Any = self._worker
             try:
+                if begins and not worker.stdout.readline():
+                    raise RewardError("math_verify", got="an early end", fix="Try python -c 'import math_verify'.")
                 with suppress(BrokenPipeError):
                     print(json.dumps([gold, text, self.timeout]), file=worker.stdin, flush=True)
                 verdict = worker.stdout.readline()
@@ -1003,8 +1006,8 @@ def as_reward_fns(source: Any, weights: Sequence[float] | None = None) -> tuple[
 def columns_read(source: Any) -> list[str]:  # source: one or several reward functions
     "Columns without which reward functions cannot be called; `answer` for whichever column holds it."
     bare = _make_group([""], Row("", prompt=""), None, 0, None)
-    names = [n for fn in as_reward_fns(source) for n in _missing(fn, _arguments(fn, bare, _Logs())[0])]
-    return list(dict.fromkeys("answer" if n in ANSWER_COLUMNS else n for n in names))
+    names = [(n, fn.style) for fn in as_reward_fns(source) for n in _missing(fn, _arguments(fn, bare, _Logs())[0])]
+    return list(dict.fromkeys("answer" + "?" * (style == "trl") if n in ANSWER_COLUMNS else n for n, style in names))
 
 # %% ../nbs/11_rewards.ipynb #e0556872
 async def score(

@@ -22,7 +22,7 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler, stream_request_body
 
-from .chat import Calls, Conversation, UnfitTurn, check_fits, check_template_options, first_difference
+from .chat import Calls, Conversation, UnfitTurn, check_fits, first_difference
 from .chat import split_calls, start_conversation, told_to_template
 from .core import AlignmentError, BackendError, ConfigError, DataError, MissingExtra
 from .core import RolloutRun, SampleParams, plain_text
@@ -127,11 +127,10 @@ def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tu
         if turn.continued:
             return as_given(talk), f"a second branch from message {same - 1} on"
         return talk, turn
-    check_template_options(tokenizer, asked.options)  # so that none is a parameter of ours
     messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
-    row = Row(key=where, messages=tuple(messages))
+    row = Row(key=where, messages=tuple(messages), options=asked.options)  # of which none is a parameter of ours
     try:
-        return start_conversation(tokenizer, row, **options, **asked.options), apart
+        return start_conversation(tokenizer, row, **options), apart
     except DataError as error:
         if not (turns and any(m["role"] == "assistant" for m in messages)):
             raise

@@ -4,10 +4,13 @@ import gzip
 import json
 import re
 import threading
+import tracemalloc
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings
@@ -89,6 +92,8 @@ def test_empty_cells_count_as_absent():
     assert (rows[0].prompt, rows[1].messages[0]["content"]) == ("a=", "b?")
     assert [r.answer for r in rows] == [1, "x"]
     assert "no prompt" in message(lambda: load_rows([{"prompt": "  "}]))
+    for cell in (pd.Series([1, 2]), np.array(5)):  # no truth value, or no length
+        assert load_rows([{"prompt": "a", "answer": cell}])[0].answer is cell
 
 
 # --- bad input says what, where, got, expected, fix
@@ -106,6 +111,7 @@ def test_empty_cells_count_as_absent():
         (b'{"question": "a"}\n\n{"id": "q9"}\n', "d.jsonl, line 3: no prompt: got columns id; expected something in"),
         (b'{"messages": [{"content": "a"}]}\n', "d.jsonl, line 1: message 0: got {'content': 'a'}; expected a mapping"),
         (b'{"prompt": 5}\n', "d.jsonl, line 1: prompt: got 5; expected a text or a list of messages"),
+        (b'{"question": "\xed\xa0\x80"}\n', "d.jsonl, line 1: malformed line: got"),  # half a character
         (b'{"question": {"a": 1}}\n', "d.jsonl, line 1: question: got {'a': 1}; expected a text or a list of messages"),
         (b"", "empty data set: got 0 rows from"),
         (b"\n\n", "empty data set: got 0 rows from"),
@@ -132,6 +138,8 @@ def test_other_refusals(tmp_path):
     )
     (tmp_path / "d.parquet").write_bytes(b"PAR1 not really PAR1")
     assert "unreadable file" in message(lambda: load_rows(tmp_path / "d.parquet"))
+    with patch("builtins.open", side_effect=PermissionError(13, "denied")):  # root may read all
+        assert "unreadable file: got [Errno 13] denied" in message(lambda: load_rows(tmp_path / "d.parquet"))
 
 
 def test_max_rows_stops_before_a_bad_line(tmp_path):
@@ -195,6 +203,10 @@ def test_everything_that_a_row_lacks_is_said_at_once(tmp_path):
     said = message(lambda: load_rows([{"q": "a"}], columns={"question": "problem"}, require=["answer"]))
     assert "column 'problem' (for 'question'), no answer: got columns q; expected to be there, and something in" in said
     assert GRPOLoop(backend, rows, lambda text: 1.0).rows == rows  # a reward that reads none needs none
+    trl, other = (lambda completions, answer, **kw: [None]), load_rows([{"question": "a", "answer": None}])
+    assert GRPOLoop(backend, other, trl).rows == other  # of a task that it leaves to another
+    assert "row '0': no answer: got columns question" in message(lambda: GRPOLoop(backend, rows, trl))
+    assert "row '0': no answer" in message(lambda: GRPOLoop(backend, other, ["gsm8k", trl]))
 
 
 def needs(text, answer, level): ...
@@ -209,11 +221,13 @@ def server():
         body = b'{"question": "1+1?", "answer": "2"}\n'
 
         def do_GET(self):
-            short = self.path.startswith("/short")
+            short, blank = self.path.startswith("/short"), 256 * self.path.startswith("/long")
             self.send_response(404 if self.path.startswith("/missing") else 200)
-            self.send_header("Content-Length", str(len(self.body) + 100 * short))
+            self.send_header("Content-Length", str(len(self.body) + 100 * short + (blank << 16)))
             self.end_headers()
             self.wfile.write(self.body)
+            for _ in range(blank):
+                self.wfile.write(b"\n" * (1 << 16))
 
         def log_message(self, *args):
             pass
@@ -229,15 +243,18 @@ def server():
 
 def test_an_address_is_read_and_what_fails_shows_no_secret(server):
     assert load_rows(f"{server}/train.jsonl?token=secret")[0].answer == "2"
+    tracemalloc.start()
+    assert len(load_rows(f"{server}/long.jsonl", max_rows=1)) == 1
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20  # of the 16 MiB that it has
+    tracemalloc.stop()
     text = message(lambda: load_rows(f"{server}/missing.jsonl?token=secret"))
-    assert "/missing.jsonl: download: got status 404 Not Found; expected 200. Check the URL." in text
+    assert "/missing.jsonl: download: got status 404 Not Found; expected a file. Check URL and network." in text
     assert "secret" not in text
     text = message(lambda: load_rows(f"{server}/short.jsonl?token=secret"))
     assert "/short.jsonl: download: got RemoteProtocolError" in text
     assert "secret" not in text
     text = message(lambda: load_rows("http://127.0.0.1:9/x.jsonl"))
     assert "got ConnectError" in text
-    assert "expected a file. Check the network, or give a local path." in text
 
 
 # --- the cursor

@@ -167,6 +167,12 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool(running: RunningEmulator, path
         assert json.loads(said.message.content)["sum"] in range(10)
         any_object = client.chat.completions.create(**ask, response_format={"type": "json_object"}).choices[0]
         assert any_object.message.content.startswith("{")
+        told, part = {"type": "object", "properties": {"a": 1}}, {"$ref": "#/$defs/sum"}
+        other = {"allOf": [part, {"properties": {"b": small}, "required": ["b"]}], "$defs": {"sum": schema}}
+        for joined, begins in (({"const": told}, json.dumps(told)), (other, "{")):  # neither value nor part is closed
+            form["json_schema"]["schema"] = joined
+            words = client.chat.completions.create(**ask, response_format=form).choices[0].message.content.split()
+            assert "".join(words).startswith("".join(begins.split()))
         assert min(r.logprob for r in said.logprobs.content) < -3  # of the model, which would not have said so
         named = {"type": "function", "function": {"name": "tell"}}
         for choice, names in (("required", ("tell", "say")), (named, ("tell",))):
@@ -182,6 +188,8 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool(running: RunningEmulator, path
     [
         ({"messages": [{"role": "judge", "content": "x"}]}, "unknown role judge"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
+        ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "json_schema with an object"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: got ['messages']"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"top_logprobs": 10**9}, "top_logprobs"),
         ({"n": 10**9}, "n: got 1000000000"),

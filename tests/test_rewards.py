@@ -572,7 +572,7 @@ def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):
     assert time.perf_counter() - start < 120
 
 
-def test_a_worker_that_dies_is_counted_and_replaced():
+def test_a_worker_that_dies_is_counted_and_replaced(monkeypatch):
     pytest.importorskip("math_verify")
     judge = MathVerify(timeout=300)
     assert judge.compare("$1$", "$1$") is True
@@ -582,6 +582,8 @@ def test_a_worker_that_dies_is_counted_and_replaced():
     assert (judge.crashes, judge.timeouts) == (1, 0)
     assert judge.compare("$1$", "$1$") is True
     assert judge._worker.pid != pid
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert "math_verify: got an early end" in message(lambda: MathVerify().compare("$1$", "$1$"))
 
 
 def test_after_an_interrupt_no_verdict_is_taken_for_another():

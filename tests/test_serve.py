@@ -302,7 +302,7 @@ def test_keys_and_addresses() -> None:
         ({"tools": [{"type": "function"}]}, "function"),
         ({"tools": ["all"]}, "tools"),
         ({"messages": [*ASKED, {"role": "assistant", "tool_calls": 5}]}, "tool_calls"),
-        ({"response_format": {"type": "xml"}}, "response_format: got 'xml'"),
+        ({"response_format": {"type": "xml"}}, "response_format: got {'type': 'xml'}"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
         ({"temperature": 0.2}, "temperature: got 0.2; expected 1.0"),
         ({"n": 100_000}, "n: got 100000"),

@@ -5,6 +5,7 @@
 # %% ../../nbs/73_emulator.chat.ipynb #c382a736
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -32,9 +33,9 @@ def as_completion(asked: ChatRequest, style: Style, tokenizer: Any) -> dict[str,
     if "prompt" in plain or asked.body.get("echo"):
         raise Refusal(400, "prompt or echo", got="one in a chat request", expected="messages alone")
     messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
-    options |= {name: value for name, value in asked.options.items() if name in str(tokenizer.chat_template)}
+    options |= {n: v for n, v in asked.options.items() if n in re.findall(r"\w+", str(tokenizer.chat_template))}
     wished = bool(asked.body.get("logprobs") or asked.body.get("top_logprobs"))
-    ids = encode_prompt(tokenizer, Row("the request", tuple(messages)), **options)
+    ids = encode_prompt(tokenizer, Row("the request", tuple(messages), options=options))
     return plain | {"prompt": ids, "max_tokens": asked.max_tokens or 2**31, "logprobs": wished or None}
 
 # %% ../../nbs/73_emulator.chat.ipynb #9b911982
