@@ -102,10 +102,7 @@ def test_empty_cells_count_as_absent():
 @pytest.mark.parametrize(
     ("content", "shown"),
     [
-        (
-            b'{"question": "a"}\n{"question": \n',
-            "d.jsonl, line 2: malformed line: got b'{\"question\": \\n'",
-        ),
+        (b'{"question": "a"}\n{"question": \n', "d.jsonl, line 2: malformed line: got b'{\"question\": \\n'"),
         (b'{"question": "a"}\n[1]\n', "d.jsonl, line 2: record: got [1]; expected a mapping"),
         (b'{"question": "\xff"}\n', 'd.jsonl, line 1: malformed line: got b\'{"question": "\\xff"}\\n\'; expected one'),
         (b'{"question": "a"}\n\n{"id": "q9"}\n', "d.jsonl, line 3: no prompt: got columns id; expected something in"),
