@@ -285,12 +285,12 @@ def on_interrupt(act: Callable[[], bool]) -> Iterator[None]:
 @contextmanager
 def interrupts_held() -> Iterator[list[None]]:  # one None for each that was heard so far
     "While inside, the first interrupt waits until the block is over; the next ones do not."
-    heard = list[None]()
+    heard, counts = list[None](), callable(signal.getsignal(signal.SIGINT))  # else it is ignored, here as well
     try:
-        with on_interrupt(lambda: heard.append(None) or len(heard) == 1):
+        with on_interrupt(lambda: counts and (heard.append(None) or len(heard) == 1)):
             yield heard
     finally:
-        if len(heard) == 1:  # where it is ignored, this does nothing
+        if len(heard) == 1:
             signal.raise_signal(signal.SIGINT)
 
 # %% ../nbs/01_names.ipynb #a7744d12

@@ -808,8 +808,7 @@ class RunFolder(Run):
         with _os_errors("cannot write", run.path):
             for leftover in run.path.glob("**/.*.writing"):  # of a killed process
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-        if run.steps and differing(run.config, config) and not _kept_configs(run.path, run.steps[-1]):
-            with _os_errors("cannot write", run.path):
+            if run.steps and differing(run.config, config) and not _kept_configs(run.path, run.steps[-1]):
                 write_file(run.path / f"config-{run.steps[-1]:05d}.yaml", read_file(run.path / "config.yaml"))
         replace_text(run.path / "config.yaml", _config_yaml(config))
         note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
