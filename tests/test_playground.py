@@ -14,7 +14,7 @@ from tiny_models import one_thread
 from rl_notebook.backends.local import open_local
 from rl_notebook.cli import main
 from rl_notebook.core import BackendError, ConfigError, SampleParams
-from rl_notebook.recipes.playground import ChatView, Playground, open_playground, streamed
+from rl_notebook.recipes.playground import Playground, open_playground, streamed
 from rl_notebook.toy import load_model
 
 __all__ = ["one_thread"]
@@ -72,16 +72,12 @@ def test_an_answer_is_said_as_it_grows_and_stops_when_it_is_cancelled(folder):
             with pytest.raises(KeyboardInterrupt):
                 await playground.ask("And 1+1+1+1+1?", stop)
             assert len(playground.exchanges) == playground.talks["trained"].turns == 1
-            whole = await playground.ask("And 1+1+1+1+1?")
+            await playground.ask("And 1+1+1+1+1?")
             assert playground.talks["base"].turns == 2
             assert len(playground.exchanges) == 2
-            view = ChatView(playground)
-            assert len(view.log.children) == 2
-            assert whole.said in view.shown.static_html
             playground.samplers["trained"].engine.max_seq_len = 40
             with pytest.raises(ConfigError, match=r"expected less than the model's 40\. Begin a new conversation"):
-                await view.ask("And 2+2+2+2+2?")
-            assert "Begin a new conversation" in view.log.children[-1].children[0].value
+                await playground.ask("And 2+2+2+2+2?")
             return said, exchange, playground
 
     said, exchange, playground = run(ask())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ipywidgets
 import numpy as np
 import pandas as pd
 
@@ -24,17 +22,16 @@ from ..backends.base import Backend
 from ..backends.open import local_options
 from ..chat import Conversation, encode_prompt, start_conversation, with_template
 from ..config import Config
-from ..core import Completion, ConfigError, Datum, RecordError, RLNotebookError, SampleParams
+from ..core import Completion, ConfigError, Datum, RecordError, SampleParams
 from ..data import Row
 from ..records import Checkpoint, Run, read_best, read_checkpoint
 from ..toy import load_model
-from ..drawings import SOFT, shown_text, styled
+from ..drawings import shown_text
 from ..step import sync_weights
-from ..views.tokens import TokenInspector, WithFallback, close_all, deliver_to_main, inspect_tokens
-from ..views.turns import readable
+from ..views.tokens import TokenInspector, inspect_tokens
 
 # %% auto #0
-__all__ = ['Playground', 'open_playground', 'ChatView']
+__all__ = ['Playground', 'open_playground']
 
 # %% ../../nbs/67_recipes.playground.ipynb #8b7aa6eb
 def best_step(run: Run) -> int | None:  # None = no checkpoint was evaluated
@@ -48,12 +45,8 @@ def best_step(run: Run) -> int | None:  # None = no checkpoint was evaluated
     return -max(measured)[1] if measured else None
 
 
-def checkpoint_of(
-    run: Run,
-    step: int | str | None = None,  # "best" = of the best evaluation; None = the newest whole one
-    what: str = "checkpoint",  # what asks, for an error
-) -> Checkpoint:
-    "A checkpoint of a run; raises `RecordError` when it is not there."
+def checkpoint_of(run: Run, step: int | str | None = None, what: str = "checkpoint") -> Checkpoint:
+    "The checkpoint of a step, the best evaluated one (`best`) or the newest whole one (None); raises `RecordError`."
     number = best_step(run) if step == "best" else step
     if number is not None and number in run.checkpoints:
         return read_checkpoint(run.path / "checkpoints" / f"{number:05d}")
@@ -68,9 +61,7 @@ def checkpoint_of(
 # %% ../../nbs/67_recipes.playground.ipynb #69c25c5e
 @asynccontextmanager
 async def open_trained(
-    path: Path,  # the run folder
-    step: int | str | None = None,  # of `checkpoint_of`
-    what: str = "playground",  # what asks, for an error
+    path: Path, step: int | str | None = None, what: str = "playground"
 ) -> AsyncIterator[tuple[Backend, Config, Checkpoint]]:
     "The policy of a run in this process, as it stood at a checkpoint; its sampler still serves the base model."
     from rl_notebook.backends.local import open_local
@@ -87,13 +78,8 @@ async def open_trained(
         yield backend, cfg, found
 
 # %% ../../nbs/67_recipes.playground.ipynb #4150ffce
-async def export_run(
-    path: Path,  # the run folder
-    to: str | None = None,  # "hf", "adapter" or "merged"; None = what was trained
-    out: Path | None = None,  # a new folder; None = `export` in the run folder
-    step: int | str | None = None,  # of a checkpoint, or "best"; None = the newest whole one
-) -> Path:
-    "Write the policy of a run's checkpoint into a new folder or file."
+async def export_run(path: Path, to: str | None = None, out: Path | None = None, step: int | str | None = None) -> Path:
+    "Write the policy of a run's checkpoint into a new folder, as `hf`, `adapter`, `merged` (None = what was trained)."
     async with open_trained(path, step, "export") as (backend, cfg, found):
         table = Run.open(path).metrics()
         metrics = {int(step): dict(row) for step, row in zip(table.index, table.to_dict("records"), strict=True)}
@@ -109,13 +95,9 @@ def sayable(text: str, stop: Sequence[str]) -> str:
 
 # %% ../../nbs/67_recipes.playground.ipynb #f7199a99
 async def streamed(
-    sampler: Any,  # `LocalSampler`
-    tokenizer: Any,
-    prompt: Sequence[int],
-    params: SampleParams,  # of one completion
-    say: Callable[[str], Any],  # gets the text, piece by piece
+    sampler: Any, tokenizer: Any, prompt: Sequence[int], params: SampleParams, say: Callable[[str], Any]
 ) -> Completion:
-    "Draw a completion and say its text while it grows; cancelled, it draws no further."
+    "Draw a completion with a `LocalSampler` and say its text while it grows; cancelled, it draws no further."
     events, queue = asyncio.get_running_loop(), asyncio.Queue[list[int] | None]()
     heard = partial(events.call_soon_threadsafe, queue.put_nowait)
     drawing = asyncio.ensure_future(sampler.sample(prompt, params, heard))
@@ -144,13 +126,6 @@ class Exchange:
 
     def __repr__(self) -> str:
         return "\n".join([f"you: {self.said}", *(f"{who}: {c.text}" for who, c in self.answers.items())])
-
-
-def answer_datum(completion: Completion, group: int, sample: int, key: str) -> Datum:
-    "An answer as one sequence of which the drawn tokens count."
-    tokens = completion.full_tokens
-    weights = np.arange(1, len(tokens)) >= completion.prompt_len
-    return Datum(np.array(tokens), weights.astype(float), group=group, sample=sample, key=key)
 
 # %% ../../nbs/67_recipes.playground.ipynb #ecf4ebd1
 class Playground:
@@ -204,7 +179,10 @@ class Playground:
             raise ConfigError("tokens", got="no answer yet", expected="a question before")
         shown = exchange or self.exchanges[-1]
         at = self.exchanges.index(shown)
-        datums = [answer_datum(c, at, i, who) for i, (who, c) in enumerate(shown.answers.items())]
+        datums = list[Datum]()
+        for i, (who, completion) in enumerate(shown.answers.items()):
+            drawn = np.arange(1, len(completion.full_tokens)) >= completion.prompt_len
+            datums.append(Datum(np.array(completion.full_tokens), drawn.astype(float), group=at, sample=i, key=who))
         series = {who: [(await s.logprobs(d.tokens)).values for d in datums] for who, s in self.samplers.items()}
         return datums, series
 
@@ -265,119 +243,3 @@ async def open_playground(
         made.title = f"{cfg.base_model} after step {found.step}" + (" beside its base model" if beside else "")
         made.stack = stack.pop_all()
     return made
-
-# %% ../../nbs/67_recipes.playground.ipynb #a6300a52
-def exchange_html(said: str, answers: Mapping[str, str]) -> str:  # safe HTML without script
-    "A question, and the answers beside each other."
-    box = "flex:1 1 260px;border:1px solid rgba(130,140,150,.4);border-radius:6px;padding:6px 10px;white-space:pre-wrap"
-    cells = "".join(
-        styled(
-            "div",
-            styled("div", who, style=f"font-size:11px;{SOFT}"),
-            readable(text),
-            style=f"{box};overflow-wrap:anywhere",
-        )
-        for who, text in answers.items()
-    )
-    row = styled("div", cells, style="display:flex;flex-wrap:wrap;gap:8px;margin:4px 0")
-    asked = styled("div", styled("b", readable(said)), style="white-space:pre-wrap;overflow-wrap:anywhere")
-    return styled("div", asked, row, style="line-height:1.45")
-
-
-def answer_texts(exchange: Exchange) -> dict[str, str]:
-    "The answers of an exchange; one that was cut off says so."
-    cut = {"length": " ✂ cut off", "stop": ""}
-    return {who: c.text + cut.get(c.finish_reason, f" ({c.finish_reason})") for who, c in exchange.answers.items()}
-
-# %% ../../nbs/67_recipes.playground.ipynb #c6e3e3fc
-class ChatView:
-    "A playground in a notebook: type, read the answers beside each other, open their tokens."
-
-    def __init__(self, playground: Playground):
-        self.playground, self.task, self.folds = playground, None, list[tuple[Any, Any]]()
-        wide = {"layout": ipywidgets.Layout(flex="1 1 auto", width="auto")}
-        self.line = ipywidgets.Text(placeholder="Ask something, then Enter", **wide)
-        self.button = ipywidgets.Button(description="Ask", layout=ipywidgets.Layout(width="90px"))
-        self.fresh = ipywidgets.Button(description="New", tooltip="a new conversation", layout={"width": "70px"})
-        self.log = ipywidgets.VBox([])
-        head = ipywidgets.HTML(styled("div", readable(playground.title), style=SOFT))
-        bar = ipywidgets.HBox([self.line, self.button, self.fresh])
-        self.shown = WithFallback(ipywidgets.VBox([head, self.log, bar]), "", repr(playground))
-        self.button.on_click(self._pressed)
-        self.fresh.on_click(self._renewed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # no other event tells Enter from leaving the field
-            self.line.on_submit(self._pressed)
-        for exchange in playground.exchanges:
-            self._finish(self._begin(exchange.said), exchange)
-        deliver_to_main(self.shown.both)
-
-    async def ask(self, text: str) -> Exchange:
-        "Ask, and show the answers while they grow."
-        place = self._begin(text)
-        grown = dict.fromkeys(self.playground.samplers, "")
-
-        def say(who: str, piece: str) -> None:
-            grown[who] += piece
-            place.children[0].value = exchange_html(text, grown)
-
-        try:
-            exchange = await self.playground.ask(text, say)
-        except (RLNotebookError, asyncio.CancelledError) as error:
-            told = str(error) or "Stopped: the models do not remember it."
-            place.children = [ipywidgets.HTML(exchange_html(text, grown) + styled("i", readable(told)))]
-            raise
-        self._finish(place, exchange)
-        return exchange
-
-    def _begin(self, text: str) -> ipywidgets.VBox:
-        "A place for an exchange, below the others."
-        place = ipywidgets.VBox([ipywidgets.HTML(exchange_html(text, dict.fromkeys(self.playground.samplers, "…")))])
-        self.log.children = (*self.log.children, place)
-        return place
-
-    def _finish(self, place: ipywidgets.VBox, exchange: Exchange) -> None:
-        "Draw whole answers, with a button that opens their tokens."
-        place.children[0].value = exchange_html(exchange.said, answer_texts(exchange))
-        button, fold = ipywidgets.ToggleButton(description="Tokens", layout={"width": "90px"}), ipywidgets.VBox([])
-        button.observe(lambda change: self._start(self._unfold(fold, exchange, change["new"])), "value")
-        place.children = (*place.children, button, fold)
-        deliver_to_main(place)
-        asked = self.playground.exchanges
-        self.shown.update("".join(exchange_html(e.said, answer_texts(e)) for e in asked), repr(self.playground))
-
-    async def _unfold(self, fold: ipywidgets.VBox, exchange: Exchange, opened: bool) -> None:
-        "Open the token view of an exchange, or close it."
-        for child in fold.children:
-            close_all(child)
-        drawn = "; ".join(f"sample {i} was drawn by {who}" for i, who in enumerate(exchange.answers))
-        told = ipywidgets.HTML(styled("div", f"policy: trained, ref: base; {drawn}", style=SOFT))
-        fold.children = [told, await self.playground.inspect(exchange)] if opened else []
-
-    def _pressed(self, _: Any) -> None:
-        "Ask what stands in the line; while an answer is drawn, stop it."
-        if self.task is not None and not self.task.done():
-            self.task.cancel()
-        elif text := self.line.value.strip():
-            self.line.value, self.button.description = "", "Stop"
-            self.task = self._start(self.ask(text))
-            self.task.add_done_callback(lambda _: setattr(self.button, "description", "Ask"))
-
-    def _start(self, work: Any) -> asyncio.Task[Any]:
-        "Run beside the kernel; what goes wrong is shown in the log already."
-        task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self.started = task
-        return task
-
-    def _renewed(self, _: Any) -> None:
-        "A new conversation in an empty view."
-        if self.task is None or self.task.done():
-            self.playground.forget()
-            self.log.children = ()
-
-    def _ipython_display_(self) -> None:
-        self.shown._ipython_display_()
-
-    def __repr__(self) -> str:
-        return f"ChatView({self.playground!r})"
