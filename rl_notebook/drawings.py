@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 __all__ = ['HUES', 'number', 'token_text', 'token_texts', 'shapes', 'table', 'html_table', 'frame_html']
 
 # %% ../nbs/31_drawings.ipynb #b7f802f1
-def prompt_text(
-    row: Mapping[str, Any],  # columns of a data row
-) -> str:  # "" when the row shows no prompt
+def prompt_text(row: Mapping[str, Any]) -> str:
     "The prompt of a row as text, for display."
     value = next((row[name] for name in ("messages", "prompt", "question") if row.get(name) is not None), "")
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -250,12 +248,7 @@ def scale_html(what: str, steps: Iterable[tuple[float, str]], form: str = ".4g",
     return styled("div", f"colour: {what} {' '.join(shown)}{end}", style=_SMALL)
 
 
-def token_strip(
-    texts: Sequence[str],  # of `token_texts`
-    tints: Sequence[str] = (),  # a background of each token, or ""; () = none
-    dim: Sequence[bool] = (),  # which are dimmed; () = none
-    most: int = 120,  # tokens; of more, the middle is left out
-) -> str:
+def token_strip(texts: Sequence[str], tints: Sequence[str] = (), dim: Sequence[bool] = (), most: int = 120) -> str:
     "Tokens one after the other, tinted; neighbours that look alike share an element."
     if (said := "".join(texts)) != (masked := without_keys(said)):  # a key may be cut into many tokens
         return styled("div", _cell(on_one_line(masked, 3 * most)), style=_TEXT)
@@ -301,10 +294,7 @@ def _asked(item: Rollouts | PromptGroup) -> str:
 
 
 def grouped(
-    head: Sequence[str],
-    groups: Sequence[tuple[str, Sequence[Any], Any]],  # title, items, and what makes a row of an item
-    what: str,  # the items are called
-    budget: int = BUDGET,  # bytes
+    head: Sequence[str], groups: Sequence[tuple[str, Sequence[Any], Any]], what: str, budget: int = BUDGET
 ) -> str:
     "A table with a title and the first items of each group, as many as fit."
     rows = list[Sequence[str]]()
@@ -330,10 +320,7 @@ def _said(sample: RolloutSample, tokenizer: Any, most: int) -> str:
     return token_strip(texts, tints, [not d for d in drawn], most)
 
 
-def completions_html(
-    groups: Sequence[Rollouts] | Sequence[PromptGroup],
-    tokenizer: Any = None,  # with `decode`; None = texts without their tokens
-) -> str:
+def completions_html(groups: Sequence[Rollouts] | Sequence[PromptGroup], tokenizer: Any = None) -> str:
     "What was sampled: by group, tokens tinted by logprob."
     most = _room(len(groups))
 
@@ -353,9 +340,7 @@ _PARTS = ("blue", "green", "violet", "orange")
 _STRIP = 30  # pixels of its height
 
 
-def reward_parts(
-    groups: Sequence[PromptGroup],
-) -> tuple[list[str], list[np.ndarray]]:  # names; (samples, names) a group
+def reward_parts(groups: Sequence[PromptGroup]) -> tuple[list[str], list[np.ndarray]]:
     "What each reward function contributes to each reward, as weighted; the reward as a whole where that is not known."
     names = list(dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards))
     values = [[[s.rewards.get(n) for n in names] for s in g.samples] for g in groups]
@@ -524,11 +509,7 @@ def _tinted(datum: Datum, values: np.ndarray, limit: float, tokenizer: Any, most
     return token_strip(texts, tints, [not on for on in active], most)
 
 
-def reference_html(
-    datums: Sequence[Datum],
-    policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); None = the sampler's
-    tokenizer: Any = None,
-) -> str:
+def reference_html(datums: Sequence[Datum], policy_logprobs: Sequence[Any] | None = None, tokenizer: Any = None) -> str:
     "The log ratio of policy and reference on each token; empty where no reference was asked."
     ours = [d.sampler_logprobs for d in datums] if policy_logprobs is None else [np.asarray(p) for p in policy_logprobs]
     if not datums or any(d.ref_logprobs is None for d in datums) or any(o is None for o in ours):
@@ -551,12 +532,7 @@ def reference_html(
     return styled("div", f"{agree}: the largest difference is {number(farthest, '.2g')} nats") + folded("Tokens", drawn)
 
 # %% ../nbs/31_drawings.ipynb #e1001dcb
-def loss_html(
-    output: LossOutput,
-    datums: Sequence[Datum],
-    tokenizer: Any = None,
-    budget: int = BUDGET,  # bytes
-) -> str:
+def loss_html(output: LossOutput, datums: Sequence[Datum], tokenizer: Any = None, budget: int = BUDGET) -> str:
     "What the loss does to each token: minus dL/dlogprob, by group."
     if not datums:
         return ""
@@ -579,10 +555,7 @@ def loss_html(
 _NORMS = {"grad_norm": "gradient norm", "update_norm": "update norm"}
 
 
-def norms_html(
-    metrics: Mapping[str, float],
-    budget: int = BUDGET,  # bytes
-) -> str:
+def norms_html(metrics: Mapping[str, float], budget: int = BUDGET) -> str:
     "Gradient and update norm by layer, from metrics such as `grad_norm/layer_00`; empty where there are none."
     found = {kind: {k.split("/", 1)[1]: v for k, v in metrics.items() if k.startswith(f"{kind}/")} for kind in _NORMS}
     kinds = [kind for kind, values in found.items() if values]
@@ -600,11 +573,7 @@ def norms_html(
     return fitted(head, rows, len(layers), "layers", budget) if kinds else ""
 
 # %% ../nbs/31_drawings.ipynb #2d20780c
-def step_html(
-    verdict: str,  # the step in one line
-    groups: Sequence[PromptGroup],
-    metrics: Mapping[str, float],  # of the step
-) -> str:
+def step_html(verdict: str, groups: Sequence[PromptGroup], metrics: Mapping[str, float]) -> str:
     "A finished step on one page."
     strips, legend = _strips(groups[: 2 * MOST_ITEMS])
     limit = _farthest(groups)

@@ -163,11 +163,7 @@ async def quiet(loop: Loop) -> None:
 class Player:
     "Runs a loop in a task, one phase after the other, and can be held between any two."
 
-    def __init__(
-        self,
-        loop: GRPOLoop,
-        changed: Callable[[], Any] = lambda: None,  # called before and after each phase
-    ):
+    def __init__(self, loop: GRPOLoop, changed: Callable[[], Any] = lambda: None):
         self.loop, self.changed = loop, changed
         self.delay = 0.0  # seconds between two phases
         self.doing = ""  # the running action

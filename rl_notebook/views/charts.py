@@ -637,12 +637,7 @@ def _slim(drawn: str) -> str:
     return re.sub(r"(?<=>)\n\s*(?=<)|<g/>", "", re.sub(r"<[^>]*>", _slim_tag, inside))
 
 # %% ../../nbs/51_views.charts.ipynb #b8dfa4f9
-def svg(
-    figure: Figure,
-    title: str = "",  # read out, and written above the chart
-    width: int = 640,  # pixels
-    height: int = 260,
-) -> str:
+def svg(figure: Figure, title: str = "", width: int = 640, height: int = 260) -> str:
     "A figure as a small self-contained picture, the same bytes each time."
     from matplotlib import rc_context, rcdefaults, rcParams
 

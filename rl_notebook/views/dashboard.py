@@ -255,10 +255,7 @@ ICONS = {
 SPEEDS = (("full speed", 0.0), ("½ s after a phase", 0.5), ("2 s after a phase", 2.0), ("5 s after a phase", 5.0))
 
 # %% ../../nbs/53_views.dashboard.ipynb #b391420e
-def make_buttons(
-    press: Callable[[str], Any],
-    beside: bool = True,  # whether rows may be in flight beside training; without them there is nothing to drain
-) -> dict[str, ipywidgets.Button]:
+def make_buttons(press: Callable[[str], Any], beside: bool = True) -> dict[str, ipywidgets.Button]:
     "A button for every action."
     about = {a: text for a, text in ACTIONS.items() if beside or a != "drain"}
     buttons = {a: ipywidgets.Button(description=a.capitalize(), icon=ICONS[a], tooltip=t) for a, t in about.items()}

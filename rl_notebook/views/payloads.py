@@ -55,10 +55,7 @@ def _series(x: np.ndarray, y: np.ndarray, limit: int | None) -> Series:
     return {"x": x.tolist(), "y": values if np.isfinite(y).all() else [v if math.isfinite(v) else None for v in values]}
 
 
-def downsample(
-    series: Series,
-    limit: int = DRAWN,  # points, at least 5
-) -> Series:
+def downsample(series: Series, limit: int = DRAWN) -> Series:
     "A series of at most `limit` points with the first, the last and all extremes of the whole, for drawing only."
     if limit < 5:
         raise RecordError("downsample: limit", got=limit, expected="at least 5", fix="Draw fewer lines instead.")
@@ -127,11 +124,7 @@ def column(metrics: Metrics, name: str) -> tuple[np.ndarray, np.ndarray]:  # ste
     return metrics.index.to_numpy(dtype=np.int64)[there], values[there]
 
 
-def series(
-    metrics: Metrics,
-    name: str,
-    limit: int | None = None,  # points, for drawing; None = all
-) -> Series:
+def series(metrics: Metrics, name: str, limit: int | None = None) -> Series:
     "A metric over the steps at which it was measured."
     return _series(*column(metrics, name), limit)
 
@@ -154,9 +147,7 @@ def five_numbers(values: np.ndarray, name: str) -> dict[str, float]:
 
 
 def spread_row(
-    rewards: Sequence[np.ndarray],  # (samples,) of each group
-    advantages: Sequence[np.ndarray],  # (samples,) of each group
-    lengths: Sequence[np.ndarray],  # (samples,) tokens sampled
+    rewards: Sequence[np.ndarray], advantages: Sequence[np.ndarray], lengths: Sequence[np.ndarray]
 ) -> dict[str, float]:
     "Quartiles of the groups' mean rewards and of the advantages; share of sampled tokens by sign of advantage."
     means = np.array([r.mean() for r in rewards if len(r)])
@@ -215,10 +206,7 @@ _PANELS = (  # name, unit, lines and their metrics, power of the noise floor, wh
 
 
 def kl_payload(
-    metrics: Metrics,
-    settings: Mapping[str, Any],  # dotted names
-    noise_floor: float | None = None,  # nats; None = the metric of that name, if there is one
-    limit: int | None = None,
+    metrics: Metrics, settings: Mapping[str, Any], noise_floor: float | None = None, limit: int | None = None
 ) -> dict[str, Any]:
     "Panels of what is more than rounding, lines and noise floor in their unit, what is not, and the KL's weight."
     floor = last_value(metrics, "noise_floor") if noise_floor is None else noise_floor
@@ -239,11 +227,7 @@ def kl_payload(
 BARS = 100  # of a chart of shares
 
 
-def bar_means(
-    metrics: Metrics,
-    name: str,
-    limit: int | None = BARS,  # bars; None = one a step
-) -> Series:
+def bar_means(metrics: Metrics, name: str, limit: int | None = BARS) -> Series:
     "A metric as bars: at most `limit` of them, each the mean over equally many steps, at the first of them."
     x, y = column(metrics, name)
     width = 1 if limit is None else max(1, -(-len(x) // limit))
@@ -319,22 +303,14 @@ def _age_shares(metrics: Metrics, limit: int | None) -> dict[str, Series]:
     return {name: _series(x[starts], y, None) for name, y in zip(names, shares, strict=True)}
 
 
-def staleness_payload(
-    metrics: Metrics,
-    settings: Mapping[str, Any],  # dotted names
-    limit: int | None = None,
-) -> dict[str, Any]:
+def staleness_payload(metrics: Metrics, settings: Mapping[str, Any], limit: int | None = None) -> dict[str, Any]:
     "Staleness of the trained groups in versions: mean and ends, the bound that was set, shares of the groups."
     lines = {stat: series(metrics, f"async/version_offset_{stat}", limit) for stat in ("mean", "min", "max")}
     bound = settings.get("max_head_offpolicy_versions")
     return {**lines, "bound": bound, "ages": _age_shares(metrics, limit and BARS)}
 
 # %% ../../nbs/50_views.payloads.ipynb #feff8449
-def pipeline_payload(
-    metrics: Metrics,
-    settings: Mapping[str, Any],  # dotted names
-    limit: int | None = None,
-) -> dict[str, Any]:
+def pipeline_payload(metrics: Metrics, settings: Mapping[str, Any], limit: int | None = None) -> dict[str, Any]:
     "Rows in flight, ready, and for which there was room; and the shares of the time that trainer and sampler waited."
     rows = {"in_flight": series(metrics, "async/in_flight", limit), "ready": series(metrics, "async/ready", limit)}
     samples, (x, free) = settings.get("completions_per_prompt"), column(metrics, "async/staleness_capacity_at_step")
@@ -482,11 +458,7 @@ def advantages_payload(record: StepRecord, start: int = 0, rows: int | None = No
     }
 
 # %% ../../nbs/50_views.payloads.ipynb #84738bac
-def counts_payload(
-    record: StepRecord,
-    what: str = "reward",  # or "advantage"
-    bins: int = 20,  # at most
-) -> dict[str, Any]:
+def counts_payload(record: StepRecord, what: str = "reward", bins: int = 20) -> dict[str, Any]:
     "Rewards or advantages of a step, counted: middles and width of the bars, and counts by kind of group."
     none = np.zeros(0)
     of = (lambda g: g.rewards) if what == "reward" else (lambda g: none if g.advantages is None else g.advantages)
@@ -533,11 +505,7 @@ def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def completion_row(
-    group: PromptGroup,
-    i: int,  # which of its samples
-    tokenizer: Any = None,  # with `decode(ids, skip_special_tokens=...)`; None = the prompt as in the data
-) -> dict[str, Any]:
+def completion_row(group: PromptGroup, i: int, tokenizer: Any = None) -> dict[str, Any]:
     "One sample of a step as a row of a table."
     s = group.samples[i]
     return {
@@ -554,12 +522,7 @@ def completion_row(
     }
 
 
-def address(
-    step: int,
-    group: int,  # index of the prompt group in the step
-    sample: int,  # index in the group
-    token: int | None = None,  # of prompt and completion together, from 0; None = the whole completion
-) -> str:
+def address(step: int, group: int, sample: int, token: int | None = None) -> str:
     "The name of a completion, or of one of its tokens, after the `#` of a report's address."
     return f"step={step}&group={group}&sample={sample}" + ("" if token is None else f"&token={token}")
 
@@ -571,10 +534,7 @@ def completion_rows(record: StepRecord, tokenizer: Any = None) -> list[dict[str,
     return [named(g, i) | {"dead": mark} for g, mark in marks for i in range(len(g.samples))]
 
 
-def completions_table(
-    record: StepRecord,
-    columns: Sequence[Mapping[str, Any]],  # as `makeTable` of table.js takes them; named as in `completion_row`
-) -> dict[str, Any]:
+def completions_table(record: StepRecord, columns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "The samples of a step as columns and rows, which a page sorts, searches and filters by itself."
     names = {"id", "group", "sample", *(c["name"] for c in columns)}
     clean = lambda v: utf8(v) if isinstance(v, str) else v
@@ -594,11 +554,7 @@ READ_COLUMNS = (
 )
 
 
-def completions_payload(
-    record: StepRecord,
-    limit: int = SHOWN_TEXT,  # characters, about
-    named: Collection[int] = (),  # groups that are shown in any case
-) -> dict[str, Any]:
+def completions_payload(record: StepRecord, limit: int = SHOWN_TEXT, named: Collection[int] = ()) -> dict[str, Any]:
     "The completions of the first groups with signal as a table, and how many groups there are."
     live = [g for g in record.groups if not (g.samples and is_dead(g.rewards))]
     size = lambda g: sum(200 + len(prompt_text(g.row)) + len(s.text) for s in g.samples)
@@ -618,11 +574,7 @@ def completions_payload(
     }
 
 # %% ../../nbs/50_views.payloads.ipynb #91f5f229
-def header_payload(
-    metrics: pd.DataFrame,  # one row a step
-    settings: Mapping[str, Any],  # dotted names
-    name: str = "run",
-) -> dict[str, Any]:
+def header_payload(metrics: pd.DataFrame, settings: Mapping[str, Any], name: str = "run") -> dict[str, Any]:
     "Name, facts and numbers at the top of a report; numbers are (label, first, last, step of first, step of last)."
     names = {"model": "base_model", "data": "dataset", "loss": "policy_loss", "learning rate": "learning_rate"}
     facts = {label: settings[key] for label, key in names.items() if settings.get(key) is not None}
@@ -935,11 +887,7 @@ def _fact(value: Any) -> float | str | None:
     return _plain(np.array([value], float))[0] if math.isfinite(value) else str(value)
 
 
-def token_payload(
-    row: TokenRow,
-    tokenizer: Any = None,
-    floor: float = NOISE,  # nats; smaller differences are rounding
-) -> dict[str, Any]:
+def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) -> dict[str, Any]:
     "One sample as plain values: tokens, roles, and every series with its scale."
     texts, special = token_texts(row.tokens, tokenizer)
     roles = _roles(row)
@@ -1004,10 +952,7 @@ def tokens_payload(
     return {at: recorded_tokens(rows[at], tokenizer) for at in kept}
 
 # %% ../../nbs/50_views.payloads.ipynb #f0816e26
-def evidence_of(
-    source: StepRecord | Sequence[Datum],
-    policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
-) -> Evidence | None:
+def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None) -> Evidence | None:
     "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
     record = source if isinstance(source, StepRecord) else None
     datums = list(source.datums if isinstance(source, StepRecord) else source)
@@ -1040,11 +985,7 @@ def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
     return "open", f"several causes fit: {'; '.join(causes)}" if causes else "no known cause fits"
 
 
-def verdict_payload(
-    e: Evidence,
-    d: Diagnosis,
-    syncs: str = "",  # how often the sampler was given weights
-) -> dict[str, str]:
+def verdict_payload(e: Evidence, d: Diagnosis, syncs: str = "") -> dict[str, str]:
     "What the numbers of all tokens say, in a line, and what to do about it."
     (state, cause), gap, floor = _cause_words(d, syncs), np.abs(e.gap), tolerance(e)
     close = f"{int((gap <= floor).sum()):,} of {len(gap):,} tokens agree (floor {floor:.2g} nats)"

@@ -152,11 +152,7 @@ def _named(trends: Iterable[Trend], show: Iterable[str], steps: Sequence[int]) -
     return found
 
 # %% ../../nbs/59_views.report.ipynb #78d3bce2
-def material(
-    source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
-    known: Known | None = None,  # of earlier readings of this run; filled
-    show: Iterable[str] = (),  # addresses of completions that are to be there
-) -> Material:
+def material(source: Run | Iterable[StepRecord], known: Known | None = None, show: Iterable[str] = ()) -> Material:
     "Read what a report needs; raises RecordError for an address of a step that is not there."
     if not isinstance(source, Run):
         read = {record.step: record for record in source}
@@ -204,11 +200,7 @@ def _told(read: Mapping[int, StepRecord], steps: Sequence[int], named: Named) ->
     }
 
 # %% ../../nbs/59_views.report.ipynb #f39fd76c
-def tag(
-    name: str,  # of the element
-    *inside: str,  # safe HTML
-    **attributes: Any,  # escaped here; `kind` is the class
-) -> str:
+def tag(name: str, *inside: str, **attributes: Any) -> str:
     "An HTML element around safe HTML."
     names = {"kind": "class"}
     text = "".join(f' {names.get(k, k)}="{html.escape(str(v))}"' for k, v in attributes.items() if v)
@@ -234,10 +226,7 @@ def header_html(payload: Mapping[str, Any]) -> str:
     return tag("header", title, tag("p", *spans, kind="facts"), tag("div", *tiles, kind="tiles"))
 
 # %% ../../nbs/59_views.report.ipynb #9889b009
-def completions_html(
-    payload: Mapping[str, Any],  # of `completions_payload`
-    place: str,  # id of the element that the table is put into
-) -> str:
+def completions_html(payload: Mapping[str, Any], place: str) -> str:
     "What is said about the completions of one step, and the place of their table."
     dead, parts = payload["dead"], [payload["verdict"]]
     if dead and not payload["live"]:

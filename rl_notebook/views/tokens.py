@@ -59,12 +59,7 @@ class HideStatic(anywidget.AnyWidget):
 class WithFallback:
     "A widget, and the static HTML that stands for it where no kernel is, as on GitHub; displays itself."
 
-    def __init__(
-        self,
-        widget: ipywidgets.DOMWidget,  # shown live
-        static_html: str,  # safe HTML without script, shown otherwise
-        text: str = "",  # shown where not even HTML is, such as a terminal
-    ):
+    def __init__(self, widget: ipywidgets.DOMWidget, static_html: str, text: str = ""):
         self.widget, self.static_html, self.text = widget, static_html, text
         self.place = f"static-{widget.model_id}"
 
@@ -245,10 +240,8 @@ def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int 
 
 # %% ../../nbs/52_views.tokens.ipynb #449e3fb4
 def tokens_html(
-    payload: Mapping[str, Any],  # of `token_payload`
-    overview: Mapping[str, Any] | None = None,  # of `overview_payload`
-    series: str | None = None,  # name of the series that colours; None = the payload's choice
-) -> str:  # safe HTML without script, below 60 kB
+    payload: Mapping[str, Any], overview: Mapping[str, Any] | None = None, series: str | None = None
+) -> str:
     "All samples and one of them as a still picture."
     if not payload.get("tokens"):
         return styled("p", html.escape(payload.get("message", "There are no tokens to show.")))

@@ -25,10 +25,7 @@ from .payloads import FIVE
 __all__ = ['ROWS', 'turn_charts', 'TurnsView', 'view_turns']
 
 # %% ../../nbs/55_views.turns.ipynb #7daa7a79
-def spread_by_turn(
-    table: pd.DataFrame,  # of `igpo_table`
-    name: str,  # "ig" or "advantage"
-) -> dict[str, Any]:
+def spread_by_turn(table: pd.DataFrame, name: str) -> dict[str, Any]:
     "Five numbers and the mean of a column at each turn, and how many rollouts they are of."
     found = [part[name].to_numpy(dtype=np.float64) for _, part in table.groupby("turn")]
     turns = sorted({int(t) for t in table["turn"]})
@@ -114,12 +111,7 @@ def turn_charts(payload: Mapping[str, Any]) -> list[Chart]:
     return found
 
 # %% ../../nbs/55_views.turns.ipynb #3233602d
-def conversation_payload(
-    record: StepRecord,
-    group: int = 0,  # index of the group
-    sample: int = 0,  # position in the group
-    tokenizer: Any = None,  # decodes; None = ids are shown
-) -> dict[str, Any]:
+def conversation_payload(record: StepRecord, group: int = 0, sample: int = 0, tokenizer: Any = None) -> dict[str, Any]:
     "One sample as pieces of text; those of the policy with turn, gain and advantage. Raises `RecordError`."
     found = next((g for g in record.groups if g.index == group), None)
     if found is None or not 0 <= sample < len(found.samples):
@@ -141,11 +133,7 @@ def conversation_payload(
 NUMBERS = ("turn", "before", "after", "ig", "outcome", "advantage")
 
 
-def pieces_of(
-    sample: RolloutSample,
-    rows: Sequence[Mapping[Any, Any]],  # of `igpo_table`, one per turn
-    tokenizer: Any = None,
-) -> list[dict[str, Any]]:
+def pieces_of(sample: RolloutSample, rows: Sequence[Mapping[Any, Any]], tokenizer: Any = None) -> list[dict[str, Any]]:
     "The text of a sample, cut where the policy begins and ends."
     say = lambda ids: " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids.tolist()))
     pieces, at = [], 0
