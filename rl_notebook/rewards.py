@@ -14,13 +14,10 @@ import json
 import math
 import operator
 import re
-import signal
 import subprocess
 import sys
 import threading
 import unicodedata
-import warnings
-import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -33,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .advantages import soft_overlong_penalty
-from .core import Completion, MissingExtra, RewardError, RolloutSample, frozen_array, plain_text, quoted
+from .core import Completion, RewardError, RolloutSample, frozen_array, needs, plain_text, quoted
 from .data import ANSWER_COLUMNS, Row
 from .names import NAMED, named_function
 
@@ -107,10 +104,11 @@ def in_ascii(text: str) -> str:
 
 # %% ../nbs/11_rewards.ipynb #b1b66f09
 _MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_MAGNITUDE = rf"(?i:\s*({'|'.join(_MAGNITUDES)})s?\b|(?<=[\d)])(k)\b)"
+_MAGNITUDES["k"] = 1000
 _REWRITES = (  # again and again, until nothing changes
-    (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\\(?:left|right|[,;! ])"), ""),
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*"), r" \1\2 "),
+    (re.compile(r"\\?[$%]|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?"), ""),
+    (re.compile(r"\b(?:minus|negative)\s+(?=[\d.])"), "-"),
     (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=\d)\s*x\s*(?=\d)"), "*"),
     (re.compile(r"\\div(?![a-zA-Z])"), "/"),
     (re.compile(r"(?<![\d.])(\d+)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"), r"(\1+\2/\3)"),
@@ -118,35 +116,39 @@ _REWRITES = (  # again and again, until nothing changes
     (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"((\1)**(1/2))"),
     (re.compile(r"\^\s*\{([^{}]*)\}"), r"**(\1)"),
     (re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])"), r"(\1+\2/\3)"),  # 3 1/2
-    (re.compile(rf"(?<=[\d)]){_MAGNITUDE}"), lambda m: f"*{_MAGNITUDES.get((m[1] or '').lower(), 1000)}"),
+    (re.compile(rf"(?i)(?<=[\d)])\s*({'|'.join(_MAGNITUDES)})s?\b"), lambda m: f"*{_MAGNITUDES[m[1].lower()]}"),
     (re.compile(r"(?<![\w.])0+(?=\d)"), ""),
+    (re.compile(r"^\s*(?:[a-zA-Z']{2,}[\s:,.]+)+(?=[\d.(-])"), ""),  # words before the number
+    (re.compile(r"(?<=[\d)])\s*(?!pi\b)(?:[a-zA-Z]{2,}|[mglhs]\b)[^\d+*=^]*$"), ""),  # and behind it
 )
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "$": None, "{": "(", "}": ")"})
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "{": "(", "}": ")"})
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-def worked_out(answer: Any) -> Fraction | None:  # exact; None = no arithmetic over numbers, or nothing exact
-    "The value of `72`, `3+4`, `3 1/2`, `\\sqrt{16}`, `\\frac{8}{2}`, `2^{3}`, `3 \\times 4` or `5 million`."
+def parse_number(answer: Any) -> Fraction | None:  # exact; None = not one number
+    "The one number that a final answer is, or comes to as arithmetic, apart from words and decoration."
     before, text = "", in_ascii(str(answer)[:201])
     if len(text) > 200:
-        return None
+        return None  # not a number, whatever it is
+    if text.count("=") == 1:
+        text = text.partition("=")[2]
     while text != before:
         before = text
         for pattern, python in _REWRITES:
             text = pattern.sub(python, text)
-    return _evaluated(text.translate(_SIGNS).strip())
+    return _evaluated(text.translate(_SIGNS).strip(" *_`").rstrip(".,"))
 
 
-def _evaluated(text: str, plain: bool = False) -> Fraction | None:
-    "The value of an expression in Python; `plain`: of + - * / over whole numbers alone. None for anything else."
+def _evaluated(text: str) -> Fraction | None:
+    "The value of an expression in Python, over numbers alone; None for anything else, or for nothing exact."
 
     def value(node: ast.AST) -> Fraction:
         match node:
-            case ast.Constant(value=int() | float() as n) if abs(n) < math.inf and not (plain and type(n) is not int):
+            case ast.Constant(value=int() | float() as n) if abs(n) < math.inf:
                 return Fraction(ast.get_source_segment(text, node) or "")
-            case ast.UnaryOp(op=ast.USub() | ast.UAdd()) if not plain:
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
                 return value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
-            case ast.BinOp(op=ast.Pow()) if not plain:
+            case ast.BinOp(op=ast.Pow()):
                 return _power(value(node.left), value(node.right))
             case ast.BinOp() if type(node.op) in _OPERATORS:
                 return _OPERATORS[type(node.op)](value(node.left), value(node.right))
@@ -169,89 +171,20 @@ def _power(a: Fraction, b: Fraction) -> Fraction:
         raise ValueError("power")
     return a ** int(b)
 
-# %% ../nbs/11_rewards.ipynb #318949f2
-_NOISE = re.compile(r"\\?[$%]|[€£¥¢]|\\[,;!: ()\[\]]|~|\\left|\\right|(?<=[a-zA-Z])\^\{?-?\d\}?")
-_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*")
-_MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])|^\s*-\s+(?=[\d.])", re.IGNORECASE)
-_ALGEBRA = re.compile(r"\b[a-z]\s*[-+]\s*\d", re.IGNORECASE)
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([-\d]+)\s*\}\s*\{\s*(\d+)\s*\}")
-_COUNTED = re.compile(rf"\d\s*(?:\\text\{{)?{_MAGNITUDE}")
-_NUMBER = re.compile(
-    r"(?<![\w.,+\-/<>≤≥≠±])(?<![<>≤≥≠±]\s)[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
-    rf"(?:\s+\d+\s*(?=/\s*\d))?(?:\s*/\s*\d+)?(?:{_MAGNITUDE})*(?![\d,./]*\d|\s*[,;]\s*\d|[xyzni]\b)",
-    re.ASCII | re.IGNORECASE,
-)
-
-
-def parse_number(answer: str | float) -> Fraction | None:  # exact; None = not one number
-    "The one number that a final answer consists of, apart from units and decoration."
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        return Fraction(str(answer)) if isinstance(answer, int) or math.isfinite(answer) else None
-    text = str(answer)
-    if len(text) > 200:
-        return None  # not a number, whatever it is
-    text = _WORDS.sub(r" \1\2 ", in_ascii(text))
-    text = _FRACTION.sub(r" \1/\2 ", _NOISE.sub("", text)).strip(" *_`")
-    if text.count("=") == 1:
-        text = text.partition("=")[2]
-    text = _MINUS.sub("-", text)
-    found = list(_NUMBER.finditer(text))
-    if len(found) != 1 or re.search(r"[\d\\^*!√π±]|\bpi\b", _NUMBER.sub("", text)) or _ALGEBRA.search(text):
-        return None
-    return worked_out(found[0][0])
-
-# %% ../nbs/11_rewards.ipynb #f771f40a
-_KINDS = """mm 1/1000 cm 1/100 m 1 meter 1 metre 1 km 1000
-inch 1 ft 12 foot 12 feet 12 yard 36 mi 63360 mile 63360
-s 1 sec 1 second 1 min 60 minute 60 h 3600 hr 3600 hrs 3600 hour 3600 day 86400 week 604800
-month 1 year 12
-mg 1/1000 g 1 gram 1 kg 1000 kilogram 1000
-ml 1/1000 l 1 liter 1 litre 1
-$ 1 dollar 1 usd 1 ¢ 1/100 cent 1/100
-€ 1 euro 1
-percent 1 % 1"""  # a line a kind: each unit, and how much it is
-_LINES = [kind.split() for kind in _KINDS.split("\n")]
-UNITS = {unit: (kind[0], Fraction(much)) for kind in _LINES for unit, much in zip(kind[::2], kind[1::2], strict=True)}
-_UNIT = re.compile(rf"\d(?:{_MAGNITUDE})*[\s*_]*(?:\\?[,; ])?([a-z]+|\\?[%$€¢])|([$€])\s*-?[\d.]", re.IGNORECASE)
-
-
-def unit_of(answer: Any) -> tuple[str, Fraction] | None:  # the smallest unit of its kind, how much it is
-    "The unit of an answer; None where it names none that is known."
-    text = _WORDS.sub(r" \1\2 ", in_ascii(str(answer)[:200])).replace("\\$", "＄")
-    text = (re.sub(r"\$", "", text) if text.count("$") % 2 == 0 else text).replace("＄", "$")  # $…$ is LaTeX
-    if re.search(r"[/^]\s*\(?[a-z\d]|\b(?:per|sq|square|cubic)\b|[a-z]\^", text, re.IGNORECASE):
-        return None  # a speed, an area
-    found = [(a or b).strip("\\").lower() for *_, a, b in _UNIT.findall(text)]
-    plural = lambda word: (word, *(word.removesuffix(end) for end in ("s", "es") if len(word) > 3))
-    known = [UNITS[u] for word in found if (u := next((w for w in plural(word) if w in UNITS), ""))]
-    return known[0] if len(known) == 1 else None
-
 # %% ../nbs/11_rewards.ipynb #3d46fcc6
-_ROUNDED = re.compile(r"\.\d|\d[eE][-+]?\d")
-
-
-def agree(x: Fraction, y: Fraction, *texts: Any) -> bool:
-    "Whether two numbers are the same, as exactly as the texts are that they were read from."
-    if not any(_ROUNDED.search(str(t)) for t in texts):
-        return x == y
-    return abs(x - y) <= Fraction(1, 10**6) * min(1, max(abs(x), abs(y)))
-
-# %% ../nbs/11_rewards.ipynb #8e987120
 def numeric_equal(
     a: Any,  # a number, or text with one
     b: Any,  # the other
     tolerance: float | None = None,  # absolute; None = none for whole numbers and fractions, 1e-6 for decimals
 ) -> bool | None:  # None = at least one is not a number
     "Whether two answers are the same number."
-    x, y = (worked_out(t) if (number := parse_number(t)) is None else number for t in (a, b))
+    x, y = parse_number(a), parse_number(b)
     if x is None or y is None:
         return None
-    units = unit_of(a), unit_of(b)
-    if units[0] and units[1]:
-        if units[0][0] != units[1][0]:
-            return False
-        x, y = x * units[0][1], y * units[1][1]
-    return agree(x, y, a, b) if tolerance is None else abs(x - y) < Fraction(tolerance)
+    if tolerance is not None:
+        return abs(x - y) < Fraction(tolerance)
+    rounded = any(re.search(r"\.\d|\d[eE][-+]?\d", str(text)) for text in (a, b))
+    return abs(x - y) <= (Fraction(1, 10**6) * min(1, max(abs(x), abs(y))) if rounded else 0)
 
 # %% ../nbs/11_rewards.ipynb #3c671437
 def gsm8k_reward(
@@ -349,10 +282,10 @@ def countdown_reward(
     nums: Sequence[int],  # column: the numbers to make it from
 ) -> float:
     "1 when the final answer is an expression over `nums`, each used at most once, that makes `target`, else 0."
-    said = (final_answer(text) or "").partition("=")[0].strip()
-    used, allowed = Counter(map(int, re.findall(r"\d+", said[:201], re.ASCII))), Counter(int(n) for n in nums)
-    value = None if len(said) > 200 or "_" in said else _evaluated(said, plain=True)  # 2_5 would be Python's 25
-    return float(value is not None and value == target and used <= allowed)
+    said = (final_answer(text) or "").partition("=")[0].strip()[:201]
+    used, allowed = Counter(map(int, re.findall(r"\d+", said))), Counter(int(n) for n in nums)
+    arithmetic = len(said) <= 200 and re.fullmatch(r"[\d+\-*/()\s]+", said, re.ASCII) and "**" not in said
+    return float(bool(arithmetic) and used <= allowed and _evaluated(said) == target)
 
 # %% ../nbs/11_rewards.ipynb #b3de72ce
 T = TypeVar("T")
@@ -371,12 +304,8 @@ def _new_thread(run: Callable[[], Any]) -> None:
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
 
 
-async def in_thread(
-    call: Callable[[], Any],
-    began: list[asyncio.Future[Outcome]] | None = None,  # the call is noted here
-    start: Callable[[Callable[[], bool]], None] = _new_thread,  # runs a function that says whether the call failed
-) -> Outcome:
-    "A call in a thread of its own; after a cancellation nothing waits for it, not even the end of the process."
+async def in_thread(call: Callable[[], Any], start: Callable[[Callable[[], bool]], None] = _new_thread) -> Outcome:
+    "A call in a thread (`start` is told whether it failed). Once cancelled, not even the process waits for it."
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Outcome] = loop.create_future()
 
@@ -387,8 +316,6 @@ async def in_thread(
         return outcome[1] is not None
 
     start(run)
-    if began is not None:
-        began.append(done)
     return await asyncio.shield(done)
 
 # %% ../nbs/11_rewards.ipynb #56faeb8b
@@ -397,7 +324,6 @@ import json, logging, signal, sys
 from math_verify import parse, verify
 
 logging.disable(logging.CRITICAL)
-print("ready", flush=True)
 for line in sys.stdin:
     gold, text, patience = json.loads(line)
     signal.setitimer(signal.ITIMER_REAL, patience)  # nothing handles the alarm, so it ends this process
@@ -408,40 +334,35 @@ for line in sys.stdin:
 """
 
 
+_NOT_NUMBERS = re.compile(rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(_MAGNITUDES)})s?\b)[a-zA-Z]{{2,}}")
+
+
 class MathVerify:
     "Symbolic equality of the final answer and the row's, judged in a process of its own; use it as a reward function."
 
     def __init__(self, timeout: float = 5.0):  # seconds for one comparison
-        try:
+        with needs("math", "the math_verify reward"):
             import math_verify  # noqa: F401
-        except ImportError as reason:
-            raise MissingExtra("the math_verify reward needs its package: pip install 'rl-notebook[math]'") from reason
-        self.timeout = timeout
-        self.timeouts = self.crashes = 0  # comparisons that were given up
+        self.timeout, self.timeouts = timeout, 0  # of them: comparisons that were given up
         self._lock = threading.Lock()
         self._worker: Any = None  # subprocess.Popen
 
     def compare(self, text: str, gold: str) -> bool | None:  # None = unscorable
         "Whether two mathematical texts mean the same; blocks until the verdict or the time limit."
         with self._lock:
-            if begins := self._worker is None or self._worker.poll() is not None:
+            if self._worker is None or self._worker.poll() is not None:
                 pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
                 self._worker = subprocess.Popen([sys.executable, "-c", _JUDGE], text=True, **pipes)
-                weakref.finalize(self, self._worker.kill)
-            worker: Any = self._worker
             try:
-                if begins and not worker.stdout.readline():
-                    raise RewardError("math_verify", got="an early end", fix="Try python -c 'import math_verify'.")
-                with suppress(BrokenPipeError):
-                    print(json.dumps([gold, text, self.timeout]), file=worker.stdin, flush=True)
-                verdict = worker.stdout.readline()
+                print(json.dumps([gold, text, self.timeout]), file=self._worker.stdin, flush=True)
+                verdict = self._worker.stdout.readline()
             except BaseException:  # an interrupt: this verdict must not be taken for that of the next comparison
-                worker.kill()
-                worker.wait()
+                self._worker.kill()
+                self._worker.wait()
                 raise
             if not verdict:
-                late = worker.wait() == -signal.SIGALRM
-                self.timeouts, self.crashes = self.timeouts + late, self.crashes + (not late)
+                self._worker.wait()
+                self.timeouts += 1
             return json.loads(verdict or "null")
 
     async def __call__(self, text: str, answer: Any) -> float | None:
@@ -452,10 +373,9 @@ class MathVerify:
         return None if not verdicts or set(verdicts) == {None} else float(True in verdicts)
 
     async def _same(self, given: str, truth: Any) -> bool | None:
-        read = parse_number if _COUNTED.search(f"{given} {truth}") else worked_out
-        x, y = read(given), read(truth)
-        if x is not None and y is not None:
-            return agree(x, y, given, truth)
+        same = None if _NOT_NUMBERS.search(f"{given} {truth}") else numeric_equal(given, truth)
+        if same is not None:
+            return same
         verdict, error = await in_thread(lambda: self.compare(f"\\boxed{{{given}}}", f"\\boxed{{{truth}}}"))
         if error is not None:
             raise error
@@ -830,45 +750,18 @@ class Limits:
     here: SimpleQueue[Any] | None = field(default=None, repr=False)  # calls of plain functions, see `blocking`
     _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
     _staying: set[int] = field(default_factory=set, repr=False)  # ids of functions that raised an error about threads
-    _late: int = field(default=0, repr=False)  # calls that keep their places until their threads end
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[list[asyncio.Future[Outcome]] | None]:
-        "Room for one call, until the block and the calls in threads that it notes here are over; None = there is none."
+    async def place(self) -> AsyncIterator[None]:
+        "Room for one call."
         if _HELD.get():  # a reward that asks for others has its room already
-            yield []
+            yield
             return
         _HELD.set(True)  # in the task of this call
         if self._room[0] is not (loop := asyncio.get_running_loop()):
-            self._room, self._late = (loop, asyncio.Semaphore(self.most or 1)), 0
-        calls, room = list[asyncio.Future[Outcome]](), self._room[1]
-        if not await self._enters(room):
-            yield None
-            return
-        try:
-            yield calls
-        finally:
-            if self.timeout is not None and calls and not calls[0].done():
-                self._late += 1
-                calls[0].add_done_callback(lambda _: self._come_back(room))
-            else:
-                room.release()
-
-    async def _enters(self, room: asyncio.Semaphore) -> bool:
-        "Whether there is a place; False after a whole `timeout` in which late calls held all of them."
-        full = False
-        while True:
-            before, full = full, self._late >= (self.most or 1)
-            if before and full:
-                warnings.warn(FULL, stacklevel=2)
-                return False
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.timeout):
-                    return await room.acquire()
-
-    def _come_back(self, room: asyncio.Semaphore) -> None:
-        self._late -= room is self._room[1]
-        room.release()
+            self._room = loop, asyncio.Semaphore(self.most or 1)
+        async with self._room[1]:
+            yield
 
     def stays(self, function: Callable[..., Any]) -> bool:
         "Whether a function is called in the thread of the event loop."
@@ -878,10 +771,10 @@ class Limits:
         alarms = id(function) in self._staying or uses_alarms(innermost(function))
         return not self.most or (alarms and self.here is None)
 
-    async def outcome(self, function: Callable[..., Any], call: Callable[[], Any], began: list[Any]) -> Outcome:
-        "What a call comes to, made in the thread where it belongs; notes it in a list if it is another one."
+    async def outcome(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome:
+        "What a call comes to, made in the thread where it belongs."
         if not self.stays(function):
-            outcome = await in_thread(call, began, _new_thread if self.here is None else self.here.put)
+            outcome = await in_thread(call, _new_thread if self.here is None else self.here.put)
             if self.here is not None or not any(words in str(outcome[1] or "") for words in OF_THREADS):
                 return outcome
             self._staying.add(id(function))
@@ -891,7 +784,6 @@ class Limits:
 LIMITS = Limits()
 _HELD: contextvars.ContextVar[bool] = contextvars.ContextVar("_HELD", default=False)  # room for a call
 LATE = object()  # in place of a reward that did not come in time
-FULL = "late calls, whose threads go on, hold all places: limit the functions' time, or raise max_concurrent_rewards"
 
 # %% ../nbs/11_rewards.ipynb #1b2c786b
 async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits) -> Any:
@@ -899,15 +791,13 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
     text, timeout = group.texts[i or 0], None if is_ours(fn.function) else limits.timeout
     first = [text] if fn.style == "native" else []
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
-    async with limits.place() as began:
-        if began is None:
-            return LATE
+    async with limits.place():
         clock = asyncio.timeout(timeout)  # from when there is room
         try:
             async with clock:
-                result, error = await limits.outcome(fn.function, call, began)
+                result, error = await limits.outcome(fn.function, call)
                 if error is not None:
-                    raise RuntimeError("GeneratorExit") if isinstance(error, GeneratorExit) else error
+                    raise error
                 result = await result if isinstance(result, Awaitable) else result
                 return LATE if asyncio.get_running_loop().time() > (clock.when() or math.inf) else result
         except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from rl_notebook.rewards import final_answer, numeric_equal, worked_out
+from rl_notebook.rewards import final_answer, numeric_equal, parse_number
 
 NUMBER = r"\$?(?<![\d.,])(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?!\d)%?"
 UNIT = r"(?:\s?[A-Za-z]+(?![A-Za-z])){0,2}"
@@ -33,7 +33,7 @@ def results(text: str) -> list[tuple[float, bool]]:
     text = re.sub(r"\s[x×]\s", " * ", text.translate(MINUS))
     for left, said in CALCULATION.findall(text):
         left, said = re.sub(r"[\d.]+", lambda n: right.get(n[0], n[0]), plain(left)), plain(said)
-        value, same = worked_out(left), bool(numeric_equal(left, said, CENT))
+        value, same = parse_number(left), bool(numeric_equal(left, said, CENT))
         right.pop(said, None)
         if value is not None and not same:
             right[said] = f"({value})"
@@ -43,7 +43,7 @@ def results(text: str) -> list[tuple[float, bool]]:
 
 def wanted(answer: str) -> list[float]:
     "Results of the calculations that a reference solution marks."
-    return [round(float(worked_out(plain(n.rstrip("."))) or 0), 2) for n in MARKED.findall(answer) if n.strip(",.")]
+    return [round(float(parse_number(plain(n.rstrip("."))) or 0), 2) for n in MARKED.findall(answer) if n.strip(",.")]
 
 
 def calculations(text: str, answer: str) -> float:  # 0 to 1
