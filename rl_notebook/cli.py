@@ -609,26 +609,24 @@ fireworks: creates a trainer and a deployment, uses every call once and releases
 
 # %% ../nbs/80_cli.ipynb #14fef684
 def run_roofs(args: Sequence[str]) -> int:  # exit code
-    "Measure how fast this machine is at the matrices of a model, or say what was measured before."
-    parser = argparse.ArgumentParser(prog="rl-notebook roofs", description="The best rates of this machine, kept.")
+    "Measure how fast this machine is at the matrices of a model."
+    parser = argparse.ArgumentParser(prog="rl-notebook roofs", description="The best rates of this machine.")
     parser.add_argument("--model", default="tiny", help="tiny, smollm2, a folder, or a hub id")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--rows", type=int, default=32, help="completions that are drawn at once")
-    parser.add_argument("--again", action="store_true", help="measure, also if it was done before")
     given = parser.parse_args(args)
-    from rl_notebook.roofs import model_size, pass_work, roofs_file, roofs_of
+    from rl_notebook.roofs import model_size, pass_work, roofs_of
     from rl_notebook.toy import load_model
 
     size = model_size(load_model(given.model, dtype=given.dtype)[0])
     if size is None:
         got, fix = "weights in no linear layer", "Its steps report tokens and seconds alone."
         raise ConfigError("roofs", where=given.model, got=got, expected="linear layers", fix=fix)
-    roofs, step = roofs_of(size, given.again), pass_work(size, given.rows, given.rows)
+    roofs, step = roofs_of(size), pass_work(size, given.rows, given.rows)
     reads, multiplies = step.bytes / roofs.bytes, step.flops / roofs.flops
     print(f"{roofs}, at the matrices of {given.model} in {size.dtype}")
     print(f"a token for each of {given.rows} rows takes at least {1e3 * max(reads, multiplies):.3g} ms:", end=" ")
     print(f"{1e3 * reads:.3g} ms to read {size.nbytes / 1e6:.3g} MB of weights, {1e3 * multiplies:.3g} ms to multiply")
-    print(f"kept in {roofs_file(size)}")
     return 0
 
 # %% ../nbs/80_cli.ipynb #943fa007
@@ -786,7 +784,7 @@ usage: rl-notebook COMMAND [options]
   chat     talk to a run's policy, with --beside base to its base model as well; --step best
   emulate  a local service that the Fireworks and Tinker SDKs talk to
   check    ask a service what it does: --backend openai, tinker or fireworks
-  roofs    how fast this machine could be at best with a model: --model, --again
+  roofs    how fast this machine could be at best with a model: --model, --rows
 
 rl-notebook COMMAND --help lists the options."""
 

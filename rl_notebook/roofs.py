@@ -5,20 +5,14 @@
 # %% ../nbs/17_roofs.ipynb #1b8e8e43
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import math
-import os
-import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +20,6 @@ from torch import nn
 
 # %% auto #0
 __all__ = ['Roofs', 'roofs_of']
-
-# %% ../nbs/17_roofs.ipynb #fc4b4215
-from .names import write_file
 
 # %% ../nbs/17_roofs.ipynb #49c95a22
 @dataclass(frozen=True)
@@ -122,11 +113,9 @@ class Roofs:
 
     flops: float  # a second, of matrix products
     bytes: float  # a second, of reading weights
-    machine: str = ""  # where they were measured
 
     def __repr__(self) -> str:
-        rates = f"{self.flops / 1e9:.3g} GFLOP/s, {self.bytes / 1e9:.3g} GB/s"
-        return f"{rates} on {self.machine}" if self.machine else rates
+        return f"{self.flops / 1e9:.3g} GFLOP/s, {self.bytes / 1e9:.3g} GB/s"
 
 # %% ../nbs/17_roofs.ipynb #c3227c8a
 def best_of(run: Callable[[], Any], seconds: float) -> float:
@@ -150,14 +139,9 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def cores() -> int:
-    "Processors that this process may use."
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def best_on_any_threads(run: Callable[[], Any], seconds: float, most: int | None = None) -> float:
-    "`best_of` on one thread and on `most` (None = all): small products suffer from more, and where cores are shared."
-    times, counts = [], {1, most or cores()}
+    "`best_of` on one thread and on `most` (None = as torch is set): small products suffer from more threads."
+    times, counts = [], {1, most or torch.get_num_threads()}
     for count in counts:
         with threads(count):
             times.append(best_of(run, seconds / len(counts)))
@@ -205,48 +189,20 @@ ROWS, READ = {"cpu": 1024}, 2**29  # tokens of the product that is measured (on 
 MANY = 8192
 
 
-def measure_roofs(size: ModelSize) -> Roofs:
-    "Measure this machine at the matrices of a model: takes about a second."
-    rows = ROWS.get(size.device, MANY)
-    return Roofs(gemm_rate(size, rows), read_rate(min(size.nbytes, READ), size.device), platform.node())
-
-# %% ../nbs/17_roofs.ipynb #8241df89
-def _about(size: ModelSize) -> dict[str, Any]:
-    "What roofs depend on."
-    chip = torch.cuda.get_device_name() if size.device == "cuda" else platform.processor() or platform.machine()
-    machine = {"machine": platform.node(), "processor": chip, "cores": cores(), "torch": torch.__version__}
-    model = {"shapes": [list(s) for s in size.shapes], "dtype": size.dtype, "device": size.device}
-    return machine | model | {"nbytes": size.nbytes}
-
-
-def roofs_file(size: ModelSize) -> Path:
-    "Where the roofs of this machine for such a model are kept."
-    key = hashlib.sha256(json.dumps(_about(size), sort_keys=True).encode()).hexdigest()[:16]
-    name = "".join(c if c.isalnum() or c in "-." else "_" for c in platform.node())[:64]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "rl_notebook" / "roofs" / f"{name}-{key}.json"
+_MEASURED: dict[ModelSize, Roofs] = {}  # in this process
 
 
 def known_roofs(size: ModelSize | None) -> Roofs | None:
-    "The roofs that were measured before on this machine for such a model; None where there are none."
-    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
-        if size is not None:
-            found, about = json.loads(roofs_file(size).read_text(encoding="utf-8")), _about(size)
-            flops, read = float(found["flops"]), float(found["bytes"])
-            if {name: found[name] for name in about} == about and 0 < flops < math.inf and 0 < read < math.inf:
-                return Roofs(flops, read, found["machine"])
-    return None
+    "The roofs that were measured before for such a model; None where there are none."
+    return _MEASURED.get(size) if size else None
 
-# %% ../nbs/17_roofs.ipynb #f612b8e1
-def roofs_of(size: ModelSize, again: bool = False) -> Roofs:
-    "The roofs of this machine for a model, measured (about a second) and kept where they are not known, or `again`."
-    if not again and (known := known_roofs(size)) is not None:
-        return known
-    roofs, file = measure_roofs(size), roofs_file(size)
-    with suppress(OSError, RuntimeError):  # no home, or a full disk: then they are measured again next time
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(_about(size) | {"flops": roofs.flops, "bytes": roofs.bytes}, indent=1))
-    return roofs
+# %% ../nbs/17_roofs.ipynb #29b72001
+def roofs_of(size: ModelSize) -> Roofs:
+    "The roofs of this machine for a model, measured (about a second) where they are not known."
+    if size not in _MEASURED:
+        rows, read = ROWS.get(size.device, MANY), min(size.nbytes, READ)
+        _MEASURED[size] = Roofs(gemm_rate(size, rows), read_rate(read, size.device))
+    return _MEASURED[size]
 
 # %% ../nbs/17_roofs.ipynb #f13d575c
 NAMES = {"sampling": "sampling", "scoring": "ref", "training": "train"}  # of kinds of work, in metrics

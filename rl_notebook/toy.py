@@ -149,7 +149,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 # %% ../nbs/13_toy.ipynb #7f291af3
 @contextmanager
-def _no_bars(quiet: bool = True) -> Iterator[None]:
+def no_bars(quiet: bool = True) -> Iterator[None]:
     "Hides transformers' progress bars, if `quiet`."
     shown = transformers_logging.is_progress_bar_enabled()
     if quiet:
@@ -288,7 +288,7 @@ def load_model(
 
     source = model_source(name)
     try:
-        with _no_bars(quiet=Path(source).is_dir()):
+        with no_bars(quiet=Path(source).is_dir()):
             how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # no code of the model's own
             loaded: Any = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **how)

@@ -205,12 +205,6 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     assert found["sync"] <= 1
 
 
-@pytest.mark.parametrize(("device", "fused"), [("cpu", True), (DEVICE, False)])
-def test_adamw_is_fused_where_torch_can(device, fused):
-    made = local._adamw_of([torch.zeros(2, device=device)])
-    assert made.defaults["fused"] is fused
-
-
 def test_rates_of_another_device_come_from_many_calls():
     calls = []
     found = roofs.rate(lambda: calls.append(1), 3.0, DEVICE, 0.01, None)

@@ -267,19 +267,6 @@ def test_adamw_is_torchs_with_this_steps_parameters():
         run(backend.policy.optim_step(AdamParams(weight_decay_on="norms")))
 
 
-def test_a_state_holds_the_moments_of_what_does_not_decay():
-    datums, found, adam = random_datums(4, 3), [], AdamParams(1e-2, weight_decay=1.0, weight_decay_on="matrices")
-    for through_a_state in (False, True):
-        backend = backend_of(reference=False)
-        for step in range(3):
-            if step == 2 and through_a_state:
-                run(backend.policy.load_state(run(backend.policy.save_state("kept"))))
-            run(backend.policy.forward_backward_custom(datums, mixing_loss))
-            run(backend.policy.optim_step(adam))
-        found.append(backend.policy.state.params)
-    assert all(torch.equal(p, found[1][n]) for n, p in found[0].items())
-
-
 def test_infinite_gradients_do_not_reach_the_weights():
     backend, datums = backend_of(reference=False), random_datums(4, 3)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
@@ -291,65 +278,43 @@ def test_infinite_gradients_do_not_reach_the_weights():
 
 
 def captured(backend) -> dict[str, torch.Tensor]:
-    "Weights, masters, moments and the gradient that is held."
-    state = backend.policy.state
-    grads = {f"grad/{i}": t.grad.clone() for i, t in enumerate(state.targets) if t.grad is not None}
-    return local_module.capture(state, backend.policy.versions)[0] | grads
+    "Weights, masters and moments."
+    return local_module.capture(backend.policy.state)[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"dtype": "bfloat16"}])
-@pytest.mark.parametrize(
-    "bad", [{"learning_rate": 1e38}, {"eps": 0.0}, {"weight_decay": 1e38, "learning_rate": 1e38}, {"beta2": -1e38}]
-)
-@pytest.mark.variant(but="bad1")
-def test_an_update_that_would_leave_the_numbers_is_refused_and_changes_nothing(options, bad):
-    one, other = (backend_of(reference=False, **options) for _ in range(2))
-    datums = random_datums(1, 4)
-    for b in (one, other):
-        run(b.policy.forward_backward_custom(datums, mixing_loss))
-        run(b.policy.optim_step(ADAM))
-        run(b.policy.forward_backward_custom(datums, mixing_loss))
-    if "eps" in bad:  # an element that never had a gradient: 0 / 0
-        for b in (one, other):
-            first = b.policy.state.targets[-1]
-            first.grad.view(-1)[0] = 0
-            for key in ("exp_avg", "exp_avg_sq"):
-                b.policy.state.optimizer.state[first][key].view(-1)[0] = 0
-    before, adam = captured(one), AdamParams(**({"learning_rate": 1e-3, "grad_clip_norm": 0.1} | bad))
-    with pytest.raises(BackendError, match=r"update 2: update refused: got NaN or infinity in \w+\..*weight"):
-        run(one.policy.optim_step(adam, grad_accumulation_normalization="num_loss_tokens"))
-    after = captured(one)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert run(one.policy.optim_step(ADAM)) == run(other.policy.optim_step(ADAM))
-    assert all(torch.equal(t, captured(other)[name]) for name, t in captured(one).items())
-
-
-@pytest.mark.parametrize("what", ["weight", "moment"])
-def test_an_injected_nan_reaches_neither_update_nor_sampler_nor_disk(what, tmp_path):
-    backend, datums = backend_of(reference=False), random_datums(1, 4)
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("bad", [{"learning_rate": 1e38}, {"eps": 0.0}])
+@pytest.mark.variant(but="bad1-options0")
+def test_an_update_that_leaves_the_numbers_is_taken_back(options, bad):
+    backend, datums = backend_of(reference=False, **options), random_datums(1, 4)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     run(backend.policy.optim_step(ADAM))
-    good = run(backend.policy.save_state(str(tmp_path / "good")))
-    state = backend.policy.state
+    path, before = run(backend.policy.save_state("good")), captured(backend)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
-    weight = state.params["model.layers.1.mlp.up_proj.weight"]
-    moment = state.optimizer.state[weight]["exp_avg"]
-    (weight.data if what == "weight" else moment)[3, 5] = torch.nan
-    with pytest.raises(BackendError, match=r"update 2: update refused: got NaN or infinity in model.layers.1.mlp.up_"):
+    first = backend.policy.state.targets[-1]  # with eps=0, an element that never had a gradient is 0 / 0
+    for zero in (first.grad, *(backend.policy.state.optimizer.state[first][key] for key in ("exp_avg", "exp_avg_sq"))):
+        zero.view(-1)[0] = 0
+    with pytest.raises(BackendError, match=r"update 2: update refused: got NaN or infinity in \w+\..*weight"):
+        run(backend.policy.optim_step(AdamParams(**({"learning_rate": 1e-3} | bad))))
+    assert all(torch.equal(t, before[name]) for name, t in captured(backend).items() if name[:5] in ("weigh", "maste"))
+    run(backend.policy.load_state(path))
+    assert all(torch.equal(t, before[name]) for name, t in captured(backend).items())
+
+
+def test_an_injected_nan_reaches_neither_update_nor_sampler_nor_disk(tmp_path):
+    backend, datums = backend_of(reference=False), random_datums(1, 4)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    good = run(backend.policy.save_state(str(tmp_path / "good")))
+    backend.policy.state.params["model.layers.1.mlp.up_proj.weight"].data[3, 5] = torch.nan
+    with pytest.raises(BackendError, match=r"update 1: update refused: got NaN or infinity in model.layers.1.mlp.up_"):
         run(backend.policy.optim_step(ADAM))
-    if what == "weight":
-        with pytest.raises(BackendError, match=r"save_weights_for_sampler: not finite: got NaN .*layers.1.mlp.up_proj"):
-            run(backend.policy.save_weights_for_sampler("s"))
+    with pytest.raises(BackendError, match=r"save_weights_for_sampler: not finite: got NaN .*layers.1.mlp.up_proj"):
+        run(backend.policy.save_weights_for_sampler("s"))
     with pytest.raises(RecordError, match=r"save_state, .*: not finite: got NaN or infinity in .*layers.1.mlp.up_proj"):
-        run(backend.policy.save_state(str(tmp_path / "bad")))
-    with pytest.raises(RecordError, match="not finite"):
         run(backend.policy.save_state(good))
-    assert [p.name for p in tmp_path.iterdir()] == ["good"]
     run(backend.policy.load_state(good))
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     run(backend.policy.optim_step(ADAM))
-    run(backend.policy.save_weights_for_sampler("s"))
 
 
 def test_small_updates_are_not_lost_in_bfloat16():
@@ -622,9 +587,11 @@ def test_a_state_of_another_model_names_what_differs(tmp_path):
     path = run(backend_of(reference=False).policy.save_state(str(tmp_path / "s")))
     with pytest.raises(RecordError, match="model of the saved state: got Qwen3ForCausalLM; expected LlamaForCausalLM"):
         run(backend_of("llama", reference=False).policy.load_state(path))
-    with pytest.raises(RecordError, match=r"weights differ.*embed_tokens\.weight \[\[258, 32\], 'float32'\]"):
+    with pytest.raises(
+        RecordError, match=r"weights/lm_head.weight.*got float32 \[258, 32\]; expected float32 \[300, 32\]"
+    ):
         run(backend_of(model={"vocab": 300}, reference=False).policy.load_state(path))
-    with pytest.raises(RecordError, match=r"weights differ.*absent.*lora_rank"):
+    with pytest.raises(RecordError, match=r"saved tensor weights/.*got nothing.* settings that it was saved with"):
         run(backend_of(lora_rank=2, reference=False).policy.load_state(path))
     meta = json.loads((tmp_path / "s" / "state.json").read_text())
     (tmp_path / "s" / "state.json").write_text(json.dumps(meta | {"format": 99}))
@@ -652,19 +619,9 @@ def shorter(t):
 
 SPOILED = {  # how a tensor of a saved state is spoiled, and what the message says of it
     "short moment": ("adam/exp_avg/model.norm.weight", shorter, r"got float32 \[31\]; expected float32 \[32\]"),
-    "empty moment": ("adam/exp_avg_sq/lm_head.weight", lambda t: t[:0], r"got float32 \[0, 32\]; expected float32"),
     "one moment missing": ("adam/exp_avg/model.norm.weight", lambda t: None, "got nothing; expected float32"),
-    "moments of another kind": ("adam/exp_avg/model.norm.weight", torch.Tensor.int, "got int32"),
-    "no scalar of steps": ("adam/step/model.norm.weight", lambda t: t.repeat(3), r"got float32 \[3\]; expected"),
-    "head of one value": (
-        "weights/lm_head.weight",
-        lambda t: t[:1, :1],
-        r"got float32 \[1, 1\]; expected",
-    ),
+    "head of one value": ("weights/lm_head.weight", lambda t: t[:1, :1], r"got float32 \[1, 1\]; expected"),
     "half the digits": ("weights/lm_head.weight", torch.Tensor.half, r"got float16 \[258, 32\]; expected float32"),
-    "turned": ("weights/lm_head.weight", lambda t: t.T, r"got float32 \[32, 258\]"),
-    "short generator": ("rng/cpu", shorter, "expected uint8"),
-    "no generator": ("rng/cpu", lambda t: None, "got nothing; expected uint8"),
     "unknown": ("adam/max_exp_avg_sq/lm_head.weight", lambda t: torch.ones(3), r"got float32 \[3\]; expected nothing"),
 }
 
@@ -680,7 +637,7 @@ def test_a_saved_tensor_of_the_wrong_shape_is_refused_before_it_is_used(how, tmp
     spoiled = spoil(tensors.pop(name, torch.zeros(1)))
     save_file(tensors | ({} if spoiled is None else {name: spoiled.contiguous()}), tmp_path / "s" / "state.safetensors")
     before = captured(backend)
-    with pytest.raises(RecordError, match=f"load_state: saved tensor {name}.*{message}"):
+    with pytest.raises(RecordError, match=f"saved tensor {name}.*{message}"):
         run(backend.policy.load_state(path))
     if name.startswith("weights"):
         with pytest.raises(RecordError, match=f"saved tensor {name}"):

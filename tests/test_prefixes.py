@@ -101,7 +101,8 @@ def always(scoring: Scoring, datums) -> list[Batch]:
     "Trees, whether or not they gain."
     if scoring.no_tree:
         return PLAIN(scoring, datums)
-    return [Batch(*b, tree=True) for b in plan_trees([d.input_tokens for d in datums], scoring.tokens_per_batch)]
+    trees = plan_trees([d.input_tokens for d in datums], scoring.tokens_per_batch)
+    return [Batch.of(datums, tree, "cpu") for tree in trees]
 
 
 PLAIN = Scoring.batches
@@ -258,7 +259,7 @@ def test_what_gains_nothing_runs_as_before():
     once, each = pair_of("qwen3")
     datums = strangers()
     plain = plan_batches([len(d.weights) for d in datums], 16384, 512)
-    assert [(b.rows, b.tree) for b in once.policy.state.scoring.batches(datums)] == [(rows, False) for rows in plain]
+    assert [(b.rows, b.tree) for b in once.policy.state.scoring.batches(datums)] == [(rows, None) for rows in plain]
     a, b = (asyncio.run(x.policy.forward_backward_custom(datums, weighted(False))) for x in (once, each))
     assert a.metrics == b.metrics
     assert a.metrics["perf/prefix_tokens_saved"] == 0
@@ -293,7 +294,8 @@ def test_turns_of_a_conversation_share_what_came_before():
     datums = [Datum(whole[:end], [0.0] * (end - 11) + [1.0] * 10, advantage=1.0, sample=end) for end in ends]
     backend = open_local(tiny_model(), byte_tokenizer(), inline=True, device="cpu")
     (batch,) = backend.policy.state.scoring.batches(datums)
-    assert (batch.tree, batch.tokens) == (True, 119)
+    assert batch.tree
+    assert batch.tokens == 119
 
 
 def test_a_model_without_attention_by_name_says_so_and_runs_as_before():

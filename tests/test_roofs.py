@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from rl_notebook.core import Datum, SampleParams
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.losses import make_loss_fn
 from rl_notebook.records import metrics_row
-from rl_notebook.roofs import Roofs, Work, known_roofs, model_size, roofs_file, roofs_of, work_between, work_metrics
+from rl_notebook.roofs import Roofs, Work, model_size, work_between, work_metrics
 from rl_notebook.toy import load_model, toy_reward, toy_rows
 from rl_notebook.preflight import Cost, expected_longest, preflight
 
@@ -29,10 +28,10 @@ __all__ = ["one_thread"]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    "A cache folder of its own."
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict:
+    "What was measured in this test."
+    monkeypatch.setattr(roofs, "_MEASURED", {})
+    return roofs._MEASURED
 
 
 def products(counter: FlopCounterMode) -> int:
@@ -131,40 +130,13 @@ def test_half_precision_is_half_as_many_bytes():
     assert full.nbytes == 2 * half.nbytes == 4 * (full.body + full.head)
 
 
-# --- the roofs on disk -----------------------------------------------------------------------------------------------
-
 SIZE = model_size(tiny_model())
 assert SIZE is not None
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["", "{", "[]", "null", '{"flops": 1e9}', "\x00" * 50],
-)
-@pytest.mark.variant(but="{")
-def test_a_damaged_file_is_measured_again(damage: str):
-    found = roofs_of(SIZE)
-    roofs_file(SIZE).write_text(damage)
-    assert known_roofs(SIZE) is None
-    assert roofs_of(SIZE) == known_roofs(SIZE)
-    assert found.flops > 0
-
-
-def test_they_are_measured_once_or_when_asked(monkeypatch: pytest.MonkeyPatch):
-    rates = iter([Roofs(1e9, 1e9), Roofs(2e9, 2e9)])
-    monkeypatch.setattr(roofs, "measure_roofs", lambda size: next(rates))
-    assert [roofs_of(SIZE).flops, roofs_of(SIZE).flops, roofs_of(SIZE, again=True).flops] == [1e9, 1e9, 2e9]
-    assert known_roofs(SIZE).flops == 2e9  # type: ignore[union-attr]
-
-
-def test_without_a_place_to_write_they_are_measured_all_the_same(cache: Path):
-    (cache / "rl_notebook").write_text("a file where the folder should be")
-    assert roofs_of(SIZE).flops > 0
-    assert known_roofs(SIZE) is None
-
-
 # --- in a step -------------------------------------------------------------------------------------------------------
 
+MACHINE = Roofs(1e11, 1e10)
 SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
 RATES = {f"perf/{name}_{what}" for name in ("sampling", "ref", "train") for what in ("tokens", "flops_per_s")}
 RATES |= {"perf/sampling_bytes_per_s", "perf/padding_ratio", "perf/peak_memory_gb"}
@@ -187,24 +159,15 @@ def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("loop", "recipe"), [(GRPOLoop, "rl_loop"), (AsyncGRPOLoop, "async_rl_loop")])
-def test_a_step_never_measures_and_says_what_it_knows(loop, recipe, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a step measured the machine")
-
-    size = model_size(load_model("tiny")[0])
-    assert size is not None
-    measure = roofs.measure_roofs
-    monkeypatch.setattr(roofs, "measure_roofs", refuse)
+def test_a_step_never_measures_and_says_what_it_knows(loop, recipe, measured: dict):
     known = {name for name in step_of(loop, recipe) if name.startswith("perf/")}
     assert known >= RATES
     assert not known & AGAINST
-    monkeypatch.setattr(roofs, "measure_roofs", measure)
-    roofs_of(size)
-    monkeypatch.setattr(roofs, "measure_roofs", refuse)
+    assert not measured
+    measured[model_size(load_model("tiny")[0])] = MACHINE
     found = step_of(loop, recipe)
     assert {n for n in found if n.startswith("perf/")} >= RATES | AGAINST
-    assert 0 < found["perf/mfu"] < 1.5
-    assert found["perf/sampling_floor_ratio"] > 0.7  # a floor; measured on a machine that others use
+    assert found["perf/mfu"] > 0
 
 
 def test_work_is_counted_by_phase_and_not_for_what_runs_between():
@@ -218,8 +181,6 @@ def test_work_is_counted_by_phase_and_not_for_what_runs_between():
 
 
 # --- before the first step -------------------------------------------------------------------------------------------
-
-MACHINE = Roofs(1e11, 1e10)
 
 
 def done(rows: int, passes: int, usual: float, overhead: float) -> Work:

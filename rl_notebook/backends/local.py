@@ -31,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
 from .base import Backend, Capabilities, GradNormalization, LossFn, Meter
 from rl_notebook.backends.engine import (
@@ -71,21 +70,42 @@ __all__ = ['export_weights', 'open_local']
 # %% ../../nbs/24_backends.local.ipynb #d55fa39a
 from .engine import bare_model, check_layers
 from ..losses import reads_entropy
-from ..toy import model_and_tokenizer
+from ..toy import model_and_tokenizer, no_bars
 
 # %% ../../nbs/24_backends.local.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
 TREE_GAIN = {"cpu": 64, "cuda": 1024}  # tokens worth reading a batch as a prefix tree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     "Datums that go through the model in one pass."
 
-    rows: list[int]  # indices of datums
+    rows: list[int]  # where they stand among all
+    datums: list[Datum]
     tokens: int  # that the pass computes, padding included
     weight: int  # of the token budget
-    tree: bool = False  # common prefixes once
+    tree: PrefixTree | None = None  # what the model reads, common prefixes once; None = row by row
+
+    @classmethod
+    def of(cls, datums: Sequence[Datum], plan: tuple[list[int], int, int], device: Any = None) -> Batch:
+        "A batch of a plan: rows, tokens and weight; with a device, as a prefix tree there."
+        several = [datums[i] for i in plan[0]]
+        tree = None if device is None else prefix_tree([d.input_tokens for d in several], device)
+        return cls(plan[0], several, *plan[1:], tree)
+
+    @property
+    def real_tokens(self) -> int:
+        "Those that it computes without padding."
+        return self.tokens if self.tree else sum(len(d.weights) for d in self.datums)
+
+
+def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: int | None) -> None:
+    "Raises `BackendError` for datums that a model cannot read."
+    if not datums:
+        raise BackendError("datums", got="none", expected="at least one")
+    for d in datums:
+        check_tokens(d.tokens, vocab_size, d.where, max_seq_len)
 
 # %% ../../nbs/24_backends.local.ipynb #6a163b53
 @dataclass(frozen=True, eq=False)
@@ -107,141 +127,103 @@ class Scoring:
 
     def batches(self, datums: Sequence[Datum]) -> list[Batch]:
         "Batches within the token budget: prefix trees where they gain enough, else rows of similar length."
-        lengths, device = [len(d.weights) for d in datums], self.causal.device.type
-        plain = plan_batches(lengths, self.tokens_per_batch, SPLIT_GAIN.get(device, 8192))
+        lengths, device = [len(d.weights) for d in datums], self.causal.device
+        plain = plan_batches(lengths, self.tokens_per_batch, SPLIT_GAIN.get(device.type, 8192))
         sizes = [len(rows) * lengths[rows[0]] for rows in plain]
         if not self.no_tree:
             trees = plan_trees([d.input_tokens for d in datums], self.tokens_per_batch)
             saved = sum(sizes) - sum(tokens for _, tokens, _ in trees)
-            if saved >= max(TREE_GAIN.get(device, 1024), sum(sizes) // 10):
-                return [Batch(*tree, tree=True) for tree in trees]
-        return [Batch(rows, size, size) for rows, size in zip(plain, sizes, strict=True)]
+            if saved >= max(TREE_GAIN.get(device.type, 1024), sum(sizes) // 10):
+                return [Batch.of(datums, tree, device) for tree in trees]
+        return [Batch.of(datums, (rows, size, size)) for rows, size in zip(plain, sizes, strict=True)]
 
+    def scored(self, d: Datum) -> np.ndarray:
+        "(N-1,) bool: the positions that are scored."
+        return d.active | self.prompt_logprobs
 
-def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: int | None) -> None:
-    "Raises `BackendError` for datums that a model cannot read."
-    if not datums:
-        raise BackendError("datums", got="none", expected="at least one")
-    for d in datums:
-        check_tokens(d.tokens, vocab_size, d.where, max_seq_len)
+    def check(self, datums: Sequence[Datum]) -> None:
+        "Raises `BackendError` for datums that the model cannot read, and for a scored id without a share."
+        check_datums(datums, self.causal.vocab_size, self.max_seq_len)
+        for d in datums if self.causal.unknown else ():
+            if bad := self.causal.unknown.intersection(d.target_tokens[self.scored(d)].tolist()):
+                got, fix = f"{min(bad)}, which the tokenizer does not know", "Mask it, or open with mask_unknown=False."
+                raise BackendError("token id", where=d.where, got=got, expected="known ids where the loss is", fix=fix)
 
+    def reading(self, batch: Batch) -> AbstractContextManager[None]:
+        "The model reads the batch's tree, or takes the experts that its datums name; raises `AlignmentError`."
+        datums = batch.datums
+        if self.routers is None or not any(d.routing and any(d.routing) for d in datums):
+            return reading(self.causal.decoder.config, batch.tree)
+        longest = max(len(d.weights) for d in datums)
+        chosen = read_notes(self.routers, [d.routing for d in datums], longest, [d.where for d in datums])
+        return replaying(self.routers, sent(chosen, self.causal.device).flatten(0, 1))
 
-def check_scored(scoring: Scoring, datums: Sequence[Datum]) -> None:
-    "Raises `BackendError` for datums that a model cannot read, and for a scored id that has no share in its logprobs."
-    check_datums(datums, scoring.causal.vocab_size, scoring.max_seq_len)
-    for d in datums if scoring.causal.unknown else ():
-        targets = d.target_tokens[d.active | scoring.prompt_logprobs].tolist()
-        if bad := scoring.causal.unknown.intersection(targets):
-            got, fix = f"{min(bad)}, which the tokenizer does not know", "Mask it, or open with mask_unknown=False."
-            raise BackendError("token id", where=d.where, got=got, expected="known ids where the loss is", fix=fix)
+    def forward(self, batch: Batch, entropy: bool = False, graded: bool = False) -> tuple[Tensor, Tensor | None]:
+        "(M,) logprobs of all scored positions, datum after datum, and entropies, `graded` with a gradient."
+        causal, datums, tree = self.causal, batch.datums, batch.tree
+        scored = [self.scored(d) for d in datums]
+        targets = np.concatenate([d.target_tokens[s] for d, s in zip(datums, scored, strict=True)])
+        width = max(len(s) for s in scored)
+        place = np.arange(len(datums) * width).reshape(-1, width) if tree is None else tree.place
+        where = np.concatenate([at[: len(s)][s] for at, s in zip(place, scored, strict=True)])
+        with self.reading(batch):
+            if tree is None:
+                features = causal.features(padded([d.input_tokens for d in datums], causal.device)).flatten(0, 1)
+            else:
+                features = causal.features(tree.ids, tree.positions)[0]
+        self.meter.datums_scored += len(datums)
+        if tree is None:
+            return self.head(features[sent(where, causal.device)], sent(targets, causal.device), entropy, graded)
+        once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
+        places, ids, back = (sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back))
+        found = self.head(F.embedding(places, features), ids, entropy, graded)
+        logprobs, entropies = (None if x is None else F.embedding(back, x[:, None])[:, 0] for x in found)
+        return logprobs, entropies  # type: ignore[return-value]
 
-# %% ../../nbs/24_backends.local.ipynb #01b28b24
-def routed(scoring: Scoring, datums: Sequence[Datum]) -> AbstractContextManager[None]:
-    "The model under the experts that the datums of one batch name; raises `AlignmentError` for those of another model."
-    if scoring.routers is None or not any(d.routing and any(d.routing) for d in datums):
-        return nullcontext()
-    longest = max(len(d.weights) for d in datums)
-    chosen = read_notes(scoring.routers, [d.routing for d in datums], longest, [d.where for d in datums])
-    return replaying(scoring.routers, sent(chosen, scoring.causal.device).flatten(0, 1))
+    def head(self, features: Tensor, targets: Tensor, entropy: bool, graded: bool) -> tuple[Tensor, Tensor | None]:
+        "Logprobs of targets and, if asked for, the entropies beside them."
+        found = filled = None
+        if graded:
+            found = self.causal.entropy(features, self.temperature)
+        elif entropy:
+            dtype = torch.promote_types(features.dtype, torch.float32)
+            found = filled = features.new_empty(len(targets), dtype=dtype)
+        return self.causal.logprobs(features, targets, self.temperature, filled), found
 
-
-def tree_of(scoring: Scoring, datums: Sequence[Datum]) -> PrefixTree:
-    "What the model reads of the datums, common prefixes once."
-    return prefix_tree([d.input_tokens for d in datums], scoring.causal.device)
-
-# %% ../../nbs/24_backends.local.ipynb #5e14f5ae
-def score_batch(
-    scoring: Scoring,
-    datums: Sequence[Datum],
-    tree: bool = False,
-    entropies: list[Tensor] | None = None,  # gets one more: (M,) of the distributions, in nats
-    graded: bool = False,  # the entropies have a gradient, too
-) -> Tensor:
-    "(M,) logprobs of all scored positions of one batch, datum after datum, with gradient if it is enabled."
-    if tree:
-        return _score_tree(scoring, datums, entropies, graded)
-    device = scoring.causal.device
-    picked = np.zeros((len(datums), max(len(d.weights) for d in datums)), dtype=bool)
-    for row, d in zip(picked, datums, strict=True):
-        row[: len(d.weights)] = d.active | scoring.prompt_logprobs
-    where = sent(np.flatnonzero(picked), device)
-    targets = padded([d.target_tokens for d in datums], device).flatten()[where]
-    with routed(scoring, datums):
-        features = scoring.causal.features(padded([d.input_tokens for d in datums], device))
-    scoring.meter.datums_scored += len(datums)
-    return with_entropy(scoring, features.flatten(0, 1)[where], targets, entropies, graded)
-
-
-def _score_tree(scoring: Scoring, datums: Sequence[Datum], entropies: list[Tensor] | None, graded: bool) -> Tensor:
-    "`score_batch`, what the datums begin with computed once."
-    causal, tree = scoring.causal, tree_of(scoring, datums)
-    scored = [d.active | scoring.prompt_logprobs for d in datums]
-    where = np.concatenate([at[: len(s)][s] for at, s in zip(tree.place, scored, strict=True)])
-    targets = np.concatenate([d.target_tokens[s] for d, s in zip(datums, scored, strict=True)])
-    once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
-    places, ids, back = (sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back))
-    with reading(causal.decoder.config, tree):
-        features = causal.features(tree.ids, tree.positions)[0]
-    scoring.meter.datums_scored += len(datums)
-    logprobs = with_entropy(scoring, F.embedding(places, features), ids, entropies, graded)
-    if entropies is not None:
-        entropies[-1] = F.embedding(back, entropies[-1][:, None])[:, 0]
-    return F.embedding(back, logprobs[:, None])[:, 0]
-
-
-def with_entropy(
-    scoring: Scoring, features: Tensor, targets: Tensor, entropies: list[Tensor] | None, graded: bool
-) -> Tensor:
-    "The logprobs of targets; the entropies beside them go to the list."
-    entropy = None
-    if entropies is not None and graded:
-        entropies.append(scoring.causal.entropy(features, scoring.temperature))
-    elif entropies is not None:
-        entropy = features.new_empty(len(targets), dtype=torch.promote_types(features.dtype, torch.float32))
-        entropies.append(entropy)
-    return scoring.causal.logprobs(features, targets, scoring.temperature, entropy)
-
-# %% ../../nbs/24_backends.local.ipynb #0a3f2822
-def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: list[Tensor]) -> list[Tensor]:
-    "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat logprobs of each batch."
-    rows = [i for batch in batches for i in batch.rows]
-    scored = torch.from_numpy(np.concatenate([datums[i].active | scoring.prompt_logprobs for i in rows]))
+# %% ../../nbs/24_backends.local.ipynb #dde4f14d
+def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: Sequence[Any]) -> list[Tensor]:
+    "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat values of each batch."
+    together = [d for batch in batches for d in batch.datums]
+    scored = torch.from_numpy(np.concatenate([scoring.scored(d) for d in together]))
     values = torch.cat([flat.detach() for flat in flats]).cpu()
     whole = values.new_full(scored.shape, torch.nan)
     whole[scored] = values
-    series = dict(zip(rows, whole.split([len(datums[i].weights) for i in rows]), strict=True))
+    rows = [i for batch in batches for i in batch.rows]
+    series = dict(zip(rows, whole.split([len(d.weights) for d in together]), strict=True))
     return [series[i] for i in range(len(datums))]
 
 
-def note_pass(
-    scoring: Scoring, kind: str, datums: Sequence[Datum], batches: list[Batch], backward: bool = False
-) -> None:
+def note_pass(scoring: Scoring, kind: str, batches: list[Batch], backward: bool = False) -> None:
     "Add a pass over batches to the meter; a pass backward adds its FLOPs to those of the one forward."
-    meter, size, tokens = scoring.meter, scoring.causal.size, sum(b.tokens for b in batches)
-    scored = sum(len(d.weights) if scoring.prompt_logprobs else d.num_loss_tokens for d in datums)
+    size, tokens = scoring.causal.size, sum(b.tokens for b in batches)
+    scored = sum(int(scoring.scored(d).sum()) for b in batches for d in b.datums)
     if backward:
-        meter.note(kind, Work(flops=size.flops(tokens, scored, backward=True) if size else 0.0))
-        return
-    real = sum(b.tokens if b.tree else sum(len(datums[i].weights) for i in b.rows) for b in batches)
-    meter.note(kind, pass_work(size, tokens, scored, tokens - real, len(batches)))
+        work = Work(flops=size.flops(tokens, scored, backward=True) if size else 0.0)
+    else:
+        work = pass_work(size, tokens, scored, tokens - sum(b.real_tokens for b in batches), len(batches))
+    scoring.meter.note(kind, work)
 
-# %% ../../nbs/24_backends.local.ipynb #298e43ba
-def score(
-    scoring: Scoring,
-    datums: Sequence[Datum],
-    entropies: list[np.ndarray] | None = None,  # gets one (N-1,) array per datum, nats
-) -> list[np.ndarray]:
-    "One (N-1,) array per datum, in the order given."
-    check_scored(scoring, datums)
-    batches, beside = scoring.batches(datums), None if entropies is None else list[Tensor]()
-    note_pass(scoring, "scoring", datums, batches)
+
+def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> tuple[list[np.ndarray], ...]:
+    "Logprobs, and entropies in nats if they are asked for: one (N-1,) array per datum, in the order given."
+    scoring.check(datums)
+    batches = scoring.batches(datums)
+    note_pass(scoring, "scoring", batches)
     with torch.no_grad(), scoring.meter.timed("scoring"):
-        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside) for b in batches]
+        found = [scoring.forward(batch, entropy) for batch in batches]
         settle(scoring.causal.device)
-    in_order = lambda values: [series.double().numpy() for series in per_datum(scoring, datums, batches, values)]
-    if entropies is not None and beside is not None:
-        entropies += in_order(beside)
-    return in_order(flats)
+    each = zip(*found, strict=True) if entropy else [[logprobs for logprobs, _ in found]]
+    return tuple([s.double().numpy() for s in per_datum(scoring, datums, batches, [*flats])] for flats in each)
 
 # %% ../../nbs/24_backends.local.ipynb #4c6941e2
 def not_finite(
@@ -285,84 +267,23 @@ def loss_and_dlogprobs(
         results.append(dlogprob)
     return loss.item(), dict(metrics), results
 
-# %% ../../nbs/24_backends.local.ipynb #b345551b
+# %% ../../nbs/24_backends.local.ipynb #496e7edb
 @dataclass(eq=False)
-class PolicyState:
-    "The weights that learn, and everything that an update needs."
+class Versions:
+    "Policy versions: what the last sync published, and what the next one will."
 
-    module: nn.Module  # Hugging Face model or PEFT wrapper
-    scoring: Scoring
-    params: dict[str, nn.Parameter]  # what is trained
-    masters: dict[str, Tensor] = field(default_factory=dict)  # float32 copies of low-precision parameters
-    optimizer: torch.optim.AdamW | None = None
-    loss_tokens: int = 0  # accumulated since the last update
-    sequences: int = 0  # likewise
-    steps: int = 0  # updates so far
-    load_in_8bit: bool = False  # the base of its adapter is kept in 8 bits
-    graph: Graph | None = None  # forward pass that a backward pass may still use
-    saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)  # states in memory
-    snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weights for the sampler
+    current: int = 0  # the last published version
+    upcoming: int = 1  # what the next sync returns
+    published: bool = True  # whether the policy's weights are those of `current`
 
-    def __post_init__(self):
-        for name, p in self.params.items():
-            if p.dtype in (torch.bfloat16, torch.float16):
-                self.masters[name] = p.detach().float().clone()
+    def publish(self) -> int:
+        "Count a sync; returns the new policy version."
+        self.current, self.upcoming, self.published = self.upcoming, self.upcoming + 1, True
+        return self.current
 
-    @property
-    def targets(self) -> list[Tensor]:
-        "What the optimizer moves: the master where there is one, else the parameter."
-        return [self.masters.get(name, p) for name, p in self.params.items()]
-
-# %% ../../nbs/24_backends.local.ipynb #ca545cf2
-@dataclass(frozen=True, eq=False)
-class Graph:
-    "Logprobs of a forward pass, still attached to the weights when there was room for it."
-
-    datums: tuple[Datum, ...]
-    batches: list[Batch]
-    flats: list[Tensor]  # per batch (M,)
-    entropies: list[Tensor]  # likewise, for a loss that reads them; else none
-
-# %% ../../nbs/24_backends.local.ipynb #7df7b978
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    "The parameters that learn, by name; raises `BackendError` where none does."
-    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not found:
-        raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
-    return found
-
-# %% ../../nbs/24_backends.local.ipynb #8b413399
-def evaluate(
-    state: PolicyState,
-    datums: Sequence[Datum],
-    loss_fn: LossFn,
-    entropies: list[np.ndarray] | None = None,  # gets one (N-1,) array per datum, nats
-    dentropies: list[np.ndarray] | None = None,  # gets dL/dentropy (N-1,) per datum, if the loss reads entropies
-) -> tuple[float, dict, list, list]:
-    "Loss value, metrics, logprobs and dL/dlogprob per datum; no gradient reaches the weights."
-    scoring, state.graph, graded = state.scoring, None, reads_entropy(loss_fn)
-    beside = None if entropies is None and not graded else list[Tensor]()
-    check_scored(scoring, datums)
-    batches = scoring.batches(datums)
-    keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
-    note_pass(scoring, "training", datums, batches)
-    with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
-        flats = [score_batch(scoring, [datums[i] for i in b.rows], b.tree, beside, graded) for b in batches]
-        settle(scoring.causal.device)
-    series = [s.requires_grad_() for s in per_datum(scoring, datums, batches, flats)]
-    leaves = [h.requires_grad_(graded) for h in per_datum(scoring, datums, batches, beside or [])] if beside else []
-    read = leaves if graded else []
-    with torch.enable_grad():
-        value, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn, scoring.prompt_logprobs, read)
-    state.graph = Graph(tuple(datums), batches, flats, beside or [] if graded else []) if keep else None
-    saved = sum(sum(len(datums[i].weights) for i in b.rows) - b.tokens for b in batches if b.tree)
-    metrics["perf/prefix_tokens_saved"] = float(saved)
-    arrays = lambda values: [s.detach().double().numpy() for s in values]
-    if entropies is not None:
-        entropies += arrays(leaves)
-    if dentropies is not None:
-        dentropies += arrays(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num() for h in read)
-    return value, metrics, arrays(series), dlogprobs
+    def stand_at(self, current: int, published: bool = False) -> None:
+        "The policy has the weights of a version, or moved on from them."
+        self.current, self.upcoming, self.published = current, current + (not published), published
 
 # %% ../../nbs/24_backends.local.ipynb #459e71fa
 def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], prompt_logprobs: bool = False) -> None:
@@ -378,65 +299,129 @@ def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], pr
             got, fix = "a derivative at an unscored position", "Set it to 0, or open with prompt_logprobs=True."
             raise LossError("dlogprobs", where=d.where, got=got, expected="0", fix=fix)
 
-# %% ../../nbs/24_backends.local.ipynb #0a724dd7
-def scored_flat(
-    scoring: Scoring, datums: Sequence[Datum], batch: Batch, series: Sequence[np.ndarray], like: Tensor
-) -> Tensor:  # (M,)
-    "What belongs to the scored positions of a batch, datum after datum."
-    scored = [datums[i].active | scoring.prompt_logprobs for i in batch.rows]
-    values = np.concatenate([np.asarray(series[i])[s] for i, s in zip(batch.rows, scored, strict=True)])
+# %% ../../nbs/24_backends.local.ipynb #4801ff78
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    "What a loss said of datums; each series has (N-1,) entries per datum."
+
+    value: float
+    metrics: dict[str, float]
+    logprobs: list[np.ndarray]
+    entropies: list[np.ndarray]  # nats
+    dlogprobs: list[np.ndarray]  # dL/dlogprob
+    dentropies: list[np.ndarray]  # dL/dentropy; [] = the loss reads no entropy
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    "A forward pass that is still attached to the weights."
+
+    datums: list[Datum]
+    passes: deque[tuple[Batch, Tensor | None, Tensor | None]]  # (M,) logprobs and entropies; None = not computed yet
+
+
+@dataclass(eq=False)
+class PolicyState:
+    "The weights that learn, and everything that an update needs."
+
+    module: nn.Module  # Hugging Face model or PEFT wrapper
+    scoring: Scoring
+    params: dict[str, nn.Parameter]  # what is trained
+    versions: Versions = field(default_factory=Versions)
+    masters: dict[str, Tensor] = field(default_factory=dict)  # float32 copies of low-precision parameters
+    optimizer: torch.optim.AdamW | None = None
+    loss_tokens: int = 0  # accumulated since the last update
+    sequences: int = 0  # likewise
+    steps: int = 0  # updates so far
+    load_in_8bit: bool = False  # the base of its adapter is kept in 8 bits
+    graph: Graph | None = None  # that a backward pass may still use
+    saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)  # states in memory
+    snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weights for the sampler
+
+    def __post_init__(self):
+        for name, p in self.params.items():
+            if p.dtype in (torch.bfloat16, torch.float16):
+                self.masters[name] = p.detach().float().clone()
+
+    @property
+    def targets(self) -> list[Tensor]:
+        "What the optimizer moves: the master where there is one, else the parameter."
+        return [self.masters.get(name, p) for name, p in self.params.items()]
+
+    def drop_gradients(self) -> None:
+        "Forget what was accumulated."
+        for holder in (*self.targets, *self.params.values()):
+            holder.grad = None
+        self.loss_tokens, self.sequences, self.graph = 0, 0, None
+
+    def evaluate(self, datums: Sequence[Datum], loss_fn: LossFn) -> Evaluated:
+        "Forward and loss; no gradient reaches the weights."
+        scoring, graded, self.graph = self.scoring, reads_entropy(loss_fn), None
+        scoring.check(datums)
+        batches = scoring.batches(datums)
+        keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
+        note_pass(scoring, "training", batches)
+        with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
+            found = [scoring.forward(batch, True, graded) for batch in batches]
+            settle(scoring.causal.device)
+        logprobs, entropies = (per_datum(scoring, datums, batches, flats) for flats in zip(*found, strict=True))
+        leaves = [s.requires_grad_() for s in logprobs]
+        read = [h.requires_grad_() for h in entropies] if graded else []
+        with torch.enable_grad():
+            value, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, scoring.prompt_logprobs, read)
+        if keep:
+            passes = [(b, flat, h if graded else None) for b, (flat, h) in zip(batches, found, strict=True)]
+            self.graph = Graph(list(datums), deque(passes))
+        saved = sum(sum(len(d.weights) for d in b.datums) - b.tokens for b in batches if b.tree)
+        metrics["perf/prefix_tokens_saved"] = float(saved)
+        arrays = lambda tensors: [t.detach().double().numpy() for t in tensors]
+        dentropies = arrays(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num() for h in read)
+        return Evaluated(value, metrics, arrays(logprobs), arrays(entropies), dlogprobs, dentropies)
+
+    def backpropagate(
+        self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], dentropies: Sequence[np.ndarray] = ()
+    ) -> None:
+        "Add the gradient of `sum(dlogprob * logprob)`, and of the entropies, to what is accumulated, in float32."
+        scoring, graph, self.graph = self.scoring, self.graph, None
+        scoring.check(datums)
+        check_dlogprobs(datums, dlogprobs, scoring.prompt_logprobs)
+        if graph is None or [*map(id, graph.datums)] != [*map(id, datums)]:
+            graph = Graph(list(datums), deque((b, None, None) for b in scoring.batches(datums)))
+        note_pass(scoring, "training", [b for b, _, _ in graph.passes], backward=True)
+        with scoring.meter.timed("training"):
+            while graph.passes:
+                batch, flat, h = graph.passes.popleft()
+                if flat is None:
+                    with torch.enable_grad():
+                        flat, h = scoring.forward(batch, graded=len(dentropies) > 0)
+                ends = [flat, h] if h is not None and len(dentropies) else [flat]
+                along = [scored_flat(scoring, batch, s, flat) for s in (dlogprobs, dentropies)[: len(ends)]]
+                with scoring.reading(batch):
+                    torch.autograd.backward(ends, along)
+                scoring.meter.datums_trained += len(batch.rows)
+                for name, master in self.masters.items():
+                    p = self.params[name]
+                    if p.grad is not None:
+                        master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                        p.grad = None
+            settle(scoring.causal.device)
+        self.loss_tokens += sum(d.num_loss_tokens for d in datums)
+        self.sequences += len(datums)
+
+
+def scored_flat(scoring: Scoring, batch: Batch, series: Sequence[np.ndarray], like: Tensor) -> Tensor:
+    "(M,) what belongs to the scored positions of a batch, datum after datum."
+    both = zip(batch.rows, batch.datums, strict=True)
+    values = np.concatenate([np.asarray(series[i])[scoring.scored(d)] for i, d in both])
     return sent(torch.from_numpy(values).to(like.dtype), like.device)
 
-
-def backpropagate(
-    state: PolicyState,
-    datums: Sequence[Datum],
-    dlogprobs: Sequence[np.ndarray],  # (N-1,) per datum
-    dentropies: Sequence[np.ndarray] = (),  # likewise dL/dentropy; () = the loss reads no entropy
-) -> None:
-    "Add the gradient of `sum(dlogprob * logprob)`, and of the entropies, to what is accumulated, in float32."
-    scoring, graph, state.graph = state.scoring, state.graph, None
-    check_scored(scoring, datums)
-    check_dlogprobs(datums, dlogprobs, scoring.prompt_logprobs)
-    if graph is not None and [*map(id, graph.datums)] != [*map(id, datums)]:
-        graph = None
-    batches = graph.batches if graph else scoring.batches(datums)
-    flats: list[Tensor | None] = list(graph.flats) if graph else [None] * len(batches)
-    beside: list[Tensor | None] = list(graph.entropies) if graph and len(dentropies) else [None] * len(batches)
-    del graph
-    note_pass(scoring, "training", datums, batches, backward=True)
-    with scoring.meter.timed("training"):
-        for k, batch in enumerate(batches):
-            flat, h, flats[k], beside[k] = flats[k], beside[k], None, None
-            several = [datums[i] for i in batch.rows]
-            if flat is None:
-                more = list[Tensor]() if len(dentropies) else None
-                with torch.enable_grad():
-                    flat = score_batch(scoring, several, batch.tree, more, graded=True)
-                h = more[0] if more else None
-            tree, ends = tree_of(scoring, several) if batch.tree else None, [flat] if h is None else [flat, h]
-            along = [scored_flat(scoring, datums, batch, s, flat) for s in (dlogprobs, dentropies)[: len(ends)]]
-            with routed(scoring, several), reading(scoring.causal.decoder.config, tree):
-                torch.autograd.backward(ends, along)
-            scoring.meter.datums_trained += len(batch.rows)
-            for name, master in state.masters.items():
-                p = state.params[name]
-                if p.grad is not None:
-                    master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
-                    p.grad = None
-        settle(scoring.causal.device)
-    state.loss_tokens += sum(d.num_loss_tokens for d in datums)
-    state.sequences += len(datums)
-
-# %% ../../nbs/24_backends.local.ipynb #b4ba1bd0
-def drop_gradients(state: PolicyState) -> None:
-    "Forget what was accumulated."
-    for target in state.targets:
-        target.grad = None
-    for p in state.params.values():
-        p.grad = None
-    state.loss_tokens = state.sequences = 0
-    state.graph = None
+# %% ../../nbs/24_backends.local.ipynb #7df7b978
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    "The parameters that learn, by name; raises `BackendError` where none does."
+    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not found:
+        raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
+    return found
 
 # %% ../../nbs/24_backends.local.ipynb #62ea96bb
 def divisor(normalization: GradNormalization, loss_tokens: int, sequences: int) -> int:
@@ -455,67 +440,19 @@ FUSED = ("cpu", "cuda", "mps", "xpu")  # devices whose AdamW is one operation
 DECAY = ("all", "matrices")  # what weight decay is on
 
 
-def _adamw_of(targets: list[Tensor]) -> torch.optim.AdamW:
-    groups = ([t for t in targets if t.ndim > 1], [t for t in targets if t.ndim < 2])
-    named = [{"params": group, "vectors": i == 1} for i, group in enumerate(groups) if group]
-    return torch.optim.AdamW(named, fused=all(t.device.type in FUSED for t in targets))
-
-
 def adamw(state: PolicyState, adam: AdamParams) -> torch.optim.AdamW:
     "The optimizer, made on first use, with this step's parameters."
-    if state.optimizer is None:
-        state.optimizer = _adamw_of(state.targets)
-    return _with_settings(state.optimizer, adam)
-
-
-def _with_settings(optimizer: torch.optim.AdamW, adam: AdamParams) -> torch.optim.AdamW:
     if adam.weight_decay_on not in DECAY:
         expected = " or ".join(map(repr, DECAY))
         raise BackendError("weight_decay_on", where="optim_step", got=repr(adam.weight_decay_on), expected=expected)
-    betas = (adam.beta1, adam.beta2)
-    for group in optimizer.param_groups:
+    if state.optimizer is None:
+        groups = ([t for t in state.targets if t.ndim > 1], [t for t in state.targets if t.ndim < 2])
+        named = [{"params": group, "vectors": i == 1} for i, group in enumerate(groups) if group]
+        state.optimizer = torch.optim.AdamW(named, fused=all(t.device.type in FUSED for t in state.targets))
+    for group in state.optimizer.param_groups:
         decay = 0.0 if group["vectors"] and adam.weight_decay_on == "matrices" else adam.weight_decay
-        group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=decay)
-    return optimizer
-
-# %% ../../nbs/24_backends.local.ipynb #c1dd8837
-_FAR = 1e30  # what a step computes stays below this: float32 ends at 3.4e38
-
-
-def _is_bounded(state: PolicyState, adam: AdamParams, clipped: float) -> bool:  # norm of the gradient
-    "Whether a step surely stays within the finite numbers, by its settings and the norms of weights and moments."
-    if not (max(adam.beta1, adam.beta2) < 1 - 1e-6 and min(adam.beta1, adam.beta2) >= 0 and adam.eps > 1 / _FAR):
-        return False
-    held, nothing = [*adamw(state, adam).state.values()], torch.zeros(())
-    moments, squares, steps = ([s[key] for s in held] or [nothing] for key in ("exp_avg", "exp_avg_sq", "step"))
-    weight, moment = float(get_total_norm(state.targets)), float(get_total_norm(moments))  # no element is larger
-    change = abs(adam.learning_rate) / (1 - adam.beta1) * (clipped + moment) * max(1.0, 1 / adam.eps)
-    bounds = (clipped**2, moment, change, weight * (1 + abs(adam.learning_rate * adam.weight_decay)))
-    ends = [end for square in squares for end in torch.aminmax(square)]
-    within = torch.stack([*ends, *(step.to(ends[0]) for step in steps)])
-    return all(b < _FAR for b in bounds) and bool(((within >= 0) & (within < _FAR)).all())
-
-# %% ../../nbs/24_backends.local.ipynb #13b0e7e1
-def _try_step(state: PolicyState, adam: AdamParams, count: int, factor: float) -> None:
-    "Take a step on copies; raises `BackendError` if it leaves the finite numbers, and names the first tensor."
-    twins = [t.detach().clone() for t in state.targets]
-    optimizer, once = adamw(state, adam), _with_settings(_adamw_of(twins), adam)
-    for t, twin in zip(state.targets, twins, strict=True):
-        twin.grad = None if t.grad is None else (t.grad / count).mul_(factor)
-        once.state[twin] = {key: value.clone() for key, value in optimizer.state.get(t, {}).items()}
-    once.step()
-    both = zip(state.targets, twins, strict=True)
-    finite = torch.stack([torch.linalg.vector_norm(twin.sub_(t)).isfinite() for t, twin in both]).tolist()
-    bad = [name for name, fine in zip(state.params, finite, strict=True) if not fine]
-    if not bad:
-        return
-    got, where, expected = f"NaN or infinity in {bad[0]}", f"optim_step, update {state.steps + 1}", "finite weights"
-    if not state.masters.get(bad[0], state.params[bad[0]]).isfinite().all():
-        got, fix = f"{got} before the update", "Load an earlier state."
-        raise BackendError("update refused", where=where, got=got, expected=expected, fix=fix)
-    got += f" and {len(bad) - 1} more tensors" if bad[1:] else ""
-    fix = f"Lower the learning rate ({adam.learning_rate:g}) or raise adam_eps ({adam.eps:g}); nothing was changed."
-    raise BackendError("update refused", where=where, got=got, expected=expected, fix=fix)
+        group.update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=decay)
+    return state.optimizer
 
 # %% ../../nbs/24_backends.local.ipynb #15328719
 def _layer_of(name: str) -> str:
@@ -536,33 +473,46 @@ def _layer_norms(kind: str, names: Iterable[str], tensors: Iterable[Tensor | Non
     return {f"{kind}/{layer}": norm for layer, norm in zip(layers, norms, strict=True)}
 
 # %% ../../nbs/24_backends.local.ipynb #51eaae02
+def _take_back(state: PolicyState, before: list[Tensor], adam: AdamParams) -> None:
+    "Put weights that are not finite back to what they were; raises `BackendError`."
+    bad = [name for name, t in zip(state.params, state.targets, strict=True) if not t.isfinite().all()]
+    if not bad:
+        return
+    for t, old in zip(state.targets, before, strict=True):
+        t.copy_(old)
+    state.optimizer = None
+    state.drop_gradients()
+    got = f"NaN or infinity in {bad[0]}" + (f" and {len(bad) - 1} more tensors" if bad[1:] else "")
+    fix = f"Lower the learning rate ({adam.learning_rate:g}), raise adam_eps ({adam.eps:g}), or load an earlier state."
+    where = f"optim_step, update {state.steps + 1}"
+    raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
+
+
 def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:
-    "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, and then changes nothing."
-    count = divisor(normalization, state.loss_tokens, state.sequences)
+    "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, the weights unchanged."
+    count, targets = divisor(normalization, state.loss_tokens, state.sequences), state.targets
     with torch.no_grad():
-        grads = [t.grad for t in state.targets if t.grad is not None]
+        grads = [t.grad for t in targets if t.grad is not None]
         norm = float(get_total_norm(grads)) / count
         if not np.isfinite(norm):
             fix = "Call discard_gradients, and look at the loss."
             raise BackendError("gradient norm", where="optim_step", got=norm, expected="a finite value", fix=fix)
         clipped = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0 else norm
-        factor = clipped / norm if clipped < norm else 1.0
-        if not _is_bounded(state, adam, clipped):
-            _try_step(state, adam, count, factor)
-        before = [t.detach().clone() for t in state.targets]
+        optimizer, before = adamw(state, adam), [t.detach().clone() for t in targets]
         for grad in grads:
             grad.div_(count) if count != 1 else None
-            grad.mul_(factor) if factor != 1 else None
-        adamw(state, adam).step()
+            grad.mul_(clipped / norm) if clipped < norm else None
+        optimizer.step()
+        if not np.isfinite(float(get_total_norm(targets))):
+            _take_back(state, before, adam)
         for name, master in state.masters.items():
             state.params[name].copy_(master)
-        moved = [old.sub_(t) for old, t in zip(before, state.targets, strict=True)]
+        moved = [old.sub_(t) for old, t in zip(before, targets, strict=True)]
     metrics = {"grad_norm": norm, "grad_norm_clipped": clipped, "learning_rate": adam.learning_rate}
     layers = _layer_norms("update_norm", state.params, moved)
     metrics |= {"update_norm": float(np.linalg.norm([*layers.values()])), **layers}
-    metrics["num_loss_tokens"] = float(state.loss_tokens)
-    metrics["num_sequences"] = float(state.sequences)
-    drop_gradients(state)
+    metrics |= {"num_loss_tokens": float(state.loss_tokens), "num_sequences": float(state.sequences)}
+    state.drop_gradients()
     state.steps += 1
     return metrics
 
@@ -570,173 +520,105 @@ def update(state: PolicyState, adam: AdamParams, normalization: GradNormalizatio
 FORMAT = 1  # of a saved state
 
 
-@dataclass(eq=False)
-class Versions:
-    "Policy versions: what the last sync published, and what the next one will."
-
-    current: int = 0  # the last published version
-    upcoming: int = 1  # what the next sync returns
-    published: bool = True  # whether the policy's weights are those of `current`
-
-    def publish(self) -> int:
-        "Count a sync; returns the new policy version."
-        self.current, self.upcoming, self.published = self.upcoming, self.upcoming + 1, True
-        return self.current
-
-    def stand_at(self, current: int, published: bool = False) -> None:
-        "The policy has the weights of a version, or moved on from them."
-        self.current, self.upcoming, self.published = current, current + (not published), published
-
-# %% ../../nbs/24_backends.local.ipynb #1bfd63ee
 def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], where: str) -> None:
-    "Raise the error `kind` that names the first tensor with NaN or infinity; reads each once where all is well."
+    "Raise the error `kind` that names the first tensor with NaN or infinity."
     numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
     if np.isfinite(float(get_total_norm(numbers.values()))):
         return
-    bad = [name for name, t in numbers.items() if not t.isfinite().all()]
-    if bad:
-        more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
+    if bad := [name for name, t in numbers.items() if not t.isfinite().all()]:
+        got = f"NaN or infinity in {bad[0]}" + (f" and {len(bad) - 1} more tensors" if bad[1:] else "")
         fix = "Load an earlier state; what was saved or synced before stays as it is."
-        raise kind(
-            "not finite", where=where, got=f"NaN or infinity in {bad[0]}{more}", expected="finite values", fix=fix
-        )
+        raise kind("not finite", where=where, got=got, expected="finite values", fix=fix)
 
-# %% ../../nbs/24_backends.local.ipynb #120eb6a4
-def describe(state: PolicyState) -> dict[str, Any]:
-    "What a saved state must agree with: the model's kind and its trainable weights."
-    weights = {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in state.params.items()}
-    about = {"format": FORMAT, "model": type(state.scoring.causal.model).__name__, "weights": weights}
-    return about | ({"load_in_8bit": True} if state.load_in_8bit else {})
 
-# %% ../../nbs/24_backends.local.ipynb #1f0c7472
-def capture(state: PolicyState, versions: Versions) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    "The state as cloned tensors and a description."
+def capture(state: PolicyState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    "The state as cloned tensors and a description, readable in any editor."
     tensors = {f"weights/{name}": p for name, p in state.params.items()}
     tensors |= {f"masters/{name}": m for name, m in state.masters.items()}
-    if state.optimizer is not None:
-        for name, target in zip(state.params, state.targets, strict=True):
-            moments = state.optimizer.state.get(target, {})
-            tensors |= {f"adam/{key}/{name}": value for key, value in moments.items()}
+    for name, target in zip(state.params, state.targets, strict=True):
+        moments = state.optimizer.state.get(target, {}) if state.optimizer else {}
+        tensors |= {f"adam/{key}/{name}": value for key, value in moments.items()}
     tensors["rng/cpu"] = torch.get_rng_state()
     if state.scoring.causal.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(state.scoring.causal.device)
-    about = {"steps": state.steps, "version": versions.current, "published": versions.published}
-    return {name: t.detach().clone().contiguous() for name, t in tensors.items()}, describe(state) | about
+    about = {"format": FORMAT, "model": type(state.scoring.causal.model).__name__, "load_in_8bit": state.load_in_8bit}
+    about |= {"steps": state.steps, "version": state.versions.current, "published": state.versions.published}
+    return {name: t.detach().clone().contiguous() for name, t in tensors.items()}, about
 
-# %% ../../nbs/24_backends.local.ipynb #9f0820f2
-def check_description(state: PolicyState, meta: Mapping[str, Any], where: str) -> None:
-    "Raises `RecordError` when a saved state belongs to another model."
-    ours = describe(state)
-    for key in ("format", "model", "load_in_8bit"):
-        if (got := meta.get(key, False)) != (expected := ours.get(key, False)):
-            raise RecordError(f"{key} of the saved state", where=where, got=got, expected=f"{expected}")
-    theirs, mine = meta.get("weights"), ours["weights"]
-    if not isinstance(theirs, dict):
-        raise RecordError("weights of the saved state", where=where, got=repr(theirs), expected="shapes by name")
-    names = sorted(set(theirs) ^ set(mine)) or sorted(name for name in mine if theirs[name] != mine[name])
-    if names:
-        show = lambda table: ", ".join(f"{name} {table.get(name, 'absent')}" for name in names[:3])
-        raise RecordError(
-            f"saved state of another model ({len(names)} weights differ)",
-            where=where,
-            got=show(theirs),
-            expected=show(mine),
-            fix="Open the backend with the model and lora_rank that it was saved with.",
-        )
-
-# %% ../../nbs/24_backends.local.ipynb #59e4365d
-def check_tensors(
-    state: PolicyState,
-    tensors: Mapping[str, Tensor],
-    where: str,
-    optimizer: bool = True,  # False = only the weights are going to be used
+# %% ../../nbs/24_backends.local.ipynb #f70b4e53
+def check_state(
+    state: PolicyState, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], where: str, optimizer: bool = True
 ) -> None:
-    "Raises `RecordError` unless a saved state has exactly the tensors that `restore` takes."
+    "Raises `RecordError` unless a saved state is of this model and has exactly the tensors that `restore` takes."
+    fix = "Open the backend with the model and settings that it was saved with, or load another state."
+    model = type(state.scoring.causal.model).__name__
+    for key, expected in {"format": FORMAT, "model": model, "load_in_8bit": state.load_in_8bit}.items():
+        if (got := meta.get(key, False)) != expected:
+            raise RecordError(f"{key} of the saved state", where=where, got=got, expected=str(expected), fix=fix)
     want: dict[str, Tensor] = {f"weights/{name}": p for name, p in state.params.items()}
     if optimizer:
-        want |= {f"masters/{name}": m for name, m in state.masters.items()}
-        step = torch.zeros((), dtype=torch.float32)
+        want |= {f"masters/{name}": m for name, m in state.masters.items()} | {"rng/cpu": torch.get_rng_state()}
         for name, target in zip(state.params, state.targets, strict=True):
-            parts = {"step": step, "exp_avg": target, "exp_avg_sq": target}
-            saved = {f"adam/{part}/{name}": like for part, like in parts.items()}
-            want |= saved if saved.keys() & tensors.keys() else {}
-        want["rng/cpu"] = torch.get_rng_state()
-        if state.scoring.causal.device.type == "cuda":
-            want["rng/cuda"] = torch.cuda.get_rng_state(state.scoring.causal.device)
-        else:
-            want |= {name: t for name, t in tensors.items() if name == "rng/cuda"}  # of a GPU, not used here
-    names = want.keys() | (tensors.keys() if optimizer else set())
+            parts = {"step": torch.zeros(()), "exp_avg": target, "exp_avg_sq": target}
+            moments = {f"adam/{part}/{name}": like for part, like in parts.items()}
+            want |= moments if moments.keys() & tensors.keys() else {}
     show = lambda t: "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+    names = want.keys() | (tensors.keys() - {"rng/cuda"} if optimizer else set())
     found = {name: (show(tensors.get(name)), show(want.get(name))) for name in sorted(names)}
-    bad = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
-    if bad:
-        name, (got, expected) = next(iter(bad.items()))
-        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        fix = "The file is damaged, or was written by something else: load an earlier state."
-        raise RecordError(f"saved tensor {name}{more}", where=where, got=got, expected=expected, fix=fix)
+    if bad := [name for name, (got, expected) in found.items() if got != expected]:
+        got, expected = found[bad[0]]
+        more = f" (and {len(bad) - 1} more)" if bad[1:] else ""
+        raise RecordError(f"saved tensor {bad[0]}{more}", where=where, got=got, expected=expected, fix=fix)
 
-# %% ../../nbs/24_backends.local.ipynb #6cc76d30
-def _check_counts(meta: Mapping[str, Any]) -> None:
-    "Raises `RecordError` unless the numbers of a description are numbers."
-    for name in ("steps", "version", "published"):
-        value, kind = meta.get(name), bool if name == "published" else int
-        if type(value) is not kind or value < 0:
-            expected = "true or false" if kind is bool else "a whole number from 0"
-            raise RecordError(f"{name} of the saved state", where="load_state", got=repr(value), expected=expected)
 
-# %% ../../nbs/24_backends.local.ipynb #a064af73
 def restore(
-    state: PolicyState,
-    versions: Versions,
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    optimizer: bool,  # False = only the weights
+    state: PolicyState, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], where: str, optimizer: bool = True
 ) -> None:
-    "Put a captured state back; gradients are dropped. Raises `RecordError`, and then changes nothing."
-    check_tensors(state, tensors, "load_state", optimizer)
-    if optimizer:
-        _check_counts(meta)
-    drop_gradients(state)
+    "Put a captured state, or only its weights, back; raises `RecordError`, and changes nothing then."
+    check_state(state, tensors, meta, where, optimizer)
+    state.drop_gradients()
+    state.optimizer = None
     with torch.no_grad():
         for name, p in state.params.items():
             p.copy_(tensors[f"weights/{name}"])
         for name, master in state.masters.items():
             master.copy_(tensors[f"masters/{name}"] if optimizer else state.params[name])
-    state.optimizer = None
     if not optimizer:
-        versions.stand_at(versions.current)
+        state.versions.stand_at(state.versions.current)
         return
     state.steps = meta["steps"]
-    versions.stand_at(meta["version"], meta["published"])
-    if any(name.startswith("adam/") for name in tensors):
-        fresh = adamw(state, AdamParams())
-        for name, target in zip(state.params, state.targets, strict=True):
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            if f"adam/step/{name}" in tensors:
-                found = {key: tensors[f"adam/{key}/{name}"] for key in keys}
-                fresh.state[target] = {key: value.clone().to(target.device) for key, value in found.items()}
+    state.versions.stand_at(meta["version"], meta["published"])
+    for name, target in zip(state.params, state.targets, strict=True):
+        if f"adam/step/{name}" in tensors:
+            found = {key: tensors[f"adam/{key}/{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
+            moments = {key: value.to(target.device) for key, value in found.items()}
+            adamw(state, AdamParams()).state[target] = moments
     torch.set_rng_state(tensors["rng/cpu"].cpu())
     if "rng/cuda" in tensors and state.scoring.causal.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["rng/cuda"].cpu(), state.scoring.causal.device)
 
-# %% ../../nbs/24_backends.local.ipynb #5fbfc977
+# %% ../../nbs/24_backends.local.ipynb #2eabf03e
 def write_folder(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     "Write a captured state to the folder `path`, atomically; raises `RecordError`."
     _check_finite(tensors, RecordError, f"save_state, {path}")
     if path.exists() and not (path / "state.json").is_file():
         raise RecordError("save_state", where=str(path), got="something else", expected="a free name or a saved state")
+    with _on_disk("save_state", path), new_folder(path, replace=True, flush=False) as draft:
+        save_file({name: t.cpu() for name, t in tensors.items()}, draft / "state.safetensors")
+        (draft / "state.json").write_text(json.dumps(meta, indent=1))
+
+
+@contextmanager
+def _on_disk(what: str, path: Path) -> Iterator[None]:
+    "Writing to a folder, above which all are made; raises `RecordError`."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with new_folder(path, replace=True, flush=False) as draft:
-            save_file({name: t.cpu() for name, t in tensors.items()}, draft / "state.safetensors")
-            (draft / "state.json").write_text(json.dumps(meta, indent=1))
+        yield
     except (OSError, SafetensorError) as reason:
         fix = "Free some space, or choose a folder that can be written."
-        raise RecordError(
-            "save_state", where=str(path), got=str(reason), expected="a writable disk", fix=fix
-        ) from reason
+        raise RecordError(what, where=str(path), got=str(reason), expected="a writable disk", fix=fix) from reason
 
-# %% ../../nbs/24_backends.local.ipynb #53a7adb7
+
 def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     "Read what `write_folder` wrote; raises `RecordError`."
     try:
@@ -747,30 +629,53 @@ def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise RecordError("load_state", where=str(path), got=str(reason), expected="a saved state") from reason
     return tensors, meta
 
+
+def save_named(state: PolicyState, name: str) -> str:
+    "Capture the state, in memory or on disk; returns the path for `find_saved`."
+    if "/" in name or os.sep in name:
+        write_folder(Path(name), *capture(state))
+        return name
+    state.saved[name.removeprefix("memory:")] = capture(state)
+    return f"memory:{name.removeprefix('memory:')}"
+
+
+def find_saved(state: PolicyState, path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    "What `save_named` saved; raises `RecordError`."
+    name = path.removeprefix("memory:")
+    if "/" in path or os.sep in path:
+        return read_folder(Path(path))
+    if name not in state.saved:
+        raise RecordError("load_state", got=repr(path), expected=f"one of {sorted(state.saved)} or a folder")
+    return state.saved[name]
+
+# %% ../../nbs/24_backends.local.ipynb #92d14cc8
+KEPT_SNAPSHOTS = 3  # snapshots for the sampler that are kept, newest last
+
+
+def take_snapshot(state: PolicyState, name: str) -> str:
+    "Clone what is trainable; old snapshots beyond `KEPT_SNAPSHOTS` are forgotten. Raises `BackendError`."
+    _check_finite(state.params, BackendError, "save_weights_for_sampler")
+    state.snapshots.pop(name, None)
+    state.snapshots[name] = {key: p.detach().clone() for key, p in state.params.items()}
+    for old in list(state.snapshots)[:-KEPT_SNAPSHOTS]:
+        del state.snapshots[old]
+    return name
+
 # %% ../../nbs/24_backends.local.ipynb #cb5ea3b2
 def stamped(
-    values: Sequence[np.ndarray],
-    scoring: Scoring,
-    source: str,
-    version: int | None,
-    entropies: Sequence[np.ndarray | None] = (),  # one per series, or none at all
+    scoring: Scoring, source: str, version: int | None, logprobs: list[np.ndarray], entropies: Sequence[Any] = ()
 ) -> list[Logprobs]:
-    "Arrays as `Logprobs` with their provenance."
+    "Logprobs, and entropies beside them where there are any, with their provenance."
     dtype = str(scoring.causal.dtype).removeprefix("torch.")
     stamp: dict[str, Any] = {"source": source, "policy_version": version, "temperature": scoring.temperature}
-    pairs = zip(values, entropies or [None] * len(values), strict=True)
-    return [Logprobs(v, **stamp, dtype=dtype, entropy=h) for v, h in pairs]
+    pairs = zip(logprobs, entropies or [None] * len(logprobs), strict=True)
+    return [Logprobs(values, **stamp, dtype=dtype, entropy=h) for values, h in pairs]
 
 # %% ../../nbs/24_backends.local.ipynb #88e9000e
 class LocalReference:
     "A frozen scorer."
 
-    def __init__(
-        self,
-        scoring: Scoring,
-        run: Worker,
-        switched_off: Callable[[], AbstractContextManager] = nullcontext,  # context without the adapter
-    ):
+    def __init__(self, scoring: Scoring, run: Worker, switched_off: Callable[[], AbstractContextManager] = nullcontext):
         self.scoring, self.run, self.switched_off = scoring, run, switched_off
 
     @property
@@ -780,21 +685,18 @@ class LocalReference:
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Reference logprobs, target coordinates (N-1,), NaN where not scored."
-        return stamped(await self.run(self._score, list(datums)), self.scoring, "reference", 0)
+        return stamped(self.scoring, "reference", 0, *await self.run(self._score, list(datums)))
 
-    def _score(self, datums: list[Datum]) -> list[np.ndarray]:
+    def _score(self, datums: list[Datum]) -> tuple[list[np.ndarray], ...]:
         with self.switched_off():
             return score(self.scoring, datums)
 
 # %% ../../nbs/24_backends.local.ipynb #92f095bd
-KEPT_SNAPSHOTS = 3  # snapshots for the sampler that are kept, newest last
-
-
 class LocalTrainer:
     "The policy: scores, accumulates gradients, updates, saves."
 
-    def __init__(self, state: PolicyState, run: Worker, versions: Versions):
-        self.state, self.run, self.versions = state, run, versions
+    def __init__(self, state: PolicyState, run: Worker):
+        self.state, self.run, self.versions = state, run, state.versions
 
     @property
     def vocab_size(self) -> int:
@@ -803,20 +705,23 @@ class LocalTrainer:
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Policy logprobs and the entropies beside them, target coordinates (N-1,), NaN where not scored."
-        entropies: list[np.ndarray] = []
-        return self._stamp(await self.run(score, self.state.scoring, list(datums), entropies), entropies)
+        return self._stamp(*await self.run(score, self.state.scoring, list(datums), True))
 
     async def loss(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Value, metrics, logprobs and dL/dlogprob; no gradient is accumulated."
-        return await self._output(evaluate, datums, loss_fn)
+        found = await self.run(self.state.evaluate, list(datums), loss_fn)
+        logprobs = self._stamp(found.logprobs, found.entropies)
+        return LossOutput(found.value, found.metrics, tuple(logprobs), tuple(found.dlogprobs))
 
     async def backward(self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
         "Accumulate the gradient that belongs to dL/dlogprob (N-1,) of each datum; one of entropies is not in it."
-        await self.run(backpropagate, self.state, list(datums), list(dlogprobs))
+        await self.run(self.state.backpropagate, list(datums), list(dlogprobs))
 
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Loss and backward in one call."
-        return await self._output(loss_and_backward, datums, loss_fn)
+        found = await self.run(loss_and_backward, self.state, list(datums), loss_fn)
+        logprobs = self._stamp(found.logprobs, found.entropies)
+        return LossOutput(found.value, found.metrics, tuple(logprobs), tuple(found.dlogprobs))
 
     async def optim_step(
         self, adam: AdamParams, *, grad_accumulation_normalization: GradNormalization = "none"
@@ -828,15 +733,15 @@ class LocalTrainer:
 
     async def discard_gradients(self) -> None:
         "Forget what was accumulated since the last update."
-        await self.run(drop_gradients, self.state)
+        await self.run(self.state.drop_gradients)
 
     async def save_state(self, name: str) -> str:
         "Save under a name in memory, or in a folder if the name has a slash; returns the path to load."
-        return await self.run(save_named, self.state, self.versions, name)
+        return await self.run(save_named, self.state, name)
 
     async def load_state(self, path: str, *, optimizer: bool = True) -> None:
         "Go back to a saved state; the sampler follows with the next sync."
-        await self.run(load_named, self.state, self.versions, path, optimizer)
+        await self.run(load_named, self.state, path, optimizer)
 
     async def save_weights_for_sampler(self, name: str) -> str:
         "Clone the trainable weights under a name."
@@ -867,83 +772,41 @@ class LocalTrainer:
         "(N-1,) logprobs by part of the weights, or by some parts: that part as in a snapshot, all others as they are."
         return await self.run(with_old_parts, self.state, datum, old, only)
 
-    def _stamp(self, values: Sequence[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
-        return stamped(values, self.state.scoring, "policy", self.versions.current, entropies)
-
-    async def _output(self, fn: Callable[..., Any], datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
-        entropies: list[np.ndarray] = []
-        value, metrics, series, dlogprobs = await self.run(fn, self.state, list(datums), loss_fn, entropies)
-        return LossOutput(value, metrics, tuple(self._stamp(series, entropies)), tuple(dlogprobs))
-
-# %% ../../nbs/24_backends.local.ipynb #bba76898
-def loss_and_backward(
-    state: PolicyState, datums: list[Datum], loss_fn: LossFn, entropies: list[np.ndarray]
-) -> tuple[float, dict, list, list]:
-    "`evaluate`, then `backpropagate` of its derivatives."
-    dentropies: list[np.ndarray] = []
-    value, metrics, series, dlogprobs = evaluate(state, datums, loss_fn, entropies, dentropies)
-    backpropagate(state, datums, dlogprobs, dentropies)
-    norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
-    return value, metrics | norms, series, dlogprobs
-
-# %% ../../nbs/24_backends.local.ipynb #21fa222a
-def save_named(state: PolicyState, versions: Versions, name: str) -> str:
-    "Capture the state, in memory or on disk; returns the path for `load_named`."
-    captured = capture(state, versions)
-    if "/" in name or os.sep in name:
-        write_folder(Path(name), *captured)
-        return name
-    state.saved[name.removeprefix("memory:")] = captured
-    return f"memory:{name.removeprefix('memory:')}"
-
-# %% ../../nbs/24_backends.local.ipynb #ed105849
-def find_saved(state: PolicyState, path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    "What `save_named` saved, if it belongs to this model; raises `RecordError`."
-    name = path.removeprefix("memory:")
-    if "/" in path or os.sep in path:
-        tensors, meta = read_folder(Path(path))
-    elif name in state.saved:
-        tensors, meta = state.saved[name]
-    else:
-        raise RecordError("load_state", got=repr(path), expected=f"one of {sorted(state.saved)} or a folder")
-    check_description(state, meta, path)
-    return tensors, meta
+    def _stamp(self, logprobs: list[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
+        return stamped(self.state.scoring, "policy", self.versions.current, logprobs, entropies)
 
 
-def load_named(state: PolicyState, versions: Versions, path: str, optimizer: bool) -> None:
+def load_named(state: PolicyState, path: str, optimizer: bool) -> None:
     "Restore what `save_named` saved; raises `RecordError`."
-    restore(state, versions, *find_saved(state, path), optimizer)
+    restore(state, *find_saved(state, path), path, optimizer)
 
-# %% ../../nbs/24_backends.local.ipynb #92d14cc8
-def take_snapshot(state: PolicyState, name: str) -> str:
-    "Clone what is trainable; old snapshots beyond `KEPT_SNAPSHOTS` are forgotten. Raises `BackendError`."
-    _check_finite(state.params, BackendError, "save_weights_for_sampler")
-    state.snapshots.pop(name, None)
-    state.snapshots[name] = {key: p.detach().clone() for key, p in state.params.items()}
-    for old in list(state.snapshots)[:-KEPT_SNAPSHOTS]:
-        del state.snapshots[old]
-    return name
 
-# %% ../../nbs/24_backends.local.ipynb #7efe6ddd
+def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> Evaluated:
+    "Loss, then the backward pass of its derivatives, with norms of the gradient by layer."
+    found = state.evaluate(datums, loss_fn)
+    state.backpropagate(datums, found.dlogprobs, found.dentropies)
+    norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
+    return replace(found, metrics=found.metrics | norms)
+
+# %% ../../nbs/24_backends.local.ipynb #b6b69a15
 @contextmanager
 def preserved_gradients(state: PolicyState) -> Iterator[None]:
     "Put aside what is accumulated, and restore it unchanged."
     holders = [*state.params.values(), *state.masters.values()]
     grads, counts, graph = [t.grad for t in holders], (state.loss_tokens, state.sequences), state.graph
     try:
-        drop_gradients(state)
+        state.drop_gradients()
         yield
     finally:
-        drop_gradients(state)
         for holder, grad in zip(holders, grads, strict=True):
             holder.grad = grad
         (state.loss_tokens, state.sequences), state.graph = counts, graph
 
-# %% ../../nbs/24_backends.local.ipynb #2ad8b01a
+
 def saved_weights(state: PolicyState, path: str) -> dict[str, Tensor]:
     "The trainable weights of a saved state, where the policy is; raises `RecordError`."
-    saved, _ = find_saved(state, path)
-    check_tensors(state, saved, path, optimizer=False)
+    saved, meta = find_saved(state, path)
+    check_state(state, saved, meta, path, optimizer=False)
     return {name: saved[f"weights/{name}"].to(p.device) for name, p in state.params.items()}
 
 
@@ -975,12 +838,12 @@ def sample_gradients(
     "How long the gradient of each datum's `sum(dlogprob * logprob)` is, and its dot product with the batch gradient."
     norms, products = np.zeros(len(datums)), np.zeros(len(datums))
     with preserved_gradients(state), swapped_weights(state, saved_weights(state, before) if before else {}):
-        logprobs = score(state.scoring, datums)
-        backpropagate(state, datums, dlogprobs)
+        logprobs = score(state.scoring, datums)[0]
+        state.backpropagate(datums, dlogprobs)
         whole = [t.grad for t in state.targets]
         for i in [i for i, dlogprob in enumerate(dlogprobs) if np.any(dlogprob)]:
-            drop_gradients(state)
-            backpropagate(state, [datums[i]], [dlogprobs[i]])
+            state.drop_gradients()
+            state.backpropagate([datums[i]], [dlogprobs[i]])
             own = [t.grad for t in state.targets]
             norms[i], products[i] = inner(own, own) ** 0.5, inner(own, whole)
     return logprobs, norms, products
@@ -1018,11 +881,11 @@ def directional(
 ) -> list[np.ndarray]:  # (N-1,) per datum, NaN where not scored
     "Derivative of every logprob in a direction of the weights."
     scoring = state.scoring
-    check_scored(scoring, datums)
+    scoring.check(datums)
     batches, flats = scoring.batches(datums), []
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), one_by_one(scoring.causal.model):
         for b in batches:
-            call = _Called(state.module, lambda b=b: score_batch(scoring, [datums[i] for i in b.rows], b.tree))
+            call = _Called(state.module, lambda b=b: scoring.forward(b)[0])
             with forward_ad.dual_level():
                 pairs = {f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()}
                 flat, tangent = forward_ad.unpack_dual(torch.func.functional_call(call, pairs, ()))
@@ -1037,8 +900,8 @@ def linear_change(
     then = saved_weights(state, before)
     moved = {name: (p.detach().double() - then[name].double()).to(p.dtype) for name, p in state.params.items()}
     with swapped_weights(state, then):
-        was = score(state.scoring, datums)
-    return was, score(state.scoring, datums), directional(state, datums, then, moved)
+        was = score(state.scoring, datums)[0]
+    return was, score(state.scoring, datums)[0], directional(state, datums, then, moved)
 
 # %% ../../nbs/24_backends.local.ipynb #19a6f8bf
 def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
@@ -1063,7 +926,7 @@ def with_old_parts(
         if len(names) == len(old) or (only and part not in only):
             continue
         with swapped_weights(state, {name: old[name] for name in names}):
-            [found[part]] = score(state.scoring, [datum])
+            [found[part]] = score(state.scoring, [datum])[0]
     return found
 
 # %% ../../nbs/24_backends.local.ipynb #d2618769
@@ -1079,7 +942,7 @@ class Pending:
         if not self.future.done():
             self.future.set_exception(value) if isinstance(value, BaseException) else self.future.set_result(value)
 
-# %% ../../nbs/24_backends.local.ipynb #1076a80b
+
 class LocalSampler:
     "Concurrent requests, batched by one engine."
 
@@ -1120,7 +983,7 @@ class LocalSampler:
         pending = Pending(item, loop.create_future())
         self.inbox.append(pending)
         if self.scheduler is None or self.scheduler.done():
-            self.scheduler = loop.create_task(run_scheduler(self))
+            self.scheduler = loop.create_task(self.run_scheduler())
         try:
             return await pending.future
         except asyncio.CancelledError:
@@ -1137,65 +1000,68 @@ class LocalSampler:
             if not pending.future.get_loop().is_closed():
                 pending.resolve(reason)
 
-# %% ../../nbs/24_backends.local.ipynb #503b17b8
-def take_waiting(sampler: LocalSampler) -> list[Pending]:
-    "The waiting up to the next function; a function alone, once nothing is being drawn."
-    taken: list[Pending] = []
-    while sampler.inbox and not callable(sampler.inbox[0].item):
-        taken.append(sampler.inbox.popleft())
-    if not taken and sampler.inbox and not sampler.open:
-        taken.append(sampler.inbox.popleft())
-    return taken
+    def take_waiting(self) -> list[Pending]:
+        "The waiting up to the next function; a function alone, once nothing is being drawn."
+        taken: list[Pending] = []
+        while self.inbox and not callable(self.inbox[0].item):
+            taken.append(self.inbox.popleft())
+        if not taken and self.inbox and not self.open:
+            taken.append(self.inbox.popleft())
+        return taken
 
-# %% ../../nbs/24_backends.local.ipynb #f2297190
-def turn(sampler: LocalSampler, waiting: list[Pending]) -> list[tuple[Pending, Any]]:
-    "One round in the worker: hand over, score, run decode steps; returns what is finished, with its result."
-    engine = sampler.engine
-    if sampler.stale:
-        engine.abort()
-        sampler.stale = False
-    if waiting and callable(waiting[0].item):
-        return [(waiting[0], waiting[0].item())]
-    for pending in waiting:
-        if isinstance(pending.item, Request) and not pending.item.cancelled:
-            sampler.open[pending.item] = pending
-            engine.waiting.extend((pending.item, i) for i in range(pending.item.params.n))
-    echoes = [pending for pending in waiting if isinstance(pending.item, np.ndarray)]
-    results: list[tuple[Pending, Any]] = []
-    if echoes:
-        results += zip(echoes, echo(engine, [pending.item for pending in echoes]), strict=True)
-    results += [(sampler.open.pop(r), r.completions) for r in engine.run_steps() if not r.cancelled]
-    for request in [r for r in sampler.open if r.cancelled]:
-        del sampler.open[request]
-    return results
-
-# %% ../../nbs/24_backends.local.ipynb #e4c93ace
-async def run_scheduler(sampler: LocalSampler) -> None:
-    "Hop and deliver while there is work."
-    waiting: list[Pending] = []
-    try:
-        await asyncio.sleep(0)
-        while sampler.inbox or sampler.open:
-            waiting = take_waiting(sampler)
-            for pending, value in await sampler.run(turn, sampler, waiting):
-                pending.resolve(value)
-            waiting = []
-            await asyncio.sleep(0)
-    except BaseException as reason:
-        gone = isinstance(reason, asyncio.CancelledError)
-        told = BackendError("the sampler", got="a cancelled scheduler", fix="Ask again.") if gone else reason
+    def turn(self, waiting: list[Pending]) -> list[tuple[Pending, Any]]:
+        "One round in the worker: hand over, score, run decode steps; returns what is finished, with its result."
+        if self.stale:
+            self.engine.abort()
+            self.stale = False
+        if waiting and callable(waiting[0].item):
+            return [(waiting[0], waiting[0].item())]
         for pending in waiting:
-            pending.resolve(told)
-        sampler.abandon(told)
-        if not isinstance(reason, Exception):
-            raise
+            if isinstance(pending.item, Request) and not pending.item.cancelled:
+                self.open[pending.item] = pending
+                self.engine.waiting.extend((pending.item, i) for i in range(pending.item.params.n))
+        results: list[tuple[Pending, Any]] = []
+        if echoes := [pending for pending in waiting if isinstance(pending.item, np.ndarray)]:
+            results += zip(echoes, echo(self.engine, [pending.item for pending in echoes]), strict=True)
+        results += [(self.open.pop(r), r.completions) for r in self.engine.run_steps() if not r.cancelled]
+        for request in [r for r in self.open if r.cancelled]:
+            del self.open[request]
+        return results
+
+    async def run_scheduler(self) -> None:
+        "Hop and deliver while there is work."
+        waiting: list[Pending] = []
+        try:
+            await asyncio.sleep(0)
+            while self.inbox or self.open:
+                waiting = self.take_waiting()
+                for pending, value in await self.run(self.turn, waiting):
+                    pending.resolve(value)
+                waiting = []
+                await asyncio.sleep(0)
+        except BaseException as reason:
+            gone = isinstance(reason, asyncio.CancelledError)
+            told = BackendError("the sampler", got="a cancelled scheduler", fix="Ask again.") if gone else reason
+            for pending in waiting:
+                pending.resolve(told)
+            self.abandon(told)
+            if not isinstance(reason, Exception):
+                raise
+
+    async def close(self, *workers: Worker) -> None:
+        "Draw nothing more, wait for what the workers compute, and forget what was asked for."
+        if self.scheduler is not None and not self.scheduler.get_loop().is_closed():
+            self.scheduler.cancel()
+        for worker in workers:
+            worker.close()
+        self.engine.abort()
 
 # %% ../../nbs/24_backends.local.ipynb #edcbbcfd
 class LocalSync:
     "Copies a snapshot into the sampler."
 
-    def __init__(self, state: PolicyState, sampler: LocalSampler, served: dict[str, nn.Parameter], versions: Versions):
-        self.state, self.sampler, self.served, self.versions = state, sampler, served, versions
+    def __init__(self, state: PolicyState, sampler: LocalSampler, served: dict[str, nn.Parameter]):
+        self.state, self.sampler, self.served = state, sampler, served
 
     async def __call__(self, snapshot: str) -> int:
         "Wait until nothing is being drawn, serve `snapshot`, return its version."
@@ -1209,8 +1075,8 @@ class LocalSync:
         with torch.no_grad():
             for name, p in self.served.items():
                 p.copy_(weights[name])
-        self.sampler.engine.policy_version = self.versions.publish()
-        return self.versions.current
+        self.sampler.engine.policy_version = self.state.versions.publish()
+        return self.sampler.engine.policy_version
 
 # %% ../../nbs/24_backends.local.ipynb #be0478a2
 _SEEDING = threading.Lock()  # torch has one generator for all threads
@@ -1277,19 +1143,14 @@ def unpacked(t: Tensor) -> Tensor:
     return t.dequantize() if hasattr(t, "qdata") else t
 
 # %% ../../nbs/24_backends.local.ipynb #777e9d04
-def check_bits(in_8: bool, in_4: bool, lora_rank: int, dtype: str, device: str) -> None:
-    "Raises `ConfigError` where a base cannot be kept in so few bits."
-    where = "open_local"
-    if in_4:
-        got, fix = "4 bits, which torchao packs for the kernels of GPUs only", "Set load_in_8bit=True instead."
-        raise ConfigError("load_in_4bit", where=where, got=got, expected="a base that every device can read", fix=fix)
-    if in_8 and not lora_rank:
+def check_bits(lora_rank: int, dtype: str, device: str) -> None:
+    "Raises `ConfigError` where a base cannot be kept in 8 bits."
+    if not lora_rank:
         got, fix = "lora_rank=0, which trains the weights themselves", "Set lora_rank, or leave load_in_8bit out."
-        raise ConfigError("load_in_8bit", where=where, got=got, expected="an adapter over a frozen base", fix=fix)
-    for name, got, known in (("dtype", dtype, ("float32", "bfloat16")), ("device", device, ("cpu", "cuda"))):
-        if in_8 and got not in known:
-            expected, fix = f"{name} {' or '.join(known)}", "Leave load_in_8bit out."
-            raise ConfigError("load_in_8bit", where=where, got=f"{name} {got}", expected=expected, fix=fix)
+        raise ConfigError("load_in_8bit", where="open_local", got=got, expected="an adapter over its base", fix=fix)
+    if dtype not in ("float32", "bfloat16") or device not in ("cpu", "cuda"):
+        got, expected = f"dtype {dtype} on {device}", "dtype float32 or bfloat16, device cpu or cuda"
+        raise ConfigError("load_in_8bit", where="open_local", got=got, expected=expected, fix="Leave load_in_8bit out.")
 
 # %% ../../nbs/24_backends.local.ipynb #69f264ab
 def in_8bit(module: nn.Module) -> nn.Module:
@@ -1361,7 +1222,7 @@ def write_weights(
 ) -> None:
     "Write weights as `save_pretrained` does, the adapter alone under PEFT; no half-written folder is ever seen."
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with new_folder(folder, replace=True, flush=False) as draft, _quiet():
+    with new_folder(folder, replace=True, flush=False) as draft, no_bars():
         if not hasattr(module, "peft_config"):
             module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
             return
@@ -1371,18 +1232,6 @@ def write_weights(
         adapter = get_peft_model_state_dict(module, dict(weights), name, save_embedding_layers=False)
         module.peft_config[name].save_pretrained(draft)  # type: ignore[index, union-attr]
         save_file({k: v.detach().cpu().contiguous() for k, v in adapter.items()}, draft / "adapter_model.safetensors")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    "No progress bar for every folder."
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 # %% ../../nbs/24_backends.local.ipynb #e0503959
 _EXPORTS = ("hf", "adapter", "merged")  # kinds of folders; the last two are of a policy with LoRA
@@ -1401,19 +1250,16 @@ def export_weights(
         fix = "llama.cpp's convert_hf_to_gguf.py converts what 'hf' writes." if to == "gguf" else None
         raise ConfigError("export", got=repr(to), expected=expected, fix=fix)
     _check_finite(state.params, BackendError, "export")
-    try:
+    with _on_disk("export", folder):
         if adapter and to in ("hf", "merged"):
             whole = twin_of(state.module, lambda t: unpacked(t.detach()).to("cpu", copy=True)).merge_and_unload()
-            with _quiet():
+            with no_bars():
                 whole.save_pretrained(folder)
         else:
             write_weights(state.module, state.params, folder)
             model.generation_config.save_pretrained(folder)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as reason:
-        fix = "Free some space, or choose a folder that can be written."
-        raise RecordError("export", where=str(folder), got=str(reason), expected="a writable disk", fix=fix) from reason
 
 # %% ../../nbs/24_backends.local.ipynb #01e608db
 def reference_of(state: PolicyState, run: Worker, score_as: Callable[[nn.Module], Scoring]) -> LocalReference:
@@ -1430,15 +1276,6 @@ def score_at(state: PolicyState, judge: LocalReference | None, temperature: floa
     state.graph = None
 
 # %% ../../nbs/24_backends.local.ipynb #69ce2f94
-async def close_workers(sampler: LocalSampler, *workers: Worker) -> None:
-    "Draw nothing more, wait for what computes, and forget what was asked for."
-    if sampler.scheduler is not None and not sampler.scheduler.get_loop().is_closed():
-        sampler.scheduler.cancel()
-    for worker in workers:
-        worker.close()
-    sampler.engine.abort()
-
-# %% ../../nbs/24_backends.local.ipynb #d016908a
 def open_local(
     model: Any,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
     tokenizer: Any = ...,  # its tokenizer; not given = `model` is a name for `load_model`, or what that returns
@@ -1457,7 +1294,6 @@ def open_local(
     temperature: float = 1.0,  # of policy and reference logprobs: set it to the sampling temperature
     seed: int = 0,  # of the adapter's initial weights
     load_in_8bit: bool = False,  # with LoRA: keep the base in 8 bits, which needs `rl-notebook[quantized]`
-    load_in_4bit: bool = False,  # refused, with the reason
     mask_unknown: bool = True,  # ids that the tokenizer does not know have no share: never drawn, in no logprob
     prompt_logprobs: bool = False,  # also score positions of weight 0
     gradient_checkpointing: bool = False,  # backward computes each layer again: less memory, more time
@@ -1468,10 +1304,11 @@ def open_local(
     opened = {name: value for name, value in locals().items() if name not in ("model", "tokenizer")}
     model, tokenizer = model_and_tokenizer(model, tokenizer)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_bits(load_in_8bit, load_in_4bit, lora_rank, dtype, torch.device(device).type)
+    if load_in_8bit:
+        check_bits(lora_rank, dtype, torch.device(device).type)
     module = in_dtype(model, dtype, device)
     module = with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
-    params, versions = trainable(module), Versions()
+    params = trainable(module)
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
     served = frozen_copy(module, params)
     unknown = told_unknown(tokenizer, served) if mask_unknown else []
@@ -1489,12 +1326,12 @@ def open_local(
     judge = reference_of(state, run, score_as) if reference else None
     if gradient_checkpointing:
         checkpoint_layers(module)
-    policy, sampler = LocalTrainer(state, run, versions), LocalSampler(engine, draws)
+    policy, sampler = LocalTrainer(state, run), LocalSampler(engine, draws)
     can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
     can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len, entropy=True, load_in_8bit=load_in_8bit)
-    sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params}, versions)
+    sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params})
 
     more: Any = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size, "opened": opened}
     more["export"] = lambda folder, to=None, told=tokenizer: run(export_weights, state, told, Path(folder), to)
-    close = partial(close_workers, sampler, run, draws)
+    close = partial(sampler.close, run, draws)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

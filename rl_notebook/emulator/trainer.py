@@ -29,22 +29,8 @@ from torch import Tensor, nn
 
 from ..backends.base import Backend
 from ..backends.engine import Engine, Request, check_request, check_tokens, logits_of, padded
-from rl_notebook.backends.local import (
-    LocalSampler,
-    LocalTrainer,
-    PolicyState,
-    backpropagate,
-    capture,
-    check_description,
-    drop_gradients,
-    evaluate,
-    open_local,
-    read_folder,
-    restore,
-    score,
-    update,
-    write_folder,
-)
+from ..backends.local import LocalSampler, LocalTrainer, PolicyState, capture, open_local, read_folder
+from ..backends.local import restore, score, update, write_folder
 from ..core import AdamParams, BackendError, Completion, DatumError, RLNotebookError
 from ..toy import load_model
 
@@ -319,14 +305,14 @@ def run_pass(learner: Learner, batch: Batch) -> PassResult:
     for d in batch.datums:
         check_tokens(d.targets, vocab_size, f"{d.where}, target_tokens")
     if batch.forward_only:
-        series = [s.astype(np.float32) for s in score(state.scoring, batch.datums)]
+        series = [s.astype(np.float32) for s in score(state.scoring, batch.datums)[0]]
         return PassResult(tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item())
-    loss_value, _, series, dlogprobs = evaluate(state, batch.datums, loss_fn)
-    backpropagate(state, batch.datums, dlogprobs)
+    found = state.evaluate(batch.datums, loss_fn)
+    state.backpropagate(batch.datums, found.dlogprobs)
     learner.passes += 1
-    learner.loss_tokens += sum(int(np.count_nonzero(s)) for s in dlogprobs)
-    learner.sequences += sum(bool(np.any(s)) for s in dlogprobs)
-    return PassResult(tuple(s.astype(np.float32) for s in series), loss_value)
+    learner.loss_tokens += sum(int(np.count_nonzero(s)) for s in found.dlogprobs)
+    learner.sequences += sum(bool(np.any(s)) for s in found.dlogprobs)
+    return PassResult(tuple(s.astype(np.float32) for s in found.logprobs), found.value)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #91162d41
 def run_step(learner: Learner, adam: AdamParams, normalization: str | None) -> dict[str, float]:
@@ -370,7 +356,7 @@ def save_state_at(learner: Learner, place: Path, meta: Mapping[str, Any], overwr
         fix = "Choose another name, or pass overwrite=True."
         raise BackendError("name", got=repr(place.name), expected="one that is not taken", fix=fix)
     place.parent.mkdir(parents=True, exist_ok=True)
-    tensors, about = capture(learner.state, policy_of(learner.backend).versions)
+    tensors, about = capture(learner.state)
     write_folder(place, tensors, {**about, **meta})
 
 # %% ../../nbs/71_emulator.trainer.ipynb #e6af2027
@@ -386,9 +372,8 @@ def load_state_at(learner: Learner, place: Path, optimizer: bool, lock: Abstract
     "Take weights, and the optimizer if asked for; what was accumulated is dropped. Raises `BackendError`."
     state_page(place)
     tensors, meta = read_folder(place)
-    check_description(learner.state, meta, place.name)
     with lock:  # the torch generator, which a state brings along, belongs to all threads
-        restore(learner.state, policy_of(learner.backend).versions, tensors, meta, optimizer)
+        restore(learner.state, tensors, meta, place.name, optimizer)
     learner.passes = learner.loss_tokens = learner.sequences = 0
 
 # %% ../../nbs/71_emulator.trainer.ipynb #a6ce85fe
@@ -396,7 +381,7 @@ def take_weights(learner: Learner, tensors: Mapping[str, Tensor], name: str) -> 
     "Take weights alone; the optimizer starts anew. Raises `BackendError` for another model's."
     if learner.lora_rank == 0 or misfits(learner.state, tensors):
         raise BackendError("adapter", where=name, got="other weights", expected="those of this model's adapter")
-    drop_gradients(learner.state)
+    learner.state.drop_gradients()
     with torch.no_grad():
         for key, p in learner.state.params.items():
             p.copy_(tensors[key])
