@@ -306,14 +306,14 @@ REFUSED = {
     "a closure": ("def make(k):\n    return lambda text: k * len(text)\nfn = make(2.0)", "closure over k"),
     "nested": (
         "def make():\n    def inner(text):\n        return 1.0\n    return inner\nfn = make()",
-        "inside a call",
+        "without a definition",
     ),
-    "in a call": ("fn = max([lambda text: 1.0], key=id)", "inside a call, a function or another statement"),
-    "no source": ("exec('def fn(text): return 1.0')", "without source"),
+    "in a call": ("fn = max([lambda text: 1.0], key=id)", "without a definition of its own at the top level of a cell"),
+    "no source": ("exec('def fn(text): return 1.0')", "without a definition"),
     "a partial": ("import functools\nfn = functools.partial(lambda text, k: k, k=2)", "partial object"),
     "kernel state": (
         "model = rln.load_model('tiny')[0]\ndef fn(text):\n    return float(model.training)",
-        "got model, a Qwen3ForCausalLM of the kernel",
+        "got model, Qwen3ForCausalLM of the kernel",
     ),
     "state it keeps": (
         "n = 0\ndef fn(text):\n    global n\n    n += 1\n    return float(n)",

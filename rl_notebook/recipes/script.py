@@ -5,15 +5,15 @@
 # %% ../../nbs/64_recipes.script.ipynb #0cbf5c3f
 from __future__ import annotations
 
-import __future__
 import ast
+import dis
 import inspect
 import linecache
 import os
 import re
-import symtable
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -45,70 +45,42 @@ def importable(value: Any) -> str:
     return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is value else ""
 
 # %% ../../nbs/64_recipes.script.ipynb #86804313
-def code_of(value: Any) -> CodeType | None:
-    "The code of a function, or of the first method that was written in a class."
-    inner = inspect.unwrap(value) if callable(value) else value
-    if inspect.isclass(inner):
-        methods = [getattr(m, "__code__", None) for m in vars(inner).values()]
-        own = [c for c in methods if c is not None and c.co_qualname.startswith(f"{inner.__qualname__}.")]
-        return next((c for c in own if linecache.getlines(c.co_filename)), None)
-    return getattr(inner, "__code__", None)
-
-
 def statement_of(value: Any) -> tuple[str, str]:  # its name there, its text
-    "The top-level statement that made a function or a class; raises ValueError, in words, where there is none."
-    if (code := code_of(value)) is None:
-        raise ValueError(f"{type(value).__name__} object, which has no source of its own")
-    if getattr(value, "__closure__", None):
-        held = ", ".join(value.__code__.co_freevars)
-        raise ValueError(f"closure over {held}, which only the kernel knows")
-    lines = linecache.getlines(code.co_filename)
-    if not lines:
-        raise ValueError("function without source")
-    nested = "<locals>" in getattr(inspect.unwrap(value), "__qualname__", "")
-    for node in [] if nested else ast.parse("".join(lines)).body:
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-        if first <= code.co_firstlineno <= (node.end_lineno or 0) and (name := _made_by(node)):
-            return name, "".join(lines[first - 1 : node.end_lineno]).rstrip()
-    raise ValueError("function inside a call, a function or another statement")
-
-
-def _made_by(node: ast.stmt) -> str:
-    "The name that a definition, or `name = lambda ...`, gives; '' for other statements."
-    match node:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return name
-        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda()):
-            return name
-    return ""
+    "The top-level statement of a cell that made a function or a class; raises ValueError where there is none."
+    inner = inspect.unwrap(value) if callable(value) else value
+    if held := getattr(inner, "__closure__", None) and inner.__code__.co_freevars:
+        raise ValueError(f"closure over {', '.join(held)}, which only the kernel knows")
+    parts = vars(inner).values() if inspect.isclass(inner) else [inner]  # a class is found by its methods
+    codes = [part.__code__ for part in parts if hasattr(part, "__code__")]
+    for code in [code for code in codes if "<locals>" not in code.co_qualname]:
+        lines = linecache.getlines(code.co_filename)
+        for node in ast.parse("".join(lines)).body:
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            name = getattr(node, "name", "")
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                name = ast.unparse(node.targets[0])
+            if name.isidentifier() and first <= code.co_firstlineno <= (node.end_lineno or 0):
+                return name, "".join(lines[first - 1 : node.end_lineno]).rstrip()
+    raise ValueError(f"{type(value).__name__} object without a definition of its own at the top level of a cell")
 
 # %% ../../nbs/64_recipes.script.ipynb #17839aa4
 def outer_names(source: str) -> tuple[set[str], set[str]]:  # read, assigned
     "The global names that a statement reads, and those that a function in it assigns."
-    reads, writes = set[str](), set[str]()
-
-    def look(table: symtable.SymbolTable) -> None:
-        top = table.get_type() == "module"
-        for symbol in table.get_symbols():
-            if symbol.is_referenced() and (top or symbol.is_global()):
-                reads.add(symbol.get_name())
-            if not top and symbol.is_declared_global() and symbol.is_assigned():
-                writes.add(symbol.get_name())
-        for inner in table.get_children():
-            look(inner)
-
-    look(symtable.symtable(source, "cell", "exec"))
-    return reads, writes
+    codes = [compile(source, "cell", "exec", dont_inherit=True)]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    done = [(step.opname, step.argval) for code in codes for step in dis.get_instructions(code)]
+    reads = {name for how, name in done if how in ("LOAD_NAME", "LOAD_GLOBAL")}
+    return reads, {name for how, name in done if how == "STORE_GLOBAL"}
 
 # %% ../../nbs/64_recipes.script.ipynb #cfb67ec9
 def literal(value: Any) -> str:
     "A plain value or a compiled pattern as Python text; '' for all others."
     if isinstance(value, re.Pattern):
         return f"re.compile({value.pattern!r}, {int(value.flags)})"
-    try:
+    with suppress(ValueError, SyntaxError, TypeError):
         return repr(value) if ast.literal_eval(repr(value)) == value else ""
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return ""
+    return ""
 
 # %% ../../nbs/64_recipes.script.ipynb #1a4175cb
 PLAIN = "a function in a file, or at the top level of a cell, that uses imports, plain values and others like it"
@@ -128,12 +100,12 @@ class Sources:
         "A function or class; raises ConfigError, naming its role in the loop, for one that cannot be written down."
         if found := importable(value):
             return self.add_import(found, name or found.partition(":")[2], value, role)
-        called = name or getattr(value, "__name__", type(value).__name__)
         try:
             own, text = statement_of(value)
-        except (ValueError, SyntaxError, TypeError, OSError) as error:
+        except (ValueError, SyntaxError) as error:
+            where = f"function {name or getattr(value, '__name__', type(value).__name__)!r}"
             fix = "Write it into a file beside the notebook and import it."
-            raise ConfigError(role, where=f"function {called!r}", got=str(error), expected=PLAIN, fix=fix) from None
+            raise ConfigError(role, where=where, got=str(error), expected=PLAIN, fix=fix) from None
         if self.takes(own, value, role):
             self.add_source(own, text, value, role)
         if name and name != own and self.takes(name, value, role):
@@ -142,13 +114,13 @@ class Sources:
 
     def takes(self, name: str, value: Any, role: str) -> bool:
         "Whether a name is new; raises ConfigError where it stands for something else already."
-        if name not in self.origins:
+        known = self.origins.setdefault(name, self)
+        if known is self:
             self.origins[name] = value
-            return True
-        if self.origins[name] is not value and self.origins[name] != value:
+        elif known is not value and known != value:
             fix = "Give one of the two another name."
             raise ConfigError(role, where=f"name {name!r}", got="two things of this name", expected="one", fix=fix)
-        return False
+        return known is self
 
     def add_import(self, found: str, name: str, value: Any, role: str) -> str:
         "Import `module:own` under a name."
@@ -160,33 +132,28 @@ class Sources:
 
     def note_path(self, module: str) -> None:
         "Where a module of your own is, if it is neither installed nor beside the script."
-        root = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
-        if root is None or module.partition(".")[0] == Config.__module__.partition(".")[0]:
-            return
-        home = Path(root).resolve().parent
-        home = home.parent if Path(root).stem == "__init__" else home
-        known = any(home.is_relative_to(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix))
-        if not known and home != self.folder.resolve():
+        root = module.partition(".")[0]
+        file = Path(getattr(sys.modules.get(root), "__file__", None) or sys.prefix).resolve()
+        home = file.parents[file.stem == "__init__"]
+        installed = any(file.is_relative_to(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix))
+        if root != "rl_notebook" and not installed and home != self.folder.resolve():
             self.paths[os.path.relpath(home, self.folder.resolve())] = None
 
     def add_source(self, name: str, text: str, value: Any, role: str) -> None:
         "A statement of a cell, after all that it reads."
-        reads, writes = outer_names(text)
-        where, code = f"function {name!r}", code_of(value)
-        if code is not None and code.co_flags & __future__.annotations.compiler_flag:
-            self.imports["from __future__ import annotations"] = None
+        (reads, writes), where = outer_names(text), f"function {name!r}"
         if writes:
             got, fix = f"{', '.join(sorted(writes))}, which it assigns", "Return it, or keep it in an object of a file."
             raise ConfigError(role, where=where, got=got, expected=PLAIN, fix=fix)
         inner = inspect.unwrap(value)
         known = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])
-        for read in sorted(reads):
-            if read in known and known[read] is not value:
+        for read in sorted(reads & known.keys()):
+            if known[read] is not value:
                 self.add_value(read, known[read], role, where)
-            if isinstance(module := known.get(read), ModuleType):
-                for dotted in re.findall(rf"\b{read}((?:\.\w+)+)", text):  # a.b, where `import a` would not do
-                    inside = [module.__name__ + dotted[: m.start()] for m in re.finditer(r"\.|$", dotted)]
-                    self.imports |= {f"import {full}": None for full in inside[1:] if full in sys.modules}
+            if isinstance(module := known[read], ModuleType):  # a.b, where `import a` would not do
+                inside = [full for full in sys.modules if full.startswith(f"{module.__name__}.")]
+                used = [full for full in inside if f"{read}{full.removeprefix(module.__name__)}." in text]
+                self.imports |= {f"import {full}": None for full in used}
         self.texts[name] = text
 
     def add_value(self, name: str, value: Any, role: str, where: str) -> None:
@@ -197,17 +164,11 @@ class Sources:
         elif importable(value) or inspect.isroutine(value) or inspect.isclass(value):
             self.add(value, role, name)
         elif not (text := literal(value)):
-            got, fix = f"{name}, {_kind(value)} of the kernel", "Make it inside the function, or in a file."
+            got, fix = f"{name}, {type(value).__name__} of the kernel", "Make it inside the function, or in a file."
             raise ConfigError(role, where=where, got=got, expected=PLAIN, fix=fix)
         elif self.takes(name, value, role):
             self.texts[name] = f"{name} = {text}"
             self.imports |= {"import re": None} if isinstance(value, re.Pattern) else {}
-
-
-def _kind(value: Any) -> str:
-    "The type of a value, with its article."
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 # %% ../../nbs/64_recipes.script.ipynb #c5f5fa61
 def reward_name(fn: RewardFn) -> str:
@@ -266,14 +227,10 @@ def named_rows(cfg: Config, rows: Sequence[Row], eval_rows: Sequence[Row]) -> Co
     return None
 
 # %% ../../nbs/64_recipes.script.ipynb #f52d79b5
-OF_OPEN_LOCAL = {
-    "threads": None, "max_batch": 256, "max_seq_len": None, "tokens_per_batch": 16384,
-    "prompt_logprobs": False, "gradient_checkpointing": False, "beside": False,
-}  # fmt: skip
-
-
 def check_opened(loop: Loop) -> list[str]:  # what is not the same in the script, in words
     "Raise ConfigError where the config would open another backend than the loop has."
+    from rl_notebook.backends.local import open_local
+
     cfg, backend, where = loop.cfg, loop.backend, f"loop {loop.name!r}"
     if backend.capabilities.name != cfg.backend:
         fix = f"Open the loop with backend={backend.capabilities.name!r} in its config."
@@ -289,7 +246,8 @@ def check_opened(loop: Loop) -> list[str]:  # what is not the same in the script
         if backend.opened[name] != says[name]:
             got, fix = f"{says[name]!r} in the config", f"Set {name}={backend.opened[name]!r} there."
             raise ConfigError(name, where=where, got=got, expected=f"{backend.opened[name]!r}, as opened", fix=fix)
-    others = [n for n, usual in OF_OPEN_LOCAL.items() if backend.opened[n] != usual]
+    usual = {name: option.default for name, option in inspect.signature(open_local).parameters.items()}
+    others = [n for n, v in backend.opened.items() if n not in (*says, "reference", "inline") and v != usual.get(n)]
     told = [f"open_local({n}={backend.opened[n]!r}) has no setting: the last digits may differ" for n in others]
     state: Any = getattr(backend.policy, "state", None)
     begun = loop.state.number == 1 and not loop.state.updated and state is not None and state.steps > 0
@@ -298,14 +256,9 @@ def check_opened(loop: Loop) -> list[str]:  # what is not the same in the script
     return told
 
 # %% ../../nbs/64_recipes.script.ipynb #6070efa2
-def has_own_loss(cfg: Config) -> bool:
-    "Whether the loss has a name that only `register_loss` gives."
-    return cfg.policy_loss not in SURROGATE_KNOBS and ":" not in cfg.policy_loss
-
-
 def registered_loss(cfg: Config, sources: Sources) -> None:
     "The source of such a loss, and the call that registers it, unless its decorator does."
-    if not has_own_loss(cfg):
+    if cfg.policy_loss in SURROGATE_KNOBS or ":" in cfg.policy_loss:  # it has a name elsewhere
         return
     function, knobs = POLICY_LOSSES[cfg.policy_loss]
     own = sources.add(function, "policy_loss")
@@ -317,10 +270,8 @@ def registered_loss(cfg: Config, sources: Sources) -> None:
 # %% ../../nbs/64_recipes.script.ipynb #cc8b7725
 def settled(loop: Loop, cfg: Config | None = None) -> Config:
     "Settings (None = a loop's, with those that wait for its current step to end), with a length that its model takes."
-    cfg, longest = (
-        cfg or Config.from_dict(loop.cfg.to_dict(), loop.next_settings),
-        loop.backend.capabilities.max_seq_len,
-    )
+    cfg = cfg or Config.from_dict(loop.cfg.to_dict(), loop.next_settings)
+    longest = loop.backend.capabilities.max_seq_len
     return replace(cfg, max_seq_len=min(cfg.max_seq_len, longest or cfg.max_seq_len))
 
 
@@ -358,8 +309,10 @@ def described(loop: Loop, sources: Sources) -> tuple[Config, dict[str, str], boo
 def loop_config(loop: Loop) -> Config:
     "See `GRPOLoop.to_config`."
     check_opened(loop)
-    cfg, parts, own_rows = described(loop, Sources(Path()))
-    more = [*parts, *["rows"] * own_rows, *[f"policy_loss {cfg.policy_loss!r}"] * has_own_loss(cfg)]
+    sources = Sources(Path())
+    cfg, parts, own_rows = described(loop, sources)
+    own_loss = bool(sources.texts) and cfg.policy_loss not in SURROGATE_KNOBS
+    more = [*parts, *["rows"] * own_rows, *[f"policy_loss {cfg.policy_loss!r}"] * own_loss]
     if more:
         got = f"{', '.join(more)} given in code"
         fix = "Name functions of a file module:function, and a file of rows; or call loop.to_script('run.py')."
@@ -389,18 +342,14 @@ def script_text(name: str, parts: Mapping[str, str], sources: Sources) -> str:
     used = "main, read_rows" if "rows" in parts else "main"
     always = ["import sys", "from pathlib import Path"]
     ours = ["from rl_notebook.cli import parse_train", f"from rl_notebook.recipes.rl_loop import {used}"]
-    own = sorted({*sources.imports, *ours} - {*always, FUTURE}, key=lambda line: (line in ours, line))
+    own = sorted({*sources.imports, *ours} - {*always}, key=lambda line: (line in ours, line))
     paths = [f"sys.path.append(str(HERE / {path!r}))" for path in sources.paths]
-    lines = [*([FUTURE, ""] if FUTURE in sources.imports else []), *always, "", "HERE = Path(__file__).parent"]
-    lines += [*paths, "", *own]
+    lines = ["from __future__ import annotations", "", *always, "", "HERE = Path(__file__).parent", *paths, "", *own]
     for text in sources.texts.values():
         lines += ["", "", text] if "\n" in text else ["", text]
     keywords = ["cfg", *(f"{keyword}={text}" for keyword, text in parts.items()), "**how"]
     given = "".join(f"\n        {text}," for text in keywords) + "\n    " if parts else ", ".join(keywords)
     return "\n".join([HEAD.format(name=name), *lines, MAIN.format(name=name, parts=given)])
-
-
-FUTURE = "from __future__ import annotations"
 
 # %% ../../nbs/64_recipes.script.ipynb #fc17c2ef
 @dataclass(frozen=True)
