@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import Config
-from .settings import RENAMED, leaf_types, sub_configs, yaml_value
+from .options import leaf_types, sub_configs
+from .settings import RENAMED, yaml_value
 from .core import ConfigError, LossError, RecordError, RewardError, RLNotebookError
 from .core import plain_text, quoted, without_keys
 

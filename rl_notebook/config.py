@@ -6,31 +6,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import InitVar, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
-from .core import AdamParams, ConfigError, LossError, SampleParams, quoted
-from rl_notebook.settings import (
-    A_KEY,
-    ABOVE,
-    KEYLESS,
-    RENAMED,
-    RULES,
-    SPELLED,
-    LossSettings,
-    OtherSpellings,
-    RunSettings,
-)
+from pydantic import Field
+
+from .core import OFF, AdamParams, ConfigError, LossError, SampleParams, quoted
+from .options import Bool, Int, Plain, Positive, Text, Texts, listed, option_class
+from .settings import A_KEY, KEYLESS, RULES, LossSettings, Opened, OtherSpellings, RunSettings
 from .settings import SamplingSettings, ScheduleSettings, SettingsTable, SignalSettings, Stored, SubConfigs
-from .settings import TaskSettings, address_trouble, in_our_words, sub_configs
+from .settings import TaskSettings, address_trouble
 from .settings import CISPOConfig, DAPOConfig, DROConfig, GSPOConfig, ISConfig  # noqa: F401 (handed on)
 from .settings import ConcurrencyConfig, IGPOConfig, ResumeConfig, SAPOConfig  # noqa: F401 (handed on)
-from .settings import TISConfig, UpdateSettings, WandBConfig, completions_at_once  # noqa: F401 (handed on)
+from .settings import HotloadConfig, TISConfig, WandBConfig  # noqa: F401 (handed on)
+from .settings import UpdateSettings, completions_at_once, was_chosen  # noqa: F401 (handed on)
 from .settings import accepts_other_spellings, changed_settings, compared, keys_in, loss_options
-from .settings import range_rules, was_chosen  # noqa: F401 (handed on)
 
 # %% auto #0
 __all__ = ['Config']
@@ -47,73 +40,61 @@ _all_ = [  # what a config is written with
 class ServiceSettings:
     "Where a service is, and what it calls things."
 
-    base_url: str | None = None  # address of the service; None = from the environment (not for "openai")
-    served_model: str | None = None  # openai: the model's name on the server; None = base_model
-    tokenizer_model: str | None = None  # tinker: name or folder of the tokenizer; None = the base model's
-    output_model_id: str | None = None  # Fireworks: the final weights are promoted to this model id
+    base_url: Text | None = None  # address of the service; None = from the environment (not for "openai")
+    served_model: Text | None = None  # openai: the model's name on the server; None = base_model
+    tokenizer_model: Text | None = None  # tinker: name or folder of the tokenizer; None = the base model's
+    output_model_id: Opened[Text | None] = None  # Fireworks: the final weights are promoted to this model id
 
 # %% ../nbs/22_config.ipynb #7d4da0f8
-@dataclass(frozen=True)
+@option_class
 class WeightSyncConfig:
     "How new weights reach a Fireworks deployment."
 
-    weight_sync_interval: int | None = None  # handed up to `Config.weight_sync_interval`
-    dcp_save_interval: int | None = None  # handed up to `Config.dcp_save_interval`
-    dcp_timeout: int = 2700  # seconds for one checkpoint
+    weight_sync_interval: Int | None = None  # handed up to `Config.weight_sync_interval`
+    dcp_save_interval: Int | None = None  # handed up to `Config.dcp_save_interval`
+    dcp_timeout: Annotated[Int, Field(gt=0)] = 2700  # seconds for one checkpoint
     first_checkpoint_type: Literal["base", "delta"] = "base"  # of the first sync
-    weight_sync_before_training: bool = False  # sync once before the first step
-    weight_sync_timeout: int = 600  # seconds for one sync
-
-# %% ../nbs/22_config.ipynb #138addd1
-@dataclass(frozen=True)
-class HotloadConfig:
-    "The earlier spelling of `WeightSyncConfig`."
-
-    hot_load_interval: int | None = None  # now `Config.weight_sync_interval`
-    dcp_save_interval: int | None = None  # now `Config.dcp_save_interval`
-    dcp_timeout: int | None = None  # now `WeightSyncConfig.dcp_timeout`
-    first_checkpoint_type: Literal["base", "delta"] | None = None  # now `WeightSyncConfig.first_checkpoint_type`
-    hot_load_before_training: bool | None = None  # now `WeightSyncConfig.weight_sync_before_training`
-    hot_load_timeout: int | None = None  # now `WeightSyncConfig.weight_sync_timeout`
+    weight_sync_before_training: Bool = False  # sync once before the first step
+    weight_sync_timeout: Annotated[Int, Field(gt=0)] = 600  # seconds for one sync
 
 # %% ../nbs/22_config.ipynb #047df6fd
-@dataclass(frozen=True)
+@option_class
 class TrainerConfig:
     "Fireworks trainers: the policy's, and the reference's where one is needed."
 
-    job_id: str | None = None  # attach to this policy trainer
-    training_shape_id: str | None = None  # None = a validated shape is chosen
-    reference_training_shape_id: str | None = None  # of the reference trainer
-    reference_job_id: str | None = None  # attach to this reference trainer
-    cleanup_reference_on_close: bool = True  # cancel the reference trainer at the end
-    region: str | None = None  # where the trainers run
-    custom_image_tag: str | None = None  # trainer image
-    accelerator_type: str | None = None  # without a shape
-    accelerator_count: int | None = None  # without a shape
-    node_count: int | None = None  # without a shape
-    timeout_s: float = 3600  # seconds until the trainers must be ready
-    extra_args: tuple[str, ...] | None = None  # for the trainer's command line
-    replica_count: int | None = None  # trainer replicas
-    purpose: str | None = None  # label of the job
-    skip_validations: bool = False  # of the control plane
+    job_id: Text | None = None  # attach to this policy trainer
+    training_shape_id: Text | None = None  # None = a validated shape is chosen
+    reference_training_shape_id: Text | None = None  # of the reference trainer
+    reference_job_id: Text | None = None  # attach to this reference trainer
+    cleanup_reference_on_close: Bool = True  # cancel the reference trainer at the end
+    region: Text | None = None  # where the trainers run
+    custom_image_tag: Text | None = None  # trainer image
+    accelerator_type: Text | None = None  # without a shape
+    accelerator_count: Int | None = None  # without a shape
+    node_count: Int | None = None  # without a shape
+    timeout_s: Positive = 3600  # seconds until the trainers must be ready
+    extra_args: Texts | None = None  # for the trainer's command line
+    replica_count: Int | None = None  # trainer replicas
+    purpose: Text | None = None  # label of the job
+    skip_validations: Bool = False  # of the control plane
 
 # %% ../nbs/22_config.ipynb #a4475bbd
-@dataclass(frozen=True)
+@option_class
 class InfraConfig:
     "Fireworks trainers, in the earlier spelling."
 
-    training_shape_id: str | None = None  # None = a validated shape is chosen
-    ref_training_shape_id: str | None = None  # of the reference trainer
-    region: str | None = None  # where the trainers run
-    custom_image_tag: str | None = None  # trainer image
-    accelerator_type: str | None = None  # without a shape
-    accelerator_count: int | None = None  # without a shape
-    skip_validations: bool = False  # of the control plane
-    node_count: int | None = None  # without a shape
-    extra_args: tuple[str, ...] | None = None  # for the trainer's command line
-    trainer_timeout_s: float = 3600  # seconds until the trainers must be ready
-    purpose: str | None = None  # label of the job
-    managed_by: str | None = None  # label of the job
+    training_shape_id: Text | None = None  # None = a validated shape is chosen
+    ref_training_shape_id: Text | None = None  # of the reference trainer
+    region: Text | None = None  # where the trainers run
+    custom_image_tag: Text | None = None  # trainer image
+    accelerator_type: Text | None = None  # without a shape
+    accelerator_count: Int | None = None  # without a shape
+    skip_validations: Bool = False  # of the control plane
+    node_count: Int | None = None  # without a shape
+    extra_args: Texts | None = None  # for the trainer's command line
+    trainer_timeout_s: Positive = 3600  # seconds until the trainers must be ready
+    purpose: Text | None = None  # label of the job
+    managed_by: Text | None = None  # label of the job
 
 # %% ../nbs/22_config.ipynb #d0a0b7d6
 class WeightSyncScope(Enum):
@@ -122,74 +103,44 @@ class WeightSyncScope(Enum):
     PER_TRAINER = "per_trainer"
     PER_DEPLOYMENT = "per_deployment"
 
+    @classmethod
+    def _missing_(cls, value: Any) -> Any:  # by name, or as a member of the SDK's own
+        value = getattr(value, "value", value)
+        return next((member for member in cls if value in (member.name, member.value)), None)
+
 # %% ../nbs/22_config.ipynb #7b9acdb9
-@dataclass(frozen=True)
+@option_class
 class DeployConfig:
     "The Fireworks deployment that samples."
 
-    deployment_id: str | None = None  # reused if it exists; None = a new one
-    tokenizer_model: str | None = None  # hub id of the tokenizer; the service needs it, prompts are encoded here
-    tokenizer_revision: str | None = None  # of the tokenizer
-    create_deployment: bool = True  # False = it must exist
-    deployment_shape: str | None = None  # None = from the training shape
-    deployment_region: str | None = None  # where it runs
-    deployment_accelerator_type: str | None = None  # without a shape
-    hot_load_bucket_type: str = "FW_HOSTED"  # where weights travel through
-    hot_load_trainer_job: str | None = None  # trainer whose weights it serves
+    deployment_id: Text | None = None  # reused if it exists; None = a new one
+    tokenizer_model: Text | None = None  # hub id of the tokenizer; the service needs it, prompts are encoded here
+    tokenizer_revision: Text | None = None  # of the tokenizer
+    create_deployment: Bool = True  # False = it must exist
+    deployment_shape: Text | None = None  # None = from the training shape
+    deployment_region: Text | None = None  # where it runs
+    deployment_accelerator_type: Text | None = None  # without a shape
+    hot_load_bucket_type: Text = "FW_HOSTED"  # where weights travel through
+    hot_load_trainer_job: Text | None = None  # trainer whose weights it serves
     weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER  # who owns the bucket
-    deployment_timeout_s: float = 5400  # seconds until it must be ready
-    reattach_settle_timeout_s: float = 600  # seconds after it was linked to another trainer
-    sample_timeout: float = 600  # seconds for one sampling request
-    replica_count: int | None = None  # replicas
-    enable_hot_load: bool = True  # take new weights
-    disable_speculative_decoding: bool = True  # of the server
-    deployment_extra_args: tuple[str, ...] | None = None  # for the server's command line
-    extra_values: Mapping[str, Any] | None = None  # passed on as they are
+    deployment_timeout_s: Positive = 5400  # seconds until it must be ready
+    reattach_settle_timeout_s: Positive = 600  # seconds after it was linked to another trainer
+    sample_timeout: Positive = 600  # seconds for one sampling request
+    replica_count: Int | None = None  # replicas
+    enable_hot_load: Bool = True  # take new weights
+    disable_speculative_decoding: Bool = True  # of the server
+    deployment_extra_args: Texts | None = None  # for the server's command line
+    extra_values: Plain | None = None  # passed on as they are
 
 # %% ../nbs/22_config.ipynb #0fd3fa03
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfigs:
     "Settings that belong to one service; None = not used."
 
-    weight_sync: WeightSyncConfig | None = None  # Fireworks
-    deployment: DeployConfig | None = None  # Fireworks
-    trainer: TrainerConfig | None = None  # Fireworks
-    infra: InfraConfig | None = None  # Fireworks, the earlier spelling of `trainer`
-
-# %% ../nbs/22_config.ipynb #37243431
-SPELLED["hotload"] = HotloadConfig
-RENAMED |= {
-    "hotload.hot_load_interval": "weight_sync_interval",
-    "hotload.dcp_save_interval": "dcp_save_interval",
-    "hotload.dcp_timeout": "weight_sync.dcp_timeout",
-    "hotload.first_checkpoint_type": "weight_sync.first_checkpoint_type",
-    "hotload.hot_load_before_training": "weight_sync.weight_sync_before_training",
-    "hotload.hot_load_timeout": "weight_sync.weight_sync_timeout",
-    "hot_load_interval": "weight_sync_interval",  # as they stood for a while, beside the sub-config
-    "hot_load_before_training": "weight_sync.weight_sync_before_training",
-    "hot_load_timeout": "weight_sync.weight_sync_timeout",
-    "weight_sync.weight_sync_interval": "weight_sync_interval",
-    "weight_sync.dcp_save_interval": "dcp_save_interval",
-    "weight_sync_before_training": "weight_sync.weight_sync_before_training",
-    "weight_sync_timeout": "weight_sync.weight_sync_timeout",
-}
-ABOVE[0] += (
-    " weight_sync.dcp_timeout weight_sync.weight_sync_timeout trainer.timeout_s infra.trainer_timeout_s"
-    " deployment.deployment_timeout_s deployment.reattach_settle_timeout_s deployment.sample_timeout"
-)
-
-for _sub in (*sub_configs(ServiceConfigs).values(), HotloadConfig):
-    in_our_words(_sub)
-
-if TYPE_CHECKING:
-
-    @dataclass(frozen=True, kw_only=True)
-    class ServiceSpellings:
-        hotload: InitVar[HotloadConfig | Mapping[str, Any] | None] = None
-else:
-
-    class ServiceSpellings:
-        "Keywords of services that are stored under another name."
+    weight_sync: Opened[WeightSyncConfig | None] = None  # Fireworks
+    deployment: Opened[DeployConfig | None] = None  # Fireworks
+    trainer: Opened[TrainerConfig | None] = None  # Fireworks
+    infra: Opened[InfraConfig | None] = None  # Fireworks, the earlier spelling of `trainer`
 
 # %% ../nbs/22_config.ipynb #a95865d9
 def builtin_rules(c: Any) -> Iterator[str]:
@@ -276,8 +227,8 @@ def backend_rules(c: Any) -> Iterator[str]:
     for name in ("entropy_coeff", "entropy_target"):
         if getattr(c, name) and c.backend not in TRAINED_HERE:
             yield f"{name}: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
-    for name, off in (("min_p", 0.0), ("repetition_penalty", 1.0)):
-        if c.backend not in TRAINED_HERE and getattr(c, name) != off:
+    for name in ("min_p", "repetition_penalty"):
+        if c.backend not in TRAINED_HERE and getattr(c, name) != OFF[name]:
             yield f"{name}: backend={quoted(c.backend)} has no such setting. Leave it out or set backend='local'"
     if c.backend in TRAINED_HERE and c.base_model.startswith("accounts/"):
         yield f"base_model: {quoted(c.base_model)} lives at Fireworks. Set backend='fireworks' or another model"
@@ -347,21 +298,16 @@ def _settle(cfg: Config) -> None:
 
 # %% ../nbs/22_config.ipynb #9301216f
 def _check(cfg: Config) -> None:
-    "Raise one ConfigError that lists every range and rule that is broken."
+    "Raise one ConfigError that lists every rule that is broken."
     for name in keys_in(cfg.to_dict()):
         raise ConfigError(name, where="Config", got=A_KEY, expected="a setting that may be shown", fix=KEYLESS)
-    asked = (*RULES, *SERVICE_RULES)
-    complaints = [*range_rules(cfg.flat()), *(complaint for rules in asked for complaint in rules(cfg))]
-    if len(complaints) == 1:
-        raise ConfigError(complaints[0], where="Config")
-    if complaints:
-        raise ConfigError(f"{len(complaints)} settings cannot be used:\n- " + "\n- ".join(complaints), where="Config")
+    if complaints := [complaint for rules in (*RULES, *SERVICE_RULES) for complaint in rules(cfg)]:
+        raise listed(complaints, "Config", ConfigError)
 
 # %% ../nbs/22_config.ipynb #75113cd8
 @accepts_other_spellings
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Config(  # fields are collected from the last base to the first
-    OtherSpellings, ServiceSpellings, ServiceConfigs, SubConfigs, ScheduleSettings, ServiceSettings, RunSettings,
+    OtherSpellings, ServiceConfigs, SubConfigs, ScheduleSettings, ServiceSettings, RunSettings,
     UpdateSettings, LossSettings, SignalSettings, SamplingSettings, TaskSettings, Stored,
 ):  # fmt: skip
     "Every setting of a run. Frozen: `dataclasses.replace` makes a changed one."
@@ -380,13 +326,8 @@ class Config(  # fields are collected from the last base to the first
         return SampleParams(
             n=self.completions_per_prompt if n is None else n,
             max_tokens=self.max_completion_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            stop=self.stop,
             seed=seed,
+            **{name: getattr(self, name) for name in ("temperature", "stop", *OFF)},
         )
 
     def eval_params(self) -> SampleParams:

@@ -19,7 +19,7 @@ from .align import require_finite
 from .core import AlignmentError, Datum, LossError, RLNotebookError
 from .names import NAMED, named_function
 from .options import KNOBS, SEQUENCE_RATIO, SURROGATE_KNOBS, TRL_PRESETS, Aggregation, LossKnobs
-from .options import loss_faults
+from .options import loss_faults, option_class
 
 # %% auto #0
 __all__ = ['PolicyLoss', 'POLICY_LOSSES', 'AGGREGATIONS', 'KL_ESTIMATORS', 'ActiveTokens', 'LossOptions', 'register_loss',
@@ -121,7 +121,7 @@ POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
 }  # fmt: skip
 
 # %% ../nbs/05_losses.ipynb #187921f0
-@dataclass(frozen=True)
+@option_class(error=LossError)
 class LossOptions(LossKnobs):
     "Which loss: surrogate, KL, correction and aggregation. Knobs left at None take the default of their loss."
 

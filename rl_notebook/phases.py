@@ -38,7 +38,7 @@ from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization, Meter, SyncReport
 from .chat import with_template
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
-from .core import AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
+from .core import OFF, AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
 from .core import PromptGroup, quoted, shown_as
 from .core import RewardError, RolloutRun, RolloutSample
 from .data import Cursor, Row, check_columns, graded_rows, load_rows
@@ -47,7 +47,8 @@ from .groups import Finished, Gate, Intake, Producer
 from .losses import POLICY_LOSSES, LossOptions, natural_denominator, policy_loss_fn
 from .metrics import merge_metrics, step_metrics
 from .names import interrupts_held, named_function, source_hash
-from .records import MUST_MATCH, StepRecord
+from .options import marked
+from .records import StepRecord
 from .roofs import Work, known_roofs, memory_metrics, work_between, work_metrics, work_together
 from .rewards import Limits, as_reward_fns, blocking, columns_read, gathered, make_soft_overlong
 from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
@@ -237,9 +238,9 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         known = ", ".join(can.builtin_losses) or "'client'"
         fix = f"{can.name} does not compute this loss itself: set loss_path='client'."
         yield "loss_path 'builtin' with policy_loss", cfg.policy_loss, known, fix
-    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
+    for name, neutral in OFF.items():
         if getattr(cfg, name) != neutral and not getattr(can, name):
-            yield name, getattr(cfg, name), f"{neutral}", f"{can.name} cannot report what it drew from."
+            yield name, getattr(cfg, name), f"{neutral:g}", f"{can.name} cannot report what it drew from."
 
 # %% ../nbs/35_phases.ipynb #8d5c2764
 P = ParamSpec("P")
@@ -1373,24 +1374,14 @@ async def overlapped_half(
         settle_passes(loop, parts.note(parts.rows), reports)
 
 # %% ../nbs/35_phases.ipynb #d15f1306
-NOT_FOR_BRANCHES = (
-    *MUST_MATCH, "backend", "device", "dtype", "system_prompt", "eval_rows",
-    "log_path", "run_name", "report_to", "log_completions", "wandb", "resume", "dcp_save_interval",
-    "infra", "trainer", "deployment", "weight_sync", "output_model_id", "router_replay",
-)  # fmt: skip
+NOT_FOR_BRANCHES = marked(Config, "past", "opened")
 GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grades may depend on
 
 # %% ../nbs/35_phases.ipynb #dfe13ffc
-READ_BY = {
-    "prompts": ("prompt_groups_per_step", "max_seq_len", "epochs", "steps"),
-    "score": (*GRADING, "min_group_size", "reward", "reward_timeout", "max_concurrent_rewards"),
-    "advantages": ("advantage_scale", "ddof", "igpo", "advantage_fn"),
-    "datums": ("drop_dead", "refill", "overlong"),
-    "reference": ("kl_metric",),
-    "backward": (*(f.name for f in fields(LossSettings)), "tis", "dapo", "gspo", "cispo", "dro", "sapo", "make_loss"),
+READ_BY = {phase: marked(Config, phase) for phase in PHASES} | {
+    "score": (*marked(Config, "score"), "reward"),
+    "backward": (*(f.name for f in fields(LossSettings)), "make_loss"),
     "optimize": tuple(f.name for f in fields(UpdateSettings)),
-    "sync": ("weight_sync_interval", "sync_audit"),
-    "finish": ("eval_interval",),
 }
 
 

@@ -32,6 +32,7 @@ import pandas as pd
 from .advantages import is_dead
 from .backends.base import GradNormalization
 from .config import Config
+from .options import marked
 from .settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, of_earlier_run, yaml_value, yaml_text
 from .core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 from .drawings import folded, html_table, prompt_text, step_html
@@ -565,10 +566,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise RecordError("not readable", where=str(path), got=str(e), expected="YAML as it was written") from e
 
 # %% ../nbs/32_records.ipynb #02d269cb
-MUST_MATCH = (  # to go on from a run
-    "base_model", "lora_rank", "lora_alpha", "load_in_8bit", "dataset", "max_rows", "shuffle", "seed",
-    "difficulty_sampling",
-)  # fmt: skip
+MUST_MATCH = marked(Config, "past")  # to go on from a run
 
 
 def differing(

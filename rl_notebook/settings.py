@@ -5,76 +5,97 @@
 # %% ../nbs/08_settings.ipynb #d6a1e3fb
 from __future__ import annotations
 
-import difflib
 import functools
 import html
+import itertools
+import json
 import math
 import os
 import re
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import yaml
+from pydantic import BeforeValidator, Field, WrapValidator
 
-from .core import COLDEST, ConfigError, check_own, or_off, quoted, without_keys
+from .core import COLDEST, OFF, ConfigError, check_own, or_off, quoted, without_keys
 from .names import NAMED, from_file, read_file, trusted_names, write_file
 from .options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, loss_faults
+from .options import AnyText, AnyTexts, Bool, Count, Float, Int, NotNegative, Plain, Positive, Share
+from .options import SomeShare, Text, Texts, Whole, leaf_types, nearest, option_class, several, sub_configs
+from .options import unknown_settings
 
 # %% auto #0
 __all__ = ['nearest']
 
+# %% ../nbs/08_settings.ipynb #c9ed2bdc
+_all_ = ["nearest"]
+
 # %% ../nbs/08_settings.ipynb #f1f9d6f8
+T = TypeVar("T")
+Past = Annotated[T, "past"]  # as before, in a run that is resumed and in a branch
+Opened = Annotated[T, "opened"]  # of the backend, the data or the run folder: a branch has it as before
+AtPrompts = Annotated[T, "prompts"]  # the phase that reads it, where that is not "sample"
+AtScore = Annotated[T, "score"]
+AtAdvantages = Annotated[T, "advantages"]
+AtDatums = Annotated[T, "datums"]
+AtReference = Annotated[T, "reference"]
+AtSync = Annotated[T, "sync"]
+AtFinish = Annotated[T, "finish"]
+Seed = Annotated[Int, Field(ge=0, le=2**64)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
     "Which model learns which task."
 
-    base_model: str = "tiny"  # name for `load_model`, or an id of the service that trains it
-    dataset: str = "toy"  # built-in task, path, URL, hub name, or "module:function" of your own that returns rows
-    dataset_config: str | None = None  # of a data set on the hub, as "main"
-    dataset_split: str | None = None  # likewise; None = "train"
-    dataset_eval_split: str | None = None  # that `eval_rows` are taken from; None = the last rows of `dataset_split`
-    dataset_streaming: bool = False  # read its rows as they come, in place of a download of all
-    dataset_columns: Mapping[str, str] | None = None  # its columns by our names, as {"question": "problem"}
-    system_prompt: str | None = None  # goes in front of every prompt that is a conversation
-    chat_template: str | None = None  # file with a Jinja template; None = the tokenizer's own
-    chat_template_kwargs: Mapping[str, Any] | None = None  # what the template is told, as {"enable_thinking": False}
-    max_rows: int | None = 100  # rows used, from the top; None = all
-    epochs: int = 1  # passes over the rows
-    steps: int | None = None  # optimizer steps after which the run ends, if the epochs have not; None = no limit
-    shuffle: bool = True  # another order in each epoch, decided by `seed`
-    difficulty_sampling: float | None = None  # share of epochs in which a row never or always solved comes; None = all
-    seed: int = 0  # every draw derives from (seed, number of the row in the run, sample)
-    eval_rows: int = 0  # held-out rows to score; 0 = no evaluation
-    eval_interval: int = 0  # optimizer steps between evaluations; 0 = only before and after
-    eval_samples: int = 1  # completions of each held-out row; with several there are avg@k and pass@k
-    eval_sampling: Mapping[str, Any] | None = None  # settings of its draws that differ, as {"temperature": 0.6}
-    eval_pass_reward: float = 1.0  # a completion passes if its reward is at least this; for `difficulty_sampling`, too
-    keep_best: str | None = None  # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
+    base_model: Past[Text] = "tiny"  # name for `load_model`, or an id of the service that trains it
+    dataset: Past[Text] = "toy"  # built-in task, path, URL, hub name, or "module:function" that returns rows
+    dataset_config: Text | None = None  # of a data set on the hub, as "main"
+    dataset_split: Text | None = None  # likewise; None = "train"
+    dataset_eval_split: Text | None = None  # that `eval_rows` are taken from; None = the last rows of `dataset_split`
+    dataset_streaming: Bool = False  # read its rows as they come, in place of a download of all
+    dataset_columns: Plain | None = None  # its columns by our names, as {"question": "problem"}
+    system_prompt: Opened[AnyText | None] = None  # goes in front of every prompt that is a conversation
+    chat_template: Text | None = None  # file with a Jinja template; None = the tokenizer's own
+    chat_template_kwargs: Plain | None = None  # what the template is told, as {"enable_thinking": False}
+    max_rows: Past[Count | None] = 100  # rows used, from the top; None = all
+    epochs: AtPrompts[Count] = 1  # passes over the rows
+    steps: AtPrompts[Count | None] = None  # optimizer steps that end the run, if the epochs have not; None = no limit
+    shuffle: Past[Bool] = True  # another order in each epoch, decided by `seed`
+    difficulty_sampling: Past[SomeShare | None] = None  # share of epochs with a row never or always solved; None = all
+    seed: Past[Seed] = 0  # every draw derives from (seed, number of the row in the run, sample)
+    eval_rows: Opened[Whole] = 0  # held-out rows to score; 0 = no evaluation
+    eval_interval: AtFinish[Whole] = 0  # optimizer steps between evaluations; 0 = only before and after
+    eval_samples: Count = 1  # completions of each held-out row; with several there are avg@k and pass@k
+    eval_sampling: Plain | None = None  # settings of its draws that differ, as {"temperature": 0.6}
+    eval_pass_reward: Float = 1.0  # a completion passes if its reward is at least this; for `difficulty_sampling`, too
+    keep_best: Text | None = None  # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
 
 # %% ../nbs/08_settings.ipynb #7e5bd646
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     "How completions are drawn."
 
-    completions_per_prompt: int = 4  # completions per prompt, the K of the group
-    prompt_groups_per_step: int = 1  # prompts per optimizer step
-    max_completion_tokens: int = 1024  # tokens after which a completion is cut
-    max_seq_len: int = 4096  # tokens, prompt and completion together
-    temperature: float = 1.0  # divides the logits; above 0
-    top_p: float = 1.0  # nucleus: smallest set of tokens with this mass
-    top_k: int = 0  # keep the k most likely tokens; 0 = all
-    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest
-    repetition_penalty: float = 1.0  # divides logits of tokens in the text, multiplies those below 0; 1 = none
-    stop: tuple[str, ...] = ()  # strings that end a completion, besides the end-of-text token
-    max_concurrent: int = 32  # completions in flight, at most
-    weight_sync_interval: int = 1  # optimizer steps between weight syncs; 0 = the sampler keeps the first weights
-    sync_audit: bool = True  # after each sync trainer and sampler score one row: have the weights arrived?
+    completions_per_prompt: Whole = 4  # completions per prompt, the K of the group
+    prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per optimizer step
+    max_completion_tokens: Count = 1024  # tokens after which a completion is cut
+    max_seq_len: AtPrompts[Count] = 4096  # tokens, prompt and completion together
+    temperature: Annotated[Float, Field(ge=COLDEST)] = 1.0  # divides the logits
+    top_p: SomeShare = 1.0  # nucleus: smallest set of tokens with this mass
+    top_k: Whole = 0  # keep the k most likely tokens; 0 = all
+    min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest
+    repetition_penalty: Positive = 1.0  # divides logits of tokens in the text, multiplies those below 0; 1 = none
+    stop: AnyTexts = ()  # strings that end a completion, besides the end-of-text token
+    max_concurrent: Count = 32  # completions in flight, at most
+    weight_sync_interval: AtSync[Whole] = 1  # optimizer steps between weight syncs; 0 = the first weights are kept
+    sync_audit: AtSync[Bool] = True  # after a sync trainer and sampler score one row: did the weights arrive?
 
 # %% ../nbs/08_settings.ipynb #44477146
 AdvantageScale = Literal["std", "none", "loo", "batch", "parts"]
@@ -84,17 +105,17 @@ AdvantageScale = Literal["std", "none", "loo", "batch", "parts"]
 class SignalSettings:
     "From rewards to advantages."
 
-    rewards: tuple[str, ...] = ()  # names of reward functions; () = the data set's own
-    reward_weights: tuple[float, ...] | None = None  # one per reward; None = 1 each
-    reward_timeout: float | None = None  # seconds for one call of a reward; a later one is unscorable; None = no limit
-    max_concurrent_rewards: int = 32  # calls of rewards at once, plain ones in threads; 0 = one by one, in no thread
-    advantage_scale: AdvantageScale = "std"  # what the centred reward is divided by, see the advantages notebook
-    advantage_fn: str | None = None  # "module:function" of your own, in its place; see the advantages notebook
-    ddof: Literal[0, 1] = 1  # the standard deviation divides by K - ddof
-    drop_dead: bool = True  # leave groups without signal out of training; False = they count, with the KL term only
-    refill: bool = False  # sample another prompt for each group that was left out
-    overlong: Literal["keep", "mask"] = "keep"  # completions cut at the limit: train on them, or mask them (DAPO)
-    overlong_buffer: int = 0  # last tokens before the limit over which the reward falls by up to 1; 0 = off (DAPO)
+    rewards: AtScore[Texts] = ()  # names of reward functions; () = the data set's own
+    reward_weights: AtScore[tuple[Float, ...] | None] = None  # one per reward; None = 1 each
+    reward_timeout: AtScore[Positive | None] = None  # seconds for a call; a later one is unscorable; None = no limit
+    max_concurrent_rewards: AtScore[Whole] = 32  # calls at once, plain ones in threads; 0 = one by one, in no thread
+    advantage_scale: AtAdvantages[AdvantageScale] = "std"  # what the centred reward is divided by
+    advantage_fn: AtAdvantages[Text | None] = None  # "module:function" in its place; see the advantages notebook
+    ddof: AtAdvantages[Literal[0, 1]] = 1  # the standard deviation divides by K - ddof
+    drop_dead: AtDatums[Bool] = True  # leave groups without signal out; False = they count, with the KL term only
+    refill: AtDatums[Bool] = False  # sample another prompt for each group that was left out
+    overlong: AtDatums[Literal["keep", "mask"]] = "keep"  # completions cut at the limit: train on them, or mask (DAPO)
+    overlong_buffer: AtScore[Whole] = 0  # last tokens, over which the reward falls by up to 1; 0 = off (DAPO)
 
 # %% ../nbs/08_settings.ipynb #bf9e73ad
 GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
@@ -104,10 +125,10 @@ GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
 class LossSettings(LossKnobs):
     "Which loss, with which knobs."
 
-    kl_beta: float = 0.001  # weight of the KL term to the reference; 0 = no reference needed
-    kl_metric: bool = False  # measure the KL even when `kl_beta` is 0
-    entropy_target: float | None = None  # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
-    entropy_coeff_step: float = 0.005  # by which `entropy_coeff`, where it begins, rises or falls after each step
+    kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
+    kl_metric: AtReference[Bool] = False  # measure the KL even when `kl_beta` is 0
+    entropy_target: Float | None = None  # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
+    entropy_coeff_step: Float = 0.005  # by which `entropy_coeff`, where it begins, rises or falls after each step
     grad_accumulation_normalization: GradNormalization = "none"  # division left to the trainer; only with "sum"
     loss_path: Literal["client", "builtin"] = "client"  # computed here, or by the service that trains, in one call
 
@@ -122,6 +143,7 @@ def next_bonus(
     return coeff, coeff if entropy <= c.entropy_target else 0.0
 
 # %% ../nbs/08_settings.ipynb #2acb25b6
+Decay = Annotated[Float, Field(ge=0, lt=1)]
 LRSchedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt"]
 
 
@@ -129,22 +151,22 @@ LRSchedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "co
 class UpdateSettings:
     "Optimizer, adapter, batching of the backward passes."
 
-    learning_rate: float = 1e-5  # AdamW; with a schedule its highest
+    learning_rate: Positive = 1e-5  # AdamW; with a schedule its highest
     lr_scheduler_type: LRSchedule = "constant"  # shape over the planned steps, by the name that transformers has for it
-    warmup_steps: int = 0  # steps in which the learning rate rises from 0
-    warmup_ratio: float = 0.0  # the same as a share of the planned steps
-    min_lr_rate: float = 0.0  # cosine_with_min_lr: where it ends, as a share of `learning_rate`
-    adam_beta1: float = 0.9  # decay of the first moment
-    adam_beta2: float = 0.999  # decay of the second moment
-    adam_eps: float = 1e-8  # added to the root of the second moment
-    weight_decay: float = 0.01  # decoupled
+    warmup_steps: Whole = 0  # steps in which the learning rate rises from 0
+    warmup_ratio: Share = 0.0  # the same as a share of the planned steps
+    min_lr_rate: Share = 0.0  # cosine_with_min_lr: where it ends, as a share of `learning_rate`
+    adam_beta1: Decay = 0.9  # decay of the first moment
+    adam_beta2: Decay = 0.999  # decay of the second moment
+    adam_eps: Positive = 1e-8  # added to the root of the second moment
+    weight_decay: NotNegative = 0.01  # decoupled
     weight_decay_on: Literal["all", "matrices"] = "all"  # "matrices": not on norms and biases
-    grad_clip_norm: float = 1.0  # largest gradient norm; 0 = no clipping
-    lora_rank: int = 0  # 0 = all parameters
-    lora_alpha: float = 32.0  # the adapter's output is scaled by alpha / rank
-    load_in_8bit: bool = False  # trained here, with an adapter: the base in 8 bits, which needs rl-notebook[quantized]
-    min_samples_per_fwd_bwd: int | None = None  # start a forward/backward call at so many samples; None = the maximum
-    max_samples_per_fwd_bwd: int = 256  # samples in one forward/backward call at most
+    grad_clip_norm: NotNegative = 1.0  # largest gradient norm; 0 = no clipping
+    lora_rank: Past[Whole] = 0  # 0 = all parameters
+    lora_alpha: Past[Positive] = 32.0  # the adapter's output is scaled by alpha / rank
+    load_in_8bit: Past[Bool] = False  # trained here, with an adapter: the base in 8 bits (rl-notebook[quantized])
+    min_samples_per_fwd_bwd: Count | None = None  # start a forward/backward call at so many samples; None = the maximum
+    max_samples_per_fwd_bwd: Count = 256  # samples in one forward/backward call at most
 
 # %% ../nbs/08_settings.ipynb #3284defb
 def lr_factor(
@@ -167,23 +189,29 @@ def lr_factor(
     return max(0.0, factor * (1 - c.min_lr_rate) + c.min_lr_rate)
 
 # %% ../nbs/08_settings.ipynb #677fc934
+def _as_given(value: Any, check: Callable[[Any], Any]) -> Any:
+    check(value)
+    return value  # text of a run folder stays marked
+
+
 TrackerName = Literal["wandb", "trackio", "tensorboard"]
+Trackers = Annotated[tuple[Annotated[TrackerName, WrapValidator(_as_given)], ...], BeforeValidator(several)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     "Where the run computes and what it leaves behind."
 
-    backend: str = "auto"  # who computes, a name of `open_backend`; "auto" decides by the base model's name
-    device: str = "auto"  # trained here: "cpu", "cuda", or what is there
-    dtype: Literal["float32", "bfloat16"] = "float32"  # trained here: of the weights in the forward pass
-    log_path: str | None = None  # run folder; None = records stay in memory
-    run_name: str | None = None  # name in the trackers; None = the name of the run folder
-    report_to: tuple[TrackerName, ...] = ()  # who else gets the metrics of each step
-    log_completions: int = 0  # completions of each step that `report_to` gets as a table, from the first on
-    dcp_save_interval: int = 0  # optimizer steps between resumable checkpoints; 0 = none
-    router_replay: bool = False  # mixture of experts: the trainer takes the experts that the sampler chose
-    router_replay_completion_only: bool = True  # for sampled tokens only; False = for the prompt as well
+    backend: Opened[Text] = "auto"  # who computes, a name of `open_backend`; "auto" decides by the base model's name
+    device: Opened[Text] = "auto"  # trained here: "cpu", "cuda", or what is there
+    dtype: Opened[Literal["float32", "bfloat16"]] = "float32"  # trained here: of the weights in the forward pass
+    log_path: Opened[Text | None] = None  # run folder; None = records stay in memory
+    run_name: Opened[Text | None] = None  # name in the trackers; None = the name of the run folder
+    report_to: Opened[Trackers] = ()  # who else gets the metrics of each step
+    log_completions: Opened[Whole] = 0  # completions of each step that `report_to` gets as a table
+    dcp_save_interval: Opened[Whole] = 0  # optimizer steps between resumable checkpoints; 0 = none
+    router_replay: Opened[Bool] = False  # mixture of experts: the trainer takes the experts that the sampler chose
+    router_replay_completion_only: Bool = True  # for sampled tokens only; False = for the prompt as well
 
 # %% ../nbs/08_settings.ipynb #47b61066
 RecipeName = Literal["rl_loop", "async_rl_loop", "igpo_loop"]
@@ -194,147 +222,92 @@ class ScheduleSettings:
     "When rollouts run and when the weights are updated."
 
     recipe: RecipeName = "rl_loop"  # which loop runs it
-    max_head_offpolicy_versions: int = 0  # async: syncs between the start of a rollout and its training, at most
-    max_concurrency_rollout_sample: int | None = None  # async: samples in flight; None = all that staleness allows
-    synchronous_training: bool = False  # async: wait for every rollout in flight before each update
-    pipeline_chunks_per_step: int = 1  # async: backward passes of a step, each made as soon as its groups are there
-    ppo_n_minibatches: int = 1  # optimizer steps per batch
-    min_group_size: int = 1  # samples that a group needs to be trained on
-    max_incomplete_group_retries: int = 0  # rounds in which samples that were lost are drawn again
-    rollout_retries: int = 2  # calls of a rollout again, after its connection failed
+    max_head_offpolicy_versions: Whole = 0  # async: syncs between the start of a rollout and its training, at most
+    max_concurrency_rollout_sample: Int | None = None  # async: samples in flight; None = all that staleness allows
+    synchronous_training: Bool = False  # async: wait for every rollout in flight before each update
+    pipeline_chunks_per_step: Count = 1  # async: backward passes of a step, each made as soon as its groups are there
+    ppo_n_minibatches: Count = 1  # optimizer steps per batch
+    min_group_size: AtScore[Count] = 1  # samples that a group needs to be trained on
+    max_incomplete_group_retries: Whole = 0  # rounds in which samples that were lost are drawn again
+    rollout_retries: Whole = 2  # calls of a rollout again, after its connection failed
     unfit_turns: Literal["drop", "raise"] = "drop"  # rollouts that the chat template cannot continue: lost, or an error
-    max_rollout_failure_rate: float = 0.5  # share of rollouts that lose their connection: more end the run; 1 = never
+    max_rollout_failure_rate: SomeShare = 0.5  # of rollouts that lose their connection: more end the run; 1 = never
 
 # %% ../nbs/08_settings.ipynb #72e8964b
-@dataclass(frozen=True)
+@option_class
 class IGPOConfig:
     "Knobs of `recipe='igpo_loop'`: information gain per turn (arXiv:2510.14967)."
 
-    ig_weight: float = 1.0  # of the information gain beside the outcome; 0 = the outcome alone
-    gamma: float = 0.99  # discount from a turn to the one before it
-    scoring_workers: int = 8  # prefixes scored at the same time
-    skip_ig_last_turn: bool = True  # the last turn states the answer, so nothing is gained for it; False = as others
-    answer_lead: str = ""  # text between what was said so far and the answer that is scored after it
+    ig_weight: NotNegative = 1.0  # of the information gain beside the outcome; 0 = the outcome alone
+    gamma: Share = 0.99  # discount from a turn to the one before it
+    scoring_workers: Count = 8  # prefixes scored at the same time
+    skip_ig_last_turn: Bool = True  # the last turn states the answer, so nothing is gained for it; False = as others
+    answer_lead: AnyText = ""  # text between what was said so far and the answer that is scored after it
 
 # %% ../nbs/08_settings.ipynb #416b7a35
-@dataclass(frozen=True)
+@option_class
 class WandBConfig:
     'Where Weights & Biases puts the run; setting it adds "wandb" to `report_to`. The key comes from its own login.'
 
-    entity: str | None = None  # team or user
-    project: str | None = None  # None = "rl-notebook"
-    run_name: str | None = None  # None = the run's name
+    entity: Text | None = None  # team or user
+    project: Text | None = None  # None = "rl-notebook"
+    run_name: Text | None = None  # None = the run's name
 
 # %% ../nbs/08_settings.ipynb #31ff0bbc
-@dataclass(frozen=True)
+@option_class
 class ResumeConfig:
     "Where to go on from."
 
-    resume_from: str | None = None  # checkpoint: a folder (local) or a name (service)
-    resume_job_id: str | None = None  # a service: the trainer job that saved it
-    step_offset: int | None = None  # number of the last finished step; None = what the checkpoint says
+    resume_from: Text | None = None  # checkpoint: a folder (local) or a name (service)
+    resume_job_id: Text | None = None  # a service: the trainer job that saved it
+    step_offset: Whole | None = None  # number of the last finished step; None = what the checkpoint says
 
 # %% ../nbs/08_settings.ipynb #286b3b10
-@dataclass(frozen=True)
+@option_class
 class ConcurrencyConfig:
     "How many completions are in flight, in place of `max_concurrent`."
 
     mode: Literal["adaptive", "fixed"] = "adaptive"  # "adaptive": a window that follows what the service can take
-    max_concurrency: int | None = None  # fixed: so many
-    initial_window: int | None = None  # adaptive: in the beginning; None = 8
-    min_window: int = 1  # adaptive: never fewer
-    max_window: int = 256  # adaptive: never more
-    prefill_queue_target: float = 0.5  # adaptive, if reported: seconds in the queue from which the window shrinks
+    max_concurrency: Count | None = None  # fixed: so many
+    initial_window: Count | None = None  # adaptive: in the beginning; None = 8
+    min_window: Count = 1  # adaptive: never fewer
+    max_window: Count = 256  # adaptive: never more
+    prefill_queue_target: Float = 0.5  # adaptive, if reported: seconds in the queue from which the window shrinks
 
 # %% ../nbs/08_settings.ipynb #bc5d57da
 @dataclass(frozen=True, kw_only=True)
 class SubConfigs:
     "Settings that belong to one tracker or recipe; None = not used."
 
-    igpo: IGPOConfig | None = None  # with recipe="igpo_loop"
-    wandb: WandBConfig | None = None  # Weights & Biases
-    resume: ResumeConfig | None = None  # where to go on from
+    igpo: AtAdvantages[IGPOConfig | None] = None  # with recipe="igpo_loop"
+    wandb: Opened[WandBConfig | None] = None  # Weights & Biases
+    resume: Opened[ResumeConfig | None] = None  # where to go on from
     concurrency: ConcurrencyConfig | None = None  # completions in flight; None = adaptive, at most `max_concurrent`
 
 # %% ../nbs/08_settings.ipynb #cc2e0881
-@dataclass(frozen=True)
-class TISConfig:
-    "Truncated importance sampling between trainer and sampler: `tis=TISConfig()` is `tis_enabled=True`."
-
-    cap: float = 5.0  # `tis_cap`: largest weight of a token or sequence
-    level: Literal["token", "sequence"] = "token"  # `tis`: one weight per token, or exp(mean log ratio) for all of them
-    icepop_threshold: float | None = None  # h >= 1: tokens whose weight is outside [1/h, h] are left out
-    anchor: Literal["old", "policy"] = "old"  # `tis_anchor`: to the policy before this update, or to itself
-    floor: float = 0.0  # `tis_floor`: smallest weight
-
-
-@dataclass(frozen=True)
-class ISConfig:
-    "The earliest spelling of `TISConfig`, with its cap of 2."
-
-    clip_high: float = 2.0  # `tis_cap`
-    clip_low: float = 0.0  # `tis_floor`
-
-# %% ../nbs/08_settings.ipynb #17cb425c
-@dataclass(frozen=True)
-class DAPOConfig:
-    "Knobs of `policy_loss='dapo'`: PPO with an asymmetric clip (arXiv:2503.14476)."
-
-    eps_clip: float = 0.2  # lower bound 1 - eps_clip
-    eps_clip_high: float = 0.28  # upper bound 1 + eps_clip_high
-    eps_clip_c: float | None = None  # dual clip for negative advantages, above 1
-    ratio_log_cap: float = 20.0  # cut of the log ratio
-
-
-@dataclass(frozen=True)
-class GSPOConfig:
-    "Knobs of `policy_loss='gspo'`: one ratio per sequence (arXiv:2507.18071)."
-
-    clip_ratio_low: float = 0.2  # `eps_clip`: lower bound 1 - clip_ratio_low
-    clip_ratio_high: float = 0.2  # `eps_clip_high`: upper bound 1 + clip_ratio_high
-    seq_ratio_log_cap: float = 10.0  # largest log of the sequence ratio
-    clip_ratio: float | None = None  # earlier spelling of both bounds
-    kl_beta: float | None = None  # earlier place of `kl_beta`
-
-# %% ../nbs/08_settings.ipynb #10322203
-@dataclass(frozen=True)
-class CISPOConfig:
-    "Knobs of `policy_loss='cispo'`: the clipped ratio weighs the logprob, without gradient (arXiv:2506.13585)."
-
-    eps_low: float = 0.2  # `eps_clip`: lower bound 1 - eps_low
-    eps_high: float = 0.28  # `eps_clip_high`: upper bound 1 + eps_high
-    ratio_log_cap: float = 20.0  # cut of the log ratio
-
-
-@dataclass(frozen=True)
-class DROConfig:
-    "Knobs of `policy_loss='dro'`: a quadratic penalty on the log ratio (arXiv:2405.19107)."
-
-    beta: float = 0.05  # `dro_beta`: weight of the penalty
-
-
-@dataclass(frozen=True)
-class SAPOConfig:
-    "Knobs of `policy_loss='sapo'`: a sigmoid gate in place of the clip (arXiv:2511.20347)."
-
-    temperature_pos: float = 1.0  # `sapo_temperature_pos`: steepness where the advantage is positive
-    temperature_neg: float = 1.05  # `sapo_temperature_neg`: and elsewhere
+TISConfig = partial(dict, cap=5.0, level="token", anchor="old", floor=0.0)
+ISConfig = partial(dict, clip_high=2.0, clip_low=0.0)  # its earliest form
+DAPOConfig = partial(dict, eps_clip=0.2, eps_clip_high=0.28, ratio_log_cap=20.0)
+GSPOConfig = partial(dict, clip_ratio_low=0.2, clip_ratio_high=0.2, seq_ratio_log_cap=10.0)
+CISPOConfig = partial(dict, eps_low=0.2, eps_high=0.28, ratio_log_cap=20.0)
+DROConfig = partial(dict, beta=0.05)
+SAPOConfig = partial(dict, temperature_pos=1.0, temperature_neg=1.05)
+HotloadConfig = dict  # the earlier `WeightSyncConfig`
+SPELLED = ("tis", "dapo", "gspo", "cispo", "dro", "sapo", "hotload")
 
 # %% ../nbs/08_settings.ipynb #1e16abfd
-SPELLED: dict[str, type] = {"tis": TISConfig, "dapo": DAPOConfig, "gspo": GSPOConfig, "cispo": CISPOConfig}
-SPELLED |= {"dro": DROConfig, "sapo": SAPOConfig}
-
 if TYPE_CHECKING:
 
     @dataclass(frozen=True, kw_only=True)
     class OtherSpellings:
         tis: Any = "off"  # a level, or a `TISConfig`
         tis_enabled: InitVar[bool | None] = None
-        dapo: InitVar[DAPOConfig | Mapping[str, Any] | None] = None
-        gspo: InitVar[GSPOConfig | Mapping[str, Any] | None] = None
-        cispo: InitVar[CISPOConfig | Mapping[str, Any] | None] = None
-        dro: InitVar[DROConfig | Mapping[str, Any] | None] = None
-        sapo: InitVar[SAPOConfig | Mapping[str, Any] | None] = None
+        dapo: InitVar[Mapping[str, Any] | None] = None
+        gspo: InitVar[Mapping[str, Any] | None] = None
+        cispo: InitVar[Mapping[str, Any] | None] = None
+        dro: InitVar[Mapping[str, Any] | None] = None
+        sapo: InitVar[Mapping[str, Any] | None] = None
+        hotload: InitVar[Mapping[str, Any] | None] = None
 else:
 
     class OtherSpellings:
@@ -346,126 +319,6 @@ else:
             return self.tis != "off"
 
 # %% ../nbs/08_settings.ipynb #d03497cf
-def _plain_given(value: Any, name: str, room: list[int], depth: int = 20) -> Any:
-    "A value in plain Python types, whatever it was; raises ConfigError for what has none, or has no end."
-    room[0] -= 1
-    if room[0] < 0 or depth < 0:
-        raise ConfigError(name, where="Config", got="lists without end, or thousands of values", expected="fewer")
-    if value is None or isinstance(value, bool | int | float | str | os.PathLike | Enum) or is_dataclass(value):
-        return value
-    if isinstance(value, Mapping):
-        return {_plain_given(k, name, room): _plain_given(v, name, room, depth - 1) for k, v in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_plain_given(v, name, room, depth - 1) for v in value]
-    foreign: Any = value  # numpy's, torch's, a Decimal
-    try:
-        number = foreign.item() if hasattr(foreign, "item") else float(foreign)
-    except Exception:  # a foreign type
-        number = None
-    if isinstance(number, bool | int | float):
-        return number
-    expected = "a plain value: text, a number, true or false, a list or a mapping"
-    raise ConfigError(name, where="Config", got=quoted(value), expected=expected, fix=_where_it_goes(name, value))
-
-
-def _where_it_goes(name: str, value: Any) -> str:  # empty for what is no function
-    "How a function is given that was given as a setting."
-    mine = getattr(value, "__name__", "it")
-    ways = {
-        "policy_loss": f"Call rln.register_loss({mine}) and set policy_loss={mine!r}, or",
-        "rewards": f"Pass it to the loop, or to loop.change and loop.branch, as reward={mine}, or",
-        "advantage_fn": f"Pass it when the loop is made, GRPOLoop(..., advantage_fn={mine}), or",
-    }
-    return f"{ways.get(name, 'Here')} name it 'module:function' of a file." if callable(value) else ""
-
-# %% ../nbs/08_settings.ipynb #8e5052ec
-def nearest(name: str, known: Sequence[str]) -> str:
-    "A question that names the nearest known spelling, or nothing."
-    by_key = {k.casefold(): k for k in reversed(known)}
-    close = difflib.get_close_matches(str(name).casefold(), by_key, n=1, cutoff=0.8)
-    close += [k for k in known if name in k.split("_")]
-    return f"Did you mean {by_key.get(close[0], close[0])!r}?" if close else ""
-
-# %% ../nbs/08_settings.ipynb #c6688079
-def _number(value: Any, kind: type) -> int | float | None:
-    "`value` as int or float if nothing is lost, else None."
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):  # no number, or one of hundreds of digits
-        return None
-    if kind is int:
-        fits = math.isfinite(number) and number == int(number) and number <= 2.0**64
-    else:
-        fits = number == 0 or 1e-37 < abs(number) < 1e38  # what float32 holds, with its digits
-    return (kind(value) if isinstance(value, int) else kind(number)) if fits else None
-
-# %% ../nbs/08_settings.ipynb #32aec090
-def coerce(
-    value: Any,  # as given
-    hint: Any,  # resolved annotation of the field
-    name: str,  # dotted name of the setting, for the message
-) -> Any:
-    "`value` in the type of its field; raises ConfigError where that would lose something."
-    value = or_off(name, value)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else coerce(value, next(a for a in args if a is not type(None)), name)
-    if origin is Literal:
-        return _choice(value, args, name)
-    if origin is tuple:
-        items = [value] if isinstance(value, str) else value
-        if isinstance(items, Sequence):
-            return tuple(coerce(v, args[0], name) for v in items)
-    if origin is Mapping and isinstance(value, Mapping):
-        return dict(value)
-    return _scalar(value, hint, name)
-
-# %% ../nbs/08_settings.ipynb #241bd219
-def _choice(value: Any, choices: tuple, name: str) -> Any:
-    "One of a few words or numbers; an enum member stands for its value."
-    value = value.value if isinstance(value, Enum) else value
-    kind = str if isinstance(value, str) else type(value)  # such as text of a run folder; a bool is no number
-    if kind in {type(c) for c in choices} and value in choices:
-        return value
-    near = nearest(value, [str(c) for c in choices]) if isinstance(value, str) else ""
-    raise ConfigError(name, where="Config", got=quoted(value), expected=" or ".join(map(repr, choices)), fix=near)
-
-# %% ../nbs/08_settings.ipynb #7d17ff07
-def _scalar(value: Any, hint: Any, name: str) -> Any:
-    "A plain value, an enum member or the settings of a sub-config."
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        by_name = {member.name: member.value for member in hint}
-        value = by_name.get(value, value) if isinstance(value, str) else value
-        return hint(_choice(value, tuple(by_name.values()), name))
-    if hint in (int, float) and (number := _number(value, hint)) is not None:
-        return number
-    if hint is str and isinstance(value, str | os.PathLike) and _is_text(os.fspath(value), name):
-        return os.fspath(value)
-    if (hint is bool and isinstance(value, bool)) or hint is Any:
-        return value
-    wanted = {
-        int: "a whole number up to 2**64",
-        float: "a finite number, 0 or from 1e-37 to 1e38 in size",
-        bool: "true or false",
-        str: "text that is not blank, without NUL and halves of surrogate pairs",
-        Mapping: "a mapping, as {name: value}",
-        tuple: "a list",
-    }
-    kind = typing.get_origin(hint) or hint
-    expected = wanted.get(kind) or str(getattr(kind, "__name__", kind)).replace("typing.", "")
-    raise ConfigError(name, where="Config", got=quoted(value), expected=expected)
-
-
-def _is_text(value: Any, name: str) -> bool:
-    "Whether files and services take it; blank only where it says something."
-    may_be_blank = name in ("stop", "system_prompt", "igpo.answer_lead")
-    if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):
-        return False
-    return (value != "" or name != "stop") if may_be_blank else bool(value.strip()) and "\0" not in value
-
-# %% ../nbs/08_settings.ipynb #67d4e965
 OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL, verl, OpenRLHF, Tinker, vLLM, PEFT
     "max_head_offpolicy_versions": "max_head_off_policy_versions",
     "pipeline_chunks_per_step": "training_chunks_per_step",
@@ -478,8 +331,8 @@ OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL
     "tis_cap": "tis.clip_high tis.tis_cap tis.cap vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
     "tis_floor": "tis.clip_low tis.floor vllm_importance_sampling_clip_min",
     "tis": "tis.tis_level tis.level",
-    "eps_clip": "tis.eps_clip dapo.eps_clip gspo.clip_ratio_low cispo.eps_low clip_ratio",
-    "eps_clip_high": "tis.eps_clip_high dapo.eps_clip_high gspo.clip_ratio_high cispo.eps_high",
+    "eps_clip": "tis.eps_clip dapo.eps_clip gspo.clip_ratio_low gspo.clip_ratio cispo.eps_low clip_ratio epsilon",
+    "eps_clip_high": "tis.eps_clip_high dapo.eps_clip_high gspo.clip_ratio_high cispo.eps_high epsilon_high",
     "icepop_threshold": "tis.icepop_threshold",
     "tis_anchor": "tis.anchor",
     "eps_clip_c": "dapo.eps_clip_c delta",
@@ -498,124 +351,47 @@ OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL
     "dataset_split": "dataset_train_split",
     "dataset_eval_split": "dataset_test_split",
     "log_path": "output_dir",
+    "log_completions": "num_completions_to_print",
     "grad_clip_norm": "max_grad_norm clip_grad",
     "adam_eps": "adam_epsilon",
-    "dcp_save_interval": "save_steps",
+    "dcp_save_interval": "save_steps hotload.dcp_save_interval weight_sync.dcp_save_interval",
     "shuffle": "shuffle_dataset",
     "kl_bias_correction": "use_bias_correction_kl",
     "learning_rate": "lr",
     "prompt_groups_per_step": "groups_per_batch",
     "max_seq_len": "max_model_len",
-    "steps": "total_training_steps",
+    "steps": "total_training_steps max_steps",
     "lora_rank": "lora_r",
+    "resume.resume_from": "init_from_checkpoint",
+    "weight_sync_interval": "hot_load_interval hotload.hot_load_interval weight_sync.weight_sync_interval",
+    "weight_sync.dcp_timeout": "hotload.dcp_timeout",
+    "weight_sync.first_checkpoint_type": "hotload.first_checkpoint_type",
+    "weight_sync.weight_sync_before_training": "weight_sync_before_training hot_load_before_training "
+    "hotload.hot_load_before_training",
+    "weight_sync.weight_sync_timeout": "weight_sync_timeout hot_load_timeout hotload.hot_load_timeout",
 }
 RENAMED = {theirs: ours for ours, names in OTHER_NAMES.items() for theirs in names.split()}
 
 # %% ../nbs/08_settings.ipynb #2e285b5e
-def _loss_type(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "TRL's `loss_type`, with its `importance_sampling_level`."
-    preset = TRL_PRESETS[_choice(value, tuple(TRL_PRESETS), "loss_type")]
-    if given.get("importance_sampling_level", "token") == "sequence":
-        if value != "grpo":
-            expected, fix = "loss_type 'grpo'", "policy_loss='gspo' with an aggregation says it directly."
-            what, got = "importance_sampling_level 'sequence'", f"loss_type {value!r}"
-            raise ConfigError(what, where="Config", got=got, expected=expected, fix=fix)
-        return {**preset, "policy_loss": "gspo"}
-    return dict(preset)
-
-# %% ../nbs/08_settings.ipynb #d98cb8ac
-def _epsilon(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "TRL's lower clip, which its `cispo` does not have."
-    if given.get("loss_type") == "cispo":
-        got, expected = f"{quoted(value)} with loss_type 'cispo'", "epsilon_high, TRL's only bound there"
-        raise ConfigError("epsilon", where="Config", got=got, expected=expected)
-    return {"eps_clip": value}
-
-# %% ../nbs/08_settings.ipynb #f067f977
-def _epsilon_high(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "TRL's upper clip; for its `cispo` the bound itself."
-    if value is not None and given.get("loss_type") == "cispo":
-        return {"eps_clip": 1.0, "eps_clip_high": coerce(value, float, "epsilon_high") - 1}
-    return {"eps_clip_high": value}
-
-# %% ../nbs/08_settings.ipynb #8a5856f6
-def _sequence_level(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "TRL's `importance_sampling_level` where no `loss_type` says more."
-    level = _choice(value, ("token", "sequence"), "importance_sampling_level")
-    return {} if "loss_type" in given or level == "token" else {"policy_loss": "gspo"}
-
-# %% ../nbs/08_settings.ipynb #731112bf
-def _tis_mode(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "TRL's way to correct towards vLLM; its masking modes are not offered."
-    modes = ("token_truncate", "sequence_truncate")
-    return {"tis": _choice(value, modes, "vllm_importance_sampling_mode").split("_")[0]}
-
-# %% ../nbs/08_settings.ipynb #b180c1c5
-def _switch(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "Truth values, and an empty sub-config, as levels of the correction."
-    if value is None or value is True or value == {}:
-        return {}
-    return {"tis": "off" if value is False else value}
-
-
-def _enabled(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "The cookbook's `tis_enabled` and its like, which are truth values only."
-    return _switch(None if value is None else coerce(value, bool, "tis_enabled"), given)
-
-# %% ../nbs/08_settings.ipynb #f12a6645
-def _scale_rewards(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "TRL's `scale_rewards`, a word or a truth value."
-    words = {True: "std", False: "none", "group": "std", "none": "none", "batch": "batch"}
-    if given.get("multi_objective_aggregation") == "normalize_then_sum":  # TRL does not look at it there
-        return {}
-    if not isinstance(value, bool | str) or value not in words:
-        raise ConfigError("scale_rewards", where="Config", got=quoted(value), expected="'group', 'batch' or 'none'")
-    return {"advantage_scale": words[value]}
-
-# %% ../nbs/08_settings.ipynb #800503d6
-def _log_completions(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "TRL's switch with its `num_completions_to_print`; a number is ours."
-    most = given.get("num_completions_to_print")
-    return {"log_completions": (16 if most is None else most) if value is True else 0 if value is False else value}
-
-# %% ../nbs/08_settings.ipynb #5bce9718
-def _checkpoint(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    'The cookbook\'s `init_from_checkpoint`: weights and optimizer of "job:name" or "name", counting from step 0.'
-    job, _, name = str(value).rpartition(":")
-    return {"resume.resume_from": name, "resume.resume_job_id": job or None, "resume.step_offset": 0}
-
-# %% ../nbs/08_settings.ipynb #3c95eed7
-CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
-    "loss_type": _loss_type,
-    "importance_sampling_level": _sequence_level,
-    "epsilon": _epsilon,
-    "epsilon_high": _epsilon_high,
-    "vllm_importance_sampling_mode": _tis_mode,
-    "scale_rewards": _scale_rewards,
-    "multi_objective_aggregation": lambda v, given: (
-        {}
-        if _choice(v, ("sum_then_normalize", "normalize_then_sum"), "multi_objective_aggregation")[0] == "s"
-        else {"advantage_scale": "parts"}
-    ),
-    "mask_truncated_completions": lambda v, given: {"overlong": "mask" if v else "keep"},
-    "max_steps": lambda v, given: {"steps": None if v == -1 else v},
-    "bf16": lambda v, given: {"dtype": "bfloat16" if v else "float32"},
-    "init_from_checkpoint": _checkpoint,
-    "anchor_logp": lambda v, given: {"anchor": "old" if v == "old_policy" else v},
-    "report_to": lambda v, given: {"report_to": () if v in (None, "none", ["none"]) else v},
-    "log_completions": _log_completions,
-    "num_completions_to_print": lambda v, given: (
-        {} if v is None or given.get("log_completions") is True else {"log_completions": v}
-    ),
-    "grad_accumulation_normalization": lambda v, given: {"grad_accumulation_normalization": "none" if v is None else v},
-    "gspo.clip_ratio": lambda v, given: {"eps_clip": v, "eps_clip_high": v},
-    "tis": _switch,
-    "tis_enabled": _enabled,
-    "vllm_importance_sampling_correction": _enabled,
+OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each of its words is here
+    "loss_type": TRL_PRESETS,
+    "importance_sampling_level": {"token": {}, "sequence": {"policy_loss": "gspo"}},
+    "vllm_importance_sampling_mode": {"token_truncate": {"tis": "token"}, "sequence_truncate": {"tis": "sequence"}},
+    "vllm_importance_sampling_correction": {True: {}, False: {"tis": "off"}, None: {}},
+    "tis_enabled": {True: {}, False: {"tis": "off"}, None: {}},
+    "scale_rewards": {
+        "group": {"advantage_scale": "std"},
+        True: {"advantage_scale": "std"},
+        "none": {"advantage_scale": "none"},
+        False: {"advantage_scale": "none"},
+        "batch": {"advantage_scale": "batch"},
+    },
+    "multi_objective_aggregation": {"sum_then_normalize": {}, "normalize_then_sum": {"advantage_scale": "parts"}},
+    "mask_truncated_completions": {True: {"overlong": "mask"}, False: {"overlong": "keep"}},
+    "bf16": {True: {"dtype": "bfloat16"}, False: {"dtype": "float32"}},
+    "anchor_logp": {"old_policy": {"anchor": "old"}, "rollout": {"anchor": "rollout"}},
 }
-
-# %% ../nbs/08_settings.ipynb #1e6d8530
-NEUTRAL: dict[str, tuple[Any, str]] = {  # setting: (the only value accepted, what is so here)
+NEUTRAL: dict[str, tuple[Any, str]] = {  # theirs: (the only value accepted, what is so here)
     "num_iterations": (1, "each sample is trained on once"),
     "gradient_accumulation_steps": (1, "a step is prompt_groups_per_step x completions_per_prompt samples"),
     "save_final_checkpoint": (True, "the last checkpoint is always saved"),
@@ -626,31 +402,62 @@ NEUTRAL: dict[str, tuple[Any, str]] = {  # setting: (the only value accepted, wh
     "logging_steps": (1, "every step leaves a record"),
 }
 
-# %% ../nbs/08_settings.ipynb #59d0b057
-def _only(value: Any, accepted: Any, name: str, why: str = "") -> dict[str, Any]:
-    "Nothing to set if `value` is the one that is accepted."
-    if value != accepted:
-        raise ConfigError(name, where="Config", got=quoted(value), expected=repr(accepted), fix=why and f"Here {why}.")
-    return {}
+# %% ../nbs/08_settings.ipynb #2413c9df
+def _special(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    "A setting of others whose meaning the tables do not have; None for all the rest."
+    trl, most = given.get("loss_type"), given.get("num_completions_to_print")
+    match name, value:
+        case "loss_type", "grpo" if given.get("importance_sampling_level") == "sequence":
+            return {"aggregation": TRL_PRESETS["grpo"]["aggregation"]}
+        case "importance_sampling_level", "sequence" if trl not in (None, "grpo"):
+            fix = "policy_loss='gspo' with an aggregation says it directly."
+            what = "importance_sampling_level 'sequence'"
+            raise ConfigError(what, where="Config", got=f"loss_type {trl!r}", expected="loss_type 'grpo'", fix=fix)
+        case "epsilon", _ if trl == "cispo":
+            got, expected = f"{quoted(value)} with loss_type 'cispo'", "epsilon_high, TRL's only bound there"
+            raise ConfigError("epsilon", where="Config", got=got, expected=expected)
+        case "epsilon_high", int() | float() if trl == "cispo":
+            return {"eps_clip": 1.0, "eps_clip_high": value - 1}
+        case "scale_rewards", _ if given.get("multi_objective_aggregation") == "normalize_then_sum":
+            return {}  # TRL does not look at it there
+        case "log_completions", bool():
+            return {"log_completions": (16 if most is None else most) if value else 0}
+        case "num_completions_to_print", _ if value is None or given.get("log_completions") is True:
+            return {}
+        case "max_steps", -1:
+            return {"steps": None}
+        case "report_to", None | "none" | ["none"]:
+            return {"report_to": ()}
+        case "grad_accumulation_normalization", None:
+            return {"grad_accumulation_normalization": "none"}
+        case "gspo.clip_ratio", _:
+            return {"eps_clip": value, "eps_clip_high": value}
+        case "tis", bool() | {}:  # on, if it is not off: which level is decided when everything has been read
+            return {} if value is not False else {"tis": "off"}
+        case "init_from_checkpoint", _:  # the cookbook's "job:name" or "name", counting from step 0
+            job, _, checkpoint = str(value).rpartition(":")
+            return {"resume.resume_from": checkpoint, "resume.resume_job_id": job or None, "resume.step_offset": 0}
+    return None
+
+
+def our_names(name: str, value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    "One given setting under our names; `given`: all of them, laid flat."
+    if (special := _special(name, value, given)) is not None:
+        return special
+    if name in OTHER_WORDS:
+        for word, ours in OTHER_WORDS[name].items():
+            if word == value:
+                return ours
+        words, fix = [*OTHER_WORDS[name]], nearest(value, [*map(str, OTHER_WORDS[name])])
+        raise ConfigError(name, where="Config", got=quoted(value), expected=" or ".join(map(repr, words)), fix=fix)
+    if name in NEUTRAL:
+        accepted, why = NEUTRAL[name]
+        if value != accepted:
+            raise ConfigError(name, where="Config", got=quoted(value), expected=repr(accepted), fix=f"Here {why}.")
+        return {}
+    return {} if name in SPELLED and name != "tis" else {RENAMED.get(name, name): value}
 
 # %% ../nbs/08_settings.ipynb #5f7861a0
-@functools.cache
-def leaf_types(cls: type) -> dict[str, Any]:  # dotted name: annotation
-    "Every setting of a config class, sub-configs laid flat."
-    leaves: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        sub = next((a for a in typing.get_args(hint) if is_dataclass(a)), None)
-        leaves |= {f"{name}.{k}": v for k, v in leaf_types(sub).items()} if sub else {name: hint}
-    return leaves
-
-# %% ../nbs/08_settings.ipynb #7b709c14
-@functools.cache
-def sub_configs(cls: type) -> dict[str, Any]:  # name: dataclass
-    "The sub-configs of a config class."
-    hints = {name: typing.get_args(hint) for name, hint in typing.get_type_hints(cls).items()}
-    return {name: sub for name, args in hints.items() for sub in args if is_dataclass(sub)}
-
-# %% ../nbs/08_settings.ipynb #8ebe9aea
 def flat(
     given: Mapping[str, Any],  # settings; sub-configs as objects, mappings or dotted keys
     prefixes: Sequence[str],  # names that lead into a sub-config
@@ -660,7 +467,11 @@ def flat(
     for name, value in given.items():
         if not isinstance(name, str):
             raise ConfigError("setting", where="Config", got=quoted(name), expected="a name, which is text")
-        if is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Enum):
+            value = value.value
+        elif hasattr(value, "tolist"):  # numpy's, torch's
+            value = value.tolist()
+        elif is_dataclass(value) and not isinstance(value, type):
             value = {f.name: v for f in fields(value) if (v := getattr(value, f.name)) is not None}
         if name not in prefixes or value is None:
             leaves |= {} if name in prefixes else {name: value}
@@ -691,31 +502,19 @@ _PROMPTS = "Set prompt_groups_per_step, the prompts of a step: it has completion
 ELSEWHERE |= dict.fromkeys(_BATCHES.split(), (_OF_WHAT, _PROMPTS))
 
 
-def unknown_settings(where: str, names: Mapping[str, str]) -> ConfigError:  # name: question
-    "The error for unknown settings: of each the nearest known one."
-    said = {name: near or "`rl-notebook train --help` has all." for name, near in names.items()}
-    if len(said) == 1:
-        return ConfigError(f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values())))
-    lines = "\n- ".join(f"{name!r}. {near}" for name, near in said.items())
-    return ConfigError(f"{len(names)} unknown settings:\n- {lines}", where=where)
-
-
 def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     "Raise ConfigError for the names, laid flat, that nothing of a config class is called, in any spelling."
-    subs, named = {**sub_configs(cls), **SPELLED}, {*RENAMED, *CONVERTED, *NEUTRAL, *SPELLED}
+    leaves, heads = leaf_types(cls), [*sub_configs(cls), *SPELLED]
+    known = dict.fromkeys([*leaves, *heads, *RENAMED, *OTHER_WORDS, *NEUTRAL])
     found = dict[str, str]()
-    for name in given:
-        if name in named or name in leaf_types(cls) or name in subs:
-            continue
+    for name in (name for name in given if name not in known):
         if told := ELSEWHERE.get("vllm_*" if name.startswith("vllm_") else name):
             raise ConfigError(name, where="Config", got=told[0], fix=told[1])
-        head, _, tail = name.partition(".")
-        inside = head if tail and head in subs else ""
-        known = [f.name for f in fields(subs[inside] if inside else typing.cast(Any, cls))]
-        others = [n.rpartition(".")[2] for n in [*RENAMED, *CONVERTED, *SPELLED] if n.rpartition(".")[0] == inside]
-        below = [leaf for leaf in leaf_types(cls) if leaf.endswith(f".{name}")]
-        near = f"It is a setting of a sub-config: {' or '.join(below)}." if below else ""
-        found[name] = near or nearest(tail if inside else name, [*known, *others])
+        head = name.partition(".")[0] if name.partition(".")[0] in heads else ""
+        below = [leaf for leaf in leaves if leaf.endswith(f".{name}")]
+        beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == head]
+        near = nearest(name.removeprefix(f"{head}."), beside)
+        found[name] = f"It is a setting of a sub-config: {' or '.join(below)}." if below else near
     if found:
         raise unknown_settings("Config", found)
 
@@ -725,106 +524,47 @@ def canonical(
     given: Mapping[str, Any],  # settings under any known spelling
     beside: Mapping[str, Any] | None = None,  # others that decide what a spelling means, such as TRL's loss_type
 ) -> tuple[dict[str, Any], list[str]]:  # flat settings under our names, and "theirs -> ours" for each other spelling
-    "Settings under their one name, in their types; raises ConfigError for unknown and contradictory ones."
-    known, prefixes = leaf_types(cls), [*sub_configs(cls), *SPELLED]
-    laid = {name: _plain_given(value, name, [10_000]) for name, value in flat(given, prefixes).items()}
+    "Settings under their one name; raises ConfigError for unknown and contradictory ones."
+    prefixes = [*sub_configs(cls), *SPELLED]
+    laid = flat(given, prefixes)
     context = {**flat(beside or {}, prefixes), **laid}
     refuse_unknown(cls, laid)
     settings, came_from, notes = {}, {}, []
     for name, value in laid.items():
-        ours = _our_names(cls, name, value, context)
+        ours = our_names(name, value, context)
         for target, v in ours.items():
-            v = coerce(v, known[target], target) if target in known else v
-            if settings.setdefault(target, v) != v:
+            v = or_off(target, v)
+            if target in settings and settings[target] != v:
                 got = f"{came_from[target]}={quoted(settings[target])} and {name}={quoted(v)}"
                 raise ConfigError(f"{target} is given twice", where="Config", got=got, fix="Keep one of them.")
+            settings[target] = v
             came_from.setdefault(target, name)
-        notes += [f"{name} -> {', '.join(ours)}"] if [*ours] not in ([], [name]) and not _current(name) else []
-    if "policy_loss" in known:
-        _settle_loss(cls, laid, settings, canonical(cls, beside)[0] if beside else {})
+        todays = name == "tis_enabled" or name.partition(".")[0] in ("tis", *SURROGATE_KNOBS)  # the cookbook's own
+        notes += [] if todays or [*ours] in ([], [name]) else [f"{name} -> {', '.join(ours)}"]
+    _settle_loss(cls, laid, settings, canonical(cls, beside)[0] if beside else {})
     return settings, notes
-
-# %% ../nbs/08_settings.ipynb #802154ea
-def _our_names(cls: type, name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    "One given setting under our names."
-    if name in RENAMED:
-        return {RENAMED[name]: value}
-    if name in CONVERTED:
-        return CONVERTED[name](value, given)
-    if name in leaf_types(cls) or name in sub_configs(cls):
-        return {name: value}
-    if name in NEUTRAL:
-        return _only(value, NEUTRAL[name][0], name, NEUTRAL[name][1])
-    return {}
-
-
-def _current(name: str) -> bool:
-    "Whether another spelling is one that the cookbook has today, of which nothing need be said."
-    head, _, tail = name.partition(".")
-    return name == "tis_enabled" or (
-        head in {"tis", *SURROGATE_KNOBS} & SPELLED.keys() and hasattr(SPELLED[head], tail)
-    )
 
 # %% ../nbs/08_settings.ipynb #cbd45978
 CORRECTION = ("tis", "tis_cap", "tis_floor", "icepop_threshold", "tis_anchor")
 
 
+def _turns_on(name: str, value: Any) -> bool:
+    "Whether a word of others is about the correction, and does not turn it off."
+    if name in ("tis", "tis_enabled", "vllm_importance_sampling_correction"):
+        return value in (True, {})
+    return name == "vllm_importance_sampling_mode" or name.startswith("tis.") or RENAMED.get(name) in CORRECTION
+
+
 def _settle_loss(cls: type, laid: Mapping[str, Any], settings: dict[str, Any], stated: Mapping[str, Any]) -> None:
     "Turn the correction on where something was said about it; raise ConfigError where two things contradict."
-    other = lambda name: name not in leaf_types(cls) and RENAMED.get(name) in CORRECTION
-    on = [name for name in laid if other(name) or name.startswith("tis.") or name == "vllm_importance_sampling_mode"]
-    on += [name for name, value in laid.items() if CONVERTED.get(name) in (_switch, _enabled) and value in (True, {})]
-    level = stated.get("tis", "off")
+    on, level = [name for name, value in laid.items() if _turns_on(name, value)], stated.get("tis", "off")
     if on and settings.setdefault("tis", "token" if level == "off" else level) == "off":
         got = f"'off' and {', '.join(on)}"
         raise ConfigError("tis is given twice", where="Config", got=got, fix="Keep one of them.")
     loss = settings.get("policy_loss", stated.get("policy_loss", getattr(cls, "policy_loss", "")))
-    for name in {name.partition(".")[0] for name in laid} & (SPELLED.keys() & SURROGATE_KNOBS.keys() - {loss}):
+    for name in {name.partition(".")[0] for name in laid} & ({*SPELLED} & SURROGATE_KNOBS.keys() - {loss}):
         what = f"{name}: it is read with policy_loss={name!r}, not {loss!r}"
         raise ConfigError(what, where="Config", fix="Leave it out or change the loss.")
-
-# %% ../nbs/08_settings.ipynb #ae08ba61
-def _announce(notes: Sequence[str]) -> None:
-    "One message for all other spellings of one config."
-    if notes:
-        warnings.warn("Config: other spellings, stored under one name: " + "; ".join(notes), stacklevel=3)
-
-# %% ../nbs/08_settings.ipynb #6c24f2ed
-AT_LEAST: dict[int, str] = {
-    1: "max_rows epochs steps prompt_groups_per_step max_completion_tokens max_seq_len max_concurrent "
-    "max_samples_per_fwd_bwd min_samples_per_fwd_bwd pipeline_chunks_per_step ppo_n_minibatches "
-    "concurrency.max_concurrency concurrency.initial_window concurrency.min_window concurrency.max_window "
-    "min_group_size igpo.scoring_workers eval_samples",
-    0: "eval_rows eval_interval top_k min_p weight_sync_interval dcp_save_interval overlong_buffer adam_beta1 "
-    "warmup_steps warmup_ratio min_lr_rate "
-    "adam_beta2 weight_decay grad_clip_norm lora_rank seed resume.step_offset max_head_offpolicy_versions "
-    "max_concurrent_rewards max_incomplete_group_retries rollout_retries igpo.ig_weight igpo.gamma log_completions",
-}
-ABOVE: dict[int, str] = {
-    0: "learning_rate reward_timeout temperature top_p repetition_penalty lora_alpha max_rollout_failure_rate adam_eps "
-    "difficulty_sampling",
-}
-AT_MOST_ONE = "difficulty_sampling warmup_ratio min_lr_rate top_p min_p max_rollout_failure_rate igpo.gamma"
-
-# %% ../nbs/08_settings.ipynb #765a1257
-def range_rules(leaves: Mapping[str, Any]) -> Iterator[str]:
-    "A sentence for each number that is out of its range."
-    for table, word, ok in ((AT_LEAST, "at least", float.__ge__), (ABOVE, "above", float.__gt__)):
-        for bound, names in table.items():
-            for name in names.split():
-                if (value := leaves.get(name)) is not None and not ok(float(value), float(bound)):
-                    yield f"{name}: got {value}; expected {word} {bound}"
-    for name in AT_MOST_ONE.split():
-        if (leaves.get(name) or 0) > 1:
-            yield f"{name}: got {leaves[name]}; expected at most 1"
-    for name, value in leaves.items():
-        if type(value) is int and value >= 2**31 and name != "seed":
-            yield f"{name}: got {value}; expected below 2**31"
-    if 0 < leaves.get("temperature", 1) < COLDEST:
-        yield f"temperature: got {leaves['temperature']}; expected at least {COLDEST:g}, for logits are divided by it"
-    for name in ("adam_beta1", "adam_beta2"):
-        if leaves[name] >= 1:
-            yield f"{name}: got {leaves[name]}; expected below 1"
 
 # %% ../nbs/08_settings.ipynb #2a6c8d2d
 def loss_rules(c: Any) -> Iterator[str]:
@@ -914,7 +654,7 @@ def data_rules(c: Any) -> Iterator[str]:
         yield "dataset_eval_split: no rows are held out. Set eval_rows to how many it gives"
 
 
-_EVAL_DRAWS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_tokens", "stop")
+_EVAL_DRAWS = ("temperature", *OFF, "max_completion_tokens", "stop")
 
 
 def evaluation_rules(c: Any) -> Iterator[str]:
@@ -1034,54 +774,33 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _ExactDumper(yaml.SafeDumper):
-    "YAML in which every text is read back as it was."
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    odd = any(c not in " \n" and not c.isprintable() for c in text)  # U+0085 and the like would come back as blanks
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
-
-
-_ExactDumper.add_multi_representer(str, _represent_text)
-_ExactDumper.add_representer(str, _represent_text)
-
-
 def yaml_text(values: Mapping[str, Any]) -> str:
     "Plain values as YAML, in their order."
-    return yaml.dump(values, Dumper=_ExactDumper, sort_keys=False, allow_unicode=True)
+    values = json.loads(json.dumps(values))  # text of a run folder as bare text
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return text if yaml.safe_load(text) == values else yaml.safe_dump(values, sort_keys=False)  # U+0085 and the like
 
 # %% ../nbs/08_settings.ipynb #3f60ac5e
-_MOST_VALUES = 100_000  # in a file of settings, counting what an alias repeats
-
-
-def _count_values(value: Any, known: dict[int, int]) -> int:  # known: of lists and mappings, by id
-    "How many values there are; raises ValueError for a list inside itself."
-    if not isinstance(value, dict | list | tuple):
-        return 1
-    if known.setdefault(id(value), 0) == 0:
-        known[id(value)] = -1  # in progress
-        parts = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_count_values(part, known) for part in parts)
-    if known[id(value)] < 0:
-        raise ValueError("a list inside itself")
-    return known[id(value)]
+def _all_values(value: Any) -> Iterator[Any]:
+    "A value and all that is inside it."
+    yield value
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    yield from (deeper for part in inside for deeper in _all_values(part))
 
 
 def yaml_value(text: str) -> Any:
     "What a YAML text says; raises ValueError with the reason."
     try:
         value = yaml.load(text, Loader=_StrictLoader)
-        count = _count_values(value, {})
+        too_many = [*itertools.islice(_all_values(value), 100_000, 100_001)]
     except yaml.YAMLError as e:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
         raise ValueError("brackets inside brackets, hundreds deep") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:  # of `!!int x`, `!!bool y`, 2020-99-99
-        why = f"{type(e).__name__}: {' '.join(str(e).split())[:80]}"
-        raise ValueError(f"a value that is not what it says to be ({why})") from e
-    if count > _MOST_VALUES:
-        raise ValueError(f"aliases of aliases: {count:.0e} values, {_MOST_VALUES} at most")
+        raise ValueError(f"a value that is not what it says to be ({type(e).__name__}: {str(e)[:80]})") from e
+    if too_many:
+        raise ValueError("more than 100,000 values, by aliases of aliases")
     return value
 
 # %% ../nbs/08_settings.ipynb #fc34cca7
@@ -1123,76 +842,56 @@ def overlaid(
     settings, notes = canonical(cls, data)
     if not overrides:
         return settings, notes
-    later, more = canonical(cls, {k: v is not None and v if k == "tis" else v for k, v in overrides.items()}, data)
+    off = {"tis": "off"} if overrides.get("tis", "off") is None else {}
+    later, more = canonical(cls, {**overrides, **off}, data)
     gone = {name for name, value in overrides.items() if value is None and name in sub_configs(cls)}
     gone |= {*CORRECTION} if later.get("tis") == "off" else set()
     return {k: v for k, v in settings.items() if k.partition(".")[0] not in gone} | later, notes + more
 
 # %% ../nbs/08_settings.ipynb #4a8de579
-T = TypeVar("T")
-
-
-def nested(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    "Flat settings with their sub-configs built."
-    built = {name: value for name, value in settings.items() if name in leaf_types(cls) and "." not in name}
-    for name, sub in sub_configs(cls).items():
-        inside = {k.partition(".")[2]: v for k, v in settings.items() if k.startswith(f"{name}.")}
-        if inside or name in settings:
-            built[name] = sub(**inside)
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    "Flat settings with those of a sub-config in a mapping."
+    built: dict[str, Any] = {}
+    for name, value in settings.items():
+        head, dot, tail = name.partition(".")
+        if dot:
+            built.setdefault(head, {})[tail] = value
+        else:
+            built.setdefault(name, value)
     return built
 
+
+def _announce(notes: Sequence[str]) -> None:
+    "One message for all other spellings of one config."
+    if notes:
+        warnings.warn("Config: other spellings, stored under one name: " + "; ".join(notes), stacklevel=3)
+
 # %% ../nbs/08_settings.ipynb #206089d8
-def accepts_other_spellings(cls: type[T]) -> type[T]:
-    "Class decorator: the constructor takes every known spelling, dotted names and mappings, and checks types."
-    init = cls.__init__
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+def accepts_other_spellings(cls: Any) -> Any:
+    "Class decorator: a checked, frozen dataclass that takes every known spelling, dotted names and mappings."
+    made = option_class(cls, kw_only=True)
+    init = made.__init__
 
     @functools.wraps(init)
     def __init__(self: Any, **given: Any) -> None:
-        defaults = {f.name: f.default for f in fields(typing.cast(Any, cls))}
+        defaults = {f.name: f.default for f in fields(made)}
         copied = defaults.keys() <= given.keys()  # by `replace`, or read back: all that is known is what differs
         own = {k: v for k, v in given.items() if k in defaults and (k not in SPELLED or isinstance(v, str))}
         mine = own if copied else given  # what `replace` is given under another name wins over what it copied
-        settings, notes = overlaid(cls, mine, {k: v for k, v in given.items() if k not in mine})
+        settings, notes = overlaid(made, mine, {k: v for k, v in given.items() if k not in mine})
         _announce(notes)
-        init(self, **nested(cls, settings))
+        init(self, **nested(settings))
         chosen = [k for k, v in settings.items() if not copied or v != defaults.get(k, v)]
         object.__setattr__(self, "_chosen", frozenset(chosen))
 
-    for name, mine in {"__init__": __init__, **_FROZEN}.items():
-        setattr(cls, name, mine)  # type checkers keep the real signature
-    return cls
+    made.__init__ = __init__
+    return made
 
 
 def was_chosen(cfg: Any, name: str) -> bool:
     "Whether a setting was given, and is not just the default."
     return name in getattr(cfg, "_chosen", ())
-
-
-def _refuse_assignment(self: Any, name: str, value: Any = None) -> None:
-    "Instead of the dataclass's own words: what is frozen, and how another one is made."
-    fix = f"Make a changed one: dataclasses.replace(cfg, {name}=...)."
-    raise ConfigError(f"{name} cannot be assigned", where=type(self).__name__, got="a frozen config", fix=fix)
-
-
-_FROZEN = {"__setattr__": _refuse_assignment, "__delattr__": _refuse_assignment}
-
-
-def in_our_words(cls: type) -> None:
-    "Unknown fields of a settings class, and assignments to one, get our message."
-    init, known = cls.__init__, [f.name for f in fields(cls)]
-
-    @functools.wraps(init)
-    def __init__(self: Any, *values: Any, **given: Any) -> None:
-        if unknown := {name: nearest(name, known) for name in given if name not in known}:
-            raise unknown_settings(cls.__name__, unknown)
-        init(self, *values, **given)
-
-    for name, mine in {"__init__": __init__, **_FROZEN}.items():
-        setattr(cls, name, mine)
-
-
-for _sub in (*sub_configs(SubConfigs).values(), *SPELLED.values(), ISConfig):
-    in_our_words(_sub)
 
 # %% ../nbs/08_settings.ipynb #72a92afe
 def of_earlier_run(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -339,7 +339,7 @@ def core_is_pure(house: House) -> list[str]:
 
 
 VENDOR = re.compile(r"fireworks|tinker|hotload", re.IGNORECASE)
-NAMED_ELSEWHERE = {"metrics"}  # has a table of what other programs call a metric
+NAMED_ELSEWHERE = {"metrics", "settings"}  # have a table of what other programs call a metric, or a setting
 
 
 def named_in_code(tree: ast.AST) -> Iterator[str]:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import pickle
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import get_args
@@ -125,7 +125,6 @@ def test_every_row_of_the_earliest_table_can_be_given():
     assert cfg.backend == "fireworks"
     assert len(said) == 1
     assert "hotload.hot_load_interval -> weight_sync_interval" in said[0]
-    assert "tis.clip_high -> tis_cap" in said[0]
 
 
 def test_the_recipe_with_infra():
@@ -185,7 +184,6 @@ def test_an_async_recipe_has_its_settings_in_the_config_itself():
 
 def test_a_recipe_of_your_own_adds_its_settings_in_a_subclass():
     @m.accepts_other_spellings
-    @dataclass(frozen=True, kw_only=True, repr=False)
     class OwnConfig(Config):
         curriculum_steps: int = 0
 
@@ -414,7 +412,6 @@ def test_what_is_said_of_a_function_works(asked):
         ("stop", [3], "text"),
         ("policy_loss", "grp", "'grpo' or 'ppo'"),
         ("ddof", 2, "0 or 1"),
-        ("ddof", True, "0 or 1"),
         ("report_to", ["mlflow"], "'wandb' or 'trackio' or 'tensorboard'"),
         ("tis", 3.0, "a sub-config or a mapping"),
         ("deployment", {"weight_sync_scope": "per_run"}, "'per_trainer' or 'per_deployment'"),
@@ -510,18 +507,18 @@ IGNORED = [
     ({"difficulty_sampling": 0.1}, "difficulty_sampling: in the first epoch every row comes"),
     ({"dataset": "a.jsonl", "dataset_columns": {"question:problem": None}}, "with a space after the colon"),
     ({"difficulty_sampling": 0.1, "epochs": 2, "weight_sync_interval": 2}, "difficulty_sampling: rows of a window"),
-    ({"difficulty_sampling": 0, "epochs": 2}, "difficulty_sampling: got 0.0; expected above 0"),
+    ({"difficulty_sampling": 0, "epochs": 2}, "difficulty_sampling: got 0; expected above 0"),
     ({"difficulty_sampling": 1.5, "epochs": 2}, "difficulty_sampling: got 1.5; expected at most 1"),
     ({"dcp_save_interval": 5}, "dcp_save_interval: checkpoints go into the run folder"),
-    ({"temperature": 0}, "temperature: got 0.0; expected above 0"),
+    ({"temperature": 0}, "temperature: got 0; expected at least"),
     ({"concurrency": {}}, "concurrency: backend='local' refuses nothing"),
     ({"concurrency": {"mode": "fixed"}}, "concurrency: mode='fixed' reads max_concurrency"),
     ({"concurrency": {"mode": "fixed", "max_concurrency": 2}, "max_concurrent": 4}, "max_concurrent says the same"),
     ({"temperature": 0.7, "backend": "tinker", "lora_rank": 8}, "temperature: got 0.7; backend='tinker' scores at 1"),
     ({"temperature": 0.7, "base_model": "accounts/fireworks/models/qwen3-8b"}, "backend='fireworks' scores at 1"),
     ({"top_p": 1.5}, "top_p: got 1.5; expected at most 1"),
-    ({"adam_beta2": 1}, "adam_beta2: got 1.0; expected below 1"),
-    ({"learning_rate": -1}, "learning_rate: got -1.0; expected above 0"),
+    ({"adam_beta2": 1}, "adam_beta2: got 1; expected below 1"),
+    ({"learning_rate": -1}, "learning_rate: got -1; expected above 0"),
     ({"steps": 0}, "steps: got 0; expected at least 1"),
     ({"infra": InfraConfig()}, "infra: backend='local' would ignore it. Set backend='fireworks'"),
     ({"trainer": TrainerConfig()}, "trainer: backend='local' would ignore it"),
@@ -595,9 +592,10 @@ def test_a_loss_that_is_wrong_anyway_is_complained_of_once():
 
 
 def test_every_complaint_is_listed_in_one_error():
-    said = refused(temperature=0, tis_cap=3.0, refill=True, drop_dead=False)
-    assert said.startswith("Config: 3 settings cannot be used:")
-    assert said.count("\n- ") == 3
+    for given in ({"steps": 0, "temperature": 0, "top_p": 2}, {"kl_metric": True, "tis_cap": 3.0, "lora_alpha": 3}):
+        said = refused(**given)
+        assert said.startswith("Config: 3 settings cannot be used:")
+        assert [line.split(":")[0] for line in said.split("\n- ")[1:]] == [*given]
 
 
 def test_plain_default_sub_configs_are_fine_on_their_backend():
@@ -841,7 +839,7 @@ def test_yaml_traps(tmp_path):
         "- 1\n": "got list; expected a mapping of settings",
         "": "got NoneType; expected a mapping",
         "epochz: 1": "Did you mean 'epochs'?",
-        BOMB: "aliases of aliases: 3e+12 values, 100000 at most",
+        BOMB: "more than 100,000 values, by aliases of aliases",
     }.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=said.replace("[", r"\[").replace("?", r"\?").replace("+", r"\+")):
@@ -880,9 +878,7 @@ def test_diff_and_effective():
     assert "&lt;script&gt;" in hostile
 
 
-@pytest.mark.parametrize(
-    "settings", [Config(), *(sub() for sub in (*m.sub_configs(Config).values(), *m.SPELLED.values()))]
-)
+@pytest.mark.parametrize("settings", [Config(), *(sub() for sub in m.sub_configs(Config).values())])
 def test_an_assignment_to_a_frozen_config_is_told_what_to_write(settings):
     name = dataclasses.fields(settings)[0].name
     for change in (lambda: setattr(settings, name, 1), lambda: delattr(settings, name)):

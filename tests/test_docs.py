@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_notebook.config import Config
-from rl_notebook.settings import leaf_types
+from rl_notebook.options import leaf_types
 
 ROOT = Path(__file__).resolve().parent.parent
 

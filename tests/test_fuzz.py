@@ -32,7 +32,8 @@ from rl_notebook.backends.openai import OpenAISampler, probe
 from rl_notebook.chat import encode_prompt
 from rl_notebook.cli import parse_train
 from rl_notebook.config import Config
-from rl_notebook.settings import CONVERTED, NEUTRAL, RENAMED, SPELLED, leaf_types, sub_configs
+from rl_notebook.options import leaf_types, sub_configs
+from rl_notebook.settings import NEUTRAL, OTHER_WORDS, RENAMED, SPELLED
 from rl_notebook.core import RLNotebookError, SampleParams
 from rl_notebook.data import load_rows, make_row
 from rl_notebook.recipes.rl_loop import Problem, main
@@ -93,7 +94,7 @@ json_values = st.recursive(
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-NAMES = sorted({*leaf_types(Config), *sub_configs(Config), *RENAMED, *CONVERTED, *NEUTRAL, *SPELLED, "nonsense", ""})
+NAMES = sorted({*leaf_types(Config), *sub_configs(Config), *RENAMED, *OTHER_WORDS, *NEUTRAL, *SPELLED, "nonsense", ""})
 plausible = st.sampled_from(
     [0, 1, 8, 0.1, True, None, "local", "tinker", "openai", "ppo", "gspo", "async_rl_loop", "http://x", ["gsm8k"], {}]
 )
