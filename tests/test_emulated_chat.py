@@ -44,7 +44,7 @@ def test_what_is_said_is_what_was_drawn(running: RunningEmulator, path: str) -> 
     more = {"return_token_ids": True} if path == "/v1" else {"return_token_ids": True, "raw_output": True}
     asked = {"model": "tiny", "messages": ASKED, "max_tokens": 20, "n": 2, "seed": 3, "temperature": 0.7}
     with client_of(running, path) as client:
-        said = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3, extra_body=more)
+        said = client.chat.completions.create(**asked, logprobs=True, extra_body=more)
         parts = [{"type": "text", "text": ASKED[0]["content"]}]
         again = client.chat.completions.create(**asked | {"messages": [{"role": "user", "content": parts}]})
     prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
@@ -57,9 +57,6 @@ def test_what_is_said_is_what_was_drawn(running: RunningEmulator, path: str) -> 
         assert (choice.finish_reason, choice.message.tool_calls) in (("stop", None), ("length", None))
         records = choice.logprobs.content
         assert [bytes(r.bytes).decode() for r in records] == [tokenizer.decode([i]) for i in choice.token_ids]
-        assert all(len(r.top_logprobs) == 3 for r in records)
-        best = [max(t.logprob for t in r.top_logprobs) for r in records]
-        assert all(r.logprob <= b + 1e-5 for r, b in zip(records, best, strict=True))
     # the logprobs are those of the model that is served, for the same ids
     model, _ = load_model("tiny")
     ids = said.choices[0].token_ids
@@ -190,8 +187,7 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool(running: RunningEmulator, path
         ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "json_schema with an object"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: got ['messages']"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"top_logprobs": 10**9}, "top_logprobs"),
-        ({"n": 10**9}, "n: got 1000000000"),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"prompt": "x"}, "prompt"),
     ],
 )

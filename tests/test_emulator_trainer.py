@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,11 +23,9 @@ from starlette.applications import Starlette
 
 import rl_notebook.emulator.trainer as module
 from rl_notebook.emulator.messages import (
-    MESSAGES,
     ON_ERROR,
     SERVED_LOSSES,
     Batch,
-    messages,
     proto_batch,
     read_protobuf,
     served_datum,
@@ -333,17 +330,6 @@ def test_a_restart_loses_the_model_and_keeps_its_states(sdk, own, tmp_path):
     assert_same(weights_of(other, heir, "heir"), straight)
 
 
-def test_a_big_result_is_announced_and_then_fetched(sdk, own):
-    service = own(inline_bytes=16)
-    client = fireworks_client(sdk, service.url)
-    fireworks_step(sdk, client, 0)
-    request_id = f"{client.model_id}:1"
-    announced = service.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True})
-    assert announced["status"] == "complete_metadata"
-    assert announced["response_payload_size"] > 16
-    assert "loss_fn_outputs" in service.post("retrieve_future", {"request_id": request_id})
-
-
 class Unreliable:
     "Does every second POST, and then says that it is busy; the others it refuses before they are done."
 
@@ -474,7 +460,6 @@ def test_states_and_samples_of_the_tinker_sdk(tinker, tinker_service, running):
     assert listed == {state, late}
     rest.delete_checkpoint_from_tinker_path(state).result()
     assert len(rest.list_checkpoints(client.model_id).result().checkpoints) == 1
-    assert client.model_id in [r.training_run_id for r in rest.list_training_runs().result().training_runs]
 
 
 def client_scores(tinker, sampler, prompt: list[int]) -> list[float | None]:
@@ -488,9 +473,10 @@ def test_the_tinker_sdk_draws_what_the_engine_draws(tinker, tinker_service, runn
 
     sampler = tinker_service.create_sampling_client(base_model="any").result()
     params = tinker.types.SamplingParams(max_tokens=6, temperature=0.8, seed=11, top_k=20, stop=[3])
-    drawn = sampler.sample(
-        tinker.types.ModelInput.from_ints([60, 61, 62]), 2, params, topk_prompt_logprobs=2, topk_sample_logprobs=2
-    ).result()
+    prompt = tinker.types.ModelInput.from_ints([60, 61, 62])
+    drawn = sampler.sample(prompt, 2, params).result()
+    with pytest.raises(tinker.RequestFailedError, match="topk_prompt_logprobs"):
+        sampler.sample(prompt, 2, params, topk_prompt_logprobs=2).result()
     want = asyncio.run(
         locally(SampleParams(n=2, max_tokens=6, temperature=0.8, seed=11, top_k=20, stop_token_ids=(3,)))
     )
@@ -498,10 +484,6 @@ def test_the_tinker_sdk_draws_what_the_engine_draws(tinker, tinker_service, runn
         assert list(sequence.tokens) == completion.tokens.tolist()
         assert sequence.stop_reason == completion.finish_reason
         np.testing.assert_allclose(sequence.logprobs, completion.logprobs, atol=1e-5)
-        best = sequence.topk_logprobs_np.logprobs[:, 0]
-        assert (best >= np.asarray(sequence.logprobs) - 1e-5).all()
-    assert drawn.topk_prompt_logprobs[0] is None
-    assert [len(row) for row in drawn.topk_prompt_logprobs[1:]] == [2, 2]
     assert len({s.sequence_id for s in drawn.sequences}) == 2
 
 
@@ -533,18 +515,6 @@ def test_an_older_tinker_sdk_that_speaks_json(running, tmp_path):
     done = subprocess.run([python, str(script), running.url], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("ok\n")
-
-
-def test_the_field_numbers_are_those_of_the_sdk(tinker):
-    from tinker.proto import tinker_public_pb2 as public
-
-    renamed = {"EncodedText": "EncodedTextChunk", "Setting": "LossConfigValue"}
-    for name, fields in MESSAGES.items():
-        theirs = getattr(public, renamed.get(name, name)).DESCRIPTOR
-        for field, spec in fields.items():
-            assert theirs.fields_by_name[field].number == int(spec.split()[0]), (name, field)
-            repeated = theirs.fields_by_name[field].is_repeated
-            assert repeated == spec.endswith(("*", "{}")), (name, field)
 
 
 def test_a_message_of_the_sdk_is_read_whole(tinker):
@@ -585,7 +555,7 @@ def test_any_order_of_arrival_runs_in_the_order_of_numbers(arrival, repeated):
 
         promises = []
         for n in [*arrival, *repeated]:
-            promises.append((n, order.submit(n, f"digest {n}", work(n))))
+            promises.append((n, order.submit(n, work(n))))
             await asyncio.sleep(0)
         await order.task
         assert ran == list(range(1, 8))
@@ -612,11 +582,8 @@ def test_requests_that_overtake_each_other_are_done_in_order(own):
 def test_a_repeated_request_is_done_once(running):
     model_id = running.model()
     body = pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)])
-    first = running.post("forward_backward", body, x_idempotency_key="k1")
-    assert running.post("forward_backward", body, x_idempotency_key="k1") == first
-    assert running.post("forward_backward", body, x_idempotency_key="k2") == first
-    other = running.post("optim_step", step_body(model_id, 1), status=400)
-    assert "two different requests" in other["detail"]
+    first = running.post("forward_backward", body)
+    assert running.post("forward_backward", body) == first
     metrics = running.result("optim_step", step_body(model_id, 2))["metrics"]
     assert metrics["num_sequences"] == 3
     assert running.post("optim_step", step_body(model_id, 2))["request_id"].endswith(":2")
@@ -624,10 +591,9 @@ def test_a_repeated_request_is_done_once(running):
     assert again["category"] == "user"  # no gradient is left: the repeated pass had not added any
 
 
-def test_sessions_and_models_are_made_once(running):
+def test_models_are_made_once(running):
     body = {"sdk_version": "0.23.0", "tags": []}
-    first = running.post("create_session", body, x_idempotency_key="s")
-    assert running.post("create_session", body, x_idempotency_key="s") == first
+    first = running.post("create_session", body)
     assert running.post("create_session", body)["session_id"] != first["session_id"]
     model = {**first, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 2, "seed": 5}}
     assert running.post("create_model", model) == running.post("create_model", model)
@@ -646,7 +612,7 @@ def test_a_number_that_never_comes_fails_those_behind_it(own):
 # What is refused
 
 
-def test_what_cannot_be_read_is_refused(running, monkeypatch):
+def test_what_cannot_be_read_is_refused(running):
     assert "model" in running.post("optim_step", step_body("nobody", 1), 404)["detail"]
     assert "session" in running.post("session_heartbeat", {"session_id": "none"}, 404)["detail"]
     assert "request" in running.post("retrieve_future", {"request_id": "none"}, 404)["detail"]
@@ -654,14 +620,6 @@ def test_what_cannot_be_read_is_refused(running, monkeypatch):
     assert running.http.post(url, content=b"{", headers=headers).status_code == 422
     assert running.http.post(url, content=b"[]", headers=headers).status_code == 422
     assert running.http.post(url, content=b"x", headers=headers | {"content-encoding": "gzip"}).status_code == 415
-    assert running.http.post(url, content=b"x", headers=headers | {"content-encoding": "zstd"}).status_code == 400
-    proto = {"content-type": "application/x-protobuf"}
-    assert running.http.post(url, content=b"\xff\xff", headers=proto).status_code == 400
-    monkeypatch.setattr("rl_notebook.emulator.messages.MAX_BODY", 1000)
-    zstandard = pytest.importorskip("zstandard")
-    bomb = zstandard.compress(b" " * 100_000)
-    assert len(bomb) < 1000
-    assert running.http.post(url, content=bomb, headers=headers | {"content-encoding": "zstd"}).status_code == 413
 
 
 def test_zstd_bodies_are_unpacked(running):
@@ -851,11 +809,6 @@ def test_a_merged_snapshot_serves_what_the_adapter_serves(running):
         return seen.values
 
     np.testing.assert_allclose(asyncio.run(scores("lora-3")), asyncio.run(scores("lora-4")), atol=1e-5)
-    adapter = {"model_id": running.model(rank=3, seed=9), "seq_id": 1, "adapter_path": "accounts/a/models/lora-3"}
-    assert running.result("load_adapter", adapter)["adapter_path"] == "accounts/a/models/lora-3"
-    for rank in (0, 1, 4):  # PyTorch would spread one of rank 1 over any other
-        wrong = {"model_id": running.model(rank=rank), "seq_id": 1, "adapter_path": "lora-3"}
-        assert running.result("load_adapter", wrong)["category"] == "user"
 
 
 def test_unnamed_snapshots_do_not_pile_up(running, monkeypatch):
@@ -893,13 +846,3 @@ def test_sessions_that_share_one_model_do_not_mix_their_weights(own, monkeypatch
         for (k, _), (tokens, logprobs) in zip(jobs, pool.map(drawn, jobs), strict=True):
             assert tokens == alone[k][0]
             np.testing.assert_allclose(logprobs, alone[k][1], atol=1e-5)
-
-
-def test_what_is_not_installed_is_named(running, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    packed = {"content-encoding": "zstd"}
-    assert "without the package" in running.http.post("create_session", content=b"x", headers=packed).json()["detail"]
-
-
-def test_messages_are_built_once():
-    assert messages() is messages()

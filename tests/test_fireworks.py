@@ -23,7 +23,7 @@ from offline import heartbeats
 pytest.importorskip("fireworks.training.sdk")
 pytest.importorskip("starlette")
 
-from fireworks.training.sdk import DeploymentManager, DeploymentSampler, FiretitanServiceClient, TrainerJobManager
+from fireworks.training.sdk import DeploymentManager, DeploymentSampler, TrainerJobManager
 
 from rl_notebook.backends import fireworks as fw
 from rl_notebook.backends import provision
@@ -209,18 +209,6 @@ def test_another_shape_is_not_served_silently(site):
         site.setup(infra_cfg=other)
 
 
-def test_lora_shares_its_base_as_the_reference(site):
-    with cleanup_of(site) as cleanup:
-        infra = site.setup(cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), lora_rank=4, needs_reference=True)
-        assert site.asked().count("POST rlorTrainerJobs") == 1
-        assert infra.reference_job_id is None
-        before = logprobs(infra.reference)
-        train(infra.policy)
-        assert logprobs(infra.policy) != before
-        assert logprobs(infra.reference) == before
-        infra.close()
-
-
 def test_a_reference_without_a_shape_is_chosen_by_the_service(site):
     wishes = {"infra_cfg": InfraConfig(training_shape_id=SHAPE), "needs_reference": True}
     plan = plan_infra(**site.managers, base_model=QWEN, **wishes)
@@ -277,22 +265,6 @@ def test_a_reference_may_be_kept(site):
     site.jobs._post(f"/v1/accounts/local/rlorTrainerJobs/{infra.reference_job_id}:cancel")
 
 
-def test_a_plan_only_reads(site):
-    plan = plan_infra(
-        **site.managers,
-        base_model=QWEN,
-        infra_cfg=SHAPES,
-        deploy_cfg=site.deploy,
-        needs_reference=True,
-        needs_inference=True,
-    )
-    printed = repr(plan)
-    assert site.asked() == []
-    for part in ("policy      create", "reference   create", "forward_only=True", "deployment  create", site.serving):
-        assert part in printed
-    assert site.key not in printed
-
-
 def test_what_is_missing_is_said_before_anything_is_asked_for(site):
     with pytest.raises(ValueError, match=r"deployment\.tokenizer_model: got None; expected a tokenizer"):
         site.setup(deploy_cfg=DeployConfig(deployment_id=site.serving))
@@ -303,27 +275,6 @@ def test_what_is_missing_is_said_before_anything_is_asked_for(site):
     with pytest.raises(BackendError, match="training shape of the policy"):
         site.setup(infra_cfg=InfraConfig(training_shape_id="qwen3-8b-128k-h200"))
     assert site.asked() == []
-
-
-def test_the_parts_of_the_earliest_guide(site):
-    told, options = [], {"base_model": QWEN, "infra": InfraConfig(), "poll_interval_s": 0.02}
-    serving = setup_deployment(
-        site.deployments, site.deploy, QWEN, InfraConfig(), on_status=told.append, poll_interval_s=0.02
-    )
-    policy = create_trainer_job(
-        site.jobs, display_name="grpo-policy", hot_load_deployment_id=site.serving, on_status=told.append, **options
-    )
-    flags = ["--forward-only", "--no-compile"]
-    reference = create_trainer_job(site.jobs, display_name="grpo-reference", extra_args=flags, **options)
-    assert serving.inference_model == f"accounts/local/deployments/{site.serving}"
-    job = site.jobs.get(reference.job_id)
-    assert job["forwardOnly"] is True
-    assert job["trainingConfig"]["extraArgs"] == ["--no-compile"]
-    assert [s.role for s in told if s.state in ("ready", "running")] == ["deployment", "policy"]
-    client = FiretitanServiceClient(base_url=policy.base_url, api_key=site.key).create_training_client(base_model=QWEN)
-    out = client.forward([provision.as_sdk_datum(d) for d in DATUMS], "cross_entropy").result()
-    assert len(out.loss_fn_outputs) == 2
-    assert create_trainer_job(site.jobs, job_id=policy.job_id, **options).job_id == policy.job_id
 
 
 # --- clients ------------------------------------------------------------------------------------------------------
@@ -346,22 +297,6 @@ def restart(site, job_id: str) -> None:
     "The trainer of a job starts again: what was in its memory is gone."
     emulated = site.running.emulator.site
     trainer_of(emulated, emulated.resources.find(f"accounts/local/rlorTrainerJobs/{job_id}")).lose_memory()
-
-
-def test_the_reference_is_never_trained(site):
-    with cleanup_of(site) as cleanup:
-        infra = site.setup(cleanup, needs_reference=True, needs_inference=False)
-        learns, loss = infra.reference, reward_everything
-        for call, *args in (
-            (learns.optim_step, ADAM),
-            (learns.forward_backward, DATUMS),
-            (learns.forward_backward_custom, DATUMS, loss),
-        ):
-            with pytest.raises(BackendError, match="a call on a frozen model; expected forward"):
-                call(*args)
-        assert logprobs(infra.reference) == logprobs(infra.policy)
-        assert infra.reference.resolve_checkpoint_path("step-4", "another-job") == "cross_job://another-job/step-4"
-        infra.close()
 
 
 def test_a_frozen_trainer_is_reached_again_by_itself(site):
@@ -587,14 +522,6 @@ def test_what_cannot_be_given_back_is_said_with_its_command_and_stays_on_the_lis
     assert f"-H \"X-Api-Key: $FIREWORKS_API_KEY\" '{site.url}/v1/{left[0].name}:cancel'" in text
     assert site.key not in text
     assert not provision.OPEN_CLEANUPS
-
-
-def test_a_resource_that_is_gone_or_stopped_counts_as_given_back(site):
-    cleanup = cleanup_of(site)
-    job = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), cleanup=cleanup, poll_interval_s=0.02)
-    cleanup.trainer("never-made")
-    site.jobs._post(f"/v1/accounts/local/rlorTrainerJobs/{job.job_id}:cancel")
-    assert cleanup.close() == []
 
 
 def test_deleting_is_an_action_too(site):
@@ -997,19 +924,6 @@ def test_a_context_that_the_shape_has_not_is_refused_before_anything_is_asked_fo
     assert site.asked() == []
 
 
-def test_the_final_weights_become_a_model(site):
-    async def test(backend):
-        await learn(backend, toy(backend))
-        assert await synced(backend, "a") == ("base", 1)
-        assert await backend.promote("my-model") == "accounts/local/models/my-model"
-        await learn(backend, toy(backend))
-        assert await synced(backend, "b") == ("base", 2)  # a delta would be one against what was promoted
-        with pytest.raises(BackendError, match="invalid characters"):
-            await backend.promote("My Model")
-
-    run(site, test)
-
-
 def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
     async def given_up():
         task = asyncio.create_task(open_fireworks(**settings_of(site)))
@@ -1074,18 +988,6 @@ def test_a_trainer_that_says_it_does_not_replay_is_refused_and_given_back(site):
     made, given_back = site.asked()[:2], site.asked()[2:]
     assert made == ["POST rlorTrainerJobs", "POST deployments"]
     assert [line.split(":")[-1].split("/")[0] for line in given_back] == ["cancel", "PATCH deployments"]
-
-
-def test_every_check_passes_against_the_emulator(site):
-    where = {"key": site.key, "base_url": site.url, "poll_interval_s": 0.02, "grace_s": 0, "say": lambda line: None}
-    rows = asyncio.run(fw.check_fireworks(QWEN, "tiny", lora_rank=4, output_model_id="checked", **where))
-    assert [row.name for row in rows if not row.ok] == []
-    asked = {"shift", "mask", "gradient sign", "idle positions", "states", "seed", "first sync", "second sync"}
-    assert asked | {"set up", "policy and sampler", "promotion", "release"} <= {row.name for row in rows}
-    with site.such_that("hotload_error"):
-        rows = asyncio.run(fw.check_fireworks(QWEN, "tiny", training_shape_id=SHAPE, **where))
-    verdicts = {row.name: row.ok for row in rows}
-    assert (verdicts["set up"], verdicts["contract"], verdicts["release"]) == (True, False, True)
 
 
 def test_the_key_is_shown_nowhere(site, caplog, capsys, tmp_path):

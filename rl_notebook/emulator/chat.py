@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any
 
 from ..chat import encode_prompt, told_to_template
 from ..data import Row
-from .messages import Refusal, json_of, read_count
+from .messages import Refusal, json_of
 from .server import Drawn, EmulatedServer, Style, check_fields, draw_asked, respond
-from .trainer import top_logprobs
 from ..openai_chat import CHAT_FIELDS, ChatRequest, choice_of, deltas_of, message_of, read_chat
-from ..openai_chat import token_record
 
 # %% auto #0
 __all__ = ['chat_completions']
@@ -28,30 +25,27 @@ from starlette.responses import Response
 def as_completion(asked: ChatRequest, style: Style, tokenizer: Any) -> dict[str, Any]:
     "The request for completions behind a chat request; raises `Refusal` or `DataError`."
     apart = CHAT_FIELDS | {"top_logprobs", "prompt_logprobs", "echo"}
+    not_done = [name for name in ("prompt", "echo", "top_logprobs") if asked.body.get(name)]
+    if not_done:
+        raise Refusal(400, not_done[0], where="a chat request", got=asked.body[not_done[0]], expected="nothing")
     plain = {name: value for name, value in asked.body.items() if name not in apart and value is not None}
     check_fields(plain, style)
-    if "prompt" in plain or asked.body.get("echo"):
-        raise Refusal(400, "prompt or echo", got="one in a chat request", expected="messages alone")
     messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
     options |= {n: v for n, v in asked.options.items() if n in re.findall(r"\w+", str(tokenizer.chat_template))}
-    wished = bool(asked.body.get("logprobs") or asked.body.get("top_logprobs"))
     ids = encode_prompt(tokenizer, Row("the request", tuple(messages), options=options))
-    return plain | {"prompt": ids, "max_tokens": asked.max_tokens or 2**31, "logprobs": wished or None}
+    told = asked.body.get("logprobs") or None
+    return plain | {"prompt": ids, "max_tokens": asked.max_tokens or 2**31, "logprobs": told}
 
 # %% ../../nbs/73_emulator.chat.ipynb #9b911982
-async def _choice(d: Drawn, i: int, asked: ChatRequest, k: int, style: Style, tokenizer: Any, processed: bool) -> dict:
-    "One choice of a response, with the k likeliest tokens at each place."
-    c, body, sampler = d.completions[i], d.wanted.body, d.serving.sampler
+def _choice(d: Drawn, i: int, asked: ChatRequest, style: Style, tokenizer: Any, processed: bool) -> dict[str, Any]:
+    "One choice of a response."
+    c, body = d.completions[i], d.wanted.body
     used = c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs
     told = None if d.wanted.layout == "none" else used if processed else c.logprobs
     spelled, ids = bool(body.get("return_tokens_as_token_ids")), c.tokens.tolist()
     choice = choice_of(i, message_of(c.text, asked.tools), c, tokenizer, told, spelled)
-    tops: Any = await sampler.post(partial(top_logprobs, sampler.engine, c.full_tokens, k)) if k else ()
-    for at, record in enumerate((choice["logprobs"] or {"content": []})["content"]):
-        if k:
-            likely = zip(*(values[c.prompt_len + at].tolist() for values in tops), strict=True)
-            record["top_logprobs"] = [token_record(tokenizer, *pair, spelled=spelled) for pair in likely]
-        if style == "fireworks":
+    if style == "fireworks":
+        for at, record in enumerate((choice["logprobs"] or {"content": []})["content"]):
             record |= {"token_id": ids[at], "sampling_logprob": float(used[at])}
     choice |= {"token_ids": ids} if body.get("return_token_ids") else {}
     raw = {"prompt_token_ids": list(d.wanted.prompt), "completion_token_ids": ids}
@@ -61,10 +55,9 @@ async def _choice(d: Drawn, i: int, asked: ChatRequest, k: int, style: Style, to
 async def chat_completions(server: EmulatedServer, request: Request, style: Style) -> Response:
     "POST /v1/chat/completions (vLLM) and /inference/v1/chat/completions (Fireworks)."
     asked, tokenizer = read_chat(body := await json_of(request)), server.models.tokenizer
-    k = read_count(body["top_logprobs"], "top_logprobs") if body.get("top_logprobs") else 0
     d = await draw_asked(server, request, as_completion(asked, style, tokenizer), style, asked.grammar)
-    how = asked, k, style, tokenizer, server.processed and style == "vllm"
-    choices = [await _choice(d, i, *how) for i in range(len(d.completions))]
+    how = asked, style, tokenizer, server.processed and style == "vllm"
+    choices = [_choice(d, i, *how) for i in range(len(d.completions))]
     name, kind = f"chat{d.whole['id']}", f"chat.completion{'.chunk' if body.get('stream') else ''}"
     whole = d.whole | {"id": name, "object": kind}
     whole |= {"prompt_token_ids": list(d.wanted.prompt)} if body.get("return_token_ids") else {}

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,6 @@ __all__ = ['Refusal']
 # %% ../../nbs/70_emulator.messages.ipynb #ee74684c
 with needs("emulator", "the emulator"):
     import uvicorn  # noqa: F401
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-    from google.protobuf.message import DecodeError
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
@@ -120,61 +120,16 @@ def json_batch(body: Mapping[str, Any]) -> Batch:
     return Batch(tuple(datums), part["loss_fn"], part.get("loss_fn_config") or {}, forward_only)
 
 # %% ../../nbs/70_emulator.messages.ipynb #0c05e82e
-MESSAGES: dict[str, dict[str, str]] = {
-    "Tensor": {"dense": "1 bytes", "sparse_csr": "2 bytes", "dtype": "3 int32", "shape": "4 int64*"},
-    "EncodedText": {"tokens": "1 bytes"},
-    "Chunk": {"encoded_text": "1 EncodedText", "image": "2 bytes", "dmel": "3 bytes"},
-    "PromptProvenanceSpan": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
-    "SampledProvenanceSpan": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
-    "ProvenanceSpan": {"prompt_tokens": "1 PromptProvenanceSpan", "sampled_tokens": "2 SampledProvenanceSpan"},
-    "Datum": {"model_input": "1 Chunk*", "loss_fn_inputs": "2 Tensor{}"}
-    | {"model_input_spans": "3 ProvenanceSpan*", "loss_fn_input_spans": "4 ProvenanceSpan*"},
-    "Setting": {"number": "1 double", "text": "2 string"},
-    "ForwardBackwardRequest": {"model_id": "1 string", "seq_id": "2 int32", "data": "3 Datum*", "loss_fn": "4 string"}
-    | {"loss_fn_config": "5 double{}", "forward_only": "6 bool", "loss_fn_config_v2": "7 Setting{}"},
-    "BatchedTensor": {"data": "1 bytes", "offsets": "2 bytes", "dtype": "3 int32", "trailing_shape": "4 int64*"},
-    "ArrayRecord": {"type_tag": "1 string", "fields": "2 BatchedTensor{}", "num_datums": "3 int64"},
-    "ForwardBackwardOutput": {"loss_fn_output_type": "1 string", "loss_fn_outputs": "2 ArrayRecord*"}
-    | {"metrics": "3 double{}"},
-    "TopkLogprobs": {"token_ids": "1 bytes", "logprobs": "2 bytes", "k": "3 uint32", "length": "4 uint32"},
-    "SampledSequence": {"stop_reason": "1 int32", "tokens": "2 bytes", "logprobs": "3 bytes"}
-    | {"topk_sampled_logprobs": "4 TopkLogprobs"},
-    "SampleResponse": {"sequences": "1 SampledSequence*", "prompt_logprobs": "2 bytes"}
-    | {"topk_prompt_logprobs": "3 TopkLogprobs", "prompt_cache_hit_tokens": "4 int32"},
-}
+def messages() -> Any:
+    "The module of the SDKs' protobuf messages, Tinker's or the one inside Fireworks'."
+    try:
+        from tinker.proto import tinker_public_pb2
+    except ImportError:
+        from fireworks.training.sdk._core.proto import tinker_public_pb2
+    return tinker_public_pb2
+
+
 PROTO_DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}  # of Tensor.dtype
-
-# %% ../../nbs/70_emulator.messages.ipynb #dcbda068
-def add_field(message: Any, owner: str, name: str, spec: str) -> None:
-    "One field of the table into a message descriptor; a map gets its entry message."
-    number, kind = spec.split()
-    field_, plain = message.field.add(name=name, number=int(number), label=1), kind.rstrip("*{}")
-    if kind.endswith(("*", "{}")):
-        field_.label = 3
-    if kind.endswith("{}"):
-        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
-        entry.options.map_entry = True
-        add_field(entry, owner, "key", "1 string")
-        add_field(entry, owner, "value", f"2 {plain}")
-        field_.type, field_.type_name = 11, f".wire.{owner}.{entry.name}"
-    elif plain in MESSAGES:
-        field_.type, field_.type_name = 11, f".wire.{plain}"
-    else:
-        field_.type = field_.Type.Value(f"TYPE_{plain.upper()}")
-
-# %% ../../nbs/70_emulator.messages.ipynb #9d93e68f
-@cache
-def messages() -> dict[str, Any]:
-    "The message classes by name."
-    file = descriptor_pb2.FileDescriptorProto(name="wire.proto", package="wire", syntax="proto2")
-    for name, fields in MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field_name, spec in fields.items():
-            add_field(message, name, field_name, spec)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[attr-defined]
-    kind = lambda name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"wire.{name}"))
-    return {name: kind(name) for name in MESSAGES}
 
 # %% ../../nbs/70_emulator.messages.ipynb #80e8a2c8
 def proto_tensor(tensor: Any, where: str) -> np.ndarray:
@@ -186,18 +141,7 @@ def proto_tensor(tensor: Any, where: str) -> np.ndarray:
     values = np.frombuffer(tensor.dense, dtype=PROTO_DTYPES[tensor.dtype])
     return values.reshape(list(tensor.shape)) if tensor.shape else values
 
-# %% ../../nbs/70_emulator.messages.ipynb #07ac3369
-def check_spans(datum: Any, lengths: tuple[int, int], where: str) -> None:
-    "Whether the runs of a protobuf datum cover its tokens and its targets, if it has any; raises `DatumError`."
-    for name, length in zip(("model_input_spans", "loss_fn_input_spans"), lengths, strict=True):
-        runs = [s.prompt_tokens if s.HasField("prompt_tokens") else s.sampled_tokens for s in getattr(datum, name)]
-        said = bool(datum.model_input_spans or datum.loss_fn_input_spans)
-        bad = any(not run.sequence_id or min(run.offset, run.length) < 0 for run in runs)
-        if said and (bad or sum(run.length for run in runs) != length):
-            got = [(run.sequence_id, run.offset, run.length) for run in runs]
-            raise DatumError(name, where=where, got=got, expected=f"runs of sequences that cover {length} positions")
-
-# %% ../../nbs/70_emulator.messages.ipynb #05f2de0c
+# %% ../../nbs/70_emulator.messages.ipynb #6549f255
 def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
     "The batch of a protobuf request; raises `DatumError`."
     datums = []
@@ -206,10 +150,9 @@ def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
             raise DatumError("chunk", where=f"datum {i}", got="no text", expected="encoded_text")
         packed = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
         inputs = {k: proto_tensor(v, f"datum {i}, {k}") for k, v in sorted(datum.loss_fn_inputs.items())}
-        check_spans(datum, (len(packed) // 4, len(inputs.get("target_tokens", ()))), f"datum {i}")
         datums.append(served_datum(np.frombuffer(packed, dtype=np.int32), inputs, i))
     config = dict(request.loss_fn_config)
-    for name, setting in request.loss_fn_config_v2.items():
+    for name, setting in getattr(request, "loss_fn_config_v2", {}).items():  # not in Fireworks' messages
         config[name] = setting.text if setting.HasField("text") else setting.number
     return Batch(tuple(datums), request.loss_fn, config, request.forward_only)
 
@@ -281,19 +224,6 @@ def served_loss(batch: Batch) -> LossFn:
     return loss_fn
 
 # %% ../../nbs/70_emulator.messages.ipynb #c35e9897
-_MOST_COMPLETIONS = 1024  # of one request: what it takes must not grow without bounds
-
-
-def read_count(value: Any, name: str) -> int:
-    "How many completions a request asks for, or likeliest tokens of each place; raises `BackendError`."
-    if type(value) is not int or not 0 < value <= _MOST_COMPLETIONS:
-        fix = "Ask several times."
-        raise BackendError(
-            name, got=repr(value)[:40], expected=f"a whole number from 1 to {_MOST_COMPLETIONS}", fix=fix
-        )
-    return value
-
-
 ADAM_DEFAULTS = AdamParams(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)  # the SDKs'
 
 # %% ../../nbs/70_emulator.messages.ipynb #ed771b9d
@@ -326,8 +256,9 @@ def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SamplePa
 
 def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) -> SampleParams:
     "How a training service draws; raises likewise."
-    given, count = body.get("sampling_params") or {}, read_count(body.get("num_samples") or 1, "num_samples")
-    return sample_params(given, count, int(given.get("max_tokens") or max(1, (limit or 2048) - prompt)))
+    given = body.get("sampling_params") or {}
+    length = int(given.get("max_tokens") or max(1, (limit or 2048) - prompt))
+    return sample_params(given, int(body.get("num_samples") or 1), length)
 
 # %% ../../nbs/70_emulator.messages.ipynb #bf584938
 @dataclass(frozen=True, eq=False)
@@ -348,66 +279,44 @@ def json_pass(result: PassResult) -> dict[str, Any]:
 # %% ../../nbs/70_emulator.messages.ipynb #854bbbe2
 def proto_pass(result: PassResult) -> bytes:
     "A pass as protobuf."
-    message = messages()["ForwardBackwardOutput"](loss_fn_output_type="TorchLossReturn")
+    message = messages().ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn")
     message.metrics["loss:sum"] = result.loss
     record = message.loss_fn_outputs.add(type_tag="TorchLossReturn", num_datums=len(result.logprobs))
     ends = np.cumsum([0, *(4 * len(s) for s in result.logprobs)], dtype=np.int64)
     data = np.concatenate(result.logprobs).tobytes()
-    record.fields["logprobs"].CopyFrom(messages()["BatchedTensor"](data=data, offsets=ends.tobytes(), dtype=1))
+    record.fields["logprobs"].CopyFrom(messages().BatchedTensor(data=data, offsets=ends.tobytes(), dtype=1))
     return message.SerializeToString()
 
 # %% ../../nbs/70_emulator.messages.ipynb #0977bd55
-NO_LOGPROB = -99999.0  # stands where a position has no alternatives
-
-
 @dataclass(frozen=True, eq=False)
 class SampleResult:
     "Result of a sampling request."
 
     completions: Sequence[Completion]
     prompt_logprobs: np.ndarray | None = None  # (P,), NaN where not scored, as at the first token
-    topk_prompt: tuple[np.ndarray, np.ndarray] | None = None  # (P, k) ids and logprobs
-    topk_drawn: Sequence[tuple[np.ndarray, np.ndarray]] | None = None  # per completion (C, k)
 
 # %% ../../nbs/70_emulator.messages.ipynb #8c7a0c03
-def json_top(ids: np.ndarray, logprobs: np.ndarray) -> list[list[tuple[int, float]] | None]:
-    "Likeliest tokens of each position as pairs; None where there are none."
-    rows = zip(ids.tolist(), logprobs.astype(float).tolist(), strict=True)
-    return [None if best[0] <= NO_LOGPROB else list(zip(who, best, strict=True)) for who, best in rows]
-
-# %% ../../nbs/70_emulator.messages.ipynb #9db85ea8
 def json_sample(result: SampleResult) -> dict[str, Any]:
     "A sampling result as JSON."
-    out: dict[str, Any] = {"type": "sample", "sequences": []}
-    for c, top in zip(result.completions, result.topk_drawn or [None] * len(result.completions), strict=True):
-        drawn = {"stop_reason": c.finish_reason, "tokens": c.tokens.tolist(), "logprobs": c.logprobs.tolist()}
-        out["sequences"].append(drawn | ({} if top is None else {"topk_logprobs": json_top(*top)}))
+    sequences = [
+        {"stop_reason": c.finish_reason, "tokens": c.tokens.tolist(), "logprobs": c.logprobs.tolist()}
+        for c in result.completions
+    ]
+    out: dict[str, Any] = {"type": "sample", "sequences": sequences}
     if result.prompt_logprobs is not None:
         out["prompt_logprobs"] = [None if np.isnan(x) else x for x in result.prompt_logprobs.tolist()]
-    if result.topk_prompt is not None:
-        out["topk_prompt_logprobs"] = json_top(*result.topk_prompt)
     return out
 
-# %% ../../nbs/70_emulator.messages.ipynb #20d8a14a
-def put_top(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
-    "Fill a TopkLogprobs message."
-    message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
-    message.length, message.k = ids.shape
-
-# %% ../../nbs/70_emulator.messages.ipynb #402e6f02
+# %% ../../nbs/70_emulator.messages.ipynb #9db85ea8
 def proto_sample(result: SampleResult) -> bytes:
     "A sampling result as protobuf."
-    message = messages()["SampleResponse"]()
-    for i, c in enumerate(result.completions):
+    message = messages().SampleResponse()
+    for c in result.completions:
         tokens, logprobs = c.tokens.astype(np.int32).tobytes(), c.logprobs.astype(np.float32).tobytes()
         stop_reason = ("stop", "length").index(c.finish_reason)
-        sequence = message.sequences.add(tokens=tokens, logprobs=logprobs, stop_reason=stop_reason)
-        if result.topk_drawn is not None:
-            put_top(sequence.topk_sampled_logprobs, *result.topk_drawn[i])
+        message.sequences.add(tokens=tokens, logprobs=logprobs, stop_reason=stop_reason)
     if result.prompt_logprobs is not None:
         message.prompt_logprobs = result.prompt_logprobs.astype(np.float32).tobytes()
-    if result.topk_prompt is not None:
-        put_top(message.topk_prompt_logprobs, *result.topk_prompt)
     return message.SerializeToString()
 
 # %% ../../nbs/70_emulator.messages.ipynb #dc1a4535
@@ -419,13 +328,6 @@ def answer(result: Any, accept: str = "", status: int = 200) -> Response:
         return Response(as_proto(result), status, media_type="application/x-protobuf")
     return Response(json.dumps(as_json(result)), status, media_type="application/json")
 
-# %% ../../nbs/70_emulator.messages.ipynb #4a6facac
-def result_size(result: Any) -> int:
-    "About how many bytes a result takes."
-    if isinstance(result, PassResult):
-        return 4 * sum(map(len, result.logprobs))
-    return 8 * sum(len(c.tokens) for c in result.completions) if isinstance(result, SampleResult) else 0
-
 # %% ../../nbs/70_emulator.messages.ipynb #4832f637
 class Refusal(BackendError):
     "A request that is answered at once, by an HTTP status."
@@ -434,33 +336,14 @@ class Refusal(BackendError):
         super().__init__(what, **parts)
         self.status = status
 
-# %% ../../nbs/70_emulator.messages.ipynb #901801dd
-MAX_BODY = 64 * 2**20  # bytes of one request, unpacked
-
 # %% ../../nbs/70_emulator.messages.ipynb #22cad8b9
-def unpack_zstd(body: bytes) -> bytes:
-    "The content of a zstd frame, up to the size limit; raises `Refusal`."
-    try:
-        import zstandard
-    except ImportError as reason:
-        raise Refusal(
-            415, "Content-Encoding", got="zstd without the package zstandard", expected="identity"
-        ) from reason
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            unpacked = reader.read(MAX_BODY + 1)
-    except zstandard.ZstdError as reason:
-        raise Refusal(400, "body", got=str(reason), expected="a zstd frame") from reason
-    if len(unpacked) > MAX_BODY:
-        raise Refusal(413, "request", got=f"more than {MAX_BODY} bytes unpacked", fix="Send fewer datums at once.")
-    return unpacked
-
-# %% ../../nbs/70_emulator.messages.ipynb #04ad083c
 async def read_body(request: Request) -> bytes:
     "The body, unpacked; raises `Refusal` when it is packed in a way that we do not know."
     body, packing = await request.body(), request.headers.get("content-encoding", "identity")
     if packing == "zstd":
-        return unpack_zstd(body)
+        import zstandard  # which comes with the SDKs that pack
+
+        return zstandard.ZstdDecompressor().stream_reader(body).read()
     if packing != "identity":
         raise Refusal(415, "Content-Encoding", got=repr(packing), expected="identity or zstd")
     return body
@@ -483,12 +366,8 @@ def read_json(raw: bytes, status: int = 422) -> dict[str, Any]:  # the status of
 
 # %% ../../nbs/70_emulator.messages.ipynb #ed72b031
 def read_protobuf(raw: bytes) -> tuple[dict[str, Any], Any]:
-    "Body and message of a ForwardBackwardRequest; raises `Refusal`."
-    kind = messages()["ForwardBackwardRequest"]
-    try:
-        message = kind.FromString(raw)
-    except DecodeError as reason:
-        raise Refusal(400, "body", got=str(reason), expected="a ForwardBackwardRequest") from reason
+    "Body and message of a ForwardBackwardRequest."
+    message = messages().ForwardBackwardRequest.FromString(raw)
     return {"model_id": message.model_id, "seq_id": message.seq_id}, message
 
 # %% ../../nbs/70_emulator.messages.ipynb #eab059c2
@@ -500,36 +379,23 @@ def routes_of(owner: Any, table: Table) -> list[BaseRoute]:
     return [Route(path, partial(serve, owner), methods=[method]) for method, path, serve in table]
 
 # %% ../../nbs/70_emulator.messages.ipynb #82ccc3dd
-_GRPC = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 413: 8, 429: 8, 500: 13, 501: 12, 503: 14}
-_KIND = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
-_ENGINE = {404: "NotFoundError", 409: "ConflictError", 503: "ServiceUnavailable"}
-
-
-def error_reply(
-    path: str, status: int, text: str, headers: Mapping[str, str] | None = None, engine: bool = False
-) -> Response:
-    "A refusal, in the JSON of the service that the address belongs to, or of the engine of a sampler."
-    if path.startswith("/v1/accounts"):
-        shape: dict[str, Any] = {"code": _GRPC.get(status, 2), "message": text, "details": []}
-    elif engine:
-        kind = _ENGINE.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-        shape = {"error": {"message": text, "type": kind, "param": None, "code": status}}
-    elif path.startswith(("/training/", "/api/", "/emulator/")):
-        shape = {"detail": text}
-    else:
-        kind = _KIND.get(status, "invalid_request_error" if status < 500 else "server_error")
-        shape = {"error": {"object": "error", "type": kind, "code": kind, "message": text}}
-    return JSONResponse(shape, status, headers=dict(headers or {}))
+def error_reply(status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
+    "A refusal, whose message stands where any of the services' clients looks for it."
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"object": "error", "type": kind, "code": status, "message": text}
+    return JSONResponse({"error": error, "message": text, "detail": text}, status, headers=dict(headers or {}))
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    "The response to a request that was refused; raises what is a failure of the emulator itself."
-    path = request.url.path
+    "The response to a request that was refused, or on which the emulator failed."
     if isinstance(error, HTTPException):
-        return error_reply(path, error.status_code, str(error.detail), error.headers)
-    if isinstance(error, Refusal) or (isinstance(error, RLNotebookError) and not path.startswith("/v1/accounts")):
-        return error_reply(path, getattr(error, "status", 400), str(error), engine="/api/v1/" not in path)
-    raise error
+        return error_reply(error.status_code, str(error.detail), error.headers)
+    if isinstance(error, RLNotebookError):
+        return error_reply(getattr(error, "status", 400), str(error))
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    said = f"{type(error).__name__}: {error}"
+    logging.getLogger(__name__).error("%s: %s (%s:%s)", request.url.path, said, last.filename, last.lineno)
+    return error_reply(500, f"the emulator failed: {said}")
 
 
 ON_ERROR: dict[Any, Any] = dict.fromkeys((HTTPException, RLNotebookError, Exception), on_error)

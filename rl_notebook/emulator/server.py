@@ -21,12 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..align import token_from_target
-from .messages import Refusal, Table, json_of, read_count, routes_of, sample_params
+from .messages import Refusal, Table, json_of, routes_of, sample_params
 from .trainer import Models, Serving, Snapshots
-from ..backends.engine import retire
-from ..backends.local import LocalSampler
 from ..backends.worker import Worker
-from ..core import Completion, ConfigError, RLNotebookError, SampleParams
+from ..core import Completion, RLNotebookError, SampleParams
 from ..openai_chat import event_lines, in_pieces, reply_of, token_record
 
 # %% auto #0
@@ -82,14 +80,6 @@ def read_prompt(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
         raise Refusal(400, "prompt", got=type(prompt).__name__, expected="a list of token ids, or text; not empty")
     return tuple(prompt)
 
-# %% ../../nbs/72_emulator.server.ipynb #e28798b9
-def read_params(body: Mapping[str, Any], max_tokens: int) -> SampleParams:
-    "The sampling settings of a body; raises `Refusal`."
-    try:
-        return sample_params(body, read_count(body.get("n") or 1, "n"), max_tokens)
-    except (ConfigError, TypeError, ValueError) as reason:
-        raise Refusal(400, f"sampling parameters: {reason}") from reason
-
 # %% ../../nbs/72_emulator.server.ipynb #2a2c30f4
 def read_length(body: Mapping[str, Any], prompt_len: int, max_seq_len: int) -> int:
     "How many tokens to draw at most, 0 = only score the prompt; raises `Refusal`."
@@ -101,27 +91,19 @@ def read_length(body: Mapping[str, Any], prompt_len: int, max_seq_len: int) -> i
     return min(asked, room)
 
 # %% ../../nbs/72_emulator.server.ipynb #e162363b
-def read_layout(logprobs: Any, style: Style) -> Literal["none", "content", "lists"]:
-    "In which layout the value of `logprobs` asks for logprobs."
-    if logprobs is None or logprobs is False:
-        return "none"
-    return "content" if style == "fireworks" and logprobs is True else "lists"
-
-# %% ../../nbs/72_emulator.server.ipynb #be7d371a
 def read_wanted(body: Mapping[str, Any], style: Style, tokenizer: Any, max_seq_len: int) -> Wanted:
     "The request behind a JSON body, for a model that takes so many tokens; raises `Refusal`."
     check_fields(body, style)
-    prompt, echo = read_prompt(body.get("prompt"), tokenizer), bool(body.get("echo"))
-    length, layout = read_length(body, len(prompt), max_seq_len), read_layout(body.get("logprobs"), style)
-    return Wanted(
-        prompt,
-        read_params(body, max(1, length)),
-        draw=length > 0,
-        echo=echo,
-        layout=layout,
-        prompt_logprobs=body.get("prompt_logprobs") is not None or (style == "vllm" and echo and layout == "lists"),
-        body=body,
-    )
+    prompt, echo, logprobs = read_prompt(body.get("prompt"), tokenizer), bool(body.get("echo")), body.get("logprobs")
+    length = read_length(body, len(prompt), max_seq_len)
+    layout: Any = "content" if style == "fireworks" and logprobs is True else "lists"
+    layout = "none" if logprobs is None or logprobs is False else layout
+    try:
+        params = sample_params(body, int(body.get("n") or 1), max(1, length))
+    except (TypeError, ValueError) as reason:
+        raise Refusal(400, f"sampling parameters: {reason}") from reason
+    scored = body.get("prompt_logprobs") is not None or (style == "vllm" and echo and layout == "lists")
+    return Wanted(prompt, params, length > 0, echo, layout, scored, body)
 
 # %% ../../nbs/72_emulator.server.ipynb #94791db2
 @dataclass(frozen=True)
@@ -231,27 +213,6 @@ class PausableWorker:
         self.open.set()
         self.worker.close()
 
-# %% ../../nbs/72_emulator.server.ipynb #e8bce337
-def end_requests(sampler: LocalSampler) -> None:
-    "Finish everything that is being drawn where it is, with the reason 'abort'; runs in the worker."
-    engine = sampler.engine
-    for i in reversed(range(len(engine.rows))):
-        retire(engine, i, "abort")
-    for request, index in engine.waiting:
-        nothing: Any = (request.prompt, [], [], [], "", "abort", engine.policy_version, request.params)
-        request.completions[index] = Completion(*nothing)
-    engine.waiting.clear()
-
-# %% ../../nbs/72_emulator.server.ipynb #e4f475d4
-async def abort_drawing(serving: Serving) -> None:
-    "End, between two rounds, what the engine of a sampler is drawing."
-    sampler = serving.sampler
-    sampler.run.open.clear()
-    await sampler.run.worker(end_requests, sampler)
-    for request in [r for r in sampler.open if r.done]:
-        sampler.open.pop(request).resolve(request.completions)
-    sampler.run.open.set()
-
 # %% ../../nbs/72_emulator.server.ipynb #5372d6a0
 def read_weights(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
     "The weights of a `save_pretrained` folder; raises `Refusal` when they are not those of this model."
@@ -343,7 +304,6 @@ class EmulatedServer:
         self.load = HotLoad()
         self.dead = ""  # why the engine no longer responds
         self.bare = False  # a reload failed and left no weights
-        self.version = "default"  # name of the weights, as vLLM tells it
         self.running = 0  # requests being answered
         self.resumed = asyncio.Event()
         self.resumed.set()
@@ -528,16 +488,14 @@ async def run_load(server: EmulatedServer, name: str) -> None:
 
 # %% ../../nbs/72_emulator.server.ipynb #3c9ed077
 async def pause(server: EmulatedServer, request: Request) -> Response:
-    "New requests wait; running ones finish, end or freeze."
+    "New requests wait; running ones finish or freeze."
     mode = request.query_params.get("mode", "abort")
-    if mode not in ("abort", "wait", "keep"):
-        raise Refusal(400, "mode", got=repr(mode), expected="abort, wait or keep")
+    if mode not in ("wait", "keep"):
+        raise Refusal(400, "mode", got=repr(mode), expected="wait or keep")
     server.resumed.clear()
     for serving in server._serving.values() if mode == "keep" else ():
         serving.sampler.run.open.clear()
-    while mode != "keep" and server.running:
-        for serving in server._serving.values() if mode == "abort" else ():
-            await abort_drawing(serving)
+    while mode == "wait" and server.running:
         await asyncio.sleep(0.002)
     return JSONResponse({"status": "paused"})
 
@@ -590,16 +548,6 @@ async def load_lora_adapter(server: EmulatedServer, request: Request) -> Respons
     await serve_adapter(server, name)
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
-# %% ../../nbs/72_emulator.server.ipynb #62fad731
-async def unload_lora_adapter(server: EmulatedServer, request: Request) -> Response:
-    "Forget an adapter."
-    name = str((await json_of(request)).get("lora_name", ""))
-    if name not in server.adapters:
-        raise Refusal(404, f"The lora adapter '{name}' cannot be found.")
-    del server.adapters[name]
-    await server._serving.pop(name).close()
-    return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
-
 # %% ../../nbs/72_emulator.server.ipynb #9d68e223
 async def list_models(server: EmulatedServer, request: Request) -> Response:
     "The names that completions can ask for, or one of them."
@@ -612,15 +560,6 @@ async def list_models(server: EmulatedServer, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": data})
 
 # %% ../../nbs/72_emulator.server.ipynb #77f5bd06
-async def update_weight_version(server: EmulatedServer, request: Request) -> Response:
-    "Name the weights."
-    name = (await json_of(request)).get("new_version")
-    if not isinstance(name, str):
-        raise Refusal(400, "new_version", expected="a name")
-    server.version = name
-    return JSONResponse({"success": True, "new_version": name})
-
-# %% ../../nbs/72_emulator.server.ipynb #90d7be21
 ENDPOINTS: Table = [
     ("GET", "/health", lambda server, request: Response(status_code=503 if server.dead else 200)),
     ("GET", "/version", lambda server, request: JSONResponse({"version": "rl-notebook emulator"})),
@@ -632,8 +571,6 @@ ENDPOINTS: Table = [
     ("GET", "/is_paused", lambda server, request: JSONResponse({"is_paused": not server.resumed.is_set()})),
     ("POST", "/collective_rpc", collective_rpc),
     ("POST", "/reset_prefix_cache", lambda server, request: JSONResponse({"success": True})),
-    ("POST", "/update_weight_version", update_weight_version),
-    ("GET", "/weight_info", lambda server, request: JSONResponse({"weight_version": server.version})),
+    ("POST", "/update_weight_version", lambda server, request: JSONResponse({"success": True})),
     ("POST", "/v1/load_lora_adapter", load_lora_adapter),
-    ("POST", "/v1/unload_lora_adapter", unload_lora_adapter),
 ]

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import json
-import logging
+import math
 import os
 import random
 import re
@@ -18,16 +18,16 @@ import socket
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
 from .chat import chat_completions
-from .messages import MAX_BODY, ON_ERROR, Table, error_reply, json_of, routes_of
+from .messages import ON_ERROR, Table, error_reply, json_of, routes_of
 from .server import EmulatedServer, completions, hot_load, run_load
 from .trainer import Call, EmulatedTrainer, Models, Snapshots, finish_session, timestamp
 from ..backends.openai import Secret
@@ -41,75 +41,57 @@ __all__ = ['FAULTS', 'Fault', 'parse_faults', 'Emulator', 'RunningEmulator', 'st
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # %% ../../nbs/74_emulator.service.ipynb #55e4e1b4
-def _check_finite(value: float, name: str, where: str) -> None:
-    "Raises `ConfigError` for a length of time, or a number, that never ends."
-    if not 0 <= value <= 86_400:  # a day; NaN is not, either
-        raise ConfigError(name, where=where, got=value, expected="within [0, 86400]")
-
-
-BY_CHANCE = {"drop_before", "drop_after", "429", "503", "slow", "truncate_sse"}
-
-# %% ../../nbs/74_emulator.service.ipynb #39fb5b26
-FAULTS: dict[str, dict[str, float]] = {
-    "drop_before": {},
-    "drop_after": {},
-    "429": {"retry_after": 1.0},
-    "503": {"burst": 1.0},
-    "slow": {"s": 1.0},
-    "truncate_sse": {},
-    "job_fails": {},
-    "hotload_stalls": {"s": 1.0},
-    "hotload_error": {},
-    "restart_trainer": {},
+FAULTS = {  # kind -> settings of its own
+    **dict.fromkeys(("drop_before", "drop_after", "truncate_sse", "job_fails", "hotload_error"), ()),
+    "restart_trainer": (),
+    "429": ("retry_after",),
+    "503": ("burst",),
+    "slow": ("s",),
+    "hotload_stalls": ("s",),
 }
 
-# %% ../../nbs/74_emulator.service.ipynb #ded18237
+# %% ../../nbs/74_emulator.service.ipynb #39fb5b26
 @dataclass(frozen=True)
 class Fault:
     "One way to fail, and when."
 
     kind: str  # one of FAULTS
     chance: float = 1.0  # of an occasion to be struck
-    at: int | None = None  # inject at this occasion only, counted from 1
-    times: int | None = None  # inject at most so often; None = no limit
+    at: float | None = None  # inject at this occasion only, counted from 1
+    times: float = math.inf  # inject at most so often
     path: str = ""  # only where the address contains this
-    values: Mapping[str, float] = field(default_factory=dict)  # seconds, lengths; see FAULTS
+    s: float = 1.0  # seconds
+    retry_after: float = 1.0  # seconds
+    burst: float = 1  # requests
 
     def __post_init__(self):
         if self.kind not in FAULTS:
             raise ConfigError("fault", got=repr(self.kind), expected=f"one of {', '.join(FAULTS)}")
         if not 0 < self.chance <= 1:
             raise ConfigError("chance", where=f"fault {self.kind}", got=self.chance, expected="within (0, 1]")
-        object.__setattr__(self, "values", FAULTS[self.kind] | dict(self.values))
-        for name, value in self.values.items():
-            _check_finite(value, name, f"fault {self.kind}")
+        if not all(0 <= seconds <= 86_400 for seconds in (self.s, self.retry_after)):
+            raise ConfigError("seconds", where=f"fault {self.kind}", got=(self.s, self.retry_after), expected="a day")
 
-# %% ../../nbs/74_emulator.service.ipynb #5d7e3ca7
+# %% ../../nbs/74_emulator.service.ipynb #78494612
 def parse_fault(text: str) -> Fault:
-    "`kind[:number][:name=value]...` as a fault; raises `ConfigError`."
+    "`kind[:chance][:name=value]...` as a fault; raises `ConfigError`."
     kind, *parts = text.strip().split(":")
-    given: dict[str, Any] = {"kind": kind, "values": {}}
-    for part in parts:
-        name, equals, value = part.partition("=")
-        if not equals:
-            name, value = ("chance" if kind in BY_CHANCE else "times"), name
-        known = ["chance", "at", "times", "path", *FAULTS.get(kind, ())]
-        if name not in known or not value:
-            raise ConfigError("fault", where=repr(text), got=repr(part), expected=f"one of {', '.join(known)}")
-        try:
-            read = value if name == "path" else int(value) if name in ("at", "times") else float(value)
-        except ValueError as e:
-            raise ConfigError("fault", where=repr(text), got=repr(value), expected="a number") from e
-        (given["values"] if name in FAULTS.get(kind, ()) else given)[name] = read
-    if kind in BY_CHANCE and not {"chance", "at"} & set(given):
-        raise ConfigError("fault", where=repr(text), got="no number", expected=f"{kind}:0.05 or {kind}:at=3")
-    return Fault(**given)
+    pairs = [part.partition("=") if "=" in part else ("chance", "=", part) for part in parts]
+    given = {name: value for name, _, value in pairs}
+    known = {"chance", "at", "times", "path", *FAULTS.get(kind, ())}
+    try:
+        read: dict[str, Any] = {name: value if name == "path" else float(value) for name, value in given.items()}
+    except ValueError as e:
+        raise ConfigError("fault", where=repr(text), got=str(e), expected="numbers") from e
+    if kind in FAULTS and (unknown := sorted(given.keys() - known)):
+        raise ConfigError("fault", where=repr(text), got=unknown, expected=f"some of {', '.join(sorted(known))}")
+    return Fault(kind, **read)
 
 # %% ../../nbs/74_emulator.service.ipynb #253fef79
 def parse_faults(spec: str) -> tuple[Fault, ...]:
@@ -141,7 +123,7 @@ class Faults:
             self._seen[i] += 1
             n = self._seen[i]
             drawn = n == fault.at if fault.at else random.Random(f"{self.seed}/{i}/{n}").random() < fault.chance
-            if drawn and hit is None and (fault.times is None or self._struck[i] < fault.times):
+            if drawn and hit is None and self._struck[i] < fault.times:
                 self._struck[i] += 1
                 hit = fault
         if hit is not None:
@@ -198,13 +180,8 @@ class ResourceStore:
 
     @staticmethod
     def _read(path: Path) -> Resource:
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            return Resource(**{**stored, "meanwhile": tuple(stored["meanwhile"])})
-        except (ValueError, TypeError, KeyError) as e:
-            raise BackendError(
-                "a description that the emulator stored", where=str(path), got=str(e), fix="Delete the file."
-            ) from e
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return Resource(**{**stored, "meanwhile": tuple(stored["meanwhile"])})
 
     def put(self, resource: Resource) -> Resource:
         "Keep it, in place of what had its name."
@@ -248,7 +225,7 @@ def _bare(key: bytes) -> bytes:
     return re.sub(rb"^(fw[_-]|tml-)", b"", key)
 
 # %% ../../nbs/74_emulator.service.ipynb #f6fb474b
-def _refusal(scope: Scope, key: Secret, max_body: int) -> tuple[int, str] | None:
+def _refusal(scope: Scope, key: Secret) -> tuple[int, str] | None:
     "Status and reason, if a request must not come in."
     headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
     host = headers.get("host", b"").decode("latin-1").rpartition(":")[0] or headers.get("host", b"").decode("latin-1")
@@ -262,8 +239,6 @@ def _refusal(scope: Scope, key: Secret, max_body: int) -> tuple[int, str] | None
     right = [hmac.compare_digest(_bare(value), wanted) for value in shown]  # both, whatever the first says
     if not any(right):
         return 401, "invalid API key; the emulator printed the right one when it was started"
-    if int(headers.get("content-length", b"0")) > max_body:
-        return 413, f"the request is larger than {max_body} bytes"
     return None
 
 # %% ../../nbs/74_emulator.service.ipynb #17e618b7
@@ -284,20 +259,19 @@ class FaultMiddleware:
     app: ASGIApp
     key: Secret
     faults: Faults
-    max_body: int = MAX_BODY
     hang_up: Callable[[Any], None] | None = None  # closes the connection of a client address
     log: deque[Exchange] = field(default_factory=lambda: deque(maxlen=100_000))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        refused = _refusal(scope, self.key, self.max_body)
+        refused = _refusal(scope, self.key)
         if refused:
             struck, status = "", refused[0]
-            await _drain(receive, 4 * self.max_body)
-            await error_reply(scope["path"], *refused)(scope, receive, send)
+            await Request(scope, receive).body()
+            await error_reply(*refused)(scope, receive, send)
         else:
-            struck, status = await self.serve(scope, _counted(receive, self.max_body), send)
+            struck, status = await self.serve(scope, receive, send)
         self.log.append(Exchange(scope["method"], scope["path"], status, struck))
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> tuple[str, int | None]:
@@ -308,14 +282,15 @@ class FaultMiddleware:
             await self.drop(scope, receive)
             return "drop_before", None
         if refused := injected_refusal(faults, scope):
-            await _drain(receive, self.max_body)
+            await Request(scope, receive).body()
             await refused(scope, receive, send)
             return str(refused.status_code), refused.status_code
         slow, lost = faults.inject("slow", where), faults.inject("drop_after", where)
         if slow:
-            await asyncio.sleep(slow.values["s"])
+            await asyncio.sleep(slow.s)
         reply = Reply(faults, where, None if lost else send)
-        await run_app(self.app, scope, receive, reply)
+        with contextlib.suppress(Exception):  # `on_error` has said it, and responded
+            await self.app(scope, receive, reply)
         if lost:
             await self.drop(scope, receive)
         struck = {"slow": slow, "drop_after": lost, "truncate_sse": reply.truncated}
@@ -329,70 +304,27 @@ class FaultMiddleware:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-# %% ../../nbs/74_emulator.service.ipynb #5f229f8b
-async def _drain(receive: Receive, most: int) -> None:
-    "Read the rest of a request, up to so many bytes."
-    size, more = 0, True
-    while more and size < most:
-        message = await receive()
-        size += len(message.get("body", b""))
-        more = message.get("more_body", False)
-
-# %% ../../nbs/74_emulator.service.ipynb #89dc122f
-def _counted(receive: Receive, most: int) -> Receive:
-    "The same request, refused with status 413 once it turns out to be too large."
-    size = 0
-
-    async def counted() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > most:
-            raise HTTPException(413, f"the request is larger than {most} bytes")
-        return message
-
-    return counted
-
 # %% ../../nbs/74_emulator.service.ipynb #10dfc5ea
 def injected_refusal(faults: Faults, scope: Scope) -> Response | None:
     "The refusal that is injected for a request, if any."
-    path, where = scope["path"], f"{scope['method']} {scope['path']}"
+    where = f"{scope['method']} {scope['path']}"
     if hit := faults.inject("429", where):
-        return error_reply(path, 429, "rate limited", {"Retry-After": f"{hit.values['retry_after']:g}"})
+        return error_reply(429, "rate limited", {"Retry-After": f"{hit.retry_after:g}"})
     if faults.burst:  # a service that is unavailable stays so for a moment, for any client
         faults.burst -= 1
         faults.counts["503"] += 1
         faults.log.append(("503", where))
     elif hit := faults.inject("503", where):
-        faults.burst = int(hit.values["burst"]) - 1
+        faults.burst = int(hit.burst) - 1
     else:
         return None
-    return error_reply(path, 503, "temporarily unavailable")
-
-# %% ../../nbs/74_emulator.service.ipynb #539697f3
-async def run_app(app: ASGIApp, scope: Scope, receive: Receive, reply: Reply) -> None:
-    "Call an application; what it raises is logged as one line, and becomes a 500 unless it had begun a response."
-    try:
-        await app(scope, receive, reply)
-    except ClientDisconnect:  # the client is gone
-        return
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        said, place = f"{type(error).__name__}: {error}", f"{Path(last.filename).name}:{last.lineno}"
-        logging.getLogger(__name__).error("%s %s: %s (%s)", scope["method"], scope["path"], said, place)
-        if reply.status is None:
-            await error_reply(scope["path"], 500, f"the emulator failed: {said}")(scope, receive, reply)
+    return error_reply(503, "temporarily unavailable")
 
 # %% ../../nbs/74_emulator.service.ipynb #cf4818b7
 def cut_stream(body: bytes) -> bytes:
     "A stream of server-sent events without the event that says how it finished, and without what follows."
-    events = body.split(b"\n\n")
-    for i, event in enumerate(events):
-        with contextlib.suppress(ValueError):
-            said = json.loads(event.removeprefix(b"data:"))
-            if any(choice.get("finish_reason") for choice in said.get("choices", ())):
-                return b"\n\n".join(events[:i]) + (b"\n\n" if i else b"")
-    return b""
+    unfinished = lambda event: b'"finish_reason": "' not in event
+    return b"".join(event + b"\n\n" for event in takewhile(unfinished, body.split(b"\n\n")))
 
 # %% ../../nbs/74_emulator.service.ipynb #c5585368
 @dataclass
@@ -430,11 +362,8 @@ class Site:
     model: Any  # what `Models` takes; serves every base-model name
     faults: Faults
     startup_delay_s: float = 0.0  # from a request to a running trainer or a ready deployment
-    promotion_delay_s: float = 0.0  # from a promotion to its model
     trainers: dict[str, EmulatedTrainer] = field(default_factory=dict)  # those that were asked something, by job
     servers: dict[str, EmulatedServer] = field(default_factory=dict)  # likewise, by deployment or model
-    promoting: asyncio.Lock = field(default_factory=asyncio.Lock)  # promotions happen one after the other
-    _promoted: dict[str, Models] = field(default_factory=dict)
 
     def __post_init__(self):
         self.resources = ResourceStore(self.folder / "control")  # jobs, deployments, models
@@ -458,24 +387,10 @@ class Site:
             await self.servers.pop(name).close()
 
     def models_for(self, base_model: str) -> Models:
-        "What a base-model name stands for: the one model, or one promoted here (404 if none is, 400 for an adapter)."
-        if not base_model.startswith(OWN_MODELS):
-            return self.models
-        if base_model not in self._promoted:
-            id = base_model.removeprefix(OWN_MODELS)
-            record = self.resources.find(resource_name("models", id))
-            if record is None:
-                raise HTTPException(404, f"there is no model {base_model!r}")
-            if record.body["kind"] != "HF_BASE_MODEL":
-                raise HTTPException(400, f"{base_model!r} is an adapter, which cannot be trained or served on its own")
-            tensors, _ = self.snapshots("models").load(id)
-            model, tokenizer = self.models.load()
-            missing, extra = model.load_state_dict(tensors, strict=False)
-            if extra or set(missing) & {name for name, _ in model.named_parameters()}:
-                got = {"got": "weights that do not fit", "expected": self.models.name}
-                raise BackendError("a promoted model", where=base_model, **got)
-            self._promoted[base_model] = Models((model, tokenizer), self.models.dtype)
-        return self._promoted[base_model]
+        "What a base-model name stands for: the one model, whatever the name; 400 for one that was promoted here."
+        if base_model.startswith(OWN_MODELS):
+            raise HTTPException(400, f"{base_model!r}: the emulator trains and serves no promoted models")
+        return self.models
 
 # %% ../../nbs/74_emulator.service.ipynb #f4f01110
 OWN_MODELS = f"accounts/{ACCOUNT}/models/"
@@ -486,36 +401,23 @@ def page_of(request: Request, key: str, rows: Sequence[Mapping[str, Any]], size:
     query = request.query_params
     if query.get("filter"):
         raise HTTPException(400, f"the emulator filters no {key}; got filter={query['filter']!r}")
-    try:
-        start, size = int(query.get("pageToken") or 0), int(query.get("pageSize") or size)
-    except ValueError as e:
-        raise HTTPException(400, "pageToken and pageSize have to be numbers") from e
-    if start < 0 or size < 1:
-        raise HTTPException(400, "pageToken and pageSize have to be positive")
-    end = start + min(size, 200)
+    start = int(query.get("pageToken") or 0)
+    end = start + min(int(query.get("pageSize") or size), 200)
     token = str(end) if end < len(rows) else ""
     return JSONResponse({key: list(rows[start:end]), "nextPageToken": token, "totalSize": len(rows)})
 
 # %% ../../nbs/74_emulator.service.ipynb #31528905
 def find_resource(site: Site, request: Request, collection: str) -> Resource:
-    "The resource that a request names; 403 in another account, 404 if there is none."
-    check_account(request)
-    name = resource_name(collection, request.path_params["id"])
+    "The resource that a request names; 404 if there is none."
+    name = f"accounts/{request.path_params['account']}/{collection}/{request.path_params['id']}"
     resource = site.resources.find(name)
     if resource is None:
         raise HTTPException(404, f"{name} does not exist")
     return resource
 
 # %% ../../nbs/74_emulator.service.ipynb #23f3ffe7
-def check_account(request: Request) -> None:
-    "Refuses other people's accounts with status 403."
-    if request.path_params["account"] != ACCOUNT:
-        raise HTTPException(403, f"the key belongs to accounts/{ACCOUNT}")
-
-# %% ../../nbs/74_emulator.service.ipynb #a258cacb
 async def list_resources(site: Site, request: Request, collection: str) -> Response:
     "A page of a collection."
-    check_account(request)
     now = time.time()
     return page_of(request, collection, [r.shown(now) for r in site.resources.all(collection)])
 
@@ -590,16 +492,12 @@ def new_job(name: str, asked: Mapping[str, Any], query: Mapping[str, str], conte
     config = dict(asked.get("trainingConfig") or {})
     if not config.get("baseModel"):
         raise HTTPException(400, "trainingConfig.baseModel is required")
-    shape, rank = query.get("trainingShape", ""), config.get("loraRank", 0)
-    if shape and any(config.get(key) or asked.get(key) for key in ("acceleratorType", "acceleratorCount", "nodeCount")):
-        raise HTTPException(400, "a training shape owns accelerator and node count; leave them out")
-    if not isinstance(rank, int) or rank < 0:
-        raise HTTPException(400, f"trainingConfig.loraRank has to be a number from 0; got {rank!r}")
     length = config.get("maxContextLength") or context_length
     if not isinstance(length, int) or not 0 < length <= context_length:
         raise HTTPException(400, f"maxContextLength has to be within the model's {context_length}; got {length!r}")
     owner = {"hotLoadDeploymentId": query.get("deploymentId") or asked.get("hotLoadDeploymentId") or ""}
-    body = {**asked, **owner, "trainingConfig": {**config, "maxContextLength": length}, "trainingShape": shape}
+    body = {**asked, **owner, "trainingConfig": {**config, "maxContextLength": length}}
+    body["trainingShape"] = query.get("trainingShape", "")
     return Resource(name, body, goal="", created=time.time())
 
 # %% ../../nbs/74_emulator.service.ipynb #efaefdba
@@ -624,16 +522,13 @@ def job_reply(request: Request, job: Resource) -> Response:
 
 async def create_job(site: Site, request: Request) -> Response:
     "A new job; 409 if there is one of this id."
-    check_account(request)
     name = resource_name(
         "rlorTrainerJobs", request.query_params.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
     )
     if site.resources.find(name):
         raise HTTPException(409, f"{name} exists already")
     job = new_job(name, await json_of(request), request.query_params, site.context_length)
-    await asyncio.to_thread(
-        site.models_for, job.body["trainingConfig"]["baseModel"]
-    )  # 404 for a model that was never promoted
+    site.models_for(job.body["trainingConfig"]["baseModel"])
     if owner := job.body["hotLoadDeploymentId"]:
         resource_name("deployments", owner)  # 400 for an impossible id; whether it exists yet does not matter
     return job_reply(request, start_job(site, job))
@@ -690,7 +585,6 @@ def trainer_of(site: Site, job: Resource) -> EmulatedTrainer:
 async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer of the job that its address names, if that runs."
     request = Request(scope)
-    check_account(request)
     job = site.resources.find(resource_name("rlorTrainerJobs", request.path_params["id"]))
     state = job.state(time.time()) if job else "unknown"
     if job is None or state in (*_STOPPED, _DELETED):
@@ -744,80 +638,39 @@ def promotable_row(site: Site, job: Resource, checkpoint: str) -> dict[str, Any]
     return row
 
 # %% ../../nbs/74_emulator.service.ipynb #e75c3547
-async def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any]) -> Resource:
+def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any]) -> Resource:
     "The model that a checkpoint became."
     name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
-    row = promotable_row(site, job, checkpoint)
-    async with site.promoting:
-        if (model := site.resources.find(name)) is not None:
-            if model.body["promotedFrom"] != row["name"]:
-                raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
-            return model
-        tensors, meta = await asyncio.to_thread(site.snapshots(job_bucket(job)).load, checkpoint)
-        await asyncio.to_thread(site.snapshots("models").save, name.rsplit("/", 1)[1], tensors, meta)
-        base, rank = asked.get("base_model"), meta.get("lora_rank")
-        body = {"kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL", "promotedFrom": row["name"], "baseModel": base}
-        if rank:
-            body["peftDetails"] = {"baseModel": base, "r": rank}
-        now, delay = time.time(), site.promotion_delay_s
-        return site.resources.put(Resource(name, body, "READY", ("UPLOADING",), delay, since=now, created=now))
+    row, now = promotable_row(site, job, checkpoint), time.time()
+    if (model := site.resources.find(name)) is not None:
+        if model.body["promotedFrom"] != row["name"]:
+            raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
+        return model
+    base, rank = asked.get("base_model"), site.snapshots(job_bucket(job)).meta(checkpoint).get("lora_rank")
+    body = {"kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL", "promotedFrom": row["name"], "baseModel": base}
+    if rank:
+        body["peftDetails"] = {"baseModel": base, "r": rank}
+    return site.resources.put(Resource(name, body, "READY", since=now, created=now))
 
 # %% ../../nbs/74_emulator.service.ipynb #28d9c37b
-def operation_of(model: Resource) -> dict[str, Any]:
-    "Where the promotion of a model stands."
-    shown = model.shown(time.time())
-    done = shown["state"] == "READY"
-    name = model.name.replace("/models/", "/operations/promote-")
-    return {"name": name, "done": done, **({"response": shown} if done else {"metadata": {}})}
-
-# %% ../../nbs/74_emulator.service.ipynb #f072adb5
 async def promote(site: Site, request: Request) -> Response:
-    "Make a model of a checkpoint; with `async_promotion`, say how far that is."
-    check_account(request)
+    "Make a model of a checkpoint."
     asked = await json_of(request)
     job = site.resources.find(str(asked.get("trainer_job_id", "")))
     if job is None or "/rlorTrainerJobs/" not in job.name:
         raise HTTPException(404, f"trainer_job_id: there is no {asked.get('trainer_job_id')!r}")
-    model = await promoted(site, job, request.path_params["checkpoint"], asked)
-    operation = {"operation": operation_of(model)} if asked.get("async_promotion") else {}
-    return JSONResponse({**operation, "model": model.shown(time.time())})
+    model = promoted(site, job, request.path_params["checkpoint"], asked)
+    return JSONResponse({"model": model.shown(time.time())})
 
-# %% ../../nbs/74_emulator.service.ipynb #cb55e550
-async def get_operation(site: Site, request: Request) -> Response:
-    "How far a promotion is."
-    check_account(request)
-    model = site.resources.find(resource_name("models", request.path_params["operation"].removeprefix("promote-")))
-    if model is None:
-        raise HTTPException(404, f"there is no operation {request.path_params['operation']!r}")
-    return JSONResponse(operation_of(model))
-
-# %% ../../nbs/74_emulator.service.ipynb #505bce80
+# %% ../../nbs/74_emulator.service.ipynb #ef45a6da
 CHECKPOINTS: Table = [
     ("GET", _JOBS + "/{id}/checkpoints", list_checkpoints),
     ("POST", "/v1/accounts/{account}/checkpoints/{checkpoint}:promote", promote),
-    ("GET", "/v1/accounts/{account}/operations/{operation}", get_operation),
 ]
 
 # %% ../../nbs/74_emulator.service.ipynb #578eef28
-_CHANGEABLE = {
-    "hot_load_trainer_job": "hotLoadTrainerJob",
-    "hot_load_transition_type": "hotLoadTransitionType",
-    "min_replica_count": "minReplicaCount",
-    "max_replica_count": "maxReplicaCount",
-    "description": "description",
-    "display_name": "displayName",
-    "annotations": "annotations",
-}
-
-# %% ../../nbs/74_emulator.service.ipynb #8e993f12
-def changes(body: Mapping[str, Any], mask: str) -> dict[str, Any]:
-    "What a PATCH changes: the fields of its mask, or those of its body if it has none."
-    paths = [p.strip() for p in mask.split(",") if p.strip()]
-    names = [_CHANGEABLE.get(p, p) for p in paths] if paths else list(body)
-    for name in names:
-        if name not in _CHANGEABLE.values():
-            raise HTTPException(400, f"a deployment's {name!r} cannot be changed; {', '.join(_CHANGEABLE)} can")
-    return {name: body.get(name) for name in names}
+_CHANGEABLE = {"hotLoadTrainerJob", "hotLoadTransitionType", "minReplicaCount", "maxReplicaCount"}
+_CHANGEABLE |= {"description", "displayName", "annotations"}  # of a deployment
 
 # %% ../../nbs/74_emulator.service.ipynb #9af32003
 def replicas(deployment: Resource) -> int:
@@ -843,26 +696,21 @@ def deployment_reply(site: Site, deployment: Resource) -> Response:
 # %% ../../nbs/74_emulator.service.ipynb #fe80c383
 def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
     "Refuses, with status 400, what cannot be deployed."
-    job, counts = body.get("hotLoadTrainerJob"), [body.get("minReplicaCount", 0), body.get("maxReplicaCount", 1)]
+    job = body.get("hotLoadTrainerJob")
     if job and not (str(job).split("/")[2:3] == ["rlorTrainerJobs"] and site.resources.find(job)):
         raise HTTPException(400, f"hotLoadTrainerJob: there is no {job!r}")
-    if not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise HTTPException(400, f"replica counts have to be numbers from 0; got {counts}")
 
 # %% ../../nbs/74_emulator.service.ipynb #751a9580
 async def create_deployment(site: Site, request: Request) -> Response:
     "A new deployment; 409 if there is one of this id."
-    check_account(request)
     name = resource_name("deployments", request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}")
     if site.resources.find(name):
         raise HTTPException(409, f"{name} exists already")
     body = await json_of(request)
     if not body.get("baseModel"):
         raise HTTPException(400, "baseModel is required")
-    if body.get("deploymentShape") and body.get("acceleratorType"):
-        raise HTTPException(400, "a deployment shape owns the accelerator; leave acceleratorType out")
     _check_deployment(site, body)
-    await asyncio.to_thread(site.models_for, body["baseModel"])  # 404 for a model that was never promoted
+    site.models_for(body["baseModel"])
     now, delay = time.time(), site.startup_delay_s
     made = Resource(name, body, "READY", ("CREATING",), delay, since=now, created=now)
     return deployment_reply(site, site.resources.put(made))
@@ -876,7 +724,9 @@ async def get_deployment(site: Site, request: Request) -> Response:
 async def patch_deployment(site: Site, request: Request) -> Response:
     "Change a deployment; what its machines depend on replaces them."
     old = find_resource(site, request, "deployments")
-    changed = changes(await json_of(request), request.query_params.get("updateMask", ""))
+    changed = await json_of(request)
+    if unknown := sorted(changed.keys() - _CHANGEABLE):
+        raise HTTPException(400, f"a deployment's {unknown[0]!r} cannot be changed; {', '.join(_CHANGEABLE)} can")
     _check_deployment(site, changed)
     new = replace(old, body={**old.body, **changed})
     needs = [(deployment_bucket(site, d), replicas(d), d.body.get("hotLoadTransitionType")) for d in (old, new)]
@@ -906,13 +756,11 @@ DEPLOYMENTS: Table = [
 # %% ../../nbs/74_emulator.service.ipynb #deb5379b
 def server_of(
     site: Site,
-    model: str,  # as a client wrote it: a deployment, base#deployment, a promoted model, or any name
+    model: str,  # as a client wrote it: a deployment, base#deployment, or any name
 ) -> EmulatedServer:
     "The sampler for a model name, made when it is first needed; 404 if it is a deployment that does not serve."
     name = model.rpartition("#")[2]
-    if name.startswith(OWN_MODELS):
-        base, bucket, rank = name, "models", 0
-    elif "/deployments/" in name:
+    if "/deployments/" in name:
         deployment = site.resources.find(name)
         state = deployment.state(time.time()) if deployment else "unknown"
         if deployment is None or state != "READY" or not replicas(deployment):
@@ -921,6 +769,7 @@ def server_of(
         job = site.resources.find(deployment.body.get("hotLoadTrainerJob") or "")
         rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
     else:
+        site.models_for(name)
         name, base, bucket, rank = "root", site.models.name, "root", 0
     if name not in site.servers:
         models, snapshots = site.models_for(base), site.snapshots(bucket)
@@ -949,7 +798,7 @@ async def load(site: Site, request: Request) -> Response:
     if request.method == "GET":
         return await hot_load(server, request)
     stalls = site.faults.inject("hotload_stalls", name)
-    server.hotload_delay_s = stalls.values["s"] if stalls else 0.0
+    server.hotload_delay_s = stalls.s if stalls else 0.0
     server.hotload_error = bool(site.faults.inject("hotload_error", name))
     reply = await hot_load(server, request)
     if server.load.task is not None and not stalls:
@@ -989,16 +838,15 @@ class Emulator:
         startup_delay_s: float = 0.0,  # until a trainer runs, until a deployment is ready
         faults: str | Sequence[Fault] = "",  # what goes wrong, see `parse_faults`
         seed: int = 0,  # decides where
-        promotion_delay_s: float = 0.0,  # until a promoted model is ready
     ):
-        _check_finite(startup_delay_s, "startup_delay_s", "emulator")
-        _check_finite(promotion_delay_s, "promotion_delay_s", "emulator")
+        if not 0 <= startup_delay_s <= 86_400:
+            raise ConfigError("startup_delay_s", where="emulator", got=startup_delay_s, expected="0 to 86400 seconds")
         self.faults = Faults(parse_faults(faults) if isinstance(faults, str) else faults, seed)
         key = emulator_key(key)
         self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
         self.folder = Path(self.temporary.name if self.temporary else str(folder))
         self._lock = lock_folder(self.folder)
-        self.site = Site(self.folder, model, self.faults, startup_delay_s, promotion_delay_s)
+        self.site = Site(self.folder, model, self.faults, startup_delay_s)
         self.app = FaultMiddleware(application(self), key, self.faults)
 
     @property
@@ -1097,29 +945,19 @@ async def delete_session(site: Site, request: Request) -> Response:
     id, pool = request.path_params["id"], site.trainers.get("pool")
     if pool is None or id not in pool.memory.sessions:
         raise HTTPException(404, f"there is no training session {id!r}")
-    await finish_session(Call(pool, pool.memory, {}, "", params={"session_id": id}))
+    await finish_session(Call(pool, pool.memory, {}, params={"session_id": id}))
     del pool.memory.sessions[id]
     for name in [x for x in site.servers if x.startswith("pool:") and f"/{id}" in x]:
         await site.end(name)
     return JSONResponse({})
 
 # %% ../../nbs/74_emulator.service.ipynb #0f3cc028
-_TRIED = {
-    "fireworks-ai": "1.0.0a62, 1.2.0a65, 1.2.0a75, 1.2.9, 1.2.13, 1.2.20, 1.2.24, 1.2.28",
-    "tinker": "0.18.2 to 0.23.0 below fireworks-ai, 0.24.0, 0.38.0",
-    "openai": "3.54.0",
-    "verifiers, SingleTurnEnv and ToolEnv": "0.1.9.post3",
-    "fw-ai/cookbook rl_loop, at its default kl_beta": "a690503f, 67ef578a, 517d206d, 76821fa1",
-    "fw-ai/cookbook async_rl_loop, single_turn_token_in and multi_turn_message_in": "67ef578a, 517d206d, 76821fa1",
-}  # by program: releases, or commits
-
-# %% ../../nbs/74_emulator.service.ipynb #4aba018e
 async def status(emulator: Emulator, request: Request) -> Response:
     "What happened so far: faults by kind, requests by address."
     asked = Counter(f"{e.method} {e.path} {e.status}" for e in emulator.log)
     faults = dict(emulator.faults.counts)
     model = emulator.site.models.name
-    return JSONResponse({"model": model, "faults": faults, "requests": dict(asked), "tried with": _TRIED})
+    return JSONResponse({"model": model, "faults": faults, "requests": dict(asked)})
 
 # %% ../../nbs/74_emulator.service.ipynb #918a4a2a
 def _free_socket(host: str, port: int) -> socket.socket:
@@ -1206,7 +1044,7 @@ def start_emulator(
     *,
     host: str = "127.0.0.1",  # this machine; any other is refused
     port: int = 0,  # 0 = a free one
-    **settings: Any,  # of `Emulator`: folder, key, startup_delay_s, faults, seed, promotion_delay_s
+    **settings: Any,  # of `Emulator`: folder, key, startup_delay_s, faults, seed
 ) -> RunningEmulator:
     "Start an emulator in a thread of this process."
     emulator = Emulator(model, **settings)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import inspect
 import json
 import re
@@ -15,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime, UTC
 from dataclasses import dataclass, field
@@ -28,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import Backend
-from ..backends.engine import Engine, Request, check_request, check_tokens, logits_of, padded
+from ..backends.engine import Request, check_request, check_tokens
 from ..backends.local import LocalSampler, LocalTrainer, PolicyState, capture, open_local, read_folder
 from ..backends.local import restore, score, update, write_folder
-from ..core import AdamParams, BackendError, Completion, DatumError, RLNotebookError
+from ..core import AdamParams, BackendError, Completion, RLNotebookError
 from ..toy import load_model
 
 # %% auto #0
@@ -39,7 +38,6 @@ __all__ = ['POSTS', 'Models', 'Snapshots', 'EmulatedTrainer', 'snapshot_of']
 
 # %% ../../nbs/71_emulator.trainer.ipynb #bff92318
 from rl_notebook.emulator.messages import (
-    NO_LOGPROB,
     Batch,
     PassResult,
     Refusal,
@@ -52,10 +50,8 @@ from rl_notebook.emulator.messages import (
     json_tokens,
     proto_batch,
     read_body,
-    read_count,
     read_json,
     read_protobuf,
-    result_size,
     served_loss,
 )
 from starlette.requests import Request as HttpRequest
@@ -187,7 +183,6 @@ class Promise:
     "A result that will be there."
 
     request_id: str
-    digest: str  # of the request, to tell a repetition from another one
     result: Any = None  # a dict, `PassResult` or `SampleResult`
     lost: bool = False  # it will never be filled
     reply: Mapping[str, Any] = field(default_factory=dict)  # what the first response holds besides the id
@@ -197,8 +192,9 @@ class Promise:
         "Do the work and keep its result, or its failure."
         try:
             self.result = await work()
-        except RLNotebookError as reason:
-            self.result = {"error": str(reason), "category": "user"}
+        except (RLNotebookError, KeyError, TypeError, ValueError) as reason:  # in what was asked for
+            said = "" if isinstance(reason, RLNotebookError) else f"{type(reason).__name__}: "
+            self.result = {"error": f"{said}{reason}", "category": "user"}
         except asyncio.CancelledError:
             self.lost = True
             raise
@@ -208,9 +204,6 @@ class Promise:
             self.done.set()
 
 # %% ../../nbs/71_emulator.trainer.ipynb #69761aca
-KEPT_NUMBERS = 4096  # requests of one model that are recognised when they are sent again
-
-
 class InOrder:
     "Work by number, each number once."
 
@@ -220,17 +213,12 @@ class InOrder:
         self.waiting: dict[int, Work] = {}
         self.arrived, self.task = asyncio.Event(), None
 
-    def submit(self, number: int | None, digest: str, work: Work) -> Promise:
-        "The promise of this number; the same request again gets the same one. Raises `Refusal`."
+    def submit(self, number: int | None, work: Work) -> Promise:
+        "The promise of this number; the same number again gets the same one."
         number = max(self.promises, default=self.next - 1) + 1 if number is None else number
         known = self.promises.get(number)
-        if known is not None and known.digest != digest:
-            raise Refusal(400, "seq_id", where=self.prefix, got=f"{number} for two different requests")
-        if known is None and number < self.next:
-            raise Refusal(400, "seq_id", where=self.prefix, got=number, expected=f"{self.next} or more")
         if known is None:
-            known = self.promises[number] = Promise(f"{self.prefix}:{number}", digest)
-            self.promises.pop(number - KEPT_NUMBERS, None)
+            known = self.promises[number] = Promise(f"{self.prefix}:{number}")
             self.waiting[number] = work
             self.arrived.set()
             if self.task is None or self.task.done():
@@ -273,7 +261,6 @@ class Learner:
     order: InOrder
     owner: str  # whose names its saved states have
     tinker: bool  # whether paths are spelled tinker://
-    last_used: str = ""  # when it was last asked for something
     frozen: bool = False  # a reference: it scores, and refuses to learn
     passes: int = 0  # forward_backward calls since the last update
     loss_tokens: int = 0  # positions with a derivative, likewise
@@ -376,18 +363,6 @@ def load_state_at(learner: Learner, place: Path, optimizer: bool, lock: Abstract
         restore(learner.state, tensors, meta, place.name, optimizer)
     learner.passes = learner.loss_tokens = learner.sequences = 0
 
-# %% ../../nbs/71_emulator.trainer.ipynb #a6ce85fe
-def take_weights(learner: Learner, tensors: Mapping[str, Tensor], name: str) -> None:
-    "Take weights alone; the optimizer starts anew. Raises `BackendError` for another model's."
-    if learner.lora_rank == 0 or misfits(learner.state, tensors):
-        raise BackendError("adapter", where=name, got="other weights", expected="those of this model's adapter")
-    learner.state.drop_gradients()
-    with torch.no_grad():
-        for key, p in learner.state.params.items():
-            p.copy_(tensors[key])
-    learner.state.optimizer = None
-    learner.passes = learner.loss_tokens = learner.sequences = 0
-
 # %% ../../nbs/71_emulator.trainer.ipynb #a75db8dd
 def snapshot_weights(learner: Learner, checkpoint_type: str) -> dict[str, Tensor]:
     "What a sampler needs: the trainable weights, or all of them with the adapter worked in."
@@ -455,41 +430,24 @@ class SamplerPool:
         await idle[0].swap(tag, tensors)
         return idle[0]
 
-# %% ../../nbs/71_emulator.trainer.ipynb #6d0367a0
-def top_logprobs(engine: Engine, tokens: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:  # (N, k) twice
-    "The k likeliest tokens at each position and their logprobs; row 0 has none and says so with `NO_LOGPROB`."
-    with torch.no_grad():
-        features = engine.causal.features(padded([tokens], engine.causal.device))[0]
-        best = logits_of(features, engine.causal.head).log_softmax(-1).topk(min(k, engine.causal.vocab_size))
-    ids, logprobs = np.zeros((len(tokens), k), np.int32), np.full((len(tokens), k), NO_LOGPROB, np.float32)
-    width = best.values.shape[1]
-    ids[1:, :width], logprobs[1:, :width] = best.indices[:-1].cpu().numpy(), best.values[:-1].cpu().numpy()
-    return ids, logprobs
-
 # %% ../../nbs/71_emulator.trainer.ipynb #5309031c
 async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]) -> SampleResult:
     "Draw completions of a prompt, and score what was asked for; raises `BackendError`."
-    if any(body.get(name) for name in ("target_prompt_logprobs", "prompt_alt_tokens_k")):
-        raise BackendError("asample", got="target_prompt_logprobs or prompt_alt_tokens_k", expected="neither")
+    not_done = ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_prompt_logprobs", "topk_sample_logprobs")
+    if asked := [name for name in not_done if body.get(name)]:
+        raise BackendError("asample", got=", ".join(asked), expected="none of them: the emulator does not do this")
     params = json_sample_params(body, len(prompt), sampler.engine.max_seq_len)
     request = check_request(sampler.engine, prompt, params)
     if (body.get("sampling_params") or {}).get("stop") == []:
         request = Request(request.prompt, params)
     completions: list[Completion] = await sampler.post(request)
-    top = lambda tokens, k: sampler.post(partial(top_logprobs, sampler.engine, tokens, k))
-    series = topk_prompt = topk_drawn = None
-    if body.get("prompt_logprobs"):
-        scored = await sampler.logprobs(prompt) if len(prompt) > 1 else []
-        series = np.concatenate([[np.nan], np.asarray(scored)])  # the first token has no logprob
-        if (last_n := body.get("prompt_logprobs_last_n")) is not None:
-            series[: len(prompt) - last_n] = np.nan
-    if k := body.get("topk_prompt_logprobs"):
-        topk_prompt = await top(prompt, read_count(k, "topk_prompt_logprobs"))
-    if k := body.get("topk_sample_logprobs"):
-        k = read_count(k, "topk_sample_logprobs")
-        both = [await top(c.full_tokens, k) for c in completions]
-        topk_drawn = [(ids[len(prompt) :], logprobs[len(prompt) :]) for ids, logprobs in both]
-    return SampleResult(completions, series, topk_prompt, topk_drawn)
+    if not body.get("prompt_logprobs"):
+        return SampleResult(completions)
+    scored = await sampler.logprobs(prompt) if len(prompt) > 1 else []
+    series = np.concatenate([[np.nan], np.asarray(scored)])  # the first token has no logprob
+    if (last_n := body.get("prompt_logprobs_last_n")) is not None:
+        series[: len(prompt) - last_n] = np.nan
+    return SampleResult(completions, series)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #99b10418
 KEPT_RESULTS = 256  # finished results that can be fetched again
@@ -503,21 +461,18 @@ class Memory:
     learners: dict[str, Learner] = field(default_factory=dict)
     samplers: dict[str, SamplingSession] = field(default_factory=dict)
     promises: dict[str, Promise] = field(default_factory=dict)
-    responses: dict[tuple[str, str], asyncio.Task] = field(default_factory=dict)  # by path and idempotency key
     tasks: set[asyncio.Task] = field(default_factory=set)
     pool: SamplerPool = field(default_factory=SamplerPool)
     loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, request_id: str, digest: str, work: Work, **reply: Any) -> Promise:
-        "Work that stands in no queue; the same request again gets the same promise. Raises `Refusal`."
+    def start(self, request_id: str, work: Work, **reply: Any) -> Promise:
+        "Work that stands in no queue; the same request again gets the same promise."
         known = self.promises.get(request_id)
         if known is None:
-            known = Promise(request_id, digest, reply=reply)
+            known = Promise(request_id, reply=reply)
             task = asyncio.get_running_loop().create_task(known.fill(work))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
-        if known.digest != digest:
-            raise Refusal(400, "request", got=f"another request under the id {request_id!r}")
         return self.keep(known)
 
     def keep(self, promise: Promise) -> Promise:
@@ -534,16 +489,13 @@ class Memory:
         for promise in self.promises.values():
             promise.lost = promise.lost or not promise.done.is_set()
             promise.done.set()
-        for task in [*self.tasks, *(x.order.task for x in self.learners.values()), *self.responses.values()]:
+        for task in [*self.tasks, *(x.order.task for x in self.learners.values())]:
             if task is not None:
                 task.cancel()
         for held in (*self.learners.values(), *self.pool.servings):
             await close_backend(held.backend)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #d1f5bdc1
-KEPT_RESPONSES = 4096  # responses that a repeated idempotency key gets again
-
-# %% ../../nbs/71_emulator.trainer.ipynb #b5dec82b
 class EmulatedTrainer:
     "One training service: sessions, models, futures, checkpoints."
 
@@ -557,13 +509,11 @@ class EmulatedTrainer:
         name: str = "",  # of the trainer job
         poll_s: float = 20.0,  # longest wait for a result before "try again"
         patience_s: float = 60.0,  # longest wait for a missing seq_id
-        inline_bytes: int = 2**20,  # results beyond it are announced before they are fetched
         pooled: bool = False,  # serverless: snapshots belong to sessions, whose ids begin with `ts-`
     ):
         self.models, self.snapshots, self.folder = models, snapshots, Path(folder)
         self.forward_only, self.name, self.pooled = forward_only, name or "trainer", pooled
-        self.poll_s, self.patience_s, self.inline_bytes = poll_s, patience_s, inline_bytes
-        self.memory = Memory()
+        self.poll_s, self.patience_s, self.memory = poll_s, patience_s, Memory()
 
     @property
     def states(self) -> Path:
@@ -577,8 +527,8 @@ class EmulatedTrainer:
     def routes(self) -> list[Route]:
         "The endpoints, relative to the trainer's base URL."
         tables = {"POST": POSTS, "GET": GETS, "DELETE": DELETES}
-        rows = [(method, name, table) for method, table in tables.items() for name in table]
-        own = [Route(f"/api/v1/{name}", partial(once, self, name, table), methods=[way]) for way, name, table in rows]
+        rows = [(way, name, serve) for way, table in tables.items() for name, serve in table.items()]
+        own = [Route(f"/api/v1/{name}", partial(respond, self, serve), methods=[way]) for way, name, serve in rows]
         return [*own, Route("/api/v1/retrieve_future", partial(retrieve_future, self), methods=["POST"])]
 
     @cached_property
@@ -627,8 +577,7 @@ class Call:
     trainer: EmulatedTrainer
     memory: Memory
     body: Mapping[str, Any]
-    digest: str  # of the body
-    batch: Batch | RLNotebookError | None = None  # what forward and forward_backward carry, or what is wrong with it
+    read: Callable[[], Batch] | None = None  # the batch of forward and forward_backward; raises what is wrong with it
     params: Mapping[str, str] = field(default_factory=dict)  # parts of the path
 
     def learner(self) -> Learner:
@@ -637,7 +586,6 @@ class Call:
         if model_id not in self.memory.learners:
             raise Refusal(404, "model", got=repr(model_id), expected="a model of this service since it was started")
         learner = self.memory.learners[model_id] = self.memory.learners.pop(model_id)  # now the one used last
-        learner.last_used = timestamp()
         return learner
 
     def session(self) -> dict[str, Any]:
@@ -659,20 +607,10 @@ def in_turn(work: Callable[[Call, Learner], Awaitable[Any]]) -> Endpoint:
     @wraps(work)
     def endpoint(call: Call) -> Promise:
         learner = call.learner()
-        submitted = learner.order.submit(call.body.get("seq_id"), call.digest, partial(work, call, learner))
+        submitted = learner.order.submit(call.body.get("seq_id"), partial(work, call, learner))
         return call.memory.keep(submitted)
 
     return endpoint
-
-
-KEPT_SESSIONS = 1024  # sessions, and sampling sessions
-
-
-def forget_oldest(known: dict[str, Any], busy: Collection[str] = ()) -> None:
-    "Forget the sessions that are too many, but none that has a model."
-    idle = [name for name in known if name not in busy]
-    for name in idle[: max(0, len(known) - KEPT_SESSIONS)]:
-        del known[name]
 
 
 def create_session(call: Call) -> dict[str, Any]:
@@ -680,7 +618,6 @@ def create_session(call: Call) -> dict[str, Any]:
     session_id = f"{'ts' if call.trainer.pooled else 'session'}-{uuid.uuid4().hex[:16]}"
     about = {"sdk_version": str(call.body.get("sdk_version", ""))[:64], "created": timestamp()}
     call.memory.sessions[session_id] = about
-    forget_oldest(call.memory.sessions, {model_id.partition(":")[0] for model_id in call.memory.learners})
     return {"type": "create_session", "session_id": session_id}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #fa6096a7
@@ -719,7 +656,7 @@ def open_learner(call: Call, model_id: str, base_model: str, lora: Mapping[str, 
     owner = model_id if tinker else trainer.name
     order = InOrder(model_id, trainer.patience_s)
     frozen = trainer.forward_only or bool(call.body.get("base_only"))
-    return Learner(model_id, base_model, rank, backend, order, owner, tinker, timestamp(), frozen)
+    return Learner(model_id, base_model, rank, backend, order, owner, tinker, frozen)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #e8f2f89d
 KEPT_LEARNERS = 8  # models of one trainer
@@ -746,15 +683,14 @@ def create_model(call: Call) -> Promise:
         able = {"supports_reinforce": True, "supports_router_replay": False}
         return {"type": "create_model", "model_id": model_id, **able}
 
-    return call.memory.start(f"{model_id}:create", call.digest, work)
+    return call.memory.start(f"{model_id}:create", work)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #b9b5a504
 @in_turn
 async def forward_backward(call: Call, learner: Learner) -> PassResult:
     "Score a batch, and accumulate its gradient unless only a forward was asked for."
-    batch = call.batch
-    if not isinstance(batch, Batch):
-        raise batch or DatumError("data", got="nothing")
+    assert call.read is not None
+    batch = call.read()
     if learner.frozen and not batch.forward_only:
         raise BackendError("forward_backward", got="a forward-only model", expected="forward")
     return await learner.run(run_pass, learner, batch)
@@ -811,7 +747,7 @@ def create_from_state(call: Call) -> Promise:
         await add_learner(call.memory, learner)
         return {"type": "load_weights", "path": call.body["path"], "model_id": model_id}
 
-    return call.memory.start(f"{model_id}:create", call.digest, work, model_id=model_id)
+    return call.memory.start(f"{model_id}:create", work, model_id=model_id)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #7990eacd
 def weights_info(call: Call) -> dict[str, Any]:
@@ -855,7 +791,6 @@ def new_sampler(call: Call, learner: Learner, stored: str) -> str:
     "A sampling session for an unnamed snapshot; the oldest of them are deleted."
     sampler_id = f"{learner.model_id}:sample:{call.body.get('sampling_session_seq_id')}"
     call.memory.samplers[sampler_id] = SamplingSession(learner.base_model, stored)
-    forget_oldest(call.memory.samplers)
     learner.unnamed = [name for name in learner.unnamed if name != stored] + [stored]
     while len(learner.unnamed) > KEPT_UNNAMED:
         call.trainer.snapshots.delete(learner.unnamed.pop(0))
@@ -875,7 +810,6 @@ def create_sampling_session(call: Call) -> dict[str, Any]:
         raise Refusal(422, "create_sampling_session", got="neither", expected="model_path or base_model")
     sampler_id = f"{call.body['session_id']}:sample:{call.body['sampling_session_seq_id']}"
     call.memory.samplers[sampler_id] = SamplingSession(base_model, stored, path)
-    forget_oldest(call.memory.samplers)
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #8f781fec
@@ -914,9 +848,8 @@ def asample(call: Call) -> Promise:
             serving.users -= 1
 
     request_id = f"{sampler_id}:{uuid.uuid4().hex if number is None else number}"
-    count = read_count(call.body.get("num_samples") or 1, "num_samples")
-    names = [f"{request_id}:{i}" for i in range(count)]
-    return call.memory.start(request_id, call.digest, work, sample_sequence_ids=names)
+    names = [f"{request_id}:{i}" for i in range(int(call.body.get("num_samples") or 1))]
+    return call.memory.start(request_id, work, sample_sequence_ids=names)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #6fcdbf13
 def unload_model(call: Call) -> Promise:
@@ -933,7 +866,7 @@ def unload_model(call: Call) -> Promise:
         await close_backend(learner.backend)
         return {"type": "unload_model", "model_id": learner.model_id}
 
-    return call.memory.start(request_id, call.digest, work)
+    return call.memory.start(request_id, work)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #26aa2c68
 async def finish_session(call: Call) -> dict[str, Any]:
@@ -945,15 +878,6 @@ async def finish_session(call: Call) -> dict[str, Any]:
     for model_id in [x for x in call.memory.learners if x.startswith(f"{session_id}:")]:
         await close_backend(call.memory.learners.pop(model_id).backend)
     return {}
-
-# %% ../../nbs/71_emulator.trainer.ipynb #327ab6e2
-@in_turn
-async def load_adapter(call: Call, learner: Learner) -> dict[str, Any]:
-    "Take the weights of an adapter that was saved for a sampler; the last part of the path is its name."
-    name = str(call.body.get("adapter_path")).rsplit("/", 1)[-1]
-    tensors, _ = await asyncio.to_thread(call.trainer.snapshots.load, name)
-    await learner.run(take_weights, learner, tensors, name)
-    return {"type": "load_adapter", "model_id": learner.model_id, "adapter_path": call.body["adapter_path"]}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #3c0f5144
 def get_info(call: Call) -> dict[str, Any]:
@@ -997,22 +921,6 @@ def delete_checkpoint(call: Call) -> dict[str, Any]:
     shutil.rmtree(folder / stored)
     return {}
 
-# %% ../../nbs/71_emulator.trainer.ipynb #9f444db1
-def training_run(call: Call, run: str) -> dict[str, Any]:
-    "A run: the model of a session (Tinker)."
-    if run not in call.memory.learners:
-        raise Refusal(404, "training run", got=repr(run), expected=f"one of {sorted(call.memory.learners)}")
-    learner = call.memory.learners[run]
-    about = {"training_run_id": run, "base_model": learner.base_model, "model_owner": "local"}
-    rank = learner.lora_rank
-    return about | {"is_lora": rank > 0, "lora_rank": rank or None, "last_request_time": learner.last_used}
-
-# %% ../../nbs/71_emulator.trainer.ipynb #38dae20b
-def training_runs(call: Call) -> dict[str, Any]:
-    "The runs of now (Tinker)."
-    runs = [training_run(call, run) for run in call.memory.learners]
-    return {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
-
 # %% ../../nbs/71_emulator.trainer.ipynb #8f8406f7
 POSTS: dict[str, Endpoint] = {
     "create_session": create_session,
@@ -1029,7 +937,6 @@ POSTS: dict[str, Endpoint] = {
     "load_weights": lambda call: (create_from_state if call.body.get("model_id") is None else load_weights)(call),
     "save_weights_for_sampler": save_weights_for_sampler,
     "unload_model": unload_model,
-    "load_adapter": load_adapter,
     "sessions/{session_id}/finish": finish_session,
     "weights_info": weights_info,
     "create_sampling_session": create_sampling_session,
@@ -1045,48 +952,32 @@ GETS: dict[str, Endpoint] = {
     },
     "samplers/{sampler_id}": get_sampler,
     "checkpoints": rest_checkpoints,
-    "training_runs": training_runs,
-    "training_runs/{run}": lambda call: training_run(call, call.params["run"]),
     "training_runs/{run}/checkpoints": rest_checkpoints,
 }
 DELETES: dict[str, Endpoint] = {"training_runs/{run}/checkpoints/{checkpoint:path}": delete_checkpoint}
 
 # %% ../../nbs/71_emulator.trainer.ipynb #09fb35f6
-async def read_call(trainer: EmulatedTrainer, request: HttpRequest, name: str) -> Call:
-    "A request as a `Call`; raises `Refusal` for what cannot be read."
-    raw = await read_body(request)
-    source: Any = None
-    if "application/x-protobuf" in request.headers.get("content-type", ""):
-        body, source = read_protobuf(raw)
-        raw = source.SerializeToString(deterministic=True)
-    else:
-        body = read_json(raw)
-    batch = None
-    if name in ("forward", "forward_backward"):
-        try:
-            batch = json_batch(body) if source is None else proto_batch(source)
-        except (KeyError, TypeError, ValueError) as reason:  # a wrong datum is the failure of its promise
-            known = isinstance(reason, RLNotebookError)
-            batch = reason if known else DatumError("data", got=f"{type(reason).__name__}: {reason}")
-    return Call(trainer, trainer.memory, body, hashlib.sha256(raw).hexdigest(), batch, request.path_params)
-
-# %% ../../nbs/71_emulator.trainer.ipynb #a731d316
-async def respond(trainer: EmulatedTrainer, name: str, endpoint: Endpoint, request: HttpRequest) -> Response:
+async def respond(trainer: EmulatedTrainer, endpoint: Endpoint, request: HttpRequest) -> Response:
     "What an endpoint says; raises `Refusal`."
+    trainer.memory.loop, raw = asyncio.get_running_loop(), await read_body(request)
+    if "application/x-protobuf" in request.headers.get("content-type", ""):
+        body, message = read_protobuf(raw)
+        read = partial(proto_batch, message)
+    else:
+        read = partial(json_batch, body := read_json(raw))
     try:
-        call = await read_call(trainer, request, name)
-        result = endpoint(call)
+        result = endpoint(Call(trainer, trainer.memory, body, read, request.path_params))
         result = await result if inspect.isawaitable(result) else result
     except RLNotebookError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as reason:
-        raise Refusal(422, f"{name}: {type(reason).__name__}: {reason}") from reason
+        raise Refusal(422, f"{request.url.path}: {type(reason).__name__}: {reason}") from reason
     if isinstance(result, Promise):
-        known = {"model_id": call.body["model_id"]} if call.body.get("model_id") else {}
+        known = {"model_id": body["model_id"]} if body.get("model_id") else {}
         result = {"request_id": result.request_id, **known, **result.reply}
     return answer(result)
 
-# %% ../../nbs/71_emulator.trainer.ipynb #dbefb46a
+# %% ../../nbs/71_emulator.trainer.ipynb #a731d316
 async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> Response:
     "The result of a promise; after `poll_s` without one, the request to ask again."
     body = await json_of(request, status=422)
@@ -1102,21 +993,4 @@ async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> Res
         return answer(again, status=408 if odd else 200)
     if promise.lost:
         raise Refusal(404, "request", got=repr(promise.request_id), expected="no restart of the service before its end")
-    size = result_size(promise.result)
-    if body.get("allow_metadata_only") and size > trainer.inline_bytes:
-        about = {"status": "complete_metadata", "request_id": promise.request_id}
-        return answer(about | {"response_payload_size": size})
     return answer(promise.result, request.headers.get("accept", ""))
-
-# %% ../../nbs/71_emulator.trainer.ipynb #b063d957
-async def once(trainer: EmulatedTrainer, name: str, table: Mapping[str, Endpoint], request: HttpRequest) -> Response:
-    "The response; a POST whose idempotency key was seen before gets the response that it got before."
-    memory, key = trainer.memory, (name, request.headers.get("x-idempotency-key", ""))
-    memory.loop = asyncio.get_running_loop()
-    if request.method != "POST" or not key[1]:
-        return await respond(trainer, name, table[name], request)
-    if key not in memory.responses:
-        memory.responses[key] = asyncio.ensure_future(respond(trainer, name, table[name], request))
-        for old in list(memory.responses)[:-KEPT_RESPONSES]:
-            del memory.responses[old]
-    return await asyncio.shield(memory.responses[key])
