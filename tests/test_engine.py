@@ -18,7 +18,6 @@ from rl_notebook.backends.engine import (
     Engine,
     Uniforms,
     bare_model,
-    context_length,
     echo,
     head_logprobs,
     open_model,
@@ -488,12 +487,9 @@ def test_what_does_not_fit_is_refused():
 
 def test_context_is_the_smallest_limit():
     model = tiny_model(context=64)
-    assert context_length(model) == 64
+    assert engine_of(model).max_seq_len == 64
     assert engine_of(model, max_seq_len=32).max_seq_len == 32
     assert engine_of(model, max_seq_len=320).max_seq_len == 64
-    model.config.layer_types = ["sliding_attention", "full_attention"]
-    model.config.sliding_window = 16
-    assert context_length(model) == 64  # a window does not shorten it
 
 
 # Windows and states ---------------------------------------------------------------------------------------------

@@ -338,65 +338,61 @@ class SlotCache(Cache):
         "Columns that the current prefill goes on from."
         return self.past[0][0].shape[2] if self.past else 0
 
-# %% ../../nbs/23_backends.engine.ipynb #6add36e5
-def reserve(cache: SlotCache, rows: int, columns: int) -> None:
-    "Grow the buffers to at least `rows` slots of `columns` columns, keeping what is in them."
-    if rows <= cache.slots and columns <= cache.capacity and cache.stacks:
-        return
-    slots = max(cache.slots, rows)
-    capacity = max(cache.capacity, -(-columns // cache.BLOCK) * cache.BLOCK)
-    if not cache.stacks:
-        places: dict[Any, list[tuple[int, int]]] = {}
-        for layer, which in itertools.product(cache.fresh, (0, 1)):
-            shape = cache.fresh[layer][which].shape
-            places.setdefault((shape[1], shape[3]), []).append((layer, which))
-        like = next(iter(cache.fresh.values()))[0]
-        cache.stacks = {tuple(at): like.new_zeros(len(at), 0, n, 0, dim) for (n, dim), at in places.items()}
-    for at, old in cache.stacks.items():
-        cache.stacks[at] = old.new_zeros(len(at), slots, old.shape[2], capacity, old.shape[4])
-        cache.stacks[at][:, : cache.slots, :, : cache.capacity] = old
-    cache.buffers = pairs_of(cache.stacks)
-    cache.slots, cache.capacity, cache.hidden, cache.begins = slots, capacity, None, {}
+    def reserve(self, rows: int, columns: int) -> None:
+        "Grow the buffers to at least `rows` slots of `columns` columns, keeping what is in them."
+        if rows <= self.slots and columns <= self.capacity and self.stacks:
+            return
+        slots = max(self.slots, rows)
+        capacity = max(self.capacity, -(-columns // self.BLOCK) * self.BLOCK)
+        if not self.stacks:
+            places: dict[Any, list[tuple[int, int]]] = {}
+            for layer, which in itertools.product(self.fresh, (0, 1)):
+                shape = self.fresh[layer][which].shape
+                places.setdefault((shape[1], shape[3]), []).append((layer, which))
+            like = next(iter(self.fresh.values()))[0]
+            self.stacks = {tuple(at): like.new_zeros(len(at), 0, n, 0, dim) for (n, dim), at in places.items()}
+        for at, old in self.stacks.items():
+            self.stacks[at] = old.new_zeros(len(at), slots, old.shape[2], capacity, old.shape[4])
+            self.stacks[at][:, : self.slots, :, : self.capacity] = old
+        self.buffers = pairs_of(self.stacks)
+        self.slots, self.capacity, self.hidden, self.begins = slots, capacity, None, {}
 
-# %% ../../nbs/23_backends.engine.ipynb #d2218b6f
-def add_rows(cache: SlotCache, source: Tensor, length: int) -> None:
-    "Append one row per entry of `source`, which names the prompt of the last prefill that it continues."
-    start, cache.rows, cache.hidden = cache.rows, cache.rows + len(source), None
-    reserve(cache, cache.rows, length)
-    for layer, pair in cache.fresh.items():
-        for buffer, new in zip(cache.buffers[layer], pair, strict=True):
-            buffer[start : cache.rows, :, :length] = new[source]
-    cache.fresh = {}
+    def add_rows(self, source: Tensor, length: int) -> None:
+        "Append one row per entry of `source`, which names the prompt of the last prefill that it continues."
+        start, self.rows, self.hidden = self.rows, self.rows + len(source), None
+        self.reserve(self.rows, length)
+        for layer, pair in self.fresh.items():
+            for buffer, new in zip(self.buffers[layer], pair, strict=True):
+                buffer[start : self.rows, :, :length] = new[source]
+        self.fresh = {}
 
-# %% ../../nbs/23_backends.engine.ipynb #eeadace6
-def begin_step(
-    cache: SlotCache,
-    lengths: Tensor,  # (rows,) column that each row writes to; the next one where it has been written to before
-    longest: int,  # the largest of them
-    windows: Iterable[int | None] = (None,),  # of the layers, None = full attention
-) -> None:
-    "Prepare to write one token per row."
-    cache.filling, cache.longest, cache.lengths, cache.index = False, longest + 1, lengths, {}
-    reserve(cache, cache.rows, cache.longest)
-    own, columns = lengths[:, None], partial(torch.arange, cache.capacity, device=lengths.device)
-    if cache.hidden is None:
-        new = cache.buffers[0][0].new_zeros(cache.rows, cache.capacity)
-        cache.hidden = new.masked_fill_(own < columns(), -torch.inf)
-    else:
-        cache.hidden.scatter_(1, own, 0.0)
-    cache.masks = {None: cache.hidden[:, None, None, : cache.longest]}
-    for window in {w for w in windows if w is not None}:
-        reached = window > longest
-        mask = cache.hidden if reached else cache.hidden.masked_fill(own - window >= columns(), -torch.inf)
-        cache.masks[window] = mask[:, None, None, : cache.longest]
+    def begin_step(
+        self,
+        lengths: Tensor,  # (rows,) column that each row writes to; the next one where it has been written to before
+        longest: int,  # the largest of them
+        windows: Iterable[int | None] = (None,),  # of the layers, None = full attention
+    ) -> None:
+        "Prepare to write one token per row."
+        self.filling, self.longest, self.lengths, self.index = False, longest + 1, lengths, {}
+        self.reserve(self.rows, self.longest)
+        own, columns = lengths[:, None], partial(torch.arange, self.capacity, device=lengths.device)
+        if self.hidden is None:
+            new = self.buffers[0][0].new_zeros(self.rows, self.capacity)
+            self.hidden = new.masked_fill_(own < columns(), -torch.inf)
+        else:
+            self.hidden.scatter_(1, own, 0.0)
+        self.masks = {None: self.hidden[:, None, None, : self.longest]}
+        for window in {w for w in windows if w is not None}:
+            reached = window > longest
+            mask = self.hidden if reached else self.hidden.masked_fill(own - window >= columns(), -torch.inf)
+            self.masks[window] = mask[:, None, None, : self.longest]
 
-# %% ../../nbs/23_backends.engine.ipynb #e301a554
-def drop_row(cache: SlotCache, row: int) -> None:
-    "Remove a row; the last one moves into its slot."
-    cache.rows, cache.hidden = cache.rows - 1, None
-    if row != cache.rows:
-        for stack in cache.stacks.values():
-            stack[:, row] = stack[:, cache.rows]
+    def drop_row(self, row: int) -> None:
+        "Remove a row; the last one moves into its slot."
+        self.rows, self.hidden = self.rows - 1, None
+        if row != self.rows:
+            for stack in self.stacks.values():
+                stack[:, row] = stack[:, self.rows]
 
 # %% ../../nbs/23_backends.engine.ipynb #d7073268
 PAST_BYTES = 2**28  # keys and values that are kept for later turns
@@ -457,44 +453,28 @@ class MadeOf:
         return self.value
 
 # %% ../../nbs/23_backends.engine.ipynb #91e99628
-def unit_fn(like: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-    "Vectors as long as `like`, divided by their length: an RMS norm without its scale, on a CPU."
-    least = like.new_tensor((like.shape[-1] * eps) ** 0.5)
-    return lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(least)
+class RmsNorm:
+    "RMS norm over the last dimension, as a division and a scale that is made of weights."
 
+    def __init__(self, make: Callable[[], Tensor], weights: Sequence[Tensor], eps: float):
+        dim, least = weights[0].shape[-1], weights[0].new_tensor((weights[0].shape[-1] * eps) ** 0.5)
+        self.make: Callable[[], Tensor] = make
+        self.unit: Callable[[Tensor], Tensor] = lambda x: F.rms_norm(x, (dim,), None, eps)
+        if weights[0].device.type == "cpu":
+            self.make = lambda: make() * dim**0.5
+            self.unit = lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(least)
+        self.scale = MadeOf(self.make, weights)
 
-def rms_fn(make: Callable[[], Tensor], weights: Sequence[Tensor], eps: float) -> Callable[[Tensor], Tensor]:
-    "RMS norm over the last dimension, with a scale that is made of weights."
-    dim = weights[0].shape[-1]
-    if weights[0].device.type != "cpu":
-        scale = MadeOf(make, weights)
-        return lambda x: F.rms_norm(x, (dim,), None, eps) * scale()
-    scale, unit = MadeOf(lambda: make() * dim**0.5, weights), unit_fn(weights[0], eps)
-    return lambda x: unit(x) * scale()
+    @classmethod
+    def of(cls, norm: Any) -> RmsNorm | None:
+        "The same norm; None for anything that is no RMS norm in full precision."
+        eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
+        if eps is None or weight is None or weight.dtype not in _FULL:
+            return None
+        return cls(lambda: weight, [weight], eps)
 
-# %% ../../nbs/23_backends.engine.ipynb #f77554c7
-def rms_parts(norm: nn.Module) -> tuple[Tensor, float] | None:
-    "Weight and constant of an RMS norm in full precision; None for anything else."
-    eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
-    return None if eps is None or weight is None or weight.dtype not in _FULL else (weight, eps)
-
-
-def norm_fn(norm: nn.Module | None) -> Callable[[Tensor], Tensor]:
-    "An RMS norm in few operations in full precision, else the module itself; `None` does nothing."
-    if norm is None:
-        return lambda x: x
-    if (parts := rms_parts(norm)) is None:
-        return norm
-    return rms_fn(lambda: parts[0], [parts[0]], parts[1])
-
-
-def split_norm(norm: nn.Module) -> tuple[Callable[[], Tensor] | None, Callable[[Tensor], Tensor]]:
-    "A norm as a scale of each dimension and what comes before it; None and the whole where it cannot be split."
-    parts = rms_parts(norm)
-    if parts is None or parts[0].device.type != "cpu":
-        return None, norm_fn(norm)
-    weight, eps = parts
-    return lambda: weight * len(weight) ** 0.5, unit_fn(weight, eps)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.unit(x) * self.scale()
 
 # %% ../../nbs/23_backends.engine.ipynb #c2b28305
 @dataclass(frozen=True, eq=False)
@@ -557,18 +537,6 @@ def takes_blocks(linears: Sequence[Linear]) -> bool:
     half = getattr(_ONEDNN, "_is_mkldnn_bf16_supported", bool)()
     return weights[0].dtype in ((torch.float32, torch.bfloat16) if half else (torch.float32,))
 
-
-def in_blocks(whole: Tensor) -> Tensor:
-    "A copy of a matrix (outputs, inputs) in the order in which oneDNN reads it."
-    return _ONEDNN._reorder_linear_weight(whole.contiguous(), 32)
-
-
-def times_blocks(x: Tensor, blocks: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
-    "`F.linear` with a matrix in blocks, added to something; no gradient goes through it."
-    if onto is None:
-        return _ONEDNN._linear_pointwise(x, blocks, bias, "none", [], "")
-    return _ONEDNN._linear_pointwise.binary(x, onto, blocks, bias, "add")
-
 # %% ../../nbs/23_backends.engine.ipynb #8fe2464d
 def linears_fn(
     modules: Sequence[nn.Module],
@@ -576,15 +544,16 @@ def linears_fn(
     norm: nn.Module | None = None,  # RMS norm of the input
 ) -> Callable[..., Tensor]:  # of the input (M, D), and of what the output is added to, (M, outputs); None = nothing
     "Several linear layers over one input, as one function; their outputs side by side."
-    known, scale, normed = mergeable(modules) if copies else [], None, norm_fn(norm)
+    known, scale, rms = mergeable(modules) if copies else [], None, None if norm is None else RmsNorm.of(norm)
+    normed: Callable[[Tensor], Tensor] = rms or norm or (lambda x: x)
     weights = [w for linear in known for w in linear.weights]
     by_column = bool(known) and all(w.dtype in _FULL and w.device.type == "cpu" for w in weights)
     if not (by_column or takes_blocks(known) or len(weights) > 1):
         functions = [Linear.of(module) or module for module in modules]
         side_by_side = lambda x: torch.cat([f(x) for f in functions], -1) if len(functions) > 1 else functions[0](x)
         return lambda x, onto=None: side_by_side(normed(x)) if onto is None else onto + side_by_side(normed(x))
-    if by_column and norm is not None:
-        scale, normed = split_norm(norm)
+    if by_column and rms is not None:
+        scale, normed = rms.make, rms.unit
 
     def stacked() -> Tensor:
         whole = torch.cat([linear.merged() for linear in known])
@@ -594,14 +563,18 @@ def linears_fn(
     weight = MadeOf(stacked, [*weights, *(norm.parameters() if norm is not None else ())])
     biases = [k.base.weight.new_zeros(len(k.base.weight)) if k.base.bias is None else k.base.bias for k in known]
     bias = MadeOf(lambda: torch.cat(biases), biases) if any(k.base.bias is not None for k in known) else None
-    blocks = MadeOf(lambda: in_blocks(stacked()), weight.weights) if takes_blocks(known) else None
+    in_blocks = lambda: _ONEDNN._reorder_linear_weight(stacked().contiguous(), 32)  # as oneDNN reads it
+    blocks = MadeOf(in_blocks, weight.weights) if takes_blocks(known) else None
 
     def multiplied(x: Tensor, onto: Tensor | None = None) -> Tensor:
-        if blocks is not None and not torch.is_grad_enabled():
-            return times_blocks(normed(x), blocks(), None if bias is None else bias(), onto)
+        added = None if bias is None else bias()
+        if blocks is not None and not torch.is_grad_enabled():  # no gradient goes through it
+            if onto is None:
+                return _ONEDNN._linear_pointwise(normed(x), blocks(), added, "none", [], "")
+            return _ONEDNN._linear_pointwise.binary(normed(x), onto, blocks(), added, "add")
         if onto is not None and bias is None and by_column:
             return torch.addmm(onto, normed(x), weight().t())
-        out = F.linear(normed(x), weight(), None if bias is None else bias())
+        out = F.linear(normed(x), weight(), added)
         return out if onto is None else onto + out
 
     return multiplied
@@ -614,10 +587,10 @@ def head_norm_fn(norms: Sequence[nn.Module | None], heads: Sequence[int]) -> Cal
     eps: set[Any] = {getattr(n, "variance_epsilon", None) for n in norms}
     weights: list[Any] = [getattr(n, "weight", None) for n in norms]
     if len(eps) > 1 or None in eps or any(w is None or w.dtype not in _FULL for w in weights):
-        functions = [norm_fn(n) for n in norms]
+        functions = [n or (lambda x: x) for n in norms]
         return lambda x: torch.cat([f(part) for f, part in zip(functions, x.split([*heads], -2), strict=True)], -2)
     side_by_side = lambda: torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
-    return rms_fn(side_by_side, weights, *eps)
+    return RmsNorm(side_by_side, weights, *eps)
 
 # %% ../../nbs/23_backends.engine.ipynb #a0a49031
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -677,20 +650,21 @@ def attend(
     return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(batch, 1, -1)
 
 # %% ../../nbs/23_backends.engine.ipynb #20f2045f
-@dataclass(eq=False)
 class FastLayer:
     "One decoder layer: norm, attention, norm, gated MLP."
 
-    qkv: Callable[..., Tensor]  # behind their norm
-    head_norm: Callable[[Tensor], Tensor]  # of queries and keys
-    o: Callable[..., Tensor]
-    gate_up: Callable[..., Tensor]  # behind their norm
-    down: Callable[..., Tensor]
-    act: Callable[[Tensor], Tensor]
-    heads: tuple[int, int]  # of queries, of keys
-    head_dim: int
-    scale: float
-    in_blocks: bool  # all its matrices
+    def __init__(self, layer: Any, copies: bool = False):
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
+        if norms != {"input_layernorm", "post_attention_layernorm"}:
+            raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.head_dim, self.scale, self.act = attention.head_dim, attention.scaling, mlp.act_fn
+        self.heads = [project.out_features // self.head_dim for project in qkv[:2]]  # of queries, of keys
+        self.head_norm = head_norm_fn([getattr(attention, f"{name}_norm", None) for name in "qk"], self.heads)
+        self.qkv, self.o = linears_fn(qkv, copies, layer.input_layernorm), linears_fn([attention.o_proj], copies)
+        self.gate_up = linears_fn([mlp.gate_proj, mlp.up_proj], copies, layer.post_attention_layernorm)
+        self.down = linears_fn([mlp.down_proj], copies)
 
     def __call__(
         self,
@@ -710,32 +684,15 @@ class FastLayer:
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(self.act(gate) * up, x)
 
-# %% ../../nbs/23_backends.engine.ipynb #bd2c7efe
-def fast_layer(layer: Any, copies: bool = False) -> FastLayer:
-    "The functions of one decoder layer; raises `AttributeError` when it is not Llama-shaped."
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
-    if norms != {"input_layernorm", "post_attention_layernorm"}:
-        raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
-    group = lambda parent, *names: [getattr(parent, f"{name}_proj") for name in names]
-    qkv, o = group(attention, *"qkv"), group(attention, "o")
-    gate_up, down = group(mlp, "gate", "up"), group(mlp, "down")
-    heads = tuple(project.out_features // attention.head_dim for project in qkv[:2])
-    head_norms = [getattr(attention, f"{name}_norm", None) for name in "qk"]
-    parts: dict[str, Any] = {"qkv": linears_fn(qkv, copies, layer.input_layernorm), "o": linears_fn(o, copies)}
-    parts |= {"gate_up": linears_fn(gate_up, copies, layer.post_attention_layernorm), "down": linears_fn(down, copies)}
-    parts |= {"head_norm": head_norm_fn(head_norms, heads), "heads": heads, "head_dim": attention.head_dim}
-    parts["in_blocks"] = copies and all(takes_blocks(mergeable(one)) for one in (qkv, o, gate_up, down))
-    return FastLayer(**parts, act=mlp.act_fn, scale=attention.scaling)
-
 # %% ../../nbs/23_backends.engine.ipynb #c3be4f9a
 class FastDecoder:
     "A Llama-shaped decoder as a plain loop over its own weights."
 
     def __init__(self, decoder: nn.Module):
-        self.embed, self.norm = decoder.embed_tokens, norm_fn(decoder.norm)  # type: ignore[arg-type]
+        self.embed: Any = decoder.embed_tokens
+        self.norm: Any = RmsNorm.of(decoder.norm) or decoder.norm
         self.copies = sum(p.nbytes for p in decoder.parameters()) <= COPY_BYTES
-        self.layers = [fast_layer(layer, self.copies) for layer in decoder.layers]  # type: ignore[union-attr]
+        self.layers = [FastLayer(layer, self.copies) for layer in decoder.layers]  # type: ignore[union-attr]
         self.rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight)  # type: ignore[arg-type]
 
     def __call__(
@@ -747,7 +704,7 @@ class FastDecoder:
         windows: Sequence[int | None] = (),  # of each layer; () = full attention in all
     ) -> Tensor:
         "(B, S) ids at (B, S) positions to (B, S, D) hidden states."
-        x = self.embed(ids).flatten(0, 1)  # type: ignore[operator]
+        x = self.embed(ids).flatten(0, 1)
         cos, sin = self.rotary(positions, highest)
         for i, layer in enumerate(self.layers):
             x = layer(x, ids.shape, cos, sin, cache, i, windows[i] if windows else None)
@@ -804,9 +761,6 @@ class CausalModel:
         self.size = model_size(self.model)
         self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
         self.unknown = frozenset[int]()  # ids that have no share in its logprobs
-        self.in_blocks = False  # every matrix that tokens are drawn with
-        if self.fast is not None and self.fast.copies and self.head is not None:
-            self.in_blocks = all(x.in_blocks for x in self.fast.layers) and takes_blocks(mergeable([self.head]))
 
     def features(
         self,
@@ -912,7 +866,7 @@ def decode_step(
     longest: int,  # the largest of them
 ) -> Tensor:
     "(B, D) features after one more token per row; nothing is read from the device."
-    begin_step(cache, lengths, longest, model.windows)
+    cache.begin_step(lengths, longest, model.windows)
     return model.features(tokens[:, None], lengths[:, None], cache, longest, keep=1)[:, -1]
 
 # %% ../../nbs/23_backends.engine.ipynb #e511d2c5
@@ -940,7 +894,7 @@ def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tupl
     place = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     with choosing(place[:, : max(starts)].flatten()):
         last = prefill(causal, cache, [ids[i, :n].tolist() for i, n in enumerate(starts)])
-    add_rows(cache, torch.arange(2, device=ids.device), length=max(starts))
+    cache.add_rows(torch.arange(2, device=ids.device), length=max(starts))
     for step in range(5):
         at = [n + step for n in starts]
         rows, columns = sent([[0, 1], at], ids.device)
@@ -1136,12 +1090,6 @@ def final_text(row: Row, tokenizer: Any) -> str:
     cuts = [at for s in row.request.params.stop if (at := text.find(s)) >= 0]
     return text[: min(cuts)] if cuts else text
 
-# %% ../../nbs/23_backends.engine.ipynb #28a6bc06
-def context_length(model: Any) -> int | None:
-    "Longest sequence that a model's configuration allows; None where it does not say."
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    return getattr(config, "max_position_embeddings", None) or None
-
 # %% ../../nbs/23_backends.engine.ipynb #ebb85761
 def check_tokens(
     tokens: Iterable[int],
@@ -1190,10 +1138,11 @@ class Engine:
     words: Any = None  # the vocabulary as grammars see it, made with the first one
 
     def __post_init__(self):
-        limits = [limit for limit in (self.max_seq_len, context_length(self.causal.model)) if limit]
+        model = self.causal.model
+        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        limits = [limit for limit in (self.max_seq_len, getattr(config, "max_position_embeddings", None)) if limit]
         self.max_seq_len = min(limits) if limits else None
         if self.eos_token_ids is None:
-            model = self.causal.model
             self.eos_token_ids = turn_ends(self.tokenizer, getattr(model, "generation_config", None), model.config)
         if self.burst is None:
             self.burst = 1 if self.causal.device.type == "cpu" else BURST
@@ -1331,7 +1280,7 @@ def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]
     place = {p: i for i, p in enumerate(prompts)}
     source, start = [place[row.request.prompt] for row in rows], len(engine.rows)
     where = sent(source, features.device)
-    add_rows(engine.cache, where, longest)
+    engine.cache.add_rows(where, longest)
     engine.rows += rows
     engine.course = None
     if experts is not None:
@@ -1406,7 +1355,7 @@ def drop(engine: Engine, i: int) -> Row:
     row, last, engine.course = engine.rows[i], engine.rows.pop(), None
     if last is not row:
         engine.rows[i] = last
-    drop_row(engine.cache, i)
+    engine.cache.drop_row(i)
     return row
 
 # %% ../../nbs/23_backends.engine.ipynb #ae306e8e
