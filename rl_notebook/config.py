@@ -18,7 +18,7 @@ from .core import OFF, AdamParams, ConfigError, LossError, SampleParams, quoted
 from .options import Bool, Int, Plain, Positive, Text, Texts, listed, option_class
 from .settings import A_KEY, KEYLESS, RULES, LossSettings, Opened, OtherSpellings, RunSettings
 from .settings import SamplingSettings, ScheduleSettings, SettingsTable, SignalSettings, Stored, SubConfigs
-from .settings import TaskSettings, address_trouble
+from .settings import TaskSettings, address_trouble, not_default
 from .settings import CISPOConfig, DAPOConfig, DROConfig, GSPOConfig, ISConfig  # noqa: F401 (handed on)
 from .settings import ConcurrencyConfig, IGPOConfig, ResumeConfig, SAPOConfig  # noqa: F401 (handed on)
 from .settings import HotloadConfig, TISConfig, WandBConfig  # noqa: F401 (handed on)
@@ -162,19 +162,19 @@ def builtin_rules(c: Any) -> Iterator[str]:
         builtin_loss(options, c.backend)
     except LossError as error:
         yield f"loss_path='builtin': {error}"
-    if c.backend == "tinker" and c.grad_accumulation_normalization != "none":
+    late = c.min_samples_per_fwd_bwd is not None and c.aggregation != "sum"
+    divided = c.grad_accumulation_normalization != "none"
+    if c.backend == "tinker" and divided:
         yield (
             "loss_path='builtin': the gradient is on the service before it can be divided, and Tinker divides nothing."
             " Set aggregation='token_mean' and leave grad_accumulation_normalization out"
         )
-    if c.backend == "tinker" and c.min_samples_per_fwd_bwd is not None and c.aggregation != "sum":
+    elif c.backend == "tinker" and late:
         yield (
             "loss_path='builtin': with min_samples_per_fwd_bwd the division comes last, and Tinker divides nothing."
             " Set aggregation='sum' or leave min_samples_per_fwd_bwd out"
         )
-    late = c.min_samples_per_fwd_bwd is not None and c.aggregation != "sum"
-    divided = late or c.grad_accumulation_normalization != "none"
-    if c.backend != "tinker" and c.policy_loss in UNCOUNTED_LOSSES and divided:
+    elif c.policy_loss in UNCOUNTED_LOSSES and (late or divided):
         yield (
             f"loss_path='builtin': the service would divide by what has a gradient, and with {c.policy_loss!r}"
             " some tokens have none. Leave grad_accumulation_normalization and min_samples_per_fwd_bwd out"
@@ -219,18 +219,16 @@ def backend_rules(c: Any) -> Iterator[str]:
         if getattr(c, name) is not None and c.backend not in backends:
             instead = " or ".join(f"backend={b!r}" for b in backends)
             yield f"{name}: backend={quoted(c.backend)} would ignore it. Set {instead} or leave it out"
-    for name, default in (("device", "auto"), ("dtype", "float32"), ("weight_decay_on", "all")):
-        if c.backend not in TRAINED_HERE and getattr(c, name) != default:
-            yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
+    served = c.backend not in TRAINED_HERE
+    for name in not_default(c, "device", "dtype", "weight_decay_on") if served else ():
+        yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
     if c.load_in_8bit and c.backend != "local":
         yield f"load_in_8bit: backend={quoted(c.backend)} samples from a base of its own. Set backend='local'"
-    for name in ("entropy_coeff", "entropy_target"):
-        if getattr(c, name) and c.backend not in TRAINED_HERE:
-            yield f"{name}: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
-    for name in ("min_p", "repetition_penalty"):
-        if c.backend not in TRAINED_HERE and getattr(c, name) != OFF[name]:
-            yield f"{name}: backend={quoted(c.backend)} has no such setting. Leave it out or set backend='local'"
-    if c.backend in TRAINED_HERE and c.base_model.startswith("accounts/"):
+    for name in not_default(c, "entropy_coeff", "entropy_target") if served else ():
+        yield f"{name}: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
+    for name in not_default(c, "min_p", "repetition_penalty") if served else ():
+        yield f"{name}: backend={quoted(c.backend)} has no such setting. Leave it out or set backend='local'"
+    if not served and c.base_model.startswith("accounts/"):
         yield f"base_model: {quoted(c.base_model)} lives at Fireworks. Set backend='fireworks' or another model"
     yield from {"fireworks": _fireworks_rules, "tinker": _tinker_rules}.get(c.backend, _no_jobs)(c)
     if c.router_replay and c.backend not in ("local", "fireworks"):

@@ -133,12 +133,8 @@ class LossSettings(LossKnobs):
     loss_path: Literal["client", "builtin"] = "client"  # computed here, or by the service that trains, in one call
 
 # %% ../nbs/08_settings.ipynb #a1ff5a63
-def next_bonus(
-    c: Any,  # with the fields of `LossSettings`
-    coeff: float,  # of the step that is over, whether it was used or not
-    entropy: float,  # of that step: the exact entropy of the trained tokens, mean, nats
-) -> tuple[float, float]:  # of the next step: the coefficient, and what is used of it
-    "How the weight of the entropy bonus goes on."
+def next_bonus(c: Any, coeff: float, entropy: float) -> tuple[float, float]:
+    "The entropy coefficient of the next step and what is used of it; `coeff`, `entropy` (mean, nats): of the last."
     coeff = max(0.0, coeff + math.copysign(c.entropy_coeff_step, c.entropy_target - entropy))
     return coeff, coeff if entropy <= c.entropy_target else 0.0
 
@@ -169,12 +165,8 @@ class UpdateSettings:
     max_samples_per_fwd_bwd: Count = 256  # samples in one forward/backward call at most
 
 # %% ../nbs/08_settings.ipynb #3284defb
-def lr_factor(
-    c: Any,  # with the fields of `UpdateSettings`
-    step: int,  # from 1
-    of: int,  # planned steps of the run
-) -> float:
-    "What the learning rate of a step is multiplied by; as transformers' `get_scheduler` has it after `step - 1` steps."
+def lr_factor(c: Any, step: int, of: int) -> float:
+    "What the learning rate of a step (from 1, `of` so many) is multiplied by, as in transformers' `get_scheduler`."
     done, warm = step - 1, c.warmup_steps or math.ceil(c.warmup_ratio * of)
     if c.lr_scheduler_type == "constant":
         return 1.0
@@ -458,11 +450,8 @@ def our_names(name: str, value: Any, given: Mapping[str, Any]) -> Mapping[str, A
     return {} if name in SPELLED and name != "tis" else {RENAMED.get(name, name): value}
 
 # %% ../nbs/08_settings.ipynb #5f7861a0
-def flat(
-    given: Mapping[str, Any],  # settings; sub-configs as objects, mappings or dotted keys
-    prefixes: Sequence[str],  # names that lead into a sub-config
-) -> dict[str, Any]:
-    "Settings laid flat; an empty sub-config stays as `{name: {}}`."
+def flat(given: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
+    "Settings laid flat, where a prefix leads into a sub-config; an empty one stays as `{name: {}}`."
     leaves: dict[str, Any] = {}
     for name, value in given.items():
         if not isinstance(name, str):
@@ -520,11 +509,12 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
 
 # %% ../nbs/08_settings.ipynb #33f36147
 def canonical(
-    cls: type,  # the config class
-    given: Mapping[str, Any],  # settings under any known spelling
-    beside: Mapping[str, Any] | None = None,  # others that decide what a spelling means, such as TRL's loss_type
-) -> tuple[dict[str, Any], list[str]]:  # flat settings under our names, and "theirs -> ours" for each other spelling
-    "Settings under their one name; raises ConfigError for unknown and contradictory ones."
+    cls: type, given: Mapping[str, Any], beside: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Flat settings under their one name, and "theirs -> ours" for each other spelling.
+
+    `beside`: settings that decide what a spelling means. Raises ConfigError for unknown and contradictory ones.
+    """
     prefixes = [*sub_configs(cls), *SPELLED]
     laid = flat(given, prefixes)
     context = {**flat(beside or {}, prefixes), **laid}
@@ -577,18 +567,22 @@ def loss_rules(c: Any) -> Iterator[str]:
     yield from map(str, loss_faults(c, known))
 
 # %% ../nbs/08_settings.ipynb #8f65bccc
+def not_default(c: Any, *names: str) -> list[str]:
+    "Those of the settings that are not at their default."
+    return [name for name in names if getattr(c, name) != getattr(type(c), name)]
+
+
 def correction_rules(c: Any) -> Iterator[str]:
     "Correction, KL and division that would do nothing, or happen twice."
-    for name in ("tis_cap", "tis_floor"):
-        if c.tis == "off" and getattr(c, name) != getattr(LossKnobs, name):
-            yield f"{name}: the correction is off. Set tis='token' or leave it out"
+    for name in not_default(c, "tis_cap", "tis_floor") if c.tis == "off" else ():
+        yield f"{name}: the correction is off. Set tis='token' or leave it out"
     if c.kl_estimator != "k3" and c.kl_beta == 0 and not c.kl_metric:
         yield "kl_estimator: no KL is computed at kl_beta=0. Set kl_beta, or kl_metric=True to watch the KL"
     if c.kl_bias_correction and c.kl_beta == 0:
         yield "kl_bias_correction: there is no KL term at kl_beta=0. Set kl_beta or leave it out"
     if c.entropy_target is not None and not (c.entropy_target > 0 and c.entropy_coeff_step > 0):
         yield f"entropy_target: got {c.entropy_target}, step {c.entropy_coeff_step}. Set both above 0, or no target"
-    if c.entropy_target is None and c.entropy_coeff_step != LossSettings.entropy_coeff_step:
+    if c.entropy_target is None and not_default(c, "entropy_coeff_step"):
         yield "entropy_coeff_step: entropy_coeff is fixed. Set entropy_target or leave it out"
     if c.kl_metric and c.kl_beta > 0:
         yield f"kl_metric: the KL is measured anyway at kl_beta={c.kl_beta}. Leave it out"
@@ -639,9 +633,8 @@ def on_hub(dataset: str) -> bool:
 def data_rules(c: Any) -> Iterator[str]:
     "Settings of a data set that this one does not have."
     if not on_hub(c.dataset):
-        for name in ("dataset_config", "dataset_split", "dataset_eval_split", "dataset_streaming"):
-            if getattr(c, name):
-                yield f"{name}: dataset={quoted(c.dataset)} has none. Leave it out, or name a data set of the hub"
+        for name in not_default(c, "dataset_config", "dataset_split", "dataset_eval_split", "dataset_streaming"):
+            yield f"{name}: dataset={quoted(c.dataset)} has none. Leave it out, or name a data set of the hub"
     if c.dataset == "toy" and c.dataset_columns:
         yield "dataset_columns: the built-in task has its own. Leave it out, or name a data set"
     if odd := [name for name, column in (c.dataset_columns or {}).items() if not isinstance(column, str)]:
@@ -717,21 +710,17 @@ def address_trouble(url: str) -> str | None:
     return None if found else quoted(url)
 
 # %% ../nbs/08_settings.ipynb #c5255803
-ASYNC_ONLY = (
-    "max_head_offpolicy_versions", "max_concurrency_rollout_sample", "synchronous_training", "pipeline_chunks_per_step",
-)  # fmt: skip
-NOT_ASYNC = {"weight_sync_interval": 1, "refill": False, "min_samples_per_fwd_bwd": None, "max_concurrent": 32}
+ASYNC_ONLY = "max_head_offpolicy_versions max_concurrency_rollout_sample synchronous_training pipeline_chunks_per_step"
+NOT_ASYNC = "weight_sync_interval refill min_samples_per_fwd_bwd max_concurrent"
 
 
 def schedule_rules(c: Any) -> Iterator[str]:
     "Settings that the recipe would ignore, and those that contradict each other."
-    defaults = ScheduleSettings()
     if c.recipe == "async_rl_loop":
         yield from _async_rules(c)
     else:
-        for name in ASYNC_ONLY:
-            if getattr(c, name) != getattr(defaults, name):
-                yield f"{name}: recipe={c.recipe!r} would ignore it. Set recipe='async_rl_loop' or leave it out"
+        for name in not_default(c, *ASYNC_ONLY.split()):
+            yield f"{name}: recipe={c.recipe!r} would ignore it. Set recipe='async_rl_loop' or leave it out"
     if c.igpo is not None and c.recipe != "igpo_loop":
         yield f"igpo: recipe={c.recipe!r} would ignore it. Set recipe='igpo_loop' or leave it out"
     if c.min_group_size > c.completions_per_prompt:
@@ -743,9 +732,8 @@ def schedule_rules(c: Any) -> Iterator[str]:
 
 
 def _async_rules(c: Any) -> Iterator[str]:
-    for name, value in NOT_ASYNC.items():
-        if getattr(c, name) != value:
-            yield f"{name}: recipe='async_rl_loop' would ignore it. Leave it out"
+    for name in not_default(c, *NOT_ASYNC.split()):
+        yield f"{name}: recipe='async_rl_loop' would ignore it. Leave it out"
     room = c.max_concurrency_rollout_sample
     if room is not None and room < c.completions_per_prompt:
         expected = f"at least completions_per_prompt={c.completions_per_prompt}, because a row starts as a whole"
@@ -808,12 +796,9 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     "The mapping in a YAML file; raises ConfigError naming file and line."
     where = quoted(str(path), 300)[1:-1]
     try:
-        text = read_file(Path(path))
-    except (OSError, ValueError) as e:  # ValueError: a name that no file can have
-        got = getattr(e, "strerror", None) or e
-        raise ConfigError("config file", where=where, got=got, expected="a readable YAML file") from e
-    try:
-        data = yaml_value(text.decode())
+        data = yaml_value(read_file(Path(path)).decode())
+    except OSError as e:
+        raise ConfigError("config file", where=where, got=e.strerror, expected="a readable YAML file") from e
     except ValueError as e:
         raise ConfigError("config file", where=where, got=e, expected="YAML") from e
     if not isinstance(data, dict):
@@ -833,10 +818,8 @@ def plain(value: Any) -> Any:
     return value
 
 # %% ../nbs/08_settings.ipynb #128ab65b
-def overlaid(
-    cls: type, data: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:  # as of `canonical`
-    "Settings with others over them, under any spelling; None takes a sub-config away."
+def overlaid(cls: type, data: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    "What `canonical` gives for settings with others over them, under any spelling; None takes a sub-config away."
     prefixes = [*sub_configs(cls), *SPELLED]
     refuse_unknown(cls, {**flat(data, prefixes), **flat(overrides, prefixes)})
     settings, notes = canonical(cls, data)

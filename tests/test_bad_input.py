@@ -208,11 +208,6 @@ def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_one_completion_per_prompt():
-    with pytest.raises(ConfigError, match=r"completions_per_prompt: got 1; a group of one has nothing to compare with"):
-        Config(**SMALL | {"completions_per_prompt": 1})
-
-
 def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing():
     for given in ("tiny", load_model("tiny")):
         assert open_local(given, reference=False).capabilities.name == "local"
@@ -247,14 +242,6 @@ def test_a_chart_that_is_not_there_is_said_in_one_sentence():
         chart("rewards", [])
     with pytest.raises(RecordError, match=r"^chart: got 'reward'. Take a step first: await loop.step\(\)\.$"):
         chart("reward", [])
-
-
-def test_an_unknown_setting_names_the_nearest(tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"unknown setting 'learning_rat'\. Did you mean 'learning_rate'\?"):
-        Config(learning_rat=1e-4)
-    (tmp_path / "config.yaml").write_text("completions_per_promt: 8\n")
-    assert command(["train", "--config", str(tmp_path / "config.yaml")]) == 2
-    assert "Did you mean 'completions_per_prompt'?" in capsys.readouterr().err
 
 
 # --- tokenizer and models -------------------------------------------------------------------------------------------
