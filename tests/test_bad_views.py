@@ -42,7 +42,7 @@ from rl_notebook.doctor import diagnose
 from rl_notebook.losses import LossOptions
 from rl_notebook.metrics import step_metrics
 from rl_notebook.recipes.rl_loop import loop_for, main
-from rl_notebook.records import Run, StepRecord, metrics_frame, write_record
+from rl_notebook.records import Run, StepRecord, write_record
 from rl_notebook.step import evaluate_loss, loss_factory
 from rl_notebook.views.charts import LiveCharts, chart, charts, svg
 from rl_notebook.views.dashboard import Dashboard
@@ -291,11 +291,8 @@ def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def run_charts(record: StepRecord) -> str:
-    "The charts over a run of one step, from a table and from a history, which must agree."
-    row = history_row(record)
-    kept, table = (run_payloads(m, record.options) for m in (History([row]), metrics_frame([row])))
-    assert kept == table
-    return drawn(kept)
+    "The charts over a run of one step."
+    return drawn(run_payloads(History([history_row(record)]), record.options))
 
 
 def tokens(record: StepRecord) -> str:
@@ -453,22 +450,19 @@ def test_every_view_of_a_record_draws_it_or_says_what_is_wrong(name: str):
 def test_a_step_without_a_number_among_others_is_a_hole(bad: float):
     "Three steps, of which the second diverged: no value is drawn there, least of all 0."
     rows = [{"step": n, "reward": r, "kl": k} for n, r, k in ((1, 0.5, 0.1), (2, bad, bad), (3, 0.7, 0.3))]
-    for metrics in (History(rows), metrics_frame(rows)):
-        payloads = run_payloads(metrics, {})
-        for line in (payloads["reward"]["reward"], payloads["kl"]["panels"][0]["lines"]["loss"]):
-            drawn_at = {x: y for x, y in zip(line["x"], line["y"], strict=True) if y is not None}
-            assert list(drawn_at) == [1, 3]
-        drawn(payloads)
+    payloads = run_payloads(History(rows), {})
+    for line in (payloads["reward"]["reward"], payloads["kl"]["panels"][0]["lines"]["loss"]):
+        assert [x for x, y in zip(line["x"], line["y"], strict=True) if y is not None] == [1, 3]
+    drawn(payloads)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
 def test_a_kl_that_is_0_but_for_an_infinity_is_not_left_out(bad: float):
     "What is 0 throughout says nothing; a step at which it is no number says much."
     rows = [{"step": n, "kl/k3": k} for n, k in ((1, 0.0), (2, bad), (3, 0.0))]
-    for metrics in (History(rows), metrics_frame(rows)):
-        (panel,) = (payloads := run_payloads(metrics, {}))["kl"]["panels"]
-        assert panel["lines"]["k3"]["y"] == [0.0, None, 0.0]
-        drawn(payloads)
+    (panel,) = (payloads := run_payloads(History(rows), {}))["kl"]["panels"]
+    assert panel["lines"]["k3"]["y"] == [0.0, None, 0.0]
+    drawn(payloads)
 
 
 @pytest.mark.parametrize(

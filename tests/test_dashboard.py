@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -330,23 +329,6 @@ def test_an_error_is_shown_and_raised_and_play_can_be_pressed_again():
         press(dashboard, "step")
         await until(lambda: len(loop.records) == 2 and not dashboard.doing)
         assert (dashboard.error, dashboard.screen.trouble.value) == (None, "")
-
-    run(main())
-
-
-def test_an_error_of_a_run_in_a_cell_is_shown_too(monkeypatch):
-    async def main():
-        reward, loop_of, _ = broken_at(1)
-        loop = loop_of[0] = make_loop(rows=24, reward=lambda completion_text: reward(completion_text))
-        dashboard = Dashboard(loop)
-        tick(dashboard)
-        dashboard.elsewhere = "score"  # as a tick finds it while the cell runs
-        with pytest.raises(Exception, match="cannot") as raised:
-            await loop.run(progress=False)
-        monkeypatch.setattr(sys, "last_value", raised.value, raising=False)  # as IPython leaves it
-        tick(dashboard)
-        assert "cannot" in dashboard.screen.trouble.value
-        assert "step 1, next: score" in dashboard.screen.trouble.value
 
     run(main())
 

@@ -23,16 +23,14 @@ from rl_notebook.cli import main as command
 from rl_notebook.core import ConfigError, RecordError
 from rl_notebook.records import RunFolder, StepRecord, flat_settings, metrics_frame, metrics_row
 from rl_notebook.views.payloads import (
+    History,
     advantages_payload,
     completions_payload,
-    dead_payload,
     header_payload,
     history_row,
     kl_payload,
-    length_payload,
     reward_payload,
     run_payloads,
-    series,
     tokens_payload,
 )
 from rl_notebook.views.report import (
@@ -44,7 +42,6 @@ from rl_notebook.views.report import (
     follow,
     linked,
     material,
-    pick,
     read_spreads,
     report_html,
     run_status,
@@ -115,14 +112,7 @@ class Page(HTMLParser):
 
 def frame(*rows: dict):
     "Metrics of steps 1, 2, …"
-    return metrics_frame({"step": i, **row} for i, row in enumerate(rows, start=1))
-
-
-def test_a_series_is_what_was_measured():
-    metrics = frame({"kl": 0.5}, {"reward": 1.0}, {"kl": 0.0, "reward": None})
-    assert series(metrics, "kl") == {"x": [1, 3], "y": [0.5, 0.0]}
-    assert series(metrics, "reward") == {"x": [2], "y": [1.0]}
-    assert series(metrics, "nothing") == {"x": [], "y": []}
+    return History({"step": i, **row} for i, row in enumerate(rows, start=1))
 
 
 def test_rewards():
@@ -152,14 +142,6 @@ def test_kl_lines_are_drawn_once(row: dict, lines: list[str]):
     payload = kl_payload(frame(row), {"kl_beta": 0.01})
     assert [list(panel["lines"]) for panel in payload["panels"]] == ([lines] if lines else [])
     assert payload["kl_beta"] == 0.01
-
-
-def test_lengths_and_dead_groups():
-    row = {f"completions/{s}_length": float(i) for i, s in enumerate(("mean", "min", "max"))}
-    metrics = frame(row | {"completions/clipped_ratio": 0.5, "frac_dead_high": 0.25, "frac_dead_low": 0.125})
-    one = lambda y: {"x": [1], "y": [y]}
-    assert length_payload(metrics) == {"mean": one(0.0), "min": one(1.0), "max": one(2.0), "clipped": one(0.5)}
-    assert dead_payload(metrics) == {"high": one(0.25), "low": one(0.125)}
 
 
 def test_advantages_of_uneven_groups():
@@ -289,20 +271,13 @@ def test_steps_that_trained_nothing_are_counted_by_reason():
     assert "2 × all groups had equal rewards" in Page(report_html([*idle, synthetic_record(3)])).text
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"), [([], []), ([4], [4]), ([1, 2], [1, 2]), ([1, 2, 3], [1, 2, 3]), ([2, 4, 6, 9], [2, 6, 9])]
-)
-def test_first_middle_and_last(steps: list[int], expected: list[int]):
-    assert pick(steps) == expected
-
-
 def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
     disk, memory = material(run), material(iter(run))
     assert [r.step for r in disk.samples] == [r.step for r in memory.samples] == [1, 4, 7]
     assert [step for step, _ in disk.recent] == [3, 4, 5, 6, 7]
     assert disk.recent == memory.recent
     held_out = {"reward", "functions"}  # was logged beside the records
-    drawn = [run_payloads(m.metrics, {"kl_beta": 0.001}) for m in (disk, memory)]
+    drawn = [run_payloads(History(m.metrics), {"kl_beta": 0.001}) for m in (disk, memory)]
     assert drawn[0].keys() == drawn[1].keys()
     for name in drawn[0].keys() - held_out:
         assert drawn[0][name] == drawn[1][name]
@@ -420,7 +395,7 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
         list(page.figures) == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(len(titles))]
     )
     mean, held_out = (next(t for t in page.figures["f0"]["data"] if t.get("name") == n) for n in ("mean", "held out"))
-    assert mean["y"] == reward_payload(m.metrics)["reward"]["y"]
+    assert mean["y"] == reward_payload(History(m.metrics))["reward"]["y"]
     assert held_out["y"] == [0.25, 0.75]
     assert page.figures["f8"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
     title = page.figures["f4"]["layout"]["annotations"][0]["text"]

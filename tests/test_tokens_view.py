@@ -112,13 +112,13 @@ def test_one_sample_as_plain_values():
     assert payload == {
         "where": "group 0, sample 0 (row 'q')",
         "address": "",
-        "facts": {"advantage": 0.5},
+        "facts": ["advantage 0.5", "prompt 3 tokens, scored 2, masked 0, cut 4"],
         "tokens": [5, 6, 7, 8, 9],
         "texts": ["⏎", "a", "·b", "⏎", "a"],
         "special": [1],
-        "ids_only": False,
         "roles": "pppss",
-        "regions": {"prompt": 3, "masked": 0, "scored": 2, "cut": 4},
+        "prompt": 3,
+        "cut": 4,
         "first": "policy-sampler",
         "clip": None,
         "pair": ["policy", "sampler"],
@@ -307,7 +307,7 @@ def test_versions_of_both_sides_are_shown():
 def test_noise_is_not_stretched_to_full_colour():
     noise = np.random.default_rng(0).normal(0, 1e-7, 50)
     found = series_payload("policy-sampler", noise, np.ones(50, bool))
-    assert {views.css_colour(found, v) for v in noise} == {""}
+    assert {views.hue_of(found, v)[1] for v in noise} == {0.0}
     assert views.hue_of(found, 0.01)[1] < 0.2 < views.hue_of(found, 0.8)[1] < views.hue_of(found, 3.0)[1] == 1
     assert series_payload("dlogprob", noise, np.ones(50, bool))["limit"] < 1e-6
 
@@ -542,14 +542,14 @@ def test_the_module_asks_for_nothing_and_writes_no_markup():
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\s*\(|srcdoc", code
     )
-    assert set(re.findall(r"https?://[^\"']+", code + asset("tokens.css"))) == {"http://www.w3.org/2000/svg"}
+    assert not re.findall(r"https?://[^\"']+", code + asset("tokens.css"))
     assert "url(" not in asset("tokens.css")
 
 
 def test_both_pictures_use_the_same_colours():
-    light = re.search(r"const LIGHT = \{(.*?)\};", asset("tokens.js"))[1]
-    assert {k: v.replace(" ", "") for k, v in re.findall(r"(\w+): \[([\d, ]+)\]", light)} == HUES
-    assert float(re.search(r"const STRONGEST = ([\d.]+)", asset("tokens.js"))[1]) == STRONGEST
+    light = re.search(r"const LIGHT = \{(.*?)\};", asset("scale.js"))[1]
+    assert {k: v.replace(" ", "") for k, v in re.findall(r"(\w+): \[([\d, ]+)\]", light)}.items() >= HUES.items()
+    assert float(re.search(r"const STRONGEST = ([\d.]+)", asset("scale.js"))[1]) == STRONGEST
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")

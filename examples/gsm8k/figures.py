@@ -23,7 +23,7 @@ import rl_notebook as rln
 from rl_notebook.rewards import score
 from rl_notebook.rollouts import encode_rows
 from rl_notebook.views.charts import svg
-from rl_notebook.views.payloads import reward_payload
+from rl_notebook.views.payloads import History, reward_payload
 
 HELD_OUT, TIMES = 100, 8  # rows, and completions of each
 SHOWN = 10  # rows of our own whose completions are shown
@@ -93,7 +93,7 @@ def curve(metrics: pd.DataFrame, held: pd.DataFrame) -> str:
     "Reward of the steps, smoothed, and of held-out rows, as a picture."
     metrics = metrics.drop(columns="reason").rolling(WINDOW, min_periods=1).mean()
     metrics = metrics.join(held.groupby("step")["reward"].mean().rename("eval/reward"), how="outer")
-    return svg(rln.chart("reward", reward_payload(metrics)).figure, f"Reward, means of {WINDOW} steps")
+    return svg(rln.chart("reward", reward_payload(History(metrics))).figure, f"Reward, means of {WINDOW} steps")
 
 
 def completions(own: pd.DataFrame) -> str:

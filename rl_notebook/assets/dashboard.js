@@ -1,6 +1,7 @@
 // The table of completions and the completion that is open.
 
-import { button, make, makeTable, number, visible } from "./table.js";
+import { button, make } from "./elements.js";
+import { makeTable, number, visible } from "./table.js";
 
 function completion(open, inspecting, send) {
   if (!open.facts) return [];

@@ -1,6 +1,7 @@
 // Draws the tables and the figures of a report from the JSON that the page carries, marks what its address names, and reads
 // the page again if it asks for that.
-import { make, makeTable, number } from "./table.js";
+import { make } from "./elements.js";
+import { makeTable, number } from "./table.js";
 
 const carried = (id) => Object.entries(JSON.parse(document.getElementById(id)?.textContent ?? "{}"));
 const seconds = Number(document.querySelector("main").dataset.refresh);

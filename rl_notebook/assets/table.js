@@ -1,5 +1,6 @@
 // A table that its reader sorts, searches and filters. It is given all rows, so nothing but the page that shows it takes
 // part. Everything that a model wrote reaches the page as textContent, never as markup.
+import { button, make } from "./elements.js";
 
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
 const SHOWN = { "\n": "↵", "\t": "⇥" };
@@ -7,21 +8,6 @@ const MANY = 2000; // marks; a text with more of them is shown without setting t
 const LONGEST = 160; // characters of a text in a line
 const NUMERIC = ["number", "bar"];
 const ORDER = new Intl.Collator("en", { numeric: true });
-
-export function make(name, kind, text) {
-  const element = document.createElement(name);
-  if (kind) element.className = kind;
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
-
-export function button(text, title, act) {
-  const element = make("button", "", text);
-  element.type = "button";
-  element.title = title;
-  element.addEventListener("click", act);
-  return element;
-}
 
 // Text in which characters that cannot be seen, such as escape codes and direction marks, are written out; with `ends`,
 // line ends, tabs, and spaces at both ends are marked, too.

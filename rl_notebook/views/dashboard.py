@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import html
 import math
-import sys
 import time
 import traceback
 from collections import deque
@@ -235,13 +234,6 @@ def error_html(error: BaseException, standing: str) -> str:
     ]
     return f'<div class="rld-error" role="alert">{"".join(parts)}</div>'
 
-# %% ../../nbs/53_views.dashboard.ipynb #b3e5a21b
-def surfaced(loop: Loop) -> BaseException | None:
-    "The last exception that a cell ended with, if it came out of this loop."
-    error = getattr(sys, "last_value", None)
-    steps = traceback.walk_tb(error.__traceback__) if isinstance(error, Exception) else ()
-    return error if any(loop in (f.f_locals.get("loop"), f.f_locals.get("self")) for f, _ in steps) else None
-
 # %% ../../nbs/53_views.dashboard.ipynb #bf1982fa
 ICONS = {
     "play": "play",
@@ -330,37 +322,14 @@ def box_of(children: Sequence[ipywidgets.Widget], *kinds: str, **layout: str) ->
     return box
 
 # %% ../../nbs/53_views.dashboard.ipynb #cd3bbd62
-CHANGED_HERE: tuple[str, ...] = (
-    "learning_rate",
-    "kl_beta",
-    "temperature",
-    "policy_loss",
-    "rewards",
-)  # fields of Config
-
-
-def _setting_text(loop: Loop, name: str) -> str:
-    "A setting as one would type it; one that waits for the next step as it will be."
-    value = loop.next_settings.get(name, getattr(loop.cfg, name))
-    return ", ".join(map(str, value)) if name == "rewards" else str(value)
-
-
-def _typed_value(name: str, text: str) -> Any:
-    "What a text in a field means; a number that is none is left for the config to refuse."
-    if name == "rewards":
-        return [part.strip() for part in text.split(",") if part.strip()]
-    with suppress(ValueError):
-        return text if name == "policy_loss" else float(text)
-    return text
-
-
 class SettingsPane:
     "A field for each setting that is changed here, a button, and what became of the last change."
 
     def __init__(self, change: Callable[[], Any]):  # what the button does
-        own = {"policy_loss": {"options": [*POLICY_LOSSES]}, "rewards": {"placeholder": "those it was opened with"}}
-        self.fields = {n: ipywidgets.Combobox(description=n, **own.get(n, {})) for n in CHANGED_HERE}
-        self.texts = dict.fromkeys(CHANGED_HERE, "")  # what the loop has
+        numbers = ("learning_rate", "kl_beta", "temperature")
+        self.fields: dict[str, Any] = {name: ipywidgets.FloatText(description=name) for name in numbers}
+        self.fields["policy_loss"] = ipywidgets.Dropdown(options=[*POLICY_LOSSES], description="policy_loss")
+        self.known: dict[str, Any] = {}  # what the loop has; what waits for the next step as it will be
         self.button, self.said = ipywidgets.Button(description="Change", icon="check"), ipywidgets.HTML()
         self.button.on_click(lambda _: change())
         self.shown = ipywidgets.ToggleButton(description="Settings", icon="sliders", tooltip="Change them while paused")
@@ -369,16 +338,16 @@ class SettingsPane:
 
     def look(self, loop: Loop, busy: str) -> None:  # busy: why nothing can be changed now; empty when it can
         "Show what the loop has, where that is news."
-        texts = {name: _setting_text(loop, name) for name in CHANGED_HERE}
-        for name in (name for name, text in texts.items() if text != self.texts[name]):
-            self.fields[name].value = texts[name]
-        self.texts = texts
+        now = {name: loop.next_settings.get(name, getattr(loop.cfg, name)) for name in self.fields}
+        for name, value in now.items():
+            if value != self.known.get(name):
+                self.fields[name].value = value
+        self.known = now
         self.button.disabled, self.button.tooltip = bool(busy), busy or "Change what was typed"
 
     def typed(self) -> dict[str, Any]:
-        "What was typed and is not what the loop has."
-        texts = {name: field.value.strip() for name, field in self.fields.items()}
-        return {name: _typed_value(name, text) for name, text in texts.items() if text != self.texts[name]}
+        "What was chosen and is not what the loop has."
+        return {name: f.value for name, f in self.fields.items() if f.value != self.known.get(name)}
 
 # %% ../../nbs/53_views.dashboard.ipynb #ad538ee0
 class Screen:
@@ -536,25 +505,15 @@ def refresh_head(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/53_views.dashboard.ipynb #17a57bf7
 async def find_words(dashboard: Dashboard) -> None:
-    "Find the words for the newest step, until there is no newer one."
-    d = dashboard
-    while d.said is not d.record and not d.closed:
-        record = d.record
-        try:
-            words = await asyncio.to_thread(words_html, record, d.previous)
-        except Exception as e:  # any error of the x-ray is shown
-            return d.stumble(e)
-        if record is d.record and not d.closed:
-            d.said, d.screen.words.value, d.stale = record, words, True
-
-
-def say(dashboard: Dashboard) -> None:
-    "Show the words for the last step: at once without an event loop, else when they are found."
-    d, home = dashboard, running_loop()
-    if home is None or d.record is None:
-        d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
-    elif d.finding is None or d.finding.done():
-        d.finding = home.create_task(find_words(d))
+    "Find the words for the newest step in a worker thread."
+    d, record = dashboard, dashboard.record
+    try:
+        words = await asyncio.to_thread(words_html, record, d.previous)
+    except Exception as e:  # any error of the x-ray is shown
+        words = ""
+        d.stumble(e)
+    if record is d.record and not d.closed:
+        d.said, d.screen.words.value, d.stale = record, words, True
 
 # %% ../../nbs/53_views.dashboard.ipynb #4c324996
 def values_of(loop: Loop) -> tuple[Any, ...]:
@@ -611,22 +570,20 @@ def draw_record(dashboard: Dashboard) -> None:
     if opened is not None and (d.shown is None or opened[0].step > d.shown.step):  # it was undone
         d.screen.close_completion()
     draw_samples(d)
-    say(d)
+    if d.home is None or d.record is None:
+        d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
     refresh_head(d)
     d.stale = True
 
 # %% ../../nbs/53_views.dashboard.ipynb #6b798b76
 def tick(dashboard: Dashboard) -> None:
-    "Look what the loop is doing, and whether a cell has just ended with an error of it, however soon."
+    "Look what the loop is doing, whoever runs it."
     d = dashboard
     listen()
-    mine = d.doing or d.window is not None
-    was, elsewhere = d.elsewhere, "" if mine else run_elsewhere(d.loop)
-    old, d.elsewhere, d.seen = d.seen, elsewhere, surfaced(d.loop)
+    was, elsewhere = d.elsewhere, "" if d.doing or d.window is not None else run_elsewhere(d.loop)
+    d.elsewhere = elsewhere
     if elsewhere and not was:
         d.show_error(None)
-    elif not mine and d.seen is not None and d.seen is not old:
-        d.show_error(d.seen)
     passing = (d.doing or elsewhere) and not d.delay and time.monotonic() - d.watch.since < PASSING
     try:
         if not passing:  # else what is drawn is the last step, all of it
@@ -642,6 +599,8 @@ async def follow(dashboard: Dashboard) -> None:
     "Keep up with the loop until the dashboard is closed."
     while not dashboard.closed:
         tick(dashboard)
+        if dashboard.said is not dashboard.record:
+            await find_words(dashboard)
         await asyncio.sleep(TICK)
 
 # %% ../../nbs/53_views.dashboard.ipynb #2ab1f396
@@ -699,12 +658,11 @@ class Dashboard(Player):
         self.values: tuple[Any, ...] = ()  # of the current step, as they were drawn
         self.error: BaseException | None = None  # what is shown in the error box
         self.said: StepRecord | None = None  # what the words on the screen are about
-        self.finding: asyncio.Task[None] | None = None  # finds words
         self.stumbled: BaseException | None = None  # the last error of drawing
         self.elsewhere, self.after = "", ""  # what another caller runs; the last phase of the current step
         self.still: WithFallback | None = None  # the output that it is displayed in
         self.stale, self.pictured = True, 0.0  # whether its picture is out of date, and when it was drawn
-        self.seen, self.home = surfaced(loop), running_loop()  # the last error of a cell; whose thread draws
+        self.home = running_loop()  # whose thread draws
         self.screen = Screen(self, rows)
         loop.outputs.append(self.take)
         loop.on_undo.append(self.forget)

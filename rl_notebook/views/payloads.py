@@ -8,9 +8,8 @@ from __future__ import annotations
 import base64
 import math
 import re
-from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -19,8 +18,11 @@ import numpy as np
 import pandas as pd
 
 from ..advantages import is_dead
-from ..core import PromptGroup, RecordError, RolloutSample
-from ..drawings import prompt_text, shown_text, token_texts
+from ..core import AlignmentError, Datum, DatumError, PromptGroup, RecordError, RolloutSample, frozen_array
+from ..doctor import SETTLED, Diagnosis, weigh
+from ..drawings import number, prompt_text, shown_text, token_texts
+from ..evidence import Evidence, gather, tolerance
+from ..options import SEQUENCE_RATIO
 from ..records import StepRecord, metrics_row, utf8
 from ..xray import ROUNDING, scored_first, version_at_start
 
@@ -32,106 +34,72 @@ Series = dict[str, list]  # {"x": steps, "y": values}
 DRAWN = 500  # points of a line on a screen
 
 
-def _kept(y: np.ndarray, limit: int) -> np.ndarray:
+def _kept(y: np.ndarray, limit: int) -> list[int]:
     "Places of the first, the last, and the lowest and highest value (and one gap) of each stretch."
-    gaps = ~np.isfinite(y)
-    width = -(-len(y) // max((limit - 2) // (3 if gaps.any() else 2), 1))
-    start = np.arange(0, len(y), width)
-    filled = np.empty((2, len(start) * width))
-    filled[0, len(y) :], filled[1, len(y) :] = np.inf, -np.inf
-    filled[:, : len(y)] = y if not gaps.any() else np.where(gaps, [[np.inf], [-np.inf]], y)
-    low, high = filled.reshape(2, len(start), width)
-    gap = np.flatnonzero(gaps)
-    gap = gap[np.unique(gap // width, return_index=True)[1]]
-    return np.unique(np.concatenate([[0, len(y) - 1], start + low.argmin(1), start + high.argmax(1), gap]).astype(int))
+    keep = {0, len(y) - 1}
+    for part in np.array_split(np.arange(len(y)), max((limit - 2) // 3, 1)):
+        there = np.isfinite(y[part])
+        keep |= {*part[~there][:1].tolist()}
+        if there.any():
+            known = part[there]
+            keep |= {int(known[y[known].argmin()]), int(known[y[known].argmax()])}
+    return sorted(keep)
 
 
 def _series(x: np.ndarray, y: np.ndarray, limit: int | None) -> Series:
     "Steps and values as plain lists, at most `limit` of them."
     if limit is not None and len(x) > limit:
-        keep = _kept(y, limit)
-        x, y = x[keep], y[keep]
-    values = y.tolist()
-    return {"x": x.tolist(), "y": values if np.isfinite(y).all() else [v if math.isfinite(v) else None for v in values]}
+        x, y = x[keep := _kept(y, limit)], y[keep]
+    return {"x": x.tolist(), "y": [v if math.isfinite(v) else None for v in y.tolist()]}
 
 
 def downsample(series: Series, limit: int = DRAWN) -> Series:
     "A series of at most `limit` points with the first, the last and all extremes of the whole, for drawing only."
-    if limit < 5:
-        raise RecordError("downsample: limit", got=limit, expected="at least 5", fix="Draw fewer lines instead.")
     return _series(np.asarray(series["x"]), np.array(series["y"], dtype=np.float64), limit)
 
 # %% ../../nbs/50_views.payloads.ipynb #4e132720
-class History:
-    "Metrics column by column; adding a row costs the same however many there are."
+class History(dict[str, dict[int, float]]):
+    "The values of each metric by step; adding a row costs the same however many there are."
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}  # steps and values
+    def __init__(
+        self,
+        rows: pd.DataFrame | Iterable[Mapping[str, Any]] = (),  # of `Run.metrics`, `history_row` or `metrics_row`
+    ):
         self.step = 0  # of the last row
-        for row in rows:
+        for row in rows.reset_index().to_dict("records") if isinstance(rows, pd.DataFrame) else rows:
             self.add(row)
 
-    def add(
-        self,
-        row: Mapping[str, Any],  # of `history_row` or `metrics_row`; what is not a number is left out
-    ) -> None:
-        "Add what was measured at a step, later than or as late as the last one; the later value wins."
+    def add(self, row: Mapping[Any, Any]) -> None:
+        "Add the numbers of a step, later than or as late as the last one; the later value wins."
         if (step := int(row["step"])) < self.step:
             fix = "Call rewind(step) first."
             raise RecordError("history", got=f"step {step} after step {self.step}", expected="a later one", fix=fix)
         self.step = step
         for name, value in row.items():
-            if name == "step" or not isinstance(value, int | float) or math.isnan(value):
-                continue
-            x, y = self._columns.setdefault(name, (array("q"), array("d")))
-            if x and x[-1] == step:
-                y[-1] = value
-            else:
-                x.append(step)
-                y.append(value)
+            if name != "step" and isinstance(value, int | float) and not math.isnan(value):
+                self.setdefault(name, {})[step] = float(value)
 
     def rewind(self, step: int) -> None:
         "Forget everything after a step."
         self.step = min(self.step, step)
-        for x, y in self._columns.values():
-            while x and x[-1] > step:
-                x.pop()
-                y.pop()
+        for values in self.values():
+            while values and next(reversed(values)) > step:
+                values.popitem()
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         "Steps and values of a metric, empty if it was never measured."
-        x, y = self._columns.get(name, ((), ()))
-        return np.array(x, dtype=np.int64), np.array(y, dtype=np.float64)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
+        found = self.get(name, {})
+        return np.array([*found], dtype=np.int64), np.array([*found.values()], dtype=np.float64)
 
 # %% ../../nbs/50_views.payloads.ipynb #938fb6b7
-Metrics = pd.DataFrame | History  # one row a step, or one row added a step
-
-# %% ../../nbs/50_views.payloads.ipynb #41fd7a44
-def column(metrics: Metrics, name: str) -> tuple[np.ndarray, np.ndarray]:  # steps, values
-    "A metric where it was measured."
-    if isinstance(metrics, History):
-        return metrics.column(name)
-    if name not in metrics:
-        return np.zeros(0, np.int64), np.zeros(0)
-    values = metrics[name].to_numpy(dtype=np.float64)
-    there = ~np.isnan(values)
-    return metrics.index.to_numpy(dtype=np.int64)[there], values[there]
-
-
-def series(metrics: Metrics, name: str, limit: int | None = None) -> Series:
+def series(metrics: History, name: str, limit: int | None = None) -> Series:
     "A metric over the steps at which it was measured."
-    return _series(*column(metrics, name), limit)
+    return _series(*metrics.column(name), limit)
 
 
-def last_value(metrics: Metrics, name: str) -> float | None:
+def last_value(metrics: History, name: str) -> float | None:
     "The last value of a metric, or None."
-    y = column(metrics, name)[1]
+    y = metrics.column(name)[1]
     return float(y[-1]) if len(y) and math.isfinite(y[-1]) else None
 
 # %% ../../nbs/50_views.payloads.ipynb #393d9c0c
@@ -175,15 +143,15 @@ def history_row(record: StepRecord) -> dict[str, Any]:
     return metrics_row(record) | spread | ages_row(record)
 
 # %% ../../nbs/50_views.payloads.ipynb #5bc4988a
-def _five(metrics: Metrics, name: str, limit: int | None) -> dict[str, Series]:
+def _five(metrics: History, name: str, limit: int | None) -> dict[str, Series]:
     "Five numbers over the steps."
     return {stat: series(metrics, f"{name}/{stat}", limit) for stat in FIVE}
 
 
-def reward_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+def reward_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Mean reward, its std inside groups, quartiles between them, each reward function, and held-out reward."
     names = [c.split("/", 1)[1].removesuffix("/mean") for c in metrics if re.fullmatch(r"rewards/.*/mean", c)]
-    (x, mean), (at, std) = column(metrics, "reward"), column(metrics, "reward_std")
+    (x, mean), (at, std) = metrics.column("reward"), metrics.column("reward_std")
     both, i, j = np.intersect1d(x, at, assume_unique=True, return_indices=True)
     ends = {"low": mean[i] - std[j], "high": mean[i] + std[j]}
     return {
@@ -206,7 +174,7 @@ _PANELS = (  # name, unit, lines and their metrics, power of the noise floor, wh
 
 
 def kl_payload(
-    metrics: Metrics, settings: Mapping[str, Any], noise_floor: float | None = None, limit: int | None = None
+    metrics: History, settings: Mapping[str, Any], noise_floor: float | None = None, limit: int | None = None
 ) -> dict[str, Any]:
     "Panels of what is more than rounding, lines and noise floor in their unit, what is not, and the KL's weight."
     floor = last_value(metrics, "noise_floor") if noise_floor is None else noise_floor
@@ -227,9 +195,9 @@ def kl_payload(
 BARS = 100  # of a chart of shares
 
 
-def bar_means(metrics: Metrics, name: str, limit: int | None = BARS) -> Series:
+def bar_means(metrics: History, name: str, limit: int | None = BARS) -> Series:
     "A metric as bars: at most `limit` of them, each the mean over equally many steps, at the first of them."
-    x, y = column(metrics, name)
+    x, y = metrics.column(name)
     width = 1 if limit is None else max(1, -(-len(x) // limit))
     if width == 1:
         return _series(x, y, None)
@@ -237,25 +205,25 @@ def bar_means(metrics: Metrics, name: str, limit: int | None = BARS) -> Series:
     return _series(x[starts], np.add.reduceat(y, starts) / np.diff(np.append(starts, len(y))), None)
 
 
-def length_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+def length_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Completion lengths in tokens, and the share that was cut at the limit."
     names = {stat: f"completions/{stat}_length" for stat in ("mean", "min", "max")}
     lengths = {stat: series(metrics, name, limit) for stat, name in names.items()}
     return {**lengths, "clipped": series(metrics, "completions/clipped_ratio", limit)}
 
 
-def dead_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+def dead_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Shares of groups without signal: all completions earned much, and all little."
     names = {"high": "frac_dead_high", "low": "frac_dead_low"}
     return {which: bar_means(metrics, name, limit and BARS) for which, name in names.items()}
 
 # %% ../../nbs/50_views.payloads.ipynb #72d92742
-def advantage_spread_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+def advantage_spread_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Ends, quartiles and median of the advantages of each step."
     return _five(metrics, "advantages", limit)
 
 
-def token_share_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+def token_share_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Share of sampled tokens with positive, negative and zero advantage."
     signs = ("plus", "minus", "zero")
     return {sign: bar_means(metrics, f"advantages/tokens_{sign}", limit and BARS) for sign in signs}
@@ -265,12 +233,12 @@ TIMED = ("sample", "reference", "backward", "optimize", "sync")  # phases that c
 WITHIN = ("remember",)  # putting a state aside is part of another phase
 
 
-def time_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
+def time_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Seconds of a step by phase."
     found: dict[str, dict[int, float]] = {phase: {} for phase in (*TIMED, "")}
     for name in [name.removeprefix("seconds/") for name in metrics if name.startswith("seconds/")]:
         phase = "sample" if name == "refill" else name if name in TIMED else ""
-        for step, seconds in zip(*column(metrics, f"seconds/{name}"), strict=True) if name not in WITHIN else ():
+        for step, seconds in zip(*metrics.column(f"seconds/{name}"), strict=True) if name not in WITHIN else ():
             found[phase][int(step)] = found[phase].get(int(step), 0.0) + float(seconds)
     steps = sorted({step for spent in found.values() for step in spent})
     rows = History({"step": s, **{p: spent.get(s, 0.0) for p, spent in found.items()}} for s in steps)
@@ -280,17 +248,17 @@ def time_payload(metrics: Metrics, limit: int | None = None) -> dict[str, Any]:
 OLDEST = 4  # versions; groups of this staleness and more are counted together
 
 
-def is_asynchronous(metrics: Metrics) -> bool:
+def is_asynchronous(metrics: History) -> bool:
     "Whether these are metrics of rollouts beside training."
     return "async/version_offset_max" in metrics
 
 
-def _age_shares(metrics: Metrics, limit: int | None) -> dict[str, Series]:
+def _age_shares(metrics: History, limit: int | None) -> dict[str, Series]:
     "Shares of the trained groups by staleness, as bars; each the mean over equally many steps, at the first of them."
     ages = sorted(int(name.removeprefix("ages/")) for name in metrics if re.fullmatch(r"ages/\d+", name))
     if not ages:
         return {}
-    found = {age: column(metrics, f"ages/{age}") for age in ages}
+    found = {age: metrics.column(f"ages/{age}") for age in ages}
     x = np.unique(np.concatenate([steps for steps, _ in found.values()]))
     counts = np.zeros((min(ages[-1], OLDEST) + 1, len(x)))
     for age, (steps, n) in found.items():
@@ -303,17 +271,17 @@ def _age_shares(metrics: Metrics, limit: int | None) -> dict[str, Series]:
     return {name: _series(x[starts], y, None) for name, y in zip(names, shares, strict=True)}
 
 
-def staleness_payload(metrics: Metrics, settings: Mapping[str, Any], limit: int | None = None) -> dict[str, Any]:
+def staleness_payload(metrics: History, settings: Mapping[str, Any], limit: int | None = None) -> dict[str, Any]:
     "Staleness of the trained groups in versions: mean and ends, the bound that was set, shares of the groups."
     lines = {stat: series(metrics, f"async/version_offset_{stat}", limit) for stat in ("mean", "min", "max")}
     bound = settings.get("max_head_offpolicy_versions")
     return {**lines, "bound": bound, "ages": _age_shares(metrics, limit and BARS)}
 
 # %% ../../nbs/50_views.payloads.ipynb #feff8449
-def pipeline_payload(metrics: Metrics, settings: Mapping[str, Any], limit: int | None = None) -> dict[str, Any]:
+def pipeline_payload(metrics: History, settings: Mapping[str, Any], limit: int | None = None) -> dict[str, Any]:
     "Rows in flight, ready, and for which there was room; and the shares of the time that trainer and sampler waited."
     rows = {"in_flight": series(metrics, "async/in_flight", limit), "ready": series(metrics, "async/ready", limit)}
-    samples, (x, free) = settings.get("completions_per_prompt"), column(metrics, "async/staleness_capacity_at_step")
+    samples, (x, free) = settings.get("completions_per_prompt"), metrics.column("async/staleness_capacity_at_step")
     rows["room"] = _series(x, np.maximum(free, 0) // samples, limit) if samples else {"x": [], "y": []}
     waits = {"trainer": "perf/wait_time_ratio", "sampler": "perf/sampler_idle_ratio"}
     return {**rows, "waits": {who: series(metrics, name, limit) for who, name in waits.items()}}
@@ -390,21 +358,14 @@ def timeline_payload(
     every = max(1, -(-len(bars) // rows))
     while max(lane := packed_lanes(kept := bars[::every]), default=0) >= lanes:
         every += 1
-    ends = {"begin": begin, "end": max((bar["end"] for bar in (*phases, *bars)), default=begin)}
-    shown = sorted({p["step"] for p in phases})
+    end = max((bar["end"] for bar in (*phases, *bars)), default=begin)
     drawn = [bar | {"lane": i} for bar, i in zip(kept, lane, strict=True)]
-    return {
-        "steps": shown,
-        **ends,
-        "phases": phases,
-        "rows": drawn,
-        "every": every,
-        "total": len(bars),
-    }
+    about = {"steps": sorted({p["step"] for p in phases}), "begin": begin, "end": end}
+    return about | {"phases": phases, "rows": drawn, "every": every, "total": len(bars)}
 
 # %% ../../nbs/50_views.payloads.ipynb #9c82c4cf
 def run_payloads(
-    metrics: Metrics,
+    metrics: History,
     settings: Mapping[str, Any],  # dotted names
     noise_floor: float | None = None,  # nats
     limit: int | None = DRAWN,  # points of a line; None = all
@@ -584,21 +545,13 @@ def header_payload(metrics: pd.DataFrame, settings: Mapping[str, Any], name: str
         "KL to the reference": "kl",
         "tokens per completion": "completions/mean_length",
     }
-    found = {label: series(metrics, column) for label, column in tiles.items()}
+    history = History(metrics[[column for column in tiles.values() if column in metrics]])
+    found = {label: series(history, column) for label, column in tiles.items()}
     numbers = [(label, s["y"][0], s["y"][-1], s["x"][0], s["x"][-1]) for label, s in found.items() if s["x"]]
     column = lambda key: metrics[key].tolist() if key in metrics else []
     idle = dict(Counter(reason for reason in column("reason") if reason))
     recorded = sum(not math.isnan(v) for v in column("policy_version"))
     return {"name": name, "facts": facts, "numbers": numbers, "steps": recorded, "idle": idle}
-
-# %% ../../nbs/50_views.payloads.ipynb #710c5f41
-import torch
-
-from ..core import AlignmentError, Datum, DatumError, LossOutput, frozen_array
-from ..doctor import SETTLED, Diagnosis, weigh
-from ..evidence import Evidence, gather, tolerance
-from ..losses import KL_ESTIMATORS, POLICY_LOSSES, ActiveTokens, LossOptions, log_ratio, sequence_ratio
-from ..options import SEQUENCE_RATIO
 
 # %% ../../nbs/50_views.payloads.ipynb #d8d9e673
 @dataclass(frozen=True, eq=False)
@@ -624,24 +577,20 @@ class TokenRow:
         return f"group {self.group}, sample {self.sample}" + (f" (row {self.key!r})" if self.key else "")
 
 # %% ../../nbs/50_views.payloads.ipynb #7907e476
-def _fitting(name: str, values: Any, datum: Datum) -> np.ndarray:  # (N-1,)
-    "A series as an array with one entry per target."
-    coordinate = getattr(values, "coordinate", "target")
-    array = frozen_array(np.asarray(getattr(values, "values", values), np.float64), np.float64)
-    if coordinate != "target" or len(array) != len(datum.weights):
-        got = f"{len(array)} values in {coordinate} coordinates for {len(datum.tokens)} tokens"
-        expected = f"{len(datum.weights)}, one per target"
-        raise AlignmentError(name, where=datum.where, got=got, expected=expected, fix="See rl_notebook.align.")
-    return array
-
-
-def _per_datum(name: str, series: Sequence[Any] | None, datums: Sequence[Datum]) -> list[np.ndarray | None]:
-    "One array per datum; None where there is no such series."
-    if series is None:
-        return [None] * len(datums)
+def _per_datum(name: str, series: Sequence[Any], datums: Sequence[Datum]) -> list[np.ndarray]:
+    "One array of (N-1,) per datum, in target coordinates."
     if len(series) != len(datums):
         raise AlignmentError(name, got=f"{len(series)} series for {len(datums)} datums", expected="one per datum")
-    return [_fitting(name, s, d) for s, d in zip(series, datums, strict=True)]
+    found = list[np.ndarray]()
+    for values, datum in zip(series, datums, strict=True):
+        coordinate = getattr(values, "coordinate", "target")
+        array = frozen_array(np.asarray(getattr(values, "values", values), np.float64), np.float64)
+        if coordinate != "target" or len(array) != len(datum.weights):
+            got = f"{len(array)} values in {coordinate} coordinates for {len(datum.tokens)} tokens"
+            expected = f"{len(datum.weights)}, one per target"
+            raise AlignmentError(name, where=datum.where, got=got, expected=expected, fix="See rl_notebook.align.")
+        found.append(array)
+    return found
 
 # %% ../../nbs/50_views.payloads.ipynb #0bf26409
 def _about(sample: RolloutSample | None) -> dict[str, Any]:
@@ -659,18 +608,17 @@ def _raw(sample: RolloutSample | None, size: int) -> dict[str, np.ndarray]:
     return {} if np.array_equal(raw, drawn, equal_nan=True) else {"sampler_raw": raw}
 
 
-def _datum_row(datum: Datum, others: Mapping[str, np.ndarray | None], sample: RolloutSample | None) -> TokenRow:
+def _datum_row(datum: Datum, others: Mapping[str, np.ndarray], sample: RolloutSample | None) -> TokenRow:
     "A row from a datum, series about it, and its sample if there is a record."
-    names = {"policy": None, "old": "old_logprobs", "sampler": "sampler_logprobs", "ref": "ref_logprobs"}
-    found = {name: getattr(datum, attr) if attr else others.get(name) for name, attr in names.items()}
-    found |= _raw(sample, len(datum.weights)) | dict(others)
+    found = {"policy": others.get("policy"), "old": datum.old_logprobs, "sampler": datum.sampler_logprobs}
+    found |= {"ref": datum.ref_logprobs} | _raw(sample, len(datum.weights)) | dict(others)
     scalar = not isinstance(datum.advantage, np.ndarray)
     found |= {} if scalar else {"advantage": datum.advantage}
     first = int(np.argmax(datum.active)) + 1 if datum.active.any() else 0
     return TokenRow(
         tokens=datum.tokens,
         scored=datum.active,
-        series={name: values for name, values in found.items() if values is not None},
+        series={name: np.asarray(values) for name, values in found.items() if values is not None},
         prompt_len=min(sample.prompt_len, len(datum.tokens)) if sample else first,
         group=datum.group,
         sample=datum.sample,
@@ -698,32 +646,21 @@ def _sample_row(group: PromptGroup, i: int, why: str) -> TokenRow:
     )
 
 
-def _entropies(loss: LossOutput | None) -> list[np.ndarray] | None:
-    "The policy's entropy at every target, one array per datum; None where it is not known of all."
-    found = [lp.entropy for lp in loss.logprobs] if loss else []
-    known = [h for h in found if h is not None]
-    return known if known and len(known) == len(found) else None
+def _series_of(record: StepRecord) -> dict[str, Sequence[Any]]:
+    "What the loss of a record knows of every target, one array per datum; the entropy only if it is known of all."
+    if record.loss is None:
+        return {}
+    found: dict[str, Sequence[Any]] = {"policy": record.loss.logprobs, "dlogprob": record.loss.dlogprobs}
+    entropies = [lp.entropy for lp in record.loss.logprobs]
+    return found | ({} if not entropies or any(h is None for h in entropies) else {"entropy": entropies})
 
 
-def _record_rows(record: StepRecord, extra: Mapping[str, Sequence[Any]]) -> list[TokenRow]:
-    "The rows of a record: its datums, and the samples that have none."
-    loss, datums = record.loss, record.datums
-    given = {"policy": loss and loss.logprobs, "dlogprob": loss and loss.dlogprobs, "entropy": _entropies(loss)}
-    given |= extra
-    series = {name: _per_datum(name, values, datums) for name, values in given.items()}
-    samples = {(g.index, i): (g, s) for g in record.groups for i, s in enumerate(g.samples)}
-    rows = [
-        _datum_row(
-            d, {name: values[i] for name, values in series.items()}, samples.get((d.group, d.sample), (0, None))[1]
-        )
-        for i, d in enumerate(datums)
-    ]
-    there = {(row.group, row.sample) for row in rows}
+def _untrained_rows(record: StepRecord) -> list[TokenRow]:
+    "The samples of a record that are in no datum."
+    there = {(d.group, d.sample) for d in record.datums}
     why = lambda g: "no advantages yet" if g.advantages is None else "its group carries no signal"
-    left = [(g, i) for (_, i), (g, _) in samples.items() if (g.index, i) not in there]
-    rows += [_sample_row(g, i, record.reason or why(g)) for g, i in left]
-    rows = [replace(row, options=record.options, step=record.step) for row in rows]
-    return sorted(rows, key=lambda row: (row.group, row.sample))
+    left = [(g, i) for g in record.groups for i in range(len(g.samples)) if (g.index, i) not in there]
+    return [_sample_row(g, i, record.reason or why(g)) for g, i in left]
 
 # %% ../../nbs/50_views.payloads.ipynb #7726010e
 def token_rows(
@@ -733,15 +670,17 @@ def token_rows(
     extra: Mapping[str, Sequence[Any]] | None = None,  # further series by name, one array per datum, (N-1,)
 ) -> list[TokenRow]:  # ordered by group and sample
     "Every sequence of a step with all its series; raises AlignmentError where one does not fit its tokens."
-    more = dict(extra or {}) | ({} if policy_logprobs is None else {"policy": policy_logprobs})
-    if isinstance(source, StepRecord):
-        return _record_rows(source, more)
-    datums = list(source)
-    if wrong := [type(d).__name__ for d in datums if not isinstance(d, Datum)]:
+    record = source if isinstance(source, StepRecord) else StepRecord(0, datums=tuple(source))
+    if wrong := [type(d).__name__ for d in record.datums if not isinstance(d, Datum)]:
         raise DatumError("tokens to look at", got=wrong[0], expected="a StepRecord, or a list of Datum")
-    series = {name: _per_datum(name, values, datums) for name, values in more.items()}
-    rows = [_datum_row(d, {name: values[i] for name, values in series.items()}, None) for i, d in enumerate(datums)]
-    return sorted(rows, key=lambda row: (row.group, row.sample))
+    given = _series_of(record) | dict(extra or {})
+    given |= {} if policy_logprobs is None else {"policy": policy_logprobs}
+    series = {name: _per_datum(name, values, record.datums) for name, values in given.items()}
+    samples = {(g.index, i): s for g in record.groups for i, s in enumerate(g.samples)}
+    of = lambda d, i: _datum_row(d, {n: values[i] for n, values in series.items()}, samples.get((d.group, d.sample)))
+    rows = [*(of(d, i) for i, d in enumerate(record.datums)), *_untrained_rows(record)]
+    named = [replace(row, options=record.options, step=record.step or None) for row in rows]
+    return sorted(named, key=lambda row: (row.group, row.sample))
 
 # %% ../../nbs/50_views.payloads.ipynb #8a0c3e32
 TRAINERS = ("policy", "old", "ref")  # the first that a row has stands for the trainer
@@ -752,8 +691,10 @@ def trainer_of(row: TokenRow) -> str | None:
     return next((name for name in TRAINERS if name in row.series), None)
 
 
-def _options(row: TokenRow) -> LossOptions | None:
+def _options(row: TokenRow) -> Any:  # LossOptions | None
     "The loss options of a row; None if it was trained with a loss that is not known here."
+    from rl_notebook.losses import POLICY_LOSSES, LossOptions  # loads torch, which reading a record does not need
+
     known = {f.name: row.options[f.name] for f in fields(LossOptions) if f.name in row.options}
     ours = str(known.get("policy_loss", "grpo")) in POLICY_LOSSES and "make_loss" not in row.options
     return LossOptions(**known) if known and ours else None
@@ -761,6 +702,10 @@ def _options(row: TokenRow) -> LossOptions | None:
 
 def _ratios(row: TokenRow) -> dict[str, np.ndarray]:
     "The policy's ratio to its anchor as the loss took it, before and after clipping."
+    import torch
+
+    from rl_notebook.losses import ActiveTokens, LossOptions, log_ratio, sequence_ratio
+
     o = _options(row) or LossOptions()
     anchor = "sampler" if o.anchor == "rollout" or o.policy_loss == "reinforce" else "old"
     if not {"policy", anchor} <= row.series.keys():
@@ -769,12 +714,13 @@ def _ratios(row: TokenRow) -> dict[str, np.ndarray]:
     zero, whole = torch.zeros(len(p), dtype=torch.long), torch.tensor([len(p)])
     t = ActiveTokens(policy=p, old=a, sampler=None, ref=None, advantage=torch.zeros_like(p), sample=zero, lengths=whole)
     by_sequence = o.policy_loss in SEQUENCE_RATIO
-    ratio = (
-        sequence_ratio(t, o.knob("seq_ratio_log_cap")) if by_sequence else log_ratio(t, o.knob("ratio_log_cap")).exp()
-    )
+    ratio = lambda: log_ratio(t, o.knob("ratio_log_cap")).exp()
     raw = np.full(len(row.scored), np.nan)
-    raw[row.scored] = ratio.numpy()
-    return {"ratio": raw} | ({} if o.knob("eps_clip") is None else {"ratio_clipped": np.clip(raw, *o.clip_range)})
+    raw[row.scored] = (sequence_ratio(t, o.knob("seq_ratio_log_cap")) if by_sequence else ratio()).numpy()
+    if o.knob("eps_clip") is None:
+        return {"ratio": raw}
+    low, high = o.clip_range
+    return {"ratio": raw, "ratio_clipped": np.clip(raw, low, high)}
 
 # %% ../../nbs/50_views.payloads.ipynb #9c2b3d78
 def turns(scored: np.ndarray) -> np.ndarray:  # (N-1,) int
@@ -789,8 +735,8 @@ def _differences(row: TokenRow) -> dict[str, np.ndarray]:
     pairs = [(trainer, other) for other in ("sampler", "old", "ref") if trainer and other != trainer]
     out = {f"{a}-{b}": found[a] - found[b] for a, b in pairs if b in found and (a, b) != ("old", "ref")}
     if {"policy", "ref"} <= found.keys():
-        p, f = (torch.from_numpy(np.array(found[name])) for name in ("policy", "ref"))
-        out["kl"] = KL_ESTIMATORS["k3"](p, f).numpy()
+        gap = found["ref"] - found["policy"]
+        out["kl"] = np.exp(gap) - gap - 1
     return out
 
 
@@ -806,10 +752,7 @@ def all_series(row: TokenRow) -> dict[str, np.ndarray]:  # (N-1,) each
 
 # %% ../../nbs/50_views.payloads.ipynb #1ee69416
 FLOORS = {"logprob": 1.0, "ratio": 1e-3, "kl": 1e-3, "gradient": 0.0}  # smallest scale of a kind
-NEAR, FAR = (
-    0.01,
-    3.0,
-)  # nats; the scale of a difference: even to the first, then logarithmic, full at the second
+NEAR, FAR = 0.01, 3.0  # nats; a difference has an even scale to the first, then in decades, full at the second
 NOISE = ROUNDING["float32"].mean * 2  # nats; what counts as rounding where nothing else is known
 LABELS = {
     "policy": ("policy logprob", "logprob"),
@@ -878,39 +821,35 @@ def _first_look(series: Sequence[Mapping[str, Any]], row: TokenRow) -> str:
     return gap["name"] if gap and far(gap) else trainer_of(row) or series[0]["name"]
 
 
-def _fact(value: Any) -> float | str | None:
-    "A fact as JSON holds it; None is not known, while NaN is known to be wrong."
-    if isinstance(value, str):
-        return shown_text(value).replace("·", " ")
-    if value is None:
-        return None
-    return _plain(np.array([value], float))[0] if math.isfinite(value) else str(value)
+def _facts(row: TokenRow, roles: str) -> list[str]:
+    "What is known of a sample, in words; NaN is not left out, since it is known to be wrong."
+    said = lambda v: shown_text(v).replace("·", " ") if isinstance(v, str) else f"{v:.4g}"
+    counts = f"prompt {roles.count('p')} tokens, scored {roles.count('s')}, masked {roles.count('m')}, cut {row.cut}"
+    return [*(f"{name} {said(v)}" for name, v in row.facts.items() if v is not None), counts]
 
 
 def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) -> dict[str, Any]:
-    "One sample as plain values: tokens, roles, and every series with its scale."
+    "One sample as plain values: tokens, roles, and every series with its scale; below `floor`, nats, is rounding."
     texts, special = token_texts(row.tokens, tokenizer)
-    roles = _roles(row)
+    roles, trainer, options = _roles(row), trainer_of(row), _options(row)
     series = [series_payload(name, np.asarray(v), row.scored, floor) for name, v in all_series(row).items()]
-    trainer, options, found = trainer_of(row), _options(row), row.series
-    both = trainer is not None and "sampler" in found
     # those derived from them say it again
     holes = [s for s in series if s["bad"] and s["kind"] in ("logprob", "gradient")]
     clip = options is not None and options.knob("eps_clip") is not None
     return {
         "where": row.where,
         "address": "" if row.step is None else address(row.step, row.group, row.sample),
-        "facts": {name: _fact(value) for name, value in row.facts.items()},
+        "facts": [*_facts(row, roles), *(["no tokenizer: ids are shown"] if tokenizer is None else [])],
         "tokens": row.tokens.tolist(),
         "texts": texts,
         "special": special,
-        "ids_only": tokenizer is None,
         "roles": roles,
-        "regions": {"prompt": roles.count("p"), "masked": roles.count("m"), "scored": roles.count("s"), "cut": row.cut},
+        "prompt": roles.count("p"),
+        "cut": row.cut,
         "series": series,
         "first": _first_look(series, row),
         "clip": [*options.clip_range] if clip and options else None,
-        "pair": [trainer, "sampler"] if both else None,
+        "pair": [trainer, "sampler"] if trainer and "sampler" in row.series else None,
         "notes": [*row.notes, *(f"{s['label']}: {len(s['bad'])} not a number" for s in holes)],
     }
 
@@ -1077,11 +1016,6 @@ def shift_payload(e: Evidence, reach: int = 2) -> dict[str, list]:
         counts.append(len(gap))
     return {"shifts": shifts, "means": means, "counts": counts}
 
-# %% ../../nbs/50_views.payloads.ipynb #46f79dd6
-def _scope(name: str, group: int | None, gap: np.ndarray) -> dict[str, Any]:
-    "Quantiles of some of the tokens."
-    return {"name": name, "group": group, "tokens": len(gap), "quantiles": gap_quantiles(gap)}
-
 # %% ../../nbs/50_views.payloads.ipynb #d0e68bc2
 def _points(e: Evidence, rows: Sequence[TokenRow], limit: int) -> dict[str, list]:
     "The tokens that are drawn: both logprobs, the sample, the target, and the place in the completion."
@@ -1111,8 +1045,9 @@ def overview_payload(
         return None
     finite = np.isfinite(e.gap)
     gap, group = np.abs(e.gap), np.array([d.group for d in e.datums])[e.row]
-    scopes = [_scope(f"all {len(e.datums)} samples", None, gap)]
-    scopes += [_scope(f"group {g}", int(g), gap[group == g]) for g in np.unique(group)]
+    parts = [(f"all {len(e.datums)} samples", None, gap)]
+    parts += [(f"group {g}", int(g), gap[group == g]) for g in np.unique(group)]
+    scopes = [{"name": n, "group": g, "tokens": len(of), "quantiles": gap_quantiles(of)} for n, g, of in parts]
     points, verdict = _points(e, rows, limit), verdict_payload(e, diagnosis or weigh(e), syncs_words(source))
     far = np.abs(np.subtract(points["y"], points["x"]))
     return {
@@ -1132,11 +1067,7 @@ def overview_payload(
     }
 
 # %% ../../nbs/50_views.payloads.ipynb #04f6c42a
-def _form(name: str, value: Any) -> str:
-    "A fact as a word or two; nothing if it is not known."
-    if value is None or isinstance(value, str):
-        return ""
-    return f"{name} {value:+.2f}" if name == "advantage" else f"{name} {value:.3g}" if name == "reward" else ""
+FORMS = {"reward": ".3g", "advantage": "+.2f"}
 
 
 def menu_payload(rows: Sequence[TokenRow]) -> list[dict[str, Any]]:
@@ -1144,7 +1075,8 @@ def menu_payload(rows: Sequence[TokenRow]) -> list[dict[str, Any]]:
     out = []
     for r in rows:
         trainer, parts = trainer_of(r), [f"group {r.group}, sample {r.sample}"]
-        parts += [text for name, value in r.facts.items() if (text := _form(name, value))]
+        earned = ((name, r.facts.get(name)) for name in ("reward", "advantage"))
+        parts += [f"{name} {number(value, FORMS[name])}" for name, value in earned if isinstance(value, float)]
         parts += [f"{int(r.scored.sum())} scored"]
         if trainer and "sampler" in r.series:
             gap = np.abs(r.series[trainer] - r.series["sampler"])[r.scored]

@@ -16,7 +16,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ..records import Run, StepRecord, flat_settings, metrics_frame, metrics_row
 from ..trends import WATCHED, Trend, watch_run
 from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
 from .charts import plotly_script, tint
-from .payloads import SHOWN_TEXT, TIMELINE_STEPS, address, ages_row, completions_payload
+from .payloads import SHOWN_TEXT, TIMELINE_STEPS, History, address, ages_row, completions_payload
 from .payloads import header_payload, history_row, is_asynchronous, run_payloads, series, spread_row
 from .payloads import step_payloads, timeline_payload, tokens_payload
 from ..xray import invariants, sentence
@@ -101,16 +100,6 @@ class Known:
     watched: dict[int, StepRecord] = field(default_factory=dict)  # without datums and loss
 
 
-def _watched(run: Run, steps: Sequence[int], watched: dict[int, StepRecord]) -> Iterable[StepRecord]:
-    "The last `WATCHED` records, read once and kept without what is large."
-    for step in watched.keys() - {*steps[-WATCHED:]}:
-        del watched[step]
-    for step in {*steps[-WATCHED:]} - watched.keys():
-        with suppress(RecordError):  # the page names it where it reads the record
-            watched[step] = replace(run.record(step), datums=(), loss=None)
-    return watched.values()
-
-
 def _completions(run: Run, step: int) -> pd.DataFrame:
     "Group, reward, advantage and length of the samples of a step that have an advantage."
     path = run.path / "steps" / f"{step:05d}" / "completions.parquet"
@@ -153,34 +142,41 @@ def _named(trends: Iterable[Trend], show: Iterable[str], steps: Sequence[int]) -
 
 # %% ../../nbs/59_views.report.ipynb #78d3bce2
 def material(source: Run | Iterable[StepRecord], known: Known | None = None, show: Iterable[str] = ()) -> Material:
-    "Read what a report needs; raises RecordError for an address of a step that is not there."
+    "Read what a report needs; `show` are addresses of completions; raises RecordError for one that is not there."
     if not isinstance(source, Run):
         read = {record.step: record for record in source}
         steps, trends = sorted(read), watch_run(list(read.values())[-WATCHED:])
         metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
         return Material("run", settings, metrics, trends=trends, **_told(read, steps, _named(trends, show, steps)))
-    metrics, known = source.metrics(), known or Known()
-    trends = watch_run(_watched(source, source.steps, known.watched))
-    named = _named(trends, show, source.steps)
-    steps, read, damaged = _readable(source, named)
+    metrics, known, notes = source.metrics(), known or Known(), [*source.notes]
+    steps, read = _read(source, known, notes)
+    trends = watch_run(known.watched[step] for step in steps[-WATCHED:])
+    named = _named(trends, show, steps)
+    read |= {step: source.record(step) for step in named.keys() & set(steps) - read.keys()}
     for found in (read_spreads(source, known.spreads), {step: ages_row(read[step]) for step in steps[-LAST:]}):
         metrics = metrics.join(pd.DataFrame.from_dict(found, orient="index"))
-    name, settings, notes = source.path.resolve().name, flat_settings(source.config), (*source.notes, *damaged)
-    return Material(name, settings, metrics, notes=notes, trends=trends, **_told(read, steps, named))
+    name, settings = source.path.resolve().name, flat_settings(source.config)
+    return Material(name, settings, metrics, notes=tuple(notes), trends=trends, **_told(read, steps, named))
 
 # %% ../../nbs/59_views.report.ipynb #77ed8927
-def _readable(run: Run, named: Named) -> tuple[list[int], dict[int, StepRecord], list[str]]:
-    "Steps, records that a page shows, and notes: one that is damaged is named, and its step left out."
-    steps, read, notes = run.steps, dict[int, StepRecord](), list[str]()
-    while missing := {*pick(steps), *steps[-LAST:], *(named.keys() & set(steps))} - read.keys():
+def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int, StepRecord]]:
+    "Steps, and records that a page shows, each read once; a damaged one is noted, and its step left out."
+    steps, read = run.steps, dict[int, StepRecord]()
+    wanted = lambda: {*pick(steps), *steps[-LAST:]}
+    while missing := (wanted() - read.keys()) | ({*steps[-WATCHED:]} - known.watched.keys()):
         for step in sorted(missing):
             try:
-                read[step] = run.record(step)
+                record = run.record(step)
             except RecordError as e:
                 steps.remove(step)
                 notes.append(f"step {step} is left out: {e}")
-    return steps, read, notes
+                continue
+            known.watched[step] = replace(record, datums=(), loss=None)  # a step far behind keeps nothing large
+            read |= {step: record} if step in wanted() else {}
+    for step in known.watched.keys() - {*steps[-WATCHED:]}:
+        del known.watched[step]
+    return steps, read
 
 
 def _told(read: Mapping[int, StepRecord], steps: Sequence[int], named: Named) -> dict[str, Any]:
@@ -266,8 +262,9 @@ def tokenizer_at_hand(settings: Mapping[str, Any]) -> Any:  # None where there i
 # %% ../../nbs/59_views.report.ipynb #1eb4ee8a
 def charts_over_steps(m: Material) -> list[Chart]:
     "The charts over the steps of a run, those that have data."
-    payloads = run_payloads(m.metrics, m.settings)
-    if is_asynchronous(m.metrics):
+    history = History(m.metrics)
+    payloads = run_payloads(history, m.settings)
+    if is_asynchronous(history):
         payloads["timeline"] = timeline_payload(m.last)
     return list(charts({name: payloads[name] for name in LOOKS if name in payloads}).values())
 
@@ -603,7 +600,8 @@ class Comparison:
         title = f"Difference of the reward to {next(iter(self.metrics))}, on the same rows"
         found = [Chart(title, caption, lines_figure, {"lines": lines, "y": "difference", "first": 1}, wide=True)]
         for metric, title in OVERLAID.items():
-            told = {name: {"mean": series(m, metric)} for name, m in self.metrics.items() if metric in m}
+            there = {name: History(m[[metric]]) for name, m in self.metrics.items() if metric in m}
+            told = {name: {"mean": series(history, metric)} for name, history in there.items()}
             found += [Chart(title, metric, lines_figure, {"lines": told, "y": title.lower()})] if told else []
         return found
 

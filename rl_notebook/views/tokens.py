@@ -19,7 +19,7 @@ from IPython.display import HTML, display, update_display
 
 from ..core import Datum, DatumError
 from ..doctor import Diagnosis
-from ..drawings import HUES, SOFT, folded, number, scale_html, styled, table, tint, token_strip
+from ..drawings import HUES, SOFT, folded, number, styled, table, tint, token_strip
 from ..records import StepRecord
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
 from rl_notebook.views.payloads import (
@@ -131,51 +131,19 @@ def symlog(series: Mapping[str, Any], value: float) -> float:
     "Where a difference stands on its axis: even around 0, in decades beyond."
     return math.copysign(math.log1p(abs(value) / series["near"]), value)
 
-
-def css_colour(series: Mapping[str, Any], value: float | None) -> str:
-    "The background of a value; empty where it would be invisible."
-    return tint(*hue_of(series, value))
-
 # %% ../../nbs/52_views.tokens.ipynb #27b925ea
 BAD = "rgba(163,23,140,.45)"  # behind a token whose number is none
 
 
-def _by_name(payload: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    "The series of a payload by name."
-    return {s["name"]: s for s in payload["series"]}
-
-
 def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any]) -> str:
     "The tokens of a sample, coloured by a series; the prompt is folded."
-    texts, prompt, cut = payload["texts"], payload["regions"]["prompt"], payload["regions"]["cut"]
+    texts, prompt, cut = payload["texts"], payload["prompt"], payload["cut"]
     lines = [text.replace("⏎", "⏎\n") for text in texts]
-    tints = ["", *(BAD if t in series["bad"] else css_colour(series, v) for t, v in enumerate(series["values"]))]
+    tints = ["", *(BAD if t in series["bad"] else tint(*hue_of(series, v)) for t, v in enumerate(series["values"]))]
     dim = [role != "s" for role in payload["roles"]]
     asked, said = (token_strip(lines[s], tints[s], dim[s], 300) for s in (slice(prompt), slice(prompt, None)))
     end = styled("i", f"✂ {cut} tokens cut off here", style=SOFT) if cut else ""
     return folded(f"prompt, {prompt} tokens", asked if prompt else "") + said + end
-
-# %% ../../nbs/52_views.tokens.ipynb #b09e7dd3
-def _facts_html(payload: Mapping[str, Any]) -> str:
-    "Place and numbers of a sample."
-    r = payload["regions"]
-    facts = [f"{k} {v if isinstance(v, str) else number(v)}" for k, v in payload["facts"].items() if v is not None]
-    facts.append(f"prompt {r['prompt']} tokens, scored {r['scored']}, masked {r['masked']}, cut {r['cut']}")
-    facts += ["no tokenizer: ids are shown"] if payload["ids_only"] else []
-    facts += payload["notes"]
-    return styled("div", styled("b", html.escape(payload["where"])), *(" · " + html.escape(f) for f in facts))
-
-
-def _legend_html(series: Mapping[str, Any]) -> str:
-    "The scale of a series."
-    if series["kind"] == "class":
-        return styled("div", "colour: " + html.escape(series["label"]), style=SOFT)
-    kind, center, limit = series["kind"], series["center"], series["limit"]
-    ends = center - limit * (kind != "kl"), center + limit * (kind != "logprob")
-    steps = [-limit, -0.3, -0.03, 0.0, 0.03, 0.3, limit] if kind == "difference" else np.linspace(*ends, 5).tolist()
-    bad = f"; {len(series['bad'])} not a number" if series["bad"] else ""
-    floor = f" nats, none within {number(series['floor'])}" if kind == "difference" else ""
-    return scale_html(html.escape(series["label"]), [(v, css_colour(series, v)) for v in steps], end=floor + bad)
 
 # %% ../../nbs/52_views.tokens.ipynb #608dba58
 EDGES = {"well": "green", "found": "orange", "likely": "orange", "open": "violet"}  # of a verdict
@@ -191,31 +159,20 @@ def verdict_html(overview: Mapping[str, Any]) -> str:
     return styled("div", *(styled("div", line) for line in lines if line), style=edge)
 
 # %% ../../nbs/52_views.tokens.ipynb #e917571c
-def _dots(x: Sequence[float], y: Sequence[float], wide: float) -> dict[str, Any]:
-    "Points as short lines."
-    line = {"color": COLORS["blue"], "width": 3}
-    ends = {"x": [v for at in x for v in (at - wide, at + wide, None)], "y": [v for at in y for v in (at, at, None)]}
-    return {"type": "scatter", "mode": "lines", "showlegend": False, "line": line} | {
-        name: v[:-1] for name, v in ends.items()
-    }
-
-
 def scatter_figure(overview: Mapping[str, Any]) -> Figure:
     "Trainer against sampler, the identity line, and the fitted one."
-    x, y = overview["points"]["x"], overview["points"]["y"]
-    kept = keep_extremes(np.abs(np.subtract(y, x)), DOTS)
-    low = 1.05 * min([-0.1, *x, *y])
-    line = lambda a, b, color, width: {
-        **{"type": "scatter", "mode": "lines", "x": [low, 0.0], "y": [a * low + b, b], "showlegend": False},
-        "line": {"color": color, "width": width},
-    }
-    data = [line(1.0, 0.0, INK, 1), _dots([x[k] for k in kept], [y[k] for k in kept], -low / 180)]
+    x, y = np.array(overview["points"]["x"]), np.array(overview["points"]["y"])
+    kept, low = keep_extremes(np.abs(y - x), DOTS), 1.05 * min([-0.1, *x, *y])
+    axis = lambda who: {"title": {"text": f"{who} logprob"}, "range": [low, 0]}
+    base = {"type": "scatter", "mode": "lines", "showlegend": False, "marker": {"size": 4}}
+    dots = {"x": x[kept].tolist(), "y": y[kept].tolist(), "mode": "markers"}
+    data = [base | {"x": [low, 0.0], "y": [low, 0.0], "line": {"color": INK, "width": 1}}]
+    data.append(base | dots | {"line": {"color": COLORS["blue"], "width": 1}})
     if overview["line"]:
         steep, lift = overview["line"]
-        data.append(line(steep, lift, COLORS["orange"], 1.5))
-    across = {"title": {"text": "sampler logprob"}, "range": [low, 0]}
-    up = {"title": {"text": "trainer logprob"}, "range": [low, 0]}
-    return figure_of(data, "", xaxis=across, yaxis=up)
+        ends = {"x": [low, 0.0], "y": [steep * low + lift, lift]}
+        data.append(base | ends | {"line": {"color": COLORS["orange"], "width": 1.5}})
+    return figure_of(data, "", xaxis=axis("sampler"), yaxis=axis("trainer"))
 
 # %% ../../nbs/52_views.tokens.ipynb #426c7b33
 def summary_html(overview: Mapping[str, Any]) -> str:
@@ -229,9 +186,9 @@ def summary_html(overview: Mapping[str, Any]) -> str:
 # %% ../../nbs/52_views.tokens.ipynb #6a4d10ea
 def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
     "The targets farthest from the middle of the scale, with their logprobs; empty where there are none."
-    found, named = [*series["bad"], *series["worst"]][:most], _by_name(payload)
-    logprobs = [s["name"] for s in payload["series"] if s["kind"] == "logprob"][:3]
-    shown = [named[name] for name in dict.fromkeys([*logprobs, series["name"]])]
+    found = [*series["bad"], *series["worst"]][:most]
+    shown = [s for s in payload["series"] if s["kind"] == "logprob"][:3]
+    shown += [] if series in shown else [series]
     text = lambda t: styled("bdi", html.escape(payload["texts"][t + 1][:20]))
     value = lambda s, t: "not a number" if t in s["bad"] else number(s["values"][t])
     rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in found]
@@ -242,13 +199,15 @@ def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int 
 def tokens_html(
     payload: Mapping[str, Any], overview: Mapping[str, Any] | None = None, series: str | None = None
 ) -> str:
-    "All samples and one of them as a still picture."
+    "The verdict on all samples, and the tokens of one of them, as HTML without script."
     if not payload.get("tokens"):
         return styled("p", html.escape(payload.get("message", "There are no tokens to show.")))
-    named = _by_name(payload)
+    named = {s["name"]: s for s in payload["series"]}
     chosen = named[series if series in named else payload["first"]]
-    parts = [verdict_html(overview)] if overview else []
-    parts += [_facts_html(payload), _legend_html(chosen), strip_html(payload, chosen), worst_html(payload, chosen)]
+    facts = [*payload["facts"], *payload["notes"], f"colour: {chosen['label']}"]
+    where = styled("div", styled("b", html.escape(payload["where"])), *(" · " + html.escape(f) for f in facts))
+    verdict = verdict_html(overview) if overview else ""
+    parts = [verdict, where, strip_html(payload, chosen), worst_html(payload, chosen)]
     return styled("div", *parts, style="font-size:13px;max-width:1000px")
 
 # %% ../../nbs/52_views.tokens.ipynb #46b4f235
@@ -265,7 +224,7 @@ def first_target(payload: Mapping[str, Any], series: str = "") -> int:  # -1 wit
     "The target that is selected at first: the worst of the series that colours."
     if not payload.get("tokens"):
         return -1
-    named = _by_name(payload)
+    named = {s["name"]: s for s in payload["series"]}
     chosen = named.get(series, named[payload["first"]])
     return next(iter([*chosen["bad"], *chosen["worst"]]), max(payload["roles"].find("s") - 1, 0))
 
