@@ -408,18 +408,15 @@ def loss_metrics(t: ActiveTokens, o: LossOptions, denominator: float | None = No
 
 # %% ../nbs/05_losses.ipynb #ac39984f
 def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
-    "The ratio before clipping, and how much of it was clipped (TRL's definitions)."
-    by_sampler = o.policy_loss == "reinforce" and t.sampler is not None
-    anchored = replace(t, old=t.sampler) if by_sampler else t
-    by_sequence = o.policy_loss in SEQUENCE_RATIO
-    r = (
-        sequence_ratio(t, o.knob("seq_ratio_log_cap"))
-        if by_sequence
-        else torch.exp(log_ratio(anchored, o.knob("ratio_log_cap")))
-    )
+    "The ratio before clipping, and how much of it was clipped (TRL's definitions; of our own losses)."
+    if o.policy_loss in SEQUENCE_RATIO:
+        r = sequence_ratio(t, o.knob("seq_ratio_log_cap"))
+    else:
+        by_sampler = o.policy_loss == "reinforce" and t.sampler is not None
+        r = torch.exp(log_ratio(replace(t, old=t.sampler) if by_sampler else t, o.knob("ratio_log_cap")))
     out = {"ratio/mean": r.mean().item(), "ratio/min": r.min().item(), "ratio/max": r.max().item()}
     out["ppo_kl"] = KL_ESTIMATORS["k3"](t.old, t.policy).mean().item()
-    if o.knob("eps_clip") is not None:
+    if o.policy_loss in SURROGATE_KNOBS and o.knob("eps_clip") is not None:
         low, high = o.clip_range
         is_low, is_high = (r < low) & (t.advantage < 0), (r > high) & (t.advantage > 0)
         for name, clipped in (("low", is_low), ("high", is_high), ("region", is_low | is_high)):
@@ -430,10 +427,11 @@ def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
 def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     "Trainer against sampler: gap, KL, perplexity, effective sample size; and the correction before and after its cap."
     assert t.sampler is not None
-    log_ratio = (t.policy - t.sampler).double()
+    before = t.policy if o.anchor == "rollout" else t.old  # what this step's earlier updates moved is no mismatch
+    log_ratio = (before - t.sampler).double()
     gap, both = log_ratio.abs(), torch.logsumexp(torch.stack([log_ratio, 2 * log_ratio]), dim=1)
     out = {f"sampling/sampling_logp_difference/{k}": v.item() for k, v in (("mean", gap.mean()), ("max", gap.max()))}
-    out["sampling/kl"] = KL_ESTIMATORS["k3"](t.sampler, t.policy).mean().item()
+    out["sampling/kl"] = KL_ESTIMATORS["k3"](t.sampler, before).mean().item()
     out["sampling/perplexity_ratio"] = (-log_ratio.mean()).exp().item()
     out["sampling/ess"] = (2 * both[0] - both[1]).exp().item() / len(log_ratio)
     if o.tis != "off":

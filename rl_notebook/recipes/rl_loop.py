@@ -340,6 +340,8 @@ async def train(
     plan = plan_run(cfg, resume, trust, problem, **parts)  # before anything is set up
     problem = chosen_problem(cfg, problem, parts)
     check_best(cfg, problem)
+    if problem.reward == ["gsm8k"] and not cfg.rewards:
+        say(f"graded by gsm8k, which reads {cfg.dataset}'s answers: `rewards` names no other")
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
         cfg = fitted(cfg, own, problem, say)
