@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -373,9 +373,6 @@ def make_loss_fn(
     **changes: Any,  # fields of LossOptions
 ) -> LossFn:  # (datums, policy_logprobs) -> (scalar loss with gradient, metrics)
     "A loss function over exactly these datums."
-    unknown = set(changes) - {f.name for f in fields(LossOptions)}
-    if unknown:
-        raise LossError("loss option", got=sorted(unknown), expected=f"one of {[f.name for f in fields(LossOptions)]}")
     o = replace(options, **changes) if options else LossOptions(**changes)
     side = SideData(datums, o)
 

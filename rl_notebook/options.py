@@ -108,13 +108,15 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"Did you mean {by_key.get(close[0], close[0])!r}?" if close else ""
 
 # %% ../nbs/04_options.ipynb #3d54b917
-def unknown_settings(where: str, names: Mapping[str, str]) -> ConfigError:  # name: question
-    "The error for unknown settings: of each the nearest known one."
+def unknown_settings(
+    where: str, names: Mapping[str, str], error: type[RLNotebookError] = ConfigError
+) -> RLNotebookError:
+    "The error for unknown settings, each with a question for the nearest known one."
     said = {name: near or "`rl-notebook train --help` has all." for name, near in names.items()}
     if len(said) == 1:
-        return ConfigError(f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values())))
+        return error(f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values())))
     lines = "\n- ".join(f"{name!r}. {near}" for name, near in said.items())
-    return ConfigError(f"{len(names)} unknown settings:\n- {lines}", where=where)
+    return error(f"{len(names)} unknown settings:\n- {lines}", where=where)
 
 
 def listed(complaints: Sequence[str], where: str | None, error: type[RLNotebookError]) -> RLNotebookError:
@@ -182,7 +184,7 @@ def _our_error(cls: type, e: ValidationError, error: type[RLNotebookError]) -> R
     where, known = cls.__name__ if error is ConfigError else None, [f.name for f in fields(cls)]
     unknown = [str(one["loc"][-1]) for one in found if one["type"] == "unexpected_keyword_argument"]
     if unknown:
-        return unknown_settings(cls.__name__, {name: nearest(name, known) for name in unknown})
+        return unknown_settings(cls.__name__, {name: nearest(name, known) for name in unknown}, error)
     return listed([_complaint(cls, one) for one in found], where, error)
 
 # %% ../nbs/04_options.ipynb #2d377681
@@ -231,11 +233,11 @@ class LossKnobs:
     tis: Correction = "off"  # correct from sampler to trainer: one weight per token, or exp(mean log ratio) for all
     tis_cap: NotNegative = 5.0  # largest correction weight of a token or sequence
     tis_floor: NotNegative = 0.0  # smallest correction weight
-    icepop_threshold: AtLeastOne | None = None  # h: tokens whose raw weight is outside [1/h, h] are left out
+    icepop_threshold: AtLeastOne | None = None  # h >= 1: tokens whose raw weight is outside [1/h, h] are left out
     tis_anchor: Literal["old", "policy"] = "old"  # correct to the policy before this update, or to the current one
     eps_clip: NotNegative | None = None  # ratio may fall to 1 - eps_clip; None = the surrogate's default, as below
     eps_clip_high: Float | None = None  # ratio may rise to 1 + eps_clip_high
-    eps_clip_c: AboveOne | None = None  # dual clip: bounds the loss of negative advantages
+    eps_clip_c: AboveOne | None = None  # dual clip, above 1: bounds the loss of negative advantages
     ratio_log_cap: NotNegative | None = None  # token log ratios are cut at plus and minus this
     seq_ratio_log_cap: NotNegative | None = None  # gspo: largest log of the sequence ratio
     dro_beta: NotNegative | None = None  # dro: weight of the quadratic penalty on the log ratio

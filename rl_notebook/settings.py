@@ -87,7 +87,7 @@ class SamplingSettings:
     prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per optimizer step
     max_completion_tokens: Count = 1024  # tokens after which a completion is cut
     max_seq_len: AtPrompts[Count] = 4096  # tokens, prompt and completion together
-    temperature: Annotated[Float, Field(ge=COLDEST)] = 1.0  # divides the logits
+    temperature: Annotated[Float, Field(ge=COLDEST)] = 1.0  # divides the logits; above 0
     top_p: SomeShare = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: Whole = 0  # keep the k most likely tokens; 0 = all
     min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest

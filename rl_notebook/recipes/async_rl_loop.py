@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import rl_notebook.config
@@ -19,7 +19,6 @@ __all__ = ['Config', 'train', 'main']
 
 # %% ../../nbs/62_recipes.async_rl_loop.ipynb #a8437901
 @accepts_other_spellings
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Config(rl_notebook.config.Config):
     "Every setting of an asynchronous run; see `rl_notebook.config.Config`."
 

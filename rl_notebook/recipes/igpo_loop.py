@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ __all__ = ['Config', 'igpo_problem', 'train', 'main']
 
 # %% ../../nbs/63_recipes.igpo_loop.ipynb #767766ae
 @accepts_other_spellings
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Config(rl_notebook.config.Config):
     "Every setting of a run that compares turns; see `rl_notebook.config.Config`."
 
