@@ -10,7 +10,6 @@ import html
 import json
 import re
 import secrets
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,15 +85,6 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[
             raise ConfigError(f"template option {name!r}", got=got, expected=expected)
 
 # %% ../nbs/12_chat.ipynb #e8bf8c7f
-def _whole(text: str, where: str) -> str:
-    "The text; raises `DataError` where it holds half of a surrogate pair, which no tokenizer takes."
-    if found := re.search("[\ud800-\udfff]", text):
-        got = f"half of a surrogate pair, \\u{ord(found[0]):04x}, at character {found.start()}"
-        fix = "Was a text cut in the middle of a character?"
-        raise DataError("prompt", where=where, got=got, expected="text", fix=fix)
-    return text
-
-# %% ../nbs/12_chat.ipynb #98b666cf
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],  # a conversation
@@ -107,21 +97,19 @@ def render(
     check_tokenizer(tokenizer)
     check_template_options(tokenizer, options)
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
+        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        text = str(tokenizer.apply_chat_template([dict(m) for m in messages], **how, **options))
+        text.encode()  # half of a surrogate pair is no text
     except Exception as e:  # a template is a program: it refuses, divides by zero
         roles = ", ".join(str(m.get("role")) for m in messages[:20])
         said = plain_text(e)[:300] if isinstance(e, jinja2.TemplateError | TypeError) else quoted(e, 300)
         got = f"{said} for roles {roles}"
         raise DataError("chat template", where=where, got=got, expected="a rendering") from e
-    return _whole(str(text), where)
+    return text
 
 
 def with_template(
-    tokenizer: PreTrainedTokenizerBase,
-    file: str | Path | None,  # with a Jinja template; None = the tokenizer's own
-    options: Mapping[str, Any] | None,  # told to the template in every rendering
+    tokenizer: PreTrainedTokenizerBase, file: str | Path | None, options: Mapping[str, Any] | None
 ) -> PreTrainedTokenizerBase:
     "A copy of the tokenizer that renders so, or the tokenizer itself where nothing is set; raises `ConfigError`."
     if file is None and not options:
@@ -160,7 +148,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, options: Mapping[s
     check_tokenizer(tokenizer, chat=False)
     if row.prompt_tokens is not None:
         return list(row.prompt_tokens)
-    return list(tokenizer(_whole(row.prompt or "", row.where))["input_ids"])
+    return list(tokenizer(row.prompt or "")["input_ids"])
 
 # %% ../nbs/12_chat.ipynb #2d826158
 def _check_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], row: Row) -> None:
@@ -304,10 +292,9 @@ def _spoken_tokens(tokenizer: PreTrainedTokenizerBase, completion: Completion) -
 # %% ../nbs/12_chat.ipynb #c325e0e4
 def tokens_around(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], at: int) -> str:
     "The token at a place, in brackets, and up to two on either side, as ids and text."
-    shown = {
-        i: f"{tokens[i]} {tokenizer.decode([tokens[i]])!r}" for i in range(max(0, at - 2), min(at + 3, len(tokens)))
-    }
-    parts = [f"[{text}]" if i == at else text for i, text in shown.items()]
+    near = range(max(0, at - 2), min(at + 3, len(tokens)))
+    texts = {i: f"{tokens[i]} {tokenizer.decode([tokens[i]])!r}" for i in near}
+    parts = [f"[{text}]" if i == at else text for i, text in texts.items()]
     return ", ".join(parts if at < len(tokens) else [*parts, "[the end]"])
 
 
@@ -317,29 +304,18 @@ def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next(differ, min(len(a), len(b)))
 
 # %% ../nbs/12_chat.ipynb #d275f8b2
-def _token_at(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], character: int) -> int:
-    "Which token says a character of a text; the number of tokens past its end."
-    reaches = lambda k: len(_text_of(tokenizer, [], tokens[: k + 1]))
-    return bisect_left(range(len(tokens)), character + 1, key=reaches)
-
-
 class UnfitTurn(AlignmentError):
     "What the policy said cannot be continued under its chat template."
 
 
-def _check_prefix(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], seen: str, rendered: str, where: str
-) -> None:
-    "Raise `UnfitTurn` unless the rendering begins with what was seen; shows the tokens where they part."
-    if rendered.startswith(seen):
-        return
-    at, theirs = first_difference(seen, rendered), _encode(tokenizer, rendered)
-    index = min(_token_at(tokenizer, tokens, at), len(tokens) - 1)
-    what, got = f"token {index} of {len(tokens)}", tokens_around(tokenizer, tokens, index)
-    expected = f"{tokens_around(tokenizer, theirs, _token_at(tokenizer, theirs, at))}, as rendered"
-    fix = "The template rewrites earlier turns; use one that keeps them, or make each turn a sample of its own."
-    what += " differs from the chat template's rendering"
-    raise UnfitTurn(what, where=where, got=got, expected=expected, fix=fix)
+def _check_prefix(seen: str, rendered: str, where: str) -> None:
+    "Raise `UnfitTurn` unless the rendering begins with what was seen; shows where they part."
+    if not rendered.startswith(seen):
+        at = first_difference(seen, rendered)
+        got, expected = (repr(text[max(0, at - 20) : at + 40]) for text in (seen, rendered))
+        fix = "The template rewrites earlier turns; use one that keeps them, or make each turn a sample of its own."
+        what = f"character {at} differs from the chat template's rendering"
+        raise UnfitTurn(what, where=where, got=got, expected=f"{expected}, as rendered", fix=fix)
 
 # %% ../nbs/12_chat.ipynb #12bda177
 @dataclass(frozen=True, eq=False, repr=False)
@@ -404,7 +380,7 @@ class Conversation:
             raise UnfitTurn(str(error)) from error
         spans = _ended_as_rendered(c, rendered)
         shown = "".join(span.rendered or span.text for span in spans)
-        _check_prefix(c.tokenizer, c.tokens, shown, rendered, f"{where}, turn {c.turns}")
+        _check_prefix(shown, rendered, f"{where}, turn {c.turns}")
         rest = rendered[len(shown) :]
         return replace(c, messages=said, spans=(*spans, Span(tuple(_encode(c.tokenizer, rest)), rest)))
 
@@ -422,8 +398,15 @@ class Conversation:
         kept |= {**unfinished(asked, last, drawn.params.grammar), **({"grammar_turns": held} if held else {}), **info}
         return sample_from_spans(spans, reward, last, kept)
 
+    @property
+    def headline(self) -> str:
+        "Its size and the share that trains, in one line."
+        turns, tokens = f"{self.turns} turn{'s' * (self.turns != 1)}", len(self.tokens)
+        sampled = sum(len(span.tokens) for span in self.spans if span.completion)
+        return f"{self.row.where}: {turns}, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains"
+
     def __repr__(self) -> str:
-        lines = [conversation_headline(self)]
+        lines = [self.headline]
         for span in self.spans:
             text = span.text if len(span.text) <= 72 else f"{span.text[:36]} … {span.text[-34:]}"
             lines.append(f"  {'sampled' if span.completion else 'given':<8}{len(span.tokens):>5}  {text!r}")
@@ -435,21 +418,11 @@ class Conversation:
             green = ' style="background:rgba(46,160,67,.3)"' if span.completion else ""
             title = f"{len(span.tokens)} tokens, {'sampled: trains' if span.completion else 'given: masked'}"
             marked.append(f'<span{green} title="{title}">{html.escape(span.text)}</span>')
-        head = html.escape(conversation_headline(self))
+        head = html.escape(self.headline)
         return f'<p>{head}</p><pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(marked)}</pre>'
 
 # %% ../nbs/12_chat.ipynb #5dc77a3e
-def mask_coverage(conversation: Conversation) -> tuple[int, int]:  # tokens, those that train
-    "How many tokens a conversation has, and how many of them the policy sampled."
-    sizes = [(len(span.tokens), span.completion is not None) for span in conversation.spans]
-    return sum(n for n, _ in sizes), sum(n for n, sampled in sizes if sampled)
-
-
-def conversation_headline(conversation: Conversation) -> str:
-    "Its size and the share that trains, in one line."
-    tokens, sampled = mask_coverage(conversation)
-    turns = f"{conversation.turns} turn{'s' * (conversation.turns != 1)}"
-    return f"{conversation.row.where}: {turns}, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains"
+#| exporti
 
 # %% ../nbs/12_chat.ipynb #a70ca557
 def start_conversation(
@@ -543,24 +516,12 @@ def told_to_template(
 
 # %% ../nbs/12_chat.ipynb #836bba9f
 _OPEN, _CLOSE = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
-_DEEPEST = 100  # levels of the arguments of a call
-
-
-def is_deep(value: Any) -> bool:
-    "Whether lists and mappings are nested too deep to be read again and rendered."
-    level, inside = 0, [value]
-    while inside and level <= _DEEPEST:
-        level += 1
-        inside = [v for x in inside if isinstance(x, dict | list) for v in (x.values() if isinstance(x, dict) else x)]
-    return level > _DEEPEST
 
 
 def read_call(said: Any) -> dict[str, Any] | None:
     "The call that a JSON value is; None for any other."
     name, arguments = (said.get("name"), said.get("arguments") or {}) if isinstance(said, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(arguments, dict) or is_deep(arguments):
-        return None
-    if re.search("[\ud800-\udfff]", name + json.dumps(arguments, ensure_ascii=False)):  # no template renders it
+    if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -158,23 +158,13 @@ TRAIN = (
     "--advantage-fn my_rewards:fn, looked for in the working directory first."
 )
 
-# %% ../nbs/80_cli.ipynb #48a1becd
-def _path(text: str) -> Path:
-    "A path that a file can have; what argparse calls for an argument."
-    try:
-        if text.strip() and "\0" not in text and max(map(len, map(os.fsencode, text.split("/")))) < 256:
-            return Path(text)
-    except UnicodeEncodeError:
-        pass
-    raise argparse.ArgumentTypeError(f"got {plain_text(quoted(text))}; expected a path that a file can have")
-
-# %% ../nbs/80_cli.ipynb #8dee6707
+# %% ../nbs/80_cli.ipynb #bbd5eb88
 def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (config, options of `train`)
     "The config that a command line stands for, and how to go on with an earlier run."
     if {"-h", "--help"} & set(args):
         show_options()
     parser = argparse.ArgumentParser(prog="rl-notebook train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=_path)
+    parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--leftover", choices=("error", "attach", "clean"), default="error")
     parser.add_argument("--trust", action="store_true")
@@ -261,7 +251,7 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
     parser = argparse.ArgumentParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
-    parser.add_argument("--log-path", type=_path, default=None, help="run folder; default: a free runs/demo")
+    parser.add_argument("--log-path", type=Path, default=None, help="run folder; default: a free runs/demo")
     given = parser.parse_args(args)
 
     from rl_notebook.recipes.rl_loop import train
@@ -296,7 +286,7 @@ def new_task(folder: Path) -> list[Path]:  # the files
 def run_new(args: Sequence[str]) -> int:  # exit code
     "Write a task folder and say what to do in it."
     parser = argparse.ArgumentParser(prog="rl-notebook new", description="A task folder that runs at once.")
-    parser.add_argument("folder", type=_path, help="a new folder, such as my_task")
+    parser.add_argument("folder", type=Path, help="a new folder, such as my_task")
     folder = parser.parse_args(args).folder
     print(f"{folder}: {', '.join(file.name for file in new_task(folder))}\n")
     print(f"cd {shlex.quote(str(folder))}")
@@ -321,9 +311,9 @@ def view_several(runs: Sequence[Path], out: Path, shown: bool) -> int:  # exit c
 def run_view(args: Sequence[str]) -> int:  # exit code
     "Write the page of a run, say where it is, and follow the run while it goes on."
     parser = argparse.ArgumentParser(prog="rl-notebook view", description="The page of a run folder.")
-    parser.add_argument("run", type=_path, nargs="+", help="run folder; several are compared on one page")
+    parser.add_argument("run", type=Path, nargs="+", help="run folder; several are compared on one page")
     where = "default: report.html in the folder of a run that was started here, else outside of it"
-    parser.add_argument("--out", type=_path, default=None, help=where)
+    parser.add_argument("--out", type=Path, default=None, help=where)
     parser.add_argument("--open", action="store_true", help="open it in a browser")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at a run that goes on")
     parser.add_argument("--once", action="store_true", help="write it once, also while the run goes on")
@@ -369,12 +359,8 @@ def _worth_a_look(run: Run) -> list[int]:
 
 
 async def diagnose_run(
-    path: Path,  # the run folder
-    step: int | None = None,  # None = all of them, or `DIAGNOSED` of a long run
-    rescore: bool = False,  # rebuild the weights and run the controls
-    say: Callable[[str], Any] = print,
-    trust: bool = False,  # `rescore` imports what the run names, also if it was not started here
-) -> Diagnosis:  # the one that was shown in full
+    path: Path, step: int | None = None, rescore: bool = False, say: Callable[[str], Any] = print, trust: bool = False
+) -> Diagnosis:
     "Diagnose the steps of a run; a line each, and one in full."
     from rl_notebook.doctor import diagnose
     from rl_notebook.records import Run, readable
@@ -402,7 +388,7 @@ async def diagnose_run(
 def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 all is well, 1 something was found
     "Say why trainer and sampler disagree in a run, if they do."
     parser = argparse.ArgumentParser(prog="rl-notebook doctor", description="Trainer against sampler, step by step.")
-    parser.add_argument("run", type=_path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, default=None, help="one step; default: all, or 40 of a long run")
     parser.add_argument("--rescore", action="store_true", help="rebuild the weights of the step and run the controls")
     parser.add_argument("--trust", action="store_true", help=TRUST)
@@ -417,7 +403,7 @@ TRUST = "import what the run names, although it was not started here; it is show
 def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 something does
     "Recompute a step of a run and say which phase is the first that comes out otherwise."
     parser = argparse.ArgumentParser(prog="rl-notebook replay", description="Recompute a recorded step.")
-    parser.add_argument("run", type=_path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("step", type=int, help="number of the step")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
@@ -438,10 +424,10 @@ def _step(text: str) -> int | str:
 def run_export(args: Sequence[str]) -> int:  # exit code
     "Write the weights of a run for transformers, PEFT and vLLM."
     parser = argparse.ArgumentParser(prog="rl-notebook export", description="A run's weights for other programs.")
-    parser.add_argument("run", type=_path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder")
     kinds = ("hf", "adapter", "merged")
     parser.add_argument("--to", choices=kinds, default=None, help="default: what was trained")
-    parser.add_argument("--out", type=_path, default=None, help="a new folder; default: RUN/export")
+    parser.add_argument("--out", type=Path, default=None, help="a new folder; default: RUN/export")
     parser.add_argument("--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest")
     given = parser.parse_args(args)
     from rl_notebook.recipes.playground import export_run
@@ -513,7 +499,7 @@ def talk(playground: Playground, runner: asyncio.Runner, logprobs: bool = False)
 def run_chat(args: Sequence[str]) -> int:  # exit code
     "Talk to the policy of a run."
     parser = argparse.ArgumentParser(prog="rl-notebook chat", description="Talk to the policy of a run.")
-    parser.add_argument("run", type=_path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest")
     parser.add_argument("--beside", choices=("base",), default=None, help="base: the base model answers, too")
     parser.add_argument("--logprobs", action="store_true", help="show the tokens after every answer, as /tokens does")
@@ -541,7 +527,7 @@ def emulate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="tiny", help="serves every base-model name: tiny, smollm2, a folder")
     parser.add_argument("--port", type=int, default=8600, help="0 takes a free one")
     parser.add_argument("--host", default="127.0.0.1", help="this machine; any other is refused")
-    parser.add_argument("--folder", type=_path, default=Path("runs/emulator"), help="jobs, deployments, weights")
+    parser.add_argument("--folder", type=Path, default=Path("runs/emulator"), help="jobs, deployments, weights")
     parser.add_argument("--startup-delay", type=float, default=0.0, help="seconds until a trainer runs")
     parser.add_argument("--faults", default="", help="what goes wrong, such as drop_after:0.02,restart_trainer:at=40")
     parser.add_argument("--seed", type=int, default=0, help="where it goes wrong")
@@ -631,11 +617,6 @@ def run_roofs(args: Sequence[str]) -> int:  # exit code
     return 0
 
 # %% ../nbs/80_cli.ipynb #943fa007
-def _number(value: Any) -> Any:
-    "A value that JSON has: no NaN, no infinity."
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     "A table as plain rows; NaN becomes None."
     return json.loads(table.to_json(orient="records") or "[]")
@@ -658,9 +639,8 @@ def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  
     data["metrics"] = _rows(kept.copy().reset_index())
     shown = glance(table).tail(last or 200)
     left = f"{len(table) - len(shown)} earlier ones: --last {len(table)}" if len(shown) < len(table) else ""
-    figures = (
-        shown.map(lambda value: "" if math.isnan(value) else f"{value:.4g}").to_string() if len(shown.columns) else ""
-    )
+    cells = shown.map(lambda value: "" if math.isnan(value) else f"{value:.4g}")
+    figures = cells.to_string() if len(shown.columns) else ""
     return data, "\n".join(filter(None, [f"Run {run.path.name}: {run_facts(run)}", figures, left, *trends]))
 
 # %% ../nbs/80_cli.ipynb #78f1060d
@@ -675,7 +655,7 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     checks = [{"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in said.checks]
     data = {"step": step, "verdict": record.verdict, "sentence": said.sentence, "checks": checks}
     data |= {"doctor": None if found is None else {"cause": found.cause, "score": found.score, "text": found.sentence}}
-    data |= {"metrics": {name: _number(float(value)) for name, value in record.metrics.items()}}
+    data |= {"metrics": {name: value if math.isfinite(value) else None for name, value in record.metrics.items()}}
     data |= {"options": dict(record.options), "completions": _rows(table)}
     lines = [repr(record), repr(said), "" if found is None else f"doctor: {found.sentence}"]
     return data, "\n".join([*lines, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)])
@@ -703,38 +683,36 @@ def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str,
     from rl_notebook.drawings import shown_text
     from rl_notebook.records import tokens_frame
 
-    record, place = run.record(step), {"group": group, "sample": sample}
-    of = lambda table: [row for row in _rows(table) if place.items() <= row.items()]
-    rows, tokens = of(record.completions_table()), of(tokens_frame(record))
-    if not rows:
+    record = run.record(step)
+    of = lambda table: table[(table["group"] == group) & (table["sample"] == sample)].reset_index(drop=True)
+    facts, frame = _rows(of(record.completions_table())), of(tokens_frame(record)).drop(columns=["group", "sample"])
+    if not facts:
         there = [f"group {g.index} with {len(g.samples)} samples" for g in record.groups]
         expected = f"one of {', '.join(there)}" if there else "a step with completions"
         raise RecordError("show", where=f"step {step}", got=f"group {group}, sample {sample}", expected=expected)
     drawn = next(g for g in record.groups if g.index == group).samples[sample]
     texts, why = texts_of(run, drawn)
-    for token, text in zip(tokens, texts, strict=False):
-        token["text"] = text
-    for i, d in enumerate(record.datums):
-        if (d.group, d.sample) == (group, sample):
-            loss = record.loss
-            series = {"weight": d.weights, "old_logprobs": d.old_logprobs, "ref_logprobs": d.ref_logprobs}
-            series |= {"policy_logprobs": loss.logprobs[i].values, "dlogprobs": loss.dlogprobs[i]} if loss else {}
-            for name, values in series.items():  # target i is token i + 1
-                for token, value in zip(tokens[1:], () if values is None else values, strict=False):
-                    token[name] = _number(float(value))
-    facts = {"step": step, **rows[0]}
-    first = ["position", "token", *["text"] * bool(texts), "loss_mask"]
-    frame = pd.DataFrame(tokens).drop(columns=["group", "sample"])
+    if texts:
+        frame["text"] = texts
+    for i in [i for i, d in enumerate(record.datums) if (d.group, d.sample) == (group, sample)]:
+        d, loss = record.datums[i], record.loss
+        series = {"weight": d.weights, "old_logprobs": d.old_logprobs, "ref_logprobs": d.ref_logprobs}
+        series |= {"policy_logprobs": loss.logprobs[i].values, "dlogprobs": loss.dlogprobs[i]} if loss else {}
+        for name, values in series.items():  # target i is token i + 1
+            if values is not None:
+                frame[name] = pd.Series(values, index=range(1, len(values) + 1))
+    data = {"step": step, **facts[0], "tokens": _rows(frame)} | ({"note": why} if why else {})
     frame = frame.assign(text=frame["text"].map(shown_text)) if texts else frame
+    first = ["position", "token", *["text"] * bool(texts), "loss_mask"]
     table = frame[[*first, *frame.columns.difference(first, sort=False)]].to_string(index=False, na_rep="")
-    lines = [*(f"{name}: {value}" for name, value in facts.items()), why, table]
-    return {**facts, "tokens": tokens} | ({"note": why} if why else {}), "\n".join(filter(None, lines))
+    lines = [*(f"{name}: {value}" for name, value in data.items() if name not in ("tokens", "note")), why, table]
+    return data, "\n".join(filter(None, lines))
 
 # %% ../nbs/80_cli.ipynb #bdcd699e
 def run_show(args: Sequence[str]) -> int:  # exit code
     "Say what a run, a step or a completion has to say."
     parser = argparse.ArgumentParser(prog="rl-notebook show", description="A run, a step or a completion as text.")
-    parser.add_argument("run", type=_path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, default=None, help="one step: x-ray, doctor, completions")
     parser.add_argument("--group", type=int, default=None, help="with --sample: one completion of the step, by token")
     parser.add_argument("--sample", type=int, default=None)

@@ -113,10 +113,8 @@ class ToolGame:
 
 # %% ../nbs/66_environments.ipynb #ee0684bc
 async def first_messages(
-    environment: Any,  # None = there is none
-    sample_prompt: Mapping[str, Any],
-    several: bool = False,  # whether the column `environment` has chosen it
-) -> tuple[list[Any], dict[str, Any]]:  # messages, the columns of the row
+    environment: Any, sample_prompt: Mapping[str, Any], several: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
     "The conversation before the policy's first turn, with what `reset` says behind it."
     asked = [*(sample_prompt.get("messages") or [{"role": "user", "content": sample_prompt.get("prompt") or ""}])]
     own = ("messages", "prompt_token_ids", "sample_index", "seed")

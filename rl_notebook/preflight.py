@@ -18,6 +18,7 @@ import numpy as np
 
 from .advantages import is_dead, with_advantages
 from .backends.base import Backend, Capabilities, Meter
+from .chat import first_difference
 from .config import Config, completions_at_once
 from .core import ConfigError, Datum, PromptGroup, RewardError, RolloutSample
 from .data import Row
@@ -43,15 +44,12 @@ __all__ = ['Preflight', 'preflight']
 GROUP_SIZES = (2, 4, 8, 16)
 
 
-def dead_share(
-    rewards: Sequence[float] | np.ndarray,  # (n,) of one prompt
-    size: int,  # G, at least 2
-) -> float | None:  # None = more completions than were drawn
-    "Chance that a group of this size is dead."
+def dead_share(rewards: Sequence[float] | np.ndarray, size: int) -> float | None:
+    "Chance that a group of this size is dead, from (n,) rewards of one prompt; None = fewer were drawn."
+    if size > len(rewards):
+        return None
     _, counts = np.unique(np.asarray(rewards, dtype=np.float64).round(6), return_counts=True)
-    return (
-        sum(math.comb(int(n), size) for n in counts) / math.comb(len(rewards), size) if size <= len(rewards) else None
-    )
+    return sum(math.comb(int(n), size) for n in counts) / math.comb(len(rewards), size)
 
 
 def dead_shares(groups: Sequence[PromptGroup], sizes: Iterable[int]) -> dict[int, float | None]:
@@ -88,17 +86,14 @@ def bars_html(dead: Mapping[int, float | None], planned: int) -> str:
     return styled("div", BARS_TITLE, style=f"font-size:13px;color:{MUTED}") + table(["", "", ""], rows)
 
 # %% ../nbs/49_preflight.ipynb #084fea18
-def round_trip(
-    tokenizer: Any, sequences: Sequence[np.ndarray]
-) -> list[str]:  # one per sequence that comes back otherwise
-    "Sequences whose text encodes to other tokens, with the first difference."
+def round_trip(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
+    "Sequences whose text encodes to other tokens, each with the first difference."
     changed = []
-    for tokens in sequences:
-        ids = [int(t) for t in tokens]
+    for ids in [[int(t) for t in tokens] for tokens in sequences]:
         text = tokenizer.decode(ids, skip_special_tokens=False)
         back = list(tokenizer.encode(text, add_special_tokens=False))
         if back != ids:
-            at = next((i for i, (a, b) in enumerate(zip(ids, back, strict=False)) if a != b), min(len(ids), len(back)))
+            at = first_difference(ids, back)
             changed.append(f"tokens {ids[at : at + 3]} at position {at} come back as {back[at : at + 3]}")
     return changed
 
@@ -107,16 +102,12 @@ def check_budget(groups: Sequence[PromptGroup], limit: int) -> Check:
     "Completions reach their end within the token budget."
     samples = [s for g in groups for s in g.samples]
     ended = [s.completion_len for s in samples if not s.truncated]
-    text = f"{len(ended)} of {len(samples)} completions ended by themselves within {limit} tokens"
-    if not ended:
-        fix = "Raise max_completion_tokens, or read the prompt above: does its form let a completion end?"
-        return Check("budget", False, text, expected="most of them", fix=fix)
-    text += f", the longest after {max(ended)}"
-    if len(samples) - len(ended) >= TOO_MANY * len(samples):
-        return Check(
-            "budget", False, text, expected=f"more than {1 - TOO_MANY:.0%}", fix="Raise max_completion_tokens."
-        )
-    return Check("budget", True, text)
+    longest = f", the longest after {max(ended)}" if ended else ""
+    text = f"{len(ended)} of {len(samples)} completions ended by themselves within {limit} tokens{longest}"
+    if len(samples) - len(ended) < TOO_MANY * len(samples):
+        return Check("budget", True, text)
+    fix = "Raise max_completion_tokens, or read the prompt above: does its form let a completion end?"
+    return Check("budget", False, text, expected=f"more than {1 - TOO_MANY:.0%}", fix=fix)
 
 # %% ../nbs/49_preflight.ipynb #3fd4e228
 def check_rows(rows: Sequence[Row]) -> list[Check]:
@@ -132,16 +123,13 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
 # %% ../nbs/49_preflight.ipynb #2df711cb
 def check_reward(rewards: np.ndarray) -> Check:
     "The reward is not the same for all completions."
-    check, values = partial(Check, "reward"), np.unique(rewards.round(6))
+    values = np.unique(rewards.round(6))
     if is_dead(rewards):
         fix = "Grade a right and a wrong completion by hand; if that works, the prompts are too hard or too easy."
-        return check(False, f"every completion earned {rewards[0]:g}", fix=fix)
-    p = (
-        f"so p = {(rewards.round(6) > values[0]).mean():.2f}"
-        if len(values) == 2
-        else "and as it takes many values, no p"
-    )
-    return check(True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {p}")
+        return Check("reward", False, f"every completion earned {rewards[0]:g}", fix=fix)
+    p = f"so p = {(rewards.round(6) > values[0]).mean():.2f}"
+    known = p if len(values) == 2 else "and as it takes many values, no p"
+    return Check("reward", True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {known}")
 
 # %% ../nbs/49_preflight.ipynb #85262995
 def check_functions(groups: Sequence[PromptGroup], alike: Mapping[str, Sequence[str]] | None = None) -> list[Check]:
@@ -156,17 +144,12 @@ def check_functions(groups: Sequence[PromptGroup], alike: Mapping[str, Sequence[
             text = f"whether it works could not be seen: it {said}" + f", and as much to {paid}" * bool(paid)
             checks.append(Check(f"reward {name}", None, text, fix="What does it read?" if paid else ""))
         elif paid:
-            fix = (
-                "Right for a reward of form or length; one for the answer has to read the row, and to ignore the rest."
-            )
+            fix = "Right for a reward of form or length; one for the answer has to read the row, and ignore the rest."
             checks.append(Check(f"reward {name}", None, f"it pays {paid} as much as the best, or more", fix=fix))
     if lost:
-        many, drawn = len(lost) >= TOO_MANY * (len(lost) + len(samples)), len(lost) + len(samples)
-        text, fix = (
-            f"{len(lost)} of {drawn} completions were lost",
-            "Call the rollout or reward function by hand on it.",
-        )
-        checks.append(Check("lost", False if many else None, text, got=lost[0], fix=fix))
+        drawn, fix = len(lost) + len(samples), "Call the rollout or reward function by hand on it."
+        few = None if len(lost) < TOO_MANY * drawn else False
+        checks.append(Check("lost", few, f"{len(lost)} of {drawn} completions were lost", got=lost[0], fix=fix))
     return checks
 
 # %% ../nbs/49_preflight.ipynb #a95ef258
@@ -174,9 +157,8 @@ async def paid_alike(
     reward_fns: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup], tokenizer: Any
 ) -> dict[str, list[str]]:
     "What a function pays as much for as for the best completions that were drawn, or more when said twice."
-    drawn = [
-        (p, max(g.samples, key=lambda s: s.reward or 0.0)) for p, g in zip(prompts, groups, strict=True) if g.samples
-    ]
+    both = [(p, g.samples) for p, g in zip(prompts, groups, strict=True) if g.samples]
+    drawn = [(p, max(samples, key=lambda s: s.reward or 0.0)) for p, samples in both]
     if reward_fns is None or not drawn:
         return {}
     texts = [s.text for _, s in drawn]
@@ -217,34 +199,31 @@ def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[Pro
     "Prompts and completions survive being decoded and encoded again."
     drawn = [s.tokens for g in groups for s in g.samples]
     asked, said = round_trip(tokenizer, [p.tokens for p in prompts]), round_trip(tokenizer, drawn)
-    changed = f"{len(asked)} of {len(prompts)} prompts and {len(said)} of {len(drawn)} completions"
     if not asked and not said:
-        return Check(
-            "tokens", True, f"{len(prompts)} prompts and {len(drawn)} completions encode to the same tokens again"
-        )
+        text = f"{len(prompts)} prompts and {len(drawn)} completions encode to the same tokens again"
+        return Check("tokens", True, text)
+    changed = f"{len(asked)} of {len(prompts)} prompts and {len(said)} of {len(drawn)} completions"
     fix = "No harm while tokens are handed on; a rollout of your own must not pass text."
     return Check("tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix)
 
 # %% ../nbs/49_preflight.ipynb #00066beb
 def check_agreement(gap: Gap | None, noise_floor: float, allowed: Rounding, apart: Check | None = None) -> list[Check]:
     "Two batch shapes agree, and so do policy and sampler with identical weights, as far as rounding lets them."
-    check = partial(Check, "sampler")
     noise = f"the same weights in another batch shape differ by {short(noise_floor)} nats at most"
-    mask = "Is the precision as recorded? Then a row sees its neighbours or its padding: look at the attention mask."
-    far = Check(
-        "noise floor", False, noise, got=short(noise_floor), expected=f"at most {short(allowed.largest)}", fix=mask
-    )
-    checks = [Check("noise floor", True, noise) if noise_floor <= allowed.largest else far]
-    if apart:
-        return [*checks, apart]
-    if gap is None:
-        return [*checks, check(None, "policy and sampler report logprobs of different distributions")]
+    checks = [Check("noise floor", True, noise)]
+    if noise_floor > allowed.largest:
+        mask = "Is the precision as recorded? Then a row sees its neighbours or padding: look at the attention mask."
+        limit = f"at most {short(allowed.largest)}"
+        checks = [Check("noise floor", False, noise, got=short(noise_floor), expected=limit, fix=mask)]
+    if gap is None or apart:
+        text = "policy and sampler report logprobs of different distributions"
+        return [*checks, apart or Check("sampler", None, text)]
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
+    if allowed.explains(gap):
+        return [*checks, Check("sampler", True, text)]
+    got = f"{short(gap.mean)} on average, {short(gap.largest)} at a token"
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rl_notebook.doctor)."
-    bad = check(
-        False, text, gap.where, f"{short(gap.mean)} on average, {short(gap.largest)} at a token", str(allowed), fix
-    )
-    return [*checks, check(True, text) if allowed.explains(gap) else bad]
+    return [*checks, Check("sampler", False, text, gap.where, got, str(allowed), fix)]
 
 # %% ../nbs/49_preflight.ipynb #177f1d34
 @dataclass(frozen=True, repr=False)
@@ -276,11 +255,8 @@ class Cost:
         return text + ("; ".join(peaks) or "not known here") + more
 
 # %% ../nbs/49_preflight.ipynb #ab446ff3
-def expected_longest(
-    lengths: np.ndarray,  # (n,) that were drawn
-    size: int,  # completions of a batch
-) -> float:
-    "The longest of so many completions, on average."
+def expected_longest(lengths: np.ndarray, size: int) -> float:
+    "The longest of `size` completions, on average, of (n,) lengths that were drawn."
     below = (np.arange(len(lengths) + 1) / len(lengths)) ** size
     return float(np.sort(lengths) @ np.diff(below))
 

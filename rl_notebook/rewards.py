@@ -382,30 +382,17 @@ class MathVerify:
         return verdict
 
 # %% ../nbs/11_rewards.ipynb #6a6215c0
-def wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    "The function that a wrapper of `*args, **kwargs` hands everything to; None = it is no such wrapper."
-    own = getattr(function, "__code__", None)
-    if own is None or own.co_argcount or own.co_kwonlyargcount or not own.co_flags & inspect.CO_VARKEYWORDS:
-        return None
-    held = [cell.cell_contents for cell in function.__closure__ or () if callable(cell.cell_contents)]
-    return held[0] if len(held) == 1 else None
-
-# %% ../nbs/11_rewards.ipynb #0a55665f
 def innermost(function: Any) -> Any:
     "The function behind decorators, partials, methods and callable objects."
     function = inspect.unwrap(function)
-    if isinstance(function, functools.partial):
-        return innermost(function.func)
-    if inspect.isfunction(call := getattr(type(function), "__call__", None)):  # noqa: B004
-        return call
-    inner = wrapped_by(function)
-    return function if inner is None else innermost(inner)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    call = getattr(type(function), "__call__", None)  # noqa: B004
+    return call if inspect.isfunction(call) else function
 
 # %% ../nbs/11_rewards.ipynb #c42ccba7
 def _parameters(function: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
     "The parameters of a reward function."
-    if (inner := wrapped_by(function)) is not None and not hasattr(function, "__wrapped__"):
-        return _parameters(inner, name)
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError) as e:
@@ -450,7 +437,7 @@ class RewardFn:
     @property
     def is_async(self) -> bool:
         "Whether calling it gives an awaitable."
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(innermost(self.function))
+        return inspect.iscoroutinefunction(innermost(self.function))
 
 # %% ../nbs/11_rewards.ipynb #4f1e4ec8
 REWARDS: dict[str, Callable[..., Any]] = {
@@ -666,16 +653,11 @@ def _number(value: Any, fn: RewardFn, where: str, text: str) -> float:  # NaN = 
     "A checked reward."
     if value is None:
         return math.nan
-    number, limit = value, ""
-    try:
-        number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
-        if isinstance(number, int | float) and abs(number) <= LARGEST:
-            return float(number)
-        if isinstance(number, int | float) and LARGEST < abs(number) < math.inf:
-            limit = f" of at most {LARGEST:g} in size"
-    except Exception as e:  # of a foreign type
-        raise _raised(fn, where, text, e) from e
-    got, expected = f"{quoted(number)} for completion {text[:80]!r}", f"a finite number{limit}, or None for unscorable"
+    number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
+    if isinstance(number, int | float) and abs(number) <= LARGEST:
+        return float(number)
+    got = f"{quoted(number)} for completion {text[:80]!r}"
+    expected = f"a finite number, at most {LARGEST:g} in size, or None for unscorable"
     raise RewardError(f"reward function {fn.name!r}", where=where, got=got, expected=expected)
 
 # %% ../nbs/11_rewards.ipynb #f7e621ed
@@ -691,11 +673,7 @@ def _score_of_dict(value: Any, logs: _Logs) -> Any:
 # %% ../nbs/11_rewards.ipynb #763e2043
 def _group_values(result: Any, fn: RewardFn, group: _Group) -> list[Any]:
     "The rewards of a whole group as a list of the right length."
-    n = len(group.texts)
-    try:
-        values = result.tolist() if hasattr(result, "tolist") else result
-    except Exception as e:  # of a foreign type
-        raise _raised(fn, group.where(), group.texts[0], e) from e
+    n, values = len(group.texts), result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, list | tuple) or len(values) != n:
         got = f"{len(values)} values" if isinstance(values, list | tuple) else quoted(values)
         got += f" for {n} completions, the first {group.texts[0][:80]!r}"
@@ -765,11 +743,10 @@ class Limits:
 
     def stays(self, function: Callable[..., Any]) -> bool:
         "Whether a function is called in the thread of the event loop."
-        call = getattr(function, "__call__", None)  # noqa: B004
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call) or is_ours(function):
+        inner = innermost(function)
+        if inspect.iscoroutinefunction(inner) or is_ours(function) or not self.most:
             return True
-        alarms = id(function) in self._staying or uses_alarms(innermost(function))
-        return not self.most or (alarms and self.here is None)
+        return self.here is None and (id(function) in self._staying or uses_alarms(inner))
 
     async def outcome(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome:
         "What a call comes to, made in the thread where it belongs."

@@ -16,7 +16,6 @@ from rl_notebook.chat import (
     check_tokenizer,
     drawn_logprobs,
     encode_prompt,
-    mask_coverage,
     render,
     sample_from_completion,
     start_conversation,
@@ -278,28 +277,22 @@ def test_half_a_character_at_the_cut():
     assert c.spans[2].text.startswith("<|im_end|>")
 
 
-def around(text) -> str:
-    "The tokens of an assistant's turn as a message shows them where its first one differs: ids and text, five at most."
-    before, after = encode("assistant\n")[-2:], encode(text)[:3]
-    shown = [f"{t} {TOKENIZER.decode([t])!r}" for t in before + after]
-    return ", ".join([*shown[:2], f"[{shown[2]}]", *shown[3:]])
-
-
 @pytest.mark.parametrize(
     ("change", "said", "got", "expected"),
     [
         ("m.content.split('</think>')[-1]", "<think>hm</think>62", "<think>hm</think>62<|im_end|>", "62<|im_end|>"),
-        ("m.content | trim", " 62", " 62<|im_end|>", "62<|im_end|>\n"),
+        ("m.content | trim", " 62", " 62<|im_end|>", "62<|im_end|>"),
     ],
 )
 def test_a_template_that_rewrites_earlier_turns(change, said, got, expected):
     forgetful = build(CHATML.replace("m.content", change))
     c = start_conversation(forgetful, ROW)
-    at = len(c.tokens)
+    at = len(c.text)
     c = c.add_completion(speak(c, said, "<|im_end|>"))
     text = message(lambda: c.add_messages({"role": "user", "content": "again"}), AlignmentError)
-    assert f"row 'q17', turn 1: token {at} of {len(c.tokens)} differs from the chat template's rendering: got" in text
-    assert f"got {around(got)}; expected {around(expected)}, as rendered" in text
+    assert f"row 'q17', turn 1: character {at} differs from the chat template's rendering: got" in text
+    assert f"assistant\\n{got}" in text.partition("; expected")[0]
+    assert f"assistant\\n{expected}" in text.partition("; expected")[2]
     assert "make each turn a sample of its own" in text
 
 
@@ -429,8 +422,7 @@ def test_a_conversation_shows_what_trains_and_escapes_what_it_shows():
     c = start_conversation(TOKENIZER, ROW)
     assert repr(c).startswith("row 'q17': 0 turns, 19 tokens, 0 sampled: 0% trains\n")
     c = c.add_completion(speak(c, "<script>hello</script>", "<|im_end|>"))
-    tokens, sampled = mask_coverage(c)
-    assert (tokens, sampled) == (len(c.tokens), c.to_sample().completion_len)
+    tokens, sampled = len(c.tokens), c.to_sample().completion_len
     assert f"1 turn, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains" in repr(c)
     assert "sampled" in repr(c).splitlines()[2]
     page = c._repr_html_()

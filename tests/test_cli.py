@@ -25,8 +25,7 @@ from rl_notebook import cli, records
 from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config import Config
 from rl_notebook.options import leaf_types
-from rl_notebook.settings import RENAMED, canonical
-from rl_notebook.core import ConfigError
+from rl_notebook.settings import canonical
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model
 from rl_notebook.views.report import run_status, write_report
@@ -285,16 +284,6 @@ def test_one_step_of_gsm8k_on_a_real_model(tmp_path):
     assert (folder / "report.html").exists()
 
 
-def test_the_example_config_is_the_one_described():
-    cfg = Config.from_yaml(GSM8K / "config.yaml")
-    assert cfg.base_model == "smollm2"
-    assert cfg.lora_rank > 0
-    assert cfg.dataset.startswith("https://")
-    assert cfg.rewards == ("gsm8k", "gsm8k_format")
-    assert cfg.system_prompt is not None
-    assert "####" in cfg.system_prompt  # the form that is rewarded is asked for
-
-
 # --- options --------------------------------------------------------------------------------------------------------
 
 
@@ -373,40 +362,6 @@ def test_help(capsys):
     assert "weight of the KL term to the reference" in said
     assert "--config" in said
     assert "--resume" in said
-
-
-def words_of(shape: str) -> list[list[str]]:
-    "What a shape that --help shows lets one type: for a choice each of its words, for a list none and one."
-    if found := re.fullmatch(r"\[(\S+) \.\.\.\]", shape):
-        return [[], *words_of(found[1])]
-    kinds = {"INT": "1", "FLOAT": "0.5", "TEXT": "openai", "'{NAME: VALUE, ...}'": "{NAME: VALUE}"}
-    first, bar, rest = shape.partition("|")
-    return [[kinds.get(first, first)], *(words_of(rest) if bar else [])]
-
-
-def test_what_help_shows_is_what_is_accepted(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "2000")
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = re.findall(r"^  (--[a-z].*?)(?=  |\n)", capsys.readouterr().out, re.MULTILINE)
-    seen = set()
-    for line in shown:
-        names, _, shape = line.partition(" ")
-        if names.endswith(","):  # --flag, --no-flag
-            yes, no = (option_values([text]) for text in line.split(", "))
-            (name,) = yes
-            assert (yes, no) == ({name: True}, {name: False})
-            seen.add(name)
-            continue
-        handed_up = names[2:].replace("-", "_") in RENAMED  # where None is: not given
-        if shape.startswith("None|["):
-            shape = shape.removeprefix("None|")
-        for words in words_of(shape.removeprefix("None|") if handed_up else shape):
-            ((name, value),) = option_values([names, *words]).items()
-            canonical(Config, {name: value})  # raises ConfigError for another type
-            assert [*map(str, value)] == words if isinstance(value, list) else True
-            seen.add(name)
-    assert seen == set(leaf_types(Config))
 
 
 def test_help_has_sections(capsys):
@@ -491,12 +446,6 @@ def test_a_mistake_in_our_own_code_keeps_its_traceback(monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "view", broken)
     with pytest.raises(KeyError):
         main(["view", "x"])
-
-
-def test_a_config_error_is_an_error_of_the_package():
-    with pytest.raises(ConfigError):
-        option_values(["x"])
-    assert yaml.safe_load("1e-4") == "1e-4"  # why a number may arrive as text, and the config reads it
 
 
 # --- check ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import threading
 import tracemalloc
 from functools import partial
@@ -295,26 +294,6 @@ def test_cursor_refusals():
 
 
 # --- the sample that ships
-
-ANNOTATION = re.compile(r"<<([-0-9+*/.()]+)=(-?[0-9.]+)>>(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
-
-
-def test_sample_is_arithmetically_right():
-    records = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
-    assert len(records) >= 24
-    assert len({r["question"] for r in records}) == len(records)
-    for r in records:
-        assert set(r) == {"question", "answer"}
-        found = ANNOTATION.findall(r["answer"])
-        assert len(found) == r["answer"].count("<<") >= 1, r["answer"]
-        for expression, value, shown in found:
-            assert eval(expression, {"__builtins__": {}}) == pytest.approx(float(value), abs=1e-9), (expression, value)
-            assert float(shown.replace(",", "")) == float(value), (value, shown)
-        body, final = r["answer"].split("\n#### ")
-        assert float(final.replace(",", "")) == float(found[-1][1]), r["answer"]
-        for line in body.split("\n"):
-            for left, expression in re.findall(r"([-0-9+*/.]+) = \$?<<([^=]+)=", line):
-                assert left == expression, line  # the sum in the text is the one in the annotation
 
 
 def test_sample_loads_as_rows():

@@ -421,7 +421,7 @@ def test_a_value_that_is_no_reward(bad, got):
 
     text = message(lambda: values(mine, group=3))
     where = "group 3, sample 1 (row 'q17'): reward function 'mine'"
-    assert text == f"{where}: got {got} for completion '7'; expected a finite number, or None for unscorable"
+    assert f"{where}: got {got} for completion '7'; expected a finite number, at most 1e+30 in size, or None" in text
     batch = message(lambda: values(lambda completions: [0, bad], group=3))
     assert f"sample 1 (row 'q17'): reward function '<lambda>': got {got} for completion '7'" in batch
 
@@ -721,22 +721,6 @@ def test_a_timeout_of_the_functions_own_is_its_error():
 
     with pytest.raises(RewardError, match="TimeoutError: the judge is away"):
         asyncio.run(score(["a"], CHAT, gives_up, limits=Limits(timeout=60)))
-
-
-def test_wrappers_without_wraps_are_read_by_what_they_wrap():
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        return float(ground_truth in solution_str)
-
-    async def later(completion, answer):
-        return 0.5
-
-    def logged(function):
-        return lambda *args, **kwargs: function(*args, **kwargs)
-
-    assert reward_fn(logged(compute_score)).style == "verl"
-    fns = [reward_fn(logged(f), name=str(i)) for i, f in enumerate((compute_score, later, lambda text, level: 0.25))]
-    assert asyncio.run(score(["72"], CHAT, fns)).totals.tolist() == [1.75]
-    assert score_blocking(["72"], CHAT, fns).totals.tolist() == [1.75]
 
 
 def test_an_interrupt_ends_a_wait_that_blocks():

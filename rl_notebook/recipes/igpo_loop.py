@@ -15,7 +15,7 @@ from ..settings import IGPOConfig, RecipeName, accepts_other_spellings
 from ..core import ConfigError, DataError, PromptGroup
 from ..igpo import has_turn_signal, igpo_advantages, right_answer, with_information_gain
 from . import rl_loop
-from .rl_loop import PARTS, Problem, RunResult, chosen_problem, from_script, make_problem
+from .rl_loop import Problem, RunResult, from_script, make_problem
 
 # %% auto #0
 __all__ = ['Config', 'igpo_problem', 'train', 'main']
@@ -70,8 +70,7 @@ async def train(
 ) -> RunResult:
     "Run IGPO as a config says."
     cfg = cfg if cfg.recipe == "igpo_loop" else replace(cfg, recipe="igpo_loop")
-    parts = {name: options.pop(name) for name in [*options] if name in PARTS or name == "answer_of"}
-    return await rl_loop.train(cfg, problem=chosen_problem(cfg, problem, parts, igpo_problem), **options)
+    return await rl_loop.train(cfg, problem=problem, make=igpo_problem, **options)
 
 # %% ../../nbs/63_recipes.igpo_loop.ipynb #67931671
 def main(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import math
 import os
@@ -57,13 +56,6 @@ from ..views.report import write_report
 __all__ = ['Problem', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step', 'diagnose_step']
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #9a500205
-def named_source(dataset: str) -> Any:
-    "What a function `module:function` of yours returns, or the path or address as it is."
-    check_trusted(dataset, "dataset")
-    named = NAMED.fullmatch(dataset) is not None and not Path(dataset).exists()
-    return named_function(dataset, "dataset", DataError)() if named else dataset
-
-# %% ../../nbs/61_recipes.rl_loop.ipynb #f985b07f
 @dataclass(frozen=True)
 class Problem:
     "Rows to train on, rows to measure on, and the reward."
@@ -86,7 +78,10 @@ def load_problem(cfg: Config, grades: bool = True) -> Problem:  # grades: whethe
         held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
         return Problem(rows, held_out, list(cfg.rewards) or [toy_reward, reward_fn(toy_format_reward, weight=0.0)])
     read: Any = partial(load_rows, require=needed, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
-    source, hub = named_source(cfg.dataset), dict[str, Any]()
+    check_trusted(cfg.dataset, "dataset")
+    named = NAMED.fullmatch(cfg.dataset) is not None and not Path(cfg.dataset).exists()
+    source = named_function(cfg.dataset, "dataset", DataError)() if named else cfg.dataset
+    hub: dict[str, Any] = {}
     if on_hub(cfg.dataset):
         hub = {"config": cfg.dataset_config, "streaming": cfg.dataset_streaming, "split": cfg.dataset_split}
     if cfg.dataset_eval_split:
@@ -125,35 +120,12 @@ def make_problem(
         named = load_problem(cfg, grades=graded is None)
         rows, eval_rows = (named.rows, named.eval_rows) if rows is None else (rows, eval_rows)
         graded = named.reward if graded is None else graded
-    own: dict[str, Any] = {"dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
-    own |= {"extras": rollout_extras, "advantage_fn": advantage_fn, "make_loss": make_loss}
+    own = dynamic_filter_fn, advantage_fn, evaluation_fn, rollout_extras, make_loss
     read = [] if reward is None else columns_read(reward)
     held_out = as_rows(eval_rows, read) if len(eval_rows) else []
     if cfg.eval_interval > 0 and not held_out and evaluation_fn is None:
         raise ConfigError("eval_interval", got=cfg.eval_interval, expected="eval_rows, or an evaluation_fn")
-    return Problem(as_rows(rows, read), held_out, graded, **own)
-
-# %% ../../nbs/61_recipes.rl_loop.ipynb #2318c272
-def chosen_problem(
-    cfg: Config,
-    problem: Problem | None,
-    parts: Mapping[str, Any],  # keywords of `make`; None = not given
-    make: Callable[..., Problem] = make_problem,
-) -> Problem:
-    "A problem as it was passed, or made of its parts; raises ConfigError where both are given."
-    given = {name: part for name, part in parts.items() if part is not None}
-    if unknown := sorted(given.keys() - inspect.signature(make).parameters.keys() - PARTS.keys()):
-        known = ", ".join(PARTS)
-        raise ConfigError(f"unknown option {unknown[0]!r}", where="train", expected=f"options of train, or {known}")
-    if problem is None:
-        return make(cfg, **given)
-    if given:
-        raise ConfigError("problem", got=f"{', '.join(given)} beside it", expected="one of the two")
-    return problem
-
-
-PARTS = dict(inspect.signature(make_problem).parameters)  # what a problem can be made of
-PARTS.pop("cfg")
+    return Problem(as_rows(rows, read), held_out, graded, *own)
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #d4dd749e
 def check_functions(cfg: Config, problem: Problem | None = None) -> None:
@@ -170,12 +142,6 @@ def refuse_unmeasured(named: str, measured: Sequence[str]) -> None:
         expected = f"one of {', '.join(measured)}"
         raise ConfigError("keep_best", got=repr(named), expected=expected, fix=nearest(named, measured))
 
-
-def check_best(cfg: Config, problem: Problem) -> None:
-    "Raise for a `keep_best` that will not be measured; what an `evaluation_fn` measures, its first call says."
-    if cfg.keep_best is not None and problem.evaluation_fn is None:
-        refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
-
 # %% ../../nbs/61_recipes.rl_loop.ipynb #058e2ee4
 @dataclass(frozen=True)
 class RunPlan:
@@ -187,11 +153,7 @@ class RunPlan:
 
 
 def plan_run(
-    cfg: Config,
-    resume: bool = False,  # go on with what is there
-    trust: bool = False,  # links in what is there may be followed
-    problem: Problem | None = None,  # that was passed
-    **parts: Any,  # of a problem, that were passed
+    cfg: Config, resume: bool = False, trust: bool = False, problem: Problem | None = None, **parts: Any
 ) -> RunPlan:
     "Read how a run begins; raises if its folder cannot be begun or gone on with, or a function may not be imported."
     if not resume:
@@ -289,14 +251,6 @@ def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
     return LOOPS[cfg.recipe](backend, problem.rows, problem.reward, cfg, keep_undo=0, **given)
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #47d6acce
-def keep_rows(run: RunFolder, problem: Problem, parts: Mapping[str, Any]) -> None:
-    "Write down the rows that were passed to a run, and which functions were."
-    functions = ("rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss")
-    own = [name for name in functions if parts.get(name) is not None]
-    if own or parts.get("rows") is not None:
-        write_rows(Path(run.path) / "rows.jsonl", problem.rows, own)
-
-
 def write_rows(path: Path, rows: Sequence[Row], own: Sequence[str] = ()) -> None:  # names of functions beside them
     "Rows as JSON lines that `read_rows` gives back exactly."
     lines = [{"format": 1, "own": [*own]}, *({f.name: getattr(row, f.name) for f in fields(row)} for row in rows)]
@@ -334,12 +288,17 @@ async def train(
     say: Callable[[str], Any] = tqdm.write,  # where the lines go
     progress: bool = True,  # draw a bar, where bars can be drawn
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
-    **parts: Any,  # of `make_problem`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
+    make: Callable[..., Problem] = make_problem,  # of the parts
+    **parts: Any,  # of `make`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
     "Run GRPO as a config says."
     plan = plan_run(cfg, resume, trust, problem, **parts)  # before anything is set up
-    problem = chosen_problem(cfg, problem, parts)
-    check_best(cfg, problem)
+    given = [name for name, part in parts.items() if part is not None]
+    if problem is not None and given:
+        raise ConfigError("problem", got=f"{', '.join(given)} beside it", expected="one of the two")
+    problem = problem or make(cfg, **parts)
+    if cfg.keep_best is not None and problem.evaluation_fn is None:  # what one measures, its first call says
+        refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
     if problem.reward == ["gsm8k"] and not cfg.rewards:
         say(f"graded by gsm8k, which reads {cfg.dataset}'s answers: `rewards` names no other")
     async with contextlib.AsyncExitStack() as stack:
@@ -349,7 +308,9 @@ async def train(
         stack.push_async_callback(loop.close)
         run = await begin_run(loop, plan, say, trust)
         if run is not None and plan.begun is None:
-            keep_rows(run, problem, parts)
+            functions = {"rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss"}
+            if own_parts := [name for name in given if name in functions | {"rows"}]:
+                write_rows(Path(run.path) / "rows.jsonl", problem.rows, [n for n in own_parts if n != "rows"])
         if run is not None and own.boot_metrics:
             run.log_metrics(loop.state.number - 1, {k: v for k, v in own.boot_metrics.items() if "/step" not in k})
         if run is not None:
@@ -400,11 +361,7 @@ def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str],
 
 # %% ../../nbs/61_recipes.rl_loop.ipynb #1980c984
 async def _train(
-    loop: GRPOLoop,
-    run: RunFolder | None,
-    say: Callable[[str], Any],
-    progress: bool,
-    trackers: Sequence[Tracker] = (),
+    loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any], progress: bool, trackers: Sequence[Tracker] = ()
 ) -> RunResult:
     "Measure, run to the end, leave a checkpoint, promote, measure again, write the report."
     start, first = time.perf_counter(), loop.state.number
@@ -572,10 +529,7 @@ def recorded_problem(run: Run, cfg: Config) -> Problem:
 # %% ../../nbs/61_recipes.rl_loop.ipynb #0a0368a3
 @contextlib.asynccontextmanager
 async def loop_for(
-    run: Run,
-    step: int,  # a recorded step
-    problem: Problem | None = None,  # None = what the config names
-    backend: Backend | None = None,  # fresh; None = the one that the config names; one that is passed stays open
+    run: Run, step: int, problem: Problem | None = None, backend: Backend | None = None
 ) -> AsyncIterator[GRPOLoop]:
     "A fresh loop over what a run names, from which a step of it can be reached."
     run.record(step)  # is it there? asked before a model is loaded
