@@ -25,7 +25,6 @@ from rl_notebook import cli, records
 from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config import Config
 from rl_notebook.options import leaf_types
-from rl_notebook.settings import canonical
 from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model
 from rl_notebook.views.report import run_status, write_report
