@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import textwrap
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -53,70 +52,50 @@ FIGURES = {
 }
 MACHINE = ("log_path", "base_url", "run_name", "resume", "served_model", "report_to", "wandb")  # settings left out
 
-
-def _is_number(value: Any) -> bool:
-    "Whether a metric was measured."
-    return isinstance(value, int | float | np.number) and math.isfinite(value)
-
-# %% ../nbs/18_exports.ipynb #39811fef
+# %% ../nbs/18_exports.ipynb #8948c311
 def figures_table(metrics: Mapping[int, Mapping[str, Any]], step: int) -> str:  # Markdown; empty without a figure
     "The first value of each figure, and the last one up to a step."
     known = {name: name for steps in metrics.values() for name in steps if re.match(r"eval/(avg|pass)@", name)}
     rows = []
     for name, label in (FIGURES | known).items():
-        values = [(at, m[name]) for at, m in sorted(metrics.items()) if at <= step and _is_number(m.get(name))]
+        found = {at: m.get(name) for at, m in sorted(metrics.items()) if at <= step}
+        values = [(at, v) for at, v in found.items() if isinstance(v, int | float | np.number) and math.isfinite(v)]
         if values:
             cells = [f"{value:.4g} (step {at})" for at, value in (values[0], values[-1])]
             rows.append(f"| {label} | {cells[0]} | {cells[1]} |")
     return "\n".join(["| | first | exported |", "|---|---|---|", *rows]) if rows else ""
 
 # %% ../nbs/18_exports.ipynb #64b36fed
-_LOADS = {
-    "hf": """\
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+_CODE = """\
+from {source} import {loader}
+from transformers import AutoTokenizer, GenerationConfig
 
-        folder = "."  # where this file is
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        """,
-    "adapter": """\
-        from peft import PeftModel
-        {base}
+folder = "."  # where this file is
+model = {model}
+tokenizer = AutoTokenizer.from_pretrained(folder)
+{prompt}
+how = GenerationConfig.from_pretrained(folder)  # the sampling settings of the run
+drawn = model.generate(**prompt, generation_config=how)[0]
+print(tokenizer.decode(drawn[prompt["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
-        folder = "."  # where this file is
-        model = PeftModel.from_pretrained(base, folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        """,
-}
-_ASKS = """\
-        messages = {messages!r}
-        prompt = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True{options}
-        )
-        """
-_PROMPT = """\
-        prompt = tokenizer("Once upon a time", return_tensors="pt")
-        """
-_BY_TRANSFORMERS = ("transformers", "AutoModelForCausalLM.from_pretrained({!r})")
-_DRAWS = """\
-        how = GenerationConfig.from_pretrained(folder)  # the sampling settings of the run
-        drawn = model.generate(**prompt, generation_config=how)[0]
-        print(tokenizer.decode(drawn[prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-        """
 
-# %% ../nbs/18_exports.ipynb #2691b5dc
 def loading_code(kind: str, cfg: Any, chats: bool, name: str) -> str:  # Python
     "How a folder of this kind is loaded and asked."
-    source, call = ("rl_notebook.toy", "load_model({!r})[0]") if name in ("tiny", "smollm2") else _BY_TRANSFORMERS
-    base = f"from {source} import {call.partition('.')[0].partition('(')[0]}"
-    base += (
-        f"\n{8 * ' '}from transformers import AutoTokenizer, GenerationConfig\n\n{8 * ' '}base = {call.format(name)}"
-    )
-    said = [{"role": "system", "content": cfg.system_prompt}] if cfg.system_prompt else []
-    options = "".join(f", {k}={v!r}" for k, v in (cfg.chat_template_kwargs or {}).items())
-    asks = _ASKS.format(messages=[*said, {"role": "user", "content": "What is 3+7+2+9+4?"}], options=options)
-    load = _LOADS["hf" if kind == "merged" else kind].format(base=base)
-    return "\n".join(map(textwrap.dedent, (load, asks if chats else _PROMPT, _DRAWS))).strip()
+    source, loader, model = "transformers", "AutoModelForCausalLM", "AutoModelForCausalLM.from_pretrained(folder)"
+    if kind == "adapter" and name in ("tiny", "smollm2"):
+        source, loader, model = "rl_notebook.toy", "load_model", f"load_model({name!r})[0]"
+    elif kind == "adapter":
+        model = f"AutoModelForCausalLM.from_pretrained({name!r})"
+    prompt = 'prompt = tokenizer("Once upon a time", return_tensors="pt")'
+    if chats:
+        said = [{"role": "system", "content": cfg.system_prompt}] if cfg.system_prompt else []
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        told = ", ".join(f"{k}={v!r}" for k, v in (options | (cfg.chat_template_kwargs or {})).items())
+        prompt = f"messages = {[*said, {'role': 'user', 'content': 'What is 3+7+2+9+4?'}]!r}\n"
+        prompt += f"prompt = tokenizer.apply_chat_template(messages, {told})"
+    if kind == "adapter":
+        source, model = f"peft import PeftModel\nfrom {source}", f"PeftModel.from_pretrained({model}, folder)"
+    return _CODE.format(source=source, loader=loader, model=model, prompt=prompt)
 
 # %% ../nbs/18_exports.ipynb #e79cbaba
 PLACES = ("base_model", "dataset", "chat_template", "tokenizer_model")  # settings that may name a file or a folder

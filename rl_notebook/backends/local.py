@@ -1187,17 +1187,13 @@ def in_dtype(model: Any, name: str, device: str | torch.device) -> nn.Module:
     return model.to(device=device, dtype=_DTYPES[name]).eval()
 
 # %% ../../nbs/24_backends.local.ipynb #cb3a1f54
-def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
-    "Raises `BackendError` when a tokenizer can make ids that the model does not know."
+def told_unknown(tokenizer: Any, vocab_size: int, mask: bool = True) -> list[int]:
+    "Ids to mask, since the tokenizer does not know them, which is said; raises `BackendError` where it knows more."
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
     if size > vocab_size:
         fix = "Use the model's own tokenizer, or resize the model's embeddings."
         raise BackendError("tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix)
-
-
-def told_unknown(tokenizer: Any, model: Any) -> list[int]:
-    "Ids of a model that its tokenizer does not know, which are said."
-    unknown = unknown_ids(tokenizer, len(model.get_input_embeddings().weight))
+    unknown = unknown_ids(tokenizer, vocab_size) if mask else []
     if unknown:
         which = ", ".join(map(str, unknown[:3])) + (", ..." if len(unknown) > 3 else "")
         many = f"{len(unknown)} ids of the model have no token in the tokenizer ({which})"
@@ -1311,14 +1307,13 @@ def open_local(
     params = trainable(module)
     routers = find_routers(module, "open_local: router_replay") if router_replay else None
     served = frozen_copy(module, params)
-    unknown = told_unknown(tokenizer, served) if mask_unknown else []
+    unknown = told_unknown(tokenizer, len(served.get_input_embeddings().weight), mask_unknown)
     engine = Engine(mask_ids(open_model(served), unknown), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     count = worker_threads(engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline)
     run = Worker(inline, count)
     draws = Worker(threads=count) if beside else run
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
-    check_tokenizer(tokenizer, engine.causal.vocab_size)
     limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter)
     opened_as = {"routes": ("modules", "full"), "sampling": False}
     score_as = lambda m: Scoring(mask_ids(open_model(m, **opened_as), unknown), *limits)

@@ -176,38 +176,15 @@ CHECKERS: dict[str, Callable[[Config, Callable[[str], Any]], Awaitable[list[Find
 }
 
 # %% ../../nbs/60_backends.open.ipynb #530c211a
-@dataclass(frozen=True, eq=False)
-class DeploymentCompletion:
-    "A completion under the names of the Fireworks guides."
-
-    completion: Completion
-
-    @property
-    def full_tokens(self) -> list[int]:
-        "Prompt and completion ids."
-        return self.completion.full_tokens
-
-    @property
-    def prompt_len(self) -> int:
-        "Number of prompt tokens P."
-        return self.completion.prompt_len
+class DeploymentCompletion(Completion):
+    "A completion, with its logprobs under the name of the Fireworks guides."
 
     @property
     def inference_logprobs(self) -> list[float]:
         "(C,) logprobs of the distribution drawn from, one per sampled token."
         from rl_notebook.chat import drawn_logprobs  # only here: it loads transformers
 
-        return drawn_logprobs(self.completion).tolist()
-
-    @property
-    def finish_reason(self) -> str:
-        '"stop", "length" or "abort".'
-        return self.completion.finish_reason
-
-    @property
-    def text(self) -> str:
-        "The decoded completion."
-        return self.completion.text
+        return drawn_logprobs(self).tolist()
 
 # %% ../../nbs/60_backends.open.ipynb #6d702105
 @dataclass(frozen=True)
@@ -229,7 +206,7 @@ class DeploymentSampler:
             raise ConfigError("sampling setting", got=", ".join(unknown), expected=f"some of {', '.join(known)}")
         params = replace(self.params, **{"seed": None, **sample_kwargs, "n": n})
         drawn = await self.sampler.sample(np.array(prompt_token_ids), params)
-        return [DeploymentCompletion(c) for c in drawn if len(c.tokens)]
+        return [DeploymentCompletion(**vars(c)) for c in drawn if len(c.tokens)]
 
 
 def build_deployment_sampler(setup: Any) -> DeploymentSampler:
