@@ -24,12 +24,8 @@ from .core import SampleParams, without_keys
 __all__ = []
 
 # %% ../nbs/18_exports.ipynb #119225d2
-def generation_config(
-    params: SampleParams,  # of the run
-    base: GenerationConfig,  # of the model: its end tokens, bos and pad stay
-    tokenizer: Any = None,  # whose end token is one, too
-) -> GenerationConfig:
-    "How the run draws, for other programs."
+def generation_config(params: SampleParams, base: GenerationConfig, tokenizer: Any = None) -> GenerationConfig:
+    "How the run draws, for other programs; bos and pad are the model's, all end tokens count."
     named = [base.eos_token_id, getattr(tokenizer, "eos_token_id", None), [*params.stop_token_ids]]
     ends = sorted({int(i) for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None})
     how: dict[str, Any] = {"do_sample": params.temperature > 0}

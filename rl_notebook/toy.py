@@ -43,10 +43,8 @@ def _ask(terms: Sequence[int], way: int) -> str:
     return _ASK[way].format(plus="+".join(digits), list=", ".join(digits))
 
 # %% ../nbs/13_toy.ipynb #366ff137
-def is_heldout(
-    terms: Sequence[int],  # digits 1-9
-) -> bool:
-    "Whether this sum, in any order, is kept out of all training; true for about one sum in five."
+def is_heldout(terms: Sequence[int]) -> bool:
+    "Whether this sum of digits 1-9, in any order, is kept out of all training; true for about one sum in five."
     return crc32(bytes(sorted(terms))) % 5 == 0
 
 # %% ../nbs/13_toy.ipynb #7005737b
@@ -171,11 +169,8 @@ def _smollm2_gguf() -> Path:
     return next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
 
 # %% ../nbs/13_toy.ipynb #87860ae1
-def convert_gguf(
-    gguf: Path,  # file of a Llama model
-    target: Path,  # folder to make
-) -> None:
-    "Writes the model and tokenizer of a GGUF file as a transformers folder of float32 safetensors."
+def convert_gguf(gguf: Path, target: Path) -> None:
+    "Writes model and tokenizer of a Llama model's GGUF file as a transformers folder of float32 safetensors."
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")

@@ -86,11 +86,8 @@ _SAID: dict[str, tuple[str, Callable[[LossOptions], Any]]] = {  # setting of a s
 }
 
 
-def builtin_loss(
-    o: LossOptions,
-    service: str = "fireworks",  # a key of BUILTIN_LOSSES
-) -> tuple[str, dict[str, float]]:  # `loss_fn` and `loss_fn_config` of the service
-    "The service's own loss with the value and gradient of these options; raises `LossError` where there is none."
+def builtin_loss(o: LossOptions, service: str = "fireworks") -> tuple[str, dict[str, float]]:
+    "A service's `loss_fn` and `loss_fn_config` with the value and gradient of these options; raises `LossError`."
     if service not in BUILTIN_LOSSES:
         raise LossError("service", got=repr(service), expected=" or ".join(map(repr, BUILTIN_LOSSES)))
     known = BUILTIN_LOSSES[service]
@@ -112,11 +109,9 @@ def builtin_loss(
 
 # %% ../../nbs/21_backends.builtin.ipynb #ee7802d1
 def builtin_inputs(
-    datums: Sequence[Datum],  # of one call, in the order in which they are sent
-    o: LossOptions,
-    denominator: float | None = None,  # as for `make_loss_fn`
-) -> list[dict[str, np.ndarray]]:  # per datum: series (N-1,) float32 by the name that a service gives them
-    "What a service's own loss reads beside the target tokens; raises `LossError` or `AlignmentError`."
+    datums: Sequence[Datum], o: LossOptions, denominator: float | None = None
+) -> list[dict[str, np.ndarray]]:
+    "What a service's loss reads of each datum beside targets, (N-1,) by name; raises `LossError`, `AlignmentError`."
     check_builtin_options(o)
     anchor = "sampler_logprobs" if o.anchor == "rollout" else "old_logprobs"
     if o.policy_loss != "grpo" or o.tis != "off":

@@ -53,13 +53,8 @@ def fill_entropy(entropy: Tensor, logprobs: Tensor) -> None:
             h.copy_(part.exp().mul_(part.clamp(min=-1e4)).sum(-1).neg_())  # 0 * -inf is not a number
 
 
-def pick_logprobs(
-    logits: Tensor,  # (M, V) float32 or float64
-    targets: Tensor,  # (M,) ids
-    temperature: float = 1.0,  # divides the logits
-    entropy: Tensor | None = None,  # (M,) to be filled with the entropy of each row
-) -> Tensor:
-    "(M,) log-probabilities of `targets`."
+def pick_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: Tensor | None = None) -> Tensor:
+    "(M,) log-probabilities of `targets` (M,) from logits (M, V); fills `entropy` (M,) with that of each row."
     logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
     if entropy is not None:
         fill_entropy(entropy, logprobs)
@@ -138,12 +133,9 @@ def entropy_rows(features: Tensor, head: Callable[[Tensor], Tensor] | None, temp
 
 
 def head_entropy(
-    features: Tensor,  # (M, D) hidden states, or (M, V) logits when there is no head
-    head: nn.Module | None,  # output embedding
-    temperature: float = 1.0,  # divides the logits
-    chunk_elements: int = CHUNK_ELEMENTS,  # logits that may exist at once
+    features: Tensor, head: nn.Module | None, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> Tensor:
-    "(M,) entropies in nats, differentiable, with memory that does not grow with M times V."
+    "(M,) entropies in nats of features (M, D), differentiable, with memory that does not grow with M times V."
     chunk = max(1, chunk_elements // int(getattr(head, "out_features", features.shape[-1])))
     parts = [checkpoint(entropy_rows, f, head, temperature, use_reentrant=False) for f in features.split(chunk)]
     return torch.cat(parts)
@@ -170,11 +162,8 @@ class Uniforms:
 SUMS = {"cuda": torch.float64}  # precision that probabilities are added up in; elsewhere their own
 
 
-def draw_tokens(
-    logprobs: Tensor,  # (B, V) of the distribution to draw from; -inf = cut off
-    uniforms: Tensor,  # (B,) in [0, 1)
-) -> Tensor:
-    "(B,) token ids by inversion of the cumulative distribution."
+def draw_tokens(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    "(B,) ids by inversion of the cumulative distribution: logprobs (B, V), -inf = cut off; uniforms (B,) in [0, 1)."
     cumulative = logprobs.exp().cumsum(-1, dtype=SUMS.get(logprobs.device.type))
     total = cumulative[:, -1:].contiguous()
     below = torch.nextafter(total, torch.zeros_like(total))
@@ -241,12 +230,8 @@ def penalised(logits: Tensor, plan: DrawPlan) -> Tensor:
     return torch.where(plan.seen, torch.where(logits < 0, logits * plan.penalty, logits / plan.penalty), logits)
 
 # %% ../../nbs/23_backends.engine.ipynb #4777dc59
-def draw(
-    logits: Tensor,  # (B, V) float32
-    plan: DrawPlan,  # how each row is drawn
-    uniforms: Tensor,  # (B,) in [0, 1)
-) -> tuple[Tensor, Tensor, Tensor]:  # (B,) ids, raw logprobs, logprobs of the distribution drawn from
-    "One token for every row."
+def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    "One token for every row of logits (B, V): (B,) ids, raw logprobs, and those of the distribution drawn from."
     raw = logits.log_softmax(-1)
     scored = penalised(logits, plan)
     if plan.allowed is not None:
@@ -366,13 +351,8 @@ class SlotCache(Cache):
                 buffer[start : self.rows, :, :length] = new[source]
         self.fresh = {}
 
-    def begin_step(
-        self,
-        lengths: Tensor,  # (rows,) column that each row writes to; the next one where it has been written to before
-        longest: int,  # the largest of them
-        windows: Iterable[int | None] = (None,),  # of the layers, None = full attention
-    ) -> None:
-        "Prepare to write one token per row."
+    def begin_step(self, lengths: Tensor, longest: int, windows: Iterable[int | None] = (None,)) -> None:
+        "Prepare to write one token per row, to column `lengths` (rows,) at most `longest`; the layers see `windows`."
         self.filling, self.longest, self.lengths, self.index = False, longest + 1, lengths, {}
         self.reserve(self.rows, self.longest)
         own, columns = lengths[:, None], partial(torch.arange, self.capacity, device=lengths.device)
@@ -538,12 +518,8 @@ def takes_blocks(linears: Sequence[Linear]) -> bool:
     return weights[0].dtype in ((torch.float32, torch.bfloat16) if half else (torch.float32,))
 
 # %% ../../nbs/23_backends.engine.ipynb #8fe2464d
-def linears_fn(
-    modules: Sequence[nn.Module],
-    copies: bool,
-    norm: nn.Module | None = None,  # RMS norm of the input
-) -> Callable[..., Tensor]:  # of the input (M, D), and of what the output is added to, (M, outputs); None = nothing
-    "Several linear layers over one input, as one function; their outputs side by side."
+def linears_fn(modules: Sequence[nn.Module], copies: bool, norm: nn.Module | None = None) -> Callable[..., Tensor]:
+    "Linear layers over one input (M, D) behind an RMS norm, as one function: outputs side by side, added to `onto`."
     known, scale, rms = mergeable(modules) if copies else [], None, None if norm is None else RmsNorm.of(norm)
     normed: Callable[[Tensor], Tensor] = rms or norm or (lambda x: x)
     weights = [w for linear in known for w in linear.weights]
@@ -619,15 +595,9 @@ class RotaryTable:
 
 # %% ../../nbs/23_backends.engine.ipynb #86eb0931
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    cache: SlotCache | None,
-    layer: int,
-    window: int | None = None,  # tokens that each one sees, itself included; None = all before it
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cache: SlotCache | None, layer: int, window: int | None = None
 ) -> Tensor:
-    "(B, S, heads * dim) attention output for queries, keys and values of shape (B, S, heads, dim)."
+    "(B, S, heads * dim) attention output for (B, S, heads, dim); each token sees itself and `window` - 1 before it."
     batch, steps, heads, _ = q.shape
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if cache is not None:
@@ -696,14 +666,9 @@ class FastDecoder:
         self.rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight)  # type: ignore[arg-type]
 
     def __call__(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        cache: SlotCache | None,
-        highest: int,
-        windows: Sequence[int | None] = (),  # of each layer; () = full attention in all
+        self, ids: Tensor, positions: Tensor, cache: SlotCache | None, highest: int, windows: Sequence[int | None] = ()
     ) -> Tensor:
-        "(B, S) ids at (B, S) positions to (B, S, D) hidden states."
+        "(B, S) ids at (B, S) positions to (B, S, D) hidden states; no `windows` = full attention in all layers."
         x = self.embed(ids).flatten(0, 1)
         cos, sin = self.rotary(positions, highest)
         for i, layer in enumerate(self.layers):
@@ -842,12 +807,9 @@ def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device
 
 # %% ../../nbs/23_backends.engine.ipynb #0a20dc88
 def prefill(
-    model: CausalModel,
-    cache: SlotCache,
-    prompts: Sequence[Sequence[int]],
-    past: Pairs | None = None,  # of what the prompt begins with, which must be a single one then
+    model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]], past: Pairs | None = None
 ) -> Tensor:
-    "(B, D) features of the last token of each prompt; keys and values stay in `cache.fresh`."
+    "(B, D) features of each prompt's last token, keys, values in `cache.fresh`; `past`: what a single one begins with."
     cache.filling, cache.past = True, past or {}
     begun, unread = cache.begun, [p[cache.begun :] for p in prompts]
     ids = padded(unread, model.device)
@@ -858,14 +820,8 @@ def prefill(
     return features[rows, ends - ids.shape[1] + features.shape[1]]
 
 # %% ../../nbs/23_backends.engine.ipynb #7cd0d236
-def decode_step(
-    model: CausalModel,
-    cache: SlotCache,
-    tokens: Tensor,  # (B,) ids
-    lengths: Tensor,  # (B,) tokens of each row that are in the cache already
-    longest: int,  # the largest of them
-) -> Tensor:
-    "(B, D) features after one more token per row; nothing is read from the device."
+def decode_step(model: CausalModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    "(B, D) features after one more token (B,) per row, `lengths` (B,) in the cache; reads nothing from the device."
     cache.begin_step(lengths, longest, model.windows)
     return model.features(tokens[:, None], lengths[:, None], cache, longest, keep=1)[:, -1]
 
@@ -994,12 +950,9 @@ def probe_tree(causal: CausalModel) -> str:
 
 # %% ../../nbs/23_backends.engine.ipynb #174b27b3
 def open_model(
-    model: nn.Module,  # a loaded Hugging Face causal LM, also inside a PEFT wrapper
-    *,
-    routes: Sequence[str] = ("fast", "modules", "full"),  # in order of preference
-    sampling: bool = True,  # also probe prefill and decode steps
+    model: nn.Module, *, routes: Sequence[str] = ("fast", "modules", "full"), sampling: bool = True
 ) -> CausalModel:
-    "The model over the fastest route that reproduces its own logits; raises `BackendError` when none does."
+    "The model over the first route that reproduces its own logits, decode steps too; raises `BackendError`."
     if sampling:
         check_layers(bare_model(model))
     failures = []
@@ -1092,15 +1045,9 @@ def final_text(row: Row, tokenizer: Any) -> str:
 
 # %% ../../nbs/23_backends.engine.ipynb #ebb85761
 def check_tokens(
-    tokens: Iterable[int],
-    vocab_size: int | None,  # None = unknown
-    where: str,
-    limit: int | None = None,  # longest sequence, what is drawn included; None = unknown
-    *,
-    new: int = 0,  # tokens that are to be drawn
-    least: int = 1,  # 2 = they are to be scored
+    tokens: Iterable[int], vocab_size: int | None, where: str, limit: int | None = None, *, new: int = 0, least: int = 1
 ) -> tuple[int, ...]:
-    "The ids as a tuple of ints; raises `BackendError` for too few, too many, or one outside the vocabulary."
+    "The ids as ints; raises `BackendError` for too few, too many beside `new` ones, or one outside the vocabulary."
     ids, size = tuple(map(int, tokens)), vocab_size or 2**31
     if not ids:
         raise BackendError("tokens", where=where, got="none", expected="at least one", fix="Start it with bos.")
@@ -1221,12 +1168,8 @@ def allowed_next(rows: Sequence[Row], vocab_size: int, device: torch.device | st
     return torch.from_numpy(allowed).to(device)
 
 # %% ../../nbs/23_backends.engine.ipynb #a2eff2a2
-def plan_batches(
-    lengths: Sequence[int],  # tokens of each sequence
-    budget: int,  # padded tokens of one batch
-    split_gain: float = math.inf,  # padding that justifies one more batch
-) -> list[list[int]]:
-    "Indices in batches, longest first; every index exactly once."
+def plan_batches(lengths: Sequence[int], budget: int, split_gain: float = math.inf) -> list[list[int]]:
+    "Every index once, longest first, in batches of `budget` padded tokens, fewer where that saves `split_gain`."
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches: list[list[int]] = []
     for rank, i in enumerate(order):
@@ -1308,12 +1251,9 @@ def numbers_of(rows: Sequence[Row], after: int, steps: int, device: torch.device
 
 
 def emit(
-    engine: Engine,
-    steps: Sequence[tuple[Tensor, Tensor, Tensor]],  # what each drew: ids, raw and used logprobs, each (rows,)
-    start: int = 0,
-    experts: np.ndarray | None = None,  # (steps, rows, L, k) that read the token before
+    engine: Engine, steps: Sequence[tuple[Tensor, Tensor, Tensor]], start: int = 0, experts: np.ndarray | None = None
 ) -> list[Request]:
-    "Give the rows from `start` on what was drawn; returns the requests that this completed."
+    "Give the rows from `start` on what each step drew (ids, raw and used logprobs); returns the completed requests."
     drawn = torch.stack([series.double() for step in steps for series in step]).tolist()
     rows, ended = engine.rows[start:], dict[int, str]()
     for k in range(len(steps)):

@@ -830,12 +830,9 @@ def inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
 
 
 def sample_gradients(
-    state: PolicyState,
-    datums: Sequence[Datum],
-    dlogprobs: Sequence[np.ndarray],  # dL/dlogprob, (N-1,) per datum
-    before: str | None = None,  # a saved state to look from; None = the present weights
-) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:  # logprobs; (S,) norms; (S,) products, which sum to |G|^2
-    "How long the gradient of each datum's `sum(dlogprob * logprob)` is, and its dot product with the batch gradient."
+    state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], before: str | None = None
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    "Logprobs, (S,) norms of each datum's gradient, and (S,) products with that of all, at a saved state or now."
     norms, products = np.zeros(len(datums)), np.zeros(len(datums))
     with preserved_gradients(state), swapped_weights(state, saved_weights(state, before) if before else {}):
         logprobs = score(state.scoring, datums)[0]
@@ -874,12 +871,9 @@ def one_by_one(model: Any) -> Iterator[None]:
 
 # %% ../../nbs/24_backends.local.ipynb #15efecd4
 def directional(
-    state: PolicyState,
-    datums: Sequence[Datum],
-    weights: Mapping[str, Tensor],  # the point
-    direction: Mapping[str, Tensor],  # of the same names, shapes and dtypes
-) -> list[np.ndarray]:  # (N-1,) per datum, NaN where not scored
-    "Derivative of every logprob in a direction of the weights."
+    state: PolicyState, datums: Sequence[Datum], weights: Mapping[str, Tensor], direction: Mapping[str, Tensor]
+) -> list[np.ndarray]:
+    "(N-1,) derivatives of every logprob at a point in a direction of the weights, NaN where not scored."
     scoring = state.scoring
     scoring.check(datums)
     batches, flats = scoring.batches(datums), []
@@ -1211,11 +1205,7 @@ def checkpoint_layers(module: nn.Module) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 # %% ../../nbs/24_backends.local.ipynb #cde8407e
-def write_weights(
-    module: nn.Module,  # Hugging Face model or PEFT wrapper
-    weights: Mapping[str, Tensor],  # of what is trained, by parameter name
-    folder: Path,  # to make
-) -> None:
+def write_weights(module: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
     "Write weights as `save_pretrained` does, the adapter alone under PEFT; no half-written folder is ever seen."
     folder.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(folder, replace=True, flush=False) as draft, no_bars():

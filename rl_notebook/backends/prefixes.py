@@ -37,11 +37,8 @@ def by_prefix(sequences: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
 COPIES = 3  # copied keys and values of so many tokens take the memory of one token that is computed
 
 
-def plan_trees(
-    sequences: Sequence[np.ndarray],
-    budget: int,  # of what a batch weighs
-) -> list[tuple[list[int], int, int]]:  # per batch: indices, tokens that it computes, what it weighs
-    "Batches of neighbours in lexicographic order; every index exactly once."
+def plan_trees(sequences: Sequence[np.ndarray], budget: int) -> list[tuple[list[int], int, int]]:
+    "Batches of neighbours in lexicographic order: indices (each exactly once), tokens to compute, share of the budget."
     batches: list[tuple[list[int], int, int]] = []
     longest = 0
     for i, common in zip(*by_prefix(sequences), strict=True):

@@ -90,10 +90,7 @@ class Routers:
         return np.dtype(np.uint8 if self.num_experts <= 256 else "<u2")
 
 # %% ../../nbs/15_backends.routing.ipynb #8cf8ba1f
-def find_routers(
-    model: nn.Module,  # a Hugging Face causal LM
-    where: str | None = None,  # place named in an error
-) -> Routers:
+def find_routers(model: nn.Module, where: str | None = None) -> Routers:
     "All routers of a model; raises `ConfigError` when it has none, or one whose rule is not known."
     found = {name: m for name, m in model.named_modules() if _looks_like_router(m)}
     if not found:
@@ -112,21 +109,15 @@ def find_routers(
     return Routers(tuple(found.values()), tuple(r for r in rules if r), *sizes.pop())
 
 # %% ../../nbs/15_backends.routing.ipynb #86bc578b
-def write_notes(
-    routers: Routers,
-    chosen: np.ndarray,  # (T, L, k) expert ids
-) -> tuple[str, ...]:  # (T,)
-    "What was chosen for each token, as text."
+def write_notes(routers: Routers, chosen: np.ndarray) -> tuple[str, ...]:
+    "(T,) texts of what was chosen for each token, (T, L, k) expert ids."
     return tuple(base64.b64encode(table.tobytes()).decode() for table in chosen.astype(routers.dtype))
 
 # %% ../../nbs/15_backends.routing.ipynb #2c56fdf3
 def read_notes(
-    routers: Routers,
-    notes: Sequence[Sequence[str] | None],  # per sequence one entry per token, "" = unknown; None = nothing is known
-    columns: int,  # S, tokens of the longest
-    where: Sequence[str] = (),  # per sequence, the place named in an error
-) -> np.ndarray:  # (B, S, L, k) expert ids, -1 where unknown
-    "What is to be chosen for each token of a batch; raises `AlignmentError`."
+    routers: Routers, notes: Sequence[Sequence[str] | None], columns: int, where: Sequence[str] = ()
+) -> np.ndarray:
+    '(B, S, L, k) expert ids to choose, -1 where the note is "" or none is there; raises `AlignmentError`.'
     chosen = np.full((len(notes), columns, *routers.shape), -1, dtype=np.int64)
     for b, series in enumerate(notes):
         for i, note in enumerate(series or ()):
@@ -188,11 +179,8 @@ def noting(routers: Routers) -> Iterator[Notes]:
 
 # %% ../../nbs/15_backends.routing.ipynb #46df8718
 @contextmanager
-def replaying(
-    routers: Routers,
-    chosen: Tensor,  # (T, L, k) expert ids of all tokens of one pass, -1 = the router's own
-) -> Iterator[None]:
-    "Let the routers choose what is given."
+def replaying(routers: Routers, chosen: Tensor) -> Iterator[None]:
+    "Let the routers choose what is given for all tokens of one pass, (T, L, k) expert ids, -1 = the router's own."
 
     def exchange(layer: int, module: Any, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, own = output
