@@ -121,7 +121,7 @@ POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
 }  # fmt: skip
 
 # %% ../nbs/05_losses.ipynb #187921f0
-@option_class(error=LossError)
+@option_class(finite=False, error=LossError)
 class LossOptions(LossKnobs):
     "Which loss: surrogate, KL, correction and aggregation. Knobs left at None take the default of their loss."
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import re
 import typing
@@ -33,7 +34,7 @@ def _number(value: Any) -> Any:
 
 
 def _single(value: float) -> float:
-    if value and not 1e-37 < abs(value) < 1e38:
+    if value and math.isfinite(value) and not 1e-37 < abs(value) < 1e38:
         raise ValueError("not in float32")
     return value
 
@@ -195,12 +196,16 @@ def _refuse_assignment(self: Any, name: str, value: Any = None) -> None:
 
 
 @typing.dataclass_transform(frozen_default=True)
-def option_class(cls: Any = None, *, kw_only: bool = False, error: type[RLNotebookError] = ConfigError) -> Any:
+def option_class(
+    cls: Any = None, *, kw_only: bool = False, finite: bool = True, error: type[RLNotebookError] = ConfigError
+) -> Any:
     "Class decorator: a frozen dataclass whose values have the types and ranges of their annotations; else an `error`."
     if cls is None:
-        return functools.partial(option_class, kw_only=kw_only, error=error)
+        return functools.partial(option_class, kw_only=kw_only, finite=finite, error=error)
+    for name in {"__dataclass_fields__", "__setattr__", "__delattr__"} & vars(cls).keys():
+        delattr(cls, name)  # of a `@dataclass` that was there before
     how: Any = {"kw_only": kw_only, "repr": cls.__repr__ is object.__repr__}
-    made: Any = pydantic_dataclass(cls, frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False), **how)
+    made: Any = pydantic_dataclass(cls, frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=not finite), **how)
     init = made.__init__
 
     @functools.wraps(init)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import pickle
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import get_args
@@ -165,8 +165,10 @@ def test_an_async_recipe_has_its_settings_in_the_config_itself():
     assert "max_head_offpolicy_versions: recipe='rl_loop' would ignore it" in refused(max_head_offpolicy_versions=4)
 
 
-def test_a_recipe_of_your_own_adds_its_settings_in_a_subclass():
+@pytest.mark.parametrize("plain", [lambda cls: cls, dataclass(frozen=True, kw_only=True, repr=False)])
+def test_a_recipe_of_your_own_adds_its_settings_in_a_subclass(plain):
     @m.accepts_other_spellings
+    @plain
     class OwnConfig(Config):
         curriculum_steps: int = 0
 
