@@ -106,12 +106,8 @@ def _working_directory_first() -> Iterator[str]:
     yield ""
 
 # %% ../nbs/01_names.ipynb #51ed7799
-def named_function(
-    name: str,  # "module:function"
-    setting: str,  # that holds it, for the message
-    error: type[RLNotebookError],  # what to raise
-) -> Callable[..., Any]:
-    "The function behind a name; raises `RecordError` for one that a run folder holds, else `error`."
+def named_function(name: str, setting: str, error: type[RLNotebookError]) -> Callable[..., Any]:
+    "The function behind the module:function of a setting; raises `RecordError` for one of a run folder, else `error`."
     check_trusted(name, setting)
     module, _, attribute = name.partition(":")
     refuse = functools.partial(error, setting, got=repr(name))
@@ -203,12 +199,8 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 # %% ../nbs/01_names.ipynb #b0632fea
 @contextmanager
-def new_folder(
-    path: Path,
-    replace: bool = False,  # what has the name; False = an error
-    flush: bool = True,  # False: to be read at once, and made again after a power cut
-) -> Iterator[Path]:  # to fill
-    "A folder that gets its name when the block ends well."
+def new_folder(path: Path, replace: bool = False, flush: bool = True) -> Iterator[Path]:
+    "A folder to fill, which gets its name when the block ends well; without `flush` a power cut may take it."
     draft, old = _draft(path), _draft(path)
     try:
         draft.mkdir()
