@@ -91,26 +91,11 @@ def test_defaults_are_the_documents():
     assert (cfg.base_model, cfg.dataset, cfg.backend) == ("tiny", "toy", "local")
 
 
-def test_every_row_of_the_earliest_table_can_be_given():
+def test_the_earliest_recipe_with_all_its_sub_configs():
     cfg, said = made(
         base_model=MODEL,
         dataset="https://example.org/gsm8k.jsonl",
-        learning_rate=1e-5,
-        kl_beta=0.001,
-        completions_per_prompt=4,
-        max_completion_tokens=1024,
-        temperature=1.0,
-        epochs=1,
-        max_rows=100,
-        max_seq_len=4096,
-        lora_rank=0,
-        prompt_groups_per_step=1,
-        min_samples_per_fwd_bwd=None,
-        max_samples_per_fwd_bwd=256,
-        max_concurrent=32,
-        policy_loss="grpo",
         tis_enabled=True,
-        router_replay=False,
         infra=InfraConfig(),
         deployment=DeployConfig(deployment_id="grpo-serving", tokenizer_model="Qwen/Qwen3-8B"),
         hotload=HotloadConfig(hot_load_interval=1, dcp_save_interval=10, hot_load_timeout=300),
@@ -129,16 +114,8 @@ def test_every_row_of_the_earliest_table_can_be_given():
 
 def test_the_recipe_with_infra():
     cfg, said = made(
-        log_path="./grpo_logs",
         base_model=MODEL,
         dataset="/path/to/gsm8k.jsonl",
-        max_rows=200,
-        epochs=1,
-        completions_per_prompt=4,
-        max_completion_tokens=1024,
-        temperature=1.0,
-        max_seq_len=4096,
-        policy_loss="grpo",
         infra=InfraConfig(training_shape_id=SHAPE, ref_training_shape_id=SHAPE + "-forward"),
         deployment=DeployConfig(
             deployment_id="grpo-serving",
