@@ -117,12 +117,6 @@ def test_the_sdk_reads_measurements(sdk_sampler):
         assert 1 <= m.completion_tokens <= 5
 
 
-def test_the_sdk_samples_many_at_once(sdk_sampler, local):
-    many = asyncio.run(sdk_sampler.sample_with_prompt_tokens(PROMPT, n=24, max_tokens=6, seed=3))
-    (want,) = drawn(local)
-    assert [c.full_tokens for c in many] == [want.full_tokens] * 24
-
-
 def test_the_sdk_is_told_what_is_wrong(sdk_sampler):
     for options, said in (
         ({"banana": 1}, "field: 'banana'"),
@@ -184,17 +178,6 @@ def test_the_sdk_loads_a_base_and_then_a_delta(manager):
     assert sdk.hotload_check_status("d", "base")["replicas"][0]["current_snapshot_identity"] == "step-2"
 
 
-def test_a_delta_must_continue_what_is_served(manager):
-    server, sdk, _ = manager
-    store(server, "step-1", 1.1)
-    store(server, "step-2", 0.9, "delta", "step-1")
-    for metadata in (None, {"previous_snapshot_identity": "step-1"}):
-        with pytest.raises(httpx.HTTPStatusError, match="409"):
-            sdk.hotload("d", "base", "step-2", incremental_snapshot_metadata=metadata)
-    with pytest.raises(httpx.HTTPStatusError, match="404"):
-        sdk.hotload("d", "base", "step-9")
-
-
 def test_a_load_that_fails_says_so_and_the_old_weights_serve_on(manager):
     server, sdk, client = manager
     store(server, "step-1", 1.1)
@@ -221,10 +204,6 @@ def test_a_load_overtakes_one_that_stalls(manager):
     server.hotload_delay_s = 0
     assert hotload(sdk, "step-2")
     assert np.abs(score(client) - expected(0.9)).max() < 1e-5
-
-
-def test_the_sdk_warms_up(manager):
-    assert manager[1].warmup("accounts/local/deployments/d", max_retries=1, retry_interval_s=0)
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
@@ -328,18 +307,6 @@ def test_refusals_have_the_shape_of_openai(site, body, status, said):
     assert set(error) == {"object", "message", "type", "code"}
     assert error["code"] == status
     assert said in error["message"]
-
-
-@pytest.mark.parametrize("raw", [b"{", b"[1]", b"\xff", b"null"])
-def test_bodies_that_are_no_requests(site, raw):
-    assert httpx.post(site[1] + "/v1/completions", content=raw).status_code == 400
-
-
-def test_text_is_tokenised_and_long_requests_are_shortened_as_vllm_does(fresh):
-    _, client = fresh
-    read = ask(client, prompt="Hello", return_token_ids=True)["choices"][0]["prompt_token_ids"]
-    assert read == byte_tokenizer().encode("Hello")
-    assert ask(client, prompt=[5] * 95, max_tokens=20)["usage"]["completion_tokens"] == 1
 
 
 # --- steering -----------------------------------------------------------------------------------------------------

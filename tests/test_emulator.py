@@ -32,7 +32,7 @@ from rl_notebook.emulator.service import (
 )
 from rl_notebook.emulator.testing import emulator, emulator_fixture  # noqa: F401  (the fixture)
 from rl_notebook.cli import main
-from rl_notebook.core import BackendError, ConfigError
+from rl_notebook.core import ConfigError
 from rl_notebook.toy import load_model
 
 sdk = pytest.importorskip("fireworks.training.sdk")
@@ -166,11 +166,6 @@ def test_it_listens_on_this_machine_only(shared: RunningEmulator) -> None:
             socket.create_connection((address, port), timeout=2)
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_so(shared: RunningEmulator) -> None:
-    with pytest.raises(BackendError, match="Take another, or 0"):
-        start_emulator(port=int(shared.url.rsplit(":", 1)[1]))
-
-
 def test_the_key_comes_from_the_environment_and_shows_itself_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "not-a-real-key-1")
     with start_emulator() as running, by_hand(running) as client:
@@ -205,40 +200,11 @@ def test_ids_cannot_leave_their_folder(tmp_path: Path) -> None:
 # --- jobs and deployments over time -----------------------------------------------------------------------------------
 
 
-def test_a_job_takes_its_time_and_its_trainer_answers_when_it_runs() -> None:
-    with start_emulator(startup_delay_s=1.5) as running, by_hand(running) as client:
-        health = "/training/v1/rlorTrainerJobs/local/policy/api/v1/healthz"
-        assert client.get(health).status_code == 404
-        states = [client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).json()["state"]]
-        while states[-1] != "JOB_STATE_RUNNING":
-            healthy = client.get(health).status_code
-            states.append(client.get(f"{JOBS}/policy").json()["state"])
-            assert healthy == (200 if states[-1] == "JOB_STATE_RUNNING" and healthy == 200 else 503)
-        assert list(dict.fromkeys(states)) == ["JOB_STATE_PENDING", "JOB_STATE_CREATING", "JOB_STATE_RUNNING"]
-        assert client.get(health).status_code == 200
-        assert client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).status_code == 409
-        client.post(f"{JOBS}/policy:cancel")
-        assert client.get(health).status_code == 404
-
-
 def test_a_job_that_makes_no_sense_is_refused(http: httpx.Client) -> None:
     long = {"trainingConfig": {"baseModel": MODEL, "maxContextLength": 10**6}}
     for body, query in (({"trainingConfig": {}}, {}), ([], {}), (long, {}), (WANTED, {"deploymentId": "../nobody"})):
         assert http.post(JOBS, params={"rlorTrainerJobId": "bad", **query}, json=body).status_code == 400
     assert http.get(f"{JOBS}/bad").status_code == 404
-
-
-def test_lists_come_in_pages(emulator: RunningEmulator) -> None:
-    with by_hand(emulator) as client:
-        for i in range(5):
-            client.post(f"{JOBS}?rlorTrainerJobId=job-{i}", json=WANTED)
-        seen, token = [], ""
-        for _ in range(3):
-            page = client.get(JOBS, params={"pageSize": 2, "pageToken": token}).json()
-            seen += [job["name"].rsplit("/", 1)[1] for job in page["rlorTrainerJobs"]]
-            token = page["nextPageToken"]
-        assert (seen, token) == ([f"job-{i}" for i in range(5)], "")
-        assert client.get(JOBS, params={"filter": "state=READY"}).status_code == 400
 
 
 def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> None:
@@ -262,27 +228,7 @@ def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> Non
         managers.close()
 
 
-def test_a_folder_has_one_emulator(tmp_path: Path) -> None:
-    with start_emulator(folder=tmp_path), pytest.raises(BackendError, match="another emulator uses"):
-        start_emulator(folder=tmp_path)
-    with start_emulator(folder=tmp_path):
-        pass
-
-
 # --- the SDK's managers -----------------------------------------------------------------------------------------------
-
-
-def test_profiles_resolve(managers: Managers) -> None:
-    profile = managers.trainers.resolve_training_profile(SHAPE)
-    assert profile.training_shape == SHAPE
-    assert profile.max_supported_context_length == 512
-    assert managers.trainers.resolve_training_profile(f"{SHAPE}/versions/v7").training_shape_version.endswith("/v7")
-    reference = managers.trainers.resolve_training_profile(SHAPE.replace("policy", "forward"))
-    assert (profile.trainer_mode, reference.trainer_mode) == ("POLICY_TRAINER", "FORWARD_ONLY")
-    assert managers.trainers.resolve_training_profile(f"{SHAPE}-lora").supports_lora
-    assert managers.trainers.model_is_moe(MODEL) is False
-    with pytest.raises(sdk.ModelDetailsUnavailableError, match="404"):
-        managers.trainers.model_is_moe("accounts/local/models/nobody")
 
 
 def test_a_job_from_creation_to_deletion(managers: Managers) -> None:
@@ -317,13 +263,6 @@ def test_a_job_that_fails_says_why_and_can_be_resumed() -> None:
         managers.close()
 
 
-def test_a_reference_scores_and_does_not_learn(managers: Managers) -> None:
-    reference = managers.policy(managers.job("reference", forward_only=True).base_url)
-    assert loss_of(reference) > 0
-    with pytest.raises(Exception, match="forward-only"):
-        learn(reference)
-
-
 def test_checkpoints_are_listed_and_promoted(managers: Managers) -> None:
     policy = managers.policy(managers.job("saves").base_url)
     learn(policy)
@@ -344,15 +283,6 @@ def test_checkpoints_are_listed_and_promoted(managers: Managers) -> None:
     with pytest.raises(RuntimeError, match="has no checkpoint"):
         managers.trainers.promote_checkpoint(name=rows[base]["name"] + "0", **promote)
     assert managers.trainers.model_is_moe(MODEL) is False
-
-
-def test_a_checkpoint_of_another_job_is_loaded(managers: Managers) -> None:
-    first = managers.policy(managers.job("first").base_url)
-    learn(first)
-    first.save_state("step-1").result()
-    second = managers.policy(managers.job("second").base_url)
-    second.load_state_with_optimizer(second.resolve_checkpoint_path("step-1", source_job_id="first")).result()
-    assert loss_of(second) == pytest.approx(loss_of(first), rel=1e-6)
 
 
 def test_a_deployment_is_created_attached_and_scaled(managers: Managers, http: httpx.Client) -> None:
@@ -376,20 +306,6 @@ def test_a_deployment_is_created_attached_and_scaled(managers: Managers, http: h
         managers.deployments.update("serving", {"baseModel": "x"}, "base_model")
     managers.deployments.delete("serving")
     assert managers.deployments.get("serving") is None
-
-
-def test_a_deployment_takes_its_time() -> None:
-    with start_emulator(startup_delay_s=1.0) as running:
-        managers = Managers(running)
-        config = sdk.DeploymentConfig(deployment_id="slow", base_model=MODEL)
-        assert managers.deployments.create_or_get(config).state == "CREATING"
-        assert managers.deployments.wait_for_ready("slow", **FAST).state == "READY"
-        managers.job("policy")
-        attach = managers.deployments.update(
-            "slow", {"hotLoadTrainerJob": "accounts/local/rlorTrainerJobs/policy"}, "hot_load_trainer_job"
-        )
-        assert attach.state == "UPDATING"
-        managers.close()
 
 
 # --- samplers ---------------------------------------------------------------------------------------------------------
@@ -563,22 +479,6 @@ def test_a_dropped_connection_is_closed_and_not_an_error() -> None:
             assert running.emulator.log[0].status is None
 
 
-def test_refusals_and_delays() -> None:
-    spec = "429:at=2:retry_after=0.2,503:burst=2:at=3,slow:at=4:s=0.8"
-    with start_emulator(faults=spec) as running, by_hand(running) as client:
-        answers, times = [], []
-        for _ in range(7):
-            start = time.monotonic()
-            answers.append(client.get("/v1/accounts"))
-            times.append(time.monotonic() - start)
-        assert [a.status_code for a in answers] == [200, 429, 200, 503, 503, 200, 200]
-        assert answers[1].headers["retry-after"] == "0.2"
-        assert times[-1] >= 0.8
-        assert [kind for kind, _ in running.emulator.faults.log] == ["429", "503", "503", "slow"]
-        counts = client.get("/emulator/v1/status").json()["faults"]
-        assert counts == {"429": 1, "503": 2, "slow": 1}
-
-
 def test_a_model_at_hand_is_served() -> None:
     model, tokenizer = load_model("tiny")
     with torch.no_grad():
@@ -590,15 +490,6 @@ def test_a_model_at_hand_is_served() -> None:
         flat = -math.log(model.config.vocab_size)
         assert answer["choices"][0]["logprobs"]["content"][1]["logprob"] == pytest.approx(flat, abs=1e-5)
         assert client.get("/emulator/v1/status").json()["model"] == "given"
-
-
-def test_the_same_seed_strikes_the_same_places() -> None:
-    def struck(seed: int) -> list[int]:
-        with start_emulator(faults="429:0.3", seed=seed) as running, by_hand(running) as client:
-            return [client.get("/v1/accounts").status_code for _ in range(20)]
-
-    assert struck(1) == struck(1)
-    assert struck(1) != struck(2)
 
 
 def test_a_spec_that_means_nothing_is_refused() -> None:
@@ -638,19 +529,6 @@ def test_the_sdk_trains_once_whatever_happens(kind: str, undisturbed: float) -> 
         assert running.emulator.faults.counts[kind.split(":")[0]] == len(struck) >= 2
         assert {"forward_backward", "optim_step"} & set(struck)
         managers.close()
-
-
-def test_the_place_of_a_restart_does_not_depend_on_how_often_the_client_looked() -> None:
-    def restarted(faults: str) -> list[str]:
-        with start_emulator(faults=faults) as running, by_hand(running) as client:
-            client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
-            base = "/training/v1/rlorTrainerJobs/local/policy/api/v1/"
-            for name in ("healthz", "retrieve_future", "session_heartbeat", "create_session", "telemetry", "get_info"):
-                client.request("GET" if name == "healthz" else "POST", base + name, json={})
-            return [where.rsplit("/", 1)[1] for _, where in running.emulator.faults.log]
-
-    assert restarted("restart_trainer:at=2") == ["get_info"]
-    assert restarted("restart_trainer:at=1:path=retrieve_future") == ["retrieve_future"]
 
 
 def test_a_restarted_trainer_has_forgotten_everything_but_its_files() -> None:
@@ -700,27 +578,6 @@ def test_whether_a_trainer_is_up_is_told_without_a_key(managers: Managers, share
         assert httpx.post(f"{base}/api/v1/create_session", json={}).status_code == 401
     managers.trainers.delete("open")
     assert httpx.get(f"{said['directRouteHandle']}/api/v1/healthz").status_code == 404
-
-
-VERSIONS = {
-    "/v1/accounts/fireworks/deploymentShapes/x/versions/v1": None,
-    "/v1/accounts/fireworks/deploymentShapes/x/versions": "deploymentShapeVersions",
-    "/v1/accounts/fireworks/trainingShapes/x/versions/v1": None,
-    "/v1/accounts/-/trainingShapes/-/versions?filter=trainer_mode%3D%22LORA_TRAINER%22": "trainingShapeVersions",
-    "/v1/accounts/-/trainingShapes/-/versions?filter=trainer_mode%3D%22FORWARD_ONLY%22": "trainingShapeVersions",
-}
-
-
-@pytest.mark.parametrize("path", VERSIONS)
-def test_every_shape_has_a_version(http: httpx.Client, path: str) -> None:
-    said = http.get(path).json()
-    version = said[VERSIONS[path]][0] if VERSIONS[path] else said
-    assert version["latestValidated"]
-    assert version["snapshot"]["acceleratorType"]
-    mode = re.search("%22([A-Z_]+)%22", path)
-    assert "/-/" not in version["name"]
-    assert mode is None or version["snapshot"]["trainerMode"] == mode[1]
-    assert http.get(f"/v1/{version['name']}").json()["snapshot"] == version["snapshot"]
 
 
 JOB_FIELDS: dict[str, Any] = {
@@ -916,19 +773,6 @@ def test_a_failure_of_the_emulator_is_an_answer_and_one_line(
     assert len(lines) == 2
     assert re.fullmatch(rf"{DEPLOYMENTS}: IsADirectoryError: .* \(.*\.py:\d+\)", lines[0])
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_the_trainer_of_a_job_is_at_hand(emulator: RunningEmulator) -> None:
-    with pytest.raises(BackendError, match="got 'policy'; expected one of none yet"):
-        emulator.emulator.trainer("policy")
-    managers = Managers(emulator)
-    policy = managers.policy(managers.job("policy").base_url)
-    trainer = emulator.emulator.trainer("policy")
-    assert len(trainer.memory.learners) == 1
-    trainer.lose_memory()
-    with pytest.raises(Exception, match=r"404|model"):
-        policy.forward([datum()], "cross_entropy").result(timeout=120)
-    managers.close()
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])

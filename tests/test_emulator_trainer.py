@@ -33,7 +33,7 @@ from rl_notebook.emulator.messages import (
 )
 from rl_notebook.emulator.trainer import EmulatedTrainer, InOrder, Models, Serving, Snapshots
 from rl_notebook.backends.local import open_local
-from rl_notebook.core import AdamParams, BackendError, Datum, LossError, SampleParams
+from rl_notebook.core import AdamParams, BackendError, Datum, SampleParams
 
 __all__ = ["one_thread"]
 
@@ -564,51 +564,6 @@ def test_any_order_of_arrival_runs_in_the_order_of_numbers(arrival, repeated):
     asyncio.run(go())
 
 
-def test_requests_that_overtake_each_other_are_done_in_order(own):
-    service = own(poll_s=0.2)
-    model_id = service.model()
-    datums = [wire_datum(d) for d in some_datums(0)]
-    step = service.post("optim_step", step_body(model_id, 2))["request_id"]
-    waiting = {"request_id": step}
-    again = service.post("retrieve_future", waiting)
-    assert (again["type"], again["queue_state"]) == ("try_again", "active")
-    assert service.post("retrieve_future", waiting, 408, x_tinker_request_iteration="1")["type"] == "try_again"
-    service.post("forward_backward", pass_body(model_id, 1, datums))
-    metrics = service.fetch(step)["metrics"]
-    assert metrics["num_sequences"] == 3
-    assert service.post("retrieve_future", waiting)["metrics"] == metrics  # fetched once more
-
-
-def test_a_repeated_request_is_done_once(running):
-    model_id = running.model()
-    body = pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)])
-    first = running.post("forward_backward", body)
-    assert running.post("forward_backward", body) == first
-    metrics = running.result("optim_step", step_body(model_id, 2))["metrics"]
-    assert metrics["num_sequences"] == 3
-    assert running.post("optim_step", step_body(model_id, 2))["request_id"].endswith(":2")
-    again = running.result("optim_step", step_body(model_id, 3))
-    assert again["category"] == "user"  # no gradient is left: the repeated pass had not added any
-
-
-def test_models_are_made_once(running):
-    body = {"sdk_version": "0.23.0", "tags": []}
-    first = running.post("create_session", body)
-    assert running.post("create_session", body)["session_id"] != first["session_id"]
-    model = {**first, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 2, "seed": 5}}
-    assert running.post("create_model", model) == running.post("create_model", model)
-    model_id = running.result("create_model", model)["model_id"]
-    assert running.post("get_info", {"model_id": model_id})["lora_rank"] == 2
-
-
-def test_a_number_that_never_comes_fails_those_behind_it(own):
-    service = own(patience_s=0.2)
-    model_id = service.model()
-    failed = service.result("optim_step", step_body(model_id, 3))
-    assert failed["category"] == "server"
-    assert "seq_id 1 has not arrived" in failed["error"]
-
-
 # What is refused
 
 
@@ -620,13 +575,6 @@ def test_what_cannot_be_read_is_refused(running):
     assert running.http.post(url, content=b"{", headers=headers).status_code == 422
     assert running.http.post(url, content=b"[]", headers=headers).status_code == 422
     assert running.http.post(url, content=b"x", headers=headers | {"content-encoding": "gzip"}).status_code == 415
-
-
-def test_zstd_bodies_are_unpacked(running):
-    zstandard = pytest.importorskip("zstandard")
-    packed = zstandard.compress(b'{"sdk_version": "0.23.0", "tags": []}')
-    answer = running.http.post("create_session", content=packed, headers={"content-encoding": "zstd"})
-    assert answer.json()["type"] == "create_session"
 
 
 @pytest.mark.parametrize(
@@ -674,54 +622,12 @@ def test_names_cannot_leave_the_folder(running):
         assert running.result("load_weights", body)["category"] == "user"
 
 
-def test_an_unloaded_model_is_gone(running):
-    model_id = running.model()
-    running.post("forward_backward", pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)]))
-    assert running.result("unload_model", {"model_id": model_id})["model_id"] == model_id
-    assert running.result("unload_model", {"model_id": model_id})["model_id"] == model_id
-    running.post("optim_step", step_body(model_id, 2), 404)
-
-
-@pytest.mark.parametrize(
-    ("wish", "text"),
-    [
-        ({"projection_head_dim": 8}, "projection_head_dim"),
-        ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config"),
-        ({"lora_config": {"rank": 2, "init_method": "nora"}}, "init_method"),
-        ({"lora_config": {"rank": 2, "train_mlp": False}}, "train_mlp"),
-    ],
-)
-def test_a_model_that_cannot_be_had_is_refused(running, wish, text):
-    session = running.post("create_session", {"sdk_version": "0.38.0"})
-    failed = running.result("create_model", {**session, "model_seq_id": 0, "base_model": BASE, **wish})
-    assert failed["category"] == "user"
-    assert text in failed["error"]
-
-
 def test_a_target_outside_the_vocabulary_is_the_clients_mistake(running):
     model_id, datum = running.model(), wire_datum(some_datums(0)[0])
     datum["loss_fn_inputs"]["target_tokens"]["data"][0] = 100_000
     failed = running.result("forward_backward", pass_body(model_id, 1, [datum]))
     assert failed["category"] == "user"
     assert "datum 0, target_tokens" in failed["error"]
-
-
-def test_a_finished_session_gives_its_models_back(running):
-    model_id = running.model()
-    session_id = model_id.partition(":")[0]
-    running.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}, "detail": None})
-    running.post("session_heartbeat", {"session_id": session_id}, 410)
-    running.post("get_info", {"model_id": model_id}, 404)
-
-
-def test_models_that_nobody_uses_do_not_pile_up(own, monkeypatch):
-    monkeypatch.setattr(module, "KEPT_LEARNERS", 2)
-    service = own()
-    first, second = service.model(), service.model()
-    service.post("get_info", {"model_id": first})
-    third = service.model()
-    assert list(service.trainer.memory.learners) == [first, third]
-    service.post("get_info", {"model_id": second}, 404)
 
 
 # Losses, divisors, snapshots
@@ -777,17 +683,6 @@ def test_every_served_loss_is_its_formula(name, masked):
     loss.backward()
     assert series.grad[mask == 0].abs().max() == 0
     assert series.grad[mask > 0].abs().min() > 0 or name in ("ppo", "dapo", "gspo")
-
-
-def test_settings_of_a_loss_reach_it(running):
-    inputs = {"target_tokens": [1], "logprobs": [-1.0], "advantages": [1.0]}
-    datum = served_datum([1], {k: np.array(v) for k, v in inputs.items()})
-    loss = lambda **config: served_loss(Batch((datum,), "ppo", config))((datum,), [torch.zeros(1)])[0].item()
-    assert loss() == pytest.approx(-1.2)
-    assert loss(clip_high_threshold=1.5, clip_low_threshold=0.5) == pytest.approx(-1.5)
-    for name, config in (("ppo", {"temperature": 1}), ("ppo", {"beta": 1}), ("cross_entropy", {"beta": 1}), ("x", {})):
-        with pytest.raises(LossError):
-            served_loss(Batch((datum,), name, config))
 
 
 def test_a_merged_snapshot_serves_what_the_adapter_serves(running):

