@@ -379,23 +379,27 @@ def routes_of(owner: Any, table: Table) -> list[BaseRoute]:
     return [Route(path, partial(serve, owner), methods=[method]) for method, path, serve in table]
 
 # %% ../../nbs/70_emulator.messages.ipynb #82ccc3dd
-def error_reply(status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
-    "A refusal, whose message stands where any of the services' clients looks for it."
+def error_reply(path: str, status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
+    "A refusal, whose message stands where clients of the address look for it."
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"object": "error", "type": kind, "code": status, "message": text}
-    return JSONResponse({"error": error, "message": text, "detail": text}, status, headers=dict(headers or {}))
+    shape: dict[str, Any] = {"error": {"object": "error", "type": kind, "code": status, "message": text}}
+    if path.startswith("/v1/accounts"):
+        shape = {"code": status, "message": text}
+    elif path.startswith(("/training/", "/api/", "/emulator/")):
+        shape = {"detail": text}
+    return JSONResponse(shape, status, headers=dict(headers or {}))
 
 
 async def on_error(request: Request, error: Exception) -> Response:
     "The response to a request that was refused, or on which the emulator failed."
     if isinstance(error, HTTPException):
-        return error_reply(error.status_code, str(error.detail), error.headers)
+        return error_reply(request.url.path, error.status_code, str(error.detail), error.headers)
     if isinstance(error, RLNotebookError):
-        return error_reply(getattr(error, "status", 400), str(error))
+        return error_reply(request.url.path, getattr(error, "status", 400), str(error))
     last = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{type(error).__name__}: {error}"
     logging.getLogger(__name__).error("%s: %s (%s:%s)", request.url.path, said, last.filename, last.lineno)
-    return error_reply(500, f"the emulator failed: {said}")
+    return error_reply(request.url.path, 500, f"the emulator failed: {said}")
 
 
 ON_ERROR: dict[Any, Any] = dict.fromkeys((HTTPException, RLNotebookError, Exception), on_error)

@@ -269,7 +269,7 @@ class FaultMiddleware:
         if refused:
             struck, status = "", refused[0]
             await Request(scope, receive).body()
-            await error_reply(*refused)(scope, receive, send)
+            await error_reply(scope["path"], *refused)(scope, receive, send)
         else:
             struck, status = await self.serve(scope, receive, send)
         self.log.append(Exchange(scope["method"], scope["path"], status, struck))
@@ -309,7 +309,7 @@ def injected_refusal(faults: Faults, scope: Scope) -> Response | None:
     "The refusal that is injected for a request, if any."
     where = f"{scope['method']} {scope['path']}"
     if hit := faults.inject("429", where):
-        return error_reply(429, "rate limited", {"Retry-After": f"{hit.retry_after:g}"})
+        return error_reply(scope["path"], 429, "rate limited", {"Retry-After": f"{hit.retry_after:g}"})
     if faults.burst:  # a service that is unavailable stays so for a moment, for any client
         faults.burst -= 1
         faults.counts["503"] += 1
@@ -318,7 +318,7 @@ def injected_refusal(faults: Faults, scope: Scope) -> Response | None:
         faults.burst = int(hit.burst) - 1
     else:
         return None
-    return error_reply(503, "temporarily unavailable")
+    return error_reply(scope["path"], 503, "temporarily unavailable")
 
 # %% ../../nbs/74_emulator.service.ipynb #cf4818b7
 def cut_stream(body: bytes) -> bytes:
