@@ -29,15 +29,6 @@ from .step import Listing, Measured, list_groups, list_prompts, list_rollouts
 __all__ = ['AsyncGRPOLoop']
 
 # %% ../nbs/38_async_loop.ipynb #566d40dc
-def keep_in_flight(loop: AsyncGRPOLoop) -> Producer[Graded]:
-    "The producer of a loop, for as long as it lives."
-    c, weights, intake = loop.cfg, loop.weights, loop.intake
-    bounds = (c.max_head_offpolicy_versions, c.max_concurrency_rollout_sample, c.steps)
-    gate = Gate(c.prompt_groups_per_step, c.completions_per_prompt, *bounds)
-    take = lambda: intake.take() if weights.shared.loaded is weights else None
-    return Producer(gate, take, partial(answer_row, loop), partial(teaches, loop), intake.give_back)
-
-
 @dataclass(frozen=True)
 class Batch:
     "What a step was made of."
@@ -190,22 +181,14 @@ def gate_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
 
 # %% ../nbs/38_async_loop.ipynb #c3b9d221
 def wait_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
-    "How long trainer and sampler waited for each other in a step, and how fast samples came."
-    seconds = loop.state.seconds
-    timers = {name: seconds.get(phase, 0.0) for name, phase in TIMERS.items()}
-    waited, trained = seconds.get("sample", 0.0), sum(timers.values())
+    "How long trainer and sampler waited for each other in a step; `records.perf_metrics` has the other times."
+    seconds, waited = loop.state.seconds, loop.state.seconds.get("sample", 0.0)
     idle = loop.producer.idle_seconds - loop.state.idle
-    wall = max(waited + trained, 1e-9)
-    samples = [s for row in loop.batch.rows for s in row.value.group.samples]
-    return timers | {
-        "perf/trainer_wait_for_sampler_time": waited,
+    wall = max(waited + sum(seconds.get(phase, 0.0) for phase in TIMERS.values()), 1e-9)
+    return {
         "perf/sampler_wait_for_trainer_time": idle,
-        "perf/step_wall_time": wall,
         "perf/wait_time_ratio": waited / wall,
-        "perf/overlap_ratio": 1 - waited / wall,
         "perf/sampler_idle_ratio": min(idle / wall, 1.0),
-        "perf/rollout_samples_per_s": len(samples) / wall,
-        "perf/rollout_tokens_per_s": sum(s.completion_len for s in samples) / wall,
     }
 
 # %% ../nbs/38_async_loop.ipynb #e196f582
@@ -261,7 +244,13 @@ class AsyncGRPOLoop(GRPOLoop):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.producer: Producer[Graded] = keep_in_flight(self)  # pyright: ignore[reportIncompatibleVariableOverride]
+        c = self.cfg
+        bounds = (c.max_head_offpolicy_versions, c.max_concurrency_rollout_sample, c.steps)
+        gate = Gate(c.prompt_groups_per_step, c.completions_per_prompt, *bounds)
+        take = lambda: self.intake.take() if self.weights.shared.loaded is self.weights else None
+        run, useful = partial(answer_row, self), partial(teaches, self)
+        rows = Producer(gate, take, run, useful, self.intake.give_back)
+        self.producer: Producer[Graded] = rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def regraded(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
         "Groups that were graded again, with the versions that their rows were started at."

@@ -99,11 +99,6 @@ def branch_config(cfg: Config, changes: Mapping[str, Any]) -> Config:
             )
     return new
 
-
-def branch_name(cfg: Config, new: Config, others: Sequence[str] = ()) -> str:
-    "What a branch does differently."
-    return ", ".join([*(f"{name}={value}" for name, _, value in cfg.diff(new).rows), *others]) or "branch"
-
 # %% ../nbs/36_back.ipynb #dbdca5c2
 def branch_place(loop: Loop, at: str | None) -> str:
     "Where a branch leaves the current step; raises PhaseError where it cannot."
@@ -157,7 +152,9 @@ async def branch_off(
     if "advantage_fn" in changed:
         given.setdefault("advantage_fn", None)  # the config's
     regrade = "reward" in given or any(name in changed for name in GRADING)
-    given.setdefault("name", branch_name(loop.cfg, cfg, [n for n in ("reward", "make_loss") if n in given]))
+    differs = [f"{name}={value}" for name, _, value in loop.cfg.diff(cfg).rows]
+    differs += [n for n in ("reward", "make_loss") if n in given]
+    given.setdefault("name", ", ".join(differs) or "branch")
     options = {"eval_rows": loop.eval_rows, "family": loop.weights.family} | loop.given | given
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
     other.state = branch_state(loop, cfg, place, regrade)

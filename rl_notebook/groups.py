@@ -190,7 +190,18 @@ class Producer(Generic[T]):
 
     def recall(self, newer_than: int = -1) -> None:
         "Give up rows that were started after a version, also those that have come back; they will be drawn again."
-        recall(self, newer_than)
+        late = [f for f in self.in_flight.values() if f.version > newer_than]
+        for flight in late:
+            del self.in_flight[flight.number]
+            flight.task.cancel()
+        back = [row for row in self.ready if row.version > newer_than]
+        gone = [row for row in self.rejected if row.version > newer_than]
+        self.gate.give_up(len(late), len(back), len(gone))
+        self.ready = [row for row in self.ready if row.version <= newer_than]
+        self.rejected = [row for row in self.rejected if row.version <= newer_than]
+        self.idle_since = self.clock() if late and not self.in_flight else self.idle_since
+        self.changed.set()
+        self.give_back(row.number for row in (*late, *back, *gone))
 
     async def close(self) -> None:
         "Give up everything that is in no batch, and wait until its tasks have ended."
@@ -278,23 +289,6 @@ def kept(producer: Producer[T], rows: list[Finished[T]]) -> Iterator[None]:
     except BaseException:
         producer.ready[:0] = rows
         raise
-
-
-def recall(producer: Producer[Any], newer_than: int = -1) -> None:
-    "Give up rows that were started after a version; they will be drawn again."
-    p = producer
-    late = [f for f in p.in_flight.values() if f.version > newer_than]
-    for flight in late:
-        del p.in_flight[flight.number]
-        flight.task.cancel()
-    back = [row for row in p.ready if row.version > newer_than]
-    gone = [row for row in p.rejected if row.version > newer_than]
-    p.gate.give_up(len(late), len(back), len(gone))
-    p.ready = [row for row in p.ready if row.version <= newer_than]
-    p.rejected = [row for row in p.rejected if row.version <= newer_than]
-    p.idle_since = p.clock() if late and not p.in_flight else p.idle_since
-    p.changed.set()
-    p.give_back(row.number for row in (*late, *back, *gone))
 
 # %% ../nbs/14_groups.ipynb #7ea25c11
 @dataclass

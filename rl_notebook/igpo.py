@@ -34,12 +34,7 @@ class AnswerTokens(NamedTuple):
     tokens: tuple[int, ...]  # ids that are scored
 
 
-def answer_tokens(
-    tokenizer: Any,
-    answer: Any,  # text or number
-    lead: str = "",  # text in front of it
-    where: str | None = None,  # place named in an error
-) -> AnswerTokens:
+def answer_tokens(tokenizer: Any, answer: Any, lead: str = "", where: str | None = None) -> AnswerTokens:
     "Ids of lead and answer, encoded together; raises `DataError` where there is no answer."
     text = str(answer) if isinstance(answer, str | int | float) else ""
     if not text.strip():
@@ -52,9 +47,7 @@ def answer_tokens(
     return AnswerTokens(tuple(ids[:given]), tuple(ids[given:]))
 
 # %% ../nbs/39_igpo.ipynb #4566d298
-def right_answer(
-    sample_prompt: Mapping[str, Any],  # what a rollout function is called with
-) -> Any:  # None = the row has none
+def right_answer(sample_prompt: Mapping[str, Any]) -> Any:
     "The answer of the row; of a worked solution (`#### 72`, `\\boxed{72}`, `<answer>`) the final answer."
     answer = sample_prompt.get("answer")
     return (final_answer(answer) or answer) if isinstance(answer, str) else answer
@@ -94,11 +87,7 @@ async def score_answer(sampler: Sampler, prefix: np.ndarray, answer: AnswerToken
 class AnswerScorer:
     "Asks a sampler for scores: each once while the weights stay, a few at a time."
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        workers: int = 8,  # requests at the same time
-    ):
+    def __init__(self, sampler: Sampler, workers: int = 8):
         self.sampler, self.workers = sampler, workers
         self.requests = 0  # sent so far
         self.version = -1  # of the newest weights seen
@@ -149,10 +138,8 @@ def is_older(task: asyncio.Task[Scored], version: int) -> bool:
 ATTEMPTS = 5  # to get all scores of a sample from the same weights
 
 
-async def sample_scores(
-    scorer: AnswerScorer, sample: RolloutSample, answer: AnswerTokens
-) -> list[float]:  # T + 1, before the first turn and after each
-    "The scores of all prefixes of a sample, from the same weights."
+async def sample_scores(scorer: AnswerScorer, sample: RolloutSample, answer: AnswerTokens) -> list[float]:
+    "(T + 1) scores, before the first turn of a sample and after each, from the same weights."
     prefixes = [sample.tokens[:end] for end in prefix_ends(sample)]
     scorer.enter(max(sample.policy_version, getattr(scorer.sampler, "policy_version", 0)))
     found: Sequence[Scored] = ()
@@ -214,21 +201,15 @@ def information_gain(
     return gains
 
 # %% ../nbs/39_igpo.ipynb #31bcd293
-def z_normalize(
-    values: Sequence[float] | np.ndarray,  # (n,)
-    eps: float = 1e-6,  # added to the standard deviation; one below it counts as 0
-) -> np.ndarray:  # (n,)
-    "Values less their mean, over their population standard deviation; 0 where it is 0."
+def z_normalize(values: Sequence[float] | np.ndarray, eps: float = 1e-06) -> np.ndarray:
+    "(n,) values less their mean, over their population standard deviation; 0 where that is below `eps`."
     x = np.asarray(values, dtype=np.float64)
     std = x.std() if len(x) > 1 else 0.0
     return np.zeros_like(x) if std < eps else (x - x.mean()) / (std + eps)
 
 # %% ../nbs/39_igpo.ipynb #908c1c97
-def discounted(
-    rewards: np.ndarray,  # (T,)
-    gamma: float,  # discount from a turn to the one before it
-) -> np.ndarray:  # (T,)
-    "Each turn's own reward and the discounted sum of the later ones."
+def discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
+    "(T,) rewards of turns, each with the discounted sum of the later ones; `gamma` from a turn to the one before it."
     out = np.array(rewards, dtype=np.float64)
     for t in range(len(out) - 2, -1, -1):
         out[t] += gamma * out[t + 1]
@@ -271,12 +252,8 @@ def runs_of(group: PromptGroup) -> list[range]:
     return [range(a, b) for a, b in pairwise([*starts, len(group.samples)])]
 
 
-def run_gains(
-    group: PromptGroup,
-    run: Sequence[int],  # its samples
-    skip_last: bool = False,
-) -> np.ndarray:  # (T,) of all its segments
-    "Information gain of the turns of a run, one segment after the other."
+def run_gains(group: PromptGroup, run: Sequence[int], skip_last: bool = False) -> np.ndarray:
+    "(T,) information gain of the turns of a run, one segment after the other; `run`: its samples."
     scores = [answer_scores(group.samples[i], f"{group.where}, sample {i}") for i in run]
     last = len(scores) - 1
     return np.concatenate([information_gain(s, skip_last and i == last) for i, s in enumerate(scores)])
@@ -303,10 +280,7 @@ def igpo_advantages(
     return [compare_turns(g, igpo or IGPOConfig()) for g in groups]
 
 # %% ../nbs/39_igpo.ipynb #f6432d06
-def has_turn_signal(
-    group: PromptGroup,  # with or without `turn_advantages`
-    igpo: IGPOConfig | None = None,  # to compute them where there are none yet
-) -> bool:
+def has_turn_signal(group: PromptGroup, igpo: IGPOConfig | None = None) -> bool:
     "Whether the advantage of any turn differs from 0."
     known = group.turn_advantages
     turns = compare_turns(group, igpo or IGPOConfig()).turn_advantages if known is None else known

@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -29,7 +29,7 @@ from .names import named_function, on_interrupt
 from .records import StepRecord, spans
 from .rollouts import require_some
 from .weights import join_turn
-from .phases import Graded, Loop, advantages_phase, answer_row, backward_phase, change, check_call
+from .phases import Graded, Loop, advantages_phase, answer_row, backward_phase, change
 from .phases import datums_phase, evaluate_rows, finish_phase, loss_phase, no_bar, optimize_phase
 from .phases import overlapped_half, prompts_phase, reference_phase, refill_step, room_of, sample_phase
 from .phases import score_phase, sync_phase, take_in, teaches, timed, now_running
@@ -38,50 +38,6 @@ from .back import AnyLoop, branch_off, export_policy, seek_step, undo_step
 # %% ../nbs/37_loop.ipynb #987b8f94
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Unawaited(Coroutine[Any, Any, R]):
-    "A call that runs once it is awaited, and says so where it is shown or used before."
-
-    def __init__(self, coroutine: Coroutine[Any, Any, R], name: str):
-        self._coroutine, self._call = coroutine, f"await loop.{name}(...)"
-
-    def __await__(self) -> Generator[Any, Any, R]:
-        return self._coroutine.__await__()
-
-    def send(self, value: Any) -> Any:
-        "As a coroutine does."
-        return self._coroutine.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        "As a coroutine does."
-        return self._coroutine.throw(*error)
-
-    def close(self) -> None:
-        "As a coroutine does."
-        self._coroutine.close()
-
-    def __repr__(self) -> str:
-        return f"nothing has run yet: write {self._call}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(("_", "cr_", "gi_")):  # asked by asyncio and IPython
-            raise AttributeError(name)
-        raise PhaseError(name, got="a call that has not run", fix=f"Write {self._call}.")
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.iterated  # which says so, too
-
-
-def awaited(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-    "The method, whose calls say that they have to be awaited."
-
-    @functools.wraps(method)
-    def called(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
-        check_call(called, *args, **kwargs)
-        return Unawaited(method(*args, **kwargs), called.__name__)
-
-    return called
 
 
 def takes_turn(
@@ -98,7 +54,7 @@ def takes_turn(
             shown_as(error, f"Interrupted. await loop.step() goes on from here: {loop.place}")
             raise
 
-    return awaited(in_turn)
+    return in_turn
 
 
 def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Concatenate[AnyLoop, P], R]:
@@ -106,7 +62,6 @@ def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Conc
 
     @functools.wraps(method)
     def refused_in_turns(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
-        check_call(refused_in_turns, loop, *args, **kwargs)
         fix = "Pause the dashboard, or wait until the other cell is done."
         loop.weights.refuse_in_turn(refused_in_turns.__name__, fix)
         return method(loop, *args, **kwargs)
@@ -363,7 +318,7 @@ class GRPOLoop(Loop):
     overlapped_half = overlapped_half
     refill = takes_turn(refill_step)
     evaluate = takes_turn(evaluate_rows)
-    run = awaited(run_steps)
+    run = run_steps
     records_from_here = records_from
 
     undo = takes_turn(undo_step)

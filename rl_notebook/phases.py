@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import html
 import inspect
 import itertools
@@ -22,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, ParamSpec, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from tqdm import tqdm as tqdm_text
@@ -38,7 +37,7 @@ from .advantages import AdvantageFn, advantages_by, is_dead, with_advantages
 from .backends.base import Backend, GradNormalization, Meter, SyncReport
 from .chat import with_template
 from .config import Config, LossSettings, UpdateSettings, completions_at_once
-from .core import OFF, AdamParams, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
+from .core import OFF, BackendError, ConfigError, Datum, LossError, LossOutput, PhaseError
 from .core import PromptGroup, quoted, shown_as
 from .core import RewardError, RolloutRun, RolloutSample
 from .data import Cursor, Row, check_columns, graded_rows, load_rows
@@ -51,11 +50,11 @@ from .options import marked
 from .records import StepRecord
 from .roofs import Work, known_roofs, memory_metrics, work_between, work_metrics, work_together
 from .rewards import Limits, as_reward_fns, blocking, columns_read, gathered, make_soft_overlong
-from .rollouts import CONTEXT, Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
-from .rollouts import TakenRollout, as_rollout_fn, bounded, first_parameter
+from .rollouts import Breaker, Prompt, RolloutFactory, RolloutFn, Rollouts, RolloutSetup
+from .rollouts import as_rollout_fn, bounded, first_parameter
 from .rollouts import encode_rows, groups_per_pass, is_rollout_fn
 from .rollouts import minibatch_slices, require_some
-from .settings import canonical, lr_factor, nearest, next_bonus
+from .settings import lr_factor, next_bonus
 from .step import NORMALIZATION, Listing, LossFactory, LossReport, Measured, ScoreCache
 from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate, evaluate_loss
 from .step import join_updates, loss_factory, merge_outputs
@@ -71,11 +70,6 @@ PHASES = (
 # %% ../nbs/35_phases.ipynb #b89c5ce4
 AWAITED = ("sample", "reference", "backward", "optimize", "sync")  # `await loop.sample()`, but `loop.score()`
 LOOK_ONLY = ("loss",)  # may be left out
-
-
-def call_text(phase: str, awaited: Sequence[str] = AWAITED) -> str:
-    "How a phase is called."
-    return f"await loop.{phase}()" if phase in awaited else f"loop.{phase}()"
 
 # %% ../nbs/35_phases.ipynb #8ef83d9c
 @dataclass(eq=False)
@@ -149,7 +143,8 @@ def enter(state: StepState, phase: str) -> Any:
     before = [p for p in PHASES[:place] if p not in LOOK_ONLY]
     missing = [p for p in before if p not in state.values]
     if missing:
-        names, fix = ", ".join(missing), f"Run {call_text(missing[0], state.awaited)}."
+        await_it = "await " if missing[0] in state.awaited else ""
+        names, fix = ", ".join(missing), f"Run {await_it}loop.{missing[0]}()."
         raise PhaseError(f"{phase} in step {state.number}", got=f"no {names} yet", fix=fix)
     return state.values[before[-1]] if before else None
 
@@ -243,47 +238,13 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
             yield name, getattr(cfg, name), f"{neutral:g}", f"{can.name} cannot report what it drew from."
 
 # %% ../nbs/35_phases.ipynb #8d5c2764
-P = ParamSpec("P")
-ORDER = "They come in this order: backend, rows, reward, cfg; nbs/tutorials/403 has them beside TRL's."
-
-
-def check_call(call: Callable[..., Any], *given: Any, **named: Any) -> None:
-    "Raise ConfigError for arguments that a loop, or a method of one, does not take, with the name that is meant."
-    takes = inspect.signature(call)
-    try:
-        takes.bind(*given, **named)
-    except TypeError as error:
-        name, known = f"loop.{call.__name__}", [n for n in takes.parameters if n not in ("self", "loop")]
-        fix = "Settings are changed with loop.change(...); await loop.run(n) makes n steps."
-        if call.__name__ == "__init__":
-            name, fix = type(given[0]).__name__, f"{ORDER} Settings go into cfg=rln.Config(...)."
-        word = next((n for n in named if n not in known), "")
-        try:
-            ours = [*canonical(Config, {word: named[word]} if word else {})[0]]
-            near = f"It is {' and '.join(map(repr, ours))} here." if ours and {*ours} <= {*known} else ""
-        except ConfigError as unknown:
-            near = nearest(word, known) or f"{unknown.fix} {fix}"
-        expected = None if near else ", ".join(known) or "no arguments"
-        raise ConfigError(f"{name}: {error}", expected=expected, fix=near or fix) from None
-
-
-def checked(init: Callable[P, None]) -> Callable[P, None]:
-    "The constructor of a loop, which says what it takes where something else is given."
-
-    @functools.wraps(init)
-    def __init__(*args: P.args, **kwargs: P.kwargs) -> None:
-        check_call(init, *args, **kwargs)
-        init(*args, **kwargs)
-
-    return __init__
-
-
 def check_backend(cfg: Config, backend: Backend, rows: Any = ()) -> None:
     "Refuse what is in another order than backend, rows, reward, config, and settings that this backend would ignore."
+    order = "They come in this order: backend, rows, reward, cfg; nbs/tutorials/403 has them beside TRL's."
     kinds = ("backend", backend, isinstance(backend, Backend), "a Backend"), ("rows", rows, not callable(rows), "rows")
     for name, given, fits, kind in (*kinds, ("cfg", cfg, isinstance(cfg, Config), "a Config")):
         if not fits:
-            raise ConfigError(name, got=quoted(given, 40), expected=kind, fix=ORDER)
+            raise ConfigError(name, got=quoted(given, 40), expected=kind, fix=order)
     for what, got, expected, fix in _mismatches(cfg, backend):
         raise ConfigError(what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix)
 
@@ -313,7 +274,6 @@ class LoopState:
 
     recipes: tuple[str, ...] = ("rl_loop", "igpo_loop")  # whose settings it reads
 
-    @checked
     def __init__(
         self,
         backend: Backend,
@@ -334,8 +294,7 @@ class LoopState:
         family: list[str] | None = None,  # names of the loop that this one is a branch of, and of its other branches
     ):
         self.backend, self.name = backend, name
-        self.settings = self.began_with = cfg or Config()  # now, and when it was opened
-        self.next_settings: dict[str, Any] = {}  # that wait for the current step to end
+        self.settings = self.began_with = self.next_settings = cfg or Config()  # now, when opened, of the next step
         check_backend(self.cfg, backend, rows)
         check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_loss(self.cfg, make_loss)
@@ -377,7 +336,7 @@ class LoopState:
 
     @property
     def cfg(self) -> Config:
-        "The settings; others can be assigned, which says when they count."
+        "The settings; others can be assigned, for the next step."
         return self.settings
 
     @cfg.setter
@@ -936,47 +895,30 @@ async def backward_phase(loop: Loop) -> LossReport | Measured:
     return loop.state.put("backward", report)
 
 # %% ../nbs/35_phases.ipynb #c0791365
-def joined_report(reports: Sequence[LossReport]) -> LossReport:
-    "The passes of several updates as one; its loss is their mean."
-    if len(reports) == 1:
-        return reports[0]
-    datums = tuple(d for r in reports for d in r.datums)
-    return LossReport(join_updates([r.output for r in reports]), datums, reports[0].tokenizer)
-
-
-def mean_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    "What the optimizer measured in several updates, on average, and how many they were."
-    if len(measured) == 1:
-        return dict(measured[0])
-    means = {name: float(np.mean([m[name] for m in measured])) for name in measured[0]}
-    return {**means, "num_updates": float(len(measured))}
-
-# %% ../nbs/35_phases.ipynb #78be89df
 async def optimize_phase(loop: Loop) -> Measured:
-    "Update the weights with the accumulated gradient; what was before can be restored with `undo`."
-    enter(loop.state, "optimize")
+    """Update the weights with the accumulated gradient; what was before can be restored with `undo`.
+
+    Called again after an interrupt, it goes on with the first minibatch that has not had its update."""
+    state, weights = loop.state, loop.weights
+    enter(state, "optimize")
     if nothing := skipped(loop, "optimize"):
         with now_running(loop, "optimize"):
-            await loop.weights.settled(no_update(loop))
+            await weights.settled(no_update(loop))
         return nothing
     with timed(loop, "optimize"):
-        made = await all_updates(loop)
-    loop.state.values["backward"] = joined_report([report for report, _ in made])
-    metrics = mean_metrics([measured for _, measured in made])
-    return loop.state.put("optimize", Measured(f"weights updated in step {loop.state.number}", metrics))
+        if not state.made:
+            await weights.settled(update(loop, state.values["backward"]))
+        if state.updates:
+            for part in minibatches(loop, state.values["reference"])[len(state.made) :]:
+                await weights.settled(update(loop, await gradient_pass(loop, part)))
+    reports, measured = zip(*state.made, strict=True)
+    datums = tuple(d for r in reports for d in r.datums)
+    state.values["backward"] = LossReport(join_updates([r.output for r in reports]), datums, reports[0].tokenizer)
+    metrics = {name: float(np.mean([m[name] for m in measured])) for name in measured[0]}
+    metrics |= {"num_updates": float(len(measured))} if len(measured) > 1 else {}
+    return state.put("optimize", Measured(f"weights updated in step {state.number}", metrics))
 
-# %% ../nbs/35_phases.ipynb #605b28a2
-async def all_updates(loop: Loop) -> Sequence[tuple[LossReport, dict[str, float]]]:
-    "The update whose gradient is there, and those of further minibatches; called again, it goes on where it stopped."
-    state = loop.state
-    if not state.made:
-        await loop.weights.settled(update(loop, state.values["backward"]))
-    if state.updates:
-        for part in minibatches(loop, state.values["reference"])[len(state.made) :]:
-            await loop.weights.settled(update(loop, await gradient_pass(loop, part)))
-    return state.made
-
-
+# %% ../nbs/35_phases.ipynb #78be89df
 def schedule_now(loop: Loop) -> dict[str, float]:  # nothing for a constant learning rate
     "What the learning rate of the current step is multiplied by, as a metric."
     if loop.cfg.lr_scheduler_type == "constant":
@@ -987,19 +929,15 @@ def schedule_now(loop: Loop) -> dict[str, float]:  # nothing for a constant lear
     return {"learning_rate/schedule": lr_factor(loop.cfg, loop.state.number, planned)}
 
 
-def adam_now(loop: Loop) -> AdamParams:
-    "AdamW of the current step: the config's, with the learning rate that the schedule has here."
-    adam = loop.cfg.adam()
-    return replace(adam, learning_rate=adam.learning_rate * schedule_now(loop).get("learning_rate/schedule", 1.0))
-
-
 async def update(loop: Loop, report: LossReport) -> None:
     "One optimizer step with the gradient of a pass, noted in the step; before its first, what `undo` needs."
     state, weights = loop.state, loop.weights
     before = None if state.made else await weights.remember()
     try:
         rows = report.datums if loop.cfg.sync_audit and loop.cfg.weight_sync_interval else ()
-        measured = await weights.update(adam_now(loop), state.normalization, before, rows)
+        adam = loop.cfg.adam()
+        adam = replace(adam, learning_rate=adam.learning_rate * schedule_now(loop).get("learning_rate/schedule", 1.0))
+        measured = await weights.update(adam, state.normalization, before, rows)
     except BackendError as error:
         if type(error) is not BackendError:
             raise
@@ -1012,22 +950,19 @@ async def no_update(loop: Loop) -> None:
     loop.weights.keep(await loop.weights.remember())
 
 # %% ../nbs/35_phases.ipynb #4c996a2e
-def sync_waits(loop: Loop) -> str:
-    "Why the weights are not synced now; empty when they are due."
-    interval = loop.cfg.weight_sync_interval
-    if interval == 0:
-        return "never"
-    if loop.weights.in_window:
-        return "at the end of the window"
-    return f"every {interval} steps" if loop.state.number % interval else ""
-
-# %% ../nbs/35_phases.ipynb #08418c06
 async def sync_phase(loop: Loop) -> Measured:
     "Hand the new weights to the sampler, if this step is due for it."
     enter(loop.state, "sync")
     if nothing := skipped(loop, "sync"):
         return nothing
-    if when := sync_waits(loop):
+    interval, when = loop.cfg.weight_sync_interval, ""
+    if interval == 0:
+        when = "never"
+    elif loop.weights.in_window:
+        when = "at the end of the window"
+    elif loop.state.number % interval:
+        when = f"every {interval} steps"
+    if when:
         return loop.state.put("sync", Measured(f"weights stay where they are: synced {when}", {}))
     return await loop.weights.settled(made_sync(loop))
 
@@ -1135,9 +1070,8 @@ def finish_phase(loop: Loop) -> StepRecord:
         bonus = bonus_after(loop.cfg, record)
         loop.state = StepState(loop.state.number + 1, loop.cursor, tuple(loop.pending), bonus=bonus)
         loop.eval_metrics = {}
-        if waiting := loop.next_settings:
-            loop.next_settings = {}
-            take_settings(loop, settings_from(loop.settings, waiting, waiting), {})
+        if loop.settings.diff(loop.next_settings):
+            take_settings(loop, loop.next_settings, {})
     return record
 
 # %% ../nbs/35_phases.ipynb #ead7b438
@@ -1231,23 +1165,15 @@ def wants_rollouts(evaluation_fn: EvaluationFn) -> bool:
 
 def evaluation_rollouts(loop: Loop) -> RolloutFn:
     "The loop's own rollouts, or completions and their grade: a row in, what came of it out, None if it was lost."
-    places, own = itertools.count(HELD_OUT), loop.task.rollout_fn
+    places = itertools.count(HELD_OUT)
 
     async def rollout_fn(sample_prompt: Mapping[str, Any], **context: Any) -> RolloutSample | RolloutRun | None:
         [prompt] = encode(loop, load_rows([sample_prompt]), next(places))
-        runs = list[RolloutRun]()
-
-        async def noting(sample_prompt: dict[str, Any], **named: Any) -> RolloutSample | RolloutRun | None:
-            found = await as_rollout_fn(own)(sample_prompt, **named)  # type: ignore[arg-type]
-            runs.extend([found] if isinstance(found, RolloutRun) else [])
-            return found
-
         params = replace(loop.cfg.eval_params(), n=1)
-        asked = None if own is None else TakenRollout(noting, CONTEXT)
         how = {"context": {**context, "evaluation": True}, **patience(loop)}
-        drawn = await draw(prompt, loop.sampler, params, asked, **how)
+        drawn = await draw(prompt, loop.sampler, params, loop.task.rollout_fn, **how)
         samples = (await score_group(drawn, loop.task.reward_fns, **grading(loop, min_group_size=1))).samples
-        return None if not samples else RolloutRun(samples, samples[0].reward) if runs else samples[0]
+        return samples[0] if len(samples) == 1 else RolloutRun(samples, samples[0].reward) if samples else None
 
     return rollout_fn
 
@@ -1378,17 +1304,10 @@ NOT_FOR_BRANCHES = marked(Config, "past", "opened")
 GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grades may depend on
 
 # %% ../nbs/35_phases.ipynb #dfe13ffc
-READ_BY = {phase: marked(Config, phase) for phase in PHASES} | {
-    "score": (*marked(Config, "score"), "reward"),
-    "backward": (*(f.name for f in fields(LossSettings)), "make_loss"),
-    "optimize": tuple(f.name for f in fields(UpdateSettings)),
-}
-
-
-def read_by(name: str, reference: bool = False) -> str:
-    "The phase that reads a setting; `reference`: a change of `kl_beta` after which the loss needs the reference."
-    found = next((phase for phase, names in READ_BY.items() if name.partition(".")[0] in names), "sample")
-    return "reference" if reference and name == "kl_beta" else found
+DRAWN_WITHOUT = (  # what can change while rows are drawn and graded ahead
+    *(f.name for f in (*fields(LossSettings), *fields(UpdateSettings))), "make_loss",
+    *(name for phase in PHASES[PHASES.index("datums") :] for name in marked(Config, phase)),
+)  # fmt: skip
 
 # %% ../nbs/35_phases.ipynb #4f76de6c
 @dataclass(frozen=True)
@@ -1404,24 +1323,14 @@ class Changed:
 # %% ../nbs/35_phases.ipynb #8b8e94e2
 def refuse_change(loop: Loop, name: str) -> None:
     "Raise ConfigError for a setting that this loop cannot change now."
-    phase = read_by(name)
-    if name.partition(".")[0] in (*NOT_FOR_BRANCHES, "recipe"):
+    top = name.partition(".")[0]
+    if top in (*NOT_FOR_BRANCHES, "recipe"):
         fix = "It belongs to the backend, the data or the run folder: open another loop for it."
         raise ConfigError(name, where=loop.place, got="a change", expected="as it was opened", fix=fix)
-    if loop.draws_ahead and PHASES.index(phase) < PHASES.index("datums"):
+    if loop.draws_ahead and top not in DRAWN_WITHOUT:
         fix = "Stop, and branch with at='start', or open another loop; or let the window end."
         got = "a change, while rows are drawn and graded ahead"
         raise ConfigError(name, where=loop.place, got=got, expected="a setting of the loss or the update", fix=fix)
-
-
-def when_read(loop: Loop, phase: str) -> str:
-    "When a setting that this phase reads takes effect."
-    state = loop.state
-    if phase not in state.values and not (state.updated and PHASES.index(phase) <= PHASES.index("optimize")):
-        return f"in step {state.number}, at {phase}"
-    if state.updated or phase in ("prompts", "sample"):
-        return f"from step {state.number + 1} on"
-    return f"in step {state.number}, which goes back to {phase}"
 
 
 def refuse_settings(loop: Loop, cfg: Config) -> None:
@@ -1446,36 +1355,22 @@ def score_at(loop: Loop, temperature: float) -> None:
 
 # %% ../nbs/35_phases.ipynb #94ac8ffe
 def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
-    "Change settings between two phases: a whole config, or values by dotted name; `functions`: reward, make_loss."
+    "Change settings of the next step: a whole config, or values by dotted name; `functions`: reward, make_loss."
     loop.weights.refuse_in_turn("change of settings", "Pause it first.")
-    old, state = loop.settings, loop.state
+    old, begun = loop.next_settings, bool(loop.state.values)
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
-    needs = (cfg.kl_beta > 0 or cfg.kl_metric) and not (old.kl_beta > 0 or old.kl_metric)
     rows = [*old.diff(cfg).rows, *((n, called(loop.given[n]), called(given)) for n, given in functions.items())]
     for name, *_ in rows:
         refuse_change(loop, name)
     check_loss(cfg, functions.get("make_loss", loop.make_loss))
-    when = {name: when_read(loop, read_by(name, needs)) for name, *_ in rows}
-    top = lambda names: {name.partition(".")[0] for name in names}
-    later = top(name for name in when if when[name].startswith("from"))
-    if late := sorted(later & functions.keys()):
-        fix = "Run await loop.step() to finish it first."
-        raise PhaseError(f"another {' and '.join(late)}", where=loop.place, got="a step that is updated", fix=fix)
-    new, asked = cfg.to_dict(), set() if isinstance(changes, Config) else top(changes)
-    waiting = {n: v for n, v in loop.next_settings.items() if n not in asked} | {n: new.get(n) for n in later}
-    now = settings_from(old, new, top(when) - functions.keys() - later)
-    if waiting:  # refused here, and not when the step ends
-        what_follows(loop, settings_from(now, waiting, waiting), functions)
-    take_settings(loop, now, functions)
-    loop.next_settings = waiting
-    back = [PHASES.index(read_by(name, needs)) for name in when if "goes back" in when[name]]
-    state.values = {p: v for p, v in state.values.items() if not back or PHASES.index(p) < min(back)}
-    return Changed(tuple((*row, when[row[0]]) for row in rows))
-
-
-def settings_from(cfg: Config, plain: Mapping[str, Any], names: Iterable[str]) -> Config:
-    "A config with some settings of another, which is given in plain values."
-    return Config.from_dict(cfg.to_dict(), {name: plain.get(name) for name in names})
+    if begun and functions:
+        fix = "Run await loop.step() to finish it first; loop.score(reward_fns) grades its samples otherwise."
+        raise PhaseError(f"another {' and '.join(functions)}", where=loop.place, got="a step that has begun", fix=fix)
+    what_follows(loop, cfg, functions)  # refused here, and not when the step ends
+    loop.next_settings = cfg
+    if not begun:
+        take_settings(loop, cfg, functions)
+    return Changed(tuple((*row, f"from step {loop.state.number + begun} on") for row in rows))
 
 
 def what_follows(
@@ -1497,6 +1392,7 @@ def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None
     "Put settings into a loop, and all that follows from them; nothing is changed where they are refused."
     given, task, compare = what_follows(loop, cfg, functions)
     score_at(loop, cfg.temperature)
+    loop.next_settings = cfg
     if functions or loop.settings.diff(cfg):
         loop.task, loop.given, loop.make_loss, loop.settings = task, given, given["make_loss"], cfg
         loop.advantage_fn = compare
@@ -1513,6 +1409,6 @@ def change(
     make_loss: LossFactory | None = None,  # None = the one that it has
     **settings: Any,  # fields of Config
 ) -> Changed:
-    "Change settings or functions between two phases; says when each counts. Records say what was changed."
+    "Change settings, from the next step on, or functions, between two steps. Records say what was changed."
     functions = {"reward": reward, "make_loss": make_loss}
     return change_settings(loop, settings, **{name: fn for name, fn in functions.items() if fn is not None})

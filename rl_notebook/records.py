@@ -104,7 +104,13 @@ class StepRecord:
         return f"StepRecord({self.verdict})"
 
     def _repr_html_(self) -> str:
-        return _record_html(self)
+        columns = [c for c in _completion_columns(self.groups) if c != "prompt"]
+        cut = lambda v: f"{v[:LONGEST]} …" if isinstance(v, str) and len(v) > LONGEST else v
+        rows = [[cut(r[c]) for c in columns] for r in _completion_rows(self.groups)]
+        shown = next(n for n in (SHOWN, 8, 4, 2) if n == 2 or len(html_table(columns, rows[:n])) < 20_000)
+        table = html_table(columns, rows[:shown]) if rows else ""
+        more = f"<p>and {len(rows) - shown} more in <code>completions_table()</code></p>" if len(rows) > shown else ""
+        return step_html(self.verdict, self.groups, self.metrics) + folded("Completions", table + more)
 
 # %% ../nbs/32_records.ipynb #338ab509
 def _reward_names(groups: Sequence[PromptGroup]) -> list[str]:
@@ -139,17 +145,6 @@ def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
 # %% ../nbs/32_records.ipynb #7afb0042
 SHOWN, LONGEST = 16, 200  # samples that a displayed record lists, and signs of each that it shows
 
-
-def _record_html(record: StepRecord) -> str:
-    "The step on one page, and its first samples."
-    columns = [c for c in _completion_columns(record.groups) if c != "prompt"]
-    cut = lambda v: f"{v[:LONGEST]} …" if isinstance(v, str) and len(v) > LONGEST else v
-    rows = [[cut(r[c]) for c in columns] for r in _completion_rows(record.groups)]
-    shown = next(n for n in (SHOWN, 8, 4, 2) if n == 2 or len(html_table(columns, rows[:n])) < 20_000)
-    table = html_table(columns, rows[:shown]) if rows else ""
-    more = f"<p>and {len(rows) - shown} more in <code>completions_table()</code></p>" if len(rows) > shown else ""
-    return step_html(record.verdict, record.groups, record.metrics) + folded("Completions", table + more)
-
 # %% ../nbs/32_records.ipynb #e3945a10
 _TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # tag: kind, to JSON, from JSON
     "$timestamp": ((pd.Timestamp, type(pd.NaT)), lambda v: "NaT" if v is pd.NaT else v.isoformat(), pd.Timestamp),
@@ -166,10 +161,7 @@ _TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  
 }
 
 # %% ../nbs/32_records.ipynb #2a97d048
-def encode(
-    value: Any,  # plain Python values, tuples, bytes and numeric arrays, nested
-    where: str = "value",  # its place, for the message
-) -> Any:  # what `json.dumps(allow_nan=False)` takes
+def encode(value: Any, where: str = "value") -> Any:
     "A value as strict JSON that `decode` gives back exactly; numpy scalars come back as Python numbers."
     if isinstance(value, np.datetime64 | np.timedelta64):
         value = pd.Timestamp(value) if isinstance(value, np.datetime64) else pd.Timedelta(value)
@@ -206,10 +198,7 @@ def decode(value: Any) -> Any:
     return {k: decode(v) for k, v in value.items()}
 
 # %% ../nbs/32_records.ipynb #f425edb0
-def ragged(
-    name: str,  # of the series
-    series: Sequence[np.ndarray | None],  # one per datum
-) -> dict[str, np.ndarray]:  # `name` (flat) and `name.lengths`
+def ragged(name: str, series: Sequence[np.ndarray | None]) -> dict[str, np.ndarray]:
     "Several one-dimensional arrays as one flat array and their lengths; -1 for None."
     present = [s for s in series if s is not None]
     flat = np.concatenate(present) if present else np.zeros(0)
@@ -351,11 +340,7 @@ def _loss(plain: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray]) -> 
     return LossOutput(logprobs=logprobs, dlogprobs=tuple(dlogprobs), **others)
 
 # %% ../nbs/32_records.ipynb #bb39a4cc
-def restore_record(
-    plain: Mapping[str, Any],  # of `record_json`
-    arrays: Mapping[str, np.ndarray],  # of `record_arrays`
-    tokens: pd.DataFrame,  # of `tokens_frame`
-) -> StepRecord:
+def restore_record(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray], tokens: pd.DataFrame) -> StepRecord:
     "The record that was written; raises RecordError where the parts do not fit each other."
     try:
         groups, datums = _groups(plain["groups"], tokens), _datums(plain["datums"], arrays)
@@ -381,9 +366,7 @@ def _os_errors(what: str, path: Path) -> Iterator[None]:
 
 # %% ../nbs/32_records.ipynb #bc54f3a5
 @contextmanager
-def staged_folder(
-    path: Path,  # the folder to be; must not exist
-) -> Iterator[Path]:  # the folder to fill
+def staged_folder(path: Path) -> Iterator[Path]:
     "A folder that appears under its name when the block ends well, and not at all otherwise."
     with _os_errors("cannot write", path):
         path.parent.mkdir(exist_ok=True)  # but not what lies above it: a run folder that was deleted stays so
@@ -440,12 +423,6 @@ def _open_row(line: bytes) -> dict[str, Any]:
     return row
 
 # %% ../nbs/32_records.ipynb #2f8016ee
-def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
-    "Size and SHA-256 of every file in a folder, by relative path."
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {path.relative_to(folder).as_posix(): _fingerprint(path) for path in files}
-
-
 def _fingerprint(path: Path) -> dict[str, Any]:
     "Size and SHA-256 of a file."
     with path.open("rb") as f:
@@ -486,14 +463,12 @@ def _digest(plain: Mapping[str, Any]) -> str:
 
 def _write_described(folder: Path, name: str, plain: Mapping[str, Any]) -> None:
     "Write the JSON file that describes a folder whose other files are complete."
-    whole = json.loads(json.dumps({**plain, "files": _inventory(folder)}, allow_nan=False))
+    files = {p.relative_to(folder).as_posix(): _fingerprint(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    whole = json.loads(json.dumps({**plain, "files": files}, allow_nan=False))
     (folder / name).write_text(json.dumps({**whole, "sha256": _digest(whole)}, indent=1), encoding="utf-8")
 
 # %% ../nbs/32_records.ipynb #42049c47
-def write_record(
-    record: StepRecord,
-    folder: Path,  # existing and empty
-) -> None:
+def write_record(record: StepRecord, folder: Path) -> None:
     "Write a record as four files."
     from safetensors.numpy import save
 
@@ -514,10 +489,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
         raise RecordError("not readable", where=str(path), got=" ".join(str(e).split())[:120]) from e
 
 
-def read_record(
-    folder: str | os.PathLike[str],  # such as runs/first/steps/00012
-    trusted: Collection[str] | None = (),  # names of functions that may be imported; None = any
-) -> StepRecord:
+def read_record(folder: str | os.PathLike[str], trusted: Collection[str] | None = ()) -> StepRecord:
     "Read a record; raises RecordError with the reason when a file is missing, damaged or of another format."
     from safetensors.numpy import load
 
@@ -569,10 +541,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 MUST_MATCH = marked(Config, "past")  # to go on from a run
 
 
-def differing(
-    recorded: Config | Mapping[str, Any],  # of the run on disk
-    now: Config | Mapping[str, Any],  # of the run that is to begin
-) -> SettingsTable:
+def differing(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any]) -> SettingsTable:
     "The settings in which two configs differ, apart from where the run is kept and resumed from."
     old, new = flat_settings(recorded), flat_settings(now)
     own = [n for n in old.keys() | new.keys() if n == "log_path" or n.split(".")[0] == "resume"]
@@ -933,16 +902,12 @@ def refuse_taken(path: Path, config: Config | Mapping[str, Any]) -> None:
         got = f"{len(there)} steps of a run " + (f"with other settings: {differ}" if rows else "with the same settings")
         fix = "Choose another log_path, or resume the run that is there."
         raise RecordError("the run folder holds another run", where=str(path), got=got, expected="none", fix=fix)
-    if taken and not _cut_off(path, taken):
+    steps, lines = path / "steps", path / "metrics.jsonl"
+    begun = steps.is_dir() and not any(steps.iterdir()) and not (lines.exists() and lines.stat().st_size)
+    cut_off = begun and {*taken} <= {"steps", "config.yaml", "metrics.jsonl"}  # the empty `steps` comes first
+    if taken and not cut_off:
         expected = "a folder without files of these names"
         raise RecordError("run folder", where=str(path), got=", ".join(taken), expected=expected)
-
-
-def _cut_off(path: Path, taken: Sequence[str]) -> bool:
-    "Whether a process was killed while it made this folder: the empty `steps` comes first, `run.json` last."
-    steps, lines = path / "steps", path / "metrics.jsonl"
-    empty = steps.is_dir() and not any(steps.iterdir()) and not (lines.exists() and lines.stat().st_size)
-    return empty and set(taken) <= {"steps", "config.yaml", "metrics.jsonl"}
 
 
 def _say_trusted(path: Path, names: Collection[str]) -> None:
@@ -998,9 +963,7 @@ class Checkpoint:
         _refuse_other_past(self.config, config, str(self.path))
 
 # %% ../nbs/32_records.ipynb #1978942d
-def read_checkpoint(
-    path: str | os.PathLike[str],  # such as runs/first/checkpoints/00010
-) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     "Read a checkpoint; raises RecordError with the reason when it is incomplete, damaged or of another format."
     folder = Path(path)
     plain = _read_described(folder, "checkpoint.json", _CHECKPOINT_FORMAT)

@@ -130,13 +130,9 @@ def is_stumble(error: BaseException) -> bool:
 
 # %% ../nbs/30_rollouts.ipynb #2da0baee
 class Breaker:
-    "Ends a run that loses too many of its draws to the connection."
+    "Ends a run that loses more than a share (1 = any) of its last draws; nothing is decided before half a window."
 
-    def __init__(
-        self,
-        limit: float,  # largest share that may be lost; 1 = any
-        window: int = 64,  # draws looked at; nothing is decided before half as many
-    ):
+    def __init__(self, limit: float, window: int = 64):
         self.limit, self.window = limit, window
         self.recent: deque[str] = deque(maxlen=window)  # reasons of the last draws; "" = it came through
 
@@ -165,11 +161,9 @@ class Lost:
 
 
 async def in_rounds(
-    draw: Callable[[list[int], int], Awaitable[Sequence[Segments | Lost]]],  # (indices, round) -> one result each
-    n: int,  # draws
-    again: int = 0,  # further rounds for those that are lost
-) -> tuple[dict[int, Segments | Lost], tuple[str, ...]]:  # result of each draw, reasons of those made again
-    "Make n draws, and those that are lost again."
+    draw: Callable[[list[int], int], Awaitable[Sequence[Segments | Lost]]], n: int, again: int = 0
+) -> tuple[dict[int, Segments | Lost], tuple[str, ...]]:
+    "Make n draws, lost ones up to `again` times more: the result of each, and the reasons of those made again."
     found: dict[int, Segments | Lost] = {}
     redrawn: list[str] = []
     for round in range(1 + again):
@@ -532,17 +526,7 @@ class RolloutFactory:
     def __call__(self, setup: RolloutSetup) -> TakenRollout:
         return as_rollout_fn(self.make(setup))
 
-# %% ../nbs/30_rollouts.ipynb #758f7f84
-def rollout_context(prompt: Prompt, index: int, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    "The context of one draw; what is not given is that of a training prompt in the first epoch."
-    return {"epoch": 0, "evaluation": False, **(given or {}), "row_index": prompt.number, "rollout_index": index}
-
 # %% ../nbs/30_rollouts.ipynb #0b1abb33
-def rollout_place(prompt: Prompt, index: int) -> str:
-    "One draw as a place in a message."
-    return f"group {prompt.index} (row {prompt.row.key!r}, number {prompt.number}), rollout {index}"
-
-
 def segments_of(returned: Any, where: str) -> Segments | None:
     "What a rollout function returned, checked."
     if returned is None:
@@ -605,7 +589,8 @@ async def draw_one(
     sleep: Sleep = asyncio.sleep,
 ) -> Segments | Lost:
     "One draw of a rollout function: what it left behind, or why there is nothing."
-    where, given = rollout_place(prompt, index), rollout_context(prompt, index, context)
+    where = f"group {prompt.index} (row {prompt.row.key!r}, number {prompt.number}), rollout {index}"
+    given = {"epoch": 0, "evaluation": False, **(context or {}), "row_index": prompt.number, "rollout_index": index}
     called_with = sample_prompt(prompt, index, seed, round)
     try:
         call = lambda: _called(fn, dict(called_with), given, where)
@@ -693,12 +678,8 @@ def require_some(groups: Sequence[PromptGroup]) -> None:
         )
 
 # %% ../nbs/30_rollouts.ipynb #bb021e91
-def groups_per_pass(
-    completions_per_prompt: int,
-    min_samples: int | None,  # None = the maximum
-    max_samples: int,
-) -> tuple[int, int]:  # (min_groups, max_groups)
-    "The sample counts of the config as whole groups, at least one."
+def groups_per_pass(completions_per_prompt: int, min_samples: int | None, max_samples: int) -> tuple[int, int]:
+    "The sample counts of the config as (min, max) whole groups, at least one; without a minimum, the maximum."
     most = max(1, max_samples // completions_per_prompt)
     return most if min_samples is None else max(1, min_samples // completions_per_prompt), most
 

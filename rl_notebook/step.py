@@ -352,9 +352,7 @@ async def backward_builtin(
     return merge_outputs([await policy.forward_backward_builtin(c, options, denominator=whole) for c in chunks])
 
 
-async def anchored(
-    policy: Scorer, datums: Sequence[Datum], options: LossOptions, cache: ScoreCache
-) -> Sequence[Datum]:  # with `old_logprobs` where the service's loss reads them
+async def anchored(policy: Scorer, datums: Sequence[Datum], options: LossOptions, cache: ScoreCache) -> Sequence[Datum]:
     "Datums as a service needs them for its own loss."
     if options.anchor != "old" or (options.policy_loss == "grpo" and options.tis == "off"):
         return datums

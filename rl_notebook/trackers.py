@@ -67,20 +67,13 @@ def without_secrets(value: Any) -> Any:
     return without_keys(value) if isinstance(value, str) else value
 
 # %% ../nbs/56_trackers.ipynb #e3d925c4
-def tables(
-    metrics: Mapping[str, Any],
-    make: Callable[..., Any],  # `wandb.Table`, `trackio.Table`; takes `dataframe=`
-) -> dict[str, Any]:
+def tables(metrics: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     "The metrics that are tables, made into what a tracker shows, without secrets."
     found = {name: table for name, table in metrics.items() if isinstance(table, pd.DataFrame)}
     return {name: make(dataframe=table.map(without_secrets)) for name, table in found.items()}
 
 # %% ../nbs/56_trackers.ipynb #e9e11fd2
-def extra(
-    name: str,  # of the tracker, and of the extra that installs it
-    module: str,  # what to import
-    needs: str,  # something that the real package has
-) -> Any:
+def extra(name: str, module: str, needs: str) -> Any:
     "The imported module; raises MissingExtra with the command that installs it."
     try:
         found = importlib.import_module(module)
@@ -109,10 +102,7 @@ class RunIdentity:
     resumed: bool = False  # whether the run folder knew the id already
 
 # %% ../nbs/56_trackers.ipynb #83c78a9a
-def identify(
-    run_name: str | None,  # None = the run folder's name
-    log_path: str | os.PathLike[str] | None,  # run folder; made if missing
-) -> RunIdentity:
+def identify(run_name: str | None, log_path: str | os.PathLike[str] | None) -> RunIdentity:
     "Name and id of a run, remembered in `log_path/trackers.json`."
     name = run_name or (Path(log_path).resolve().name if log_path else "rl-notebook")
     if log_path is None:

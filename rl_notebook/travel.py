@@ -297,18 +297,13 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
     other = {s.policy_version for g in record.groups for s in g.samples} - {loop.policy_version}
     if loop.cfg.recipe == "async_rl_loop" and other:
         return f"drawn from the weights of version {spans(sorted(other))}, and not from those before the step"
-    if loop.cfg.recipe == "async_rl_loop" and not drawn_together(loop, record):
+    room, rows = loop.cfg.max_concurrency_rollout_sample, len(record.groups)
+    alone = rows <= loop.cfg.prompt_groups_per_step and (not room or room >= rows * loop.cfg.completions_per_prompt)
+    if loop.cfg.recipe == "async_rl_loop" and (loop.cfg.max_head_offpolicy_versions or not alone):
         return "drawn in other company, beside rows of other steps or one after the other"
     if len(prompts) < len(record.groups):
         return "not all of its prompts could be encoded again"
     return other_grading(loop, record) if not reward_names(record) else ""
-
-
-def drawn_together(loop: Loop, record: StepRecord) -> bool:
-    "Whether the rows of an asynchronous step were all that was in flight, all the time."
-    room, rows = loop.cfg.max_concurrency_rollout_sample, len(record.groups)
-    at_once = not room or room >= rows * loop.cfg.completions_per_prompt
-    return loop.cfg.max_head_offpolicy_versions == 0 and rows <= loop.cfg.prompt_groups_per_step and at_once
 
 
 def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> Iterator[Piece]:
@@ -404,14 +399,6 @@ def metric_pieces(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Ite
 NOT_AGAIN = ("eval/", "async/", "perf/", "sync/")  # metrics of what is not done again, and of times
 
 
-def other_rounding(loop: Loop, record: StepRecord) -> list[str]:
-    "A note where the policy computes common prefixes once, and did not when the step was recorded."
-    ours, name = getattr(loop.state.values.get("backward"), "output", None), "perf/prefix_tokens_saved"
-    if ours is None or record.loss is None or not ours.metrics.get(name) or name in record.loss.metrics:
-        return []
-    return ["recorded before common prefixes were computed once: logprobs and gradients may differ by rounding"]
-
-
 async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> PhaseComparison:
     "The pass over the policy again, its gradient kept."
     if blocked:
@@ -477,8 +464,7 @@ async def replay(
         lay_out(loop, record, prompts)
         phases += [await replay_reference(loop, record), await replay_backward(loop, record, blocked)]
         phases += await replay_update(loop, record)
-    notes = [*other_sources(record, sources_of(loop, record.options)), *other_rounding(loop, record)]
-    return Replay(step, tuple(phases), base, tuple(notes))
+    return Replay(step, tuple(phases), base, tuple(other_sources(record, sources_of(loop, record.options))))
 
 # %% ../nbs/44_travel.ipynb #e9fa2593
 def compare_loops(*loops: Loop) -> pd.DataFrame:  # indexed by (loop, step), one column per metric

@@ -13,9 +13,9 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 # %% auto #0
 __all__ = ['SamplerHas', 'SharedBackend', 'Weights']
@@ -76,26 +76,18 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).mean())
 
 
-@contextmanager
-def scored_raw(backend: Backend) -> Iterator[None]:
-    "While inside, the policy scores at temperature 1, as a sampler scores given tokens; raises `BackendError`."
+async def policy_says(backend: Backend, datum: Datum) -> Logprobs:
+    "The policy's logprobs of a datum at temperature 1, at which a sampler scores given tokens; raises `BackendError`."
     at = backend.capabilities.policy_temperature
     if at == 1:
-        yield
-        return
+        return (await backend.policy.forward([datum]))[0]
     if backend.score_at is None:
         raise BackendError("a probe", got=f"a policy that scores at {at:g}", expected="1, as the sampler does")
     backend.score_at(1.0)
     try:
-        yield
+        return (await backend.policy.forward([datum]))[0]
     finally:
         backend.score_at(at)
-
-
-async def policy_says(backend: Backend, datum: Datum) -> Logprobs:
-    "The policy's logprobs of a datum, at temperature 1."
-    with scored_raw(backend):
-        return (await backend.policy.forward([datum]))[0]
 
 
 async def probed(backend: Backend, datum: Datum) -> Probe:
@@ -110,52 +102,44 @@ async def probed(backend: Backend, datum: Datum) -> Probe:
     return found
 
 
-def probe_of(datums: Sequence[Datum]) -> Datum:
-    "The shortest datum, of those that are no mere word or two if there are such, with every token scored."
-    found = min(datums, key=lambda d: (len(d.weights) < SHORT, len(d.weights)))
-    return Datum(found.tokens, np.ones(len(found.weights)))
-
-
 SHORT = 16  # tokens of a row that tells too little
 PATIENCE = 60.0  # seconds for an answer
 LEAST = {"float64": 1e-9, "float32": 1e-6, "bfloat16": 0.02}  # nats: mean rounding, at least; of others as of bfloat16
 
-# %% ../nbs/34_weights.ipynb #7c7dfc15
+# %% ../nbs/34_weights.ipynb #9f2f6831
 class Audit:
     "Whether the weights of each sync arrive."
 
-    def __init__(self, backend: Backend, name: str = "audit"):
-        self.backend, self.name = backend, name  # of a snapshot of its own
+    def __init__(self, backend: Backend):
+        self.backend = backend
         self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
         self.refused = False  # by one of the two: it is not asked again
         self.floor, self.noise = math.inf, 0.0  # least gap while both had the same weights; of the policy, scored twice
-        self.agreed: Any = None  # the weights that both sides last had, where the policy is computed here
         self.report: SyncReport | None = None  # of the last sync, if it was looked at
 
     @property
-    def tries_parts(self) -> Any:  # a LocalTrainer; None = the policy is not computed here
-        "The policy, if older parts can be put into it."
-        return self.backend.policy if hasattr(self.backend.policy, "with_old_parts") else None
+    def own_reports(self) -> Sequence[SyncReport] | None:
+        "What a sync that looks itself has found; None = it does not look."
+        return getattr(self.backend.sync, "reports", None)
 
     async def before(self, rows: Sequence[Datum], alike: bool) -> None:  # whether both should have the same weights
         "Before an update: take a probe from these rows, if there is none; without rows the next sync is not looked at."
         if not rows:
             self.probe = None
-        if not rows or self.probe or self.refused or not alike or own_reports(self.backend) is not None:
+        if not rows or self.probe or self.refused or not alike or self.own_reports is not None:
             return
         self.refused = True
+        shortest = min(rows, key=lambda d: (len(d.weights) < SHORT, len(d.weights)))
         with suppress(Exception):
-            probe = await probed(self.backend, probe_of(rows))
+            probe = await probed(self.backend, Datum(shortest.tokens, np.ones(len(shortest.weights))))
             again = await policy_says(self.backend, probe.datum)
             self.noise = max(self.noise, apart(np.asarray(again.values), probe.policy))
             self.floor = max(probe.least, min(self.floor, probe.gap))
-            if self.tries_parts:
-                self.agreed = self.tries_parts.snapshot(await self.tries_parts.save_weights_for_sampler(self.name))
             self.probe, self.refused = probe, False
 
-    async def after(self, version: int, snapshot: str) -> None:
+    async def after(self, version: int) -> None:
         "After a sync: ask both sides of the probe again, and say what that shows."
-        then, last, own = self.probe, self.report, own_reports(self.backend)
+        then, own = self.probe, self.own_reports
         self.report, self.probe = own[-1] if own else None, None
         if then is None:
             return
@@ -163,27 +147,7 @@ class Audit:
             now = await probed(self.backend, then.datum)
             moves = apart(now.policy, then.policy), apart(now.sampler, then.sampler)
             tolerance, behind = max(4 * self.floor, 4 * self.noise, moves[0] / 1000), apart(now.sampler, then.policy)
-            found = SyncReport(version, now.gap, *moves, tolerance, self.noise, behind)
-            if found.ok is False:
-                found = replace(found, without=await self.left_out(now, found, last))
-            elif self.tries_parts:
-                self.agreed = self.tries_parts.snapshot(snapshot)
-            self.report, self.probe = found, now
-
-    async def left_out(self, now: Probe, found: SyncReport, last: SyncReport | None) -> dict[str, float]:
-        "The parts of the policy whose older weights explain what the sampler says, each with the gap that it leaves."
-        known = last.without if last and last.ok is False and not last.nothing else None  # by the sync before
-        if found.nothing or not self.tries_parts or self.agreed is None or known == {}:
-            return {}
-        with scored_raw(self.backend):
-            said = await self.tries_parts.with_old_parts(now.datum, self.agreed, known or ())
-        gaps = {part: apart(values, now.sampler) for part, values in said.items()}
-        return {part: gap for part, gap in gaps.items() if gap <= min(found.tolerance, found.gap / 4)}
-
-
-def own_reports(backend: Backend) -> Sequence[SyncReport] | None:  # None = it does not look
-    "What a sync that looks itself has found."
-    return getattr(backend.sync, "reports", None)
+            self.report, self.probe = SyncReport(version, now.gap, *moves, tolerance, self.noise, behind), now
 
 # %% ../nbs/34_weights.ipynb #8619e4f0
 R = TypeVar("R")
@@ -404,36 +368,10 @@ def join_turn(turn: object) -> None:
         TURNS.set((*TURNS.get(), turn))
 
 # %% ../nbs/34_weights.ipynb #da62fefd
-class Owner(Protocol):
-    "What weights ask of their loop."
-
-    name: str
-    running: str  # the running phase; empty between two
-    state: Any  # the current step, with `copied()` and `measured(what)`
-
-    @property
-    def place(self) -> str:
-        "Where the loop is, in one line."
-        ...
-
-    def forget_gradient(self) -> None:
-        "The gradient is dropped; what was computed with it is to be computed again."
-
-    def forget_scores(self) -> bool:
-        "The weights are trained by another loop; whether the step loses scores or a gradient by that."
-        ...
-
-    async def close(self) -> None:
-        "Give up what is in flight."
-
-    def check_can_leave(self) -> None:
-        "Raise PhaseError where another loop must not have the backend now."
-
-# %% ../nbs/34_weights.ipynb #34c658eb
 class Weights:
     "Where the weights of a loop stand. Only this page writes it down."
 
-    def __init__(self, backend: Backend, owner: Owner, keep_undo: int = 1, family: list[str] | None = None):
+    def __init__(self, backend: Backend, owner: Any, keep_undo: int = 1, family: list[str] | None = None):
         self.backend, self.owner = backend, owner
         self.family = [] if family is None else family  # names of a loop and its branches
         taken = [name for name in self.family if name == owner.name or name.startswith(f"{owner.name} (")]
@@ -446,7 +384,7 @@ class Weights:
         self.sampler = SamplerHas.CURRENT  # which weights it has
         self.served: Saved | None = None  # the state in which those are saved, where they are older ones
         self.gradient = False  # whether the trainer has a gradient that no update has used up
-        self.audit = Audit(backend, f"audit-{self.loop_id}")
+        self.audit = Audit(backend)
         self.in_window = False  # whether syncs wait for the end of a window
         self.undoable: deque[Snapshot] = deque(maxlen=keep_undo)  # before the last updates, oldest first
         self.beginning: Snapshot | None = None  # where the run begins, once `seek` has left it
@@ -476,10 +414,9 @@ class Weights:
 
     async def sync(self) -> int:  # the new policy version
         "Make the sampler serve the trainer's weights."
-        snapshot = f"step-{self.loop_id}-{self.owner.state.number:05d}"
-        self.version = await sync_weights(self.backend, snapshot)
+        self.version = await sync_weights(self.backend, f"step-{self.loop_id}-{self.owner.state.number:05d}")
         self.sampler, self.served = SamplerHas.CURRENT, None
-        await self.audit.after(self.version, snapshot)
+        await self.audit.after(self.version)
         return self.version
 
     async def load(self, path: str) -> None:

@@ -18,14 +18,13 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from rl_notebook import groups
@@ -398,96 +397,7 @@ def test_no_other_code_writes_the_counts_of_a_gate() -> None:
     assert written == []
 
 
-# -- and it would be noticed -------------------------------------------------------------------------------------
-
-BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
-
-
-def bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    "Something that could be wrong in the gate or the producer."
-    BUGS[plant.__name__] = plant
-    return plant
-
-
-@bug
-def accepted_rows_are_not_counted(monkeypatch):
-    monkeypatch.setattr(Gate, "accept", Gate.reject)
-
-
-@bug
-def rejected_rows_keep_their_place(monkeypatch):
-    monkeypatch.setattr(Gate, "reject", Gate.accept)
-
-
-@bug
-def the_room_of_the_sampler_is_forgotten(monkeypatch):
-    monkeypatch.setattr(Gate, "concurrency_capacity", property(lambda gate: None))
-
-
-@bug
-def a_version_too_many(monkeypatch):
-    honest = Gate.staleness_capacity.fget
-    monkeypatch.setattr(Gate, "staleness_capacity", property(lambda gate: honest(gate) + gate.batch))
-
-
-@bug
-def a_recall_forgets_rows_that_are_back(monkeypatch):
-    recall = groups.recall
-
-    def forgetful(producer, newer_than=-1):
-        producer.ready = []
-        recall(producer, newer_than)
-
-    monkeypatch.setattr(groups, "recall", forgetful)
-
-
-@bug
-def a_row_that_raised_is_lost(monkeypatch):
-    land = groups.land
-
-    def careless(producer, number, task):
-        give_back, producer.give_back = producer.give_back, lambda numbers: None
-        land(producer, number, task)
-        producer.give_back = give_back
-
-    monkeypatch.setattr(groups, "land", careless)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_a_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    BUGS[name](monkeypatch)
-    quick = settings(
-        max_examples=400,
-        stateful_step_count=50,
-        phases=[Phase.generate],
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, KeyError, PhaseError)):
-        run_state_machine_as_test(Rows, settings=quick)
-
-
 # -- a loop that really trains -----------------------------------------------------------------------------------
-
-LOST = (5, 6, 11, 23)  # rows of which every draw is lost, the last one among them
-
-
-def unsteady_rollouts(setup: Any) -> Any:
-    "Draws that take their time, and some that come to nothing."
-
-    async def rollout(sample_prompt: dict, row_index: int, rollout_index: int) -> Any:
-        rng = np.random.default_rng([row_index, rollout_index])
-        await asyncio.sleep(float(rng.exponential(0.02)))
-        if row_index in LOST or rng.random() < 0.1:
-            return None
-        sample = await drawn(setup, sample_prompt, float(rng.random()))
-        await asyncio.sleep(float(rng.exponential(0.02)))
-        return sample
-
-    return rollout
 
 
 async def drawn(setup: Any, sample_prompt: dict, reward: float) -> RolloutSample:
@@ -503,34 +413,6 @@ def make_loop(rollouts: Any, rows: int, **options: Any) -> AsyncGRPOLoop:
     model, tokenizer = load_model("tiny")
     backend = open_local(model, tokenizer, temperature=cfg.temperature, reference=False)
     return AsyncGRPOLoop(backend, load_rows(toy_rows(rows, seed=3)), rollouts, cfg)
-
-
-@pytest.mark.parametrize("bound", [0, 1, 2])
-@pytest.mark.variant(but="0")
-def test_every_row_is_in_one_record(bound: int) -> None:
-    loop = make_loop(unsteady_rollouts, 24, max_head_offpolicy_versions=bound, max_concurrency_rollout_sample=20)
-
-    async def run() -> list[Any]:
-        return [record async for record in loop]
-
-    records = asyncio.run(run())
-    numbers = [g.number for record in records for g in record.groups]
-    assert sorted(numbers) == list(range(24))
-    done: set[int] = set()
-    for record in records:
-        trained = [g for g in record.groups if len(g.samples) and np.ptp(g.rewards) > 0] if record.trained else []
-        offsets = [record.step - 1 - g.submitted for g in trained]
-        assert all(0 <= offset <= bound for offset in offsets), (record.step, offsets)
-        for g in record.groups:
-            assert len(g.samples) + len(g.dropped) == 4
-            assert all(g.submitted <= s.policy_version <= record.policy_version for s in g.samples)
-        if trained:
-            assert record.metrics["async/version_offset_max"] == max(offsets)
-            assert record.metrics["async/version_offset_min"] == min(offsets)
-        done |= {g.number for g in record.groups}
-        assert record.pending == tuple(sorted({*range(record.consumed)} - done))
-    assert records[-1].pending == ()
-    assert records[-1].consumed == 24
 
 
 def rollouts_with(slow: int, what: str) -> Any:

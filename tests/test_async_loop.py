@@ -257,51 +257,6 @@ def test_on_policy_and_synchronous_is_the_synchronous_loop(name, how):
 
 # --- any age, any order -----------------------------------------------------------------------------------------------
 
-ANY = [
-    {"max_head_offpolicy_versions": 0},
-    {"max_head_offpolicy_versions": 1},
-    {"max_head_offpolicy_versions": 3},
-    {"max_head_offpolicy_versions": 1, "synchronous_training": True},
-    {"max_head_offpolicy_versions": 2, "pipeline_chunks_per_step": 2},
-    {"max_head_offpolicy_versions": 1, "pipeline_chunks_per_step": 3, "max_concurrency_rollout_sample": 8},
-    {"max_head_offpolicy_versions": 2, "ppo_n_minibatches": 2, "policy_loss": "ppo", "tis_enabled": True},
-    {"max_head_offpolicy_versions": 8, "max_concurrency_rollout_sample": 4},
-]
-
-
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("settings", ANY, ids=lambda s: ", ".join(map(str, s.values())))
-@pytest.mark.variant(but="0-0")
-def test_every_row_is_in_one_record_whatever_the_order(settings, seed):
-    async def main():
-        loop = begin(rollouts(lost=0.15, delay=0.02), seed=seed, **settings)
-        before = weights(loop)
-        async for record in loop:
-            check_books(loop)
-            assert record.step == loop.state.number - 1
-        await nothing_left()
-        assert not same(before, weights(loop))
-        assert all(torch.isfinite(v).all() for v in weights(loop).values())
-        check_records(list(loop.records), 24, settings["max_head_offpolicy_versions"])
-        assert loop.done
-        return loop
-
-    run(main())
-
-
-def test_the_end_of_the_data():
-    async def main():
-        loop = begin(LENGTH, rows=8, keep=ALL, max_head_offpolicy_versions=2)
-        records = await loop.run(progress=False)
-        assert sorted(map(len, numbers(records)), reverse=True) == [3, 3, 2]  # the last batch is what is left
-        assert all(r.trained for r in records)
-        check_records(records, 8, 2)
-        with pytest.raises(PhaseError, match=r"prompts: got all 8 prompts done. Raise epochs"):
-            loop.prompts()
-        assert await loop.run(progress=False) == []
-
-    run(main())
-
 
 @pytest.mark.parametrize("versions", [0, 2])
 def test_rows_of_which_none_teaches_anything(versions):
@@ -350,20 +305,6 @@ def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
         [last] = await loop.run(progress=False)
         assert (last.trained, [g.number for g in last.groups]) == (False, [6])
         assert len(last.groups[0].dropped) == 4
-
-    run(main())
-
-
-@pytest.mark.parametrize("limit", [4, 7, 8, None])
-@pytest.mark.variant(but="4")
-def test_no_more_samples_are_under_way_than_allowed(limit):
-    async def main():
-        doors = Doors()
-        room = {"max_concurrency_rollout_sample": limit} if limit else {}
-        loop = begin(rollouts(LENGTH, before=doors), keep=ALL, max_head_offpolicy_versions=1, **room)
-        await loop.run(progress=False)
-        assert doors.most == {4: 4, 7: 4, 8: 8, None: 24}[limit]  # rows start as a whole; 24 = two batches
-        assert sum(doors.calls.values()) == 24 * 4
 
     run(main())
 
@@ -454,35 +395,6 @@ class Once:
             raise self.error
 
 
-FAILING = {
-    "plain": {},
-    "one row at a time": {"max_concurrency_rollout_sample": 4},
-    "ahead": {"max_head_offpolicy_versions": 2},
-    "chunks": {"pipeline_chunks_per_step": 3},
-    "chunks, ahead": {"max_head_offpolicy_versions": 2, "pipeline_chunks_per_step": 3},
-    "synchronous, ahead": {"max_head_offpolicy_versions": 2, "synchronous_training": True},
-}
-
-
-@pytest.mark.parametrize("row", [2, 7])
-@pytest.mark.parametrize("name", FAILING)
-@pytest.mark.variant(but="plain-2")
-def test_a_rollout_that_raises_ends_the_wait_and_loses_nothing(name, row):
-    async def main():
-        loop = begin(rollouts(LENGTH, before=Once(row), delay=0.002), keep=ALL, **FAILING[name])
-        with pytest.raises(RewardError, match=rf"number {row}\), rollout \d: .*ValueError: the tool is broken"):
-            await loop.run(progress=False)
-        await nothing_left()
-        check_books(loop)
-        done = list(loop.records)
-        done += await loop.run(progress=False)
-        check_records(done, 24, FAILING[name].get("max_head_offpolicy_versions", 0))
-        assert all(r.trained for r in done)
-        assert [len(r.groups) for r in done] == [3] * 8
-
-    run(main())
-
-
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("what", ["forward_backward_custom", "optim_step", "save_weights_for_sampler"])
 @pytest.mark.variant(but="optim_step-1")
@@ -534,23 +446,6 @@ def test_a_filter_that_raises_is_an_error_and_not_a_dead_row(chunks):
     run(main())
 
 
-def test_a_cancelled_step_loses_nothing():
-    async def main():
-        doors = Doors([2])
-        loop = begin(rollouts(LENGTH, before=doors), keep=ALL, rows=9, pipeline_chunks_per_step=3)
-        task = asyncio.create_task(loop.step())
-        while len(loop.state.spans) < 3:  # two chunks were trained, and it waits for the third
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        doors.open(2)
-        check_books(loop, [])
-        check_records(await loop.run(progress=False), 9, 0)
-
-    run(main())
-
-
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
@@ -563,20 +458,6 @@ def test_a_phase_that_is_run_again_loses_no_row(phase):
             loop.prompts()
         await loop.sample()
         check_books(loop)
-        records = [await loop.step(), *await loop.run(progress=False)]
-        check_records(records, 15, 1)
-
-    run(main())
-
-
-def test_a_batch_is_not_filled_by_hand():
-    async def main():
-        loop = begin(max_head_offpolicy_versions=1, rows=15)
-        await up_to(loop, "prompts", "sample")
-        loop.score(lambda text: 1.0)  # now no group teaches anything
-        loop.advantages()
-        with contextlib.suppress(PhaseError):  # it may say so
-            await loop.refill()
         records = [await loop.step(), *await loop.run(progress=False)]
         check_records(records, 15, 1)
 
@@ -641,47 +522,6 @@ def test_a_drain_says_what_a_rollout_raised():
     run(main())
 
 
-@pytest.mark.parametrize("phase", ["prompts", "sample", "score", "reference", "backward"])
-@pytest.mark.variant(but="backward")
-def test_a_stop_takes_effect_after_the_phase_and_the_loop_goes_on_from_there(phase):
-    async def main():
-        loop = begin(rollouts(), max_head_offpolicy_versions=1)
-        method = getattr(loop, phase)
-
-        def stopping(*args, **kwargs):
-            if loop.state.number == 2:
-                loop.stop()
-            return method(*args, **kwargs)
-
-        setattr(loop, phase, stopping)
-        first = await loop.run(progress=False)
-        assert [r.step for r in first] == [1]
-        assert phase in loop.state.values
-        delattr(loop, phase)
-        await turns()
-        check_books(loop)
-        check_records([*first, *await loop.run(progress=False)], 24, 1)
-
-    run(main())
-
-
-def test_so_many_steps_and_then_by_hand():
-    async def main():
-        loop = begin(rollouts(), max_head_offpolicy_versions=1)
-        first = await loop.run(2, progress=False)
-        while loop.producer.in_flight:  # nobody is stepping: they end, and no other is started
-            await asyncio.sleep(0.001)
-        taken = loop.cursor.consumed
-        await turns()
-        assert loop.cursor.consumed == taken
-        await up_to(loop, "prompts", "sample", *SECOND_HALF)
-        assert [r.step for r in loop.records] == [1, 2, 3]
-        check_books(loop)
-        check_records([*first, loop.records[-1], *await loop.run(progress=False)], 24, 1)
-
-    run(main())
-
-
 def test_close_twice_and_go_on():
     async def main():
         loop = begin(rollouts(), max_head_offpolicy_versions=2)
@@ -734,34 +574,6 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights(to, versions):
     run(main())
 
 
-@pytest.mark.parametrize("settings", [{}, {"ppo_n_minibatches": 2}, {"pipeline_chunks_per_step": 3}], ids=str)
-@pytest.mark.parametrize("how", ["begun", "sampled"])
-@pytest.mark.variant
-def test_two_steps_are_taken_back_and_the_run_ends_as_it_would_have(how, settings):
-    async def main():
-        loop, plain = (begin(keep_undo=3, **settings) for _ in range(2))
-        expected = await recorded(plain, 4)
-        first = await recorded(loop, 2)
-        loop.prompts()
-        await turns(5)
-        if how == "sampled":
-            await loop.sample()
-        await loop.undo()
-        check_books(loop)
-        await loop.undo()
-        check_books(loop)
-        assert (loop.state.number, loop.producer.gate.version, len(loop.records)) == (1, 0, 0)
-        again = await recorded(loop, 4)
-        if "pipeline_chunks_per_step" not in settings:  # which rows come into which part is for the clock to say
-            assert same(first[0][1], again[0][1])  # on-policy, rows are drawn again from the same weights
-            for (a, x), (b, y) in zip(again, expected, strict=True):
-                assert numbers([a]) == numbers([b])
-                assert same(x, y)
-        check_records([*loop.records, *await loop.run(progress=False)], 24, 0)
-
-    run(main())
-
-
 def test_rows_of_weights_that_are_gone_are_drawn_again_and_older_ones_stay():
     async def main():
         doors = Doors([5])
@@ -784,18 +596,6 @@ def test_rows_of_weights_that_are_gone_are_drawn_again_and_older_ones_stay():
         again = {n for n in doors.calls if doors.calls[n] > 4}
         assert again == newer
         assert all(calls[n] == 4 for n in older)
-
-    run(main())
-
-
-def test_an_undo_before_the_first_update_says_so():
-    async def main():
-        loop = begin(max_head_offpolicy_versions=1)
-        loop.prompts()
-        with pytest.raises(PhaseError, match="no update to take back"):
-            await loop.undo()
-        check_books(loop)
-        check_records(await loop.run(progress=False), 24, 1)
 
     run(main())
 
@@ -824,32 +624,6 @@ def test_a_branch_waits_until_nothing_is_under_way():
     run(main())
 
 
-@pytest.mark.parametrize("versions", [0, 1])
-@pytest.mark.parametrize("at", ["start", "batch"])
-@pytest.mark.variant(but="batch-0")
-def test_two_branches_in_turn_each_train_every_row_once(at, versions):
-    async def main():
-        loop = begin(rollouts(), max_head_offpolicy_versions=versions, rows=18)
-        first = await loop.step()
-        await up_to(loop, "prompts", "sample", "score", "advantages")
-        await loop.pause(drain=True)
-        branch = await loop.branch(at=at, learning_rate=3e-3)
-        loop.producer.held = ""
-        check_books(loop, [first])
-        sides = {loop: [first], branch: [first]}
-        while not (loop.done and branch.done):
-            for one, records in sides.items():
-                if not one.done:
-                    records.append(await one.step())
-                    check_books(one, records)
-        for records in sides.values():
-            check_records(records, 18, versions)
-        for one in sides:
-            await one.close()
-
-    run(main())
-
-
 @pytest.mark.parametrize("at", ["start", "batch"])
 @pytest.mark.variant(but="start")
 def test_a_branch_gives_what_it_gives_alone(at):
@@ -859,9 +633,10 @@ def test_a_branch_gives_what_it_gives_alone(at):
         loop, alone = begin(), begin()
         for one in (loop, alone):
             await one.step()
+        alone.cfg = replace(alone.cfg, learning_rate=3e-3)
+        for one in (loop, alone):
             await up_to(one, "prompts", "sample")
         branch = await loop.branch(at=at, learning_rate=3e-3)
-        alone.cfg = replace(alone.cfg, learning_rate=3e-3)
         theirs = [await alone.step() for _ in range(3)]
         ours, others = [], []
         for _ in range(3):
@@ -871,26 +646,6 @@ def test_a_branch_gives_what_it_gives_alone(at):
         assert_same_training(ours, theirs)
         async with branch.weights.turn():
             assert same(weights(branch), weights(alone))
-
-    run(main())
-
-
-def test_a_branch_by_hand_draws_from_its_own_weights():
-    async def main():
-        loop = begin(LENGTH, keep=ALL, learning_rate=1e-2)
-        await loop.step()
-        await loop.close()
-        branch = await loop.branch(learning_rate=1e-4)
-        await loop.step()  # the backend has its weights now
-        branch.prompts()
-        await branch.sample()
-        await up_to(branch, "score", "advantages", "datums")
-        scored = await branch.reference()
-        async with branch.weights.turn():
-            found = await branch.backend.policy.forward(list(scored))
-        gaps = [np.abs(f.values - d.sampler_logprobs)[d.active].max() for f, d in zip(found, scored, strict=True)]
-        assert max(gaps) < 1e-4
-        await branch.close()
 
     run(main())
 
@@ -1053,23 +808,6 @@ def test_a_run_goes_on_from_a_checkpoint_with_rows_that_were_under_way(versions,
         assert await restore_checkpoint(later, found) == 2
         assert (later.pending, later.cursor.consumed) == (pending, found.cursor["consumed"])
         check_records([*first, *await later.run(progress=False)], 24, versions)
-
-    run(main())
-
-
-def test_a_checkpoint_after_an_error_in_the_middle_of_a_batch_loses_no_row(tmp_path):
-    async def main():
-        settings = {"pipeline_chunks_per_step": 3, "max_head_offpolicy_versions": 1, "rows": 12}
-        loop = begin(rollouts(LENGTH, before=Once(4)), keep=ALL, **settings)
-        folder = RunFolder.create(tmp_path / "run", loop.cfg)
-        loop.outputs.append(folder.add)
-        with pytest.raises(RewardError):
-            await loop.run(progress=False)
-        done = list(loop.records)
-        assert await save_checkpoint(loop, folder, every=0) == len(done)
-        later = begin(rollouts(LENGTH), keep=ALL, **settings)
-        await restore_checkpoint(later, folder.latest_checkpoint())
-        check_records([*done, *await later.run(progress=False)], 12, 1)
 
     run(main())
 

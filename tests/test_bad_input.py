@@ -233,8 +233,6 @@ def test_what_is_given_in_another_order_is_said_at_once():
             opened(backend, rows, uneven, {"seed": 1})
         with pytest.raises(ConfigError, match=rf"rows: got <function uneven.*{order}"):
             opened(backend, uneven, rows, cfg)
-    with pytest.raises(ConfigError, match=rf"^GRPOLoop: missing .*{order}; nbs/tutorials/403.*rln.Config"):
-        GRPOLoop(model="tiny", reward_funcs=uneven, args=cfg, train_dataset=rows)
 
 
 def test_a_chart_that_is_not_there_is_said_in_one_sentence():

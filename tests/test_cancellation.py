@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -551,9 +550,6 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
         assert lines[0] == 'cell, line 13, in unread: return {}["answer"]'
         assert lines[1:] == ["KeyError: 'answer'", "cell, line 3: await score([s], loop.rows[0], unread)"]
         assert last.startswith("RewardError: ")
-        assert shown("loop.step()") == "nothing has run yet: write await loop.step(...)"
-        for use in ("rln.xray(loop.step())", "rln.inspect_tokens(loop.step())", "len(list(loop.run(2)))"):
-            assert re.search(r"PhaseError: .* has not run. Write await loop\.(step|run)\(\.\.\.\)\.$", shown(use)), use
 
 
 @pytest.mark.slow

@@ -130,6 +130,6 @@ class Walk:
 
 @pytest.mark.parametrize("seed", range({"1": 12, "variants": 3}.get(os.environ.get("SLOW", ""), 1)))
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.variant(but="ahead 1")
+@pytest.mark.variant(every=4)
 def test_every_row_is_trained_once_whatever_happens(policy, seed, tmp_path):
     asyncio.run(Walk(policy, seed, tmp_path).walk(8))

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 import traceback
 from collections import Counter
 from dataclasses import replace
@@ -18,11 +17,9 @@ from rl_notebook.backends.local import open_local
 from rl_notebook.config import Config
 from rl_notebook.core import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
 from rl_notebook.data import load_rows
-from rl_notebook.back import restore_checkpoint, save_checkpoint
 from rl_notebook.loop import GRPOLoop
 from rl_notebook.phases import PHASES
 from rl_notebook.losses import make_loss_fn
-from rl_notebook.records import RunFolder
 from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
 SMALL = {
@@ -257,60 +254,6 @@ def test_nothing_to_undo_says_so():
         run(make_loop().undo())
 
 
-@pytest.mark.parametrize("to", ["optimize", "sync", "finish", "nonsense"])
-def test_undo_goes_to_a_phase_before_the_update(to):
-    async def main():
-        loop = make_loop()
-        record = await loop.step()
-        with pytest.raises(PhaseError, match=rf"undo: got to='{to}'; expected prompts, .*, backward"):
-            await loop.undo(to=to)
-        assert list(loop.records) == [record]
-        await loop.undo()
-
-    run(main())
-
-
-def test_undo_gives_back_the_prompts_of_a_step_that_was_only_begun():
-    async def main():
-        loop = make_loop()
-        await loop.step()
-        begun = [p.number for p in loop.prompts()]
-        await loop.undo(to="loss")
-        await loop.step()
-        assert [p.number for p in loop.prompts()] == begun
-
-    run(main())
-
-
-@pytest.mark.parametrize("to", ["score", "loss"])
-def test_samples_that_undo_keeps_are_as_fresh_as_they_were(to):
-    async def main():
-        loop = make_loop()
-        await loop.step()
-        await loop.step()
-        await loop.undo(to=to)
-        assert (await loop.step()).metrics["staleness/max"] == 0
-
-    run(main())
-
-
-def test_several_steps_are_undone_one_by_one():
-    async def main():
-        loop = make_loop(keep_undo=3, weight_sync_interval=2, reward=LENGTH)
-        tokens = loop.prompts()[0].tokens
-        states, served = [], (await loop.backend.sampler.logprobs(tokens)).values
-        for _ in range(2):
-            states.append((weights(loop), loop.state.cursor.consumed))
-            await up_to(loop, "finish")
-        for before, consumed in reversed(states):
-            await loop.undo()
-            assert same(before, weights(loop))
-            assert loop.cursor.consumed == consumed
-        np.testing.assert_array_equal((await loop.backend.sampler.logprobs(tokens)).values, served)
-
-    run(main())
-
-
 # --- steps without signal -------------------------------------------------------------------------------------------
 
 
@@ -346,22 +289,6 @@ def test_refill_replaces_dead_groups():
     run(main())
 
 
-def test_a_refill_that_fails_costs_no_prompts():
-    async def main():
-        loop = make_loop(reward=lambda text: 1.0)
-        await up_to(loop, "advantages")
-
-        async def failing(tokens, params):
-            raise RuntimeError("no sampler")
-
-        loop.backend.sampler.sample = failing
-        with pytest.raises(RuntimeError):
-            await loop.refill()
-        assert loop.cursor.consumed == 3
-
-    run(main())
-
-
 def test_dead_groups_can_be_kept_for_their_kl():
     async def main():
         loop = make_loop(reward=lambda text: 1.0, drop_dead=False)
@@ -388,22 +315,6 @@ def test_how_a_step_is_cut_does_not_change_the_update(aggregation, how):
         norms = [r.metrics["grad_norm"] for r in records]
         assert norms[0] == pytest.approx(norms[1], rel=2e-4)
         assert same(*map(weights, loops), tol=2e-4)
-
-    run(main())
-
-
-def test_completions_that_are_drawn_one_by_one_have_one_loss_however_the_step_is_cut():
-    "`max_concurrent` divides a request, so other completions come; trained as they come back, they have the same loss."
-
-    async def main():
-        few = {"max_concurrent": 1, "max_completion_tokens": 16}
-        loops = [make_loop(**few), make_loop(**few, min_samples_per_fwd_bwd=4)]
-        for _ in range(2):
-            whole, cut = [await loop.step() for loop in loops]
-            assert len(cut.passes) > len(whole.passes) == 1
-            pairs = [zip(a.samples, b.samples, strict=True) for a, b in zip(whole.groups, cut.groups, strict=True)]
-            assert all((a.tokens == b.tokens).all() for pair in pairs for a, b in pair)
-            assert cut.metrics["loss"] == pytest.approx(whole.metrics["loss"], abs=1e-5)
 
     run(main())
 
@@ -496,17 +407,6 @@ def test_interval_zero_never_syncs():
     run(main())
 
 
-def test_every_row_is_used_once_whatever_the_window():
-    async def main():
-        for interval in (1, 2, 0):
-            loop = make_loop(rows=8, weight_sync_interval=interval)
-            seen = Counter(g.key for r in await loop.run(progress=False) for g in r.groups)
-            assert len(seen) == 8
-            assert set(seen.values()) == {1}
-
-    run(main())
-
-
 def stop_in(loop, step, phase="backward"):
     "Request a stop during a phase of a step."
     method = getattr(loop, phase)
@@ -539,106 +439,7 @@ def test_a_step_that_was_drawn_ahead_keeps_its_groups():
     run(main())
 
 
-@pytest.mark.parametrize("to", ["sample", "score"])
-def test_a_step_that_was_drawn_ahead_can_be_drawn_and_scored_again(to):
-    async def main():
-        loop = make_loop(weight_sync_interval=2, reward=LENGTH, keep=ALL)
-        _, second = await loop.run(2, progress=False)
-        await loop.undo(to=to)
-        assert (loop.state.current, loop.cursor.consumed) == (to, 6)
-        if to == "sample":
-            await loop.sample()
-        groups = loop.score(lambda text: -float(len(text)))
-        assert [g.key for g in groups] == [g.key for g in second.groups]
-        assert to == "sample" or [-g.rewards for g in groups] == [pytest.approx(g.rewards) for g in second.groups]
-        assert (await loop.step()).trained
-
-    run(main())
-
-
-def test_the_first_step_of_a_window_is_undone_with_the_whole_window():
-    async def main():
-        loop = make_loop(weight_sync_interval=2, reward=LENGTH, keep=ALL)
-        stop_in(loop, 2)
-        first = await loop.run(progress=False)
-        assert [r.step for r in first] == [1]
-        await loop.undo()
-        assert (loop.state.number, loop.state.values, loop.cursor.consumed) == (1, {}, 0)
-        del loop.backward
-        records = await loop.run(2, progress=False)
-        assert [r.step for r in records] == [1, 2]
-        assert {g.key for r in records for g in r.groups} == {r.key for r in replace(loop.cursor, consumed=0).peek(6)}
-        assert loop.pending == []
-
-    run(main())
-
-
-def test_undo_inside_a_window_ends_it_and_trains_nothing_twice():
-    async def main():
-        loop = make_loop(rows=12, weight_sync_interval=2, reward=LENGTH, keep=ALL)
-        numbers = []
-        async for record in loop:
-            numbers.append(record.step)
-            if numbers == [1] or numbers == [1, 1, 2]:
-                await loop.undo()
-        assert numbers == [1, 1, 2, 2, 3, 4]
-        keys = Counter(g.key for r in loop.records for g in r.groups)
-        assert (len(keys), set(keys.values())) == (12, {1})
-
-    run(main())
-
-
-def test_a_stop_inside_a_window_takes_effect_after_the_phase():
-    async def main():
-        loop = make_loop(weight_sync_interval=3, reward=LENGTH, keep=ALL)
-        stop_in(loop, 2)
-        assert [r.step for r in await loop.run(progress=False)] == [1]
-        assert (loop.state.number, loop.state.current) == (2, "optimize")
-        assert not loop.weights.in_window
-        del loop.backward
-        rest = await loop.run(progress=False)
-        assert [r.step for r in rest] == [2, 3, 4, 5, 6, 7, 8]  # what was drawn for the third step is drawn again
-        used = Counter(g.number for r in loop.records for g in r.groups)
-        assert used == Counter(range(24))
-
-    run(main())
-
-
-def test_a_checkpoint_inside_a_window_skips_nothing(tmp_path):
-    async def main():
-        loop = make_loop(weight_sync_interval=3, reward=LENGTH, keep=ALL)
-        folder = RunFolder.create(tmp_path / "run", loop.cfg)
-        loop.outputs.append(folder.add)
-        stop_in(loop, 1)
-        await loop.run(progress=False)
-        assert await save_checkpoint(loop, folder, every=0) == 0
-        found = folder.latest_checkpoint()
-        assert sorted(found.extra["pending"]) == [*range(found.cursor["consumed"])]  # nothing was trained on
-        del loop.backward
-        [first] = await loop.run(1, progress=False)
-        assert await save_checkpoint(loop, folder) == 1
-        later = make_loop(weight_sync_interval=3, reward=LENGTH, keep=ALL)
-        await restore_checkpoint(later, folder.latest_checkpoint())
-        rest = await later.run(progress=False)
-        assert Counter(g.number for r in (first, *rest) for g in r.groups) == Counter(range(24))
-
-    run(main())
-
-
 # --- running, stopping ----------------------------------------------------------------------------------------------
-
-
-def test_async_for_goes_on_from_wherever_the_loop_is():
-    async def main():
-        loop = make_loop(rows=12)
-        await up_to(loop, "advantages")
-        drawn = loop.state.values["sample"]
-        records = [r async for r in loop]
-        assert [r.step for r in records] == [1, 2, 3, 4]
-        np.testing.assert_array_equal(records[0].groups[0].samples[0].tokens, drawn[0].samples[0].tokens)
-        assert loop.done
-
-    run(main())
 
 
 def test_a_stop_takes_effect_after_the_phase_and_nothing_is_lost():
@@ -661,29 +462,6 @@ def test_a_stop_takes_effect_after_the_phase_and_nothing_is_lost():
 
 
 # --- rewards that wait ----------------------------------------------------------------------------------------------
-
-
-def test_groups_are_judged_at_once_and_the_event_loop_goes_on():
-    asked, wanted = [], SMALL["prompt_groups_per_step"] * SMALL["completions_per_prompt"]
-
-    async def judge(text):
-        asked.append(text)
-        while len(asked) < wanted:  # none answers before all are asked
-            await asyncio.sleep(0.001)
-        return float(len(text))
-
-    def blocks(text):
-        asked.append(text)
-        while len(asked) < wanted:
-            time.sleep(0.001)
-        return float(len(text))
-
-    async def go(reward):
-        asked.clear()
-        record = await make_loop(reward=reward, max_concurrent_rewards=wanted).step()
-        return [g.rewards.tolist() for g in record.groups]
-
-    assert run(go(judge)) == run(go(blocks)) == run(go(LENGTH))
 
 
 def test_score_is_awaited_where_it_waits_and_says_so():
@@ -800,21 +578,6 @@ def test_a_step_in_which_every_rollout_fails_is_a_crash():
 
     with pytest.raises(RewardError, match=r"no sample of the step could be used: got group 0 .*no server"):
         run(make_loop(reward=rollout_fn).step())
-
-
-def test_trainer_and_sampler_agree_on_every_token_of_every_step():
-    async def main():
-        loop = make_loop(rows=12, keep=lambda group: True)
-        gaps = []
-        while not loop.done:
-            await up_to(loop, "reference")
-            for d in loop.state.values["reference"]:
-                policy = loop.state.cache["policy", d.tokens.tobytes(), d.weights.tobytes()].values
-                gaps.append(np.abs(policy - d.sampler_logprobs)[d.active].max())
-            await loop.step()
-        assert max(gaps) < 1e-4
-
-    run(main())
 
 
 # --- what the backend cannot do -------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import signal
@@ -596,18 +595,6 @@ def test_a_step_that_is_recorded_once_more_gets_what_is_missing(run: RunFolder):
         run.add(replace(run.record(3), consumed=77))
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts the bytes that a process reads, as Linux does")
-def test_a_line_costs_the_same_however_long_the_file_is(run: RunFolder):
-    with (run.path / "metrics.jsonl").open("a") as f:
-        f.writelines(json.dumps({"step": 3, f"eval/m{i % 50}": 0.5}) + "\n" for i in range(300_000))
-    read = lambda: int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
-    before = read()
-    for i in range(20):
-        run.log_metrics(3, {"eval/reward": i / 20})
-    assert read() - before < 5_000_000 < (run.path / "metrics.jsonl").stat().st_size
-    assert run.metrics().loc[3, "eval/reward"] == 19 / 20
-
-
 @pytest.fixture
 def ordinary_user():
     "Permissions count: as root, the test goes on as nobody."
@@ -827,14 +814,6 @@ def test_a_creation_that_was_cut_off_is_begun_again(tmp_path):
     (again.path / "steps" / "00001").mkdir()
     with pytest.raises(RecordError, match="expected a folder without files of these names"):
         RunFolder.create(tmp_path / "run", {"seed": 3})
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "rows.jsonl", "report.html", "best.json"])
-def test_a_folder_of_somebody_else_is_left_alone(name, tmp_path):
-    (tmp_path / name).write_text("mine: true")
-    with pytest.raises(RecordError, match=f"got {name}"):
-        RunFolder.create(tmp_path, {"seed": 1})
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine: true")]
 
 
 def test_what_would_act_in_a_table_is_shown():

@@ -82,20 +82,6 @@ def quiet(coroutine):
     return result, complaints
 
 
-def test_what_is_left_behind_would_be_noticed():
-    async def leaks():
-        async def fails():
-            raise KeyError("nobody reads this")
-
-        asyncio.ensure_future(fails())  # noqa: RUF006
-        asyncio.ensure_future(asyncio.sleep(3600))  # noqa: RUF006
-        await asyncio.sleep(1)
-
-    _, complaints = quiet(leaks())
-    assert any("never retrieved" in str(c) for c in complaints)
-    assert any("still running" in str(c) for c in complaints)
-
-
 # --- what is passed --------------------------------------------------------------------------------------------------
 
 
@@ -112,25 +98,6 @@ def test_a_function_gets_the_context_that_it_names_and_nothing_else(names, every
         expected = whole | {"rollout_index": i}
         assert {k: v for k, v in got.items() if k in expected} == {k: expected[k] for k in names}
         assert got.get("more", {}) == ({k: v for k, v in expected.items() if k not in names} if everything else {})
-
-
-def test_the_signature_is_read_once():
-    read = []
-
-    class Noisy:
-        @property
-        def __signature__(self):
-            read.append("signature")
-            raise AttributeError
-
-        async def __call__(self, sample_prompt, rollout_index):
-            return sample(reward=float(rollout_index))
-
-    taken = as_rollout_fn(Noisy())
-    first = len(read)
-    for _ in range(3):
-        assert [s.reward for s in draw(taken).samples] == [0, 1, 2, 3]
-    assert len(read) == first
 
 
 def test_what_is_a_rollout_function():
@@ -240,17 +207,6 @@ def test_any_other_failure_ends_the_run_and_says_where(error):
     assert complaints == []
 
 
-def test_two_that_fail_at_once_leave_nothing_behind():
-    async def fails(sample_prompt, rollout_index):
-        await asyncio.sleep(1)
-        raise KeyError(rollout_index)
-
-    raised, complaints = quiet(draw_rollouts(fails, PROMPT, 4))
-    assert isinstance(raised, RewardError)
-    assert isinstance(raised.__cause__, KeyError)
-    assert complaints == []
-
-
 def test_a_cancelled_step_cancels_its_draws():
     ended = []
 
@@ -280,24 +236,6 @@ def test_a_rollout_that_cancels_itself_is_not_a_cancelled_step():
 
     with pytest.raises(RewardError, match=f"^{WHERE}: rollout_fn cancelled itself"):
         draw(gives_up)
-
-
-def test_pauses_grow_and_are_the_same_on_every_run():
-    slept = []
-
-    async def note(seconds):
-        slept.append(seconds)
-
-    async def refuses(sample_prompt):
-        raise ConnectionRefusedError
-
-    for _ in range(2):
-        asyncio.run(draw_rollouts(refuses, PROMPT, 1, retries=8, sleep=note))
-    assert slept[:8] == slept[8:]
-    for attempt, seconds in enumerate(slept[:8]):
-        assert 0.5 <= seconds / min(30, 0.5 * 2**attempt) <= 1
-    asyncio.run(draw_rollouts(refuses, PROMPT, 20, retries=1, sleep=note))
-    assert len({round(seconds, 9) for seconds in slept[16:]}) == 20, "not all at once"
 
 
 # --- what is lost, and drawn again -----------------------------------------------------------------------------------
@@ -408,42 +346,6 @@ def test_a_sample_that_cannot_be_right_is_named(changes, says):
         draw(in_a_run)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda c: {"logprobs": -c.logprobs, "sampling_logprobs": None}, "logprobs: got .*; expected natural logs"),
-        (lambda c: {"sampling_logprobs": np.abs(c.logprobs) + 0.5}, "logprobs: got .*; expected natural logs"),
-        (lambda c: {"logprobs": np.abs(c.logprobs) + 0.5, "sampling_logprobs": c.logprobs}, "raw_logprobs: got"),
-        (lambda c: {"finish_reason": "banana"}, "finish_reason: got 'banana'"),
-        (lambda c: {"finish_reason": None}, "finish_reason: got None"),
-        (lambda c: {"policy_version": -1}, "policy_version: got -1"),
-        (lambda c: {"tokens": -c.tokens - 1}, "tokens: got .*; expected ids from 0"),
-        (lambda c: {"tokens": c.tokens + 10**6}, "token id: got 10.*; expected 0 to 263"),
-    ],
-)
-def test_a_loop_trains_on_nothing_that_a_sampler_cannot_have_drawn(change, says):
-    class Own:
-        "A sampler that does not report what it drew."
-
-        def __init__(self, inner):
-            self.inner = inner
-
-        async def sample(self, prompt_tokens, params):
-            return [replace(c, **change(c)) for c in await self.inner.sample(prompt_tokens, params)]
-
-    backend = open_local(*load_model("tiny"), reference=False)
-    cfg = Config(kl_beta=0, max_completion_tokens=8)
-    loop = GRPOLoop(
-        replace(backend, sampler=Own(backend.sampler)),
-        toy_rows(4),
-        lambda completion_text: float(len(completion_text)),
-        cfg,
-    )
-    with pytest.raises((AlignmentError, BackendError), match=rf"group 0.*{says}"):
-        asyncio.run(loop.step())
-    assert (len(loop.records), loop.policy_version) == (0, 0)
-
-
 def test_a_promise_that_is_not_kept_is_named():
     async def text(sample_prompt):
         return "8"
@@ -470,34 +372,6 @@ def test_a_breaker_trips_when_it_should_and_not_before(lost, limit, window):
                 breaker.note("refused" if bad else "")
             return
         breaker.note("refused" if bad else "")
-
-
-def test_a_breaker_ends_a_run_whose_server_is_gone():
-    calls = []
-
-    async def refused(sample_prompt):
-        calls.append(1)
-        await asyncio.sleep(0)
-        raise ConnectionRefusedError("nobody listens")
-
-    async def undecided(sample_prompt):
-        return None
-
-    async def main():
-        breaker = Breaker(0.5)
-        for number in range(100):
-            await draw_rollouts(refused, replace(PROMPT, number=number), 4, breaker=breaker)
-
-    raised, complaints = quiet(main())
-    assert isinstance(raised, BackendError)
-    assert "32 of the last 32 rollouts lost their connection: got rollout" in str(raised)
-    assert "nobody listens" in str(raised)
-    assert len(calls) == 32
-    assert complaints == []
-    breaker = Breaker(0.5)
-    for _ in range(40):
-        draw(undecided, breaker=breaker)
-    assert not any(breaker.recent), "what a rollout decides is not a lost connection"
 
 
 # --- straight from the sampler ---------------------------------------------------------------------------------------
@@ -703,12 +577,6 @@ def test_several_requests_of_one_draw_draw_different_tokens():
     asked.clear()
     asyncio.run(build_deployment_sampler(setup).sample_with_prompt_tokens([1, 3]))
     assert asked[0].seed is None, "outside a draw there is nothing to derive one from"
-
-
-def test_an_empty_completion_is_none_to_the_guides_rollout():
-    setup = RolloutSetup(Shaky((0,)), None, SampleParams(max_tokens=5), 4)
-    drawn = draw(guide_function(lambda c: 1.0)(setup), n=1)
-    assert drawn.dropped == ("rollout 0 returned None",)
 
 
 def test_the_reward_of_the_guides_rollout_may_fail():

@@ -350,35 +350,11 @@ def test_what_cannot_be_opened():
     assert open_trackers([], run_name=None, config={}, log_path=None) == []
 
 
-def test_the_names_are_those_of_the_config():
-    from typing import get_args
-
-    from rl_notebook.settings import TrackerName
-
-    assert set(get_args(TrackerName)) == set(m._OPEN)
-
-
 @pytest.mark.parametrize("content", ["", "[]", "{}", "{"])
 def test_an_unreadable_run_id_says_what_to_do(tmp_path, content):
     (tmp_path / "trackers.json").write_text(content)
     with pytest.raises(RecordError, match="Delete the file"):
         m.identify(None, tmp_path)
-
-
-def test_numbers():
-    torch = pytest.importorskip("torch")
-    assert m.numbers({"a": torch.tensor(0.5), "b": True}) == {"a": 0.5, "b": 1.0}
-    for value in ("0.5", None, [1.0], {"a": 1}):
-        with pytest.raises(RecordError, match="metric 'x'"):
-            m.numbers({"x": value})
-
-
-def test_short_or_unmarked_values_are_not_secrets(monkeypatch):
-    monkeypatch.setenv("A_TOKEN", "tiny")
-    monkeypatch.setenv("SOME_PATH", "/home/somebody")
-    monkeypatch.setenv("FIREWORKS_API_KEY", SECRET)
-    given = {"base_model": "tiny", "where": ["/home/somebody", f"a{SECRET}b"], "n": 3}
-    assert m.without_secrets(given) == {"base_model": "tiny", "where": ["/home/somebody", "a***b"], "n": 3}
 
 
 # ---- a whole run

@@ -127,7 +127,6 @@ class SyncReport:
     tolerance: float  # up to which a gap may be rounding
     noise: float = 0.0  # of the policy, scored twice
     behind: float = math.inf  # between the sampler and the policy as it was at the sync before
-    without: Mapping[str, float] = field(default_factory=dict)  # part -> gap to a policy in which it is the old one
 
     @property
     def nothing(self) -> bool:
@@ -157,17 +156,12 @@ class SyncReport:
             return f"{sync}: {apart}, which may be rounding and hides whether it arrived: {moved}"
         if self.behind <= self.tolerance:
             return f"{sync} is late: the sampler says of a probe what the policy said before its update; {moved}"
-        if self.without:
-            part, left = min(self.without.items(), key=lambda found: found[1])
-            return f"{sync}: everything but {part} arrived (gap {self.gap:.2g}, {left:.2g} with the old one)"
         return f"{sync} did not bring these weights: {apart}; {moved}, the sampler by {self.sampler_moved:.2g}"
 
     @property
     def metrics(self) -> dict[str, float]:
         "As numbers of a record."
-        named = {name: float(getattr(self, name)) for name in _REPORTED}
-        named |= {f"without/{part}": gap for part, gap in self.without.items()}
-        return {f"sync/{name}": value for name, value in named.items()}
+        return {f"sync/{name}": float(getattr(self, name)) for name in _REPORTED}
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> SyncReport | None:  # None = there was none
@@ -175,9 +169,7 @@ class SyncReport:
         if "sync/gap" not in metrics:
             return None
         named: dict[str, Any] = {name: metrics[f"sync/{name}"] for name in _REPORTED}
-        start = "sync/without/"
-        parts = {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
-        return cls(**named | {"version": int(named["version"])}, without=parts)
+        return cls(**named | {"version": int(named["version"])})
 
 
 _SEEN = 1e-5  # nats: the least move of a policy that is one

@@ -13,7 +13,7 @@ import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -762,16 +762,6 @@ class LocalTrainer:
         then, now, change = await self.run(linear_change, self.state, list(datums), before)
         return self._stamp(then), self._stamp(now), change
 
-    def snapshot(self, name: str) -> Mapping[str, Tensor] | None:
-        "The weights of `save_weights_for_sampler`, if they are still kept."
-        return self.state.snapshots.get(name)
-
-    async def with_old_parts(
-        self, datum: Datum, old: Mapping[str, Tensor], only: Collection[str] = ()
-    ) -> dict[str, np.ndarray]:
-        "(N-1,) logprobs by part of the weights, or by some parts: that part as in a snapshot, all others as they are."
-        return await self.run(with_old_parts, self.state, datum, old, only)
-
     def _stamp(self, logprobs: list[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
         return stamped(self.state.scoring, "policy", self.versions.current, logprobs, entropies)
 
@@ -896,32 +886,6 @@ def linear_change(
     with swapped_weights(state, then):
         was = score(state.scoring, datums)[0]
     return was, score(state.scoring, datums)[0], directional(state, datums, then, moved)
-
-# %% ../../nbs/24_backends.local.ipynb #19a6f8bf
-def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
-    "The names of weights by what could stay behind together: modules of one kind, all norms, a layer."
-    found: dict[str, list[str]] = {}
-    for name in names:
-        modules = re.sub(r"\.(default|weight|bias|base_layer)(?=\.|$)", "", name)
-        inside = re.split(r"\.\d+\.", modules)
-        kinds = inside[-1].split(".") if len(inside) > 1 else modules.split(".")[-1:]
-        for part in (*kinds, *["norms"] * ("norm" in kinds[-1]), _layer_of(name)):
-            found.setdefault(part, []).append(name)
-    once = {tuple(held): part for part, held in reversed(found.items())}
-    return {part: [*held] for held, part in once.items()}
-
-# %% ../../nbs/24_backends.local.ipynb #77cd0e71
-def with_old_parts(
-    state: PolicyState, datum: Datum, old: Mapping[str, Tensor], only: Collection[str] = ()
-) -> dict[str, np.ndarray]:
-    "(N-1,) logprobs of a datum with each part, in turn, as it was."
-    found: dict[str, np.ndarray] = {}
-    for part, names in parts_of(old).items():
-        if len(names) == len(old) or (only and part not in only):
-            continue
-        with swapped_weights(state, {name: old[name] for name in names}):
-            [found[part]] = score(state.scoring, [datum])[0]
-    return found
 
 # %% ../../nbs/24_backends.local.ipynb #d2618769
 @dataclass(eq=False)

@@ -270,8 +270,7 @@ def registered_loss(cfg: Config, sources: Sources) -> None:
 # %% ../../nbs/64_recipes.script.ipynb #cc8b7725
 def settled(loop: Loop, cfg: Config | None = None) -> Config:
     "Settings (None = a loop's, with those that wait for its current step to end), with a length that its model takes."
-    cfg = cfg or Config.from_dict(loop.cfg.to_dict(), loop.next_settings)
-    longest = loop.backend.capabilities.max_seq_len
+    cfg, longest = cfg or loop.next_settings, loop.backend.capabilities.max_seq_len
     return replace(cfg, max_seq_len=min(cfg.max_seq_len, longest or cfg.max_seq_len))
 
 

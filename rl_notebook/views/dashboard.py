@@ -338,7 +338,7 @@ class SettingsPane:
 
     def look(self, loop: Loop, busy: str) -> None:  # busy: why nothing can be changed now; empty when it can
         "Show what the loop has, where that is news."
-        now = {name: loop.next_settings.get(name, getattr(loop.cfg, name)) for name in self.fields}
+        now = {name: getattr(loop.next_settings, name) for name in self.fields}
         for name, value in now.items():
             if value != self.known.get(name):
                 self.fields[name].value = value
