@@ -1357,20 +1357,25 @@ def score_at(loop: Loop, temperature: float) -> None:
 def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
     "Change settings of the next step: a whole config, or values by dotted name; `functions`: reward, make_loss."
     loop.weights.refuse_in_turn("change of settings", "Pause it first.")
-    old, begun = loop.next_settings, bool(loop.state.values)
+    old, state = loop.next_settings, loop.state
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
     rows = [*old.diff(cfg).rows, *((n, called(loop.given[n]), called(given)) for n, given in functions.items())]
     for name, *_ in rows:
         refuse_change(loop, name)
     check_loss(cfg, functions.get("make_loss", loop.make_loss))
-    if begun and functions:
-        fix = "Run await loop.step() to finish it first; loop.score(reward_fns) grades its samples otherwise."
-        raise PhaseError(f"another {' and '.join(functions)}", where=loop.place, got="a step that has begun", fix=fix)
+    if functions and state.updated:
+        fix = "Run await loop.step() to finish it first."
+        raise PhaseError(f"another {' and '.join(functions)}", where=loop.place, got="a step that is updated", fix=fix)
     what_follows(loop, cfg, functions)  # refused here, and not when the step ends
+    begun = bool(state.values)
+    if functions or not begun:
+        take_settings(loop, loop.settings if begun else cfg, functions)
     loop.next_settings = cfg
-    if not begun:
-        take_settings(loop, cfg, functions)
-    return Changed(tuple((*row, f"from step {loop.state.number + begun} on") for row in rows))
+    if functions:  # what another one has made is made again
+        kept = PHASES.index("score" if "reward" in functions else "loss")
+        state.values = {p: v for p, v in state.values.items() if PHASES.index(p) < kept}
+    first = {name: state.number + (begun and name not in functions) for name, *_ in rows}
+    return Changed(tuple((*row, f"from step {first[row[0]]} on") for row in rows))
 
 
 def what_follows(
@@ -1409,6 +1414,6 @@ def change(
     make_loss: LossFactory | None = None,  # None = the one that it has
     **settings: Any,  # fields of Config
 ) -> Changed:
-    "Change settings, from the next step on, or functions, between two steps. Records say what was changed."
+    "Change settings, from the next step on, or functions, at once. Records say what was changed."
     functions = {"reward": reward, "make_loss": make_loss}
     return change_settings(loop, settings, **{name: fn for name, fn in functions.items() if fn is not None})

@@ -240,12 +240,16 @@ def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_r
         assert (loop.cfg.learning_rate, loop.next_settings.learning_rate) == (1e-3, 3e-4)
         loop.cfg = replace(loop.next_settings, kl_beta=0.05)
         assert "kl_beta: 0.0 -> 0.05, from step 2 on" in capsys.readouterr().out
-        with pytest.raises(PhaseError, match=r"another reward.*has begun"):
+        assert "reward: " in repr(loop.change(reward=LENGTH))
+        assert loop.state.current == "score"
+        await up_to(loop, "optimize")
+        with pytest.raises(PhaseError, match=r"another reward.*updated"):
             loop.change(reward=LENGTH)
         first, second = await loop.step(), await loop.step()
-        assert (first.metrics["learning_rate"], first.options["kl_beta"], first.changed) == (1e-3, 0.0, {})
+        assert (first.metrics["learning_rate"], first.options["kl_beta"]) == (1e-3, 0.0)
         assert (second.metrics["learning_rate"], second.options["kl_beta"]) == (3e-4, 0.05)
-        assert second.changed == {"learning_rate": 3e-4, "kl_beta": 0.05, "max_completion_tokens": 9}
+        settings = {"learning_rate": 3e-4, "kl_beta": 0.05, "max_completion_tokens": 9}
+        assert (first.changed, second.changed) == ({"reward": "<lambda>"}, settings | {"reward": "<lambda>"})
         assert max(s.completion_len for g in second.groups for s in g.samples) <= 9
         assert "from step 3 on" in repr(loop.change(learning_rate=1e-4))
         assert loop.cfg.learning_rate == 1e-4

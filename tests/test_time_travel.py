@@ -2,8 +2,6 @@
 
 import asyncio
 import functools
-import html
-import json
 import shutil
 import signal
 from dataclasses import replace
@@ -31,7 +29,7 @@ from rl_notebook.losses import make_loss_fn
 from rl_notebook.recipes.rl_loop import replay_step, train
 from rl_notebook.records import RunFolder, write_record
 from rl_notebook.toy import load_model
-from rl_notebook.travel import PhaseComparison, Replay, compare_loops, replay
+from rl_notebook.travel import compare_loops, replay
 
 
 def run(coroutine):
@@ -907,15 +905,6 @@ def test_replay_works_on_a_backend_without_snapshots_from_the_beginning(runs):
     run(main())
 
 
-def test_a_replay_shows_itself_escaped():
-    hostile = "row '<img onerror=alert(1)>'"
-    result = Replay(1, (PhaseComparison("score", False, 1.0, "", hostile, "</script>"),), base="<b>")
-    assert "<img" not in result._repr_html_()
-    assert "</script>" not in result._repr_html_()
-    assert "<b>" not in result._repr_html_().replace(f"<b>{html.escape(result.sentence)}</b>", "")
-    assert hostile in repr(result)
-
-
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -931,51 +920,6 @@ def test_a_step_that_is_not_there(runs):
             await loop.seek(-1, found.folder)
         assert (loop.state.number, loop.state.values) == (1, {})
         assert same(weights(loop), found.weights[0])
-
-    run(main())
-
-
-def spoil(folder, step, how):
-    "Damage the record of a step."
-    path = folder.path / "steps" / f"{step:05d}"
-    if how == "gone":
-        shutil.rmtree(path)
-    elif how == "half written":
-        (path / "arrays.safetensors").write_bytes((path / "arrays.safetensors").read_bytes()[:100])
-    elif how == "never finished":
-        path.rename(path.with_name(f".{path.name}.writing"))
-    else:
-        plain = json.loads((path / "record.json").read_text())
-        (path / "record.json").write_text(json.dumps(plain | {"format": "rl_notebook.record/1"}))
-
-
-SPOILED = {
-    "gone": r"no such step: got 2; expected 1, 3 to 5",
-    "never finished": r"no such step: got 2; expected 1, 3 to 5",
-    "half written": r"arrays.safetensors: damaged: got 100 bytes of other content",
-    "old": r"format: got rl_notebook.record/1; expected rl_notebook.record/2. Read it with the version",
-}
-
-
-@pytest.mark.parametrize("how", SPOILED)
-def test_a_spoiled_record_is_refused_and_the_loop_stands_where_it_stood(how, runs, tmp_path):
-    found = runs["plain", 0]
-
-    async def main():
-        shutil.copytree(found.folder.path, tmp_path / "copy")
-        folder, loop = RunFolder.open(tmp_path / "copy"), found.fresh()
-        spoil(folder, 2, how)
-        with pytest.raises(RecordError, match=SPOILED[how]):
-            await replay(folder, 2, loop)
-        with pytest.raises(RecordError, match=SPOILED[how]):
-            await loop.seek(3, folder)
-        assert (loop.state.number, loop.state.values) == (1, {})
-        assert same(weights(loop), found.weights[0])
-        result = await replay(folder, 4, loop)  # the updates before it cannot be made again
-        assert result.first_difference is None
-        left = [p.phase for p in result.phases if p.same is None]
-        assert left == ["sample", "backward", "optimize", "sync", "finish"]
-        assert "the weights before the step are not known" in repr(result)
 
     run(main())
 

@@ -416,38 +416,3 @@ def test_tensorboard_takes_more_of_a_step_and_a_step_again(tmp_path):
     board = board_of(tmp_path)
     found = {name: [(e.step, e.value) for e in board.Scalars(name)] for name in ("a", "b")}
     assert found == {"a": [(1, 1.0), (2, 4.0)], "b": [(2, 5.0)]}
-
-
-ALL_THREE = """
-import json, sys
-sys.path.insert(0, sys.argv[2])
-from test_trackers import trained_with
-trained_with(["trackio", "wandb"], sys.argv[1])
-from trackio.sqlite_storage import SQLiteStorage as storage
-runs = storage.get_runs("rl-notebook")
-name = runs[0] if isinstance(runs[0], str) else runs[0]["name"]
-print("RESULT" + json.dumps(storage.get_logs("rl-notebook", name)) + "RESULT")
-"""
-
-
-@pytest.mark.slow
-def test_wandb_and_trackio_have_them_too(tmp_path):
-    pytest.importorskip("wandb")
-    pytest.importorskip("trackio")
-    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_MODE": "offline", "HOME": str(tmp_path)}
-    env["PYTHONPATH"] = str(Path(m.__file__).parents[1])
-    code = [sys.executable, "-c", ALL_THREE, str(tmp_path / "run"), str(Path(__file__).parent)]
-    done = subprocess.run(code, capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kept: dict[str, list[tuple[int, dict[str, float]]]] = {"trackio": [], "wandb": []}
-    kept["trackio"] = [(row["step"], row) for row in json.loads(done.stdout.split("RESULT")[1])]
-    for record in wandb_records(tmp_path / "run"):
-        if record.WhichOneof("record_type") == "history":
-            row = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-            kept["wandb"].append((row["step"], row))
-    check_completions(wandb_tables(tmp_path / "run")["completions"], tmp_path / "run")
-    tables = {step: row["completions"]["_value"] for step, row in kept["trackio"] if "completions" in row}
-    check_completions(tables, tmp_path / "run")
-    for rows in kept.values():
-        names = {name for _, row in rows for name in row}
-        check_scalars({name: {step: row[name] for step, row in rows if name in row} for name in names})

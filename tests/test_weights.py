@@ -5,13 +5,10 @@ The model beside it knows numbers only: what each loop's trainer and sampler wou
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +17,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-import rl_notebook
 from rl_notebook.core import AdamParams, BackendError, PhaseError
 from rl_notebook.weights import SamplerHas, Weights
 
@@ -325,23 +321,3 @@ TestWeightsInAnyOrder = WeightsInAnyOrder.TestCase
 
 
 CHANGES = ("append", "appendleft", "pop", "popleft", "clear", "extend", "remove", "add", "update", "setdefault")
-
-
-def written_elsewhere(tree: ast.AST) -> Iterator[str]:
-    "Attributes of weights that a module sets, and their collections that it changes."
-    for node in ast.walk(tree):
-        held = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-        changed = held is not None and node.func.attr in CHANGES  # type: ignore[union-attr]
-        target = held if changed else node if isinstance(getattr(node, "ctx", None), ast.Store) else None
-        if isinstance(target, ast.Attribute) and re.search(r"\bweights\b", ast.unparse(target.value)):
-            yield ast.unparse(target)
-
-
-def test_nobody_else_writes_it_down():
-    wrong = ast.parse("other.weights.version, x = 1, 2; weights.undoable.pop()")
-    assert {*written_elsewhere(wrong)} == {"other.weights.version", "weights.undoable"}
-    modules = [p for p in Path(rl_notebook.__file__).parent.rglob("*.py") if p.name != "weights.py"]
-    found = {str(p): [*written_elsewhere(ast.parse(p.read_text(encoding="utf-8")))] for p in modules}
-    owners = ("loop", "phases", "back", "async_loop", "travel", "player", "rl_loop", "dashboard")  # who holds a loop
-    assert {p: names for p, names in found.items() if names and Path(p).stem in owners} == {}
-    assert {Path(p).stem for p in found} >= set(owners)

@@ -326,11 +326,12 @@ def test_settings_are_changed_while_paused(notebook: Notebook, board: Locator):
     rate.fill("3e-5")
     pane.get_by_label("policy_loss").select_option("dapo")
     pane.get_by_role("button", name="Change").click()
-    expect(pane).to_contain_text("learning_rate: 0.0001 -> 3e-05, in step")
+    expect(pane).to_contain_text("learning_rate: 0.0001 -> 3e-05, from step")
     notebook.shot("dashboard_settings")
-    assert notebook.ask("[loop.cfg.learning_rate, loop.cfg.policy_loss]") == [3e-5, "dapo"]
-    press(board, "step")
-    at_rest(notebook, board)
+    assert notebook.ask("[loop.next_settings.learning_rate, loop.next_settings.policy_loss]") == [3e-5, "dapo"]
+    for _ in range(2):  # the rest of the step that has begun, and one with them
+        press(board, "step")
+        at_rest(notebook, board)
     assert notebook.ask("loop.records[-1].changed") == {"learning_rate": 3e-5, "policy_loss": "dapo"}
     board.get_by_role("button", name="Settings").click()
     expect(pane).to_be_hidden()
