@@ -233,7 +233,7 @@ def test_after_a_stop_step_goes_on(kind):
 
 def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_record(capsys):
     async def main():
-        loop = make_loop(rows=30, kl_beta=0.0)
+        loop = make_loop(rows=30, keep=ALL, kl_beta=0.0)
         await up_to(loop, "backward")
         changed = loop.change(learning_rate=3e-4, max_completion_tokens=9)
         assert "learning_rate: 0.001 -> 0.0003, from step 2 on" in repr(changed)
