@@ -310,9 +310,7 @@ def loss_faults(
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
         own = "One of your own is named module:function, or registered before: register_loss(fn)."
-        word = loss.casefold()
-        near = difflib.get_close_matches(word, list(known), n=1)
-        fix = f"Did you mean {near[0]!r}?" if near else own
+        word, fix = loss.casefold(), nearest(loss, [*known]) or own
         if word in TRL_PRESETS.keys() - known.keys():
             fix = f"TRL's loss of this name is Config(loss_type={word!r}), which is {dict(TRL_PRESETS[word])}."
         yield LossError("policy_loss", got=quoted(o.policy_loss), expected=" or ".join(map(repr, known)), fix=fix)
