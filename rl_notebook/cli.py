@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import contextlib
 import inspect
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -90,19 +90,10 @@ def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
         raise ConfigError(f"--{name}", got=quoted(text), expected=f"a value ({e})") from e
 
 # %% ../nbs/80_cli.ipynb #c0mment5
-def _comments(*classes: type) -> dict[tuple[str, str], str]:  # by class and field
-    "The comment beside each field of classes and their bases, and of what else stands in their modules."
-    said = dict[tuple[str, str], str]()
-    for module in {base.__module__ for cls in classes for base in cls.__mro__ if is_dataclass(base)}:
-        text = inspect.getsource(sys.modules[module])
-        lines = text.splitlines()
-        for made in (made for made in ast.parse(text).body if isinstance(made, ast.ClassDef)):
-            fields_ = [node for node in made.body if isinstance(node, ast.AnnAssign)]
-            said |= {
-                (made.name, ast.unparse(node.target)): lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
-                for node in fields_
-            }
-    return said
+def comments_of(cls: type) -> dict[str, str]:  # by field
+    "The comment beside each field of a class and of its bases."
+    sources = [inspect.getsource(base) for base in reversed(cls.__mro__) if is_dataclass(base)]
+    return {name: text for source in sources for name, text in re.findall(r"^    (\w+): .*  # (.*)$", source, re.M)}
 
 # %% ../nbs/80_cli.ipynb #00efd37a
 def shape_of(hint: Any) -> str:
@@ -120,19 +111,17 @@ def shape_of(hint: Any) -> str:
 # %% ../nbs/80_cli.ipynb #e12a5657
 def option_groups() -> dict[str, list[tuple[str, str, str, str]]]:  # name, shape, default, meaning
     "Every setting of `Config` with the comment beside it, by what it is about."
-    said = _comments(Config, *sub_configs(Config).values())
     groups = [("", base, Config) for base in reversed(Config.__mro__) if vars(base).get("__annotations__")]
     groups += [(f"{name}.", cls, cls) for name, cls in sub_configs(Config).items()]
     found, seen = dict[str, list[tuple[str, str, str, str]]](), {*sub_configs(Config)}
     for prefix, cls, whole in groups:
-        hints, usual = typing.get_type_hints(whole), whole()
+        hints, usual, said = typing.get_type_hints(whole), whole(), comments_of(whole)
         names = [f.name for f in fields(cls)] if prefix else cls.__annotations__
         for name in [n for n in names if prefix + n not in seen]:
             seen.add(prefix + name)
-            text = next(said[b.__name__, name] for b in whole.__mro__ if (b.__name__, name) in said)
             value = getattr(usual, name)
             told = " ".join(value) if isinstance(value, tuple) else getattr(value, "value", value)
-            row = (prefix + name, shape_of(hints[name]), str(told) or "none", text)
+            row = (prefix + name, shape_of(hints[name]), str(told) or "none", said[name])
             found.setdefault((cls.__doc__ or "").split(". ")[0].rstrip("."), []).append(row)
     return found
 
@@ -734,38 +723,22 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     return 0
 
 # %% ../nbs/80_cli.ipynb #119d402e
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "demo": run_demo,
-    "new": run_new,
-    "train": run_train,
-    "view": run_view,
-    "show": run_show,
-    "doctor": run_doctor,
-    "replay": run_replay,
-    "export": run_export,
-    "chat": run_chat,
-    "emulate": run_emulate,
-    "check": run_check,
-    "roofs": run_roofs,
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "demo": (run_demo, "GRPO on the tiny model, told as a story"),
+    "new": (run_new, "a folder with a task of your own that runs at once: rewards, config, notebook, test"),
+    "train": (run_train, "run a config: --config FILE, then any field of Config as an option; --resume goes on"),
+    "view": (run_view, "the page of a run folder; it follows a run that goes on; several runs are compared"),
+    "show": (run_show, "a run, a step or a completion as text, or as JSON"),
+    "doctor": (run_doctor, "why trainer and sampler disagree, step by step"),
+    "replay": (run_replay, "recompute a recorded step and compare every phase"),
+    "export": (run_export, "a run's weights as a folder for transformers, PEFT and vLLM; --step best"),
+    "chat": (run_chat, "talk to a run's policy, with --beside base to its base model as well; --step best"),
+    "emulate": (run_emulate, "a local service that the Fireworks and Tinker SDKs talk to"),
+    "check": (run_check, "ask a service what it does: --backend openai, tinker or fireworks"),
+    "roofs": (run_roofs, "how fast this machine could be at best with a model: --model, --rows"),
 }
-
-USAGE = """\
-usage: rl-notebook COMMAND [options]
-
-  demo     GRPO on the tiny model, told as a story
-  new      a folder with a task of your own that runs at once: rewards, config, notebook, test
-  train    run a config: --config FILE, then any field of Config as an option; --resume goes on
-  view     the page of a run folder; it follows a run that goes on; several runs are compared
-  show     a run, a step or a completion as text, or as JSON
-  doctor   why trainer and sampler disagree, step by step
-  replay   recompute a recorded step and compare every phase
-  export   a run's weights as a folder for transformers, PEFT and vLLM; --step best
-  chat     talk to a run's policy, with --beside base to its base model as well; --step best
-  emulate  a local service that the Fireworks and Tinker SDKs talk to
-  check    ask a service what it does: --backend openai, tinker or fireworks
-  roofs    how fast this machine could be at best with a model: --model, --rows
-
-rl-notebook COMMAND --help lists the options."""
+LISTED = "\n".join(f"  {name:<8} {told}" for name, (_, told) in COMMANDS.items())
+USAGE = f"usage: rl-notebook COMMAND [options]\n\n{LISTED}\n\nrl-notebook COMMAND --help lists the options."
 
 # %% ../nbs/80_cli.ipynb #4603eb1f
 def main(argv: Sequence[str] | None = None) -> int:  # exit code
@@ -791,7 +764,7 @@ def _run(args: list[str]) -> int:
         print(told, "rl-notebook --help lists the commands.", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[args[0]](args[1:])
+        return COMMANDS[args[0]][0](args[1:])
     except RLNotebookError as error:
         own = isinstance(error, LossError) or (isinstance(error, RewardError) and " raised" in error.what)
         if own and error.__cause__ is not None:

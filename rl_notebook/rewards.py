@@ -695,28 +695,29 @@ OF_THREADS = "main thread", "created in a thread", "event loop in thread", "no r
 
 def is_ours(function: Any) -> bool:
     "Whether a function is one of this package, which need no limit of time and no thread."
-    return str(getattr(innermost(function), "__module__", "")).startswith("rl_notebook.")
+    return _home(innermost(function)) == "rl_notebook"
 
 
 @functools.lru_cache(maxsize=256)
 def uses_alarms(function: Any) -> bool:
     "Whether a function, or one of its author's that it calls, uses what works in the main thread alone."
-    waiting, seen = [function], set[Any]()
-    while waiting:
-        code, known = getattr(one := waiting.pop(), "__code__", None), getattr(one, "__globals__", {})
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        names = [*code.co_names, *(name for part in code.co_consts if inspect.iscode(part) for name in part.co_names)]
-        modules = [vars(module) for name in names if inspect.ismodule(module := known.get(name))]
-        for name, used in [(name, scope.get(name)) for name in names for scope in (known, *modules)]:
-            home = str(getattr(used, "__module__", None) or getattr(used, "__name__", name)).partition(".")[0]
-            if home in ("signal", "math_verify"):
-                return True
-            theirs = home in sys.stdlib_module_names or "-packages" in str(getattr(used, "__code__", ""))
-            if inspect.isfunction(used) and (not theirs or home == str(known.get("__name__")).partition(".")[0]):
-                waiting.append(used)
+    waiting = [function]
+    for one in waiting:  # and those that are added meanwhile
+        code, known = getattr(one, "__code__", None), getattr(one, "__globals__", {})
+        parts = [] if code is None else [code, *filter(inspect.iscode, code.co_consts)]
+        names = {name for part in parts for name in part.co_names}
+        scopes = [known, *(vars(known[name]) for name in names if inspect.ismodule(known.get(name)))]
+        used = [scope[name] for scope in scopes for name in names if name in scope]
+        if {"signal", "math_verify"} & {*names, *map(_home, used)}:
+            return True
+        own = [f for f in used if inspect.isfunction(f) and f not in waiting]
+        waiting += [f for f in own if _home(f) == _home(one) or "lib/python" not in f.__code__.co_filename]
     return False
+
+
+def _home(value: Any) -> str:
+    "The package that a value comes from."
+    return str(getattr(value, "__module__", None) or getattr(value, "__name__", "")).partition(".")[0]
 
 
 @dataclass(eq=False)

@@ -442,7 +442,7 @@ def test_a_mistake_in_our_own_code_keeps_its_traceback(monkeypatch):
     def broken(args: Any) -> int:
         raise KeyError("a defect")
 
-    monkeypatch.setitem(cli.COMMANDS, "view", broken)
+    monkeypatch.setitem(cli.COMMANDS, "view", (broken, ""))
     with pytest.raises(KeyError):
         main(["view", "x"])
 

@@ -151,12 +151,6 @@ WRITTEN = {  # what a policy writes
     "strings": '<tool_call>{"a":"' * 20_000,
     "closings": "<tool_call>{" + "</tool_call>" * 20_000,
     "nested": '<tool_call>{"name": "double", "arguments": ' + '{"a":' * 100_000 + "}" * 100_001 + "</tool_call>",
-    "nested, just readable": '<tool_call>{"name": "double", "arguments": '
-    + '{"a":' * 400
-    + "1"
-    + "}" * 401
-    + "</tool_call>",
-    "half a character": '<tool_call>{"name": "double", "arguments": {"number": "\\ud83d"}}</tool_call>',
     "a list": '<tool_call>{"name": "double", "arguments": [1]}</tool_call>',
     "a number": '<tool_call>{"name": 1}</tool_call>',
     "digits": '<tool_call>{"name": "double", "arguments": {"number": ' + "1" * 5000 + "}}</tool_call>",
