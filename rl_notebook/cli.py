@@ -674,7 +674,7 @@ def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str,
 
     record = run.record(step)
     of = lambda table: table[(table["group"] == group) & (table["sample"] == sample)].reset_index(drop=True)
-    facts, frame = _rows(of(record.completions_table())), of(tokens_frame(record)).drop(columns=["group", "sample"])
+    facts, frame = _rows(of(record.completions_table())), of(tokens_frame(record))
     if not facts:
         there = [f"group {g.index} with {len(g.samples)} samples" for g in record.groups]
         expected = f"one of {', '.join(there)}" if there else "a step with completions"
@@ -691,7 +691,7 @@ def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str,
             if values is not None:
                 frame[name] = pd.Series(values, index=range(1, len(values) + 1))
     data = {"step": step, **facts[0], "tokens": _rows(frame)} | ({"note": why} if why else {})
-    frame = frame.assign(text=frame["text"].map(shown_text)) if texts else frame
+    frame = (frame.assign(text=frame["text"].map(shown_text)) if texts else frame).drop(columns=["group", "sample"])
     first = ["position", "token", *["text"] * bool(texts), "loss_mask"]
     table = frame[[*first, *frame.columns.difference(first, sort=False)]].to_string(index=False, na_rep="")
     lines = [*(f"{name}: {value}" for name, value in data.items() if name not in ("tokens", "note")), why, table]
