@@ -45,31 +45,24 @@ UNCOUNTED_LOSSES = ("ppo", "dapo", "gspo", "dro")  # the derivative of some posi
 # %% ../../nbs/21_backends.builtin.ipynb #f2381a2c
 def check_builtin_options(o: LossOptions) -> None:
     "Raise `LossError` for a loss that no service can compute, whatever it is called there."
-    unknown = not any(o.policy_loss in known for known in BUILTIN_LOSSES.values())
     sequence, quadratic = o.policy_loss in SEQUENCE_RATIO, o.policy_loss == "dro"
-    refused = (
-        (unknown, "policy_loss", _HINTS.get(o.policy_loss, _HERE)),
-        (o.kl_beta > 0, "kl_beta", "A service's loss sees no reference logprobs, so it has no KL term. Set kl_beta=0"),
-        (o.entropy_coeff > 0, "entropy_coeff", "A service's loss has no entropy bonus. Set entropy_coeff=0"),
-        (
-            o.tis != "off" and o.tis_anchor == "policy",
-            "tis_anchor",
-            "The correction is multiplied in before the policy's logprobs are known. Set tis_anchor='old'",
-        ),
-        (
-            o.icepop_threshold is not None and (sequence or quadratic),
-            "icepop_threshold",
-            f"A dropped token has advantage 0, and {o.policy_loss!r} also looks at its logprob. Leave it out",
-        ),
-        (
-            quadratic and o.aggregation != "sum",
-            "aggregation",
-            "dro's quadratic term is not proportional to the advantage. Set aggregation='sum'",
-        ),
-    )
-    for bad, name, fix in refused:
-        if bad:
-            raise LossError(f"a service cannot compute this loss: {name}", got=repr(getattr(o, name)), fix=f"{fix}.")
+    fixes: dict[str, str] = {}
+    if not any(o.policy_loss in known for known in BUILTIN_LOSSES.values()):
+        fixes["policy_loss"] = _HINTS.get(o.policy_loss, _HERE)
+    if o.kl_beta > 0:
+        fixes["kl_beta"] = "A service's loss sees no reference logprobs, so it has no KL term. Set kl_beta=0"
+    if o.entropy_coeff > 0:
+        fixes["entropy_coeff"] = "A service's loss has no entropy bonus. Set entropy_coeff=0"
+    if o.tis != "off" and o.tis_anchor == "policy":
+        why = "The correction is multiplied in before the policy's logprobs are known"
+        fixes["tis_anchor"] = f"{why}. Set tis_anchor='old'"
+    if o.icepop_threshold is not None and (sequence or quadratic):
+        why = f"A dropped token has advantage 0, and {o.policy_loss!r} also looks at its logprob"
+        fixes["icepop_threshold"] = f"{why}. Leave it out"
+    if quadratic and o.aggregation != "sum":
+        fixes["aggregation"] = "dro's quadratic term is not proportional to the advantage. Set aggregation='sum'"
+    for name, fix in fixes.items():
+        raise LossError(f"a service cannot compute this loss: {name}", got=repr(getattr(o, name)), fix=f"{fix}.")
 
 
 _HERE = "Compute it here: loss_path='client'"

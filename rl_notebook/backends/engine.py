@@ -487,13 +487,6 @@ class Linear:
         a, b, scale = self.adapter
         return torch.addmm(self.base.weight, b, a, alpha=scale)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.base.weight, self.base.bias)
-        if self.adapter is None:
-            return out
-        a, b, scale = self.adapter
-        return out + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(x.dtype)
-
 
 def mergeable(modules: Sequence[nn.Module]) -> list[Linear]:
     "Linear layers that can be one matrix; [] where these cannot."
@@ -525,8 +518,7 @@ def linears_fn(modules: Sequence[nn.Module], copies: bool, norm: nn.Module | Non
     weights = [w for linear in known for w in linear.weights]
     by_column = bool(known) and all(w.dtype in _FULL and w.device.type == "cpu" for w in weights)
     if not (by_column or takes_blocks(known) or len(weights) > 1):
-        functions = [Linear.of(module) or module for module in modules]
-        side_by_side = lambda x: torch.cat([f(x) for f in functions], -1) if len(functions) > 1 else functions[0](x)
+        side_by_side = lambda x: torch.cat([m(x) for m in modules], -1) if len(modules) > 1 else modules[0](x)
         return lambda x, onto=None: side_by_side(normed(x)) if onto is None else onto + side_by_side(normed(x))
     if by_column and rms is not None:
         scale, normed = rms.make, rms.unit

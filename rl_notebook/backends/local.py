@@ -709,9 +709,7 @@ class LocalTrainer:
 
     async def loss(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Value, metrics, logprobs and dL/dlogprob; no gradient is accumulated."
-        found = await self.run(self.state.evaluate, list(datums), loss_fn)
-        logprobs = self._stamp(found.logprobs, found.entropies)
-        return LossOutput(found.value, found.metrics, tuple(logprobs), tuple(found.dlogprobs))
+        return self._output(await self.run(self.state.evaluate, list(datums), loss_fn))
 
     async def backward(self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
         "Accumulate the gradient that belongs to dL/dlogprob (N-1,) of each datum; one of entropies is not in it."
@@ -719,9 +717,7 @@ class LocalTrainer:
 
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Loss and backward in one call."
-        found = await self.run(loss_and_backward, self.state, list(datums), loss_fn)
-        logprobs = self._stamp(found.logprobs, found.entropies)
-        return LossOutput(found.value, found.metrics, tuple(logprobs), tuple(found.dlogprobs))
+        return self._output(await self.run(loss_and_backward, self.state, list(datums), loss_fn))
 
     async def optim_step(
         self, adam: AdamParams, *, grad_accumulation_normalization: GradNormalization = "none"
@@ -761,6 +757,10 @@ class LocalTrainer:
         "Logprobs at a saved state, those of now, and the change from one to the other to first order."
         then, now, change = await self.run(linear_change, self.state, list(datums), before)
         return self._stamp(then), self._stamp(now), change
+
+    def _output(self, found: Evaluated) -> LossOutput:
+        logprobs = self._stamp(found.logprobs, found.entropies)
+        return LossOutput(found.value, found.metrics, tuple(logprobs), tuple(found.dlogprobs))
 
     def _stamp(self, logprobs: list[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
         return stamped(self.state.scoring, "policy", self.versions.current, logprobs, entropies)
